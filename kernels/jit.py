@@ -1,0 +1,143 @@
+"""The only importer of numba: decorators for rules and CPU loops, and the few instructions Python lacks.
+
+A **rule** is a scalar function that holds arithmetic (an optimizer step, a hash, a random draw). It has no
+signature, so that a loop of any backend may call it. A **CPU loop** moves data: it takes its range of work
+`begin, end` first and is called through `oneemb.kernels.threads.Threads`, without the interpreter lock.
+
+Weights narrower than 32 bits have no arithmetic of their own on CPUs, and numba has no bfloat16 at all. Their
+bits travel in integer arrays, and the array's dtype says how to read them:
+
+    float32  ->  float32 weights        uint16  ->  float16 bits        int16  ->  bfloat16 bits
+
+`to_float32` reads a weight of any of the three and `from_float32` rounds to nearest even for storing.
+"""
+
+import llvmlite.ir as ir
+import numba
+import numpy as np
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+__all__ = ["cpu", "float_bits", "from_float32", "mul_high", "prefetch", "rule", "to_float32", "uint_as_float"]
+
+# No fastmath: the same numbers on every run. error_model="numpy": a division makes inf or nan, as in torch,
+# instead of a Python exception in the middle of a loop.
+_OPTIONS = dict(nogil=True, cache=True, error_model="numpy", fastmath=False)
+
+
+def rule(function):
+    """Compile a scalar function that loops may call. Its types are those of its arguments."""
+    return numba.njit(function, **_OPTIONS)
+
+
+def cpu(function):
+    """Compile a CPU loop: one core's share of the work, run without the interpreter lock."""
+    return numba.njit(function, **_OPTIONS)
+
+
+@intrinsic
+def float_bits(typingctx, x):
+    """The 32 bits of a float32 as a uint32."""
+    if x != types.float32:
+        return None
+    return types.uint32(x), lambda context, builder, sig, args: builder.bitcast(args[0], ir.IntType(32))
+
+
+@intrinsic
+def uint_as_float(typingctx, x):
+    """The float32 whose 32 bits are this uint32."""
+    if x != types.uint32:
+        return None
+    return types.float32(x), lambda context, builder, sig, args: builder.bitcast(args[0], ir.FloatType())
+
+
+@intrinsic
+def _half_to_float(typingctx, x):
+    def codegen(context, builder, sig, args):
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), codegen
+
+
+@intrinsic
+def _float_to_half(typingctx, x):
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), codegen
+
+
+@intrinsic
+def mul_high(typingctx, x, y):
+    """The high 64 bits of the 128-bit product of two uint64."""
+    if x != types.uint64 or y != types.uint64:
+        return None
+
+    def codegen(context, builder, sig, args):
+        wide = ir.IntType(128)
+        product = builder.mul(builder.zext(args[0], wide), builder.zext(args[1], wide))
+        return builder.trunc(builder.lshr(product, wide(64)), ir.IntType(64))
+
+    return types.uint64(x, y), codegen
+
+
+@intrinsic
+def prefetch(typingctx, array, index):
+    """Ask the cache for `array[index, 0]` (2-D) or `array[index]` (1-D), which will be read soon."""
+
+    def codegen(context, builder, sig, args):
+        array_type, index_type = sig.args
+        view = context.make_array(array_type)(context, builder, args[0])
+        stride = cgutils.unpack_tuple(builder, view.strides, array_type.ndim)[0]
+        base = builder.ptrtoint(view.data, stride.type)
+        place = context.cast(builder, args[1], index_type, types.intp)
+        address = builder.add(base, builder.mul(place, stride))
+        pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
+        i32 = ir.IntType(32)
+        function_type = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+        builder.call(function, [pointer, i32(0), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, index), codegen
+
+
+def to_float32(x):
+    """The float32 value of a stored weight: exact for each of the three formats."""
+    raise TypeError("to_float32 is for compiled loops")
+
+
+def from_float32(x, like):
+    """The stored form of a float32, in the format of `like`; rounds to nearest, ties to even."""
+    raise TypeError("from_float32 is for compiled loops")
+
+
+@overload(to_float32, inline="always")
+def _to_float32(x):
+    if x == types.float32:
+        return lambda x: x
+    if x == types.uint16:
+        return lambda x: _half_to_float(x)
+    if x == types.int16:
+        return lambda x: uint_as_float(np.uint32(np.uint32(np.uint16(x)) << np.uint32(16)))
+    return None
+
+
+@overload(from_float32, inline="always")
+def _from_float32(x, like):
+    if like == types.float32:
+        return lambda x, like: x
+    if like == types.uint16:
+        return lambda x, like: _float_to_half(x)
+    if like == types.int16:
+
+        def to_bfloat16(x, like):
+            bits = float_bits(x)
+            if x != x:
+                return np.int16(0x7FC0)
+            odd = (bits >> np.uint32(16)) & np.uint32(1)
+            return np.int16(np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)))
+
+        return to_bfloat16
+    return None

@@ -1,0 +1,54 @@
+"""What one row is made of: the weights, then the optimizer's state, in one record of 32-bit words.
+
+    words   0 .. state_begin             D weights of the table's dtype; half-width weights lie two a word, and an
+                                         odd last one is followed by 16 zero bits
+    words   state_begin .. row_width     the optimizer's state, float32 whatever the weights are: squares of
+                                         gradients underflow in float16
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["RowLayout"]
+
+# How the weights' bits lie in a NumPy array; see oneemb.kernels.jit.
+_BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """The record of a row.
+
+    Args:
+        dim: weights of a row, D.
+        dtype: "float32", "float16" or "bfloat16".
+        state_width: float32 values of optimizer state after the weights.
+    """
+
+    dim: int
+    dtype: str
+    state_width: int
+
+    @property
+    def state_begin(self) -> int:
+        """Word at which the state begins."""
+        return -(-self.dim * np.dtype(_BITS[self.dtype]).itemsize // 4)
+
+    @property
+    def row_width(self) -> int:
+        """32-bit words of a row, W."""
+        return self.state_begin + self.state_width
+
+    @property
+    def row_bytes(self) -> int:
+        return self.row_width * 4
+
+    @property
+    def storage_dim(self) -> int:
+        """Values of a row: weights and state."""
+        return self.dim + self.state_width
+
+    def weights(self, row_NW: np.ndarray) -> np.ndarray:
+        """The same memory as an array [N, X] of weights' bits, the first `dim` of each row being the weights."""
+        return row_NW.view(_BITS[self.dtype])

@@ -1,0 +1,56 @@
+"""What every place that keeps rows can do, so that tiers compose: a tier stands on any `RowStore`.
+
+Invariants, for every implementation:
+- a row is `row_width` float32 words that nobody below the optimizer reads as numbers; it comes back bit for bit;
+- keys are unique within one call (`table_U` int32, `id_U` int64, every int64 legal); `row_UW` float32 [U, W],
+  C-contiguous;
+- a call that raises has changed nothing, or nothing that a later call can see;
+- one thread at a time calls a store.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+__all__ = ["RowStore", "StorageError", "StoreFullError"]
+
+
+class StorageError(RuntimeError):
+    """A store could not do what it was asked. The message says what, where and what to do."""
+
+
+class StoreFullError(StorageError):
+    """There is no room for a row, and nothing that may make room. The call has changed nothing."""
+
+
+class RowStore(Protocol):
+    """Keeps rows by key."""
+
+    row_width: int
+
+    def __len__(self) -> int:
+        """How many rows are kept."""
+
+    def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
+        """Copy the rows of these keys into `out_UW`; returns missing_U, bool [U]. A missing key's row of `out_UW`
+        is left as it was."""
+
+    def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
+        """Keep these rows, in place of those the keys had."""
+
+    def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Every row once as (table_N, id_N, row_NW), at most `batch` at a time, in no order that means anything.
+        The store must not change meanwhile."""
+
+    def clear(self) -> None:
+        """Forget every row."""
+
+    def flush(self) -> None:
+        """Hand every row that a store below does not have yet down to it; return when it has them."""
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the store was made, and sizes now."""
+
+    def close(self) -> None:
+        """Free what the store holds. Closing twice is fine."""
