@@ -4,7 +4,7 @@ Invariants, for every implementation:
 - a row is `row_width` float32 words that nobody below the optimizer reads as numbers; it comes back bit for bit;
 - keys are unique within one call (`table_U` int32, `id_U` int64, every int64 legal); `row_UW` float32 [U, W],
   C-contiguous;
-- a call that raises has changed nothing, or nothing that a later call can see;
+- a call that raises has changed nothing, except that a `put` may have kept some of its rows whole;
 - one thread at a time calls a store.
 """
 
@@ -38,6 +38,9 @@ class RowStore(Protocol):
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
         """Keep these rows, in place of those the keys had."""
+
+    def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """Whether each key has a row: bool [U]."""
 
     def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Every row once as (table_N, id_N, row_NW), at most `batch` at a time, in no order that means anything.

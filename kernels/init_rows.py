@@ -1,0 +1,146 @@
+"""New rows: weights drawn from the table's initializer, state words set to the optimizer's initial state.
+
+Invariant: a weight is a pure function of (seed, table, id, its place in the row): the same on every store, thread,
+rank and run. Weight d takes word d % 4 of philox(id, table, d // 4); the arithmetic is float64, rounded once.
+
+A row is a concatenation of C columns, each with an initializer of its own:
+
+    column c covers weights end_C[c-1] .. end_C[c];  table t fills it by kind_TC[t, c] with parameters param_TC4[t, c]
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from oneemb.kernels.jit import cpu, from_float32, rule
+from oneemb.kernels.philox import philox
+from oneemb.kernels.threads import Threads
+
+__all__ = ["CONSTANT", "NORMAL", "TRUNC_NORMAL", "UNIFORM", "InitialRows", "init_rows", "normal_quantile"]
+
+CONSTANT = 0
+"""param 0: the value"""
+UNIFORM = 1
+"""params 0, 1: low, high"""
+NORMAL = 2
+"""params 0, 1: mean, standard deviation"""
+TRUNC_NORMAL = 3
+"""params 0, 1: mean, standard deviation; 2, 3: the bounds' places in the untruncated distribution, from 0 to 1"""
+
+_UNIT = 2.0**-32
+
+
+@rule
+def normal_quantile(p):
+    """The standard normal deviate below which a fraction p lies, 0 < p < 1, to about 1e-16.
+
+    Reference: Wichura. Algorithm AS 241: the percentage points of the normal distribution. Appl. Stat. 37 (1988).
+    """
+    q = p - 0.5
+    if abs(q) <= 0.425:
+        r = 0.180625 - q * q
+        top = 2.5090809287301226727e3 * r + 3.3430575583588128105e4
+        top = ((top * r + 6.7265770927008700853e4) * r + 4.5921953931549871457e4) * r + 1.3731693765509461125e4
+        top = ((top * r + 1.9715909503065514427e3) * r + 1.3314166789178437745e2) * r + 3.3871328727963666080e0
+        low = 5.2264952788528545610e3 * r + 2.8729085735721942674e4
+        low = ((low * r + 3.9307895800092710610e4) * r + 2.1213794301586595867e4) * r + 5.3941960214247511077e3
+        low = ((low * r + 6.8718700749205790830e2) * r + 4.2313330701600911252e1) * r + 1.0
+        return q * top / low
+    r = math.sqrt(-math.log(min(p, 1.0 - p)))
+    if r <= 5.0:
+        r -= 1.6
+        top = 7.74545014278341407640e-4 * r + 2.27238449892691845833e-2
+        top = ((top * r + 2.41780725177450611770e-1) * r + 1.27045825245236838258e0) * r + 3.64784832476320460504e0
+        top = ((top * r + 5.76949722146069140550e0) * r + 4.63033784615654529590e0) * r + 1.42343711074968357734e0
+        low = 1.05075007164441684324e-9 * r + 5.47593808499534494600e-4
+        low = ((low * r + 1.51986665636164571966e-2) * r + 1.48103976427480074590e-1) * r + 6.89767334985100004550e-1
+        low = ((low * r + 1.67638483018380384940e0) * r + 2.05319162663775882187e0) * r + 1.0
+    else:
+        r -= 5.0
+        top = 2.01033439929228813265e-7 * r + 2.71155556874348757815e-5
+        top = ((top * r + 1.24266094738807843860e-3) * r + 2.65321895265761230930e-2) * r + 2.96560571828504891230e-1
+        top = ((top * r + 1.78482653991729133580e0) * r + 5.46378491116411436990e0) * r + 6.65790464350110377720e0
+        low = 2.04426310338993978564e-15 * r + 1.42151175831644588870e-7
+        low = ((low * r + 1.84631831751005468180e-5) * r + 7.86869131145613259100e-4) * r + 1.48753612908506148525e-2
+        low = ((low * r + 1.36929880922735805310e-1) * r + 5.99832206555887937690e-1) * r + 1.0
+    return -top / low if q < 0.0 else top / low
+
+
+@rule
+def _draw(kind, param_4, word):
+    """One weight, float64, from 32 random bits."""
+    if kind == CONSTANT:
+        return param_4[0]
+    u = (np.float64(word) + 0.5) * _UNIT
+    if kind == UNIFORM:
+        return param_4[0] + (param_4[1] - param_4[0]) * u
+    if kind == TRUNC_NORMAL:
+        u = param_4[2] + (param_4[3] - param_4[2]) * u
+    return param_4[0] + param_4[1] * normal_quantile(u)
+
+
+@cpu
+def _init_rows_cpu(
+    begin, end, weight_SX, row_SW, slot_U, table_U, id_U, seed, kind_TC, param_TC4, end_C, state, state_begin
+):
+    for u in range(begin, end):
+        s = slot_U[u]
+        table = table_U[u]
+        id = np.uint64(id_U[u])
+        d = 0
+        words = philox(0, 0, 0, 0, 0)
+        for c in range(len(end_C)):
+            kind = kind_TC[table, c]
+            param_4 = param_TC4[table, c]
+            while d < end_C[c]:
+                word = d % 4
+                # A column that begins inside a block of four draws the block again: one rule, whatever the columns.
+                if kind != CONSTANT and (word == 0 or d == 0 or d == end_C[max(c - 1, 0)]):
+                    words = philox(id, id >> np.uint64(32), table, d // 4, seed)
+                x = words[0] if word == 0 else words[1] if word == 1 else words[2] if word == 2 else words[3]
+                weight_SX[s, d] = from_float32(np.float32(_draw(kind, param_4, x)), weight_SX[s, d])
+                d += 1
+        for w in range(len(state)):
+            row_SW[s, state_begin + w] = state[w]
+
+
+@dataclass(frozen=True)
+class InitialRows:
+    """How the new rows of T tables begin.
+
+    Args:
+        seed: 64 bits.
+        kind_TC: int64 [T, C], one of CONSTANT, UNIFORM, NORMAL, TRUNC_NORMAL.
+        param_TC4: float64 [T, C, 4].
+        end_C: int64 [C], where each column ends; the last is D.
+    """
+
+    seed: int
+    kind_TC: np.ndarray
+    param_TC4: np.ndarray
+    end_C: np.ndarray
+
+
+def init_rows(
+    weight_SX: np.ndarray,
+    row_SW: np.ndarray,
+    slot_U: np.ndarray,
+    table_U: np.ndarray,
+    id_U: np.ndarray,
+    initial: InitialRows,
+    state: np.ndarray,
+    *,
+    state_begin: int,
+    threads: Threads,
+) -> None:
+    """Write the initial weights and state of keys (table_U int32, id_U int64) into rows slot_U.
+
+    Args:
+        weight_SX: weights' bits [S, X], the same memory as `row_SW` float32 [S, W].
+        state: float32 [Z], the state words from `state_begin` on.
+    """
+    threads.run(
+        _init_rows_cpu, len(slot_U), weight_SX, row_SW, slot_U, table_U, id_U, np.uint64(initial.seed),
+        initial.kind_TC, initial.param_TC4, initial.end_C, state, state_begin,
+    )  # fmt: skip

@@ -1,0 +1,394 @@
+"""What users say about tables and stores: frozen, checked when made, and equal after a trip through JSON.
+
+    tables = [make_table(make_normal_initializer(std=0.01)) for _ in range(26)]
+    store = make_cached_ssd_store_options(cache_budget_mb=4096, persistent_path="/nvme/items")
+
+Names and arguments are OneEmbedding's. `size_factor` and `storage_dim` may be left out: the optimizer says how much
+state a row needs.
+"""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+__all__ = [
+    "CachedHostMemStoreOptions", "CachedSsdStoreOptions", "ColumnOptions", "ConstantInitializer",
+    "DeviceMemStoreOptions", "Initializer", "NormalInitializer", "StoreOptions", "TableOptions",
+    "TruncNormalInitializer", "UniformInitializer", "from_json", "make_cached_host_mem_store_options",
+    "make_cached_ssd_store_options", "make_column_options", "make_constant_initializer",
+    "make_device_mem_store_options", "make_normal_initializer", "make_table", "make_table_options",
+    "make_trunc_normal_initializer", "make_uniform_initializer", "to_json",
+]  # fmt: skip
+
+
+# ---- initializers ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ConstantInitializer:
+    """Every weight begins as `value`."""
+
+    value: float
+
+    def __post_init__(self) -> None:
+        _check_finite(self, "value")
+
+
+@dataclass(frozen=True)
+class UniformInitializer:
+    """Weights begin uniform between `low` and `high`."""
+
+    low: float = 0.0
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_finite(self, "low", "high")
+        if self.low > self.high:
+            raise ValueError(f"low must not be above high, got low={self.low}, high={self.high}")
+
+
+@dataclass(frozen=True)
+class NormalInitializer:
+    """Weights begin normal with this mean and standard deviation."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_finite(self, "mean", "std")
+        if self.std < 0:
+            raise ValueError(f"std must be 0 or more, got {self.std}")
+
+
+@dataclass(frozen=True)
+class TruncNormalInitializer:
+    """Weights begin normal with this mean and standard deviation, given that they lie between `a` and `b`."""
+
+    mean: float = 0.0
+    std: float = 1.0
+    a: float = -2.0
+    b: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check_finite(self, "mean", "std", "a", "b")
+        if self.std <= 0:
+            raise ValueError(f"std must be above 0, got {self.std}")
+        if self.a >= self.b:
+            raise ValueError(f"a must be below b, got a={self.a}, b={self.b}")
+        low, high = (_normal_cdf((bound - self.mean) / self.std) for bound in (self.a, self.b))
+        if high - low < 1e-9:
+            raise ValueError(
+                f"a normal distribution with mean={self.mean}, std={self.std} hardly ever lies between a={self.a} and"
+                f" b={self.b}; move the bounds towards the mean"
+            )
+
+
+Initializer = ConstantInitializer | UniformInitializer | NormalInitializer | TruncNormalInitializer
+
+
+def make_constant_initializer(value: float) -> ConstantInitializer:
+    """Weights that all begin as `value`."""
+    return ConstantInitializer(value)
+
+
+def make_uniform_initializer(low: float = 0.0, high: float = 1.0) -> UniformInitializer:
+    """Weights that begin uniform between `low` and `high`.
+
+    Raises:
+        ValueError: low is above high, or one is not finite.
+    """
+    return UniformInitializer(low, high)
+
+
+def make_normal_initializer(mean: float = 0.0, std: float = 1.0) -> NormalInitializer:
+    """Weights that begin normal.
+
+    Raises:
+        ValueError: std is negative, or an argument is not finite.
+    """
+    return NormalInitializer(mean, std)
+
+
+def make_trunc_normal_initializer(
+    mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
+) -> TruncNormalInitializer:
+    """Weights that begin normal, cut off below `a` and above `b` (values, as in `torch.nn.init.trunc_normal_`).
+
+    Raises:
+        ValueError: std is not above 0, a is not below b, hardly anything lies between them, or one is not finite.
+    """
+    return TruncNormalInitializer(mean, std, a, b)
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ColumnOptions:
+    """One column of a row and how its weights begin; None = the embedding's default initializer."""
+
+    initializer: Initializer | None = None
+
+    def __post_init__(self) -> None:
+        if self.initializer is not None and not isinstance(self.initializer, Initializer):
+            raise TypeError(f"initializer must be made by one of oneemb.make_*_initializer, got {self.initializer!r}")
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """One logical table: its columns, one unless the embedding is a MultiTableMultiColumnEmbedding."""
+
+    columns: tuple[ColumnOptions, ...]
+
+    def __post_init__(self) -> None:
+        if not self.columns or not all(isinstance(column, ColumnOptions) for column in self.columns):
+            raise TypeError(f"a table needs one or more columns made by make_column_options, got {self.columns!r}")
+
+
+def make_column_options(initializer: Initializer | None = None) -> ColumnOptions:
+    """One column of a table.
+
+    Raises:
+        TypeError: the initializer was not made by one of `make_*_initializer`.
+    """
+    return ColumnOptions(initializer)
+
+
+def make_table_options(param: Initializer | Sequence[ColumnOptions] | ColumnOptions | None = None) -> TableOptions:
+    """One logical table.
+
+    Args:
+        param: how its rows begin: an initializer for all weights; or a column, or a sequence of columns for
+            `MultiTableMultiColumnEmbedding`; None = the embedding's default initializer.
+
+    Raises:
+        TypeError: param is none of these.
+    """
+    if param is None or isinstance(param, Initializer):
+        return TableOptions((ColumnOptions(param),))
+    if isinstance(param, ColumnOptions):
+        return TableOptions((param,))
+    if isinstance(param, list | tuple):
+        return TableOptions(tuple(param))
+    raise TypeError(f"make_table_options takes an initializer or a list of columns, got {param!r}")
+
+
+make_table = make_table_options
+
+
+# ---- stores ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeviceMemStoreOptions:
+    """Every row in device memory; the path holds snapshots. Made by `make_device_mem_store_options`."""
+
+    persistent_path: tuple[str, ...]
+    capacity: int | None = None
+    size_factor: int | None = None
+    storage_dim: int | None = None
+    physical_block_size: int = 4096
+
+    def __post_init__(self) -> None:
+        _check_store(self)
+
+
+@dataclass(frozen=True)
+class CachedHostMemStoreOptions:
+    """A device cache over rows in host memory; the path holds snapshots. Made by
+    `make_cached_host_mem_store_options`."""
+
+    cache_budget_mb: int
+    persistent_path: tuple[str, ...]
+    capacity: int | None = None
+    size_factor: int | None = None
+    storage_dim: int | None = None
+    physical_block_size: int = 4096
+
+    def __post_init__(self) -> None:
+        _check_store(self)
+
+
+@dataclass(frozen=True)
+class CachedSsdStoreOptions:
+    """A device cache, and a host cache if it has a budget, over a persistent table. Made by
+    `make_cached_ssd_store_options`."""
+
+    cache_budget_mb: int
+    persistent_path: tuple[str, ...]
+    capacity: int | None = None
+    size_factor: int | None = None
+    storage_dim: int | None = None
+    physical_block_size: int = 4096
+    host_cache_budget_mb: int = 0
+
+    def __post_init__(self) -> None:
+        _check_store(self)
+
+
+StoreOptions = DeviceMemStoreOptions | CachedHostMemStoreOptions | CachedSsdStoreOptions
+_Paths = str | os.PathLike | Sequence[str | os.PathLike]
+
+
+def make_device_mem_store_options(
+    persistent_path: _Paths,
+    capacity: int | None = None,
+    size_factor: int | None = None,
+    storage_dim: int | None = None,
+    physical_block_size: int = 4096,
+) -> DeviceMemStoreOptions:
+    """Keep every row in device memory (main memory on a CPU).
+
+    Args:
+        persistent_path: folder for snapshots, made if it is not there; or a list of them, one a rank.
+        capacity: rows of all tables together at most; None = as many as the memory holds. Memory is taken as rows
+            come, not at once.
+        size_factor: values of a row as a multiple of its weights. None = what the optimizer needs; if it is given
+            and the optimizer needs more, attaching the optimizer is an error that says how much.
+        storage_dim: values of a row, in place of size_factor.
+        physical_block_size: bytes of the disk's block, 512 or 4096.
+
+    Raises:
+        ValueError, TypeError: an argument is out of its range, or both size_factor and storage_dim are given.
+    """
+    return DeviceMemStoreOptions(_paths(persistent_path), capacity, size_factor, storage_dim, physical_block_size)
+
+
+def make_cached_host_mem_store_options(
+    cache_budget_mb: int,
+    persistent_path: _Paths,
+    capacity: int | None = None,
+    size_factor: int | None = None,
+    storage_dim: int | None = None,
+    physical_block_size: int = 4096,
+) -> CachedHostMemStoreOptions:
+    """Keep every row in host memory and those in use in a device cache.
+
+    Args:
+        cache_budget_mb: MiB of device memory for the cache, everything in it counted. The rows of one step must fit.
+
+    The other arguments and errors are those of `make_device_mem_store_options`.
+    """
+    return CachedHostMemStoreOptions(
+        cache_budget_mb, _paths(persistent_path), capacity, size_factor, storage_dim, physical_block_size
+    )
+
+
+def make_cached_ssd_store_options(
+    cache_budget_mb: int,
+    persistent_path: _Paths,
+    capacity: int | None = None,
+    size_factor: int | None = None,
+    storage_dim: int | None = None,
+    physical_block_size: int = 4096,
+    host_cache_budget_mb: int = 0,
+) -> CachedSsdStoreOptions:
+    """Keep rows on an SSD and those in use in a device cache, with a host cache between if it has a budget.
+
+    Args:
+        cache_budget_mb: MiB of device memory for the cache, everything in it counted. The rows of one step must fit.
+        persistent_path: folder of the persistent table, on the SSD.
+        host_cache_budget_mb: MiB of host memory for a second cache; 0 = none.
+
+    The other arguments and errors are those of `make_device_mem_store_options`.
+    """
+    return CachedSsdStoreOptions(
+        cache_budget_mb, _paths(persistent_path), capacity, size_factor, storage_dim, physical_block_size,
+        host_cache_budget_mb,
+    )  # fmt: skip
+
+
+# ---- JSON -----------------------------------------------------------------------------------------------------------
+
+_TYPES = {
+    kind.__name__: kind
+    for kind in (
+        ConstantInitializer, UniformInitializer, NormalInitializer, TruncNormalInitializer, ColumnOptions,
+        TableOptions, DeviceMemStoreOptions, CachedHostMemStoreOptions, CachedSsdStoreOptions,
+    )
+}  # fmt: skip
+
+
+def to_json(options: Any) -> str:
+    """The options, or a list of them, as JSON text that `from_json` reads.
+
+    >>> to_json(make_constant_initializer(0.5))
+    '{"type": "ConstantInitializer", "value": 0.5}'
+    """
+    return json.dumps(_to_tree(options))
+
+
+def from_json(text: str) -> Any:
+    """The options that `to_json` wrote; equal to them.
+
+    Raises:
+        ValueError: the text is not what `to_json` writes.
+    """
+    return _from_tree(json.loads(text))
+
+
+def _to_tree(value: Any) -> Any:
+    if type(value).__name__ in _TYPES:
+        tree = {field.name: _to_tree(getattr(value, field.name)) for field in fields(value)}
+        return {"type": type(value).__name__, **tree}
+    return [_to_tree(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _from_tree(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        kind = _TYPES.get(tree.get("type", ""))
+        names = {field.name for field in fields(kind)} if kind else set()
+        if kind is None or not names >= tree.keys() - {"type"}:
+            raise ValueError(f"not an option of oneemb: {json.dumps(tree)}")
+        return kind(**{name: _as_tuple(_from_tree(item)) for name, item in tree.items() if name != "type"})
+    return [_from_tree(item) for item in tree] if isinstance(tree, list) else tree
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _paths(path: _Paths) -> tuple[str, ...]:
+    return (os.fspath(path),) if isinstance(path, str | os.PathLike) else tuple(os.fspath(one) for one in path)
+
+
+def _check_store(options: Any) -> None:
+    if not options.persistent_path or not all(isinstance(path, str) and path for path in options.persistent_path):
+        raise TypeError(f"persistent_path must name a folder, or one for each rank, got {options.persistent_path!r}")
+    for name in ("cache_budget_mb", "capacity", "size_factor", "storage_dim"):
+        value = getattr(options, name, None)
+        if value is not None or name == "cache_budget_mb" and hasattr(options, name):
+            _check_int(name, value, 1)
+    _check_int("host_cache_budget_mb", getattr(options, "host_cache_budget_mb", 0), 0)
+    if options.size_factor is not None and options.storage_dim is not None:
+        raise ValueError(
+            f"give size_factor or storage_dim, not both, got {options.size_factor} and {options.storage_dim};"
+            " with neither, the optimizer says what a row needs"
+        )
+    if options.physical_block_size not in (512, 4096):
+        raise ValueError(f"physical_block_size must be 512 or 4096 bytes, got {options.physical_block_size}")
+
+
+def _check_int(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _check_finite(options: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number, got {value!r}")
+        object.__setattr__(options, name, float(value))
+
+
+def _normal_cdf(x: float) -> float:
+    return 0.5 * math.erfc(-x / math.sqrt(2.0))

@@ -1,0 +1,323 @@
+"""All rows of one embedding: its tiers stacked, new rows begun, snapshots saved and loaded.
+
+    device store     hot tier (all rows)   ->  persistent table (snapshots)
+    cached host      hot tier (cache)      ->  host tier (all rows)  ->  persistent table (snapshots)
+    cached SSD       hot tier (cache)     [->  host tier (cache)]    ->  persistent table (all rows)
+
+Invariants:
+- the rows known, their values and the snapshots do not depend on which of the three it is, nor on any budget;
+- a snapshot holds every row as it was at the call, the number of steps taken and what the rows mean;
+- `generation` changes whenever slots handed out before mean nothing any more.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oneemb.kernels.init_rows import InitialRows, init_rows
+from oneemb.kernels.threads import Threads
+from oneemb.storage.hot_tier import SLOT_OVERHEAD_BYTES, HotTier
+from oneemb.storage.persistent_table import PersistentTable, read_snapshot_info
+from oneemb.storage.row_layout import RowLayout
+from oneemb.storage.row_store import RowStore, StorageError
+
+__all__ = ["EmbeddingStore", "StorePlan"]
+
+# Of the machine's memory, what a store without a capacity may come to use.
+_MEMORY_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """Which tiers there are and how large.
+
+    Args:
+        persistent_path: folder of the persistent table.
+        cache_bytes: budget of the hot tier; None = it holds all rows.
+        host_bytes: budget of a host tier under the hot tier; 0 = no host tier, None = it holds all rows.
+        capacity: rows in all at most; None = no limit but the memory's.
+        physical_block_size: 512 or 4096.
+    """
+
+    persistent_path: str
+    cache_bytes: int | None
+    host_bytes: int | None
+    capacity: int | None
+    physical_block_size: int
+
+
+class EmbeddingStore:
+    """The rows of one embedding.
+
+    Args:
+        dim, dtype: weights of a row and their type, "float32", "float16" or "bfloat16".
+        initial: how new rows begin.
+        plan: the tiers.
+        threads: runs the loops.
+
+    Raises:
+        StorageError: the path cannot be made or written to.
+    """
+
+    def __init__(self, *, dim: int, dtype: str, initial: InitialRows, plan: StorePlan, threads: Threads):
+        self.layout = RowLayout(dim, dtype, 0)
+        self.plan = plan
+        self.threads = threads
+        self.generation = 0
+        self.step = 0
+        """Updates made so far."""
+        self.optimizer: str | None = None
+        """Whose state the rows hold; None = nobody's yet."""
+        self._initial = initial
+        self._state = np.empty(0, np.float32)
+        self._tiers: list[HotTier] = []
+        self._table: PersistentTable | None = None
+        _check_writable(plan.persistent_path)
+
+    # ---- building -------------------------------------------------------------------------------------------------
+
+    @property
+    def built(self) -> bool:
+        """Whether the tiers are there. Until then there is no row, and every id reads as its initial value."""
+        return self._table is not None
+
+    def build(self, optimizer: str | None, state: np.ndarray) -> None:
+        """Make the tiers for rows with this state, or say why those there do not fit.
+
+        Args:
+            optimizer: whose state it is; None = rows without state, until an optimizer comes.
+            state: float32 [Z], what the state of a new row holds.
+
+        Raises:
+            StorageError: the path is in use or unusable, or the rows already hold another optimizer's state.
+        """
+        if self.built:
+            if optimizer is None or (optimizer == self.optimizer and len(state) == self.layout.state_width):
+                self._state = self._state if optimizer is None else state
+                return
+            if self.optimizer is not None or self.step:
+                raise StorageError(
+                    f"the rows hold the state of {self.optimizer!r} ({self.layout.state_width} values a row), the"
+                    f" optimizer attached is {optimizer!r} ({len(state)} values); attach {self.optimizer!r}, or"
+                    " start from another path"
+                )
+            # Rows that no optimizer has touched are worth their keys only: begin them anew with their state.
+            keys = [(table_N.copy(), id_N.copy()) for table_N, id_N, _ in self._tiers[0].scan()]
+            self._dismantle()
+            self.build(optimizer, state)
+            for table_N, id_N in keys:
+                self.release(self.admit(table_N, id_N))
+            return
+        layout = RowLayout(self.layout.dim, self.layout.dtype, len(state))
+        table = PersistentTable.open(
+            self.plan.persistent_path,
+            row_width=layout.row_width,
+            physical_block_size=self.plan.physical_block_size,
+            threads=self.threads,
+        )
+        try:
+            self._tiers = self._make_tiers(layout, table)
+        except BaseException:
+            table.close()
+            raise
+        self._table, self.layout, self._state, self.optimizer = table, layout, state, optimizer
+
+    def _make_tiers(self, layout: RowLayout, table: PersistentTable) -> list[HotTier]:
+        """The tiers from the hot one down."""
+        plan, slot_bytes = self.plan, layout.row_bytes + SLOT_OVERHEAD_BYTES
+
+        def tier(name: str, budget_bytes: int | None, below: RowStore, row_limit: int | None) -> HotTier:
+            if budget_bytes is None:
+                slots = int(_memory_bytes() * _MEMORY_SHARE) // slot_bytes
+                slots = slots if plan.capacity is None else min(slots, plan.capacity)
+            else:
+                slots = budget_bytes // slot_bytes
+            return HotTier(
+                name, row_width=layout.row_width, slots=max(slots, 1), below=below, resident=budget_bytes is None,
+                row_limit=row_limit, threads=self.threads,
+            )  # fmt: skip
+
+        below: RowStore = table
+        host = []
+        if plan.host_bytes != 0:
+            host = [tier("host", plan.host_bytes, below, None)]
+            below = host[0]
+        return [tier("device", plan.cache_bytes, below, plan.capacity), *host]
+
+    # ---- rows -----------------------------------------------------------------------------------------------------
+
+    @property
+    def row_SW(self) -> np.ndarray:
+        """The hot tier's slab, float32 [S, W]. Read it anew for every use."""
+        return self._tiers[0].row_SW
+
+    @property
+    def weight_SX(self) -> np.ndarray:
+        """The same memory as weights' bits."""
+        return self.layout.weights(self.row_SW)
+
+    def admit(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """Make the rows of these keys resident in the hot tier, beginning new ones, and pin each once more.
+
+        Returns:
+            slot_U, int64 [U]: good until it is released.
+
+        Raises:
+            StoreFullError: a tier is too small or capacity is reached; nothing has changed.
+        """
+        return self._tiers[0].admit(table_U, id_U, self._begin_rows)
+
+    def release(self, slot_U: np.ndarray) -> None:
+        """Unpin slots that `admit` gave, once each."""
+        self._tiers[0].release(slot_U)
+
+    def mark_dirty(self, slot_U: np.ndarray) -> None:
+        """Say that the rows in these slots have changed."""
+        self._tiers[0].mark_dirty(slot_U)
+
+    def read(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """The rows of these keys, the initial row for a key that is not known, which stays unknown: float32 [U, W]."""
+        row_UW = np.zeros((len(id_U), self.layout.row_width), np.float32)
+        missing = np.arange(len(id_U))
+        if self.built:
+            missing = np.flatnonzero(self._tiers[0].get(table_U, id_U, row_UW))
+        self._begin(row_UW, missing, table_U[missing], id_U[missing])
+        return row_UW
+
+    def _begin_rows(self, slot_M: np.ndarray, table_M: np.ndarray, id_M: np.ndarray) -> None:
+        self._begin(self.row_SW, slot_M, table_M, id_M)
+
+    def _begin(self, row_SW: np.ndarray, slot_M: np.ndarray, table_M: np.ndarray, id_M: np.ndarray) -> None:
+        init_rows(
+            self.layout.weights(row_SW), row_SW, slot_M, table_M, id_M, self._initial, self._state,
+            state_begin=self.layout.state_begin, threads=self.threads,
+        )  # fmt: skip
+
+    # ---- snapshots ------------------------------------------------------------------------------------------------
+
+    def save_snapshot(self, name: str, meta: dict, *, overwrite: bool = False) -> None:
+        """Write every row as it is now, durably, under a name.
+
+        Args:
+            meta: what the caller wants to find again beside the rows, any JSON.
+
+        Raises:
+            StorageError: the name is taken and `overwrite` is off, or the disk fails; the snapshots there are whole.
+        """
+        if not self.built:
+            self.build(None, self._state)
+        assert self._table is not None
+        self._tiers[0].flush()
+        rows = {
+            "dim": self.layout.dim,
+            "dtype": self.layout.dtype,
+            "state_width": self.layout.state_width,
+            "optimizer": self.optimizer,
+            "step": self.step,
+        }
+        self._table.save_snapshot(name, {"rows": rows, "embedding": meta}, overwrite=overwrite)
+
+    def load_snapshot(self, name: str, state: np.ndarray | None = None) -> dict:
+        """Start from the rows of a snapshot, forgetting those here. Returns the caller's `meta`.
+
+        Raises:
+            StorageError: there is no such snapshot (the message names those there are), its rows are not of this
+                embedding's kind, or they do not fit; the rows here are as they were.
+        """
+        info = read_snapshot_info(self.plan.persistent_path, name)
+        rows = info.meta["rows"]
+        if (rows["dim"], rows["dtype"]) != (self.layout.dim, self.layout.dtype):
+            raise StorageError(
+                f"snapshot {name!r} in {self.plan.persistent_path} holds rows of {rows['dim']} {rows['dtype']} weights,"
+                f" this embedding has {self.layout.dim} {self.layout.dtype}"
+            )
+        if not self.built:
+            width = rows["state_width"]
+            self.build(rows["optimizer"], np.zeros(width, np.float32) if state is None else state)
+        elif self.optimizer is None and not self.step and rows["optimizer"] is not None:
+            self._dismantle()
+            self.build(rows["optimizer"], np.zeros(rows["state_width"], np.float32))
+        if (rows["optimizer"], rows["state_width"]) != (self.optimizer, self.layout.state_width):
+            raise StorageError(
+                f"snapshot {name!r} in {self.plan.persistent_path} holds the state of {rows['optimizer']!r}"
+                f" ({rows['state_width']} values a row), the optimizer attached is {self.optimizer!r}"
+                f" ({self.layout.state_width} values); attach {rows['optimizer']!r}"
+            )
+        assert self._table is not None
+        for tier in self._tiers:
+            tier.check_holds(info.rows)
+        meta = self._table.load_snapshot(name)
+        for tier in reversed(self._tiers):
+            tier.reload()
+        self.generation += 1
+        self.step = rows["step"]
+        return meta["embedding"]
+
+    def delete_snapshot(self, name: str) -> None:
+        """Forget a snapshot and free what only it held."""
+        self._need_table().delete_snapshot(name)
+
+    def snapshots(self) -> list[str]:
+        """Names of the finished snapshots in the path, oldest first."""
+        if self._table is not None:
+            return [info.name for info in self._table.snapshots()]
+        return [info.name for info in read_snapshot_info(self.plan.persistent_path)]
+
+    def _need_table(self) -> PersistentTable:
+        if self._table is None:
+            self.build(None, self._state)
+        assert self._table is not None
+        return self._table
+
+    # ---- the rest -------------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget every row; snapshots stay."""
+        if self.built:
+            self._tiers[0].clear()
+        self.generation += 1
+        self.step = 0
+
+    def stats(self) -> dict[str, Any]:
+        """Sizes now and counters since the store was built, a dict a tier."""
+        stats: dict[str, Any] = {"rows": len(self._tiers[0]) if self.built else 0, "step": self.step}
+        stats.update((tier.name, tier.stats()) for tier in self._tiers)
+        if self._table is not None:
+            stats["persistent"] = self._table.stats()
+        return stats
+
+    def close(self) -> None:
+        """Free memory, files and the path's lock. Rows that no snapshot holds are gone."""
+        if self.built:
+            self._dismantle()
+        self.threads.close()
+
+    def _dismantle(self) -> None:
+        for tier in self._tiers:
+            tier.close()
+        assert self._table is not None
+        self._table.close()
+        self._tiers, self._table = [], None
+        self.generation += 1
+
+
+def _memory_bytes() -> int:
+    """Memory this process may use: the machine's, or what its control group allows."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max") as file:
+            limit = file.read().strip()
+    except OSError:
+        return total
+    return total if limit == "max" else min(total, int(limit))
+
+
+def _check_writable(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"persistent_path {path} cannot be made: {error.strerror}; give a folder that can") from error
+    if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
+        raise StorageError(f"persistent_path {path} cannot be written to; give a folder that can, or change its mode")

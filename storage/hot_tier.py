@@ -1,0 +1,382 @@
+"""One level of memory that keeps rows: an index over a slab, with a score, a dirty bit and pins a slot.
+
+The hot tier is the one kernels compute on, in place. The same class keeps a host's memory between a smaller hot tier
+and an SSD, because it is itself a `RowStore`.
+
+Two ways to be:
+- **resident**: holds every row there is; the store below, if any, is only where `flush` writes to. A full one
+  raises `StoreFullError`.
+- **cache** (not resident): holds some rows of the store below and evicts the least recently used unpinned ones in
+  bulk, writing the dirty ones down first.
+
+Invariants:
+- a slot that is pinned is neither evicted nor moved;
+- a row that differs from the store below, or that the store below does not have, is dirty;
+- a call that raises has changed no row, no pin and no count;
+- what a row holds never depends on where it is or was.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from oneemb.kernels.gather import copy_rows_in, copy_rows_out
+from oneemb.kernels.threads import Threads
+from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.row_store import RowStore, StoreFullError
+
+__all__ = ["SLOT_OVERHEAD_BYTES", "HotTier"]
+
+# Memory beside the row for each slot of a cache: the index at its usual load, score, pins, dirty bit.
+SLOT_OVERHEAD_BYTES = 40
+
+# Evicting reads the whole index once, so it makes room for this share of the slots at a time.
+_EVICT_SHARE = 1 / 16
+
+_FillRows = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
+
+
+class HotTier:
+    """Rows in memory.
+
+    Args:
+        name: what errors and statistics call this tier: "device" or "host".
+        row_width: 32-bit words of a row.
+        slots: rows that fit. Memory is taken as slots are first used.
+        below: the store underneath; None = nothing.
+        resident: whether every row is here (see the head of this file). One with nothing below must be.
+        row_limit: rows that may be known to this tier and those below together; None = no limit.
+        threads: runs the copies.
+
+    Raises:
+        MemoryError: there is no address space for the slots.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        row_width: int,
+        slots: int,
+        below: RowStore | None,
+        resident: bool,
+        row_limit: int | None = None,
+        threads: Threads,
+    ):
+        assert resident or below is not None
+        self.name = name
+        self.row_width = row_width
+        self.slots = slots
+        # Zeroed lazily by the operating system: an unused slot costs no memory.
+        self.row_SW = np.zeros((slots, row_width), np.float32)
+        self._below = below
+        self._resident = resident
+        self._row_limit = row_limit
+        self._threads = threads
+        self._index = HashIndex(threads)
+        self._score_S = np.zeros(slots, np.int64)
+        self._pin_S = np.zeros(slots, np.int32)
+        self._dirty_S = np.zeros(slots, np.bool_)
+        self._freed = np.empty(0, np.int64)  # slots given back, used again before new ones
+        self._used = 0  # slots from here on have never been used
+        self._tick = 0
+        self._rows = 0 if below is None or resident else len(below)  # known here and below
+        self._hits = self._misses = self._new = self._evicted = self._written_down = 0
+
+    def __len__(self) -> int:
+        return self._rows
+
+    # ---- for kernels: rows to compute on, in place ------------------------------------------------------------
+
+    def admit(self, table_U: np.ndarray, id_U: np.ndarray, fill_new: _FillRows) -> np.ndarray:
+        """Make the rows of these keys resident here and pin each once more. Returns slot_U, int64 [U].
+
+        Args:
+            fill_new: `fill_new(slot_M, table_M, id_M)` writes the rows of keys that no tier has.
+
+        Raises:
+            StoreFullError: the rows do not fit beside those that are pinned, or there would be more rows than
+                the limit allows. Nothing has changed.
+        """
+        slot_U = self._index.find(table_U, id_U)
+        hit_U = slot_U >= 0
+        missing = np.flatnonzero(~hit_U)
+        pinned = slot_U[hit_U]
+        self._pin_S[pinned] += 1
+        try:
+            slot_M = self._bring_in(table_U[missing], id_U[missing], fill_new)
+        except BaseException:
+            self._pin_S[pinned] -= 1
+            raise
+        self._pin_S[slot_M] += 1
+        slot_U[missing] = slot_M
+        self._touch(slot_U)
+        self._hits += len(pinned)
+        self._misses += len(missing)
+        return slot_U
+
+    def release(self, slot_U: np.ndarray) -> None:
+        """Unpin slots that `admit` gave, once each."""
+        self._pin_S[slot_U] -= 1
+
+    def mark_dirty(self, slot_U: np.ndarray) -> None:
+        """Say that kernels have changed the rows in these slots."""
+        self._dirty_S[slot_U] = True
+
+    @property
+    def pinned(self) -> int:
+        """Slots that are pinned now."""
+        return int(np.count_nonzero(self._pin_S[: self._used]))
+
+    # ---- as a store under another tier ------------------------------------------------------------------------
+
+    def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
+        slot_U = self._index.find(table_U, id_U)
+        hit = np.flatnonzero(slot_U >= 0)
+        out_UW[hit] = copy_rows_out(self.row_SW, slot_U[hit], threads=self._threads)
+        self._touch(slot_U[hit])
+        missing_U = slot_U < 0
+        self._hits += len(hit)
+        self._misses += len(missing_U) - len(hit)
+        if self._resident or self._below is None or len(hit) == len(slot_U):
+            return missing_U
+        missing = np.flatnonzero(missing_U)
+        row_MW = np.empty((len(missing), self.row_width), np.float32)
+        absent_M = self._below.get(table_U[missing], id_U[missing], row_MW)
+        found_M = ~absent_M
+        found, row_FW = missing[found_M], row_MW[found_M]
+        out_UW[found] = row_FW
+        missing_U[found] = False
+        # What was read is worth keeping, as far as it fits.
+        kept = min(len(found), self._room())
+        if kept:
+            slot = self._take_slots(kept)
+            self._set(slot, table_U[found[:kept]], id_U[found[:kept]], row_FW[:kept], dirty=False)
+        return missing_U
+
+    def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
+        slot_U = self._index.find(table_U, id_U)
+        hit_U = slot_U >= 0
+        new = np.flatnonzero(~hit_U)
+        unknown = len(new)
+        if not self._resident and self._below is not None and unknown:
+            unknown -= int(np.count_nonzero(self._below.contains(table_U[new], id_U[new])))
+        self._check_limit(unknown, table_U, new)
+        if self._resident:
+            self._check_fits(len(new))
+        fits = min(len(new), self._room())
+        if fits < len(new):  # A cache too small to keep them passes the rest on.
+            rest = new[fits:]
+            assert self._below is not None
+            self._below.put(table_U[rest], id_U[rest], row_UW[rest])
+        slot_F = self._take_slots(fits)
+        self._set(slot_F, table_U[new[:fits]], id_U[new[:fits]], row_UW[new[:fits]], dirty=True)
+        # Making room may have evicted keys that were here when the call began, so they are looked up again.
+        hit = np.flatnonzero(hit_U)
+        slot_H = self._index.find(table_U[hit], id_U[hit])
+        here = slot_H >= 0
+        copy_rows_in(self.row_SW, slot_H[here], row_UW[hit[here]], threads=self._threads)
+        self._dirty_S[slot_H[here]] = True
+        self._touch(slot_H[here])
+        gone = hit[~here]
+        if len(gone):
+            assert self._below is not None
+            self._below.put(table_U[gone], id_U[gone], row_UW[gone])
+        self._rows += unknown
+
+    def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        here_U = self._index.find(table_U, id_U) >= 0
+        if not self._resident and self._below is not None:
+            away = np.flatnonzero(~here_U)
+            here_U[away] = self._below.contains(table_U[away], id_U[away])
+        return here_U
+
+    def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        if not self._resident:
+            self._write_down()
+            assert self._below is not None
+            yield from self._below.scan(batch)
+            return
+        for table_N, id_N, slot_N in self._index.items(batch):
+            yield table_N, id_N, copy_rows_out(self.row_SW, slot_N, threads=self._threads)
+
+    def flush(self) -> None:
+        if self._below is not None:
+            self._write_down()
+            self._below.flush()
+
+    def check_holds(self, rows: int) -> None:
+        """Raise `StoreFullError` if this many rows in all are more than the tier may ever know or hold."""
+        if self._row_limit is not None and rows > self._row_limit:
+            raise StoreFullError(f"capacity is {self._row_limit} rows, {rows} are to be loaded; give at least {rows}, or None")
+        if self._resident and rows > self.slots:
+            raise StoreFullError(
+                f"the {self.name} tier has {self.slots} slots and must hold all of {rows} rows; give it at least"
+                f" {_mebibytes(rows * (self.row_width * 4 + SLOT_OVERHEAD_BYTES))} MiB"
+            )
+
+    def reload(self) -> None:
+        """Forget every row here and start from those of the store below: a resident tier copies them all, a cache
+        reads each when it is asked for."""
+        assert self._below is not None
+        self._forget()
+        if self._resident:
+            for table_N, id_N, row_NW in self._below.scan():
+                self._set(self._take_slots(len(id_N)), table_N, id_N, row_NW, dirty=False)
+        self._rows = len(self._below)
+
+    def clear(self) -> None:
+        if self._below is not None:
+            self._below.clear()
+        self._forget()
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "rows": len(self._index),
+            "slots": self.slots,
+            "pinned": self.pinned,
+            "dirty": int(np.count_nonzero(self._dirty_S[: self._used])),
+            "hits": self._hits,
+            "misses": self._misses,
+            "new_rows": self._new,
+            "evicted": self._evicted,
+            "written_down": self._written_down,
+            "bytes": self._used * (self.row_width * 4 + 13) + self._index.nbytes,
+        }
+
+    def close(self) -> None:
+        self.row_SW = np.zeros((0, self.row_width), np.float32)
+
+    # ---- inside -----------------------------------------------------------------------------------------------
+
+    def _bring_in(self, table_M: np.ndarray, id_M: np.ndarray, fill_new: _FillRows) -> np.ndarray:
+        """Slots for keys that are not here: rows from below, or else new ones."""
+        size = len(id_M)
+        if size == 0:
+            return np.empty(0, np.int64)
+        self._check_fits(size)
+        old = np.empty(0, np.int64)
+        new = np.arange(size)
+        if not self._resident:
+            assert self._below is not None
+            row_MW = np.empty((size, self.row_width), np.float32)
+            missing_M = self._below.get(table_M, id_M, row_MW)
+            old, new = np.flatnonzero(~missing_M), np.flatnonzero(missing_M)
+        self._check_limit(len(new), table_M, new)
+        slot_M = self._take_slots(size)
+        try:
+            fill_new(slot_M[new], table_M[new], id_M[new])
+        except BaseException:
+            self._freed = np.concatenate([self._freed, slot_M])
+            raise
+        if len(old):
+            self._set(slot_M[old], table_M[old], id_M[old], row_MW[old], dirty=False)
+        self._set(slot_M[new], table_M[new], id_M[new], None, dirty=True)
+        self._rows += len(new)
+        self._new += len(new)
+        return slot_M
+
+    def _set(
+        self, slot_N: np.ndarray, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray | None, *, dirty: bool
+    ) -> None:
+        """Let keys that are not here live in these slots."""
+        if row_NW is not None:
+            copy_rows_in(self.row_SW, slot_N, np.ascontiguousarray(row_NW), threads=self._threads)
+        self._index.put(table_N, id_N, slot_N)
+        self._dirty_S[slot_N] = dirty
+        self._touch(slot_N)
+
+    def _touch(self, slot_N: np.ndarray) -> None:
+        if not self._resident:
+            self._tick += 1
+            self._score_S[slot_N] = self._tick
+
+    def _room(self) -> int:
+        """Rows that could come in: free slots, and in a cache those of rows that could be evicted."""
+        free = self.slots - len(self._index)
+        return free if self._resident else free + len(self._index) - self.pinned
+
+    def _check_fits(self, more: int) -> None:
+        if more <= self._room():
+            return
+        held = len(self._index) if self._resident else self.pinned
+        raise StoreFullError(
+            f"the {self.name} tier has {self.slots} slots; {held} of them are {'taken' if self._resident else 'in use by this step'}"
+            f" and {more} more rows were asked for, {held + more} in all; give it at least"
+            f" {_mebibytes((held + more) * (self.row_width * 4 + SLOT_OVERHEAD_BYTES))} MiB, or use fewer ids a step"
+        )
+
+    def _check_limit(self, more: int, table_N: np.ndarray | None, new: np.ndarray | None) -> None:
+        if self._row_limit is None or self._rows + more <= self._row_limit or more == 0:
+            return
+        where = "" if table_N is None or new is None else f" (the first of table {int(table_N[new[0]])})"
+        raise StoreFullError(
+            f"capacity is {self._row_limit} rows; {self._rows} are kept and {more} new ones were asked for{where};"
+            f" give a capacity of at least {self._rows + more}, or None"
+        )
+
+    def _take_slots(self, size: int) -> np.ndarray:
+        """Free slots, evicting for them. The caller has checked that there is room."""
+        short = size - (self.slots - len(self._index))
+        if short > 0:
+            self._evict(max(short, int(self.slots * _EVICT_SHARE)))
+        # Put into the index, keys count as taken at once; so room there is made before any slot is handed out.
+        self._index.reserve(size)
+        reused = self._freed[:size]
+        fresh = size - len(reused)
+        slots = np.concatenate([reused, np.arange(self._used, self._used + fresh)])
+        self._freed = self._freed[size:]
+        self._used += fresh
+        return slots
+
+    def _evict(self, count: int) -> None:
+        """Drop the `count` least recently used unpinned rows, or as many as there are."""
+        evictable = self._pin_S[: self._used] == 0
+        evictable[self._freed] = False
+        candidate = np.flatnonzero(evictable)
+        if count < len(candidate):
+            candidate = candidate[np.argpartition(self._score_S[candidate], count)[:count]]
+        victim_S = np.zeros(self._used, np.bool_)
+        victim_S[candidate] = True
+        table_V, id_V, slot_V = self._keys_of(victim_S)
+        dirty = np.flatnonzero(self._dirty_S[slot_V])
+        self._put_below(table_V[dirty], id_V[dirty], slot_V[dirty])
+        self._index.erase(table_V, id_V)
+        self._freed = np.concatenate([self._freed, slot_V])
+        self._evicted += len(slot_V)
+
+    def _write_down(self) -> None:
+        self._put_below(*self._keys_of(self._dirty_S))
+
+    def _put_below(self, table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray, batch: int = 65536) -> None:
+        if len(slot_N) == 0:
+            return
+        assert self._below is not None
+        for n in range(0, len(slot_N), batch):
+            some = slice(n, n + batch)
+            row_NW = copy_rows_out(self.row_SW, slot_N[some], threads=self._threads)
+            self._below.put(table_N[some], id_N[some], row_NW)
+            self._dirty_S[slot_N[some]] = False
+        self._written_down += len(slot_N)
+
+    def _keys_of(self, chosen_S: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(table, id, slot) of the rows in the chosen slots, in order of slot."""
+        found = [(t[c], i[c], s[c]) for t, i, s in self._index.items() for c in [chosen_S[s]]]
+        if not found:
+            return np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64)
+        table_N, id_N, slot_N = (np.concatenate(part) for part in zip(*found, strict=True))
+        order = np.argsort(slot_N)
+        return table_N[order], id_N[order], slot_N[order]
+
+    def _forget(self) -> None:
+        self._index.clear()
+        self._pin_S[: self._used] = 0
+        self._dirty_S[: self._used] = False
+        self._freed = np.empty(0, np.int64)
+        self._used = 0
+        self._rows = 0
+
+
+def _mebibytes(size: int) -> int:
+    return -(-size // 2**20)
