@@ -1,0 +1,310 @@
+"""From a torch optimizer to the update of an embedding's rows.
+
+    row_optimizer_of(torch.optim.Adam(...), group)  ->  RowOptimizer "adam"
+
+A RowOptimizer says how many state values a row carries after its weights, what they are in a new row, and how the
+rows of one step are updated. Rates, betas and the like are read from the param group at every step, so that a
+learning rate scheduler works; what decides the width of a row (the class, whether there is momentum) is fixed.
+
+Invariant: an option that changes what the optimizer computes is either followed or refused by name, in every
+torch version; an optimizer class is known by itself, never through a base class whose step it may override.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from oneemb.kernels.threads import Threads
+from oneemb.kernels.update_adagrad import update_adagrad
+from oneemb.kernels.update_adam import update_adam, update_sparse_adam
+from oneemb.kernels.update_ftrl import update_ftrl
+from oneemb.kernels.update_row_wise_adagrad import update_row_wise_adagrad
+from oneemb.kernels.update_sgd import update_sgd, update_sgd_momentum
+from oneemb.kernels.update_smart_decay_adam import update_smart_decay_adam
+
+__all__ = [
+    "RowOptimizer",
+    "ftrl_rows",
+    "row_optimizer_of",
+    "row_wise_adagrad_rows",
+    "smart_decay_adam_rows",
+]
+
+Group = dict[str, Any]
+
+SUPPORTED = "torch.optim.SGD, Adagrad, Adam, AdamW, SparseAdam; oneemb.optim.Ftrl, RowWiseAdagrad, SmartDecayAdam"
+
+# Options that only choose among torch's own implementations of the same step.
+_IMPLEMENTATION = {"foreach", "fused", "capturable"}
+
+
+@dataclass(frozen=True)
+class RowOptimizer:
+    """The update of an embedding's rows by one optimizer.
+
+    Args:
+        name: "sgd", "sgd_momentum", "adagrad", "row_wise_adagrad", "adam", "adamw", "sparse_adam", "ftrl" or
+            "smart_decay_adam".
+        weight_state: for each state value that every weight has, what it is in a new row.
+        row_state: the same for the values that a row has once; they lie after the others.
+        run: (weight_SX, row_SW, slot_U, grad_UD, state_begin=, group=, step=, threads=) -> None.
+    """
+
+    name: str
+    weight_state: tuple[float, ...]
+    row_state: tuple[float, ...]
+    run: Callable[..., None]
+
+    def state_width(self, dim: int) -> int:
+        """Float32 values of state in a row of `dim` weights."""
+        return len(self.weight_state) * dim + len(self.row_state)
+
+    def initial_state(self, dim: int) -> np.ndarray:
+        """The state of a new row: float32 [state_width(dim)]."""
+        weight_state = np.repeat(np.asarray(self.weight_state, np.float32), dim)
+        return np.concatenate([weight_state, np.asarray(self.row_state, np.float32)])
+
+    def update(
+        self,
+        weight_SX: np.ndarray,
+        row_SW: np.ndarray,
+        slot_U: np.ndarray,
+        grad_UD: np.ndarray,
+        *,
+        state_begin: int,
+        group: Group,
+        step: int,
+        threads: Threads,
+    ) -> None:
+        """Step the rows in slot_U, in place.
+
+        Args:
+            weight_SX, row_SW, slot_U, grad_UD: as in oneemb.kernels.row_update.
+            state_begin: word of a row at which its state begins.
+            group: the optimizer's param group as it is now.
+            step: the optimizer's global step, from 1.
+            threads: what the update runs on.
+
+        Raises:
+            ValueError: the group's options changed into what these rows cannot follow.
+        """
+        self.run(weight_SX, row_SW, slot_U, grad_UD, state_begin=state_begin, group=group, step=step, threads=threads)
+
+
+def row_optimizer_of(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
+    """The row optimizer that does what `optimizer` does to the parameters of `group`, one of its param_groups.
+
+    Besides the classes of torch.optim it takes any optimizer whose own class defines
+    `row_optimizer(self, group) -> RowOptimizer`, as those of oneemb.optim do.
+
+    Raises:
+        ValueError: an option is set that embedding rows do not support; the message names it.
+        TypeError: the optimizer is of another class, or of a subclass of a supported one.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(1))
+        >>> adam = torch.optim.Adam([weight])
+        >>> row_optimizer_of(adam, adam.param_groups[0]).state_width(dim=16)
+        32
+    """
+    cls = type(optimizer)
+    if "row_optimizer" in vars(cls):
+        return optimizer.row_optimizer(group)
+    if cls not in _TORCH:
+        raise TypeError(
+            f"embedding rows cannot be stepped by {cls.__module__}.{cls.__qualname__}; supported are {SUPPORTED}, "
+            "those classes themselves and not subclasses, which may step differently"
+        )
+    options, make = _TORCH[cls]
+    for option in optimizer.defaults:
+        value = group.get(option, optimizer.defaults[option])
+        if option not in options and option not in _IMPLEMENTATION and not _is_off(value):
+            raise ValueError(
+                f"torch.optim.{cls.__name__}({option}={value!r}) is not supported on embedding rows; "
+                f"leave {option} at its default"
+            )
+    return make(optimizer, group)
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, (int, float)) and value == 0)
+
+
+def _number(group: Group, option: str) -> float:
+    """The option as a Python float; torch allows tensors of one element for some."""
+    return float(group[option])
+
+
+def _betas(group: Group) -> dict[str, float]:
+    beta1, beta2 = group["betas"]
+    return {"beta1": float(beta1), "beta2": float(beta2)}
+
+
+def _sgd_rows(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
+    if _number(group, "momentum") == 0:
+        return RowOptimizer("sgd", (), (), _run_sgd)
+    return RowOptimizer("sgd_momentum", (0.0,), (), _run_sgd_momentum)
+
+
+def _run_sgd(*rows, state_begin, group, step, threads):
+    if _number(group, "momentum") != 0:
+        raise ValueError(
+            f"momentum is now {group['momentum']}, but it was 0 when the rows were laid out and they have no room "
+            "for a momentum buffer; construct the optimizer with a momentum above 0"
+        )
+    update_sgd(
+        *rows,
+        state_begin=state_begin,
+        lr=_number(group, "lr"),
+        weight_decay=_number(group, "weight_decay"),
+        threads=threads,
+    )
+
+
+def _run_sgd_momentum(*rows, state_begin, group, step, threads):
+    momentum = _number(group, "momentum")
+    if momentum == 0:
+        # As in torch: the step is a plain one and the buffers stay as they are.
+        _run_sgd(*rows, state_begin=state_begin, group=group, step=step, threads=threads)
+        return
+    update_sgd_momentum(
+        *rows,
+        state_begin=state_begin,
+        step=step,
+        lr=_number(group, "lr"),
+        momentum=momentum,
+        dampening=_number(group, "dampening"),
+        nesterov=group["nesterov"],
+        weight_decay=_number(group, "weight_decay"),
+        threads=threads,
+    )
+
+
+def _adagrad_rows(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
+    # torch.optim.Adagrad fills the sums of every group with the value given to its constructor.
+    initial = _number(optimizer.defaults, "initial_accumulator_value")
+    return RowOptimizer("adagrad", (initial,), (), _run_adagrad)
+
+
+def _run_adagrad(*rows, state_begin, group, step, threads):
+    update_adagrad(
+        *rows,
+        state_begin=state_begin,
+        step=step,
+        lr=_number(group, "lr"),
+        lr_decay=_number(group, "lr_decay"),
+        eps=_number(group, "eps"),
+        weight_decay=_number(group, "weight_decay"),
+        threads=threads,
+    )
+
+
+def _adam_rows(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
+    # Since torch 2.7 AdamW is Adam with this option; before, the class alone tells.
+    if type(optimizer) is torch.optim.AdamW or group.get("decoupled_weight_decay", False):
+        return RowOptimizer("adamw", (0.0, 0.0), (), _run_adamw)
+    return RowOptimizer("adam", (0.0, 0.0), (), _run_adam)
+
+
+def _run_adam(*rows, state_begin, group, step, threads, decoupled_weight_decay=False):
+    update_adam(
+        *rows,
+        state_begin=state_begin,
+        step=step,
+        lr=_number(group, "lr"),
+        **_betas(group),
+        eps=_number(group, "eps"),
+        weight_decay=_number(group, "weight_decay"),
+        decoupled_weight_decay=decoupled_weight_decay,
+        threads=threads,
+    )
+
+
+def _run_adamw(*rows, state_begin, group, step, threads):
+    _run_adam(*rows, state_begin=state_begin, group=group, step=step, threads=threads, decoupled_weight_decay=True)
+
+
+def _sparse_adam_rows(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
+    return RowOptimizer("sparse_adam", (0.0, 0.0), (), _run_sparse_adam)
+
+
+def _run_sparse_adam(*rows, state_begin, group, step, threads):
+    update_sparse_adam(
+        *rows,
+        state_begin=state_begin,
+        step=step,
+        lr=_number(group, "lr"),
+        **_betas(group),
+        eps=_number(group, "eps"),
+        threads=threads,
+    )
+
+
+def row_wise_adagrad_rows(group: Group) -> RowOptimizer:
+    """Rows stepped by oneemb.optim.RowWiseAdagrad."""
+    initial = _number(group, "initial_accumulator_value")
+    return RowOptimizer("row_wise_adagrad", (), (initial,), _run_row_wise_adagrad)
+
+
+def _run_row_wise_adagrad(*rows, state_begin, group, step, threads):
+    update_row_wise_adagrad(
+        *rows,
+        state_begin=state_begin,
+        lr=_number(group, "lr"),
+        eps=_number(group, "eps"),
+        weight_decay=_number(group, "weight_decay"),
+        threads=threads,
+    )
+
+
+def ftrl_rows(group: Group) -> RowOptimizer:
+    """Rows stepped by oneemb.optim.Ftrl."""
+    return RowOptimizer("ftrl", (_number(group, "initial_accumulator_value"), 0.0), (), _run_ftrl)
+
+
+def _run_ftrl(*rows, state_begin, group, step, threads):
+    lr = _number(group, "lr")
+    if not lr > 0:
+        raise ValueError(f"Ftrl divides by lr, so lr must be above 0, got {lr}; let the scheduler end above 0")
+    update_ftrl(
+        *rows,
+        state_begin=state_begin,
+        lr=lr,
+        lr_power=_number(group, "lr_power"),
+        lambda1=_number(group, "lambda1"),
+        lambda2=_number(group, "lambda2"),
+        beta=_number(group, "beta"),
+        weight_decay=_number(group, "weight_decay"),
+        threads=threads,
+    )
+
+
+def smart_decay_adam_rows(group: Group) -> RowOptimizer:
+    """Rows stepped by oneemb.optim.SmartDecayAdam."""
+    return RowOptimizer("smart_decay_adam", (0.0, 0.0), (0.0,), _run_smart_decay_adam)
+
+
+def _run_smart_decay_adam(*rows, state_begin, group, step, threads):
+    update_smart_decay_adam(
+        *rows,
+        state_begin=state_begin,
+        step=step,
+        lr=_number(group, "lr"),
+        **_betas(group),
+        eps=_number(group, "eps"),
+        weight_decay=_number(group, "weight_decay"),
+        threads=threads,
+    )
+
+
+# For each class of torch.optim: the options that are followed, and how its rows are made.
+_TORCH: dict[type, tuple[set[str], Callable[[torch.optim.Optimizer, Group], RowOptimizer]]] = {
+    torch.optim.SGD: ({"lr", "momentum", "dampening", "nesterov", "weight_decay"}, _sgd_rows),
+    torch.optim.Adagrad: ({"lr", "lr_decay", "weight_decay", "eps", "initial_accumulator_value"}, _adagrad_rows),
+    torch.optim.Adam: ({"lr", "betas", "eps", "weight_decay", "decoupled_weight_decay"}, _adam_rows),
+    torch.optim.AdamW: ({"lr", "betas", "eps", "weight_decay", "decoupled_weight_decay"}, _adam_rows),
+    torch.optim.SparseAdam: ({"lr", "betas", "eps"}, _sparse_adam_rows),
+}

@@ -1,0 +1,65 @@
+"""Adagrad row update.  U unique rows, D weights a row; state: the sum of squares [D].
+
+    g'   = g + weight_decay * w
+    acc' = acc + g' * g'
+    w'   = w - clr * g' / (sqrt(acc') + eps)             clr = lr / (1 + (step - 1) * lr_decay)
+
+Reference: Duchi, Hazan, Singer. JMLR 12 (2011), in the form and operation order of torch.optim.Adagrad.
+"""
+
+import math
+
+import numpy as np
+
+from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
+from oneemb.kernels.row_update import AHEAD, l2_grad, prefetch_row, run_row_update
+from oneemb.kernels.threads import Threads
+
+__all__ = ["adagrad", "update_adagrad"]
+
+
+@rule
+def adagrad(w, acc, g, clr, eps, weight_decay):
+    """Returns w', acc'."""
+    g = l2_grad(w, g, weight_decay)
+    acc = acc + g * g
+    return w - clr * g / (math.sqrt(acc) + eps), acc
+
+
+@cpu
+def _adagrad_cpu(begin, end, weight_SX, row_SW, slot_U, grad_UD, state_begin, clr, eps, weight_decay):
+    dim = grad_UD.shape[1]
+    for u in range(begin, end):
+        if u + AHEAD < end:
+            prefetch_row(row_SW, slot_U[u + AHEAD])
+        s = slot_U[u]
+        w_D, g_D = weight_SX[s, :dim], grad_UD[u]
+        acc_D = row_SW[s, state_begin : state_begin + dim]
+        for d in range(dim):
+            w, acc_D[d] = adagrad(to_float32(w_D[d]), acc_D[d], g_D[d], clr, eps, weight_decay)
+            w_D[d] = from_float32(w, w_D[d])
+
+
+def update_adagrad(
+    weight_SX: np.ndarray,
+    row_SW: np.ndarray,
+    slot_U: np.ndarray,
+    grad_UD: np.ndarray,
+    *,
+    state_begin: int,
+    step: int,
+    lr: float,
+    lr_decay: float,
+    eps: float,
+    weight_decay: float,
+    threads: Threads,
+) -> None:
+    """One step of Adagrad, in place, on the rows of slot_U; `step` counts from 1 over the whole run.
+
+    A new row's state holds the initial accumulator value.
+    """
+    run_row_update(
+        _adagrad_cpu, weight_SX, row_SW, slot_U, grad_UD, state_begin,
+        np.float32(lr / (1 + (step - 1) * lr_decay)), np.float32(eps), np.float32(weight_decay),
+        state_width=grad_UD.shape[1], threads=threads,
+    )  # fmt: skip

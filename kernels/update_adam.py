@@ -1,0 +1,129 @@
+"""Adam, AdamW and SparseAdam row updates.  U unique rows, D weights a row; state: m [D], then v [D].
+
+    Adam    g' = g + weight_decay * w        AdamW    w <- w * (1 - lr * weight_decay)
+    m' = m + (1 - beta1) * (g' - m)
+    v' = beta2 * v + (1 - beta2) * g' * g'
+    w' = w - rate * m' / (sqrt(v') / correction + eps)
+
+                   rate                                           correction
+    Adam, AdamW    lr / (1 - beta1^step)                          sqrt(1 - beta2^step)
+    SparseAdam     lr * sqrt(1 - beta2^step) / (1 - beta1^step)   1: eps is added before the correction
+
+`step` is the global one: a row that sits out some steps is neither decayed nor moved meanwhile.
+
+Reference: Kingma, Ba. ICLR 2015; Loshchilov, Hutter. ICLR 2019; in the form and operation order of
+torch.optim.Adam, AdamW and SparseAdam.
+"""
+
+import math
+
+import numpy as np
+
+from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
+from oneemb.kernels.row_update import AHEAD, l2_grad, prefetch_row, run_row_update
+from oneemb.kernels.threads import Threads
+
+__all__ = ["adam", "update_adam", "update_sparse_adam"]
+
+
+@rule
+def adam(w, m, v, g, rate, correction, from_m, pull, beta2, beta2_rest, eps, weight_decay, shrink):
+    """from_m, pull: m' = m + pull * (g - m), or else g + pull * (g - m); see `_lerp`. Returns w', m', v'."""
+    w = w * shrink
+    g = l2_grad(w, g, weight_decay)
+    m = (m if from_m else g) + pull * (g - m)
+    v = v * beta2 + beta2_rest * g * g
+    return w - rate * m / (math.sqrt(v) / correction + eps), m, v
+
+
+@cpu
+def _adam_cpu(
+    begin, end, weight_SX, row_SW, slot_U, grad_UD, state_begin,
+    rate, correction, from_m, pull, beta2, beta2_rest, eps, weight_decay, shrink,
+):  # fmt: skip
+    dim = grad_UD.shape[1]
+    for u in range(begin, end):
+        if u + AHEAD < end:
+            prefetch_row(row_SW, slot_U[u + AHEAD])
+        s = slot_U[u]
+        w_D, g_D = weight_SX[s, :dim], grad_UD[u]
+        m_D = row_SW[s, state_begin : state_begin + dim]
+        v_D = row_SW[s, state_begin + dim : state_begin + 2 * dim]
+        for d in range(dim):
+            w, m_D[d], v_D[d] = adam(
+                to_float32(w_D[d]), m_D[d], v_D[d], g_D[d],
+                rate, correction, from_m, pull, beta2, beta2_rest, eps, weight_decay, shrink,
+            )  # fmt: skip
+            w_D[d] = from_float32(w, w_D[d])
+
+
+def update_adam(
+    weight_SX: np.ndarray,
+    row_SW: np.ndarray,
+    slot_U: np.ndarray,
+    grad_UD: np.ndarray,
+    *,
+    state_begin: int,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled_weight_decay: bool,
+    threads: Threads,
+) -> None:
+    """One step of Adam, or of AdamW with decoupled_weight_decay, in place, on the rows of slot_U.
+
+    `step` counts from 1 over the whole run. A new row's state is zeros.
+    """
+    _update(
+        weight_SX, row_SW, slot_U, grad_UD, state_begin, beta1, beta2, eps, threads,
+        rate=lr / (1 - beta1**step),
+        correction=(1 - beta2**step) ** 0.5,
+        weight_decay=0.0 if decoupled_weight_decay else weight_decay,
+        shrink=1 - lr * weight_decay if decoupled_weight_decay else 1.0,
+    )  # fmt: skip
+
+
+def update_sparse_adam(
+    weight_SX: np.ndarray,
+    row_SW: np.ndarray,
+    slot_U: np.ndarray,
+    grad_UD: np.ndarray,
+    *,
+    state_begin: int,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    threads: Threads,
+) -> None:
+    """One step of SparseAdam, in place, on the rows of slot_U; `step` counts from 1 over the whole run.
+
+    A new row's state is zeros.
+    """
+    _update(
+        weight_SX, row_SW, slot_U, grad_UD, state_begin, beta1, beta2, eps, threads,
+        rate=lr * math.sqrt(1 - beta2**step) / (1 - beta1**step), correction=1.0, weight_decay=0.0, shrink=1.0,
+    )  # fmt: skip
+
+
+def _update(
+    weight_SX, row_SW, slot_U, grad_UD, state_begin, beta1, beta2, eps, threads,
+    *, rate, correction, weight_decay, shrink,
+) -> None:  # fmt: skip
+    run_row_update(
+        _adam_cpu, weight_SX, row_SW, slot_U, grad_UD, state_begin,
+        np.float32(rate), np.float32(correction), *_lerp(1 - beta1), np.float32(beta2), np.float32(1 - beta2),
+        np.float32(eps), np.float32(weight_decay), np.float32(shrink),
+        state_width=2 * grad_UD.shape[1], threads=threads,
+    )  # fmt: skip
+
+
+def _lerp(share: float) -> tuple[bool, np.float32]:
+    """How torch.lerp goes `share` of the way from m to g: it starts from the nearer of the two."""
+    pull = np.float32(share)
+    from_m = bool(pull < np.float32(0.5))
+    return from_m, pull if from_m else pull - np.float32(1)

@@ -1,0 +1,89 @@
+"""FTRL-Proximal row update.  U unique rows, D weights a row; state: n [D], the sum of squares, then z [D].
+
+    g' = g + weight_decay * w
+    n' = n + g' * g'
+    z' = z + g' - (n'^p - n^p) / lr * w                  p = -lr_power, 0.5 as published
+    w' = (sign(z') * lambda1 - z') / ((beta + n'^p) / lr + lambda2)   where |z'| > lambda1, else 0
+
+A new row has z = 0, which stands for the weight 0, and n = the initial accumulator value: its initial weight
+counts in the first step only, through the term with w. lambda2 is the published one; TensorFlow's l2 is half of it.
+
+Reference: McMahan et al. Ad Click Prediction: a View from the Trenches. KDD 2013, Algorithm 1; lr_power,
+initial_accumulator_value and z = 0 for any first weight as in TensorFlow's Ftrl.
+"""
+
+import math
+
+import numpy as np
+
+from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
+from oneemb.kernels.row_update import AHEAD, l2_grad, prefetch_row, run_row_update
+from oneemb.kernels.threads import Threads
+
+__all__ = ["ftrl", "update_ftrl"]
+
+
+@rule
+def _raised(n, power):
+    """n^power; power None is one half, and compiles to a square root, which vectorises."""
+    if power is None:
+        return math.sqrt(n)
+    return n**power
+
+
+@rule
+def ftrl(w, n, z, g, lr, power, lambda1, lambda2, beta, weight_decay):
+    """Returns w', n', z'."""
+    g = l2_grad(w, g, weight_decay)
+    n_before, n = n, n + g * g
+    n_power = _raised(n, power)
+    z = z + g - (n_power - _raised(n_before, power)) / lr * w
+    w = ((lambda1 if z > 0 else -lambda1) - z) / ((beta + n_power) / lr + lambda2)
+    # Asked this way round so that a NaN stays one.
+    return np.float32(0) if abs(z) <= lambda1 else w, n, z
+
+
+@cpu
+def _ftrl_cpu(
+    begin, end, weight_SX, row_SW, slot_U, grad_UD, state_begin,
+    lr, power, lambda1, lambda2, beta, weight_decay,
+):  # fmt: skip
+    dim = grad_UD.shape[1]
+    for u in range(begin, end):
+        if u + AHEAD < end:
+            prefetch_row(row_SW, slot_U[u + AHEAD])
+        s = slot_U[u]
+        w_D, g_D = weight_SX[s, :dim], grad_UD[u]
+        n_D = row_SW[s, state_begin : state_begin + dim]
+        z_D = row_SW[s, state_begin + dim : state_begin + 2 * dim]
+        for d in range(dim):
+            w, n_D[d], z_D[d] = ftrl(
+                to_float32(w_D[d]), n_D[d], z_D[d], g_D[d], lr, power, lambda1, lambda2, beta, weight_decay
+            )
+            w_D[d] = from_float32(w, w_D[d])
+
+
+def update_ftrl(
+    weight_SX: np.ndarray,
+    row_SW: np.ndarray,
+    slot_U: np.ndarray,
+    grad_UD: np.ndarray,
+    *,
+    state_begin: int,
+    lr: float,
+    lr_power: float,
+    lambda1: float,
+    lambda2: float,
+    beta: float,
+    weight_decay: float,
+    threads: Threads,
+) -> None:
+    """One step of FTRL-Proximal, in place, on the rows of slot_U. lr must be above 0."""
+    assert lr > 0
+    power = None if lr_power == -0.5 else np.float32(-lr_power)
+    run_row_update(
+        _ftrl_cpu, weight_SX, row_SW, slot_U, grad_UD, state_begin,
+        np.float32(lr), power, np.float32(lambda1), np.float32(lambda2),
+        np.float32(beta), np.float32(weight_decay),
+        state_width=2 * grad_UD.shape[1], threads=threads,
+    )  # fmt: skip

@@ -1,0 +1,106 @@
+"""SGD row update, plain and with momentum.  U unique rows, D weights a row; state: none, or the buffer [D].
+
+    g'   = g + weight_decay * w
+    buf' = momentum * buf + (1 - dampening) * g'         (first step: buf' = g')
+    w'   = w - lr * buf'                                 (nesterov: w' = w - lr * (g' + momentum * buf'))
+
+Reference: Sutskever, Martens, Dahl, Hinton. ICML 2013, in the form and operation order of torch.optim.SGD.
+"""
+
+import numpy as np
+
+from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
+from oneemb.kernels.row_update import AHEAD, l2_grad, prefetch_row, run_row_update
+from oneemb.kernels.threads import Threads
+
+__all__ = ["momentum_sgd", "sgd", "update_sgd", "update_sgd_momentum"]
+
+
+@rule
+def sgd(w, g, lr, weight_decay):
+    return w - lr * l2_grad(w, g, weight_decay)
+
+
+@rule
+def momentum_sgd(w, buf, g, lr, momentum, keep, share, nesterov, weight_decay):
+    """keep, share = momentum, 1 - dampening; or 0, 1 at the first step. Returns w', buf'."""
+    g = l2_grad(w, g, weight_decay)
+    buf = buf * keep + share * g
+    return w - lr * (g + momentum * buf if nesterov else buf), buf
+
+
+@cpu
+def _sgd_cpu(begin, end, weight_SX, row_SW, slot_U, grad_UD, state_begin, lr, weight_decay):
+    dim = grad_UD.shape[1]
+    for u in range(begin, end):
+        if u + AHEAD < end:
+            prefetch_row(row_SW, slot_U[u + AHEAD])
+        w_D, g_D = weight_SX[slot_U[u], :dim], grad_UD[u]
+        for d in range(dim):
+            w_D[d] = from_float32(sgd(to_float32(w_D[d]), g_D[d], lr, weight_decay), w_D[d])
+
+
+@cpu
+def _sgd_momentum_cpu(
+    begin, end, weight_SX, row_SW, slot_U, grad_UD, state_begin, lr, momentum, keep, share, nesterov, weight_decay
+):
+    dim = grad_UD.shape[1]
+    for u in range(begin, end):
+        if u + AHEAD < end:
+            prefetch_row(row_SW, slot_U[u + AHEAD])
+        s = slot_U[u]
+        w_D, g_D = weight_SX[s, :dim], grad_UD[u]
+        buf_D = row_SW[s, state_begin : state_begin + dim]
+        for d in range(dim):
+            w, buf_D[d] = momentum_sgd(
+                to_float32(w_D[d]), buf_D[d], g_D[d], lr, momentum, keep, share, nesterov, weight_decay
+            )
+            w_D[d] = from_float32(w, w_D[d])
+
+
+def update_sgd(
+    weight_SX: np.ndarray,
+    row_SW: np.ndarray,
+    slot_U: np.ndarray,
+    grad_UD: np.ndarray,
+    *,
+    state_begin: int,
+    lr: float,
+    weight_decay: float,
+    threads: Threads,
+) -> None:
+    """One step of SGD without momentum, in place, on the rows of slot_U. It keeps no state and reads none."""
+    run_row_update(
+        _sgd_cpu, weight_SX, row_SW, slot_U, grad_UD, state_begin,
+        np.float32(lr), np.float32(weight_decay),
+        state_width=0, threads=threads,
+    )  # fmt: skip
+
+
+def update_sgd_momentum(
+    weight_SX: np.ndarray,
+    row_SW: np.ndarray,
+    slot_U: np.ndarray,
+    grad_UD: np.ndarray,
+    *,
+    state_begin: int,
+    step: int,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    nesterov: bool,
+    weight_decay: float,
+    threads: Threads,
+) -> None:
+    """One step of SGD with momentum, in place, on the rows of slot_U; `step` counts from 1 over the whole run.
+
+    A row that appears after the first step starts from a buffer of zeros, as a row of a dense parameter does that
+    has had no gradient yet.
+    """
+    keep, share = (0.0, 1.0) if step == 1 else (momentum, 1 - dampening)
+    run_row_update(
+        _sgd_momentum_cpu, weight_SX, row_SW, slot_U, grad_UD, state_begin,
+        np.float32(lr), np.float32(momentum), np.float32(keep), np.float32(share), bool(nesterov),
+        np.float32(weight_decay),
+        state_width=grad_UD.shape[1], threads=threads,
+    )  # fmt: skip

@@ -1,0 +1,98 @@
+"""SmartDecayAdam row update.  U unique rows, D weights a row; state: m [D], v [D], then the row's last step [1].
+
+With k = step - last step, the row catches up with the steps at which it had no gradient:
+
+    g' = g + weight_decay * w
+    m' = beta1^k * m + (1 - beta1) * g'
+    v' = beta2^k * v + (1 - beta2) * g' * g'
+    w' = w - lr * (m' + m * catch_up) / (sqrt(v') + eps)     catch_up = beta1 * (1 - beta1^(k-1)) / (1 - beta1)
+
+m * catch_up is the sum of the momenta that the skipped steps would have applied. There is no bias correction.
+The last step is an int32 whose bits lie in a float32 word; it is moved as bits and never takes part in float
+arithmetic. A new row's is 0, and since its m and v are 0 as well, its first k does not matter.
+
+beta^k is computed in float64: float32 loses three digits of 0.999^10000.
+
+Reference: SmartDecaySparseAdam of Caffe2 (caffe2/sgd/adam_op.h), which OneFlow's SmartDecayAdam follows on
+embedding rows.
+"""
+
+import math
+
+import numpy as np
+
+from oneemb.kernels.jit import cpu, float_bits, from_float32, rule, to_float32, uint_as_float
+from oneemb.kernels.row_update import AHEAD, l2_grad, prefetch_row, run_row_update
+from oneemb.kernels.threads import Threads
+
+__all__ = ["STEP_MAX", "smart_decay", "smart_decay_adam", "update_smart_decay_adam"]
+
+STEP_MAX = (1 << 31) - 1
+
+
+@rule
+def smart_decay(skipped, beta1, beta2):
+    """beta1^k, beta2^k and catch_up for k = skipped, in float32. The betas are float64."""
+    # A snapshot may hold rows of a later step than that of a run which counts from 1 again: k is at least 1.
+    k = max(skipped, 1)
+    catch_up = beta1 * (1 - math.pow(beta1, k - 1)) / (1 - beta1)
+    return np.float32(math.pow(beta1, k)), np.float32(math.pow(beta2, k)), np.float32(catch_up)
+
+
+@rule
+def smart_decay_adam(w, m, v, g, decay1, decay2, catch_up, beta1_rest, beta2_rest, lr, eps, weight_decay):
+    """Returns w', m', v'."""
+    g = l2_grad(w, g, weight_decay)
+    owed = m * catch_up
+    m = decay1 * m + beta1_rest * g
+    v = decay2 * v + beta2_rest * g * g
+    return w - lr * (m + owed) / (math.sqrt(v) + eps), m, v
+
+
+@cpu
+def _smart_decay_adam_cpu(
+    begin, end, weight_SX, row_SW, slot_U, grad_UD, state_begin,
+    step, beta1, beta2, beta1_rest, beta2_rest, lr, eps, weight_decay,
+):  # fmt: skip
+    dim = grad_UD.shape[1]
+    for u in range(begin, end):
+        if u + AHEAD < end:
+            prefetch_row(row_SW, slot_U[u + AHEAD])
+        s = slot_U[u]
+        w_D, g_D = weight_SX[s, :dim], grad_UD[u]
+        m_D = row_SW[s, state_begin : state_begin + dim]
+        v_D = row_SW[s, state_begin + dim : state_begin + 2 * dim]
+        step_1 = row_SW[s, state_begin + 2 * dim : state_begin + 2 * dim + 1]
+        decay1, decay2, catch_up = smart_decay(step - np.int64(float_bits(step_1[0])), beta1, beta2)
+        step_1[0] = uint_as_float(np.uint32(step))
+        for d in range(dim):
+            w, m_D[d], v_D[d] = smart_decay_adam(
+                to_float32(w_D[d]), m_D[d], v_D[d], g_D[d],
+                decay1, decay2, catch_up, beta1_rest, beta2_rest, lr, eps, weight_decay,
+            )  # fmt: skip
+            w_D[d] = from_float32(w, w_D[d])
+
+
+def update_smart_decay_adam(
+    weight_SX: np.ndarray,
+    row_SW: np.ndarray,
+    slot_U: np.ndarray,
+    grad_UD: np.ndarray,
+    *,
+    state_begin: int,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    threads: Threads,
+) -> None:
+    """One step of SmartDecayAdam, in place, on the rows of slot_U; `step` counts from 1, up to STEP_MAX."""
+    assert 1 <= step <= STEP_MAX
+    run_row_update(
+        _smart_decay_adam_cpu, weight_SX, row_SW, slot_U, grad_UD, state_begin,
+        step, float(beta1), float(beta2), np.float32(1 - beta1), np.float32(1 - beta2),
+        np.float32(lr), np.float32(eps), np.float32(weight_decay),
+        state_width=2 * grad_UD.shape[1] + 1, threads=threads,
+    )  # fmt: skip
