@@ -1,0 +1,50 @@
+"""Embedding tables for recommenders: keyed by any 64-bit id, larger than memory, trained inside a PyTorch graph.
+
+Names are loaded when they are first used: `import oneemb` itself loads neither torch nor numba.
+"""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "embedding": ("MultiTableEmbedding", "MultiTableMultiColumnEmbedding"),
+    "optimizer": ("Optimizer",),
+    "options": (
+        "make_cached_host_mem_store_options",
+        "make_cached_ssd_store_options",
+        "make_column_options",
+        "make_constant_initializer",
+        "make_device_mem_store_options",
+        "make_normal_initializer",
+        "make_table",
+        "make_table_options",
+        "make_trunc_normal_initializer",
+        "make_uniform_initializer",
+    ),
+    "persistent_table": ("make_persistent_table_reader", "make_persistent_table_writer"),
+    "train_graph": ("TrainGraph",),
+}
+_WHERE = {name: f"oneemb.{module}" for module, names in _MODULES.items() for name in names}
+_WHERE |= {
+    "BuildError": "oneemb.graph.tracer",
+    "NonFiniteGradientError": "oneemb.graph.ops",
+    "StorageError": "oneemb.storage.row_store",
+    "StoreFullError": "oneemb.storage.row_store",
+}
+_SUBMODULES = ("nn", "optim", "options")
+
+__all__ = [*_WHERE, *_SUBMODULES]  # noqa: PLE0604 - all of them are strings
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(_WHERE[name]), name)
+    if name in _SUBMODULES:
+        return importlib.import_module(f"oneemb.{name}")
+    raise AttributeError(f"module 'oneemb' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -20,7 +20,7 @@ __all__ = [
     "TruncNormalInitializer", "UniformInitializer", "from_json", "make_cached_host_mem_store_options",
     "make_cached_ssd_store_options", "make_column_options", "make_constant_initializer",
     "make_device_mem_store_options", "make_normal_initializer", "make_table", "make_table_options",
-    "make_trunc_normal_initializer", "make_uniform_initializer", "to_json",
+    "make_trunc_normal_initializer", "make_uniform_initializer", "normal_cdf", "to_json",
 ]  # fmt: skip
 
 
@@ -78,7 +78,7 @@ class TruncNormalInitializer:
             raise ValueError(f"std must be above 0, got {self.std}")
         if self.a >= self.b:
             raise ValueError(f"a must be below b, got a={self.a}, b={self.b}")
-        low, high = (_normal_cdf((bound - self.mean) / self.std) for bound in (self.a, self.b))
+        low, high = (normal_cdf((bound - self.mean) / self.std) for bound in (self.a, self.b))
         if high - low < 1e-9:
             raise ValueError(
                 f"a normal distribution with mean={self.mean}, std={self.std} hardly ever lies between a={self.a} and"
@@ -390,5 +390,6 @@ def _check_finite(options: Any, *names: str) -> None:
         object.__setattr__(options, name, float(value))
 
 
-def _normal_cdf(x: float) -> float:
+def normal_cdf(x: float) -> float:
+    """The share of a standard normal distribution that lies below x."""
     return 0.5 * math.erfc(-x / math.sqrt(2.0))

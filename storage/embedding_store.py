@@ -11,6 +11,7 @@ Invariants:
 """
 
 import os
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,10 @@ class EmbeddingStore:
         """Updates made so far."""
         self.optimizer: str | None = None
         """Whose state the rows hold; None = nobody's yet."""
+        self.changes = 0
+        """Counts what changed the rows: two equal readings mean equal rows."""
+        self.abandoned: deque[tuple[int, np.ndarray]] = deque()
+        """(generation, slots) still pinned for lookups that were dropped unfinished; `admit` releases them."""
         self._initial = initial
         self._state = np.empty(0, np.float32)
         self._tiers: list[HotTier] = []
@@ -94,10 +99,12 @@ class EmbeddingStore:
             StorageError: the path is in use or unusable, or the rows already hold another optimizer's state.
         """
         if self.built:
-            if optimizer is None or (optimizer == self.optimizer and len(state) == self.layout.state_width):
-                self._state = self._state if optimizer is None else state
+            if optimizer is None:
                 return
-            if self.optimizer is not None or self.step:
+            if len(state) == self.layout.state_width and (optimizer == self.optimizer or len(state) == 0):
+                self._state, self.optimizer = state, optimizer
+                return
+            if self.layout.state_width or self.step:
                 raise StorageError(
                     f"the rows hold the state of {self.optimizer!r} ({self.layout.state_width} values a row), the"
                     f" optimizer attached is {optimizer!r} ({len(state)} values); attach {self.optimizer!r}, or"
@@ -167,7 +174,14 @@ class EmbeddingStore:
         Raises:
             StoreFullError: a tier is too small or capacity is reached; nothing has changed.
         """
-        return self._tiers[0].admit(table_U, id_U, self._begin_rows)
+        while self.abandoned:
+            generation, slot_U = self.abandoned.popleft()
+            if generation == self.generation:
+                self.release(slot_U)
+        rows = len(self._tiers[0])
+        slot_U = self._tiers[0].admit(table_U, id_U, self._begin_rows)
+        self.changes += len(self._tiers[0]) > rows
+        return slot_U
 
     def release(self, slot_U: np.ndarray) -> None:
         """Unpin slots that `admit` gave, once each."""
@@ -176,6 +190,7 @@ class EmbeddingStore:
     def mark_dirty(self, slot_U: np.ndarray) -> None:
         """Say that the rows in these slots have changed."""
         self._tiers[0].mark_dirty(slot_U)
+        self.changes += 1
 
     def read(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """The rows of these keys, the initial row for a key that is not known, which stays unknown: float32 [U, W]."""
@@ -215,11 +230,12 @@ class EmbeddingStore:
             "dtype": self.layout.dtype,
             "state_width": self.layout.state_width,
             "optimizer": self.optimizer,
+            "state": self._state.tolist(),
             "step": self.step,
         }
         self._table.save_snapshot(name, {"rows": rows, "embedding": meta}, overwrite=overwrite)
 
-    def load_snapshot(self, name: str, state: np.ndarray | None = None) -> dict:
+    def load_snapshot(self, name: str) -> dict:
         """Start from the rows of a snapshot, forgetting those here. Returns the caller's `meta`.
 
         Raises:
@@ -233,13 +249,11 @@ class EmbeddingStore:
                 f"snapshot {name!r} in {self.plan.persistent_path} holds rows of {rows['dim']} {rows['dtype']} weights,"
                 f" this embedding has {self.layout.dim} {self.layout.dtype}"
             )
-        if not self.built:
-            width = rows["state_width"]
-            self.build(rows["optimizer"], np.zeros(width, np.float32) if state is None else state)
-        elif self.optimizer is None and not self.step and rows["optimizer"] is not None:
-            self._dismantle()
-            self.build(rows["optimizer"], np.zeros(rows["state_width"], np.float32))
-        if (rows["optimizer"], rows["state_width"]) != (self.optimizer, self.layout.state_width):
+        if not self.built or self.optimizer is None and self.layout.state_width == 0:
+            if self.built:
+                self._dismantle()
+            self.build(rows["optimizer"], np.array(rows["state"], np.float32))
+        if rows["state_width"] != self.layout.state_width or rows["state_width"] and rows["optimizer"] != self.optimizer:
             raise StorageError(
                 f"snapshot {name!r} in {self.plan.persistent_path} holds the state of {rows['optimizer']!r}"
                 f" ({rows['state_width']} values a row), the optimizer attached is {self.optimizer!r}"
@@ -252,6 +266,7 @@ class EmbeddingStore:
         for tier in reversed(self._tiers):
             tier.reload()
         self.generation += 1
+        self.changes += 1
         self.step = rows["step"]
         return meta["embedding"]
 
@@ -278,6 +293,7 @@ class EmbeddingStore:
         if self.built:
             self._tiers[0].clear()
         self.generation += 1
+        self.changes += 1
         self.step = 0
 
     def stats(self) -> dict[str, Any]:

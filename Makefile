@@ -1,0 +1,39 @@
+# A fresh clone needs nothing but Python 3.10 to 3.13: every target makes .venv first.
+
+PYTHON ?= python3
+VENV ?= .venv
+RUN = $(VENV)/bin/python
+
+.PHONY: demo test test-slow check bench clean
+
+demo: $(VENV)/ready  ## Train a click model with its embeddings on the cached-SSD store.
+	$(RUN) examples/kuairand_dlrm.py --store ssd
+
+test: $(VENV)/ready  ## The test suite.
+	$(RUN) -m pytest
+
+test-slow: $(VENV)/ready  ## The long proofs: many crashes, many random models.
+	$(RUN) -m pytest -m slow
+
+check: $(VENV)/ready  ## Style, types, and which package may import which.
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(RUN) -m pytest -q tests/test_layout.py
+
+bench: $(VENV)/ready-bench  ## Every benchmark: a table for people and one JSON line a case.
+	for bench in benchmarks/bench_*.py; do $(RUN) $$bench || exit 1; done
+
+# torch goes first and alone, so that its pinned build is settled before anything asks for "torch".
+$(VENV)/ready: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(RUN) -m pip install -q --disable-pip-version-check -c constraints.txt -e .[dev]
+	touch $@
+
+$(VENV)/ready-bench: $(VENV)/ready
+	$(RUN) -m pip install -q --disable-pip-version-check -c constraints.txt -e .[bench]
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

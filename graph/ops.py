@@ -1,0 +1,324 @@
+"""The op vocabulary: what a training step is made of, as plain functions. The living definition of each op.
+
+    keys  = unique_keys(ids, table_ids, ...)       which rows, each once
+    lease = admit(store, keys)                     make them resident and pin them
+    rows  = gather(lease, weight)                  their weights, differentiable
+    ...                                            dense forward, loss.backward()
+    grads = reduce_grads([lease, ...])             sum over equal keys
+    go    = check_finite([optimizer], [grads])     whether to take the step
+    update(optimizer, grads, go)                   the rows' optimizer, in place
+    step(optimizer, lr_scheduler, go)              the dense parameters' optimizer
+    release([lease, ...])                          unpin
+
+    rows  = peek(store, keys)                      in place of admit and gather: reads, inserts nothing
+
+Eager mode calls them in this order; the compiler only reorders, merges, fuses and overlaps them, so "compiled equals
+eager" is one comparison.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from oneemb.kernels import unique_keys as kernel
+from oneemb.kernels.gather import gather as gather_rows
+from oneemb.kernels.reduce_grads import reduce_grads as reduce_rows
+from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.row_store import StorageError
+
+if TYPE_CHECKING:
+    from oneemb.graph.row_optimizers import RowOptimizer
+
+__all__ = [
+    "Keys", "Lease", "NonFiniteGradientError", "RowGrads", "StepOptimizer", "admit", "check_finite", "gather", "peek",
+    "reduce_grads", "release", "step", "unique_keys", "update",
+]  # fmt: skip
+
+_BITS = {torch.float32: torch.float32, torch.float16: torch.uint16, torch.bfloat16: torch.int16}
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_MASKS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class NonFiniteGradientError(ArithmeticError):
+    """A gradient holds NaN or infinity. Nothing has been updated."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The unique keys of a batch of ids and the shape the ids had."""
+
+    shape: torch.Size
+    unique: kernel.UniqueKeys
+
+
+@dataclass(eq=False)
+class Lease:
+    """Rows of a batch: resident in the hot tier and pinned, until `release`.
+
+    A lease that is dropped unreleased (a forward pass without a step) is released by the next `admit`.
+    """
+
+    store: EmbeddingStore
+    keys: Keys
+    slot_U: np.ndarray
+    generation: int
+    pending: list["Lease"] | None = None
+    """Where the lease reports that a gradient has come, for eager mode."""
+    grads: list[torch.Tensor] = field(default_factory=list)
+    """d loss / d rows, [N, D] each, one for each backward pass."""
+    released: bool = False
+
+    def __del__(self) -> None:
+        # Any thread, any moment: only leave a note.
+        if not self.released:
+            self.store.abandoned.append((self.generation, self.slot_U))
+
+
+@dataclass(frozen=True)
+class RowGrads:
+    """Summed gradients of U unique keys of one store, for the rows in slot_U."""
+
+    store: EmbeddingStore
+    generation: int
+    table_U: np.ndarray
+    id_U: np.ndarray
+    slot_U: np.ndarray
+    grad_UD: np.ndarray
+    finite_U: np.ndarray
+
+
+class StepOptimizer(Protocol):
+    """What ops ask of an optimizer: `oneemb.Optimizer` is one."""
+
+    optimizer: torch.optim.Optimizer
+    skip_nonfinite: bool
+    skipped: int
+
+    def rows_of(self, store: EmbeddingStore) -> tuple["RowOptimizer", dict[str, Any]] | None:
+        """The row optimizer of a store and its parameter group now; None where the store is not its own."""
+
+
+def unique_keys(
+    ids: torch.Tensor,
+    table_ids: torch.Tensor | None,
+    num_tables: int,
+    key_type: torch.dtype,
+    padding_idx: int | None,
+) -> Keys:
+    """The unique (table, id) pairs of a batch, in order of first occurrence, padding left out.
+
+    Args:
+        ids: [B, T] of `key_type`: column t is looked up in table t. With one table, or with `table_ids`, any shape.
+        table_ids: integers from 0 to T-1 of a shape that broadcasts to that of `ids`: the table of each id.
+
+    Raises:
+        TypeError, ValueError: dtype, device, shape or range is not as above.
+    """
+    _check_ids(ids, table_ids, num_tables, key_type)
+    id_N = ids.detach().reshape(-1).contiguous().numpy()
+    if table_ids is not None:
+        table_N = table_ids.detach().to(torch.int32).expand(ids.shape).reshape(-1).contiguous().numpy()
+        if len(table_N) and not 0 <= (low := int(table_N.min())) <= (high := int(table_N.max())) < num_tables:
+            raise ValueError(f"table_ids must be from 0 to {num_tables - 1}, got {low} to {high}")
+    elif num_tables == 1:
+        table_N = np.zeros(len(id_N), np.int32)
+    else:
+        table_N = np.tile(np.arange(num_tables, dtype=np.int32), ids.shape[0])
+    return Keys(ids.shape, kernel.unique_keys(table_N, id_N, padding_id=padding_idx))
+
+
+def _check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, key_type: torch.dtype) -> None:
+    wanted = f"[B, {num_tables}]" if num_tables > 1 and table_ids is None else "any shape"
+    if not isinstance(ids, torch.Tensor):
+        raise TypeError(f"ids must be a tensor of {key_type} of shape {wanted}, got {type(ids).__name__}")
+    if ids.dtype != key_type:
+        raise TypeError(
+            f"ids must be {key_type} of shape {wanted}, got {ids.dtype} {list(ids.shape)};"
+            f" call ids.to({key_type}), or make the embedding with another key_type"
+        )
+    if ids.device.type != "cpu":
+        raise ValueError(f"ids must be on the CPU, where the embedding is, got {ids.device}; call ids.cpu()")
+    if table_ids is None:
+        if num_tables > 1 and (ids.dim() != 2 or ids.shape[1] != num_tables):
+            raise ValueError(
+                f"ids must be {key_type} of shape [B, {num_tables}], one column a table, got {list(ids.shape)};"
+                " pass table_ids to say which table each id is of"
+            )
+        return
+    if not isinstance(table_ids, torch.Tensor) or table_ids.dtype not in _MASKS:
+        got = table_ids.dtype if isinstance(table_ids, torch.Tensor) else type(table_ids).__name__
+        raise TypeError(f"table_ids must be a tensor of integers, got {got}")
+    if table_ids.device.type != "cpu":
+        raise ValueError(f"table_ids must be on the CPU, where the embedding is, got {table_ids.device}")
+    try:
+        fits = torch.broadcast_shapes(table_ids.shape, ids.shape) == ids.shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"table_ids must have the shape of ids, {list(ids.shape)}, or broadcast to it, got {list(table_ids.shape)}"
+        )
+
+
+def admit(store: EmbeddingStore, keys: Keys, pending: list[Lease] | None = None) -> Lease:
+    """Make the rows of these keys resident and pin them; unknown keys are inserted with their initial values.
+
+    Raises:
+        StoreFullError: a tier is too small for the step, or capacity is reached; nothing has changed.
+    """
+    if not store.built:
+        store.build(None, np.empty(0, np.float32))
+    slot_U = store.admit(keys.unique.table_U, keys.unique.id_U)
+    return Lease(store, keys, slot_U, store.generation, pending)
+
+
+class _Gather(torch.autograd.Function):
+    """Reads rows forward; backward leaves their gradient with the lease. `weight` only ties it to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, lease: Lease) -> torch.Tensor:
+        ctx.lease = lease
+        return _gather(lease)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        lease, (grad,) = ctx.lease, grads
+        if lease.pending is not None and not lease.grads:
+            lease.pending.append(lease)
+        lease.grads.append(grad.reshape(-1, grad.shape[-1]).contiguous())
+        return None, None
+
+
+def _gather(lease: Lease) -> torch.Tensor:
+    store, unique = lease.store, lease.keys.unique
+    out = torch.empty(*lease.keys.shape, store.layout.dim, dtype=_DTYPES[store.layout.dtype])
+    gather_rows(
+        store.weight_SX, lease.slot_U, unique.inverse_N, _bits(out).reshape(-1, store.layout.dim).numpy(),
+        threads=store.threads,
+    )  # fmt: skip
+    return out
+
+
+def gather(lease: Lease, weight: torch.Tensor) -> torch.Tensor:
+    """The weights of each id, zeros for padding: [*shape of ids, D], of the store's dtype.
+
+    Its gradient is left with the lease, for `reduce_grads`; `weight`, which stands for all rows, gets none.
+    """
+    return _Gather.apply(weight, lease)  # type: ignore[no-untyped-call]
+
+
+def peek(store: EmbeddingStore, keys: Keys) -> torch.Tensor:
+    """The weights of each id without inserting: an unknown id reads as its initial value. [*shape of ids, D]"""
+    unique = keys.unique
+    weight_UX = store.layout.weights(store.read(unique.table_U, unique.id_U))
+    out = torch.empty(*keys.shape, store.layout.dim, dtype=_DTYPES[store.layout.dtype])
+    gather_rows(
+        weight_UX, np.arange(len(unique.id_U)), unique.inverse_N, _bits(out).reshape(-1, store.layout.dim).numpy(),
+        threads=store.threads,
+    )  # fmt: skip
+    return out
+
+
+def reduce_grads(leases: Sequence[Lease]) -> RowGrads | None:
+    """Sum the gradients of equal keys over all lookups of one store in a step. None if no lookup got a gradient.
+
+    The sum runs in float32: over the ids of a lookup in batch order, then over lookups in the order given.
+    """
+    parts = [_reduce(lease) for lease in leases if lease.grads]
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    table_N, id_N = (np.concatenate([getattr(part, name) for part in parts]) for name in ("table_U", "id_U"))
+    slot_N, grad_ND = (np.concatenate([getattr(part, name) for part in parts]) for name in ("slot_U", "grad_UD"))
+    store = parts[0].store
+    unique = kernel.unique_keys(table_N, id_N)
+    grad_UD, finite_U = reduce_rows(grad_ND, unique.head_U, unique.next_N, threads=store.threads)
+    slot_U = slot_N[unique.head_U]
+    return RowGrads(store, parts[0].generation, unique.table_U, unique.id_U, slot_U, grad_UD, finite_U)
+
+
+def _reduce(lease: Lease) -> RowGrads:
+    grad_ND = lease.grads[0] if len(lease.grads) == 1 else torch.stack(lease.grads).sum(0)
+    unique, store = lease.keys.unique, lease.store
+    if lease.generation != store.generation:
+        raise StorageError(
+            "the rows of a lookup were replaced (load_snapshot, clear) before its update; look up again after loading"
+        )
+    grad_UD, finite_U = reduce_rows(_bits(grad_ND).numpy(), unique.head_U, unique.next_N, threads=store.threads)
+    return RowGrads(store, lease.generation, unique.table_U, unique.id_U, lease.slot_U, grad_UD, finite_U)
+
+
+def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None]) -> bool:
+    """Whether every gradient of the step is finite, those of dense parameters too, so that the step may be taken.
+
+    Raises:
+        NonFiniteGradientError: one is not, and its optimizer was not told to skip such steps.
+    """
+    found = _find_nonfinite(optimizers, grads)
+    if found is None:
+        return True
+    if not all(optimizer.skip_nonfinite for optimizer in optimizers):
+        raise NonFiniteGradientError(
+            f"{found}; nothing was updated. Lower the learning rate or clip the gradients, or pass"
+            " skip_nonfinite=True to leave out such steps"
+        )
+    for optimizer in optimizers:
+        optimizer.skipped += 1
+    return False
+
+
+def _find_nonfinite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None]) -> str | None:
+    for grad in grads:
+        if grad is not None and not grad.finite_U.all():
+            u = int(np.argmin(grad.finite_U))
+            count = int(np.count_nonzero(~grad.finite_U))
+            return (
+                f"the gradients of {count} of {len(grad.finite_U)} rows are not finite, the first of them that of id"
+                f" {int(grad.id_U[u])} in table {int(grad.table_U[u])}"
+            )
+    for optimizer in optimizers:
+        for g, group in enumerate(optimizer.optimizer.param_groups):
+            for p, parameter in enumerate(group["params"]):
+                # A sum is finite only if its terms are, and costs one pass; a finite overflow is told apart below.
+                grad = parameter.grad
+                if grad is not None and not torch.isfinite(grad.sum()) and not torch.isfinite(grad).all():
+                    return f"the gradient of parameter {p} {list(parameter.shape)} of group {g} is not finite"
+    return None
+
+
+def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool) -> None:
+    """Apply the optimizer to the rows, in place, with its group's hyperparameters as they are now."""
+    rows = optimizer.rows_of(grads.store) if grads is not None else None
+    if grads is None or rows is None or not go:
+        return
+    store, (row_optimizer, group) = grads.store, rows
+    row_optimizer.update(
+        store.weight_SX, store.row_SW, grads.slot_U, grads.grad_UD,
+        state_begin=store.layout.state_begin, group=group, step=store.step + 1, threads=store.threads,
+    )  # fmt: skip
+    store.step += 1
+    store.mark_dirty(grads.slot_U)
+
+
+def step(optimizer: StepOptimizer, lr_scheduler: Any, go: bool) -> None:
+    """Step the dense parameters and the learning rate, and drop the gradients."""
+    if go:
+        optimizer.optimizer.step()
+        if lr_scheduler is not None:
+            lr_scheduler.step()
+    optimizer.optimizer.zero_grad(set_to_none=True)
+
+
+def release(leases: Sequence[Lease]) -> None:
+    """Unpin the rows of these leases and drop their gradients."""
+    for lease in leases:
+        if not lease.released and lease.generation == lease.store.generation:
+            lease.store.release(lease.slot_U)
+        lease.released = True
+        lease.grads.clear()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_BITS[tensor.dtype])

@@ -1,0 +1,434 @@
+"""Embedding modules: what users assign to a model and look ids up in."""
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from oneemb.graph import ops
+from oneemb.graph.row_optimizers import RowOptimizer
+from oneemb.kernels import init_rows
+from oneemb.kernels.threads import Threads
+from oneemb.options import (
+    CachedSsdStoreOptions,
+    ColumnOptions,
+    ConstantInitializer,
+    DeviceMemStoreOptions,
+    Initializer,
+    NormalInitializer,
+    StoreOptions,
+    TableOptions,
+    TruncNormalInitializer,
+    UniformInitializer,
+    normal_cdf,
+    to_json,
+)
+from oneemb.storage.embedding_store import EmbeddingStore, StorePlan
+
+__all__ = ["MultiTableEmbedding", "MultiTableMultiColumnEmbedding"]
+
+_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_DEFAULT_INITIALIZER = NormalInitializer(0.0, 0.05)
+_STATE_KEY = "oneemb_snapshot"
+
+
+class _TableEmbedding(torch.nn.Module):
+    """What both embedding modules are: T tables whose rows are C columns side by side."""
+
+    def __init__(
+        self,
+        name: str,
+        dim_C: Sequence[int],
+        dtype: torch.dtype,
+        key_type: torch.dtype,
+        tables: Sequence[TableOptions],
+        store_options: StoreOptions,
+        default_initializer: Initializer | None,
+        padding_idx: int | None,
+        seed: int,
+        num_threads: int | None,
+    ):
+        super().__init__()
+        _check_arguments(name, dim_C, dtype, key_type, tables, store_options, padding_idx, seed)
+        self.name = name
+        self.embedding_dim = sum(dim_C)
+        self.dtype = dtype
+        self.key_type = key_type
+        self.tables = tuple(tables)
+        self.num_tables = len(self.tables)
+        self.store_options = store_options
+        self.padding_idx = padding_idx
+        self.seed = seed
+        self.store = EmbeddingStore(
+            dim=self.embedding_dim,
+            dtype=_DTYPES[dtype],
+            initial=_initial_rows(seed, dim_C, self.tables, default_initializer or _DEFAULT_INITIALIZER),
+            plan=_store_plan(store_options),
+            threads=Threads(num_threads),
+        )
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        """Stands for all rows in parameter lists, so that any torch optimizer can be made on it; never has a grad."""
+        self.row_optimizer: RowOptimizer | None = None
+        """Whose state the rows hold; set by `oneemb.Optimizer` and `TrainGraph.add_optimizer`."""
+        self.pending: list[ops.Lease] = []
+        """Lookups whose gradient has come and whose update has not, in the order the gradients came."""
+        self._saved: tuple[str, int] | None = None  # the snapshot that holds the rows as they are, and at which change
+        if existing := self.store.snapshots():
+            warnings.warn(
+                f"embedding {name!r} starts empty, though {self.store.plan.persistent_path} holds the snapshots"
+                f" {', '.join(map(repr, existing))}; load_snapshot(name) goes on from one",
+                stacklevel=3,
+            )
+
+    # ---- lookups ----------------------------------------------------------------------------------------------------
+
+    def forward(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Look ids up.
+
+        In training mode unknown ids are inserted, beginning with their initial values; in eval mode they read as
+        those same values and nothing is inserted.
+
+        Args:
+            ids: integers of `key_type`, on the CPU. Shape [B, T]: column t is looked up in table t. With one table,
+                or with `table_ids`, any shape. Every integer is legal.
+            table_ids: the table, 0 to T-1, of each id: integers of the shape of `ids` or one that broadcasts to it.
+
+        Returns:
+            [*ids.shape, D] of the embedding's dtype; zeros where an id equals `padding_idx`.
+
+        Raises:
+            TypeError, ValueError: dtype, device, shape or range is not as above; nothing was inserted.
+            StoreFullError: the rows of the step do not fit in the cache, or capacity is reached; nothing was inserted.
+        """
+        keys = ops.unique_keys(ids, table_ids, self.num_tables, self.key_type, self.padding_idx)
+        if not self.training:
+            return ops.peek(self.store, keys)
+        lease = ops.admit(self.store, keys, self.pending)
+        rows = ops.gather(lease, self.weight)
+        if not rows.requires_grad:
+            ops.release([lease])
+        elif self.row_optimizer is None:
+            rows.register_hook(self._refuse_gradient)
+        return rows
+
+    def _refuse_gradient(self, grad: torch.Tensor) -> None:
+        raise RuntimeError(
+            f"a gradient reached embedding {self.name!r}, which has no optimizer; make one with"
+            " oneemb.Optimizer(torch_optimizer, [embedding]) or TrainGraph.add_optimizer before the lookup, or freeze"
+            " the embedding with requires_grad_(False)"
+        )
+
+    # ---- optimizer --------------------------------------------------------------------------------------------------
+
+    def attach(self, row_optimizer: RowOptimizer) -> None:
+        """Give every row the state of this optimizer. Users call `oneemb.Optimizer` or `TrainGraph.add_optimizer`.
+
+        Raises:
+            ValueError: `size_factor` or `storage_dim` of the store options is too small for it.
+            StorageError: the rows already hold another optimizer's state, or the path is in use.
+        """
+        need = row_optimizer.state_width(self.embedding_dim)
+        state = np.zeros(_state_width(self.store_options, self.embedding_dim, row_optimizer.name, need), np.float32)
+        state[:need] = row_optimizer.initial_state(self.embedding_dim)
+        self.store.build(row_optimizer.name, state)
+        self.row_optimizer = row_optimizer
+
+    # ---- snapshots --------------------------------------------------------------------------------------------------
+
+    def save_snapshot(self, name: str, *, overwrite: bool = False) -> None:
+        """Save all rows and the optimizer's state, durably, under a name in `persistent_path`.
+
+        The snapshot is there as a whole when the call returns, or not at all. Later training does not change it.
+
+        Args:
+            name: letters, digits, "-", "_" and ".".
+            overwrite: replace a snapshot of this name, atomically.
+
+        Raises:
+            StorageError: the name is taken or not a name, or the disk fails; the snapshots there are whole.
+        """
+        self.store.save_snapshot(name, self._describe(), overwrite=overwrite)
+        self._saved = (name, self.store.changes)
+
+    def load_snapshot(self, name: str) -> None:
+        """Go on from a snapshot: its rows, optimizer state and step take the place of those here.
+
+        Raises:
+            StorageError: there is no snapshot of this name (the message names those there are), or its rows have
+                another width, dtype or optimizer; the rows here are as they were.
+        """
+        self.store.load_snapshot(name)
+        self.pending.clear()
+        self._saved = (name, self.store.changes)
+
+    def delete_snapshot(self, name: str) -> None:
+        """Delete a snapshot and free the disk space only it used.
+
+        Raises:
+            StorageError: there is no snapshot of this name.
+        """
+        self.store.delete_snapshot(name)
+        if self._saved is not None and self._saved[0] == name:
+            self._saved = None
+
+    def snapshots(self) -> list[str]:
+        """Names of the snapshots in `persistent_path`, oldest first."""
+        return self.store.snapshots()
+
+    def _describe(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "key_type": str(self.key_type).removeprefix("torch."),
+            "tables": json.loads(to_json(self.tables)),
+            "padding_idx": self.padding_idx,
+            "seed": self.seed,
+        }
+
+    def get_extra_state(self) -> dict[str, str | None]:
+        """What `state_dict()` carries for the rows: the name of a snapshot that holds them as they are now.
+
+        Saves one, named `state-<step>`, unless the last one saved or loaded still holds them.
+        """
+        if self.store.changes == 0:
+            return {_STATE_KEY: None}
+        if self._saved is None or self._saved[1] != self.store.changes:
+            base, taken = f"state-{self.store.step:012d}", set(self.snapshots())
+            self.save_snapshot(next(n for n in (base, *(f"{base}-{i}" for i in range(1, 10**9))) if n not in taken))
+        assert self._saved is not None
+        return {_STATE_KEY: self._saved[0]}
+
+    def set_extra_state(self, state: dict[str, str | None]) -> None:
+        """Load the snapshot that a state dict names.
+
+        Raises:
+            StorageError: it is not in `persistent_path`; the message names it and those that are.
+        """
+        name = state[_STATE_KEY]
+        if name is None:
+            self.store.clear()
+            self.pending.clear()
+        else:
+            self.load_snapshot(name)
+
+    # ---- the rest ---------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Sizes now and counters since the tiers were made.
+
+        Returns:
+            `rows` (known ids, all tables), `step`, `hit_rate` (share of unique keys found in the hot tier), and a
+            dict for each tier: `device`, `host`, `persistent`.
+        """
+        stats = self.store.stats()
+        hot = stats.get("device", {"hits": 0, "misses": 0})
+        stats["hit_rate"] = hot["hits"] / max(1, hot["hits"] + hot["misses"])
+        return stats
+
+    def close(self) -> None:
+        """Free memory, files and the lock on `persistent_path`. Rows that no snapshot holds are gone."""
+        self.store.close()
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.name!r}, tables={self.num_tables}, dim={self.embedding_dim},"
+            f" dtype={str(self.dtype).removeprefix('torch.')}, store={type(self.store_options).__name__}"
+        )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        moved = fn(self.weight.detach())
+        if moved.device.type != "cpu":
+            raise NotImplementedError(
+                f"embedding {self.name!r} runs on the CPU only, asked to move to {moved.device}; keep it on the CPU and"
+                " move its output: embedding(ids).to(device)"
+            )
+        if moved.dtype != self.weight.dtype:
+            raise TypeError(
+                f"embedding {self.name!r} holds {self.dtype} rows, asked to become {moved.dtype};"
+                " say the dtype when making it, and cast its output"
+            )
+        return super()._apply(fn, recurse)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError(f"embedding {self.name!r} cannot be copied: its rows live in {self.store.plan.persistent_path}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"embedding {self.name!r} cannot be pickled; save its state_dict(), which names a snapshot")
+
+
+class MultiTableEmbedding(_TableEmbedding):
+    """Embedding tables of one width, keyed by (table, id), that grow with the ids they meet.
+
+    Args:
+        name: names the embedding in errors and snapshots.
+        embedding_dim: weights of a row, D, from 1 up.
+        dtype: torch.float32, float16 or bfloat16. Optimizer state is float32 and arithmetic too.
+        key_type: torch.int64 or int32, the dtype of ids.
+        tables: one `make_table(...)` for each logical table.
+        store_options: where rows live, made by one of `make_*_store_options`.
+        default_initializer: for tables that name none; None = normal with mean 0 and standard deviation 0.05.
+        padding_idx: an id that reads as zeros, is never stored and never updated; None = no such id.
+        seed: a row's initial weights are a pure function of (seed, table, id).
+        num_threads: threads that run the embedding's kernels; None = the cores there are. No result depends on it.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above.
+        StorageError: `persistent_path` cannot be made or written to.
+
+    Example:
+        >>> import tempfile, torch, oneemb
+        >>> embedding = oneemb.MultiTableEmbedding(
+        ...     "clicks", embedding_dim=4, dtype=torch.float32, key_type=torch.int64,
+        ...     tables=[oneemb.make_table(oneemb.make_constant_initializer(0.5)), oneemb.make_table()],
+        ...     store_options=oneemb.make_device_mem_store_options(tempfile.mkdtemp()),
+        ... )
+        >>> rows = embedding(torch.tensor([[-7, 12], [8, 12]]))
+        >>> rows.shape, rows[0, 0].tolist()
+        (torch.Size([2, 2, 4]), [0.5, 0.5, 0.5, 0.5])
+
+    Reference: OneFlow's one_embedding.MultiTableEmbedding, whose rows are keyed by the id alone.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        embedding_dim: int,
+        dtype: torch.dtype,
+        key_type: torch.dtype,
+        tables: Sequence[TableOptions],
+        store_options: StoreOptions,
+        default_initializer: Initializer | None = None,
+        padding_idx: int | None = None,
+        seed: int = 0,
+        num_threads: int | None = None,
+    ):
+        super().__init__(
+            name, [embedding_dim], dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
+            num_threads,
+        )  # fmt: skip
+
+
+class MultiTableMultiColumnEmbedding(_TableEmbedding):
+    """Embedding tables whose rows are several columns side by side, each with an initializer of its own.
+
+    Args:
+        embedding_dim: the width of each column, a list; a lookup gives their sum, concatenated. A table made with
+            one column uses it for all of them.
+
+    The other arguments are those of `MultiTableEmbedding`.
+
+    Reference: OneFlow's one_embedding.MultiTableMultiColumnEmbedding.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        embedding_dim: Sequence[int],
+        dtype: torch.dtype,
+        key_type: torch.dtype,
+        tables: Sequence[TableOptions],
+        store_options: StoreOptions,
+        default_initializer: Initializer | None = None,
+        padding_idx: int | None = None,
+        seed: int = 0,
+        num_threads: int | None = None,
+    ):
+        if not isinstance(embedding_dim, list | tuple):
+            raise TypeError(f"embedding_dim must be a list of column widths, got {embedding_dim!r}")
+        super().__init__(
+            name, embedding_dim, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
+            num_threads,
+        )  # fmt: skip
+
+
+def _check_arguments(
+    name: str,
+    dim_C: Sequence[int],
+    dtype: torch.dtype,
+    key_type: torch.dtype,
+    tables: Sequence[TableOptions],
+    store_options: StoreOptions,
+    padding_idx: int | None,
+    seed: int,
+) -> None:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be a word, got {name!r}")
+    if not dim_C or any(isinstance(dim, bool) or not isinstance(dim, int) or dim < 1 for dim in dim_C):
+        raise ValueError(f"embedding_dim must be 1 or more, got {list(dim_C)}")
+    if dtype not in _DTYPES:
+        raise TypeError(f"dtype must be torch.float32, float16 or bfloat16, got {dtype}")
+    if key_type not in (torch.int64, torch.int32):
+        raise TypeError(f"key_type must be torch.int64 or torch.int32, got {key_type}")
+    if not tables or not all(isinstance(table, TableOptions) for table in tables):
+        raise TypeError(f"tables must be a list of one or more oneemb.make_table(...), got {tables!r}")
+    for t, table in enumerate(tables):
+        if len(table.columns) not in (1, len(dim_C)):
+            raise ValueError(f"table {t} has {len(table.columns)} columns, embedding_dim has {len(dim_C)}")
+    if not isinstance(store_options, StoreOptions):
+        raise TypeError(f"store_options must be made by one of oneemb.make_*_store_options, got {store_options!r}")
+    if len(store_options.persistent_path) != 1:
+        raise ValueError(
+            f"persistent_path names {len(store_options.persistent_path)} folders, one a rank; this job has 1 rank"
+        )
+    limits = torch.iinfo(key_type)
+    if padding_idx is not None and not limits.min <= padding_idx <= limits.max:
+        raise ValueError(f"padding_idx must be a {key_type}, got {padding_idx}")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed must fit in 64 bits, got {seed}")
+
+
+def _initial_rows(
+    seed: int, dim_C: Sequence[int], tables: Sequence[TableOptions], default: Initializer
+) -> init_rows.InitialRows:
+    kind_TC = np.empty((len(tables), len(dim_C)), np.int64)
+    param_TC4 = np.zeros((len(tables), len(dim_C), 4))
+    for t, table in enumerate(tables):
+        for c in range(len(dim_C)):
+            column: ColumnOptions = table.columns[c if len(table.columns) > 1 else 0]
+            kind_TC[t, c], params = _encode(column.initializer or default)
+            param_TC4[t, c, : len(params)] = params
+    return init_rows.InitialRows(seed % 2**64, kind_TC, param_TC4, np.cumsum(dim_C, dtype=np.int64))
+
+
+def _encode(initializer: Initializer) -> tuple[int, list[float]]:
+    match initializer:
+        case ConstantInitializer(value):
+            return init_rows.CONSTANT, [value]
+        case UniformInitializer(low, high):
+            return init_rows.UNIFORM, [low, high]
+        case NormalInitializer(mean, std):
+            return init_rows.NORMAL, [mean, std]
+        case TruncNormalInitializer(mean, std, a, b):
+            return init_rows.TRUNC_NORMAL, [mean, std, *(normal_cdf((bound - mean) / std) for bound in (a, b))]
+
+
+def _store_plan(options: StoreOptions) -> StorePlan:
+    cache_bytes = None if isinstance(options, DeviceMemStoreOptions) else options.cache_budget_mb * 2**20
+    if isinstance(options, CachedSsdStoreOptions):
+        host_bytes: int | None = options.host_cache_budget_mb * 2**20
+    else:
+        host_bytes = 0 if isinstance(options, DeviceMemStoreOptions) else None
+    (path,) = options.persistent_path
+    return StorePlan(path, cache_bytes, host_bytes, options.capacity, options.physical_block_size)
+
+
+def _state_width(options: StoreOptions, dim: int, optimizer: str, need: int) -> int:
+    """Values of state a row has room for: as given, or as needed."""
+    if options.storage_dim is not None:
+        if options.storage_dim < dim + need:
+            raise ValueError(
+                f"storage_dim={options.storage_dim} is too small for {optimizer!r}: rows of {dim} weights need"
+                f" storage_dim={dim + need}; give that, or leave it out"
+            )
+        return options.storage_dim - dim
+    if options.size_factor is not None:
+        factor = -(-(dim + need) // dim)
+        if options.size_factor < factor:
+            raise ValueError(
+                f"size_factor={options.size_factor} is too small for {optimizer!r}: rows of {dim} weights need"
+                f" size_factor={factor}; give that, or leave it out"
+            )
+        return (options.size_factor - 1) * dim
+    return need

@@ -1,0 +1,63 @@
+"""Dense layers that recommenders are made of."""
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["FusedMLP"]
+
+
+class FusedMLP(torch.nn.Module):
+    """Linear layers with ReLU between them, and dropout where a rate is given.
+
+    Args:
+        in_features: width of the input.
+        hidden_features: widths of the hidden layers; empty or None = none.
+        out_features: width of the output.
+        hidden_dropout_rates: a rate for each hidden layer, or one for all; None = 0.
+        out_dropout_rate: rate after the last layer.
+        skip_final_activation: whether the last layer is linear.
+
+    Raises:
+        ValueError: a width is below 1, a rate is not in [0, 1), or there are not as many rates as hidden layers.
+
+    Example:
+        >>> FusedMLP(16, [64, 32], 1, skip_final_activation=True)(torch.ones(5, 16)).shape
+        torch.Size([5, 1])
+
+    Reference: OneFlow's nn.FusedMLP.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: Sequence[int] | None,
+        out_features: int,
+        hidden_dropout_rates: float | Sequence[float] | None = None,
+        out_dropout_rate: float = 0.0,
+        skip_final_activation: bool = False,
+    ):
+        super().__init__()
+        hidden = list(hidden_features or [])
+        if hidden_dropout_rates is None or isinstance(hidden_dropout_rates, int | float):
+            hidden_dropout_rates = [hidden_dropout_rates or 0.0] * len(hidden)
+        if len(hidden_dropout_rates) != len(hidden):
+            raise ValueError(f"{len(hidden)} hidden layers need as many dropout rates, got {len(hidden_dropout_rates)}")
+        widths = [in_features, *hidden, out_features]
+        rates = [*hidden_dropout_rates, out_dropout_rate]
+        if min(widths) < 1:
+            raise ValueError(f"widths must be at least 1, got {widths}")
+        if not all(0.0 <= rate < 1.0 for rate in rates):
+            raise ValueError(f"dropout rates must be from 0 to below 1, got {rates}")
+        layers: list[torch.nn.Module] = []
+        for i, rate in enumerate(rates):
+            layers.append(torch.nn.Linear(widths[i], widths[i + 1]))
+            if i < len(hidden) or not skip_final_activation:
+                layers.append(torch.nn.ReLU())
+            if rate > 0.0:
+                layers.append(torch.nn.Dropout(rate))
+        self.layers = torch.nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]"""
+        return self.layers(x)

@@ -1,0 +1,119 @@
+"""Joins a torch optimizer with embeddings: the rows' update and the dense parameters' step are one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from oneemb.embedding import MultiTableEmbedding, MultiTableMultiColumnEmbedding
+from oneemb.graph import ops
+from oneemb.graph.row_optimizers import RowOptimizer, row_optimizer_of
+from oneemb.storage.embedding_store import EmbeddingStore
+
+__all__ = ["Optimizer"]
+
+_Embedding = MultiTableEmbedding | MultiTableMultiColumnEmbedding
+
+
+class Optimizer:
+    """A torch optimizer that steps the rows of embeddings too. For eager training; `TrainGraph` makes its own.
+
+    The rows that a step looked up are updated as the optimizer's class would update them, with the hyperparameters
+    of the group that holds `embedding.weight`, read anew at each step; other rows are not touched. The optimizer's
+    count of steps is the embedding's.
+
+    Args:
+        optimizer: a torch optimizer of one of the supported classes; its groups hold `embedding.weight` of each
+            embedding, and dense parameters or none.
+        embeddings: the embeddings it trains. Each has one optimizer.
+        skip_nonfinite: leave out a step in which a gradient is NaN or infinite, dense parameters included, and count
+            it in `skipped`, in place of raising `NonFiniteGradientError`.
+
+    Raises:
+        ValueError: an embedding is in no group or has an optimizer already; or the class, or an option of it, is not
+            supported for rows: the message names it.
+        StorageError: the rows hold another optimizer's state, or the embedding's path is in use.
+
+    Example:
+        >>> import tempfile, torch, oneemb
+        >>> embedding = oneemb.MultiTableEmbedding(
+        ...     "words", 8, torch.float32, torch.int64, [oneemb.make_table()],
+        ...     oneemb.make_device_mem_store_options(tempfile.mkdtemp()))
+        >>> optimizer = oneemb.Optimizer(torch.optim.Adam(embedding.parameters(), lr=0.1), [embedding])
+        >>> embedding(torch.tensor([3, 5, 3])).sum().backward()
+        >>> optimizer.step()
+        >>> embedding.stats()["step"]
+        1
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, embeddings: Sequence[_Embedding], *, skip_nonfinite: bool = False
+    ):
+        self.optimizer = optimizer
+        self.embeddings = tuple(embeddings)
+        self.skip_nonfinite = skip_nonfinite
+        self.skipped = 0
+        """Steps left out because a gradient was not finite."""
+        self._rows: dict[EmbeddingStore, tuple[RowOptimizer, int]] = {}
+        for embedding in self.embeddings:
+            if embedding.row_optimizer is not None:
+                raise ValueError(f"embedding {embedding.name!r} has an optimizer already; one trains it")
+            g = _group_of(optimizer, embedding)
+            self._rows[embedding.store] = row_optimizer_of(optimizer, optimizer.param_groups[g]), g
+        for embedding in self.embeddings:
+            embedding.attach(self._rows[embedding.store][0])
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The torch optimizer's groups."""
+        return self.optimizer.param_groups
+
+    def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, dict[str, Any]] | None:
+        """The row optimizer of a store and its parameter group as it is now; None for a store that is not here."""
+        if store not in self._rows:
+            return None
+        row_optimizer, g = self._rows[store]
+        return row_optimizer, self.optimizer.param_groups[g]
+
+    def step(self) -> None:
+        """Update the rows looked up since the last step and the dense parameters, all or nothing.
+
+        Raises:
+            NonFiniteGradientError: a gradient is NaN or infinite; nothing has changed.
+        """
+        leases = [list(embedding.pending) for embedding in self.embeddings]
+        grads = [ops.reduce_grads(some) for some in leases]
+        go = ops.check_finite([self], grads)
+        for grad in grads:
+            ops.update(self, grad, go)
+        if go:
+            self.optimizer.step()
+        self._drop_gradients()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of rows and dense parameters."""
+        self._drop_gradients()
+        self.optimizer.zero_grad(set_to_none)
+
+    def _drop_gradients(self) -> None:
+        for embedding in self.embeddings:
+            ops.release(embedding.pending)
+            embedding.pending.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The torch optimizer's state; that of rows is in the embeddings' snapshots."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave."""
+        self.optimizer.load_state_dict(state_dict)
+
+
+def _group_of(optimizer: torch.optim.Optimizer, embedding: _Embedding) -> int:
+    for g, group in enumerate(optimizer.param_groups):
+        if any(parameter is embedding.weight for parameter in group["params"]):
+            return g
+    raise ValueError(
+        f"no group of {type(optimizer).__name__} holds the weight of embedding {embedding.name!r}; make the optimizer"
+        " on embedding.parameters()"
+    )
