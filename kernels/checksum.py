@@ -1,0 +1,84 @@
+"""XXH64 checksums of whole 64-bit words.  B blocks, X words of a block.
+
+Reference: Collet, xxHash fast digest algorithm, version 0.1.1. Lengths here are multiples of 8 bytes, so the
+parts of the algorithm for a rest of 4 bytes and of single bytes never run; the results are those of XXH64.
+Words are read as the machine has them: files are little-endian, and so must be the machine.
+"""
+
+import numpy as np
+
+from oneemb.kernels.jit import cpu, rule
+
+__all__ = ["blocks_sum", "sum_words", "xxh64"]
+
+_P1 = np.uint64(0x9E3779B185EBCA87)
+_P2 = np.uint64(0xC2B2AE3D27D4EB4F)
+_P3 = np.uint64(0x165667B19E3779F9)
+_P4 = np.uint64(0x85EBCA77C2B2AE63)
+_P5 = np.uint64(0x27D4EB2F165667C5)
+
+
+@rule
+def _rotate(x, bits):
+    return (x << np.uint64(bits)) | (x >> np.uint64(64 - bits))
+
+
+@rule
+def _round(lane, word):
+    return _rotate(lane + word * _P2, 31) * _P1
+
+
+@rule
+def _merge(sum, lane):
+    return (sum ^ _round(np.uint64(0), lane)) * _P1 + _P4
+
+
+@rule
+def sum_words(word_X, begin, end, seed):
+    """XXH64 of the bytes of word_X[begin:end]."""
+    seed = np.uint64(seed)
+    x = begin
+    if end - begin >= 4:
+        a, b, c, d = seed + _P1 + _P2, seed + _P2, seed, seed - _P1
+        while x + 4 <= end:
+            a = _round(a, word_X[x])
+            b = _round(b, word_X[x + 1])
+            c = _round(c, word_X[x + 2])
+            d = _round(d, word_X[x + 3])
+            x += 4
+        sum = _rotate(a, 1) + _rotate(b, 7) + _rotate(c, 12) + _rotate(d, 18)
+        sum = _merge(_merge(_merge(_merge(sum, a), b), c), d)
+    else:
+        sum = seed + _P5
+    sum += np.uint64(8 * (end - begin))
+    while x < end:
+        sum = _rotate(sum ^ _round(np.uint64(0), word_X[x]), 27) * _P1 + _P4
+        x += 1
+    sum = (sum ^ (sum >> np.uint64(33))) * _P2
+    sum = (sum ^ (sum >> np.uint64(29))) * _P3
+    return sum ^ (sum >> np.uint64(32))
+
+
+@cpu
+def _xxh64(word_X, seed):
+    return sum_words(word_X, 0, len(word_X), seed)
+
+
+@cpu
+def blocks_sum(begin, end, word_X, block_words, sum_B):
+    """sum_B[b] = the low half of the XXH64 of block b, with seed 0."""
+    for b in range(begin, end):
+        sum_B[b] = np.uint32(sum_words(word_X, b * block_words, (b + 1) * block_words, 0) & np.uint64(0xFFFFFFFF))
+
+
+def xxh64(data, seed: int = 0) -> int:
+    """The XXH64 of some bytes, whose number must be a multiple of 8.
+
+    Args:
+        data: any contiguous buffer.
+        seed: 64 bits.
+    """
+    byte_N = np.frombuffer(data, np.uint8)
+    if byte_N.ctypes.data % 8:
+        byte_N = byte_N.copy()
+    return int(_xxh64(byte_N.view(np.uint64), np.uint64(seed)))

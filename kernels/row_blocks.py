@@ -1,0 +1,129 @@
+"""Rows in the blocks of a file: into them, out of them, and which of them are live.
+
+    B blocks of X 64-bit words, R rows a block, W words of 32 bits a row, U keys, Q read requests, P places
+
+Rows are moved as uint32, so that no bit of theirs is ever taken for a number. A place is a row's number in the
+whole table; place // R is the number of its block there, and block // blocks_per_chunk its chunk. Rows of a block
+lie one after the other from its first byte; the rest of the block is zero.
+
+A read request is a run of blocks of one chunk, and serves the keys `order_P[first_Q[q] : first_Q[q + 1]]`, sorted
+by place. `sum_B` is indexed by the block's number in the whole table.
+"""
+
+import numpy as np
+
+from oneemb.kernels.checksum import sum_words
+from oneemb.kernels.jit import cpu, rule
+
+__all__ = [
+    "bits_clear",
+    "bits_set",
+    "requests_deliver",
+    "requests_plan",
+    "rows_deliver",
+    "rows_into_blocks",
+    "rows_out_of_blocks",
+]
+
+
+@cpu
+def rows_into_blocks(begin, end, row_NW, block_BX, first, rows_a_block):
+    """Row n goes to row `first + n` of the blocks (uint32 view)."""
+    width = row_NW.shape[1]
+    for n in range(begin, end):
+        b = (first + n) // rows_a_block
+        w = (first + n - b * rows_a_block) * width
+        for i in range(width):
+            block_BX[b, w + i] = row_NW[n, i]
+
+
+@cpu
+def rows_out_of_blocks(begin, end, block_BX, place_N, out_NW, to_N, rows_a_block):
+    """out_NW[to_N[n]] = row place_N[n] of the blocks (uint32 view)."""
+    width = out_NW.shape[1]
+    for n in range(begin, end):
+        b = place_N[n] // rows_a_block
+        w = (place_N[n] - b * rows_a_block) * width
+        for i in range(width):
+            out_NW[to_N[n], i] = block_BX[b, w + i]
+
+
+@cpu
+def bits_set(bit_N, place_N, rows_a_chunk, live_S):
+    """Mark rows live and count them to their chunks."""
+    for place in place_N:
+        bit_N[place >> 3] |= np.uint8(1 << (place & 7))
+        live_S[place // rows_a_chunk] += 1
+
+
+@cpu
+def bits_clear(bit_N, place_N, rows_a_chunk, live_S):
+    """Mark rows dead and count them off their chunks; a place of -1 is no row."""
+    for place in place_N:
+        if place >= 0:
+            bit_N[place >> 3] &= np.uint8(0xFF ^ (1 << (place & 7)))
+            live_S[place // rows_a_chunk] -= 1
+
+
+@cpu
+def requests_plan(place_P, rows_a_block, blocks_a_chunk, blocks_max, gap_max, block_Q, blocks_Q, first_Q):
+    """Cut sorted places into read requests; returns how many.
+
+    Blocks that lie at most `gap_max` apart are read in one go, up to `blocks_max` together.
+    """
+    requests = 0
+    for p in range(len(place_P)):
+        block = place_P[p] // rows_a_block
+        if requests > 0:
+            q = requests - 1
+            end = block_Q[q] + blocks_Q[q]
+            if block < end:
+                continue
+            near = block - end <= gap_max and block + 1 - block_Q[q] <= blocks_max
+            if near and block // blocks_a_chunk == block_Q[q] // blocks_a_chunk:
+                blocks_Q[q] = block + 1 - block_Q[q]
+                continue
+        block_Q[requests] = block
+        blocks_Q[requests] = 1
+        first_Q[requests] = p
+        requests += 1
+    first_Q[requests] = len(place_P)
+    return requests
+
+
+@rule
+def rows_deliver(word_X, word_begin, block_first, place_P, to_P, p, p_end, rows_a_block, block_words, sum_B, out_UW):
+    """Check the blocks of one request, which lie at word_X[word_begin:], and copy their rows out.
+
+    Returns the first p whose block is not what was written, or p_end.
+    """
+    width = out_UW.shape[1]
+    checked = np.int64(-1)
+    row_X = word_X.view(np.uint32)
+    while p < p_end:
+        block = place_P[p] // rows_a_block
+        begin = word_begin + (block - block_first) * block_words
+        if block != checked:
+            sum = sum_words(word_X, begin, begin + block_words, 0)
+            if np.uint32(sum & np.uint64(0xFFFFFFFF)) != sum_B[block]:
+                return p
+            checked = block
+        w = 2 * begin + (place_P[p] - block * rows_a_block) * width
+        u = to_P[p]
+        for i in range(width):
+            out_UW[u, i] = row_X[w + i]
+        p += 1
+    return p
+
+
+@cpu
+def requests_deliver(
+    begin, end, word_X, word_Q, block_Q, first_Q, place_P, to_P, rows_a_block, block_words, sum_B, out_UW, bad_Q
+):
+    """Deliver requests that lie in memory; bad_Q[q] = the first p whose block is not what was written, else -1."""
+    for q in range(begin, end):
+        p_end = first_Q[q + 1]
+        p = rows_deliver(
+            word_X, word_Q[q], block_Q[q], place_P, to_P, first_Q[q], p_end, rows_a_block, block_words, sum_B, out_UW
+        )
+        bad_Q[q] = p if p < p_end else -1

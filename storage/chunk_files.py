@@ -1,0 +1,277 @@
+"""The chunk files of a table: made, appended to, synced, held, removed.  FORMAT.md has the bytes.
+
+A chunk is two files, `<number>.rows` and `<number>.keys`. Both are only ever appended to, in runs: a run's blocks
+go to the first, then its keys and the blocks' checksums to the second. Bytes that a run has once filled are not
+written again, so whatever refers to a prefix of a chunk (a snapshot, a scan) can rely on it for ever.
+
+Invariants:
+- a number is never used twice while the files of its earlier use may exist;
+- files are removed when, and only when, nothing holds the chunk any more;
+- a chunk whose sync has failed is `suspect` for good: the system may have dropped its pages, so no new snapshot
+  may rely on it.
+"""
+
+import struct
+from collections import OrderedDict
+
+import numpy as np
+
+from oneemb.kernels.checksum import xxh64
+from oneemb.storage.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, pack_header
+from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
+from oneemb.storage.geometry import Geometry
+
+__all__ = ["ROWS_BEGIN", "ChunkFile", "ChunkFiles", "chunk_paths", "chunk_numbers"]
+
+# The header of a rows file fills a block of the larger size, so that blocks are aligned for direct reads.
+ROWS_BEGIN = 4096
+_RUN = struct.Struct("<3Q")
+_FILES_OPEN_MAX = 256
+
+
+class ChunkFile:
+    """One chunk and how far it is written. Only `ChunkFiles` changes one."""
+
+    def __init__(self, number: int, geometry: Geometry, rows_path: str, keys_path: str):
+        self.number = number
+        self.geometry = geometry
+        self.rows_path = rows_path
+        self.keys_path = keys_path
+        self.blocks = 0
+        self.keys_bytes = HEADER_BYTES
+        self.keys_sum = 0
+        self.synced_bytes = 0
+        self.suspect = False
+        self.holds = 0
+        self.snapshots = 0
+        self.keys_file: int | None = None
+
+    @property
+    def full(self) -> bool:
+        return self.blocks == self.geometry.blocks_per_chunk
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk, of both files."""
+        return ROWS_BEGIN + self.blocks * self.geometry.block_bytes + self.keys_bytes
+
+
+class ChunkFiles:
+    """All chunks of one table.
+
+    Args:
+        fs: where the files are.
+        directory: exists already.
+        next_number: greater than the number of any chunk that is there.
+        direct: whether rows are written and read past the system's cache.
+    """
+
+    def __init__(self, fs: FileSystem, directory: str, next_number: int, direct: bool):
+        self._fs = fs
+        self._directory = directory
+        self._next_number = next_number
+        self._direct = direct
+        self._rows_file: OrderedDict[ChunkFile, int] = OrderedDict()
+        self._directory_synced = True
+        self._unremoved: list[str] = []
+        self.chunks: dict[int, ChunkFile] = {}
+        self.bytes_written = 0
+        self.bytes_removed = 0
+
+    def create(self, geometry: Geometry) -> ChunkFile:
+        """A new, empty chunk, held once.
+
+        Raises:
+            StorageError: the files could not be made; what was made of them is removed.
+        """
+        rows_path, keys_path = chunk_paths(self._directory, self._next_number)
+        chunk = ChunkFile(self._next_number, geometry, rows_path, keys_path)
+        self._next_number += 1
+        number_4 = (chunk.number, geometry.row_width, geometry.physical_block_size, geometry.blocks_per_chunk)
+        path, rows_file = rows_path, None
+        try:
+            rows_file = self._fs.create(rows_path, direct=self._direct)
+            block = aligned_bytes(ROWS_BEGIN)
+            block[:HEADER_BYTES] = np.frombuffer(pack_header(ROWS_MAGIC, number_4), np.uint8)
+            self._fs.write(rows_file, block, 0)
+            path = keys_path
+            chunk.keys_file = self._fs.create(keys_path)
+            header = pack_header(KEYS_MAGIC, number_4)
+            self._fs.write(chunk.keys_file, header, 0)
+        except OSError as error:
+            for file in (rows_file, chunk.keys_file):
+                if file is not None:
+                    self._close(file)
+            self._remove(rows_path)
+            self._remove(keys_path)
+            raise storage_error(error, "make the chunk file", path) from error
+        chunk.keys_sum = xxh64(header)
+        chunk.holds = 1
+        self._keep_open(chunk, rows_file)
+        self._directory_synced = False
+        self.chunks[chunk.number] = chunk
+        return chunk
+
+    def adopt(
+        self, number: int, geometry: Geometry, blocks: int, keys_bytes: int, keys_sum: int, synced: bool
+    ) -> ChunkFile:
+        """The chunk of this number as a snapshot describes it, with one hold more. Its files are not looked at."""
+        chunk = self.chunks.get(number)
+        if chunk is None:
+            chunk = ChunkFile(number, geometry, *chunk_paths(self._directory, number))
+            chunk.blocks, chunk.keys_bytes, chunk.keys_sum = blocks, keys_bytes, keys_sum
+            chunk.synced_bytes = chunk.nbytes if synced else 0
+            self.chunks[number] = chunk
+        elif blocks > chunk.blocks:
+            chunk.blocks, chunk.keys_bytes, chunk.keys_sum = blocks, keys_bytes, keys_sum
+            chunk.synced_bytes = chunk.nbytes if synced else 0
+        chunk.holds += 1
+        return chunk
+
+    def append(
+        self, chunk: ChunkFile, block_BX: np.ndarray, table_N: np.ndarray, id_N: np.ndarray, sum_B: np.ndarray
+    ) -> None:
+        """Write one run: blocks in aligned memory, the keys of its rows, the blocks' checksums.
+
+        Raises:
+            StorageError: the run is not written, and the chunk is as it was.
+        """
+        run = _RUN.pack(chunk.blocks, len(id_N), len(sum_B)) + id_N.tobytes() + table_N.tobytes() + sum_B.tobytes()
+        run += bytes(-len(run) % 8)
+        run_sum = xxh64(run, chunk.keys_sum)
+        path = chunk.rows_path
+        try:
+            self._fs.write(self.rows_file(chunk), block_BX, ROWS_BEGIN + chunk.blocks * chunk.geometry.block_bytes)
+            path = chunk.keys_path
+            assert chunk.keys_file is not None, "only an open chunk grows"
+            self._fs.write(chunk.keys_file, run + struct.pack("<Q", run_sum), chunk.keys_bytes)
+        except OSError as error:
+            raise storage_error(error, "write rows to", path) from error
+        chunk.blocks += len(sum_B)
+        chunk.keys_bytes += len(run) + 8
+        chunk.keys_sum = run_sum
+        self.bytes_written += block_BX.nbytes + len(run) + 8
+
+    def seal(self, chunk: ChunkFile) -> None:
+        """Nothing will be appended to this chunk any more."""
+        if chunk.keys_file is not None:
+            file, chunk.keys_file = chunk.keys_file, None
+            self._close(file)
+
+    def sync(self, chunk: ChunkFile) -> None:
+        """Return when everything that was appended to the chunk is on the device.
+
+        Raises:
+            StorageError: it may not be; the chunk is suspect from now on.
+        """
+        assert not chunk.suspect, "another sync cannot make a suspect chunk safe"
+        size = chunk.nbytes
+        if chunk.synced_bytes == size:
+            return
+        path = chunk.rows_path
+        try:
+            self._fs.sync(self.rows_file(chunk))
+            path = chunk.keys_path
+            keys_file = self._fs.open(path) if chunk.keys_file is None else chunk.keys_file
+            try:
+                self._fs.sync(keys_file)
+            finally:
+                if chunk.keys_file is None:
+                    self._close(keys_file)
+        except OSError as error:
+            chunk.suspect = True
+            raise storage_error(error, "sync", path) from error
+        chunk.synced_bytes = size
+
+    def sync_names(self) -> None:
+        """Return when the names of all chunks are on the device."""
+        if not self._directory_synced:
+            try:
+                self._fs.sync_directory(self._directory)
+            except OSError as error:
+                raise storage_error(error, "sync the directory", self._directory) from error
+            self._directory_synced = True
+
+    def hold(self, chunk: ChunkFile) -> None:
+        chunk.holds += 1
+
+    def release(self, chunk: ChunkFile) -> None:
+        """Take one hold back. The last one removes the files."""
+        chunk.holds -= 1
+        if chunk.holds == 0:
+            del self.chunks[chunk.number]
+            self._close_chunk(chunk)
+            self.bytes_removed += chunk.nbytes
+            for path in [chunk.rows_path, chunk.keys_path, *self._unremoved]:
+                self._remove(path)
+
+    def rows_file(self, chunk: ChunkFile) -> int:
+        """The open rows file, for reading. It stays open while at most `files_open_max` others are asked for."""
+        file = self._rows_file.get(chunk)
+        if file is None:
+            file = self._fs.open(chunk.rows_path, direct=self._direct)
+            self._keep_open(chunk, file)
+        else:
+            self._rows_file.move_to_end(chunk)
+        return file
+
+    @property
+    def files_open_max(self) -> int:
+        return _FILES_OPEN_MAX
+
+    def close(self) -> None:
+        for chunk in self.chunks.values():
+            self._close_chunk(chunk)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _keep_open(self, chunk: ChunkFile, file: int) -> None:
+        self._rows_file[chunk] = file
+        if len(self._rows_file) > _FILES_OPEN_MAX + 1:
+            # The oldest one that is not being written: that one was opened for writing.
+            oldest = next((c for c in self._rows_file if c.keys_file is None), None)
+            if oldest is not None and oldest is not chunk:
+                self._close(self._rows_file.pop(oldest))
+
+    def _close_chunk(self, chunk: ChunkFile) -> None:
+        file = self._rows_file.pop(chunk, None)
+        if file is not None:
+            self._close(file)
+        if chunk.keys_file is not None:
+            self._close(chunk.keys_file)
+            chunk.keys_file = None
+
+    def _close(self, file: int) -> None:
+        try:
+            self._fs.close(file)
+        except OSError:
+            pass  # A file that must be safe is synced before; of others nothing is expected.
+
+    def _remove(self, path: str) -> None:
+        # A file that cannot be removed is tried again with the next one, and by the next open of the table.
+        try:
+            self._fs.remove(path)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            if path not in self._unremoved:
+                self._unremoved.append(path)
+            return
+        if path in self._unremoved:
+            self._unremoved.remove(path)
+
+
+def chunk_paths(directory: str, number: int) -> tuple[str, str]:
+    """The rows file and the keys file of a chunk."""
+    return f"{directory}/{number:012d}.rows", f"{directory}/{number:012d}.keys"
+
+
+def chunk_numbers(names: list[str]) -> dict[str, int]:
+    """Of the names in a directory, those of chunk files, with their chunks' numbers."""
+    found = {}
+    for name in names:
+        stem, _, kind = name.partition(".")
+        if kind in ("rows", "keys") and stem.isdigit():
+            found[name] = int(stem)
+    return found

@@ -1,0 +1,38 @@
+"""What can go wrong with a persistent table, beside what can go wrong with any row store."""
+
+from oneemb.storage.row_store import StorageError, StoreFullError
+
+__all__ = [
+    "CorruptTableError",
+    "FormatVersionError",
+    "LockedError",
+    "RowWidthError",
+    "SnapshotExistsError",
+    "SnapshotNotFoundError",
+    "StorageError",
+    "StoreFullError",
+]
+
+
+class CorruptTableError(StorageError):
+    """Bytes that were read back are not those that were written. The message names file and offset."""
+
+
+class FormatVersionError(StorageError):
+    """A file has a format that this release does not read. The message names the release that wrote it."""
+
+
+class LockedError(StorageError):
+    """Another table object, here or in another process, writes to this path. The message names it."""
+
+
+class SnapshotNotFoundError(StorageError):
+    """There is no snapshot of this name. The message names those that exist."""
+
+
+class SnapshotExistsError(StorageError):
+    """There is a snapshot of this name already, and `overwrite` was not asked for."""
+
+
+class RowWidthError(StorageError):
+    """A snapshot holds rows of another width than the table's."""

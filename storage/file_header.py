@@ -1,0 +1,65 @@
+"""The 128 bytes that every file of a table begins with. FORMAT.md says what each of them is.
+
+Invariant for all formats, present and to come: magic, version, release and checksum stay where they are, so that
+any release can tell a damaged file from one that is too new for it.
+"""
+
+import struct
+from importlib import metadata
+
+from oneemb.kernels.checksum import xxh64
+from oneemb.storage.errors import CorruptTableError, FormatVersionError
+
+__all__ = ["FORMAT_VERSION", "HEADER_BYTES", "KEYS_MAGIC", "ROWS_MAGIC", "SNAPSHOT_MAGIC", "pack_header", "read_header"]
+
+FORMAT_VERSION = 1
+HEADER_BYTES = 128
+ROWS_MAGIC = b"oneembRW"
+KEYS_MAGIC = b"oneembKY"
+SNAPSHOT_MAGIC = b"oneembSN"
+
+# magic, version, length of the header, release, four numbers that each kind of file uses in its own way, zeros
+_FIELDS = struct.Struct("<8sII24s4Q48x")
+_SUM = struct.Struct("<Q")
+
+
+def pack_header(magic: bytes, number_4: tuple[int, int, int, int]) -> bytes:
+    """The header of a new file."""
+    fields = _FIELDS.pack(magic, FORMAT_VERSION, HEADER_BYTES, _release().encode()[:24], *number_4)
+    return fields + _SUM.pack(xxh64(fields))
+
+
+def read_header(header: bytes, magic: bytes, path: str) -> tuple[int, int, int, int]:
+    """The four numbers of a header, checked.
+
+    Raises:
+        CorruptTableError: these are not the bytes of a header of this kind.
+        FormatVersionError: the header is sound, its format is another than this release's.
+    """
+    if len(header) < HEADER_BYTES:
+        raise CorruptTableError(
+            f"{path}: the header must have {HEADER_BYTES} bytes, the file ends after {len(header)}; restore the file "
+            f"from a copy, or delete the snapshots that need it"
+        )
+    found_magic, version, _, release, *number_4 = _FIELDS.unpack(header[: _FIELDS.size])
+    (expected,) = _SUM.unpack_from(header, _FIELDS.size)
+    actual = xxh64(header[: _FIELDS.size])
+    if expected != actual or found_magic != magic:
+        raise CorruptTableError(
+            f"{path}: the header at offset 0 is damaged: kind {found_magic!r} (must be {magic!r}), checksum "
+            f"{actual:016x} (written as {expected:016x}); run `oneemb check` on the table"
+        )
+    if version != FORMAT_VERSION:
+        made_by = release.rstrip(b"\0").decode("utf-8", "replace")
+        raise FormatVersionError(
+            f"{path} has format {version}, this release reads format {FORMAT_VERSION}; {made_by} wrote it: "
+            f"install that release, or a later one that reads format {version}"
+        )
+    return (number_4[0], number_4[1], number_4[2], number_4[3])
+
+
+def _release() -> str:
+    try:
+        return f"oneemb {metadata.version('oneemb')}"
+    except metadata.PackageNotFoundError:
+        return "oneemb"

@@ -1,0 +1,231 @@
+"""The only place of the persistent table that touches files: a table given another `FileSystem` runs on that one.
+
+Invariants, for every implementation:
+- `write` writes everything or raises; what it wrote may still be lost until `sync` of that file has returned;
+- a created, renamed or removed name may still be lost, or still be there, until `sync_directory` has returned;
+- `rename` replaces the target in one step: whoever looks sees the old file or the new one.
+
+Failures are OSError. `storage_error` turns one into the error that users see.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import time
+import weakref
+from typing import Any, Protocol
+
+import numpy as np
+
+from oneemb.storage.errors import StorageError
+
+__all__ = ["FileSystem", "LocalFileSystem", "aligned_bytes", "storage_error"]
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_LOCK_TRIES = 4
+
+
+class FileSystem(Protocol):
+    """The file calls that the table makes. A file is known by a number, as in the system's own calls."""
+
+    native: bool
+    """Whether files are the system's own descriptors, which compiled loops may read by themselves."""
+
+    def make_directories(self, path: str) -> None: ...
+
+    def names(self, path: str) -> list[str]:
+        """The names in a directory, in no order."""
+
+    def size(self, path: str) -> int:
+        """Bytes of a file. Raises FileNotFoundError."""
+
+    def create(self, path: str, *, direct: bool = False) -> int:
+        """Make a new file for reading and writing. Raises FileExistsError."""
+
+    def open(self, path: str, *, direct: bool = False) -> int:
+        """Open a file for reading. Raises FileNotFoundError."""
+
+    def read_into(self, file: int, out: memoryview, offset: int) -> int:
+        """Read into `out`; returns the bytes read, fewer than asked for at the end of the file only."""
+
+    def write(self, file: int, data: Any, offset: int) -> None: ...
+
+    def sync(self, file: int) -> None: ...
+
+    def close(self, file: int) -> None: ...
+
+    def truncate(self, path: str, size: int) -> None: ...
+
+    def rename(self, source: str, target: str) -> None: ...
+
+    def remove(self, path: str) -> None: ...
+
+    def sync_directory(self, path: str) -> None: ...
+
+    def lock(self, path: str, holder: bytes) -> tuple[int, bytes]:
+        """Take the lock that lies in this file and write `holder` into it; returns (lock, what a holder that did
+        not unlock left in it). Raises BlockingIOError, its `strerror` naming the holder, while it is held."""
+
+    def unlock(self, lock: int) -> None: ...
+
+    def read_lock(self, path: str) -> bytes | None:
+        """What the lock's holder wrote; None while nobody holds it."""
+
+
+class LocalFileSystem:
+    """The files of this machine."""
+
+    native = True
+
+    def __init__(self) -> None:
+        self._locks: dict[int, _LockFile] = {}
+
+    def make_directories(self, path: str) -> None:
+        os.makedirs(path, exist_ok=True)
+
+    def names(self, path: str) -> list[str]:
+        return os.listdir(path)
+
+    def size(self, path: str) -> int:
+        return os.stat(path).st_size
+
+    def create(self, path: str, *, direct: bool = False) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return os.open(path, flags | (_O_DIRECT if direct else 0), 0o666)
+
+    def open(self, path: str, *, direct: bool = False) -> int:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | (_O_DIRECT if direct else 0))
+
+    def read_into(self, file: int, out: memoryview, offset: int) -> int:
+        done = 0
+        while done < len(out):
+            size = os.preadv(file, [out[done:]], offset + done)
+            if size == 0:
+                break
+            done += size
+        return done
+
+    def write(self, file: int, data: Any, offset: int) -> None:
+        rest = memoryview(data).cast("B")
+        while len(rest):
+            size = os.pwrite(file, rest, offset)
+            if size == 0:
+                raise OSError(errno.EIO, "a write wrote nothing")
+            rest, offset = rest[size:], offset + size
+
+    def sync(self, file: int) -> None:
+        os.fsync(file)
+
+    def close(self, file: int) -> None:
+        os.close(file)
+
+    def truncate(self, path: str, size: int) -> None:
+        os.truncate(path, size)
+
+    def rename(self, source: str, target: str) -> None:
+        os.replace(source, target)
+
+    def remove(self, path: str) -> None:
+        os.remove(path)
+
+    def sync_directory(self, path: str) -> None:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+    def lock(self, path: str, holder: bytes) -> tuple[int, bytes]:
+        # The system frees the lock when the process ends, however it ends, so a dead holder needs no breaking. A
+        # forked child must let go of its copy of the file, or it would hold the lock for a parent that is gone.
+        file = _LockFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+        try:
+            _take(file.number, path)
+            left = os.pread(file.number, 4096, 0)
+            os.ftruncate(file.number, 0)
+            os.pwrite(file.number, holder, 0)
+        except BaseException:
+            file.close()
+            raise
+        self._locks[file.number] = file
+        return file.number, left
+
+    def unlock(self, lock: int) -> None:
+        file = self._locks.pop(lock, None)
+        if file is not None and file.number >= 0:
+            try:
+                os.ftruncate(file.number, 0)
+            finally:
+                file.close()
+
+    def read_lock(self, path: str) -> bytes | None:
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return None
+        except BlockingIOError:
+            return os.pread(file, 4096, 0)
+        finally:
+            os.close(file)
+
+
+def _take(file: int, path: str) -> None:
+    # Whoever asks who holds the lock has it for a moment: only a lock that stays is a writer's.
+    for patience in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if patience == _LOCK_TRIES - 1:
+                held_by = os.pread(file, 4096, 0).decode("utf-8", "replace")
+                raise BlockingIOError(errno.EWOULDBLOCK, held_by, path) from error
+        time.sleep(0.01)
+
+
+class _LockFile:
+    """An open file that a forked child closes at once."""
+
+    def __init__(self, number: int):
+        self.number = number
+        myself = weakref.ref(self)
+
+        def in_child() -> None:
+            lock = myself()
+            if lock is not None:
+                lock.close()
+
+        os.register_at_fork(after_in_child=in_child)
+
+    def close(self) -> None:
+        number, self.number = self.number, -1
+        if number >= 0:
+            os.close(number)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def aligned_bytes(size: int) -> np.ndarray:
+    """Zeroed memory that begins at a page, as direct reads and writes need it: uint8 [size]."""
+    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)[:size]
+
+
+def storage_error(error: OSError, action: str, path: str) -> StorageError:
+    """The error to raise for a failed file call: what was tried, on which file, and what to do about it."""
+    advice = {
+        errno.ENOSPC: "free space on that file system and call again; nothing that was saved is harmed",
+        errno.EDQUOT: "free some of the quota and call again; nothing that was saved is harmed",
+        errno.EIO: "the device failed; the snapshots on it may still be read, copy them elsewhere",
+        errno.EROFS: "the file system is read-only; remount it for writing or choose another path",
+        errno.EACCES: "give this user the right to write there or choose another path",
+        errno.EPERM: "give this user the right to write there or choose another path",
+        errno.ENOENT: "it was removed while the table was in use; restore the directory or open the table anew",
+        errno.EMFILE: "raise the limit of open files (ulimit -n)",
+        errno.ENFILE: "raise the system's limit of open files",
+    }.get(error.errno or 0, "see the system's error and call again")
+    name = errno.errorcode.get(error.errno or 0, "error")
+    return StorageError(f"could not {action} {path}: {name}: {error.strerror or error}; {advice}")

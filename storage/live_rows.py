@@ -1,0 +1,108 @@
+"""Which rows of which chunks are the table's rows now.
+
+A chunk of the table has a slot, and the row r of the chunk in slot s has the place `s * rows_per_chunk + r`; slots
+of chunks that are gone are used again, so places stay small however long a table is written to.
+
+Invariants, between calls:
+- the index holds a place exactly when the place's bit is set, and `live_S[s]` counts the bits of slot s;
+- each chunk with a slot is held, once for that.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from oneemb.kernels.row_blocks import bits_clear, bits_set
+from oneemb.kernels.threads import Threads
+from oneemb.storage.chunk_files import ChunkFile, ChunkFiles
+from oneemb.storage.geometry import Geometry
+from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.snapshot_file import ChunkPart
+
+__all__ = ["LiveRows"]
+
+
+class LiveRows:
+    """The index, and the bits and checksums of the chunks it points into.
+
+    Args:
+        geometry: of all the chunks.
+        files: holds and releases them.
+        threads: runs lookups.
+        expected: keys to make room for at once.
+    """
+
+    def __init__(self, geometry: Geometry, files: ChunkFiles, threads: Threads, expected: int = 0):
+        self.geometry = geometry
+        self.index = HashIndex(threads, expected)
+        self.chunk_S: list[ChunkFile | None] = []
+        self.live_S = np.zeros(0, np.int64)
+        self.bit_N = np.zeros(0, np.uint8)
+        self.sum_B = np.zeros(0, np.uint32)
+        self._files = files
+        self._free: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        return self.index.nbytes + self.bit_N.nbytes + self.sum_B.nbytes + self.live_S.nbytes
+
+    def slots(self) -> Iterator[tuple[int, ChunkFile]]:
+        return ((slot, chunk) for slot, chunk in enumerate(self.chunk_S) if chunk is not None)
+
+    def add(self, chunk: ChunkFile) -> int:
+        """Give a chunk a slot; its hold passes over. Returns the slot."""
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        self.chunk_S[slot] = chunk
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """Take the slot of a chunk without live rows back, and let go of the chunk."""
+        assert self.live_S[slot] == 0
+        chunk = self.chunk_S[slot]
+        assert chunk is not None
+        self.chunk_S[slot] = None
+        self._free.append(slot)
+        self._files.release(chunk)
+
+    def put(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
+        """The rows of these keys are at these places from now on. `index.reserve` has made room."""
+        rows = self.geometry.rows_per_chunk
+        old_U = self.index.put(table_U, id_U, place_U)
+        # New places first: of equal keys in one call, the earlier one's place is an old place of the later one.
+        bits_set(self.bit_N, place_U, rows, self.live_S)
+        bits_clear(self.bit_N, old_U, rows, self.live_S)
+
+    def part(self, slot: int) -> ChunkPart:
+        """The live rows of one chunk as they are now, of those on disk."""
+        chunk = self.chunk_S[slot]
+        assert chunk is not None
+        rows = chunk.blocks * self.geometry.rows_per_block
+        begin = slot * self.geometry.rows_per_chunk // 8
+        bit_N = self.bit_N[begin : begin + self.geometry.rows_per_chunk // 8]
+        part_N = bit_N[: -(-rows // 64) * 8].copy()
+        if rows % 64:
+            part_N[rows // 8] &= (1 << rows % 8) - 1
+            part_N[rows // 8 + 1 :] = 0
+        in_memory = np.unpackbits(bit_N[rows // 8 :], bitorder="little")[rows % 8 :].sum(dtype=np.int64)
+        size = int(self.live_S[slot] - in_memory)
+        return ChunkPart(chunk.number, chunk.blocks, chunk.keys_bytes, chunk.keys_sum, size, bit_N=part_N)
+
+    def release(self) -> None:
+        """Let go of all chunks. The object is of no use afterwards."""
+        for _, chunk in self.slots():
+            self._files.release(chunk)
+        self.chunk_S = []
+
+    def _grow(self) -> None:
+        old = len(self.chunk_S)
+        new = max(old + 1, old * 3 // 2)
+        rows, blocks = self.geometry.rows_per_chunk, self.geometry.blocks_per_chunk
+        live_S, bit_N = np.zeros(new, np.int64), np.zeros(new * rows // 8, np.uint8)
+        sum_B = np.zeros(new * blocks, np.uint32)
+        live_S[:old], bit_N[: old * rows // 8], sum_B[: old * blocks] = self.live_S, self.bit_N, self.sum_B
+        self.live_S, self.bit_N, self.sum_B = live_S, bit_N, sum_B
+        self.chunk_S += [None] * (new - old)
+        self._free += range(new - 1, old - 1, -1)

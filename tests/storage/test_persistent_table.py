@@ -1,0 +1,311 @@
+"""The persistent table against a dict: rows come back bit for bit, snapshots keep what they were saved with."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from oneemb.kernels.threads import Threads
+from oneemb.storage.errors import (
+    FormatVersionError,
+    LockedError,
+    RowWidthError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    StorageError,
+)
+from oneemb.storage.file_header import SNAPSHOT_MAGIC
+from oneemb.storage.persistent_table import PersistentTable, read_snapshot_info
+from oneemb.storage.snapshot_reader import SnapshotReader
+from tests.support.table_model import check, got, put, put_random, random_keys, random_rows, scanned
+
+# Row widths, block sizes: a row a block with room left, many a block, rows of several blocks, a block filled exactly.
+LAYOUTS = [(1, 512), (5, 512), (64, 512), (65, 512), (128, 512), (200, 512), (64, 4096), (1025, 4096)]
+
+
+def open_table(path, *, row_width=5, physical_block_size=512, chunk_bytes=64 * 512, **options):
+    options.setdefault("threads", Threads(2))
+    return PersistentTable.open(
+        path, row_width=row_width, physical_block_size=physical_block_size, chunk_bytes=chunk_bytes, **options
+    )
+
+
+@pytest.mark.parametrize(("row_width", "physical_block_size"), LAYOUTS)
+def test_rows_come_back_bit_for_bit(tmp_path, row_width, physical_block_size):
+    rng, rows = np.random.default_rng(row_width), {}
+    with open_table(tmp_path, row_width=row_width, physical_block_size=physical_block_size) as table:
+        check(table, rows)
+        for size in (1, 2, 300, 0, 800, 77):
+            put_random(table, rows, rng, size)
+            check(table, rows)
+        table.flush()
+        check(table, rows, batch=7)
+        assert table.stats()["chunks"] >= (2 if row_width > 5 else 1)
+
+
+def test_rows_in_memory_and_on_disk_are_read_in_one_call(tmp_path):
+    rng, rows = np.random.default_rng(0), {}
+    with open_table(tmp_path) as table:
+        put_random(table, rows, rng, 500)
+        table.flush()
+        put_random(table, rows, rng, 500)
+        check(table, rows)
+        assert table.stats()["bytes_read"] > 0
+
+
+def test_the_last_of_equal_keys_in_one_call_stays(tmp_path):
+    with open_table(tmp_path, row_width=1) as table:
+        table.put(np.zeros(3, np.int32), np.array([4, 4, 5]), np.array([[1], [2], [3]], np.float32))
+        assert scanned(table) == {(0, 4): np.float32(2).tobytes(), (0, 5): np.float32(3).tobytes()}
+        table.put(np.zeros(1, np.int32), np.array([4]), np.array([[9]], np.float32))
+        assert got(table, [(0, 4)]) == [np.float32(9).tobytes()]
+
+
+def test_clear_forgets_every_row_and_frees_the_disk(tmp_path):
+    rng, rows = np.random.default_rng(0), {}
+    with open_table(tmp_path) as table:
+        put_random(table, rows, rng, 1000)
+        table.flush()
+        table.clear()
+        check(table, {})
+        assert os.listdir(tmp_path / "chunks") == []
+        put_random(table, rows := {}, rng, 10)
+        check(table, rows)
+
+
+def test_a_scan_shows_the_rows_of_its_beginning(tmp_path):
+    rng, rows = np.random.default_rng(0), {}
+    with open_table(tmp_path) as table:
+        put_random(table, rows, rng, 3000)
+        then, found = dict(rows), {}
+        for table_N, id_N, row_NW in table.scan(100):
+            put_random(table, rows, rng, 50)
+            found.update(zip(zip(table_N.tolist(), id_N.tolist(), strict=True), map(bytes, row_NW), strict=True))
+        assert found == then
+        check(table, rows)
+
+
+def test_a_table_opens_empty_and_load_resumes(tmp_path):
+    rng, rows = np.random.default_rng(0), {}
+    with open_table(tmp_path) as table:
+        put_random(table, rows, rng, 900)
+        table.save_snapshot("first", {"step": 1, "names": ["a", None]})
+    with open_table(tmp_path) as table:
+        assert table.recovery.snapshots == ["first"] and table.recovery.stale_lock is None
+        check(table, {})
+        assert table.load_snapshot("first") == {"step": 1, "names": ["a", None]}
+        check(table, rows)
+        put_random(table, rows, rng, 900)
+        check(table, rows)
+
+
+def test_a_snapshot_keeps_its_rows_whatever_follows(tmp_path):
+    rng, rows, saved = np.random.default_rng(0), {}, {}
+    with open_table(tmp_path) as table:
+        for n in range(6):
+            put_random(table, rows, rng, 400)
+            table.save_snapshot(f"s{n}", {"n": n})
+            saved[f"s{n}"] = dict(rows)
+        put_random(table, rows, rng, 2000)
+        table.delete_snapshot("s2")
+        del saved["s2"]
+        check(table, rows)
+        for name in ("s5", "s0", "s3"):
+            table.load_snapshot(name)
+            check(table, saved[name])
+            put_random(table, dict(saved[name]), rng, 1000)
+    with open_table(tmp_path, chunk_bytes=1 << 20, physical_block_size=4096) as table:
+        for name, expected in saved.items():
+            table.load_snapshot(name)
+            check(table, expected)
+    for name, expected in saved.items():
+        with SnapshotReader.open(tmp_path, name) as reader:
+            check(reader, expected)
+
+
+def test_snapshots_are_listed_in_the_order_of_saving(tmp_path):
+    rng, rows = np.random.default_rng(0), {}
+    with open_table(tmp_path) as table:
+        for name in ("z", "a", "m/é 1", ".."):
+            put_random(table, rows, rng, 100)
+            table.save_snapshot(name, {"is": name})
+        listed = table.snapshots()
+        assert [info.name for info in listed] == ["z", "a", "m/é 1", ".."]
+        assert [info.meta["is"] for info in listed] == ["z", "a", "m/é 1", ".."]
+        assert listed[-1].rows == len(rows) and listed[-1].row_width == 5
+        assert read_snapshot_info(tmp_path) == listed
+        assert read_snapshot_info(tmp_path, "a") == listed[1]
+        disk = sum(f.stat().st_size for f in tmp_path.rglob("*") if f.suffix in (".rows", ".keys"))
+        name = table._snapshot_files.path("..")
+        assert listed[-1].bytes == disk + os.path.getsize(name)
+        assert table.stats()["disk_bytes"] == disk
+
+
+def test_saving_under_a_name_that_exists_needs_overwrite(tmp_path):
+    rng, rows = np.random.default_rng(0), {}
+    with open_table(tmp_path) as table:
+        put_random(table, rows, rng, 300)
+        table.save_snapshot("s", {"n": 1})
+        put_random(table, rows, rng, 300)
+        with pytest.raises(SnapshotExistsError, match="'s'.*overwrite=True"):
+            table.save_snapshot("s", {"n": 2})
+        assert table.snapshots()[0].meta == {"n": 1}
+        table.save_snapshot("s", {"n": 3}, overwrite=True)
+        assert [info.meta for info in table.snapshots()] == [{"n": 3}]
+    assert [info.rows for info in read_snapshot_info(tmp_path)] == [len(rows)]
+
+
+def test_an_unknown_snapshot_is_named_with_those_that_exist(tmp_path):
+    with open_table(tmp_path) as table:
+        table.save_snapshot("here", {})
+        for call in (table.load_snapshot, table.delete_snapshot, lambda n: SnapshotReader.open(tmp_path, n)):
+            with pytest.raises(SnapshotNotFoundError, match="'gone'.*'here'"):
+                call("gone")
+    with pytest.raises(SnapshotNotFoundError, match="none"):
+        read_snapshot_info(tmp_path / "nowhere", "s")
+    assert read_snapshot_info(tmp_path / "nowhere") == []
+
+
+def test_another_row_width_is_refused_and_changes_nothing(tmp_path):
+    rng, rows = np.random.default_rng(0), {}
+    with open_table(tmp_path, row_width=5) as table:
+        put_random(table, {}, rng, 100)
+        table.save_snapshot("five", {})
+    with open_table(tmp_path, row_width=6) as table:
+        put_random(table, rows, rng, 100)
+        with pytest.raises(RowWidthError, match="5 words.*6.*row_width=5"):
+            table.load_snapshot("five")
+        check(table, rows)
+
+
+def test_deleting_the_last_snapshot_frees_its_disk(tmp_path):
+    rng, rows = np.random.default_rng(0), {}
+    with open_table(tmp_path) as table:
+        put_random(table, rows, rng, 3000)
+        table.save_snapshot("s", {})
+        table.clear()
+        assert table.stats()["disk_bytes"] == table.stats()["snapshot_bytes"] > 0
+        table.delete_snapshot("s")
+        assert table.stats()["disk_bytes"] == 0 and os.listdir(tmp_path / "chunks") == []
+
+
+def test_an_empty_table_is_a_snapshot_too(tmp_path):
+    with open_table(tmp_path) as table:
+        table.save_snapshot("nothing", {})
+        put_random(table, {}, np.random.default_rng(0), 10)
+        table.load_snapshot("nothing")
+        check(table, {})
+
+
+def test_opening_removes_what_no_snapshot_needs(tmp_path):
+    rng, rows = np.random.default_rng(0), {}
+    table = open_table(tmp_path)
+    put_random(table, rows, rng, 900)
+    table.save_snapshot("s", {})
+    expected = dict(rows)
+    kept = {f.name: f.read_bytes() for f in (tmp_path / "chunks").iterdir()}
+    put_random(table, rows, rng, 3000)
+    table.flush()
+    (tmp_path / "snapshots" / "t.snapshot.tmp").write_bytes(b"half")
+    del table  # No close: the process is as good as dead.
+    with open_table(tmp_path) as table:
+        assert {f.name: f.read_bytes() for f in (tmp_path / "chunks").iterdir()} == kept
+        assert table.recovery.truncated and table.recovery.removed and table.recovery.removed_bytes > 0
+        assert not (tmp_path / "snapshots" / "t.snapshot.tmp").exists()
+        table.load_snapshot("s")
+        check(table, expected)
+
+
+def test_the_second_writer_is_told_who_holds_the_lock(tmp_path):
+    with open_table(tmp_path):
+        with pytest.raises(LockedError, match=f"process {os.getpid()} on host"):
+            open_table(tmp_path)
+    open_table(tmp_path).close()
+
+
+def test_the_lock_of_a_dead_process_is_taken_over_while_its_child_lives(tmp_path):
+    ready, go = os.pipe(), os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        table = open_table(tmp_path)
+        if os.fork() == 0:
+            os.write(ready[1], b".")
+            os.read(go[0], 1)
+            os._exit(0)
+        assert table is not None
+        os._exit(0)
+    os.waitpid(holder, 0)
+    os.read(ready[0], 1)
+    with open_table(tmp_path) as table:
+        assert f"process {holder} on host" in table.recovery.stale_lock
+    os.write(go[1], b".")
+
+
+def test_a_closed_table_says_so_and_closes_again(tmp_path):
+    table = open_table(tmp_path)
+    table.close()
+    table.close()
+    with pytest.raises(StorageError, match="is closed"):
+        table.put(*random_keys(np.random.default_rng(0), 1), np.zeros((1, 5), np.float32))
+
+
+def test_rows_of_the_wrong_shape_are_refused(tmp_path):
+    with open_table(tmp_path) as table, pytest.raises(ValueError, match=r"\[1, 5\].*\(1, 4\)"):
+        table.put(np.zeros(1, np.int32), np.zeros(1, np.int64), np.zeros((1, 4), np.float32))
+
+
+def test_a_newer_format_is_refused_with_the_release_that_wrote_it(tmp_path):
+    from oneemb.kernels.checksum import xxh64
+
+    with open_table(tmp_path) as table:
+        table.save_snapshot("s", {})
+        path = table._snapshot_files.path("s")
+    data = bytearray(open(path, "rb").read())
+    assert data[:8] == SNAPSHOT_MAGIC
+    data[8:12] = (2).to_bytes(4, "little")
+    data[16:40] = b"oneemb 9.9.9".ljust(24, b"\0")
+    data[120:128] = xxh64(bytes(data[:120])).to_bytes(8, "little")
+    open(path, "wb").write(data)
+    with pytest.raises(FormatVersionError, match="format 2.*format 1.*oneemb 9.9.9"):
+        open_table(tmp_path)
+    with pytest.raises(FormatVersionError, match="format 2"):
+        SnapshotReader.open(tmp_path, "s")
+
+
+def test_names_that_cannot_be_files_are_refused(tmp_path):
+    with open_table(tmp_path) as table:
+        for name in ("", "x" * 300, "é" * 100):
+            with pytest.raises(ValueError, match="name must have"):
+                table.save_snapshot(name, {})
+
+
+def test_places_above_two_to_the_31_are_kept(tmp_path):
+    # Slots are numbered from 2^31 rows on, as in a table of that many rows; nothing of the table's arrays is touched
+    # below, so the memory of the unused slots is never there.
+    rng, rows = np.random.default_rng(0), {}
+    with open_table(tmp_path, row_width=1, chunk_bytes=16 << 20) as table:
+        live = table._live
+        slots = 2**31 // live.geometry.rows_per_chunk
+        live.live_S = np.zeros(slots + 8, np.int64)
+        live.bit_N = np.zeros((slots + 8) * live.geometry.rows_per_chunk // 8, np.uint8)
+        live.sum_B = np.zeros((slots + 8) * live.geometry.blocks_per_chunk, np.uint32)
+        live.chunk_S = [None] * (slots + 8)
+        live._free = list(range(slots + 7, slots - 1, -1))
+        put_random(table, rows, rng, 2000)
+        assert next(live.index.items())[2].min() >= 2**31
+        table.flush()
+        put_random(table, rows, rng, 2000)
+        check(table, rows)
+        table.save_snapshot("s", {})
+        table.load_snapshot("s")
+        check(table, rows)
+
+
+def test_the_manifest_is_json_that_others_can_read(tmp_path):
+    with open_table(tmp_path) as table:
+        put(table, {}, *random_keys(np.random.default_rng(0), 10), random_rows(np.random.default_rng(0), 10, 5))
+        table.save_snapshot("s", {"k": "é"})
+        data = open(table._snapshot_files.path("s"), "rb").read()
+    manifest = json.loads(data[128 : 128 + int.from_bytes(data[40:48], "little")])
+    assert manifest["meta"] == {"k": "é"} and manifest["chunks"][0][4] == 10
