@@ -207,7 +207,7 @@ def gather(lease: Lease, weight: torch.Tensor) -> torch.Tensor:
 
     Its gradient is left with the lease, for `reduce_grads`; `weight`, which stands for all rows, gets none.
     """
-    return _Gather.apply(weight, lease)  # type: ignore[no-untyped-call]
+    return _Gather.apply(weight, lease)
 
 
 def peek(store: EmbeddingStore, keys: Keys) -> torch.Tensor:

@@ -113,7 +113,7 @@ def _refuse_what_would_be_lost() -> Iterator[None]:
 
 
 def _user_line(error: BaseException | None = None) -> str:
-    """" at file:line: code" of the innermost frame that is neither torch's nor ours."""
+    """ " at file:line: code" of the innermost frame that is neither torch's nor ours."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
     for frame in reversed(frames):
         theirs = f"{torch.__path__[0]}", __file__, mock.__file__

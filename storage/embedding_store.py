@@ -253,7 +253,11 @@ class EmbeddingStore:
             if self.built:
                 self._dismantle()
             self.build(rows["optimizer"], np.array(rows["state"], np.float32))
-        if rows["state_width"] != self.layout.state_width or rows["state_width"] and rows["optimizer"] != self.optimizer:
+        if (
+            rows["state_width"] != self.layout.state_width
+            or rows["state_width"]
+            and rows["optimizer"] != self.optimizer
+        ):
             raise StorageError(
                 f"snapshot {name!r} in {self.plan.persistent_path} holds the state of {rows['optimizer']!r}"
                 f" ({rows['state_width']} values a row), the optimizer attached is {self.optimizer!r}"
@@ -334,6 +338,8 @@ def _check_writable(path: str) -> None:
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"persistent_path {path} cannot be made: {error.strerror}; give a folder that can") from error
+        raise StorageError(
+            f"persistent_path {path} cannot be made: {error.strerror}; give a folder that can"
+        ) from error
     if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
         raise StorageError(f"persistent_path {path} cannot be written to; give a folder that can, or change its mode")

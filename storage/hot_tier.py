@@ -209,7 +209,9 @@ class HotTier:
     def check_holds(self, rows: int) -> None:
         """Raise `StoreFullError` if this many rows in all are more than the tier may ever know or hold."""
         if self._row_limit is not None and rows > self._row_limit:
-            raise StoreFullError(f"capacity is {self._row_limit} rows, {rows} are to be loaded; give at least {rows}, or None")
+            raise StoreFullError(
+                f"capacity is {self._row_limit} rows, {rows} are to be loaded; give at least {rows}, or None"
+            )
         if self._resident and rows > self.slots:
             raise StoreFullError(
                 f"the {self.name} tier has {self.slots} slots and must hold all of {rows} rows; give it at least"
