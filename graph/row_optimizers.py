@@ -111,8 +111,9 @@ def row_optimizer_of(optimizer: torch.optim.Optimizer, group: Group) -> RowOptim
         32
     """
     cls = type(optimizer)
-    if "row_optimizer" in vars(cls):
-        return optimizer.row_optimizer(group)
+    own = vars(cls).get("row_optimizer")
+    if own is not None:
+        return own(optimizer, group)
     if cls not in _TORCH:
         raise TypeError(
             f"embedding rows cannot be stepped by {cls.__module__}.{cls.__qualname__}; supported are {SUPPORTED}, "

@@ -1,0 +1,284 @@
+"""Optimizers that torch.optim lacks: Ftrl, RowWiseAdagrad, SmartDecayAdam.
+
+Each steps ordinary dense parameters in plain torch operations, and says through `row_optimizer` how the rows of an
+embedding are stepped, so one optimizer object may hold both. A row of an embedding that has a gradient at every
+step moves as a row of a dense parameter does.
+
+State of a dense parameter has the parameter's dtype, as in torch.optim; state of an embedding's row is float32.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from oneemb.graph.row_optimizers import RowOptimizer, ftrl_rows, row_wise_adagrad_rows, smart_decay_adam_rows
+
+__all__ = ["Ftrl", "RowWiseAdagrad", "SmartDecayAdam"]
+
+Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+
+
+class _Optimizer(torch.optim.Optimizer):
+    """Walks over the groups and their parameters; a subclass checks a group and steps one parameter."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group. Options that it does not give are those of the constructor.
+
+        Raises:
+            ValueError: an option is out of range.
+        """
+        self._check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss anew and returns it; it is called once, with gradients enabled.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._begin(group)
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if param.grad.is_sparse:
+                    raise RuntimeError(
+                        f"{type(self).__name__} steps dense gradients, got a sparse one; construct the module with "
+                        "sparse=False, or keep its rows in an oneemb embedding"
+                    )
+                grad = param.grad
+                if group["weight_decay"] != 0:
+                    grad = grad.add(param, alpha=group["weight_decay"])
+                self._step(param, grad, self.state[param], group)
+        return loss
+
+    def _check(self, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _begin(self, group: dict[str, Any]) -> None:
+        """Called once a step for each group, before its parameters."""
+
+    def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class RowWiseAdagrad(_Optimizer):
+    """Adagrad with one accumulator a row instead of one a weight.
+
+        acc' = acc + mean(g * g over the row)        w' = w - lr * g / (sqrt(acc') + eps)
+
+    A row is a row of an embedding, or an index of a dense parameter's dimension 0.
+
+    Args:
+        params: parameters, or dicts that define groups of them.
+        lr: learning rate, at least 0.
+        weight_decay: L2 penalty, added to the gradient as weight_decay * w; at least 0.
+        initial_accumulator_value: what the accumulator of a new row holds, at least 0.
+        eps: added to the root of the accumulator, at least 0.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Reference: Mudigere et al. Software-Hardware Co-design for Fast and Scalable Training of Deep Learning
+        Recommendation Models. ISCA 2022 (arXiv:2104.05158); FBGEMM's EXACT_ROWWISE_ADAGRAD.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2, 2))
+        >>> optimizer = RowWiseAdagrad([weight], lr=0.5)
+        >>> weight.grad = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+        >>> optimizer.step()
+        >>> weight.detach()
+        tensor([[0.5000, 0.5000],
+                [1.0000, 1.0000]])
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-2,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+    ):
+        defaults = dict(lr=lr, weight_decay=weight_decay, initial_accumulator_value=initial_accumulator_value, eps=eps)
+        super().__init__(params, defaults)
+
+    def row_optimizer(self, group: dict[str, Any]) -> RowOptimizer:
+        """How an embedding's rows in this group are stepped."""
+        return row_wise_adagrad_rows(group)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        for option in ("lr", "weight_decay", "initial_accumulator_value", "eps"):
+            _check_at_least_0(self, group, option)
+
+    def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["acc"] = param.new_full(param.shape[:1], group["initial_accumulator_value"])
+        acc = state["acc"]
+        acc.add_(grad.square().mean(dim=tuple(range(1, grad.ndim))) if grad.ndim > 1 else grad.square())
+        rate = group["lr"] / (acc.sqrt() + group["eps"])
+        param.addcmul_(grad, rate.reshape(rate.shape + (1,) * (grad.ndim - rate.ndim)), value=-1)
+
+
+class Ftrl(_Optimizer):
+    """FTRL-Proximal: Adagrad's rates, and weights that L1 sets to exactly zero.
+
+        n' = n + g * g
+        z' = z + g - (n'^p - n^p) / lr * w                               p = -lr_power
+        w' = (sign(z') * lambda1 - z') / ((beta + n'^p) / lr + lambda2)  where |z'| > lambda1, else 0
+
+    The weight is a function of z and n, and z starts at 0, which stands for the weight 0: what a weight is before
+    its first step counts in that step only. Embeddings trained with Ftrl are best initialised with small values.
+
+    Args:
+        params: parameters, or dicts that define groups of them.
+        lr: learning rate (alpha in the paper), above 0.
+        weight_decay: L2 penalty, added to the gradient as weight_decay * w; at least 0.
+        lr_power: minus the power of n that divides the rate; at most 0, and -0.5 as published. 0 keeps the rate.
+        initial_accumulator_value: what n holds at first, at least 0.
+        lambda1: L1 penalty, at least 0.
+        lambda2: L2 penalty as published, at least 0. (TensorFlow's l2_regularization_strength is half of it.)
+        beta: added to n'^p, at least 0.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Reference: McMahan et al. Ad Click Prediction: a View from the Trenches. KDD 2013. The arguments are OneFlow's;
+        its kernels raise n to lr_power itself and apply weight_decay outside the gradient.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        lr_power: float = -0.5,
+        initial_accumulator_value: float = 0.1,
+        lambda1: float = 0.0,
+        lambda2: float = 0.0,
+        beta: float = 0.0,
+    ):
+        defaults = dict(
+            lr=lr,
+            weight_decay=weight_decay,
+            lr_power=lr_power,
+            initial_accumulator_value=initial_accumulator_value,
+            lambda1=lambda1,
+            lambda2=lambda2,
+            beta=beta,
+        )
+        super().__init__(params, defaults)
+
+    def row_optimizer(self, group: dict[str, Any]) -> RowOptimizer:
+        """How an embedding's rows in this group are stepped."""
+        return ftrl_rows(group)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        for option in ("weight_decay", "initial_accumulator_value", "lambda1", "lambda2", "beta"):
+            _check_at_least_0(self, group, option)
+        if not (group["lr"] > 0 and math.isfinite(group["lr"])):
+            raise ValueError(f"Ftrl: lr must be above 0 and finite, got {group['lr']}")
+        if not -math.inf < group["lr_power"] <= 0:
+            raise ValueError(f"Ftrl: lr_power must be at most 0 and finite, got {group['lr_power']}")
+
+    def _begin(self, group: dict[str, Any]) -> None:
+        if not group["lr"] > 0:
+            raise ValueError(
+                f"Ftrl divides by lr, so lr must be above 0, got {group['lr']}; let the scheduler end above 0"
+            )
+
+    def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["n"] = torch.full_like(param, group["initial_accumulator_value"])
+            state["z"] = torch.zeros_like(param)
+        n, z = state["n"], state["z"]
+        power, lr, lambda1 = -group["lr_power"], group["lr"], group["lambda1"]
+        n_power_before = n.pow(power)
+        n.addcmul_(grad, grad)
+        n_power = n.pow(power)
+        z.add_(grad).sub_((n_power - n_power_before).div_(lr).mul_(param))
+        weight = (z.sign() * lambda1 - z) / ((n_power + group["beta"]) / lr + group["lambda2"])
+        param.copy_(torch.where(z.abs() <= lambda1, torch.zeros_like(weight), weight))
+
+
+class SmartDecayAdam(_Optimizer):
+    """Adam for rows that have a gradient now and then: a row catches up with the steps that it sat out.
+
+    With k = the steps since the row's last gradient:
+
+        m' = beta1^k * m + (1 - beta1) * g
+        v' = beta2^k * v + (1 - beta2) * g * g
+        w' = w - lr * (m' + m * beta1 * (1 - beta1^(k-1)) / (1 - beta1)) / (sqrt(v') + eps)
+
+    There is no bias correction, on rows as on dense parameters. k is counted for a dense parameter as a whole, in
+    calls of `step` between those that found a gradient on it.
+
+    Args:
+        params: parameters, or dicts that define groups of them.
+        lr: learning rate, at least 0.
+        betas: decay of m and of v per step, each at least 0 and below 1.
+        eps: added to the root of v, at least 0.
+        weight_decay: L2 penalty, added to the gradient as weight_decay * w; at least 0.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Reference: SmartDecaySparseAdam of Caffe2, which OneFlow's SmartDecayAdam follows on embedding rows. OneFlow
+        steps dense parameters as Adam instead; give those to torch.optim.Adam for the same.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    def row_optimizer(self, group: dict[str, Any]) -> RowOptimizer:
+        """How an embedding's rows in this group are stepped."""
+        return smart_decay_adam_rows(group)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        for option in ("lr", "eps", "weight_decay"):
+            _check_at_least_0(self, group, option)
+        for i, beta in enumerate(group["betas"]):
+            if not 0 <= beta < 1:
+                raise ValueError(f"SmartDecayAdam: betas[{i}] must be at least 0 and below 1, got {beta}")
+
+    def _begin(self, group: dict[str, Any]) -> None:
+        group["step"] = group.get("step", 0) + 1
+
+    def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["last_step"] = 0
+            state["m"] = torch.zeros_like(param)
+            state["v"] = torch.zeros_like(param)
+        m, v = state["m"], state["v"]
+        (beta1, beta2), skipped = group["betas"], group["step"] - state["last_step"]
+        state["last_step"] = group["step"]
+        owed = m * (beta1 * (1 - beta1 ** (skipped - 1)) / (1 - beta1))
+        m.mul_(beta1**skipped).add_(grad, alpha=1 - beta1)
+        v.mul_(beta2**skipped).addcmul_(grad, grad, value=1 - beta2)
+        param.addcdiv_(m + owed, v.sqrt().add_(group["eps"]), value=-group["lr"])
+
+
+def _check_at_least_0(optimizer: torch.optim.Optimizer, group: dict[str, Any], option: str) -> None:
+    value = group[option]
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{type(optimizer).__name__}: {option} must be at least 0 and finite, got {value}")
