@@ -1,5 +1,6 @@
 """Embedding modules: what users assign to a model and look ids up in."""
 
+import itertools
 import json
 import warnings
 from collections.abc import Callable, Sequence
@@ -156,13 +157,15 @@ class _TableEmbedding(torch.nn.Module):
     def load_snapshot(self, name: str) -> None:
         """Go on from a snapshot: its rows, optimizer state and step take the place of those here.
 
+        A snapshot without state, such as pretrained vectors, gets the state of new rows and begins at step 0.
+
         Raises:
             StorageError: there is no snapshot of this name (the message names those there are), or its rows have
                 another width, dtype or optimizer; the rows here are as they were.
         """
-        self.store.load_snapshot(name)
+        whole = self.store.load_snapshot(name)
         self.pending.clear()
-        self._saved = (name, self.store.changes)
+        self._saved = (name, self.store.changes) if whole else None
 
     def delete_snapshot(self, name: str) -> None:
         """Delete a snapshot and free the disk space only it used.
@@ -190,13 +193,14 @@ class _TableEmbedding(torch.nn.Module):
     def get_extra_state(self) -> dict[str, str | None]:
         """What `state_dict()` carries for the rows: the name of a snapshot that holds them as they are now.
 
-        Saves one, named `state-<step>`, unless the last one saved or loaded still holds them.
+        Saves one, named `state-<step>-<count>`, unless the last one saved or loaded still holds them.
         """
         if self.store.changes == 0:
             return {_STATE_KEY: None}
         if self._saved is None or self._saved[1] != self.store.changes:
-            base, taken = f"state-{self.store.step:012d}", set(self.snapshots())
-            self.save_snapshot(next(n for n in (base, *(f"{base}-{i}" for i in range(1, 10**9))) if n not in taken))
+            taken = set(self.snapshots())
+            names = (f"state-{self.store.step:012d}-{i}" for i in itertools.count())
+            self.save_snapshot(next(name for name in names if name not in taken))
         assert self._saved is not None
         return {_STATE_KEY: self._saved[0]}
 

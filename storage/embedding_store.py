@@ -20,9 +20,11 @@ import numpy as np
 from oneemb.kernels.init_rows import InitialRows, init_rows
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hot_tier import SLOT_OVERHEAD_BYTES, HotTier
-from oneemb.storage.persistent_table import PersistentTable, read_snapshot_info
+from oneemb.storage.persistent_table import PersistentTable
 from oneemb.storage.row_layout import RowLayout
 from oneemb.storage.row_store import RowStore, StorageError
+from oneemb.storage.snapshot_reader import SnapshotReader, read_snapshot_info
+from oneemb.storage.snapshot_rows import SnapshotRows
 
 __all__ = ["EmbeddingStore", "StorePlan"]
 
@@ -225,54 +227,70 @@ class EmbeddingStore:
             self.build(None, self._state)
         assert self._table is not None
         self._tiers[0].flush()
-        rows = {
-            "dim": self.layout.dim,
-            "dtype": self.layout.dtype,
-            "state_width": self.layout.state_width,
-            "optimizer": self.optimizer,
-            "state": self._state.tolist(),
-            "step": self.step,
-        }
-        self._table.save_snapshot(name, {"rows": rows, "embedding": meta}, overwrite=overwrite)
+        rows = SnapshotRows(self.layout, self.optimizer, tuple(self._state.tolist()), self.step)
+        self._table.save_snapshot(name, rows.to_meta(meta), overwrite=overwrite)
 
-    def load_snapshot(self, name: str) -> dict:
-        """Start from the rows of a snapshot, forgetting those here. Returns the caller's `meta`.
+    def load_snapshot(self, name: str) -> bool:
+        """Start from the rows of a snapshot, forgetting those here.
+
+        A snapshot of rows without state, such as pretrained vectors, is given the state of new rows and begins at
+        step 0.
+
+        Returns:
+            Whether the rows are now what the snapshot holds, rather than those with state added.
 
         Raises:
             StorageError: there is no such snapshot (the message names those there are), its rows are not of this
                 embedding's kind, or they do not fit; the rows here are as they were.
         """
         info = read_snapshot_info(self.plan.persistent_path, name)
-        rows = info.meta["rows"]
-        if (rows["dim"], rows["dtype"]) != (self.layout.dim, self.layout.dtype):
+        rows = SnapshotRows.of_meta(info.meta, name)
+        if (rows.layout.dim, rows.layout.dtype) != (self.layout.dim, self.layout.dtype):
             raise StorageError(
-                f"snapshot {name!r} in {self.plan.persistent_path} holds rows of {rows['dim']} {rows['dtype']} weights,"
-                f" this embedding has {self.layout.dim} {self.layout.dtype}"
+                f"snapshot {name!r} in {self.plan.persistent_path} holds rows of {rows.layout.dim}"
+                f" {rows.layout.dtype} weights, this embedding has {self.layout.dim} {self.layout.dtype}"
             )
         if not self.built or self.optimizer is None and self.layout.state_width == 0:
             if self.built:
                 self._dismantle()
-            self.build(rows["optimizer"], np.array(rows["state"], np.float32))
-        if (
-            rows["state_width"] != self.layout.state_width
-            or rows["state_width"]
-            and rows["optimizer"] != self.optimizer
-        ):
-            raise StorageError(
-                f"snapshot {name!r} in {self.plan.persistent_path} holds the state of {rows['optimizer']!r}"
-                f" ({rows['state_width']} values a row), the optimizer attached is {self.optimizer!r}"
-                f" ({self.layout.state_width} values); attach {rows['optimizer']!r}"
-            )
+            self.build(rows.optimizer, np.array(rows.state, np.float32))
+        widen = rows.layout.state_width == 0 < self.layout.state_width
+        if not widen:
+            self._check_state(name, rows)
         assert self._table is not None
         for tier in self._tiers:
             tier.check_holds(info.rows)
-        meta = self._table.load_snapshot(name)
+        if widen:
+            self._load_weights(name)
+        else:
+            self._table.load_snapshot(name)
         for tier in reversed(self._tiers):
             tier.reload()
         self.generation += 1
         self.changes += 1
-        self.step = rows["step"]
-        return meta["embedding"]
+        self.step = 0 if widen else rows.step
+        return not widen
+
+    def _check_state(self, name: str, rows: SnapshotRows) -> None:
+        known = rows.optimizer is not None and rows.layout.state_width > 0
+        if rows.layout == self.layout and not (known and rows.optimizer != self.optimizer):
+            return
+        raise StorageError(
+            f"snapshot {name!r} in {self.plan.persistent_path} holds the state of {rows.optimizer!r}"
+            f" ({rows.layout.state_width} values a row), the optimizer attached is {self.optimizer!r}"
+            f" ({self.layout.state_width} values); attach {rows.optimizer!r}"
+        )
+
+    def _load_weights(self, name: str) -> None:
+        assert self._table is not None
+        self._table.clear()
+        begin = self.layout.state_begin
+        with SnapshotReader.open(self.plan.persistent_path, name) as reader:
+            for table_N, id_N, row_NX in reader.scan():
+                row_NW = np.empty((len(id_N), self.layout.row_width), np.float32)
+                row_NW[:, :begin] = row_NX
+                row_NW[:, begin:] = self._state
+                self._table.put(table_N, id_N, row_NW)
 
     def delete_snapshot(self, name: str) -> None:
         """Forget a snapshot and free what only it held."""

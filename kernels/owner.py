@@ -1,0 +1,27 @@
+"""Which of R owners (ranks, or the paths of a sharded table) keeps a key. Routing, saving and loading all ask here.
+
+Invariant: the answer is a pure function of (table, id, R), the same in every version: snapshots depend on it.
+"""
+
+import numpy as np
+
+from oneemb.kernels.hash_index import hash_key
+from oneemb.kernels.jit import cpu, mul_high
+
+__all__ = ["owner_of"]
+
+# Apart from the salts of hash indexes, which are small numbers: the keys of one owner spread over its whole index.
+_SALT = np.uint64(0x6F776E6572730001)
+
+
+@cpu
+def _owner_of_cpu(table_N, id_N, owners, owner_N):
+    for n in range(len(id_N)):
+        owner_N[n] = mul_high(hash_key(table_N[n], id_N[n], _SALT), np.uint64(owners))
+
+
+def owner_of(table_N: np.ndarray, id_N: np.ndarray, owners: int) -> np.ndarray:
+    """The owner of each key (table_N int32, id_N int64), from 0 to owners - 1: int64 [N]."""
+    owner_N = np.empty(len(id_N), np.int64)
+    _owner_of_cpu(table_N, id_N, owners, owner_N)
+    return owner_N
