@@ -113,6 +113,8 @@ class TorchOracle:
     make([parameter]) -> optimizer; keys: the names of its state in the order of the row's.
     """
 
+    state_slack = 1
+
     def __init__(self, make, keys, *, sparse=False):
         self.make, self.keys, self.sparse = make, keys, sparse
 
@@ -161,6 +163,9 @@ class TorchOracle:
 
 class Float64Oracle:
     """A formula in float64: rule(w_UD, state_UK, g_UD, step) -> w_UD, state_UK."""
+
+    # A sum such as Ftrl's z rounds to float32 at every step while it is large and may end up small.
+    state_slack = 5
 
     def __init__(self, rule):
         self.rule = rule
@@ -211,10 +216,12 @@ def check_update(update, oracle, initial_state, dtype, dim, threads, *, seed=0, 
     # Steps with fewer than two rows run as one share, the others as many as there are threads.
     assert runner.shares > STEPS if threads > 1 else runner.shares == STEPS
     if dtype != "float32":
-        assert (slab.weight_SD == oracle.weight_SD).mean() > 0.98
+        assert (slab.weight_SD != oracle.weight_SD).sum() <= max(1, 0.02 * slab.weight_SD.size)
     columns = slice(None) if close is None else close
     if len(initial_state):
-        assert_close(slab.state_SK[:, columns], oracle.state_SK[:, columns], DTYPES[dtype], "state")
+        assert_close(
+            slab.state_SK[:, columns], oracle.state_SK[:, columns], oracle.state_slack * DTYPES[dtype], "state"
+        )
 
 
 def assert_close(found, expected, tolerance, what):

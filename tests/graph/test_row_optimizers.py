@@ -1,0 +1,188 @@
+"""Which torch optimizers step an embedding's rows, what a row then carries, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+from oneemb.graph.row_optimizers import row_optimizer_of
+from oneemb.kernels.threads import Threads
+from oneemb.optim import Ftrl, RowWiseAdagrad, SmartDecayAdam
+
+THREADS = Threads(1)
+
+
+def parameter():
+    return torch.nn.Parameter(torch.zeros(1))
+
+
+def rows_of(cls, **options):
+    optimizer = cls([parameter()], **options)
+    return row_optimizer_of(optimizer, optimizer.param_groups[0]), optimizer.param_groups[0]
+
+
+def step(rows, group, number=1, dim=2, weight=1.0, grad=1.0):
+    """One row's weights and state after one step from its initial state."""
+    row_SW = np.concatenate([np.full(dim, weight), rows.initial_state(dim)]).astype(np.float32)[None]
+    rows.update(
+        row_SW, row_SW, np.zeros(1, np.int64), np.full((1, dim), grad, np.float32),
+        state_begin=dim, group=group, step=number, threads=THREADS,
+    )  # fmt: skip
+    return row_SW[0]
+
+
+@pytest.mark.parametrize(
+    "cls, options, name, state",
+    [
+        (torch.optim.SGD, dict(lr=0.1), "sgd", []),
+        (torch.optim.SGD, dict(lr=0.1, momentum=0.9, nesterov=True), "sgd_momentum", [0, 0, 0]),
+        (torch.optim.Adagrad, dict(initial_accumulator_value=0.25), "adagrad", [0.25, 0.25, 0.25]),
+        (torch.optim.Adam, dict(), "adam", [0] * 6),
+        (torch.optim.Adam, dict(foreach=True, capturable=True), "adam", [0] * 6),
+        (torch.optim.AdamW, dict(), "adamw", [0] * 6),
+        (torch.optim.SparseAdam, dict(), "sparse_adam", [0] * 6),
+        (RowWiseAdagrad, dict(initial_accumulator_value=0.25), "row_wise_adagrad", [0.25]),
+        (Ftrl, dict(initial_accumulator_value=0.5), "ftrl", [0.5, 0.5, 0.5, 0, 0, 0]),
+        (SmartDecayAdam, dict(), "smart_decay_adam", [0] * 7),
+    ],
+    ids=str,
+)
+def test_a_new_row_holds_the_optimizers_initial_state(cls, options, name, state):
+    rows, _ = rows_of(cls, **options)
+    initial = rows.initial_state(3)
+    assert rows.name == name
+    assert rows.state_width(3) == len(state) == len(initial)
+    assert initial.dtype == np.float32 and initial.tolist() == state
+
+
+def test_adam_with_decoupled_weight_decay_is_adamw():
+    if "decoupled_weight_decay" not in torch.optim.Adam([parameter()]).defaults:
+        pytest.skip("this torch has the option in AdamW only")
+    assert rows_of(torch.optim.Adam, decoupled_weight_decay=True)[0].name == "adamw"
+
+
+def test_adagrad_starts_every_group_as_torch_does():
+    """torch.optim.Adagrad gives the constructor's value to all groups, whatever a group says."""
+    groups = [{"params": [parameter()], "initial_accumulator_value": 7.0}]
+    optimizer = torch.optim.Adagrad(groups, initial_accumulator_value=0.5)
+    assert optimizer.state[optimizer.param_groups[0]["params"][0]]["sum"].item() == 0.5
+    assert row_optimizer_of(optimizer, optimizer.param_groups[0]).initial_state(1).tolist() == [0.5]
+
+
+# Every optimizer of torch that is followed, with options none of which is at its default.
+FOLLOWED = [
+    (torch.optim.SGD, dict(lr=0.3, weight_decay=0.1)),
+    (torch.optim.SGD, dict(lr=0.3, momentum=0.8, dampening=0.2, weight_decay=0.1)),
+    (torch.optim.SGD, dict(lr=0.3, momentum=0.8, nesterov=True)),
+    (torch.optim.Adagrad, dict(lr=0.3, lr_decay=0.5, weight_decay=0.1, initial_accumulator_value=0.2, eps=0.1)),
+    (torch.optim.Adam, dict(lr=0.3, betas=(0.8, 0.9), eps=0.1, weight_decay=0.1)),
+    (torch.optim.AdamW, dict(lr=0.3, betas=(0.8, 0.9), eps=0.1, weight_decay=0.1)),
+    (torch.optim.SparseAdam, dict(lr=0.3, betas=(0.8, 0.9), eps=0.1)),
+    (RowWiseAdagrad, dict(lr=0.3, weight_decay=0.1, initial_accumulator_value=0.2, eps=0.1)),
+    (Ftrl, dict(lr=0.3, lr_power=-0.6, lambda1=0.1, lambda2=0.2, beta=0.3, weight_decay=0.1)),
+    (SmartDecayAdam, dict(lr=0.3, betas=(0.8, 0.9), eps=0.1, weight_decay=0.1)),
+]
+
+
+@pytest.mark.parametrize("cls, options", FOLLOWED, ids=str)
+def test_rows_step_as_a_dense_parameter_does_while_a_scheduler_changes_the_rate(cls, options):
+    rng = np.random.default_rng(1)
+    weight_SD = rng.normal(0, 1, (6, 5)).astype(np.float32)
+    dense = torch.nn.Parameter(torch.from_numpy(weight_SD.copy()))
+    optimizer = cls([dense], **options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8)
+    group = optimizer.param_groups[0]
+    rows = row_optimizer_of(optimizer, group)
+    row_SW = np.concatenate([weight_SD, np.tile(rows.initial_state(5), (6, 1))], axis=1)
+    slot_U = np.arange(6, dtype=np.int64)
+    for number in range(1, 8):
+        grad_UD = rng.normal(0, 1, (6, 5)).astype(np.float32)
+        rows.update(row_SW, row_SW, slot_U, grad_UD, state_begin=5, group=group, step=number, threads=THREADS)
+        grad = torch.from_numpy(grad_UD)
+        dense.grad = grad.to_sparse(1) if cls is torch.optim.SparseAdam else grad
+        optimizer.step()
+        scheduler.step()
+    np.testing.assert_allclose(row_SW[:, :5], dense.detach().numpy(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_tensor_lr_is_read_as_a_number():
+    for lr in (0.5, torch.tensor(0.5)):
+        rows, group = rows_of(torch.optim.SGD, lr=lr)
+        assert step(rows, group).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    "cls, option",
+    [
+        (torch.optim.SGD, "maximize"),
+        (torch.optim.SGD, "differentiable"),
+        (torch.optim.Adagrad, "maximize"),
+        (torch.optim.Adagrad, "differentiable"),
+        (torch.optim.Adam, "maximize"),
+        (torch.optim.Adam, "amsgrad"),
+        (torch.optim.Adam, "differentiable"),
+        (torch.optim.AdamW, "amsgrad"),
+        (torch.optim.SparseAdam, "maximize"),
+    ],
+)
+def test_an_option_that_is_not_supported_is_refused_by_name(cls, option):
+    with pytest.raises(ValueError, match=rf"{cls.__name__}\({option}=True\)"):
+        rows_of(cls, **{option: True})
+
+
+def test_an_option_that_only_one_group_sets_is_refused_there():
+    first, second = parameter(), parameter()
+    optimizer = torch.optim.Adam([{"params": [first]}, {"params": [second], "amsgrad": True}])
+    assert row_optimizer_of(optimizer, optimizer.param_groups[0]).name == "adam"
+    with pytest.raises(ValueError, match="amsgrad"):
+        row_optimizer_of(optimizer, optimizer.param_groups[1])
+
+
+def test_an_option_of_a_torch_to_come_is_refused_unless_it_is_off():
+    optimizer = torch.optim.SGD([parameter()], lr=0.1)
+    group = optimizer.param_groups[0]
+    optimizer.defaults["cautious"] = group["cautious"] = False
+    assert row_optimizer_of(optimizer, group).name == "sgd"
+    group["cautious"] = True
+    with pytest.raises(ValueError, match="cautious"):
+        row_optimizer_of(optimizer, group)
+
+
+def test_what_schedulers_keep_in_a_group_is_no_option():
+    optimizer = torch.optim.SGD([parameter()], lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10)
+    assert row_optimizer_of(optimizer, optimizer.param_groups[0]).name == "sgd_momentum"
+
+
+class MySGD(torch.optim.SGD):
+    pass
+
+
+class MyFtrl(Ftrl):
+    pass
+
+
+@pytest.mark.parametrize("cls", [torch.optim.RMSprop, MySGD, MyFtrl])
+def test_another_class_is_refused_with_the_list_of_those_supported(cls):
+    with pytest.raises(TypeError, match=rf"{cls.__name__}.*SGD, Adagrad, Adam, AdamW, SparseAdam.*SmartDecayAdam"):
+        rows_of(cls, lr=0.1)
+
+
+def test_momentum_that_a_scheduler_turns_on_is_an_error():
+    rows, group = rows_of(torch.optim.SGD, lr=0.1)
+    group["momentum"] = 0.9
+    with pytest.raises(ValueError, match="momentum is now 0.9"):
+        step(rows, group)
+
+
+def test_momentum_that_a_scheduler_turns_off_leaves_the_buffer_alone():
+    rows, group = rows_of(torch.optim.SGD, lr=0.5, momentum=0.9)
+    assert step(rows, group).tolist() == [0.5, 0.5, 1.0, 1.0]
+    group["momentum"] = 0.0
+    assert step(rows, group, number=2).tolist() == [0.5, 0.5, 0.0, 0.0]
+
+
+def test_ftrl_at_rate_zero_is_an_error():
+    rows, group = rows_of(Ftrl, lr=0.1)
+    group["lr"] = 0.0
+    with pytest.raises(ValueError, match="lr must be above 0"):
+        step(rows, group)

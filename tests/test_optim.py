@@ -1,0 +1,223 @@
+"""Ftrl, RowWiseAdagrad and SmartDecayAdam on dense parameters: formulas in float64, arguments, state dicts."""
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from oneemb.optim import Ftrl, RowWiseAdagrad, SmartDecayAdam
+
+STEPS = 50
+
+
+def row_wise_adagrad(w, state, g, step):
+    lr, eps, weight_decay = 0.1, 1e-3, 0.05
+    g = g + weight_decay * w
+    acc = state.get("acc", 0.2) + (g**2).reshape(len(g), -1).mean(axis=1)
+    state["acc"] = acc
+    return w - lr * g / (np.sqrt(acc).reshape((-1,) + (1,) * (g.ndim - 1)) + eps)
+
+
+def ftrl(w, state, g, step):
+    lr, power, lambda1, lambda2, beta, weight_decay = 0.5, 0.6, 0.3, 0.1, 1.0, 0.05
+    g = g + weight_decay * w
+    n, z = state.get("n", 0.1), state.get("z", 0.0)
+    n_new = n + g**2
+    z = z + g - (n_new**power - n**power) / lr * w
+    state["n"], state["z"] = n_new, z
+    return np.where(np.abs(z) > lambda1, (np.sign(z) * lambda1 - z) / ((beta + n_new**power) / lr + lambda2), 0)
+
+
+def smart_decay_adam(w, state, g, step):
+    lr, beta1, beta2, eps, weight_decay = 0.01, 0.8, 0.95, 1e-3, 0.05
+    g = g + weight_decay * w
+    m, v, k = state.get("m", 0.0), state.get("v", 0.0), step - state.get("last", 0)
+    owed = sum(m * beta1**i for i in range(1, k))  # the momenta of the steps without a gradient
+    state["m"] = beta1**k * m + (1 - beta1) * g
+    state["v"] = beta2**k * v + (1 - beta2) * g**2
+    state["last"] = step
+    return w - lr * (state["m"] + owed) / (np.sqrt(state["v"]) + eps)
+
+
+CASES = {
+    "row_wise_adagrad": (
+        lambda params: RowWiseAdagrad(params, lr=0.1, eps=1e-3, weight_decay=0.05, initial_accumulator_value=0.2),
+        row_wise_adagrad,
+    ),
+    "ftrl": (
+        lambda params: Ftrl(
+            params, lr=0.5, lr_power=-0.6, lambda1=0.3, lambda2=0.1, beta=1.0, weight_decay=0.05
+        ),
+        ftrl,
+    ),
+    "smart_decay_adam": (
+        lambda params: SmartDecayAdam(params, lr=0.01, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.05),
+        smart_decay_adam,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=CASES, ids=str)
+def case(request):
+    return CASES[request.param]
+
+
+def gradients(shape, seed=0):
+    """STEPS gradients, None at some steps: the parameter took no part in them."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    return [None if step % 7 in (2, 3) else rng.normal(0, 1, shape) for step in range(1, STEPS + 1)]
+
+
+def train(param, optimizer, grads):
+    for grad in grads:
+        param.grad = None if grad is None else torch.from_numpy(np.asarray(grad)).to(param.dtype)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (4,), (3, 2, 2), (1, 1)], ids=str)
+def test_a_dense_parameter_follows_the_formula(case, shape):
+    make, rule = case
+    w = np.random.default_rng(1).normal(0, 1, shape)
+    param = torch.nn.Parameter(torch.from_numpy(w.copy()))
+    train(param, make([param]), gradients(shape))
+    state = {}
+    for step, grad in enumerate(gradients(shape), start=1):
+        if grad is not None:
+            w = rule(w, state, grad, step)
+    np.testing.assert_allclose(param.detach().numpy(), w, rtol=1e-9, atol=1e-12)
+
+
+def test_a_scalar_parameter_is_a_row_of_its_own(case):
+    make, _ = case
+    scalar, one = (torch.nn.Parameter(torch.full(shape, 2.0)) for shape in ((), (1,)))
+    for param in (scalar, one):
+        train(param, make([param]), [np.full(param.shape, g) for g in (1.0, -0.5, 3.0)])
+    assert scalar.item() == one.item()
+
+
+def test_row_wise_adagrad_of_a_vector_is_torch_adagrad():
+    ours, theirs = (torch.nn.Parameter(torch.ones(6, dtype=torch.float64)) for _ in range(2))
+    train(ours, RowWiseAdagrad([ours], lr=0.1, weight_decay=0.1), gradients(6))
+    train(theirs, torch.optim.Adagrad([theirs], lr=0.1, weight_decay=0.1), gradients(6))
+    np.testing.assert_allclose(ours.detach().numpy(), theirs.detach().numpy(), rtol=1e-12)
+
+
+def test_ftrl_sets_weights_to_exactly_zero():
+    param = torch.nn.Parameter(torch.zeros(3))
+    train(param, Ftrl([param], lr=0.1, lambda1=1.0), [np.array([0.5, 2.0, -1.0])])
+    assert (param != 0).tolist() == [False, True, False]
+
+
+def test_a_restored_optimizer_goes_on_as_if_never_stopped(case):
+    make, _ = case
+    grads = gradients((4, 3))
+    through = torch.nn.Parameter(torch.ones(4, 3))
+    train(through, make([through]), grads)
+
+    stopped = torch.nn.Parameter(torch.ones(4, 3))
+    optimizer = make([stopped])
+    train(stopped, optimizer, grads[:23])
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    resumed = torch.nn.Parameter(stopped.detach().clone())
+    optimizer = make([resumed])
+    optimizer.load_state_dict(torch.load(file, weights_only=True))
+    train(resumed, optimizer, grads[23:])
+    assert torch.equal(resumed, through)
+
+
+def test_an_optimizer_can_be_copied(case):
+    make, _ = case
+    param = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = make([param])
+    train(param, optimizer, gradients((2, 2))[:5])
+    clone = copy.deepcopy(optimizer)
+    assert str(clone.state_dict()) == str(optimizer.state_dict())
+
+
+def test_step_returns_the_loss_of_its_closure(case):
+    make, _ = case
+    param = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = make([param])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (param**2).sum()
+        loss.backward()
+        return loss
+
+    first, second = optimizer.step(closure), optimizer.step(closure)
+    assert first.item() == 4 and second < first
+
+
+def test_a_scheduler_changes_the_next_steps_rate():
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = RowWiseAdagrad([param], lr=1.0, initial_accumulator_value=1e12)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    moves = []
+    for _ in range(3):
+        before = param.item()
+        train(param, optimizer, [np.ones(1)])
+        moves.append(before - param.item())
+        scheduler.step()
+    np.testing.assert_allclose(moves, [1e-6, 0.5e-6, 0.25e-6], rtol=1e-4)
+
+
+def test_a_sparse_gradient_is_refused(case):
+    make, _ = case
+    param = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = make([param])
+    param.grad = torch.ones(2, 2).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse=False"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    "cls, options",
+    [
+        (RowWiseAdagrad, dict(lr=-0.1)),
+        (RowWiseAdagrad, dict(eps=-1e-8)),
+        (RowWiseAdagrad, dict(weight_decay=float("nan"))),
+        (RowWiseAdagrad, dict(initial_accumulator_value=-1.0)),
+        (Ftrl, dict(lr=0.0)),
+        (Ftrl, dict(lr=float("inf"))),
+        (Ftrl, dict(lr_power=0.5)),
+        (Ftrl, dict(lambda1=-0.1)),
+        (Ftrl, dict(lambda2=-0.1)),
+        (Ftrl, dict(beta=-0.1)),
+        (Ftrl, dict(initial_accumulator_value=-0.1)),
+        (SmartDecayAdam, dict(lr=-0.1)),
+        (SmartDecayAdam, dict(eps=float("inf"))),
+        (SmartDecayAdam, dict(betas=(1.0, 0.9))),
+        (SmartDecayAdam, dict(betas=(0.9, -0.1))),
+        (SmartDecayAdam, dict(weight_decay=-0.1)),
+    ],
+    ids=str,
+)
+def test_an_argument_out_of_range_is_an_error_that_names_it(cls, options):
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"{cls.__name__}: {name}"):
+        cls([torch.nn.Parameter(torch.ones(1))], **options)
+
+
+def test_a_group_is_checked_as_the_constructor_is():
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    with pytest.raises(ValueError, match="Ftrl: lambda1"):
+        Ftrl([{"params": [params[0]], "lambda1": -1.0}])
+    optimizer = Ftrl([params[0]])
+    with pytest.raises(ValueError, match="Ftrl: beta"):
+        optimizer.add_param_group({"params": [params[1]], "beta": -1.0})
+
+
+def test_ftrl_refuses_a_rate_of_zero_at_the_step():
+    param = torch.nn.Parameter(torch.ones(1))
+    optimizer = Ftrl([param])
+    optimizer.param_groups[0]["lr"] = 0.0
+    param.grad = torch.ones(1)
+    with pytest.raises(ValueError, match="lr must be above 0"):
+        optimizer.step()
