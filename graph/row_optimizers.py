@@ -139,9 +139,9 @@ def _number(group: Group, option: str) -> float:
     return float(group[option])
 
 
-def _betas(group: Group) -> dict[str, float]:
+def _betas(group: Group) -> tuple[float, float]:
     beta1, beta2 = group["betas"]
-    return {"beta1": float(beta1), "beta2": float(beta2)}
+    return float(beta1), float(beta2)
 
 
 def _sgd_rows(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
@@ -211,12 +211,14 @@ def _adam_rows(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
 
 
 def _run_adam(*rows, state_begin, group, step, threads, decoupled_weight_decay=False):
+    beta1, beta2 = _betas(group)
     update_adam(
         *rows,
         state_begin=state_begin,
         step=step,
         lr=_number(group, "lr"),
-        **_betas(group),
+        beta1=beta1,
+        beta2=beta2,
         eps=_number(group, "eps"),
         weight_decay=_number(group, "weight_decay"),
         decoupled_weight_decay=decoupled_weight_decay,
@@ -233,12 +235,14 @@ def _sparse_adam_rows(optimizer: torch.optim.Optimizer, group: Group) -> RowOpti
 
 
 def _run_sparse_adam(*rows, state_begin, group, step, threads):
+    beta1, beta2 = _betas(group)
     update_sparse_adam(
         *rows,
         state_begin=state_begin,
         step=step,
         lr=_number(group, "lr"),
-        **_betas(group),
+        beta1=beta1,
+        beta2=beta2,
         eps=_number(group, "eps"),
         threads=threads,
     )
@@ -289,12 +293,14 @@ def smart_decay_adam_rows(group: Group) -> RowOptimizer:
 
 
 def _run_smart_decay_adam(*rows, state_begin, group, step, threads):
+    beta1, beta2 = _betas(group)
     update_smart_decay_adam(
         *rows,
         state_begin=state_begin,
         step=step,
         lr=_number(group, "lr"),
-        **_betas(group),
+        beta1=beta1,
+        beta2=beta2,
         eps=_number(group, "eps"),
         weight_decay=_number(group, "weight_decay"),
         threads=threads,
