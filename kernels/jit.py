@@ -12,28 +12,90 @@ bits travel in integer arrays, and the array's dtype says how to read them:
 `to_float32` reads a weight of any of the three and `from_float32` rounds to nearest even for storing.
 """
 
+import functools
+import hashlib
+import os
+from pathlib import Path
+
+import llvmlite
 import llvmlite.ir as ir
 import numba
 import numpy as np
 from numba import types
-from numba.core import cgutils
+from numba.core import caching, cgutils
 from numba.extending import intrinsic, overload
 
 __all__ = ["cpu", "float_bits", "from_float32", "mul_high", "prefetch", "rule", "to_float32", "uint_as_float"]
 
 # No fastmath: the same numbers on every run. error_model="numpy": a division makes inf or nan, as in torch,
 # instead of a Python exception in the middle of a loop.
-_OPTIONS = dict(nogil=True, cache=True, error_model="numpy", fastmath=False)
+_OPTIONS = dict(nogil=True, error_model="numpy", fastmath=False)
 
 
 def rule(function):
     """Compile a scalar function that loops may call. Its types are those of its arguments."""
-    return numba.njit(function, **_OPTIONS)
+    return _cached(numba.njit(function, **_OPTIONS))
 
 
 def cpu(function):
     """Compile a CPU loop: one core's share of the work, run without the interpreter lock."""
-    return numba.njit(function, **_OPTIONS)
+    return _cached(numba.njit(function, **_OPTIONS))
+
+
+@functools.cache
+def _sources_digest() -> str:
+    """Stands for all that compiled code depends on: every kernel's source, and the compiler."""
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+class _Locator(caching._CacheLocator):
+    """Keeps compiled code in the user's cache folder, under the digest of all kernels.
+
+    numba's own locators look at the file of the loop alone and would go on using a loop whose rule, in another file,
+    has changed. Ours also serves an install that cannot be written to, and the same version installed anew.
+    """
+
+    def __init__(self, function, file):
+        self._name = f"{Path(file).stem}-{function.__code__.co_firstlineno}"
+
+    def get_cache_path(self):
+        root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        return os.path.join(root, "oneemb", "kernels", _sources_digest())
+
+    def get_source_stamp(self):
+        return _sources_digest()
+
+    def get_disambiguator(self):
+        return self._name
+
+    @classmethod
+    def from_function(cls, function, file):
+        locator = cls(function, file)
+        try:
+            locator.ensure_cache_path()
+        except OSError:
+            return None
+        return locator
+
+
+class _CacheImpl(caching.CompileResultCacheImpl):
+    _locator_classes = [_Locator]
+
+
+class _Cache(caching.FunctionCache):
+    _impl_class = _CacheImpl
+
+
+def _cached(dispatcher):
+    """Let the dispatcher keep its compiled code in a file; without a folder to write to, only in memory."""
+    try:
+        dispatcher._cache = _Cache(dispatcher.py_func)
+    except (AttributeError, RuntimeError):  # jit is switched off; no locator found a folder
+        pass
+    return dispatcher
 
 
 @intrinsic

@@ -1,0 +1,55 @@
+"""The cache of compiled kernels: never a loop whose rule has changed, and no need of a writable install."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+OWNERS = (
+    "import numpy as np; from oneemb.kernels.owner import owner_of;"
+    "print(owner_of(np.zeros(64, np.int32), np.arange(64), 7).tolist())"
+)
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A package of its own that holds the kernels alone, to be edited."""
+    root = tmp_path / "oneemb"
+    shutil.copytree(KERNELS, root / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "__init__.py").touch()
+    return tmp_path
+
+
+def owners(package, cache):
+    environment = {**os.environ, "PYTHONPATH": str(package), "XDG_CACHE_HOME": str(cache)}
+    code = f"import sys; sys.path.insert(0, {str(package)!r}); {OWNERS}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    return done.stdout
+
+
+def compiled_files(cache):
+    return {path.name: path.stat().st_mtime_ns for path in cache.rglob("*.nbc")}
+
+
+def test_a_rule_changed_in_another_file_is_compiled_into_the_loop(package, tmp_path):
+    before = owners(package, tmp_path / "cache")
+    rule = package / "oneemb" / "kernels" / "hash_index.py"
+    rule.write_text(rule.read_text().replace("0x94D049BB133111EB", "0x94D049BB133111ED"))
+    assert owners(package, tmp_path / "cache") != before
+
+
+def test_the_cache_is_used_again_by_another_install_of_the_same_sources(package, tmp_path):
+    before = owners(package, tmp_path / "cache")
+    files = compiled_files(tmp_path / "cache")
+    assert files
+    shutil.move(package / "oneemb", tmp_path / "elsewhere" / "oneemb")
+    assert owners(tmp_path / "elsewhere", tmp_path / "cache") == before
+    assert compiled_files(tmp_path / "cache") == files
+
+
+def test_kernels_compile_where_nothing_can_be_written(package, tmp_path):
+    assert owners(package, tmp_path / "cache") == owners(package, "/proc/nowhere")
