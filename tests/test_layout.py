@@ -23,7 +23,9 @@ def imported(path_or_text):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            yield from ([f"{node.module}.{alias.name}" for alias in node.names] if node.module == "oneemb" else [node.module])
+            yield from (
+                [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "oneemb" else [node.module]
+            )
 
 
 def package_of(module):
