@@ -1,0 +1,8 @@
+"""Settings of every test."""
+
+from hypothesis import settings
+
+# The same examples on every run, so that a failure is the change's and not the day's; those of the slow tests differ
+# from run to run. Compiling a loop takes seconds, so no example has a deadline.
+settings.register_profile("same", derandomize=True, deadline=None, database=None, print_blob=True)
+settings.load_profile("same")

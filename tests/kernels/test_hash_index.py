@@ -1,0 +1,280 @@
+"""The hash index against a dict: keys of any kind, in any order, put, found, erased, and listed."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oneemb.kernels.hash_index import PLACE_MAX, TABLE_MAX, cells_erase, cells_find, cells_items, cells_put, hash_key
+from oneemb.kernels.threads import Threads
+from oneemb.storage.hash_index import HashIndex
+
+INT64 = np.iinfo(np.int64)
+U64 = 2**64
+
+
+# ---- the hash -------------------------------------------------------------------------------------------------------
+
+
+def mix(x):
+    """splitmix64's finaliser in whole numbers of any size."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % U64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % U64
+    return x ^ x >> 31
+
+
+def hash_python(table, id, salt):
+    return mix(mix((salt + (table + 1) * 0x9E3779B97F4A7C15) % U64) ^ id % U64)
+
+
+@pytest.mark.parametrize("salt", [0, 64, 12345])
+def test_the_hash_is_splitmix64_twice(salt):
+    for table, id in [(0, 0), (0, -1), (1, INT64.min), (2**22, INT64.max), (3, 10**12)]:
+        assert int(hash_key(np.int64(table), np.int64(id), np.int64(salt))) == hash_python(table, id, salt)
+
+
+def test_neighbouring_keys_spread_over_all_buckets():
+    for make in (lambda n: (0, n), lambda n: (n, 0), lambda n: (0, n << 32), lambda n: (0, -n)):
+        buckets = np.bincount(
+            [int(hash_key(np.int64(t), np.int64(i), np.int64(0))) >> 56 for t, i in map(make, range(16384))],
+            minlength=256,
+        )
+        # 64 a bucket on average; the chance that one of 256 lies this far off is below 1e-9.
+        assert 12 < buckets.min() and buckets.max() < 130
+
+
+# ---- the cells, at sizes and loads that an index never has ----------------------------------------------------------
+
+
+def home(table, id, cells):
+    return hash_python(table, id, cells) * cells >> 64
+
+
+def keys_at_home(cell, cells, count, table=0):
+    """The first ids whose home is this cell."""
+    ids, id = [], 0
+    while len(ids) < count:
+        if home(table, id, cells) == cell:
+            ids.append(id)
+        id += 1
+    return ids
+
+
+def arrays(keys):
+    return np.array([t for t, _ in keys], np.int32), np.array([i for _, i in keys], np.int64)
+
+
+def find(cell_C2, keys):
+    table_U, id_U = arrays(keys)
+    place_U = np.empty(len(keys), np.int64)
+    cells_find(0, len(keys), cell_C2, table_U, id_U, place_U)
+    return place_U.tolist()
+
+
+def put(cell_C2, places):
+    table_U, id_U = arrays(list(places))
+    old_U = np.empty(len(places), np.int64)
+    new = cells_put(cell_C2, table_U, id_U, np.array(list(places.values()), np.int64), old_U)
+    assert new == (old_U < 0).sum()
+
+
+def erase(cell_C2, keys):
+    table_U, id_U = arrays(keys)
+    old_U = np.empty(len(keys), np.int64)
+    assert cells_erase(cell_C2, table_U, id_U, old_U) == (old_U >= 0).sum()
+    return old_U.tolist()
+
+
+@pytest.mark.parametrize("cell", [0, 3, 14, 15, 16])
+def test_a_run_of_keys_with_one_home_wraps_around_the_end(cell):
+    cells = 17
+    cell_C2 = np.zeros((cells, 2), np.int64)
+    keys = [(0, id) for id in keys_at_home(cell, cells, 12)]
+    put(cell_C2, {key: n for n, key in enumerate(keys)})
+    taken = {(cell + n) % cells for n in range(12)}
+    assert {c for c in range(cells) if cell_C2[c, 1]} == taken
+    assert find(cell_C2, keys) == list(range(12))
+
+
+def test_erasing_any_key_of_neighbouring_runs_leaves_the_others_findable():
+    # Three runs that meet, one of them across the end; every key of them erased first, then all the others.
+    cells = 13
+    keys = [(0, id) for cell in (10, 12, 1) for id in keys_at_home(cell, cells, 3)]
+    for first in range(len(keys)):
+        cell_C2 = np.zeros((cells, 2), np.int64)
+        places = {key: n for n, key in enumerate(keys)}
+        put(cell_C2, places)
+        for key in [keys[first], *keys[:first], *keys[first + 1 :]]:
+            assert erase(cell_C2, [key]) == [places.pop(key)]
+            assert find(cell_C2, keys) == [places.get(k, -1) for k in keys]
+        assert not cell_C2[:, 1].any()
+
+
+def test_an_index_with_one_empty_cell_still_ends_its_search():
+    cells = 8
+    cell_C2 = np.zeros((cells, 2), np.int64)
+    keys = [(0, id) for id in keys_at_home(5, cells, 9)]
+    put(cell_C2, {key: n for n, key in enumerate(keys[:7])})
+    assert find(cell_C2, keys) == [*range(7), -1, -1]
+    assert erase(cell_C2, keys[7:]) == [-1, -1]
+
+
+def test_the_largest_place_and_table_are_kept():
+    cell_C2 = np.zeros((9, 2), np.int64)
+    places = {(TABLE_MAX, INT64.min): PLACE_MAX, (0, INT64.min): 0, (TABLE_MAX, INT64.max): PLACE_MAX - 1}
+    put(cell_C2, places)
+    assert find(cell_C2, list(places)) == list(places.values())
+    table_N, id_N, place_N = np.empty(9, np.int32), np.empty(9, np.int64), np.empty(9, np.int64)
+    assert cells_items(cell_C2, 0, table_N, id_N, place_N) == (3, 9)
+    keys = zip(table_N[:3].tolist(), id_N[:3].tolist(), strict=True)
+    assert dict(zip(keys, place_N[:3].tolist(), strict=True)) == places
+
+
+def test_of_equal_keys_in_one_put_the_last_counts():
+    cell_C2 = np.zeros((9, 2), np.int64)
+    table_U, id_U = arrays([(0, 4), (0, 4), (1, 4)])
+    old_U = np.empty(3, np.int64)
+    assert cells_put(cell_C2, table_U, id_U, np.array([5, 6, 7]), old_U) == 2
+    assert old_U.tolist() == [-1, 5, -1] and find(cell_C2, [(0, 4), (1, 4)]) == [6, 7]
+
+
+# ---- the index ------------------------------------------------------------------------------------------------------
+
+
+class Dict:
+    """What an index must answer, kept in a dict."""
+
+    def __init__(self):
+        self.places = {}
+
+    def put(self, keys, places):
+        old = []
+        for key, place in zip(keys, places, strict=True):
+            old.append(self.places.get(key, -1))
+            self.places[key] = place
+        return old
+
+    def erase(self, keys):
+        return [self.places.pop(key, -1) for key in keys]
+
+
+def check_same(index, model, absent=()):
+    keys = [*model.places, *absent]
+    assert len(index) == len(model.places)
+    assert index.find(*arrays(keys)).tolist() == [*model.places.values(), *[-1] * len(absent)]
+    listed = {}
+    for table_N, id_N, place_N in index.items(batch=7):
+        assert 0 < len(id_N) <= 7
+        for t, i, p in zip(table_N.tolist(), id_N.tolist(), place_N.tolist(), strict=True):
+            assert (t, i) not in listed, "listed twice"
+            listed[t, i] = p
+    assert listed == model.places
+
+
+def put_both(index, model, keys, places):
+    assert index.put(*arrays(keys), np.array(places, np.int64)).tolist() == model.put(keys, places)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("ids", ["ends of int64", "sorted", "reversed", "strided", "random"])
+def test_keys_of_any_kind_are_found_while_the_index_grows(ids, count):
+    print("seed 0")
+    rng = np.random.default_rng(0)
+    size = 5000
+    many = {
+        "ends of int64": [
+            *range(INT64.min, INT64.min + 999),
+            *range(-999, 999),
+            *range(INT64.max - 999, INT64.max + 1),
+        ],
+        "sorted": list(range(size)),
+        "reversed": list(range(size, 0, -1)),
+        "strided": [n << 32 for n in range(size)],
+        "random": rng.integers(INT64.min, INT64.max, size).tolist(),
+    }[ids]
+    index, model = HashIndex(Threads(count)), Dict()
+    keys = list(dict.fromkeys((n % 3, id) for n, id in enumerate(many)))
+    for begin in range(0, len(keys), 700):
+        put_both(index, model, keys[begin : begin + 700], list(range(begin, begin + len(keys[begin : begin + 700]))))
+    check_same(index, model, absent=[(7, id) for id in many[:50]])
+    gone = keys[::3]
+    assert index.erase(*arrays(gone)).tolist() == model.erase(gone)
+    assert index.erase(*arrays(gone)).tolist() == [-1] * len(gone)
+    check_same(index, model, absent=gone)
+
+
+def test_keys_read_from_one_index_do_not_pile_up_in_another():
+    # In the order of cells, keys arrive at an index of another size in the order of its cells too, unless the hash
+    # is salted with the size; then each would walk the run of all before it, a thousand times the work below.
+    source = HashIndex(Threads(1))
+    ids = np.arange(200_000)
+    source.put(np.zeros(len(ids), np.int32), ids, ids)
+    target = HashIndex(Threads(1), expected=400_000)
+    for table_N, id_N, place_N in source.items():
+        target.put(table_N, id_N, place_N)
+    assert (target.find(np.zeros(len(ids), np.int32), ids) == ids).all()
+
+
+_KEYS = st.tuples(st.integers(0, 2), st.integers(-4, 4) | st.sampled_from([INT64.min, INT64.max]) | st.integers(0, 200))
+_CALLS = st.lists(
+    st.tuples(st.sampled_from(["put", "put", "erase", "reserve", "clear", "find"]), st.lists(_KEYS, max_size=40)),
+    max_size=12,
+)
+
+
+def check_calls(calls):
+    index, model, place = HashIndex(Threads(1)), Dict(), 0
+    for call, keys in calls:
+        if call == "put":
+            put_both(index, model, keys, list(range(place, place + len(keys))))
+            place += len(keys)
+        elif call == "erase":
+            assert index.erase(*arrays(keys)).tolist() == model.erase(keys)
+        elif call == "reserve":
+            index.reserve(100 * len(keys))
+        elif call == "clear":
+            index.clear()
+            model.places.clear()
+        assert index.find(*arrays(keys)).tolist() == [model.places.get(key, -1) for key in keys]
+    check_same(index, model)
+
+
+@given(_CALLS)
+def test_any_calls_answer_as_a_dict_does(calls):
+    check_calls(calls)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, derandomize=False)
+@given(_CALLS)
+def test_any_calls_answer_as_a_dict_does_at_length(calls):
+    check_calls(calls)
+
+
+def test_reserved_room_is_used_without_growing():
+    index = HashIndex(Threads(1), expected=1000)
+    size = index.nbytes
+    ids = np.arange(1000)
+    index.put(np.zeros(1000, np.int32), ids, ids)
+    assert index.nbytes == size
+    index.put(np.zeros(1, np.int32), np.array([-1]), np.array([0]))
+    index.put(np.zeros(1000, np.int32), ids - 5000, ids)
+    assert index.nbytes > size
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda index, model: index.erase(*arrays([(0, 3)])),
+        lambda index, model: index.put(*arrays([(0, 3)]), np.array([99])),
+        lambda index, model: index.put(*arrays([(5, 3)]), np.array([3])),
+    ],
+    ids=["a key lost", "a place changed", "a key too many"],
+)
+def test_the_comparison_notices(spoil):
+    index, model = HashIndex(Threads(1)), Dict()
+    put_both(index, model, [(0, id) for id in range(20)], list(range(20)))
+    check_same(index, model)
+    spoil(index, model)
+    with pytest.raises(AssertionError):
+        check_same(index, model)

@@ -1,0 +1,100 @@
+"""Threads cover a loop's range exactly once, and pass on what goes wrong."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from oneemb.kernels.threads import Threads, available_cores
+
+
+@pytest.fixture(params=[1, 2, 3, 7])
+def threads(request):
+    threads = Threads(request.param)
+    yield threads
+    threads.close()
+
+
+def run_shares(threads, size, **options):
+    shares = []
+    threads.run(lambda begin, end: shares.append((begin, end, threading.get_ident())), size, **options)
+    return sorted(shares)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 6, 7, 8, 100, 1001])
+def test_shares_cover_the_range_once(threads, size):
+    shares = run_shares(threads, size, share_min=1)
+    covered = [n for begin, end, _ in shares for n in range(begin, end)]
+    assert covered == list(range(size))
+    assert len(shares) == max(1, min(threads.count, size))
+
+
+def test_shares_of_a_large_range_are_even(threads):
+    sizes = [end - begin for begin, end, _ in run_shares(threads, 10_000)]
+    assert len(sizes) == threads.count and max(sizes) - min(sizes) <= 1
+
+
+def test_a_small_range_wakes_no_thread(threads):
+    assert run_shares(threads, 100) == [(0, 100, threading.get_ident())]
+
+
+def test_the_calling_thread_takes_the_first_share(threads):
+    assert run_shares(threads, 10_000)[0][2] == threading.get_ident()
+
+
+def test_shares_run_at_the_same_time():
+    barrier = threading.Barrier(3, timeout=20)
+    Threads(3).run(lambda begin, end: barrier.wait(), 3, share_min=1)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_an_error_in_a_share_is_raised_when_all_have_ended(bad):
+    ended = []
+
+    def loop(begin, end):
+        if begin == bad:
+            raise KeyError(begin)
+        ended.append(begin)
+
+    with pytest.raises(KeyError, match=str(bad)):
+        Threads(3).run(loop, 3, share_min=1)
+    assert sorted(ended) == [n for n in range(3) if n != bad]
+
+
+def test_two_python_threads_may_run_loops_at_once():
+    threads, sums = Threads(2), {}
+
+    def work(name):
+        total_S = np.zeros(100_000, np.int64)
+
+        def loop(begin, end):
+            total_S[begin:end] += 1
+
+        for _ in range(20):
+            threads.run(loop, len(total_S))
+        sums[name] = total_S
+
+    workers = [threading.Thread(target=work, args=(name,)) for name in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert all((sums[name] == 20).all() for name in range(4))
+
+
+def test_a_closed_object_still_runs_on_the_calling_thread():
+    threads = Threads(2)
+    threads.close()
+    threads.close()
+    assert run_shares(threads, 10_000) == [(0, 10_000, threading.get_ident())]
+
+
+def test_the_default_is_the_cores_this_process_may_use():
+    assert Threads().count == available_cores() == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_fewer_than_one_thread_is_refused(count):
+    with pytest.raises(ValueError, match=f"at least 1, got {count}"):
+        Threads(count)

@@ -1,0 +1,129 @@
+"""Unique keys against a dict: order of first occurrence, inverse, and the chain of each key's occurrences."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oneemb.kernels.unique_keys import unique_keys
+
+INT64 = np.iinfo(np.int64)
+INT32 = np.iinfo(np.int32)
+
+
+def unique_python(table_N, id_N, padding_id=None):
+    """{key: [its places in the batch]} in order of first occurrence."""
+    places = {}
+    for n, key in enumerate(zip(table_N.tolist(), id_N.tolist(), strict=True)):
+        if key[1] != padding_id:
+            places.setdefault(key, []).append(n)
+    return places
+
+
+def check(table_N, id_N, padding_id=None, find=unique_keys):
+    found = find(table_N, id_N, padding_id=padding_id)
+    places = unique_python(table_N, id_N, padding_id)
+    assert list(zip(found.table_U.tolist(), found.id_U.tolist(), strict=True)) == list(places)
+    inverse_N = np.full(len(id_N), -1)
+    for u, (head, at) in enumerate(zip(found.head_U.tolist(), places.values(), strict=True)):
+        inverse_N[at] = u
+        chain = []
+        while head >= 0:
+            chain.append(head)
+            head = int(found.next_N[head])
+        assert chain == at, f"the occurrences of key {u}"
+    assert found.inverse_N.tolist() == inverse_N.tolist()
+    assert (found.next_N[inverse_N < 0] == -1).all()
+    assert [array.dtype for array in found] == [np.int32, np.int64, np.int64, np.int64, np.int64]
+    return found
+
+
+def batch(*keys, dtype=np.int64):
+    return np.array([t for t, _ in keys], np.int32), np.array([i for _, i in keys], dtype)
+
+
+def test_the_example_of_the_file_head():
+    found = check(*batch((0, 7), (0, 9), (0, 7), (1, 7), (0, 5)), padding_id=5)
+    assert found.inverse_N.tolist() == [0, 1, 0, 2, -1]
+
+
+def test_every_int64_is_a_key():
+    ids = [0, -1, 1, INT64.min, INT64.max, INT64.min + 1, 2**32, -(2**32), 2**31]
+    check(*batch(*[(t, i) for t in (0, 1, 2**22) for i in ids], *[(1, i) for i in reversed(ids)]))
+
+
+def test_equal_ids_of_two_tables_are_two_keys():
+    assert len(check(*batch((0, 3), (1, 3), (0, 3), (1, 3))).id_U) == 2
+
+
+def test_an_empty_batch_has_no_keys():
+    assert len(check(*batch()).id_U) == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+def test_a_batch_of_one_key(size):
+    found = check(*batch(*[(2, -9)] * size))
+    assert len(found.id_U) == 1
+
+
+@pytest.mark.parametrize("padding_id", [0, -1, INT64.min, INT64.max])
+def test_padding_is_left_out_of_every_table(padding_id):
+    found = check(*batch((0, padding_id), (1, padding_id), (0, 4), (3, padding_id)), padding_id=padding_id)
+    assert found.id_U.tolist() == [4]
+
+
+def test_a_batch_of_padding_has_no_keys():
+    assert len(check(*batch((0, 5), (1, 5)), padding_id=5).id_U) == 0
+
+
+@pytest.mark.parametrize("ids", ["sorted", "reversed", "strided", "random", "zipf", "all new"])
+def test_large_batches(ids):
+    print("seed 0")
+    rng = np.random.default_rng(0)
+    id_N = {
+        "sorted": np.arange(20_000) // 3,
+        "reversed": np.arange(20_000, 0, -1),
+        "strided": np.arange(20_000) << 40,
+        "random": rng.integers(INT64.min, INT64.max, 20_000),
+        "zipf": rng.zipf(1.1, 20_000).astype(np.int64),
+        "all new": rng.permutation(20_000).astype(np.int64),
+    }[ids]
+    check(rng.integers(0, 3, len(id_N)).astype(np.int32), id_N.astype(np.int64))
+
+
+def test_int32_ids_give_int64_keys():
+    ids = [0, -1, INT32.min, INT32.max, -1, 0]
+    check(*batch(*[(0, i) for i in ids], dtype=np.int32))
+    check(*batch(*[(0, i) for i in ids], dtype=np.int32), padding_id=-1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(-3, 3) | st.integers(INT64.min, INT64.max)), max_size=60),
+    st.none() | st.integers(-3, 3),
+)
+def test_any_batch_agrees_with_a_dict(keys, padding_id):
+    check(*batch(*keys), padding_id=padding_id)
+
+
+def _sorted_by_id(found):
+    order = np.argsort(found.id_U)
+    rank = np.argsort(order)
+    inverse_N = np.where(found.inverse_N < 0, -1, rank[found.inverse_N])
+    return found._replace(
+        table_U=found.table_U[order], id_U=found.id_U[order], head_U=found.head_U[order], inverse_N=inverse_N
+    )
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _sorted_by_id,
+        lambda found: found._replace(head_U=found.next_N[found.head_U]),
+        lambda found: found._replace(next_N=np.full_like(found.next_N, -1)),
+        lambda found: found._replace(inverse_N=np.zeros_like(found.inverse_N)),
+    ],
+    ids=["order", "first occurrence lost", "chain cut", "inverse"],
+)
+def test_the_oracle_notices_a_wrong_answer(spoil):
+    with pytest.raises(AssertionError):
+        check(*batch((0, 9), (0, 7), (0, 9)), find=lambda *args, **kwargs: spoil(unique_keys(*args, **kwargs)))
