@@ -75,6 +75,8 @@ class ChunkFiles:
         self._directory_synced = True
         self._unremoved: list[str] = []
         self.chunks: dict[int, ChunkFile] = {}
+        self.keep_below = 0
+        """Files of chunks with a smaller number stay, held or not: a snapshot that cannot be read may need them."""
         self.bytes_written = 0
         self.bytes_removed = 0
 
@@ -112,19 +114,14 @@ class ChunkFiles:
         self.chunks[chunk.number] = chunk
         return chunk
 
-    def adopt(
-        self, number: int, geometry: Geometry, blocks: int, keys_bytes: int, keys_sum: int, synced: bool
-    ) -> ChunkFile:
+    def adopt(self, number: int, geometry: Geometry, blocks: int, keys_bytes: int, keys_sum: int) -> ChunkFile:
         """The chunk of this number as a snapshot describes it, with one hold more. Its files are not looked at."""
         chunk = self.chunks.get(number)
         if chunk is None:
-            chunk = ChunkFile(number, geometry, *chunk_paths(self._directory, number))
+            chunk = self.chunks[number] = ChunkFile(number, geometry, *chunk_paths(self._directory, number))
+        if blocks > chunk.blocks:
             chunk.blocks, chunk.keys_bytes, chunk.keys_sum = blocks, keys_bytes, keys_sum
-            chunk.synced_bytes = chunk.nbytes if synced else 0
-            self.chunks[number] = chunk
-        elif blocks > chunk.blocks:
-            chunk.blocks, chunk.keys_bytes, chunk.keys_sum = blocks, keys_bytes, keys_sum
-            chunk.synced_bytes = chunk.nbytes if synced else 0
+            chunk.synced_bytes = chunk.nbytes
         chunk.holds += 1
         return chunk
 
@@ -159,7 +156,7 @@ class ChunkFiles:
             self._close(file)
 
     def sync(self, chunk: ChunkFile) -> None:
-        """Return when everything that was appended to the chunk is on the device.
+        """Return when everything that was appended to the chunk is on the device. May run beside appends.
 
         Raises:
             StorageError: it may not be; the chunk is suspect from now on.
@@ -168,29 +165,28 @@ class ChunkFiles:
         size = chunk.nbytes
         if chunk.synced_bytes == size:
             return
-        path = chunk.rows_path
-        try:
-            self._fs.sync(self.rows_file(chunk))
-            path = chunk.keys_path
-            keys_file = self._fs.open(path) if chunk.keys_file is None else chunk.keys_file
+        for path in (chunk.rows_path, chunk.keys_path):
             try:
-                self._fs.sync(keys_file)
-            finally:
-                if chunk.keys_file is None:
-                    self._close(keys_file)
-        except OSError as error:
-            chunk.suspect = True
-            raise storage_error(error, "sync", path) from error
+                file = self._fs.open(path)
+                try:
+                    self._fs.sync(file)
+                finally:
+                    self._fs.close(file)
+            except OSError as error:
+                chunk.suspect = True
+                raise storage_error(error, "sync", path) from error
         chunk.synced_bytes = size
 
     def sync_names(self) -> None:
-        """Return when the names of all chunks are on the device."""
-        if not self._directory_synced:
-            try:
-                self._fs.sync_directory(self._directory)
-            except OSError as error:
-                raise storage_error(error, "sync the directory", self._directory) from error
-            self._directory_synced = True
+        """Return when the names of all chunks are on the device. May run beside `create`."""
+        if self._directory_synced:
+            return
+        self._directory_synced = True
+        try:
+            self._fs.sync_directory(self._directory)
+        except OSError as error:
+            self._directory_synced = False
+            raise storage_error(error, "sync the directory", self._directory) from error
 
     def hold(self, chunk: ChunkFile) -> None:
         chunk.holds += 1
@@ -201,6 +197,8 @@ class ChunkFiles:
         if chunk.holds == 0:
             del self.chunks[chunk.number]
             self._close_chunk(chunk)
+            if chunk.number < self.keep_below:
+                return
             self.bytes_removed += chunk.nbytes
             for path in [chunk.rows_path, chunk.keys_path, *self._unremoved]:
                 self._remove(path)

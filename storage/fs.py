@@ -32,7 +32,8 @@ class FileSystem(Protocol):
     native: bool
     """Whether files are the system's own descriptors, which compiled loops may read by themselves."""
 
-    def make_directories(self, path: str) -> None: ...
+    def make_directories(self, path: str) -> None:
+        """Make a directory and those above it where they are not there. It outlives a loss of power."""
 
     def names(self, path: str) -> list[str]:
         """The names in a directory, in no order."""
@@ -82,7 +83,14 @@ class LocalFileSystem:
         self._locks: dict[int, _LockFile] = {}
 
     def make_directories(self, path: str) -> None:
-        os.makedirs(path, exist_ok=True)
+        if not os.path.isdir(path):
+            above = os.path.dirname(os.path.abspath(path))
+            self.make_directories(above)
+            try:
+                os.mkdir(path)
+            except FileExistsError:
+                pass
+            self.sync_directory(above)
 
     def names(self, path: str) -> list[str]:
         return os.listdir(path)

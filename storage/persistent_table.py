@@ -6,9 +6,10 @@ snapshots outlive the object: opening a path starts empty, and `load_snapshot` r
 Invariants, with a crash at any moment:
 - a snapshot exists completely or not at all, and no later call changes it;
 - no byte is given out that was not compared with its checksum;
-- a call that raises leaves the rows as they were, in memory and in every snapshot.
+- a call that raises leaves the rows as they were, in memory and in every snapshot; a `put` may have kept some of its
+  rows whole.
 
-The steps that make a snapshot durable (4 to 7 are in `SnapshotFiles.write`):
+The steps that make a snapshot durable (2 to 7 are in `SnapshotStore` and `SnapshotFiles`):
     1. write the rows that are in memory        4. write the manifest under a temporary name    7. sync its directory
     2. sync the chunks that the snapshot needs  5. sync it
     3. sync the directory of the chunks         6. rename it
@@ -23,32 +24,24 @@ from typing import Any
 import numpy as np
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.block_reader import DamagedBlock, PreadReader, plan_reads
-from oneemb.storage.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles
-from oneemb.storage.chunk_scan import block_damage, check_header, live_rows, missing_file, read_keys, scan_rows
-from oneemb.storage.errors import (
-    CorruptTableError,
-    RowWidthError,
-    SnapshotExistsError,
-    StorageError,
-)
-from oneemb.storage.file_header import FORMAT_VERSION, HEADER_BYTES, ROWS_MAGIC
+from oneemb.storage.background import Background
+from oneemb.storage.block_reader import DamagedBlock, open_reader, plan_reads
+from oneemb.storage.chunk_files import ROWS_BEGIN, ChunkFile
+from oneemb.storage.chunk_scan import block_damage, live_rows, missing_file, read_keys, scan_rows
+from oneemb.storage.compaction import CompactionResult, Compactor
+from oneemb.storage.errors import RowWidthError, StorageError
 from oneemb.storage.fs import FileSystem, LocalFileSystem, storage_error
 from oneemb.storage.geometry import Geometry, make_geometry
 from oneemb.storage.live_rows import LiveRows
-from oneemb.storage.recovery import Recovery, needed_bytes, read_snapshots, remove_orphans
+from oneemb.storage.recovery import Recovery
 from oneemb.storage.row_writer import RowWriter
-from oneemb.storage.snapshot_file import (
-    ChunkPart,
-    RenameUncertainError,
-    SnapshotFiles,
-    SnapshotInfo,
-    SnapshotRecord,
-)
-from oneemb.storage.snapshot_reader import read_snapshot_info
+from oneemb.storage.snapshot_file import SnapshotInfo, SnapshotRecord
+from oneemb.storage.snapshot_load import load_live_rows
+from oneemb.storage.snapshot_reader import SnapshotReader, read_snapshot_info
+from oneemb.storage.snapshot_store import Cut, SnapshotStore
 from oneemb.storage.writer_lock import WriterLock
 
-__all__ = ["PersistentTable", "read_snapshot_info"]
+__all__ = ["PersistentTable", "SnapshotReader", "read_snapshot_info"]
 
 _CHUNK_BYTES = 256 << 20
 
@@ -57,39 +50,33 @@ class PersistentTable:
     """A `RowStore` on files. Make one with `open`."""
 
     def __init__(
-        self, fs: FileSystem, path: str, geometry: Geometry, threads: Threads, max_space_amplification: float, io: str
-    ):
+        self, fs: FileSystem, path: str, geometry: Geometry, threads: Threads, max_space_amplification: float, io: str,
+        background: bool,
+    ):  # fmt: skip
         self._fs, self._path, self._threads = fs, path, threads
         self._max_space_amplification = max_space_amplification
-        self._guard = threading.RLock()
+        self._guard = threading.Condition(threading.RLock())
+        self._closed = False
+        self._count = dict.fromkeys(("rows_got", "rows_missing", "rows_put", "read_requests", "bytes_read"), 0)
         self.row_width = geometry.row_width
         self.recovery = Recovery()
-        directory = f"{path}/chunks"
-        self._snapshot_files = SnapshotFiles(fs, f"{path}/snapshots")
         try:
-            for made in (path, directory, self._snapshot_files.directory):
-                fs.make_directories(made)
+            for directory in (path, f"{path}/chunks", f"{path}/snapshots"):
+                fs.make_directories(directory)
         except OSError as error:
-            raise storage_error(error, "make the directories of the table", path) from error
+            raise storage_error(error, "make the directories of the table at", path) from error
         self._lock = WriterLock(fs, f"{path}/LOCK")
         try:
             self.recovery.stale_lock = self._lock.left_by
-            records = read_snapshots(self._snapshot_files, self.recovery)
-            next_number = remove_orphans(fs, directory, self._snapshot_files, needed_bytes(records), self.recovery)
-            self._reader = PreadReader(fs, threads)
-            self._files = ChunkFiles(fs, directory, next_number, self._reader.direct)
-            self._snapshots: dict[str, tuple[SnapshotRecord, list[ChunkFile]]] = {}
-            for record in records:
-                self._snapshots[record.info.name] = record, self._adopt(record)
-            self._sequence = max((record.info.sequence for record in records), default=0) + 1
+            self._reader = open_reader(io, fs, f"{path}/chunks", geometry.physical_block_size, threads)
+            self._store = SnapshotStore(fs, path, self._reader.direct, self.recovery)
         except BaseException:
             self._lock.release()
             raise
-        self._uncertain: list[list[ChunkFile]] = []
-        self._live = LiveRows(geometry, self._files, threads)
-        self._writer = RowWriter(self._live, self._files, threads)
-        self._closed = False
-        self._count = dict.fromkeys(("rows_got", "rows_missing", "rows_put", "read_requests", "bytes_read"), 0)
+        self._files = self._store.chunk_files
+        self._saves = Background("save_snapshot")
+        self._compactions = Background("compaction") if background else None
+        self._use(LiveRows(geometry, self._files, threads))
 
     @classmethod
     def open(
@@ -102,6 +89,7 @@ class PersistentTable:
         max_space_amplification: float = 2.0,
         chunk_bytes: int = _CHUNK_BYTES,
         io: str = "auto",
+        background: bool = True,
         fs: FileSystem | None = None,
     ) -> "PersistentTable":
         """The table at a path, empty: `load_snapshot` brings back what was saved.
@@ -114,17 +102,21 @@ class PersistentTable:
             max_space_amplification: disk space for each byte of live rows, beside two chunks and what only snapshots
                 need.
             chunk_bytes: bytes of rows in a chunk file, about.
-            io: "auto", or a way of reading by name.
+            io: "aio": reads past the system's cache, many at a time; "pread": threads, through the cache; "auto": the
+                first of them that works there.
+            background: compact in a thread beside the caller; False = in puts.
             fs: where files are; None = this machine's.
 
         Raises:
             LockedError: another table object writes to this path.
             StorageError: the path cannot be made, read or written.
+            ValueError: an argument is out of its range.
         """
         if max_space_amplification <= 1:
             raise ValueError(f"max_space_amplification must be above 1, got {max_space_amplification}")
         geometry = make_geometry(row_width, physical_block_size, chunk_bytes)
-        return cls(fs or LocalFileSystem(), os.fspath(path), geometry, threads, max_space_amplification, io)
+        fs = fs or LocalFileSystem()
+        return cls(fs, os.fspath(path), geometry, threads, max_space_amplification, io, background)
 
     def __len__(self) -> int:
         return len(self._live.index)
@@ -155,14 +147,17 @@ class PersistentTable:
             raise ValueError(
                 f"rows must be float32 of shape [{len(id_U)}, {self.row_width}], got {row_UW.dtype} {row_UW.shape}"
             )
+        row_UW = np.ascontiguousarray(row_UW)
         with self._guard:
             self._begin()
-            if len(id_U) == 0:
-                return
-            self._live.index.reserve(len(id_U))
-            place_U = self._writer.append(table_U, id_U, np.ascontiguousarray(row_UW))
-            self._live.put(table_U, id_U, place_U)
-            self._drop_dead()
+            piece = self._compactor.piece_rows
+            for begin in range(0, len(id_U), piece):
+                self._compactor.make_room()
+                n = slice(begin, begin + piece)
+                self._live.index.reserve(len(id_U[n]))
+                place_U = self._writer.append(table_U[n], id_U[n], row_UW[n])
+                self._live.put(table_U[n], id_U[n], place_U)
+                self._drop_dead()
             self._count["rows_put"] += len(id_U)
 
     def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -172,19 +167,18 @@ class PersistentTable:
             geometry = self._live.geometry
             place_N, table_N, id_N, row_NW = self._writer.copy()
             alive = np.flatnonzero(self._live.index.find(table_N, id_N) == place_N)
-            parts, chunks = self._cut()
+            cut = self._cut()
         try:
             for begin in range(0, len(alive), batch):
                 n = alive[begin : begin + batch]
                 yield table_N[n], id_N[n], row_NW[n]
-            for part, chunk in zip(parts, chunks, strict=True):
+            for part, chunk in zip(cut.parts, cut.chunks, strict=True):
                 keys = read_keys(self._fs, chunk.keys_path, geometry, part)
                 rows = live_rows(part.bit_N)
                 yield from scan_rows(self._fs, chunk.rows_path, geometry, part.number, keys, rows, batch)
         finally:
             with self._guard:
-                for chunk in chunks:
-                    self._files.release(chunk)
+                cut.release(self._files)
 
     def clear(self) -> None:
         with self._guard:
@@ -197,54 +191,47 @@ class PersistentTable:
             self._begin()
             self._writer.write_out()
 
-    def save_snapshot(self, name: str, meta: dict[str, Any], *, overwrite: bool = False) -> None:
+    def save_snapshot(
+        self, name: str, meta: dict[str, Any], *, overwrite: bool = False, background: bool = False
+    ) -> None:
         """Keep all rows as they are now under a name. Durable when this returns, and atomic.
 
         Args:
             name: of the snapshot.
             meta: any dict that JSON can hold; `load_snapshot` returns it.
             overwrite: take the place of the snapshot of that name, in one step.
+            background: return when it is certain which rows are saved, and make them durable beside the caller.
+                `wait` returns when they are; an error is raised by the next call.
 
         Raises:
             SnapshotExistsError: there is one of that name, and `overwrite` is False.
             StorageError: it could not be made; one of that name is as it was.
         """
+        self._saves.wait()
         with self._guard:
             self._begin()
-            path = self._snapshot_files.path(name)
-            if not overwrite and (name in self._snapshots or name in self.recovery.damaged):
-                raise SnapshotExistsError(
-                    f"there is a snapshot named {name!r} already, at {path}; pass overwrite=True to replace it, or "
-                    f"delete it, or choose another name"
-                )
+            self._store.files.path(name)
+            if not overwrite:
+                self._store.must_not_exist(name)
+            self._leave_suspects()
             self._writer.write_out()  # 1.
-            parts, chunks = self._cut()
-            info = SnapshotInfo(
-                name=name,
-                rows=len(self),
-                bytes=sum(_part_bytes(part, self._live.geometry) for part in parts),
-                row_width=self.row_width,
-                physical_block_size=self._live.geometry.physical_block_size,
-                created=time.time(),
-                sequence=self._sequence,
-                meta=meta,
-                format_version=FORMAT_VERSION,
-            )
-            self._sequence += 1
+            cut = self._cut()
             try:
-                for chunk in chunks:
-                    self._files.sync(chunk)  # 2.
-                self._files.sync_names()  # 3.
-                record = self._snapshot_files.write(info, self._live.geometry, parts)  # 4. to 7.
-            except RenameUncertainError as error:
-                # Either snapshot may be the one that a loss of power leaves: hold the chunks of both.
-                self._enter(error.record, chunks, certain=False)
-                raise
+                record = self._store.describe(name, cut, meta, time.time())
             except BaseException:
-                for chunk in chunks:
-                    self._files.release(chunk)
+                cut.release(self._files)
                 raise
-            self._enter(record, chunks, certain=True)
+            self._store.hold(cut)
+            if not background:
+                self._finish_save(record, cut)
+        if background:
+            self._saves.start(lambda: self._finish_save(record, cut))
+
+    def wait(self) -> None:
+        """Return when no save runs in the background. Raises the error of one that has failed."""
+        self._saves.wait()
+        with self._guard:
+            self._begin()
 
     def load_snapshot(self, name: str) -> dict[str, Any]:
         """Make the snapshot's rows the table's rows; returns the `meta` it was saved with.
@@ -254,28 +241,17 @@ class PersistentTable:
             RowWidthError: its rows have another width.
             CorruptTableError: its files are not what was written; the table's rows are as they were.
         """
+        self._saves.wait()
         with self._guard:
             self._begin()
-            record = self._snapshot_files.read(name)
+            record = self._store.files.read(name)
             if record.geometry.row_width != self.row_width:
                 raise RowWidthError(
                     f"snapshot {name!r} at {record.path} has rows of {record.geometry.row_width} words, this table has "
                     f"{self.row_width}; open the table with row_width={record.geometry.row_width}: the same dimension, "
                     f"dtype and optimizer as when it was saved"
                 )
-            live = LiveRows(record.geometry, self._files, self._threads, expected=record.info.rows)
-            try:
-                for part in record.parts:
-                    self._load_part(live, record, part)
-                if len(live.index) != record.info.rows:
-                    raise CorruptTableError(
-                        f"{record.path}: the snapshot must have {record.info.rows} rows, its chunks have "
-                        f"{len(live.index)} different keys; run `oneemb check` on the table"
-                    )
-            except BaseException:
-                live.release()
-                raise
-            self._replace(live)
+            self._replace(load_live_rows(self._fs, self._store, record, self._threads))
             return record.info.meta
 
     def delete_snapshot(self, name: str) -> None:
@@ -283,56 +259,68 @@ class PersistentTable:
 
         Raises:
             SnapshotNotFoundError: there is none of that name.
-            StorageError: it may be there yet; call again.
+            StorageError: it could not be removed, or its removal could not be made durable; the message says which.
         """
+        self._saves.wait()
         with self._guard:
             self._begin()
-            if name not in self._snapshots and name not in self.recovery.damaged:
-                raise self._snapshot_files.not_found(name)
-            self._snapshot_files.remove(name)
-            self._settle()
-            self._forget(name)
+            self._store.delete(name)
 
     def snapshots(self) -> list[SnapshotInfo]:
-        """The snapshots, oldest first."""
+        """The snapshots, oldest first, without one that is still being saved."""
         with self._guard:
-            return [record.info for record, _ in self._snapshots.values()]
+            return self._store.infos()
+
+    def compact(self) -> CompactionResult:
+        """Move the live rows out of every chunk that has garbage and that no snapshot needs, and free those chunks.
+
+        Raises:
+            StorageError: rows could not be moved; nothing is lost.
+        """
+        self._saves.wait()
+        with self._guard:
+            self._begin()
+            return self._compactor.compact()
 
     def stats(self) -> dict[str, Any]:
         with self._guard:
-            live_bytes = int(len(self) * self._live.geometry.disk_bytes_per_row)
-            disk_bytes = sum(chunk.nbytes for chunk in self._files.chunks.values())
-            snapshot_bytes = sum(chunk.nbytes for chunk in self._files.chunks.values() if chunk.snapshots)
+            chunks = self._files.chunks.values()
             return {
                 "rows": len(self),
                 "io": self._reader.name,
                 "read_depth": self._reader.depth,
                 "physical_block_size": self._live.geometry.physical_block_size,
-                "chunks": len(self._files.chunks),
-                "snapshots": len(self._snapshots),
-                "disk_bytes": disk_bytes,
-                "live_bytes": live_bytes,
-                "snapshot_bytes": snapshot_bytes,
+                "chunk_bytes": self._live.geometry.chunk_bytes,
+                "chunks": len(chunks),
+                "snapshots": len(self._store.infos()),
+                "disk_bytes": sum(chunk.nbytes for chunk in chunks),
+                "live_bytes": self._compactor.live_bytes(),
+                "loose_bytes": self._compactor.loose_bytes(),
+                "snapshot_bytes": sum(chunk.nbytes for chunk in chunks if chunk.snapshots),
                 "memory_bytes": self._live.nbytes,
                 "index_bytes": self._live.index.nbytes,
                 "bytes_written": self._files.bytes_written,
                 "bytes_removed": self._files.bytes_removed,
+                "rows_moved": self._rows_moved + self._compactor.done.rows_moved,
                 **self._count,
                 **self._reader.stats(),
             }
 
     def close(self) -> None:
         """Give back the path. Rows that no snapshot holds are gone, and so are their files."""
+        self._saves.wait()
         with self._guard:
             if self._closed:
                 return
             self._closed = True
             try:
+                self._compactor.stop()
                 self._live.release()
                 self._files.close()
                 self._reader.close()
             finally:
                 self._lock.release()
+            self._saves.raise_error()
 
     def __enter__(self) -> "PersistentTable":
         return self
@@ -341,8 +329,29 @@ class PersistentTable:
         self.close()
 
     def _begin(self) -> None:
+        """Every call begins here, with the guard held."""
         if self._closed:
             raise StorageError(f"the table at {self._path} is closed; open it again")
+        self._saves.raise_error()
+        if self._compactions is not None:
+            self._compactions.raise_error()
+
+    def _use(self, live: LiveRows) -> None:
+        self._rows_moved = getattr(self, "_rows_moved", 0)
+        self._live = live
+        self._writer = RowWriter(live, self._files, self._threads)
+        self._compactor = Compactor(
+            self._fs, live, self._writer, self._files, self._guard, self._max_space_amplification, self._compactions
+        )
+
+    def _replace(self, live: LiveRows) -> None:
+        """These are the table's rows from now on."""
+        self._compactor.stop()
+        self._rows_moved += self._compactor.done.rows_moved
+        self._writer.drop()
+        old = self._live
+        self._use(live)
+        old.release()
 
     def _read(
         self, table_U: np.ndarray, id_U: np.ndarray, place_N: np.ndarray, to_N: np.ndarray, out_UW: np.ndarray
@@ -354,33 +363,30 @@ class PersistentTable:
         offset_Q = ROWS_BEGIN + (plan.block_Q - slot_Q * geometry.blocks_per_chunk) * geometry.block_bytes
         begin = 0
         while begin < len(slot_Q):
-            slots, first = np.unique(slot_Q[begin:], return_index=True)
-            more = len(slots) > self._files.files_open_max
-            end = begin + int(first[self._files.files_open_max]) if more else len(slot_Q)
-            file_S = {int(slot): self._open_rows(int(slot)) for slot in slots[: self._files.files_open_max]}
-            file_Q = np.array([file_S[slot] for slot in slot_Q[begin:end].tolist()], np.int64)
+            slots, first, slot_of_q = np.unique(slot_Q[begin:], return_index=True, return_inverse=True)
+            many = self._files.files_open_max
+            end = begin + int(first[many]) if len(slots) > many else len(slot_Q)
+            file_S = np.array([self._open_rows(slot) for slot in slots[:many].tolist()], np.int64)
+            file_Q = file_S[slot_of_q[: end - begin]]
             try:
-                self._reader.read(
-                    plan.cut(begin, end), file_Q, offset_Q[begin:end], self._live.sum_B, out_UW
-                )
+                self._reader.read(plan.cut(begin, end), file_Q, offset_Q[begin:end], self._live.sum_B, out_UW)
             except DamagedBlock as damage:
                 place, u = int(plan.place_P[damage.p]), int(plan.to_P[damage.p])
                 slot, row = divmod(place, geometry.rows_per_chunk)
                 raise block_damage(
-                    self._rows_path(slot), geometry, row // geometry.rows_per_block, damage.data,
+                    self._chunk(slot).rows_path, geometry, row // geometry.rows_per_block, damage.data,
                     int(self._live.sum_B[place // geometry.rows_per_block]), int(table_U[u]), int(id_U[u]),
                 ) from None  # fmt: skip
             except OSError as error:
                 q = begin + (error.filename if isinstance(error.filename, int) else 0)
-                at = f"{self._rows_path(int(slot_Q[q]))} at offset {offset_Q[q]}"
+                at = f"{self._chunk(int(slot_Q[q])).rows_path} at offset {offset_Q[q]}"
                 raise storage_error(error, "read rows from", at) from error
             begin = end
         self._count["read_requests"] += len(slot_Q)
         self._count["bytes_read"] += int(plan.blocks_Q.sum()) * geometry.block_bytes
 
     def _open_rows(self, slot: int) -> int:
-        chunk = self._live.chunk_S[slot]
-        assert chunk is not None
+        chunk = self._chunk(slot)
         try:
             return self._files.rows_file(chunk)
         except FileNotFoundError as error:
@@ -388,113 +394,41 @@ class PersistentTable:
         except OSError as error:
             raise storage_error(error, "open", chunk.rows_path) from error
 
-    def _rows_path(self, slot: int) -> str:
+    def _chunk(self, slot: int) -> ChunkFile:
         chunk = self._live.chunk_S[slot]
         assert chunk is not None
-        return chunk.rows_path
+        return chunk
 
-    def _cut(self) -> tuple[list[ChunkPart], list[ChunkFile]]:
-        """What is live of each chunk on disk now, and the chunks, each held once more."""
-        parts, chunks = [], []
+    def _cut(self) -> Cut:
+        """What is live of each chunk on disk now; the chunks are held once more."""
+        cut = Cut(self._live.geometry, [], [])
         for slot, chunk in self._live.slots():
             if self._live.live_S[slot]:
-                parts.append(self._live.part(slot))
+                cut.parts.append(self._live.part(slot))
+                cut.chunks.append(chunk)
                 self._files.hold(chunk)
-                chunks.append(chunk)
-        return parts, chunks
+        return cut
 
-    def _enter(self, record: SnapshotRecord, chunks: list[ChunkFile], *, certain: bool) -> None:
-        """A snapshot has its name: it holds these chunks. What it replaced holds none, once that is certain."""
-        for part in record.parts:
-            part.bit_N = np.empty(0, np.uint8)
-        name = record.info.name
-        if name in self._snapshots and not certain:
-            self._uncertain.append(self._snapshots.pop(name)[1])
-        elif certain:
-            self._settle()
-            self._forget(name)
-        for chunk in chunks:
-            chunk.snapshots += 1
-        self._snapshots[name] = record, chunks
+    def _leave_suspects(self) -> None:
+        """Move live rows out of chunks whose sync has failed, so that no snapshot relies on those."""
+        for slot, chunk in list(self._live.slots()):
+            if chunk.suspect:
+                if chunk is self._writer.chunk:
+                    self._writer.seal()
+                self._compactor.move(slot, chunk)
 
-    def _forget(self, name: str) -> None:
-        """There is no snapshot of this name any more, for certain."""
-        _, chunks = self._snapshots.pop(name, (None, []))
-        self._release_snapshot(chunks)
-        if self.recovery.damaged.pop(name, None) is not None and not self.recovery.damaged:
-            needed = {number: (1 << 62, 1 << 62) for number in self._files.chunks}
-            remove_orphans(self._fs, f"{self._path}/chunks", self._snapshot_files, needed, self.recovery)
-
-    def _settle(self) -> None:
-        """The names of the snapshots are on the device: what was held for names that might come back is free."""
-        for chunks in self._uncertain:
-            self._release_snapshot(chunks)
-        self._uncertain = []
-
-    def _release_snapshot(self, chunks: list[ChunkFile]) -> None:
-        for chunk in chunks:
-            chunk.snapshots -= 1
-            self._files.release(chunk)
-
-    def _adopt(self, record: SnapshotRecord) -> list[ChunkFile]:
-        chunks = []
-        for part in record.parts:
-            chunk = self._files.adopt(
-                part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum, synced=True
-            )
-            chunk.snapshots += 1
-            chunks.append(chunk)
-        return chunks
-
-    def _load_part(self, live: LiveRows, record: SnapshotRecord, part: ChunkPart) -> None:
-        """Give a chunk of a snapshot a slot in `live`, and put its keys into the index."""
-        geometry = record.geometry
-        bit_N = self._snapshot_files.read_bits(record, part)
-        chunk = self._files.adopt(part.number, geometry, part.blocks, part.keys_bytes, part.keys_sum, synced=True)
-        slot = live.add(chunk)
-        self._check_rows_file(chunk, part)
-        keys = read_keys(self._fs, chunk.keys_path, geometry, part)
-        begin = slot * geometry.blocks_per_chunk
-        live.sum_B[begin : begin + part.blocks] = keys.sum_B
-        rows = live_rows(bit_N)
-        if len(rows) != part.rows:
-            raise CorruptTableError(f"{record.path}: chunk {part.number} must have {part.rows} rows, has {len(rows)}")
-        live.put(keys.table_N[rows], keys.id_N[rows], slot * geometry.rows_per_chunk + rows)
-
-    def _check_rows_file(self, chunk: ChunkFile, part: ChunkPart) -> None:
-        path, header = chunk.rows_path, bytearray(HEADER_BYTES)
+    def _finish_save(self, record: SnapshotRecord, cut: Cut) -> None:
         try:
-            file = self._fs.open(path)
-            try:
-                size = self._fs.read_into(file, memoryview(header), 0)
-            finally:
-                self._fs.close(file)
-            check_header(header[:size], ROWS_MAGIC, path, chunk.number, chunk.geometry)
-            size, needed = self._fs.size(path), ROWS_BEGIN + part.blocks * chunk.geometry.block_bytes
-        except FileNotFoundError as error:
-            raise missing_file(path) from error
-        except OSError as error:
-            raise storage_error(error, "read", path) from error
-        if size < needed:
-            raise CorruptTableError(
-                f"{path} must have {needed} bytes, has {size}; restore it from a copy, or delete the snapshots that "
-                f"need it"
-            )
-
-    def _replace(self, live: LiveRows) -> None:
-        """These are the table's rows from now on."""
-        if self._writer.chunk is not None:
-            self._files.seal(self._writer.chunk)
-        old, self._live = self._live, live
-        self._writer = RowWriter(live, self._files, self._threads)
-        old.release()
+            self._store.make_durable(record, cut)
+        except BaseException as error:
+            with self._guard:
+                self._store.enter(record, cut, error)
+            raise
+        with self._guard:
+            self._store.enter(record, cut, None)
 
     def _drop_dead(self) -> None:
         """Let go of chunks without live rows, but for the one being written."""
         for slot in np.flatnonzero(self._live.live_S == 0).tolist():
             if self._live.chunk_S[slot] is not None and slot != self._writer.slot:
                 self._live.remove(slot)
-
-
-def _part_bytes(part: ChunkPart, geometry: Geometry) -> int:
-    return ROWS_BEGIN + part.blocks * geometry.block_bytes + part.keys_bytes

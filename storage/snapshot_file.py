@@ -18,7 +18,7 @@ from oneemb.storage.file_header import HEADER_BYTES, SNAPSHOT_MAGIC, pack_header
 from oneemb.storage.fs import FileSystem, storage_error
 from oneemb.storage.geometry import Geometry
 
-__all__ = ["ChunkPart", "SnapshotFiles", "SnapshotInfo", "SnapshotRecord"]
+__all__ = ["ChunkPart", "RenameUncertainError", "SnapshotFiles", "SnapshotInfo", "SnapshotRecord"]
 
 _SUFFIX = ".snapshot"
 _TEMPORARY = ".tmp"
@@ -100,16 +100,16 @@ class SnapshotFiles:
     def path(self, name: str) -> str:
         return f"{self.directory}/{_file_name(name)}"
 
-    def write(self, info: SnapshotInfo, geometry: Geometry, parts: list[ChunkPart]) -> SnapshotRecord:
+    def write(self, record: SnapshotRecord) -> None:
         """Make a snapshot file, in place of one of that name. The chunks it needs are safe already (steps 1 to 3).
 
         Raises:
-            StorageError: it is not written; one of that name is as it was. `RenameUncertainError` is the exception.
+            StorageError: it is not written; one of that name is as it was.
+            RenameUncertainError: it is written, and a loss of power may bring the old one back.
         """
-        path, temporary = self.path(info.name), self.path(info.name) + _TEMPORARY
-        record = SnapshotRecord(info, geometry, parts, path)
+        path, temporary = record.path, record.path + _TEMPORARY
         data = _encode(record)
-        record.info = replace(info, bytes=info.bytes + len(data))
+        record.info = replace(record.info, bytes=record.info.bytes + len(data))
         doing, at = "write the snapshot", temporary
         try:
             try:
@@ -134,29 +134,24 @@ class SnapshotFiles:
         try:
             self._fs.sync_directory(self.directory)  # 7. its name is safe
         except OSError as error:
-            raise RenameUncertainError(record, error, self.directory) from error
-        return record
+            raise RenameUncertainError(record.info.name, "written", error, self.directory) from error
 
     def remove(self, name: str) -> None:
         """Return when the file is gone for good.
 
         Raises:
-            StorageError: it may be there yet.
+            StorageError: it is still there.
+            RenameUncertainError: it is gone, and a loss of power may bring it back.
         """
         path = self.path(name)
         try:
             self._fs.remove(path)
-        except FileNotFoundError:
-            pass  # An earlier call has removed it and could not make sure.
         except OSError as error:
             raise storage_error(error, "remove the snapshot", path) from error
-        self.sync_names()
-
-    def sync_names(self) -> None:
         try:
             self._fs.sync_directory(self.directory)
         except OSError as error:
-            raise storage_error(error, "sync the directory", self.directory) from error
+            raise RenameUncertainError(name, "removed", error, self.directory) from error
 
     def read(self, name: str) -> SnapshotRecord:
         """The snapshot of this name.
@@ -247,19 +242,18 @@ class SnapshotFiles:
 
 
 class RenameUncertainError(StorageError):
-    """A snapshot has its name, and a loss of power may take the name away again."""
+    """A snapshot was written or removed, and a loss of power may undo that."""
 
-    def __init__(self, record: SnapshotRecord, error: OSError, directory: str):
+    def __init__(self, name: str, done: str, error: OSError, directory: str):
         super().__init__(
-            f"{storage_error(error, 'sync the directory', directory)}; the snapshot {record.info.name!r} is written, "
-            f"and may or may not survive a loss of power until a later save or delete succeeds"
+            f"{storage_error(error, 'sync the directory', directory)}; the snapshot {name!r} is {done}, but a loss of "
+            f"power may undo that until a later save or delete of any snapshot succeeds"
         )
-        self.record = record
 
 
 def _file_name(name: str) -> str:
     quoted = quote(name, safe="")
-    if not isinstance(name, str) or not name or len(quoted) > _NAME_BYTES_MAX:
+    if not name or len(quoted) > _NAME_BYTES_MAX:
         raise ValueError(
             f"a snapshot's name must have 1 to {_NAME_BYTES_MAX} characters, other than letters and digits counting "
             f"as 3 or more, got {name!r}"

@@ -137,7 +137,7 @@ def test_snapshots_are_listed_in_the_order_of_saving(tmp_path):
         assert read_snapshot_info(tmp_path) == listed
         assert read_snapshot_info(tmp_path, "a") == listed[1]
         disk = sum(f.stat().st_size for f in tmp_path.rglob("*") if f.suffix in (".rows", ".keys"))
-        name = table._snapshot_files.path("..")
+        name = table._store.files.path("..")
         assert listed[-1].bytes == disk + os.path.getsize(name)
         assert table.stats()["disk_bytes"] == disk
 
@@ -260,7 +260,7 @@ def test_a_newer_format_is_refused_with_the_release_that_wrote_it(tmp_path):
 
     with open_table(tmp_path) as table:
         table.save_snapshot("s", {})
-        path = table._snapshot_files.path("s")
+        path = table._store.files.path("s")
     data = bytearray(open(path, "rb").read())
     assert data[:8] == SNAPSHOT_MAGIC
     data[8:12] = (2).to_bytes(4, "little")
@@ -306,6 +306,6 @@ def test_the_manifest_is_json_that_others_can_read(tmp_path):
     with open_table(tmp_path) as table:
         put(table, {}, *random_keys(np.random.default_rng(0), 10), random_rows(np.random.default_rng(0), 10, 5))
         table.save_snapshot("s", {"k": "é"})
-        data = open(table._snapshot_files.path("s"), "rb").read()
+        data = open(table._store.files.path("s"), "rb").read()
     manifest = json.loads(data[128 : 128 + int.from_bytes(data[40:48], "little")])
     assert manifest["meta"] == {"k": "é"} and manifest["chunks"][0][4] == 10

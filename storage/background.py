@@ -1,0 +1,54 @@
+"""Work beside the caller's thread, whose errors the caller gets.
+
+Invariants: at most one job runs at a time; an error stays until a call has raised it, once.
+"""
+
+import threading
+from collections.abc import Callable
+
+from oneemb.storage.row_store import StorageError
+
+__all__ = ["Background"]
+
+
+class Background:
+    """Runs jobs one after another in a thread that lives as long as a job.
+
+    Args:
+        name: of the work, for errors.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Run the job beside the caller. Nothing may be running."""
+        assert not self.busy
+        self._thread = threading.Thread(target=self._run, args=(job,), name=f"oneemb-{self._name}", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is running. The caller holds no lock that the job takes."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def raise_error(self) -> None:
+        """Raise what ended a job early, as a StorageError, once."""
+        error, self._error = self._error, None
+        if isinstance(error, StorageError):
+            raise error
+        if error is not None:
+            raise StorageError(f"{self._name} in the background failed: {error!r}") from error
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            self._error = error

@@ -1,0 +1,153 @@
+"""Every byte of a small table is flipped in turn: what is read is right or an error, never wrong, never a crash."""
+
+import numpy as np
+import pytest
+
+from oneemb.kernels.threads import Threads
+from oneemb.storage.errors import CorruptTableError, FormatVersionError
+from oneemb.storage.persistent_table import PersistentTable
+from oneemb.storage.snapshot_reader import SnapshotReader
+from tests.support.faulty_fs import FaultyFileSystem
+from tests.support.table_model import check, got, put_random, scanned
+
+THREADS = Threads(1)
+
+
+def open_table(fs):
+    return PersistentTable.open(
+        "/t", row_width=9, physical_block_size=512, chunk_bytes=1, threads=THREADS, background=False, fs=fs
+    )
+
+
+def small_table():
+    """A disk with one snapshot of two chunks, and its rows."""
+    fs, rows, rng = FaultyFileSystem(), {}, np.random.default_rng(3)
+    with open_table(fs) as table:
+        put_random(table, rows, rng, 900, ids=400)
+        put_random(table, rows, rng, 10, ids=400)
+        table.save_snapshot("s", {"step": 1})
+        assert len(fs.names("/t/chunks")) == 4
+    return fs, rows
+
+
+def read_table(fs, rows):
+    with open_table(fs) as table:
+        assert table.load_snapshot("s") == {"step": 1}
+        check(table, rows)
+
+
+def read_snapshot(fs, rows):
+    with SnapshotReader.open("/t", "s", fs=fs) as reader:
+        assert reader.info.meta == {"step": 1}
+        assert scanned(reader) == rows
+
+
+def flips(fs, rows, read, step):
+    """Flip one bit of each `step`-th byte; returns how many flips were an error and how many changed nothing."""
+    detected = harmless = 0
+    for path, inode in sorted(fs.entries.items()):
+        clean = bytes(inode.now)
+        for offset in range(0, len(clean), step):
+            inode.now[offset] ^= 1 << (offset % 8)
+            copy = next(disk for fate, disk in fs.survivors(torn=0) if fate == "kept")
+            inode.now[offset] ^= 1 << (offset % 8)
+            try:
+                read(copy, rows)
+                harmless += 1
+                assert path.endswith(".rows"), f"byte {offset} of {path} was never read"
+            except CorruptTableError as error:
+                detected += 1
+                assert path in str(error), f"byte {offset} of {path}: {error}"
+                assert "offset" in str(error)
+    return detected, harmless
+
+
+@pytest.mark.parametrize("read", [read_table, read_snapshot])
+def test_a_flipped_bit_is_an_error_or_harmless(read):
+    fs, rows = small_table()
+    detected, harmless = flips(fs, rows, read, 61)
+    print(f"{detected} detected, {harmless} harmless")
+    # Harmless are the zeros after the header of a rows file, and blocks without a live row.
+    assert detected > 10 * 8 and harmless < detected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("read", [read_table, read_snapshot])
+def test_every_flipped_byte_is_an_error_or_harmless(read):
+    fs, rows = small_table()
+    detected, harmless = flips(fs, rows, read, 1)
+    total = sum(len(inode.now) for inode in fs.entries.values())
+    print(f"{detected} detected, {harmless} harmless, {total} bytes")
+    assert detected + harmless == total and harmless < detected
+
+
+def test_a_reader_that_compares_nothing_is_found_out():
+    fs, rows = small_table()
+    with pytest.raises(AssertionError, match="was never read"):
+        flips(fs, rows, lambda fs, rows: None, 61)
+
+
+def test_the_error_names_file_offset_key_and_both_checksums():
+    fs, rows = small_table()
+    with open_table(fs) as table:
+        table.load_snapshot("s")
+        path = "/t/chunks/000000000001.rows"
+        fs.entries[path].now[4096 + 512 + 40] ^= 4
+        wrong = []
+        for key, row in rows.items():
+            try:
+                assert got(table, [key]) == [row]
+            except CorruptTableError as error:
+                wrong.append((key, str(error)))
+        assert wrong
+        for (t, i), text in wrong:
+            assert path in text and "offset 4608" in text and f"table {t}, id {i}" in text
+            assert "written as" in text and "oneemb check" in text
+
+
+def test_a_damaged_snapshot_keeps_every_chunk_until_it_is_deleted():
+    fs, rows = small_table()
+    with open_table(fs) as table:
+        table.load_snapshot("s")
+        table.save_snapshot("t", {})
+    before = sorted(fs.names("/t/chunks"))
+    fs.entries["/t/snapshots/s.snapshot"].now[300] ^= 1
+    with open_table(fs) as table:
+        assert list(table.recovery.damaged) == ["s"] and "/t/snapshots/s.snapshot" in table.recovery.damaged["s"]
+        assert sorted(fs.names("/t/chunks")) == before
+        with pytest.raises(CorruptTableError, match="s.snapshot.*offset 128"):
+            table.load_snapshot("s")
+        table.load_snapshot("t")
+        check(table, rows)
+        table.delete_snapshot("t")
+        table.clear()
+        assert fs.names("/t/chunks"), "chunks that the damaged snapshot may need"
+        table.delete_snapshot("s")
+        assert not fs.names("/t/chunks") and not table.recovery.damaged
+
+
+@pytest.mark.parametrize("suffix", [".rows", ".keys"])
+@pytest.mark.parametrize("how", ["missing", "short", "swapped"])
+def test_a_lost_file_is_an_error_that_names_it(suffix, how):
+    fs, rows = small_table()
+    path = f"/t/chunks/000000000002{suffix}"
+    if how == "missing":
+        del fs.entries[path]
+    elif how == "short":
+        del fs.entries[path].now[-100:]
+    else:
+        fs.entries[path].now[:] = fs.entries[path.replace("2.", "1.")].now
+    for read in (read_table, read_snapshot):
+        with pytest.raises(CorruptTableError, match=path.replace(".", r"\.")):
+            read(next(disk for fate, disk in fs.survivors(torn=0) if fate == "kept"), rows)
+
+
+def test_a_file_of_another_format_is_told_from_a_damaged_one():
+    from oneemb.kernels.checksum import xxh64
+
+    fs, rows = small_table()
+    data = fs.entries["/t/chunks/000000000001.keys"].now
+    data[8] = 7
+    data[120:128] = xxh64(bytes(data[:120])).to_bytes(8, "little")
+    with pytest.raises(FormatVersionError, match=r"000000000001.keys has format 7.*reads format 1"):
+        read_table(fs, rows)

@@ -1,0 +1,177 @@
+"""File calls fail, each in turn, once or until space is freed: clear errors, no lost row, no harmed snapshot."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+
+from oneemb.storage.chunk_files import ChunkFile
+from oneemb.storage.errors import StorageError
+from tests.storage.test_persistent_table_crash import (
+    World,
+    clear_and_save,
+    compact,
+    contradictions,
+    delete,
+    load,
+    overwrite,
+    put,
+    save,
+)
+from tests.support.faulty_fs import FaultyFileSystem
+from tests.support.table_model import check, got, put_random, scanned
+
+
+class Failing:
+    """Fails the counted call of this number, or all that need space from it on."""
+
+    def __init__(self, fs, number, code, until_freed):
+        self.fs, self.number, self.code, self.until_freed = fs, len(fs.calls) + number, code, until_freed
+        self.failed = None
+
+    def __call__(self, call, path):
+        if call in ("open", "read"):
+            return
+        now = len(self.fs.calls) - 1
+        again = self.until_freed and now > self.number and call in ("create", "write")
+        if now == self.number or again:
+            self.failed = self.failed or f"{call} {os.path.basename(path)}"
+            raise OSError(self.code, os.strerror(self.code))
+
+
+def settle(world, attempted):
+    """After a failed operation: each row is the old one or one that was put, and the model learns which."""
+    for key, row in zip(world.rows | attempted, got(world.table, world.rows | attempted), strict=True):
+        assert row in (world.rows.get(key), attempted.get(key)), f"{key} is neither the old row nor the new one"
+        if row is not None:
+            world.rows[key] = row
+    check(world.table, world.rows)
+
+
+class Attempts(World):
+    """Notes what a put tries before it can fail."""
+
+    attempted: dict = {}
+
+    def put(self, size):
+        self.attempted = {}
+
+        class Noting:
+            row_width = self.table.row_width
+
+            def put(_, table_U, id_U, row_UW):
+                for t, i, row in zip(table_U.tolist(), id_U.tolist(), row_UW, strict=True):
+                    self.attempted[t, i] = row.tobytes()
+                self.table.put(table_U, id_U, row_UW)
+
+        put_random(Noting(), self.rows, self.rng, size, ids=150)
+
+
+def wrongs(operation, code, until_freed, number):
+    """Run the operation with one call failing; returns what failed, None when there is no such call."""
+    fs = FaultyFileSystem()
+    world = Attempts(fs)
+    before, rows_before = dict(world.saved), dict(world.rows)
+    fs.fail = failing = Failing(fs, number, code, until_freed)
+    raised = None
+    try:
+        operation(world)
+    except StorageError as error:
+        raised = error
+        assert os.strerror(code) in str(error) and "/t/" in str(error), f"an error that does not say what: {error}"
+    except AssertionError:
+        if failing.failed is None:
+            raise
+    if failing.failed is None:
+        assert raised is None
+        return None
+    if raised is not None:
+        if operation in (load, clear_and_save):
+            world.rows = scanned(world.table)
+            assert world.rows in (rows_before, dict(before["a"][1]), {}) or operation is load
+        else:
+            settle(world, world.attempted)
+    # Space is free again: everything works, and the snapshots of before are there.
+    fs.fail = None
+    check(world.table, world.rows)
+    held = {info.name: (info.meta["n"], None) for info in world.table.snapshots()}
+    assert set(before) <= set(held) | ({"b"} if operation is delete else set())
+    world.put(100)
+    world.save("z")
+    check(world.table, world.rows)
+    world.table.load_snapshot("z")
+    check(world.table, world.rows)
+    expected = {}
+    for info in world.table.snapshots():
+        n = world.table.load_snapshot(info.name)["n"]
+        expected[info.name] = (n, scanned(world.table))
+        for known in (before.get(info.name), world.saved.get(info.name)):
+            if known is not None and known[0] == n:
+                assert known[1] == expected[info.name][1], f"{info.name} changed"
+    world.table.load_snapshot("z")
+    for fate, disk in fs.survivors(torn=1, seed=number):
+        wrong = contradictions(disk, [expected])
+        assert not wrong, f"power lost after recovery from {failing.failed}, {fate}: {wrong}"
+    return failing.failed
+
+
+@pytest.mark.parametrize("until_freed", [False, True], ids=["once", "until freed"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
+@pytest.mark.parametrize(
+    "operation", [put, save, overwrite, load, delete, compact, clear_and_save], ids=lambda o: o.__name__
+)
+def test_a_failed_call_harms_nothing(operation, code, until_freed):
+    failed, number = [], 0
+    while (what := wrongs(operation, code, until_freed, number)) is not None:
+        failed.append(what)
+        number += 1
+    assert number > 0 or operation is load, failed
+
+
+def test_a_table_that_trusts_a_chunk_after_a_failed_sync_is_found_out(monkeypatch):
+    monkeypatch.setattr(ChunkFile, "suspect", property(lambda self: False, lambda self, value: None), raising=False)
+    with pytest.raises(AssertionError, match="power lost after recovery from sync"):
+        for number in range(100):
+            assert wrongs(save, errno.EIO, False, number) is not None
+
+
+@pytest.mark.parametrize("code", [errno.EIO])
+def test_a_read_that_fails_names_the_file_and_works_again(code):
+    fs = FaultyFileSystem()
+    world = World(fs)
+
+    def fail(call, path):
+        if call == "read" and path.endswith(".rows"):
+            raise OSError(code, os.strerror(code))
+
+    fs.fail = fail
+    with pytest.raises(StorageError, match=r"could not read rows from /t/chunks/\d+.rows at offset \d+: EIO"):
+        got(world.table, world.rows)
+    fs.fail = None
+    check(world.table, world.rows)
+
+
+def test_a_directory_that_was_deleted_is_a_clear_error(tmp_path):
+    import shutil
+
+    from tests.storage.test_persistent_table import open_table
+
+    rows, rng = {}, np.random.default_rng(0)
+    with open_table(tmp_path / "t") as table:
+        put_random(table, rows, rng, 1000)
+        table.flush()
+        shutil.rmtree(tmp_path / "t")
+        with pytest.raises(StorageError, match="ENOENT.*removed while the table was in use"):
+            for _ in range(100):
+                put_random(table, rows, rng, 1000)
+                table.save_snapshot("s", {}, overwrite=True)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_path_that_cannot_be_written_is_a_clear_error(tmp_path):
+    from tests.storage.test_persistent_table import open_table
+
+    tmp_path.chmod(0o555)
+    with pytest.raises(StorageError, match="EACCES.*right to write"):
+        open_table(tmp_path / "t")

@@ -1,0 +1,260 @@
+"""A file system in memory that loses power at a given call, and that fails calls on demand.
+
+A call that changes something is counted. At `crash_at` the power goes: that call does nothing or half of its work,
+and this and every later call raise `PowerLoss`. `survivors` are the disks that may be found afterwards:
+
+    lost    nothing that was not synced is there
+    kept    everything is there, the half of the interrupted call too
+    torn-n  of each file any of the unsynced sectors, and of each directory any of the unsynced changes of names
+
+A name is safe only when its directory was synced, as POSIX has it.
+"""
+
+import errno
+import os
+import random
+import threading
+
+SECTOR = 512
+
+
+class PowerLoss(BaseException):
+    """Not an Exception: no handler of errors may swallow it."""
+
+
+class _Inode:
+    def __init__(self, safe=b""):
+        self.now = bytearray(safe)
+        self.safe = bytes(safe)
+        self.unsynced = []  # ("write", offset, data) and ("truncate", size), in order
+
+    def write(self, offset, data):
+        _place(self.now, offset, data)
+        self.unsynced.append(("write", offset, bytes(data)))
+
+    def truncate(self, size):
+        _resize(self.now, size)
+        self.unsynced.append(("truncate", size))
+
+    def sync(self):
+        safe = bytearray(self.safe)
+        for change in self.unsynced:
+            if change[0] == "truncate":
+                _resize(safe, change[1])
+            else:
+                _place(safe, *change[1:])
+        self.safe, self.unsynced = bytes(safe), []
+
+    def torn(self, rng):
+        """The file with any of the unsynced sectors."""
+        data = bytearray(self.safe)
+        for change in self.unsynced:
+            if change[0] == "truncate":
+                if rng.random() < 0.5:
+                    _resize(data, change[1])
+                continue
+            _, offset, content = change
+            fate = rng.random()
+            for begin in range(0, len(content), SECTOR):
+                if fate < 0.3 or (fate < 0.7 and rng.random() < 0.5):
+                    _place(data, offset + begin, content[begin : begin + SECTOR])
+        return data
+
+
+class FaultyFileSystem:
+    """See the module. Keeps `calls`, a list of the names of the calls that were counted."""
+
+    native = False
+
+    def __init__(self):
+        self.entries = {}  # path -> inode, as programs see them
+        self.safe_entries = {}
+        self.unsynced_names = {}  # directory -> [("link", path, inode) | ("unlink", path) | ("move", source, target)]
+        self.directories = set()
+        self.calls = []
+        self.crash_at = None
+        self.half = False
+        self.fail = None  # a function of (call, path) that may raise OSError
+        self._open = {}
+        self._next = 3
+        self._locked = {}
+        self._dead = False
+        self._guard = threading.RLock()
+
+    # What a table calls.
+
+    def make_directories(self, path):
+        self._alive()
+        self.directories.add(path)
+
+    def names(self, path):
+        self._alive()
+        if path not in self.directories:
+            raise FileNotFoundError(errno.ENOENT, "no such directory", path)
+        return [os.path.basename(p) for p in self.entries if os.path.dirname(p) == path]
+
+    def size(self, path):
+        self._alive()
+        return len(self._inode(path).now)
+
+    def create(self, path, *, direct=False):
+        with self._guard:
+            self._count("create", path)
+            if path in self.entries:
+                raise FileExistsError(errno.EEXIST, "exists", path)
+            inode = self.entries[path] = _Inode()
+            self._rename_later(path, ("link", path, inode))
+            return self._opened(inode, path)
+
+    def open(self, path, *, direct=False):
+        with self._guard:
+            self._alive()
+            if self.fail is not None:
+                self.fail("open", path)
+            return self._opened(self._inode(path), path)
+
+    def read_into(self, file, out, offset):
+        self._alive()
+        inode, path = self._open[file]
+        if self.fail is not None:
+            self.fail("read", path)
+        data = inode.now[offset : offset + len(out)]
+        out[: len(data)] = data
+        return len(data)
+
+    def write(self, file, data, offset):
+        with self._guard:
+            inode, path = self._open[file]
+            data = bytes(memoryview(data).cast("B"))
+            self._count("write", path, lambda: inode.write(offset, data[: len(data) // 2]))
+            inode.write(offset, data)
+
+    def sync(self, file):
+        with self._guard:
+            inode, path = self._open[file]
+            try:
+                self._count("sync", path)
+            except OSError:
+                inode.unsynced = []  # As systems do: the pages stay readable, and no later sync writes them.
+                raise
+            inode.sync()
+
+    def close(self, file):
+        del self._open[file]
+
+    def truncate(self, path, size):
+        with self._guard:
+            self._count("truncate", path)
+            self._inode(path).truncate(size)
+
+    def rename(self, source, target):
+        with self._guard:
+            self._count("rename", target)
+            self.entries[target] = self._inode(source)
+            del self.entries[source]
+            self._rename_later(target, ("move", source, target))
+
+    def remove(self, path):
+        with self._guard:
+            self._count("remove", path)
+            self._inode(path)
+            del self.entries[path]
+            self._rename_later(path, ("unlink", path))
+
+    def sync_directory(self, path):
+        with self._guard:
+            self._count("sync_directory", path)
+            for change in self.unsynced_names.pop(path, []):
+                _change_name(self.safe_entries, change)
+
+    def lock(self, path, holder):
+        self._alive()
+        if path in self._locked:
+            raise BlockingIOError(errno.EWOULDBLOCK, self._locked[path].decode(), path)
+        self._locked[path] = holder
+        return id(path), b""
+
+    def unlock(self, lock):
+        self._locked.clear()
+
+    def read_lock(self, path):
+        return self._locked.get(path)
+
+    # What a test calls.
+
+    def power_off(self):
+        """The process is gone; nothing is lost."""
+        self._locked.clear()
+
+    def survivors(self, torn=2, seed=0):
+        """(what became of the unsynced changes, the file system after the power is back)."""
+        yield "lost", self._disk(self.safe_entries, lambda inode: inode.safe)
+        yield "kept", self._disk(self.entries, lambda inode: inode.now)
+        for n in range(torn):
+            rng = random.Random(seed * 1000 + n)
+            entries = dict(self.safe_entries)
+            for changes in self.unsynced_names.values():
+                for change in changes:
+                    if rng.random() < 0.5:
+                        _change_name(entries, change)
+            yield f"torn-{n}", self._disk(entries, lambda inode, rng=rng: inode.torn(rng))
+
+    def _disk(self, entries, content):
+        disk = FaultyFileSystem()
+        disk.directories = set(self.directories)
+        disk.entries = {path: _Inode(bytes(content(inode))) for path, inode in entries.items()}
+        disk.safe_entries = dict(disk.entries)
+        return disk
+
+    def _count(self, call, path, half=None):
+        self._alive()
+        if self.crash_at is not None and len(self.calls) == self.crash_at:
+            if self.half and half is not None:
+                half()
+            self._dead = True
+            raise PowerLoss(f"{call} {path}")
+        self.calls.append(f"{call} {os.path.basename(path)}")
+        if self.fail is not None:
+            try:
+                self.fail(call, path)
+            except OSError:
+                if half is not None:
+                    half()
+                raise
+
+    def _alive(self):
+        if self._dead:
+            raise PowerLoss
+
+    def _inode(self, path):
+        if path not in self.entries:
+            raise FileNotFoundError(errno.ENOENT, "no such file", path)
+        return self.entries[path]
+
+    def _opened(self, inode, path):
+        self._next += 1
+        self._open[self._next] = inode, path
+        return self._next
+
+    def _rename_later(self, path, change):
+        self.unsynced_names.setdefault(os.path.dirname(path), []).append(change)
+
+
+def _change_name(entries, change):
+    if change[0] == "link":
+        entries[change[1]] = change[2]
+    elif change[0] == "unlink":
+        entries.pop(change[1], None)
+    elif change[1] in entries:
+        entries[change[2]] = entries.pop(change[1])
+
+
+def _place(data, offset, content):
+    if len(data) < offset:
+        data.extend(bytes(offset - len(data)))
+    data[offset : offset + len(content)] = content
+
+
+def _resize(data, size):
+    del data[size:]
+    data.extend(bytes(size - len(data)))
