@@ -7,11 +7,21 @@
 Invariants:
 - the rows known, their values and the snapshots do not depend on which of the three it is, nor on any budget;
 - a snapshot holds every row as it was at the call, the number of steps taken and what the rows mean;
-- `generation` changes whenever slots handed out before mean nothing any more.
+- `generation` changes whenever slots handed out before mean nothing any more;
+- any thread may call a store. `stage`, which runs ahead of the training loop, changes nothing that anyone can see: not
+  the rows known, their values or the count of changes; and rows it holds give way to a step that needs their slots.
+
+Locks: `_lock` is held while tiers are searched, filled and evicted from, and a `stage` gives way to whoever waits for
+it between two chunks. `release`, `mark_dirty` and kernels on pinned slots take no lock but the pins'.
 """
 
+import functools
 import os
+import threading
+import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +32,11 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.hot_tier import SLOT_OVERHEAD_BYTES, HotTier
 from oneemb.storage.persistent_table import PersistentTable
 from oneemb.storage.row_layout import RowLayout
-from oneemb.storage.row_store import RowStore, StorageError
+from oneemb.storage.row_store import RowStore, StorageError, StoreFullError
 from oneemb.storage.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.snapshot_rows import SnapshotRows
 
-__all__ = ["EmbeddingStore", "StorePlan"]
+__all__ = ["EmbeddingStore", "Staged", "StorePlan"]
 
 # Of the machine's memory, what a store without a capacity may come to use.
 _MEMORY_SHARE = 0.9
@@ -49,6 +59,32 @@ class StorePlan:
     host_bytes: int | None
     capacity: int | None
     physical_block_size: int
+
+
+# Rows read ahead at a time, before others may have their turn: enough to keep a disk busy, some 50 ms of its reads.
+_STAGE_CHUNK = 4096
+
+
+@dataclass(eq=False)
+class Staged:
+    """Rows of a coming lookup that are in the hot tier and pinned, until its `admit` takes them over."""
+
+    slot_U: np.ndarray
+    """int64 [U]: -1 for a row that is not there yet."""
+    generation: int
+    held: bool = True
+    """Whether the pins are still there."""
+
+
+def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a method of the store with its lock held."""
+
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        with self._turn():
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class EmbeddingStore:
@@ -81,6 +117,9 @@ class EmbeddingStore:
         self._state = np.empty(0, np.float32)
         self._tiers: list[HotTier] = []
         self._table: PersistentTable | None = None
+        self._lock = threading.RLock()
+        self._waiting = 0  # calls that wait for the lock; a race on it delays a stage or lets one chunk pass, no more
+        self._staged: set[Staged] = set()
         _check_writable(plan.persistent_path)
 
     # ---- building -------------------------------------------------------------------------------------------------
@@ -90,6 +129,7 @@ class EmbeddingStore:
         """Whether the tiers are there. Until then there is no row, and every id reads as its initial value."""
         return self._table is not None
 
+    @_in_turn
     def build(self, optimizer: str | None, state: np.ndarray) -> None:
         """Make the tiers for rows with this state, or say why those there do not fit.
 
@@ -167,8 +207,18 @@ class EmbeddingStore:
         """The same memory as weights' bits."""
         return self.layout.weights(self.row_SW)
 
-    def admit(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        self._waiting += 1
+        with self._lock:
+            self._waiting -= 1
+            yield
+
+    def admit(self, table_U: np.ndarray, id_U: np.ndarray, staged: Staged | None = None) -> np.ndarray:
         """Make the rows of these keys resident in the hot tier, beginning new ones, and pin each once more.
+
+        Args:
+            staged: what `stage` gave for the same keys; its pins are the caller's from here on.
 
         Returns:
             slot_U, int64 [U]: good until it is released.
@@ -176,14 +226,70 @@ class EmbeddingStore:
         Raises:
             StoreFullError: a tier is too small or capacity is reached; nothing has changed.
         """
-        while self.abandoned:
-            generation, slot_U = self.abandoned.popleft()
-            if generation == self.generation:
-                self.release(slot_U)
-        rows = len(self._tiers[0])
-        slot_U = self._tiers[0].admit(table_U, id_U, self._begin_rows)
-        self.changes += len(self._tiers[0]) > rows
-        return slot_U
+        with self._turn():
+            while self.abandoned:
+                generation, slot_U = self.abandoned.popleft()
+                if generation == self.generation:
+                    self.release(slot_U)
+            rows = len(self._tiers[0])
+            slot_U = self._admit_staged(table_U, id_U, staged)
+            self.changes += len(self._tiers[0]) > rows
+            return slot_U
+
+    def _admit_staged(self, table_U: np.ndarray, id_U: np.ndarray, staged: Staged | None) -> np.ndarray:
+        if staged is not None and staged.held and staged.generation == self.generation:
+            slot_U, staged.held = staged.slot_U, False
+            self._staged.discard(staged)
+            missing = np.flatnonzero(slot_U < 0)
+            try:
+                slot_U[missing] = self._tiers[0].admit(table_U[missing], id_U[missing], self._begin_rows)
+                return slot_U
+            except BaseException as error:
+                self.release(slot_U[slot_U >= 0])
+                if not isinstance(error, StoreFullError):
+                    raise
+        try:
+            return self._tiers[0].admit(table_U, id_U, self._begin_rows)
+        except StoreFullError:
+            if not self._staged:
+                raise
+        for other in list(self._staged):
+            self.unstage(other)
+        return self._tiers[0].admit(table_U, id_U, self._begin_rows)
+
+    def stage(self, table_U: np.ndarray, id_U: np.ndarray) -> Staged:
+        """Read those rows of a coming lookup that are known, and pin them as far as there is room; begin none."""
+        staged = Staged(np.full(len(id_U), -1, np.int64), self.generation)
+        with self._turn():
+            if not self.built:
+                return staged
+            staged.generation = self.generation
+            staged.slot_U = slot_U = self._tiers[0].pin_resident(table_U, id_U)
+            self._staged.add(staged)
+        missing = np.flatnonzero(slot_U < 0)
+        try:
+            for begin in range(0, len(missing), _STAGE_CHUNK):
+                while self._waiting:
+                    time.sleep(2e-5)
+                with self._lock:
+                    if not staged.held or staged.generation != self.generation:
+                        break
+                    some = missing[begin : begin + _STAGE_CHUNK]
+                    slot_U[some] = self._tiers[0].bring_known(table_U[some], id_U[some])
+        except StoreFullError:
+            pass  # `admit` brings the rest, when those of the batches before have left.
+        except BaseException:
+            self.unstage(staged)
+            raise
+        return staged
+
+    def unstage(self, staged: Staged) -> None:
+        """Unpin what `stage` pinned, if no `admit` has taken it over."""
+        with self._turn():
+            if staged.held and staged.generation == self.generation:
+                self.release(staged.slot_U[staged.slot_U >= 0])
+            staged.held = False
+            self._staged.discard(staged)
 
     def release(self, slot_U: np.ndarray) -> None:
         """Unpin slots that `admit` gave, once each."""
@@ -194,6 +300,7 @@ class EmbeddingStore:
         self._tiers[0].mark_dirty(slot_U)
         self.changes += 1
 
+    @_in_turn
     def read(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """The rows of these keys, the initial row for a key that is not known, which stays unknown: float32 [U, W]."""
         row_UW = np.zeros((len(id_U), self.layout.row_width), np.float32)
@@ -214,6 +321,7 @@ class EmbeddingStore:
 
     # ---- snapshots ------------------------------------------------------------------------------------------------
 
+    @_in_turn
     def save_snapshot(self, name: str, meta: dict, *, overwrite: bool = False) -> None:
         """Write every row as it is now, durably, under a name.
 
@@ -230,6 +338,7 @@ class EmbeddingStore:
         rows = SnapshotRows(self.layout, self.optimizer, tuple(self._state.tolist()), self.step)
         self._table.save_snapshot(name, rows.to_meta(meta), overwrite=overwrite)
 
+    @_in_turn
     def load_snapshot(self, name: str) -> bool:
         """Start from the rows of a snapshot, forgetting those here.
 
@@ -292,6 +401,7 @@ class EmbeddingStore:
                 row_NW[:, begin:] = self._state
                 self._table.put(table_N, id_N, row_NW)
 
+    @_in_turn
     def delete_snapshot(self, name: str) -> None:
         """Forget a snapshot and free what only it held."""
         self._need_table().delete_snapshot(name)
@@ -310,6 +420,7 @@ class EmbeddingStore:
 
     # ---- the rest -------------------------------------------------------------------------------------------------
 
+    @_in_turn
     def clear(self) -> None:
         """Forget every row; snapshots stay."""
         if self.built:
@@ -318,6 +429,7 @@ class EmbeddingStore:
         self.changes += 1
         self.step = 0
 
+    @_in_turn
     def stats(self) -> dict[str, Any]:
         """Sizes now and counters since the store was built, a dict a tier."""
         stats: dict[str, Any] = {"rows": len(self._tiers[0]) if self.built else 0, "step": self.step}
@@ -326,6 +438,7 @@ class EmbeddingStore:
             stats["persistent"] = self._table.stats()
         return stats
 
+    @_in_turn
     def close(self) -> None:
         """Free memory, files and the path's lock. Rows that no snapshot holds are gone."""
         if self.built:

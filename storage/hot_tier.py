@@ -13,9 +13,12 @@ Invariants:
 - a slot that is pinned is neither evicted nor moved;
 - a row that differs from the store below, or that the store below does not have, is dirty;
 - a call that raises has changed no row, no pin and no count;
-- what a row holds never depends on where it is or was.
+- what a row holds never depends on where it is or was;
+- one thread at a time calls a tier, except that `release` and `mark_dirty` may run beside any other call: they touch
+  pinned slots only, and the pins' counts have a lock of their own.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -77,6 +80,7 @@ class HotTier:
         self._index = HashIndex(threads)
         self._score_S = np.zeros(slots, np.int64)
         self._pin_S = np.zeros(slots, np.int32)
+        self._pin_lock = threading.Lock()  # a slot may be pinned for one batch while another unpins it
         self._dirty_S = np.zeros(slots, np.bool_)
         self._freed = np.empty(0, np.int64)  # slots given back, used again before new ones
         self._used = 0  # slots from here on have never been used
@@ -103,22 +107,53 @@ class HotTier:
         hit_U = slot_U >= 0
         missing = np.flatnonzero(~hit_U)
         pinned = slot_U[hit_U]
-        self._pin_S[pinned] += 1
+        self._pin(pinned, 1)
         try:
             slot_M = self._bring_in(table_U[missing], id_U[missing], fill_new)
         except BaseException:
-            self._pin_S[pinned] -= 1
+            self._pin(pinned, -1)
             raise
-        self._pin_S[slot_M] += 1
+        self._pin(slot_M, 1)
         slot_U[missing] = slot_M
         self._touch(slot_U)
         self._hits += len(pinned)
         self._misses += len(missing)
         return slot_U
 
+    def pin_resident(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """Pin the rows of these keys that are here once more. Returns slot_U, int64 [U]: -1 for those that are not."""
+        slot_U = self._index.find(table_U, id_U)
+        pinned = slot_U[slot_U >= 0]
+        self._pin(pinned, 1)
+        self._touch(pinned)
+        self._hits += len(pinned)
+        return slot_U
+
+    def bring_known(self, table_M: np.ndarray, id_M: np.ndarray) -> np.ndarray:
+        """Make those of these keys' rows that the store below has resident here and pin them; begin none.
+
+        Returns:
+            slot_M, int64 [M]: -1 for a key that is not below.
+
+        Raises:
+            StoreFullError: the rows do not fit beside those that are pinned. Nothing has changed.
+        """
+        slot_M = np.full(len(id_M), -1, np.int64)
+        if self._resident or len(id_M) == 0:
+            return slot_M
+        assert self._below is not None
+        self._check_fits(len(id_M))
+        row_MW = np.empty((len(id_M), self.row_width), np.float32)
+        old = np.flatnonzero(~self._below.get(table_M, id_M, row_MW))
+        slot_M[old] = self._take_slots(len(old))
+        self._set(slot_M[old], table_M[old], id_M[old], row_MW[old], dirty=False)
+        self._pin(slot_M[old], 1)
+        self._misses += len(old)
+        return slot_M
+
     def release(self, slot_U: np.ndarray) -> None:
-        """Unpin slots that `admit` gave, once each."""
-        self._pin_S[slot_U] -= 1
+        """Unpin slots that `admit`, `pin_resident` or `bring_known` gave, once each."""
+        self._pin(slot_U, -1)
 
     def mark_dirty(self, slot_U: np.ndarray) -> None:
         """Say that kernels have changed the rows in these slots."""
@@ -289,6 +324,10 @@ class HotTier:
         self._dirty_S[slot_N] = dirty
         self._touch(slot_N)
 
+    def _pin(self, slot_U: np.ndarray, count: int) -> None:
+        with self._pin_lock:
+            self._pin_S[slot_U] += count
+
     def _touch(self, slot_N: np.ndarray) -> None:
         if not self._resident:
             self._tick += 1
@@ -303,8 +342,9 @@ class HotTier:
         if more <= self._room():
             return
         held = len(self._index) if self._resident else self.pinned
+        how = "taken" if self._resident else "in use by this step"
         raise StoreFullError(
-            f"the {self.name} tier has {self.slots} slots; {held} of them are {'taken' if self._resident else 'in use by this step'}"
+            f"the {self.name} tier has {self.slots} slots; {held} of them are {how}"
             f" and {more} more rows were asked for, {held + more} in all; give it at least"
             f" {_mebibytes((held + more) * (self.row_width * 4 + SLOT_OVERHEAD_BYTES))} MiB, or use fewer ids a step"
         )
