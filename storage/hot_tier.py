@@ -85,10 +85,16 @@ class HotTier:
         self._freed = np.empty(0, np.int64)  # slots given back, used again before new ones
         self._used = 0  # slots from here on have never been used
         self._tick = 0
-        self._rows = 0 if below is None or resident else len(below)  # known here and below
+        self._rows: int | None = 0 if below is None or resident else len(below)  # known here and below; None = unsure
         self._hits = self._misses = self._new = self._evicted = self._written_down = 0
 
     def __len__(self) -> int:
+        if self._rows is None:
+            rows = len(self._index)
+            if not self._resident and self._below is not None:
+                table_N, id_N, _ = self._keys_of(self._dirty_S)
+                rows = len(self._below) + int(np.count_nonzero(~self._below.contains(table_N, id_N)))
+            self._rows = rows
         return self._rows
 
     # ---- for kernels: rows to compute on, in place ------------------------------------------------------------
@@ -200,6 +206,13 @@ class HotTier:
         self._check_limit(unknown, table_U, new)
         if self._resident:
             self._check_fits(len(new))
+        rows, self._rows = len(self), None  # A failure below may come when some of the new rows are kept already.
+        self._keep(table_U, id_U, row_UW, hit_U, new)
+        self._rows = rows + unknown
+
+    def _keep(
+        self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray, hit_U: np.ndarray, new: np.ndarray
+    ) -> None:
         fits = min(len(new), self._room())
         if fits < len(new):  # A cache too small to keep them passes the rest on.
             rest = new[fits:]
@@ -218,7 +231,6 @@ class HotTier:
         if len(gone):
             assert self._below is not None
             self._below.put(table_U[gone], id_U[gone], row_UW[gone])
-        self._rows += unknown
 
     def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         here_U = self._index.find(table_U, id_U) >= 0
@@ -255,13 +267,17 @@ class HotTier:
 
     def reload(self) -> None:
         """Forget every row here and start from those of the store below: a resident tier copies them all, a cache
-        reads each when it is asked for."""
+        reads each when it is asked for. One that fails leaves the tier empty, never with a part of the rows."""
         assert self._below is not None
         self._forget()
-        if self._resident:
-            for table_N, id_N, row_NW in self._below.scan():
-                self._set(self._take_slots(len(id_N)), table_N, id_N, row_NW, dirty=False)
-        self._rows = len(self._below)
+        try:
+            if self._resident:
+                for table_N, id_N, row_NW in self._below.scan():
+                    self._set(self._take_slots(len(id_N)), table_N, id_N, row_NW, dirty=False)
+            self._rows = len(self._below)
+        except BaseException:
+            self._forget()
+            raise
 
     def clear(self) -> None:
         if self._below is not None:
@@ -292,15 +308,18 @@ class HotTier:
         size = len(id_M)
         if size == 0:
             return np.empty(0, np.int64)
-        self._check_fits(size)
         old = np.empty(0, np.int64)
         new = np.arange(size)
+        if self._resident:
+            self._check_limit(size, table_M, new)
+        self._check_fits(size)
         if not self._resident:
             assert self._below is not None
             row_MW = np.empty((size, self.row_width), np.float32)
             missing_M = self._below.get(table_M, id_M, row_MW)
             old, new = np.flatnonzero(~missing_M), np.flatnonzero(missing_M)
-        self._check_limit(len(new), table_M, new)
+            self._check_limit(len(new), table_M, new)
+        rows = len(self)
         slot_M = self._take_slots(size)
         try:
             fill_new(slot_M[new], table_M[new], id_M[new])
@@ -310,7 +329,7 @@ class HotTier:
         if len(old):
             self._set(slot_M[old], table_M[old], id_M[old], row_MW[old], dirty=False)
         self._set(slot_M[new], table_M[new], id_M[new], None, dirty=True)
-        self._rows += len(new)
+        self._rows = rows + len(new)
         self._new += len(new)
         return slot_M
 
@@ -350,12 +369,12 @@ class HotTier:
         )
 
     def _check_limit(self, more: int, table_N: np.ndarray | None, new: np.ndarray | None) -> None:
-        if self._row_limit is None or self._rows + more <= self._row_limit or more == 0:
+        if self._row_limit is None or more == 0 or len(self) + more <= self._row_limit:
             return
         where = "" if table_N is None or new is None else f" (the first of table {int(table_N[new[0]])})"
         raise StoreFullError(
-            f"capacity is {self._row_limit} rows; {self._rows} are kept and {more} new ones were asked for{where};"
-            f" give a capacity of at least {self._rows + more}, or None"
+            f"capacity is {self._row_limit} rows; {len(self)} are kept and {more} new ones were asked for{where};"
+            f" give a capacity of at least {len(self) + more}, or None"
         )
 
     def _take_slots(self, size: int) -> np.ndarray:

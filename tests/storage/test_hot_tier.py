@@ -1,0 +1,716 @@
+"""The hot tier against a dict: alone, as a cache, on a cache, on files; evicting, pinned, full, and over a store that
+fails at any call."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from oneemb.kernels.threads import Threads
+from oneemb.storage.hot_tier import HotTier
+from oneemb.storage.persistent_table import PersistentTable
+from oneemb.storage.row_store import StoreFullError
+from tests.support.row_store_suite import SUITE, DictStore, FailingStore, keys_of
+from tests.support.table_model import check, got, note, put_random, random_rows, scanned
+
+W = 5
+THREADS = Threads(2)
+
+
+def cache(below, slots, name="device", **options):
+    return HotTier(name, row_width=W, slots=slots, below=below, resident=False, threads=THREADS, **options)
+
+
+def resident(below=None, slots=3000, name="device", **options):
+    return HotTier(name, row_width=W, slots=slots, below=below, resident=True, threads=THREADS, **options)
+
+
+def persistent(path):
+    return PersistentTable.open(path, row_width=W, physical_block_size=512, chunk_bytes=64 * 512, threads=THREADS)
+
+
+# ---- the conformance suite on every store and composition -------------------------------------------------------------
+
+STORES = {
+    "dict": lambda path: DictStore(W),
+    "resident": lambda path: resident(),
+    "resident over dict": lambda path: resident(DictStore(W)),
+    "cache that holds all": lambda path: cache(DictStore(W), 3000),
+    "cache over dict": lambda path: cache(DictStore(W), 40),
+    "cache of one slot": lambda path: cache(DictStore(W), 1),
+    "cache over resident host": lambda path: cache(resident(name="host"), 40),
+    "cache over host cache": lambda path: cache(cache(DictStore(W), 150, "host"), 40),
+    "cache over smaller host cache": lambda path: cache(cache(DictStore(W), 20, "host"), 90),
+    "persistent table": persistent,
+    "cache over persistent table": lambda path: cache(persistent(path), 40),
+    "cache over host cache over persistent table": lambda path: cache(cache(persistent(path), 150, "host"), 40),
+    "resident over persistent table": lambda path: resident(persistent(path)),
+}
+
+
+@pytest.mark.parametrize("check_store", SUITE, ids=lambda check_store: check_store.__name__)
+@pytest.mark.parametrize("kind", STORES)
+def test_a_store_keeps_the_contract(kind, check_store, tmp_path):
+    opened = []
+
+    def open_store():
+        store = STORES[kind](tmp_path / str(len(opened)))
+        opened.append(store)
+        return store
+
+    try:
+        check_store(open_store)
+    finally:
+        for store in opened:
+            store.close()
+    if kind == "cache over dict" and check_store.__name__ == "many_calls_in_any_order_agree_with_a_dict":
+        assert opened[0].stats()["evicted"] > 100
+
+
+class _Saboteur(DictStore):
+    """A store with one fault; the suite must find it."""
+
+    def __init__(self, fault):
+        super().__init__(W)
+        self.fault = fault
+
+    def get(self, table_U, id_U, out_UW):
+        if self.fault == "get writes missing rows":
+            out_UW[:] = 0
+        missing_U = super().get(table_U, id_U, out_UW)
+        if self.fault == "get quiets NaNs" and len(out_UW):
+            bits_UW = out_UW.view(np.uint32)
+            bits_UW[np.isnan(out_UW)] |= 0x00400000
+        return missing_U
+
+    def put(self, table_U, id_U, row_UW):
+        if self.fault == "put loses the last row":
+            table_U, id_U, row_UW = table_U[:-1], id_U[:-1], row_UW[:-1]
+        if self.fault == "ids are 32 bits wide":
+            id_U = id_U.astype(np.int32).astype(np.int64)
+            _, first = np.unique(np.stack([table_U, id_U]), axis=1, return_index=True)
+            table_U, id_U, row_UW = table_U[first], id_U[first], row_UW[first]
+        if self.fault == "tables are mixed":
+            table_U = np.zeros_like(table_U)
+            _, first = np.unique(id_U, return_index=True)
+            table_U, id_U, row_UW = table_U[first], id_U[first], row_UW[first]
+        if self.fault == "put keeps the old row":
+            new_U = ~self.contains(table_U, id_U)
+            table_U, id_U, row_UW = table_U[new_U], id_U[new_U], row_UW[new_U]
+        super().put(table_U, id_U, np.ascontiguousarray(row_UW))
+
+    def scan(self, batch=65536):
+        for part in super().scan(batch):
+            yield part
+            if self.fault == "scan repeats itself":
+                yield part
+
+    def clear(self):
+        if self.fault != "clear does nothing":
+            super().clear()
+
+    def flush(self):
+        if self.fault == "flush drops a row" and self.rows:
+            self.rows.popitem()
+
+    def __len__(self):
+        return super().__len__() + (self.fault == "len is one too many")
+
+
+FAULTS = [
+    "get writes missing rows", "get quiets NaNs", "put loses the last row", "ids are 32 bits wide", "tables are mixed",
+    "put keeps the old row", "scan repeats itself", "clear does nothing", "flush drops a row", "len is one too many",
+]  # fmt: skip
+
+
+def faults_found(open_store):
+    found = []
+    for check_store in SUITE:
+        try:
+            check_store(open_store)
+        except AssertionError:
+            found.append(check_store.__name__)
+    return found
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_suite_finds_a_faulty_store(fault):
+    assert faults_found(lambda: _Saboteur(fault))
+    assert not faults_found(lambda: _Saboteur(None))
+
+
+@pytest.mark.parametrize("fault", ["get quiets NaNs", "put loses the last row", "put keeps the old row"])
+def test_the_suite_finds_a_fault_through_a_cache(fault):
+    assert faults_found(lambda: cache(_Saboteur(fault), 40))
+
+
+# ---- admitting, evicting, pinning -------------------------------------------------------------------------------------
+
+
+def initial_row(table, id):
+    """The row that `fill_new` gives a key: a function of the key."""
+    return np.array([table, id % 2**31, id >> 31, 7, -0.0], np.int64).astype(np.float32)
+
+
+def filler(tier, filled=None):
+    def fill_new(slot_M, table_M, id_M):
+        for slot, table, id in zip(slot_M.tolist(), table_M.tolist(), id_M.tolist(), strict=True):
+            tier.row_SW[slot] = initial_row(table, id)
+            if filled is not None:
+                filled.append((table, id))
+
+    return fill_new
+
+
+def admit(tier, keys, filled=None):
+    return tier.admit(*keys_of(keys), filler(tier, filled))
+
+
+def rows_of(keys):
+    return {key: initial_row(*key).tobytes() for key in keys}
+
+
+def ids(*numbers):
+    return [(0, n) for n in numbers]
+
+
+def test_new_rows_are_filled_once_and_found_again():
+    tier, filled = resident(slots=10), []
+    slots = admit(tier, ids(1, 2, 3), filled)
+    again = admit(tier, ids(3, 4, 1), filled)
+    assert filled == ids(1, 2, 3, 4)
+    assert again.tolist()[::2] == [slots[2], slots[0]]
+    assert tier.pinned == 4 and tier.stats()["new_rows"] == 4
+    check(tier, rows_of(ids(1, 2, 3, 4)))
+
+
+def test_evicted_dirty_row_is_read_back_bit_for_bit():
+    rng, below = np.random.default_rng(0), DictStore(W)
+    tier = cache(below, 4)
+    slot_U = admit(tier, ids(1, 2))
+    tier.row_SW[slot_U] = row_UW = random_rows(rng, 2, W)
+    tier.mark_dirty(slot_U)
+    tier.release(slot_U)
+    for n in range(10, 30, 4):
+        tier.release(admit(tier, ids(*range(n, n + 4))))
+    assert set(ids(1, 2)) <= set(below.rows) and tier.stats()["evicted"] >= 16
+    slot_U = admit(tier, ids(2, 1))
+    assert tier.row_SW[slot_U].tobytes() == row_UW[::-1].tobytes()
+
+
+def test_evicted_clean_rows_are_not_written_again():
+    below = FailingStore(DictStore(W))
+    tier = cache(below, 4)
+    tier.release(admit(tier, ids(1, 2, 3, 4)))
+    tier.flush()
+    written = tier.stats()["written_down"]
+    for n in range(20):
+        tier.get(*keys_of(ids(1 + n % 4)), np.empty((1, W), np.float32))
+        tier.release(admit(tier, ids(100)))
+    tier.release(admit(tier, ids(1, 2, 3, 4)))
+    assert tier.stats()["written_down"] - written == 1 and below.store.rows[0, 100] == initial_row(0, 100).tobytes()
+
+
+def test_the_least_recently_used_row_is_evicted():
+    below = FailingStore(DictStore(W))
+    tier = cache(below, 4)
+    for key in (1, 2, 3, 4, 1):
+        tier.release(admit(tier, ids(key)))
+    tier.release(admit(tier, ids(5)))  # takes the slot of 2
+    below.fail_at = below.calls + 1  # from here on, a miss would ask the store below
+    tier.release(admit(tier, ids(1, 3, 4, 5)))
+    with pytest.raises(OSError):
+        admit(tier, ids(2))
+
+
+def test_pinned_rows_are_neither_evicted_nor_moved():
+    rng, tier = np.random.default_rng(0), cache(DictStore(W), 8)
+    slot_U = admit(tier, ids(1, 2, 3))
+    for n in range(50):
+        tier.row_SW[slot_U] = row_UW = random_rows(rng, 3, W)
+        tier.release(admit(tier, ids(*range(10 + 5 * n, 15 + 5 * n))))
+        out_UW = np.empty((20, W), np.float32)
+        tier.get(*keys_of(ids(*range(20, 40))), out_UW)
+        assert tier.row_SW[slot_U].tobytes() == row_UW.tobytes()
+        assert admit(tier, ids(1, 2, 3)).tolist() == slot_U.tolist()
+        tier.release(slot_U)
+    assert tier.pinned == 3
+
+
+def test_a_row_pinned_twice_stays_until_it_is_released_twice():
+    tier = cache(DictStore(W), 2)
+    slot_U = admit(tier, ids(1))
+    admit(tier, ids(1))
+    tier.release(slot_U)
+    with pytest.raises(StoreFullError):
+        admit(tier, ids(2, 3))
+    tier.release(slot_U)
+    assert len(admit(tier, ids(2, 3))) == 2
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 16, 33])
+def test_a_cache_takes_as_many_rows_at_once_as_it_has_slots(slots):
+    tier = cache(DictStore(W), slots)
+    for begin in (0, 1, slots, slots // 2):
+        keys = ids(*range(begin, begin + slots))
+        slot_U = admit(tier, keys)
+        assert sorted(slot_U.tolist()) == list(range(slots))
+        assert [tier.row_SW[slot].tobytes() for slot in slot_U] == list(rows_of(keys).values())
+        tier.release(slot_U)
+
+
+def test_get_and_contains_insert_nothing():
+    tier = cache(DictStore(W), 4)
+    assert got(tier, ids(1, 2)) == [None, None] and not tier.contains(*keys_of(ids(1, 2))).any()
+    assert len(tier) == 0 and tier.stats()["rows"] == 0
+
+
+# ---- full -----------------------------------------------------------------------------------------------------------
+
+
+def state(tier):
+    """Everything about a tier that a failed call must leave as it was."""
+    stats = {name: tier.stats()[name] for name in ("rows", "slots", "pinned", "new_rows")}
+    return stats, len(tier), scanned(tier), tier._pin_S.tolist()
+
+
+def check_refused(tier, keys, match):
+    before = state(tier)
+    with pytest.raises(StoreFullError, match=match):
+        admit(tier, keys)
+    assert state(tier) == before
+
+
+def test_a_cache_full_of_pins_names_the_size_that_works():
+    tier = cache(DictStore(W), 4)
+    held = admit(tier, ids(1, 2, 3))
+    check_refused(
+        tier,
+        ids(2, 3, 4, 5),
+        "device tier has 4 slots; 3 of them are in use by this step and 2 more .* 5 in all.* 1 MiB",
+    )
+    assert admit(tier, ids(2, 3, 4)).tolist()[:2] == held.tolist()[1:]
+
+
+def test_more_rows_than_a_cache_has_slots_are_refused():
+    tier = cache(DictStore(W), 4)
+    check_refused(tier, ids(*range(5)), "4 slots; 0 of them .* 5 more rows were asked for")
+    tier.release(admit(tier, ids(1, 2, 3, 4)))
+    check_refused(tier, ids(*range(5)), "4 slots")
+    check(tier, rows_of(ids(1, 2, 3, 4)))
+
+
+def test_a_full_resident_tier_refuses_new_rows_and_keeps_serving_old_ones():
+    tier = resident(slots=3)
+    tier.release(admit(tier, ids(1, 2)))
+    check_refused(tier, ids(2, 3, 4), "3 slots; 2 of them are taken and 2 more")
+    tier.release(admit(tier, ids(2, 3)))
+    check_refused(tier, ids(4), "3 slots")
+    before = state(tier)
+    with pytest.raises(StoreFullError):
+        tier.put(*keys_of(ids(1, 4)), np.ones((2, W), np.float32))
+    assert state(tier) == before
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: resident(slots=5, row_limit=5),
+        lambda: resident(slots=50, row_limit=5),
+        lambda: cache(DictStore(W), 50, row_limit=5),
+        lambda: cache(DictStore(W), 3, row_limit=5),
+        lambda: cache(cache(DictStore(W), 2, "host"), 3, row_limit=5),
+    ],
+    ids=["resident, as many slots", "resident", "cache", "small cache", "small cache over cache"],
+)
+def test_capacity_counts_every_row_known_wherever_it_is(make):
+    tier = make()
+    tier.release(admit(tier, [(0, 1), (1, 1), (0, 3)]))
+    tier.put(*keys_of([(2, 4)]), np.full((1, W), 2, np.float32))
+    full = r"capacity is 5 rows; 4 are kept and 2 new ones were asked for \(the first of table 3\).*at least 6, or None"
+    check_refused(tier, [(0, 1), (3, 1), (4, 1)], full)
+    tier.release(admit(tier, [(3, 1)]))
+    tier.release(admit(tier, [(0, 1), (2, 4), (3, 1)]))
+    check_refused(tier, [(0, 1), (9, 9)], "capacity is 5 rows; 5 are kept and 1 new")
+    with pytest.raises(StoreFullError, match="capacity"):
+        tier.put(*keys_of([(9, 9)]), np.ones((1, W), np.float32))
+    assert len(tier) == 5
+    tier.clear()
+    admit(tier, ids(7, 8))
+
+
+def test_a_filler_that_fails_changes_nothing():
+    for make in (lambda: resident(slots=9), lambda: cache(DictStore(W), 9)):
+        tier = make()
+        tier.release(admit(tier, ids(1, 2, 3, 4)))
+        before = state(tier)
+
+        def fill_new(slot_M, table_M, id_M):
+            raise KeyboardInterrupt
+
+        for _ in range(20):  # A slot lost each time would show.
+            with pytest.raises(KeyboardInterrupt):
+                tier.admit(*keys_of(ids(1, 5, 6)), fill_new)
+            assert state(tier) == before
+        assert len(admit(tier, ids(*range(11, 20)) if tier.name != "device" else ids(5, 6, 7, 8, 9))) == 5
+        check(tier, rows_of(ids(1, 2, 3, 4, 5, 6, 7, 8, 9)))
+
+
+def test_no_memory_for_the_index_changes_nothing(monkeypatch):
+    tier = cache(DictStore(W), 500)
+    tier.release(admit(tier, ids(*range(40))))
+    before = state(tier)
+
+    def no_memory(*args, **kwargs):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("oneemb.storage.hash_index.np.zeros", no_memory)
+        with pytest.raises(MemoryError):
+            admit(tier, ids(*range(30, 300)))
+        assert state(tier) == before
+    tier.release(admit(tier, ids(*range(30, 300))))
+    check(tier, rows_of(ids(*range(300))))
+
+
+# ---- loading and clearing -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [resident, lambda below: cache(below, 7)], ids=["resident", "cache"])
+def test_a_reloaded_tier_holds_what_the_store_below_holds(make):
+    rng, below, rows = np.random.default_rng(0), DictStore(W), {}
+    tier = make(below)
+    admit(tier, ids(1, 2, 3))
+    put_random(below, rows, rng, 100)
+    tier.reload()
+    check(tier, rows)
+    assert tier.pinned == 0 and tier.stats()["dirty"] == 0
+    put_random(tier, rows, rng, 60)
+    tier.flush()
+    assert below.rows == rows
+
+
+@pytest.mark.parametrize("make", [resident, lambda below: cache(below, 7)], ids=["resident", "cache"])
+def test_a_tier_that_is_made_over_rows_knows_them_once_it_is_loaded(make):
+    rng, below, rows = np.random.default_rng(0), DictStore(W), {}
+    put_random(below, rows, rng, 30)
+    tier = make(below)
+    tier.reload()
+    check(tier, rows)
+
+
+def test_a_flush_writes_dirty_rows_once():
+    rng, below, rows = np.random.default_rng(0), DictStore(W), {}
+    tier = resident(below)
+    put_random(tier, rows, rng, 100)
+    tier.flush()
+    assert below.rows == rows and tier.stats()["written_down"] == 100
+    tier.flush()
+    assert tier.stats()["written_down"] == 100
+    slot_U = tier.admit(*keys_of(list(rows)[:3]), filler(tier))
+    tier.row_SW[slot_U] = 5
+    tier.mark_dirty(slot_U)
+    note(rows, *keys_of(list(rows)[:3]), np.full((3, W), 5, np.float32))
+    tier.flush()
+    assert below.rows == rows and tier.stats()["written_down"] == 103
+
+
+def test_a_reload_that_fails_leaves_no_part_of_the_rows():
+    class Broken(DictStore):
+        def scan(self, batch=65536):
+            yield next(super().scan(3))
+            raise OSError("a block is damaged")
+
+    rng, below = np.random.default_rng(0), Broken(W)
+    put_random(below, {}, rng, 10)
+    tier = resident(below)
+    admit(tier, ids(1, 2))
+    with pytest.raises(OSError, match="damaged"):
+        tier.reload()
+    check(tier, {})
+    assert tier.pinned == 0
+
+
+def test_check_holds_says_what_a_snapshot_needs():
+    resident(slots=10).check_holds(10)
+    cache(DictStore(W), 2).check_holds(10**9)
+    with pytest.raises(StoreFullError, match="10 slots and must hold all of 11 rows"):
+        resident(slots=10).check_holds(11)
+    with pytest.raises(StoreFullError, match="capacity is 10 rows, 11 are to be loaded"):
+        cache(DictStore(W), 2, row_limit=10).check_holds(11)
+
+
+# ---- a store below that fails -----------------------------------------------------------------------------------------
+
+
+def failing_compositions(half):
+    def over(make):
+        below = FailingStore(DictStore(W), half)
+        return make(below), below
+
+    def between():
+        below = FailingStore(cache(DictStore(W), 6, "host"), half)
+        return cache(below, 4), below
+
+    return {
+        "cache": lambda: over(lambda below: cache(below, 4)),
+        "cache with a limit": lambda: over(lambda below: cache(below, 4, row_limit=14)),
+        "cache over cache": lambda: over(lambda below: cache(cache(below, 6, "host"), 4)),
+        "failure between caches": between,
+        "resident": lambda: over(lambda below: resident(below, slots=40)),
+    }
+
+
+def play(tier, attempt):
+    """A fixed scene of every call; `attempt(call)` makes each. The rows that must be there at its end."""
+    rng, rows = np.random.default_rng(3), {}
+
+    def train(*numbers):
+        slot_U = attempt(lambda: admit(tier, ids(*numbers)))
+        tier.row_SW[slot_U] = row_UW = random_rows(rng, len(numbers), W)
+        tier.mark_dirty(slot_U)
+        tier.release(slot_U)
+        note(rows, *keys_of(ids(*numbers)), row_UW)
+
+    def store(*numbers):
+        row_UW = random_rows(rng, len(numbers), W)
+        attempt(lambda: tier.put(*keys_of(ids(*numbers)), row_UW))
+        note(rows, *keys_of(ids(*numbers)), row_UW)
+
+    def read(*numbers):
+        expected = [rows.get(key) for key in ids(*numbers)]
+        assert attempt(lambda: got(tier, ids(*numbers))) == expected
+
+    train(1, 2, 3)
+    train(3, 4, 5, 6)
+    store(1, 7, 8, 9, 10)
+    read(1, 2, 3, 4, 5, 99)
+    train(2, 9, 11)
+    attempt(tier.flush)
+    store(5, 12)
+    read(12, 11, 10, 9, 8)
+    train(1, 5, 8, 13)
+    assert attempt(lambda: tier.contains(*keys_of(ids(1, 14)))).tolist() == [True, False]
+    assert attempt(lambda: scanned(tier, 3)) == rows
+    return rows
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["whole call fails", "half of a put is kept"])
+@pytest.mark.parametrize("kind", failing_compositions(False))
+def test_a_failing_store_below_loses_nothing(kind, half):
+    tier, below = failing_compositions(half)[kind]()
+    rows, calls = play(tier, lambda call: call()), below.calls
+    check(tier, rows)
+    assert calls >= (2 if kind == "resident" else 15)
+    for n in range(1, calls + 1):
+        tier, below = failing_compositions(half)[kind]()
+        below.fail_at = n
+        failures = []
+
+        def attempt(call, tier=tier, failures=failures):
+            pins = tier._pin_S.tolist()
+            try:
+                return call()
+            except OSError as error:
+                failures.append(error)
+                assert tier._pin_S.tolist() == pins
+                return call()  # The store below works again: so does the call.
+
+        rows = play(tier, attempt)
+        check(tier, rows)
+        tier.flush()
+        assert len(failures) == 1 and scanned(below.store) == rows and len(tier) == len(rows) == 13
+
+
+def test_the_scene_notices_a_store_that_drops_rows():
+    class Dropping(DictStore):
+        def put(self, table_U, id_U, row_UW):
+            super().put(table_U[1:], id_U[1:], row_UW[1:])
+
+    with pytest.raises(AssertionError):
+        tier = cache(Dropping(W), 4)
+        check(tier, play(tier, lambda call: call()))
+
+
+# ---- any calls in any order -------------------------------------------------------------------------------------------
+
+_KEYS = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(0, 11) | st.sampled_from([-1, 2**63 - 1, -(2**63)])),
+    max_size=9,
+    unique=True,
+)
+
+
+class TierMachine(RuleBasedStateMachine):
+    """Compares a tier with a dict. `rows` holds what each known key's row must be."""
+
+    SLOTS, LIMIT = 8, 14
+
+    @initialize(
+        kind=st.sampled_from(["resident", "cache", "limited", "host between", "host holds all"]), half=st.booleans()
+    )
+    def start(self, kind, half):
+        self.below = FailingStore(DictStore(W), half)
+        self.limit = self.slots = None
+        if kind == "resident":
+            self.tier, self.slots = resident(self.below, slots=20), None
+        elif kind == "limited":
+            self.tier, self.slots = cache(self.below, self.SLOTS, row_limit=self.LIMIT), self.SLOTS
+            self.limit = self.LIMIT
+        else:
+            between = {
+                "cache": self.below,
+                "host between": cache(self.below, 5, "host"),
+                "host holds all": resident(self.below, 100, "host"),
+            }[kind]
+            self.tier, self.slots = cache(between, self.SLOTS), self.SLOTS
+        self.capacity = 20 if kind == "resident" else self.limit
+        self.rows, self.leases, self.count = {}, [], 0
+
+    def fits(self, keys):
+        if self.capacity is not None and len(self.rows.keys() | set(keys)) > self.capacity:
+            return False
+        return self.slots is None or len({key for lease, _ in self.leases for key in lease} | set(keys)) <= self.slots
+
+    def attempt(self, call, *args):
+        """Make a call; when the store below fails, make it again."""
+        pins = self.tier._pin_S.tolist()
+        try:
+            return call(*args)
+        except OSError:
+            self.below.fail_at = None
+            assert self.tier._pin_S.tolist() == pins
+            return call(*args)
+
+    @rule(keys=_KEYS)
+    def admit(self, keys):
+        if not self.fits(keys):
+            before = self.tier.pinned, len(self.tier)
+            with pytest.raises(StoreFullError):
+                self.attempt(admit, self.tier, keys)
+            assert (self.tier.pinned, len(self.tier)) == before
+            return
+        slot_U = self.attempt(admit, self.tier, keys)
+        for key in keys:
+            self.rows.setdefault(key, initial_row(*key).tobytes())
+        self.leases.append((keys, slot_U))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data):
+        _, slot_U = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        self.tier.release(slot_U)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def update(self, data):
+        keys, slot_U = self.leases[data.draw(st.integers(0, len(self.leases) - 1))]
+        self.tier.row_SW[slot_U] = row_UW = self.new_rows(len(keys))
+        self.tier.mark_dirty(slot_U)
+        note(self.rows, *keys_of(keys), row_UW)
+
+    @rule(keys=_KEYS)
+    def put(self, keys):
+        if self.capacity is not None and len(self.rows.keys() | set(keys)) > self.capacity:
+            with pytest.raises(StoreFullError):
+                self.attempt(self.tier.put, *keys_of(keys), self.new_rows(len(keys)))
+            return
+        row_UW = self.new_rows(len(keys))
+        self.attempt(self.tier.put, *keys_of(keys), row_UW)
+        note(self.rows, *keys_of(keys), row_UW)
+
+    @rule(keys=_KEYS)
+    def get(self, keys):
+        assert self.attempt(got, self.tier, keys) == [self.rows.get(key) for key in keys]
+
+    @rule(keys=_KEYS)
+    def contains(self, keys):
+        assert self.attempt(self.tier.contains, *keys_of(keys)).tolist() == [key in self.rows for key in keys]
+
+    @rule()
+    def flush(self):
+        self.attempt(self.tier.flush)
+        assert self.below.store.rows == self.rows
+
+    @rule(batch=st.sampled_from([1, 3, 100]))
+    def scan(self, batch):
+        assert self.attempt(scanned, self.tier, batch) == self.rows
+
+    @rule()
+    def clear(self):
+        self.attempt(self.tier.clear)
+        self.rows.clear()
+        self.leases.clear()
+
+    @rule()
+    def flush_and_reload(self):
+        self.attempt(self.tier.flush)
+        self.below.fail_at = None
+        for tier in (self.tier._below, self.tier):
+            if isinstance(tier, HotTier):
+                tier.reload()
+        self.leases.clear()
+
+    @rule(n=st.integers(1, 4))
+    def let_a_call_below_fail(self, n):
+        self.below.fail_at = self.below.calls + n
+
+    def new_rows(self, size):
+        self.count += 1
+        return random_rows(np.random.default_rng(self.count), size, W)
+
+    @invariant()
+    def rows_and_pins_are_where_they_should_be(self):
+        if not hasattr(self, "tier"):
+            return
+        assert len(self.tier) == len(self.rows)
+        pins = Counter()
+        for keys, slot_U in self.leases:
+            pins.update(slot_U.tolist())
+            assert [self.tier.row_SW[slot].tobytes() for slot in slot_U] == [self.rows[key] for key in keys]
+        assert self.tier.pinned == len(pins)
+
+    def teardown(self):
+        if hasattr(self, "tier"):
+            self.below.fail_at = None
+            check(self.tier, self.rows)
+            self.tier.flush()
+            assert self.below.store.rows == self.rows
+
+
+def test_any_calls_in_any_order_agree_with_a_dict():
+    run_state_machine_as_test(TierMachine, settings=settings(max_examples=400, stateful_step_count=30))
+
+
+@pytest.mark.slow
+def test_any_calls_in_any_order_agree_with_a_dict_at_length():
+    run_state_machine_as_test(
+        TierMachine, settings=settings(max_examples=3000, stateful_step_count=60, derandomize=False)
+    )
+
+
+def test_the_machine_finds_an_eviction_of_pinned_rows():
+    class Careless(HotTier):
+        def release(self, slot_U):
+            self._pin_S[slot_U] = 0
+
+    class Machine(TierMachine):
+        def start(self, kind, half):
+            super().start(kind, half)
+            self.tier.__class__ = Careless
+
+    Machine.start = initialize(kind=st.just("cache"), half=st.just(False))(Machine.start)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(
+            Machine, settings=settings(max_examples=300, stateful_step_count=30, phases=[Phase.generate])
+        )
