@@ -25,7 +25,7 @@ from numba import types
 from numba.core import caching, cgutils
 from numba.extending import intrinsic, overload
 
-__all__ = ["cpu", "float_bits", "from_float32", "mul_high", "prefetch", "rule", "to_float32", "uint_as_float"]
+__all__ = ["cpu", "external", "float_bits", "from_float32", "mul_high", "prefetch", "rule", "to_float32", "uint_as_float"]
 
 # No fastmath: the same numbers on every run. error_model="numpy": a division makes inf or nan, as in torch,
 # instead of a Python exception in the middle of a loop.
@@ -43,6 +43,15 @@ def cpu(function):
 
 
 @functools.cache
+def external(name: str, result: str, arguments: list[str]) -> Any:
+    """A function of the C library that loops may call. Types are numba's names; `int32*` is a pointer to int32."""
+
+    def of(type_name: str) -> Any:
+        return types.CPointer(of(type_name[:-1])) if type_name.endswith("*") else getattr(types, type_name)
+
+    return types.ExternalFunction(name, of(result)(*map(of, arguments)))
+
+
 def _sources_digest() -> str:
     """Stands for all that compiled code depends on: every kernel's source, and the compiler."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())

@@ -14,7 +14,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.fs import FileSystem, aligned_bytes
 from oneemb.storage.geometry import Geometry
 
-__all__ = ["BlockReader", "DamagedBlock", "PreadReader", "ReadPlan", "open_reader", "plan_reads"]
+__all__ = ["BlockReader", "DamagedBlock", "PreadReader", "ReadPlan", "plan_reads"]
 
 # Blocks at most this far apart are read together: one larger read costs the device less than two.
 _GAP_BYTES = 4096
@@ -177,12 +177,3 @@ class PreadReader:
         bounds = [len(at_Q) * i // shares for i in range(shares + 1)]
         for future in [self._pool.submit(fill, bounds[i], bounds[i + 1]) for i in range(shares)]:
             future.result()
-
-
-def open_reader(io: str, fs: FileSystem, directory: str, block_bytes: int, threads: Threads) -> BlockReader:
-    """The way of reading that `io` names, tried out on a file in the directory.
-
-    Raises:
-        StorageError: it does not work there.
-    """
-    return PreadReader(fs, threads)

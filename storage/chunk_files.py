@@ -68,7 +68,7 @@ class ChunkFiles:
 
     def __init__(self, fs: FileSystem, directory: str, next_number: int, direct: bool):
         self._fs = fs
-        self._directory = directory
+        self.directory = directory
         self._next_number = next_number
         self._direct = direct
         self._rows_file: OrderedDict[ChunkFile, int] = OrderedDict()
@@ -86,7 +86,7 @@ class ChunkFiles:
         Raises:
             StorageError: the files could not be made; what was made of them is removed.
         """
-        rows_path, keys_path = chunk_paths(self._directory, self._next_number)
+        rows_path, keys_path = chunk_paths(self.directory, self._next_number)
         chunk = ChunkFile(self._next_number, geometry, rows_path, keys_path)
         self._next_number += 1
         number_4 = (chunk.number, geometry.row_width, geometry.physical_block_size, geometry.blocks_per_chunk)
@@ -118,7 +118,7 @@ class ChunkFiles:
         """The chunk of this number as a snapshot describes it, with one hold more. Its files are not looked at."""
         chunk = self.chunks.get(number)
         if chunk is None:
-            chunk = self.chunks[number] = ChunkFile(number, geometry, *chunk_paths(self._directory, number))
+            chunk = self.chunks[number] = ChunkFile(number, geometry, *chunk_paths(self.directory, number))
         if blocks > chunk.blocks:
             chunk.blocks, chunk.keys_bytes, chunk.keys_sum = blocks, keys_bytes, keys_sum
             chunk.synced_bytes = chunk.nbytes
@@ -183,10 +183,10 @@ class ChunkFiles:
             return
         self._directory_synced = True
         try:
-            self._fs.sync_directory(self._directory)
+            self._fs.sync_directory(self.directory)
         except OSError as error:
             self._directory_synced = False
-            raise storage_error(error, "sync the directory", self._directory) from error
+            raise storage_error(error, "sync the directory", self.directory) from error
 
     def hold(self, chunk: ChunkFile) -> None:
         chunk.holds += 1

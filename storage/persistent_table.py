@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 
 from oneemb.kernels.threads import Threads
+from oneemb.storage.aio_reader import open_reader
 from oneemb.storage.background import Background
-from oneemb.storage.block_reader import DamagedBlock, open_reader, plan_reads
+from oneemb.storage.block_reader import DamagedBlock, plan_reads
 from oneemb.storage.chunk_files import ROWS_BEGIN, ChunkFile
 from oneemb.storage.chunk_scan import block_damage, live_rows, missing_file, read_keys, scan_rows
 from oneemb.storage.compaction import CompactionResult, Compactor
@@ -251,6 +252,7 @@ class PersistentTable:
                     f"{self.row_width}; open the table with row_width={record.geometry.row_width}: the same dimension, "
                     f"dtype and optimizer as when it was saved"
                 )
+            self._reader_for(record.geometry)
             self._replace(load_live_rows(self._fs, self._store, record, self._threads))
             return record.info.meta
 
@@ -343,6 +345,11 @@ class PersistentTable:
         self._compactor = Compactor(
             self._fs, live, self._writer, self._files, self._guard, self._max_space_amplification, self._compactions
         )
+
+    def _reader_for(self, geometry: Geometry) -> None:
+        """Make sure that blocks of this size can be read the way the others are."""
+        if geometry.physical_block_size < self._live.geometry.physical_block_size and self._reader.direct:
+            open_reader(self._reader.name, self._fs, self._files.directory, geometry.physical_block_size, self._threads)
 
     def _replace(self, live: LiveRows) -> None:
         """These are the table's rows from now on."""

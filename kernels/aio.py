@@ -1,0 +1,130 @@
+"""Linux AIO from one compiled loop: many direct reads in flight, each checked and copied out as it lands.
+
+    Q read requests, P places, U rows out, K reads in flight; slot k of the memory holds what read k brings
+
+The loop keeps K reads in flight by io_submit and io_getevents through libc's syscall(), and does its own work while
+the device does its. Reads past the system's cache need memory, offset and length in whole device blocks.
+"""
+
+import platform
+import sys
+
+import numpy as np
+
+from oneemb.kernels.jit import cpu, external
+from oneemb.kernels.row_blocks import rows_deliver
+
+__all__ = ["AIO_NUMBERS", "BAD_BLOCK", "aio_destroy", "aio_read", "aio_setup"]
+
+# The numbers of io_setup, io_destroy, io_getevents and io_submit.
+_NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
+AIO_NUMBERS = _NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
+
+# What `aio_read` returns beside 0 and the negative number of an error.
+BAD_BLOCK = 1
+
+_IOCB_WORDS = 8  # struct iocb: data, (key, flags), (opcode, priority, file), address, bytes, offset, 0, (flags, fd)
+_EVENT_WORDS = 4  # struct io_event: data, iocb, result, result 2
+
+_syscall = external("syscall", "int64", ["int64"] * 6)
+_errno_place = external("__errno_location", "int32*", [])
+
+
+@cpu
+def aio_setup(number, depth, context_1):
+    """Make a context for `depth` reads; 0 or a negative error number."""
+    if _syscall(number, depth, context_1.ctypes.data, 0, 0, 0) < 0:
+        return -np.int64(_errno_place()[0])
+    return np.int64(0)
+
+
+@cpu
+def aio_destroy(number, context):
+    return _syscall(number, context, 0, 0, 0, 0)
+
+
+@cpu
+def aio_read(
+    getevents, submit, context, depth, iocb_KX, pointer_K, event_KX, free_K, word_X, slot_words,
+    file_Q, offset_Q, bytes_Q, block_Q, first_Q, place_P, to_P, rows_a_block, block_words, sum_B, out_UW, failed_3,
+):  # fmt: skip
+    """Read all requests and copy their rows out.
+
+    Returns 0; or BAD_BLOCK with failed_3 = (request, p, slot of the memory), or a negative error number with
+    failed_3[0] = request. Nothing is in flight afterwards.
+    """
+    requests = len(file_Q)
+    free = depth
+    for k in range(depth):
+        free_K[k] = k
+        pointer_K[k] = iocb_KX.ctypes.data + 8 * _IOCB_WORDS * k
+    request_K = np.empty(depth, np.int64)
+    base = word_X.ctypes.data
+    submitted = prepared = done = 0
+    ready = 0  # Reads prepared but not yet taken by the system are the last `ready` pointers of waiting_K.
+    waiting_K = np.empty(depth, np.int64)
+    result = np.int64(0)
+    while done < submitted or (result == 0 and done < requests):
+        while free > 0 and prepared < requests and result == 0:
+            free -= 1
+            k = free_K[free]
+            request_K[k] = prepared
+            iocb_KX[k, 0] = k
+            iocb_KX[k, 1] = 0
+            iocb_KX[k, 2] = np.int64(file_Q[prepared]) << 32  # opcode 0 is a read, the file is the upper half
+            iocb_KX[k, 3] = base + 8 * slot_words * k
+            iocb_KX[k, 4] = bytes_Q[prepared]
+            iocb_KX[k, 5] = offset_Q[prepared]
+            iocb_KX[k, 6] = 0
+            iocb_KX[k, 7] = 0
+            waiting_K[ready] = pointer_K[k]
+            ready += 1
+            prepared += 1
+        if ready > 0 and result == 0:
+            taken = _syscall(submit, context, ready, waiting_K.ctypes.data, 0, 0)
+            if taken < 0:
+                error = _errno_place()[0]
+                if error != 11 and error != 4:  # EAGAIN, EINTR: try again when some reads have ended
+                    result = -np.int64(error)
+                    failed_3[0] = prepared - ready
+                taken = 0
+            submitted += taken
+            ready -= taken
+            for i in range(ready):
+                waiting_K[i] = waiting_K[i + taken]
+        if done == submitted:
+            if result == 0 and ready > 0:
+                continue
+            break
+        # Waiting for several at once saves calls; the last ones are waited for one by one.
+        least = min(max(1, depth // 8), submitted - done)
+        events = _syscall(getevents, context, least, depth, event_KX.ctypes.data, 0)
+        if events < 0:
+            if _errno_place()[0] == 4:
+                continue
+            return -np.int64(_errno_place()[0])
+        for e in range(events):
+            k = event_KX[e, 0]
+            q = request_K[k]
+            if result == 0:
+                if event_KX[e, 2] < 0:
+                    result = event_KX[e, 2]
+                    failed_3[0] = q
+                else:
+                    # A read that ends early leaves old bytes after it; their checksums tell, unless they are zeroed.
+                    for w in range(event_KX[e, 2] // 8, bytes_Q[q] // 8):
+                        word_X[slot_words * k + w] = 0
+                    p = rows_deliver(
+                        word_X, slot_words * k, block_Q[q], place_P, to_P, first_Q[q], first_Q[q + 1],
+                        rows_a_block, block_words, sum_B, out_UW,
+                    )  # fmt: skip
+                    if p < first_Q[q + 1]:
+                        result = np.int64(BAD_BLOCK)
+                        failed_3[0] = q
+                        failed_3[1] = p
+                        failed_3[2] = k
+            if result != BAD_BLOCK or failed_3[2] != k:
+                free_K[free] = k
+                free += 1
+        done += events
+    return result

@@ -1,0 +1,146 @@
+"""Direct reads at depth by Linux AIO, where the system and the file system have it.
+
+Invariant: while reads are in flight their memory stays; `close` waits for none, because `read` leaves none behind.
+"""
+
+import os
+from typing import Any
+
+import numpy as np
+
+from oneemb.kernels.aio import AIO_NUMBERS, BAD_BLOCK, aio_destroy, aio_read, aio_setup
+from oneemb.kernels.checksum import blocks_sum
+from oneemb.kernels.threads import Threads
+from oneemb.storage.block_reader import REQUEST_BYTES_MAX, BlockReader, DamagedBlock, PreadReader, ReadPlan
+from oneemb.storage.errors import StorageError
+from oneemb.storage.fs import FileSystem, aligned_bytes
+from oneemb.storage.geometry import Geometry
+
+__all__ = ["AioReader", "open_reader"]
+
+_DEPTH = 128
+_PROBE_BYTES = 4096
+
+
+class AioReader:
+    """Keeps up to `depth` direct reads in flight from one thread.
+
+    Args:
+        depth: reads in flight at once.
+
+    Raises:
+        OSError: the system does not let this process do so.
+    """
+
+    name = "aio"
+    direct = True
+
+    def __init__(self, depth: int = _DEPTH):
+        assert AIO_NUMBERS is not None
+        self.depth = depth
+        context_1 = np.zeros(1, np.int64)
+        failed = aio_setup(AIO_NUMBERS[0], depth, context_1)
+        if failed:
+            raise OSError(-failed, os.strerror(-failed))
+        self._context: int | None = int(context_1[0])
+        self._iocb_KX, self._event_KX = np.zeros((depth, 8), np.int64), np.zeros((depth, 4), np.int64)
+        self._pointer_K, self._free_K = np.zeros(depth, np.int64), np.zeros(depth, np.int64)
+        self._byte_N = np.empty(0, np.uint8)
+
+    def read(
+        self, plan: ReadPlan, file_Q: np.ndarray, offset_Q: np.ndarray, sum_B: np.ndarray, out_UW: np.ndarray
+    ) -> None:
+        geometry = plan.geometry
+        slot_bytes = max(REQUEST_BYTES_MAX, geometry.block_bytes)
+        if len(self._byte_N) != slot_bytes * self.depth:
+            self._byte_N = aligned_bytes(slot_bytes * self.depth)
+        failed_3 = np.zeros(3, np.int64)
+        assert AIO_NUMBERS is not None and self._context is not None
+        result = aio_read(
+            AIO_NUMBERS[2], AIO_NUMBERS[3], self._context, self.depth, self._iocb_KX, self._pointer_K, self._event_KX,
+            self._free_K, self._byte_N.view(np.uint64), slot_bytes // 8, file_Q, offset_Q,
+            plan.blocks_Q * geometry.block_bytes, plan.block_Q, plan.first_Q, plan.place_P, plan.to_P,
+            geometry.rows_per_block, geometry.block_words, sum_B, out_UW.view(np.uint32), failed_3,
+        )  # fmt: skip
+        q, p, k = failed_3.tolist()
+        if result == BAD_BLOCK:
+            skip = plan.place_P[p] // geometry.rows_per_block - plan.block_Q[q]
+            at = int(k * slot_bytes + skip * geometry.block_bytes)
+            raise DamagedBlock(p, self._byte_N[at : at + geometry.block_bytes].copy())
+        if result:
+            raise OSError(-result, os.strerror(-result), q)
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        if self._context is not None and AIO_NUMBERS is not None:
+            aio_destroy(AIO_NUMBERS[1], self._context)
+            self._context = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_context"):
+            self.close()
+
+
+def open_reader(io: str, fs: FileSystem, directory: str, block_bytes: int, threads: Threads) -> BlockReader:
+    """The way of reading that `io` names, tried out on a file in the directory.
+
+    Raises:
+        StorageError: it does not work there.
+        ValueError: there is no such way.
+    """
+    if io not in ("auto", "aio", "pread"):
+        raise ValueError(f"io must be 'auto', 'aio' or 'pread', got {io!r}")
+    obstacle = "it was not asked for" if io == "pread" else _obstacle(fs, directory, block_bytes)
+    if obstacle is None:
+        return AioReader()
+    if io == "aio":
+        raise StorageError(
+            f"io='aio' does not work in {directory} with blocks of {block_bytes} bytes: {obstacle}; use io='auto' or "
+            f"io='pread', or a path on a local disk"
+        )
+    return PreadReader(fs, threads)
+
+
+def _obstacle(fs: FileSystem, directory: str, block_bytes: int) -> str | None:
+    """Why direct reads of such blocks by AIO do not work on files in this directory; None if they do."""
+    if not fs.native or AIO_NUMBERS is None:
+        return "this system has no Linux AIO"
+    path = f"{directory}/probe.tmp"
+    try:
+        try:
+            file = fs.create(path, direct=True)
+        except FileExistsError:
+            fs.remove(path)
+            file = fs.create(path, direct=True)
+        try:
+            return _probe(fs, file, block_bytes)
+        finally:
+            fs.close(file)
+            fs.remove(path)
+    except OSError as error:
+        return f"{error.strerror}"
+
+
+def _probe(fs: FileSystem, file: int, block_bytes: int) -> str | None:
+    """Write a page in blocks, and read each block back the way `AioReader` reads."""
+    geometry = Geometry(block_bytes // 4, block_bytes, 64)
+    blocks = _PROBE_BYTES // block_bytes
+    byte_N = aligned_bytes(_PROBE_BYTES)
+    byte_N[:] = np.arange(_PROBE_BYTES) % 251
+    for begin in range(0, _PROBE_BYTES, block_bytes):
+        fs.write(file, byte_N[begin : begin + block_bytes], begin)
+    sum_B = np.empty(blocks, np.uint32)
+    blocks_sum(0, blocks, byte_N.view(np.uint64), geometry.block_words, sum_B)
+    n = np.arange(blocks)
+    plan = ReadPlan(geometry, n, n, n, np.ones(blocks, np.int64), np.arange(blocks + 1))
+    out_UW = np.empty((blocks, geometry.row_width), np.float32)
+    reader = AioReader(depth=blocks)
+    try:
+        reader.read(plan, np.full(blocks, file), n * block_bytes, sum_B, out_UW)
+    except DamagedBlock:
+        return "it reads other bytes than were written"
+    finally:
+        reader.close()
+    return None if out_UW.tobytes() == byte_N.tobytes() else "it reads other bytes than were written"
