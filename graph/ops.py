@@ -11,11 +11,14 @@
     release([lease, ...])                          unpin
 
     rows  = peek(store, keys)                      in place of admit and gather: reads, inserts nothing
+    staged = stage(store, keys)                    ahead of admit(store, keys, staged=staged): reads, inserts nothing
 
+`step_ops.py` holds what a step does beside its lookups: contexts, clipping, loss scales, accumulation.
 Eager mode calls them in this order; the compiler only reorders, merges, fuses and overlaps them, so "compiled equals
 eager" is one comparison.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,7 +29,7 @@ import torch
 from oneemb.kernels import unique_keys as kernel
 from oneemb.kernels.gather import gather as gather_rows
 from oneemb.kernels.reduce_grads import reduce_grads as reduce_rows
-from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.embedding_store import EmbeddingStore, Staged
 from oneemb.storage.row_store import StorageError
 
 if TYPE_CHECKING:
@@ -34,11 +37,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Keys", "Lease", "NonFiniteGradientError", "RowGrads", "StepOptimizer", "admit", "check_finite", "gather", "peek",
-    "reduce_grads", "release", "step", "unique_keys", "update",
+    "reduce_grads", "release", "stage", "step", "unique_keys", "update",
 ]  # fmt: skip
 
 _BITS = {torch.float32: torch.float32, torch.float16: torch.uint16, torch.bfloat16: torch.int16}
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_ORDER = itertools.count()
 _MASKS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -70,6 +74,8 @@ class Lease:
     grads: list[torch.Tensor] = field(default_factory=list)
     """d loss / d rows, [N, D] each, one for each backward pass."""
     released: bool = False
+    order: int = field(default_factory=lambda: next(_ORDER))
+    """Grows from lookup to lookup."""
 
     def __del__(self) -> None:
         # Any thread, any moment: only leave a note.
@@ -163,15 +169,24 @@ def _check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: in
         )
 
 
-def admit(store: EmbeddingStore, keys: Keys, pending: list[Lease] | None = None) -> Lease:
+def stage(store: EmbeddingStore, keys: Keys) -> Staged:
+    """Read known rows of a coming lookup and pin them, as far as there is room, on any thread; insert nothing."""
+    return store.stage(keys.unique.table_U, keys.unique.id_U)
+
+
+def admit(store: EmbeddingStore, keys: Keys, pending: list[Lease] | None = None, staged: Staged | None = None) -> Lease:
     """Make the rows of these keys resident and pin them; unknown keys are inserted with their initial values.
+
+    Args:
+        pending: where the lease reports that a gradient has come, for eager mode.
+        staged: what `stage` gave for these keys.
 
     Raises:
         StoreFullError: a tier is too small for the step, or capacity is reached; nothing has changed.
     """
     if not store.built:
         store.build(None, np.empty(0, np.float32))
-    slot_U = store.admit(keys.unique.table_U, keys.unique.id_U)
+    slot_U = store.admit(keys.unique.table_U, keys.unique.id_U, staged)
     return Lease(store, keys, slot_U, store.generation, pending)
 
 
@@ -225,9 +240,9 @@ def peek(store: EmbeddingStore, keys: Keys) -> torch.Tensor:
 def reduce_grads(leases: Sequence[Lease]) -> RowGrads | None:
     """Sum the gradients of equal keys over all lookups of one store in a step. None if no lookup got a gradient.
 
-    The sum runs in float32: over the ids of a lookup in batch order, then over lookups in the order given.
+    The sum runs in float32: over the ids of a lookup in batch order, then over lookups in the order they were made.
     """
-    parts = [_reduce(lease) for lease in leases if lease.grads]
+    parts = [_reduce(lease) for lease in sorted(leases, key=lambda lease: lease.order) if lease.grads]
     if len(parts) < 2:
         return parts[0] if parts else None
     table_N, id_N = (np.concatenate([getattr(part, name) for part in parts]) for name in ("table_U", "id_U"))
@@ -250,8 +265,11 @@ def _reduce(lease: Lease) -> RowGrads:
     return RowGrads(store, lease.generation, unique.table_U, unique.id_U, lease.slot_U, grad_UD, finite_U)
 
 
-def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None]) -> bool:
+def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None], scaler: Any = None) -> bool:
     """Whether every gradient of the step is finite, those of dense parameters too, so that the step may be taken.
+
+    Args:
+        scaler: the torch.amp.GradScaler that scaled the losses: a step that overflows is then left out.
 
     Raises:
         NonFiniteGradientError: one is not, and its optimizer was not told to skip such steps.
@@ -259,7 +277,7 @@ def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads |
     found = _find_nonfinite(optimizers, grads)
     if found is None:
         return True
-    if not all(optimizer.skip_nonfinite for optimizer in optimizers):
+    if scaler is None and not all(optimizer.skip_nonfinite for optimizer in optimizers):
         raise NonFiniteGradientError(
             f"{found}; nothing was updated. Lower the learning rate or clip the gradients, or pass"
             " skip_nonfinite=True to leave out such steps"
