@@ -1,0 +1,63 @@
+"""Rows as numbers: from the words that storage keeps to arrays of weights and of state, and back.
+
+Invariant: a weight that does not fit in the rows' dtype is an error, never an infinity.
+"""
+
+import numpy as np
+
+from oneemb.storage.row_layout import RowLayout
+
+__all__ = ["encode_rows", "state_of", "weights_of"]
+
+
+def weights_of(layout: RowLayout, row_NW: np.ndarray) -> np.ndarray:
+    """The weights of rows, exactly: [N, D], float16 for float16 rows and float32 for others. May share memory."""
+    bits_ND = layout.weights(row_NW)[:, : layout.dim]
+    if layout.dtype == "float16":
+        return bits_ND.view(np.float16)
+    if layout.dtype == "bfloat16":
+        return (bits_ND.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return bits_ND
+
+
+def state_of(layout: RowLayout, row_NW: np.ndarray) -> np.ndarray:
+    """The optimizer state of rows: float32 [N, Z]. Shares their memory."""
+    return row_NW[:, layout.state_begin :]
+
+
+def encode_rows(layout: RowLayout, weight_ND: np.ndarray, state_NZ: np.ndarray | None = None) -> np.ndarray:
+    """Rows with these weights, rounded to nearest even, and this state: float32 [N, W].
+
+    Args:
+        weight_ND: floating-point [N, D].
+        state_NZ: float32 [N, Z]; None for rows without state.
+
+    Raises:
+        ValueError: a finite weight is too large for the rows' dtype.
+    """
+    row_NW = np.zeros((len(weight_ND), layout.row_width), np.float32)
+    out_ND = layout.weights(row_NW)[:, : layout.dim]
+    with np.errstate(over="ignore"):
+        if layout.dtype == "float16":
+            stored_ND = weight_ND.astype(np.float16)
+            out_ND[:] = stored_ND.view(np.uint16)
+        elif layout.dtype == "bfloat16":
+            out_ND[:] = _bfloat16_bits(weight_ND.astype(np.float32)).view(np.int16)
+            stored_ND = weights_of(layout, row_NW)
+        else:
+            stored_ND = weight_ND.astype(np.float32)
+            out_ND[:] = stored_ND
+    lost = np.isinf(stored_ND) & np.isfinite(weight_ND)
+    if lost.any():
+        raise ValueError(
+            f"weights must fit in {layout.dtype}, got {weight_ND[lost][0]} among them; keep these rows as float32"
+        )
+    if state_NZ is not None:
+        state_of(layout, row_NW)[:] = state_NZ
+    return row_NW
+
+
+def _bfloat16_bits(x: np.ndarray) -> np.ndarray:
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + (bits >> 16 & np.uint32(1))) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), (bits >> 16 | 0x40).astype(np.uint16), rounded)
