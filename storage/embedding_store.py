@@ -61,6 +61,9 @@ class StorePlan:
     physical_block_size: int
 
 
+# Holds the rows of a store that is made anew for rows of another width, while it is.
+_REBUILD = "rows-on-their-way-to-another-width"
+
 # Rows read ahead at a time, before others may have their turn: enough to keep a disk busy, some 50 ms of its reads.
 _STAGE_CHUNK = 4096
 
@@ -117,6 +120,7 @@ class EmbeddingStore:
         self._state = np.empty(0, np.float32)
         self._tiers: list[HotTier] = []
         self._table: PersistentTable | None = None
+        self._closed = False
         self._lock = threading.RLock()
         self._waiting = 0  # calls that wait for the lock; a race on it delays a stage or lets one chunk pass, no more
         self._staged: set[Staged] = set()
@@ -140,6 +144,7 @@ class EmbeddingStore:
         Raises:
             StorageError: the path is in use or unusable, or the rows already hold another optimizer's state.
         """
+        self._check_open()
         if self.built:
             if optimizer is None:
                 return
@@ -152,12 +157,15 @@ class EmbeddingStore:
                     f" optimizer attached is {optimizer!r} ({len(state)} values); attach {self.optimizer!r}, or"
                     " start from another path"
                 )
-            # Rows that no optimizer has touched are worth their keys only: begin them anew with their state.
-            keys = [(table_N.copy(), id_N.copy()) for table_N, id_N, _ in self._tiers[0].scan()]
+            # Rows that no optimizer has touched keep their weights and are given its state.
+            rows, name = len(self._tiers[0]), _REBUILD
+            if rows:
+                self.save_snapshot(name, {}, overwrite=True)
             self._dismantle()
             self.build(optimizer, state)
-            for table_N, id_N in keys:
-                self.release(self.admit(table_N, id_N))
+            if rows:
+                self.load_snapshot(name)
+                self.delete_snapshot(name)
             return
         layout = RowLayout(self.layout.dim, self.layout.dtype, len(state))
         table = PersistentTable.open(
@@ -303,6 +311,7 @@ class EmbeddingStore:
     @_in_turn
     def read(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """The rows of these keys, the initial row for a key that is not known, which stays unknown: float32 [U, W]."""
+        self._check_open()
         row_UW = np.zeros((len(id_U), self.layout.row_width), np.float32)
         missing = np.arange(len(id_U))
         if self.built:
@@ -359,13 +368,20 @@ class EmbeddingStore:
                 f"snapshot {name!r} in {self.plan.persistent_path} holds rows of {rows.layout.dim}"
                 f" {rows.layout.dtype} weights, this embedding has {self.layout.dim} {self.layout.dtype}"
             )
-        if not self.built or self.optimizer is None and self.layout.state_width == 0:
-            if self.built:
-                self._dismantle()
-            self.build(rows.optimizer, np.array(rows.state, np.float32))
-        widen = rows.layout.state_width == 0 < self.layout.state_width
-        if not widen:
+        self._check_open()
+        rebuild = self.built and self.optimizer is None and self.layout.state_width == 0 < rows.layout.state_width
+        widen = self.built and rows.layout.state_width == 0 < self.layout.state_width
+        if self.built and not (rebuild or widen):
             self._check_state(name, rows)
+        if self.built and len(self._tiers[0]):
+            # What could go wrong later has to do so while the rows here are still there.
+            self._tiers[0].check_holds(info.rows)
+            if rebuild or widen or None in (self.plan.cache_bytes, self.plan.host_bytes):
+                _read_through(self.plan.persistent_path, name)
+        if rebuild:
+            self._dismantle()
+        if not self.built or self.optimizer is None and self.layout.state_width == 0:
+            self.build(rows.optimizer, np.array(rows.state, np.float32))
         assert self._table is not None
         for tier in self._tiers:
             tier.check_holds(info.rows)
@@ -441,9 +457,14 @@ class EmbeddingStore:
     @_in_turn
     def close(self) -> None:
         """Free memory, files and the path's lock. Rows that no snapshot holds are gone."""
+        self._closed = True
         if self.built:
             self._dismantle()
         self.threads.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageError(f"the embedding on {self.plan.persistent_path} is closed; make it again to go on")
 
     def _dismantle(self) -> None:
         for tier in self._tiers:
@@ -452,6 +473,13 @@ class EmbeddingStore:
         self._table.close()
         self._tiers, self._table = [], None
         self.generation += 1
+
+
+def _read_through(path: str, name: str) -> None:
+    """Raise what reading all rows of a snapshot raises."""
+    with SnapshotReader.open(path, name) as reader:
+        for _ in reader.scan():
+            pass
 
 
 def _memory_bytes() -> int:

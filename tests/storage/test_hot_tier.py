@@ -39,7 +39,7 @@ def persistent(path):
     return PersistentTable.open(path, row_width=W, physical_block_size=512, chunk_bytes=64 * 512, threads=THREADS)
 
 
-# ---- the conformance suite on every store and composition -------------------------------------------------------------
+# ---- the conformance suite on every store and composition ------------------------------------------------------------
 
 STORES = {
     "dict": lambda path: DictStore(W),
@@ -154,7 +154,7 @@ def test_the_suite_finds_a_fault_through_a_cache(fault):
     assert faults_found(lambda: cache(_Saboteur(fault), 40))
 
 
-# ---- admitting, evicting, pinning -------------------------------------------------------------------------------------
+# ---- admitting, evicting, pinning ------------------------------------------------------------------------------------
 
 
 def initial_row(table, id):
@@ -450,7 +450,7 @@ def test_check_holds_says_what_a_snapshot_needs():
         cache(DictStore(W), 2, row_limit=10).check_holds(11)
 
 
-# ---- a store below that fails -----------------------------------------------------------------------------------------
+# ---- a store below that fails ----------------------------------------------------------------------------------------
 
 
 def failing_compositions(half):
@@ -542,7 +542,7 @@ def test_the_scene_notices_a_store_that_drops_rows():
         check(tier, play(tier, lambda call: call()))
 
 
-# ---- any calls in any order -------------------------------------------------------------------------------------------
+# ---- any calls in any order ------------------------------------------------------------------------------------------
 
 _KEYS = st.lists(
     st.tuples(st.integers(0, 1), st.integers(0, 11) | st.sampled_from([-1, 2**63 - 1, -(2**63)])),

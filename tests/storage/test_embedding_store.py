@@ -1,0 +1,425 @@
+"""The stacked tiers: rows known and snapshots are the same on every store; what fails leaves the rows as they were."""
+
+import numpy as np
+import pytest
+
+from oneemb.kernels.init_rows import CONSTANT, UNIFORM, InitialRows
+from oneemb.kernels.threads import Threads
+from oneemb.storage.embedding_store import EmbeddingStore, StorePlan
+from oneemb.storage.row_store import StorageError, StoreFullError
+from tests.support.row_store_suite import keys_of
+
+DIM = 4
+KIB = 1 << 10
+# A row with 8 values of state takes 48 bytes and 40 beside it: a cache of 4 KiB holds 46 of them.
+PLANS = {
+    "device": dict(cache_bytes=None, host_bytes=0),
+    "host": dict(cache_bytes=4 * KIB, host_bytes=None),
+    "ssd": dict(cache_bytes=4 * KIB, host_bytes=0),
+    "ssd, host cache": dict(cache_bytes=4 * KIB, host_bytes=16 * KIB),
+}
+ADAM = "adam", np.zeros(2 * DIM, np.float32)
+ADAGRAD = "adagrad", np.full(DIM, 0.1, np.float32)
+SGD = "sgd", np.empty(0, np.float32)
+
+
+@pytest.fixture
+def open_store(tmp_path):
+    opened = []
+
+    def open_store(kind="device", *, seed=1, capacity=None, path="rows", dim=DIM, dtype="float32", threads=2):
+        initial = InitialRows(
+            seed, np.array([[UNIFORM], [CONSTANT]]), np.array([[[-1, 1, 0, 0]], [[0.5, 0, 0, 0]]], np.float64),
+            np.array([dim], np.int64),
+        )  # fmt: skip
+        plan = StorePlan(str(tmp_path / path), capacity=capacity, physical_block_size=512, **PLANS[kind])
+        store = EmbeddingStore(dim=dim, dtype=dtype, initial=initial, plan=plan, threads=Threads(threads))
+        opened.append(store)
+        return store
+
+    yield open_store
+    for store in opened:
+        store.close()
+
+
+def keys(*numbers, table=0):
+    return keys_of([(table, n) for n in numbers])
+
+
+def values(store, *numbers, table=0):
+    return store.read(*keys(*numbers, table=table))
+
+
+def train(store, *numbers, value=None, table=0):
+    """A step that writes random values, or `value`, into all words of these rows."""
+    slot_U = store.admit(*keys(*numbers, table=table))
+    rng = np.random.default_rng(list(numbers))
+    store.row_SW[slot_U] = rng.normal(size=(len(numbers), store.layout.row_width)) if value is None else value
+    store.mark_dirty(slot_U)
+    store.release(slot_U)
+    store.step += 1
+
+
+def everything(store, up_to=400):
+    return store.stats()["rows"], store.step, store.optimizer, values(store, *range(up_to)).tobytes()
+
+
+def spoil_a_block(path):
+    """Flip a bit of the first row in the oldest chunk."""
+    chunk = sorted(path.glob("chunks/*.rows"))[0]
+    data = bytearray(chunk.read_bytes())
+    data[4096 + 5] ^= 1
+    chunk.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_store_holds_no_row_and_no_file_before_it_is_built(kind, open_store, tmp_path):
+    store = open_store(kind)
+    assert not store.built and store.stats()["rows"] == 0 and store.snapshots() == []
+    assert list((tmp_path / "rows").iterdir()) == []
+    other = open_store(kind)
+    other.build(*ADAM)
+    initial = values(other, 5, -9)
+    assert values(store, 5, -9).tobytes() == np.ascontiguousarray(initial[:, :DIM]).tobytes()
+    assert (initial[:, DIM:] == 0).all() and other.stats()["rows"] == 0
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_rows_are_the_same_on_every_store(kind, open_store):
+    one, two = open_store("device", path="one"), open_store(kind, path="two")
+    rng = np.random.default_rng(0)
+    for store in (one, two):
+        store.build(*ADAGRAD)
+    for step in range(40):
+        numbers = rng.permutation(300)[:30].tolist()
+        for store in (one, two):
+            train(store, *numbers, table=step % 2)
+        read = rng.permutation(400)[:35].tolist()
+        assert values(one, *read, table=step % 2).tobytes() == values(two, *read, table=step % 2).tobytes()
+        assert one.stats()["rows"] == two.stats()["rows"] and one.changes == two.changes
+    if kind != "device":
+        assert two.stats()["device"]["evicted"] > 100
+    if kind == "ssd, host cache":
+        assert two.stats()["host"]["evicted"] > 100
+    assert {name for name in two.stats() if isinstance(two.stats()[name], dict)} == {
+        "device": {"device", "persistent"},
+        "host": {"device", "host", "persistent"},
+        "ssd": {"device", "persistent"},
+        "ssd, host cache": {"device", "host", "persistent"},
+    }[kind]
+
+
+@pytest.mark.parametrize("saved_by", PLANS)
+@pytest.mark.parametrize("loaded_by", PLANS)
+def test_a_snapshot_of_any_store_loads_into_any_other(saved_by, loaded_by, open_store):
+    store = open_store(saved_by)
+    store.build(*ADAM)
+    for begin in range(0, 200, 40):
+        train(store, *range(begin, begin + 40))
+    store.save_snapshot("s", {"a": 1})
+    expected = everything(store)
+    train(store, *range(10))
+    store.close()
+    other = open_store(loaded_by)
+    assert other.load_snapshot("s") and everything(other) == expected
+    train(other, *range(100, 140))
+    other.load_snapshot("s")
+    assert everything(other) == expected
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_read_inserts_nothing_and_changes_nothing(kind, open_store):
+    store = open_store(kind)
+    store.build(*ADAM)
+    train(store, 1, 2)
+    changes = store.changes
+    assert values(store, 1, 2, 3, 4)[2:].tobytes() == values(store, 3, 4).tobytes()
+    assert store.stats()["rows"] == 2 and store.changes == changes
+
+
+def test_changes_count_what_changes_rows(open_store):
+    store = open_store()
+    store.build(*ADAM)
+    seen = [store.changes]
+
+    def changed():
+        seen.append(store.changes)
+        return seen[-1] != seen[-2]
+
+    store.release(store.admit(*keys(1, 2)))
+    assert changed()
+    slot_U = store.admit(*keys(1))
+    assert not changed()
+    store.mark_dirty(slot_U)
+    assert changed()
+    store.release(slot_U)
+    store.save_snapshot("s", {})
+    assert not changed()
+    store.load_snapshot("s")
+    assert changed()
+    store.clear()
+    assert changed()
+
+
+@pytest.mark.parametrize("call", ["load", "clear"])
+def test_slots_of_before_mean_nothing_after_a_load(call, open_store):
+    store = open_store()
+    store.build(*ADAM)
+    store.save_snapshot("s", {})
+    generation = store.generation
+    store.load_snapshot("s") if call == "load" else store.clear()
+    assert store.generation != generation
+
+
+def test_abandoned_pins_are_released_by_the_next_admit(open_store):
+    store = open_store("ssd")
+    store.build(*ADAM)
+    slot_U = store.admit(*keys(*range(40)))
+    store.abandoned.append((store.generation, slot_U))
+    store.abandoned.append((store.generation - 1, slot_U))
+    store.release(store.admit(*keys(*range(100, 140))))
+    assert store.stats()["device"]["pinned"] == 0
+
+
+# ---- optimizers that come, stay, and differ --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_rows_begun_before_the_optimizer_get_its_state(kind, open_store):
+    # More rows than the cache has slots: they cannot be brought in at once.
+    store = open_store(kind)
+    store.build(None, np.empty(0, np.float32))
+    for begin in range(0, 300, 30):
+        store.release(store.admit(*keys(*range(begin, begin + 30))))
+    weights = values(store, *range(300))
+    store.build(*ADAGRAD)
+    rows = values(store, *range(300))
+    assert store.stats()["rows"] == 300
+    assert rows[:, :DIM].tobytes() == weights.tobytes() and (rows[:, DIM:] == np.float32(0.1)).all()
+    assert store.snapshots() == []
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_weights_loaded_before_the_optimizer_are_kept(kind, open_store):
+    # Saved under another seed, so that rows begun anew would hold other weights.
+    pretrained = open_store(kind, seed=2)
+    pretrained.build(None, np.empty(0, np.float32))
+    pretrained.release(pretrained.admit(*keys(1, 2, 3)))
+    weights = values(pretrained, 1, 2, 3)
+    pretrained.save_snapshot("pretrained", {})
+    pretrained.close()
+    store = open_store(kind, seed=1)
+    store.load_snapshot("pretrained")
+    store.build(*ADAM)
+    assert values(store, 1, 2, 3)[:, :DIM].tobytes() == weights.tobytes()
+    assert store.snapshots() == ["pretrained"] and store.stats()["rows"] == 3
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_weights_loaded_after_the_optimizer_get_its_state(kind, open_store):
+    pretrained = open_store(kind, seed=2)
+    pretrained.build(None, np.empty(0, np.float32))
+    pretrained.release(pretrained.admit(*keys(1, 2, 3)))
+    weights = values(pretrained, 1, 2, 3)
+    pretrained.save_snapshot("pretrained", {})
+    pretrained.close()
+    store = open_store(kind)
+    store.build(*ADAGRAD)
+    train(store, 1, 50)
+    assert not store.load_snapshot("pretrained")
+    rows = values(store, 1, 2, 3)
+    assert rows[:, :DIM].tobytes() == weights.tobytes() and (rows[:, DIM:] == np.float32(0.1)).all()
+    assert store.step == 0 and store.stats()["rows"] == 3
+
+
+def test_a_second_optimizer_is_refused_once_rows_hold_state(open_store):
+    store = open_store()
+    store.build(*ADAM)
+    store.build(*ADAM)
+    with pytest.raises(StorageError, match=r"'adam' \(8 values a row\).*'adagrad' \(4 values\); attach 'adam'"):
+        store.build(*ADAGRAD)
+    trained = open_store(path="sgd")
+    trained.build(*SGD)
+    train(trained, 1)
+    with pytest.raises(StorageError, match="'sgd'.*'adam'"):
+        trained.build(*ADAM)
+
+
+def test_a_snapshot_says_whose_state_it_holds(open_store):
+    store = open_store()
+    store.build(*ADAM)
+    train(store, 1, 2)
+    store.save_snapshot("s", {})
+    expected = everything(store)
+    store.close()
+    other = open_store()
+    other.load_snapshot("s")
+    other.build(*ADAM)
+    assert everything(other) == expected
+    with pytest.raises(StorageError, match="'adam'.*'adagrad'"):
+        other.build(*ADAGRAD)
+
+
+@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        (dict(dim=DIM + 1), "rows of 4 float32 weights, this embedding has 5 float32"),
+        (dict(dtype="bfloat16"), "rows of 4 float32 weights, this embedding has 4 bfloat16"),
+        (dict(capacity=20), "capacity is 20 rows, 30 are to be loaded"),
+        (dict(optimizer=ADAGRAD), r"state of 'adam' \(8 values a row\), the optimizer attached is 'adagrad' \(4 "),
+        (dict(name="t"), "'t'.*'s'"),
+    ],
+    ids=["dim", "dtype", "capacity", "optimizer", "name"],
+)
+def test_a_snapshot_that_does_not_fit_changes_nothing(kind, wrong, match, open_store):
+    store = open_store(kind)
+    store.build(*ADAM)
+    train(store, *range(30))
+    store.save_snapshot("s", {})
+    store.close()
+    wrong = dict(wrong)
+    name, optimizer = wrong.pop("name", "s"), wrong.pop("optimizer", ADAM)
+    other = open_store(kind, **wrong)
+    if optimizer == ADAM and "capacity" in wrong:
+        other.build(None, np.empty(0, np.float32))  # Rows without state are made anew for a snapshot's.
+        other.release(other.admit(*keys(5, 6)))
+    else:
+        other.build(*optimizer)
+        train(other, 5, 6)
+    before = everything(other)
+    with pytest.raises(StorageError, match=match):
+        other.load_snapshot(name)
+    assert everything(other) == before
+
+
+@pytest.mark.parametrize("with_state", [True, False], ids=["same width", "made anew"])
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_a_damaged_snapshot_leaves_the_rows_as_they_were(kind, with_state, open_store, tmp_path):
+    store = open_store(kind)
+    store.build(*ADAM)
+    train(store, *range(30))
+    store.save_snapshot("s", {})
+    store.close()
+    spoil_a_block(tmp_path / "rows")
+    other = open_store(kind)
+    other.build(*(ADAM if with_state else (None, np.empty(0, np.float32))))
+    other.release(other.admit(*keys(5, 6)))
+    before = everything(other)
+    with pytest.raises(StorageError, match="checksum"):
+        other.load_snapshot("s")
+    assert everything(other) == before
+
+
+# ---- limits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_capacity_is_the_same_for_every_store(kind, open_store):
+    store = open_store(kind, capacity=50)
+    store.build(*ADAM)
+    train(store, *range(30))
+    before = everything(store)
+    with pytest.raises(StoreFullError, match="capacity is 50 rows; 30 are kept and 21 new ones were asked for"):
+        store.admit(*keys(*range(10, 51)))
+    assert everything(store) == before
+    train(store, *range(20, 50))
+    with pytest.raises(StoreFullError, match="50 are kept and 1 new .* at least 51"):
+        store.admit(*keys(0, 1, 99))
+    train(store, *range(40))
+
+
+@pytest.mark.parametrize("kind", ["host", "ssd", "ssd, host cache"])
+def test_a_cache_smaller_than_a_step_names_the_size(kind, open_store):
+    store = open_store(kind)
+    store.build(*ADAM)
+    train(store, *range(46))
+    before = everything(store)
+    with pytest.raises(StoreFullError, match="device tier has 46 slots; 46 .* 1 more rows were asked for, 47 in all"):
+        store.admit(*keys(*range(47)))
+    assert everything(store) == before
+
+
+# ---- closing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_store_says_so_and_lets_go_of_the_path(open_store):
+    store = open_store()
+    store.build(*ADAM)
+    train(store, 1)
+    store.close()
+    store.close()
+    for call in (
+        lambda: store.read(*keys(1)),
+        lambda: store.build(*ADAM),
+        lambda: store.save_snapshot("s", {}),
+        lambda: store.delete_snapshot("s"),
+    ):
+        with pytest.raises(StorageError, match="is closed; make it again"):
+            call()
+    open_store().build(*ADAM)
+
+
+def test_a_path_in_use_is_refused_and_the_holder_goes_on(open_store):
+    store = open_store()
+    store.build(*ADAM)
+    train(store, 1)
+    before = everything(store)
+    second = open_store()
+    with pytest.raises(StorageError, match="process"):
+        second.build(*ADAM)
+    assert not second.built
+    train(store, 2)
+    store.close()
+    second.build(*ADAM)
+    assert before != everything(second)
+
+
+# ---- staging ahead ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_staged_rows_are_taken_over_by_their_lookup(kind, open_store):
+    store, plain = open_store(kind), open_store(kind, path="plain")
+    for one in (store, plain):
+        one.build(*ADAM)
+        train(one, *range(40))
+        train(one, *range(60, 100))
+    changes = store.changes
+    numbers = [*range(10, 30), *range(200, 210)]
+    staged = store.stage(*keys(*numbers))
+    assert store.changes == changes and store.stats()["rows"] == 80
+    assert (staged.slot_U[:20] >= 0).all() and (staged.slot_U[20:] == -1).all()
+    slot_U = store.admit(*keys(*numbers), staged)
+    assert store.stats()["device"]["pinned"] == 30 and store.stats()["rows"] == 90
+    other_U = plain.admit(*keys(*numbers))
+    assert store.row_SW[slot_U].tobytes() == plain.row_SW[other_U].tobytes()
+    store.release(slot_U)
+    assert store.stats()["device"]["pinned"] == 0
+
+
+@pytest.mark.parametrize("kind", ["host", "ssd"])
+def test_staged_rows_give_way_to_a_step_that_needs_their_slots(kind, open_store):
+    store = open_store(kind)
+    store.build(*ADAM)
+    train(store, *range(40))
+    train(store, *range(40, 80))
+    staged = store.stage(*keys(*range(30)))
+    slot_U = store.admit(*keys(*range(100, 146)))
+    assert not staged.held
+    store.release(slot_U)
+    again_U = store.admit(*keys(*range(30)), staged)
+    assert values(store, *range(30)).tobytes() == store.row_SW[again_U].tobytes()
+    store.release(again_U)
+    assert store.stats()["device"]["pinned"] == 0
+
+
+def test_staged_rows_that_nobody_takes_are_let_go(open_store):
+    store = open_store("ssd")
+    store.build(*ADAM)
+    train(store, *range(40))
+    staged = store.stage(*keys(*range(40)))
+    assert store.stats()["device"]["pinned"] == 40
+    store.unstage(staged)
+    store.unstage(staged)
+    assert store.stats()["device"]["pinned"] == 0
