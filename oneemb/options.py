@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 __all__ = [
@@ -339,9 +339,10 @@ def _to_tree(value: Any) -> Any:
 
 def _from_tree(tree: Any) -> Any:
     if isinstance(tree, dict):
-        kind = _TYPES.get(tree.get("type", ""))
-        names = {field.name for field in fields(kind)} if kind else set()
-        if kind is None or not names >= tree.keys() - {"type"}:
+        kind = _TYPES.get(str(tree.get("type")))
+        names = {field.name: field.default is MISSING for field in fields(kind)} if kind else {}
+        given = tree.keys() - {"type"}
+        if kind is None or not given <= names.keys() or not given >= {name for name in names if names[name]}:
             raise ValueError(f"not an option of oneemb: {json.dumps(tree)}")
         return kind(**{name: _as_tuple(_from_tree(item)) for name, item in tree.items() if name != "type"})
     return [_from_tree(item) for item in tree] if isinstance(tree, list) else tree

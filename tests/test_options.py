@@ -1,0 +1,234 @@
+"""Options: what is accepted, what is refused and with which words, and the trip through JSON."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import scipy.special
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import oneemb
+from oneemb.options import from_json, normal_cdf, to_json
+
+STORES = {
+    "device": lambda **options: oneemb.make_device_mem_store_options("/rows", **options),
+    "host": lambda **options: oneemb.make_cached_host_mem_store_options(64, "/rows", **options),
+    "ssd": lambda **options: oneemb.make_cached_ssd_store_options(64, "/rows", **options),
+}
+
+
+# ---- initializers ---------------------------------------------------------------------------------------------------
+
+
+def test_initializers_have_oneflows_defaults():
+    assert dataclasses.astuple(oneemb.make_uniform_initializer()) == (0.0, 1.0)
+    assert dataclasses.astuple(oneemb.make_normal_initializer()) == (0.0, 1.0)
+    assert dataclasses.astuple(oneemb.make_trunc_normal_initializer()) == (0.0, 1.0, -2.0, 2.0)
+
+
+def test_numbers_are_kept_as_floats():
+    assert dataclasses.astuple(oneemb.make_uniform_initializer(-1, 2)) == (-1.0, 2.0)
+    assert isinstance(oneemb.make_constant_initializer(3).value, float)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: oneemb.make_constant_initializer(math.nan), "value must be a finite number, got nan"),
+        (lambda: oneemb.make_constant_initializer("1"), "value must be a finite number, got '1'"),
+        (lambda: oneemb.make_constant_initializer(True), "value must be a finite number, got True"),
+        (lambda: oneemb.make_uniform_initializer(1, 0), "low must not be above high, got low=1.0, high=0.0"),
+        (lambda: oneemb.make_uniform_initializer(0, math.inf), "high must be a finite number"),
+        (lambda: oneemb.make_normal_initializer(0, -1), "std must be 0 or more, got -1"),
+        (lambda: oneemb.make_trunc_normal_initializer(std=0), "std must be above 0, got 0"),
+        (lambda: oneemb.make_trunc_normal_initializer(a=1, b=1), "a must be below b, got a=1.0, b=1.0"),
+        (lambda: oneemb.make_trunc_normal_initializer(a=8, b=9), "hardly ever lies between a=8.0 and b=9.0"),
+    ],
+)
+def test_initializers_out_of_range_are_refused(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+def test_options_cannot_be_changed():
+    for options in (oneemb.make_normal_initializer(), oneemb.make_table(), STORES["device"]()):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(options, dataclasses.fields(options)[0].name, 1)
+
+
+@pytest.mark.parametrize("x", [-40.0, -6.0, -1.0, 0.0, 0.5, 3.0, 9.0])
+def test_normal_cdf_agrees_with_scipy(x):
+    assert math.isclose(normal_cdf(x), scipy.special.ndtr(x), rel_tol=1e-14)
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_is_made_of_an_initializer_columns_or_nothing():
+    normal, constant = oneemb.make_normal_initializer(), oneemb.make_constant_initializer(1)
+    columns = oneemb.make_column_options(normal), oneemb.make_column_options(constant)
+    assert oneemb.make_table(normal).columns == columns[:1]
+    assert oneemb.make_table(columns[0]) == oneemb.make_table([columns[0]]) == oneemb.make_table(normal)
+    assert oneemb.make_table(list(columns)).columns == oneemb.make_table(columns).columns == columns
+    assert oneemb.make_table().columns == (oneemb.make_column_options(),)
+    assert oneemb.make_table_options is oneemb.make_table
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: oneemb.make_table("normal"), "an initializer or a list of columns, got 'normal'"),
+        (lambda: oneemb.make_table([]), "one or more columns"),
+        (lambda: oneemb.make_table([oneemb.make_normal_initializer()]), "made by make_column_options"),
+        (lambda: oneemb.make_column_options(0.5), "made by one of oneemb.make_.*_initializer, got 0.5"),
+    ],
+)
+def test_tables_of_something_else_are_refused(make, match):
+    with pytest.raises(TypeError, match=match):
+        make()
+
+
+# ---- stores ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_store_takes_a_path_or_one_for_each_rank(kind, tmp_path):
+    def paths(path):
+        return dataclasses.replace(STORES[kind](), persistent_path=path).persistent_path
+
+    assert STORES[kind]().persistent_path == ("/rows",)
+    make = {
+        "device": oneemb.make_device_mem_store_options,
+        "host": lambda path: oneemb.make_cached_host_mem_store_options(1, path),
+        "ssd": lambda path: oneemb.make_cached_ssd_store_options(1, path),
+    }[kind]
+    assert make(tmp_path).persistent_path == make(str(tmp_path)).persistent_path == (str(tmp_path),)
+    assert make(["/a", Path("/b")]).persistent_path == ("/a", "/b")
+
+
+@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        (dict(capacity=0), ValueError, "capacity must be at least 1, got 0"),
+        (dict(capacity=1.5), TypeError, "capacity must be an int, got 1.5"),
+        (dict(capacity=True), TypeError, "capacity must be an int, got True"),
+        (dict(size_factor=0), ValueError, "size_factor must be at least 1"),
+        (dict(storage_dim=-3), ValueError, "storage_dim must be at least 1"),
+        (dict(size_factor=2, storage_dim=8), ValueError, "size_factor or storage_dim, not both, got 2 and 8"),
+        (dict(physical_block_size=1024), ValueError, "physical_block_size must be 512 or 4096 bytes, got 1024"),
+    ],
+)
+def test_store_options_out_of_range_are_refused(kind, options, error, match):
+    with pytest.raises(error, match=match):
+        STORES[kind](**options)
+
+
+@pytest.mark.parametrize("path", ["", [], [""], [3]])
+def test_a_store_without_a_path_is_refused(path):
+    with pytest.raises(TypeError):
+        oneemb.make_device_mem_store_options(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: oneemb.make_cached_host_mem_store_options(0, "/rows"), ValueError),
+        (lambda: oneemb.make_cached_ssd_store_options(0.5, "/rows"), TypeError),
+        (lambda: oneemb.make_cached_ssd_store_options(None, "/rows"), TypeError),
+    ],
+)
+def test_a_cache_needs_a_budget(make, error):
+    with pytest.raises(error, match="cache_budget_mb must be"):
+        make()
+
+
+def test_a_host_cache_may_be_left_out_and_not_be_negative():
+    assert STORES["ssd"]().host_cache_budget_mb == 0
+    with pytest.raises(ValueError, match="host_cache_budget_mb must be at least 0, got -1"):
+        STORES["ssd"](host_cache_budget_mb=-1)
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+_NUMBERS = st.floats(-1e6, 1e6)
+_INITIALIZERS = st.one_of(
+    st.builds(oneemb.make_constant_initializer, st.floats(allow_nan=False, allow_infinity=False)),
+    st.tuples(_NUMBERS, _NUMBERS).map(lambda pair: oneemb.make_uniform_initializer(*sorted(pair))),
+    st.builds(oneemb.make_normal_initializer, _NUMBERS, st.floats(0, 1e6)),
+    st.builds(lambda m, s: oneemb.make_trunc_normal_initializer(m, s, m - s, m + 2 * s), _NUMBERS, st.floats(1, 1e6)),
+)
+_COLUMNS = st.builds(oneemb.make_column_options, st.none() | _INITIALIZERS)
+_TABLES = st.builds(oneemb.make_table, st.none() | _INITIALIZERS | st.lists(_COLUMNS, min_size=1, max_size=4))
+_SIZES = st.fixed_dictionaries(
+    {},
+    optional={
+        "capacity": st.integers(1, 2**62),
+        "size_factor": st.integers(1, 9),
+        "physical_block_size": st.sampled_from([512, 4096]),
+    },
+)
+_PATHS = st.lists(st.text(min_size=1, max_size=9), min_size=1, max_size=3)
+_STORES = st.one_of(
+    st.builds(lambda path, sizes: oneemb.make_device_mem_store_options(path, **sizes), _PATHS, _SIZES),
+    st.builds(
+        lambda mb, path, sizes: oneemb.make_cached_host_mem_store_options(mb, path, **sizes),
+        st.integers(1, 10**9), _PATHS, _SIZES,
+    ),
+    st.builds(
+        lambda mb, host, path, sizes: oneemb.make_cached_ssd_store_options(mb, path, host_cache_budget_mb=host, **sizes),
+        st.integers(1, 10**9), st.integers(0, 10**9), _PATHS, _SIZES,
+    ),
+)  # fmt: skip
+_OPTIONS = _INITIALIZERS | _COLUMNS | _TABLES | _STORES | st.lists(_TABLES, max_size=4)
+
+
+@given(_OPTIONS)
+def test_options_are_equal_after_a_trip_through_json(options):
+    text = to_json(options)
+    assert from_json(text) == options
+    assert type(from_json(text)) is type(options)
+    assert to_json(from_json(text)) == text
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, derandomize=False)
+@given(_OPTIONS)
+def test_options_are_equal_after_a_trip_through_json_at_length(options):
+    assert from_json(to_json(options)) == options
+
+
+def test_json_tells_tables_apart():
+    one, two = oneemb.make_table(oneemb.make_normal_initializer(std=0.1)), oneemb.make_table()
+    assert to_json([one, two]) != to_json([two, one])
+
+
+def test_json_is_checked_as_the_functions_are():
+    with pytest.raises(ValueError, match="low must not be above high"):
+        from_json('{"type": "UniformInitializer", "low": 2, "high": 1}')
+    with pytest.raises(ValueError, match="capacity must be at least 1"):
+        from_json(to_json(STORES["device"](capacity=1)).replace('"capacity": 1', '"capacity": 0'))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"type": "Unknown"},
+        {"value": 1.0},
+        {"type": "ConstantInitializer", "value": 1.0, "seed": 3},
+        {"type": "ConstantInitializer"},
+        {"type": ["ConstantInitializer"]},
+    ],
+    ids=["unknown type", "no type", "unknown field", "missing field", "type is a list"],
+)
+def test_text_that_is_not_of_options_is_refused(tree):
+    with pytest.raises(ValueError, match="not an option of oneemb"):
+        from_json(json.dumps(tree))
+
+
+def test_text_that_is_not_json_is_refused():
+    with pytest.raises(ValueError):
+        from_json("{")
