@@ -26,26 +26,39 @@ __all__ = [
 ]
 
 
+@rule
+def _copy_words(from_N, begin, to_N, end, width):
+    # Unsigned indexes: a signed one would be tested for counting from the end, which keeps the loop from being a
+    # plain copy of memory.
+    source, target = np.uint64(begin), np.uint64(end)
+    for i in range(np.uint64(width)):
+        to_N[target + np.uint64(i)] = from_N[source + np.uint64(i)]
+
+
 @cpu
-def rows_into_blocks(begin, end, row_NW, block_BX, first, rows_a_block):
-    """Row n goes to row `first + n` of the blocks (uint32 view)."""
+def rows_into_blocks(begin, end, row_NW, block_N, first, rows_a_block, block_words):
+    """Row n goes to row `first + n` of the blocks, each of `block_words` words of 32 bits."""
     width = row_NW.shape[1]
+    from_N = row_NW.ravel()
+    b = (first + begin) // rows_a_block
+    r = first + begin - b * rows_a_block
     for n in range(begin, end):
-        b = (first + n) // rows_a_block
-        w = (first + n - b * rows_a_block) * width
-        for i in range(width):
-            block_BX[b, w + i] = row_NW[n, i]
+        _copy_words(from_N, n * width, block_N, b * block_words + r * width, width)
+        r += 1
+        if r == rows_a_block:
+            r = 0
+            b += 1
 
 
 @cpu
-def rows_out_of_blocks(begin, end, block_BX, place_N, out_NW, to_N, rows_a_block):
-    """out_NW[to_N[n]] = row place_N[n] of the blocks (uint32 view)."""
-    width = out_NW.shape[1]
+def rows_out_of_blocks(begin, end, block_N, place_N, out_UW, to_N, rows_a_block, block_words):
+    """out_UW[to_N[n]] = row place_N[n] of the blocks, each of `block_words` words of 32 bits."""
+    width = out_UW.shape[1]
+    out_N = out_UW.ravel()
     for n in range(begin, end):
         b = place_N[n] // rows_a_block
-        w = (place_N[n] - b * rows_a_block) * width
-        for i in range(width):
-            out_NW[to_N[n], i] = block_BX[b, w + i]
+        w = b * block_words + (place_N[n] - b * rows_a_block) * width
+        _copy_words(block_N, w, out_N, to_N[n] * width, width)
 
 
 @cpu
@@ -100,6 +113,7 @@ def rows_deliver(word_X, word_begin, block_first, place_P, to_P, p, p_end, rows_
     width = out_UW.shape[1]
     checked = np.int64(-1)
     row_X = word_X.view(np.uint32)
+    out_N = out_UW.ravel()
     while p < p_end:
         block = place_P[p] // rows_a_block
         begin = word_begin + (block - block_first) * block_words
@@ -109,9 +123,7 @@ def rows_deliver(word_X, word_begin, block_first, place_P, to_P, p, p_end, rows_
                 return p
             checked = block
         w = 2 * begin + (place_P[p] - block * rows_a_block) * width
-        u = to_P[p]
-        for i in range(width):
-            out_UW[u, i] = row_X[w + i]
+        _copy_words(row_X, w, out_N, to_P[p] * width, width)
         p += 1
     return p
 

@@ -35,7 +35,7 @@ class RowWriter:
         self._live, self._files, self._threads = live, files, threads
         self._run_blocks = min(geometry.blocks_per_chunk, max(1, _RUN_BYTES // geometry.block_bytes))
         self._byte_N = aligned_bytes(self._run_blocks * geometry.block_bytes)
-        self._block_BX = self._byte_N.view(np.uint32).reshape(self._run_blocks, -1)
+        self._block_N = self._byte_N.view(np.uint32)
         self._table_N = np.empty(self._run_blocks * geometry.rows_per_block, np.int32)
         self._id_N = np.empty(self._run_blocks * geometry.rows_per_block, np.int64)
         self._chunk: ChunkFile | None = None
@@ -90,7 +90,8 @@ class RowWriter:
         geometry = self._live.geometry
         blocks = -(-self._rows // geometry.rows_per_block)
         rest = self._rows - (blocks - 1) * geometry.rows_per_block
-        self._block_BX[blocks - 1, rest * geometry.row_width :] = 0
+        block_words = geometry.block_bytes // 4
+        self._block_N[(blocks - 1) * block_words + rest * geometry.row_width : blocks * block_words] = 0
         sum_B = np.empty(blocks, np.uint32)
         word_X = self._byte_N.view(np.uint64)
         self._threads.run(blocks_sum, blocks, word_X, geometry.block_words, sum_B)
@@ -123,8 +124,8 @@ class RowWriter:
     def read(self, place_N: np.ndarray, out_UW: np.ndarray, to_N: np.ndarray) -> None:
         """out_UW[to_N[n]] = the row in memory at place_N[n]."""
         rows_out_of_blocks(
-            0, len(place_N), self._block_BX, place_N - self._first_place(), out_UW.view(np.uint32), to_N,
-            self._live.geometry.rows_per_block,
+            0, len(place_N), self._block_N, place_N - self._first_place(), out_UW.view(np.uint32), to_N,
+            self._live.geometry.rows_per_block, self._live.geometry.block_bytes // 4,
         )  # fmt: skip
 
     def copy(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -154,8 +155,11 @@ class RowWriter:
         first, end = self._rows, self._rows + len(id_N)
         self._table_N[first:end] = table_N
         self._id_N[first:end] = id_N
-        rows_a_block = self._live.geometry.rows_per_block
-        self._threads.run(rows_into_blocks, len(id_N), row_NW.view(np.uint32), self._block_BX, first, rows_a_block)
+        geometry = self._live.geometry
+        rows_into_blocks(
+            0, len(id_N), row_NW.view(np.uint32), self._block_N, first, geometry.rows_per_block,
+            geometry.block_bytes // 4,
+        )  # fmt: skip
         self._rows = end
 
     def _first_place(self) -> int:

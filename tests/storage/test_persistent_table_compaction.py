@@ -1,0 +1,255 @@
+"""Disk use stays bounded however long a table is trained, and compaction never changes what is read."""
+
+import errno
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from oneemb.kernels.threads import Threads
+from oneemb.storage.compaction import Compactor
+from oneemb.storage.errors import CorruptTableError, StorageError
+from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.persistent_table import PersistentTable
+from tests.support.faulty_fs import FaultyFileSystem
+from tests.support.table_model import check, got, put, put_random, random_rows
+
+THREADS = Threads(1)
+
+
+def open_table(path, **options):
+    options = dict(row_width=16, physical_block_size=512, chunk_bytes=64 * 512, threads=THREADS) | options
+    return PersistentTable.open(path, **options)
+
+
+def file_bytes(path):
+    return sum(f.stat().st_size for f in (path / "chunks").iterdir())
+
+
+def excess(table, amplification=2.0):
+    """Bytes above what is allowed, headers of files not counted."""
+    stats = table.stats()
+    headers = (4096 + 128) * (stats["chunks"] + 2)
+    return stats["loose_bytes"] - headers - amplification * stats["live_bytes"] - 2 * stats["chunk_bytes"]
+
+
+def train(table, steps, keys, share, flush_every=7):
+    """Steps that update a share of the keys, hot ones more often than cold ones; yields after each."""
+    rng = np.random.default_rng(1)
+    put(table, {}, np.zeros(keys, np.int32), np.arange(keys), random_rows(rng, keys, table.row_width))
+    for step in range(steps):
+        id_U = np.unique((keys * rng.random(int(keys * share)) ** 3).astype(np.int64))
+        table.put(np.zeros(len(id_U), np.int32), id_U, np.full((len(id_U), table.row_width), step, np.float32))
+        if step % flush_every == 0:
+            table.flush()
+        yield step
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["in puts", "beside puts"])
+@pytest.mark.parametrize("amplification", [1.2, 2.0, 4.0])
+@pytest.mark.parametrize("steps", [500, pytest.param(20000, marks=pytest.mark.slow)])
+def test_disk_use_stays_bounded_over_a_year_of_training(tmp_path, background, amplification, steps):
+    with open_table(tmp_path, max_space_amplification=amplification, background=background) as table:
+        for step in train(table, steps, 3000, 0.1):
+            assert excess(table, amplification) <= 0, f"step {step}: {table.stats()}"
+            if step % 100 == 0 and not background:
+                assert file_bytes(tmp_path) == table.stats()["disk_bytes"]
+        stats = table.stats()
+        assert stats["rows_moved"] > 0 and stats["bytes_removed"] > 5 * stats["disk_bytes"]
+
+
+def test_without_compaction_the_bound_is_broken(tmp_path, monkeypatch):
+    monkeypatch.setattr(Compactor, "make_room", lambda self: None)
+    with open_table(tmp_path) as table, pytest.raises(AssertionError, match="bound"):
+        for _ in train(table, 300, 3000, 0.1):
+            assert excess(table) <= 0, "bound"
+
+
+def test_snapshots_count_apart_and_their_disk_comes_back(tmp_path):
+    with open_table(tmp_path, background=False) as table:
+        for step in train(table, 300, 3000, 0.1):
+            if step % 60 == 59:
+                table.save_snapshot(f"s{step}", {})
+            assert excess(table) <= 0
+        stats = table.stats()
+        assert stats["snapshot_bytes"] > 2 * stats["live_bytes"]
+        assert stats["snapshot_bytes"] + stats["loose_bytes"] >= stats["disk_bytes"]
+        for info in table.snapshots():
+            table.delete_snapshot(info.name)
+        assert table.stats()["snapshot_bytes"] == 0
+        table.put(np.zeros(1, np.int32), np.zeros(1, np.int64), np.zeros((1, 16), np.float32))
+        assert excess(table) <= 0
+
+
+def test_compact_on_demand_leaves_live_rows_only(tmp_path):
+    rng, rows = np.random.default_rng(0), {}
+    with open_table(tmp_path, background=False, max_space_amplification=50.0) as table:
+        for _ in range(40):
+            put_random(table, rows, rng, 600, ids=300)
+        table.flush()
+        before = table.stats()["disk_bytes"]
+        result = table.compact()
+        stats = table.stats()
+        assert result.bytes_freed == before - stats["disk_bytes"] > 0 and result.rows_moved <= len(rows)
+        assert stats["disk_bytes"] <= 1.1 * stats["live_bytes"] + (4096 + 128) * stats["chunks"]
+        check(table, rows)
+
+
+def test_compaction_leaves_snapshots_and_rows_alone(tmp_path):
+    rng, rows, saved = np.random.default_rng(0), {}, {}
+    with open_table(tmp_path, background=False, max_space_amplification=1.1) as table:
+        for n in range(8):
+            for _ in range(6):
+                put_random(table, rows, rng, 500, ids=400)
+            table.save_snapshot(f"s{n % 3}", {}, overwrite=True)
+            saved[f"s{n % 3}"] = dict(rows)
+            table.compact()
+            check(table, rows)
+        for name, expected in saved.items():
+            table.load_snapshot(name)
+            check(table, expected)
+
+
+class SlowReads(LocalFileSystem):
+    """Lets a test act while a chunk is being moved."""
+
+    def __init__(self):
+        super().__init__()
+        self.reading, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def read_into(self, file, out, offset):
+        if threading.current_thread().name.startswith("oneemb-compaction"):
+            self.reading.set()
+            self.go_on.wait(30)
+        return super().read_into(file, out, offset)
+
+
+def start_compaction(table, fs, rows, rng):
+    """Put until a chunk is being moved, which stands still at its first read."""
+    fs.go_on.clear()
+    deadline = time.monotonic() + 30
+    while not fs.reading.is_set():
+        assert time.monotonic() < deadline
+        put_random(table, rows, rng, 50, ids=300)
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("then", ["put", "load", "clear", "save", "close", "scan"])
+def test_the_table_is_used_while_a_chunk_is_being_moved(tmp_path, then):
+    rng, rows, fs = np.random.default_rng(0), {}, SlowReads()
+    table = open_table(tmp_path, fs=fs, io="pread", chunk_bytes=256 * 512)
+    put_random(table, rows, rng, 800, ids=300)
+    table.save_snapshot("s", {})
+    saved = dict(rows)
+    start_compaction(table, fs, rows, rng)
+    if then == "put":
+        keys = list(rows)[:200]
+        new = random_rows(rng, len(keys), 16)
+        put(table, rows, np.array([t for t, _ in keys], np.int32), np.array([i for _, i in keys]), new)
+        check(table, rows)
+    elif then == "save":
+        table.save_snapshot("t", {})
+    elif then == "scan":
+        first = next(table.scan(10))
+        assert len(first[1]) > 0
+    threading.Timer(0.05, fs.go_on.set).start()
+    if then == "load":
+        table.load_snapshot("s")
+        rows = dict(saved)
+    elif then == "clear":
+        table.clear()
+        rows = {}
+    elif then == "close":
+        table.close()
+        return
+    fs.go_on.set()
+    for _ in range(20):
+        put_random(table, rows, rng, 100, ids=300)
+    check(table, rows)
+    table.load_snapshot("s")
+    check(table, saved)
+    table.close()
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_call_once():
+    fs, rows, rng = FaultyFileSystem(), {}, np.random.default_rng(0)
+
+    def fail(call, path):
+        if threading.current_thread().name.startswith("oneemb-compaction") and call in ("read", "write", "create"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with open_table("/t", fs=fs) as table:
+        fs.fail = fail
+        deadline = time.monotonic() + 30
+        with pytest.raises(StorageError, match="/t/chunks/.*ENOSPC.*free space") as raised:
+            while time.monotonic() < deadline:
+                put_random(table, rows, rng, 100, ids=300)
+        assert any("compaction.py" in str(entry.path) for entry in raised.traceback), "the original traceback is there"
+        fs.fail = None
+        rows = dict(zip(rows, got(table, rows), strict=True))
+        for _ in range(30):
+            put_random(table, rows, rng, 300, ids=300)
+        check(table, rows)
+        assert table.stats()["rows_moved"] > 0
+
+
+def test_an_error_of_a_save_in_the_background_is_raised_by_the_next_call():
+    fs, rows, rng = FaultyFileSystem(), {}, np.random.default_rng(0)
+
+    def fail(call, path):
+        if call == "sync":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with open_table("/t", fs=fs) as table:
+        put_random(table, rows, rng, 300)
+        fs.fail = fail
+        table.save_snapshot("s", {}, background=True)
+        with pytest.raises(StorageError, match="could not sync .*EIO"):
+            table.wait()
+        fs.fail = None
+        assert table.snapshots() == []
+        table.save_snapshot("s", {})
+        assert [info.rows for info in table.snapshots()] == [300]
+        check(table, rows)
+
+
+def test_a_save_in_the_background_keeps_the_rows_of_its_call(tmp_path):
+    rng, rows = np.random.default_rng(0), {}
+
+    class SlowSync(LocalFileSystem):
+        def sync(self, file):
+            if threading.current_thread().name.startswith("oneemb-save"):
+                time.sleep(0.05)
+            super().sync(file)
+
+    with open_table(tmp_path, fs=SlowSync(), background=False) as table:
+        put_random(table, rows, rng, 2000)
+        began = time.monotonic()
+        table.save_snapshot("s", {"n": 1}, background=True)
+        returned = time.monotonic() - began
+        saved = dict(rows)
+        for _ in range(10):
+            put_random(table, rows, rng, 1000)
+        assert table.snapshots() == [], "the save has not finished"
+        check(table, rows)
+        table.wait()
+        assert time.monotonic() - began > 0.1 > returned
+        assert table.load_snapshot("s") == {"n": 1}
+        check(table, saved)
+
+
+def test_a_damaged_chunk_is_reported_once_and_its_sound_rows_stay():
+    fs, rows, rng = FaultyFileSystem(), {}, np.random.default_rng(0)
+    with open_table("/t", fs=fs, background=False, chunk_bytes=64 * 512) as table:
+        put_random(table, rows, rng, 900, ids=400)
+        path = sorted(p for p in fs.entries if p.endswith(".rows"))[0]
+        fs.entries[path].now[4096 + 100] ^= 1
+        with pytest.raises(CorruptTableError, match=path):
+            for _ in range(50):
+                put_random(table, rows, rng, 300, ids=400)
+        for _ in range(50):
+            put_random(table, rows, rng, 300, ids=400)
+        assert table.stats()["rows_moved"] > 0
