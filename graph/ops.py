@@ -126,9 +126,10 @@ def unique_keys(
     _check_ids(ids, table_ids, num_tables, key_type)
     id_N = ids.detach().reshape(-1).contiguous().numpy()
     if table_ids is not None:
-        table_N = table_ids.detach().to(torch.int32).expand(ids.shape).reshape(-1).contiguous().numpy()
-        if len(table_N) and not 0 <= (low := int(table_N.min())) <= (high := int(table_N.max())) < num_tables:
+        low, high = (int(x) for x in torch.aminmax(table_ids)) if table_ids.numel() and ids.numel() else (0, 0)
+        if low < 0 or high >= num_tables:
             raise ValueError(f"table_ids must be from 0 to {num_tables - 1}, got {low} to {high}")
+        table_N = table_ids.detach().to(torch.int32).expand(ids.shape).reshape(-1).contiguous().numpy()
     elif num_tables == 1:
         table_N = np.zeros(len(id_N), np.int32)
     else:
