@@ -17,7 +17,7 @@ from oneemb.kernels.jit import cpu, from_float32, rule
 from oneemb.kernels.philox import philox
 from oneemb.kernels.threads import Threads
 
-__all__ = ["CONSTANT", "NORMAL", "TRUNC_NORMAL", "UNIFORM", "InitialRows", "init_rows", "normal_quantile"]
+__all__ = ["CONSTANT", "NORMAL", "TRUNC_NORMAL", "UNIFORM", "InitialRows", "draw", "init_rows", "normal_quantile"]
 
 CONSTANT = 0
 """param 0: the value"""
@@ -68,7 +68,7 @@ def normal_quantile(p):
 
 
 @rule
-def _draw(kind, param_4, word):
+def draw(kind, param_4, word):
     """One weight, float64, from 32 random bits."""
     if kind == CONSTANT:
         return param_4[0]
@@ -99,7 +99,7 @@ def _init_rows_cpu(
                 if kind != CONSTANT and (word == 0 or d == 0 or d == end_C[max(c - 1, 0)]):
                     words = philox(id, id >> np.uint64(32), table, d // 4, seed)
                 x = words[0] if word == 0 else words[1] if word == 1 else words[2] if word == 2 else words[3]
-                weight_SX[s, d] = from_float32(np.float32(_draw(kind, param_4, x)), weight_SX[s, d])
+                weight_SX[s, d] = from_float32(np.float32(draw(kind, param_4, x)), weight_SX[s, d])
                 d += 1
         for w in range(len(state)):
             row_SW[s, state_begin + w] = state[w]

@@ -1,8 +1,12 @@
-"""The only importer of numba: decorators for rules and CPU loops, and the few instructions Python lacks.
+"""Decorators for rules and loops, and the few instructions Python lacks. With jit_cuda, the only importer of numba.
 
 A **rule** is a scalar function that holds arithmetic (an optimizer step, a hash, a random draw). It has no
 signature, so that a loop of any backend may call it. A **CPU loop** moves data: it takes its range of work
 `begin, end` first and is called through `oneemb.kernels.threads.Threads`, without the interpreter lock.
+
+A **CUDA loop** is one thread's work of a launch, written against numba's `cuda` module under that name, and is
+launched by `oneemb.kernels.launch`. Nothing of CUDA is imported before the first launch: `oneemb.kernels.jit_cuda`
+then gives the names below that are marked so their meaning, on a GPU or in numba's simulator.
 
 Weights narrower than 32 bits have no arithmetic of their own on CPUs, and numba has no bfloat16 at all. Their
 bits travel in integer arrays, and the array's dtype says how to read them:
@@ -16,6 +20,7 @@ import functools
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import llvmlite
 import llvmlite.ir as ir
@@ -25,7 +30,10 @@ from numba import types
 from numba.core import caching, cgutils
 from numba.extending import intrinsic, overload
 
-__all__ = ["cpu", "external", "float_bits", "from_float32", "mul_high", "prefetch", "rule", "to_float32", "uint_as_float"]
+__all__ = [
+    "CudaLoop", "cpu", "cuda", "external", "float_bits", "from_float32", "load", "move", "mul_high", "prefetch", "rule",
+    "store", "to_float32", "uint_as_float",
+]  # fmt: skip
 
 # No fastmath: the same numbers on every run. error_model="numpy": a division makes inf or nan, as in torch,
 # instead of a Python exception in the middle of a loop.
@@ -42,7 +50,6 @@ def cpu(function):
     return _cached(numba.njit(function, **_OPTIONS))
 
 
-@functools.cache
 def external(name: str, result: str, arguments: list[str]) -> Any:
     """A function of the C library that loops may call. Types are numba's names; `int32*` is a pointer to int32."""
 
@@ -52,6 +59,60 @@ def external(name: str, result: str, arguments: list[str]) -> Any:
     return types.ExternalFunction(name, of(result)(*map(of, arguments)))
 
 
+class CudaLoop:
+    """A CUDA loop, or a function that CUDA loops call, as its author wrote it; jit_cuda compiles it when it first runs.
+
+    `loop.at(V=4)` is the loop with the global name V, and that of each function it calls, bound to 4: a constant of
+    the compiled code. A constant may be a rule.
+    """
+
+    def __init__(self, function: Any, *, inner: bool = False, constants: tuple[tuple[str, Any], ...] = ()):
+        self.__name__, self.__doc__ = function.__name__, function.__doc__
+        self.function = function
+        self.inner = inner
+        self.constants = constants
+        self._variants: dict[tuple[tuple[str, Any], ...], CudaLoop] = {}
+
+    def at(self, **constants: Any) -> "CudaLoop":
+        """The same loop with these names bound to constants. Equal constants give the same object."""
+        key = tuple(sorted({**dict(self.constants), **constants}.items()))
+        if key not in self._variants:
+            self._variants[key] = CudaLoop(self.function, inner=self.inner, constants=key)
+        return self._variants[key]
+
+
+class _Cuda:
+    """`@cuda` marks a CUDA loop, `@cuda.inner` a function that CUDA loops call. In their bodies `cuda` is numba's."""
+
+    def __call__(self, function: Any) -> CudaLoop:
+        return CudaLoop(function)
+
+    def inner(self, function: Any) -> CudaLoop:
+        return CudaLoop(function, inner=True)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"cuda.{name} has a meaning in CUDA loops only")
+
+
+cuda: Any = _Cuda()
+
+
+def load(out_V, array, row, column):
+    """In CUDA loops: out_V[i] = to_float32(array[row, column + i]) for V weights, 16 bytes at a time where V > 1."""
+    raise TypeError("load is for CUDA loops")
+
+
+def store(array, row, column, in_V):
+    """In CUDA loops: array[row, column + i] = from_float32(in_V[i]) for V weights, 16 bytes at a time where V > 1."""
+    raise TypeError("store is for CUDA loops")
+
+
+def move(to, to_row, to_column, array, row, column):
+    """In CUDA loops: copy V elements' bits between arrays of one dtype, 16 bytes at a time where V > 1."""
+    raise TypeError("move is for CUDA loops")
+
+
+@functools.cache
 def _sources_digest() -> str:
     """Stands for all that compiled code depends on: every kernel's source, and the compiler."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())

@@ -13,9 +13,11 @@ What torch computes in Python floats (bias corrections, decayed rates) is comput
 loop and rounded to float32 once, as torch rounds it.
 """
 
+from typing import Any
+
 import numpy as np
 
-from oneemb.kernels.jit import prefetch, rule
+from oneemb.kernels.jit import CudaLoop, prefetch, rule
 from oneemb.kernels.threads import Threads
 
 __all__ = ["AHEAD", "l2_grad", "prefetch_row", "run_row_update"]
@@ -42,16 +44,25 @@ def l2_grad(w, g, weight_decay):
 
 def run_row_update(
     loop,
-    weight_SX: np.ndarray,
-    row_SW: np.ndarray,
-    slot_U: np.ndarray,
-    grad_UD: np.ndarray,
+    weight_SX: Any,
+    row_SW: Any,
+    slot_U: Any,
+    grad_UD: Any,
     state_begin: int,
     *scalars,
     state_width: int,
-    threads: Threads,
+    threads: Any,
+    on_cuda: CudaLoop,
 ) -> None:
-    """Run an update's CPU loop over all rows of slot_U; `state_width` words of state are in use."""
+    """Run an update's loop over all rows of slot_U; `state_width` words of state are in use.
+
+    `threads` are the CPU's, for its loop, or a `Gpu`, for the loop `on_cuda`; the arrays are where it computes.
+    """
+    if not isinstance(threads, Threads):
+        from oneemb.kernels.row_update_cuda import run_row_update_cuda
+
+        run_row_update_cuda(on_cuda, weight_SX, row_SW, slot_U, grad_UD, state_begin, *scalars, gpu=threads)
+        return
     assert row_SW.dtype == np.float32 and row_SW.ndim == 2 and row_SW.flags.c_contiguous
     assert weight_SX.dtype in (np.float32, np.uint16, np.int16) and weight_SX.flags.c_contiguous
     assert len(weight_SX) == len(row_SW) and row_SW.shape[1] >= state_begin + state_width

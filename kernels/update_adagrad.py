@@ -13,6 +13,7 @@ import numpy as np
 
 from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
 from oneemb.kernels.row_update import AHEAD, l2_grad, prefetch_row, run_row_update
+from oneemb.kernels.row_update_cuda import element_update
 from oneemb.kernels.threads import Threads
 
 __all__ = ["adagrad", "update_adagrad"]
@@ -61,5 +62,5 @@ def update_adagrad(
     run_row_update(
         _adagrad_cpu, weight_SX, row_SW, slot_U, grad_UD, state_begin,
         np.float32(lr / (1 + (step - 1) * lr_decay)), np.float32(eps), np.float32(weight_decay),
-        state_width=grad_UD.shape[1], threads=threads,
+        state_width=grad_UD.shape[1], threads=threads, on_cuda=element_update(adagrad, states=1),
     )  # fmt: skip

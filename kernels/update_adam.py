@@ -21,6 +21,7 @@ import numpy as np
 
 from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
 from oneemb.kernels.row_update import AHEAD, l2_grad, prefetch_row, run_row_update
+from oneemb.kernels.row_update_cuda import element_update
 from oneemb.kernels.threads import Threads
 
 __all__ = ["adam", "update_adam", "update_sparse_adam"]
@@ -118,7 +119,7 @@ def _update(
         _adam_cpu, weight_SX, row_SW, slot_U, grad_UD, state_begin,
         np.float32(rate), np.float32(correction), *_lerp(1 - beta1), np.float32(beta2), np.float32(1 - beta2),
         np.float32(eps), np.float32(weight_decay), np.float32(shrink),
-        state_width=2 * grad_UD.shape[1], threads=threads,
+        state_width=2 * grad_UD.shape[1], threads=threads, on_cuda=element_update(adam, states=2),
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
 from oneemb.kernels.row_update import AHEAD, l2_grad, prefetch_row, run_row_update
+from oneemb.kernels.row_update_cuda import element_update
 from oneemb.kernels.threads import Threads
 
 __all__ = ["ftrl", "update_ftrl"]
@@ -41,6 +42,12 @@ def ftrl(w, n, z, g, lr, power, lambda1, lambda2, beta, weight_decay):
     w = ((lambda1 if z > 0 else -lambda1) - z) / ((beta + n_power) / lr + lambda2)
     # Asked this way round so that a NaN stays one.
     return np.float32(0) if abs(z) <= lambda1 else w, n, z
+
+
+@rule
+def _published(w, n, z, g, lr, lambda1, lambda2, beta, weight_decay):
+    """`ftrl` with power None, which cannot be an argument of a launch."""
+    return ftrl(w, n, z, g, lr, None, lambda1, lambda2, beta, weight_decay)
 
 
 @cpu
@@ -86,4 +93,5 @@ def update_ftrl(
         np.float32(lr), power, np.float32(lambda1), np.float32(lambda2),
         np.float32(beta), np.float32(weight_decay),
         state_width=2 * grad_UD.shape[1], threads=threads,
+        on_cuda=element_update(_published if power is None else ftrl, states=2),
     )  # fmt: skip

@@ -4,7 +4,8 @@
     acc' = acc + mean over d of g' * g'
     w'   = w - lr / (sqrt(acc') + eps) * g'
 
-The mean is summed from d = 0 up, in float32.
+The mean is summed in float32: on the CPU from d = 0 up; on the GPU by each thread of the row's group over its own
+weights and then over the threads, in that order, so that acc' differs by at most D * 2^-23 of itself.
 
 Reference: Mudigere et al. Software-Hardware Co-design for Fast and Scalable Training of Deep Learning
 Recommendation Models. ISCA 2022 (arXiv:2104.05158); FBGEMM's EXACT_ROWWISE_ADAGRAD.
@@ -14,8 +15,10 @@ import math
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
+from oneemb.kernels.jit import cpu, cuda, from_float32, load, rule, store, to_float32
+from oneemb.kernels.reduce_grads_cuda import plus
 from oneemb.kernels.row_update import AHEAD, l2_grad, prefetch_row, run_row_update
+from oneemb.kernels.row_update_cuda import given as gradient
 from oneemb.kernels.threads import Threads
 
 __all__ = ["row_wise_rate", "row_wise_square", "row_wise_step", "update_row_wise_adagrad"]
@@ -56,6 +59,50 @@ def _row_wise_adagrad_cpu(begin, end, weight_SX, row_SW, slot_U, grad_UD, state_
             w_D[d] = from_float32(row_wise_step(to_float32(w_D[d]), g_D[d], rate, weight_decay), w_D[d])
 
 
+V = 1
+_BLOCK_MAX = 256
+
+
+@cuda
+def row_wise_adagrad_loop(
+    weight_SX, row_SW, slot_U, grad_NX, order_N, begin_U1, part_U1, part_PD, go_1, state_begin, scalars
+):
+    lr, eps, weight_decay = scalars
+    share = cuda.shared.array(_BLOCK_MAX, np.float32)  # each thread's share of its row's sum
+    w_V = cuda.local.array(V, np.float32)
+    g_V = cuda.local.array(V, np.float32)
+    dim = grad_NX.shape[1]
+    lane, lanes, groups = cuda.threadIdx.x, cuda.blockDim.x, cuda.blockDim.y
+    # All threads of a block turn as often, since they wait for each other.
+    for first in range(cuda.blockIdx.x * groups, slot_U.shape[0] if go_1[0] != 0 else 0, cuda.gridDim.x * groups):
+        u = first + cuda.threadIdx.y
+        own = cuda.threadIdx.y * lanes
+        if u < slot_U.shape[0]:
+            share_sum = np.float32(0)
+            for d in range(lane * V, dim, lanes * V):
+                load(w_V, weight_SX, slot_U[u], d)
+                gradient(g_V, grad_NX, order_N, begin_U1, part_U1, part_PD, u, d)
+                for i in range(V):
+                    share_sum = plus(share_sum, row_wise_square(w_V[i], g_V[i], weight_decay))
+            share[own + lane] = share_sum
+        cuda.syncthreads()
+        if u < slot_U.shape[0]:
+            s = slot_U[u]
+            square_sum = np.float32(0)
+            for other in range(lanes):
+                square_sum = plus(square_sum, share[own + other])
+            acc, rate = row_wise_rate(row_SW[s, state_begin], square_sum, np.float32(dim), lr, eps)
+            for d in range(lane * V, dim, lanes * V):
+                load(w_V, weight_SX, s, d)
+                gradient(g_V, grad_NX, order_N, begin_U1, part_U1, part_PD, u, d)
+                for i in range(V):
+                    w_V[i] = row_wise_step(w_V[i], g_V[i], rate, weight_decay)
+                store(weight_SX, s, d, w_V)
+        cuda.syncthreads()  # the old accumulator has been read by all, and so have the shares
+        if u < slot_U.shape[0] and lane == 0:
+            row_SW[slot_U[u], state_begin] = acc
+
+
 def update_row_wise_adagrad(
     weight_SX: np.ndarray,
     row_SW: np.ndarray,
@@ -75,5 +122,5 @@ def update_row_wise_adagrad(
     run_row_update(
         _row_wise_adagrad_cpu, weight_SX, row_SW, slot_U, grad_UD, state_begin,
         np.float32(lr), np.float32(eps), np.float32(weight_decay),
-        state_width=1, threads=threads,
+        state_width=1, threads=threads, on_cuda=row_wise_adagrad_loop,
     )  # fmt: skip

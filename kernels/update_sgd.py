@@ -11,6 +11,7 @@ import numpy as np
 
 from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
 from oneemb.kernels.row_update import AHEAD, l2_grad, prefetch_row, run_row_update
+from oneemb.kernels.row_update_cuda import element_update
 from oneemb.kernels.threads import Threads
 
 __all__ = ["momentum_sgd", "sgd", "update_sgd", "update_sgd_momentum"]
@@ -73,7 +74,7 @@ def update_sgd(
     run_row_update(
         _sgd_cpu, weight_SX, row_SW, slot_U, grad_UD, state_begin,
         np.float32(lr), np.float32(weight_decay),
-        state_width=0, threads=threads,
+        state_width=0, threads=threads, on_cuda=element_update(sgd, states=0),
     )  # fmt: skip
 
 
@@ -102,5 +103,5 @@ def update_sgd_momentum(
         _sgd_momentum_cpu, weight_SX, row_SW, slot_U, grad_UD, state_begin,
         np.float32(lr), np.float32(momentum), np.float32(keep), np.float32(share), bool(nesterov),
         np.float32(weight_decay),
-        state_width=grad_UD.shape[1], threads=threads,
+        state_width=grad_UD.shape[1], threads=threads, on_cuda=element_update(momentum_sgd, states=1),
     )  # fmt: skip

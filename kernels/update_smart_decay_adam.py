@@ -21,8 +21,9 @@ import math
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, float_bits, from_float32, rule, to_float32, uint_as_float
+from oneemb.kernels.jit import cpu, cuda, float_bits, from_float32, load, rule, store, to_float32, uint_as_float
 from oneemb.kernels.row_update import AHEAD, l2_grad, prefetch_row, run_row_update
+from oneemb.kernels.row_update_cuda import given as gradient
 from oneemb.kernels.threads import Threads
 
 __all__ = ["STEP_MAX", "smart_decay", "smart_decay_adam", "update_smart_decay_adam"]
@@ -73,6 +74,55 @@ def _smart_decay_adam_cpu(
             w_D[d] = from_float32(w, w_D[d])
 
 
+V = 1
+
+
+@rule
+def _as_step(x):
+    return np.int64(float_bits(x))
+
+
+@rule
+def _as_word(step):
+    return uint_as_float(np.uint32(step))
+
+
+@cuda
+def smart_decay_adam_loop(
+    weight_SX, row_SW, slot_U, grad_NX, order_N, begin_U1, part_U1, part_PD, go_1, state_begin, scalars
+):
+    step, beta1, beta2, beta1_rest, beta2_rest, lr, eps, weight_decay = scalars
+    w_V = cuda.local.array(V, np.float32)
+    g_V = cuda.local.array(V, np.float32)
+    m_V = cuda.local.array(V, np.float32)
+    v_V = cuda.local.array(V, np.float32)
+    dim = grad_NX.shape[1]
+    lane, lanes, groups = cuda.threadIdx.x, cuda.blockDim.x, cuda.blockDim.y
+    # All threads of a block turn as often, since they wait for each other.
+    for first in range(cuda.blockIdx.x * groups, slot_U.shape[0] if go_1[0] != 0 else 0, cuda.gridDim.x * groups):
+        u = first + cuda.threadIdx.y
+        if u < slot_U.shape[0]:
+            s = slot_U[u]
+            last = _as_step(row_SW[s, state_begin + 2 * dim])
+            decay1, decay2, catch_up = smart_decay(step - last, beta1, beta2)
+            for d in range(lane * V, dim, lanes * V):
+                load(w_V, weight_SX, s, d)
+                load(m_V, row_SW, s, state_begin + d)
+                load(v_V, row_SW, s, state_begin + dim + d)
+                gradient(g_V, grad_NX, order_N, begin_U1, part_U1, part_PD, u, d)
+                for i in range(V):
+                    w_V[i], m_V[i], v_V[i] = smart_decay_adam(
+                        w_V[i], m_V[i], v_V[i], g_V[i],
+                        decay1, decay2, catch_up, beta1_rest, beta2_rest, lr, eps, weight_decay,
+                    )  # fmt: skip
+                store(weight_SX, s, d, w_V)
+                store(row_SW, s, state_begin + d, m_V)
+                store(row_SW, s, state_begin + dim + d, v_V)
+        cuda.syncthreads()  # the row's last step has been read by all
+        if u < slot_U.shape[0] and lane == 0:
+            row_SW[slot_U[u], state_begin + 2 * dim] = _as_word(step)
+
+
 def update_smart_decay_adam(
     weight_SX: np.ndarray,
     row_SW: np.ndarray,
@@ -94,5 +144,5 @@ def update_smart_decay_adam(
         _smart_decay_adam_cpu, weight_SX, row_SW, slot_U, grad_UD, state_begin,
         step, float(beta1), float(beta2), np.float32(1 - beta1), np.float32(1 - beta2),
         np.float32(lr), np.float32(eps), np.float32(weight_decay),
-        state_width=2 * grad_UD.shape[1] + 1, threads=threads,
+        state_width=2 * grad_UD.shape[1] + 1, threads=threads, on_cuda=smart_decay_adam_loop,
     )  # fmt: skip

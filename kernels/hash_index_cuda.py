@@ -1,0 +1,130 @@
+"""Open-addressing hash index on the GPU: (table, id) -> place.  U keys, C cells, 16 bytes each.
+
+    cell_C2[c] = (id, table << 40 | place + 1)       word 0 = never taken, word -1 = given up
+
+The cells are those of oneemb.kernels.hash_index but for cells given up: threads cannot close a hole while others
+probe past it. An inserted key takes a cell that was given up as gladly as one never taken, and the owner of the
+index builds it anew when too few were never taken.
+
+Invariants: between a key's home and its cell no cell is untaken; the word alone tells whether a cell is taken, so
+every int64 is a legal id. A launch either only reads, only inserts or only erases; what is inserted is not in the
+index and no key comes twice, so a cell is claimed by one compare-and-swap and its id may follow in its own time.
+A loop ends after C cells, even in an index that is full.
+
+Limits: place below 2^40 - 1, table below 2^23.
+"""
+
+import numpy as np
+
+from oneemb.kernels.hash_index import hash_key
+from oneemb.kernels.jit import cuda, mul_high, rule
+
+__all__ = ["erase_loop", "find_loop", "home", "insert_loop", "items_loop", "rehash_loop"]
+
+_PLACE_BITS = 40
+_PLACE_MASK = (1 << 40) - 1
+
+
+@rule
+def home(table, id, cells):
+    """The cell at which the search for a key begins."""
+    return np.int64(mul_high(hash_key(table, id, cells), np.uint64(cells)))
+
+
+@cuda.inner
+def _seek(cell_C2, table, id):
+    """The cell that holds the key, or -1."""
+    cells = cell_C2.shape[0]
+    c = home(table, id, cells)
+    for _ in range(cells):
+        word = cell_C2[c, 1]
+        if word == 0:
+            return -1
+        if word > 0 and cell_C2[c, 0] == id and word >> _PLACE_BITS == table:
+            return c
+        c += 1
+        if c == cells:
+            c = 0
+    return -1
+
+
+@cuda.inner
+def _claim(cell_C2, table, id, word):
+    """Put a key that is not in the index: 1 = in a cell never taken before, 0 = in one given up, -1 = all are taken."""
+    cells = cell_C2.shape[0]
+    c = home(table, id, cells)
+    for _ in range(cells):
+        before = cell_C2[c, 1]
+        # Another thread may take the cell first, or between two looks; whoever swaps has it.
+        while before <= 0:
+            found = cuda.atomic.cas(cell_C2, (c, 1), before, word)
+            if found == before:
+                cell_C2[c, 0] = id
+                return 1 if before == 0 else 0
+            before = found
+        c += 1
+        if c == cells:
+            c = 0
+    return -1
+
+
+@cuda
+def find_loop(cell_C2, table_U, id_U, size_1, place_U):
+    """place_U[u] = the place of key u, -1 where the index does not hold it, for the first size_1[0] keys."""
+    u = cuda.grid(1)
+    while u < size_1[0]:
+        c = _seek(cell_C2, table_U[u], id_U[u])
+        place_U[u] = (cell_C2[c, 1] & _PLACE_MASK) - 1 if c >= 0 else -1
+        u += cuda.gridsize(1)
+
+
+@cuda
+def insert_loop(cell_C2, table_U, id_U, place_U, count_2):
+    """Put keys. count_2: cells that were taken for the first time, and keys for which there was none, are added."""
+    u = cuda.grid(1)
+    while u < id_U.shape[0]:
+        taken = _claim(cell_C2, table_U[u], id_U[u], (np.int64(table_U[u]) << _PLACE_BITS) | (place_U[u] + 1))
+        if taken > 0:
+            cuda.atomic.add(count_2, 0, 1)
+        elif taken < 0:
+            cuda.atomic.add(count_2, 1, 1)
+        u += cuda.gridsize(1)
+
+
+@cuda
+def erase_loop(cell_C2, table_U, id_U, old_U):
+    """Take keys out; old_U[u] = the place key u had, -1 if it was not there. No key comes twice."""
+    u = cuda.grid(1)
+    while u < id_U.shape[0]:
+        c = _seek(cell_C2, table_U[u], id_U[u])
+        old_U[u] = -1
+        if c >= 0:
+            old_U[u] = (cell_C2[c, 1] & _PLACE_MASK) - 1
+            cell_C2[c, 1] = -1
+        u += cuda.gridsize(1)
+
+
+@cuda
+def rehash_loop(cell_C2, to_C2, count_2):
+    """Put all keys of an index into another, empty one; count_2 as for `insert_loop`."""
+    c = cuda.grid(1)
+    while c < cell_C2.shape[0]:
+        word = cell_C2[c, 1]
+        if word > 0:
+            taken = _claim(to_C2, word >> _PLACE_BITS, cell_C2[c, 0], word)
+            cuda.atomic.add(count_2, 0 if taken > 0 else 1, 1)
+        c += cuda.gridsize(1)
+
+
+@cuda
+def items_loop(cell_C2, table_N, id_N, place_N, size_1):
+    """Copy all keys out, in any order; size_1[0] counts them."""
+    c = cuda.grid(1)
+    while c < cell_C2.shape[0]:
+        word = cell_C2[c, 1]
+        if word > 0:
+            n = cuda.atomic.add(size_1, 0, 1)
+            table_N[n] = word >> _PLACE_BITS
+            id_N[n] = cell_C2[c, 0]
+            place_N[n] = (word & _PLACE_MASK) - 1
+        c += cuda.gridsize(1)

@@ -1,0 +1,373 @@
+"""What CUDA loops are made of once they run: on a GPU, in numba's simulator, or compiled for a GPU that is not here.
+
+Imported at the first launch only. Where NUMBA_ENABLE_CUDASIM=1 is set, numba runs a loop as Python, a thread of the
+machine for each of the grid's, and the names that compilers supply are Python functions; rules stay compiled, so the
+simulator and the CPU compute with the same machine code.
+
+Invariants:
+- rules of integers agree with the CPU bit for bit;
+- rules of +, -, *, / and sqrt agree with the CPU bit for bit: a product is never merged into the sum it feeds, which
+  libNVVM does unless it is told not to, and sqrt and division are the exact ones;
+- rules that call log or pow differ from the CPU by the libraries' difference in float64, at most 2 ulp of it.
+"""
+
+import contextlib
+import contextvars
+import functools
+import importlib.util
+import types as python_types
+from typing import Any
+
+import llvmlite.ir as ir
+import numba
+import numpy as np
+from numba import cuda, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from oneemb.kernels import jit
+from oneemb.kernels.jit import CudaLoop
+
+__all__ = [
+    "COMPILES", "SIMULATED", "bound", "compile_ptx", "kernel_of", "simulated_array", "stream_of", "without_contraction",
+]  # fmt: skip
+
+SIMULATED = bool(numba.config.ENABLE_CUDASIM)
+"""Whether loops run in numba's simulator, on arrays in the host's memory."""
+
+COMPILES = not SIMULATED and importlib.util.find_spec("numba_cuda") is not None
+"""Whether loops can be compiled. The module numba.cuda is there without the package too, an older one."""
+
+_plain = contextvars.ContextVar("_plain", default=False)
+
+
+@contextlib.contextmanager
+def without_contraction():
+    """What is compiled inside keeps each product apart from the sum it feeds."""
+    token = _plain.set(True)
+    try:
+        yield
+    finally:
+        _plain.reset(token)
+
+
+if COMPILES:
+    from numba.cuda.cudadrv import nvvm
+
+    _compile_ir = nvvm.compile_ir
+
+    def _compile_ir_plain(llvmir, **options):
+        # numba-cuda has no option for this; libNVVM has, and other people's kernels keep its default.
+        if _plain.get():
+            options.setdefault("fma", False)
+        return _compile_ir(llvmir, **options)
+
+    nvvm.compile_ir = _compile_ir_plain
+
+
+@functools.cache
+def stream_of(handle: int) -> Any:
+    """A stream of torch's, given by its handle, as numba takes it."""
+    return cuda.external_stream(handle) if handle else cuda.default_stream()
+
+
+def simulated_array(array: np.ndarray) -> Any:
+    """An array of the host's as the simulator's device array: the same memory."""
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+    return FakeCUDAArray(array)
+
+
+# ---- binding names -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def bound(loop: CudaLoop, constants: tuple[tuple[str, Any], ...]) -> Any:
+    """The loop's function with the names it uses bound to what they mean here."""
+    function = loop.function
+    names = dict(function.__globals__)
+    of = dict(constants)
+    width = of.get("V", 1)
+    meaning = {
+        id(jit.cuda): _simulated_cuda if SIMULATED else cuda,
+        id(jit.load): _load(width),
+        id(jit.store): _store(width),
+        id(jit.move): _move(width),
+        id(jit.to_float32): _to_float32,
+        id(jit.from_float32): _from_float32,
+    }
+    for name in _names_in(function.__code__):
+        value = of.get(name, names.get(name))
+        if isinstance(value, CudaLoop):
+            value = _device_function(value, constants)
+        elif id(value) in meaning:
+            value = meaning[id(value)]
+        elif SIMULATED and isinstance(value, numba.core.registry.CPUDispatcher):
+            value = _simulated_rule(value)
+        if name in of or name in names:
+            names[name] = value
+    clone = python_types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    clone.__module__, clone.__qualname__ = function.__module__, function.__qualname__
+    return clone
+
+
+def _names_in(code) -> set[str]:
+    inside = [const for const in code.co_consts if isinstance(const, python_types.CodeType)]
+    return set(code.co_names).union(*map(_names_in, inside))
+
+
+@functools.cache
+def _device_function(loop: CudaLoop, constants: tuple[tuple[str, Any], ...]) -> Any:
+    constants = tuple(sorted({**dict(constants), **dict(loop.constants)}.items()))
+    function = bound(loop, constants)
+    return function if SIMULATED else cuda.jit(device=True)(function)
+
+
+@functools.cache
+def kernel_of(loop: CudaLoop) -> Any:
+    """What launches the loop: kernel[grid, block, stream](*arrays)."""
+    return cuda.jit(bound(loop, loop.constants))
+
+
+def compile_ptx(loop: CudaLoop, argument_types: tuple, compute_capability: tuple[int, int]) -> str:
+    """The loop as PTX for a GPU that need not be here."""
+    from numba.cuda import dispatcher
+
+    # Compiling a rule asks the current device for its kind, even when the kind to compile for is given.
+    device = python_types.SimpleNamespace(compute_capability=compute_capability)
+    current, dispatcher.get_current_device = dispatcher.get_current_device, lambda: device
+    try:
+        with without_contraction():
+            ptx, _ = cuda.compile(
+                bound(loop, loop.constants), argument_types, device=False, abi="numba", cc=compute_capability,
+                output="ptx",
+            )  # fmt: skip
+    finally:
+        dispatcher.get_current_device = current
+    return ptx
+
+
+# ---- in the simulator --------------------------------------------------------------------------------------------
+
+
+class _SimulatedCuda:
+    """numba's `cuda` as the threads of the launch that is running see it, in a loop and in what the loop calls."""
+
+    def __getattr__(self, name: str) -> Any:
+        from numba.cuda.simulator import kernel
+
+        return getattr(kernel._get_kernel_context(), name)
+
+
+_simulated_cuda = _SimulatedCuda()
+
+
+@functools.cache
+def _simulated_rule(dispatcher):
+    """A rule as loops in Python call it: arrays of the simulator go in as NumPy's, numbers come out with their type.
+
+    Compiled functions return Python's numbers, and a float that was float32 would be float64 at its next use.
+    """
+    casts = {types.float32: np.float32, types.float64: np.float64, types.uint64: np.uint64, types.int64: np.int64}
+    casts |= {types.uint32: np.uint32, types.int32: np.int32, types.uint16: np.uint16, types.int16: np.int16}
+
+    def call(*args):
+        args = tuple(getattr(getattr(arg, "_item", arg), "_ary", arg) for arg in args)
+        result = dispatcher(*args)
+        kinds = tuple(map(numba.typeof, args))
+        resolved = dispatcher.overloads.get(kinds)
+        if resolved is None:
+            resolved = next(iter(dispatcher.overloads.values())) if len(dispatcher.overloads) == 1 else None
+        assert resolved is not None, f"{dispatcher.py_func.__name__} has no version for {kinds}"
+        kind = resolved.signature.return_type
+        if isinstance(kind, types.BaseTuple):
+            return tuple(casts.get(one, _same)(part) for one, part in zip(kind, result, strict=True))
+        return casts.get(kind, _same)(result)
+
+    return call
+
+
+def _same(x):
+    return x
+
+
+@jit.rule
+def _weight_to_float(x):
+    return jit.to_float32(x)
+
+
+@jit.rule
+def _weight_from_float(x, like):
+    return jit.from_float32(x, like)
+
+
+# ---- weights of any format -----------------------------------------------------------------------------------------
+
+
+if SIMULATED:
+    _to_float32, _from_float32 = _simulated_rule(_weight_to_float), _simulated_rule(_weight_from_float)
+else:
+
+    @intrinsic
+    def _to_float32(typingctx, x):
+        """jit.to_float32, as instructions."""
+
+        def codegen(context, builder, sig, args):
+            return _widened(builder, args[0], sig.args[0])
+
+        return types.float32(x), codegen
+
+    @intrinsic
+    def _from_float32(typingctx, x, like):
+        """jit.from_float32, as instructions."""
+
+        def codegen(context, builder, sig, args):
+            return _narrowed(builder, args[0], sig.args[1])
+
+        return like(types.float32, like), codegen
+
+
+def _widened(builder, value, kind):
+    if kind == types.float32:
+        return value
+    if kind == types.uint16:
+        return builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
+    assert kind == types.int16
+    word = ir.IntType(32)
+    return builder.bitcast(builder.shl(builder.zext(value, word), word(16)), ir.FloatType())
+
+
+def _narrowed(builder, value, kind):
+    if kind == types.float32:
+        return value
+    if kind == types.uint16:
+        return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
+    assert kind == types.int16
+    word, short = ir.IntType(32), ir.IntType(16)
+    bits = builder.bitcast(value, word)
+    odd = builder.and_(builder.lshr(bits, word(16)), word(1))
+    rounded = builder.trunc(builder.lshr(builder.add(builder.add(bits, word(0x7FFF)), odd), word(16)), short)
+    return builder.select(builder.fcmp_unordered("uno", value, value), short(0x7FC0), rounded)
+
+
+def _pointer(context, builder, kind, array, row, column, element):
+    """The address of array[row, column] as a pointer to `element`."""
+    view = context.make_array(kind)(context, builder, array)
+    stride = cgutils.unpack_tuple(builder, view.strides, kind.ndim)
+    offset = builder.add(builder.mul(row, stride[0]), builder.mul(column, stride[1]))
+    place = builder.add(builder.ptrtoint(view.data, stride[0].type), offset)
+    return builder.inttoptr(place, element.as_pointer())
+
+
+def _access(kind, width):
+    """How `width` elements are read: (elements a time, their bits' type, alignment in bytes)."""
+    bits = kind.dtype.bitwidth
+    count = min(width, 128 // bits)
+    return count, ir.IntType(bits), count * bits // 8
+
+
+def _simulated_load(width):
+    def load(out_V, array, row, column):
+        for i in range(width):
+            out_V[i] = _to_float32(array[row, column + i])
+
+    return load
+
+
+@functools.cache
+def _load(width):
+    if SIMULATED:
+        return _simulated_load(width)
+
+    @intrinsic
+    def load(typingctx, out_V, array, row, column):
+        def codegen(context, builder, sig, args):
+            out = context.make_array(sig.args[0])(context, builder, args[0])
+            row, column = (context.cast(builder, args[i], sig.args[i], types.intp) for i in (2, 3))
+            count, element, alignment = _access(sig.args[1], width)
+            for first in range(0, width, count):
+                block = element if count == 1 else ir.VectorType(element, count)
+                at = builder.add(column, column.type(first))
+                pointer = _pointer(context, builder, sig.args[1], args[1], row, at, block)
+                value = builder.load(pointer, align=alignment)
+                for i in range(count):
+                    bits = value if count == 1 else builder.extract_element(value, ir.IntType(32)(i))
+                    if sig.args[1].dtype == types.float32:
+                        bits = builder.bitcast(bits, ir.FloatType())
+                    to = builder.gep(out.data, [ir.IntType(32)(first + i)])
+                    builder.store(_widened(builder, bits, sig.args[1].dtype), to)
+            return context.get_dummy_value()
+
+        return types.void(out_V, array, row, column), codegen
+
+    return load
+
+
+def _simulated_store(width):
+    def store(array, row, column, in_V):
+        for i in range(width):
+            array[row, column + i] = _from_float32(np.float32(in_V[i]), array[row, column + i])
+
+    return store
+
+
+@functools.cache
+def _store(width):
+    if SIMULATED:
+        return _simulated_store(width)
+
+    @intrinsic
+    def store(typingctx, array, row, column, in_V):
+        def codegen(context, builder, sig, args):
+            source = context.make_array(sig.args[3])(context, builder, args[3])
+            row, column = (context.cast(builder, args[i], sig.args[i], types.intp) for i in (1, 2))
+            count, element, alignment = _access(sig.args[0], width)
+            for first in range(0, width, count):
+                block = element if count == 1 else ir.VectorType(element, count)
+                value = ir.Constant(block, ir.Undefined)
+                for i in range(count):
+                    x = builder.load(builder.gep(source.data, [ir.IntType(32)(first + i)]))
+                    bits = _narrowed(builder, x, sig.args[0].dtype)
+                    if sig.args[0].dtype == types.float32:
+                        bits = builder.bitcast(bits, element)
+                    value = bits if count == 1 else builder.insert_element(value, bits, ir.IntType(32)(i))
+                at = builder.add(column, column.type(first))
+                pointer = _pointer(context, builder, sig.args[0], args[0], row, at, block)
+                builder.store(value, pointer, align=alignment)
+            return context.get_dummy_value()
+
+        return types.void(array, row, column, in_V), codegen
+
+    return store
+
+
+def _simulated_move(width):
+    def move(to, to_row, to_column, array, row, column):
+        for i in range(width):
+            to[to_row, to_column + i] = array[row, column + i]
+
+    return move
+
+
+@functools.cache
+def _move(width):
+    if SIMULATED:
+        return _simulated_move(width)
+
+    @intrinsic
+    def move(typingctx, to, to_row, to_column, array, row, column):
+        def codegen(context, builder, sig, args):
+            assert sig.args[0].dtype == sig.args[3].dtype
+            place = [context.cast(builder, args[i], sig.args[i], types.intp) for i in (1, 2, 4, 5)]
+            count, element, alignment = _access(sig.args[0], width)
+            block = element if count == 1 else ir.VectorType(element, count)
+            for first in range(0, width, count):
+                column, to_column = (builder.add(at, at.type(first)) for at in (place[3], place[1]))
+                source = _pointer(context, builder, sig.args[3], args[3], place[2], column, block)
+                target = _pointer(context, builder, sig.args[0], args[0], place[0], to_column, block)
+                builder.store(builder.load(source, align=alignment), target, align=alignment)
+            return context.get_dummy_value()
+
+        return types.void(to, to_row, to_column, array, row, column), codegen
+
+    return move

@@ -1,0 +1,113 @@
+"""Launches CUDA loops on torch's tensors: on the current stream of their device, without copies.
+
+Where numba's simulator is switched on (NUMBA_ENABLE_CUDASIM=1), "the device" is the host's memory and a launch runs
+the loop as Python, so that every loop can be tested on a machine without a GPU.
+
+Invariants: a loop covers its range whatever the shape of the launch, since each of its threads goes on by strides of
+the whole grid; and no result depends on that shape.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from oneemb.kernels import jit_cuda
+from oneemb.kernels.jit import CudaLoop
+
+__all__ = ["SIMULATED", "Gpu", "vector_width"]
+
+SIMULATED = jit_cuda.SIMULATED
+
+# Threads of a block. In the simulator each is a thread of the machine, made and ended for every block.
+_BLOCK = 8 if SIMULATED else 256
+_BLOCKS_MAX = 3 if SIMULATED else 1 << 16
+
+_TYPESTR = {
+    torch.float32: "<f4", torch.float64: "<f8", torch.int32: "<i4", torch.int64: "<i8", torch.int16: "<i2",
+    torch.uint16: "<u2", torch.bool: "|b1",
+}  # fmt: skip
+
+
+class _Array:
+    """A tensor of any dtype in the form in which numba takes arrays of others."""
+
+    __slots__ = ("__cuda_array_interface__",)
+
+    def __init__(self, tensor: torch.Tensor):
+        # stream None: launches are ordered by the stream they go to, and numba need not wait for anything.
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape), "typestr": _TYPESTR[tensor.dtype], "data": (tensor.data_ptr(), False),
+            "strides": None, "version": 3, "stream": None,
+        }  # fmt: skip
+
+
+class Gpu:
+    """One device, as loops see it.
+
+    Args:
+        device: torch's name of it; in the simulator, anything.
+
+    Attributes:
+        device: where the tensors of loops live: the GPU, or in the simulator the CPU.
+        launches: loops launched so far.
+    """
+
+    def __init__(self, device: torch.device | str = "cuda"):
+        self.device = torch.device("cpu") if SIMULATED else torch.device(device)
+        self.launches = 0
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of torch's allocator, whatever it holds."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def full(self, *shape: int, value: int | float, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of torch's allocator, filled."""
+        return torch.full(shape, value, dtype=dtype, device=self.device)
+
+    def put(self, array: np.ndarray) -> torch.Tensor:
+        """A copy of an array on the device."""
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, copy=True)
+
+    def run(self, loop: CudaLoop, size: int, *args: Any) -> None:
+        """Launch a loop in which each thread takes one of `size` things at a time."""
+        if size > 0:
+            self._launch(loop, min(-(-size // _BLOCK), _BLOCKS_MAX), _BLOCK, args)
+
+    def run_rows(self, loop: CudaLoop, rows: int, columns: int, *args: Any) -> None:
+        """Launch a loop in which `threadIdx.x` of a group of threads shares one of `rows` rows at a time.
+
+        Args:
+            columns: pieces of a row; a group has no more threads than that, a power of two up to 32.
+        """
+        if rows > 0:
+            lanes = min(32, _BLOCK // 2, 1 << max(0, columns - 1).bit_length())
+            groups = _BLOCK // lanes
+            self._launch(loop, min(-(-rows // groups), _BLOCKS_MAX), (lanes, groups), args)
+
+    def _launch(self, loop: CudaLoop, grid: int, block: Any, args: tuple) -> None:
+        self.launches += 1
+        kernel = jit_cuda.kernel_of(loop)
+        if SIMULATED:
+            kernel[grid, block](*map(_simulated, args))
+            return
+        with torch.cuda.device(self.device), jit_cuda.without_contraction():
+            stream = jit_cuda.stream_of(torch.cuda.current_stream().cuda_stream)
+            kernel[grid, block, stream](*(_Array(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
+
+
+def _simulated(arg: Any) -> Any:
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    assert arg.is_contiguous()
+    return jit_cuda.simulated_array(arg.numpy())
+
+
+def vector_width(dim: int, weight_SX: torch.Tensor, *others: torch.Tensor) -> int:
+    """Weights that a loop may take at a time, V: as many as fill 16 bytes where every row of every array is aligned
+    to that and D is a multiple, else 1."""
+    width = 16 // weight_SX.element_size()
+    arrays = (weight_SX, *others)
+    if dim % width == 0 and all(a.data_ptr() % 16 == 0 and a.stride(0) * a.element_size() % 16 == 0 for a in arrays):
+        return width
+    return 1

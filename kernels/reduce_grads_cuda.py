@@ -1,0 +1,201 @@
+"""Sums the gradients of each unique key on the GPU.  N ids, U unique keys, D weights, P parts.
+
+    grad_UD[u] = sum of grad_NX[n] over the occurrences n of key u, in float32
+
+Invariant: the order of the sum is a function of the batch alone. Up to 64 occurrences are summed in batch order, as
+on the CPU and to the same bits; a key with more is summed in parts of 64, and the parts in order, so that no thread
+walks the whole chain of a hot key. Both ways of a sum of k terms are within k * 2^-24 * (sum of |g|) of the exact one.
+
+The opt-out, `scatter_grads_cuda`, adds with atomics in whatever order the threads come; it needs no sort.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from oneemb.kernels.jit import cuda, float_bits, load, rule, store
+
+if TYPE_CHECKING:
+    from oneemb.kernels.launch import Gpu
+
+__all__ = ["PART", "Segments", "reduce_grads_cuda", "scatter_grads_cuda", "segments_of", "sum_segment"]
+
+PART = 64
+"""Occurrences of a part."""
+
+V = 1
+
+
+class Segments(NamedTuple):
+    """Where each key's gradients lie; see `segments_of`."""
+
+    grad_NX: torch.Tensor
+    """[N, D]: bits of float32, float16 or bfloat16"""
+    order_N: torch.Tensor
+    """int64 [N]: the ids, key by key"""
+    begin_U1: torch.Tensor
+    """int64 [U + 1]: where each key's begin in order_N"""
+    part_U1: torch.Tensor
+    """int64 [U + 1]: where its parts begin in part_PD; a key of at most one part has none"""
+    part_PD: torch.Tensor
+    """float32 [P, D]: the sums of parts"""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """U, D: that of the gradients once they are summed."""
+        return self.begin_U1.shape[0] - 1, self.grad_NX.shape[1]
+
+
+@rule
+def is_nonfinite(x):
+    return (float_bits(x) & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
+
+
+@rule
+def plus(x, y):
+    return x + y
+
+
+@cuda.inner
+def _owner_of(part_U1, p):
+    """The key whose parts hold part p: the last u with part_U1[u] <= p."""
+    low = 0
+    high = part_U1.shape[0] - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if part_U1[middle] <= p:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@cuda
+def count_parts_loop(begin_U1, count_U):
+    """count_U[u] = parts of key u; none where one would do."""
+    u = cuda.grid(1)
+    while u < count_U.shape[0]:
+        count = begin_U1[u + 1] - begin_U1[u]
+        count_U[u] = (count + PART - 1) // PART if count > PART else 0
+        u += cuda.gridsize(1)
+
+
+@cuda
+def sum_parts_loop(grad_NX, order_N, begin_U1, part_U1, part_PD):
+    """Sum each part in batch order."""
+    sum_V = cuda.local.array(V, np.float32)
+    x_V = cuda.local.array(V, np.float32)
+    parts = part_U1[part_U1.shape[0] - 1]
+    p = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+    while p < parts:
+        u = _owner_of(part_U1, p)
+        begin = begin_U1[u] + (p - part_U1[u]) * PART
+        end = min(begin + PART, begin_U1[u + 1])
+        for d in range(cuda.threadIdx.x * V, part_PD.shape[1], cuda.blockDim.x * V):
+            load(sum_V, grad_NX, order_N[begin], d)
+            for k in range(begin + 1, end):
+                load(x_V, grad_NX, order_N[k], d)
+                for i in range(V):
+                    sum_V[i] = plus(sum_V[i], x_V[i])
+            store(part_PD, p, d, sum_V)
+        p += cuda.gridDim.x * cuda.blockDim.y
+
+
+@cuda.inner
+def sum_segment(sum_V, grad_NX, order_N, begin_U1, part_U1, part_PD, u, d):
+    """sum_V = the summed gradient of key u at weights d .. d + V."""
+    x_V = cuda.local.array(V, np.float32)
+    begin = part_U1[u]
+    end = part_U1[u + 1]
+    if begin < end:
+        load(sum_V, part_PD, begin, d)
+        for p in range(begin + 1, end):
+            load(x_V, part_PD, p, d)
+            for i in range(V):
+                sum_V[i] = plus(sum_V[i], x_V[i])
+    else:
+        load(sum_V, grad_NX, order_N[begin_U1[u]], d)
+        for k in range(begin_U1[u] + 1, begin_U1[u + 1]):
+            load(x_V, grad_NX, order_N[k], d)
+            for i in range(V):
+                sum_V[i] = plus(sum_V[i], x_V[i])
+
+
+@cuda
+def reduce_loop(grad_NX, order_N, begin_U1, part_U1, part_PD, grad_UD, finite_U):
+    """Write each key's sum; finite_U[u] turns 0 where a value of it is not finite."""
+    sum_V = cuda.local.array(V, np.float32)
+    u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+    while u < grad_UD.shape[0]:
+        for d in range(cuda.threadIdx.x * V, grad_UD.shape[1], cuda.blockDim.x * V):
+            sum_segment(sum_V, grad_NX, order_N, begin_U1, part_U1, part_PD, u, d)
+            store(grad_UD, u, d, sum_V)
+            for i in range(V):
+                if is_nonfinite(sum_V[i]):
+                    finite_U[u] = False
+        u += cuda.gridDim.x * cuda.blockDim.y
+
+
+@cuda
+def scatter_loop(grad_NX, inverse_N, grad_UD):
+    """Add each id's gradient to its key's with atomics."""
+    x_V = cuda.local.array(V, np.float32)
+    n = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+    while n < inverse_N.shape[0]:
+        u = inverse_N[n]
+        if u >= 0:
+            for d in range(cuda.threadIdx.x * V, grad_UD.shape[1], cuda.blockDim.x * V):
+                load(x_V, grad_NX, n, d)
+                for i in range(V):
+                    cuda.atomic.add(grad_UD, (u, d + i), x_V[i])
+        n += cuda.gridDim.x * cuda.blockDim.y
+
+
+def segments_of(grad_NX: torch.Tensor, order_N: torch.Tensor, begin_U1: torch.Tensor, *, gpu: "Gpu") -> Segments:
+    """Make the sums of hot keys' parts, so that every key is a short walk.
+
+    Args:
+        grad_NX: [N, D], C-contiguous, bits of float32, float16 (uint16) or bfloat16 (int16).
+        order_N, begin_U1: of `oneemb.kernels.unique_keys_cuda.occurrences`.
+    """
+    from oneemb.kernels.launch import vector_width
+
+    size, dim = grad_NX.shape
+    keys = begin_U1.shape[0] - 1
+    count_U = gpu.empty(keys, dtype=torch.int64)
+    gpu.run(count_parts_loop, keys, begin_U1, count_U)
+    part_U1 = gpu.full(keys + 1, value=0, dtype=torch.int64)
+    torch.cumsum(count_U, 0, out=part_U1[1:])
+    # More parts than that cannot be: a key with any has more than PART occurrences, and so a part for every half PART.
+    part_PD = gpu.empty(2 * size // PART if size > PART else 0, dim, dtype=torch.float32)
+    v = vector_width(dim, grad_NX, part_PD)
+    gpu.run_rows(
+        sum_parts_loop.at(V=v), part_PD.shape[0], dim // v, grad_NX, order_N, begin_U1, part_U1, part_PD
+    )  # fmt: skip
+    return Segments(grad_NX, order_N, begin_U1, part_U1, part_PD)
+
+
+def reduce_grads_cuda(segments: Segments, *, gpu: "Gpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum gradients of equal keys: grad_UD float32 [U, D] and finite_U bool [U], on the device."""
+    from oneemb.kernels.launch import vector_width
+
+    keys, dim = segments.begin_U1.shape[0] - 1, segments.grad_NX.shape[1]
+    grad_UD = gpu.empty(keys, dim, dtype=torch.float32)
+    finite_U = gpu.full(keys, value=True, dtype=torch.bool)
+    v = vector_width(dim, segments.grad_NX, segments.part_PD, grad_UD)
+    gpu.run_rows(reduce_loop.at(V=v), keys, dim // v, *segments, grad_UD, finite_U)
+    return grad_UD, finite_U
+
+
+def scatter_grads_cuda(
+    grad_NX: torch.Tensor, inverse_N: torch.Tensor, keys: int, *, gpu: "Gpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same sums in no fixed order: two runs may differ in the last bits."""
+    from oneemb.kernels.launch import vector_width
+
+    dim = grad_NX.shape[1]
+    grad_UD = gpu.full(keys, dim, value=0, dtype=torch.float32)
+    v = vector_width(dim, grad_NX, grad_UD)
+    gpu.run_rows(scatter_loop.at(V=v), grad_NX.shape[0], dim // v, grad_NX, inverse_N, grad_UD)
+    return grad_UD, torch.isfinite(grad_UD).all(1)

@@ -1,0 +1,132 @@
+"""Row updates on the GPU: gradient, optimizer and write-back in one launch, whatever the optimizer.
+
+The arrays are those of oneemb.kernels.row_update, on the device. The gradient comes either summed, float32 [U, D], or
+as `Segments` of the batch's gradients, which are summed on the way into the optimizer and never written anywhere.
+
+A group of threads shares a row; each takes V weights at a time, with their state and gradient, as 16 bytes where
+every row is aligned to that. An optimizer whose rule needs nothing but one weight, its state and its gradient is run
+by `element_loop`; the others have loops in their own files.
+
+Invariants: those of oneemb.kernels.row_update; and where go_1[0] is 0, which a check on the device may say, nothing
+is written at all.
+"""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from oneemb.kernels.jit import CudaLoop, cuda, load, store
+from oneemb.kernels.reduce_grads_cuda import Segments, sum_segment
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["element_update", "given", "gradient", "run_row_update_cuda"]
+
+V = 1
+
+
+@cuda.inner
+def given(g_V, grad_UD, order_N, begin_U1, part_U1, part_PD, u, d):
+    """The gradient as it lies in grad_UD."""
+    load(g_V, grad_UD, u, d)
+
+
+gradient = given  # or sum_segment; `at(gradient=...)` sets it
+
+
+@cuda.inner
+def _stateless(weight_SX, row_SW, s, d, state_begin, dim, g_V, scalars):
+    w_V = cuda.local.array(V, np.float32)
+    load(w_V, weight_SX, s, d)
+    for i in range(V):
+        w_V[i] = optimizer(w_V[i], g_V[i], *scalars)
+    store(weight_SX, s, d, w_V)
+
+
+@cuda.inner
+def _one_state(weight_SX, row_SW, s, d, state_begin, dim, g_V, scalars):
+    w_V = cuda.local.array(V, np.float32)
+    x_V = cuda.local.array(V, np.float32)
+    load(w_V, weight_SX, s, d)
+    load(x_V, row_SW, s, state_begin + d)
+    for i in range(V):
+        w_V[i], x_V[i] = optimizer(w_V[i], x_V[i], g_V[i], *scalars)
+    store(weight_SX, s, d, w_V)
+    store(row_SW, s, state_begin + d, x_V)
+
+
+@cuda.inner
+def _two_states(weight_SX, row_SW, s, d, state_begin, dim, g_V, scalars):
+    w_V = cuda.local.array(V, np.float32)
+    x_V = cuda.local.array(V, np.float32)
+    y_V = cuda.local.array(V, np.float32)
+    load(w_V, weight_SX, s, d)
+    load(x_V, row_SW, s, state_begin + d)
+    load(y_V, row_SW, s, state_begin + dim + d)
+    for i in range(V):
+        w_V[i], x_V[i], y_V[i] = optimizer(w_V[i], x_V[i], y_V[i], g_V[i], *scalars)
+    store(weight_SX, s, d, w_V)
+    store(row_SW, s, state_begin + d, x_V)
+    store(row_SW, s, state_begin + dim + d, y_V)
+
+
+elements = _stateless  # `at(elements=..., optimizer=...)` sets both
+optimizer: Any = None
+
+
+@cuda
+def element_loop(weight_SX, row_SW, slot_U, grad_NX, order_N, begin_U1, part_U1, part_PD, go_1, state_begin, scalars):
+    """One step of an optimizer that looks at one weight at a time."""
+    g_V = cuda.local.array(V, np.float32)
+    dim = grad_NX.shape[1]
+    u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+    while u < slot_U.shape[0] and go_1[0] != 0:
+        s = slot_U[u]
+        for d in range(cuda.threadIdx.x * V, dim, cuda.blockDim.x * V):
+            gradient(g_V, grad_NX, order_N, begin_U1, part_U1, part_PD, u, d)
+            elements(weight_SX, row_SW, s, d, state_begin, dim, g_V, scalars)
+        u += cuda.gridDim.x * cuda.blockDim.y
+
+
+@functools.cache
+def element_update(rule: Any, states: int) -> CudaLoop:
+    """The loop for rule(w, *state, g, *scalars) -> w, *state with this many states a weight."""
+    return element_loop.at(optimizer=rule, elements=(_stateless, _one_state, _two_states)[states])
+
+
+def run_row_update_cuda(
+    loop: CudaLoop,
+    weight_SX: "torch.Tensor",
+    row_SW: "torch.Tensor",
+    slot_U: "torch.Tensor",
+    grad: "torch.Tensor | Segments",
+    state_begin: int,
+    *scalars: Any,
+    go_1: "torch.Tensor | None" = None,
+    gpu: Any,
+) -> None:
+    """Run an update's loop over all rows of slot_U.
+
+    Args:
+        grad: float32 [U, D], or the segments of the U keys.
+        go_1: int64 [1] on the device, 0 = leave the rows as they are; None = go.
+    """
+    import torch
+
+    from oneemb.kernels.launch import vector_width
+
+    if isinstance(grad, Segments):
+        arrays, how = grad, sum_segment
+    else:
+        none = gpu.empty(0, dtype=torch.int64)
+        arrays, how = Segments(grad, none, none, none, gpu.empty(0, grad.shape[1], dtype=torch.float32)), given
+    go_1 = gpu.full(1, value=1, dtype=torch.int64) if go_1 is None else go_1
+    dim = arrays.grad_NX.shape[1]
+    v = vector_width(dim, weight_SX, row_SW, arrays.grad_NX, arrays.part_PD)
+    v = v if state_begin % 4 == 0 else 1
+    gpu.run_rows(
+        loop.at(V=v, gradient=how), len(slot_U), dim // v, weight_SX, row_SW, slot_U, *arrays, go_1, state_begin,
+        tuple(scalar for scalar in scalars if scalar is not None),
+    )  # fmt: skip

@@ -1,0 +1,143 @@
+"""Unique keys of a batch on the GPU: the same keys in the same order as oneemb.kernels.unique_keys.
+
+A scratch table of cells is claimed by compare-and-swap; a cell holds the least occurrence of its key, which the keys
+themselves tell apart, so every int64 is legal and nothing needs to be published in two steps. Ranking those first
+occurrences gives the unique keys in batch order whatever order the threads ran in.
+
+The occurrences of key u, in batch order:  order_N[begin_U1[u]], ..., order_N[begin_U1[u + 1] - 1]
+
+The arrays of unique keys have room for N; how many there are is known on the device (`size_1`), so that the next
+loops can go on without asking.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from oneemb.kernels.hash_index_cuda import home
+from oneemb.kernels.jit import cuda
+
+if TYPE_CHECKING:
+    from oneemb.kernels.launch import Gpu
+
+__all__ = ["DeviceKeys", "occurrences", "unique_keys_cuda"]
+
+_EMPTY = 1 << 62
+
+
+class DeviceKeys(NamedTuple):
+    """The unique keys of N ids, on the device."""
+
+    table_U: torch.Tensor
+    """int32, as many as there are ids; the first U count, here and below"""
+    id_U: torch.Tensor
+    """int64"""
+    head_U: torch.Tensor
+    """int64: the first occurrence of each key"""
+    size_1: torch.Tensor
+    """int64 [1]: U"""
+    inverse_N: torch.Tensor
+    """int64 [N]: the unique key of each id; -1 for padding"""
+
+    def cut(self, size: int) -> "DeviceKeys":
+        """The same with the room beyond the U = `size` keys cut off."""
+        return self._replace(table_U=self.table_U[:size], id_U=self.id_U[:size], head_U=self.head_U[:size])
+
+
+@cuda
+def claim_loop(table_N, id_N, padded, padding_id, cell_C, cell_N):
+    """cell_N[n] = the cell of the key of id n, -1 for padding; cell_C[c] = its least n."""
+    cells = cell_C.shape[0]
+    n = cuda.grid(1)
+    while n < id_N.shape[0]:
+        if padded and id_N[n] == padding_id:
+            cell_N[n] = -1
+        else:
+            c = home(table_N[n], id_N[n], cells)
+            while True:
+                # Read first: most ids of a batch are those of a few keys, and a swap is dear where many want one cell.
+                m = cell_C[c]
+                if m == _EMPTY:
+                    m = cuda.atomic.cas(cell_C, c, _EMPTY, n)
+                if m == _EMPTY:
+                    break
+                if id_N[m] == id_N[n] and table_N[m] == table_N[n]:
+                    if n < m:
+                        cuda.atomic.min(cell_C, c, n)
+                    break
+                c += 1
+                if c == cells:
+                    c = 0
+            cell_N[n] = c
+        n += cuda.gridsize(1)
+
+
+@cuda
+def first_loop(cell_C, cell_N, first_N):
+    """first_N[n] = 1 where id n is the first of its key, else 0."""
+    n = cuda.grid(1)
+    while n < cell_N.shape[0]:
+        first_N[n] = 1 if cell_N[n] >= 0 and cell_C[cell_N[n]] == n else 0
+        n += cuda.gridsize(1)
+
+
+@cuda
+def collect_loop(table_N, id_N, cell_C, cell_N, rank_N, table_U, id_U, head_U, size_1, inverse_N):
+    """Write each key at its rank, and each id's key."""
+    n = cuda.grid(1)
+    while n < cell_N.shape[0]:
+        if cell_N[n] < 0:
+            inverse_N[n] = -1
+        else:
+            first = cell_C[cell_N[n]]
+            u = rank_N[first] - 1
+            inverse_N[n] = u
+            if first == n:
+                table_U[u] = table_N[n]
+                id_U[u] = id_N[n]
+                head_U[u] = n
+        if n == cell_N.shape[0] - 1:
+            size_1[0] = rank_N[n]
+        n += cuda.gridsize(1)
+
+
+@cuda
+def begin_loop(sorted_N, begin_U1):
+    """begin_U1[u] = the first place of u in sorted_N; the place after the last u is where it ends."""
+    size = sorted_N.shape[0]
+    n = cuda.grid(1)
+    while n < size:
+        u = sorted_N[n]
+        if u >= 0 and (n == 0 or sorted_N[n - 1] != u):
+            begin_U1[u] = n
+        if u >= 0 and n == size - 1:
+            begin_U1[u + 1] = size
+        n += cuda.gridsize(1)
+
+
+def unique_keys_cuda(
+    table_N: torch.Tensor, id_N: torch.Tensor, *, padding_id: int | None = None, gpu: "Gpu"
+) -> DeviceKeys:
+    """The unique keys among (table_N int32, id_N int32 or int64), leaving out ids that equal `padding_id`."""
+    size = id_N.shape[0]
+    cell_C = gpu.full(2 * size + 1, value=_EMPTY, dtype=torch.int64)
+    cell_N, first_N, head_U, id_U, inverse_N = (gpu.empty(size, dtype=torch.int64) for _ in range(5))
+    table_U = gpu.empty(size, dtype=torch.int32)
+    size_1 = gpu.full(1, value=0, dtype=torch.int64)
+    gpu.run(claim_loop, size, table_N, id_N, padding_id is not None, padding_id or 0, cell_C, cell_N)
+    gpu.run(first_loop, size, cell_C, cell_N, first_N)
+    rank_N = first_N.cumsum(0)
+    gpu.run(
+        collect_loop, size, table_N, id_N, cell_C, cell_N, rank_N, table_U, id_U, head_U, size_1, inverse_N
+    )  # fmt: skip
+    return DeviceKeys(table_U, id_U, head_U, size_1, inverse_N)
+
+
+def occurrences(inverse_N: torch.Tensor, keys: int, *, gpu: "Gpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids of each of `keys` keys in batch order: order_N int64 [N], begin_U1 int64 [U + 1]."""
+    # The sort is stable, so that ids of one key stay in batch order; padding, -1, comes first and is in no range.
+    narrow = torch.int32 if keys < 2**31 else torch.int64
+    sorted_N, order_N = torch.sort(inverse_N.to(narrow), stable=True)
+    begin_U1 = gpu.full(keys + 1, value=inverse_N.shape[0], dtype=torch.int64)
+    gpu.run(begin_loop, inverse_N.shape[0], sorted_N, begin_U1)
+    return order_N, begin_U1

@@ -1,0 +1,174 @@
+"""Row updates on the GPU against the CPU's loops, bit for bit but where a bound is stated, and against torch.optim."""
+
+import numpy as np
+import pytest
+import torch
+
+from oneemb.graph.row_optimizers import row_optimizer_of
+from oneemb.kernels.reduce_grads_cuda import PART, segments_of
+from oneemb.kernels.row_update_cuda import element_update, run_row_update_cuda
+from oneemb.kernels.threads import Threads
+from oneemb.kernels.unique_keys_cuda import occurrences
+from oneemb.kernels.update_adagrad import adagrad
+from oneemb.optim import Ftrl, RowWiseAdagrad, SmartDecayAdam
+from tests.support.row_updates import Slab, to_bits
+
+ONE = Threads(1)
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd, weight decay": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
+    "sgd, momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "sgd, nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01),
+    "row-wise adagrad": lambda p: RowWiseAdagrad(p, lr=0.1, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "adam, far lerp": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.4, 0.9)),
+    "sparse adam": lambda p: torch.optim.SparseAdam(p, lr=0.1),
+    "ftrl": lambda p: Ftrl(p, lr=0.1, lambda1=0.01),
+    "ftrl, another power": lambda p: Ftrl(p, lr=0.1, lr_power=-0.7),
+    "smart decay adam": lambda p: SmartDecayAdam(p, lr=0.1),
+}
+
+# name -> how far a value may lie from the CPU's, as a share of it. The mean of squares is summed in another order.
+APART = {"row-wise adagrad": 4e-6}
+
+DIMS = {
+    1: 1,  # one thread a row
+    5: 1,  # no dimension of vectors
+    8: 4,  # two vectors of float32, one of half width
+    40: 4,  # more vectors than a group has threads here, where groups are small
+}
+
+BITS = {"float32": torch.float32, "float16": torch.uint16, "bfloat16": torch.int16}
+
+
+def on_cpu(optimizer, slab, slot_U, grad_UD, step):
+    rows = row_optimizer_of(optimizer, optimizer.param_groups[0])
+    rows.update(
+        slab.weight_SX, slab.row_SW, slot_U, grad_UD,
+        state_begin=slab.state_begin, group=optimizer.param_groups[0], step=step, threads=ONE,
+    )  # fmt: skip
+
+
+def on_gpu(gpu, optimizer, row_SW, slab, slot_U, grad, step):
+    rows = row_optimizer_of(optimizer, optimizer.param_groups[0])
+    rows.update(
+        row_SW.view(BITS[slab.dtype]), row_SW, gpu.put(slot_U), grad,
+        state_begin=slab.state_begin, group=optimizer.param_groups[0], step=step, threads=gpu,
+    )  # fmt: skip
+
+
+def slab_for(optimizer, dim, dtype, *, padded, slots=12):
+    rows = row_optimizer_of(optimizer, optimizer.param_groups[0])
+    slab = Slab(dim, dtype, rows.initial_state(dim), seed=3, slots=slots)
+    if padded:  # rows begin at multiples of 16 bytes, as a device tier lays them out
+        width = -(-slab.layout.row_width // 4) * 4
+        row_SW = np.zeros((slots, width), np.float32)
+        row_SW[:, : slab.layout.row_width] = slab.row_SW[:, : slab.layout.row_width]
+        slab.row_SW, slab.weight_SX = row_SW, slab.layout.weights(row_SW)
+    return slab
+
+
+def check_rows(found, expected, dim, slab, name):
+    if name not in APART:
+        assert found.tobytes() == expected.row_SW.tobytes()
+        return
+    if slab.dtype != "float32":
+        return  # a weight one float32 ulp off may round to either neighbour; the float32 case holds the bound
+    np.testing.assert_allclose(found[:, : dim + 1], expected.row_SW[:, : dim + 1], rtol=APART[name], atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rows_are_those_of_the_cpu(gpu, name, dim, dtype):
+    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1))])
+    rng = np.random.default_rng(4)
+    for padded in (True, False):
+        slab = slab_for(optimizer, dim, dtype, padded=padded)
+        row_SW = gpu.put(slab.row_SW)
+        for step in (1, 2, 5):
+            slot_U = rng.permutation(12)[: 3 + step].astype(np.int64)
+            grad_UD = rng.normal(0, 1, (len(slot_U), dim)).astype(np.float32)
+            on_cpu(optimizer, slab, slot_U, grad_UD, step)
+            on_gpu(gpu, optimizer, row_SW, slab, slot_U, gpu.put(grad_UD), step)
+        check_rows(row_SW.cpu().numpy(), slab, dim, slab, name)
+
+
+def segments(gpu, grad_ND, inverse_N, keys, dtype="float32"):
+    order_N, begin_U1 = occurrences(gpu.put(inverse_N), keys, gpu=gpu)
+    return segments_of(gpu.put(to_bits(grad_ND, dtype)), order_N, begin_U1, gpu=gpu)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dim, dtype", [(3, "float32"), (8, "float16"), (8, "bfloat16"), (8, "float32")])
+def test_a_fused_update_is_the_sum_and_then_the_update(gpu, name, dim, dtype):
+    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1))])
+    rng = np.random.default_rng(5)
+    slab = slab_for(optimizer, dim, dtype, padded=True)
+    row_SW = gpu.put(slab.row_SW)
+    inverse_N = np.array([0, 1, 0, 2, 0, -1, 2], np.int64)
+    grad_ND = rng.integers(-8, 9, (7, dim)).astype(np.float32)  # of which any sum is exact in any order
+    grad_UD = np.stack([grad_ND[inverse_N == u].sum(0) for u in range(3)])
+    slot_U = np.array([7, 0, 4])
+    on_cpu(optimizer, slab, slot_U, grad_UD, 1)
+    on_gpu(gpu, optimizer, row_SW, slab, slot_U, segments(gpu, grad_ND, inverse_N, 3, dtype), 1)
+    check_rows(row_SW.cpu().numpy(), slab, dim, slab, name)
+
+
+def test_a_fused_update_sums_the_parts_of_a_hot_key(gpu):
+    optimizer = OPTIMIZERS["adagrad"]([torch.nn.Parameter(torch.zeros(1))])
+    slab = slab_for(optimizer, 4, "float32", padded=True)
+    row_SW = gpu.put(slab.row_SW)
+    inverse_N = np.array([0] * (2 * PART + 3) + [1], np.int64)
+    grad_ND = np.random.default_rng(6).integers(-8, 9, (len(inverse_N), 4)).astype(np.float32)
+    grad_UD = np.stack([grad_ND[inverse_N == u].sum(0) for u in range(2)])
+    on_cpu(optimizer, slab, np.array([3, 5]), grad_UD, 1)
+    on_gpu(gpu, optimizer, row_SW, slab, np.array([3, 5]), segments(gpu, grad_ND, inverse_N, 2), 1)
+    assert row_SW.cpu().numpy().tobytes() == slab.row_SW.tobytes()
+
+
+@pytest.mark.parametrize("name", ["adagrad", "row-wise adagrad", "smart decay adam"])
+def test_nothing_is_written_when_the_device_says_so(gpu, name):
+    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1))])
+    slab = slab_for(optimizer, 8, "float32", padded=True)
+    row_SW = gpu.put(slab.row_SW)
+    rows = row_optimizer_of(optimizer, optimizer.param_groups[0])
+    stop = gpu.full(1, value=0, dtype=torch.int64)
+
+    class Stopped:
+        def __getattr__(self, attribute):
+            return getattr(gpu, attribute)
+
+        def full(self, *shape, value, dtype):
+            return stop if value == 1 else gpu.full(*shape, value=value, dtype=dtype)
+
+    rows.update(
+        row_SW, row_SW, gpu.put(np.arange(4)), gpu.put(np.ones((4, 8), np.float32)),
+        state_begin=slab.state_begin, group=optimizer.param_groups[0], step=1, threads=Stopped(),
+    )  # fmt: skip
+    assert row_SW.cpu().numpy().tobytes() == slab.row_SW.tobytes()
+
+
+def test_no_rows_are_no_launch(gpu):
+    row_SW = gpu.full(4, 8, value=0, dtype=torch.float32)
+    before = gpu.launches
+    run_row_update_cuda(
+        element_update(adagrad, states=1), row_SW, row_SW, gpu.empty(0, dtype=torch.int64),
+        gpu.empty(0, 4, dtype=torch.float32), 4, gpu=gpu,
+    )  # fmt: skip
+    assert gpu.launches == before
+
+
+def test_the_comparison_notices_another_rate(gpu):
+    optimizer = OPTIMIZERS["adagrad"]([torch.nn.Parameter(torch.zeros(1))])
+    slab = slab_for(optimizer, 8, "float32", padded=True)
+    row_SW = gpu.put(slab.row_SW)
+    grad_UD = np.ones((1, 8), np.float32)
+    on_cpu(optimizer, slab, np.array([2]), grad_UD, 1)
+    optimizer.param_groups[0]["lr"] *= 1 + 2e-7
+    on_gpu(gpu, optimizer, row_SW, slab, np.array([2]), gpu.put(grad_UD), 1)
+    with pytest.raises(AssertionError):
+        check_rows(row_SW.cpu().numpy(), slab, 8, slab, "adagrad")

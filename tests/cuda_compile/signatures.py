@@ -1,0 +1,97 @@
+"""Every CUDA loop with the types it is launched with, for compiling it where there is no GPU.
+
+    CASES: name -> (loop with its constants, argument types, what it must hold)
+
+A loop that takes elements is here in its vector form for float32 and for half-width weights, and one by one.
+"""
+
+from numba.cuda import types
+
+from oneemb.kernels import (
+    gather_cuda,
+    hash_index_cuda,
+    init_rows_cuda,
+    reduce_grads_cuda,
+    unique_keys_cuda,
+)
+from oneemb.kernels.reduce_grads_cuda import sum_segment
+from oneemb.kernels.row_update_cuda import element_update, given
+from oneemb.kernels.update_adagrad import adagrad
+from oneemb.kernels.update_adam import adam
+from oneemb.kernels.update_ftrl import _published, ftrl
+from oneemb.kernels.update_row_wise_adagrad import row_wise_adagrad_loop
+from oneemb.kernels.update_sgd import momentum_sgd, sgd
+from oneemb.kernels.update_smart_decay_adam import smart_decay_adam_loop
+
+i32, i64, f32, f64, u64, b1 = types.int32, types.int64, types.float32, types.float64, types.uint64, types.boolean
+BITS = {"float32": types.float32, "float16": types.uint16, "bfloat16": types.int16}
+VECTORS = {"float32": 4, "float16": 8, "bfloat16": 8}
+
+
+def array(kind, ndim=1):
+    return types.Array(kind, ndim, "C")
+
+
+CELLS, KEYS, ROWS = array(i64, 2), array(i64), array(f32, 2)
+
+CASES = {
+    "claim": (unique_keys_cuda.claim_loop, (array(i32), KEYS, b1, i64, KEYS, KEYS)),
+    "claim int32": (unique_keys_cuda.claim_loop, (array(i32), array(i32), b1, i64, KEYS, KEYS)),
+    "first": (unique_keys_cuda.first_loop, (KEYS, KEYS, KEYS)),
+    "collect": (
+        unique_keys_cuda.collect_loop,
+        (array(i32), KEYS, KEYS, KEYS, KEYS, array(i32), KEYS, KEYS, KEYS, KEYS),
+    ),
+    "begin": (unique_keys_cuda.begin_loop, (array(i32), KEYS)),
+    "find": (hash_index_cuda.find_loop, (CELLS, array(i32), KEYS, KEYS, KEYS)),
+    "insert": (hash_index_cuda.insert_loop, (CELLS, array(i32), KEYS, KEYS, KEYS)),
+    "erase": (hash_index_cuda.erase_loop, (CELLS, array(i32), KEYS, KEYS)),
+    "rehash": (hash_index_cuda.rehash_loop, (CELLS, CELLS, KEYS)),
+    "items": (hash_index_cuda.items_loop, (CELLS, array(i32), KEYS, KEYS, KEYS)),
+    "count parts": (reduce_grads_cuda.count_parts_loop, (KEYS, KEYS)),
+    "copy in": (gather_cuda.copy_in_loop.at(V=4), (array(i32, 2), KEYS, array(i32, 2))),
+    "copy out": (gather_cuda.copy_out_loop.at(V=4), (array(i32, 2), KEYS, array(i32, 2))),
+}
+
+for dtype, bits in BITS.items():
+    weights = array(bits, 2)
+    CASES[f"init {dtype}"] = (
+        init_rows_cuda.init_loop,
+        (weights, ROWS, KEYS, array(i32), KEYS, u64, array(i64, 2), array(f64, 3), KEYS, array(f32), i64),
+    )
+    for V in (VECTORS[dtype], 1):
+        of = f"{dtype} x{V}"
+        segments = (weights, KEYS, KEYS, KEYS, ROWS)
+        CASES[f"gather {of}"] = (gather_cuda.gather_loop.at(V=V), (weights, KEYS, KEYS, weights))
+        CASES[f"pool {of}"] = (
+            gather_cuda.pool_loop.at(V=V),
+            (weights, KEYS, KEYS, KEYS, array(f32), b1, weights),
+        )
+        CASES[f"sum parts {of}"] = (reduce_grads_cuda.sum_parts_loop.at(V=V), segments)
+        CASES[f"reduce {of}"] = (reduce_grads_cuda.reduce_loop.at(V=V), (*segments, ROWS, array(b1)))
+        CASES[f"scatter {of}"] = (reduce_grads_cuda.scatter_loop.at(V=V), (weights, KEYS, ROWS))
+
+UPDATES = {
+    "sgd": (element_update(sgd, 0), (f32, f32)),
+    "momentum": (element_update(momentum_sgd, 1), (f32, f32, f32, f32, b1, f32)),
+    "adagrad": (element_update(adagrad, 1), (f32, f32, f32)),
+    "adam": (element_update(adam, 2), (f32, f32, b1, f32, f32, f32, f32, f32, f32)),
+    "ftrl": (element_update(_published, 2), (f32, f32, f32, f32, f32)),
+    "ftrl power": (element_update(ftrl, 2), (f32, f32, f32, f32, f32, f32)),
+    "row-wise adagrad": (row_wise_adagrad_loop, (f32, f32, f32)),
+    "smart decay adam": (smart_decay_adam_loop, (i64, f64, f64, f32, f32, f32, f32, f32)),
+}
+
+for name, (loop, scalars) in UPDATES.items():
+    for dtype, V, gradient in [
+        ("float32", 4, given), ("float32", 4, sum_segment), ("float32", 1, given), ("float16", 8, given),
+        ("bfloat16", 8, sum_segment),
+    ]:  # fmt: skip
+        grad = array(BITS[dtype], 2) if gradient is sum_segment else ROWS
+        how = "fused " if gradient is sum_segment else ""
+        # Tuples of one type and of several are different types to numba.
+        packed = types.BaseTuple.from_types(scalars)
+        CASES[f"{how}{name} {dtype} x{V}"] = (
+            loop.at(V=V, gradient=gradient),
+            (array(BITS[dtype], 2), ROWS, KEYS, grad, KEYS, KEYS, KEYS, ROWS, KEYS, i64, packed),
+        )
