@@ -242,12 +242,17 @@ class _TableEmbedding(torch.nn.Module):
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        moved = fn(self.weight.detach())
-        if moved.device.type != "cpu":
+        moved, failure = self.weight.detach(), None
+        try:
+            moved = fn(moved)
+        except (AssertionError, RuntimeError) as error:  # A torch without the device that was asked for.
+            failure = error
+        if failure is not None or moved.device.type != "cpu":
+            where = f"another device ({failure})" if failure is not None else str(moved.device)
             raise NotImplementedError(
-                f"embedding {self.name!r} runs on the CPU only, asked to move to {moved.device}; keep it on the CPU and"
-                " move its output: embedding(ids).to(device)"
-            )
+                f"embedding {self.name!r} runs on the CPU only, asked to move to {where}; keep it on the CPU and move"
+                " its output: embedding(ids).to(device)"
+            ) from failure
         if moved.dtype != self.weight.dtype:
             raise TypeError(
                 f"embedding {self.name!r} holds {self.dtype} rows, asked to become {moved.dtype};"
@@ -377,6 +382,10 @@ def _check_arguments(
             f"persistent_path names {len(store_options.persistent_path)} folders, one a rank; this job has 1 rank"
         )
     limits = torch.iinfo(key_type)
+    if padding_idx is not None and (isinstance(padding_idx, bool) or not isinstance(padding_idx, int)):
+        raise TypeError(f"padding_idx must be an int or None, got {padding_idx!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an int, got {seed!r}")
     if padding_idx is not None and not limits.min <= padding_idx <= limits.max:
         raise ValueError(f"padding_idx must be a {key_type}, got {padding_idx}")
     if not -(2**63) <= seed < 2**64:

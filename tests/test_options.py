@@ -179,7 +179,7 @@ _STORES = st.one_of(
         st.integers(1, 10**9), _PATHS, _SIZES,
     ),
     st.builds(
-        lambda mb, host, path, sizes: oneemb.make_cached_ssd_store_options(mb, path, host_cache_budget_mb=host, **sizes),
+        lambda mb, host, path, more: oneemb.make_cached_ssd_store_options(mb, path, host_cache_budget_mb=host, **more),
         st.integers(1, 10**9), st.integers(0, 10**9), _PATHS, _SIZES,
     ),
 )  # fmt: skip

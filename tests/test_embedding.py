@@ -1,0 +1,655 @@
+"""Embedding modules: lookups of every shape and type, limits, snapshots and state dicts, and what is refused."""
+
+import copy
+import math
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import oneemb
+from tests.kernels.test_init_rows import uniform_python
+from tests.support.models import STORES, make_embedding, reopen, rows_of, store_options
+
+INT64 = torch.iinfo(torch.int64)
+INT32 = torch.iinfo(torch.int32)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture
+def made(tmp_path):
+    """make_embedding in a folder of the test's, closed at its end."""
+    every = []
+
+    def make(path="rows", **options):
+        every.append(make_embedding(tmp_path / path, **options))
+        return every[-1]
+
+    yield make
+    for embedding in every:
+        embedding.close()
+
+
+def expected_rows(ids, table=0, *, dim=4, seed=0, low=-1.0, high=1.0):
+    """Initial weights, drawn in plain Python."""
+    rows = [[low + (high - low) * uniform_python(seed, table, i, d) for d in range(dim)] for i in ids]
+    return torch.from_numpy(np.array(rows, np.float64).astype(np.float32))
+
+
+# ---- lookups ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_new_id_reads_as_its_initial_value(made, store):
+    embedding = made(store=store, tables=2, seed=7)
+    ids = torch.tensor([[3, 3], [-1, 0], [INT64.min, INT64.max]])
+    rows = embedding(ids)
+    assert rows.shape == (3, 2, 4) and rows.dtype == torch.float32
+    for t in range(2):
+        assert torch.equal(rows[:, t].detach(), expected_rows(ids[:, t].tolist(), t, seed=7))
+    assert embedding.stats()["rows"] == 6
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (0,), (2, 3), (0, 3), (2, 0), (2, 1, 3), (1, 1, 1, 1)])
+def test_one_table_takes_ids_of_any_shape(made, shape):
+    ids = torch.arange(math.prod(shape)).reshape(shape)
+    rows = made()(ids)
+    assert rows.shape == (*shape, 4)
+    assert torch.equal(rows.detach().reshape(-1, 4), expected_rows(ids.reshape(-1).tolist()).reshape(-1, 4))
+
+
+def test_columns_of_ids_are_tables(made):
+    embedding = made(tables=3)
+    embedding(torch.tensor([[5, 5, 5], [5, 6, 5]]))
+    assert embedding.stats()["rows"] == 4
+    with pytest.raises(ValueError, match=r"shape \[B, 3\], one column a table, got \[2, 2\]; pass table_ids"):
+        embedding(torch.zeros(2, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"shape \[B, 3\].*got \[3\]"):
+        embedding(torch.zeros(3, dtype=torch.int64))
+    assert embedding.stats()["rows"] == 4
+    assert embedding(torch.zeros(0, 3, dtype=torch.int64)).shape == (0, 3, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("ids_shape", "table_shape"),
+    [
+        ((6,), (6,)),
+        ((2, 3), (2, 3)),
+        ((2, 3), (3,)),
+        ((2, 3), (2, 1)),
+        ((2, 3), ()),
+        ((2, 3, 4), (3, 1)),
+        ((0, 2), (2,)),
+    ],
+)
+def test_table_ids_broadcast_to_the_ids(made, ids_shape, table_shape, dtype):
+    embedding = made(tables=3)
+    ids = torch.arange(math.prod(ids_shape)).reshape(ids_shape) % 4
+    table_ids = (torch.arange(math.prod(table_shape)).reshape(table_shape) % 3).to(dtype)
+    rows = embedding(ids, table_ids).detach().reshape(-1, 4)
+    tables = table_ids.expand(ids_shape).reshape(-1).tolist()
+    for n, (table, id) in enumerate(zip(tables, ids.reshape(-1).tolist(), strict=True)):
+        assert torch.equal(rows[n], expected_rows([id], table)[0])
+
+
+def test_views_of_ids_are_read_as_they_are(made):
+    ids = torch.arange(24).reshape(4, 6)
+    embedding = made(tables=2)
+    for view in (ids.t()[:, :2], ids[:, ::3], ids[::2, :2], ids[:, 3:4].expand(4, 2)):
+        rows = embedding(view).detach()
+        for t in range(2):
+            assert torch.equal(rows[:, t], expected_rows(view[:, t].tolist(), t))
+
+
+@pytest.mark.parametrize("key_type", [torch.int64, torch.int32])
+def test_ids_of_both_widths_are_the_same_keys(made, key_type):
+    embedding = made(key_type=key_type)
+    ids = [0, -1, INT32.min, INT32.max, 77]
+    rows = embedding(torch.tensor(ids, dtype=key_type))
+    assert torch.equal(rows.detach(), expected_rows(ids))
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 7, 33, 129])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_any_width_and_type(made, dim, dtype):
+    embedding = made(dim=dim, dtype=dtype)
+    rows = embedding(torch.tensor([5, 6, 5]))
+    assert rows.dtype == dtype and rows.shape == (3, dim)
+    assert torch.equal(rows.detach(), expected_rows([5, 6, 5], dim=dim).to(dtype))
+
+
+def test_columns_have_initializers_of_their_own(made):
+    tables = [
+        oneemb.make_table(
+            [
+                oneemb.make_column_options(oneemb.make_constant_initializer(3)),
+                oneemb.make_column_options(),
+                oneemb.make_column_options(oneemb.make_uniform_initializer(-1, 1)),
+            ]
+        ),
+        oneemb.make_table(oneemb.make_constant_initializer(5)),
+    ]
+    embedding = made(dim=[1, 2, 3], tables=tables, default_initializer=oneemb.make_constant_initializer(4))
+    rows = embedding(torch.tensor([[8, 8]])).detach()
+    assert embedding.embedding_dim == 6
+    assert torch.equal(rows[0, 0], torch.cat([torch.tensor([3.0, 4.0, 4.0]), expected_rows([8], dim=6)[0, 3:]]))
+    assert torch.equal(rows[0, 1], torch.full((6,), 5.0))
+
+
+def test_the_default_initializer_is_normal_with_a_small_deviation(made):
+    rows = made(tables=[oneemb.make_table()], dim=64)(torch.arange(500)).detach()
+    assert abs(float(rows.mean())) < 0.001 and abs(float(rows.std()) - 0.05) < 0.001
+
+
+def test_seeds_give_other_rows_and_the_same_seed_the_same(made):
+    one, two, three = (
+        made(path=name, seed=seed)(torch.arange(9)).detach() for name, seed in zip("abc", (1, 1, 2), strict=True)
+    )
+    assert torch.equal(one, two) and not torch.isclose(one, three).any()
+    made(path="d", seed=2**64 - 1)
+    assert torch.equal(made(path="e", seed=-1)(torch.arange(3)), made(path="f", seed=2**64 - 1)(torch.arange(3)))
+
+
+def test_initial_rows_of_an_embedding_never_change(made):
+    # The bits of a release are those of the next: tables trained with one go on with the other.
+    tables = [
+        oneemb.make_table(oneemb.make_uniform_initializer(-0.25, 0.75)),
+        oneemb.make_table(oneemb.make_normal_initializer(0.5, 0.1)),
+        oneemb.make_table(oneemb.make_trunc_normal_initializer(0.5, 0.1, 0.3, 0.6)),
+    ]
+    bits = made(tables=tables, dim=3, seed=42)(torch.tensor([[2**32, 1, 1]])).detach().numpy().view(np.uint32)
+    assert [[f"{word:08x}" for word in row] for row in bits[0]] == [
+        ["3c382e2d", "3e76fd78", "bd80c631"],
+        ["3ec60fca", "3f3d15f2", "3ebfff02"],
+        ["3efdcd89", "3f10f1a7", "3f09b99e"],
+    ]
+
+
+# ---- padding ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding_idx", [0, -1, INT64.min, INT64.max])
+def test_padding_reads_as_zeros_and_is_not_stored(made, padding_idx):
+    embedding = made(padding_idx=padding_idx, tables=2)
+    for _ in range(2):
+        rows = embedding(torch.tensor([[padding_idx, 5], [5, padding_idx]])).detach()
+        assert not rows[0, 0].any() and not rows[1, 1].any() and rows[1, 0].all() and rows[0, 1].all()
+        assert embedding.stats()["rows"] == 2
+        embedding.eval()
+
+
+def test_a_batch_of_padding_is_fine(made):
+    embedding = made(padding_idx=0)
+    assert not embedding(torch.zeros(3, dtype=torch.int64)).any() and embedding.stats()["rows"] == 0
+
+
+# ---- training and eval -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_eval_inserts_nothing_and_reads_what_train_would_insert(made, store):
+    embedding = made(store=store).eval()
+    ids = torch.tensor([1, 2, 3, 2])
+    before = embedding(ids)
+    assert not before.requires_grad and embedding.stats()["rows"] == 0
+    embedding.train()
+    assert torch.equal(embedding(ids).detach(), before) and embedding.stats()["rows"] == 3
+    embedding.eval()
+    assert torch.equal(embedding(torch.tensor([2, 99]))[0], before[1]) and embedding.stats()["rows"] == 3
+
+
+def test_no_grad_in_training_inserts_and_leaves_no_pins(made):
+    embedding = made()
+    with torch.no_grad():
+        embedding(torch.tensor([1, 2]))
+    assert embedding.stats()["rows"] == 2 and embedding.stats()["device"]["pinned"] == 0
+
+
+def test_a_forward_pass_without_a_step_leaks_no_pins(made):
+    # The cache holds 23,831 rows of 4 weights: it fits two of these batches, not twenty.
+    embedding = made(store="ssd")
+    for step in range(20):
+        rows = embedding(torch.arange(step * 10_000, (step + 1) * 10_000))
+        assert rows.requires_grad
+        del rows
+    embedding(torch.tensor([1]))
+    assert embedding.stats()["device"]["pinned"] == 1
+
+
+# ---- ids that are refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ((torch.tensor([[1.0, 2.0]]),), TypeError, r"got torch.float32 \[1, 2\]; call ids.to"),
+        ((torch.tensor([[1, 2]], dtype=torch.int32),), TypeError, "ids must be torch.int64 .*got torch.int32"),
+        ((torch.tensor([[True, False]]),), TypeError, "got torch.bool"),
+        (([[1, 2]],), TypeError, "ids must be a tensor of torch.int64 .*got list"),
+        ((np.array([[1, 2]]),), TypeError, "ids must be a tensor .*got ndarray"),
+        ((torch.tensor([1, 2]),), ValueError, r"\[B, 2\].*got \[2\]"),
+        ((torch.tensor([[[1, 2]]]),), ValueError, r"\[B, 2\].*got \[1, 1, 2\]"),
+        ((torch.tensor([[1, 2]]), torch.tensor([0.0])), TypeError, "table_ids must be a tensor of integers, got torch"),
+        ((torch.tensor([[1, 2]]), [0, 1]), TypeError, "table_ids must be a tensor of integers, got list"),
+        ((torch.tensor([[1, 2]]), torch.tensor([0, 1, 0])), ValueError, r"\[1, 2\], or broadcast to it, got \[3\]"),
+        ((torch.tensor([1]), torch.tensor([[0], [1]])), ValueError, r"\[1\], or broadcast to it, got \[2, 1\]"),
+        ((torch.tensor([[1, 2]]), torch.tensor([0, 2])), ValueError, "table_ids must be from 0 to 1, got 0 to 2"),
+        ((torch.tensor([[1, 2]]), torch.tensor([-1, 1])), ValueError, "table_ids must be from 0 to 1, got -1 to 1"),
+        ((torch.tensor([[1, 2]]), torch.tensor([0, 2**32])), ValueError, "from 0 to 1, got 0 to 4294967296"),
+        ((torch.zeros(1, 2, dtype=torch.int64, device="meta"),), ValueError, "ids must be on the CPU.*got meta"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_ids_that_cannot_be_looked_up_are_refused(made, arguments, error, match, training):
+    embedding = made(tables=2).train(training)
+    embedding(torch.tensor([[1, 2]]))
+    rows = embedding.stats()["rows"]
+    with pytest.raises(error, match=match):
+        embedding(*arguments)
+    assert embedding.stats()["rows"] == rows
+
+
+def test_int64_ids_for_int32_keys_are_refused(made):
+    with pytest.raises(TypeError, match="ids must be torch.int32 of shape any shape, got torch.int64"):
+        made(key_type=torch.int32)(torch.tensor([1]))
+
+
+# ---- arguments that are refused --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        (dict(name=""), TypeError, "name must be a word"),
+        (dict(dim=0), ValueError, r"embedding_dim must be 1 or more, got \[0\]"),
+        (dict(dim=2.0), ValueError, "embedding_dim must be 1 or more"),
+        (dict(dim=[4, 0]), ValueError, "embedding_dim must be 1 or more"),
+        (dict(dtype=torch.float64), TypeError, "dtype must be torch.float32, float16 or bfloat16, got torch.float64"),
+        (dict(key_type=torch.int16), TypeError, "key_type must be torch.int64 or torch.int32, got torch.int16"),
+        (dict(tables=[]), TypeError, "tables must be a list of one or more"),
+        (dict(tables=[oneemb.make_normal_initializer()]), TypeError, r"oneemb.make_table\(...\)"),
+        (dict(tables=[oneemb.make_table([oneemb.make_column_options()] * 2)]), ValueError, "table 0 has 2 columns"),
+        (
+            dict(padding_idx=2**31, key_type=torch.int32),
+            ValueError,
+            "padding_idx must be a torch.int32, got 2147483648",
+        ),
+        (dict(padding_idx=0.5), TypeError, "padding_idx must be an int or None, got 0.5"),
+        (dict(seed=2**64), ValueError, "seed must fit in 64 bits"),
+        (dict(seed=1.5), TypeError, "seed must be an int, got 1.5"),
+        (dict(num_threads=0), ValueError, "number of threads must be at least 1"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(made, options, error, match):
+    with pytest.raises(error, match=match):
+        made(**options)
+
+
+def test_one_width_for_several_columns_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="list of column widths, got 4"):
+        oneemb.MultiTableMultiColumnEmbedding(
+            "items", 4, torch.float32, torch.int64, [oneemb.make_table()], store_options("device", tmp_path)
+        )
+
+
+def test_store_options_of_another_kind_or_more_ranks_are_refused(tmp_path):
+    def make(options):
+        oneemb.MultiTableEmbedding("items", 4, torch.float32, torch.int64, [oneemb.make_table()], options)
+
+    with pytest.raises(TypeError, match="made by one of oneemb.make_.*_store_options, got {'path'"):
+        make({"path": "/rows"})
+    with pytest.raises(ValueError, match="names 2 folders, one a rank; this job has 1 rank"):
+        make(oneemb.make_device_mem_store_options([tmp_path / "a", tmp_path / "b"]))
+
+
+# ---- size_factor and storage_dim -------------------------------------------------------------------------------------
+
+
+def attach(embedding, cls=torch.optim.Adam, **options):
+    return oneemb.Optimizer(cls(embedding.parameters(), lr=0.1, **options), [embedding])
+
+
+@pytest.mark.parametrize(
+    ("options", "optimizer", "needed"),
+    [
+        (dict(size_factor=2), torch.optim.Adam, "size_factor=3"),
+        (dict(size_factor=1), torch.optim.Adagrad, "size_factor=2"),
+        (dict(size_factor=1), oneemb.optim.RowWiseAdagrad, "size_factor=2"),
+        (dict(storage_dim=11), torch.optim.Adam, "storage_dim=12"),
+        (dict(storage_dim=4), oneemb.optim.RowWiseAdagrad, "storage_dim=5"),
+    ],
+)
+def test_a_row_too_narrow_for_the_optimizer_names_the_right_number(made, options, optimizer, needed):
+    embedding = made(options=options)
+    with pytest.raises(ValueError, match=f"is too small for .* rows of 4 weights need {needed}; give that"):
+        attach(embedding, optimizer)
+    name, number = needed.split("=")
+    embedding.close()
+    attach(made(options={name: int(number)}), optimizer)
+
+
+@pytest.mark.parametrize("options", [dict(size_factor=4), dict(storage_dim=20), {}])
+def test_a_row_wider_than_needed_trains_to_the_same_weights(made, options):
+    weights = []
+    for path, more in (("plain", {}), ("wide", options)):
+        embedding = made(path=path, options=more)
+        optimizer = attach(embedding)
+        for _ in range(3):
+            embedding(torch.tensor([1, 2, 1])).square().sum().backward()
+            optimizer.step()
+        weights.append(rows_of(embedding, [1, 2]))
+    assert torch.equal(*weights)
+
+
+# ---- capacity and budgets --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_capacity_reached_is_an_error_that_changes_nothing(made, store):
+    embedding = made(store=store, tables=2, options=dict(capacity=10))
+    embedding(torch.arange(8).reshape(4, 2))
+    before = rows_of(embedding, range(20))
+    with pytest.raises(oneemb.StoreFullError, match="capacity is 10 rows; 8 are kept and 3 new ones were asked for"):
+        embedding(torch.tensor([[100, 1], [102, 103]]))
+    assert embedding.stats()["rows"] == 8 and torch.equal(rows_of(embedding, range(20)), before)
+    embedding(torch.tensor([[100, 1], [102, 3]]))
+    assert embedding.stats()["rows"] == 10
+    embedding.eval()
+    embedding(torch.tensor([[1000, 1001]]))
+
+
+@pytest.mark.parametrize("store", ["host", "ssd", "ssd, host cache"])
+def test_a_cache_smaller_than_a_step_says_the_size_needed_and_that_size_works(made, store):
+    def train(cache_mb, path):
+        embedding = made(path=path, store=store, dim=64, cache_mb=cache_mb)
+        optimizer = attach(embedding)
+        embedding(torch.arange(1000))
+        embedding(torch.arange(4000)).sum().backward()
+        optimizer.step()
+        return embedding
+
+    with pytest.raises(oneemb.StoreFullError, match="the device tier has 1297 slots") as error:
+        train(1, "small")
+    needed = int(re.search(r"at least (\d+) MiB", str(error.value)).group(1))
+    with pytest.raises(oneemb.StoreFullError):
+        train(needed - 1, "smaller")
+    assert train(needed, "enough").stats()["step"] == 1
+
+
+def test_a_step_that_does_not_fit_changes_nothing(made):
+    embedding = made(store="ssd", dim=64)
+    optimizer = attach(embedding)
+    embedding(torch.arange(500)).sum().backward()
+    optimizer.step()
+    before, stats = rows_of(embedding, torch.arange(500)), embedding.stats()
+    with pytest.raises(oneemb.StoreFullError):
+        embedding(torch.arange(4000))
+    assert embedding.stats()["rows"] == stats["rows"] and embedding.stats()["device"]["pinned"] == 0
+    assert torch.equal(rows_of(embedding, torch.arange(500)), before)
+
+
+# ---- snapshots -------------------------------------------------------------------------------------------------------
+
+
+def test_snapshots_are_listed_overwritten_and_deleted(made):
+    embedding = made()
+    embedding(torch.tensor([1]))
+    assert embedding.snapshots() == []
+    embedding.save_snapshot("b")
+    embedding.save_snapshot("a")
+    assert embedding.snapshots() == ["b", "a"]
+    with pytest.raises(oneemb.StorageError, match="'b'.*overwrite=True"):
+        embedding.save_snapshot("b")
+    embedding(torch.tensor([2]))
+    embedding.save_snapshot("b", overwrite=True)
+    embedding.load_snapshot("a")
+    assert embedding.stats()["rows"] == 1
+    embedding.load_snapshot("b")
+    assert embedding.stats()["rows"] == 2
+    embedding.delete_snapshot("a")
+    assert embedding.snapshots() == ["b"]
+    for call in (embedding.load_snapshot, embedding.delete_snapshot):
+        with pytest.raises(oneemb.StorageError, match="'a'.*'b'"):
+            call("a")
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_new_embedding_goes_on_from_a_snapshot(made, store):
+    embedding = made(store=store, tables=2)
+    optimizer = attach(embedding)
+    for _ in range(3):
+        embedding(torch.tensor([[1, 2], [3, 2]])).square().sum().backward()
+        optimizer.step()
+    embedding.save_snapshot("s")
+    rows = rows_of(embedding, range(5))
+    with pytest.warns(UserWarning, match="'items' starts empty, though .* holds the snapshots 's'; load_snapshot"):
+        other = reopen(embedding)
+    assert other.stats()["rows"] == 0
+    other.load_snapshot("s")
+    assert torch.equal(rows_of(other, range(5)), rows) and other.stats()["step"] == 3
+    attach(other)
+    other.close()
+
+
+def test_an_empty_folder_gives_no_warning(made):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made()
+
+
+# ---- state dicts -----------------------------------------------------------------------------------------------------
+
+
+def test_a_state_dict_names_a_snapshot_and_loading_it_loads_that(made, tmp_path):
+    embedding = made()
+    optimizer = attach(embedding)
+    model = torch.nn.ModuleDict({"rows": embedding, "mlp": torch.nn.Linear(4, 1)})
+
+    def step():
+        embedding(torch.tensor([1, 2, 1])).square().sum().backward()
+        optimizer.step()
+
+    step()
+    rows = rows_of(embedding, [1, 2])
+    state = model.state_dict()
+    torch.save(state, tmp_path / "state.pt")
+    step()
+    assert not torch.equal(rows_of(embedding, [1, 2]), rows)
+    model.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(rows_of(embedding, [1, 2]), rows) and embedding.stats()["step"] == 1
+    assert embedding.snapshots() == [state["rows._extra_state"]["oneemb_snapshot"]]
+
+
+def test_a_state_dict_saves_a_snapshot_only_when_rows_have_changed(made):
+    embedding = made()
+    optimizer = attach(embedding)
+    assert embedding.state_dict()["_extra_state"] == {"oneemb_snapshot": None} and embedding.snapshots() == []
+    embedding(torch.tensor([1]))
+    first = embedding.state_dict()["_extra_state"]
+    embedding(torch.tensor([1]))
+    embedding.eval()(torch.tensor([2]))
+    embedding.train()
+    assert embedding.state_dict()["_extra_state"] == first and len(embedding.snapshots()) == 1
+    embedding(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert embedding.state_dict()["_extra_state"] != first and len(embedding.snapshots()) == 2
+    embedding.save_snapshot("mine")
+    assert embedding.state_dict()["_extra_state"] == {"oneemb_snapshot": "mine"}
+    embedding.delete_snapshot("mine")
+    assert embedding.state_dict()["_extra_state"]["oneemb_snapshot"] in embedding.snapshots()
+    embedding.load_snapshot(first["oneemb_snapshot"])
+    assert embedding.state_dict()["_extra_state"] == first
+
+
+def test_a_snapshot_that_is_overwritten_holds_the_state_dict_of_the_moment(made):
+    embedding = made()
+    embedding(torch.tensor([1]))
+    embedding.save_snapshot("s")
+    embedding(torch.tensor([2]))
+    assert embedding.state_dict()["_extra_state"]["oneemb_snapshot"] != "s"
+    embedding.save_snapshot("s", overwrite=True)
+    assert embedding.state_dict()["_extra_state"]["oneemb_snapshot"] == "s"
+
+
+def test_the_state_dict_of_an_empty_embedding_empties_another(made):
+    empty = made(path="empty").state_dict()
+    embedding = made()
+    embedding(torch.tensor([1]))
+    embedding.load_state_dict(empty)
+    assert embedding.stats()["rows"] == 0
+
+
+def test_a_state_dict_whose_snapshot_is_gone_names_it_and_those_that_are_there(made):
+    embedding = made()
+    embedding(torch.tensor([1]))
+    state = embedding.state_dict()
+    name = state["_extra_state"]["oneemb_snapshot"]
+    embedding.save_snapshot("other")
+    embedding.delete_snapshot(name)
+    embedding(torch.tensor([2]))
+    with pytest.raises(oneemb.StorageError, match=f"'{name}'.*'other'"):
+        embedding.load_state_dict(state)
+    assert embedding.stats()["rows"] == 2
+
+
+# ---- what an embedding is not ----------------------------------------------------------------------------------------
+
+
+def test_moving_to_cuda_says_that_it_cannot(made):
+    embedding = made()
+    for model in (embedding, torch.nn.Sequential(embedding)):
+        with pytest.raises(NotImplementedError, match=r"'items' runs on the CPU only.*embedding\(ids\).to\(device\)"):
+            model.to("cuda")
+        with pytest.raises(NotImplementedError, match="runs on the CPU only"):
+            model.cuda()
+        with pytest.raises(NotImplementedError, match="asked to move to meta"):
+            model.to("meta")
+    assert embedding.to("cpu") is embedding
+
+
+@pytest.mark.parametrize("cast", ["half", "bfloat16", "double"])
+def test_casting_says_that_the_dtype_is_fixed(made, cast):
+    embedding = made()
+    embedding(torch.tensor([1]))
+    with pytest.raises(
+        TypeError, match="'items' holds torch.float32 rows, asked to become .*; say the dtype when making"
+    ):
+        getattr(embedding, cast)()
+    assert embedding(torch.tensor([1])).dtype == torch.float32
+
+
+def test_copies_and_pickles_say_what_to_do_instead(made, tmp_path):
+    embedding = made()
+    for model in (embedding, torch.nn.Sequential(embedding)):
+        with pytest.raises(TypeError, match="'items' cannot be copied: its rows live in .*rows"):
+            copy.deepcopy(model)
+        with pytest.raises(TypeError, match=r"'items' cannot be pickled; save its state_dict\(\)"):
+            pickle.dumps(model)
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            torch.save(model, tmp_path / "model.pt")
+
+
+def test_the_representation_says_what_it_is(made):
+    text = repr(made(tables=3, dtype=torch.bfloat16))
+    assert text == "MultiTableEmbedding('items', tables=3, dim=4, dtype=bfloat16, store=DeviceMemStoreOptions)"
+
+
+def test_stats_tell_rows_steps_and_hits(made):
+    embedding = made(store="host", dim=64)
+    assert embedding.stats()["hit_rate"] == 0
+    optimizer = attach(embedding)
+    for _ in range(4):
+        embedding(torch.arange(100)).sum().backward()
+        optimizer.step()
+    stats = embedding.stats()
+    assert (stats["rows"], stats["step"], stats["hit_rate"]) == (100, 4, 0.75)
+    assert stats["device"]["hits"] == 300 and stats["device"]["misses"] == 100
+
+
+# ---- paths -----------------------------------------------------------------------------------------------------------
+
+_HOLDER = """
+import sys, torch
+from tests.support.models import make_embedding
+embedding = make_embedding(sys.argv[1])
+embedding(torch.tensor([1, 2]))
+embedding.save_snapshot("of-the-holder")
+print("ready", flush=True)
+sys.stdin.readline()
+embedding(torch.tensor([3]))
+embedding.save_snapshot("second")
+print("saved", flush=True)
+"""
+
+
+def test_a_second_process_on_a_path_is_refused_and_the_first_goes_on(made, tmp_path):
+    command = [sys.executable, "-c", _HOLDER, str(tmp_path / "rows")]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "ready\n"
+        with pytest.warns(UserWarning, match="'of-the-holder'"):
+            embedding = made()
+        for call in (
+            lambda: embedding(torch.tensor([1])),
+            lambda: attach(embedding),
+            lambda: embedding.load_snapshot("of-the-holder"),
+        ):
+            with pytest.raises(oneemb.StorageError, match=f"process {holder.pid} on host"):
+                call()
+        assert embedding.row_optimizer is None and embedding.snapshots() == ["of-the-holder"]
+        holder.stdin.write("\n")
+        holder.stdin.flush()
+        assert holder.stdout.readline() == "saved\n"
+        assert holder.wait(60) == 0
+        embedding.load_snapshot("second")
+        assert embedding.stats()["rows"] == 3
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdin.close()
+        holder.stdout.close()
+
+
+def test_a_path_under_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "rows"):
+        with pytest.raises(oneemb.StorageError, match=f"persistent_path {path} cannot be "):
+            make_embedding(path)
+
+
+def test_a_path_that_is_not_writable_is_refused():
+    # A user without rights is needed to see this, and the tests may be run by root.
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o555)
+        child = os.fork()
+        if child == 0:
+            try:
+                if os.getuid() == 0:
+                    os.setuid(65534)
+                make_embedding(folder)
+                os._exit(1)
+            except oneemb.StorageError as error:
+                os._exit(0 if f"persistent_path {folder} cannot be written to; give a folder" in str(error) else 2)
+            except BaseException:
+                os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_closed_embedding_says_so(made):
+    embedding = made()
+    embedding(torch.tensor([1]))
+    embedding.close()
+    embedding.close()
+    with pytest.raises(oneemb.StorageError, match="is closed"):
+        embedding(torch.tensor([1]))
+    embedding.eval()
+    with pytest.raises(oneemb.StorageError, match="is closed"):
+        embedding(torch.tensor([1]))
