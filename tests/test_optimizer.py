@@ -1,0 +1,557 @@
+"""oneemb.Optimizer: the same steps as the torch class on nn.Embedding; what is not finite changes nothing.
+
+The reference is torch's own class on a dense nn.Embedding. Ids are drawn from a few, so they repeat; where torch steps
+rows that had no gradient (momentum, Adam's moments), those are put back: rows of a lookup are what oneemb updates.
+"""
+
+import copy
+import gc
+import math
+
+import pytest
+import torch
+
+import oneemb
+from tests.support.models import STORES, make_embedding, rows_of
+
+IDS = 30
+DIM = 5
+
+
+@pytest.fixture
+def made(tmp_path):
+    every = []
+
+    def make(path="rows", **options):
+        every.append(make_embedding(tmp_path / path, **{"dim": DIM, **options}))
+        return every[-1]
+
+    yield make
+    for embedding in every:
+        embedding.close()
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "sgd, decay": lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.01),
+    "sgd, momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "sgd, nesterov": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.8, nesterov=True, weight_decay=0.01),
+    "sgd, dampening": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, dampening=0.3),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "adagrad, options": lambda params: torch.optim.Adagrad(
+        params, lr=0.1, lr_decay=0.05, weight_decay=0.01, initial_accumulator_value=0.1
+    ),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.05),
+    "adam, options": lambda params: torch.optim.Adam(params, lr=0.05, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.01),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.05, weight_decay=0.1),
+    "sparse adam": lambda params: torch.optim.SparseAdam(params, lr=0.05),
+    "row-wise adagrad": lambda params: oneemb.optim.RowWiseAdagrad(params, lr=0.1, initial_accumulator_value=0.01),
+    "ftrl": lambda params: oneemb.optim.Ftrl(params, lr=0.1, lambda1=0.01, lambda2=0.02, beta=0.5),
+    "smart decay adam": lambda params: oneemb.optim.SmartDecayAdam(params, lr=0.05),
+}
+# It counts the steps that a row sat out, where a dense parameter has one count for all its rows: here every row takes
+# part in every step.
+EVERY_ROW = {"smart decay adam"}
+
+
+class Reference:
+    """torch's class on an nn.Embedding; rows without a gradient are as they were before the step."""
+
+    def __init__(self, weight, make):
+        self.embedding = torch.nn.Embedding.from_pretrained(weight.clone(), freeze=False, sparse=False)
+        self.optimizer = make([self.embedding.weight])
+        self.sparse = isinstance(self.optimizer, torch.optim.SparseAdam)
+
+    def __call__(self, ids):
+        return self.embedding(ids)
+
+    def step(self, ids):
+        parameter = self.embedding.weight
+        touched = torch.zeros(len(parameter), dtype=torch.bool)
+        touched[ids.reshape(-1)] = True
+        if self.sparse:
+            rows = touched.nonzero().T
+            parameter.grad = torch.sparse_coo_tensor(
+                rows, parameter.grad[touched], parameter.shape, check_invariants=True
+            )
+        state = self.optimizer.state[parameter]
+        before = {
+            "weight": parameter.detach().clone(),
+            **{k: v.clone() for k, v in state.items() if _is_per_row(v, parameter)},
+        }
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        parameter.data[~touched] = before.pop("weight")[~touched]
+        for key, value in state.items():
+            if _is_per_row(value, parameter):
+                value[~touched] = before[key][~touched] if key in before else _begin_of(key, self.optimizer)
+
+
+def _is_per_row(value, parameter):
+    return torch.is_tensor(value) and value.dim() > 0 and len(value) == len(parameter)
+
+
+def _begin_of(key, optimizer):
+    begin = optimizer.defaults.get("initial_accumulator_value", 0.0)
+    return begin if key in ("sum", "acc", "n") else 0.0
+
+
+def batches(steps=50, seed=0, every_row=False):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        ids = torch.randint(0, IDS, (8, 4), generator=generator)
+        if every_row:
+            ids = torch.cat([ids.reshape(-1), torch.arange(IDS)])
+        yield ids, torch.randn(*ids.shape, DIM, generator=generator)
+
+
+def close(found, expected, tolerance=1e-6):
+    scale = expected.abs().clamp(min=1.0)
+    return float(((found - expected).abs() / scale).max()) <= tolerance
+
+
+@pytest.mark.parametrize("store", ["device", "ssd, host cache"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fifty_steps_equal_the_torch_class_on_nn_embedding(made, name, store):
+    embedding = made(store=store)
+    reference = Reference(rows_of(embedding, range(IDS)), OPTIMIZERS[name])
+    optimizer = oneemb.Optimizer(OPTIMIZERS[name](embedding.parameters()), [embedding])
+    for step, (ids, c) in enumerate(batches(every_row=name in EVERY_ROW)):
+        losses = []
+        for model in (embedding, reference):
+            loss = (model(ids) * c).sum() + model(ids).square().sum() / 2
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        reference.step(ids)
+        assert math.isclose(*losses, rel_tol=2e-5, abs_tol=1e-4), f"step {step}"
+        assert close(rows_of(embedding, range(IDS)), reference.embedding.weight.detach()), f"step {step}"
+    assert embedding.stats()["step"] == 50
+
+
+@pytest.mark.parametrize("change", [dict(lr=0.0500001), dict(betas=(0.9, 0.99)), dict(eps=1e-6)], ids=str)
+def test_the_comparison_notices_a_small_change(made, change):
+    embedding = made()
+    reference = Reference(
+        rows_of(embedding, range(IDS)), lambda params: torch.optim.Adam(params, **{"lr": 0.05, **change})
+    )
+    optimizer = oneemb.Optimizer(torch.optim.Adam(embedding.parameters(), lr=0.05), [embedding])
+    for ids, c in batches():
+        for model in (embedding, reference):
+            (model(ids) * c * 1e-3).sum().backward()
+        optimizer.step()
+        reference.step(ids)
+    assert not close(rows_of(embedding, range(IDS)), reference.embedding.weight.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_width_rows_train_as_their_float32_selves_rounded(made, dtype):
+    embedding = made(dtype=dtype)
+    weight = rows_of(embedding, range(IDS)).float()
+    optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.5), [embedding])
+    for ids, _ in batches(20):
+        rows = embedding(ids)
+        assert rows.dtype == dtype
+        rows.sum().backward()
+        count = torch.bincount(ids.reshape(-1), minlength=IDS)[:, None]
+        weight = (weight - 0.5 * count).to(dtype).float()
+        optimizer.step()
+    assert torch.equal(rows_of(embedding, range(IDS)).float(), weight)
+
+
+# ---- schedulers and groups -------------------------------------------------------------------------------------------
+
+SCHEDULERS = {
+    "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5),
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
+    "warm-up": lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 10),
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=60),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_change_the_rate_of_the_next_step(made, name):
+    embedding = made()
+    reference = Reference(rows_of(embedding, range(IDS)), OPTIMIZERS["sgd, momentum"])
+    optimizer = oneemb.Optimizer(OPTIMIZERS["sgd, momentum"](embedding.parameters()), [embedding])
+    schedulers = [SCHEDULERS[name](one) for one in (optimizer.optimizer, reference.optimizer)]
+    rates = set()
+    for ids, c in batches():
+        for model in (embedding, reference):
+            (model(ids) * c).sum().backward()
+        optimizer.step()
+        reference.step(ids)
+        for scheduler in schedulers:
+            scheduler.step()
+        rates.add(optimizer.param_groups[0]["lr"])
+        assert close(rows_of(embedding, range(IDS)), reference.embedding.weight.detach())
+    assert len(rates) > 3
+
+
+def test_options_of_the_group_that_holds_the_weight_count(made):
+    one, two = made("one"), made("two")
+    groups = [{"params": one.parameters(), "lr": 0.5}, {"params": two.parameters()}]
+    optimizer = oneemb.Optimizer(torch.optim.SGD(groups, lr=0.25), [one, two])
+    before = rows_of(one, [1]), rows_of(two, [1])
+    (one(torch.tensor([1])).sum() + two(torch.tensor([1])).sum()).backward()
+    optimizer.step()
+    assert torch.equal(rows_of(one, [1]), before[0] - 0.5) and torch.equal(rows_of(two, [1]), before[1] - 0.25)
+
+
+# ---- several lookups, embeddings, parameters -------------------------------------------------------------------------
+
+
+def test_lookups_of_one_embedding_in_a_step_are_one_update(made):
+    embedding = made(tables=2)
+    weights = [rows_of(embedding, range(IDS), t) for t in range(2)]
+    reference = Reference(torch.cat(weights), OPTIMIZERS["adam"])
+    optimizer = oneemb.Optimizer(OPTIMIZERS["adam"](embedding.parameters()), [embedding])
+    shift = torch.tensor([0, IDS])
+    for ids, c in batches(20):
+        first, second, third = ids[:, :2], ids[:4, 2:], ids[:, 3]
+        loss = (embedding(first) * c[:, :2]).sum() + embedding(second).square().sum()
+        (loss + (embedding(third, torch.tensor(1)) * c[:, 0]).sum()).backward()
+        loss = (reference(first + shift) * c[:, :2]).sum() + reference(second + shift).square().sum()
+        (loss + (reference(third + IDS) * c[:, 0]).sum()).backward()
+        optimizer.step()
+        reference.step(torch.cat([(first + shift).reshape(-1), (second + shift).reshape(-1), third + IDS]))
+        found = torch.cat([rows_of(embedding, range(IDS), t) for t in range(2)])
+        assert close(found, reference.embedding.weight.detach())
+    assert embedding.stats()["step"] == 20 and embedding.stats()["device"]["pinned"] == 0
+
+
+def test_gradients_of_several_backward_passes_add_up(made):
+    embedding = made()
+    before = rows_of(embedding, range(IDS))
+    optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), [embedding])
+    rows = embedding(torch.tensor([1, 2, 1]))
+    loss = rows.sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    embedding(torch.tensor([2])).sum().backward()
+    optimizer.step()
+    expected = before.clone()
+    expected[1] -= 4
+    expected[2] -= 3
+    assert torch.equal(rows_of(embedding, range(IDS)), expected)
+
+
+def test_embeddings_and_dense_parameters_share_an_optimizer(made):
+    embeddings = [made("one"), made("two", dim=3)]
+    mlps = [torch.nn.Linear(8, 1) for _ in range(2)]
+    mlps[1].load_state_dict(mlps[0].state_dict())
+    tables = [torch.nn.Embedding.from_pretrained(rows_of(one, range(IDS)), freeze=False) for one in embeddings]
+    optimizer = oneemb.Optimizer(
+        torch.optim.Adagrad([*embeddings[0].parameters(), *mlps[0].parameters(), *embeddings[1].parameters()], lr=0.1),
+        embeddings,
+    )
+    reference = torch.optim.Adagrad([*mlps[1].parameters(), *(table.weight for table in tables)], lr=0.1)
+    for ids, c in batches(30):
+        for rows, mlp in zip((embeddings, tables), mlps, strict=True):
+            x = torch.cat([rows[0](ids[:, 0]), rows[1](ids[:, 1])], dim=1)
+            (mlp(x).squeeze(1) - c[:, 0, 0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step()
+        reference.zero_grad()
+    assert close(mlps[0].weight.detach(), mlps[1].weight.detach())
+    for embedding, table in zip(embeddings, tables, strict=True):
+        assert close(rows_of(embedding, range(IDS)), table.weight.detach())
+
+
+def test_the_weight_never_has_a_gradient(made):
+    embedding = made()
+    optimizer = oneemb.Optimizer(torch.optim.Adam(embedding.parameters(), weight_decay=0.1), [embedding])
+    for _ in range(3):
+        embedding(torch.tensor([1])).sum().backward()
+        assert embedding.weight.grad is None
+        optimizer.step()
+    assert torch.equal(embedding.weight.detach(), torch.zeros(1))
+
+
+def test_padding_is_never_updated(made):
+    embedding = made(padding_idx=0)
+    optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), [embedding])
+    embedding(torch.tensor([0, 1, 0])).sum().backward()
+    optimizer.step()
+    assert not embedding(torch.tensor([0])).any() and embedding.stats()["rows"] == 1
+
+
+def test_a_step_without_gradients_does_nothing(made):
+    embedding = made()
+    optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=1.0, momentum=0.9), [embedding])
+    optimizer.step()
+    embedding(torch.tensor([1]))
+    optimizer.step()
+    assert embedding.stats()["step"] == 0
+
+
+def test_a_large_step_equals_torch_on_every_thread_count(made):
+    # Enough unique keys for several threads to share each loop, and a cache that the table does not fit in.
+    results = []
+    for threads in (1, 2, 3):
+        embedding = made(f"threads-{threads}", store="ssd", dim=16, num_threads=threads)
+        optimizer = oneemb.Optimizer(torch.optim.Adam(embedding.parameters(), lr=0.1), [embedding])
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(5):
+            ids = torch.randint(0, 9000, (6000,), generator=generator)
+            (embedding(ids) * torch.randn(6000, 16, generator=generator)).sum().backward()
+            optimizer.step()
+        assert embedding.stats()["device"]["evicted"] > 0
+        results.append(rows_of(embedding, torch.arange(9000)))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+# ---- gradients that are not finite -----------------------------------------------------------------------------------
+
+
+def trained(made, skip_nonfinite=False, store="device"):
+    embedding, mlp = made(store=store), torch.nn.Linear(DIM, 1)
+    params = [*embedding.parameters(), *mlp.parameters()]
+    optimizer = oneemb.Optimizer(torch.optim.Adam(params, lr=0.1), [embedding], skip_nonfinite=skip_nonfinite)
+    mlp(embedding(torch.tensor([7, 8, 9]))).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return embedding, mlp, optimizer
+
+
+def everything(embedding, mlp, optimizer):
+    moments = [state["exp_avg"].clone() for state in optimizer.optimizer.state.values()]
+    steps = [float(state["step"]) for state in optimizer.optimizer.state.values()]
+    params = [parameter.detach().clone() for parameter in mlp.parameters()]
+    embedding.save_snapshot("look", overwrite=True)
+    reader = oneemb.make_persistent_table_reader(
+        embedding.store_options.persistent_path, "look", torch.int64, torch.float32
+    )
+    with reader:
+        state = {int(key): values.tobytes() for keys, some in reader for key, values in zip(keys, some, strict=True)}
+    return [*moments, *params], (steps, state, embedding.stats()["step"])
+
+
+def same(one, two):
+    return one[1] == two[1] and all(torch.equal(a, b) for a, b in zip(one[0], two[0], strict=True))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("store", ["device", "ssd"])
+def test_a_gradient_that_is_not_finite_names_the_id_and_changes_nothing(made, value, store):
+    embedding, mlp, optimizer = trained(made, store=store)
+    before = everything(embedding, mlp, optimizer)
+    rows = embedding(torch.tensor([7, 8, 7, 9]))
+    (rows * torch.tensor([1.0, value, 1.0, 1.0])[:, None]).sum().backward()
+    mlp(torch.ones(DIM)).sum().backward()
+    message = (
+        "the gradients of 1 of 3 rows are not finite, the first of them that of id 8 in table 0; nothing was updated"
+    )
+    with pytest.raises(oneemb.NonFiniteGradientError, match=message):
+        optimizer.step()
+    assert same(everything(embedding, mlp, optimizer), before)
+    optimizer.zero_grad()
+    assert embedding.stats()["device"]["pinned"] == 0
+    embedding(torch.tensor([8])).sum().backward()
+    optimizer.step()
+    assert not same(everything(embedding, mlp, optimizer), before)
+
+
+def test_a_dense_gradient_that_is_not_finite_names_the_parameter_and_changes_nothing(made):
+    embedding, mlp, optimizer = trained(made)
+    before = everything(embedding, mlp, optimizer)
+    embedding(torch.tensor([7])).sum().backward()
+    (mlp(torch.ones(DIM)) * math.inf).sum().backward()
+    with pytest.raises(
+        oneemb.NonFiniteGradientError, match=r"gradient of parameter 1 \[1, 5\] of group 0 is not finite"
+    ):
+        optimizer.step()
+    assert same(everything(embedding, mlp, optimizer), before)
+
+
+@pytest.mark.parametrize("where", ["rows", "dense"])
+def test_skip_nonfinite_leaves_out_the_whole_step_and_counts_it(made, where):
+    embedding, mlp, optimizer = trained(made, skip_nonfinite=True)
+    before = everything(embedding, mlp, optimizer)
+    for n in range(2):
+        rows = embedding(torch.tensor([7, 100 + n]))
+        (rows * (math.nan if where == "rows" else 1.0)).sum().backward()
+        (mlp(torch.ones(DIM)) * (math.nan if where == "dense" else 1.0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.skipped == 2
+    after = everything(embedding, mlp, optimizer)
+    for n in range(2):
+        after[1][1].pop(100 + n)  # The ids are known now, with their initial values.
+    assert same(after, before)
+    mlp(embedding(torch.tensor([7]))).sum().backward()
+    optimizer.step()
+    assert optimizer.skipped == 2 and embedding.stats()["step"] == before[1][2] + 1
+
+
+def test_large_dense_gradients_whose_sum_overflows_are_finite(made):
+    embedding, mlp, optimizer = trained(made)
+    for parameter in mlp.parameters():
+        parameter.grad = torch.full_like(parameter, 3e38)
+    optimizer.step()
+    assert optimizer.skipped == 0
+
+
+# ---- what is dropped, frozen, refused --------------------------------------------------------------------------------
+
+
+def test_zero_grad_drops_rows_and_pins(made):
+    embedding = made()
+    before = rows_of(embedding, [1])
+    mlp = torch.nn.Linear(DIM, 1)
+    optimizer = oneemb.Optimizer(torch.optim.SGD([*embedding.parameters(), *mlp.parameters()], lr=1.0), [embedding])
+    mlp(embedding(torch.tensor([1]))).sum().backward()
+    assert embedding.stats()["device"]["pinned"] == 1
+    optimizer.zero_grad()
+    assert embedding.stats()["device"]["pinned"] == 0 and mlp.weight.grad is None
+    optimizer.step()
+    assert torch.equal(rows_of(embedding, [1]), before) and embedding.stats()["step"] == 0
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_lookups_without_backward_leak_no_pins(made, store):
+    embedding = made(store=store, dim=64)
+    optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), [embedding])
+    for step in range(8):  # A cache of 1 MiB holds 3,542 of these rows.
+        used, unused = embedding(torch.arange(1000)), embedding(torch.arange(1000 * step, 1000 * step + 1000))
+        used.sum().backward()
+        optimizer.step()
+        del used, unused
+    gc.collect()
+    embedding(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert embedding.stats()["device"]["pinned"] == 0
+
+
+def test_a_frozen_embedding_reads_and_is_not_updated(made):
+    embedding, mlp = made(), torch.nn.Linear(DIM, 1)
+    optimizer = oneemb.Optimizer(torch.optim.SGD([*embedding.parameters(), *mlp.parameters()], lr=1.0), [embedding])
+    embedding.requires_grad_(False)
+    before = rows_of(embedding, [1]), mlp.weight.detach().clone()
+    mlp(embedding(torch.tensor([1]))).sum().backward()
+    assert embedding.stats()["device"]["pinned"] == 0
+    optimizer.step()
+    optimizer.zero_grad()
+    assert torch.equal(rows_of(embedding, [1]), before[0]) and not torch.equal(mlp.weight, before[1])
+    embedding.requires_grad_(True)
+    mlp(embedding(torch.tensor([1]))).sum().backward()
+    optimizer.step()
+    assert not torch.equal(rows_of(embedding, [1]), before[0])
+
+
+def test_a_gradient_without_an_optimizer_is_refused(made):
+    embedding = made()
+    rows = embedding(torch.tensor([1]))
+    with pytest.raises(
+        RuntimeError, match="a gradient reached embedding 'items', which has no optimizer; make one with"
+    ):
+        rows.sum().backward()
+    embedding.requires_grad_(False)
+    (embedding(torch.tensor([1])) * torch.ones(1, requires_grad=True)).sum().backward()
+
+
+def test_an_optimizer_that_does_not_hold_the_weight_is_refused(made):
+    embedding = made()
+    with pytest.raises(ValueError, match="no group of SGD holds the weight of embedding 'items'"):
+        oneemb.Optimizer(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1), [embedding])
+    assert embedding.row_optimizer is None
+
+
+def test_a_second_optimizer_is_refused(made):
+    embedding = made()
+    oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), [embedding])
+    with pytest.raises(ValueError, match="embedding 'items' has an optimizer already"):
+        oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), [embedding])
+
+
+def test_one_embedding_refused_leaves_the_others_without_an_optimizer(made):
+    one, two = made("one"), made("two")
+    oneemb.Optimizer(torch.optim.SGD(two.parameters(), lr=0.1), [two])
+    with pytest.raises(ValueError, match="already"):
+        oneemb.Optimizer(torch.optim.Adam([*one.parameters(), *two.parameters()]), [one, two])
+    assert one.row_optimizer is None
+    oneemb.Optimizer(torch.optim.Adam(one.parameters()), [one])
+
+
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [
+        (lambda params: torch.optim.SGD(params, lr=0.1, maximize=True), "maximize=True"),
+        (lambda params: torch.optim.Adam(params, amsgrad=True), "amsgrad=True"),
+        (lambda params: torch.optim.AdamW(params, maximize=True), "maximize=True"),
+        (lambda params: torch.optim.Adagrad(params, maximize=True), "maximize=True"),
+        (lambda params: torch.optim.Adam([{"params": params, "amsgrad": True}]), "amsgrad=True"),
+    ],
+)
+def test_options_that_rows_cannot_follow_are_refused_by_name(made, make, option):
+    embedding = made()
+    with pytest.raises(ValueError, match=f"{option}\\) is not supported on embedding rows"):
+        oneemb.Optimizer(make(list(embedding.parameters())), [embedding])
+    assert embedding.row_optimizer is None and not embedding.store.built
+
+
+def test_classes_that_rows_cannot_follow_are_refused_by_name(made):
+    class MyAdam(torch.optim.Adam):
+        pass
+
+    embedding = made()
+    for cls in (torch.optim.RMSprop, MyAdam):
+        with pytest.raises(TypeError, match=f"cannot be stepped by .*{cls.__name__}"):
+            oneemb.Optimizer(cls(embedding.parameters()), [embedding])
+
+
+# ---- snapshots between forward and step ------------------------------------------------------------------------------
+
+
+def test_a_load_between_forward_and_backward_is_an_error_and_training_goes_on(made):
+    embedding = made()
+    optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), [embedding])
+    before = rows_of(embedding, [1, 2])
+    embedding(torch.tensor([1]))
+    embedding.save_snapshot("s")
+    rows = embedding(torch.tensor([1, 2]))
+    embedding.load_snapshot("s")
+    rows.sum().backward()
+    with pytest.raises(oneemb.StorageError, match="rows of a lookup were replaced .* before its update; look up again"):
+        optimizer.step()
+    assert torch.equal(rows_of(embedding, [1, 2]), before) and embedding.stats()["rows"] == 1
+    optimizer.zero_grad()
+    embedding(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert torch.equal(rows_of(embedding, [1]), before[:1] - 1) and embedding.stats()["device"]["pinned"] == 0
+
+
+def test_a_load_between_backward_and_step_drops_the_gradients(made):
+    embedding = made()
+    optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), [embedding])
+    embedding(torch.tensor([1]))
+    embedding.save_snapshot("s")
+    before = rows_of(embedding, [1])
+    embedding(torch.tensor([1])).sum().backward()
+    embedding.load_snapshot("s")
+    optimizer.step()
+    assert torch.equal(rows_of(embedding, [1]), before) and embedding.stats()["device"]["pinned"] == 0
+
+
+def test_a_snapshot_between_forward_and_step_holds_the_rows_before_it(made):
+    embedding = made()
+    optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), [embedding])
+    before = rows_of(embedding, [1])
+    rows = embedding(torch.tensor([1]))
+    embedding.save_snapshot("s")
+    rows.sum().backward()
+    optimizer.step()
+    assert torch.equal(rows_of(embedding, [1]), before - 1)
+    embedding.load_snapshot("s")
+    assert torch.equal(rows_of(embedding, [1]), before)
+
+
+def test_the_optimizers_own_state_dict_is_torchs(made):
+    embedding, mlp, optimizer = trained(made)
+    state = copy.deepcopy(optimizer.state_dict())
+    assert state["param_groups"] == optimizer.optimizer.state_dict()["param_groups"]
+    mlp(embedding(torch.tensor([7]))).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(state)
+    assert all(float(one["step"]) == 1 for one in optimizer.optimizer.state.values())
