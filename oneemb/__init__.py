@@ -24,7 +24,9 @@ _MODULES = {
         "make_uniform_initializer",
     ),
     "persistent_table": ("make_persistent_table_reader", "make_persistent_table_writer"),
-    "train_graph": ("TrainGraph",),
+    "row_export": ("export_rows",),
+    "row_import": ("import_rows",),
+    "train_graph": ("EvalGraph", "TrainGraph"),
 }
 _WHERE = {name: f"oneemb.{module}" for module, names in _MODULES.items() for name in names}
 _WHERE |= {

@@ -1,0 +1,243 @@
+"""What every kind of file of rows is: columns of keys, values, tables and state, read and written in batches.
+
+    tables  int32 [N]      which table a key is of          values  float [N, D]     the weights
+    keys    int64 [N]                                       state   float32 [N, Z]   the optimizer's state
+
+Invariants:
+- what a reader gives has been checked: integers that fit, as many rows in each column, no missing values;
+- a file that is written appears under its name by a rename, complete; an existing one is untouched until then.
+"""
+
+import importlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import IO, Any, NamedTuple, Protocol
+
+import numpy as np
+
+__all__ = [
+    "META_KEY", "SUFFIXES", "Batch", "ColumnFiles", "Columns", "Progress", "RowFile", "RowFileWriter", "checked_batch",
+    "need", "new_file", "pick_columns", "suffix_of", "whole_batches",
+]  # fmt: skip
+
+META_KEY = "oneemb"
+"""Where a file keeps, as JSON, what its rows are."""
+
+_COPY_BYTES = 1 << 20
+
+
+class Batch(NamedTuple):
+    """Some rows of a file."""
+
+    table_N: np.ndarray | None
+    """int32 [N]; None where the file has no tables"""
+    id_N: np.ndarray
+    """int64 [N]"""
+    weight_ND: np.ndarray
+    """floating-point [N, D]"""
+    state_NZ: np.ndarray | None
+    """float32 [N, Z]; None where it is not wanted"""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of a file's columns.
+
+    Args:
+        keys: None = the keys are the numbers of the rows.
+        values: one column of vectors; in Parquet also several of numbers.
+        tables: None = "tables" if the file has such a column.
+        state: None = it is not wanted.
+    """
+
+    keys: str | None
+    values: str | tuple[str, ...]
+    tables: str | None
+    state: str | None
+
+
+class RowFile(Protocol):
+    """A file of rows, open for reading."""
+
+    meta: dict[str, Any]
+    """What `export_rows` wrote of the rows; empty for other files."""
+    dtype: str
+    """Of the weights: "float32", "float16" or "bfloat16"; what is wider counts as float32."""
+    dim: int
+    """Weights of a row."""
+    state_width: int
+    """Values of state of a row, 0 where it is not wanted."""
+    size: int | None
+    """Rows in all; None = nobody has counted them."""
+
+    def scan(self, batch: int) -> Iterator[Batch]: ...
+
+    def close(self) -> None: ...
+
+
+class RowFileWriter(Protocol):
+    """A file of rows, being written."""
+
+    def write(self, batch: Batch) -> None: ...
+
+    def finish(self) -> None:
+        """Give the file its name."""
+
+    def abandon(self) -> None:
+        """Leave nothing. After `finish` it does nothing."""
+
+
+def need(module: str, extra: str) -> ModuleType:
+    """A library that is not installed with oneemb itself.
+
+    Raises:
+        ImportError: it is not there; the message says how to get it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.split(".")[0]
+        raise ImportError(f"these files need {name}; install it with: pip install 'oneemb[{extra}]'") from error
+
+
+def pick_columns(there: Sequence[str], columns: Columns, path: str, meta: dict[str, Any]) -> Columns:
+    """The columns as they are in the file, whose `meta` may say that its rows have no state.
+
+    Raises:
+        ValueError: one is missing; the message names those there are.
+    """
+    tables = columns.tables or ("tables" if "tables" in there else None)
+    state = None if meta and meta["layout"]["state_width"] == 0 else columns.state
+    values = [columns.values] if isinstance(columns.values, str) else list(columns.values)
+    for what, name in [
+        ("keys", columns.keys), ("tables", tables), ("state", state), *(("values", name) for name in values)
+    ]:  # fmt: skip
+        if name is not None and name not in there:
+            hint = "; keys=None takes the numbers of the rows as keys" if what == "keys" else ""
+            raise ValueError(
+                f"{path} has no column {name!r}; it has {', '.join(map(repr, there)) or 'none'}: name the {what} with"
+                f" {what}=...{hint}"
+            )
+    return Columns(columns.keys, columns.values, tables, state)
+
+
+def checked_batch(
+    path: str, first: int, keys: np.ndarray | None, values: np.ndarray, tables: np.ndarray | None,
+    state: np.ndarray | None,
+) -> Batch:  # fmt: skip
+    """The batch of these columns' rows, which begin at row `first` of the file.
+
+    Raises:
+        ValueError: they are not what a file of rows holds.
+    """
+    if values.ndim != 2 or values.dtype.kind != "f" or values.shape[1] < 1:
+        raise ValueError(f"{path}: values must be floating-point [N, D], got {values.dtype} {list(values.shape)}")
+    if state is not None and (state.ndim != 2 or state.dtype.kind != "f"):
+        raise ValueError(f"{path}: state must be float32 [N, Z], got {state.dtype} {list(state.shape)}")
+    if keys is None:
+        keys = np.arange(first, first + len(values))
+    for name, column in [("keys", keys), ("tables", tables), ("state", state)]:
+        if column is not None and len(column) != len(values):
+            raise ValueError(f"{path}: {name} must have a row for each of the {len(values)} values, has {len(column)}")
+    id_N = _integers(path, "keys", keys, np.iinfo(np.int64).min, np.int64)
+    table_N = None if tables is None else _integers(path, "tables", tables, 0, np.int32)
+    return Batch(table_N, id_N, values, None if state is None else state.astype(np.float32, copy=False))
+
+
+def _integers(path: str, name: str, column: np.ndarray, least: int, dtype: Any) -> np.ndarray:
+    if column.ndim != 1 or column.dtype.kind not in "iu":
+        raise ValueError(f"{path}: {name} must be integers [N], got {column.dtype} {list(column.shape)}")
+    most = np.iinfo(dtype).max
+    if len(column) and (int(column.min()) < least or int(column.max()) > most):
+        raise ValueError(f"{path}: {name} must be from {least} to {most}, got {column.min()} to {column.max()}")
+    return column.astype(dtype, copy=False)
+
+
+class ColumnFiles:
+    """Columns that grow side by side, for formats that want them one after the other: a hidden folder of raw files.
+
+    Args:
+        target: the folder lies beside this file.
+    """
+
+    def __init__(self, target: str):
+        self._folder = tempfile.mkdtemp(prefix=".oneemb-", dir=os.path.dirname(os.path.abspath(target)))
+        self._file: dict[str, IO[bytes]] = {}
+        self.dtype: dict[str, np.dtype] = {}
+        self.shape: dict[str, tuple[int, ...]] = {}
+
+    def write(self, columns: dict[str, np.ndarray]) -> None:
+        """Append to each column."""
+        for name, array in columns.items():
+            if name not in self._file:
+                self._file[name] = open(f"{self._folder}/{len(self._file)}", "w+b")
+                self.dtype[name], self.shape[name] = array.dtype, (0, *array.shape[1:])
+            self._file[name].write(np.ascontiguousarray(array).view(np.uint8).data)
+            self.shape[name] = (self.shape[name][0] + len(array), *self.shape[name][1:])
+
+    def copy(self, name: str, out: IO[bytes]) -> None:
+        """Write all of a column."""
+        self._file[name].seek(0)
+        shutil.copyfileobj(self._file[name], out, _COPY_BYTES)
+
+    def remove(self) -> None:
+        """Removing twice is fine."""
+        for file in self._file.values():
+            file.close()
+        self._file = {}
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class new_file:
+    """A file that appears under its name, in place of one of that name, when the block ends without an error."""
+
+    def __init__(self, path: str):
+        self._path = path
+
+    def __enter__(self) -> IO[bytes]:
+        self._file = open(f"{self._path}.tmp", "wb")
+        return self._file
+
+    def __exit__(self, kind: type | None, *exception: object) -> None:
+        try:
+            with self._file:
+                if kind is None:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+            if kind is None:
+                os.replace(f"{self._path}.tmp", self._path)
+        finally:
+            if os.path.exists(f"{self._path}.tmp"):
+                os.remove(f"{self._path}.tmp")
+
+
+# ---- what importing and exporting share -----------------------------------------------------------------------------
+
+SUFFIXES = (".npz", ".parquet", ".safetensors")
+Progress = Callable[[int, int | None], None]
+
+
+def suffix_of(path: str) -> str:
+    return os.path.splitext(path)[1].lower()
+
+
+def whole_batches(
+    pieces: Iterable[tuple[np.ndarray, ...]], batch_size: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """The same rows, `batch_size` at a time or nearly so."""
+    kept: list[tuple[np.ndarray, ...]] = []
+    size = 0
+    for piece in pieces:
+        if kept and size + len(piece[0]) > batch_size:
+            table_N, id_N, row_NW = (np.concatenate(column) for column in zip(*kept, strict=True))
+            yield table_N, id_N, row_NW
+            kept, size = [], 0
+        kept.append(piece)
+        size += len(piece[0])
+    if kept:
+        table_N, id_N, row_NW = (np.concatenate(column) for column in zip(*kept, strict=True))
+        yield table_N, id_N, row_NW
