@@ -1,0 +1,93 @@
+"""An index from keys to places in a device's memory that grows with its keys: 32 to 64 bytes a key in use.
+
+Invariants: at most 7 of 10 cells have ever been taken, so that a probe ends soon; a call that fails to get memory has
+changed nothing. How many keys and taken cells there are is known on the host, so no call waits for the device but
+those that must: growth, and `erase` and `items`, which say what they found.
+"""
+
+import torch
+
+from oneemb.kernels.hash_index_cuda import erase_loop, find_loop, insert_loop, items_loop, rehash_loop
+from oneemb.kernels.launch import Gpu
+
+__all__ = ["DeviceIndex"]
+
+_CELLS_MIN = 64
+_LOAD_MAX = 0.7
+
+
+class DeviceIndex:
+    """Maps (table, id) to a place, an int64 from 0 to 2^40 - 2.
+
+    Args:
+        gpu: where it lives.
+        expected: keys to make room for at once.
+    """
+
+    def __init__(self, gpu: Gpu, expected: int = 0):
+        self._gpu = gpu
+        self._size = 0
+        self._taken = 0  # cells that hold a key or held one: an upper bound, since cells given up are used again
+        self.cell_C2 = self._empty_cells(expected)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory held."""
+        return self.cell_C2.numel() * 8
+
+    def find(self, table_U: torch.Tensor, id_U: torch.Tensor) -> torch.Tensor:
+        """The place of each key, -1 for a key that is not here: int64 [U]."""
+        place_U = self._gpu.empty(len(id_U), dtype=torch.int64)
+        size_1 = self._gpu.full(1, value=len(id_U), dtype=torch.int64)
+        self._gpu.run(find_loop, len(id_U), self.cell_C2, table_U, id_U, size_1, place_U)
+        return place_U
+
+    def insert(self, table_U: torch.Tensor, id_U: torch.Tensor, place_U: torch.Tensor) -> None:
+        """Put distinct keys that are not here."""
+        self.reserve(len(id_U))
+        count_2 = self._gpu.full(2, value=0, dtype=torch.int64)
+        self._gpu.run(insert_loop, len(id_U), self.cell_C2, table_U, id_U, place_U, count_2)
+        self._size += len(id_U)
+        self._taken += len(id_U)
+
+    def erase(self, table_U: torch.Tensor, id_U: torch.Tensor) -> torch.Tensor:
+        """Take distinct keys out. Returns the places they had, -1 for a key that was not here: int64 [U]."""
+        old_U = self._gpu.empty(len(id_U), dtype=torch.int64)
+        self._gpu.run(erase_loop, len(id_U), self.cell_C2, table_U, id_U, old_U)
+        self._size -= int((old_U >= 0).sum())
+        return old_U
+
+    def items(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """All (table_N int32, id_N int64, place_N int64), in order of place."""
+        size_1 = self._gpu.full(1, value=0, dtype=torch.int64)
+        table_N = self._gpu.empty(self._size, dtype=torch.int32)
+        id_N, place_N = (self._gpu.empty(self._size, dtype=torch.int64) for _ in range(2))
+        self._gpu.run(items_loop, len(self.cell_C2), self.cell_C2, table_N, id_N, place_N, size_1)
+        place_N, order_N = torch.sort(place_N)
+        return table_N[order_N], id_N[order_N], place_N
+
+    def reserve(self, more: int) -> None:
+        """Make room for this many keys beyond those here.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for the cells; the index is as it was.
+        """
+        if self._taken + more <= int(len(self.cell_C2) * _LOAD_MAX):
+            return
+        # Cells given up count until the index is built anew; where they are many it need not grow for that.
+        cells = self._empty_cells(2 * (self._size + more))
+        count_2 = self._gpu.full(2, value=0, dtype=torch.int64)
+        self._gpu.run(rehash_loop, len(self.cell_C2), self.cell_C2, cells, count_2)
+        self.cell_C2 = cells
+        self._taken = self._size
+
+    def clear(self) -> None:
+        """Forget every key."""
+        self.cell_C2 = self._empty_cells(0)
+        self._size = self._taken = 0
+
+    def _empty_cells(self, keys: int) -> torch.Tensor:
+        return self._gpu.full(max(_CELLS_MIN, int(keys / _LOAD_MAX) + 2), 2, value=0, dtype=torch.int64)

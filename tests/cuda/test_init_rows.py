@@ -1,0 +1,44 @@
+"""New rows on the GPU against the CPU's: one rule, so the same weights for every initializer and column."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from oneemb.kernels.init_rows import CONSTANT, NORMAL, TRUNC_NORMAL, UNIFORM, InitialRows, init_rows
+from oneemb.kernels.init_rows_cuda import DeviceInitialRows, init_rows_cuda
+from oneemb.kernels.threads import Threads
+from oneemb.storage.row_layout import RowLayout
+
+BITS = {"float32": torch.float32, "float16": torch.uint16, "bfloat16": torch.int16}
+SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+
+
+@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("end_C", [[1], [7], [16], [2, 9], [4, 5, 40]], ids=str)
+def test_new_rows_are_those_of_the_cpu(gpu, end_C, dtype):
+    kinds = [CONSTANT, UNIFORM, NORMAL, TRUNC_NORMAL]
+    kind_TC = np.array([[kinds[(t + c) % 4] for c in range(len(end_C))] for t in range(4)])
+    param_TC4 = np.tile(np.array([0.25, 0.5, 0.1, 0.9]), (4, len(end_C), 1))
+    initial = InitialRows(2**63 + 5, kind_TC, param_TC4, np.array(end_C, np.int64))
+    state = np.array([0.5, -1.0, 0.0], np.float32)
+    layout = RowLayout(end_C[-1], dtype, len(state))
+    table_U = np.array([0, 1, 2, 3, 3], np.int32)
+    id_U = np.array([0, -1, 2**63 - 1, -(2**63), 7])
+    slot_U = np.array([5, 0, 2, 4, 1])
+    row_SW = np.full((6, layout.row_width), 7, np.float32)
+    found_SW = gpu.put(row_SW)
+    init_rows(
+        layout.weights(row_SW), row_SW, slot_U, table_U, id_U, initial, state, state_begin=layout.state_begin,
+        threads=Threads(1),
+    )  # fmt: skip
+    init_rows_cuda(
+        found_SW.view(BITS[dtype]), found_SW, gpu.put(slot_U), gpu.put(table_U), gpu.put(id_U),
+        DeviceInitialRows(initial, state, gpu=gpu), state_begin=layout.state_begin, gpu=gpu,
+    )  # fmt: skip
+    found = found_SW.cpu().numpy()
+    if SIMULATED or dtype != "float32":
+        assert found.tobytes() == row_SW.tobytes()
+    else:  # normal draws go through another log
+        np.testing.assert_array_max_ulp(found, row_SW, maxulp=1)

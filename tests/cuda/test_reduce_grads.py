@@ -1,0 +1,94 @@
+"""Sums of gradients on the GPU: the CPU's bits up to a part, a bound beyond, no float atomics but by choice."""
+
+import numpy as np
+import pytest
+import torch
+
+from oneemb.kernels.reduce_grads import reduce_grads
+from oneemb.kernels.reduce_grads_cuda import PART, reduce_grads_cuda, scatter_grads_cuda, segments_of
+from oneemb.kernels.threads import Threads
+from oneemb.kernels.unique_keys import unique_keys
+from oneemb.kernels.unique_keys_cuda import occurrences
+from tests.support.row_updates import to_bits
+
+ONE = Threads(1)
+
+
+def reduced(gpu, grad_NX, inverse_N, keys):
+    order_N, begin_U1 = occurrences(gpu.put(inverse_N), keys, gpu=gpu)
+    segments = segments_of(gpu.put(grad_NX), order_N, begin_U1, gpu=gpu)
+    assert segments.shape == (keys, grad_NX.shape[1])
+    grad_UD, finite_U = reduce_grads_cuda(segments, gpu=gpu)
+    return grad_UD.cpu().numpy(), finite_U.cpu().numpy()
+
+
+def on_cpu(grad_NX, id_N, padding):
+    unique = unique_keys(np.zeros(len(id_N), np.int32), id_N, padding_id=padding)
+    return unique.inverse_N, *reduce_grads(grad_NX, unique.head_U, unique.next_N, threads=ONE)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dim", [1, 3, 8])
+@pytest.mark.parametrize("ids", ["few", "one", "all different", "padded"])
+def test_up_to_a_part_sums_have_the_cpus_bits(gpu, ids, dim, dtype):
+    rng = np.random.default_rng(3)
+    id_N = {
+        "few": rng.integers(0, 5, 60), "one": np.full(PART, 7), "all different": rng.permutation(30),
+        "padded": rng.integers(-1, 3, 40),
+    }[ids]  # fmt: skip
+    grad_NX = to_bits(rng.normal(0, 1, (len(id_N), dim)).astype(np.float32), dtype)
+    inverse_N, expected_UD, finite_U = on_cpu(grad_NX, id_N, -1)
+    found_UD, found_finite_U = reduced(gpu, grad_NX, inverse_N, len(expected_UD))
+    assert found_UD.tobytes() == expected_UD.tobytes()
+    assert found_finite_U.tolist() == finite_U.tolist() == [True] * len(finite_U)
+
+
+def test_a_hot_key_is_summed_in_parts_within_the_bound_and_always_to_the_same_bits(gpu):
+    rng = np.random.default_rng(4)
+    id_N = np.array([0] * (3 * PART + 1) + [1] * (PART + 1) + [2] * PART + [3])
+    id_N = id_N[rng.permutation(len(id_N))]
+    grad_ND = rng.normal(0, 1, (len(id_N), 4)).astype(np.float32)
+    inverse_N, expected_UD, _ = on_cpu(grad_ND, id_N, None)
+    found_UD, _ = reduced(gpu, grad_ND, inverse_N, 4)
+    assert found_UD.tobytes() == reduced(gpu, grad_ND, inverse_N, 4)[0].tobytes()
+    for u in range(4):
+        terms = grad_ND[inverse_N == u].astype(np.float64)
+        bound = len(terms) * 2.0**-24 * np.abs(terms).sum(0)
+        assert (np.abs(found_UD[u] - terms.sum(0)) <= bound).all()
+        if len(terms) <= PART:
+            assert found_UD[u].tobytes() == expected_UD[u].tobytes()
+        else:
+            in_parts = [
+                np.add.accumulate(part)[-1] for part in np.split(grad_ND[inverse_N == u], range(PART, len(terms), PART))
+            ]
+            assert found_UD[u].tobytes() == np.add.accumulate(np.stack(in_parts))[-1].tobytes()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_sum_that_is_not_finite_marks_its_key_alone(gpu, bad):
+    grad_ND = np.ones((6, 5), np.float32)
+    grad_ND[3, 4] = bad
+    inverse_N = np.array([0, 1, 2, 1, 0, 2])
+    assert reduced(gpu, grad_ND, inverse_N, 3)[1].tolist() == [True, False, True]
+    grad_ND[3, 4], grad_ND[[0, 4], 0] = 1, 3e38
+    assert reduced(gpu, grad_ND, inverse_N, 3)[1].tolist() == [False, True, True], "a sum may overflow"
+
+
+def test_no_key_is_no_sum(gpu):
+    grad_UD, finite_U = reduced(gpu, np.ones((3, 2), np.float32), np.full(3, -1), 0)
+    assert grad_UD.shape == (0, 2) and finite_U.shape == (0,)
+
+
+@pytest.mark.parametrize("dim", [3, 8])
+def test_scattered_sums_are_within_the_bound(gpu, dim):
+    rng = np.random.default_rng(5)
+    inverse_N = rng.integers(-1, 4, 50)
+    grad_ND = rng.normal(0, 1, (50, dim)).astype(np.float32)
+    grad_UD, finite_U = scatter_grads_cuda(gpu.put(grad_ND), gpu.put(inverse_N), 4, gpu=gpu)
+    for u in range(4):
+        terms = grad_ND[inverse_N == u].astype(np.float64)
+        assert (np.abs(grad_UD[u].cpu().numpy() - terms.sum(0)) <= len(terms) * 2.0**-24 * np.abs(terms).sum(0)).all()
+    assert finite_U.tolist() == [True] * 4
+    grad_ND[inverse_N == 2] = np.inf
+    assert scatter_grads_cuda(gpu.put(grad_ND), gpu.put(inverse_N), 4, gpu=gpu)[1].tolist() == [True, True, False, True]
+    assert torch.is_tensor(grad_UD)
