@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from oneemb.graph.row_optimizers import RowOptimizer
 
 __all__ = [
-    "Keys", "Lease", "NonFiniteGradientError", "RowGrads", "StepOptimizer", "admit", "check_finite", "gather", "peek",
-    "reduce_grads", "release", "stage", "step", "unique_keys", "update",
+    "Keys", "Lease", "NonFiniteGradientError", "RowGrads", "StepOptimizer", "admit", "check_finite", "gather", "lookup",
+    "peek", "reduce_grads", "release", "stage", "step", "unique_keys", "update",
 ]  # fmt: skip
 
 _BITS = {torch.float32: torch.float32, torch.float16: torch.uint16, torch.bfloat16: torch.int16}
@@ -189,6 +189,18 @@ def admit(store: EmbeddingStore, keys: Keys, pending: list[Lease] | None = None,
         store.build(None, np.empty(0, np.float32))
     slot_U = store.admit(keys.unique.table_U, keys.unique.id_U, staged)
     return Lease(store, keys, slot_U, store.generation, pending)
+
+
+def lookup(
+    store: EmbeddingStore,
+    ids: torch.Tensor,
+    table_ids: torch.Tensor | None,
+    num_tables: int,
+    key_type: torch.dtype,
+    padding_idx: int | None,
+) -> Lease:
+    """`unique_keys` and `admit` in one."""
+    return admit(store, unique_keys(ids, table_ids, num_tables, key_type, padding_idx))
 
 
 class _Gather(torch.autograd.Function):

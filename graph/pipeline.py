@@ -1,17 +1,86 @@
-"""The whole compilation, as one ordered list of passes."""
+"""The whole compilation, as one ordered list of passes, with a check of the graph after each.
 
-from collections.abc import Mapping, Sequence
+    traced -> lower_embeddings -> share_unique -> remove_dead -> insert_updates -> [outline_dense]
+           -> fuse_lookup                  a step in one piece, for a call
+           -> split_prepare                the same step in two halves, for a loop that prepares batches ahead
+
+Invariant: whatever passes run, in one piece or in two, the numbers are those of eager mode.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
+from oneemb.graph.executor import Executor
+from oneemb.graph.inputs import Structure
 from oneemb.graph.passes.drop_training import drop_training
+from oneemb.graph.passes.fuse_lookup import fuse_lookup
+from oneemb.graph.passes.hold_lookups import hold_lookups
 from oneemb.graph.passes.insert_updates import insert_updates
 from oneemb.graph.passes.lower_embeddings import lower_embeddings
-from oneemb.graph.tracer import BuildError, embeddings_in, trace_build
+from oneemb.graph.passes.remove_dead import remove_dead
+from oneemb.graph.passes.scale_losses import scale_losses
+from oneemb.graph.passes.share_unique import share_unique
+from oneemb.graph.passes.split_prepare import split_prepare
+from oneemb.graph.spec import check_stage, is_backward
+from oneemb.graph.text import graph_text
+from oneemb.graph.tracer import BuildError, embeddings_in, trace
 
-__all__ = ["compile_graph"]
+__all__ = ["Plan", "Recipe", "Snapshot", "compile_graph", "compile_plan"]
+
+Pass = Callable[[fx.Graph], fx.Graph]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a compilation depends on beside `build` itself.
+
+    Args:
+        optimizers: (StepOptimizer, lr_scheduler or None) in the order in which they step.
+        max_norms: for each optimizer, what the norm of its gradients is clipped to; None = it does not clip.
+        scaler: a torch.amp.GradScaler that scales every loss; None = `build` does, or nothing does.
+        trains: whether there is an update; otherwise nothing is inserted and no gradient is made.
+        held: where lookups of micro-batches are kept; None = every call updates.
+        updates: whether this call ends with the update of all micro-batches since the last one.
+    """
+
+    optimizers: Sequence[tuple[Any, Any]] = ()
+    max_norms: Sequence[float | None] = ()
+    scaler: Any = None
+    trains: bool = True
+    held: Any = None
+    updates: bool = True
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The graph after one pass."""
+
+    name: str
+    stage: str
+    graph: fx.Graph
+
+
+@dataclass
+class Plan:
+    """A compiled step: in one piece and, if some of it can run ahead, in two halves."""
+
+    whole: Executor
+    prepare: Executor | None
+    compute: Executor | None
+    module: fx.GraphModule
+    """The step in one piece, to look at."""
+    history: list[Snapshot] = field(default_factory=list)
+    """The graph as traced and after each pass."""
+    prepared: str = ""
+    """What the first half makes, as text: a plan whose first half says the same has made what this one takes."""
+
+    def executors(self) -> list[Executor]:
+        """Those there are."""
+        return [one for one in (self.whole, self.prepare, self.compute) if one is not None]
 
 
 def compile_graph(root: torch.nn.Module, optimizers: Sequence[tuple[Any, Any]]) -> fx.GraphModule:
@@ -23,46 +92,129 @@ def compile_graph(root: torch.nn.Module, optimizers: Sequence[tuple[Any, Any]]) 
     Raises:
         BuildError: `build` cannot be traced, never calls backward, or trains an embedding that has no optimizer.
     """
+    return compile_plan(root, Recipe(optimizers, trains=root.training)).module
+
+
+def compile_plan(root: torch.nn.Module, recipe: Recipe, structure: Structure | None = None) -> Plan:
+    """Compile `root.build`, called with values in this structure.
+
+    Raises:
+        BuildError: as `compile_graph`.
+    """
     embeddings = embeddings_in(root)
-    graph = trace_build(root)
-    names = [(f"optimizer_{i}", f"lr_scheduler_{i}" if sch else None) for i, (_, sch) in enumerate(optimizers)]
-    if root.training:
-        _check_trains(graph, embeddings, optimizers)
-        passes = (
-            lambda graph: lower_embeddings(graph, embeddings),
-            lambda graph: insert_updates(graph, names),
-        )
-    else:
-        passes = (
-            lambda graph: lower_embeddings(graph, embeddings),
-            drop_training,
-        )
-    for run in passes:
-        graph = run(graph)
-        graph.lint()
-    objects = {f"optimizer_{i}": optimizer for i, (optimizer, _) in enumerate(optimizers)}
-    objects |= {f"lr_scheduler_{i}": scheduler for i, (_, scheduler) in enumerate(optimizers)}
-    targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
-    return fx.GraphModule({name: _find(root, objects, name) for name in targets}, graph, type(root).__name__)
+    steppers = [one for pair in recipe.optimizers for one in pair if one is not None]
+    steppers += [one.optimizer for one, _ in recipe.optimizers]
+    traced = trace(root, structure, steppers)
+    objects = dict(traced.objects)
+    for i, (optimizer, scheduler) in enumerate(recipe.optimizers):
+        objects |= {f"optimizer_{i}": optimizer, f"lr_scheduler_{i}": scheduler}
+    objects |= {"held": recipe.held, "grad_scaler": recipe.scaler}
+    if recipe.trains:
+        _check_trains(traced.graph, embeddings, recipe)
+    find = _finder(root, objects)
+
+    history: list[Snapshot] = []
+
+    def keep(name: str, stage: str, graph: fx.Graph) -> fx.Graph:
+        check_stage(graph, stage, embeddings)
+        history.append(Snapshot(name, stage, graph))
+        return graph
+
+    graph = keep("trace", "traced", traced.graph)
+    for name, stage, run in _passes(root, embeddings, recipe):
+        graph = keep(name, stage, run(graph))
+    halves = [
+        keep(f"split_prepare, {half[0]}", *half)
+        for half in zip(("prepare", "compute"), split_prepare(graph), strict=True)
+    ]
+    whole = keep("fuse_lookup", "trained", fuse_lookup(graph)) if recipe.trains else graph
+    ahead = any(node.op not in ("placeholder", "output") for node in halves[0].nodes)
+    prepare, compute = (Executor(half, find, name) for half, name in zip(halves, ("prepare", "compute"), strict=True))
+    return Plan(
+        Executor(whole, find),
+        prepare if ahead else None,
+        compute if ahead else None,
+        _as_module(whole, find, type(root).__name__),
+        history,
+        graph_text(halves[0]),
+    )
 
 
-def _find(root: torch.nn.Module, objects: Mapping[str, Any], name: str) -> Any:
-    found: Any = objects.get(name, root)
-    if found is root:
+def _passes(root: torch.nn.Module, embeddings: Mapping[str, Any], recipe: Recipe) -> Sequence[tuple[str, str, Pass]]:
+    """(name, stage after it, pass) in the order in which they run."""
+    names = [(f"optimizer_{i}", f"lr_scheduler_{i}" if sch else None) for i, (_, sch) in enumerate(recipe.optimizers)]
+    scales = ("scale_losses", "traced", lambda graph: scale_losses(graph, "grad_scaler"))
+    common: tuple[tuple[str, str, Pass], ...] = (
+        *((scales,) if recipe.trains and recipe.scaler is not None else ()),
+        ("lower_embeddings", "lowered", lambda graph: lower_embeddings(graph, embeddings, inserts=recipe.trains)),
+        ("share_unique", "lowered", share_unique),
+    )
+    if not recipe.trains:
+        return (*common, ("drop_training", "compute", drop_training), ("remove_dead", "compute", remove_dead))
+    if not recipe.updates:
+        end: Pass = lambda graph: hold_lookups(graph, "held")  # noqa: E731
+        return (*common, ("remove_dead", "lowered", remove_dead), ("hold_lookups", "trained", end))
+    trains = {
+        f"{name}.store": f"optimizer_{i}"
+        for name, embedding in embeddings.items()
+        for i, (optimizer, _) in enumerate(recipe.optimizers)
+        if optimizer.rows_of(embedding.store)
+    }
+    max_norms = {name: norm for (name, _), norm in zip(names, recipe.max_norms, strict=False) if norm is not None}
+    held = None if recipe.held is None else "held"
+    return (
+        *common,
+        ("remove_dead", "lowered", remove_dead),
+        (
+            "insert_updates",
+            "trained",
+            lambda graph: insert_updates(graph, names, trains=trains, max_norms=max_norms, held=held),
+        ),
+    )
+
+
+def _finder(root: torch.nn.Module, objects: Mapping[str, Any]) -> Callable[[str], Any]:
+    def find(name: str) -> Any:
+        if name in objects:
+            return objects[name]
+        found: Any = root
         for part in name.split("."):
             found = getattr(found, part)
-    return found
+        return found
+
+    return find
 
 
-def _check_trains(graph: fx.Graph, embeddings: Mapping[str, Any], optimizers: Sequence[tuple[Any, Any]]) -> None:
-    backward = any(node.op == "call_method" and node.target == "backward" for node in graph.nodes)
-    if optimizers and not backward:
+def _as_module(graph: fx.Graph, find: Callable[[str], Any], name: str) -> fx.GraphModule:
+    targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
+    return fx.GraphModule({target: find(target) for target in targets}, graph, name)
+
+
+def _check_trains(graph: fx.Graph, embeddings: Mapping[str, Any], recipe: Recipe) -> None:
+    backward = [node for node in graph.nodes if is_backward(node)]
+    if recipe.optimizers and not backward:
         raise BuildError("build must call loss.backward(), since the graph has an optimizer; add it, or call eval()")
+    clipped = ""
     for node in graph.nodes:
+        if node in backward and clipped:
+            raise BuildError(
+                f"build calls backward{node.meta.get('line', '')} after it has clipped{clipped}; gradients that come"
+                " then would not be clipped, and those of rows not used: call backward on every loss first, then clip"
+            )
+        if node.op == "call_function" and node.target in (
+            torch.nn.utils.clip_grad_norm_,
+            torch.nn.utils.clip_grad_value_,
+        ):
+            clipped = node.meta.get("line", "") or " before"
+            if not recipe.updates or recipe.held is not None:
+                raise BuildError(
+                    f"build clips{clipped}, while gradients are accumulated over several calls; clip their sum with"
+                    " add_optimizer(..., clip_grad_norm=)"
+                )
         module = embeddings.get(str(node.target)) if node.op == "call_module" else None
         if module is None or not backward or not module.training or not module.weight.requires_grad:
             continue
-        if not any(optimizer.rows_of(module.store) for optimizer, _ in optimizers):
+        if not any(optimizer.rows_of(module.store) for optimizer, _ in recipe.optimizers):
             raise BuildError(
                 f"embedding {module.name!r} is looked up in build and no optimizer of the graph trains it; give its"
                 " parameters to add_optimizer, or freeze it with requires_grad_(False)"

@@ -1,23 +1,234 @@
-"""A training step as a graph: traced once, compiled, then called for each batch."""
+"""A training step as a graph: traced once, compiled, then called for each batch or run over a loader."""
 
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from oneemb.graph.pipeline import compile_graph
+from oneemb.graph import step_ops
+from oneemb.graph.inputs import Signature, Structure
+from oneemb.graph.pipeline import Plan, Recipe, compile_plan
+from oneemb.graph.prefetch import Prepared, prefetch
+from oneemb.graph.recorder import Profile, stats_table
+from oneemb.graph.text import graph_text
 from oneemb.graph.tracer import embeddings_in
 from oneemb.optimizer import Optimizer
 
-__all__ = ["TrainGraph"]
+__all__ = ["EvalGraph", "GraphConfig", "TrainGraph"]
 
 
-class TrainGraph(torch.nn.Module):
+@dataclass
+class GraphConfig:
+    """How a graph is compiled. A change counts from the next call on.
+
+    Args:
+        accumulation_steps: calls to one update. Each call runs forward and backward; the last of so many updates with
+            the sum of their gradients. Divide the loss by it for the mean.
+        compile_dense: run dense modules through torch.compile. Their numbers may then differ in the last bits. Where
+            torch.compile fails, one warning says why and the module runs as it is.
+    """
+
+    accumulation_steps: int = 1
+    compile_dense: bool = False
+
+
+class _Graph(torch.nn.Module):
+    """What training and evaluation share: `build` traced, compiled for each structure of inputs, and shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = GraphConfig()
+        self._plans: dict[Any, Plan] = {}
+        self._profile: Profile | None = None
+        self._latest: Plan | None = None
+        self._signature = Signature(self.build)
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """What to compute. Users write it."""
+        raise NotImplementedError(f"{type(self).__name__} must define build(self, ...)")
+
+    # ---- compiling --------------------------------------------------------------------------------------------------
+
+    def compiled(self) -> fx.GraphModule:
+        """The graph that a call runs now; `.code` and `.graph` show it.
+
+        Compiled anew where modules have changed between training and eval mode, or between frozen and trained, and
+        for inputs of another nesting; not for other shapes.
+        """
+        return self._plan(None).module
+
+    def _plan(self, structure: Structure | None) -> Plan:
+        structure = structure or self._signature.default_structure()
+        key = self._key(structure)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = compile_plan(self, self._recipe(), structure)
+        self._latest = plan
+        return plan
+
+    def _key(self, structure: Structure) -> Any:
+        modes = [(one.training, one.weight.requires_grad) for one in embeddings_in(self).values()]
+        return structure, self.training, tuple(modes), self._recipe_key()
+
+    def _recipe(self) -> Recipe:
+        raise NotImplementedError
+
+    def _recipe_key(self) -> Any:
+        return None
+
+    # ---- showing ----------------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        """The compiled graph as text: its ops, in two halves where part of it can run ahead of its step."""
+        plan = self._latest
+        if plan is None:
+            return f"{self!r}\nnot compiled yet: call the graph, or compiled()"
+        parts = [f"{type(self).__name__}: {_ops(plan.history[0].graph)} ops traced, {_ops(plan.whole.graph)} compiled"]
+        if plan.prepare is None or plan.compute is None:
+            parts.append(_indented("step", plan.whole.graph))
+        else:
+            parts += [_indented("prepare", plan.prepare.graph), _indented("compute", plan.compute.graph)]
+        return "\n".join(parts)
+
+    def explain(self) -> str:
+        """Where the time went since the graph was compiled: a table with a line for each op.
+
+        Times of the prepare half are those of its thread: they are hidden as far as the compute half is longer.
+        Bytes and GB/s are of rows and gradients that an op must move; of a dense module only the time is known.
+        """
+        plans = list(self._plans.values())
+        stats = [(one.half, one.stats()) for plan in plans for one in plan.executors()]
+        caches = ["embedding  step  hit rate  rows in cache  evicted  written down"]
+        for name, embedding in embeddings_in(self).items():
+            now = embedding.stats()
+            hot = now.get("device", {})
+            caches.append(
+                f"{name}  {now['step']}  {now['hit_rate']:.1%}  {hot.get('rows', 0):,}  {hot.get('evicted', 0):,}"
+                f"  {hot.get('written_down', 0):,}"
+            )
+        return stats_table(stats) + "\n\n" + "\n".join(caches)
+
+    def draw(self, path: str) -> None:
+        """Draw the graph as traced and after each pass, one picture beside the other.
+
+        Args:
+            path: the file to write; its ending says the format: svg, png or pdf.
+
+        Raises:
+            ImportError: matplotlib is not installed; the extra `draw` brings it.
+            RuntimeError: the graph has not been compiled.
+        """
+        from oneemb.graph.draw import draw_history
+
+        if self._latest is None:
+            raise RuntimeError("the graph is not compiled yet: call it, or compiled(), before draw()")
+        draw_history(self._latest.history, path)
+
+    def profile(self, steps: int) -> Profile:
+        """Note when each op of the next steps begins and ends; `.save(path)` writes them as a Chrome trace.
+
+        Example: `profile = graph.profile(20)`, run 20 steps, `profile.save("trace.json")`.
+        """
+        self._profile = Profile(steps)
+        return self._profile
+
+    def _profile_now(self) -> Profile | None:
+        return self._profile if self._profile is not None and not self._profile.done else None
+
+    # ---- running ----------------------------------------------------------------------------------------------------
+
+    def run(self, loader: Iterable[Any], prefetch_depth: int = 1) -> Generator[Any, None, None]:
+        """Call the graph for each batch, the coming batches being loaded and prepared on a thread meanwhile.
+
+        `for loss in graph.run(loader): ...` gives what `for batch in loader: loss = graph(*batch)` gives, bit for
+        bit. Ahead of its step a batch has its unique ids found and its known rows read into the cache and pinned; it
+        inserts nothing and reads no row's values, so leaving the loop early or saving in it finds what the steps so
+        far have made. Leaving it, an error in it, or its end gives back what was pinned and ends the thread.
+
+        Args:
+            loader: gives batches: a tuple or list of `build`'s arguments, a dict of them by name, or its one
+                argument. It runs on the thread: what it draws from torch's global generator while steps draw from it
+                too, give it a generator of its own for. A batch must not be changed once it is handed over.
+            prefetch_depth: batches prepared ahead; 0 = none, and no thread. Rows of that many more batches should fit
+                in the cache; where they do not, they are read when their step comes.
+
+        Yields:
+            What `build` returns, for each batch.
+
+        Raises:
+            What the loader raised, at the batch that it did not give, with its traceback; what a call raises.
+        """
+        if isinstance(prefetch_depth, bool) or not isinstance(prefetch_depth, int) or prefetch_depth < 0:
+            raise ValueError(f"prefetch_depth must be an int of at least 0, got {prefetch_depth!r}")
+        if prefetch_depth == 0:
+            return self._run_plainly(loader)
+        return self._run_ahead(loader, prefetch_depth)
+
+    def _run_plainly(self, loader: Iterable[Any]) -> Generator[Any, None, None]:
+        for batch in loader:
+            args, kwargs = self._signature.spread(batch)
+            yield self(*args, **kwargs)
+
+    def _run_ahead(self, loader: Iterable[Any], depth: int) -> Generator[Any, None, None]:
+        yield from prefetch(loader, self._prepare, self._compute_prepared, depth)
+
+    def _prepare(self, batch: Any) -> Prepared:
+        """On the worker. Only plans that are there are used: tracing is for the thread that calls the graph."""
+        signature = self._signature
+        args, kwargs = signature.spread(batch)
+        values, structure = signature.flatten(args, kwargs)
+        plan = self._plans.get(self._key(structure))
+        if plan is None or plan.prepare is None:
+            return Prepared((values, structure))
+        return Prepared((values, structure), plan, plan.prepare(values, profile=self._profile_now()))
+
+    def _compute_prepared(self, prepared: Prepared, admitted: Any) -> Any:
+        values, structure = prepared.batch
+        return self._step(values, structure, prepared, admitted)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step on a batch, compiling `build` if this is the first.
+
+        Args:
+            args, kwargs: those of `build`. Tensors may change shape from call to call; nested tuples, lists and dicts
+                of another structure are compiled anew.
+
+        Returns:
+            What `build` returns.
+
+        Raises:
+            BuildError: `build` cannot be compiled.
+            NonFiniteGradientError: a gradient is NaN or infinite; nothing has changed.
+        """
+        values, structure = self._signature.flatten(args, kwargs)
+        return self._step(values, structure, Prepared(None), None)
+
+    def _step(self, values: list[Any], structure: Structure, prepared: Prepared, admitted: Any) -> Any:
+        plan = self._plan(structure)
+        profile = self._profile_now()
+        fits = prepared.plan is not None and prepared.plan.prepared == plan.prepared
+        if fits and plan.compute is not None and prepared.values is not None:
+            result = plan.compute([*values, *prepared.values], admitted, profile)
+        else:
+            prepared.drop()
+            result = plan.whole(values, admitted, profile)
+        if profile is not None:
+            profile.step += 1
+        return result
+
+
+class TrainGraph(_Graph):
     """Subclass it, assign modules, add optimizers, write `build` with `loss.backward()` in it, and call the object.
 
     `build` is traced with torch.fx at the first call. Submodules that hold no embedding may contain any Python. The
     update of embedding rows is part of the graph: a table's gradient is never made. Parameters and rows are updated
     once a call, after all of `build`. In eval mode (`graph.eval()`) a call runs forward only and inserts no ids.
+
+    `build` may use torch.autocast, torch.no_grad, torch.nn.utils.clip_grad_norm_ (over dense parameters and the rows
+    of embeddings together), clip_grad_value_, several losses, and GradScaler.scale; the graph itself steps
+    optimizers and schedulers, unscales, skips a step that overflowed, and drops gradients.
 
     Example:
         >>> import tempfile, torch, oneemb
@@ -35,8 +246,14 @@ class TrainGraph(torch.nn.Module):
         ...         loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, label)
         ...         loss.backward()
         ...         return loss
-        >>> loss = Graph()(torch.tensor([[1, 2], [3, 4]]), torch.tensor([0.0, 1.0]))
+        >>> graph = Graph()
+        >>> loss = graph(torch.tensor([[1, 2], [3, 4]]), torch.tensor([0.0, 1.0]))
         >>> embedding.stats()["rows"]
+        4
+        >>> batches = [(torch.tensor([[1, 2], [5, 6]]), torch.tensor([0.0, 1.0]))] * 3
+        >>> for loss in graph.run(batches):
+        ...     pass
+        >>> embedding.stats()["step"]
         4
 
     Reference: OneFlow's nn.Graph.
@@ -47,21 +264,34 @@ class TrainGraph(torch.nn.Module):
         self.optimizers: list[Optimizer] = []
         """What `add_optimizer` was given, joined with the embeddings each trains; `.optimizer` is the torch object."""
         self._lr_schedulers: list[Any] = []
-        self._compiled: dict[tuple[bool, ...], fx.GraphModule] = {}
+        self._max_norms: list[float | None] = []
+        self._scaler: Any = None
+        self._held = step_ops.Held()
+        self._calls = 0  # since the last update
+        self.steps = 0
+        """Updates made or skipped so far."""
 
     def add_optimizer(
-        self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None, *, skip_nonfinite: bool = False
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: Any = None,
+        *,
+        skip_nonfinite: bool = False,
+        clip_grad_norm: float | None = None,
     ) -> None:
         """Let an optimizer train those of the graph's parameters and embeddings that its groups hold.
 
         Args:
             optimizer: a torch optimizer. Groups that hold an embedding's weight train its rows.
-            lr_scheduler: a torch.optim.lr_scheduler of this optimizer; it is stepped after each call.
+            lr_scheduler: a torch.optim.lr_scheduler of this optimizer; it is stepped after each update.
             skip_nonfinite: leave out steps in which a gradient is NaN or infinite, in place of raising.
+            clip_grad_norm: before each update, scale the gradients of this optimizer's parameters and rows so that
+                their norm, taken as one vector, is at most this.
 
         Raises:
             ValueError: its groups hold nothing of this graph; the optimizer's class or an option of it is not
-                supported for rows; or the scheduler is another optimizer's, or one that needs a metric.
+                supported for rows; clip_grad_norm is not above 0; or the scheduler is another optimizer's, or one
+                that needs a metric.
             StorageError: rows hold another optimizer's state, or a path is in use.
         """
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -73,41 +303,109 @@ class TrainGraph(torch.nn.Module):
             raise ValueError("ReduceLROnPlateau needs a metric; step it yourself after each evaluation")
         if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError("lr_scheduler must be made on the optimizer it is added with")
+        if clip_grad_norm is not None and not clip_grad_norm > 0:
+            raise ValueError(f"clip_grad_norm must be above 0, or None, got {clip_grad_norm}")
         embeddings = [one for one in embeddings_in(self).values() if id(one.weight) in held]
         self.optimizers.append(Optimizer(optimizer, embeddings, skip_nonfinite=skip_nonfinite))
         self._lr_schedulers.append(lr_scheduler)
-        self._compiled.clear()
+        self._max_norms.append(clip_grad_norm)
+        self._plans.clear()
 
-    def build(self, *args: Any, **kwargs: Any) -> Any:
-        """One training step: forward, `loss.backward()`, and what to return. Users write it."""
-        raise NotImplementedError(f"{type(self).__name__} must define build(self, ...)")
+    def set_grad_scaler(self, scaler: Any) -> None:
+        """Scale every loss with a torch.amp.GradScaler before its backward pass.
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step on a batch, compiling `build` if this is the first.
-
-        Args:
-            args, kwargs: those of `build`.
-
-        Returns:
-            What `build` returns.
-
-        Raises:
-            BuildError: `build` cannot be compiled.
-            NonFiniteGradientError: a gradient is NaN or infinite; nothing has changed.
+        Gradients are unscaled before they are clipped. A step in which one overflows is left out as a whole, dense
+        parameters, rows and learning rate, and the scale shrinks. Where `build` calls `scaler.scale(loss).backward()`
+        itself, this is not needed.
         """
-        compiled = self.compiled()
-        if self.training:
-            return compiled(*args, **kwargs)
-        with torch.no_grad():
-            return compiled(*args, **kwargs)
+        self._scaler = scaler
+        self._plans.clear()
 
-    def compiled(self) -> fx.GraphModule:
-        """The graph that a call runs now; `.code` and `.graph` show it.
+    def _step(self, values: list[Any], structure: Structure, prepared: Prepared, admitted: Any) -> Any:
+        if not self.training:
+            with torch.no_grad():
+                return super()._step(values, structure, prepared, admitted)
+        try:
+            result = super()._step(values, structure, prepared, admitted)
+        except BaseException:
+            self._drop_gradients()
+            raise
+        self._calls = (self._calls + 1) % self._accumulation()
+        self.steps += self._calls == 0
+        return result
 
-        Compiled anew where modules have changed between training and eval mode, or between frozen and trained.
-        """
-        modes = [(one.training, one.weight.requires_grad) for one in embeddings_in(self).values()]
-        key = (self.training, *(flag for mode in modes for flag in mode))
-        if key not in self._compiled:
-            self._compiled[key] = compile_graph(self, list(zip(self.optimizers, self._lr_schedulers, strict=True)))
-        return self._compiled[key]
+    def _drop_gradients(self) -> None:
+        """After an error: what this step, and the micro-batches before it, have left."""
+        step_ops.drop(self._held)
+        for one in self.optimizers:
+            one.optimizer.zero_grad(set_to_none=True)
+        self._calls = 0
+
+    def _accumulation(self) -> int:
+        steps = self.config.accumulation_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"config.accumulation_steps must be an int of at least 1, got {steps!r}")
+        return steps
+
+    def _updates_now(self) -> bool:
+        return self._calls + 1 >= self._accumulation()
+
+    def _recipe_key(self) -> Any:
+        return self._accumulation() > 1, self._updates_now()
+
+    def _recipe(self) -> Recipe:
+        return Recipe(
+            list(zip(self.optimizers, self._lr_schedulers, strict=True)),
+            self._max_norms,
+            self._scaler,
+            trains=self.training,
+            held=self._held if self._accumulation() > 1 else None,
+            updates=self._updates_now(),
+        )
+
+
+class EvalGraph(_Graph):
+    """A graph that only evaluates: subclass it, assign modules, write `build`, and call the object.
+
+    A call runs its modules in eval mode, whatever mode they are in, makes no gradient and inserts no id: an unknown
+    one reads as its initial value. So a `TrainGraph` and an `EvalGraph` may share modules and be called in turn.
+
+    Example:
+        >>> import tempfile, torch, oneemb
+        >>> class Score(oneemb.EvalGraph):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embedding = oneemb.MultiTableEmbedding(
+        ...             "words", 4, torch.float32, torch.int64, [oneemb.make_table()],
+        ...             oneemb.make_device_mem_store_options(tempfile.mkdtemp()))
+        ...     def build(self, ids):
+        ...         return self.embedding(ids).sum(-1)
+        >>> graph = Score()
+        >>> graph(torch.tensor([7, 8])).shape, graph.embedding.stats()["rows"]
+        (torch.Size([2]), 0)
+    """
+
+    def _recipe(self) -> Recipe:
+        return Recipe(trains=False)
+
+    def _key(self, structure: Structure) -> Any:
+        return structure
+
+    def _step(self, values: list[Any], structure: Structure, prepared: Prepared, admitted: Any) -> Any:
+        trained = [module for module in self.modules() if module.training]
+        try:
+            for module in trained:
+                module.training = False
+            with torch.no_grad():
+                return super()._step(values, structure, prepared, admitted)
+        finally:
+            for module in trained:
+                module.training = True
+
+
+def _ops(graph: fx.Graph) -> int:
+    return sum(node.op not in ("placeholder", "get_attr", "output") for node in graph.nodes)
+
+
+def _indented(title: str, graph: fx.Graph) -> str:
+    return f"{title}:\n" + "\n".join(f"    {line}" for line in graph_text(graph).splitlines())

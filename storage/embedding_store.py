@@ -72,6 +72,7 @@ _STAGE_CHUNK = 4096
 class Staged:
     """Rows of a coming lookup that are in the hot tier and pinned, until its `admit` takes them over."""
 
+    store: "EmbeddingStore"
     slot_U: np.ndarray
     """int64 [U]: -1 for a row that is not there yet."""
     generation: int
@@ -267,7 +268,7 @@ class EmbeddingStore:
 
     def stage(self, table_U: np.ndarray, id_U: np.ndarray) -> Staged:
         """Read those rows of a coming lookup that are known, and pin them as far as there is room; begin none."""
-        staged = Staged(np.full(len(id_U), -1, np.int64), self.generation)
+        staged = Staged(self, np.full(len(id_U), -1, np.int64), self.generation)
         with self._turn():
             if not self.built:
                 return staged

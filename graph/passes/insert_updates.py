@@ -1,39 +1,115 @@
 """Ends a training graph with the update of rows and the step of dense parameters."""
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import fx
 
-from oneemb.graph import ops
-from oneemb.graph.passes import copy_graph
+from oneemb.graph import ops, step_ops
+from oneemb.graph.passes import copy_graph, inserting_for, store_of
 
 __all__ = ["insert_updates"]
 
+_CLIPS: dict[Any, Any] = {
+    torch.nn.utils.clip_grad_norm_: step_ops.clip_grad_norm,
+    torch.nn.utils.clip_grad_value_: step_ops.clip_grad_value,
+}
 
-def insert_updates(graph: fx.Graph, optimizers: Sequence[tuple[str, str | None]]) -> fx.Graph:
+
+def insert_updates(
+    graph: fx.Graph,
+    optimizers: Sequence[tuple[str, str | None]],
+    *,
+    trains: Mapping[str, str] | None = None,
+    max_norms: Mapping[str, float] | None = None,
+    held: str | None = None,
+) -> fx.Graph:
     """After the whole of `build`, update what it took gradients of. `optimizers` names (optimizer, lr_scheduler).
+
+    Args:
+        trains: the optimizer that trains each store; None = the op asks.
+        max_norms: what the norm of all gradients that an optimizer uses is clipped to, for those that clip.
+        held: where lookups of earlier micro-batches are kept.
 
     Before:  rows = gather(lease, weight) ...  loss.backward();  return loss
     After:   rows = gather(lease, weight) ...  loss.backward()
              grads = reduce_grads([lease]);  go = check_finite([optimizer], [grads])
              update(optimizer, grads, go);  step(optimizer, lr_scheduler, go);  release([lease]);  return loss
 
-    Lookups of one embedding are reduced together: a row that several of them read is updated once.
+    Lookups of one embedding are reduced together: a row that several of them read is updated once. Where `build`
+    clips, gradients are reduced before, and those of rows are clipped with those of dense parameters:
+
+    Before:  loss.backward();  clip_grad_norm_([mlp.weight, embedding.weight], 1.0)
+    After:   loss.backward();  grads = reduce_grads([lease])
+             clipped, norm = clip_grad_norm([mlp.weight], [grads], 1.0)
     """
     graph = copy_graph(graph)
     leases: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target is ops.admit:
-            leases.setdefault(node.args[0].target, []).append(node)
+        if node.target in (ops.admit, ops.lookup):
+            leases.setdefault(store_of(node), []).append(node)
+    clips = [node for node in graph.nodes if node.op == "call_function" and node.target in _CLIPS]
+    scaler: Any = next((node.args[0] for node in graph.nodes if node.target is step_ops.scale_loss), None)
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    with inserting_for(graph, clips[0] if clips else output):
+        names = {name: graph.get_attr(name) for name, _ in optimizers}
+        grads: dict[str, fx.Node] = {}
+        for store, group in leases.items():
+            taken = _take(graph, held, store, group) if held else group
+            grads[store] = graph.call_function(ops.reduce_grads, (taken,))
+        if scaler is not None:
+            scaler = graph.get_attr(scaler.target)
+            unscaled = graph.call_function(step_ops.unscale, (scaler, list(names.values()), list(grads.values())))
+            grads = _unpack(graph, unscaled, grads)
+    for clip in clips:
+        with inserting_for(graph, clip):
+            grads = _clip(graph, clip, grads)
+        graph.erase_node(clip)
     with graph.inserting_before(output):
-        names = [(graph.get_attr(name), graph.get_attr(sch) if sch else None) for name, sch in optimizers]
-        grads = [graph.call_function(ops.reduce_grads, (group,)) for group in leases.values()]
-        go = graph.call_function(ops.check_finite, ([name for name, _ in names], grads))
-        for name, scheduler in names:
-            for grad in grads:
-                graph.call_function(ops.update, (name, grad, go))
-            graph.call_function(ops.step, (name, scheduler, go))
-        every = [lease for group in leases.values() for lease in group]
-        graph.call_function(ops.release, (every,))
+        for name, max_norm in (max_norms or {}).items():
+            mine = {store: grad for store, grad in grads.items() if trains is None or trains.get(store) == name}
+            clipped = graph.call_function(step_ops.clip_grad_norm, (names[name], list(mine.values()), max_norm))
+            grads |= _unpack(graph, graph.call_function(operator.getitem, (clipped, 0)), mine)
+        arguments = (list(names.values()), list(grads.values()), *([scaler] if scaler is not None else []))
+        go = graph.call_function(ops.check_finite, arguments)
+        for name, scheduler in optimizers:
+            for store, grad in grads.items():
+                if trains is None or trains.get(store) == name:
+                    graph.call_function(ops.update, (names[name], grad, go))
+            graph.call_function(ops.step, (names[name], graph.get_attr(scheduler) if scheduler else None, go))
+        if scaler is not None:
+            graph.call_function(step_ops.update_scale, (scaler, go))
+        if held:
+            graph.call_function(step_ops.drop, (graph.get_attr(held),))
+        else:
+            graph.call_function(ops.release, ([lease for group in leases.values() for lease in group],))
     return graph
+
+
+def _take(graph: fx.Graph, held: str, store: str, group: list[fx.Node]) -> fx.Node:
+    return graph.call_function(step_ops.take, (graph.get_attr(held), graph.get_attr(store), group))
+
+
+def _unpack(graph: fx.Graph, grads: fx.Node, stores: Mapping[str, fx.Node]) -> dict[str, fx.Node]:
+    return {store: graph.call_function(operator.getitem, (grads, i)) for i, store in enumerate(stores)}
+
+
+def _clip(graph: fx.Graph, clip: fx.Node, grads: dict[str, fx.Node]) -> dict[str, fx.Node]:
+    """The gradients of rows after a clip of `build`, which names rows by the weight that stands for them."""
+    arguments: Any = clip.args
+    parameters, *rest = arguments
+    mine: dict[str, fx.Node] = {}
+    dense: list[fx.Node] = []
+    for parameter in parameters:
+        store = f"{str(parameter.target).removesuffix('weight')}store"
+        if store in grads:
+            mine[store] = grads[store]
+        else:
+            dense.append(parameter)
+    clipped = graph.call_function(_CLIPS[clip.target], (dense, list(mine.values()), *rest), dict(clip.kwargs))
+    if clip.target is torch.nn.utils.clip_grad_value_:
+        return grads | _unpack(graph, clipped, mine)
+    clip.replace_all_uses_with(graph.call_function(operator.getitem, (clipped, 1)))
+    return grads | _unpack(graph, graph.call_function(operator.getitem, (clipped, 0)), mine)

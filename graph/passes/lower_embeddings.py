@@ -6,18 +6,18 @@ from typing import Any
 from torch import fx
 
 from oneemb.graph import ops
-from oneemb.graph.passes import copy_graph
+from oneemb.graph.passes import copy_graph, inserting_for
 
 __all__ = ["lower_embeddings"]
 
 
-def lower_embeddings(graph: fx.Graph, embeddings: Mapping[str, Any]) -> fx.Graph:
+def lower_embeddings(graph: fx.Graph, embeddings: Mapping[str, Any], *, inserts: bool = True) -> fx.Graph:
     """Say each lookup in the op vocabulary. `embeddings` maps the targets of calls to embedding modules.
 
     Before:  rows = embedding(ids)
     After:   keys = unique_keys(ids, ...);  lease = admit(store, keys);  rows = gather(lease, weight)
 
-    An embedding in eval mode inserts nothing:
+    An embedding in eval mode inserts nothing, nor does any if `inserts` is off:
 
     After:   keys = unique_keys(ids, ...);  rows = peek(store, keys)
     """
@@ -27,11 +27,11 @@ def lower_embeddings(graph: fx.Graph, embeddings: Mapping[str, Any]) -> fx.Graph
             continue
         module = embeddings[node.target]
         ids, table_ids = _lookup_arguments(*node.args, **node.kwargs)
-        with graph.inserting_before(node):
+        with inserting_for(graph, node):
             store = graph.get_attr(f"{node.target}.store")
             key_arguments = (ids, table_ids, module.num_tables, module.key_type, module.padding_idx)
             keys = graph.call_function(ops.unique_keys, key_arguments)
-            if module.training:
+            if inserts and module.training:
                 lease = graph.call_function(ops.admit, (store, keys))
                 rows = graph.call_function(ops.gather, (lease, graph.get_attr(f"{node.target}.weight")))
             else:

@@ -1,0 +1,84 @@
+"""Draws the history of a compilation: the graph as traced and after each pass, side by side.
+
+An op is a box, top to bottom in the order in which they run; a line runs from what gives a value to what reads it.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from oneemb.graph import ops
+from oneemb.graph.spec import STAGES
+from oneemb.graph.text import node_label
+
+if TYPE_CHECKING:
+    from oneemb.graph.pipeline import Snapshot
+
+__all__ = ["draw_history"]
+
+_LOOKUP, _UPDATE, _DENSE, _BUILD = "#cfe3f7", "#f9d9b4", "#eeeeee", "#d9ead3"
+_BOX_WIDTH, _BOX_HEIGHT, _LETTERS = 4.6, 0.62, 62
+
+
+def draw_history(history: Sequence["Snapshot"], path: str) -> None:
+    """Write a picture of graphs to a file; its ending says the format.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('drawing needs matplotlib: pip install "oneemb[draw]"') from error
+    shown = [[node for node in one.graph.nodes if node.op != "get_attr"] for one in history]
+    height = max(len(nodes) for nodes in shown) + 2
+    figure = Figure(figsize=(len(history) * (_BOX_WIDTH + 1.4) * 0.85, height * 0.42))
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(-0.8, len(history) * (_BOX_WIDTH + 1.4) - 0.6)
+    axes.set_ylim(-height, 1)
+    axes.axis("off")
+    for column, (one, nodes) in enumerate(zip(history, shown, strict=True)):
+        left = column * (_BOX_WIDTH + 1.4)
+        axes.text(left, 0.1, f"{one.name}: {_ops(nodes)} ops", fontsize=9, fontweight="bold")
+        _draw_graph(axes, nodes, left)
+    figure.savefig(path)
+
+
+def _ops(nodes: Sequence[fx.Node]) -> int:
+    return sum(node.op not in ("placeholder", "output") for node in nodes)
+
+
+def _draw_graph(axes: Any, nodes: Sequence[fx.Node], left: float) -> None:
+    from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+    row = {node: -1.0 - i for i, node in enumerate(nodes)}
+    for node in nodes:
+        label = f"input {node.target}" if node.op == "placeholder" else node_label(node)
+        if node.users and node.op != "placeholder":
+            label = f"{node.name} = {label}"
+        label = label if len(label) <= _LETTERS else label[: _LETTERS - 3] + "..."
+        box = FancyBboxPatch(
+            (left, row[node] - _BOX_HEIGHT / 2), _BOX_WIDTH, _BOX_HEIGHT, boxstyle="round,pad=0.03",
+            facecolor=_color(node), edgecolor="#888888", linewidth=0.6,
+        )  # fmt: skip
+        axes.add_patch(box)
+        # A dollar would begin a formula.
+        axes.text(left + 0.08, row[node], label.replace("$", r"\$"), fontsize=7, va="center", family="monospace")
+        for used in node.all_input_nodes:
+            if used in row:
+                curve = FancyArrowPatch(
+                    (left, row[used]), (left, row[node]), arrowstyle="-|>", mutation_scale=5, linewidth=0.5,
+                    color="#777777", connectionstyle=f"arc3,rad={min(0.6, 1.2 / abs(row[used] - row[node]))}",
+                )  # fmt: skip
+                axes.add_patch(curve)
+
+
+def _color(node: fx.Node) -> str:
+    if node.op == "call_function" and node.target in (STAGES["lowered"] | {ops.stage}) - STAGES["traced"]:
+        return _LOOKUP
+    if node.op == "call_function" and node.target in STAGES["trained"]:
+        return _UPDATE
+    return _DENSE if node.op in ("placeholder", "output") else _BUILD

@@ -1,0 +1,181 @@
+"""Runs a compiled graph, op by op.
+
+Why not the code that torch.fx generates: after an error this one leaves the contexts that the graph entered and
+releases the rows that it holds, says which line of `build` the error belongs to, and it counts and times each op.
+
+Invariants: a run that raises leaves nothing pinned and no context entered; a value is dropped after its last use.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from oneemb.graph import ops, step_ops
+from oneemb.graph.recorder import MEASURES, OpStats, Profile
+from oneemb.storage.embedding_store import Staged
+
+__all__ = ["Executor"]
+
+_Env = list[Any]
+
+
+@dataclass
+class _Step:
+    node: fx.Node
+    call: Callable[[_Env], Any]
+    place: int
+    dropped: tuple[int, ...]
+    measured: tuple[Callable[[Any, Any], tuple[int, int]], Callable[[_Env], Any]] | None
+    stats: OpStats
+
+
+class Executor:
+    """A graph that can be called.
+
+    Args:
+        graph: what to run; its inputs are given in the order of its placeholders.
+        find: the object that a `get_attr` or `call_module` node names, asked at every run.
+        half: "prepare" or "compute": the row of profiles in which its ops are shown.
+    """
+
+    def __init__(self, graph: fx.Graph, find: Callable[[str], Any], half: str = "compute"):
+        self.graph = graph
+        self.half = half
+        places: dict[fx.Node, int] = {node: i for i, node in enumerate(graph.nodes)}
+        last_use: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            for used in node.all_input_nodes:
+                last_use[used] = node
+        self._inputs = [places[node] for node in graph.nodes if node.op == "placeholder"]
+        self._steps: list[_Step] = []
+        for node in graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            dropped = tuple(places[used] for used in node.all_input_nodes if last_use[used] is node)
+            dropped += () if node.users else (places[node],)
+            measured = (MEASURES[node.target], _value_of(node.args, places)) if node.target in MEASURES else None
+            call = _call_of(node, places, find)
+            self._steps.append(_Step(node, call, places[node], dropped, measured, OpStats()))
+        output = next(node for node in reversed(graph.nodes) if node.op == "output")
+        self._result = _value_of(output.args[0], places)
+        self._size = len(places)
+        staged = [i for i, step in enumerate(self._steps) if "staged" in step.node.kwargs]
+        self._admitted = staged[-1] if staged else -1
+
+    def stats(self) -> list[tuple[fx.Node, OpStats]]:
+        """Each op with its counts and times since it was compiled, in the order they run."""
+        return [(step.node, step.stats) for step in self._steps if step.node.op != "get_attr"]
+
+    def __call__(
+        self, values: Sequence[Any], on_admitted: Callable[[], None] | None = None, profile: Profile | None = None
+    ) -> Any:
+        """Run the graph.
+
+        Args:
+            values: its inputs.
+            on_admitted: called when the rows that were staged for this run have been taken over.
+            profile: where to note each op.
+
+        Returns:
+            What the graph returns.
+        """
+        env: _Env = [None] * self._size
+        for place, value in zip(self._inputs, values, strict=True):
+            env[place] = value
+        grad_enabled = torch.is_grad_enabled()
+        contexts: list[Any] = []
+        leases: list[ops.Lease] = []
+        step = None
+        if on_admitted is not None and self._admitted < 0:
+            on_admitted()
+        try:
+            for i, step in enumerate(self._steps):
+                node, stats = step.node, step.stats
+                begin = time.perf_counter_ns()
+                result = step.call(env)
+                end = time.perf_counter_ns()
+                stats.calls += 1
+                stats.ns += end - begin
+                if node.op == "call_function":
+                    target = node.target
+                    if target in (step_ops.enter_autocast, step_ops.enter_grad_mode):
+                        contexts.append(result)
+                    elif target is step_ops.exit_context:
+                        contexts.pop()
+                    elif isinstance(result, ops.Lease):
+                        leases.append(result)
+                    if step.measured is not None:
+                        measure, args = step.measured
+                        rows, size = measure(args(env), result)
+                        stats.rows += rows
+                        stats.bytes += size
+                if profile is not None:
+                    profile.note(self.half, node, begin, end)
+                env[step.place] = result
+                for place in step.dropped:
+                    env[place] = None
+                if i == self._admitted and on_admitted is not None:
+                    on_admitted()
+            return self._result(env)
+        except BaseException as error:
+            while contexts:
+                contexts.pop().__exit__(None, None, None)
+            for value in env:
+                if isinstance(value, Staged):
+                    value.store.unstage(value)
+            ops.release(leases)
+            if step is not None:
+                _add_line(error, step.node)
+            raise
+        finally:
+            torch.set_grad_enabled(grad_enabled)
+
+
+def _add_line(error: BaseException, node: fx.Node) -> None:
+    """Say which line of `build` an error belongs to."""
+    line = node.meta.get("line", "")
+    if line and not any(line in note for note in getattr(error, "__notes__", ())):
+        error.__notes__ = [*getattr(error, "__notes__", ()), f"in build{line}"]
+
+
+def _call_of(node: fx.Node, places: dict[fx.Node, int], find: Callable[[str], Any]) -> Callable[[_Env], Any]:
+    target: Any = node.target
+    if node.op == "get_attr":
+        return lambda env: find(target)
+    args, kwargs = _value_of(node.args, places), _value_of(node.kwargs, places)
+    if node.op == "call_module":
+        return lambda env: find(target)(*args(env), **kwargs(env))
+    if node.op == "call_method":
+
+        def call_method(env: _Env) -> Any:
+            first, *rest = args(env)
+            return getattr(first, target)(*rest, **kwargs(env))
+
+        return call_method
+    if not node.kwargs:
+        return lambda env: target(*args(env))
+    return lambda env: target(*args(env), **kwargs(env))
+
+
+def _value_of(argument: Any, places: dict[fx.Node, int]) -> Callable[[_Env], Any]:
+    """How to make an argument of a node, nested as it may be, from the values there are."""
+    if isinstance(argument, fx.Node):
+        place = places[argument]
+        return lambda env: env[place]
+    if isinstance(argument, dict):
+        keys, values = list(argument), [_value_of(one, places) for one in argument.values()]
+        return lambda env: {key: value(env) for key, value in zip(keys, values, strict=True)}
+    if isinstance(argument, tuple | list):
+        parts = [_value_of(one, places) for one in argument]
+        if hasattr(argument, "_fields"):
+            return lambda env: type(argument)(*(part(env) for part in parts))
+        make = tuple if isinstance(argument, tuple) else list
+        return lambda env: make(part(env) for part in parts)
+    if isinstance(argument, slice):
+        begin, end, step = (_value_of(one, places) for one in (argument.start, argument.stop, argument.step))
+        return lambda env: slice(begin(env), end(env), step(env))
+    return lambda env: argument

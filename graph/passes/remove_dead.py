@@ -1,0 +1,24 @@
+"""Leaves out what nothing reads."""
+
+from torch import fx
+
+from oneemb.graph.passes import copy_graph
+from oneemb.graph.spec import is_pure
+
+__all__ = ["remove_dead"]
+
+
+def remove_dead(graph: fx.Graph) -> fx.Graph:
+    """Leave out nodes that do nothing but give a value which nothing reads.
+
+    Before:  x = ids.float();  lease = admit(store, keys);  rows = gather(lease, weight);  release([lease]);  return y
+    After:   lease = admit(store, keys);  release([lease]);  return y
+
+    An update is kept whatever reads it, and so is an admission: the ids it inserts are there afterwards. So is every
+    op that this compiler does not know: it might draw random numbers or print.
+    """
+    graph = copy_graph(graph)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and is_pure(node):
+            graph.erase_node(node)
+    return graph

@@ -1,0 +1,81 @@
+"""Splits a step into what may run ahead of it and the rest."""
+
+from torch import fx
+
+from oneemb.graph import ops
+from oneemb.graph.spec import is_inplace, is_pure
+
+__all__ = ["split_prepare"]
+
+
+def split_prepare(graph: fx.Graph) -> tuple[fx.Graph, fx.Graph]:
+    """Two graphs with the inputs of the one: the second takes the values that the first gives after them.
+
+    Before:   keys = unique_keys(ids, ...);  lease = admit(store, keys);  rows = gather(lease, weight) ...
+    Prepare:  keys = unique_keys(ids, ...);  staged = stage(store, keys);  return (keys, staged)
+    Compute:  lease = admit(store, keys, staged=staged);  rows = gather(lease, weight) ...
+
+    Exact: what is prepared is a function of the batch alone, and `stage` changes nothing that can be seen. Rows are
+    inserted by `admit` and read by `gather`, in the second half, when the updates of all steps before are done. An op
+    is prepared if a lookup needs it, it does nothing but give a value, and nothing before it may have changed its
+    inputs in place; so a lookup of ids that the dense part computes is not prepared.
+    """
+    movable = _movable(graph)
+    needed = _ancestors({node for node in movable if node.target is ops.unique_keys})
+    prepare, compute = fx.Graph(), fx.Graph()
+    first: dict[fx.Node, fx.Node] = {}
+    second: dict[fx.Node, fx.Node] = {}
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    moved = [node for node in graph.nodes if node in needed and node.op != "placeholder"]
+    for node in inputs + moved:
+        first[node] = prepare.node_copy(node, first.__getitem__)
+    staged: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.target is ops.admit and node.args[1] in first and node.args[1] in moved:
+            store = prepare.get_attr(node.args[0].target)
+            staged[node] = prepare.call_function(ops.stage, (store, first[node.args[1]]))
+            staged[node].meta["line"] = node.meta.get("line", "")
+    given = [node for node in moved if any(user not in needed for user in node.users)]
+    prepare.output([first[node] for node in given] + list(staged.values()))
+
+    for node in inputs:
+        second[node] = compute.node_copy(node, second.__getitem__)
+    for node in given:
+        second[node] = compute.placeholder(node.name)
+    handed = {node: compute.placeholder(one.name) for node, one in staged.items()}
+    for node in graph.nodes:
+        if node.op == "output":
+            compute.output(fx.node.map_arg(node.args[0], second.__getitem__), type_expr=node.type)
+        elif node not in second and node not in needed:
+            second[node] = compute.node_copy(node, second.__getitem__)
+            if node in handed:
+                second[node].kwargs = {**second[node].kwargs, "staged": handed[node]}
+    return prepare, compute
+
+
+def _movable(graph: fx.Graph) -> set[fx.Node]:
+    """Inputs, and pure functions of them that no op before may have changed in place."""
+    movable: set[fx.Node] = set()
+    changed: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_inplace(node):
+            changed |= _ancestors(set(node.all_input_nodes))
+        if node.op == "placeholder":
+            movable.add(node)
+        elif node.op != "get_attr" and is_pure(node) and node.all_input_nodes:
+            inputs = _ancestors(set(node.all_input_nodes))
+            if inputs <= movable and not inputs & changed:
+                movable.add(node)
+    return movable
+
+
+def _ancestors(nodes: set[fx.Node]) -> set[fx.Node]:
+    """These nodes and all that they are computed from."""
+    found: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found

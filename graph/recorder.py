@@ -1,0 +1,163 @@
+"""Counts and times of ops: the table that `explain` shows, and the Chrome trace of `profile`.
+
+Bytes are those of rows and gradients that an op must read and write; what a cache saved or a disk added is not in
+them. Times are those of the thread that ran the op.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from oneemb.graph import ops
+from oneemb.graph.text import node_label
+
+__all__ = ["MEASURES", "OpStats", "Profile", "stats_table"]
+
+
+@dataclass
+class OpStats:
+    """What one op has done since it was compiled."""
+
+    calls: int = 0
+    ns: int = 0
+    rows: int = 0
+    """Ids looked up, or unique rows admitted, reduced or updated."""
+    bytes: int = 0
+
+
+def _measure_unique_keys(args: Any, keys: Any) -> tuple[int, int]:
+    ids, unique = len(keys.unique.inverse_N), len(keys.unique.id_U)
+    return ids, ids * (8 + 8 + 8) + unique * (4 + 8 + 8)
+
+
+def _measure_admit(args: Any, lease: Any) -> tuple[int, int]:
+    unique = len(lease.slot_U)
+    return unique, unique * (4 + 8 + 8)
+
+
+def _measure_stage(args: Any, staged: Any) -> tuple[int, int]:
+    return len(staged.slot_U), len(staged.slot_U) * (4 + 8 + 8)
+
+
+def _measure_gather(args: Any, rows: Any) -> tuple[int, int]:
+    return rows.numel() // max(1, rows.shape[-1]), 2 * rows.numel() * rows.element_size()
+
+
+def _measure_reduce(args: Any, grads: Any) -> tuple[int, int]:
+    if grads is None:
+        return 0, 0
+    read = sum(grad.numel() * grad.element_size() for lease in args[0] for grad in lease.grads)
+    return len(grads.slot_U), read + len(grads.slot_U) * grads.store.layout.dim * 4
+
+
+def _measure_update(args: Any, result: Any) -> tuple[int, int]:
+    grads, go = args[1], args[2]
+    if grads is None or not go:
+        return 0, 0
+    layout = grads.store.layout
+    return len(grads.slot_U), len(grads.slot_U) * (2 * layout.row_bytes + 4 * layout.dim)
+
+
+MEASURES: dict[Any, Callable[[Any, Any], tuple[int, int]]] = {
+    ops.unique_keys: _measure_unique_keys,
+    ops.admit: _measure_admit,
+    ops.lookup: _measure_admit,
+    ops.stage: _measure_stage,
+    ops.gather: _measure_gather,
+    ops.peek: _measure_gather,
+    ops.reduce_grads: _measure_reduce,
+    ops.update: _measure_update,
+}
+"""(rows, bytes) of an op, from its arguments and what it gave."""
+
+
+def stats_table(halves: Iterable[tuple[str, Iterable[tuple[fx.Node, OpStats]]]]) -> str:
+    """A table for people: one line an op, those of each half in the order they run."""
+    lines = []
+    total_ns = 0
+    for half, stats in halves:
+        for node, one in stats:
+            if one.calls:
+                lines.append((half, node_label(node), one))
+                total_ns += one.ns
+    table = [("half", "op", "calls", "rows", "MB", "ms a call", "share", "GB/s")]
+    for half, label, one in lines:
+        rate = f"{one.bytes / one.ns:.2f}" if one.bytes and one.ns else ""
+        table.append(
+            (
+                half,
+                label if len(label) <= 60 else label[:57] + "...",
+                str(one.calls),
+                f"{one.rows:,}" if one.rows else "",
+                f"{one.bytes / 1e6:,.1f}" if one.bytes else "",
+                f"{one.ns / one.calls / 1e6:.3f}",
+                f"{one.ns / max(1, total_ns):.1%}",
+                rate,
+            )
+        )
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    left = (0, 1)
+    return "\n".join(
+        "  ".join(
+            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in table
+    )
+
+
+@dataclass
+class Profile:
+    """The ops of some steps, with when each began and ended.
+
+    Args:
+        steps: how many steps to note.
+    """
+
+    steps: int
+    events: list[tuple[str, str, int, int, int]] = field(default_factory=list)
+    """(half, op, step, begin_ns, end_ns)"""
+    step: int = 0
+    """Steps noted so far."""
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps are noted."""
+        return self.step >= self.steps
+
+    def note(self, half: str, node: fx.Node, begin_ns: int, end_ns: int) -> None:
+        """Note one op."""
+        if node.op != "get_attr":
+            with self._lock:
+                self.events.append((half, node_label(node), self.step, begin_ns, end_ns))
+
+    def save(self, path: str) -> None:
+        """Write a Chrome trace: open it in ui.perfetto.dev or chrome://tracing. Prepare and compute are two rows."""
+        rows = {"compute": 0, "prepare": 1}
+        process = os.getpid()
+        named = [
+            {"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": half}}
+            for half, row in rows.items()
+        ]
+        began = min((event[3] for event in self.events), default=0)
+        events = [
+            {
+                "ph": "X",
+                "name": name,
+                "pid": process,
+                "tid": rows[half],
+                "ts": (begin - began) / 1e3,
+                "dur": (end - begin) / 1e3,
+                "args": {"step": step},
+            }
+            for half, name, step, begin, end in self.events
+        ]
+        with open(path, "w") as file:
+            json.dump({"traceEvents": named + events, "displayTimeUnit": "ms"}, file)

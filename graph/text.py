@@ -1,0 +1,69 @@
+"""A graph as text for people: one line an op, in the words of the vocabulary.
+
+keys = unique_keys(ids, None, 2, int64, None)
+lease = admit(embedding.store, keys)
+rows = gather(lease, embedding.weight)
+logit = mlp(rows)
+loss.backward()
+return loss
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["graph_text", "node_label"]
+
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "matmul": "@"}
+
+
+def graph_text(graph: fx.Graph) -> str:
+    """The graph's inputs, its ops and its result."""
+    inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
+    lines = [f"inputs: {', '.join(inputs) or 'none'}"]
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            continue
+        said = node_label(node)
+        lines.append(said if node.op == "output" or not node.users else f"{node.name} = {said}")
+    return "\n".join(lines)
+
+
+def node_label(node: fx.Node) -> str:
+    """What a node does, without its name."""
+    if node.op == "output":
+        return f"return {_argument(node.args[0])}"
+    if node.op in ("placeholder", "get_attr"):
+        return str(node.target)
+    args = [_argument(arg) for arg in node.args]
+    args += [f"{name}={_argument(arg)}" for name, arg in node.kwargs.items()]
+    if node.op == "call_method":
+        return f"{args[0]}.{node.target}({', '.join(args[1:])})"
+    if node.op == "call_module":
+        return f"{node.target}({', '.join(args)})"
+    name = getattr(node.target, "__name__", str(node.target))
+    if name == "getitem":
+        return f"{args[0]}[{args[1]}]"
+    if name == "getattr":
+        return f"{args[0]}.{node.args[1]}"
+    if name in _INFIX and len(args) == 2:
+        return f"{args[0]} {_INFIX[name]} {args[1]}"
+    return f"{name}({', '.join(args)})"
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return str(value.target) if value.op == "get_attr" else value.name
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        inside = ", ".join(_argument(one) for one in value)
+        if isinstance(value, list):
+            return f"[{inside}]"
+        return f"({inside},)" if len(value) == 1 else f"({inside})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_argument(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, type) or callable(value):
+        return getattr(value, "__name__", str(value))
+    return repr(value)
