@@ -13,6 +13,7 @@ Invariants:
 
 import struct
 from collections import OrderedDict
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from oneemb.storage.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, pac
 from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
 from oneemb.storage.geometry import Geometry
 
-__all__ = ["ROWS_BEGIN", "ChunkFile", "ChunkFiles", "chunk_paths", "chunk_numbers"]
+__all__ = ["ROWS_BEGIN", "ChunkFile", "ChunkFiles", "WrittenRun", "chunk_numbers", "chunk_paths"]
 
 # The header of a rows file fills a block of the larger size, so that blocks are aligned for direct reads.
 ROWS_BEGIN = 4096
@@ -44,7 +45,8 @@ class ChunkFile:
         self.suspect = False
         self.holds = 0
         self.snapshots = 0
-        self.keys_file: int | None = None
+        self.rows_out: int | None = None
+        self.keys_out: int | None = None
 
     @property
     def full(self) -> bool:
@@ -54,6 +56,15 @@ class ChunkFile:
     def nbytes(self) -> int:
         """Bytes on disk, of both files."""
         return ROWS_BEGIN + self.blocks * self.geometry.block_bytes + self.keys_bytes
+
+
+class WrittenRun(NamedTuple):
+    """A run that is in the files and not yet part of its chunk."""
+
+    blocks: int
+    keys_bytes: int
+    keys_sum: int
+    rows_bytes: int
 
 
 class ChunkFiles:
@@ -74,6 +85,7 @@ class ChunkFiles:
         self._rows_file: OrderedDict[ChunkFile, int] = OrderedDict()
         self._directory_synced = True
         self._unremoved: list[str] = []
+        self.files_open_max = _FILES_OPEN_MAX
         self.chunks: dict[int, ChunkFile] = {}
         self.keep_below = 0
         """Files of chunks with a smaller number stay, held or not: a snapshot that cannot be read may need them."""
@@ -90,26 +102,23 @@ class ChunkFiles:
         chunk = ChunkFile(self._next_number, geometry, rows_path, keys_path)
         self._next_number += 1
         number_4 = (chunk.number, geometry.row_width, geometry.physical_block_size, geometry.blocks_per_chunk)
-        path, rows_file = rows_path, None
+        path = rows_path
         try:
-            rows_file = self._fs.create(rows_path, direct=self._direct)
+            chunk.rows_out = self._fs.create(rows_path, direct=self._direct)
             block = aligned_bytes(ROWS_BEGIN)
             block[:HEADER_BYTES] = np.frombuffer(pack_header(ROWS_MAGIC, number_4), np.uint8)
-            self._fs.write(rows_file, block, 0)
+            self._fs.write(chunk.rows_out, block, 0)
             path = keys_path
-            chunk.keys_file = self._fs.create(keys_path)
+            chunk.keys_out = self._fs.create(keys_path)
             header = pack_header(KEYS_MAGIC, number_4)
-            self._fs.write(chunk.keys_file, header, 0)
+            self._fs.write(chunk.keys_out, header, 0)
         except OSError as error:
-            for file in (rows_file, chunk.keys_file):
-                if file is not None:
-                    self._close(file)
+            self.seal(chunk)
             self._remove(rows_path)
             self._remove(keys_path)
             raise storage_error(error, "make the chunk file", path) from error
         chunk.keys_sum = xxh64(header)
         chunk.holds = 1
-        self._keep_open(chunk, rows_file)
         self._directory_synced = False
         self.chunks[chunk.number] = chunk
         return chunk
@@ -125,35 +134,41 @@ class ChunkFiles:
         chunk.holds += 1
         return chunk
 
-    def append(
-        self, chunk: ChunkFile, block_BX: np.ndarray, table_N: np.ndarray, id_N: np.ndarray, sum_B: np.ndarray
-    ) -> None:
-        """Write one run: blocks in aligned memory, the keys of its rows, the blocks' checksums.
+    def write(
+        self, chunk: ChunkFile, block_N: np.ndarray, table_N: np.ndarray, id_N: np.ndarray, sum_B: np.ndarray
+    ) -> "WrittenRun":
+        """Write one run after what is appended: blocks in aligned memory, the keys of its rows, the blocks' checksums.
+        It counts once `append` has been told. May run beside everything but another write.
 
         Raises:
-            StorageError: the run is not written, and the chunk is as it was.
+            StorageError: the run is not written; the next write goes to the same place.
         """
         run = _RUN.pack(chunk.blocks, len(id_N), len(sum_B)) + id_N.tobytes() + table_N.tobytes() + sum_B.tobytes()
         run += bytes(-len(run) % 8)
         run_sum = xxh64(run, chunk.keys_sum)
+        assert chunk.rows_out is not None and chunk.keys_out is not None, "only an open chunk grows"
         path = chunk.rows_path
         try:
-            self._fs.write(self.rows_file(chunk), block_BX, ROWS_BEGIN + chunk.blocks * chunk.geometry.block_bytes)
+            self._fs.write(chunk.rows_out, block_N, ROWS_BEGIN + chunk.blocks * chunk.geometry.block_bytes)
             path = chunk.keys_path
-            assert chunk.keys_file is not None, "only an open chunk grows"
-            self._fs.write(chunk.keys_file, run + struct.pack("<Q", run_sum), chunk.keys_bytes)
+            self._fs.write(chunk.keys_out, run + struct.pack("<Q", run_sum), chunk.keys_bytes)
         except OSError as error:
             raise storage_error(error, "write rows to", path) from error
-        chunk.blocks += len(sum_B)
-        chunk.keys_bytes += len(run) + 8
-        chunk.keys_sum = run_sum
-        self.bytes_written += block_BX.nbytes + len(run) + 8
+        return WrittenRun(len(sum_B), len(run) + 8, run_sum, block_N.nbytes)
+
+    def append(self, chunk: ChunkFile, run: "WrittenRun") -> None:
+        """The run that was written is part of the chunk from now on."""
+        chunk.blocks += run.blocks
+        chunk.keys_bytes += run.keys_bytes
+        chunk.keys_sum = run.keys_sum
+        self.bytes_written += run.rows_bytes + run.keys_bytes
 
     def seal(self, chunk: ChunkFile) -> None:
         """Nothing will be appended to this chunk any more."""
-        if chunk.keys_file is not None:
-            file, chunk.keys_file = chunk.keys_file, None
-            self._close(file)
+        for file in (chunk.rows_out, chunk.keys_out):
+            if file is not None:
+                self._close(file)
+        chunk.rows_out = chunk.keys_out = None
 
     def sync(self, chunk: ChunkFile) -> None:
         """Return when everything that was appended to the chunk is on the device. May run beside appends.
@@ -205,17 +220,13 @@ class ChunkFiles:
 
     def rows_file(self, chunk: ChunkFile) -> int:
         """The open rows file, for reading. It stays open while at most `files_open_max` others are asked for."""
-        file = self._rows_file.get(chunk)
+        file = self._rows_file.pop(chunk, None)
         if file is None:
             file = self._fs.open(chunk.rows_path, direct=self._direct)
-            self._keep_open(chunk, file)
-        else:
-            self._rows_file.move_to_end(chunk)
+            if len(self._rows_file) >= self.files_open_max:
+                self._close(self._rows_file.popitem(last=False)[1])
+        self._rows_file[chunk] = file
         return file
-
-    @property
-    def files_open_max(self) -> int:
-        return _FILES_OPEN_MAX
 
     def close(self) -> None:
         for chunk in self.chunks.values():
@@ -224,21 +235,11 @@ class ChunkFiles:
     def __del__(self) -> None:
         self.close()
 
-    def _keep_open(self, chunk: ChunkFile, file: int) -> None:
-        self._rows_file[chunk] = file
-        if len(self._rows_file) > _FILES_OPEN_MAX + 1:
-            # The oldest one that is not being written: that one was opened for writing.
-            oldest = next((c for c in self._rows_file if c.keys_file is None), None)
-            if oldest is not None and oldest is not chunk:
-                self._close(self._rows_file.pop(oldest))
-
     def _close_chunk(self, chunk: ChunkFile) -> None:
         file = self._rows_file.pop(chunk, None)
         if file is not None:
             self._close(file)
-        if chunk.keys_file is not None:
-            self._close(chunk.keys_file)
-            chunk.keys_file = None
+        self.seal(chunk)
 
     def _close(self, file: int) -> None:
         try:

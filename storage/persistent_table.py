@@ -19,6 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,7 @@ class PersistentTable:
         self._files = self._store.chunk_files
         self._saves = Background("save_snapshot")
         self._compactions = Background("compaction") if background else None
+        self._writes = ThreadPoolExecutor(1, thread_name_prefix="oneemb-write") if background else None
         self._use(LiveRows(geometry, self._files, threads))
 
     @classmethod
@@ -105,7 +107,7 @@ class PersistentTable:
             chunk_bytes: bytes of rows in a chunk file, about.
             io: "aio": reads past the system's cache, many at a time; "pread": threads, through the cache; "auto": the
                 first of them that works there.
-            background: compact in a thread beside the caller; False = in puts.
+            background: write and compact in threads beside the caller; False = in the calls themselves.
             fs: where files are; None = this machine's.
 
         Raises:
@@ -317,6 +319,8 @@ class PersistentTable:
             self._closed = True
             try:
                 self._compactor.stop()
+                if self._writes is not None:
+                    self._writes.shutdown()
                 self._live.release()
                 self._files.close()
                 self._reader.close()
@@ -341,7 +345,7 @@ class PersistentTable:
     def _use(self, live: LiveRows) -> None:
         self._rows_moved = getattr(self, "_rows_moved", 0)
         self._live = live
-        self._writer = RowWriter(live, self._files, self._threads)
+        self._writer = RowWriter(live, self._files, self._threads, self._writes)
         self._compactor = Compactor(
             self._fs, live, self._writer, self._files, self._guard, self._max_space_amplification, self._compactions
         )

@@ -12,8 +12,9 @@ THREADS = Threads(1)
 
 
 def open_table(fs, **options):
+    options = dict(background=False) | options
     return PersistentTable.open(
-        "/t", row_width=40, physical_block_size=512, chunk_bytes=1, threads=THREADS, background=False, fs=fs, **options
+        "/t", row_width=40, physical_block_size=512, chunk_bytes=1, threads=THREADS, fs=fs, **options
     )
 
 

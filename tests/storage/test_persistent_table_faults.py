@@ -2,10 +2,12 @@
 
 import errno
 import os
+import shutil
 
 import numpy as np
 import pytest
 
+from oneemb.storage import row_writer
 from oneemb.storage.chunk_files import ChunkFile
 from oneemb.storage.errors import StorageError
 from tests.storage.test_persistent_table_crash import (
@@ -15,6 +17,7 @@ from tests.storage.test_persistent_table_crash import (
     contradictions,
     delete,
     load,
+    open_table,
     overwrite,
     put,
     save,
@@ -136,6 +139,39 @@ def test_a_table_that_trusts_a_chunk_after_a_failed_sync_is_found_out(monkeypatc
             assert wrongs(save, errno.EIO, False, number) is not None
 
 
+def test_rows_whose_write_fails_beside_the_caller_stay_and_are_written_later(monkeypatch):
+    monkeypatch.setattr(row_writer, "_RUN_BYTES", 4096)
+    fs, rows, rng = FaultyFileSystem(), {}, np.random.default_rng(0)
+    with open_table(fs, background=True) as table:
+        put_random(table, rows, rng, 60)
+        fs.fail = lambda call, path: os_error(errno.ENOSPC) if call == "write" else None
+        failed = 0
+        for _ in range(40):
+            try:
+                put_random(table, rows, rng, 7)
+            except StorageError as error:
+                assert "ENOSPC" in str(error)
+                failed += 1
+            check_readable(table, rows)
+        assert failed > 20
+        fs.fail = None
+        put_random(table, rows, rng, 100)
+        table.save_snapshot("s", {})
+        check(table, rows)
+    for _, disk in fs.survivors():
+        with open_table(disk) as table:
+            table.load_snapshot("s")
+            check(table, rows)
+
+
+def os_error(code):
+    raise OSError(code, os.strerror(code))
+
+
+def check_readable(table, rows):
+    assert got(table, rows) == list(rows.values()) and len(table) == len(rows)
+
+
 @pytest.mark.parametrize("code", [errno.EIO])
 def test_a_read_that_fails_names_the_file_and_works_again(code):
     fs = FaultyFileSystem()
@@ -153,12 +189,10 @@ def test_a_read_that_fails_names_the_file_and_works_again(code):
 
 
 def test_a_directory_that_was_deleted_is_a_clear_error(tmp_path):
-    import shutil
-
-    from tests.storage.test_persistent_table import open_table
+    from tests.storage.test_persistent_table import open_table as open_on_disk
 
     rows, rng = {}, np.random.default_rng(0)
-    with open_table(tmp_path / "t") as table:
+    with open_on_disk(tmp_path / "t") as table:
         put_random(table, rows, rng, 1000)
         table.flush()
         shutil.rmtree(tmp_path / "t")
@@ -170,8 +204,8 @@ def test_a_directory_that_was_deleted_is_a_clear_error(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_path_that_cannot_be_written_is_a_clear_error(tmp_path):
-    from tests.storage.test_persistent_table import open_table
+    from tests.storage.test_persistent_table import open_table as open_on_disk
 
     tmp_path.chmod(0o555)
     with pytest.raises(StorageError, match="EACCES.*right to write"):
-        open_table(tmp_path / "t")
+        open_on_disk(tmp_path / "t")

@@ -187,17 +187,25 @@ class FaultyFileSystem:
         self._locked.clear()
 
     def survivors(self, torn=2, seed=0):
-        """(what became of the unsynced changes, the file system after the power is back)."""
-        yield "lost", self._disk(self.safe_entries, lambda inode: inode.safe)
-        yield "kept", self._disk(self.entries, lambda inode: inode.now)
-        for n in range(torn):
-            rng = random.Random(seed * 1000 + n)
-            entries = dict(self.safe_entries)
-            for changes in self.unsynced_names.values():
-                for change in changes:
-                    if rng.random() < 0.5:
-                        _change_name(entries, change)
-            yield f"torn-{n}", self._disk(entries, lambda inode, rng=rng: inode.torn(rng))
+        """(what became of the unsynced changes, the file system after the power is back), for each fate."""
+        with self._guard:
+            found = [
+                ("lost", self._disk(self.safe_entries, lambda inode: inode.safe)),
+                ("kept", self._disk(self.entries, lambda inode: inode.now)),
+            ]
+            for n in range(torn):
+                rng = random.Random(seed * 1000 + n)
+                entries = dict(self.safe_entries)
+                for changes in self.unsynced_names.values():
+                    for change in changes:
+                        if rng.random() < 0.5:
+                            _change_name(entries, change)
+                found.append((f"torn-{n}", self._disk(entries, lambda inode, rng=rng: inode.torn(rng))))
+            return found
+
+    def power_loss(self):
+        """From now on every call raises `PowerLoss`."""
+        self._dead = True
 
     def _disk(self, entries, content):
         disk = FaultyFileSystem()
