@@ -1,0 +1,127 @@
+"""What lies at a table's path, found without taking its lock and without reading rows."""
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from oneemb.storage.chunk_files import chunk_numbers
+from oneemb.storage.errors import StorageError
+from oneemb.storage.fs import FileSystem, LocalFileSystem, storage_error
+from oneemb.storage.geometry import Geometry
+from oneemb.storage.recovery import needed_bytes
+from oneemb.storage.snapshot_file import SnapshotFiles, SnapshotInfo, SnapshotRecord
+from oneemb.storage.writer_lock import lock_holder
+
+__all__ = ["TableInfo", "chunk_bytes_of", "live_bits", "need_table", "table_info"]
+
+
+@dataclass
+class TableInfo:
+    """What lies at a path.
+
+    Args:
+        snapshots: oldest first.
+        damaged: the snapshots whose files cannot be read, with the reason.
+        holder: who holds the writer's lock, in words; None = nobody.
+        chunks: chunk files, in pairs.
+        disk_bytes: of all files.
+        needed_bytes: of those parts of the files that snapshots need; the rest is a writer's, or left from one.
+        live_bytes: of the rows of snapshots, a row that several share counted once.
+    """
+
+    snapshots: list[SnapshotInfo]
+    damaged: dict[str, str]
+    holder: str | None
+    chunks: int
+    disk_bytes: int
+    needed_bytes: int
+    live_bytes: int
+
+    @property
+    def garbage_bytes(self) -> int:
+        """What compaction could free at most, and the little that files need beside rows."""
+        return self.disk_bytes - self.live_bytes
+
+
+def table_info(path: str | os.PathLike[str], fs: FileSystem | None = None) -> TableInfo:
+    """What lies at a path. A live writer may go on meanwhile.
+
+    Raises:
+        StorageError: there is no table, or its files cannot be listed.
+    """
+    fs, path = fs or LocalFileSystem(), os.fspath(path)
+    need_table(fs, path)
+    files = SnapshotFiles(fs, f"{path}/snapshots")
+    records, damaged, live = [], {}, 0
+    for name in files.names():
+        try:
+            records.append(files.read(name))
+        except StorageError as error:
+            damaged[name] = str(error)
+    records.sort(key=lambda record: record.info.sequence)
+    try:
+        for geometry, bit_N in live_bits(files, records).values():
+            live += int(np.unpackbits(bit_N).sum() * geometry.disk_bytes_per_row)
+    except StorageError as error:
+        damaged[""] = str(error)
+    disk = 0
+    chunks: set[int] = set()
+    for directory in ("chunks", "snapshots"):
+        for name in _names(fs, f"{path}/{directory}"):
+            try:
+                disk += fs.size(f"{path}/{directory}/{name}")
+            except FileNotFoundError:
+                continue  # A writer has removed it meanwhile.
+            if directory == "chunks":
+                chunks.update(chunk_numbers([name]).values())
+    # What a snapshot needs beyond chunks is its own file.
+    own = sum(record.info.bytes - chunk_bytes_of([record]) for record in records)
+    needed = chunk_bytes_of(records) + own
+    infos = [record.info for record in records]
+    return TableInfo(infos, damaged, lock_holder(fs, f"{path}/LOCK"), len(chunks), disk, needed, live)
+
+
+def chunk_bytes_of(records: list[SnapshotRecord]) -> int:
+    """Bytes of chunk files that these snapshots need, shared ones counted once."""
+    return sum(map(sum, needed_bytes(records).values()))
+
+
+def live_bits(files: SnapshotFiles, records: list[SnapshotRecord]) -> dict[int, tuple[Geometry, np.ndarray]]:
+    """By chunk number: its geometry, and the bits of the rows that belong to any of the snapshots.
+
+    Raises:
+        CorruptTableError: a snapshot's list of rows is not what was written.
+    """
+    live: dict[int, tuple[Geometry, np.ndarray]] = {}
+    for record in records:
+        for part in record.parts:
+            bit_N = files.read_bits(record, part)
+            known = live[part.number][1] if part.number in live else np.empty(0, np.uint8)
+            either = np.zeros(max(len(bit_N), len(known)), np.uint8)
+            either[: len(bit_N)] |= bit_N
+            either[: len(known)] |= known
+            live[part.number] = (record.geometry, either)
+    return live
+
+
+def need_table(fs: FileSystem, path: str) -> None:
+    """Raise StorageError unless a table lies there."""
+    for directory in ("chunks", "snapshots"):
+        try:
+            fs.names(f"{path}/{directory}")
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise StorageError(
+                f"{path} is no table of oneemb: it has no folder {directory}; give the folder of one"
+            ) from error
+        except OSError as error:
+            raise storage_error(error, "list", f"{path}/{directory}") from error
+
+
+def _names(fs: FileSystem, directory: str) -> list[str]:
+    try:
+        return fs.names(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise storage_error(error, "list", directory) from error
