@@ -123,6 +123,10 @@ class ChunkFiles:
         self.chunks[chunk.number] = chunk
         return chunk
 
+    def paths(self, number: int) -> tuple[str, str]:
+        """The rows file and the keys file of a chunk."""
+        return chunk_paths(self.directory, number)
+
     def adopt(self, number: int, geometry: Geometry, blocks: int, keys_bytes: int, keys_sum: int) -> ChunkFile:
         """The chunk of this number as a snapshot describes it, with one hold more. Its files are not looked at."""
         chunk = self.chunks.get(number)

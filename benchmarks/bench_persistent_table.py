@@ -1,0 +1,342 @@
+"""The persistent table beside RocksDB and LMDB, and beside the disk itself.
+
+    python benchmarks/bench_persistent_table.py [--rows 4000000] [--path DIR] [--blocks 512 4096] [--peers rocksdb lmdb]
+
+Rows of 64 floats, batches of 8,192 different keys out of all of them in random order. Every round runs each system
+and the raw disk in turn, so a slow moment of the machine hurts all of them. Figures are medians over the rounds.
+
+    append               every row once, to a table on disk that is flushed and synced at the end
+    read                 get a batch; the files were pushed out of the page cache before each round of each system
+    read-modify-append   get a batch, add one, put it
+    save, load           a snapshot; its raw limit is to write (and sync), and to read, as many bytes as its index has
+                         (keys files and snapshot file) in one run
+
+The raw disk: sequential direct writes of 4 MiB; direct reads of the same block size at the same depth, 128, by the
+same Linux AIO calls without checks and copies.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from _machine import interleaved, machine, table
+
+from oneemb.kernels.aio import AIO_NUMBERS
+from oneemb.kernels.threads import Threads
+from oneemb.storage.aio_reader import AioReader
+from oneemb.storage.block_reader import ReadPlan
+from oneemb.storage.fs import LocalFileSystem, aligned_bytes
+from oneemb.storage.geometry import Geometry
+from oneemb.storage.persistent_table import PersistentTable
+
+WIDTH, BATCH, DEPTH, RUN_BYTES = 64, 8192, 128, 4 << 20
+BATCHES_A_ROUND = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=4_000_000)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--path", default="bench_persistent_table.tmp", help="a directory on the disk to measure")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[512, 4096], choices=[512, 4096])
+    parser.add_argument("--peers", nargs="*", default=["rocksdb", "lmdb"], choices=["rocksdb", "lmdb"])
+    arguments = parser.parse_args()
+    print(json.dumps({"machine": machine(), "rows": arguments.rows, "row_bytes": WIDTH * 4}), flush=True)
+    shutil.rmtree(arguments.path, ignore_errors=True)
+    os.makedirs(arguments.path)
+    cases = []
+    try:
+        for block in arguments.blocks:
+            cases += measure(arguments, block)
+    finally:
+        shutil.rmtree(arguments.path, ignore_errors=True)
+    head = ["block", "case", "oneemb", "raw disk", "of raw", *arguments.peers]
+    print(table(head, [line(case, arguments.peers) for case in cases]))
+
+
+def line(case: dict[str, Any], columns: list[str]) -> list[str]:
+    unit = case["unit"]
+    peers = [f"{case['peers'][peer]:,.5g} {unit}" if peer in case["peers"] else "-" for peer in columns]
+    raw = f"{case['raw']:,.5g} {unit}" if case["raw"] else "-"
+    of_raw = f"{case['of_raw']:.2f}" if case["raw"] else "-"
+    return [str(case["block"]), case["case"], f"{case['oneemb']:,.5g} {unit}", raw, of_raw, *peers]
+
+
+def measure(arguments: argparse.Namespace, block: int) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    id_N = rng.permutation(arguments.rows).astype(np.int64) * 7919
+    disk = RawDisk(arguments.path, block)
+    systems: dict[str, Any] = {"oneemb": Oneemb(arguments.path, block)}
+    for name in arguments.peers:
+        try:
+            systems[name] = PEERS[name](arguments.path, arguments.rows)
+        except ImportError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
+    cases: list[dict[str, Any]] = []
+
+    def case(name: str, unit: str, value: dict[str, float], raw_value: float | None, **more: Any) -> None:
+        peers = {peer: value[peer] for peer in systems if peer != "oneemb" and peer in value}
+        faster = unit.endswith("/s")
+        of_raw = value["oneemb"] / raw_value if raw_value else None
+        ratios = {peer: value["oneemb"] / other if faster else other / value["oneemb"] for peer, other in peers.items()}
+        cases.append(
+            {"block": block, "case": name, "unit": unit, "oneemb": value["oneemb"], "raw": raw_value, "of_raw": of_raw,
+             "peers": peers, "times_as_fast_as": ratios, **more}
+        )  # fmt: skip
+        print(json.dumps(cases[-1]), flush=True)
+
+    # Appending fills each system once, in slices that are interleaved with as many bytes of raw writing.
+    slices = np.array_split(id_N, arguments.rounds)
+    for system in systems.values():
+        system.append(id_N[:BATCH])
+        system.clear()
+    spent = interleaved(
+        {"raw": lambda n: disk.append(len(slices[n]) * WIDTH * 4)}
+        | {name: (lambda n, s=system: s.append(slices[n])) for name, system in systems.items()},
+        len(slices), warm=0,
+    )  # fmt: skip
+    rates = {name: arguments.rows / sum(seconds) for name, seconds in spent.items()}
+    case("append", "rows/s", rates, rates["raw"])
+
+    def batches() -> list[np.ndarray]:
+        return [rng.choice(id_N, BATCH, replace=False) for _ in range(BATCHES_A_ROUND)]
+
+    def rate(spent: dict[str, list[float]]) -> dict[str, float]:
+        return {name: BATCHES_A_ROUND * BATCH / statistics.median(seconds) for name, seconds in spent.items()}
+
+    for name, update in (("read", False), ("read-modify-append", True)):
+        rounds = [batches() for _ in range(arguments.rounds + 1)]
+        calls: dict[str, Callable[[int], Any]] = {"raw": lambda n: disk.read(BATCHES_A_ROUND * BATCH)}
+        for peer, system in systems.items():
+            calls[peer] = lambda n, s=system, r=rounds, u=update: [s.step(batch, u) for batch in r[n]]
+        for system in systems.values():
+            system.settle()
+        spent = cold(arguments.path, calls, arguments.rounds)
+        rates = rate(spent)
+        of_raw = statistics.median(raw / ours for raw, ours in zip(spent["raw"], spent["oneemb"], strict=True))
+        case(name, "rows/s", rates, rates["raw"], of_raw_by_round=of_raw)
+        if not update:
+            again = [rounds[0]] * 4
+            calls = {p: lambda n, s=system, r=again: [s.step(b, False) for b in r[n]] for p, system in systems.items()}
+            case("read the same again", "rows/s", rate(interleaved(calls, 3, warm=1)), None)
+
+    one = systems["oneemb"]
+    saves, raw_writes, loads, raw_reads = [], [], [], []
+    for n in range(arguments.rounds):
+        one.step(batches()[0], True)
+        saves.append(seconds_of(lambda n=n: one.table.save_snapshot(f"s{n}", {})))
+        index_bytes = one.index_bytes(f"s{n}")
+        raw_writes.append(seconds_of(lambda size=index_bytes: disk.write_synced(size)))
+        drop_from_cache(arguments.path)
+        loads.append(seconds_of(lambda n=n: one.table.load_snapshot(f"s{n}")))
+        raw_reads.append(seconds_of(disk.read_written))
+        one.table.delete_snapshot(f"s{n}")
+    more = {"index_bytes": index_bytes}
+    case("save", "s", {"oneemb": statistics.median(saves)}, statistics.median(raw_writes), **more)
+    case("load", "s", {"oneemb": statistics.median(loads)}, statistics.median(raw_reads), **more)
+    stats = one.table.stats()
+    per_key = {"oneemb": stats["index_bytes"] / stats["rows"]}
+    case("index, memory a key", "bytes", per_key, None, io=stats["io"], depth=stats["read_depth"])
+    for system in systems.values():
+        system.close()
+    return cases
+
+
+def cold(path: str, calls: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call, taken in turn, with the files of all systems out of the page cache before each."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for n in range(-1, rounds):
+        for name, call in calls.items():
+            drop_from_cache(path)
+            spent = seconds_of(lambda call=call, n=n: call(n + 1))
+            if n >= 0:
+                seconds[name].append(spent)
+    return seconds
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def drop_from_cache(path: str) -> None:
+    """Push every file below a path out of the system's cache."""
+    for folder, _, names in os.walk(path):
+        for name in names:
+            file = os.open(os.path.join(folder, name), os.O_RDONLY)
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+
+class RawDisk:
+    """What the disk does when nobody checks, copies or looks anything up."""
+
+    def __init__(self, path: str, block: int):
+        self.fs, self.block, self.path = LocalFileSystem(), block, path
+        self.file = self.fs.create(f"{path}/raw-{block}", direct=True)
+        self.small = f"{path}/raw-small-{block}"
+        self.size = 0
+        self.data = aligned_bytes(RUN_BYTES)
+        self.data[:] = np.random.default_rng(0).integers(0, 256, RUN_BYTES, dtype=np.uint8)
+        self.rng = np.random.default_rng(1)
+        self.reader = AioReader(DEPTH)
+
+    def append(self, size: int) -> None:
+        end = self.size + size
+        while self.size < end:
+            self.fs.write(self.file, self.data, self.size)
+            self.size += RUN_BYTES
+        self.fs.sync(self.file)
+
+    def read(self, size: int) -> None:
+        assert AIO_NUMBERS is not None
+        block_Q = np.sort(self.rng.integers(0, self.size // self.block, size))
+        nothing = np.zeros(0, np.int64)
+        geometry = Geometry(self.block // 4, self.block, 64)
+        ones = np.ones(size, np.int64)
+        plan = ReadPlan(geometry, nothing, nothing, block_Q, ones, np.zeros(size + 1, np.int64))
+        out_UW, sum_B = np.empty((1, 1), np.float32), np.empty(1, np.uint32)
+        self.reader.read(plan, np.full(size, self.file), block_Q * self.block, sum_B, out_UW)
+
+    def write_synced(self, size: int) -> None:
+        if os.path.exists(self.small):
+            os.remove(self.small)
+        file = os.open(self.small, os.O_WRONLY | os.O_CREAT)
+        for begin in range(0, size, RUN_BYTES):
+            os.write(file, self.data[: min(RUN_BYTES, size - begin)])
+        os.fsync(file)
+        os.close(file)
+
+    def read_written(self) -> None:
+        file = os.open(self.small, os.O_RDONLY)
+        while os.readv(file, [self.data]):
+            pass
+        os.close(file)
+
+
+class Oneemb:
+    def __init__(self, path: str, block: int):
+        self.path = f"{path}/oneemb-{block}"
+        self.table = PersistentTable.open(self.path, row_width=WIDTH, physical_block_size=block, threads=Threads())
+        self.out_UW = np.empty((BATCH, WIDTH), np.float32)
+        self.table_U = np.zeros(BATCH, np.int32)
+
+    def append(self, id_N: np.ndarray) -> None:
+        rows = np.ones((BATCH, WIDTH), np.float32)
+        for begin in range(0, len(id_N), BATCH):
+            id_U = id_N[begin : begin + BATCH]
+            self.table.put(self.table_U[: len(id_U)], id_U, rows[: len(id_U)])
+        self.settle()
+
+    def step(self, id_U: np.ndarray, update: bool) -> None:
+        missing = self.table.get(self.table_U, id_U, self.out_UW)
+        assert not missing.any()
+        if update:
+            self.out_UW += 1
+            self.table.put(self.table_U, id_U, self.out_UW)
+
+    def settle(self) -> None:
+        self.table.flush()
+        for chunk in self.table._files.chunks.values():
+            self.table._files.sync(chunk)
+
+    def clear(self) -> None:
+        self.table.clear()
+
+    def index_bytes(self, name: str) -> int:
+        keys = sum(chunk.keys_bytes for chunk in self.table._files.chunks.values() if chunk.snapshots)
+        return keys + os.path.getsize(self.table._store.files.path(name))
+
+    def close(self) -> None:
+        self.table.close()
+
+
+class Rocks:
+    def __init__(self, path: str, rows: int):
+        import rocksdict
+
+        options = rocksdict.Options(raw_mode=True)
+        options.create_if_missing(True)
+        options.set_compression_type(rocksdict.DBCompressionType.none())
+        options.increase_parallelism(os.cpu_count())
+        options.set_write_buffer_size(64 << 20)
+        table_options = rocksdict.BlockBasedOptions()
+        table_options.set_bloom_filter(10, False)
+        options.set_block_based_table_factory(table_options)
+        self.rocksdict, self.path = rocksdict, f"{path}/rocksdb-{time.monotonic_ns()}"
+        self.db = rocksdict.Rdict(self.path, options)
+
+    def append(self, id_N: np.ndarray) -> None:
+        row = np.ones(WIDTH, np.float32).tobytes()
+        for begin in range(0, len(id_N), BATCH):
+            self._write(id_N[begin : begin + BATCH], [row] * BATCH)
+        self.db.flush()
+
+    def step(self, id_U: np.ndarray, update: bool) -> None:
+        keys = [key.tobytes() for key in id_U]
+        rows = np.frombuffer(b"".join(self.db[keys]), np.float32).reshape(-1, WIDTH)
+        if update:
+            self._write(id_U, [row.tobytes() for row in rows + 1])
+
+    def settle(self) -> None:
+        self.db.flush()
+
+    def clear(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.db.close()
+
+    def _write(self, id_U: np.ndarray, rows: list[bytes]) -> None:
+        batch = self.rocksdict.WriteBatch(raw_mode=True)
+        for key, row in zip(id_U, rows, strict=False):
+            batch.put(key.tobytes(), row)
+        self.db.write(batch)
+
+
+class Lmdb:
+    def __init__(self, path: str, rows: int):
+        import lmdb
+
+        size = max(1 << 30, rows * WIDTH * 4 * 6)
+        self.db = lmdb.open(f"{path}/lmdb-{time.monotonic_ns()}", map_size=size, sync=False, readahead=False)
+
+    def append(self, id_N: np.ndarray) -> None:
+        row = np.ones(WIDTH, np.float32).tobytes()
+        for begin in range(0, len(id_N), BATCH):
+            with self.db.begin(write=True) as transaction:
+                transaction.cursor().putmulti([(key.tobytes(), row) for key in id_N[begin : begin + BATCH]])
+        self.db.sync(True)
+
+    def step(self, id_U: np.ndarray, update: bool) -> None:
+        with self.db.begin(write=update, buffers=True) as transaction:
+            got = transaction.cursor().getmulti([key.tobytes() for key in id_U])
+            rows = np.frombuffer(b"".join(row for _, row in got), np.float32).reshape(-1, WIDTH)
+            if update:
+                keys = [bytes(key) for key, _ in got]
+                transaction.cursor().putmulti(zip(keys, (row.tobytes() for row in rows + 1), strict=True))
+
+    def settle(self) -> None:
+        self.db.sync(True)
+
+    def clear(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.db.close()
+
+
+PEERS: dict[str, Callable[[str, int], Any]] = {"rocksdb": Rocks, "lmdb": Lmdb}
+
+
+if __name__ == "__main__":
+    main()
