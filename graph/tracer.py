@@ -4,7 +4,7 @@ A module that holds no embedding is a leaf: its code may be any Python. Modules 
 traced through. What plain fx tracing would run once, while tracing, and then forget is recorded here or refused with
 the user's line and what works instead:
 
-    recorded   functions of no traced value (`torch.rand`), autocast and no_grad blocks, clip_grad_norm_,
+    recorded   functions of no traced value or of sizes (`torch.rand`), autocast and no_grad blocks, clip_grad_norm_,
                clip_grad_value_, zero_grad, GradScaler.scale, torch.autograd.backward, print, assert
     refused    if, for and float() on traced values, f-strings of them, optimizer.step, setting attributes of
                modules, reading .grad, inference_mode, saved tensor hooks, torch.manual_seed
@@ -14,6 +14,7 @@ Invariant: nothing of this module is in place once `trace_build` has returned.
 
 import ast
 import builtins
+import functools
 import linecache
 import os
 import sys
@@ -159,6 +160,9 @@ class _Tracer(fx.Tracer):
 
 _READ_GRAD = vars(torch._C.TensorBase)["grad"].__get__
 
+# Functions that take sizes and no tensor: torch reads their arguments before anyone may record the call.
+_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "zeros")
+
 # Questions about a real tensor whose answers are plain values: they are asked, not recorded.
 _QUESTIONS = frozenset({"__get__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "__len__"})
 
@@ -254,6 +258,7 @@ def _recording(tracer: _Tracer, steppers: Sequence[Any]) -> Iterator[None]:
         (scaler, "step", refuse("GradScaler.step", the_graph_does)),
         (scaler, "update", refuse("GradScaler.update", the_graph_does)),
     ]
+    patches += [(torch, name, functools.partial(record, getattr(torch, name))) for name in _FACTORIES]
     patches += [(one, "step", refuse(f"{type(one).__name__}.step", the_graph_does)) for one in steppers]
     clips: list[Any] = [torch.nn.utils.clip_grad.clip_grad_norm_, torch.nn.utils.clip_grad.clip_grad_value_]
     with ExitStack() as stack:
