@@ -119,6 +119,23 @@ class _Proxy(fx.Proxy):
             " print(...) as an argument of its own, or do it with what build returns"
         )
 
+    def __len__(self) -> int:
+        raise BuildError(
+            f"len() of a traced value{_user_line()} has no answer while build is traced; use .shape[0], which is read"
+            " at every step"
+        )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise BuildError(
+            f"a traced value is made into a NumPy array{_user_line()}; it has no value while build is traced: use torch"
+            " functions, or do it in a module of its own that holds no embedding"
+        )
+
+    def __getattr__(self, k: str) -> Any:
+        if k in ("__array_struct__", "__array_interface__"):  # NumPy asks for these before it calls __array__.
+            raise AttributeError(k)
+        return super().__getattr__(k)
+
 
 class _Tracer(fx.Tracer):
     traced_func_name = "build"
@@ -127,6 +144,7 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self.signature, self.structure = signature, structure
         self.objects: dict[str, Any] = {}
+        self._thread = threading.get_ident()
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         values = [self.create_proxy("placeholder", name, (), {}) for name in self.structure.names()]
@@ -135,6 +153,18 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
         return _is_embedding(m) or not embeddings_in(m)
+
+    # torch.fx puts itself in place of every module's calls and attributes, those of other threads too.
+
+    def call_module(self, m: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -175,7 +205,7 @@ class _RecordFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _READ_GRAD:
+        if func == _READ_GRAD:
             raise BuildError(
                 f"build reads .grad of a parameter{_user_line()}, which is not there while it is traced; clip with"
                 " torch.nn.utils.clip_grad_norm_ or clip_grad_value_, or use a hook on the parameter"
@@ -204,7 +234,8 @@ def _recording(tracer: _Tracer, steppers: Sequence[Any]) -> Iterator[None]:
     def with_parameters(target: Callable[..., Any]) -> Callable[..., Any]:
         def run(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             parameters = [parameters] if isinstance(parameters, torch.Tensor | fx.Proxy) else list(parameters)
-            return record(target, parameters, *args, **kwargs)
+            recorded = record(target, parameters, *args, **kwargs)
+            return recorded if target is torch.nn.utils.clip_grad_norm_ else None
 
         return run
 

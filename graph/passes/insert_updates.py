@@ -111,5 +111,6 @@ def _clip(graph: fx.Graph, clip: fx.Node, grads: dict[str, fx.Node]) -> dict[str
     clipped = graph.call_function(_CLIPS[clip.target], (dense, list(mine.values()), *rest), dict(clip.kwargs))
     if clip.target is torch.nn.utils.clip_grad_value_:
         return grads | _unpack(graph, clipped, mine)
-    clip.replace_all_uses_with(graph.call_function(operator.getitem, (clipped, 1)))
+    if clip.users:
+        clip.replace_all_uses_with(graph.call_function(operator.getitem, (clipped, 1)))
     return grads | _unpack(graph, graph.call_function(operator.getitem, (clipped, 0)), mine)

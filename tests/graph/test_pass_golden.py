@@ -1,0 +1,367 @@
+"""Each pass: the graph before and after it as text, its input as it was, and the rules of its stage."""
+
+import pytest
+import torch
+from graph_models import adam, make_embedding, make_graph, sgd
+from torch import fx
+
+import oneemb
+from oneemb.graph import ops, step_ops
+from oneemb.graph.passes.drop_training import drop_training
+from oneemb.graph.passes.fuse_lookup import fuse_lookup
+from oneemb.graph.passes.hold_lookups import hold_lookups
+from oneemb.graph.passes.insert_updates import insert_updates
+from oneemb.graph.passes.lower_embeddings import lower_embeddings
+from oneemb.graph.passes.remove_dead import remove_dead
+from oneemb.graph.passes.scale_losses import scale_losses
+from oneemb.graph.passes.share_unique import share_unique
+from oneemb.graph.passes.split_prepare import split_prepare
+from oneemb.graph.spec import check_stage
+from oneemb.graph.text import graph_text
+from oneemb.graph.tracer import embeddings_in, trace_build
+
+KEYS = "(ids, None, 2, int64, None)"
+
+
+def lowered(graph, **kwargs):
+    return lower_embeddings(trace_build(graph), embeddings_in(graph), **kwargs)
+
+
+def check_pass(run, before, stage, expected, embeddings=None):
+    """The text after a pass is as expected, the input is untouched and the output is legal."""
+    text = graph_text(before)
+    after = run(before)
+    assert graph_text(before) == text
+    check_stage(after, stage, embeddings or {})
+    assert graph_text(after) == expected.strip()
+    return after
+
+
+def simple(clip=False):
+    def build(self, ids):
+        loss = self.a(ids).sum()
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 2.0)
+        return loss
+
+    return make_graph({"a": make_embedding(), "mlp": torch.nn.Linear(1, 1)}, build, sgd)
+
+
+def twice(inplace=False, same=True):
+    def build(self, ids):
+        a = self.a(ids)
+        if inplace:
+            ids.add_(1)
+        b = self.b(ids if same else ids + 1)
+        loss = a.sum() + b.sum()
+        loss.backward()
+        return loss
+
+    return make_graph({"a": make_embedding("a"), "b": make_embedding("b", 8)}, build, sgd)
+
+
+def test_lower_embeddings():
+    graph = simple()
+    embeddings = embeddings_in(graph)
+    check_pass(
+        lambda g: lower_embeddings(g, embeddings),
+        trace_build(graph),
+        "lowered",
+        f"""
+inputs: ids
+unique_keys = unique_keys{KEYS}
+admit = admit(a.store, unique_keys)
+gather = gather(admit, a.weight)
+sum_1 = gather.sum()
+sum_1.backward()
+return sum_1""",
+        embeddings,
+    )
+    assert "peek(a.store, unique_keys)" in graph_text(lower_embeddings(trace_build(graph), embeddings, inserts=False))
+
+
+def test_share_unique():
+    check_pass(
+        share_unique,
+        lowered(twice()),
+        "lowered",
+        f"""
+inputs: ids
+unique_keys = unique_keys{KEYS}
+admit = admit(a.store, unique_keys)
+gather = gather(admit, a.weight)
+admit_1 = admit(b.store, unique_keys)
+gather_1 = gather(admit_1, b.weight)
+sum_1 = gather.sum()
+sum_2 = gather_1.sum()
+add = sum_1 + sum_2
+add.backward()
+return add""",
+    )
+
+
+@pytest.mark.parametrize("graph", [twice(inplace=True), twice(same=False)], ids=["changed in place", "other ids"])
+def test_unique_keys_of_ids_that_may_differ_are_not_shared(graph):
+    assert graph_text(share_unique(lowered(graph))).count("unique_keys(") == 2
+
+
+def test_fuse_lookup_leaves_shared_keys():
+    assert graph_text(fuse_lookup(share_unique(lowered(twice())))).count("lookup(") == 0
+    check_pass(
+        fuse_lookup,
+        lowered(simple()),
+        "lowered",
+        """
+inputs: ids
+lookup = lookup(a.store, ids, None, 2, int64, None)
+gather = gather(lookup, a.weight)
+sum_1 = gather.sum()
+sum_1.backward()
+return sum_1""",
+    )
+
+
+def test_insert_updates():
+    check_pass(
+        lambda g: insert_updates(g, [("optimizer_0", None)], trains={"a.store": "optimizer_0"}),
+        lowered(simple()),
+        "trained",
+        f"""
+inputs: ids
+unique_keys = unique_keys{KEYS}
+admit = admit(a.store, unique_keys)
+gather = gather(admit, a.weight)
+sum_1 = gather.sum()
+sum_1.backward()
+reduce_grads = reduce_grads([admit])
+check_finite = check_finite([optimizer_0], [reduce_grads])
+update(optimizer_0, reduce_grads, check_finite)
+step(optimizer_0, None, check_finite)
+release([admit])
+return sum_1""",
+    )
+
+
+def test_insert_updates_sums_the_gradients_of_rows_before_build_clips():
+    check_pass(
+        lambda g: insert_updates(g, [("optimizer_0", "lr_scheduler_0")]),
+        lowered(simple(clip=True)),
+        "trained",
+        f"""
+inputs: ids
+unique_keys = unique_keys{KEYS}
+admit = admit(a.store, unique_keys)
+gather = gather(admit, a.weight)
+sum_1 = gather.sum()
+sum_1.backward()
+reduce_grads = reduce_grads([admit])
+clip_grad_norm = clip_grad_norm([mlp.weight, mlp.bias], [reduce_grads], 2.0)
+getitem = clip_grad_norm[0]
+getitem_1 = getitem[0]
+check_finite = check_finite([optimizer_0], [getitem_1])
+update(optimizer_0, getitem_1, check_finite)
+step(optimizer_0, lr_scheduler_0, check_finite)
+release([admit])
+return sum_1""",
+    )
+
+
+def test_insert_updates_with_all_there_is():
+    text = graph_text(
+        insert_updates(
+            scale_losses(lowered(simple()), "grad_scaler"),
+            [("optimizer_0", None)],
+            trains={"a.store": "optimizer_0"},
+            max_norms={"optimizer_0": 3.0},
+            held="held",
+        )
+    )
+    assert text.splitlines()[4:] == [
+        "sum_1 = gather.sum()",
+        "scale_loss = scale_loss(grad_scaler, sum_1)",
+        "scale_loss.backward()",
+        "take = take(held, a.store, [admit])",
+        "reduce_grads = reduce_grads(take)",
+        "unscale = unscale(grad_scaler, [optimizer_0], [reduce_grads])",
+        "getitem = unscale[0]",
+        "clip_grad_norm = clip_grad_norm(optimizer_0, [getitem], 3.0)",
+        "getitem_1 = clip_grad_norm[0]",
+        "getitem_2 = getitem_1[0]",
+        "check_finite = check_finite([optimizer_0], [getitem_2], grad_scaler)",
+        "update(optimizer_0, getitem_2, check_finite)",
+        "step(optimizer_0, None, check_finite)",
+        "update_scale(grad_scaler, check_finite)",
+        "drop(held)",
+        "return sum_1",
+    ]
+
+
+def test_hold_lookups():
+    after = check_pass(
+        lambda g: hold_lookups(g, "held"),
+        lowered(simple()),
+        "trained",
+        f"""
+inputs: ids
+unique_keys = unique_keys{KEYS}
+admit = admit(a.store, unique_keys)
+gather = gather(admit, a.weight)
+sum_1 = gather.sum()
+sum_1.backward()
+hold(held, [admit])
+return sum_1""",
+    )
+    assert after is not None
+
+
+def test_drop_training_leaves_out_losses_scales_and_clips():
+    graph = simple(clip=True)
+    before = scale_losses(lowered(graph, inserts=False), "grad_scaler")
+    check_pass(
+        drop_training,
+        before,
+        "compute",
+        f"""
+inputs: ids
+unique_keys = unique_keys{KEYS}
+peek = peek(a.store, unique_keys)
+sum_1 = peek.sum()
+return sum_1""",
+    )
+
+
+def test_remove_dead_keeps_updates_admissions_random_numbers_and_what_it_does_not_know():
+    def build(self, ids, x):
+        self.a(ids)
+        x.float()
+        torch.rand(3)
+        self.dropout(x)
+        x.add_(1)
+        unused = (x + 1).reshape(-1)  # noqa: F841
+        loss = self.mlp(x).sum()
+        loss.backward()
+        return loss
+
+    graph = make_graph({"a": make_embedding(), "mlp": torch.nn.Linear(1, 1), "dropout": torch.nn.Dropout()}, build, sgd)
+    before = insert_updates(lowered(graph), [("optimizer_0", None)])
+    check_pass(
+        remove_dead,
+        before,
+        "trained",
+        f"""
+inputs: ids, x
+unique_keys = unique_keys{KEYS}
+admit = admit(a.store, unique_keys)
+rand(3)
+dropout(x)
+x.add_(1)
+mlp = mlp(x)
+sum_1 = mlp.sum()
+sum_1.backward()
+reduce_grads = reduce_grads([admit])
+check_finite = check_finite([optimizer_0], [reduce_grads])
+update(optimizer_0, reduce_grads, check_finite)
+step(optimizer_0, None, check_finite)
+release([admit])
+return sum_1""",
+    )
+    # Saboteur: torch's own removal takes the update out.
+    before = insert_updates(lowered(simple()), [("optimizer_0", None)])
+    assert "update(" in graph_text(remove_dead(before))
+    before.eliminate_dead_code()
+    assert "update(" not in graph_text(before)
+
+
+def test_split_prepare():
+    prepare, compute = split_prepare(insert_updates(lowered(twice(same=False)), [("optimizer_0", None)]))
+    check_stage(prepare, "prepare", {})
+    check_stage(compute, "compute", {})
+    assert graph_text(prepare) == "\n".join(
+        [
+            "inputs: ids",
+            f"unique_keys = unique_keys{KEYS}",
+            "add = ids + 1",
+            "unique_keys_1 = unique_keys(add, None, 2, int64, None)",
+            "stage = stage(a.store, unique_keys)",
+            "stage_1 = stage(b.store, unique_keys_1)",
+            "return [unique_keys, unique_keys_1, stage, stage_1]",
+        ]
+    )
+    assert graph_text(compute).splitlines()[:5] == [
+        "inputs: ids, unique_keys, unique_keys_1, stage, stage_1",
+        "admit = admit(a.store, unique_keys, staged=stage)",
+        "gather = gather(admit, a.weight)",
+        "admit_1 = admit(b.store, unique_keys_1, staged=stage_1)",
+        "gather_1 = gather(admit_1, b.weight)",
+    ]
+
+
+def test_split_prepare_leaves_ids_that_the_step_computes_or_may_have_changed():
+    def build(self, ids, x):
+        chosen = self.mlp(x).argmax(1, keepdim=True).expand(-1, 2)
+        ids.add_(1)
+        return self.a(chosen).sum() + self.a(ids).sum() + self.a(torch.randint(5, (2, 2))).sum()
+
+    graph = make_graph({"a": make_embedding(), "mlp": torch.nn.Linear(1, 1)}, build, sgd)
+    prepare, compute = split_prepare(lowered(graph))
+    assert graph_text(prepare) == "inputs: ids, x\nreturn []"
+    assert graph_text(compute).count("unique_keys(") == 3
+
+
+def test_the_check_of_stages_refuses_what_is_wrong():
+    graph = insert_updates(lowered(simple()), [("optimizer_0", None)])
+    with pytest.raises(AssertionError, match="not legal at stage lowered"):
+        check_stage(graph, "lowered", {})
+    release = next(node for node in graph.nodes if node.target is ops.release)
+    graph.erase_node(release)
+    with pytest.raises(AssertionError, match="released 0 times"):
+        check_stage(graph, "trained", {})
+    with pytest.raises(AssertionError, match="not lowered"):
+        check_stage(trace_build(simple()), "lowered", embeddings_in(simple()))
+    wrong = fx.Graph()
+    x = wrong.call_function(torch.rand, (2,))
+    wrong.call_function(step_ops.exit_context, (x,))
+    wrong.call_function(ops.gather, (x, x))
+    wrong.output(None)
+    with pytest.raises(AssertionError, match="is no lease"):
+        check_stage(wrong, "compute", {})
+
+
+def test_a_graph_shows_itself():
+    graph = simple()
+    assert "not compiled yet" in str(graph)
+    graph(torch.tensor([[1, 2]]))
+    assert "prepare:" in str(graph) and "stage(a.store, unique_keys)" in str(graph)
+    assert "update(optimizer_0, reduce_grads, check_finite)" in str(graph)
+    assert graph.compiled().code.count("ops_update(") == 1
+
+
+def test_every_kind_of_argument_reads_as_python():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.cat, ([x, x],), {"dim": 0})
+    z = graph.call_method("to", (y, torch.float16), {"device": torch.device("cpu")})
+    graph.output({"z": (z,), "n": None})
+    assert graph_text(graph).splitlines() == [
+        "inputs: x",
+        "cat = cat([x, x], dim=0)",
+        "to = cat.to(float16, device=cpu)",
+        "return {'z': (to,), 'n': None}",
+    ]
+
+
+def test_drawing_shows_every_pass(tmp_path):
+    pytest.importorskip("matplotlib")
+    graph = make_graph({"a": make_embedding(), "mlp": oneemb.nn.FusedMLP(8, [4], 1)}, _mlp_build, adam)
+    with pytest.raises(RuntimeError, match="not compiled"):
+        graph.draw(str(tmp_path / "early.svg"))
+    graph(torch.tensor([[1, 2]]))
+    graph.draw(str(tmp_path / "graph.svg"))
+    assert (tmp_path / "graph.svg").stat().st_size > 10_000
+
+
+def _mlp_build(self, ids):
+    loss = self.mlp(self.a(ids).flatten(1)).sum()
+    loss.backward()
+    return loss

@@ -1,0 +1,432 @@
+"""What `build` may say: what tracing would lose is part of the graph, or refused with its line and what works."""
+
+import builtins
+import re
+
+import pytest
+import torch
+from graph_models import adam, make_eager, make_embedding, make_graph, rows_of, sgd, weights_of
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import oneemb
+
+IDS = torch.tensor([[1, 2], [3, 4], [1, 4]])
+LABEL = torch.tensor([0.0, 1.0, 1.0])
+
+
+def modules_of(**kwargs):
+    torch.manual_seed(0)
+    return {
+        "embedding": make_embedding(**kwargs),
+        "mlp": oneemb.nn.FusedMLP(8, [8], 1, skip_final_activation=True),
+    }
+
+
+def loss_of(self, ids, label, scale=1.0):
+    logit = self.mlp(self.embedding(ids).flatten(1)).squeeze(1)
+    return torch.nn.functional.binary_cross_entropy_with_logits(logit.float(), label) * scale
+
+
+def check_equals_eager(build, optimizers=adam, steps=4, args=(IDS, LABEL)):
+    graph_modules, eager_modules = modules_of(), modules_of()
+    graph = make_graph(graph_modules, build, optimizers)
+    eager = make_eager(eager_modules, build, optimizers)
+    for _ in range(steps):
+        a, b = graph(*args), eager(*args)
+        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+    for c in graph.run([args] * steps):
+        assert torch.equal(torch.as_tensor(c), torch.as_tensor(eager(*args)))
+    assert rows_of(graph_modules["embedding"]) == rows_of(eager_modules["embedding"])
+    for a, b in zip(weights_of(graph_modules["mlp"]), weights_of(eager_modules["mlp"]), strict=True):
+        assert torch.equal(a, b)
+    return graph
+
+
+def refuses(build, *said, optimizers=sgd, args=(IDS, LABEL)):
+    before = builtins.print, torch.no_grad.__enter__, torch.nn.Module.__setattr__, torch.optim.Optimizer.zero_grad
+    graph = make_graph(modules_of(), build, optimizers)
+    with pytest.raises(oneemb.BuildError) as caught:
+        graph(*args)
+    for words in (*said, "test_train_graph_build.py:"):
+        assert words in str(caught.value), str(caught.value)
+    assert before == (
+        builtins.print,
+        torch.no_grad.__enter__,
+        torch.nn.Module.__setattr__,
+        torch.optim.Optimizer.zero_grad,
+    )
+
+
+# ---- recorded -----------------------------------------------------------------------------------------------------
+
+
+def test_autocast_is_a_part_of_the_graph():
+    seen = []
+
+    class See(torch.nn.Module):
+        def forward(self, x):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return x
+
+    def build(self, ids, label):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.see(self.embedding(ids).flatten(1))
+            logit = self.mlp(x).squeeze(1)
+        loss = torch.nn.functional.mse_loss(self.see(logit).float(), label)
+        loss.backward()
+        return loss, logit
+
+    graph = make_graph({**modules_of(), "see": See()}, build, adam)
+    assert graph(IDS, LABEL)[1].dtype == torch.bfloat16
+    assert seen == [True, False]
+    check_equals_eager(_autocast_build)
+
+
+def _autocast_build(self, ids, label):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(self, ids, label)
+    loss.backward()
+    return loss
+
+
+def test_nested_grad_modes_hold_at_run_time():
+    def build(self, ids, label):
+        with torch.no_grad():
+            a = self.mlp.layers[0].weight * 2
+            with torch.enable_grad():
+                b = self.mlp.layers[0].weight * 2
+            c = self.mlp.layers[0].weight * 2
+            with torch.set_grad_enabled(True):
+                d = self.mlp.layers[0].weight * 2
+        e = self.mlp.layers[0].weight * 2
+        loss = loss_of(self, ids, label)
+        loss.backward()
+        return [x.requires_grad for x in (a, b, c, d, e)]
+
+    assert make_graph(modules_of(), build, sgd)(IDS, LABEL) == [False, True, False, True, True]
+
+
+def test_an_error_inside_a_block_leaves_it():
+    class Fails(torch.nn.Module):
+        def forward(self, x):
+            raise KeyError("inside")
+
+    def build(self, ids, label):
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            self.fails(self.embedding(ids))
+
+    graph = make_graph({**modules_of(), "fails": Fails()}, build, lambda owner: [])
+    with pytest.raises(KeyError) as caught:
+        graph(IDS, LABEL)
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    assert any("self.fails(self.embedding(ids))" in note for note in caught.value.__notes__)
+    assert graph.embedding.stats()["device"]["pinned"] == 0
+
+
+def clipped_like_torch(clip, steps=5):
+    """The graph against torch itself, with dense tables of the same initial values."""
+    modules = modules_of(tables=1)
+    ids = torch.tensor([1, 2, 1, 5, 2, 9])
+
+    def build(self, ids):
+        loss = 30 * self.mlp(self.embedding(ids).repeat(1, 2)).square().sum()
+        loss.backward()
+        norm = clip(self.parameters())
+        return loss if norm is None else norm
+
+    graph = make_graph(modules, build, sgd)
+    modules["embedding"].eval()
+    start = modules["embedding"](torch.arange(10))
+    modules["embedding"].train()
+    table = torch.nn.Embedding(10, 4)
+    table.weight.data.copy_(start)
+    mlp = modules_of(tables=1)["mlp"]
+    dense = [*table.parameters(), *mlp.parameters()]
+    optimizer = torch.optim.SGD(dense, lr=0.1)
+    for _ in range(steps):
+        got = graph(ids)
+        optimizer.zero_grad()
+        loss = 30 * mlp(table(ids).repeat(1, 2)).square().sum()
+        loss.backward()
+        norm = clip(dense)
+        torch.testing.assert_close(got, loss if norm is None else norm, rtol=1e-5, atol=1e-6)
+        optimizer.step()
+    modules["embedding"].eval()
+    torch.testing.assert_close(modules["embedding"](torch.arange(10)), table.weight.detach(), rtol=1e-5, atol=1e-6)
+    for a, b in zip(weights_of(mlp), weights_of(modules["mlp"]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
+def test_clip_grad_norm_covers_rows_and_dense_parameters_as_torch_does(norm_type):
+    clipped_like_torch(lambda parameters: clip_grad_norm_(parameters, 0.5, norm_type))
+
+
+def test_clip_grad_norm_by_its_full_name():
+    clipped_like_torch(lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.5))
+
+
+def test_clip_grad_value_clamps_rows_after_they_are_summed():
+    clipped_like_torch(lambda parameters: clip_grad_value_(parameters, 0.3))
+
+
+def test_clip_grad_norm_of_add_optimizer_equals_clipping_in_build():
+    def plain(self, ids, label):
+        loss = loss_of(self, ids, label, 40.0)
+        loss.backward()
+        return loss
+
+    def clips(self, ids, label):
+        loss = loss_of(self, ids, label, 40.0)
+        loss.backward()
+        clip_grad_norm_(self.parameters(), 0.1)
+        return loss
+
+    a = make_graph(modules_of(), plain, sgd, clip_grad_norm=0.1)
+    b, c = (make_graph(modules_of(), build, sgd) for build in (clips, plain))
+    for _ in range(4):
+        x, y, z = (graph(IDS, LABEL) for graph in (a, b, c))
+        assert torch.equal(x, y)
+    assert not torch.equal(x, z)
+    assert rows_of(a.embedding) == rows_of(b.embedding) != rows_of(c.embedding)
+
+
+def test_a_norm_that_is_not_finite_changes_nothing():
+    def build(self, ids, label):
+        loss = loss_of(self, ids, label, float("nan"))
+        loss.backward()
+        clip_grad_norm_(self.parameters(), 1.0)
+        return loss
+
+    graph = make_graph(modules_of(), build, sgd)
+    before = weights_of(graph.mlp)
+    with pytest.raises(oneemb.NonFiniteGradientError):
+        graph(IDS, LABEL)
+    assert all(torch.equal(a, b) for a, b in zip(before, weights_of(graph.mlp), strict=True))
+    assert all(parameter.grad is None for parameter in graph.parameters())
+    assert graph.embedding.stats()["step"] == 0 and graph.embedding.stats()["device"]["pinned"] == 0
+
+
+def test_backward_twice_with_retain_graph_detach_and_zero_grad():
+    def build(self, ids, label):
+        self.zero_grad()
+        loss = loss_of(self, ids, label)
+        loss.backward(retain_graph=True)
+        (loss * 0.5).backward()
+        return loss.detach()
+
+    check_equals_eager(build)
+
+
+def test_torch_autograd_backward_on_several_losses():
+    def build(self, ids, label):
+        rows = self.embedding(ids)
+        losses = [rows.sum(), rows.square().sum()]
+        torch.autograd.backward(losses)
+        return losses[0] + losses[1]
+
+    check_equals_eager(build)
+
+
+def test_random_functions_draw_anew_at_every_call():
+    def build(self, ids, label):
+        loss = loss_of(self, ids, label) + torch.rand(()) * self.embedding(ids).sum()
+        loss.backward()
+        return loss
+
+    graph = make_graph(modules_of(), build, lambda owner: [torch.optim.SGD(owner.parameters(), lr=0.0)])
+    assert not torch.equal(graph(IDS, LABEL), graph(IDS, LABEL))
+
+
+def test_print_prints_at_every_call_with_the_values(capsys):
+    def build(self, ids, label):
+        loss = loss_of(self, ids, label)
+        print("loss", loss.detach(), flush=True)
+        print("step")
+        loss.backward()
+        return loss
+
+    graph = make_graph(modules_of(), build, sgd)
+    losses = [graph(IDS, LABEL) for _ in range(2)]
+    assert capsys.readouterr().out == "".join(f"loss {loss.detach()!s}\nstep\n" for loss in losses)
+
+
+def test_asserts_hold_at_every_call():
+    def build(self, ids, label):
+        assert ids.shape[1] == 2 and ids.dim() == 2, "two columns"
+        assert label.max() <= 1
+        loss = loss_of(self, ids, label)
+        loss.backward()
+        return loss
+
+    graph = make_graph(modules_of(), build, sgd)
+    graph(IDS, LABEL)
+    with pytest.raises(AssertionError, match=r"assert label.max\(\) <= 1 at .*test_train_graph_build.py:"):
+        graph(IDS, LABEL * 2)
+
+
+def test_nested_and_keyword_arguments_and_results():
+    def build(self, batch, *more, flag=None, mode="sum", scale=1.0, **named):
+        rows = self.embedding(batch["ids"][0])
+        if flag:
+            rows = rows * 2
+        for one in more:
+            rows = rows + one
+        for name in named:
+            rows = rows + named[name].mean()
+        loss = getattr(rows, mode)() * scale
+        loss.backward()
+        return {"loss": loss, "parts": (rows, [len(more)])}
+
+    graph = make_graph(modules_of(), build, lambda owner: [torch.optim.SGD(owner.parameters(), lr=0.0)])
+    batch = {"ids": (IDS, None), "label": LABEL}
+    plain = graph(batch)
+    assert isinstance(plain, dict) and type(plain["parts"][1]) is list
+    assert torch.equal(graph(batch, flag=True)["loss"], plain["loss"] * 2)
+    assert torch.equal(graph(batch, scale=3.0)["loss"], plain["loss"] * 3)
+    assert torch.equal(graph(batch, torch.ones(4), torch.ones(4))["parts"][0], plain["parts"][0] + 1 + 1)
+    assert graph(batch, mode="mean", x=torch.ones(3))["loss"].numel() == 1
+    compiled = len(graph._plans)
+    graph({"ids": (IDS[:1], None), "label": LABEL[:1]}, scale=7)
+    assert len(graph._plans) == compiled
+    with pytest.raises(TypeError, match="batch"):
+        graph()
+
+
+def test_batch_sizes_compile_once():
+    graph = make_graph(modules_of(), _autocast_build, sgd)
+    for size in (1, 3, 2, 1):
+        graph(IDS[:size], LABEL[:size])
+    assert len(graph._plans) == 1
+
+
+def test_eval_mode_runs_no_update_and_an_eval_graph_any_time():
+    def build(self, ids, label):
+        loss = loss_of(self, ids, label)
+        loss.backward()
+        norm = clip_grad_norm_(self.parameters(), 1.0)
+        return loss, norm
+
+    graph = make_graph({**modules_of(), "dropout": torch.nn.Dropout()}, build, sgd)
+    graph(IDS, LABEL)
+
+    class Score(oneemb.EvalGraph):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.mlp, self.dropout = graph.embedding, graph.mlp, graph.dropout
+
+        def build(self, ids, label):
+            return loss_of(self, ids, self.dropout(label))
+
+    score = Score()
+    before = graph.embedding.stats()["rows"], weights_of(graph.mlp)
+    loss = score(IDS + 100, LABEL)
+    assert graph.training and graph.embedding.training and not loss.requires_grad
+    graph.eval()
+    assert torch.equal(graph(IDS + 100, LABEL)[0], loss) and graph(IDS, LABEL)[1] is None
+    assert torch.equal(next(score.run([(IDS + 100, LABEL)])), loss)
+    assert graph.embedding.stats()["rows"] == before[0]
+    assert all(torch.equal(a, b) for a, b in zip(before[1], weights_of(graph.mlp), strict=True))
+
+
+# ---- refused ------------------------------------------------------------------------------------------------------
+
+
+def test_branches_on_values_are_refused():
+    def build(self, ids, label):
+        if label.sum() > 0:
+            return self.embedding(ids).sum()
+
+    refuses(build, "if label.sum() > 0", "torch.where")
+
+
+def test_asserts_that_cannot_be_recorded_are_refused():
+    def build(self, ids, label):
+        assert not label.sum() > 0
+
+    refuses(build, "assert not label.sum() > 0")
+
+
+def test_text_of_traced_values_is_refused():
+    def build(self, ids, label):
+        print(f"ids {ids}")
+
+    refuses(build, "made into text", "as an argument")
+
+
+def test_python_numbers_of_traced_values_are_refused():
+    def build(self, ids, label):
+        return self.embedding(ids).sum() * float(label.sum())
+
+    refuses(build, "float(label.sum())")
+
+
+def test_steps_and_schedules_are_the_graphs_business():
+    def optimizer_step(self, ids, label):
+        loss_of(self, ids, label).backward()
+        self.optimizers[0].optimizer.step()
+
+    def scheduler_step(self, ids, label):
+        loss_of(self, ids, label).backward()
+        self._lr_schedulers[0].step()
+
+    def with_scheduler(owner):
+        optimizer = torch.optim.SGD(owner.parameters(), lr=0.1)
+        return [(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))]
+
+    refuses(optimizer_step, "SGD.step", "leave it out")
+    refuses(scheduler_step, "StepLR.step", "leave it out", optimizers=with_scheduler)
+
+
+def test_zero_grad_after_backward_is_refused():
+    def build(self, ids, label):
+        loss_of(self, ids, label).backward()
+        self.zero_grad()
+
+    refuses(build, "zero_grad after backward", "leave it out")
+
+
+def test_backward_after_clipping_is_refused():
+    def build(self, ids, label):
+        loss = loss_of(self, ids, label)
+        loss.backward(retain_graph=True)
+        clip_grad_norm_(self.parameters(), 1.0)
+        loss.backward()
+
+    refuses(build, "after it has clipped", "then clip")
+
+
+def test_keeping_values_on_a_module_is_refused():
+    def build(self, ids, label):
+        self.last = self.embedding(ids)
+
+    refuses(build, "setting an attribute", "return the value")
+
+
+def test_reading_gradients_is_refused():
+    def build(self, ids, label):
+        loss_of(self, ids, label).backward()
+        return [p.grad for p in self.parameters()]
+
+    refuses(build, ".grad", "hook")
+
+
+@pytest.mark.parametrize("what", ["inference_mode", "manual_seed", "save_on_cpu"])
+def test_what_tracing_would_lose_is_refused(what):
+    def build(self, ids, label):
+        if what == "inference_mode":
+            with torch.inference_mode():
+                return self.embedding(ids)
+        if what == "manual_seed":
+            torch.manual_seed(0)
+        with torch.autograd.graph.save_on_cpu():
+            return self.embedding(ids)
+
+    refuses(build, {"save_on_cpu": "saved_tensors_hooks"}.get(what, what))
+
+
+def test_errors_of_a_step_name_the_line_of_build():
+    graph = make_graph(modules_of(), _autocast_build, sgd)
+    with pytest.raises(TypeError, match="int64") as caught:
+        graph(IDS.int(), LABEL)
+    assert re.search(r"in build at .*test_train_graph_build.py:\d+: ", "".join(caught.value.__notes__))
