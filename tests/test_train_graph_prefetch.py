@@ -1,0 +1,300 @@
+"""Batches prepared ahead: nothing of it can be seen in any number, and nothing is left behind."""
+
+import gc
+import threading
+import time
+import traceback
+
+import numpy as np
+import pytest
+import torch
+from graph_models import adam, make_embedding, make_graph, rows_of, weights_of
+from torch.utils.data import DataLoader, TensorDataset
+
+import oneemb
+
+
+def build(self, ids, label):
+    logit = self.mlp(self.embedding(ids).flatten(1)).squeeze(1)
+    loss = torch.nn.functional.mse_loss(logit, label)
+    loss.backward()
+    return loss.detach()
+
+
+def graph_of(store="device", dim=8, dropout=0.0, build=build, **kwargs):
+    torch.manual_seed(0)
+    modules = {
+        "embedding": make_embedding("items", dim, 2, store, **kwargs),
+        "mlp": oneemb.nn.FusedMLP(2 * dim, [8], 1, hidden_dropout_rates=dropout, skip_final_activation=True),
+    }
+    return make_graph(modules, build, adam)
+
+
+def batches_of(count, size, ids, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        (torch.from_numpy(rng.integers(0, ids, (size, 2))), torch.from_numpy(rng.random(size, np.float32)))
+        for _ in range(count)
+    ]
+
+
+def pinned(graph):
+    return graph.embedding.stats()["device"]["pinned"]
+
+
+def threads():
+    return [one for one in threading.enumerate() if one.name == "oneemb-prefetch"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    yield
+    gc.collect()
+    assert threads() == []
+
+
+def check_same(graphs, losses):
+    for a in losses[1:]:
+        assert len(a) == len(losses[0]) and all(torch.equal(x, y) for x, y in zip(a, losses[0], strict=True))
+    for graph in graphs[1:]:
+        assert rows_of(graph.embedding) == rows_of(graphs[0].embedding)
+        assert all(torch.equal(x, y) for x, y in zip(weights_of(graph.mlp), weights_of(graphs[0].mlp), strict=True))
+        assert graph.embedding.store.changes == graphs[0].embedding.store.changes
+    assert all(pinned(graph) == 0 for graph in graphs)
+
+
+@pytest.mark.parametrize("share", [0.4, 0.48, 0.6, 0.95])
+def test_caches_barely_larger_than_batches_change_no_number(share):
+    """Unique rows of a batch as a share of the cache: two batches fit, barely fit, or do not fit."""
+    graphs, losses = [], []
+    slots = 1 + graph_of("ssd", 64).embedding.store.plan.cache_bytes // (3 * 64 * 4 + 40)
+    batches = batches_of(12, int(slots * share / 2), 3 * slots)
+    for depth in (0, 1, 3):
+        graphs.append(graph_of("ssd", 64, dropout=0.2))
+        torch.manual_seed(1)
+        losses.append(list(graphs[-1].run(batches, prefetch_depth=depth)))
+    check_same(graphs, losses)
+    assert graphs[0].embedding.stats()["device"]["evicted"] > 0
+
+
+@pytest.mark.parametrize("store", ["device", "host", "ssd"])
+def test_every_store_and_depth_gives_the_same(store):
+    batches = batches_of(10, 200, 500)
+    graphs = [graph_of(store, dropout=0.2) for _ in range(4)]
+    losses = []
+    for depth, graph in enumerate(graphs):
+        torch.manual_seed(1)
+        losses.append(list(graph.run(batches, prefetch_depth=depth)))
+    check_same(graphs, losses)
+
+
+def test_rows_prepared_ahead_were_prepared():
+    """The branch under test is taken: every batch but the first, at which the graph is compiled, is staged."""
+    graph = graph_of("ssd")
+    list(graph.run(batches_of(6, 50, 100)))
+    (plan,) = graph._plans.values()
+    calls = {node.name: stats.calls for node, stats in plan.prepare.stats()}
+    assert calls["stage"] >= 5
+    assert sum(stats.calls for node, stats in plan.compute.stats() if node.name == "admit") >= 5
+
+
+def test_a_row_staged_before_its_update_is_read_after_it():
+    """Every batch has the same ids, so each batch prepared ahead holds rows that the step before it updates."""
+    ids, label = torch.arange(200).reshape(100, 2), torch.ones(100)
+    graphs = [graph_of("ssd") for _ in range(2)]
+    losses = [list(graph.run([(ids, label)] * 20, prefetch_depth=depth)) for depth, graph in enumerate(graphs)]
+    check_same(graphs, losses)
+    assert losses[0][0] > losses[0][-1]
+
+
+def test_saving_and_evaluating_inside_the_loop_see_only_the_steps_so_far():
+    states = []
+    for depth in (0, 1, 3):
+        graph = graph_of("ssd")
+        seen = []
+        for loss in graph.run(batches_of(8, 100, 5000), prefetch_depth=depth):
+            time.sleep(0.005)  # Let the thread get ahead.
+            graph.eval()
+            seen.append((loss, graph(*batches_of(1, 50, 9000, seed=9)[0]), graph.embedding.stats()["rows"]))
+            graph.train()
+            graph.embedding.save_snapshot(f"s{len(seen)}")
+            if len(seen) == 5:
+                graph.embedding.load_snapshot("s3")
+        states.append((seen, rows_of(graph.embedding)))
+    for seen, rows in states[1:]:
+        assert [[float(x) for x in one] for one in seen] == [[float(x) for x in one] for one in states[0][0]]
+        assert rows == states[0][1]
+
+
+def test_leaving_the_loop_early_inserts_nothing_more():
+    rows = []
+    for depth in (0, 2):
+        graph = graph_of("ssd")
+        batches = batches_of(10, 50, 10**6)
+        graph(*batches[0])
+        for t, _ in enumerate(graph.run(batches[1:], prefetch_depth=depth)):
+            if t == 3:
+                time.sleep(0.01)
+                break
+        assert threads() == [] and pinned(graph) == 0
+        rows.append(rows_of(graph.embedding))
+    assert rows[0] == rows[1]
+
+
+def test_an_exception_in_the_loop_ends_the_thread_and_unpins():
+    graph = graph_of()
+    with pytest.raises(KeyError):
+        for _ in graph.run(batches_of(10, 50, 100)):
+            raise KeyError("loop")
+    gc.collect()
+    assert threads() == [] and pinned(graph) == 0
+    assert len(list(graph.run(batches_of(3, 50, 100)))) == 3
+
+
+def test_a_forgotten_loop_ends_with_its_last_reference():
+    graph = graph_of()
+    loop = graph.run(batches_of(10, 50, 100))
+    next(loop)
+    next(loop)
+    del loop
+    gc.collect()
+    assert threads() == [] and pinned(graph) == 0
+
+
+def test_two_loops_in_turn_train_as_plain_calls_do():
+    a, b = graph_of("ssd"), graph_of("ssd")
+    first, second = batches_of(6, 300, 900, seed=1), batches_of(6, 300, 900, seed=2)
+    losses = [[], []]
+    for x, y in zip(a.run(first), a.run(second), strict=True):
+        losses[0] += [x, y]
+    for x, y in zip(first, second, strict=True):
+        losses[1] += [b(*x), b(*y)]
+    check_same([a, b], losses)
+
+
+def test_an_error_of_the_loader_comes_at_its_batch_with_its_traceback():
+    def loader():
+        yield from batches_of(3, 50, 100)
+        raise OSError("disk gone")
+
+    graph, seen = graph_of(), []
+    with pytest.raises(OSError, match="disk gone") as caught:
+        for loss in graph.run(loader()):
+            seen.append(loss)
+    assert len(seen) == 3
+    assert any(frame.name == "loader" for frame in traceback.extract_tb(caught.value.__traceback__))
+    assert threads() == [] and pinned(graph) == 0
+
+
+def test_an_error_of_a_preparation_comes_at_its_batch():
+    batches = batches_of(5, 50, 100)
+    batches[3] = (batches[3][0].int(), batches[3][1])
+    graph, seen = graph_of(), []
+    with pytest.raises(TypeError, match="int64") as caught:
+        for loss in graph.run(batches):
+            seen.append(loss)
+    assert len(seen) == 3 and graph.embedding.stats()["step"] == 3
+    assert any("in build at" in note for note in caught.value.__notes__)
+    assert threads() == [] and pinned(graph) == 0
+
+
+def test_an_error_of_a_step_leaves_nothing():
+    batches = batches_of(5, 50, 100)
+    batches[2] = (batches[2][0], torch.full((50,), float("nan")))
+    graph = graph_of("ssd")
+    with pytest.raises(oneemb.NonFiniteGradientError):
+        list(graph.run(batches, prefetch_depth=2))
+    gc.collect()
+    assert threads() == [] and pinned(graph) == 0 and graph.embedding.stats()["step"] == 2
+
+
+def test_a_step_that_can_never_fit_says_so():
+    graph = graph_of("ssd", 64)
+    slots = graph.embedding.store.plan.cache_bytes // (3 * 64 * 4 + 40)
+    with pytest.raises(oneemb.StoreFullError, match="slots"):
+        list(graph.run(batches_of(3, slots, 10**9)))
+    gc.collect()
+    assert pinned(graph) == 0
+
+
+@pytest.mark.parametrize("form", ["tuples", "lists", "dicts", "nested", "one tensor", "generator"])
+def test_batches_of_every_form(form):
+    def nested(self, batch):
+        loss = self.embedding(batch["ids"][0]).sum() * batch["label"].mean()
+        loss.backward()
+        return loss.detach()
+
+    def one(self, ids):
+        loss = self.embedding(ids).sum()
+        loss.backward()
+        return loss.detach()
+
+    batches = batches_of(4, 20, 50)
+    made, loader = {
+        "tuples": (build, batches),
+        "lists": (build, [list(batch) for batch in batches]),
+        "dicts": (build, [{"label": label, "ids": ids} for ids, label in batches]),
+        "nested": (nested, [{"label": label, "ids": (ids,)} for ids, label in batches]),
+        "one tensor": (one, [ids for ids, _ in batches]),
+        "generator": (build, (batch for batch in batches)),
+    }[form]
+    graph = graph_of(build=made)
+    assert len(list(graph.run(loader))) == 4 and graph.embedding.stats()["step"] == 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataloader_gives_what_a_plain_loop_over_it_gives(workers):
+    ids, label = (torch.cat(part) for part in zip(*batches_of(10, 30, 100), strict=True))
+
+    def loader():
+        torch.manual_seed(3)
+        return DataLoader(TensorDataset(ids, label), batch_size=32, shuffle=True, num_workers=workers)
+
+    a, b = graph_of(dropout=0.3), graph_of(dropout=0.3)
+    losses = [[a(*batch) for batch in loader()], list(b.run(loader()))]
+    check_same([a, b], losses)
+
+
+def test_no_more_batches_are_loaded_than_the_depth_allows():
+    loaded = []
+
+    def loader():
+        for t, batch in enumerate(batches_of(8, 20, 50)):
+            loaded.append(t)
+            yield batch
+
+    graph = graph_of()
+    graph(*batches_of(1, 20, 50)[0])
+    for t, _ in enumerate(graph.run(loader(), prefetch_depth=2)):
+        time.sleep(0.01)
+        assert max(loaded) <= t + 2
+
+
+@pytest.mark.parametrize("depth", [-1, 1.5, True, "1"])
+def test_depths_are_checked(depth):
+    with pytest.raises(ValueError, match="prefetch_depth"):
+        graph_of().run([], prefetch_depth=depth)
+
+
+def test_profile_shows_prepare_and_compute_as_rows(tmp_path):
+    import json
+
+    graph = graph_of("ssd")
+    profile = graph.profile(4)
+    list(graph.run(batches_of(8, 50, 100)))
+    assert profile.done and profile.step == 4
+    profile.save(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert set(names.values()) == {"prepare", "compute"}
+    assert {names[event["tid"]] for event in events if event["ph"] == "X"} == {"prepare", "compute"}
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+
+def test_explain_counts_calls_rows_and_bytes():
+    graph = graph_of("ssd")
+    list(graph.run(batches_of(8, 50, 100)))
+    table = graph.explain()
+    (line,) = [line for line in table.splitlines() if line.startswith("prepare") and "stage(" in line]
+    assert int(line.split()[-6]) >= 7
+    assert "hit rate" in table and "GB/s" in table
