@@ -97,6 +97,7 @@ def make_persistent_table_reader(
     *,
     with_tables: bool = False,
     batch_size: int = 65536,
+    embedding_dim: int | None = None,
     format: str = "oneemb",
 ) -> PersistentTableReader:
     """Read the rows of a snapshot, a batch at a time in constant memory, beside a job that writes.
@@ -111,6 +112,7 @@ def make_persistent_table_reader(
         physical_block_size: taken from the table; here because OneFlow's function has it.
         with_tables: give (table_ids, keys, values) in place of (keys, values). All rows of OneFlow's are of table 0.
         batch_size: rows a batch at most.
+        embedding_dim: how many of a row's values are weights, for OneFlow's tables, which do not say; None = all.
         format: "oneemb", or "oneflow" for a table that OneFlow's one_embedding has written.
 
     Returns:
@@ -132,8 +134,10 @@ def make_persistent_table_reader(
         raise ValueError("paths must name one folder or more, got none")
     sources: Sequence[_Source]
     if format == "oneflow":
-        sources = [_OneFlowSource(path, snapshot_name, key_dtype) for path in path_list]
+        sources = [_OneFlowSource(path, snapshot_name, key_dtype, embedding_dim) for path in path_list]
     else:
+        if embedding_dim is not None:
+            raise ValueError("embedding_dim is for tables of OneFlow, this one says what its rows are; leave it out")
         sources = _snapshot_sources(path_list, snapshot_name)
     rows = sources[0].rows
     for source, path in zip(sources, path_list, strict=True):
@@ -183,12 +187,17 @@ class _SnapshotSource:
 
 
 class _OneFlowSource:
-    def __init__(self, path: str, name: str, key_dtype: np.dtype):
+    def __init__(self, path: str, name: str, key_dtype: np.dtype, embedding_dim: int | None):
         self._reader = OneFlowReader(path, name)
         key_bytes = self._reader.geometry.key_bytes
         if key_dtype.itemsize != key_bytes:
             raise TypeError(f"{path} has keys of {key_bytes} bytes, read them with key_type int{8 * key_bytes}")
-        self.rows = SnapshotRows(RowLayout(self._reader.storage_dim, "float32", 0), None, (), 0)
+        storage_dim = self._reader.storage_dim
+        dim = storage_dim if embedding_dim is None else embedding_dim
+        if not 1 <= dim <= storage_dim:
+            raise ValueError(f"embedding_dim must be from 1 to {storage_dim}, the values of a row in {path}, got {dim}")
+        state = (0.0,) * (storage_dim - dim)
+        self.rows = SnapshotRows(RowLayout(dim, "float32", len(state)), None, state, 0)
 
     def __len__(self) -> int:
         return len(self._reader)

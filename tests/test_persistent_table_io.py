@@ -549,6 +549,27 @@ def test_a_table_of_oneflow_becomes_one_of_oneemb_and_back(tmp_path):
     assert read(tmp_path / "oneemb") == read(tmp_path / "back", format="oneflow") == expected
 
 
+def test_rows_of_oneflow_with_state_say_how_many_weights_they_have(tmp_path):
+    keys, values = some_rows(np.random.default_rng(4), 30, 6)
+    write(tmp_path / "f", keys, values, format="oneflow")
+    make = oneemb.make_persistent_table_reader
+    reader = make(tmp_path / "f", "s", "int64", "float32", embedding_dim=2, format="oneflow")
+    oneemb.import_rows(tmp_path / "weights", reader, snapshot="s")
+    oneemb.import_rows(tmp_path / "state", reader, snapshot="s", with_state=True)
+    assert read(tmp_path / "weights") == {(0, k): v[:2].tobytes() for k, v in zip(keys.tolist(), values, strict=True)}
+    assert read(tmp_path / "state") == {(0, k): v.tobytes() for k, v in zip(keys.tolist(), values, strict=True)}
+    embedding = embedding_on(tmp_path / "state", 2)
+    oneemb.Optimizer(torch.optim.Adam(embedding.parameters()), [embedding])
+    embedding.load_snapshot("s")
+    assert torch.equal(embedding(torch.from_numpy(keys)).detach(), torch.from_numpy(values[:, :2]))
+    embedding.close()
+    for dim in (0, 7):
+        with pytest.raises(ValueError, match="embedding_dim must be from 1 to 6"):
+            make(tmp_path / "f", "s", "int64", "float32", embedding_dim=dim, format="oneflow")
+    with pytest.raises(ValueError, match="leave it out"):
+        make(tmp_path / "state", "s", "int64", "float32", embedding_dim=2)
+
+
 def test_a_second_snapshot_leaves_every_byte_of_the_first(tmp_path):
     folder = OneFlowFolder(tmp_path / "t", 8, 2, 512, 4)
     folder.save("first", folder.put([1, 2, 3], np.ones((3, 2), np.float32)))

@@ -1,0 +1,317 @@
+"""The command line: what it prints is compared with what lies on disk, and its exit codes with what was done to it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pandas
+import pytest
+from click.testing import CliRunner
+
+import oneemb
+from oneemb.commands import oneemb as command
+from oneemb.kernels.threads import Threads
+from oneemb.storage.persistent_table import PersistentTable
+
+IDS = np.arange(-50, 50)
+
+
+def run(*arguments, code=0, **options):
+    result = CliRunner().invoke(command, [str(a) for a in arguments], **options)
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def run_json(*arguments, code=0):
+    result = run(*arguments, "--json", code=code)
+    assert result.stdout.count("\n") == 1, "one line and nothing else"
+    return json.loads(result.stdout)
+
+
+def vectors(seed=0, dim=4):
+    return np.random.default_rng(seed).standard_normal((len(IDS), dim)).astype(np.float32)
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A table with snapshots "first" and "second"."""
+    path = tmp_path / "table"
+    for name, seed in [("first", 0), ("second", 1)]:
+        with oneemb.make_persistent_table_writer(path, name, "int64", "float32", 4) as writer:
+            writer.write(IDS, vectors(seed), IDS % 2)
+    return path
+
+
+def rows_of(path, name, **options):
+    with oneemb.make_persistent_table_reader(path, name, "int64", "float32", with_tables=True, **options) as reader:
+        return {
+            (t, k): v
+            for table_N, keys, values in reader
+            for t, k, v in zip(table_N.tolist(), keys.tolist(), values.tolist(), strict=True)
+        }
+
+
+def damage(path, suffix=".rows", at=4096):
+    (file, *_) = sorted(f for f in path.rglob(f"*{suffix}"))
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    return file
+
+
+def disk_bytes(path):
+    return sum(f.stat().st_size for f in path.rglob("*.*") if f.is_file())
+
+
+# ---- inspect --------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_says_what_there_is(path):
+    found = run_json("inspect", path)
+    assert (found["format"], found["format_version"], found["holder"]) == ("oneemb", 1, None)
+    assert found["disk_bytes"] == disk_bytes(path) == found["live_bytes"] + found["garbage_bytes"]
+    assert found["unsaved_bytes"] == 0 and found["damaged"] == {}
+    assert [(s["name"], s["rows"], s["dim"], s["dtype"], s["state_width"]) for s in found["snapshots"]] == [
+        ("first", 100, 4, "float32", 0), ("second", 100, 4, "float32", 0),
+    ]  # fmt: skip
+    text = run("inspect", path).stdout
+    assert "format 1" in text and "nobody writes to it" in text and "4 float32" in text
+    assert text.index("first") < text.index("second")
+
+
+def test_inspect_names_the_holder_of_the_lock(path):
+    with PersistentTable.open(path, row_width=4, threads=Threads(1)):
+        assert f"process {os.getpid()} on host" in run_json("inspect", path)["holder"]
+        assert f"held by process {os.getpid()}" in run("inspect", path).stdout
+
+
+def test_inspect_of_a_damaged_snapshot_shows_the_others(path):
+    damage(path, "second.snapshot", 200)
+    found = run_json("inspect", path)
+    assert [s["name"] for s in found["snapshots"]] == ["first"] and list(found["damaged"]) == ["second"]
+    assert "damaged: " in run("inspect", path).stdout
+
+
+def test_inspect_and_list_of_a_table_of_oneflow(tmp_path):
+    with oneemb.make_persistent_table_writer(
+        tmp_path / "f", "s", "int32", "float32", 4, format="oneflow"
+    ) as writer:  # fmt: skip
+        writer.write(IDS.astype(np.int32), vectors())
+    found = run_json("inspect", tmp_path / "f")
+    assert (found["format"], found["key_bytes"], found["value_bytes"]) == ("oneflow", 4, 16)
+    assert found["snapshots"] == [{"name": "s", "rows": 100}]
+    assert "a table of OneFlow, keys of 4 bytes, rows of 4 float32" in run("inspect", tmp_path / "f").stdout
+    assert run("snapshot", "list", tmp_path / "f").stdout == "s\n"
+
+
+# ---- check ----------------------------------------------------------------------------------------------------------
+
+
+def test_check_of_a_sound_table_exits_with_0(path):
+    found = run_json("check", path)
+    assert found["sound"] and found["problems"] == [] and found["snapshots"] == ["first", "second"]
+    assert found["rows"] == 200
+    assert "no contradictions; 2 snapshots with 200 rows" in run("check", path).stdout
+
+
+@pytest.mark.parametrize(("suffix", "at"), [(".rows", 4096), (".rows", 0), (".keys", 300), (".snapshot", 200)])
+def test_check_of_a_damaged_table_exits_with_1_and_names_the_file(path, suffix, at):
+    file = damage(path, suffix, at)
+    found = run_json("check", path, code=1)
+    assert not found["sound"] and str(file) in found["problems"][0]
+    result = run("check", path, code=1)
+    assert str(file) in result.stdout and "1 contradictions" in result.stdout
+
+
+def test_check_of_a_table_of_oneflow(tmp_path):
+    with oneemb.make_persistent_table_writer(
+        tmp_path / "f", "s", "int64", "float32", 4, format="oneflow"
+    ) as writer:  # fmt: skip
+        writer.write(IDS, vectors())
+    assert run_json("check", tmp_path / "f")["rows"] == 100
+    (keys,) = (tmp_path / "f/keys").iterdir()
+    data = keys.read_bytes()
+    keys.write_bytes(data[8:16] + data[8:])
+    assert "1 keys twice" in run_json("check", tmp_path / "f", code=1)["problems"][0]
+    keys.unlink()
+    assert "is missing" in run_json("check", tmp_path / "f", code=1)["problems"][0]
+
+
+# ---- compact, snapshots ---------------------------------------------------------------------------------------------
+
+
+def grow(path):
+    """Chunks that are mostly garbage, held by a snapshot."""
+    with PersistentTable.open(
+        path, row_width=4, physical_block_size=512, chunk_bytes=1, threads=Threads(1), background=False
+    ) as table:
+        table.load_snapshot("first")
+        meta = table.snapshots()[0].meta
+        for n in range(40):
+            table.put(np.zeros(500, np.int32), np.arange(500), np.full((500, 4), n, np.float32))
+            table.flush()
+            if n % 10 == 0:
+                table.save_snapshot(f"old-{n}", meta)
+        table.save_snapshot("grown", meta)
+        for n in range(0, 40, 10):
+            table.delete_snapshot(f"old-{n}")
+
+
+def test_compact_frees_disk_and_keeps_every_snapshot(path):
+    grow(path)
+    before = {name: rows_of(path, name) for name in ("first", "second", "grown")}
+    size = disk_bytes(path)
+    found = run_json("compact", path)
+    assert found["disk_bytes_before"] == size > found["disk_bytes"] == disk_bytes(path)
+    assert found["bytes_freed"] == size - disk_bytes(path) and found["rows_moved"] > 0
+    assert {name: rows_of(path, name) for name in before} == before
+    assert "became" in run("compact", path).stdout
+
+
+def test_commands_that_write_are_refused_while_a_job_has_the_table(path):
+    with PersistentTable.open(path, row_width=4, threads=Threads(1)):
+        for arguments in (["compact", path], ["snapshot", "delete", path, "first", "--yes"]):
+            result = run(*arguments, code=2)
+            assert f"process {os.getpid()}" in result.stderr and result.stdout == ""
+        run("check", path)
+        run("inspect", path)
+
+
+def test_snapshots_are_listed_and_deleted(path):
+    assert run_json("snapshot", "list", path)["snapshots"] == ["first", "second"]
+    assert run("snapshot", "list", path).stdout == "first\nsecond\n"
+    size = disk_bytes(path)
+    run("snapshot", "delete", path, "first", code=1, input="n\n")
+    assert run("snapshot", "list", path).stdout == "first\nsecond\n"
+    run("snapshot", "delete", path, "first", input="y\n")
+    assert run("snapshot", "list", path).stdout == "second\n"
+    found = run_json("snapshot", "delete", path, "second", "-y")
+    assert found["deleted"] == "second" and 0 < found["bytes_freed"] < size and disk_bytes(path) == 0
+    assert "there are: none" in run("snapshot", "delete", path, "second", "-y", code=2).stderr
+    assert run("snapshot", "list", path).stdout == "no snapshots\n"
+
+
+# ---- export, import -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".parquet", ".safetensors"])
+def test_rows_go_out_and_come_back(path, tmp_path, suffix):
+    file = tmp_path / f"rows{suffix}"
+    found = run_json("export", path, file, "--snapshot", "second")
+    assert (found["rows"], found["bytes"]) == (100, file.stat().st_size)
+    assert run_json("import", file, tmp_path / "new", "--snapshot", "s")["rows"] == 100
+    assert rows_of(tmp_path / "new", "s") == rows_of(path, "second")
+    assert "exists" in run("export", path, file, "--snapshot", "first", code=2).stderr
+    run("export", path, file, "--snapshot", "first", "--overwrite", "--table", "1")
+    run("import", file, tmp_path / "new", "--snapshot", "t", "--table", "1")
+    first = rows_of(path, "first")
+    assert rows_of(tmp_path / "new", "t") == {key: row for key, row in first.items() if key[0] == 1}
+
+
+def test_npy_files_and_shards(path, tmp_path):
+    files = [tmp_path / f"{name}.npy" for name in ("k", "v", "t")]
+    run("export", path, *files, "--snapshot", "first")
+    shards = [tmp_path / "a", tmp_path / "b"]
+    run("import", *files, shards[0], "--shard", shards[1], "--snapshot", "s")
+    assert rows_of(shards, "s") == rows_of(path, "first")
+    run("export", shards[1], tmp_path / "again.npz", "--shard", shards[0])
+    run("import", tmp_path / "again.npz", tmp_path / "c", "--snapshot", "s")
+    assert rows_of(tmp_path / "c", "s") == rows_of(path, "first")
+    run("import", files[1], tmp_path / "d", "--snapshot", "numbered")
+    assert {key for _, key in rows_of(tmp_path / "d", "numbered")} == set(range(100))
+
+
+def test_columns_of_a_data_frame_come_in(tmp_path):
+    values = vectors(dim=2)
+    pandas.DataFrame({"id": IDS, "x": values[:, 0], "y": values[:, 1]}).to_parquet(tmp_path / "f.parquet")
+    arguments = ["import", tmp_path / "f.parquet", tmp_path / "t", "--values", "x", "--values", "y"]
+    run(*arguments, "--snapshot", "s", "--keys", "id", "--table", "3", "--dtype", "float16", "--block-size", "512")
+    expected = values.astype(np.float16).astype(np.float32).tolist()
+    assert rows_of(tmp_path / "t", "s") == {(3, k): v for k, v in zip(IDS.tolist(), expected, strict=True)}
+    assert run_json("inspect", tmp_path / "t")["snapshots"][0]["physical_block_size"] == 512
+    run(*arguments, "--snapshot", "numbered", "--row-numbers")
+    assert {key for _, key in rows_of(tmp_path / "t", "numbered")} == set(range(100))
+
+
+def test_tables_of_oneflow_and_of_oneemb_come_in(path, tmp_path):
+    shards = [tmp_path / "0-2", tmp_path / "1-2"]
+    with oneemb.make_persistent_table_writer(shards, "s", "int64", "float32", 4, format="oneflow") as writer:
+        writer.write(IDS, vectors())
+    run("import", *shards, tmp_path / "t", "--snapshot", "all")
+    run("import", *shards, tmp_path / "t", "--snapshot", "weights", "--embedding-dim", "1")
+    expected = {(0, k): v for k, v in zip(IDS.tolist(), vectors().tolist(), strict=True)}
+    assert rows_of(tmp_path / "t", "all") == expected
+    assert rows_of(tmp_path / "t", "weights") == {key: row[:1] for key, row in expected.items()}
+    run("import", *shards, tmp_path / "u", "--snapshot", "state", "--embedding-dim", "1", "--with-state")
+    assert rows_of(tmp_path / "u", "state") == expected
+    run("import", path, tmp_path / "v", "--from-snapshot", "first", "--snapshot", "copy")
+    assert rows_of(tmp_path / "v", "copy") == rows_of(path, "first")
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_mistakes_exit_with_2_and_say_what_to_do(path, tmp_path):
+    (tmp_path / "empty").mkdir()
+    np.savez(tmp_path / "v.npz", keys=IDS, values=vectors())
+    for arguments, says in [
+        (["inspect", tmp_path / "none"], "does not exist"),
+        (["inspect", tmp_path / "empty"], "no table of oneemb"),
+        (["check", tmp_path / "empty"], "no table of oneemb"),
+        (["compact", tmp_path / "empty"], "no table of oneemb"),
+        (["snapshot", "list", tmp_path / "empty"], "no table of oneemb"),
+        (["snapshot", "delete", tmp_path / "empty", "s", "-y"], "no table of oneemb"),
+        (["snapshot", "delete", path, "third", "-y"], "'first', 'second'"),
+        (["export", path, tmp_path / "x.npz"], "there are: 'first', 'second'"),
+        (["export", path, tmp_path / "x.csv", "--snapshot", "first"], "must end in"),
+        (["export", path, tmp_path / "x.npz", "--snapshot", "third"], "no snapshot named 'third'"),
+        (["import", tmp_path / "v.npz", path, "--snapshot", "first"], "'first' already"),
+        (["import", tmp_path / "v.npz", path], "--snapshot"),
+        (["import", tmp_path / "v.npz", path, "--snapshot", "x", "--keys", "id"], "no column 'id'"),
+        (["import", tmp_path / "v.npz", path, "--snapshot", "x", "--from-snapshot", "s"], "folders of tables"),
+        (["nonsense"], "No such command"),
+    ]:
+        result = run(*arguments, code=2)
+        assert says in result.stderr.replace("\n", " "), result.stderr
+        assert result.stdout == "" and "Traceback" not in result.stderr
+    assert list((tmp_path / "empty").iterdir()) == []
+    assert run("snapshot", "list", path).stdout == "first\nsecond\n"
+
+
+def test_an_error_of_ours_keeps_its_traceback(path, monkeypatch):
+    def wrong(path):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("oneemb.storage.table_info.table_info", wrong)
+    result = CliRunner().invoke(command, ["inspect", str(path)])
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+# ---- real processes -------------------------------------------------------------------------------------------------
+
+
+def test_the_installed_command_checks_a_table(path):
+    script = os.path.join(os.path.dirname(sys.executable), "oneemb")
+    done = subprocess.run([script, "check", path, "--json"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and json.loads(done.stdout)["sound"]
+    damage(path)
+    done = subprocess.run([sys.executable, "-m", "oneemb", "check", path], capture_output=True, text=True)
+    assert done.returncode == 1 and "has checksum" in done.stdout and done.stderr == ""
+
+
+def test_without_its_libraries_the_command_says_how_to_get_them():
+    code = "import sys; sys.modules['click'] = None; from oneemb.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "the command line needs click; install it with: pip install 'oneemb[cli]'\n"
+
+
+def test_asking_for_help_loads_neither_torch_nor_numba():
+    code = (
+        "import sys; from oneemb.commands import oneemb; oneemb(['--help'], standalone_mode=False);"
+        "print([m for m in ('torch', 'numba', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]" and "inspect" in done.stdout
