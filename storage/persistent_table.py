@@ -27,15 +27,14 @@ import numpy as np
 from oneemb.kernels.threads import Threads
 from oneemb.storage.aio_reader import open_reader
 from oneemb.storage.background import Background
-from oneemb.storage.block_reader import DamagedBlock, plan_reads
-from oneemb.storage.chunk_files import ROWS_BEGIN, ChunkFile
-from oneemb.storage.chunk_scan import block_damage, live_rows, missing_file, read_keys, scan_rows
+from oneemb.storage.chunk_scan import live_rows, read_keys, scan_rows
 from oneemb.storage.compaction import CompactionResult, Compactor
 from oneemb.storage.errors import RowWidthError, StorageError
 from oneemb.storage.fs import FileSystem, LocalFileSystem, storage_error
 from oneemb.storage.geometry import Geometry, make_geometry
 from oneemb.storage.live_rows import LiveRows
 from oneemb.storage.recovery import Recovery
+from oneemb.storage.row_reader import RowReader
 from oneemb.storage.row_writer import RowWriter
 from oneemb.storage.snapshot_file import SnapshotInfo, SnapshotRecord
 from oneemb.storage.snapshot_load import load_live_rows
@@ -59,7 +58,7 @@ class PersistentTable:
         self._max_space_amplification = max_space_amplification
         self._guard = threading.Condition(threading.RLock())
         self._closed = False
-        self._count = dict.fromkeys(("rows_got", "rows_missing", "rows_put", "read_requests", "bytes_read"), 0)
+        self._count = dict.fromkeys(("rows_got", "rows_missing", "rows_put"), 0)
         self.row_width = geometry.row_width
         self.recovery = Recovery()
         try:
@@ -70,12 +69,14 @@ class PersistentTable:
         self._lock = WriterLock(fs, f"{path}/LOCK")
         try:
             self.recovery.stale_lock = self._lock.left_by
-            self._reader = open_reader(io, fs, f"{path}/chunks", geometry.physical_block_size, threads)
-            self._store = SnapshotStore(fs, path, self._reader.direct, self.recovery)
+            blocks = open_reader(io, fs, f"{path}/chunks", geometry.physical_block_size, threads)
+            self._store = SnapshotStore(fs, path, blocks.direct, self.recovery)
         except BaseException:
             self._lock.release()
             raise
         self._files = self._store.chunk_files
+        self._rows = RowReader(blocks, self._files)
+        self._io, self._direct = blocks.name, blocks.direct
         self._saves = Background("save_snapshot")
         self._compactions = Background("compaction") if background else None
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="oneemb-write") if background else None
@@ -135,7 +136,7 @@ class PersistentTable:
                 self._writer.read(place_U[to_N], out_UW, to_N)
             to_N = np.flatnonzero(~(missing_U | memory_U))
             if len(to_N):
-                self._read(table_U, id_U, place_U[to_N], to_N, out_UW)
+                self._rows.read(self._live, table_U, id_U, place_U[to_N], to_N, out_UW)
             self._count["rows_got"] += len(id_U)
             self._count["rows_missing"] += int(missing_U.sum())
             return missing_U
@@ -255,7 +256,7 @@ class PersistentTable:
                     f"dtype and optimizer as when it was saved"
                 )
             self._reader_for(record.geometry)
-            self._replace(load_live_rows(self._fs, self._store, record, self._threads))
+            self._replace(load_live_rows(self._fs, self._store.files, self._files, record, self._threads))
             return record.info.meta
 
     def delete_snapshot(self, name: str) -> None:
@@ -291,8 +292,6 @@ class PersistentTable:
             chunks = self._files.chunks.values()
             return {
                 "rows": len(self),
-                "io": self._reader.name,
-                "read_depth": self._reader.depth,
                 "physical_block_size": self._live.geometry.physical_block_size,
                 "chunk_bytes": self._live.geometry.chunk_bytes,
                 "chunks": len(chunks),
@@ -307,7 +306,7 @@ class PersistentTable:
                 "bytes_removed": self._files.bytes_removed,
                 "rows_moved": self._rows_moved + self._compactor.done.rows_moved,
                 **self._count,
-                **self._reader.stats(),
+                **self._rows.stats(),
             }
 
     def close(self) -> None:
@@ -323,7 +322,7 @@ class PersistentTable:
                     self._writes.shutdown()
                 self._live.release()
                 self._files.close()
-                self._reader.close()
+                self._rows.close()
             finally:
                 self._lock.release()
             self._saves.raise_error()
@@ -352,8 +351,11 @@ class PersistentTable:
 
     def _reader_for(self, geometry: Geometry) -> None:
         """Make sure that blocks of this size can be read the way the others are."""
-        if geometry.physical_block_size < self._live.geometry.physical_block_size and self._reader.direct:
-            open_reader(self._reader.name, self._fs, self._files.directory, geometry.physical_block_size, self._threads)
+        if geometry.physical_block_size < self._live.geometry.physical_block_size and self._direct:
+            blocks = open_reader(
+                self._io, self._fs, self._files.directory, geometry.physical_block_size, self._threads
+            )
+            blocks.close()
 
     def _replace(self, live: LiveRows) -> None:
         """These are the table's rows from now on."""
@@ -363,52 +365,6 @@ class PersistentTable:
         old = self._live
         self._use(live)
         old.release()
-
-    def _read(
-        self, table_U: np.ndarray, id_U: np.ndarray, place_N: np.ndarray, to_N: np.ndarray, out_UW: np.ndarray
-    ) -> None:
-        """Bring rows that are on disk to rows `to_N` of the output."""
-        geometry = self._live.geometry
-        plan = plan_reads(geometry, place_N, to_N)
-        slot_Q = plan.slot_Q
-        offset_Q = ROWS_BEGIN + (plan.block_Q - slot_Q * geometry.blocks_per_chunk) * geometry.block_bytes
-        begin = 0
-        while begin < len(slot_Q):
-            slots, first, slot_of_q = np.unique(slot_Q[begin:], return_index=True, return_inverse=True)
-            many = self._files.files_open_max
-            end = begin + int(first[many]) if len(slots) > many else len(slot_Q)
-            file_S = np.array([self._open_rows(slot) for slot in slots[:many].tolist()], np.int64)
-            file_Q = file_S[slot_of_q[: end - begin]]
-            try:
-                self._reader.read(plan.cut(begin, end), file_Q, offset_Q[begin:end], self._live.sum_B, out_UW)
-            except DamagedBlock as damage:
-                place, u = int(plan.place_P[damage.p]), int(plan.to_P[damage.p])
-                slot, row = divmod(place, geometry.rows_per_chunk)
-                raise block_damage(
-                    self._chunk(slot).rows_path, geometry, row // geometry.rows_per_block, damage.data,
-                    int(self._live.sum_B[place // geometry.rows_per_block]), int(table_U[u]), int(id_U[u]),
-                ) from None  # fmt: skip
-            except OSError as error:
-                q = begin + (error.filename if isinstance(error.filename, int) else 0)
-                at = f"{self._chunk(int(slot_Q[q])).rows_path} at offset {offset_Q[q]}"
-                raise storage_error(error, "read rows from", at) from error
-            begin = end
-        self._count["read_requests"] += len(slot_Q)
-        self._count["bytes_read"] += int(plan.blocks_Q.sum()) * geometry.block_bytes
-
-    def _open_rows(self, slot: int) -> int:
-        chunk = self._chunk(slot)
-        try:
-            return self._files.rows_file(chunk)
-        except FileNotFoundError as error:
-            raise missing_file(chunk.rows_path) from error
-        except OSError as error:
-            raise storage_error(error, "open", chunk.rows_path) from error
-
-    def _chunk(self, slot: int) -> ChunkFile:
-        chunk = self._live.chunk_S[slot]
-        assert chunk is not None
-        return chunk
 
     def _cut(self) -> Cut:
         """What is live of each chunk on disk now; the chunks are held once more."""

@@ -5,35 +5,38 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.chunk_files import ROWS_BEGIN
+from oneemb.storage.chunk_files import ROWS_BEGIN, ChunkFiles
 from oneemb.storage.chunk_scan import ChunkKeys, check_header, live_rows, missing_file, read_keys
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.file_header import HEADER_BYTES, ROWS_MAGIC
 from oneemb.storage.fs import FileSystem, storage_error
 from oneemb.storage.geometry import Geometry
 from oneemb.storage.live_rows import LiveRows
-from oneemb.storage.snapshot_file import ChunkPart, SnapshotRecord
-from oneemb.storage.snapshot_store import SnapshotStore
+from oneemb.storage.snapshot_file import ChunkPart, SnapshotFiles, SnapshotRecord
 
 __all__ = ["load_live_rows"]
 
 
-def load_live_rows(fs: FileSystem, store: SnapshotStore, record: SnapshotRecord, threads: Threads) -> LiveRows:
+def load_live_rows(
+    fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: SnapshotRecord, threads: Threads
+) -> LiveRows:
     """The live rows of a table that holds exactly this snapshot.
 
     Raises:
         CorruptTableError: a file is not what was written; nothing is held.
     """
-    live = LiveRows(record.geometry, store.chunk_files, threads, expected=record.info.rows)
+    live = LiveRows(record.geometry, files, threads, expected=record.info.rows)
     # The files of a chunk are read and checked while the keys of the one before go into the index.
     with ThreadPoolExecutor(1, thread_name_prefix="oneemb-load") as ahead:
         try:
-            reads = [ahead.submit(_read_part, fs, store, record, part) for part in record.parts[:1]]
+            reads = [ahead.submit(_read_part, fs, snapshots, files, record, part) for part in record.parts[:1]]
             for n, part in enumerate(record.parts):
                 keys, rows = reads.pop().result()
                 if n + 1 < len(record.parts):
-                    reads.append(ahead.submit(_read_part, fs, store, record, record.parts[n + 1]))
-                slot = live.add(store.adopt(record, part))
+                    reads.append(ahead.submit(_read_part, fs, snapshots, files, record, record.parts[n + 1]))
+                slot = live.add(
+                    files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
+                )
                 begin = slot * record.geometry.blocks_per_chunk
                 live.sum_B[begin : begin + part.blocks] = keys.sum_B
                 place_N = slot * record.geometry.rows_per_chunk + rows
@@ -50,11 +53,11 @@ def load_live_rows(fs: FileSystem, store: SnapshotStore, record: SnapshotRecord,
 
 
 def _read_part(
-    fs: FileSystem, store: SnapshotStore, record: SnapshotRecord, part: ChunkPart
+    fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: SnapshotRecord, part: ChunkPart
 ) -> tuple[ChunkKeys, np.ndarray]:
     """The keys of a chunk, and which of its rows are the snapshot's."""
-    rows_path, keys_path = store.chunk_files.paths(part.number)
-    rows = live_rows(store.files.read_bits(record, part))
+    rows_path, keys_path = files.paths(part.number)
+    rows = live_rows(snapshots.read_bits(record, part))
     if len(rows) != part.rows:
         raise CorruptTableError(
             f"{record.path}: chunk {part.number} must have {part.rows} rows, its list has {len(rows)}"

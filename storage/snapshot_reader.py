@@ -10,12 +10,15 @@ from typing import overload
 import numpy as np
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.chunk_files import chunk_paths
+from oneemb.storage.block_reader import PreadReader
+from oneemb.storage.chunk_files import ChunkFiles
 from oneemb.storage.chunk_scan import live_rows, read_keys, scan_rows
-from oneemb.storage.errors import CorruptTableError, StorageError
+from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.fs import FileSystem, LocalFileSystem
-from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.live_rows import LiveRows
+from oneemb.storage.row_reader import RowReader
 from oneemb.storage.snapshot_file import ChunkPart, SnapshotFiles, SnapshotInfo, SnapshotRecord
+from oneemb.storage.snapshot_load import load_live_rows
 
 __all__ = ["SnapshotReader", "read_snapshot_info"]
 
@@ -49,7 +52,10 @@ class SnapshotReader:
     def __init__(self, fs: FileSystem, path: str, record: SnapshotRecord):
         self._fs, self._path, self._record = fs, path, record
         self._files = SnapshotFiles(fs, f"{path}/snapshots")
-        self._index: HashIndex | None = None
+        self._live: LiveRows | None = None
+        self._chunks = ChunkFiles(fs, f"{path}/chunks", next_number=0, direct=False)
+        self._chunks.keep_below = 1 << 62  # A reader removes nothing.
+        self._rows = RowReader(PreadReader(fs, Threads(1)), self._chunks)
         self.info = record.info
 
     @classmethod
@@ -88,28 +94,19 @@ class SnapshotReader:
         Raises:
             CorruptTableError: as for `scan`.
         """
-        geometry = self._record.geometry
-        if self._index is None:
-            self._index = self._make_index()
-        place_U = self._index.find(table_U, id_U)
-        for p in np.unique(place_U[place_U >= 0] // geometry.rows_per_chunk).tolist():
-            u = np.flatnonzero((place_U >= 0) & (place_U // geometry.rows_per_chunk == p))
-            u = u[np.argsort(place_U[u])]
-            _, rows_path, keys = self._part(self._record.parts[p])
-            begin = 0
-            rows = np.unique(place_U[u] - p * geometry.rows_per_chunk)
-            row_u = np.searchsorted(rows, place_U[u] - p * geometry.rows_per_chunk)
-            for _, _, row_NW in scan_rows(
-                self._fs, rows_path, geometry, self._record.parts[p].number, keys, rows, len(rows)
-            ):
-                here = (row_u >= begin) & (row_u < begin + len(row_NW))
-                out_UW[u[here]] = row_NW[row_u[here] - begin]
-                begin += len(row_NW)
+        if self._live is None:
+            self._live = load_live_rows(self._fs, self._files, self._chunks, self._record, Threads(1))
+        place_U = self._live.index.find(table_U, id_U)
+        to_N = np.flatnonzero(place_U >= 0)
+        if len(to_N):
+            self._rows.read(self._live, table_U, id_U, place_U[to_N], to_N, out_UW)
         return place_U < 0
 
     def close(self) -> None:
-        """Free the index. No file is open between calls."""
-        self._index = None
+        """Free the index and close the files."""
+        self._live = None
+        self._rows.close()
+        self._chunks.close()
 
     def __enter__(self) -> "SnapshotReader":
         return self
@@ -118,19 +115,10 @@ class SnapshotReader:
         self.close()
 
     def _part(self, part: ChunkPart):
-        rows_path, keys_path = chunk_paths(f"{self._path}/chunks", part.number)
+        rows_path, keys_path = self._chunks.paths(part.number)
         rows = live_rows(self._files.read_bits(self._record, part))
         if len(rows) != part.rows:
             raise CorruptTableError(
                 f"{self._record.path}: chunk {part.number} must have {part.rows} rows, its list has {len(rows)}"
             )
         return rows, rows_path, read_keys(self._fs, keys_path, self._record.geometry, part)
-
-    def _make_index(self) -> HashIndex:
-        index = HashIndex(Threads(1), self.info.rows)
-        for p, part in enumerate(self._record.parts):
-            rows, _, keys = self._part(part)
-            index.put(keys.table_N[rows], keys.id_N[rows], p * self._record.geometry.rows_per_chunk + rows)
-        if len(index) != self.info.rows:
-            raise StorageError(f"{self._record.path}: must have {self.info.rows} keys, has {len(index)}")
-        return index

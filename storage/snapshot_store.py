@@ -140,12 +140,8 @@ class SnapshotStore:
         self._settle()
         self._forget(name)
 
-    def adopt(self, record: SnapshotRecord, part: ChunkPart) -> ChunkFile:
-        """The chunk of a part, held once more."""
-        return self.chunk_files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
-
     def _adopt(self, record: SnapshotRecord, part: ChunkPart) -> ChunkFile:
-        chunk = self.adopt(record, part)
+        chunk = self.chunk_files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
         chunk.snapshots += 1
         return chunk
 
