@@ -336,7 +336,8 @@ def export_command(
 ) -> None:  # fmt: skip
     """Write a snapshot's rows to files.
 
-    The snapshot is one of the table at PATH. TARGET is a file .npz, .parquet or .safetensors; or files .npy of keys, values, and of tables and state if wanted.
+    The snapshot is one of the table at PATH. TARGET is a file .npz, .parquet or .safetensors; or files .npy of keys,
+    values, and of tables and state if they are wanted.
     """
     from oneemb.row_export import export_rows
 
@@ -382,8 +383,9 @@ def import_command(
 ) -> None:  # fmt: skip
     """Make a snapshot of rows in files.
 
-    The snapshot is a new one of the table at PATH, which is made if it is not there. SOURCE is a file .npz, .parquet or .safetensors; files .npy of keys, values, and of tables and state if there are
-    any; one file .npy of values, whose row numbers are the keys; or the folders of a table of OneFlow or oneemb.
+    The snapshot is a new one of the table at PATH, which is made if it is not there. SOURCE is a file .npz, .parquet or
+    .safetensors; files .npy of keys, values, and of tables and state if there are any; one file .npy of values, whose
+    row numbers are the keys; or the folders of a table of OneFlow or oneemb.
     """
     from oneemb.row_import import import_rows
 
