@@ -1,5 +1,6 @@
 """A training step as a graph: traced once, compiled, then called for each batch or run over a loader."""
 
+import os
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from oneemb.checkpoint import GraphState, load_checkpoint, save_checkpoint
 from oneemb.graph import step_ops
 from oneemb.graph.inputs import Signature, Structure
 from oneemb.graph.pipeline import Plan, Recipe, compile_plan
@@ -340,6 +342,36 @@ class TrainGraph(_Graph):
         for one in self.optimizers:
             one.optimizer.zero_grad(set_to_none=True)
         self._calls = 0
+
+    def save(self, path: str) -> None:
+        """Write a checkpoint: everything that the next step depends on, in one file, as a whole or not at all.
+
+        The file holds dense parameters and buffers, the states of optimizers, schedulers and the GradScaler, the
+        count of steps and the random generators (of torch, random and numpy). Rows are saved as a snapshot in each
+        embedding's `persistent_path`, which the file names; the snapshots of a checkpoint that this one takes the
+        place of are deleted.
+
+        Args:
+            path: the file; its folder must exist.
+
+        Raises:
+            RuntimeError: micro-batches are accumulated that no update has used yet.
+            StorageError, OSError: the disk fails; what was at `path` is still there.
+        """
+        save_checkpoint(self, os.fspath(path))
+
+    def load(self, path: str) -> None:
+        """Go on from a checkpoint, bit for bit.
+
+        Raises:
+            ValueError: it is no checkpoint, or one of another graph; the message says what differs. Nothing changed.
+            StorageError: a snapshot that it names is not there, or its rows hold another optimizer's state.
+        """
+        load_checkpoint(self, os.fspath(path))
+
+    def state(self) -> GraphState:
+        """The graph's whole state for torch.distributed.checkpoint: `dcp.save({"graph": graph.state()}, ...)`."""
+        return GraphState(self)
 
     def _accumulation(self) -> int:
         steps = self.config.accumulation_steps

@@ -1,0 +1,249 @@
+"""The whole state of a training graph in one file: written as a whole or not at all.
+
+    file       dense parameters and buffers, optimizers, schedulers, scaler, steps, random generators,
+               and for each embedding the name of a snapshot in its `persistent_path`
+    snapshot   the embedding's rows and their optimizer state
+
+Invariants:
+- the file is there with all it names, or what was there before is: snapshots are durable before the file takes the
+  place of the one before it, whose snapshots are deleted only then;
+- a checkpoint that does not fit the graph is refused before anything has changed;
+- a file holds numbers, tensors and names only, and is read as such: no code of it runs.
+"""
+
+import io
+import os
+import pickle
+import random
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from oneemb.graph.tracer import embeddings_in
+from oneemb.storage.row_store import StorageError
+
+if TYPE_CHECKING:
+    from oneemb.train_graph import TrainGraph
+
+__all__ = ["GraphState", "load_checkpoint", "save_checkpoint"]
+
+_FORMAT = 1
+_PREFIX = "checkpoint-"
+
+
+def save_checkpoint(graph: "TrainGraph", path: str) -> None:
+    """Write a checkpoint; see `TrainGraph.save`."""
+    replaced = _read(path)["embeddings"] if os.path.exists(path) else {}
+    made: dict[str, str | None] = {}
+    embeddings = embeddings_in(graph)
+    try:
+        for name, embedding in embeddings.items():
+            made[name] = None
+            if embedding.store.changes:
+                snapshot = _free_name(embedding, graph.steps)
+                # Not through the embedding, which would take the snapshot for the one that its own state_dict names.
+                embedding.store.save_snapshot(snapshot, embedding._describe())
+                made[name] = snapshot
+        _write(path, _to_bytes(_state_of(graph, made)))
+    except BaseException:
+        _delete(embeddings, made)
+        raise
+    _delete(embeddings, replaced)
+
+
+def load_checkpoint(graph: "TrainGraph", path: str) -> None:
+    """Read a checkpoint; see `TrainGraph.load`."""
+    _restore(graph, _read(path), path)
+
+
+class GraphState:
+    """A graph's state for torch.distributed.checkpoint: an object with `state_dict` and `load_state_dict`.
+
+    Example: `dcp.save({"graph": graph.state()}, checkpoint_id=path)`, and `dcp.load` of the same.
+
+    The state names a snapshot of each embedding, as the embedding's own `state_dict` does.
+    """
+
+    def __init__(self, graph: "TrainGraph"):
+        self._graph = graph
+
+    def state_dict(self) -> dict[str, bytes]:
+        """The state as one value, which fits whatever the optimizers have made since."""
+        names = {name: one.get_extra_state() for name, one in embeddings_in(self._graph).items()}
+        named = {name: next(iter(state.values())) for name, state in names.items()}
+        return {"oneemb_graph": _to_bytes(_state_of(self._graph, named))}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave.
+
+        Raises:
+            ValueError, StorageError: it does not fit the graph; nothing has changed.
+        """
+        _restore(self._graph, _of_bytes(state_dict["oneemb_graph"], "the state"), "the state")
+
+
+def _state_of(graph: "TrainGraph", snapshots: Mapping[str, str | None]) -> dict[str, Any]:
+    if graph._calls:
+        raise RuntimeError(
+            f"{graph._calls} of {graph.config.accumulation_steps} micro-batches are not updated with yet; save after"
+            " the call that ends with the update"
+        )
+    numpy_name, numpy_keys, *numpy_rest = np.random.get_state()
+    return {
+        "format": _FORMAT,
+        "embeddings": dict(snapshots),
+        "tensors": {name: tensor.detach() for name, tensor in _tensors(graph).items()},
+        "extra": {name: module.get_extra_state() for name, module in _with_extra_state(graph).items()},
+        "optimizers": [one.state_dict() for one in graph.optimizers],
+        "optimizer_classes": [type(one.optimizer).__name__ for one in graph.optimizers],
+        "skipped": [one.skipped for one in graph.optimizers],
+        "lr_schedulers": [None if one is None else one.state_dict() for one in graph._lr_schedulers],
+        "grad_scaler": None if graph._scaler is None else graph._scaler.state_dict(),
+        "steps": graph.steps,
+        "random": {
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "python": random.getstate(),
+            "numpy": [numpy_name, torch.from_numpy(np.asarray(numpy_keys).astype(np.int64)), *numpy_rest],
+        },
+    }
+
+
+def _tensors(graph: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and the buffers that modules want saved."""
+    found: dict[str, torch.Tensor] = dict(graph.named_parameters())
+    for prefix, module in graph.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def _with_extra_state(graph: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    embeddings = embeddings_in(graph)
+    plain = torch.nn.Module.get_extra_state
+    return {
+        name: one
+        for name, one in graph.named_modules()
+        if type(one).get_extra_state is not plain and name not in embeddings
+    }
+
+
+def _restore(graph: "TrainGraph", state: dict[str, Any], where: str) -> None:
+    tensors, embeddings = _tensors(graph), embeddings_in(graph)
+    _check_fits(graph, state, tensors, embeddings, where)
+    for name, snapshot in state["embeddings"].items():
+        embeddings[name].set_extra_state({"oneemb_snapshot": snapshot})
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(state["tensors"][name])
+    for name, module in _with_extra_state(graph).items():
+        module.set_extra_state(state["extra"][name])
+    for one, of_one, skipped in zip(graph.optimizers, state["optimizers"], state["skipped"], strict=True):
+        one.load_state_dict(of_one)
+        one.skipped = skipped
+    for scheduler, of_one in zip(graph._lr_schedulers, state["lr_schedulers"], strict=True):
+        if scheduler is not None:
+            scheduler.load_state_dict(of_one)
+    if graph._scaler is not None:
+        graph._scaler.load_state_dict(state["grad_scaler"])
+    graph._drop_gradients()
+    graph.steps = state["steps"]
+    drawn = state["random"]
+    torch.set_rng_state(drawn["torch"])
+    if torch.cuda.is_available() and len(drawn["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(drawn["cuda"])
+    random.setstate(drawn["python"])
+    name, keys, *rest = drawn["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+
+
+def _check_fits(
+    graph: "TrainGraph", state: dict[str, Any], tensors: Mapping[str, torch.Tensor], embeddings: Any, where: str
+) -> None:
+    if state.get("format") != _FORMAT:
+        raise ValueError(f"{where} has format {state.get('format')!r}, this version of oneemb reads {_FORMAT}")
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    saved = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state["tensors"].items()}
+    for name in sorted({*shapes, *saved}):
+        if shapes.get(name) != saved.get(name):
+            raise ValueError(
+                f"{where} does not fit: {name} is {saved.get(name)} there, {shapes.get(name)} in the graph"
+            )
+    expected = (
+        ("embeddings", sorted(state["embeddings"]), sorted(embeddings)),
+        ("modules with extra state", sorted(state["extra"]), sorted(_with_extra_state(graph))),
+        ("optimizers", state["optimizer_classes"], [type(one.optimizer).__name__ for one in graph.optimizers]),
+        (
+            "learning rate schedulers",
+            [one is not None for one in state["lr_schedulers"]],
+            [one is not None for one in graph._lr_schedulers],
+        ),
+        ("a GradScaler", state["grad_scaler"] is not None, graph._scaler is not None),
+    )
+    for what, there, here in expected:
+        if there != here:
+            raise ValueError(f"{where} does not fit: {what} are {there} there, {here} in the graph")
+    for name, snapshot in state["embeddings"].items():
+        if snapshot is not None and snapshot not in embeddings[name].snapshots():
+            raise StorageError(
+                f"{where} names the snapshot {snapshot!r} of embedding {name!r}, which is not in"
+                f" {embeddings[name].store.plan.persistent_path}; there are {embeddings[name].snapshots()}"
+            )
+
+
+def _delete(embeddings: Mapping[str, Any], snapshots: Mapping[str, str | None]) -> None:
+    """Delete those of these snapshots that `save_checkpoint` made and that are still there."""
+    for name, snapshot in snapshots.items():
+        if snapshot is not None and name in embeddings and snapshot.startswith(_PREFIX):
+            if snapshot in embeddings[name].snapshots():
+                embeddings[name].delete_snapshot(snapshot)
+
+
+def _free_name(embedding: Any, step: int) -> str:
+    taken = set(embedding.snapshots())
+    n = 0
+    while (name := f"{_PREFIX}{step:012d}-{n}") in taken:
+        n += 1
+    return name
+
+
+def _to_bytes(state: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def _of_bytes(data: Any, where: str) -> dict[str, Any]:
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{where} is not a checkpoint of a TrainGraph, or is damaged: {error}") from error
+
+
+def _read(path: str) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        return _of_bytes(file.read(), path)
+
+
+def _write(path: str, data: bytes) -> None:
+    """In place of what was at `path`, durably, as a whole or not at all."""
+    folder = os.path.dirname(os.path.abspath(path))
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
