@@ -9,8 +9,11 @@ RUN = $(VENV)/bin/python
 demo: $(VENV)/ready  ## Train a click model with its embeddings on the cached-SSD store.
 	$(RUN) examples/kuairand_dlrm.py --store ssd
 
+# CUDA loops run in numba's simulator and are compiled for two GPUs; each reads its switch once a process.
 test: $(VENV)/ready  ## The test suite.
 	$(RUN) -m pytest
+	NUMBA_ENABLE_CUDASIM=1 $(RUN) -m pytest -q tests/cuda
+	ONEEMB_TEST_COMPILE=1 $(RUN) -m pytest -q tests/cuda_compile
 
 test-slow: $(VENV)/ready  ## The long proofs: many crashes, many random models.
 	$(RUN) -m pytest -m slow

@@ -19,7 +19,7 @@ import numpy as np
 from oneemb.kernels.hash_index import hash_key
 from oneemb.kernels.jit import cuda, mul_high, rule
 
-__all__ = ["erase_loop", "find_loop", "home", "insert_loop", "items_loop", "rehash_loop"]
+__all__ = ["erase_loop", "find_loop", "home", "insert_loop", "items_loop", "rehash_loop", "seek"]
 
 _PLACE_BITS = 40
 _PLACE_MASK = (1 << 40) - 1
@@ -32,7 +32,7 @@ def home(table, id, cells):
 
 
 @cuda.inner
-def _seek(cell_C2, table, id):
+def seek(cell_C2, table, id):
     """The cell that holds the key, or -1."""
     cells = cell_C2.shape[0]
     c = home(table, id, cells)
@@ -73,7 +73,7 @@ def find_loop(cell_C2, table_U, id_U, size_1, place_U):
     """place_U[u] = the place of key u, -1 where the index does not hold it, for the first size_1[0] keys."""
     u = cuda.grid(1)
     while u < size_1[0]:
-        c = _seek(cell_C2, table_U[u], id_U[u])
+        c = seek(cell_C2, table_U[u], id_U[u])
         place_U[u] = (cell_C2[c, 1] & _PLACE_MASK) - 1 if c >= 0 else -1
         u += cuda.gridsize(1)
 
@@ -96,7 +96,7 @@ def erase_loop(cell_C2, table_U, id_U, old_U):
     """Take keys out; old_U[u] = the place key u had, -1 if it was not there. No key comes twice."""
     u = cuda.grid(1)
     while u < id_U.shape[0]:
-        c = _seek(cell_C2, table_U[u], id_U[u])
+        c = seek(cell_C2, table_U[u], id_U[u])
         old_U[u] = -1
         if c >= 0:
             old_U[u] = (cell_C2[c, 1] & _PLACE_MASK) - 1

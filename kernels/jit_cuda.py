@@ -233,8 +233,7 @@ def _widened(builder, value, kind):
     if kind == types.uint16:
         return builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
     assert kind == types.int16
-    word = ir.IntType(32)
-    return builder.bitcast(builder.shl(builder.zext(value, word), word(16)), ir.FloatType())
+    return builder.bitcast(builder.shl(builder.zext(value, _WORD), _WORD(16)), ir.FloatType())
 
 
 def _narrowed(builder, value, kind):
@@ -259,11 +258,46 @@ def _pointer(context, builder, kind, array, row, column, element):
     return builder.inttoptr(place, element.as_pointer())
 
 
-def _access(kind, width):
-    """How `width` elements are read: (elements a time, their bits' type, alignment in bytes)."""
+_WORD = ir.IntType(32)
+_WIDE = ir.VectorType(_WORD, 4)  # vectors of 16-bit elements would be moved 8 bytes at a time
+
+
+def _load_bits(context, builder, kind, array, row, column, width):
+    """The bits of `width` elements of array[row, column:], each an integer of its size; 16 bytes a time if many."""
     bits = kind.dtype.bitwidth
-    count = min(width, 128 // bits)
-    return count, ir.IntType(bits), count * bits // 8
+    element = ir.IntType(bits)
+    if width == 1:
+        return [builder.load(_pointer(context, builder, kind, array, row, column, element), align=bits // 8)]
+    found = []
+    for first in range(0, width, 128 // bits):
+        at = builder.add(column, column.type(first))
+        wide = builder.load(_pointer(context, builder, kind, array, row, at, _WIDE), align=16)
+        for i in range(4):
+            word = builder.extract_element(wide, _WORD(i))
+            found += [builder.trunc(builder.lshr(word, _WORD(at)), element) if bits < 32 else word
+                      for at in range(0, 32, bits)]  # fmt: skip
+    return found
+
+
+def _store_bits(context, builder, kind, array, row, column, values):
+    """The reverse of `_load_bits`."""
+    bits = kind.dtype.bitwidth
+    if len(values) == 1:
+        pointer = _pointer(context, builder, kind, array, row, column, ir.IntType(bits))
+        builder.store(values[0], pointer, align=bits // 8)
+        return
+    a_word = 32 // bits
+    for first in range(0, len(values), 4 * a_word):
+        wide = ir.Constant(_WIDE, ir.Undefined)
+        for i in range(4):
+            parts = values[first + i * a_word : first + (i + 1) * a_word]
+            word = parts[0]
+            if bits < 32:
+                low, high = (builder.zext(part, _WORD) for part in parts)
+                word = builder.or_(low, builder.shl(high, _WORD(16)))
+            wide = builder.insert_element(wide, word, _WORD(i))
+        at = builder.add(column, column.type(first))
+        builder.store(wide, _pointer(context, builder, kind, array, row, at, _WIDE), align=16)
 
 
 def _simulated_load(width):
@@ -284,18 +318,11 @@ def _load(width):
         def codegen(context, builder, sig, args):
             out = context.make_array(sig.args[0])(context, builder, args[0])
             row, column = (context.cast(builder, args[i], sig.args[i], types.intp) for i in (2, 3))
-            count, element, alignment = _access(sig.args[1], width)
-            for first in range(0, width, count):
-                block = element if count == 1 else ir.VectorType(element, count)
-                at = builder.add(column, column.type(first))
-                pointer = _pointer(context, builder, sig.args[1], args[1], row, at, block)
-                value = builder.load(pointer, align=alignment)
-                for i in range(count):
-                    bits = value if count == 1 else builder.extract_element(value, ir.IntType(32)(i))
-                    if sig.args[1].dtype == types.float32:
-                        bits = builder.bitcast(bits, ir.FloatType())
-                    to = builder.gep(out.data, [ir.IntType(32)(first + i)])
-                    builder.store(_widened(builder, bits, sig.args[1].dtype), to)
+            kind = sig.args[1]
+            for i, bits in enumerate(_load_bits(context, builder, kind, args[1], row, column, width)):
+                if kind.dtype == types.float32:
+                    bits = builder.bitcast(bits, ir.FloatType())
+                builder.store(_widened(builder, bits, kind.dtype), builder.gep(out.data, [_WORD(i)]))
             return context.get_dummy_value()
 
         return types.void(out_V, array, row, column), codegen
@@ -321,19 +348,11 @@ def _store(width):
         def codegen(context, builder, sig, args):
             source = context.make_array(sig.args[3])(context, builder, args[3])
             row, column = (context.cast(builder, args[i], sig.args[i], types.intp) for i in (1, 2))
-            count, element, alignment = _access(sig.args[0], width)
-            for first in range(0, width, count):
-                block = element if count == 1 else ir.VectorType(element, count)
-                value = ir.Constant(block, ir.Undefined)
-                for i in range(count):
-                    x = builder.load(builder.gep(source.data, [ir.IntType(32)(first + i)]))
-                    bits = _narrowed(builder, x, sig.args[0].dtype)
-                    if sig.args[0].dtype == types.float32:
-                        bits = builder.bitcast(bits, element)
-                    value = bits if count == 1 else builder.insert_element(value, bits, ir.IntType(32)(i))
-                at = builder.add(column, column.type(first))
-                pointer = _pointer(context, builder, sig.args[0], args[0], row, at, block)
-                builder.store(value, pointer, align=alignment)
+            kind, values = sig.args[0], []
+            for i in range(width):
+                bits = _narrowed(builder, builder.load(builder.gep(source.data, [_WORD(i)])), kind.dtype)
+                values.append(builder.bitcast(bits, _WORD) if kind.dtype == types.float32 else bits)
+            _store_bits(context, builder, kind, args[0], row, column, values)
             return context.get_dummy_value()
 
         return types.void(array, row, column, in_V), codegen
@@ -359,13 +378,8 @@ def _move(width):
         def codegen(context, builder, sig, args):
             assert sig.args[0].dtype == sig.args[3].dtype
             place = [context.cast(builder, args[i], sig.args[i], types.intp) for i in (1, 2, 4, 5)]
-            count, element, alignment = _access(sig.args[0], width)
-            block = element if count == 1 else ir.VectorType(element, count)
-            for first in range(0, width, count):
-                column, to_column = (builder.add(at, at.type(first)) for at in (place[3], place[1]))
-                source = _pointer(context, builder, sig.args[3], args[3], place[2], column, block)
-                target = _pointer(context, builder, sig.args[0], args[0], place[0], to_column, block)
-                builder.store(builder.load(source, align=alignment), target, align=alignment)
+            values = _load_bits(context, builder, sig.args[3], args[3], *place[2:], width)
+            _store_bits(context, builder, sig.args[0], args[0], *place[:2], values)
             return context.get_dummy_value()
 
         return types.void(to, to_row, to_column, array, row, column), codegen

@@ -7,7 +7,6 @@ In the simulator loops are Python, so the lines of each that have run are noted,
 """
 
 import os
-import sys
 import threading
 
 import pytest
@@ -15,10 +14,10 @@ import pytest
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 ON_GPU = os.environ.get("ONEEMB_TEST_GPU") == "1"
 
-collect_ignore_glob = [] if SIMULATED or ON_GPU else ["test_*.py"]
+collect_ignore_glob = [] if SIMULATED or ON_GPU else ["*.py"]
 
-lines_run: dict = {}
-"""Code object of a CUDA loop -> numbers of its lines that have run."""
+lines_left: dict = {}
+"""Code object of a CUDA loop -> numbers of its lines that have not run."""
 
 
 @pytest.fixture(scope="session")
@@ -34,24 +33,23 @@ def note_lines_run():
     if not SIMULATED:
         yield
         return
-    from tests.cuda.loops import all_loops
+    from tests.cuda.loops import all_loops, lines_of
 
     codes = {loop.function.__code__ for loop in all_loops().values()}
-    for code in codes:
-        lines_run[code] = set()
+    left = {code: lines_of(code) for code in codes}
+    lines_left.update(left)
 
     def on_call(frame, event, arg):
-        lines = lines_run.get(frame.f_code)
-        if lines is None:
+        lines = left.get(frame.f_code)
+        if not lines:  # not a loop's, or all of it has run
             return None
 
         def on_line(frame, event, arg):
-            lines.add(frame.f_lineno)
-            return on_line
+            lines.discard(frame.f_lineno)
+            return on_line if lines else None
 
         return on_line
 
     threading.settrace(on_call)
     yield
     threading.settrace(None)
-    assert sys.gettrace() is None or sys.gettrace() is not on_call

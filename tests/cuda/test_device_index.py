@@ -1,5 +1,7 @@
 """The device index against a dict."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -85,6 +87,34 @@ def test_cells_given_up_are_taken_again_before_new_ones(gpu):
     count_2 = gpu.full(2, value=0, dtype=torch.int64)
     gpu.run(insert_loop, 4, index.cell_C2, *keys_of(gpu, keys), gpu.put(np.arange(4)), count_2)
     assert count_2.tolist() == [0, 0], "no cell was taken for the first time, and there was one for each"
+
+
+@pytest.mark.skipif(os.environ.get("NUMBA_ENABLE_CUDASIM") != "1", reason="a race that a GPU cannot be told to have")
+@pytest.mark.parametrize("now", [5, -1], ids=["taken", "given up"])
+def test_a_cell_that_another_thread_took_between_two_looks_is_let_go(gpu, now):
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+    from oneemb.kernels import jit_cuda
+
+    class Stale(FakeCUDAArray):
+        looks = 0
+
+        def __getitem__(self, place):
+            value = super().__getitem__(place)
+            if isinstance(place, tuple) and place[1] == 1:
+                self.looks += 1
+                return 0 if self.looks == 1 else value
+            return value
+
+    cells = np.zeros((64, 2), np.int64)
+    ((table, id),) = colliding(64, 1, 9)
+    cells[9] = 77, now
+    arrays = [np.array([table], np.int32), np.array([id]), np.array([3])]
+    count_2 = np.zeros(2, np.int64)
+    jit_cuda.kernel_of(insert_loop)[1, 1](Stale(cells), *arrays, count_2)
+    expected = 9 if now < 0 else 10
+    assert cells[expected].tolist() == [id, 4] and count_2.tolist() == [int(now > 0), 0]
+    assert now < 0 or cells[9].tolist() == [77, 5]
 
 
 def test_loops_end_in_an_index_that_is_full(gpu):

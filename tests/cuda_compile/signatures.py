@@ -12,6 +12,7 @@ from oneemb.kernels import (
     hash_index_cuda,
     init_rows_cuda,
     reduce_grads_cuda,
+    slots_cuda,
     unique_keys_cuda,
 )
 from oneemb.kernels.reduce_grads_cuda import sum_segment
@@ -48,6 +49,12 @@ CASES = {
     "erase": (hash_index_cuda.erase_loop, (CELLS, array(i32), KEYS, KEYS)),
     "rehash": (hash_index_cuda.rehash_loop, (CELLS, CELLS, KEYS)),
     "items": (hash_index_cuda.items_loop, (CELLS, array(i32), KEYS, KEYS, KEYS)),
+    "admit": (
+        slots_cuda.admit_loop,
+        (CELLS, array(i32), KEYS, array(i32), KEYS, i64, i64, KEYS, KEYS, KEYS),
+    ),
+    "release": (slots_cuda.release_loop, (KEYS, array(i32))),
+    "count pinned": (slots_cuda.count_pinned_loop, (array(i32), i64, KEYS)),
     "count parts": (reduce_grads_cuda.count_parts_loop, (KEYS, KEYS)),
     "copy in": (gather_cuda.copy_in_loop.at(V=4), (array(i32, 2), KEYS, array(i32, 2))),
     "copy out": (gather_cuda.copy_out_loop.at(V=4), (array(i32, 2), KEYS, array(i32, 2))),

@@ -1,0 +1,506 @@
+"""The hot tier in a GPU's memory: what oneemb.storage.hot_tier is in the host's, for keys and slots on the device.
+
+Keys of `admit` and the slots it gives are tensors on the device; as a `RowStore` the tier takes and gives NumPy arrays
+like every other. Rows that miss are gathered on the host into pinned buffers and copied, whole and in bulk; so are
+evicted rows on their way down.
+
+Invariants: those of oneemb.storage.hot_tier. Besides:
+- rows begin at multiples of 16 bytes, so that loops may move them 16 bytes at a time;
+- a lookup whose rows are all here waits for the device once, to learn that none is missing;
+- everything runs on torch's current stream, so order in the program is order on the device.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda
+from oneemb.kernels.launch import Gpu
+from oneemb.kernels.slots_cuda import admit_loop, count_pinned_loop, release_loop
+from oneemb.storage.device_index import DeviceIndex
+from oneemb.storage.row_store import RowStore, StoreFullError
+
+__all__ = ["SLOT_OVERHEAD_BYTES", "DeviceTier"]
+
+# Memory beside the row for each slot: the index at its usual load, key, score, pins, dirty bit.
+SLOT_OVERHEAD_BYTES = 16 * 2 + 12 + 8 + 4 + 1
+
+# Evicting sorts the scores, so it makes room for this share of the slots at a time.
+_EVICT_SHARE = 1 / 16
+
+_SLOTS_MIN = 1024
+_BATCH = 65536
+
+_FillRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+class DeviceTier:
+    """Rows in a GPU's memory.
+
+    Args:
+        name: what errors and statistics call this tier.
+        row_width: 32-bit words of a row.
+        slots: rows that fit. Memory is taken as slots are first used.
+        below: the store underneath, on the host; None = nothing.
+        resident: whether every row is here. One with nothing below must be.
+        row_limit: rows that may be known to this tier and those below together; None = no limit.
+        policy: which rows a cache evicts first, "lru" = those least recently used, "lfu" = least often.
+        gpu: where it is.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        row_width: int,
+        slots: int,
+        below: RowStore | None,
+        resident: bool,
+        row_limit: int | None = None,
+        policy: str = "lru",
+        gpu: Gpu,
+    ):
+        assert (resident or below is not None) and policy in ("lru", "lfu")
+        self.name = name
+        self.row_width = row_width
+        self.slots = slots
+        self._gpu = gpu
+        self._below = below
+        self._resident = resident
+        self._row_limit = row_limit
+        self._policy = policy
+        self._index = DeviceIndex(gpu)
+        self._staging = _PinnedRows(row_width, gpu)
+        self._lock = threading.Lock()
+        self._tick = 0
+        self._rows: int | None = 0 if below is None or resident else len(below)  # known here and below; None = unsure
+        self._hits = self._misses = self._new = self._evicted = self._written_down = 0
+        self._forget()
+
+    def __len__(self) -> int:
+        if self._rows is None:
+            rows = len(self._index)
+            if not self._resident and self._below is not None:
+                table_N, id_N, _ = self._keys_of(torch.nonzero(self._dirty_S[: self._used]).reshape(-1))
+                rows = len(self._below) + int(np.count_nonzero(~self._below.contains(_host(table_N), _host(id_N))))
+            self._rows = rows
+        return self._rows
+
+    # ---- for kernels: rows to compute on, in place ------------------------------------------------------------
+
+    def admit(
+        self, table_U: torch.Tensor, id_U: torch.Tensor, fill_new: _FillRows, count_U: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Make the rows of these keys resident here and pin each once more. Returns slot_U, int64 [U], on the device.
+
+        Args:
+            table_U, id_U: distinct keys, int32 and int64 on the device.
+            fill_new: `fill_new(slot_M, table_M, id_M)` writes the rows of keys that no tier has.
+            count_U: int64 [U], how often each key occurs, for "lfu"; None = once.
+
+        Raises:
+            StoreFullError: the rows do not fit beside those that are pinned, or there would be more rows than
+                the limit allows. Nothing has changed.
+        """
+        slot_U, missed = self._find_and_pin(table_U, id_U, 1, count_U)
+        if missed:
+            missing = torch.nonzero(slot_U < 0).reshape(-1)
+            try:
+                count_M = None if count_U is None else count_U[missing]
+                slot_U[missing] = self._bring_in(table_U[missing], id_U[missing], fill_new, count_M)
+            except BaseException:
+                self.release(slot_U[slot_U >= 0])
+                raise
+        self._hits += len(id_U) - missed
+        self._misses += missed
+        return slot_U
+
+    def release(self, slot_U: torch.Tensor) -> None:
+        """Unpin slots that `admit` gave, once each."""
+        self._gpu.run(release_loop, len(slot_U), slot_U, self._pin_S)
+
+    def mark_dirty(self, slot_U: torch.Tensor) -> None:
+        """Say that kernels have changed the rows in these slots."""
+        self._dirty_S[slot_U] = True
+
+    @property
+    def pinned(self) -> int:
+        """Slots that are pinned now."""
+        count_1 = self._gpu.full(1, value=0, dtype=torch.int64)
+        self._gpu.run(count_pinned_loop, self._used, self._pin_S, self._used, count_1)
+        return int(count_1)
+
+    # ---- as a store under another tier ------------------------------------------------------------------------
+
+    def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
+        slot_U, missed = self._find_and_pin(self._gpu.put(table_U), self._gpu.put(id_U), 0, None)
+        missing_U = _host(slot_U < 0)
+        hit = np.flatnonzero(~missing_U)
+        out_UW[hit] = self._rows_out(slot_U[slot_U >= 0])
+        self._hits += len(hit)
+        self._misses += missed
+        if self._resident or self._below is None or not missed:
+            return missing_U
+        missing = np.flatnonzero(missing_U)
+        row_MW = np.empty((missed, self.row_width), np.float32)
+        found_M = ~self._below.get(table_U[missing], id_U[missing], row_MW)
+        found, row_FW = missing[found_M], row_MW[found_M]
+        out_UW[found] = row_FW
+        missing_U[found] = False
+        # What was read is worth keeping, as far as it fits.
+        kept = min(len(found), self._room())
+        if kept:
+            table_K, id_K = self._gpu.put(table_U[found[:kept]]), self._gpu.put(id_U[found[:kept]])
+            self._set(self._take_slots(kept), table_K, id_K, row_FW[:kept], dirty=False)
+        return missing_U
+
+    def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
+        hit_U = _host(self._index.find(self._gpu.put(table_U), self._gpu.put(id_U)) >= 0)
+        new = np.flatnonzero(~hit_U)
+        unknown = len(new)
+        if not self._resident and self._below is not None and unknown:
+            unknown -= int(np.count_nonzero(self._below.contains(table_U[new], id_U[new])))
+        self._check_limit(unknown, int(table_U[new[0]]) if len(new) else None)
+        if self._resident:
+            self._check_fits(len(new))
+        rows, self._rows = len(self), None  # A failure below may come when some of the new rows are kept already.
+        self._keep(table_U, id_U, row_UW, hit_U, new)
+        self._rows = rows + unknown
+
+    def _keep(
+        self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray, hit_U: np.ndarray, new: np.ndarray
+    ) -> None:
+        fits = min(len(new), self._room())
+        if fits < len(new):  # A cache too small to keep them passes the rest on.
+            rest = new[fits:]
+            assert self._below is not None
+            self._below.put(table_U[rest], id_U[rest], row_UW[rest])
+        kept = new[:fits]
+        slot_F = self._take_slots(fits)
+        self._set(slot_F, self._gpu.put(table_U[kept]), self._gpu.put(id_U[kept]), row_UW[kept], dirty=True)
+        # Making room may have evicted keys that were here when the call began, so they are looked up again.
+        hit = np.flatnonzero(hit_U)
+        slot_H, _ = self._find_and_pin(self._gpu.put(table_U[hit]), self._gpu.put(id_U[hit]), 0, None)
+        here_H = _host(slot_H >= 0)
+        slot_H = slot_H[slot_H >= 0]
+        self._rows_in(slot_H, row_UW[hit[here_H]])
+        self._dirty_S[slot_H] = True
+        gone = hit[~here_H]
+        if len(gone):
+            assert self._below is not None
+            self._below.put(table_U[gone], id_U[gone], row_UW[gone])
+
+    def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        here_U = _host(self._index.find(self._gpu.put(table_U), self._gpu.put(id_U)) >= 0).copy()
+        if not self._resident and self._below is not None:
+            away = np.flatnonzero(~here_U)
+            here_U[away] = self._below.contains(table_U[away], id_U[away])
+        return here_U
+
+    def scan(self, batch: int = _BATCH) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        if not self._resident:
+            self._write_down()
+            assert self._below is not None
+            yield from self._below.scan(batch)
+            return
+        table_N, id_N, slot_N = self._index.items()
+        for n in range(0, len(slot_N), batch):
+            some = slice(n, n + batch)
+            yield _host(table_N[some]).copy(), _host(id_N[some]).copy(), self._rows_out(slot_N[some])
+
+    def flush(self) -> None:
+        if self._below is not None:
+            self._write_down()
+            self._below.flush()
+
+    def check_holds(self, rows: int) -> None:
+        """Raise `StoreFullError` if this many rows in all are more than the tier may ever know or hold."""
+        if self._row_limit is not None and rows > self._row_limit:
+            raise StoreFullError(
+                f"capacity is {self._row_limit} rows, {rows} are to be loaded; give at least {rows}, or None"
+            )
+        if self._resident and rows > self.slots:
+            raise StoreFullError(
+                f"the {self.name} tier has {self.slots} slots and must hold all of {rows} rows; give it at least"
+                f" {self._mebibytes(rows)} MiB"
+            )
+
+    def reload(self) -> None:
+        """Forget every row here and start from those of the store below: a resident tier copies them all, a cache
+        reads each when it is asked for. One that fails leaves the tier empty, never with a part of the rows."""
+        assert self._below is not None
+        self._forget()
+        try:
+            if self._resident:
+                for table_N, id_N, row_NW in self._below.scan():
+                    slot_N = self._take_slots(len(id_N))
+                    self._set(slot_N, self._gpu.put(table_N), self._gpu.put(id_N), row_NW, dirty=False)
+            self._rows = len(self._below)
+        except BaseException:
+            self._forget()
+            raise
+
+    def clear(self) -> None:
+        if self._below is not None:
+            self._below.clear()
+        self._forget()
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "rows": len(self._index),
+            "slots": self.slots,
+            "pinned": self.pinned,
+            "dirty": int(self._dirty_S[: self._used].sum()),
+            "hits": self._hits,
+            "misses": self._misses,
+            "new_rows": self._new,
+            "evicted": self._evicted,
+            "written_down": self._written_down,
+            "bytes": len(self._pin_S) * self._slot_bytes + self._index.nbytes,
+        }
+
+    def close(self) -> None:
+        self._forget()
+
+    # ---- inside -----------------------------------------------------------------------------------------------
+
+    @property
+    def _slot_bytes(self) -> int:
+        """Of a slot, the index left out."""
+        return self.row_SW.shape[1] * 4 + 12 + 8 + 4 + 1
+
+    def _mebibytes(self, rows: int) -> int:
+        return -(-rows * (self.row_SW.shape[1] * 4 + SLOT_OVERHEAD_BYTES) // 2**20)
+
+    def _find_and_pin(
+        self, table_U: torch.Tensor, id_U: torch.Tensor, pins: int, count_U: torch.Tensor | None
+    ) -> tuple[torch.Tensor, int]:
+        """The slots of keys, -1 for one that is not here, and how many of those there are. Rows that are here are
+        pinned `pins` times more and count as used now."""
+        slot_U = self._gpu.empty(len(id_U), dtype=torch.int64)
+        missed_1 = self._gpu.full(1, value=0, dtype=torch.int64)
+        self._tick += 1
+        count_U = self._gpu.empty(0, dtype=torch.int64) if count_U is None else count_U
+        self._gpu.run(
+            admit_loop, len(id_U), self._index.cell_C2, table_U, id_U, self._pin_S, self._score_S, pins,
+            self._tick if self._policy == "lru" else 0, count_U, slot_U, missed_1,
+        )  # fmt: skip
+        return slot_U, int(missed_1)
+
+    def _bring_in(
+        self, table_M: torch.Tensor, id_M: torch.Tensor, fill_new: _FillRows, count_M: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Pinned slots for keys that are not here: rows from below, or else new ones."""
+        size = len(id_M)
+        new_M = torch.ones(size, dtype=torch.bool, device=self._gpu.device)
+        unknown = size
+        if self._resident:
+            self._check_limit(size, int(table_M[0]))
+        self._check_fits(size)
+        row_MW = None
+        if not self._resident:
+            assert self._below is not None
+            row_MW = np.empty((size, self.row_width), np.float32)
+            missing_M = self._below.get(_host(table_M), _host(id_M), row_MW)
+            unknown = int(np.count_nonzero(missing_M))
+            self._check_limit(unknown, int(_host(table_M)[missing_M][0]) if unknown else None)
+            new_M = self._gpu.put(missing_M)
+            row_MW = row_MW[~missing_M]
+        rows = len(self)
+        slot_M = self._take_slots(size)
+        slot_N, table_N, id_N = slot_M[new_M], table_M[new_M], id_M[new_M]
+        try:
+            fill_new(slot_N, table_N, id_N)
+        except BaseException:
+            self._freed = torch.cat([self._freed, slot_M])
+            raise
+        if row_MW is not None and len(row_MW):
+            old_M = ~new_M
+            self._set(slot_M[old_M], table_M[old_M], id_M[old_M], row_MW, dirty=False)
+        self._set(slot_N, table_N, id_N, None, dirty=True)
+        if count_M is not None and self._policy == "lfu":
+            self._score_S[slot_M] = count_M
+        self._pin_S[slot_M] = 1
+        self._rows = rows + unknown
+        self._new += unknown
+        return slot_M
+
+    def _set(
+        self, slot_N: torch.Tensor, table_N: torch.Tensor, id_N: torch.Tensor, row_NW: np.ndarray | None, *, dirty: bool
+    ) -> None:
+        """Let keys that are not here live in these slots, unpinned."""
+        if row_NW is not None:
+            self._rows_in(slot_N, row_NW)
+        self._index.insert(table_N, id_N, slot_N)
+        self._table_S[slot_N] = table_N
+        self._id_S[slot_N] = id_N
+        self._dirty_S[slot_N] = dirty
+        self._score_S[slot_N] = self._tick if self._policy == "lru" else 1
+
+    def _rows_in(self, slot_N: torch.Tensor, row_NW: np.ndarray) -> None:
+        for n in range(0, len(slot_N), _BATCH):
+            row_SW = self._staging.to_device(row_NW[n : n + _BATCH])
+            copy_rows_in_cuda(self.row_SW, slot_N[n : n + _BATCH], row_SW, gpu=self._gpu)
+
+    def _rows_out(self, slot_N: torch.Tensor) -> np.ndarray:
+        row_NW = np.empty((len(slot_N), self.row_width), np.float32)
+        for n in range(0, len(slot_N), _BATCH):
+            some = copy_rows_out_cuda(self.row_SW, slot_N[n : n + _BATCH], self.row_width, gpu=self._gpu)
+            row_NW[n : n + _BATCH] = self._staging.to_host(some)
+        return row_NW
+
+    def _room(self) -> int:
+        """Rows that could come in: free slots, and in a cache those of rows that could be evicted."""
+        return self.slots - (len(self._index) if self._resident else self.pinned)
+
+    def _check_fits(self, more: int) -> None:
+        if more <= self._room():
+            return
+        held = len(self._index) if self._resident else self.pinned
+        how = "taken" if self._resident else "in use by this step"
+        raise StoreFullError(
+            f"the {self.name} tier has {self.slots} slots; {held} of them are {how}"
+            f" and {more} more rows were asked for, {held + more} in all; give it at least"
+            f" {self._mebibytes(held + more)} MiB, or use fewer ids a step"
+        )
+
+    def _check_limit(self, more: int, table: int | None) -> None:
+        if self._row_limit is None or more == 0 or len(self) + more <= self._row_limit:
+            return
+        raise StoreFullError(
+            f"capacity is {self._row_limit} rows; {len(self)} are kept and {more} new ones were asked for"
+            f" (the first of table {table}); give a capacity of at least {len(self) + more}, or None"
+        )
+
+    def _take_slots(self, size: int) -> torch.Tensor:
+        """Free slots, evicting for them. The caller has checked that there is room."""
+        short = size - (self.slots - len(self._index))
+        if short > 0:
+            self._evict(max(short, int(self.slots * _EVICT_SHARE)))
+        reused = self._freed[:size]
+        fresh = size - len(reused)
+        self._grow(self._used + fresh)
+        self._index.reserve(size)
+        new = torch.arange(self._used, self._used + fresh, device=self._gpu.device)
+        self._freed = self._freed[size:]
+        self._used += fresh
+        return torch.cat([reused, new])
+
+    def _grow(self, need: int) -> None:
+        """Have memory for this many slots, and for as many again while there are that many to come."""
+        have = len(self._pin_S)
+        if need <= have:
+            return
+        size = min(self.slots, max(need, 2 * have, _SLOTS_MIN))
+        try:
+            grown = [_enlarged(array, size) for array in self._arrays()]
+        except torch.OutOfMemoryError as error:
+            free = torch.cuda.mem_get_info(self._gpu.device)[0] if self._gpu.device.type == "cuda" else 0
+            fits = have + max(0, free - have * self._slot_bytes) // (self._slot_bytes + SLOT_OVERHEAD_BYTES)
+            raise StoreFullError(
+                f"the {self.name} tier needs memory for {need} rows ({self._mebibytes(need)} MiB) and the device has"
+                f" {free // 2**20} MiB left, enough for about {fits} rows; give the store a cache_budget_mb, or a"
+                " smaller one, or free memory on the device"
+            ) from error
+        self.row_SW, self._table_S, self._id_S, self._score_S, self._pin_S, self._dirty_S = grown
+
+    def _arrays(self) -> list[torch.Tensor]:
+        return [self.row_SW, self._table_S, self._id_S, self._score_S, self._pin_S, self._dirty_S]
+
+    def _evict(self, count: int) -> None:
+        """Drop the `count` unpinned rows of least score, or as many as there are."""
+        used = slice(0, self._used)
+        score_S = self._score_S[used].clone()
+        score_S[self._pin_S[used] > 0] = torch.iinfo(torch.int64).max
+        score_S[self._freed] = torch.iinfo(torch.int64).max
+        evictable = len(self._index) - self.pinned
+        # Stable, so that rows of one score leave in order of slot, whatever the device does.
+        victim_V = torch.sort(score_S, stable=True).indices[: min(count, evictable)]
+        victim_V = torch.sort(victim_V).values
+        self._put_below(victim_V[self._dirty_S[victim_V]])
+        table_V, id_V, _ = self._keys_of(victim_V)
+        self._index.erase(table_V, id_V)
+        self._freed = torch.cat([self._freed, victim_V])
+        self._evicted += len(victim_V)
+
+    def _write_down(self) -> None:
+        self._put_below(torch.nonzero(self._dirty_S[: self._used]).reshape(-1))
+
+    def _put_below(self, slot_N: torch.Tensor) -> None:
+        if len(slot_N) == 0:
+            return
+        assert self._below is not None
+        for n in range(0, len(slot_N), _BATCH):
+            some = slot_N[n : n + _BATCH]
+            table_N, id_N, _ = self._keys_of(some)
+            self._below.put(_host(table_N).copy(), _host(id_N).copy(), self._rows_out(some))
+            self._dirty_S[some] = False
+        self._written_down += len(slot_N)
+
+    def _keys_of(self, slot_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(table, id, slot) of the rows in these slots."""
+        return self._table_S[slot_N], self._id_S[slot_N], slot_N
+
+    def _forget(self) -> None:
+        gpu = self._gpu
+        self.row_SW = gpu.empty(0, -(-self.row_width // 4) * 4, dtype=torch.float32)
+        self._table_S = gpu.empty(0, dtype=torch.int32)
+        self._id_S = gpu.empty(0, dtype=torch.int64)
+        self._score_S = gpu.empty(0, dtype=torch.int64)
+        self._pin_S = gpu.empty(0, dtype=torch.int32)
+        self._dirty_S = gpu.empty(0, dtype=torch.bool)
+        self._freed = gpu.empty(0, dtype=torch.int64)  # slots given back, used again before new ones
+        self._used = 0  # slots from here on have never been used
+        self._index.clear()
+        self._rows = 0
+
+
+def _enlarged(array: torch.Tensor, size: int) -> torch.Tensor:
+    """A copy with room for `size` slots, those beyond the old ones zero."""
+    grown = torch.zeros((size, *array.shape[1:]), dtype=array.dtype, device=array.device)
+    grown[: len(array)] = array
+    return grown
+
+
+def _host(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.cpu().numpy()
+
+
+class _PinnedRows:
+    """A buffer of page-locked memory through which rows go to the device and come back, used again and again."""
+
+    def __init__(self, row_width: int, gpu: Gpu):
+        self._row_width = row_width
+        self._gpu = gpu
+        self._on_gpu = gpu.device.type == "cuda"
+        self._row_BW = torch.empty(0, row_width)
+        self._left: torch.cuda.Event | None = None  # when the last copy out of the buffer has ended
+
+    def to_device(self, row_NW: np.ndarray) -> torch.Tensor:
+        """The rows on the device, on their way there when this returns."""
+        row_BW = self._buffer(len(row_NW))
+        row_BW.numpy().view(np.int32)[:] = row_NW.view(np.int32)
+        rows = row_BW.to(self._gpu.device, non_blocking=True, copy=True)
+        if self._on_gpu:
+            self._left = torch.cuda.Event()
+            self._left.record()
+        return rows
+
+    def to_host(self, row_NW: torch.Tensor) -> np.ndarray:
+        """The rows in the buffer, good until its next use."""
+        row_BW = self._buffer(len(row_NW))
+        row_BW.copy_(row_NW, non_blocking=True)
+        if self._on_gpu:
+            torch.cuda.current_stream(self._gpu.device).synchronize()
+        return row_BW.numpy()
+
+    def _buffer(self, rows: int) -> torch.Tensor:
+        if self._left is not None:
+            self._left.synchronize()
+            self._left = None
+        if rows > len(self._row_BW):
+            self._row_BW = torch.empty(max(rows, 2 * len(self._row_BW)), self._row_width, pin_memory=self._on_gpu)
+        return self._row_BW[:rows]

@@ -1,0 +1,217 @@
+"""The device tier: the stores' contract, and admission that evicts by the policy and never what is pinned."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from oneemb.kernels.threads import Threads
+from oneemb.storage.device_tier import DeviceTier
+from oneemb.storage.hot_tier import HotTier
+from oneemb.storage.row_store import StoreFullError
+from tests.support.row_store_suite import SUITE, DictStore, FailingStore, keys_of
+from tests.support.table_model import check, put_random
+
+W = 5
+
+
+@pytest.fixture
+def tier(gpu):
+    def make(below=None, slots=3000, **options):
+        return DeviceTier(
+            "device", row_width=W, slots=slots, below=below, resident=options.pop("resident", below is None), gpu=gpu,
+            **options,
+        )  # fmt: skip
+
+    return make
+
+
+def host(below, slots):
+    return HotTier("host", row_width=W, slots=slots, below=below, resident=below is None, threads=Threads(1))
+
+
+STORES = {
+    "resident": lambda tier: tier(),
+    "resident over dict": lambda tier: tier(DictStore(W), resident=True),
+    "cache over dict": lambda tier: tier(DictStore(W), 40),
+    "cache of one slot": lambda tier: tier(DictStore(W), 1),
+    "cache over host cache": lambda tier: tier(host(DictStore(W), 150), 40),
+    "least often used": lambda tier: tier(DictStore(W), 40, policy="lfu"),
+}
+
+
+@pytest.mark.parametrize("check_store", SUITE, ids=lambda check_store: check_store.__name__)
+@pytest.mark.parametrize("kind", STORES)
+def test_a_device_tier_keeps_the_contract(tier, kind, check_store):
+    check_store(lambda: STORES[kind](tier))
+
+
+class Model:
+    """A tier whose rows say which key they belong to, and what admission must do to it."""
+
+    def __init__(self, tier, gpu):
+        self.tier, self.gpu, self.rows, self.pins, self.begun = tier, gpu, {}, Counter(), []
+
+    def fill(self, slot_M, table_M, id_M):
+        self.begun += zip(table_M.tolist(), id_M.tolist(), strict=True)
+        rows = np.stack([row_of(t, i) for t, i in self.begun[-len(slot_M) :]]) if len(slot_M) else np.empty((0, W))
+        self.tier.row_SW[slot_M, :W] = self.gpu.put(rows.astype(np.float32))
+
+    def admit(self, keys, counts=None):
+        count_U = None if counts is None else self.gpu.put(np.array(counts, np.int64))
+        slot_U = self.tier.admit(*map(self.gpu.put, keys_of(keys)), self.fill, count_U)
+        self.pins.update(keys)
+        return slot_U
+
+    def release(self, keys, slot_U):
+        self.tier.release(slot_U)
+        self.pins.subtract(keys)
+
+    def here(self, keys):
+        return [key for key, slot in zip(keys, self.slots(keys), strict=True) if slot >= 0]
+
+    def slots(self, keys):
+        return self.tier._index.find(*map(self.gpu.put, keys_of(keys))).tolist()
+
+
+def row_of(table, id):
+    return np.array([table, id % 1000, 1, 2, 3], np.float32)
+
+
+def test_random_admission_agrees_with_a_dict_and_keeps_what_is_pinned(tier, gpu):
+    print("seed 1")
+    rng = np.random.default_rng(1)
+    below = DictStore(W)
+    model = Model(tier(below, 24), gpu)
+    expected, leases = {}, []
+    for _ in range(60):
+        keys = [(int(i) % 2, int(i)) for i in rng.choice(70, int(rng.integers(1, 9)), replace=False)]
+        slot_U = model.admit(keys)
+        for key in keys:
+            expected.setdefault(key, row_of(*key))
+        found = model.tier.row_SW[slot_U, :W].cpu().numpy()
+        assert found.tolist() == [expected[key].tolist() for key in keys]
+        if rng.random() < 0.7:  # kernels change the rows in place
+            for key, slot in zip(keys, slot_U.tolist(), strict=True):
+                expected[key] = expected[key] + np.float32(0.5)
+                model.tier.row_SW[slot, :W] += 0.5
+            model.tier.mark_dirty(slot_U)
+        leases.append((keys, slot_U))
+        if len(leases) > 2:
+            model.release(*leases.pop(int(rng.integers(0, 2))))
+        for keys, slot_U in leases:
+            assert model.slots(keys) == slot_U.tolist(), "a pinned row has moved or left"
+    while leases:
+        model.release(*leases.pop())
+    stats = model.tier.stats()
+    assert stats["pinned"] == 0 and stats["evicted"] > 50 and stats["written_down"] > 20
+    assert len(model.begun) == len(set(model.begun)) == len(expected), "each row begins once"
+    check(model.tier, {key: row.tobytes() for key, row in expected.items()})
+
+
+def test_the_least_recently_used_leave_first(tier, gpu):
+    model = Model(tier(DictStore(W), 8), gpu)
+    for i in range(8):
+        model.release([(0, i)], model.admit([(0, i)]))
+    model.release([(0, 0)], model.admit([(0, 0)]))
+    model.admit([(0, 100), (0, 101)])
+    assert model.here([(0, i) for i in range(8)]) == [(0, i) for i in (0, 3, 4, 5, 6, 7)]
+
+
+def test_the_least_often_used_leave_first_by_their_occurrences(tier, gpu):
+    model = Model(tier(DictStore(W), 4, policy="lfu"), gpu)
+    keys = [(0, i) for i in range(4)]
+    model.release(keys, model.admit(keys, counts=[5, 1, 9, 2]))
+    model.release(keys[1:2], model.admit(keys[1:2], counts=[3]))  # 4 in all
+    model.admit([(0, 50)])
+    assert model.here(keys) == [(0, 0), (0, 1), (0, 2)]
+    model.admit([(0, 51)])
+    assert model.here(keys) == [(0, 0), (0, 2)]
+
+
+def test_what_is_pinned_stays_whatever_its_score(tier, gpu):
+    model = Model(tier(DictStore(W), 4), gpu)
+    slot_U = model.admit([(0, 0), (0, 1)])
+    for i in range(2, 12):
+        model.release([(0, i)], model.admit([(0, i)]))
+    assert model.slots([(0, 0), (0, 1)]) == slot_U.tolist()
+    twice_U = model.admit([(0, 0)])
+    model.release([(0, 0), (0, 1)], slot_U)
+    model.admit([(0, i) for i in (20, 21, 22)])
+    assert model.slots([(0, 0)]) == twice_U.tolist(), "pinned twice, released once"
+
+
+def test_a_cache_full_of_pins_says_what_it_needs_and_changes_nothing(tier, gpu):
+    model = Model(tier(DictStore(W), 4), gpu)
+    slot_U = model.admit([(0, 0), (0, 1), (0, 2)])
+    pins = model.tier._pin_S.tolist()
+    with pytest.raises(StoreFullError, match="4 slots; 3 of them are in use by this step and 2 more rows"):
+        model.admit([(0, 0), (0, 8), (0, 9)])
+    assert model.tier._pin_S.tolist() == pins and len(model.tier) == 3
+    model.release([(0, 0), (0, 1), (0, 2)], slot_U)
+    assert model.tier.pinned == 0
+
+
+@pytest.mark.parametrize("options", [dict(row_limit=3), dict(slots=3)], ids=str)
+def test_a_full_resident_tier_says_so_and_changes_nothing(tier, gpu, options):
+    model = Model(tier(**options), gpu)
+    model.admit([(0, 0), (0, 1)])
+    with pytest.raises(StoreFullError):
+        model.admit([(0, 1), (0, 2), (0, 3)])
+    assert len(model.tier) == 2 and model.tier.pinned == 2
+    with pytest.raises(StoreFullError):
+        model.tier.check_holds(4)
+    model.admit([(0, 2)])
+
+
+def test_a_new_row_that_cannot_begin_leaves_no_trace(tier, gpu):
+    model = Model(tier(DictStore(W), 4), gpu)
+
+    def fail(*_):
+        raise RuntimeError("no row")
+
+    with pytest.raises(RuntimeError, match="no row"):
+        model.tier.admit(*map(gpu.put, keys_of([(0, 1), (0, 2)])), fail)
+    assert len(model.tier) == 0 and model.tier.pinned == 0 and model.here([(0, 1)]) == []
+    model.admit([(0, i) for i in range(4)])
+
+
+def test_a_store_below_that_fails_while_rows_leave_loses_none(tier, gpu):
+    below = FailingStore(DictStore(W))
+    model = Model(tier(below, 4), gpu)
+    keys = [(0, i) for i in range(4)]
+    model.release(keys, model.admit(keys))
+    below.fail_at = below.calls + 2  # the get passes, the put fails
+    with pytest.raises(OSError):
+        model.admit([(0, 9)])
+    below.fail_at = None
+    assert model.here(keys) == keys and model.tier.pinned == 0
+    model.admit([(0, 9)])
+    check(model.tier, {key: row_of(*key).tobytes() for key in [*keys, (0, 9)]})
+
+
+def test_rows_survive_a_reload_from_below(tier, gpu):
+    for resident in (True, False):
+        below, rows = DictStore(W), {}
+        store = tier(below, 60 if resident else 20, resident=resident)
+        put_random(store, rows, np.random.default_rng(2), 50)
+        store.flush()
+        store.reload()
+        check(store, rows)
+        assert len(below.rows) == 50
+
+
+def test_a_device_out_of_memory_says_what_was_asked_for_and_what_would_fit(tier, gpu, monkeypatch):
+    from oneemb.storage import device_tier
+
+    model = Model(tier(), gpu)
+    model.admit([(0, 1)])
+
+    def none_left(array, size):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(device_tier, "_enlarged", none_left)
+    with pytest.raises(StoreFullError, match="device tier needs memory for 2001 rows .* cache_budget_mb"):
+        model.admit([(0, i) for i in range(2, 2002)])
+    assert len(model.tier) == 1 and model.tier.pinned == 1
