@@ -397,6 +397,7 @@ class OneFlowWriter:
         with _doing("make the folders of the table at", self._path):
             for kind in ("keys", "values", "snapshots"):
                 self._fs.make_directories(f"{self._path}/{kind}")
+            self._fs.sync_directory(self._path)
         return found
 
     def _write(self, id_N: np.ndarray, value_NV: np.ndarray) -> None:
