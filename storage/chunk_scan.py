@@ -33,6 +33,10 @@ class ChunkKeys:
     id_N: np.ndarray
     sum_B: np.ndarray
 
+    def of(self, row_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tables and ids of these rows."""
+        return self.table_N[row_N], self.id_N[row_N]
+
 
 def live_rows(bit_N: np.ndarray) -> np.ndarray:
     """The rows whose bit is set, ascending: int64."""

@@ -352,9 +352,7 @@ class PersistentTable:
     def _reader_for(self, geometry: Geometry) -> None:
         """Make sure that blocks of this size can be read the way the others are."""
         if geometry.physical_block_size < self._live.geometry.physical_block_size and self._direct:
-            blocks = open_reader(
-                self._io, self._fs, self._files.directory, geometry.physical_block_size, self._threads
-            )
+            blocks = open_reader(self._io, self._fs, self._files.directory, geometry.physical_block_size, self._threads)
             blocks.close()
 
     def _replace(self, live: LiveRows) -> None:

@@ -206,9 +206,7 @@ class SnapshotFiles:
         manifest = json.loads(body)
         if manifest["name"] != name:
             raise CorruptTableError(f"{path}: the file holds the snapshot {manifest['name']!r}; it was renamed")
-        geometry = Geometry(
-            manifest["row_width"], manifest["physical_block_size"], manifest["blocks_per_chunk"]
-        )
+        geometry = Geometry(manifest["row_width"], manifest["physical_block_size"], manifest["blocks_per_chunk"])
         offset = HEADER_BYTES + json_bytes + _SUM.size
         parts = []
         for number, blocks, keys_bytes, keys_sum, rows, bits_sum in manifest["chunks"]:

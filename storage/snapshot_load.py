@@ -31,21 +31,16 @@ def load_live_rows(
         try:
             reads = [ahead.submit(_read_part, fs, snapshots, files, record, part) for part in record.parts[:1]]
             for n, part in enumerate(record.parts):
-                keys, rows = reads.pop().result()
+                keys, row_N, bit_N = reads.pop().result()
                 if n + 1 < len(record.parts):
                     reads.append(ahead.submit(_read_part, fs, snapshots, files, record, record.parts[n + 1]))
-                slot = live.add(
-                    files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
-                )
-                begin = slot * record.geometry.blocks_per_chunk
-                live.sum_B[begin : begin + part.blocks] = keys.sum_B
-                place_N = slot * record.geometry.rows_per_chunk + rows
-                live.put(keys.table_N[rows], keys.id_N[rows], place_N)
-            if len(live.index) != record.info.rows:
-                raise CorruptTableError(
-                    f"{record.path}: the snapshot must have {record.info.rows} rows, its chunks have "
-                    f"{len(live.index)} different keys; run `oneemb check` on the table"
-                )
+                chunk = files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
+                table_N, id_N = live.load(live.add(chunk), keys, row_N, bit_N)
+                if len(id_N):
+                    raise CorruptTableError(
+                        f"{chunk.keys_path}: table {table_N[0]}, id {id_N[0]} is twice in the snapshot "
+                        f"{record.info.name!r}; run `oneemb check` on the table"
+                    )
         except BaseException:
             live.release()
             raise
@@ -54,16 +49,17 @@ def load_live_rows(
 
 def _read_part(
     fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: SnapshotRecord, part: ChunkPart
-) -> tuple[ChunkKeys, np.ndarray]:
-    """The keys of a chunk, and which of its rows are the snapshot's."""
+) -> tuple[ChunkKeys, np.ndarray, np.ndarray]:
+    """The keys of a chunk, and which of its rows are the snapshot's: their numbers, and as bits."""
     rows_path, keys_path = files.paths(part.number)
-    rows = live_rows(snapshots.read_bits(record, part))
-    if len(rows) != part.rows:
+    bit_N = snapshots.read_bits(record, part)
+    row_N = live_rows(bit_N)
+    if len(row_N) != part.rows:
         raise CorruptTableError(
-            f"{record.path}: chunk {part.number} must have {part.rows} rows, its list has {len(rows)}"
+            f"{record.path}: chunk {part.number} must have {part.rows} rows, its list has {len(row_N)}"
         )
     _check_rows_file(fs, rows_path, record.geometry, part)
-    return read_keys(fs, keys_path, record.geometry, part), rows
+    return read_keys(fs, keys_path, record.geometry, part), row_N, bit_N
 
 
 def _check_rows_file(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart) -> None:

@@ -1,6 +1,6 @@
 """Makes the tables that `test_persistent_table_golden.py` reads. Run once for each format version, never again:
 
-    python tests/storage/golden/make_golden.py tests/storage/golden/format_1
+python tests/storage/golden/make_golden.py tests/storage/golden/format_1
 """
 
 import sys
