@@ -53,7 +53,7 @@ class _TableEmbedding(torch.nn.Module):
         num_threads: int | None,
     ):
         super().__init__()
-        _check_arguments(name, dim_C, dtype, key_type, tables, store_options, padding_idx, seed)
+        _check_arguments(name, dim_C, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed)
         self.name = name
         self.embedding_dim = sum(dim_C)
         self.dtype = dtype
@@ -359,6 +359,7 @@ def _check_arguments(
     key_type: torch.dtype,
     tables: Sequence[TableOptions],
     store_options: StoreOptions,
+    default_initializer: Initializer | None,
     padding_idx: int | None,
     seed: int,
 ) -> None:
@@ -375,6 +376,15 @@ def _check_arguments(
     for t, table in enumerate(tables):
         if len(table.columns) not in (1, len(dim_C)):
             raise ValueError(f"table {t} has {len(table.columns)} columns, embedding_dim has {len(dim_C)}")
+        for column in table.columns:
+            if column.initializer is not None:
+                _check_range(f"table {t}", column.initializer, dtype)
+    if default_initializer is not None:
+        if not isinstance(default_initializer, Initializer):
+            raise TypeError(
+                f"default_initializer must be made by one of oneemb.make_*_initializer, got {default_initializer!r}"
+            )
+        _check_range("default_initializer", default_initializer, dtype)
     if not isinstance(store_options, StoreOptions):
         raise TypeError(f"store_options must be made by one of oneemb.make_*_store_options, got {store_options!r}")
     if len(store_options.persistent_path) != 1:
@@ -415,6 +425,24 @@ def _encode(initializer: Initializer) -> tuple[int, list[float]]:
             return init_rows.NORMAL, [mean, std]
         case TruncNormalInitializer(mean, std, a, b):
             return init_rows.TRUNC_NORMAL, [mean, std, *(normal_cdf((bound - mean) / std) for bound in (a, b))]
+
+
+def _check_range(what: str, initializer: Initializer, dtype: torch.dtype) -> None:
+    """Raise ValueError if weights may begin infinite: float16 ends at 65504."""
+    match initializer:
+        case ConstantInitializer(value):
+            largest = abs(value)
+        case UniformInitializer(low, high):
+            largest = max(abs(low), abs(high))
+        case NormalInitializer(mean, std):
+            largest = abs(mean) + 7 * std  # No draw from 32 bits lies farther out.
+        case TruncNormalInitializer(_, _, a, b):
+            largest = max(abs(a), abs(b))
+    if largest > torch.finfo(dtype).max:
+        raise ValueError(
+            f"{what} begins with weights up to {largest:g}, {dtype} holds at most {torch.finfo(dtype).max:g}; choose a"
+            " narrower initializer or another dtype"
+        )
 
 
 def _store_plan(options: StoreOptions) -> StorePlan:

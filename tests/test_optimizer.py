@@ -220,6 +220,16 @@ def test_lookups_of_one_embedding_in_a_step_are_one_update(made):
     assert embedding.stats()["step"] == 20 and embedding.stats()["device"]["pinned"] == 0
 
 
+def test_lookups_are_summed_in_the_order_they_were_made(made):
+    # 2^24 + 1 = 2^24 in float32: in the order of gradients, which is the other way, the sum would be 1.
+    embedding = made(tables=[oneemb.make_table(oneemb.make_constant_initializer(0))])
+    optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), [embedding])
+    rows = [embedding(torch.tensor([1])) for _ in range(3)]
+    sum((one * c).sum() for one, c in zip(rows, (2.0**24, 1.0, -(2.0**24)), strict=True)).backward()
+    optimizer.step()
+    assert torch.equal(rows_of(embedding, [1]), torch.zeros(1, DIM))
+
+
 def test_gradients_of_several_backward_passes_add_up(made):
     embedding = made()
     before = rows_of(embedding, range(IDS))
