@@ -18,6 +18,7 @@ Eager mode calls them in this order; the compiler only reorders, merges, fuses a
 eager" is one comparison.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ import torch
 
 from oneemb.kernels import unique_keys as kernel
 from oneemb.kernels.gather import gather as gather_rows
-from oneemb.kernels.reduce_grads import reduce_grads as reduce_rows
+from oneemb.kernels.reduce_grads import Segments, largest_magnitude, sum_segments
 from oneemb.storage.embedding_store import EmbeddingStore, Staged
 from oneemb.storage.row_store import StorageError
 
@@ -42,6 +43,8 @@ __all__ = [
 
 _BITS = {torch.float32: torch.float32, torch.float16: torch.uint16, torch.bfloat16: torch.int16}
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# Sums of float32 whose exact value is below this stay finite, whatever their roundings.
+_SUM_MAX = 2.0**127
 _ORDER = itertools.count()
 _MASKS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -83,17 +86,62 @@ class Lease:
             self.store.abandoned.append((self.generation, self.slot_U))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class RowGrads:
-    """Summed gradients of U unique keys of one store, for the rows in slot_U."""
+    """Gradients of U unique keys of one store, for the rows in slot_U: given summed, or as segments to be summed.
+
+    Sums of segments are made when something asks for them; an update takes the segments as they are, to the same bits.
+    """
 
     store: EmbeddingStore
     generation: int
     table_U: np.ndarray
     id_U: np.ndarray
     slot_U: np.ndarray
-    grad_UD: np.ndarray
-    finite_U: np.ndarray
+    segments: Segments | None
+
+    def __init__(
+        self,
+        store: EmbeddingStore,
+        generation: int,
+        table_U: np.ndarray,
+        id_U: np.ndarray,
+        slot_U: np.ndarray,
+        grad_UD: np.ndarray | None = None,
+        finite_U: np.ndarray | None = None,
+        segments: Segments | None = None,
+    ):
+        given = dict(store=store, generation=generation, table_U=table_U, id_U=id_U, slot_U=slot_U)
+        if grad_UD is not None:  # Sums count more than the segments that `dataclasses.replace` passes on with them.
+            given |= dict(sums=(grad_UD, finite_U), segments=None)
+        else:
+            given |= dict(segments=segments)
+        self.__dict__.update(given)
+
+    @functools.cached_property
+    def sums(self) -> tuple[np.ndarray, np.ndarray]:
+        """grad_UD, float32 [U, D], and finite_U, bool [U]: whether a row's sum is finite throughout."""
+        assert self.segments is not None
+        return sum_segments(self.segments, threads=self.store.threads)
+
+    @property
+    def grad_UD(self) -> np.ndarray:
+        return self.sums[0]
+
+    @property
+    def finite_U(self) -> np.ndarray:
+        return self.sums[1]
+
+    @functools.cached_property
+    def all_finite(self) -> bool:
+        """Whether every sum is finite. Segments are summed for it only where their terms are so large that it matters."""
+        if self.segments is not None:
+            largest = largest_magnitude(self.segments.grad_NX, threads=self.store.threads)
+            if self.segments.scale_N is not None:
+                largest *= max(1.0, largest_magnitude(self.segments.scale_N, threads=self.store.threads))
+            if largest * max(1, len(self.segments.order_N)) < _SUM_MAX:
+                return True
+        return bool(self.finite_U.all())
 
 
 class StepOptimizer(Protocol):
@@ -262,9 +310,10 @@ def reduce_grads(leases: Sequence[Lease]) -> RowGrads | None:
     slot_N, grad_ND = (np.concatenate([getattr(part, name) for part in parts]) for name in ("slot_U", "grad_UD"))
     store = parts[0].store
     unique = kernel.unique_keys(table_N, id_N)
-    grad_UD, finite_U = reduce_rows(grad_ND, unique.head_U, unique.next_N, threads=store.threads)
-    slot_U = slot_N[unique.head_U]
-    return RowGrads(store, parts[0].generation, unique.table_U, unique.id_U, slot_U, grad_UD, finite_U)
+    return RowGrads(
+        store, parts[0].generation, unique.table_U, unique.id_U, slot_N[unique.head_U],
+        segments=Segments(grad_ND, *unique.occurrences()),
+    )  # fmt: skip
 
 
 def _reduce(lease: Lease) -> RowGrads:
@@ -274,8 +323,8 @@ def _reduce(lease: Lease) -> RowGrads:
         raise StorageError(
             "the rows of a lookup were replaced (load_snapshot, clear) before its update; look up again after loading"
         )
-    grad_UD, finite_U = reduce_rows(_bits(grad_ND).numpy(), unique.head_U, unique.next_N, threads=store.threads)
-    return RowGrads(store, lease.generation, unique.table_U, unique.id_U, lease.slot_U, grad_UD, finite_U)
+    segments = Segments(_bits(grad_ND).numpy(), *unique.occurrences())
+    return RowGrads(store, lease.generation, unique.table_U, unique.id_U, lease.slot_U, segments=segments)
 
 
 def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None], scaler: Any = None) -> bool:
@@ -302,7 +351,7 @@ def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads |
 
 def _find_nonfinite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None]) -> str | None:
     for grad in grads:
-        if grad is not None and not grad.finite_U.all():
+        if grad is not None and not grad.all_finite:
             u = int(np.argmin(grad.finite_U))
             count = int(np.count_nonzero(~grad.finite_U))
             return (
@@ -326,7 +375,7 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool) -> None:
         return
     store, (row_optimizer, group) = grads.store, rows
     row_optimizer.update(
-        store.weight_SX, store.row_SW, grads.slot_U, grads.grad_UD,
+        store.weight_SX, store.row_SW, grads.slot_U, grads.segments or grads.grad_UD,
         state_begin=store.layout.state_begin, group=group, step=store.step + 1, threads=store.threads,
     )  # fmt: skip
     store.step += 1

@@ -1,11 +1,12 @@
-"""What every row update shares: the call onto the threads, the L2 gradient, the prefetch of a row.
+"""What every row update shares: the call onto the threads, the L2 gradient.
 
 The arrays of an update, the same for every optimizer (see oneemb.storage.row_layout for the row):
 
     row_SW       float32 [S, W], C order: the slab; the optimizer's state begins at word `state_begin`
     weight_SX    the same memory seen as weights' bits (float32, uint16 = float16, int16 = bfloat16)
     slot_U       int64 [U]: the rows to update, each slot at most once
-    grad_UD      float32 [U, D], C order: the summed gradient of each row
+    grad_UD      float32 [U, D], C order: the summed gradient of each row; or `Segments`, gradients still to be summed,
+                 which the loop sums row by row on their way into the optimizer, to the same bits
 
 Invariants: an update writes D weights and the state of the rows in slot_U and no other byte; a row's new value
 depends on that row and its gradient alone, so neither the order of the rows nor the number of threads matters.
@@ -17,23 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from oneemb.kernels.jit import CudaLoop, prefetch, rule
+from oneemb.kernels.jit import CudaLoop, rule
+from oneemb.kernels.reduce_grads import Segments
 from oneemb.kernels.threads import Threads
 
-__all__ = ["AHEAD", "l2_grad", "prefetch_row", "run_row_update"]
-
-# Rows asked for ahead of the one at work: enough to hide a read from memory.
-AHEAD = 8
-
-_LINE_WORDS = 16
-
-
-@rule
-def prefetch_row(row_SW, slot):
-    """Ask the cache for every line of a row: the processor's own prefetcher starts too late for a short run."""
-    row_W = row_SW[slot]
-    for word in range(0, len(row_W), _LINE_WORDS):
-        prefetch(row_W, word)
+__all__ = ["l2_grad", "run_row_update"]
 
 
 @rule
@@ -67,6 +56,11 @@ def run_row_update(
     assert weight_SX.dtype in (np.float32, np.uint16, np.int16) and weight_SX.flags.c_contiguous
     assert len(weight_SX) == len(row_SW) and row_SW.shape[1] >= state_begin + state_width
     assert slot_U.dtype == np.int64 and slot_U.ndim == 1 and slot_U.flags.c_contiguous
-    assert grad_UD.dtype == np.float32 and grad_UD.ndim == 2 and grad_UD.flags.c_contiguous
-    assert len(grad_UD) == len(slot_U)
-    threads.run(loop, len(slot_U), weight_SX, row_SW, slot_U, grad_UD, state_begin, *scalars)
+    assert grad_UD.shape[0] == len(slot_U)
+    if isinstance(grad_UD, Segments):
+        grads = grad_UD.arrays()
+    else:
+        assert grad_UD.dtype == np.float32 and grad_UD.ndim == 2
+        grads = grad_UD, None, None, None, None
+    assert grads[0].flags.c_contiguous
+    threads.run(loop, len(slot_U), weight_SX, row_SW, slot_U, grads, state_begin, *scalars)

@@ -3,8 +3,10 @@
     table_N  0 0 0 1 0            table_U  0 0 1         inverse_N  0 1 0 2 -1
     id_N     7 9 7 7 5 (padding)  id_U     7 9 7
 
-The occurrences of a key are chained in batch order, so that its gradients can be summed in one walk and always in
-the same order:  n = head_U[u], next_N[n], next_N[next_N[n]], ... until -1.
+`occurrences` lists where each key occurs, key by key in batch order, so that its gradients can be summed in one walk
+and always in the same order:
+
+    order_N  0 2 1 3              begin_U1  0 2 3 4
 """
 
 from typing import NamedTuple
@@ -12,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from oneemb.kernels.hash_index import hash_key
-from oneemb.kernels.jit import cpu
+from oneemb.kernels.jit import cpu, prefetch
+from oneemb.kernels.threads import Threads
 
-__all__ = ["UniqueKeys", "unique_keys"]
+__all__ = ["UniqueKeys", "occurrences", "unique_keys"]
 
 
 class UniqueKeys(NamedTuple):
@@ -25,25 +28,41 @@ class UniqueKeys(NamedTuple):
     id_U: np.ndarray
     """int64 [U]"""
     inverse_N: np.ndarray
-    """int64 [N]: the unique key of each id; -1 for padding"""
+    """int32 [N]: the unique key of each id; -1 for padding"""
     head_U: np.ndarray
-    """int64 [U]: the first occurrence of each key"""
-    next_N: np.ndarray
-    """int64 [N]: the next occurrence of the same key; -1 after the last one, and for padding"""
+    """int32 [U]: the first occurrence of each key"""
+
+    def occurrences(self) -> tuple[np.ndarray, np.ndarray]:
+        """order_N, begin_U1: where each key occurs; see the function of this name."""
+        return occurrences(self.inverse_N, len(self.id_U))
+
+
+# Ids whose cells are asked for ahead of the one at work.
+_AHEAD = 16
 
 
 @cpu
-def _unique_keys_cpu(table_N, id_N, padded, padding_id, cell_C, table_U, id_U, inverse_N, head_U, tail_U, next_N):
+def _hash_keys_cpu(begin, end, table_N, id_N, hash_N):
+    # A loop of its own: nothing in it branches, so that it runs on whole vectors.
+    for n in range(begin, end):
+        hash_N[n] = hash_key(np.int64(table_N[n]), np.int64(id_N[n]), np.int64(0))
+
+
+@cpu
+def _unique_keys_cpu(
+    table_N, id_N, hash_N, padded, padding_id, cell_C, table_U, id_U, inverse_N, head_U
+):
     mask = np.uint64(len(cell_C) - 1)
     size = 0
     for n in range(len(id_N)):
+        if n + _AHEAD < len(id_N):
+            prefetch(cell_C, np.int64(hash_N[n + _AHEAD] & mask))
         id = np.int64(id_N[n])
-        next_N[n] = -1
         if padded and id == padding_id:
             inverse_N[n] = -1
             continue
         table = table_N[n]
-        c = hash_key(table, id, 0) & mask
+        c = np.int64(hash_N[n] & mask)
         while True:
             u = np.int64(cell_C[c]) - 1
             if u < 0:
@@ -55,22 +74,58 @@ def _unique_keys_cpu(table_N, id_N, padded, padding_id, cell_C, table_U, id_U, i
                 head_U[u] = n
                 break
             if id_U[u] == id and table_U[u] == table:
-                next_N[tail_U[u]] = n
                 break
-            c = (c + np.uint64(1)) & mask
-        tail_U[u] = n
+            c = np.int64((np.uint64(c) + np.uint64(1)) & mask)
         inverse_N[n] = u
     return size
 
 
-def unique_keys(table_N: np.ndarray, id_N: np.ndarray, *, padding_id: int | None = None) -> UniqueKeys:
+def unique_keys(
+    table_N: np.ndarray, id_N: np.ndarray, *, padding_id: int | None = None, threads: Threads | None = None
+) -> UniqueKeys:
     """The unique keys among (table_N int32, id_N int32 or int64), leaving out ids that equal `padding_id`."""
     size = len(id_N)
-    cell_C = np.zeros(1 << (2 * size).bit_length(), np.int64)
-    table_U = np.empty(size, np.int32)
-    id_U, inverse_N, head_U, tail_U, next_N = (np.empty(size, np.int64) for _ in range(5))
+    assert size < 2**31
+    hash_N = np.empty(size, np.uint64)
+    if threads is None:
+        _hash_keys_cpu(0, size, table_N, id_N, hash_N)
+    else:
+        threads.run(_hash_keys_cpu, size, table_N, id_N, hash_N, share_min=1 << 16)
+    cell_C = np.zeros(1 << max(1, (2 * size - 1).bit_length()), np.int32)
+    table_U, id_U = np.empty(size, np.int32), np.empty(size, np.int64)
+    inverse_N, head_U = np.empty(size, np.int32), np.empty(size, np.int32)
     unique = _unique_keys_cpu(
-        table_N, id_N, padding_id is not None, 0 if padding_id is None else padding_id,
-        cell_C, table_U, id_U, inverse_N, head_U, tail_U, next_N,
+        table_N, id_N, hash_N, padding_id is not None, 0 if padding_id is None else padding_id,
+        cell_C, table_U, id_U, inverse_N, head_U,
     )  # fmt: skip
-    return UniqueKeys(table_U[:unique], id_U[:unique], inverse_N, head_U[:unique], next_N)
+    return UniqueKeys(table_U[:unique], id_U[:unique], inverse_N, head_U[:unique])
+
+
+@cpu
+def _occurrences_cpu(inverse_N, order_N, end_U1):
+    for u in inverse_N:
+        if u >= 0:
+            end_U1[u + 1] += 1
+    for u in range(1, len(end_U1)):
+        end_U1[u] += end_U1[u - 1]
+    # Counted from the end of each key's segment down, begins turn into what they are called.
+    for n in range(len(inverse_N) - 1, -1, -1):
+        u = inverse_N[n]
+        if u >= 0:
+            end_U1[u + 1] -= 1
+            order_N[end_U1[u + 1]] = n
+
+
+def occurrences(inverse_N: np.ndarray, keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where each key occurs, in batch order: order_N[begin_U1[u]], ..., order_N[begin_U1[u + 1] - 1].
+
+    Args:
+        inverse_N: the key of each id, 0 to keys - 1; -1 for padding, which is left out.
+
+    Returns:
+        order_N int32 [ids that are not padding], begin_U1 int32 [keys + 1].
+    """
+    begin_U1 = np.zeros(keys + 2, np.int32)
+    order_N = np.empty(len(inverse_N), np.int32)
+    _occurrences_cpu(inverse_N, order_N, begin_U1)
+    return order_N[: begin_U1[-1]], begin_U1[1:]

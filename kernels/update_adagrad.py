@@ -12,7 +12,8 @@ import math
 import numpy as np
 
 from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
-from oneemb.kernels.row_update import AHEAD, l2_grad, prefetch_row, run_row_update
+from oneemb.kernels.reduce_grads import BLOCK, Segments, block_grads
+from oneemb.kernels.row_update import l2_grad, run_row_update
 from oneemb.kernels.row_update_cuda import element_update
 from oneemb.kernels.threads import Threads
 
@@ -28,24 +29,26 @@ def adagrad(w, acc, g, clr, eps, weight_decay):
 
 
 @cpu
-def _adagrad_cpu(begin, end, weight_SX, row_SW, slot_U, grad_UD, state_begin, clr, eps, weight_decay):
-    dim = grad_UD.shape[1]
-    for u in range(begin, end):
-        if u + AHEAD < end:
-            prefetch_row(row_SW, slot_U[u + AHEAD])
-        s = slot_U[u]
-        w_D, g_D = weight_SX[s, :dim], grad_UD[u]
-        acc_D = row_SW[s, state_begin : state_begin + dim]
-        for d in range(dim):
-            w, acc_D[d] = adagrad(to_float32(w_D[d]), acc_D[d], g_D[d], clr, eps, weight_decay)
-            w_D[d] = from_float32(w, w_D[d])
+def _adagrad_cpu(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, clr, eps, weight_decay):
+    dim = grads[0].shape[1]
+    sum_BD = np.empty((BLOCK, dim), np.float32)
+    for first in range(begin, end, BLOCK):
+        last = min(first + BLOCK, end)
+        block_grads(grads, first, last, sum_BD, row_SW, slot_U)
+        for u in range(first, last):
+            s = slot_U[u]
+            w_D, g_D = weight_SX[s, :dim], sum_BD[u - first]
+            acc_D = row_SW[s, state_begin : state_begin + dim]
+            for d in range(dim):
+                w, acc_D[d] = adagrad(to_float32(w_D[d]), acc_D[d], g_D[d], clr, eps, weight_decay)
+                w_D[d] = from_float32(w, w_D[d])
 
 
 def update_adagrad(
     weight_SX: np.ndarray,
     row_SW: np.ndarray,
     slot_U: np.ndarray,
-    grad_UD: np.ndarray,
+    grad_UD: np.ndarray | Segments,
     *,
     state_begin: int,
     step: int,

@@ -20,7 +20,8 @@ import math
 import numpy as np
 
 from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
-from oneemb.kernels.row_update import AHEAD, l2_grad, prefetch_row, run_row_update
+from oneemb.kernels.reduce_grads import BLOCK, Segments, block_grads
+from oneemb.kernels.row_update import l2_grad, run_row_update
 from oneemb.kernels.row_update_cuda import element_update
 from oneemb.kernels.threads import Threads
 
@@ -39,30 +40,32 @@ def adam(w, m, v, g, rate, correction, from_m, pull, beta2, beta2_rest, eps, wei
 
 @cpu
 def _adam_cpu(
-    begin, end, weight_SX, row_SW, slot_U, grad_UD, state_begin,
+    begin, end, weight_SX, row_SW, slot_U, grads, state_begin,
     rate, correction, from_m, pull, beta2, beta2_rest, eps, weight_decay, shrink,
 ):  # fmt: skip
-    dim = grad_UD.shape[1]
-    for u in range(begin, end):
-        if u + AHEAD < end:
-            prefetch_row(row_SW, slot_U[u + AHEAD])
-        s = slot_U[u]
-        w_D, g_D = weight_SX[s, :dim], grad_UD[u]
-        m_D = row_SW[s, state_begin : state_begin + dim]
-        v_D = row_SW[s, state_begin + dim : state_begin + 2 * dim]
-        for d in range(dim):
-            w, m_D[d], v_D[d] = adam(
-                to_float32(w_D[d]), m_D[d], v_D[d], g_D[d],
-                rate, correction, from_m, pull, beta2, beta2_rest, eps, weight_decay, shrink,
-            )  # fmt: skip
-            w_D[d] = from_float32(w, w_D[d])
+    dim = grads[0].shape[1]
+    sum_BD = np.empty((BLOCK, dim), np.float32)
+    for first in range(begin, end, BLOCK):
+        last = min(first + BLOCK, end)
+        block_grads(grads, first, last, sum_BD, row_SW, slot_U)
+        for u in range(first, last):
+            s = slot_U[u]
+            w_D, g_D = weight_SX[s, :dim], sum_BD[u - first]
+            m_D = row_SW[s, state_begin : state_begin + dim]
+            v_D = row_SW[s, state_begin + dim : state_begin + 2 * dim]
+            for d in range(dim):
+                w, m_D[d], v_D[d] = adam(
+                    to_float32(w_D[d]), m_D[d], v_D[d], g_D[d],
+                    rate, correction, from_m, pull, beta2, beta2_rest, eps, weight_decay, shrink,
+                )  # fmt: skip
+                w_D[d] = from_float32(w, w_D[d])
 
 
 def update_adam(
     weight_SX: np.ndarray,
     row_SW: np.ndarray,
     slot_U: np.ndarray,
-    grad_UD: np.ndarray,
+    grad_UD: np.ndarray | Segments,
     *,
     state_begin: int,
     step: int,
@@ -91,7 +94,7 @@ def update_sparse_adam(
     weight_SX: np.ndarray,
     row_SW: np.ndarray,
     slot_U: np.ndarray,
-    grad_UD: np.ndarray,
+    grad_UD: np.ndarray | Segments,
     *,
     state_begin: int,
     step: int,

@@ -10,7 +10,8 @@ Reference: Sutskever, Martens, Dahl, Hinton. ICML 2013, in the form and operatio
 import numpy as np
 
 from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
-from oneemb.kernels.row_update import AHEAD, l2_grad, prefetch_row, run_row_update
+from oneemb.kernels.reduce_grads import BLOCK, Segments, block_grads
+from oneemb.kernels.row_update import l2_grad, run_row_update
 from oneemb.kernels.row_update_cuda import element_update
 from oneemb.kernels.threads import Threads
 
@@ -31,39 +32,43 @@ def momentum_sgd(w, buf, g, lr, momentum, keep, share, nesterov, weight_decay):
 
 
 @cpu
-def _sgd_cpu(begin, end, weight_SX, row_SW, slot_U, grad_UD, state_begin, lr, weight_decay):
-    dim = grad_UD.shape[1]
-    for u in range(begin, end):
-        if u + AHEAD < end:
-            prefetch_row(row_SW, slot_U[u + AHEAD])
-        w_D, g_D = weight_SX[slot_U[u], :dim], grad_UD[u]
-        for d in range(dim):
-            w_D[d] = from_float32(sgd(to_float32(w_D[d]), g_D[d], lr, weight_decay), w_D[d])
+def _sgd_cpu(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, lr, weight_decay):
+    dim = grads[0].shape[1]
+    sum_BD = np.empty((BLOCK, dim), np.float32)
+    for first in range(begin, end, BLOCK):
+        last = min(first + BLOCK, end)
+        block_grads(grads, first, last, sum_BD, row_SW, slot_U)
+        for u in range(first, last):
+            w_D, g_D = weight_SX[slot_U[u], :dim], sum_BD[u - first]
+            for d in range(dim):
+                w_D[d] = from_float32(sgd(to_float32(w_D[d]), g_D[d], lr, weight_decay), w_D[d])
 
 
 @cpu
 def _sgd_momentum_cpu(
-    begin, end, weight_SX, row_SW, slot_U, grad_UD, state_begin, lr, momentum, keep, share, nesterov, weight_decay
+    begin, end, weight_SX, row_SW, slot_U, grads, state_begin, lr, momentum, keep, share, nesterov, weight_decay
 ):
-    dim = grad_UD.shape[1]
-    for u in range(begin, end):
-        if u + AHEAD < end:
-            prefetch_row(row_SW, slot_U[u + AHEAD])
-        s = slot_U[u]
-        w_D, g_D = weight_SX[s, :dim], grad_UD[u]
-        buf_D = row_SW[s, state_begin : state_begin + dim]
-        for d in range(dim):
-            w, buf_D[d] = momentum_sgd(
-                to_float32(w_D[d]), buf_D[d], g_D[d], lr, momentum, keep, share, nesterov, weight_decay
-            )
-            w_D[d] = from_float32(w, w_D[d])
+    dim = grads[0].shape[1]
+    sum_BD = np.empty((BLOCK, dim), np.float32)
+    for first in range(begin, end, BLOCK):
+        last = min(first + BLOCK, end)
+        block_grads(grads, first, last, sum_BD, row_SW, slot_U)
+        for u in range(first, last):
+            s = slot_U[u]
+            w_D, g_D = weight_SX[s, :dim], sum_BD[u - first]
+            buf_D = row_SW[s, state_begin : state_begin + dim]
+            for d in range(dim):
+                w, buf_D[d] = momentum_sgd(
+                    to_float32(w_D[d]), buf_D[d], g_D[d], lr, momentum, keep, share, nesterov, weight_decay
+                )
+                w_D[d] = from_float32(w, w_D[d])
 
 
 def update_sgd(
     weight_SX: np.ndarray,
     row_SW: np.ndarray,
     slot_U: np.ndarray,
-    grad_UD: np.ndarray,
+    grad_UD: np.ndarray | Segments,
     *,
     state_begin: int,
     lr: float,
@@ -82,7 +87,7 @@ def update_sgd_momentum(
     weight_SX: np.ndarray,
     row_SW: np.ndarray,
     slot_U: np.ndarray,
-    grad_UD: np.ndarray,
+    grad_UD: np.ndarray | Segments,
     *,
     state_begin: int,
     step: int,

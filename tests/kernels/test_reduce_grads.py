@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from oneemb.kernels.reduce_grads import reduce_grads
+from oneemb.kernels.reduce_grads import Segments, largest_magnitude, reduce_grads, sum_segments
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
 from tests.support.row_updates import SmallShares, to_bits
@@ -40,7 +40,7 @@ def check_sums(dtype, dim, threads, sums=reduce_grads):
     print("seed 0")
     rng = np.random.default_rng(0)
     grad_NX, unique = batch(rng, 400, 60, dtype, dim, padding_id=7)
-    grad_UD, finite_U = sums(grad_NX, unique.head_U, unique.next_N, threads=threads)
+    grad_UD, finite_U = sums(grad_NX, *unique.occurrences(), threads=threads)
     grad_ND = float32_of(grad_NX, dtype)
     expected = in_batch_order(grad_ND, unique.inverse_N, len(unique.id_U))
     assert grad_UD.dtype == np.float32 and grad_UD.tobytes() == expected.tobytes()
@@ -63,19 +63,19 @@ def test_a_key_that_fills_the_batch_is_summed_in_batch_order():
     # 2^24 + 1 = 2^24 in float32: a sum in another order, or in pairs, gives another number.
     grad_ND = np.array([[2.0**24]] + [[1.0]] * 1000 + [[-(2.0**24)]], np.float32)
     unique = unique_keys(np.zeros(len(grad_ND), np.int32), np.full(len(grad_ND), -5))
-    grad_UD, _ = reduce_grads(grad_ND, unique.head_U, unique.next_N, threads=Threads(2))
+    grad_UD, _ = reduce_grads(grad_ND, *unique.occurrences(), threads=Threads(2))
     assert grad_UD.tolist() == [[0.0]]
 
 
 def test_a_gradient_of_minus_zero_stays_minus_zero():
     unique = unique_keys(np.zeros(1, np.int32), np.array([1]))
-    grad_UD, _ = reduce_grads(np.array([[-0.0]], np.float32), unique.head_U, unique.next_N, threads=Threads(1))
+    grad_UD, _ = reduce_grads(np.array([[-0.0]], np.float32), *unique.occurrences(), threads=Threads(1))
     assert np.signbit(grad_UD[0, 0])
 
 
 def test_no_keys_give_no_sums():
     unique = unique_keys(np.zeros(3, np.int32), np.full(3, 5), padding_id=5)
-    grad_UD, finite_U = reduce_grads(np.ones((3, 4), np.float32), unique.head_U, unique.next_N, threads=Threads(2))
+    grad_UD, finite_U = reduce_grads(np.ones((3, 4), np.float32), *unique.occurrences(), threads=Threads(2))
     assert grad_UD.shape == (0, 4) and finite_U.shape == (0,)
 
 
@@ -87,7 +87,7 @@ def test_a_value_that_is_not_finite_marks_its_key_only(value, dtype, at):
     unique = unique_keys(np.zeros(9, np.int32), id_N)
     grad_ND = np.ones((9, 5), np.float32)
     grad_ND[at, 4 if at == 8 else 2] = value
-    _, finite_U = reduce_grads(to_bits(grad_ND, dtype), unique.head_U, unique.next_N, threads=Threads(1))
+    _, finite_U = reduce_grads(to_bits(grad_ND, dtype), *unique.occurrences(), threads=Threads(1))
     assert (unique.id_U[~finite_U]).tolist() == [id_N[at]]
 
 
@@ -95,7 +95,7 @@ def test_a_sum_that_overflows_is_not_finite():
     unique = unique_keys(np.zeros(3, np.int32), np.array([1, 2, 1]))
     largest = np.finfo(np.float32).max
     grad_UD, finite_U = reduce_grads(
-        np.array([[largest], [largest], [largest]], np.float32), unique.head_U, unique.next_N, threads=Threads(1)
+        np.array([[largest], [largest], [largest]], np.float32), *unique.occurrences(), threads=Threads(1)
     )
     assert finite_U.tolist() == [False, True] and np.isinf(grad_UD[0, 0])
 
@@ -103,21 +103,50 @@ def test_a_sum_that_overflows_is_not_finite():
 def test_half_width_sums_do_not_overflow_where_float32_does_not():
     unique = unique_keys(np.zeros(2, np.int32), np.array([1, 1]))
     grad_NX = to_bits(np.array([[49152.0], [49152.0]]), "float16")
-    grad_UD, finite_U = reduce_grads(grad_NX, unique.head_U, unique.next_N, threads=Threads(1))
+    grad_UD, finite_U = reduce_grads(grad_NX, *unique.occurrences(), threads=Threads(1))
     assert grad_UD.tolist() == [[98304.0]]
     assert finite_U.all()
 
 
 def test_the_oracle_notices_another_order():
-    def backwards(grad_NX, head_U, next_N, threads):
-        grad_UD, finite_U = reduce_grads(grad_NX, head_U, next_N, threads=threads)
-        for u, n in enumerate(head_U):
-            chain = []
-            while n >= 0:
-                chain.append(n)
-                n = next_N[n]
-            grad_UD[u] = np.add.accumulate(grad_NX[chain[::-1]], axis=0)[-1]
+    def backwards(grad_NX, order_N, begin_U1, threads):
+        grad_UD, finite_U = reduce_grads(grad_NX, order_N, begin_U1, threads=threads)
+        for u in range(len(grad_UD)):
+            segment = order_N[begin_U1[u] : begin_U1[u + 1]]
+            grad_UD[u] = np.add.accumulate(grad_NX[segment[::-1]], axis=0)[-1]
         return grad_UD, finite_U
 
     with pytest.raises(AssertionError):
         check_sums("float32", 16, Threads(1), sums=backwards)
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_gradient_of_a_bag_is_shared_by_its_ids(dtype, scaled):
+    print("seed 0")
+    rng = np.random.default_rng(0)
+    grad_PX, unique = batch(rng, 400, 60, dtype, 16, padding_id=7)
+    bag_N = np.sort(rng.integers(0, 400, 400)).astype(np.int32)
+    scale_N = rng.normal(0, 1, 400).astype(np.float32) if scaled else None
+    grad_UD, finite_U = sum_segments(Segments(grad_PX, *unique.occurrences(), bag_N, scale_N), threads=SmallShares(2))
+    grad_ND = float32_of(grad_PX, dtype)[bag_N]
+    expected = in_batch_order(grad_ND if scale_N is None else grad_ND * scale_N[:, None], unique.inverse_N, len(grad_UD))
+    assert grad_UD.tobytes() == expected.tobytes() and finite_U.all()
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+@pytest.mark.parametrize("size", [0, 1, 5, 40_000, 100_001])
+def test_the_largest_magnitude(dtype, size):
+    print("seed 0")
+    values = to_bits(np.random.default_rng(0).normal(0, 1, size), dtype)
+    expected = np.abs(float32_of(values, dtype)).max(initial=0)
+    for count in (1, 3):
+        assert largest_magnitude(values, threads=Threads(count)) == expected
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_the_largest_magnitude_is_not_finite_where_a_value_is_not(dtype, value):
+    values = np.ones(100_000)
+    values[77_777] = value
+    assert not np.isfinite(largest_magnitude(to_bits(values, dtype), threads=Threads(2)))
