@@ -92,18 +92,21 @@ def measure(arguments: argparse.Namespace, block: int) -> list[dict[str, Any]]:
         )  # fmt: skip
         print(json.dumps(cases[-1]), flush=True)
 
-    # Appending fills each system once, in slices that are interleaved with as many bytes of raw writing.
+    # Appending fills each system once, in slices. The raw disk's take turns with oneemb's; peers come after, because
+    # they go on writing behind their own slices.
     slices = np.array_split(id_N, arguments.rounds)
-    for system in systems.values():
-        system.append(id_N[:BATCH])
-        system.clear()
-    spent = interleaved(
-        {"raw": lambda n: disk.append(len(slices[n]) * WIDTH * 4)}
-        | {name: (lambda n, s=system: s.append(slices[n])) for name, system in systems.items()},
-        len(slices), warm=0,
-    )  # fmt: skip
-    rates = {name: arguments.rows / sum(seconds) for name, seconds in spent.items()}
-    case("append", "rows/s", rates, rates["raw"])
+    for name, known in (("append, rows known beforehand", True), ("append", False)):
+        one = systems["oneemb"] = systems["oneemb"].again(arguments.rows if known else 0)
+        spent = interleaved(
+            {"raw": lambda n: disk.append(len(slices[n]) * WIDTH * 4), "oneemb": lambda n, s=one: s.append(slices[n])},
+            len(slices), warm=0,
+        )  # fmt: skip
+        if not known:
+            for peer, system in systems.items():
+                if peer != "oneemb":
+                    spent[peer] = [seconds_of(lambda s=system, ids=ids: s.append(ids)) for ids in slices]
+        rates = {name: arguments.rows / sum(seconds) for name, seconds in spent.items()}
+        case(name, "rows/s", rates, rates["raw"])
 
     def batches() -> list[np.ndarray]:
         return [rng.choice(id_N, BATCH, replace=False) for _ in range(BATCHES_A_ROUND)]
@@ -224,9 +227,12 @@ class RawDisk:
 
 
 class Oneemb:
-    def __init__(self, path: str, block: int):
-        self.path = f"{path}/oneemb-{block}"
-        self.table = PersistentTable.open(self.path, row_width=WIDTH, physical_block_size=block, threads=Threads())
+    def __init__(self, path: str, block: int, expected_rows: int = 0):
+        self.path, self.block = path, block
+        self.table = PersistentTable.open(
+            f"{path}/oneemb-{block}", row_width=WIDTH, physical_block_size=block, threads=Threads(),
+            expected_rows=expected_rows,
+        )  # fmt: skip
         self.out_UW = np.empty((BATCH, WIDTH), np.float32)
         self.table_U = np.zeros(BATCH, np.int32)
 
@@ -249,8 +255,13 @@ class Oneemb:
         for chunk in self.table._files.chunks.values():
             self.table._files.sync(chunk)
 
-    def clear(self) -> None:
-        self.table.clear()
+    def again(self, expected_rows: int) -> "Oneemb":
+        """An empty table in place of this one, its loops compiled and loaded."""
+        self.table.close()
+        other = Oneemb(self.path, self.block, expected_rows)
+        other.append(np.arange(BATCH))
+        other.table.clear()
+        return other
 
     def index_bytes(self, name: str) -> int:
         keys = sum(chunk.keys_bytes for chunk in self.table._files.chunks.values() if chunk.snapshots)
@@ -290,9 +301,6 @@ class Rocks:
     def settle(self) -> None:
         self.db.flush()
 
-    def clear(self) -> None:
-        pass
-
     def close(self) -> None:
         self.db.close()
 
@@ -327,9 +335,6 @@ class Lmdb:
 
     def settle(self) -> None:
         self.db.sync(True)
-
-    def clear(self) -> None:
-        pass
 
     def close(self) -> None:
         self.db.close()

@@ -52,7 +52,7 @@ class PersistentTable:
 
     def __init__(
         self, fs: FileSystem, path: str, geometry: Geometry, threads: Threads, max_space_amplification: float, io: str,
-        background: bool,
+        background: bool, expected_rows: int,
     ):  # fmt: skip
         self._fs, self._path, self._threads = fs, path, threads
         self._max_space_amplification = max_space_amplification
@@ -80,7 +80,8 @@ class PersistentTable:
         self._saves = Background("save_snapshot")
         self._compactions = Background("compaction") if background else None
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="oneemb-write") if background else None
-        self._use(LiveRows(geometry, self._files, threads))
+        self._expected_rows = expected_rows
+        self._use(LiveRows(geometry, self._files, threads, expected_rows))
 
     @classmethod
     def open(
@@ -92,6 +93,7 @@ class PersistentTable:
         threads: Threads,
         max_space_amplification: float = 2.0,
         chunk_bytes: int = _CHUNK_BYTES,
+        expected_rows: int = 0,
         io: str = "auto",
         background: bool = True,
         fs: FileSystem | None = None,
@@ -106,6 +108,7 @@ class PersistentTable:
             max_space_amplification: disk space for each byte of live rows, beside two chunks and what only snapshots
                 need.
             chunk_bytes: bytes of rows in a chunk file, about.
+            expected_rows: rows to make room for in the index at once, so that it need not grow; a table may hold more.
             io: "aio": reads past the system's cache, many at a time; "pread": threads, through the cache; "auto": the
                 first of them that works there.
             background: write and compact in threads beside the caller; False = in the calls themselves.
@@ -120,7 +123,7 @@ class PersistentTable:
             raise ValueError(f"max_space_amplification must be above 1, got {max_space_amplification}")
         geometry = make_geometry(row_width, physical_block_size, chunk_bytes)
         fs = fs or LocalFileSystem()
-        return cls(fs, os.fspath(path), geometry, threads, max_space_amplification, io, background)
+        return cls(fs, os.fspath(path), geometry, threads, max_space_amplification, io, background, expected_rows)
 
     def __len__(self) -> int:
         return len(self._live.index)
@@ -187,7 +190,7 @@ class PersistentTable:
     def clear(self) -> None:
         with self._guard:
             self._begin()
-            self._replace(LiveRows(self._live.geometry, self._files, self._threads))
+            self._replace(LiveRows(self._live.geometry, self._files, self._threads, self._expected_rows))
 
     def flush(self) -> None:
         """Write the rows that are in memory to their chunk. They are durable when a snapshot has been saved."""

@@ -1,0 +1,152 @@
+"""Every way of reading brings the same rows, reads no block twice, and tells a damaged or shortened file."""
+
+import os
+
+import numpy as np
+import pytest
+
+from oneemb.kernels.threads import Threads
+from oneemb.storage.aio_reader import AioReader, open_reader
+from oneemb.storage.block_reader import PreadReader, plan_reads
+from oneemb.storage.errors import CorruptTableError, StorageError
+from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.geometry import Geometry, make_geometry
+from oneemb.storage.persistent_table import PersistentTable
+from tests.support.faulty_fs import FaultyFileSystem
+from tests.support.table_model import check, got, put_random
+
+THREADS = Threads(2)
+
+
+def aio_works(path):
+    try:
+        open_reader("aio", LocalFileSystem(), str(path), 512, THREADS).close()
+        return True
+    except StorageError:
+        return False
+
+
+@pytest.fixture(params=["aio", "pread"])
+def io(request, tmp_path):
+    if request.param == "aio" and not aio_works(tmp_path):
+        pytest.skip("this file system has no direct reads by Linux AIO")
+    return request.param
+
+
+def open_table(path, **options):
+    options = dict(row_width=30, physical_block_size=512, chunk_bytes=64 * 512, threads=THREADS) | options
+    return PersistentTable.open(path, **options)
+
+
+@pytest.mark.parametrize("physical_block_size", [512, 4096])
+@pytest.mark.parametrize("row_width", [1, 30, 128, 1500, 20000])
+def test_each_way_of_reading_brings_the_rows(tmp_path, io, row_width, physical_block_size):
+    rng, rows = np.random.default_rng(0), {}
+    size = 3000 if row_width < 1000 else 40
+    with open_table(tmp_path, io=io, row_width=row_width, physical_block_size=physical_block_size) as table:
+        for _ in range(3):
+            put_random(table, rows, rng, size, ids=2 * size)
+        table.flush()
+        check(table, rows)
+        stats = table.stats()
+        assert stats["io"] == io and stats["bytes_read"] > 0
+        table.save_snapshot("s", {})
+        table.load_snapshot("s")
+        check(table, rows)
+
+
+def test_auto_takes_the_first_way_that_works(tmp_path):
+    expected = "aio" if aio_works(tmp_path) else "pread"
+    with open_table(tmp_path) as table:
+        assert table.stats()["io"] == expected
+    with open_table("/t", fs=FaultyFileSystem()) as table:
+        assert table.stats()["io"] == "pread"
+
+
+def test_a_way_that_does_not_work_is_refused_when_forced():
+    with pytest.raises(StorageError, match="io='aio' does not work in /t/chunks.*io='pread'"):
+        open_table("/t", fs=FaultyFileSystem(), io="aio")
+    with pytest.raises(ValueError, match="'auto', 'aio' or 'pread', got 'mmap'"):
+        open_table("/t", fs=FaultyFileSystem(), io="mmap")
+
+
+def test_the_probe_leaves_nothing_behind(tmp_path):
+    open_table(tmp_path).close()
+    assert os.listdir(tmp_path / "chunks") == []
+    (tmp_path / "chunks" / "probe.tmp").write_bytes(b"left by a crash")
+    open_table(tmp_path).close()
+    assert os.listdir(tmp_path / "chunks") == []
+
+
+@pytest.mark.parametrize("how", ["flipped", "short", "gone"])
+def test_damage_is_told_by_each_way_of_reading(tmp_path, io, how):
+    rng, rows = np.random.default_rng(0), {}
+    with open_table(tmp_path, io=io) as table:
+        put_random(table, rows, rng, 700)
+        table.save_snapshot("s", {})
+    path = tmp_path / "chunks" / "000000000001.rows"
+    with open_table(tmp_path, io=io) as table:
+        table.load_snapshot("s")
+        data = bytearray(path.read_bytes())
+        if how == "flipped":
+            data[4096 + 512 * 9 + 17] ^= 64
+            path.write_bytes(data)
+        elif how == "short":
+            path.write_bytes(data[: 4096 + 512 * 9 + 100])
+        else:
+            os.rename(path, tmp_path / "elsewhere")
+        with pytest.raises(CorruptTableError, match=str(path)) as raised:
+            got(table, rows)
+        if how != "gone":
+            offset = 4096 + 512 * 9
+            assert f"block 9 at offset {offset}" in str(raised.value) or "offset" in str(raised.value)
+        # Mended, everything is read again: no read was left in flight, no memory spoiled.
+        if how == "gone":
+            os.rename(tmp_path / "elsewhere", path)
+        else:
+            data[4096 + 512 * 9 + 17] ^= 64 if how == "flipped" else 0
+            path.write_bytes(data)
+        check(table, rows)
+
+
+def test_more_chunks_than_open_files_are_read_in_one_call(tmp_path, io):
+    rng, rows = np.random.default_rng(0), {}
+    with open_table(tmp_path, io=io, max_space_amplification=100.0) as table:
+        table._files.files_open_max = 3
+        for _ in range(6):
+            put_random(table, rows, rng, 900)
+        table.flush()
+        assert table.stats()["chunks"] > 12
+        check(table, rows)
+        assert len(table._files._rows_file) <= 3
+
+
+def test_no_block_is_asked_for_twice_and_neighbours_go_together():
+    geometry = make_geometry(30, 512, 1 << 20)
+    rng = np.random.default_rng(0)
+    place_N = rng.choice(geometry.rows_per_chunk * 3, 4000, replace=False)
+    plan = plan_reads(geometry, place_N, np.arange(4000))
+    asked = [
+        block for first, size in zip(plan.block_Q, plan.blocks_Q, strict=True) for block in range(first, first + size)
+    ]
+    assert len(asked) == len(set(asked)) and set(place_N // geometry.rows_per_block) <= set(asked)
+    served = [p for q in range(len(plan.block_Q)) for p in range(plan.first_Q[q], plan.first_Q[q + 1])]
+    assert served == list(range(4000)) and (np.sort(place_N) == plan.place_P).all()
+    ends = plan.block_Q + plan.blocks_Q
+    assert (plan.blocks_Q * 512 <= 64 << 10).all()
+    same_chunk = plan.block_Q // geometry.blocks_per_chunk == (ends - 1) // geometry.blocks_per_chunk
+    assert same_chunk.all(), "a request lies in one file"
+
+
+def test_an_error_of_the_system_names_the_request(tmp_path):
+    if not aio_works(tmp_path):
+        pytest.skip("this file system has no direct reads by Linux AIO")
+    geometry = Geometry(128, 512, 64)
+    plan = plan_reads(geometry, np.arange(0, 2000, 50), np.arange(40))
+    out_UW, sum_B = np.zeros((40, 128), np.float32), np.zeros(2000, np.uint32)
+    for reader in (AioReader(), PreadReader(LocalFileSystem(), THREADS)):
+        for _ in range(2):
+            with pytest.raises(OSError) as raised:
+                reader.read(plan, np.full(40, 999999), np.zeros(40, np.int64), sum_B, out_UW)
+            assert raised.value.errno == 9 and 0 <= raised.value.filename < 40
+        reader.close()
