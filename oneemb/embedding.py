@@ -28,6 +28,8 @@ from oneemb.options import (
     to_json,
 )
 from oneemb.storage.embedding_store import EmbeddingStore, StorePlan
+from oneemb.storage.row_store import StorageError
+from oneemb.storage.snapshot_reader import read_snapshot_info
 
 __all__ = ["MultiTableEmbedding", "MultiTableMultiColumnEmbedding"]
 
@@ -161,8 +163,14 @@ class _TableEmbedding(torch.nn.Module):
 
         Raises:
             StorageError: there is no snapshot of this name (the message names those there are), or its rows have
-                another width, dtype or optimizer; the rows here are as they were.
+                another width, dtype or optimizer, or are of more tables; the rows here are as they were.
         """
+        saved = read_snapshot_info(self.store.plan.persistent_path, name).meta.get("embedding") or {}
+        if len(saved.get("tables", ())) > self.num_tables:
+            raise StorageError(
+                f"snapshot {name!r} holds rows of {len(saved['tables'])} tables, embedding {self.name!r} has"
+                f" {self.num_tables}; make it with all of them"
+            )
         whole = self.store.load_snapshot(name)
         self.pending.clear()
         self._saved = (name, self.store.changes) if whole else None

@@ -462,6 +462,25 @@ def test_a_new_embedding_goes_on_from_a_snapshot(made, store):
     other.close()
 
 
+@pytest.mark.filterwarnings("ignore:embedding 'items' starts empty")
+def test_a_snapshot_of_more_tables_is_refused_and_of_fewer_is_loaded(made):
+    embedding = made(tables=2)
+    embedding(torch.tensor([[1, 2]]))
+    embedding.save_snapshot("two")
+    embedding.close()
+    narrow = made(tables=1)
+    narrow(torch.tensor([5]))
+    with pytest.raises(
+        oneemb.StorageError, match="'two' holds rows of 2 tables, embedding 'items' has 1; make it with"
+    ):
+        narrow.load_snapshot("two")
+    assert narrow.stats()["rows"] == 1
+    narrow.close()
+    wide = made(tables=3)
+    wide.load_snapshot("two")
+    assert wide.stats()["rows"] == 2
+
+
 def test_an_empty_folder_gives_no_warning(made):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
