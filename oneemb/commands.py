@@ -56,10 +56,11 @@ def _tell(as_json: bool, result: dict[str, Any], *lines: str) -> None:
 @contextmanager
 def _bar(as_json: bool, what: str, unit: str):
     """A function (done, total) that moves a progress bar; none without a terminal to show it on."""
-    bytes_unit = unit == "B"
+    of_bytes = unit == "B"
     with tqdm(
-        desc=what, unit=unit, unit_scale=bytes_unit, unit_divisor=1024, disable=True if as_json else None, leave=False
-    ) as bar:
+        desc=what, unit=unit if of_bytes else f" {unit}", unit_scale=of_bytes, unit_divisor=1024,
+        disable=True if as_json else None, leave=False,
+    ) as bar:  # fmt: skip
 
         def move(done: int, total: int | None) -> None:
             bar.total = total

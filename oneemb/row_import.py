@@ -56,14 +56,15 @@ def import_rows(
               values whose row numbers are the keys;
             - arrays or tensors in memory, in the same order;
             - a `PersistentTableReader`;
-            - an iterable of (keys, values) or (tables, keys, values) arrays.
+            - an iterable of (keys, values) or (tables, keys, values) arrays, which are the batches.
         snapshot: name of the new snapshot; only for a folder.
         keys: the column of keys, in a file; None = the row's number is its key.
         values: the column of weights; or, in Parquet, the columns of single weights.
         tables: the column of table numbers; None = "tables" if there is one.
         state: the column of optimizer state, read with `with_state`.
         table: the table of all rows, where none are said.
-        with_state: bring the optimizer's state too. The embedding must have the optimizer whose state it is.
+        with_state: bring the optimizer's state too. The embedding must have the optimizer whose state it is; one that
+            has not trained yet goes on from the source's count of steps.
         dtype: of the rows in a new snapshot: float32, float16 or bfloat16; None = that of the source. An embedding
             has its own; weights are rounded to nearest even.
         physical_block_size: bytes of the disk's block for a new snapshot, 512 or 4096.

@@ -1,9 +1,13 @@
 """The command line: what it prints is compared with what lies on disk, and its exit codes with what was done to it."""
 
+import fcntl
 import json
 import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 
 import numpy as np
 import pandas
@@ -299,6 +303,18 @@ def test_the_installed_command_checks_a_table(path):
     damage(path)
     done = subprocess.run([sys.executable, "-m", "oneemb", "check", path], capture_output=True, text=True)
     assert done.returncode == 1 and "has checksum" in done.stdout and done.stderr == ""
+
+
+def test_a_terminal_is_shown_a_progress_bar_and_nobody_else_is(path):
+    main, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    for arguments, bar in [(["check", str(path)], True), (["check", str(path), "--json"], False)]:
+        done = subprocess.run([sys.executable, "-m", "oneemb", *arguments], stdout=subprocess.PIPE, stderr=end)
+        os.write(end, b"|")
+        shown = os.read(main, 65536)
+        assert done.returncode == 0 and (b"checking" in shown) == bar, shown
+    os.close(main)
+    os.close(end)
 
 
 def test_without_its_libraries_the_command_says_how_to_get_them():
