@@ -111,8 +111,6 @@ class Compactor:
             self._writer.seal()
             disk = self._disk_bytes()
             chunks = list(self._live.slots())
-            while self._moving is not None:
-                self._guard.wait()
             for slot, chunk in chunks:
                 there = self._live.chunk_S[slot] is chunk and not chunk.snapshots
                 if there and self._fill(slot, chunk) < _FULL_ENOUGH:
@@ -126,6 +124,10 @@ class Compactor:
     def move(self, slot: int, chunk: ChunkFile) -> None:
         """Move the live rows of a sealed chunk to the end of the log, and let go of it. The guard is held once, and
         free while the chunk is read."""
+        while self._moving is not None:
+            self._guard.wait()
+        if self._live.chunk_S[slot] is not chunk:
+            return
         geometry, part = self._live.geometry, self._live.part(slot)
         self._moving = chunk
         self._files.hold(chunk)

@@ -58,6 +58,7 @@ class PersistentTable:
         self._max_space_amplification = max_space_amplification
         self._guard = threading.Condition(threading.RLock())
         self._closed = False
+        self._rows_moved = 0
         self._count = dict.fromkeys(("rows_got", "rows_missing", "rows_put"), 0)
         self.row_width = geometry.row_width
         self.recovery = Recovery()
@@ -345,7 +346,6 @@ class PersistentTable:
             self._compactions.raise_error()
 
     def _use(self, live: LiveRows) -> None:
-        self._rows_moved = getattr(self, "_rows_moved", 0)
         self._live = live
         self._writer = RowWriter(live, self._files, self._threads, self._writes)
         self._compactor = Compactor(

@@ -1,7 +1,11 @@
 """The persistent table against a dict: rows come back bit for bit, snapshots keep what they were saved with."""
 
+import hashlib
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +24,7 @@ from oneemb.storage.persistent_table import PersistentTable, read_snapshot_info
 from oneemb.storage.snapshot_reader import SnapshotReader
 from tests.support.table_model import check, got, put, put_random, random_keys, random_rows, scanned
 
+ROOT = Path(__file__).parents[2]
 # Row widths, block sizes: a row a block with room left, many a block, rows of several blocks, a block filled exactly.
 LAYOUTS = [(1, 512), (5, 512), (64, 512), (65, 512), (128, 512), (200, 512), (64, 4096), (1025, 4096)]
 
@@ -278,6 +283,36 @@ def test_names_that_cannot_be_files_are_refused(tmp_path):
         for name in ("", "x" * 300, "é" * 100):
             with pytest.raises(ValueError, match="name must have"):
                 table.save_snapshot(name, {})
+
+
+def test_the_index_takes_at_most_32_bytes_a_key(tmp_path):
+    rows, id_N = np.zeros((5000, 1), np.float32), np.arange(200_000)
+    with open_table(tmp_path, row_width=1, chunk_bytes=1 << 20) as table:
+        for begin in range(0, len(id_N), 5000):
+            table.put(np.zeros(5000, np.int32), id_N[begin : begin + 5000], rows)
+            assert begin == 0 or table.stats()["index_bytes"] <= 32 * len(table)
+
+
+def test_a_snapshot_is_read_by_other_processes_while_the_writer_goes_on(tmp_path):
+    rng, rows = np.random.default_rng(0), {}
+    with open_table(tmp_path) as table:
+        put_random(table, rows, rng, 2000)
+        table.save_snapshot("s", {"n": 1})
+        saved = dict(rows)
+        script = (
+            "import sys, hashlib\n"
+            "from oneemb.storage.snapshot_reader import SnapshotReader\n"
+            "from tests.support.table_model import scanned\n"
+            f"rows = scanned(SnapshotReader.open({str(tmp_path)!r}, 's'))\n"
+            "print(hashlib.sha256(repr(sorted(rows.items())).encode()).hexdigest())\n"
+        )
+        readers = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT) for _ in range(2)]
+        while any(reader.poll() is None for reader in readers):
+            put_random(table, rows, rng, 500)
+            table.save_snapshot("t", {}, overwrite=True)
+        expected = hashlib.sha256(repr(sorted(saved.items())).encode()).hexdigest()
+        assert [reader.communicate()[0].decode().strip() for reader in readers] == [expected] * 2
+        check(table, rows)
 
 
 def test_places_above_two_to_the_31_are_kept(tmp_path):
