@@ -1,0 +1,310 @@
+"""Train a click model on KuaiRand-Pure, its embeddings on the device, in host memory or on an SSD; kill it; resume it.
+
+    python examples/kuairand_dlrm.py --store ssd              # trains, prints AUC on the last day
+    python examples/kuairand_dlrm.py --store ssd --resume     # goes on after the last epoch that was finished
+    python examples/kuairand_dlrm.py --store ssd --baselines  # and what it has to beat, on the same days
+
+Data is read from --data, else from the folder that ONEEMB_DATA names, else from ../shared/data/kuairand beside the
+repository; where there is none, a click log is generated from a known model.
+
+What must stay true: an epoch is a pure function of the checkpoint before it and of the arguments, so a run that was
+killed and resumed ends with the same weights, bit for bit, as one that was not.
+"""
+
+import argparse
+import fcntl
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from baselines import constant, logistic_regression, on_embedding_bags
+from dlrm import DLRM, OneEmbLookup
+from generated_log import generate_tables
+from kuairand import PADDING, ClickLog, encode, read_tables
+from sklearn.metrics import log_loss, roc_auc_score
+from tqdm import tqdm
+
+import oneemb
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+TABLES = "kuairand_tables"
+ROW_RATE, DENSE_RATE = 0.02, 1e-3
+# Click models overfit from the second pass over a log on (Zhang et al. arXiv:2209.06053): later passes only refine.
+RATE_DECAY = 0.02
+
+Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, float]]:
+    """Run the script. Returns the figures of each epoch, resumed ones too."""
+    arguments = parse(argv)
+    with hold(arguments.workdir):
+        return run(arguments)
+
+
+def run(arguments: argparse.Namespace) -> list[dict[str, float]]:
+    torch.set_num_threads(1)  # the dense layers are small, and a sum's bits depend on how many share it
+    torch.manual_seed(arguments.seed)
+    log = load(arguments)
+    checkpoint_path = arguments.workdir / "checkpoint.pt"
+    if not (arguments.resume and checkpoint_path.exists()):
+        start_anew(arguments, checkpoint_path)
+
+    embedding = make_embedding(arguments, len(log.fields))
+    model = DLRM(OneEmbLookup(embedding, log.fields), len(log.fields), log.numeric_EX.shape[1], arguments.dim)
+    twin = on_embedding_bags(model, log) if arguments.baselines else None
+    optimizers = make_optimizers(model)
+    step = TrainStep(model, optimizers)
+    settings = what_must_agree(arguments, log)
+    results = load_checkpoint(checkpoint_path, settings, model, optimizers) if checkpoint_path.exists() else []
+
+    for epoch in range(len(results), arguments.epochs):
+        before, start = embedding.stats()["device"], time.perf_counter()
+        loss = train_epoch(step, optimizers, log, epoch, arguments)
+        seconds = time.perf_counter() - start
+        results.append({"loss": loss, **scores(log, predict(model, log))})
+        embedding.save_snapshot(f"epoch-{epoch + 1}", overwrite=True)  # a killed run may have left one
+        state = {
+            "settings": settings,
+            "model": model.state_dict(),  # names the embedding's snapshot
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            "rng": torch.get_rng_state(),
+            "results": results,
+        }
+        save_checkpoint(checkpoint_path, state)
+        report(epoch, arguments.epochs, results[-1], len(log.train) / seconds, before, embedding.stats())
+
+    table = {f"DLRM, oneemb, {arguments.store} store": results[-1]} if results else {}
+    if twin is not None:
+        table |= run_baselines(log, twin, arguments)
+    if log.probability_E is not None:
+        table["the planted model: the best there can be"] = scores(log, log.probability_E[log.validation])
+    for name, figures in table.items():
+        print(f"{name:42} AUC {figures['auc']:.4f}  logloss {figures['logloss']:.4f}")
+    embedding.close()
+    return results
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a DLRM on a click log with oneemb embeddings.")
+    parser.add_argument("--store", choices=["device", "host", "ssd"], default="ssd", help="where embedding rows live")
+    parser.add_argument("--cache-mb", type=int, default=8, help="MiB of cache over the host or ssd store")
+    parser.add_argument("--threads", type=int, help="threads of the embedding's kernels; default: the cores there are")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--dim", type=int, default=16, help="weights of an embedding row")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data", type=Path, help="folder of KuaiRand-Pure's csv.gz files")
+    parser.add_argument("--generate", type=int, metavar="EVENTS", help="use a generated log, whatever data there is")
+    parser.add_argument("--workdir", type=Path, default=REPOSITORY / "build/kuairand", help="tables and checkpoint")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --workdir")
+    parser.add_argument("--baselines", action="store_true", help="run what the DLRM has to beat, too")
+    return parser.parse_args(argv)
+
+
+def load(arguments: argparse.Namespace) -> ClickLog:
+    """The click log there is, and a line about which it is."""
+    named = arguments.data or os.environ.get("ONEEMB_DATA")
+    folder = Path(named) if named else REPOSITORY.parent / "shared/data/kuairand"
+    if arguments.generate is None and (named or folder.is_dir()):
+        log, source = encode(read_tables(folder)), f"KuaiRand-Pure in {folder}"
+    else:
+        events = arguments.generate or 120_000
+        log, source = encode(generate_tables(events, arguments.seed)), f"a generated click log of {events:,} events"
+    print(
+        f"data: {source}\n      {len(log.train):,} events train, {len(log.validation):,} of 30 April validate;"
+        f" {len(log.fields)} fields, {log.numeric_EX.shape[1]} numbers"
+    )
+    return log
+
+
+def make_embedding(arguments: argparse.Namespace, tables: int) -> oneemb.MultiTableEmbedding:
+    path = str(arguments.workdir / TABLES)
+    if arguments.store == "device":
+        store: Any = oneemb.make_device_mem_store_options(path)
+    elif arguments.store == "host":
+        store = oneemb.make_cached_host_mem_store_options(arguments.cache_mb, path)
+    else:
+        store = oneemb.make_cached_ssd_store_options(arguments.cache_mb, path)
+    initializer = oneemb.make_normal_initializer(mean=0, std=0.01)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*starts empty")  # until the checkpoint is loaded
+        return oneemb.MultiTableEmbedding(
+            name="kuairand",
+            embedding_dim=arguments.dim,
+            dtype=torch.float32,
+            key_type=torch.int64,
+            tables=[oneemb.make_table(initializer)] * tables,
+            store_options=store,
+            padding_idx=PADDING,
+            seed=arguments.seed,
+            num_threads=arguments.threads,
+        )
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+class TrainStep(oneemb.TrainGraph):
+    """One step as a graph: embedding rows and dense weights are updated by the call."""
+
+    def __init__(self, model: DLRM, optimizers: list[torch.optim.Optimizer]):
+        super().__init__()
+        self.model = model
+        for optimizer in optimizers:
+            self.add_optimizer(optimizer)
+
+    def build(self, numeric_BX: torch.Tensor, id_BL: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(self.model(numeric_BX, id_BL), label_B)
+        loss.backward()
+        return loss
+
+
+def make_optimizers(model: DLRM) -> list[torch.optim.Optimizer]:
+    """Adagrad for embedding rows, Adam for the rest."""
+    rows = list(model.lookup.parameters())
+    dense = [*model.bottom.parameters(), *model.top.parameters()]
+    return [torch.optim.Adagrad(rows, lr=ROW_RATE), torch.optim.Adam(dense, lr=DENSE_RATE, fused=True)]
+
+
+def train_epoch(
+    step: Step, optimizers: list[torch.optim.Optimizer], log: ClickLog, epoch: int, arguments: argparse.Namespace
+) -> float:
+    """Train on every event once, day after day, and return the mean loss of an event.
+
+    Seed and epoch alone decide the order of a day's events.
+    """
+    for optimizer, rate in zip(optimizers, (ROW_RATE, DENSE_RATE), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * RATE_DECAY**epoch
+    rng = np.random.default_rng([arguments.seed, epoch])
+    order = np.concatenate([rng.permutation(day) for day in log.train_days])
+    total = 0.0
+    with tqdm(total=len(order), unit="ex", desc=f"epoch {epoch + 1}", leave=False, disable=None) as bar:
+        for begin in range(0, len(order), arguments.batch_size):
+            events = order[begin : begin + arguments.batch_size]
+            total += step(*log.batch(events)).item() * len(events)
+            bar.update(len(events))
+            bar.set_postfix(loss=f"{total / (begin + len(events)):.4f}", refresh=False)
+    return total / len(order)
+
+
+@torch.no_grad()
+def predict(model: DLRM, log: ClickLog) -> np.ndarray:
+    """The probability of a click on each validation event."""
+    model.eval()
+    batches = np.array_split(log.validation, max(1, len(log.validation) // 1024))
+    logit = torch.cat([model(*log.batch(events)[:2]) for events in batches])
+    model.train()
+    return torch.sigmoid(logit.double()).numpy()
+
+
+def scores(log: ClickLog, probability: np.ndarray) -> dict[str, float]:
+    label = log.label_E[log.validation]
+    return {"auc": float(roc_auc_score(label, probability)), "logloss": float(log_loss(label, probability))}
+
+
+def report(
+    epoch: int, epochs: int, figures: dict[str, float], examples_per_s: float, before: dict, stats: dict
+) -> None:
+    hits, misses = (stats["device"][count] - before[count] for count in ("hits", "misses"))
+    print(
+        f"epoch {epoch + 1}/{epochs}  loss {figures['loss']:.6f}  AUC {figures['auc']:.4f}"
+        f"  logloss {figures['logloss']:.4f}  {examples_per_s:,.0f} examples/s  cache hits {hits / (hits + misses):.1%}"
+        f"  {stats['rows']:,} rows",
+        flush=True,
+    )
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def hold(workdir: Path) -> Iterator[None]:
+    """Keep other runs out of the work folder. A run that is killed lets go of it."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    with open(workdir / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"another run is at work in {workdir}; wait for it, or name another --workdir") from None
+        yield
+
+
+def start_anew(arguments: argparse.Namespace, checkpoint_path: Path) -> None:
+    """Remove what an earlier run left in the work folder."""
+    if arguments.resume:
+        print(f"no finished epoch in {arguments.workdir}: starting from the first")
+    checkpoint_path.unlink(missing_ok=True)
+    shutil.rmtree(arguments.workdir / TABLES, ignore_errors=True)
+
+
+def what_must_agree(arguments: argparse.Namespace, log: ClickLog) -> dict[str, int]:
+    """What a resumed run shares with the run that it resumes."""
+    named = {name: getattr(arguments, name) for name in ("seed", "batch_size", "dim")}
+    return {**named, "train_events": len(log.train)}
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Put a checkpoint in the place of the last one, atomically."""
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def load_checkpoint(
+    path: Path, settings: dict[str, int], model: DLRM, optimizers: list[torch.optim.Optimizer]
+) -> list[dict[str, float]]:
+    """Take up a checkpoint. Returns the figures of its epochs."""
+    state = torch.load(path, weights_only=True)
+    if state["settings"] != settings:
+        raise SystemExit(f"{path} was made with {state['settings']}, asked for {settings}")
+    model.load_state_dict(state["model"])
+    for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(optimizer_state)
+    torch.set_rng_state(state["rng"])
+    print(f"resumed after epoch {len(state['results'])}")
+    return state["results"]
+
+
+# ---- baselines ------------------------------------------------------------------------------------------------------
+
+
+def run_baselines(log: ClickLog, twin: DLRM, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Train and score each baseline on the split of the DLRM."""
+    torch.sparse.check_sparse_tensor_invariants.disable()  # as by default, but said, so that torch does not warn
+    optimizers = make_optimizers(twin)
+
+    def step(numeric_BX: torch.Tensor, id_BL: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(twin(numeric_BX, id_BL), label_B)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss
+
+    for epoch in range(arguments.epochs):
+        train_epoch(step, optimizers, log, epoch, arguments)
+    return {
+        "DLRM, nn.EmbeddingBag(sparse=True)": scores(log, predict(twin, log)),
+        "logistic regression, one-hot": scores(log, logistic_regression(log)),
+        "a constant": scores(log, constant(log)),
+    }
+
+
+if __name__ == "__main__":
+    main()
