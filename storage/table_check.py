@@ -9,7 +9,7 @@ import numpy as np
 from oneemb.kernels.threads import Threads
 from oneemb.storage.chunk_files import chunk_numbers, chunk_paths
 from oneemb.storage.chunk_scan import live_rows, read_keys, scan_rows
-from oneemb.storage.errors import StorageError
+from oneemb.storage.errors import CorruptBlockError, StorageError
 from oneemb.storage.file_header import FORMAT_VERSION
 from oneemb.storage.fs import FileSystem, LocalFileSystem, storage_error
 from oneemb.storage.hash_index import HashIndex
@@ -118,20 +118,17 @@ def check_table(
         try:
             keys = read_keys(fs, keys_path, geometry, part)
             # One row of each block is enough: a block is compared as a whole. After a bad one the rest is read too.
-            first_N = np.arange(part.blocks) * geometry.rows_per_block
             begin = 0
-            while begin < len(first_N):
+            while begin < part.blocks:
+                first_N = np.arange(begin, part.blocks) * geometry.rows_per_block
                 try:
-                    for _, id_N, _ in scan_rows(fs, rows_path, geometry, number, keys, first_N[begin:], 1024):
+                    for _, id_N, _ in scan_rows(fs, rows_path, geometry, number, keys, first_N, 1024):
                         begin += len(id_N)
                         if progress is not None:
                             progress(done + begin * geometry.block_bytes, total)
-                except StorageError as error:
+                except CorruptBlockError as error:
                     wrong.append(str(error))
-                    bad = _first_bad(fs, rows_path, geometry, number, keys, first_N[begin : begin + 1024])
-                    if bad is None:
-                        break
-                    begin += bad + 1
+                    begin = error.block + 1
         except StorageError as error:
             wrong.append(str(error))
         done += sum(needed_bytes([record])[number])
@@ -140,17 +137,6 @@ def check_table(
     if progress is not None:
         progress(total, total)
     return list(dict.fromkeys(wrong))
-
-
-def _first_bad(fs, rows_path, geometry, number, keys, row_N) -> int | None:
-    """The first of these rows whose block is bad, read one by one; None when that cannot be said."""
-    for n in range(len(row_N)):
-        try:
-            for _ in scan_rows(fs, rows_path, geometry, number, keys, row_N[n : n + 1], 1):
-                pass
-        except StorageError as error:
-            return n if "block" in str(error) and "checksum" in str(error) else None
-    return None
 
 
 def _check_keys(fs: FileSystem, path: str, record: SnapshotRecord) -> list[str]:
