@@ -678,3 +678,16 @@ def test_arguments_that_are_not_the_tables_are_refused(tmp_path):
             writer.write(np.array([1]), np.ones((1, 2), np.float32), np.array([1]))
     assert oneflow_snapshots(tmp_path / "f") == ["s"]
     assert len(OneFlowReader(tmp_path / "f", "s")) == 1
+
+
+def test_an_embedding_refuses_a_part_of_a_sharded_snapshot(tmp_path):
+    paths = [str(tmp_path / "a"), str(tmp_path / "b")]
+    with oneemb.make_persistent_table_writer(paths, "both", torch.int64, torch.float32, 4) as writer:
+        writer.write(np.arange(100), np.ones((100, 4), np.float32))
+    store = oneemb.make_device_mem_store_options(paths[1])
+    with pytest.warns(UserWarning, match="starts empty"):
+        embedding = oneemb.MultiTableEmbedding("e", 4, torch.float32, torch.int64, [oneemb.make_table()], store)
+    with pytest.raises(oneemb.StorageError, match="part 1 of 2"):
+        embedding.load_snapshot("both")
+    assert embedding.stats()["rows"] == 0
+    embedding.close()
