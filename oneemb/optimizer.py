@@ -60,8 +60,15 @@ class Optimizer:
                 raise ValueError(f"embedding {embedding.name!r} has an optimizer already; one trains it")
             g = _group_of(optimizer, embedding)
             self._rows[embedding.store] = row_optimizer_of(optimizer, optimizer.param_groups[g]), g
-        for embedding in self.embeddings:
-            embedding.attach(self._rows[embedding.store][0])
+        attached: list[_Embedding] = []
+        try:
+            for embedding in self.embeddings:
+                embedding.attach(self._rows[embedding.store][0])
+                attached.append(embedding)
+        except BaseException:
+            for embedding in attached:
+                embedding.row_optimizer = None
+            raise
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,6 +35,9 @@ from oneemb.storage.row_layout import RowLayout
 from oneemb.storage.row_store import RowStore, StorageError, StoreFullError
 from oneemb.storage.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.snapshot_rows import SnapshotRows
+
+if TYPE_CHECKING:
+    from oneemb.kernels.launch import Gpu
 
 __all__ = ["EmbeddingStore", "Staged", "StorePlan"]
 
@@ -119,7 +122,9 @@ class EmbeddingStore:
         """(generation, slots) still pinned for lookups that were dropped unfinished; `admit` releases them."""
         self._initial = initial
         self._state = np.empty(0, np.float32)
-        self._tiers: list[HotTier] = []
+        self.gpu: Gpu | None = None
+        """Where the hot tier is and kernels run; None = on the host. Keys and slots are then tensors there."""
+        self._tiers: list[Any] = []
         self._table: PersistentTable | None = None
         self._closed = False
         self._lock = threading.RLock()
@@ -152,7 +157,7 @@ class EmbeddingStore:
             if len(state) == self.layout.state_width and (optimizer == self.optimizer or len(state) == 0):
                 self._state, self.optimizer = state, optimizer
                 return
-            if self.layout.state_width or self.step:
+            if self.layout.state_width and len(self._tiers[0]) or self.step:
                 raise StorageError(
                     f"the rows hold the state of {self.optimizer!r} ({self.layout.state_width} values a row), the"
                     f" optimizer attached is {optimizer!r} ({len(state)} values); attach {self.optimizer!r}, or"
@@ -182,11 +187,43 @@ class EmbeddingStore:
             raise
         self._table, self.layout, self._state, self.optimizer = table, layout, state, optimizer
 
-    def _make_tiers(self, layout: RowLayout, table: PersistentTable) -> list[HotTier]:
+    @_in_turn
+    def move_to(self, gpu: "Gpu | None") -> None:
+        """Let the hot tier be on a GPU, or on the host; rows and steps go along.
+
+        Raises:
+            StoreFullError, StorageError: there is no room for the rows, there or on the disk on their way.
+        """
+        if gpu is self.gpu or (gpu is not None and self.gpu is not None and gpu.device == self.gpu.device):
+            return
+        self._check_open()
+        if not self.built:
+            self.gpu = gpu
+            return
+        optimizer, state, before = self.optimizer, self._state, self.gpu
+        self.save_snapshot(_REBUILD, {}, overwrite=True)
+        self._dismantle()
+        self.gpu = gpu
+        try:
+            self.build(optimizer, state)
+            self.load_snapshot(_REBUILD)
+        except BaseException:
+            if self.built:
+                self._dismantle()
+            self.gpu = before
+            self.build(optimizer, state)
+            self.load_snapshot(_REBUILD)
+            raise
+        finally:
+            self.delete_snapshot(_REBUILD)
+
+    def _make_tiers(self, layout: RowLayout, table: PersistentTable) -> list[Any]:
         """The tiers from the hot one down."""
         plan, slot_bytes = self.plan, layout.row_bytes + SLOT_OVERHEAD_BYTES
 
-        def tier(name: str, budget_bytes: int | None, below: RowStore, row_limit: int | None) -> HotTier:
+        def tier(name: str, budget_bytes: int | None, below: RowStore, row_limit: int | None) -> Any:
+            if name == "device" and self.gpu is not None:
+                return self._device_tier(layout, self.gpu, below)
             if budget_bytes is None:
                 slots = int(_memory_bytes() * _MEMORY_SHARE) // slot_bytes
                 slots = slots if plan.capacity is None else min(slots, plan.capacity)
@@ -204,17 +241,45 @@ class EmbeddingStore:
             below = host[0]
         return [tier("device", plan.cache_bytes, below, plan.capacity), *host]
 
+    def _device_tier(self, layout: RowLayout, gpu: "Gpu", below: RowStore) -> Any:
+        """The hot tier on a GPU; None for what it would hold on the host."""
+        from oneemb.kernels.init_rows_cuda import DeviceInitialRows
+        from oneemb.storage import device_tier
+
+        plan = self.plan
+        slot_bytes = -(-layout.row_bytes // 16) * 16 + device_tier.SLOT_OVERHEAD_BYTES
+        budget_bytes = plan.cache_bytes
+        if budget_bytes is None:
+            budget_bytes = int(gpu.free_bytes() * _MEMORY_SHARE)
+        slots = max(budget_bytes // slot_bytes, 1)
+        if plan.cache_bytes is None and plan.capacity is not None:
+            slots = min(slots, plan.capacity)
+        self._device_initial = DeviceInitialRows(self._initial, gpu=gpu)
+        return device_tier.DeviceTier(
+            "device", row_width=layout.row_width, slots=slots, below=below, resident=plan.cache_bytes is None,
+            row_limit=plan.capacity, gpu=gpu,
+        )  # fmt: skip
+
     # ---- rows -----------------------------------------------------------------------------------------------------
 
     @property
-    def row_SW(self) -> np.ndarray:
-        """The hot tier's slab, float32 [S, W]. Read it anew for every use."""
+    def row_SW(self) -> Any:
+        """The hot tier's slab, float32 [S, W], and on a GPU a tensor [S, at least W]. Read it anew for every use."""
         return self._tiers[0].row_SW
 
     @property
-    def weight_SX(self) -> np.ndarray:
+    def weight_SX(self) -> Any:
         """The same memory as weights' bits."""
         return self.layout.weights(self.row_SW)
+
+    @property
+    def runner(self) -> Any:
+        """What kernels on the hot tier's rows run on."""
+        return self.threads if self.gpu is None else self.gpu
+
+    def on_tier(self, array: np.ndarray) -> Any:
+        """An array where the hot tier is: itself, or a copy on the GPU."""
+        return array if self.gpu is None else self.gpu.put(array)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -272,6 +337,9 @@ class EmbeddingStore:
         with self._turn():
             if not self.built:
                 return staged
+            if self.gpu is not None:  # there is no reading ahead into a GPU's memory
+                staged.held = False
+                return staged
             staged.generation = self.generation
             staged.slot_U = slot_U = self._tiers[0].pin_resident(table_U, id_U)
             self._staged.add(staged)
@@ -320,8 +388,26 @@ class EmbeddingStore:
         self._begin(row_UW, missing, table_U[missing], id_U[missing])
         return row_UW
 
-    def _begin_rows(self, slot_M: np.ndarray, table_M: np.ndarray, id_M: np.ndarray) -> None:
-        self._begin(self.row_SW, slot_M, table_M, id_M)
+    @_in_turn
+    def read_on_gpu(self, table_U: Any, id_U: Any) -> Any:
+        """What `read` gives, for keys on the GPU: a tensor there, float32 [U, at least W]."""
+        self._check_open()
+        if not self.built:
+            self.build(None, np.empty(0, np.float32))
+        return self._tiers[0].read(table_U, id_U, self._begin_on_gpu)
+
+    def _begin_rows(self, slot_M: Any, table_M: Any, id_M: Any) -> None:
+        begin = self._begin if self.gpu is None else self._begin_on_gpu
+        begin(self.row_SW, slot_M, table_M, id_M)
+
+    def _begin_on_gpu(self, row_SW: Any, slot_M: Any, table_M: Any, id_M: Any) -> None:
+        from oneemb.kernels.init_rows_cuda import init_rows_cuda
+
+        assert self.gpu is not None
+        init_rows_cuda(
+            self.layout.weights(row_SW), row_SW, slot_M, table_M, id_M, self._device_initial,
+            self.gpu.put(np.asarray(self._state, np.float32)), state_begin=self.layout.state_begin, gpu=self.gpu,
+        )  # fmt: skip
 
     def _begin(self, row_SW: np.ndarray, slot_M: np.ndarray, table_M: np.ndarray, id_M: np.ndarray) -> None:
         init_rows(
@@ -368,6 +454,12 @@ class EmbeddingStore:
             raise StorageError(
                 f"snapshot {name!r} in {self.plan.persistent_path} holds rows of {rows.layout.dim}"
                 f" {rows.layout.dtype} weights, this embedding has {self.layout.dim} {self.layout.dtype}"
+            )
+        shard, shards = info.meta.get("shard", (0, 1))
+        if shards != 1:
+            raise StorageError(
+                f"snapshot {name!r} in {self.plan.persistent_path} is part {shard} of {shards} of a sharded one; bring"
+                " all of them into one embedding with oneemb.import_rows"
             )
         self._check_open()
         rebuild = self.built and self.optimizer is None and self.layout.state_width == 0 < rows.layout.state_width

@@ -484,6 +484,15 @@ def test_one_embedding_refused_leaves_the_others_without_an_optimizer(made):
     oneemb.Optimizer(torch.optim.Adam(one.parameters()), [one])
 
 
+def test_an_optimizer_that_one_row_is_too_narrow_for_can_be_made_again(made):
+    one, two = made("one"), made("two", options=dict(size_factor=1))
+    with pytest.raises(ValueError, match="size_factor=1 is too small for 'adam'"):
+        oneemb.Optimizer(torch.optim.Adam([*one.parameters(), *two.parameters()]), [one, two])
+    assert one.row_optimizer is None and two.row_optimizer is None
+    oneemb.Optimizer(torch.optim.Adagrad(one.parameters()), [one])
+    one(torch.tensor([1])).sum().backward()
+
+
 @pytest.mark.parametrize(
     ("make", "option"),
     [

@@ -234,7 +234,9 @@ def test_weights_loaded_after_the_optimizer_get_its_state(kind, open_store):
 
 def test_a_second_optimizer_is_refused_once_rows_hold_state(open_store):
     store = open_store()
-    store.build(*ADAM)
+    store.build(*ADAGRAD)
+    store.build(*ADAM)  # There is no row yet.
+    store.release(store.admit(*keys(1)))
     store.build(*ADAM)
     with pytest.raises(StorageError, match=r"'adam' \(8 values a row\).*'adagrad' \(4 values\); attach 'adam'"):
         store.build(*ADAGRAD)
