@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from oneemb.graph import cuda_ops
 from oneemb.kernels import unique_keys as kernel
 from oneemb.kernels.gather import gather as gather_rows
 from oneemb.kernels.reduce_grads import Segments, largest_magnitude, sum_segments
@@ -58,7 +59,8 @@ class Keys:
     """The unique keys of a batch of ids and the shape the ids had."""
 
     shape: torch.Size
-    unique: kernel.UniqueKeys
+    unique: Any
+    """`UniqueKeys` of arrays, or `DeviceKeys` of tensors on a GPU; so are the arrays of leases and gradients."""
 
 
 @dataclass(eq=False)
@@ -70,7 +72,7 @@ class Lease:
 
     store: EmbeddingStore
     keys: Keys
-    slot_U: np.ndarray
+    slot_U: Any
     generation: int
     pending: list["Lease"] | None = None
     """Where the lease reports that a gradient has come, for eager mode."""
@@ -95,21 +97,21 @@ class RowGrads:
 
     store: EmbeddingStore
     generation: int
-    table_U: np.ndarray
-    id_U: np.ndarray
-    slot_U: np.ndarray
-    segments: Segments | None
+    table_U: Any
+    id_U: Any
+    slot_U: Any
+    segments: Any
 
     def __init__(
         self,
         store: EmbeddingStore,
         generation: int,
-        table_U: np.ndarray,
-        id_U: np.ndarray,
-        slot_U: np.ndarray,
-        grad_UD: np.ndarray | None = None,
-        finite_U: np.ndarray | None = None,
-        segments: Segments | None = None,
+        table_U: Any,
+        id_U: Any,
+        slot_U: Any,
+        grad_UD: Any = None,
+        finite_U: Any = None,
+        segments: Any = None,
     ):
         given = dict(store=store, generation=generation, table_U=table_U, id_U=id_U, slot_U=slot_U)
         if grad_UD is not None:  # Sums count more than the segments that `dataclasses.replace` passes on with them.
@@ -119,23 +121,28 @@ class RowGrads:
         self.__dict__.update(given)
 
     @functools.cached_property
-    def sums(self) -> tuple[np.ndarray, np.ndarray]:
+    def sums(self) -> tuple[Any, Any]:
         """grad_UD, float32 [U, D], and finite_U, bool [U]: whether a row's sum is finite throughout."""
         assert self.segments is not None
+        if self.store.gpu is not None:
+            return cuda_ops.sum_segments(self.segments, self.store.gpu)
         return sum_segments(self.segments, threads=self.store.threads)
 
     @property
-    def grad_UD(self) -> np.ndarray:
+    def grad_UD(self) -> Any:
         return self.sums[0]
 
     @property
-    def finite_U(self) -> np.ndarray:
+    def finite_U(self) -> Any:
         return self.sums[1]
 
     @functools.cached_property
     def all_finite(self) -> bool:
-        """Whether every sum is finite. Segments are summed for it only where their terms are so large that it matters."""
-        if self.segments is not None:
+        """Whether every sum is finite. Segments are summed for it only where their terms are so large as to matter."""
+        if self.segments is not None and self.store.gpu is not None:
+            if cuda_ops.largest_magnitude(self.segments.grad_NX) * max(1, len(self.segments.order_N)) < _SUM_MAX:
+                return True
+        elif self.segments is not None:
             largest = largest_magnitude(self.segments.grad_NX, threads=self.store.threads)
             if self.segments.scale_N is not None:
                 largest *= max(1.0, largest_magnitude(self.segments.scale_N, threads=self.store.threads))
@@ -172,17 +179,19 @@ def unique_keys(
         TypeError, ValueError: dtype, device, shape or range is not as above.
     """
     _check_ids(ids, table_ids, num_tables, key_type)
-    id_N = ids.detach().reshape(-1).contiguous().numpy()
+    id_N = ids.detach().reshape(-1).contiguous()
     if table_ids is not None:
         low, high = (int(x) for x in torch.aminmax(table_ids)) if table_ids.numel() and ids.numel() else (0, 0)
         if low < 0 or high >= num_tables:
             raise ValueError(f"table_ids must be from 0 to {num_tables - 1}, got {low} to {high}")
-        table_N = table_ids.detach().to(torch.int32).expand(ids.shape).reshape(-1).contiguous().numpy()
+        table_N = table_ids.detach().to(torch.int32).expand(ids.shape).reshape(-1).contiguous()
     elif num_tables == 1:
-        table_N = np.zeros(len(id_N), np.int32)
+        table_N = torch.zeros(len(id_N), dtype=torch.int32, device=ids.device)
     else:
-        table_N = np.tile(np.arange(num_tables, dtype=np.int32), ids.shape[0])
-    return Keys(ids.shape, kernel.unique_keys(table_N, id_N, padding_id=padding_idx))
+        table_N = torch.arange(num_tables, dtype=torch.int32, device=ids.device).repeat(ids.shape[0])
+    if (gpu := cuda_ops.gpu_of(ids)) is not None:
+        return Keys(ids.shape, cuda_ops.unique_keys(table_N, id_N, padding_idx, gpu))
+    return Keys(ids.shape, kernel.unique_keys(table_N.numpy(), id_N.numpy(), padding_id=padding_idx))
 
 
 def _check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, key_type: torch.dtype) -> None:
@@ -194,7 +203,7 @@ def _check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: in
             f"ids must be {key_type} of shape {wanted}, got {ids.dtype} {list(ids.shape)};"
             f" call ids.to({key_type}), or make the embedding with another key_type"
         )
-    if ids.device.type != "cpu":
+    if ids.device.type not in ("cpu", "cuda"):
         raise ValueError(f"ids must be on the CPU, where the embedding is, got {ids.device}; call ids.cpu()")
     if table_ids is None:
         if num_tables > 1 and (ids.dim() != 2 or ids.shape[1] != num_tables):
@@ -206,8 +215,8 @@ def _check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: in
     if not isinstance(table_ids, torch.Tensor) or table_ids.dtype not in _MASKS:
         got = table_ids.dtype if isinstance(table_ids, torch.Tensor) else type(table_ids).__name__
         raise TypeError(f"table_ids must be a tensor of integers, got {got}")
-    if table_ids.device.type != "cpu":
-        raise ValueError(f"table_ids must be on the CPU, where the embedding is, got {table_ids.device}")
+    if table_ids.device != ids.device:
+        raise ValueError(f"table_ids must be on {ids.device}, where the ids are, got {table_ids.device}")
     try:
         fits = torch.broadcast_shapes(table_ids.shape, ids.shape) == ids.shape
     except RuntimeError:
@@ -233,10 +242,20 @@ def admit(store: EmbeddingStore, keys: Keys, pending: list[Lease] | None = None,
     Raises:
         StoreFullError: a tier is too small for the step, or capacity is reached; nothing has changed.
     """
+    _check_place(store, keys)
     if not store.built:
         store.build(None, np.empty(0, np.float32))
     slot_U = store.admit(keys.unique.table_U, keys.unique.id_U, staged)
     return Lease(store, keys, slot_U, store.generation, pending)
+
+
+def _check_place(store: EmbeddingStore, keys: Keys) -> None:
+    found, wanted = cuda_ops.device_of(keys.unique), None if store.gpu is None else store.gpu.device
+    if found != wanted:
+        raise ValueError(
+            f"ids must be on {wanted or 'the CPU'}, where the embedding is, got {found or 'the CPU'};"
+            f" call ids.to({str(wanted or 'cpu')!r})"
+        )
 
 
 def lookup(
@@ -270,6 +289,9 @@ class _Gather(torch.autograd.Function):
 
 def _gather(lease: Lease) -> torch.Tensor:
     store, unique = lease.store, lease.keys.unique
+    if store.gpu is not None:
+        out_ND = cuda_ops.gather(store.weight_SX, lease.slot_U, unique, store.layout, store.gpu)
+        return out_ND.view(*lease.keys.shape, store.layout.dim)
     out = torch.empty(*lease.keys.shape, store.layout.dim, dtype=_DTYPES[store.layout.dtype])
     gather_rows(
         store.weight_SX, lease.slot_U, unique.inverse_N, _bits(out).reshape(-1, store.layout.dim).numpy(),
@@ -289,6 +311,12 @@ def gather(lease: Lease, weight: torch.Tensor) -> torch.Tensor:
 def peek(store: EmbeddingStore, keys: Keys) -> torch.Tensor:
     """The weights of each id without inserting: an unknown id reads as its initial value. [*shape of ids, D]"""
     unique = keys.unique
+    _check_place(store, keys)
+    if store.gpu is not None:
+        row_UW = store.read_on_gpu(unique.table_U, unique.id_U)
+        slot_U = torch.arange(len(row_UW), device=row_UW.device)
+        out_ND = cuda_ops.gather(store.layout.weights(row_UW), slot_U, unique, store.layout, store.gpu)
+        return out_ND.view(*keys.shape, store.layout.dim)
     weight_UX = store.layout.weights(store.read(unique.table_U, unique.id_U))
     out = torch.empty(*keys.shape, store.layout.dim, dtype=_DTYPES[store.layout.dtype])
     gather_rows(
@@ -306,9 +334,16 @@ def reduce_grads(leases: Sequence[Lease]) -> RowGrads | None:
     parts = [_reduce(lease) for lease in sorted(leases, key=lambda lease: lease.order) if lease.grads]
     if len(parts) < 2:
         return parts[0] if parts else None
-    table_N, id_N = (np.concatenate([getattr(part, name) for part in parts]) for name in ("table_U", "id_U"))
-    slot_N, grad_ND = (np.concatenate([getattr(part, name) for part in parts]) for name in ("slot_U", "grad_UD"))
     store = parts[0].store
+    join: Any = np.concatenate if store.gpu is None else torch.cat
+    table_N, id_N = (join([getattr(part, name) for part in parts]) for name in ("table_U", "id_U"))
+    slot_N, grad_ND = (join([getattr(part, name) for part in parts]) for name in ("slot_U", "grad_UD"))
+    if store.gpu is not None:
+        keys = cuda_ops.unique_keys(table_N, id_N, None, store.gpu)
+        return RowGrads(
+            store, parts[0].generation, keys.table_U, keys.id_U, slot_N[keys.head_U],
+            segments=cuda_ops.segments_of(grad_ND, keys, store.gpu),
+        )  # fmt: skip
     unique = kernel.unique_keys(table_N, id_N)
     return RowGrads(
         store, parts[0].generation, unique.table_U, unique.id_U, slot_N[unique.head_U],
@@ -323,7 +358,11 @@ def _reduce(lease: Lease) -> RowGrads:
         raise StorageError(
             "the rows of a lookup were replaced (load_snapshot, clear) before its update; look up again after loading"
         )
-    segments = Segments(_bits(grad_ND).numpy(), *unique.occurrences())
+    segments: Any
+    if store.gpu is not None:
+        segments = cuda_ops.segments_of(_bits(grad_ND), unique, store.gpu)
+    else:
+        segments = Segments(_bits(grad_ND).numpy(), *unique.occurrences())
     return RowGrads(store, lease.generation, unique.table_U, unique.id_U, lease.slot_U, segments=segments)
 
 
@@ -352,10 +391,11 @@ def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads |
 def _find_nonfinite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None]) -> str | None:
     for grad in grads:
         if grad is not None and not grad.all_finite:
-            u = int(np.argmin(grad.finite_U))
-            count = int(np.count_nonzero(~grad.finite_U))
+            finite_U = grad.finite_U if grad.store.gpu is None else grad.finite_U.cpu().numpy()
+            u = int(np.argmin(finite_U))
+            count = int(np.count_nonzero(~finite_U))
             return (
-                f"the gradients of {count} of {len(grad.finite_U)} rows are not finite, the first of them that of id"
+                f"the gradients of {count} of {len(finite_U)} rows are not finite, the first of them that of id"
                 f" {int(grad.id_U[u])} in table {int(grad.table_U[u])}"
             )
     for optimizer in optimizers:
@@ -376,7 +416,7 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool) -> None:
     store, (row_optimizer, group) = grads.store, rows
     row_optimizer.update(
         store.weight_SX, store.row_SW, grads.slot_U, grads.segments or grads.grad_UD,
-        state_begin=store.layout.state_begin, group=group, step=store.step + 1, threads=store.threads,
+        state_begin=store.layout.state_begin, group=group, step=store.step + 1, threads=store.runner,
     )  # fmt: skip
     store.step += 1
     store.mark_dirty(grads.slot_U)

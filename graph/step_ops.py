@@ -16,13 +16,13 @@ Invariant: what clips or unscales the summed gradients of rows leaves its input 
 step that is then refused has changed nothing.
 """
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from oneemb.graph import cuda_ops
 from oneemb.graph.ops import Lease, RowGrads, StepOptimizer, release
 from oneemb.kernels.row_norms import rows_norm
 from oneemb.storage.embedding_store import EmbeddingStore
@@ -106,9 +106,7 @@ def clip_grad_norm(
     dense = [parameter for parameter in _parameters(parameters) if parameter.grad is not None]
     dense_grads = [parameter.grad for parameter in dense if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(dense_grads, norm_type, False, foreach)
-    row_norms = [
-        rows_norm(one.grad_UD, float(norm_type), threads=one.store.threads) for one in grads if one is not None
-    ]
+    row_norms = [_rows_norm(one, float(norm_type)) for one in grads if one is not None]
     if row_norms:
         norm = torch.linalg.vector_norm(torch.tensor([float(norm), *row_norms], dtype=torch.float64), float(norm_type))
         norm = norm.to(torch.float32)
@@ -132,7 +130,13 @@ def clip_grad_value(
     clip_value = float(clip_value)
     torch.nn.utils.clip_grad_value_(list(_parameters(parameters)), clip_value, foreach)
     bound = np.float32(clip_value)
-    return [None if one is None else _replaced(one, np.clip(one.grad_UD, -bound, bound)) for one in grads]
+    return [None if one is None else _replaced(one, one.grad_UD.clip(-bound, bound)) for one in grads]
+
+
+def _rows_norm(grads: RowGrads, norm_type: float) -> float:
+    if grads.store.gpu is not None:
+        return cuda_ops.rows_norm(grads.grad_UD, norm_type)
+    return rows_norm(grads.grad_UD, norm_type, threads=grads.store.threads)
 
 
 def _parameters(parameters: Any) -> list[torch.Tensor]:
@@ -148,8 +152,10 @@ def _multiplied(grads: RowGrads | None, factor: np.float32) -> RowGrads | None:
         return _replaced(grads, grads.grad_UD * factor)
 
 
-def _replaced(grads: RowGrads, grad_UD: np.ndarray) -> RowGrads:
-    return dataclasses.replace(grads, grad_UD=grad_UD, finite_U=np.isfinite(grad_UD).all(1))
+def _replaced(grads: RowGrads, grad_UD: Any) -> RowGrads:
+    isfinite: Any = np.isfinite if grads.store.gpu is None else torch.isfinite
+    finite_U = isfinite(grad_UD).all(1)
+    return RowGrads(grads.store, grads.generation, grads.table_U, grads.id_U, grads.slot_U, grad_UD, finite_U)
 
 
 class Held:

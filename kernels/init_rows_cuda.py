@@ -20,14 +20,13 @@ __all__ = ["DeviceInitialRows", "init_rows_cuda"]
 
 
 class DeviceInitialRows:
-    """`InitialRows` on the device, with the state of a new row."""
+    """`InitialRows` on the device."""
 
-    def __init__(self, initial: InitialRows, state: np.ndarray, *, gpu: "Gpu"):
+    def __init__(self, initial: InitialRows, *, gpu: "Gpu"):
         self.seed = np.uint64(initial.seed)
         self.kind_TC = gpu.put(initial.kind_TC)
         self.param_TC4 = gpu.put(initial.param_TC4)
         self.end_C = gpu.put(initial.end_C)
-        self.state = gpu.put(np.asarray(state, np.float32))
 
 
 @cuda
@@ -62,6 +61,7 @@ def init_rows_cuda(
     table_U: torch.Tensor,
     id_U: torch.Tensor,
     initial: DeviceInitialRows,
+    state: torch.Tensor,
     *,
     state_begin: int,
     gpu: "Gpu",
@@ -70,5 +70,5 @@ def init_rows_cuda(
     pieces = max(-(-int(weight_SX.shape[1]) // 4), 1)
     gpu.run_rows(
         init_loop, len(slot_U), pieces, weight_SX, row_SW, slot_U, table_U, id_U, initial.seed, initial.kind_TC,
-        initial.param_TC4, initial.end_C, initial.state, state_begin,
+        initial.param_TC4, initial.end_C, state, state_begin,
     )  # fmt: skip

@@ -29,7 +29,8 @@ from oneemb.kernels import jit
 from oneemb.kernels.jit import CudaLoop
 
 __all__ = [
-    "COMPILES", "SIMULATED", "bound", "compile_ptx", "kernel_of", "simulated_array", "stream_of", "without_contraction",
+    "COMPILES", "SIMULATED", "bound", "compile_ptx", "driver_version", "kernel_of", "simulated_array", "stream_of",
+    "without_contraction",
 ]  # fmt: skip
 
 SIMULATED = bool(numba.config.ENABLE_CUDASIM)
@@ -69,6 +70,17 @@ if COMPILES:
 def stream_of(handle: int) -> Any:
     """A stream of torch's, given by its handle, as numba takes it."""
     return cuda.external_stream(handle) if handle else cuda.default_stream()
+
+
+def driver_version() -> int:
+    """The latest CUDA that the driver knows, 13000 for 13.0; 0 where there is no driver."""
+    from cuda.bindings import driver
+
+    try:
+        error, version = driver.cuDriverGetVersion()
+    except RuntimeError:  # libcuda is not there
+        return 0
+    return int(version) if int(error) == 0 else 0
 
 
 def simulated_array(array: np.ndarray) -> Any:
@@ -377,9 +389,11 @@ def _move(width):
     def move(typingctx, to, to_row, to_column, array, row, column):
         def codegen(context, builder, sig, args):
             assert sig.args[0].dtype == sig.args[3].dtype
-            place = [context.cast(builder, args[i], sig.args[i], types.intp) for i in (1, 2, 4, 5)]
-            values = _load_bits(context, builder, sig.args[3], args[3], *place[2:], width)
-            _store_bits(context, builder, sig.args[0], args[0], *place[:2], values)
+            to_row, to_column, row, column = (
+                context.cast(builder, args[i], sig.args[i], types.intp) for i in (1, 2, 4, 5)
+            )
+            values = _load_bits(context, builder, sig.args[3], args[3], row, column, width)
+            _store_bits(context, builder, sig.args[0], args[0], to_row, to_column, values)
             return context.get_dummy_value()
 
         return types.void(to, to_row, to_column, array, row, column), codegen

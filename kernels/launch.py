@@ -7,6 +7,8 @@ Invariants: a loop covers its range whatever the shape of the launch, since each
 the whole grid; and no result depends on that shape.
 """
 
+import functools
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,13 +17,15 @@ import torch
 from oneemb.kernels import jit_cuda
 from oneemb.kernels.jit import CudaLoop
 
-__all__ = ["SIMULATED", "Gpu", "vector_width"]
+__all__ = ["SIMULATED", "Gpu", "gpu_of", "vector_width"]
 
 SIMULATED = jit_cuda.SIMULATED
 
 # Threads of a block. In the simulator each is a thread of the machine, made and ended for every block.
 _BLOCK = 8 if SIMULATED else 256
 _BLOCKS_MAX = 3 if SIMULATED else 1 << 16
+
+_DRIVER_MIN = 13000  # as cuDriverGetVersion counts: that of numba-cuda[cu13]
 
 _TYPESTR = {
     torch.float32: "<f4", torch.float64: "<f8", torch.int32: "<i4", torch.int64: "<i8", torch.int16: "<i2",
@@ -51,11 +55,21 @@ class Gpu:
     Attributes:
         device: where the tensors of loops live: the GPU, or in the simulator the CPU.
         launches: loops launched so far.
+
+    Raises:
+        RuntimeError: PyTorch has no CUDA, there is no GPU or its driver is too old; the message says what to install.
+        ImportError: numba-cuda is not installed.
     """
 
     def __init__(self, device: torch.device | str = "cuda"):
-        self.device = torch.device("cpu") if SIMULATED else torch.device(device)
         self.launches = 0
+        if SIMULATED:
+            self.device = torch.device("cpu")
+            return
+        _check_cuda()
+        self.device = torch.device(device)
+        if self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
 
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory of torch's allocator, whatever it holds."""
@@ -64,6 +78,13 @@ class Gpu:
     def full(self, *shape: int, value: int | float, dtype: torch.dtype) -> torch.Tensor:
         """Memory of torch's allocator, filled."""
         return torch.full(shape, value, dtype=dtype, device=self.device)
+
+    def free_bytes(self) -> int:
+        """Memory that could still be had."""
+        if SIMULATED:
+            return 1 << 24
+        held_bytes = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + held_bytes
 
     def put(self, array: np.ndarray) -> torch.Tensor:
         """A copy of an array on the device."""
@@ -89,11 +110,51 @@ class Gpu:
         self.launches += 1
         kernel = jit_cuda.kernel_of(loop)
         if SIMULATED:
-            kernel[grid, block](*map(_simulated, args))
+            with _simulator:
+                kernel[grid, block](*map(_simulated, args))
             return
         with torch.cuda.device(self.device), jit_cuda.without_contraction():
             stream = jit_cuda.stream_of(torch.cuda.current_stream().cuda_stream)
             kernel[grid, block, stream](*(_Array(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
+
+
+_simulator = threading.Lock()  # it runs one launch at a time
+simulated_gpu: Gpu | None = None
+"""In the simulator, the device on which tensors of the CPU count as lying; None = they are the CPU's. Tests set it."""
+
+
+def gpu_of(tensor: torch.Tensor) -> Gpu | None:
+    """The device on which loops can work on a tensor where it lies; None for the CPU."""
+    if SIMULATED:
+        return simulated_gpu
+    return _gpu_at(tensor.device) if tensor.is_cuda else None
+
+
+@functools.cache
+def _gpu_at(device: torch.device) -> Gpu:
+    return Gpu(device)
+
+
+def _check_cuda() -> None:
+    if torch.version.cuda is None:
+        raise RuntimeError(
+            f"PyTorch {torch.__version__} is built without CUDA; install a build with CUDA 13, as pytorch.org says for"
+            " your system, or keep the embedding on the CPU"
+        )
+    if not jit_cuda.COMPILES:
+        raise ImportError("embeddings on a GPU need numba-cuda; run: pip install 'oneemb[cuda]'")
+    version = jit_cuda.driver_version()
+    if version < _DRIVER_MIN:
+        has = f"the NVIDIA driver knows CUDA {version // 1000}.{version % 1000 // 10}" if version else "there is none"
+        raise RuntimeError(
+            "embeddings on a GPU need an NVIDIA driver that knows CUDA 13 (version 580 or later), and"
+            f" {has}; install a newer one, or keep the embedding on the CPU"
+        )
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "PyTorch finds no GPU that it can use (torch.cuda.is_available() is False); check nvidia-smi and"
+            " CUDA_VISIBLE_DEVICES, or keep the embedding on the CPU"
+        )
 
 
 def _simulated(arg: Any) -> Any:

@@ -49,9 +49,7 @@ def _hash_keys_cpu(begin, end, table_N, id_N, hash_N):
 
 
 @cpu
-def _unique_keys_cpu(
-    table_N, id_N, hash_N, padded, padding_id, cell_C, table_U, id_U, inverse_N, head_U
-):
+def _unique_keys_cpu(table_N, id_N, hash_N, padded, padding_id, cell_C, table_U, id_U, inverse_N, head_U):
     mask = np.uint64(len(cell_C) - 1)
     size = 0
     for n in range(len(id_N)):

@@ -255,18 +255,33 @@ class _TableEmbedding(torch.nn.Module):
             moved = fn(moved)
         except (AssertionError, RuntimeError) as error:  # A torch without the device that was asked for.
             failure = error
-        if failure is not None or moved.device.type != "cpu":
-            where = f"another device ({failure})" if failure is not None else str(moved.device)
+        if failure is not None:
+            raise RuntimeError(f"embedding {self.name!r} cannot move: {_why_no_gpu(failure)}") from failure
+        if moved.device.type not in ("cpu", "cuda"):
             raise NotImplementedError(
-                f"embedding {self.name!r} runs on the CPU only, asked to move to {where}; keep it on the CPU and move"
-                " its output: embedding(ids).to(device)"
-            ) from failure
+                f"embedding {self.name!r} runs on the CPU and on GPUs of NVIDIA, asked to move to {moved.device}; keep"
+                " it on the CPU and move its output: embedding(ids).to(device)"
+            )
         if moved.dtype != self.weight.dtype:
             raise TypeError(
                 f"embedding {self.name!r} holds {self.dtype} rows, asked to become {moved.dtype};"
                 " say the dtype when making it, and cast its output"
             )
+        if moved.device != self.weight.device:
+            self._move_rows(moved.device)
         return super()._apply(fn, recurse)
+
+    def _move_rows(self, device: torch.device) -> None:
+        if self.pending:
+            raise RuntimeError(
+                f"embedding {self.name!r} holds lookups whose update is still to come; step the optimizer, then move it"
+            )
+        if device.type == "cpu":
+            self.store.move_to(None)
+            return
+        from oneemb.kernels.launch import Gpu
+
+        self.store.move_to(Gpu(device))
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError(f"embedding {self.name!r} cannot be copied: its rows live in {self.store.plan.persistent_path}")
@@ -358,6 +373,17 @@ class MultiTableMultiColumnEmbedding(_TableEmbedding):
             name, embedding_dim, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
             num_threads,
         )  # fmt: skip
+
+
+def _why_no_gpu(failure: BaseException) -> str:
+    """What keeps a GPU from being used, and what to install, as far as that can be told."""
+    from oneemb.kernels.launch import Gpu
+
+    try:
+        Gpu()
+    except (ImportError, RuntimeError) as reason:
+        return str(reason)
+    return str(failure)
 
 
 def _check_arguments(

@@ -300,9 +300,9 @@ class _IntoEmbedding:
         row_NW = encode_rows(layout, batch.weight_ND, batch.state_NZ if layout.state_width else None)
         for begin in range(0, len(last_U), self._piece):
             u = slice(begin, begin + self._piece)
-            slot_U = store.admit(unique.table_U[u], unique.id_U[u])
+            slot_U = store.admit(store.on_tier(unique.table_U[u]), store.on_tier(unique.id_U[u]))
             try:
-                store.row_SW[slot_U, : layout.row_width] = row_NW[last_U[u]]
+                store.row_SW[slot_U, : layout.row_width] = store.on_tier(row_NW[last_U[u]])
                 store.mark_dirty(slot_U)
             finally:
                 store.release(slot_U)

@@ -78,6 +78,10 @@ class DeviceTier:
         self._tick = 0
         self._rows: int | None = 0 if below is None or resident else len(below)  # known here and below; None = unsure
         self._hits = self._misses = self._new = self._evicted = self._written_down = 0
+        self.row_SW: torch.Tensor
+        self._score_S: torch.Tensor
+        self._pin_S: torch.Tensor
+        self._freed: torch.Tensor  # slots given back, used again before new ones
         self._forget()
 
     def __len__(self) -> int:
@@ -117,6 +121,31 @@ class DeviceTier:
         self._hits += len(id_U) - missed
         self._misses += missed
         return slot_U
+
+    def read(self, table_U: torch.Tensor, id_U: torch.Tensor, begin: Callable[..., None]) -> torch.Tensor:
+        """The rows of these keys, copied: float32 [U, at least W], on the device. A key that no tier has stays unknown.
+
+        Args:
+            begin: `begin(row_SW, slot_M, table_M, id_M)` writes the initial rows of such keys into row_SW.
+        """
+        slot_U, missed = self._find_and_pin(table_U, id_U, 0, None)
+        row_UW = self._gpu.full(len(id_U), self.row_SW.shape[1], value=0, dtype=torch.float32)
+        here = torch.nonzero(slot_U >= 0).reshape(-1)
+        rows = copy_rows_out_cuda(self.row_SW, slot_U[here], self.row_SW.shape[1], gpu=self._gpu)
+        copy_rows_in_cuda(row_UW, here, rows, gpu=self._gpu)
+        self._hits += len(here)
+        self._misses += missed
+        missing = torch.nonzero(slot_U < 0).reshape(-1)
+        if missed and not self._resident:
+            assert self._below is not None
+            row_MW = np.empty((missed, self.row_width), np.float32)
+            absent_M = self._below.get(_host(table_U[missing]), _host(id_U[missing]), row_MW)
+            found = missing[self._gpu.put(~absent_M)]
+            copy_rows_in_cuda(row_UW, found, self._staging.to_device(row_MW[~absent_M]), gpu=self._gpu)
+            missing = missing[self._gpu.put(absent_M)]
+        if len(missing):
+            begin(row_UW, missing, table_U[missing], id_U[missing])
+        return row_UW
 
     def release(self, slot_U: torch.Tensor) -> None:
         """Unpin slots that `admit` gave, once each."""
@@ -452,7 +481,7 @@ class DeviceTier:
         self._score_S = gpu.empty(0, dtype=torch.int64)
         self._pin_S = gpu.empty(0, dtype=torch.int32)
         self._dirty_S = gpu.empty(0, dtype=torch.bool)
-        self._freed = gpu.empty(0, dtype=torch.int64)  # slots given back, used again before new ones
+        self._freed = gpu.empty(0, dtype=torch.int64)
         self._used = 0  # slots from here on have never been used
         self._index.clear()
         self._rows = 0

@@ -7,6 +7,7 @@
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -49,6 +50,13 @@ class RowLayout:
         """Values of a row: weights and state."""
         return self.dim + self.state_width
 
-    def weights(self, row_NW: np.ndarray) -> np.ndarray:
-        """The same memory as an array [N, X] of weights' bits, the first `dim` of each row being the weights."""
-        return row_NW.view(_BITS[self.dtype])
+    def weights(self, row_NW: Any) -> Any:
+        """The same memory as an array [N, X] of weights' bits, the first `dim` of each row being the weights.
+
+        Of an array it is an array, of a tensor a tensor.
+        """
+        if isinstance(row_NW, np.ndarray):
+            return row_NW.view(_BITS[self.dtype])
+        import torch
+
+        return row_NW.view(getattr(torch, np.dtype(_BITS[self.dtype]).name))

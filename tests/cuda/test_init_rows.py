@@ -35,7 +35,7 @@ def test_new_rows_are_those_of_the_cpu(gpu, end_C, dtype):
     )  # fmt: skip
     init_rows_cuda(
         found_SW.view(BITS[dtype]), found_SW, gpu.put(slot_U), gpu.put(table_U), gpu.put(id_U),
-        DeviceInitialRows(initial, state, gpu=gpu), state_begin=layout.state_begin, gpu=gpu,
+        DeviceInitialRows(initial, gpu=gpu), gpu.put(state), state_begin=layout.state_begin, gpu=gpu,
     )  # fmt: skip
     found = found_SW.cpu().numpy()
     if SIMULATED or dtype != "float32":

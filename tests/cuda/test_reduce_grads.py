@@ -24,7 +24,7 @@ def reduced(gpu, grad_NX, inverse_N, keys):
 
 def on_cpu(grad_NX, id_N, padding):
     unique = unique_keys(np.zeros(len(id_N), np.int32), id_N, padding_id=padding)
-    return unique.inverse_N, *reduce_grads(grad_NX, unique.head_U, unique.next_N, threads=ONE)
+    return unique.inverse_N, *reduce_grads(grad_NX, *unique.occurrences(), threads=ONE)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

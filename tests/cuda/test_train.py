@@ -1,0 +1,208 @@
+"""Training with the hot tier on a GPU: losses equal to the CPU's, on every kind of store, compiled and eager.
+
+In the simulator dense layers stay on the CPU, so losses differ only by what the loops of CUDA compute otherwise: sums
+of more than 64 gradients of one key, and the mean of squares of row-wise Adagrad. Without those they are the same bits.
+"""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+
+import oneemb
+from oneemb.kernels import launch
+from tests.cuda.conftest import SIMULATED
+from tests.support.models import make_embedding, zipf_ids
+
+TABLES, DIM, STEPS, BATCH = 2, 4, 6, 16
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.02),
+    "row-wise adagrad": lambda params: oneemb.optim.RowWiseAdagrad(params, lr=0.05),
+    "smart decay adam": lambda params: oneemb.optim.SmartDecayAdam(params, lr=0.02),
+}
+
+# Shares of the loss.
+APART = 1e-5 if not SIMULATED else 0.0
+APART_OF = {"row-wise adagrad": 1e-5}
+
+
+@contextlib.contextmanager
+def on_gpu(gpu, *modules):
+    """The modules and their batches on the GPU; in the simulator the embedding's rows alone are."""
+    if not SIMULATED:
+        for module in modules:
+            module.to(gpu.device)
+        yield
+        return
+    for module in modules:
+        for one in module.modules():
+            if hasattr(one, "store"):
+                one.store.move_to(gpu)
+    launch.simulated_gpu = gpu
+    try:
+        yield
+    finally:
+        launch.simulated_gpu = None
+
+
+class Graph(oneemb.TrainGraph):
+    def __init__(self, path, store, optimizer, **options):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = make_embedding(path, store=store, tables=TABLES, dim=DIM, seed=7, **options)
+        self.mlp = oneemb.nn.FusedMLP(TABLES * DIM, [8], 1, skip_final_activation=True)
+        self.add_optimizer(OPTIMIZERS[optimizer](self.parameters()))
+
+    def build(self, ids, label):
+        logit = self.mlp(self.embedding(ids).float().flatten(1)).squeeze(1)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, label)
+        loss.backward()
+        return loss
+
+
+def batches(gpu=None):
+    ids = zipf_ids(BATCH, TABLES, STEPS, ids=300)
+    label = torch.randint(0, 2, ids.shape[:2], generator=torch.Generator().manual_seed(5)).float()
+    return [(i.to(gpu.device), l.to(gpu.device)) if gpu else (i, l) for i, l in zip(ids, label, strict=True)]
+
+
+def rows_in(graph):
+    graph.embedding.save_snapshot("rows", overwrite=True)
+    path = graph.embedding.store_options.persistent_path
+    with oneemb.make_persistent_table_reader(path, "rows", torch.int64, torch.float32, with_tables=True) as reader:
+        return {
+            (int(t), int(i)): row.copy()
+            for table_N, id_N, row_NW in reader
+            for t, i, row in zip(table_N, id_N, row_NW, strict=True)
+        }
+
+
+def train(path, store, optimizer, gpu=None, **options):
+    graph = Graph(path, store, optimizer, **options)
+    try:
+        with on_gpu(gpu, graph) if gpu else contextlib.nullcontext():
+            losses = [graph(ids, label).item() for ids, label in batches(gpu)]
+            graph.eval()
+            losses.append(graph.embedding(batches(gpu)[0][0]).float().sum().item())
+            stats = graph.embedding.stats()
+            return losses, rows_in(graph), stats
+    finally:
+        graph.embedding.close()
+
+
+@pytest.mark.parametrize(
+    "store, optimizer",
+    [
+        *(("device", optimizer) for optimizer in OPTIMIZERS),
+        ("host", "adam"), ("ssd", "adam"), ("ssd, host cache", "adagrad"),
+    ],
+)  # fmt: skip
+def test_losses_and_rows_are_those_of_the_cpu(gpu, store, optimizer, tmp_path):
+    expected, expected_rows, _ = train(tmp_path / "cpu", store, optimizer)
+    found, rows, stats = train(tmp_path / "gpu", store, optimizer, gpu)
+    apart = APART_OF.get(optimizer, APART)
+    np.testing.assert_allclose(found, expected, rtol=apart, atol=apart)
+    assert rows.keys() == expected_rows.keys() and stats["step"] == STEPS
+    for key, row in expected_rows.items():
+        np.testing.assert_allclose(rows[key], row, rtol=max(apart, 1e-5) if apart else 0, atol=apart)
+    assert stats["device"]["rows"] > 0 and stats["device"]["pinned"] == 0
+
+
+def test_the_cache_evicts_and_the_losses_do_not_change(gpu, tmp_path, monkeypatch):
+    from oneemb.storage import device_tier
+
+    expected, expected_rows, _ = train(tmp_path / "cpu", "host", "adam")
+    monkeypatch.setattr(device_tier, "SLOT_OVERHEAD_BYTES", 2**20 // 40 - 64)  # so that 40 slots fit in a MiB
+    found, rows, stats = train(tmp_path / "gpu", "host", "adam", gpu)
+    assert stats["device"]["slots"] < 50 and stats["device"]["evicted"] > 20 and stats["device"]["written_down"] > 20
+    np.testing.assert_allclose(found, expected, rtol=APART, atol=APART)
+    assert rows.keys() == expected_rows.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_width_weights_train_as_on_the_cpu(gpu, dtype, tmp_path):
+    expected, _, _ = train(tmp_path / "cpu", "device", "adagrad", dtype=dtype)
+    found, _, _ = train(tmp_path / "gpu", "device", "adagrad", gpu, dtype=dtype)
+    np.testing.assert_allclose(found, expected, rtol=0 if SIMULATED else 1e-2)
+
+
+def test_rows_that_are_there_move_along_and_back(gpu, tmp_path):
+    graph = Graph(tmp_path / "rows", "device", "adam")
+    other = Graph(tmp_path / "other", "device", "adam")
+    expected = [other(*batch).item() for batch in batches()]
+    losses = [graph(*batch).item() for batch in batches()[:2]]
+    with on_gpu(gpu, graph):
+        losses += [graph(*batch).item() for batch in batches(gpu)[2:4]]
+    if SIMULATED:
+        graph.embedding.store.move_to(None)
+    else:
+        graph.to("cpu")
+    losses += [graph(*batch).item() for batch in batches()[4:]]
+    np.testing.assert_allclose(losses, expected, rtol=APART, atol=APART)
+    assert graph.embedding.stats()["step"] == STEPS and graph.embedding.snapshots() == []
+    graph.embedding.close()
+    other.embedding.close()
+
+
+def test_eager_steps_of_two_lookups_sum_their_gradients(gpu, tmp_path):
+    results = []
+    for where in (None, gpu):
+        embedding = make_embedding(tmp_path / str(where is None), dim=3, seed=7)
+        optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.5), [embedding])
+        with on_gpu(where, embedding) if where else contextlib.nullcontext():
+            device = where.device if where else "cpu"
+            for _ in range(2):
+                a = embedding(torch.tensor([1, 2, 1], device=device))
+                b = embedding(torch.tensor([[2, 9]], device=device))
+                (a.sum() + 2 * b.sum()).backward()
+                optimizer.step()
+            embedding.eval()
+            results.append(embedding(torch.tensor([1, 2, 9, 77], device=device)).detach().cpu())
+        assert embedding.stats()["device"]["pinned"] == 0
+        embedding.close()
+    assert torch.equal(*results) if SIMULATED else torch.allclose(*results)
+
+
+def test_gradients_that_are_not_finite_stop_the_step_and_name_a_row(gpu, tmp_path):
+    embedding = make_embedding(tmp_path, dim=3, seed=7)
+    optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.5), [embedding])
+    with on_gpu(gpu, embedding):
+        ids = torch.tensor([5, -8, 5], device=gpu.device)
+        before = embedding(ids).detach().clone()
+        scale = torch.tensor([[1.0], [float("inf")], [1.0]], device=gpu.device)
+        (embedding(ids) * scale).sum().backward()
+        with pytest.raises(oneemb.NonFiniteGradientError, match="1 of 2 rows are not finite, .* id -8 in table 0"):
+            optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(embedding(ids).detach(), before)
+    embedding.close()
+
+
+def test_ids_elsewhere_than_the_embedding_are_refused(gpu, tmp_path):
+    embedding = make_embedding(tmp_path, dim=3)
+    with on_gpu(gpu, embedding):
+        launch.simulated_gpu = None
+        if SIMULATED:  # ids that count as the CPU's
+            with pytest.raises(ValueError, match="ids must be on cpu, where the embedding is, got the CPU"):
+                embedding(torch.tensor([1]))
+        else:
+            with pytest.raises(ValueError, match="ids must be on cuda:0, where the embedding is, got the CPU"):
+                embedding(torch.tensor([1]))
+    embedding.close()
+
+
+def test_a_step_launches_no_more_loops_than_it_should(gpu, tmp_path):
+    graph = Graph(tmp_path, "device", "adagrad")
+    with on_gpu(gpu, graph):
+        (batch,) = batches(gpu)[:1]
+        graph(*batch)
+        graph(*batch)
+        at = graph.embedding.store.gpu
+        before = at.launches
+        graph(*batch)
+        assert at.launches - before <= 12
+    graph.embedding.close()
