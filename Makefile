@@ -3,10 +3,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
+INSTALL = $(RUN) -m pip install -q --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test test-slow check bench clean
 
-demo: $(VENV)/ready  ## Train a click model with its embeddings on the cached-SSD store.
+demo: $(VENV)/ready-demo  ## Train a click model with its embeddings on the cached-SSD store.
 	$(RUN) examples/kuairand_dlrm.py --store ssd
 
 # CUDA loops run in numba's simulator and are compiled for two GPUs; each reads its switch once a process.
@@ -25,20 +26,25 @@ check: $(VENV)/ready  ## Style, types, and which package may import which.
 	rm -rf build/typed && mkdir -p build/typed/oneemb
 	ln -s $(CURDIR)/oneemb/* $(CURDIR)/graph $(CURDIR)/storage $(CURDIR)/kernels build/typed/oneemb/
 	cd build/typed && $(abspath $(RUN)) -m mypy --config-file ../../pyproject.toml -p oneemb
+	MYPYPATH=build/typed:examples $(RUN) -m mypy examples/*.py
 	$(RUN) -m pytest -q tests/test_layout.py
 
 bench: $(VENV)/ready-bench  ## Every benchmark: a table for people and one JSON line a case.
 	for bench in benchmarks/bench_*.py; do $(RUN) $$bench || exit 1; done
 
 # torch goes first and alone, so that its pinned build is settled before anything asks for "torch".
-$(VENV)/ready: setup.cfg pyproject.toml constraints.txt
+$(VENV)/ready-demo: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install -q --disable-pip-version-check -c constraints.txt torch
-	$(RUN) -m pip install -q --disable-pip-version-check -c constraints.txt -e .[dev]
+	$(INSTALL) torch
+	$(INSTALL) -e .[demo]
+	touch $@
+
+$(VENV)/ready: $(VENV)/ready-demo
+	$(INSTALL) -e .[dev]
 	touch $@
 
 $(VENV)/ready-bench: $(VENV)/ready
-	$(RUN) -m pip install -q --disable-pip-version-check -c constraints.txt -e .[bench]
+	$(INSTALL) -e .[bench]
 	touch $@
 
 clean:

@@ -9,7 +9,7 @@ V ids of a vocabulary.
 from collections.abc import Sequence
 
 import numpy as np
-import scipy.sparse  # type: ignore[import-untyped]
+import scipy.sparse
 import torch
 from dlrm import DLRM, OneEmbLookup
 from kuairand import PADDING, ClickLog
