@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from oneemb.graph.dense import DenseCompiler
 from oneemb.graph.executor import Executor
 from oneemb.graph.inputs import Structure
 from oneemb.graph.passes.drop_training import drop_training
@@ -44,6 +45,7 @@ class Recipe:
         scaler: a torch.amp.GradScaler that scales every loss; None = `build` does, or nothing does.
         trains: whether there is an update; otherwise nothing is inserted and no gradient is made.
         held: where lookups of micro-batches are kept; None = every call updates.
+        dense: what runs dense modules; None = they run as they are.
         updates: whether this call ends with the update of all micro-batches since the last one.
     """
 
@@ -52,6 +54,7 @@ class Recipe:
     scaler: Any = None
     trains: bool = True
     held: Any = None
+    dense: DenseCompiler | None = None
     updates: bool = True
 
 
@@ -121,17 +124,18 @@ def compile_plan(root: torch.nn.Module, recipe: Recipe, structure: Structure | N
         return graph
 
     graph = keep("trace", "traced", traced.graph)
-    for name, stage, run in _passes(root, embeddings, recipe):
-        graph = keep(name, stage, run(graph))
+    for name, stage, apply in _passes(root, embeddings, recipe):
+        graph = keep(name, stage, apply(graph))
     halves = [
         keep(f"split_prepare, {half[0]}", *half)
         for half in zip(("prepare", "compute"), split_prepare(graph), strict=True)
     ]
     whole = keep("fuse_lookup", "trained", fuse_lookup(graph)) if recipe.trains else graph
     ahead = any(node.op not in ("placeholder", "output") for node in halves[0].nodes)
-    prepare, compute = (Executor(half, find, name) for half, name in zip(halves, ("prepare", "compute"), strict=True))
+    run = _running(find, recipe.dense)
+    prepare, compute = (Executor(half, run, name) for half, name in zip(halves, ("prepare", "compute"), strict=True))
     return Plan(
-        Executor(whole, find),
+        Executor(whole, run),
         prepare if ahead else None,
         compute if ahead else None,
         _as_module(whole, find, type(root).__name__),
@@ -171,6 +175,18 @@ def _passes(root: torch.nn.Module, embeddings: Mapping[str, Any], recipe: Recipe
             lambda graph: insert_updates(graph, names, trains=trains, max_norms=max_norms, held=held),
         ),
     )
+
+
+def _running(find: Callable[[str], Any], dense: DenseCompiler | None) -> Callable[[str], Any]:
+    """`find`, with compiled modules in the place of dense ones."""
+    if dense is None:
+        return find
+
+    def find_compiled(name: str) -> Any:
+        found = find(name)
+        return dense.of(found) if isinstance(found, torch.nn.Module) else found
+
+    return find_compiled
 
 
 def _finder(root: torch.nn.Module, objects: Mapping[str, Any]) -> Callable[[str], Any]:

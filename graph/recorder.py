@@ -49,18 +49,17 @@ def _measure_gather(args: Any, rows: Any) -> tuple[int, int]:
 
 
 def _measure_reduce(args: Any, grads: Any) -> tuple[int, int]:
-    if grads is None:
-        return 0, 0
-    read = sum(grad.numel() * grad.element_size() for lease in args[0] for grad in lease.grads)
-    return len(grads.slot_U), read + len(grads.slot_U) * grads.store.layout.dim * 4
+    # The sums themselves are made by whoever reads them: an update, row by row, or clipping.
+    return (0, 0) if grads is None else (len(grads.slot_U), 0)
 
 
 def _measure_update(args: Any, result: Any) -> tuple[int, int]:
     grads, go = args[1], args[2]
     if grads is None or not go:
         return 0, 0
-    layout = grads.store.layout
-    return len(grads.slot_U), len(grads.slot_U) * (2 * layout.row_bytes + 4 * layout.dim)
+    layout, rows = grads.store.layout, len(grads.slot_U)
+    read = 4 * layout.dim * rows if grads.segments is None else grads.segments.grad_NX.nbytes
+    return rows, read + 2 * layout.row_bytes * rows
 
 
 MEASURES: dict[Any, Callable[[Any, Any], tuple[int, int]]] = {

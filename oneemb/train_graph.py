@@ -10,6 +10,7 @@ from torch import fx
 
 from oneemb.checkpoint import GraphState, load_checkpoint, save_checkpoint
 from oneemb.graph import step_ops
+from oneemb.graph.dense import DenseCompiler
 from oneemb.graph.inputs import Signature, Structure
 from oneemb.graph.pipeline import Plan, Recipe, compile_plan
 from oneemb.graph.prefetch import Prepared, prefetch
@@ -45,6 +46,7 @@ class _Graph(torch.nn.Module):
         self._plans: dict[Any, Plan] = {}
         self._profile: Profile | None = None
         self._latest: Plan | None = None
+        self._dense: DenseCompiler | None = None
         self._signature = Signature(self.build)
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,13 +74,18 @@ class _Graph(torch.nn.Module):
 
     def _key(self, structure: Structure) -> Any:
         modes = [(one.training, one.weight.requires_grad) for one in embeddings_in(self).values()]
-        return structure, self.training, tuple(modes), self._recipe_key()
+        return structure, self.training, tuple(modes), self.config.compile_dense, self._recipe_key()
 
     def _recipe(self) -> Recipe:
         raise NotImplementedError
 
     def _recipe_key(self) -> Any:
         return None
+
+    def _dense_compiler(self) -> DenseCompiler | None:
+        if self.config.compile_dense and self._dense is None:
+            self._dense = DenseCompiler()
+        return self._dense if self.config.compile_dense else None
 
     # ---- showing ----------------------------------------------------------------------------------------------------
 
@@ -392,6 +399,7 @@ class TrainGraph(_Graph):
             self._scaler,
             trains=self.training,
             held=self._held if self._accumulation() > 1 else None,
+            dense=self._dense_compiler(),
             updates=self._updates_now(),
         )
 
@@ -418,10 +426,10 @@ class EvalGraph(_Graph):
     """
 
     def _recipe(self) -> Recipe:
-        return Recipe(trains=False)
+        return Recipe(trains=False, dense=self._dense_compiler())
 
     def _key(self, structure: Structure) -> Any:
-        return structure
+        return structure, self.config.compile_dense
 
     def _step(self, values: list[Any], structure: Structure, prepared: Prepared, admitted: Any) -> Any:
         trained = [module for module in self.modules() if module.training]
