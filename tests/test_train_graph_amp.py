@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from graph_models import adam, make_eager, make_embedding, make_graph, rows_of, sgd, weights_of
 
 import oneemb
+from tests.support.graph_models import adam, make_eager, make_embedding, make_graph, rows_of, sgd, weights_of
 
 IDS = torch.tensor([[1, 2], [3, 4], [1, 4]])
 LABEL = torch.tensor([0.0, 1.0, 1.0])

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from graph_models import make_graph, rows_of, weights_of
 
 import oneemb
+from tests.support.graph_models import make_graph, rows_of, weights_of
 
 IDS = torch.tensor([[1, 2], [3, 4], [1, 4]])
 

@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 import torch
-from graph_models import adam, make_embedding, make_graph, weights_of
 
 import oneemb
+from tests.support.graph_models import adam, make_embedding, make_graph, weights_of
 
 IDS, LABEL = torch.tensor([[1, 2], [3, 4], [1, 4]]), torch.tensor([0.0, 1.0, 1.0])
 

@@ -3,11 +3,11 @@
 import random
 
 import torch
-from graph_models import make_eager, make_embedding, make_graph, rows_of, weights_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oneemb
+from tests.support.graph_models import make_eager, make_embedding, make_graph, rows_of, weights_of
 
 OPTIMIZERS = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),

@@ -8,10 +8,10 @@ import traceback
 import numpy as np
 import pytest
 import torch
-from graph_models import adam, make_embedding, make_graph, rows_of, weights_of
 from torch.utils.data import DataLoader, TensorDataset
 
 import oneemb
+from tests.support.graph_models import adam, make_embedding, make_graph, rows_of, weights_of
 
 
 def build(self, ids, label):

@@ -8,9 +8,9 @@ import threading
 import numpy as np
 import pytest
 import torch
-from graph_models import adam, make_embedding, make_graph, rows_of, weights_of
 
 import oneemb
+from tests.support.graph_models import adam, make_embedding, make_graph, rows_of, weights_of
 
 
 def build(self, ids, label):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from graph_models import adam, make_embedding, make_graph, sgd
 from torch import fx
 
 import oneemb
@@ -19,6 +18,7 @@ from oneemb.graph.passes.split_prepare import split_prepare
 from oneemb.graph.spec import check_stage
 from oneemb.graph.text import graph_text
 from oneemb.graph.tracer import embeddings_in, trace_build
+from tests.support.graph_models import adam, make_embedding, make_graph, sgd
 
 KEYS = "(ids, None, 2, int64, None)"
 
