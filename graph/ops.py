@@ -374,7 +374,13 @@ def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads |
 
     Raises:
         NonFiniteGradientError: one is not, and its optimizer was not told to skip such steps.
+        ValueError: an optimizer's options have changed into what its rows cannot follow; nothing was updated.
     """
+    for optimizer in optimizers:
+        for grad in grads:
+            rows = optimizer.rows_of(grad.store) if grad is not None else None
+            if rows is not None:
+                rows[0].check(rows[1])
     found = _find_nonfinite(optimizers, grads)
     if found is None:
         return True

@@ -51,12 +51,15 @@ class RowOptimizer:
         weight_state: for each state value that every weight has, what it is in a new row.
         row_state: the same for the values that a row has once; they lie after the others.
         run: (weight_SX, row_SW, slot_U, grad_UD, state_begin=, group=, step=, threads=) -> None.
+        check: raises ValueError where the group's options have changed into what the rows cannot follow. Called for
+            every row optimizer of a step before any of them runs.
     """
 
     name: str
     weight_state: tuple[float, ...]
     row_state: tuple[float, ...]
     run: Callable[..., None]
+    check: Callable[[Group], None] = lambda group: None
 
     def state_width(self, dim: int) -> int:
         """Float32 values of state in a row of `dim` weights."""
@@ -91,6 +94,7 @@ class RowOptimizer:
         Raises:
             ValueError: the group's options changed into what these rows cannot follow.
         """
+        self.check(group)
         self.run(weight_SX, row_SW, slot_U, grad_UD, state_begin=state_begin, group=group, step=step, threads=threads)
 
 
@@ -146,16 +150,19 @@ def _betas(group: Group) -> tuple[float, float]:
 
 def _sgd_rows(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
     if _number(group, "momentum") == 0:
-        return RowOptimizer("sgd", (), (), _run_sgd)
+        return RowOptimizer("sgd", (), (), _run_sgd, _check_no_momentum)
     return RowOptimizer("sgd_momentum", (0.0,), (), _run_sgd_momentum)
 
 
-def _run_sgd(*rows, state_begin, group, step, threads):
+def _check_no_momentum(group: Group) -> None:
     if _number(group, "momentum") != 0:
         raise ValueError(
             f"momentum is now {group['momentum']}, but it was 0 when the rows were laid out and they have no room "
             "for a momentum buffer; construct the optimizer with a momentum above 0"
         )
+
+
+def _run_sgd(*rows, state_begin, group, step, threads):
     update_sgd(
         *rows,
         state_begin=state_begin,
@@ -267,17 +274,20 @@ def _run_row_wise_adagrad(*rows, state_begin, group, step, threads):
 
 def ftrl_rows(group: Group) -> RowOptimizer:
     """Rows stepped by oneemb.optim.Ftrl."""
-    return RowOptimizer("ftrl", (_number(group, "initial_accumulator_value"), 0.0), (), _run_ftrl)
+    return RowOptimizer("ftrl", (_number(group, "initial_accumulator_value"), 0.0), (), _run_ftrl, _check_ftrl)
 
 
-def _run_ftrl(*rows, state_begin, group, step, threads):
+def _check_ftrl(group: Group) -> None:
     lr = _number(group, "lr")
     if not lr > 0:
         raise ValueError(f"Ftrl divides by lr, so lr must be above 0, got {lr}; let the scheduler end above 0")
+
+
+def _run_ftrl(*rows, state_begin, group, step, threads):
     update_ftrl(
         *rows,
         state_begin=state_begin,
-        lr=lr,
+        lr=_number(group, "lr"),
         lr_power=_number(group, "lr_power"),
         lambda1=_number(group, "lambda1"),
         lambda2=_number(group, "lambda2"),

@@ -13,7 +13,7 @@ import numpy as np
 from oneemb.kernels.checksum import xxh64
 from oneemb.kernels.row_blocks import rows_deliver
 from oneemb.storage.chunk_files import ROWS_BEGIN
-from oneemb.storage.errors import CorruptBlockError, CorruptTableError
+from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, read_header
 from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
 from oneemb.storage.geometry import Geometry
@@ -160,14 +160,13 @@ def _scan_open(fs, file, path, geometry, number, keys, row_N, batch):
 
 def block_damage(
     path: str, geometry: Geometry, block: int, data: np.ndarray, expected: int, table: int, id: int
-) -> CorruptBlockError:
+) -> CorruptTableError:
     """The error for a block that is not what was written, found when the row of (table, id) was read."""
     offset = ROWS_BEGIN + block * geometry.block_bytes
     actual = xxh64(data) & 0xFFFFFFFF
-    return CorruptBlockError(
+    return CorruptTableError(
         f"{path}: block {block} at offset {offset}, which holds the row of table {table}, id {id}, has checksum "
-        f"{actual:08x}, written as {expected:08x}; run `oneemb check` on the table, and load a sound snapshot",
-        block,
+        f"{actual:08x}, written as {expected:08x}; run `oneemb check` on the table, and load a sound snapshot"
     )
 
 

@@ -154,7 +154,7 @@ class EmbeddingStore:
         if self.built:
             if optimizer is None:
                 return
-            if len(state) == self.layout.state_width and (optimizer == self.optimizer or len(state) == 0):
+            if len(state) == self.layout.state_width and (self.optimizer in (None, optimizer) or len(state) == 0):
                 self._state, self.optimizer = state, optimizer
                 return
             if self.layout.state_width and len(self._tiers[0]) or self.step:

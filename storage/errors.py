@@ -3,7 +3,6 @@
 from oneemb.storage.row_store import StorageError, StoreFullError
 
 __all__ = [
-    "CorruptBlockError",
     "CorruptTableError",
     "FormatVersionError",
     "LockedError",
@@ -17,18 +16,6 @@ __all__ = [
 
 class CorruptTableError(StorageError):
     """Bytes that were read back are not those that were written. The message names file and offset."""
-
-
-class CorruptBlockError(CorruptTableError):
-    """A block of a rows file is not what was written.
-
-    Args:
-        block: its number in the chunk.
-    """
-
-    def __init__(self, message: str, block: int):
-        super().__init__(message)
-        self.block = block
 
 
 class FormatVersionError(StorageError):

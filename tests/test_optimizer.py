@@ -574,3 +574,38 @@ def test_the_optimizers_own_state_dict_is_torchs(made):
     optimizer.step()
     optimizer.load_state_dict(state)
     assert all(float(one["step"]) == 1 for one in optimizer.optimizer.state.values())
+
+
+def test_a_rate_that_rows_cannot_follow_stops_the_step_before_any_row_moves(made):
+    first, second = made("first"), made("second")
+    groups = [{"params": first.parameters()}, {"params": second.parameters()}]
+    optimizer = oneemb.Optimizer(oneemb.optim.Ftrl(groups, lr=0.1), [first, second])
+    ids = torch.arange(4)
+    (first(ids).sum() + second(ids).sum()).backward()
+    before = rows_of(first, ids)
+    optimizer.param_groups[1]["lr"] = 0.0
+    with pytest.raises(ValueError, match="lr must be above 0, got 0.0"):
+        optimizer.step()
+    assert torch.equal(rows_of(first, ids), before) and first.stats()["step"] == 0
+
+
+@pytest.mark.parametrize("attach_first", [True, False])
+def test_state_that_names_no_optimizer_is_taken_by_one_of_its_width(made, tmp_path, attach_first):
+    values = torch.arange(4 * 2 * DIM, dtype=torch.float32).reshape(4, 2 * DIM)
+    with oneemb.make_persistent_table_writer(
+        tmp_path / "rows", "old", torch.int64, torch.float32, 2 * DIM, embedding_dim=DIM
+    ) as writer:
+        writer.write(torch.arange(4).numpy(), values.numpy())
+    with pytest.warns(UserWarning, match="starts empty"):
+        embedding = made()
+    adagrad = torch.optim.Adagrad(embedding.parameters(), lr=0.1)
+    if attach_first:
+        optimizer = oneemb.Optimizer(adagrad, [embedding])
+        embedding.load_snapshot("old")
+    else:
+        embedding.load_snapshot("old")
+        optimizer = oneemb.Optimizer(adagrad, [embedding])
+    embedding(torch.arange(4)).sum().backward()
+    optimizer.step()
+    expected = values[:, :DIM] - 0.1 / ((values[:, DIM:] + 1).sqrt() + 1e-10)
+    torch.testing.assert_close(rows_of(embedding, torch.arange(4)), expected, rtol=1e-6, atol=0)

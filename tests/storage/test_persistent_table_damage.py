@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.errors import CorruptTableError, FormatVersionError, StorageError
+from oneemb.storage.errors import CorruptTableError, FormatVersionError
 from oneemb.storage.persistent_table import PersistentTable
 from oneemb.storage.snapshot_reader import SnapshotReader
-from oneemb.storage.table_check import check_table, inspect_table
 from tests.support.faulty_fs import FaultyFileSystem
 from tests.support.table_model import check, got, put_random, scanned
 
@@ -152,48 +151,3 @@ def test_a_file_of_another_format_is_told_from_a_damaged_one():
     data[120:128] = xxh64(bytes(data[:120])).to_bytes(8, "little")
     with pytest.raises(FormatVersionError, match=r"000000000001.keys has format 7.*reads format 1"):
         read_table(fs, rows)
-
-
-def test_check_finds_nothing_on_a_sound_table_and_each_flipped_byte_that_a_snapshot_needs():
-    fs, rows = small_table()
-    steps = []
-    assert check_table("/t", fs=fs, progress=lambda done, total: steps.append((done, total))) == []
-    assert steps[-1][0] == steps[-1][1] and all(done <= total for done, total in steps)
-    missed = found = 0
-    for path, inode in sorted(fs.entries.items()):
-        for offset in range(0, len(inode.now), 97):
-            inode.now[offset] ^= 16
-            wrong = check_table("/t", fs=fs)
-            inode.now[offset] ^= 16
-            if wrong:
-                found += 1
-                assert all(path in text for text in wrong[:1]), (path, offset, wrong)
-            else:
-                missed += 1
-                assert path.endswith(".rows") and 128 <= offset < 4096, f"byte {offset} of {path} was not checked"
-    assert found > missed
-
-
-def test_check_goes_on_after_a_bad_block():
-    fs, rows = small_table()
-    path = "/t/chunks/000000000001.rows"
-    for block in (3, 4, 40):
-        fs.entries[path].now[4096 + 512 * block + 7] ^= 1
-    wrong = check_table("/t", fs=fs)
-    assert [f"block {block} at" in text for text, block in zip(wrong, (3, 4, 40), strict=True)] == [True] * 3
-
-
-def test_inspect_counts_live_and_garbage_bytes_and_names_the_writer():
-    fs, rows = small_table()
-    info = inspect_table("/t", fs=fs)
-    assert [s.name for s in info.snapshots] == ["s"] and info.held_by is None and info.format_version == 1
-    assert info.disk_bytes == sum(len(inode.now) for path, inode in fs.entries.items() if not path.endswith("LOCK"))
-    assert info.live_bytes + info.garbage_bytes + info.loose_bytes <= info.disk_bytes
-    assert abs(info.live_bytes - len(rows) * (516 / 14 + 12)) <= 1 and info.loose_bytes == 0
-    with open_table(fs) as table:
-        put_random(table, {}, np.random.default_rng(0), 900)
-        table.flush()
-        assert "process" in inspect_table("/t", fs=fs).held_by
-        assert inspect_table("/t", fs=fs).loose_bytes > 0
-    with pytest.raises(StorageError, match="find a table at /nowhere"):
-        inspect_table("/nowhere", fs=fs)
