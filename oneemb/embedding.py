@@ -147,7 +147,7 @@ class _TableEmbedding(torch.nn.Module):
         The snapshot is there as a whole when the call returns, or not at all. Later training does not change it.
 
         Args:
-            name: letters, digits, "-", "_" and ".".
+            name: any text; it names a file, percent-encoded.
             overwrite: replace a snapshot of this name, atomically.
 
         Raises:
@@ -172,6 +172,14 @@ class _TableEmbedding(torch.nn.Module):
                 f" {self.num_tables}; make it with all of them"
             )
         whole = self.store.load_snapshot(name)
+        own = self._describe()
+        changed = [key for key in ("seed", "tables") if key in saved and saved[key] != own[key]]
+        if changed:
+            warnings.warn(
+                f"snapshot {name!r} was saved with other {' and '.join(changed)}: ids that it does not hold begin as"
+                f" embedding {self.name!r} says, not as they would have begun",
+                stacklevel=2,
+            )
         self.pending.clear()
         self._saved = (name, self.store.changes) if whole else None
 

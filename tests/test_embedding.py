@@ -696,3 +696,16 @@ def test_a_closed_embedding_says_so(made):
     embedding.eval()
     with pytest.raises(oneemb.StorageError, match="is closed"):
         embedding(torch.tensor([1]))
+
+
+def test_a_snapshot_of_another_seed_is_loaded_with_a_warning(tmp_path):
+    first = make_embedding(tmp_path, seed=1)
+    first(torch.arange(3))
+    first.save_snapshot("s")
+    first.close()
+    with pytest.warns(UserWarning, match="starts empty"):
+        second = make_embedding(tmp_path, seed=2)
+    with pytest.warns(UserWarning, match="saved with other seed"):
+        second.load_snapshot("s")
+    assert second.stats()["rows"] == 3
+    second.close()
