@@ -173,6 +173,7 @@ class _TableEmbedding(torch.nn.Module):
             )
         whole = self.store.load_snapshot(name)
         own = self._describe()
+        own["tables"] = own["tables"][: len(saved.get("tables", ()))]
         changed = [key for key in ("seed", "tables") if key in saved and saved[key] != own[key]]
         if changed:
             warnings.warn(
