@@ -5,7 +5,7 @@ VENV ?= .venv
 RUN = $(VENV)/bin/python
 INSTALL = $(RUN) -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow check bench clean
+.PHONY: demo test test-slow gpu-test gpu-bench check bench clean
 
 demo: $(VENV)/ready-demo  ## Train a click model with its embeddings on the cached-SSD store.
 	$(RUN) examples/kuairand_dlrm.py --store ssd
@@ -18,6 +18,14 @@ test: $(VENV)/ready  ## The test suite.
 
 test-slow: $(VENV)/ready  ## The long proofs: many crashes, many random models.
 	$(RUN) -m pytest -m slow
+
+# On a machine with a GPU whose driver knows CUDA 13, in the environment of RUN: ten minutes for both.
+gpu-test: $(VENV)/ready  ## The tests of CUDA loops, of the device tier and of training, on the GPU.
+	ONEEMB_TEST_GPU=1 $(RUN) -m pytest -q tests/cuda
+
+gpu-bench: $(VENV)/ready  ## What has to be fast on the GPU, into benchmarks/results/gpu.json.
+	$(RUN) benchmarks/bench_gpu_index.py --out benchmarks/results/gpu.json
+	$(RUN) benchmarks/bench_gpu_step.py --out benchmarks/results/gpu.json
 
 # mypy cannot see mapped folders: it is shown the package as it is installed, through links.
 check: $(VENV)/ready  ## Style, types, and which package may import which.
