@@ -30,7 +30,9 @@ import torch
 from oneemb.graph import cuda_ops
 from oneemb.kernels import unique_keys as kernel
 from oneemb.kernels.gather import gather as gather_rows
+from oneemb.kernels.pool import bags_of, mean_scales, pool, scale_grads
 from oneemb.kernels.reduce_grads import Segments, largest_magnitude, sum_segments
+from oneemb.kernels.threads import Threads
 from oneemb.storage.embedding_store import EmbeddingStore, Staged
 from oneemb.storage.row_store import StorageError
 
@@ -38,8 +40,8 @@ if TYPE_CHECKING:
     from oneemb.graph.row_optimizers import RowOptimizer
 
 __all__ = [
-    "Keys", "Lease", "NonFiniteGradientError", "RowGrads", "StepOptimizer", "admit", "check_finite", "gather", "lookup",
-    "peek", "reduce_grads", "release", "stage", "step", "unique_keys", "update",
+    "Keys", "Lease", "NonFiniteGradientError", "RowGrads", "StepOptimizer", "admit", "check_finite", "check_pooling",
+    "gather", "lookup", "peek", "reduce_grads", "release", "stage", "step", "unique_keys", "update",
 ]  # fmt: skip
 
 _BITS = {torch.float32: torch.float32, torch.float16: torch.uint16, torch.bfloat16: torch.int16}
@@ -47,6 +49,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 # Sums of float32 whose exact value is below this stay finite, whatever their roundings.
 _SUM_MAX = 2.0**127
 _ORDER = itertools.count()
+_ONE_THREAD = Threads(1)
 _MASKS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -59,8 +62,20 @@ class Keys:
     """The unique keys of a batch of ids and the shape the ids had."""
 
     shape: torch.Size
+    """That of the ids; of bags, [B, T] or [P]."""
     unique: Any
     """`UniqueKeys` of arrays, or `DeviceKeys` of tensors on a GPU; so are the arrays of leases and gradients."""
+    bags: "Bags | None" = None
+
+
+@dataclass(frozen=True)
+class Bags:
+    """How N ids lie in P bags."""
+
+    offset_P1: np.ndarray
+    """int64 [P + 1]: bag p holds the ids from offset_P1[p] to offset_P1[p + 1] - 1"""
+    bag_N: np.ndarray
+    """int32 [N]: the bag of each id"""
 
 
 @dataclass(eq=False)
@@ -77,7 +92,9 @@ class Lease:
     pending: list["Lease"] | None = None
     """Where the lease reports that a gradient has come, for eager mode."""
     grads: list[torch.Tensor] = field(default_factory=list)
-    """d loss / d rows, [N, D] each, one for each backward pass."""
+    """d loss / d rows, [N, D] or, of bags, [P, D] each, one for each backward pass."""
+    scale_N: np.ndarray | None = None
+    """By what each id was multiplied on its way into its bag; None = 1."""
     released: bool = False
     order: int = field(default_factory=lambda: next(_ORDER))
     """Grows from lookup to lookup."""
@@ -114,7 +131,7 @@ class RowGrads:
         segments: Any = None,
     ):
         given = dict(store=store, generation=generation, table_U=table_U, id_U=id_U, slot_U=slot_U)
-        if grad_UD is not None:  # Sums count more than the segments that `dataclasses.replace` passes on with them.
+        if grad_UD is not None:
             given |= dict(sums=(grad_UD, finite_U), segments=None)
         else:
             given |= dict(segments=segments)
@@ -168,16 +185,22 @@ def unique_keys(
     num_tables: int,
     key_type: torch.dtype,
     padding_idx: int | None,
+    offsets: torch.Tensor | None = None,
 ) -> Keys:
     """The unique (table, id) pairs of a batch, in order of first occurrence, padding left out.
 
     Args:
         ids: [B, T] of `key_type`: column t is looked up in table t. With one table, or with `table_ids`, any shape.
         table_ids: integers from 0 to T-1 of a shape that broadcasts to that of `ids`: the table of each id.
+        offsets: integers [P + 1] from 0 to N, none below the one before: `ids` is [N] and bag p holds the ids from
+            offsets[p] to offsets[p + 1] - 1. `table_ids` then says the table of each bag, [P]; without it bags are
+            those of B samples one after another, P = B * T, bag p of table p % T.
 
     Raises:
         TypeError, ValueError: dtype, device, shape or range is not as above.
     """
+    if offsets is not None:
+        return _unique_keys_of_bags(ids, table_ids, num_tables, key_type, padding_idx, offsets)
     _check_ids(ids, table_ids, num_tables, key_type)
     id_N = ids.detach().reshape(-1).contiguous()
     if table_ids is not None:
@@ -192,6 +215,60 @@ def unique_keys(
     if (gpu := cuda_ops.gpu_of(ids)) is not None:
         return Keys(ids.shape, cuda_ops.unique_keys(table_N, id_N, padding_idx, gpu))
     return Keys(ids.shape, kernel.unique_keys(table_N.numpy(), id_N.numpy(), padding_id=padding_idx))
+
+
+def _unique_keys_of_bags(
+    ids: torch.Tensor,
+    table_ids: torch.Tensor | None,
+    num_tables: int,
+    key_type: torch.dtype,
+    padding_idx: int | None,
+    offsets: torch.Tensor,
+) -> Keys:
+    if isinstance(ids, torch.Tensor) and cuda_ops.gpu_of(ids) is not None:
+        raise NotImplementedError("bags are pooled on the CPU only; look up ids one by one and pool what comes")
+    _check_ids(ids, torch.zeros((), dtype=torch.int64), num_tables, key_type)
+    if ids.dim() != 1:
+        raise ValueError(f"ids of bags must be {key_type} [N], got {list(ids.shape)}; call ids.reshape(-1)")
+    offset_P1 = _check_offsets(offsets, len(ids))
+    bags = len(offset_P1) - 1
+    if table_ids is not None:
+        if not isinstance(table_ids, torch.Tensor) or table_ids.dtype not in _MASKS or table_ids.shape != (bags,):
+            got = (table_ids.dtype, list(table_ids.shape)) if isinstance(table_ids, torch.Tensor) else type(table_ids)
+            raise ValueError(f"table_ids must be integers, one for each of {bags} bags, got {got}")
+        low, high = (int(x) for x in torch.aminmax(table_ids)) if bags else (0, 0)
+        if low < 0 or high >= num_tables:
+            raise ValueError(f"table_ids must be from 0 to {num_tables - 1}, got {low} to {high}")
+        table_P = table_ids.detach().to(torch.int32).contiguous().numpy()
+        shape = torch.Size([bags])
+    elif bags % num_tables:
+        raise ValueError(
+            f"offsets must be of B * {num_tables} bags, those of a sample's {num_tables} tables side by side, got"
+            f" {bags} bags; pass table_ids to say which table each bag is of"
+        )
+    else:
+        table_P = np.tile(np.arange(num_tables, dtype=np.int32), bags // num_tables)
+        shape = torch.Size([bags]) if num_tables == 1 else torch.Size([bags // num_tables, num_tables])
+    bag_N = bags_of(offset_P1, threads=_ONE_THREAD)
+    id_N = ids.detach().contiguous().numpy()
+    unique = kernel.unique_keys(table_P[bag_N], id_N, padding_id=padding_idx)
+    return Keys(shape, unique, Bags(offset_P1, bag_N))
+
+
+def _check_offsets(offsets: torch.Tensor, ids: int) -> np.ndarray:
+    if not isinstance(offsets, torch.Tensor) or offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1:
+        got = (offsets.dtype, list(offsets.shape)) if isinstance(offsets, torch.Tensor) else type(offsets).__name__
+        raise TypeError(f"offsets must be an int64 tensor of shape [bags + 1], got {got}")
+    if offsets.device.type != "cpu":
+        raise ValueError(f"offsets must be on the CPU, where the embedding is, got {offsets.device}")
+    offset_P1 = offsets.detach().to(torch.int64).contiguous().numpy()
+    ordered = len(offset_P1) > 0 and bool((offset_P1[1:] >= offset_P1[:-1]).all())
+    if not ordered or offset_P1[0] != 0 or offset_P1[-1] != ids:
+        raise ValueError(
+            f"offsets must begin with 0, never fall, and end with the number of ids, {ids}; got"
+            f" {offset_P1[:3].tolist()} ... {offset_P1[-1:].tolist()} (nn.EmbeddingBag's include_last_offset=True)"
+        )
+    return offset_P1
 
 
 def _check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, key_type: torch.dtype) -> None:
@@ -265,51 +342,112 @@ def lookup(
     num_tables: int,
     key_type: torch.dtype,
     padding_idx: int | None,
+    offsets: torch.Tensor | None = None,
 ) -> Lease:
     """`unique_keys` and `admit` in one."""
-    return admit(store, unique_keys(ids, table_ids, num_tables, key_type, padding_idx))
+    return admit(store, unique_keys(ids, table_ids, num_tables, key_type, padding_idx, offsets))
 
 
 class _Gather(torch.autograd.Function):
     """Reads rows forward; backward leaves their gradient with the lease. `weight` only ties it to autograd."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, lease: Lease) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, lease: Lease, scales: torch.Tensor | None) -> torch.Tensor:
         ctx.lease = lease
-        return _gather(lease)
+        store = lease.store
+        if store.gpu is not None:
+            out_ND = cuda_ops.gather(store.weight_SX, lease.slot_U, lease.keys.unique, store.layout, store.gpu)
+            return out_ND.view(*lease.keys.shape, store.layout.dim)
+        return _read(store, store.weight_SX, lease.slot_U, lease.keys, lease.scale_N)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         lease, (grad,) = ctx.lease, grads
-        if lease.pending is not None and not lease.grads:
-            lease.pending.append(lease)
-        lease.grads.append(grad.reshape(-1, grad.shape[-1]).contiguous())
-        return None, None
+        grad_ND = grad.reshape(-1, grad.shape[-1]).contiguous()
+        if ctx.needs_input_grad[0]:
+            if lease.pending is not None and not lease.grads:
+                lease.pending.append(lease)
+            lease.grads.append(grad_ND)
+        return None, None, _grad_of_scales(lease, grad_ND) if ctx.needs_input_grad[2] else None
 
 
-def _gather(lease: Lease) -> torch.Tensor:
-    store, unique = lease.store, lease.keys.unique
-    if store.gpu is not None:
-        out_ND = cuda_ops.gather(store.weight_SX, lease.slot_U, unique, store.layout, store.gpu)
-        return out_ND.view(*lease.keys.shape, store.layout.dim)
-    out = torch.empty(*lease.keys.shape, store.layout.dim, dtype=_DTYPES[store.layout.dtype])
-    gather_rows(
-        store.weight_SX, lease.slot_U, unique.inverse_N, _bits(out).reshape(-1, store.layout.dim).numpy(),
+def _grad_of_scales(lease: Lease, grad_PD: torch.Tensor) -> torch.Tensor:
+    bags, store = lease.keys.bags, lease.store
+    assert bags is not None
+    out_N = scale_grads(
+        store.weight_SX, lease.slot_U, lease.keys.unique.inverse_N, bags.bag_N, _bits(grad_PD).numpy(),
         threads=store.threads,
     )  # fmt: skip
+    return torch.from_numpy(out_N)
+
+
+def _read(
+    store: EmbeddingStore, weight_SX: np.ndarray, slot_U: np.ndarray, keys: Keys, scale_N: np.ndarray | None
+) -> torch.Tensor:
+    """The weights of each id, or of each bag, from the rows in slot_U."""
+    dim, inverse_N = store.layout.dim, keys.unique.inverse_N
+    out = torch.empty(*keys.shape, dim, dtype=_DTYPES[store.layout.dtype])
+    out_ND = _bits(out).reshape(-1, dim).numpy()
+    if keys.bags is None:
+        gather_rows(weight_SX, slot_U, inverse_N, out_ND, threads=store.threads)
+    else:
+        pool(weight_SX, slot_U, inverse_N, keys.bags.offset_P1, scale_N, out_ND, threads=store.threads)
     return out
 
 
-def gather(lease: Lease, weight: torch.Tensor) -> torch.Tensor:
-    """The weights of each id, zeros for padding: [*shape of ids, D], of the store's dtype.
+def gather(
+    lease: Lease, weight: torch.Tensor, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
+) -> torch.Tensor:
+    """The weights of each id, zeros for padding: [*shape of ids, D], of the store's dtype; of bags, those pooled.
 
     Its gradient is left with the lease, for `reduce_grads`; `weight`, which stands for all rows, gets none.
+
+    Args:
+        per_sample_weights: float32 [N], by what the weights of each id are multiplied before a sum.
+        pooling: "sum" or "mean", what a bag gives.
+
+    Raises:
+        TypeError, ValueError: `per_sample_weights` is not as above, or given for a mean or for ids in no bags.
     """
-    return _Gather.apply(weight, lease)
+    lease.scale_N = _scales(lease.keys, per_sample_weights, pooling, lease.store)
+    return _Gather.apply(weight, lease, per_sample_weights)
 
 
-def peek(store: EmbeddingStore, keys: Keys) -> torch.Tensor:
-    """The weights of each id without inserting: an unknown id reads as its initial value. [*shape of ids, D]"""
+def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str) -> None:
+    """Check what `gather` is going to be given.
+
+    Raises:
+        TypeError, ValueError: it would refuse it.
+    """
+    if pooling not in ("sum", "mean"):
+        raise ValueError(f'pooling must be "sum" or "mean", got {pooling!r}')
+    if per_sample_weights is None:
+        return
+    if keys.bags is None or pooling != "sum":
+        raise ValueError('per_sample_weights are for bags that are summed; pass offsets, and pooling="sum"')
+    ids = len(keys.bags.bag_N)
+    given = isinstance(per_sample_weights, torch.Tensor)
+    if not given or per_sample_weights.dtype != torch.float32 or per_sample_weights.shape != (ids,):
+        got = (per_sample_weights.dtype, list(per_sample_weights.shape)) if given else type(per_sample_weights)
+        raise TypeError(f"per_sample_weights must be float32, one for each of {ids} ids, got {got}")
+
+
+def _scales(
+    keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: EmbeddingStore
+) -> np.ndarray | None:
+    check_pooling(keys, per_sample_weights, pooling)
+    if per_sample_weights is not None:
+        return per_sample_weights.detach().contiguous().numpy()
+    if keys.bags is None or pooling == "sum":
+        return None
+    return mean_scales(keys.bags.offset_P1, keys.unique.inverse_N, threads=store.threads)
+
+
+def peek(
+    store: EmbeddingStore, keys: Keys, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
+) -> torch.Tensor:
+    """What `gather` gives without inserting: an unknown id reads as its initial value. It has no gradient."""
+    scale_N = _scales(keys, per_sample_weights, pooling, store)
     unique = keys.unique
     _check_place(store, keys)
     if store.gpu is not None:
@@ -318,12 +456,7 @@ def peek(store: EmbeddingStore, keys: Keys) -> torch.Tensor:
         out_ND = cuda_ops.gather(store.layout.weights(row_UW), slot_U, unique, store.layout, store.gpu)
         return out_ND.view(*keys.shape, store.layout.dim)
     weight_UX = store.layout.weights(store.read(unique.table_U, unique.id_U))
-    out = torch.empty(*keys.shape, store.layout.dim, dtype=_DTYPES[store.layout.dtype])
-    gather_rows(
-        weight_UX, np.arange(len(unique.id_U)), unique.inverse_N, _bits(out).reshape(-1, store.layout.dim).numpy(),
-        threads=store.threads,
-    )  # fmt: skip
-    return out
+    return _read(store, weight_UX, np.arange(len(unique.id_U)), keys, scale_N)
 
 
 def reduce_grads(leases: Sequence[Lease]) -> RowGrads | None:
@@ -362,7 +495,8 @@ def _reduce(lease: Lease) -> RowGrads:
     if store.gpu is not None:
         segments = cuda_ops.segments_of(_bits(grad_ND), unique, store.gpu)
     else:
-        segments = Segments(_bits(grad_ND).numpy(), *unique.occurrences())
+        bag_N = None if lease.keys.bags is None else lease.keys.bags.bag_N
+        segments = Segments(_bits(grad_ND).numpy(), *unique.occurrences(bag_N, lease.scale_N))
     return RowGrads(store, lease.generation, unique.table_U, unique.id_U, lease.slot_U, segments=segments)
 
 

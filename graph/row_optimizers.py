@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from oneemb.kernels.reduce_grads import Segments
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.update_adagrad import update_adagrad
 from oneemb.kernels.update_adam import update_adam, update_sparse_adam
@@ -75,7 +76,7 @@ class RowOptimizer:
         weight_SX: np.ndarray,
         row_SW: np.ndarray,
         slot_U: np.ndarray,
-        grad_UD: np.ndarray,
+        grad_UD: np.ndarray | Segments,
         *,
         state_begin: int,
         group: Group,

@@ -1,13 +1,16 @@
-"""Open-addressing hash index: (table, id) -> place.  U keys, C cells.
+"""Open-addressing hash index in shards: (table, id) -> place.  U keys, P shards, C cells of a shard.
 
-A cell is two int64: the id, and the table and place in one word. Whether a cell is taken is told by the word
-alone (0 = empty), so every int64 is a legal id:
+A key belongs to the shard that the high bits of its hash name, for ever; a shard is an array of cells of its own, so
+that it grows alone and threads that work on different shards never meet. A cell is two int64: the id, and the table
+and place in one word. Whether a cell is taken is told by the word alone (0 = empty), so every int64 is a legal id:
 
     cell_C2[c] = (id, table << 40 | place + 1)
 
-Linear probing; the home of a key is `hash * C >> 64`, so C may be any number. The hash is salted with C: keys
-that are read out of one index in the order of its cells arrive in random order at an index of another size,
-where they would otherwise pile up in one run.
+Linear probing; the home of a key is `mixed hash * C >> 64`, so C may be any number. C takes part in the mixing: keys
+that are read out of one index in the order of its cells arrive in random order at an index of another size, where they
+would otherwise pile up in one run.
+
+Loops are given the address and the number of cells of each shard: address_P and cells_P, int64 [P].
 
 Invariants: no two cells hold one key; between a key's home and its cell no cell is empty.
 Limits: place below 2^40 - 1, table below 2^23.
@@ -15,17 +18,21 @@ Limits: place below 2^40 - 1, table below 2^23.
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, mul_high, prefetch, rule
+from oneemb.kernels.jit import cpu, mul_high, prefetch_word, rule, set_word, word_at
 
-__all__ = ["PLACE_MAX", "TABLE_MAX", "cells_erase", "cells_find", "cells_items", "cells_put", "hash_key"]
+__all__ = [
+    "PLACE_MAX", "TABLE_MAX", "cells_erase", "cells_find", "cells_items", "cells_move", "cells_put", "count_keys",
+    "hash_key",
+]  # fmt: skip
 
 _PLACE_BITS = np.int64(40)
 _PLACE_MASK = np.int64((1 << 40) - 1)
 PLACE_MAX = (1 << 40) - 2
 TABLE_MAX = (1 << 23) - 1
 
-# Keys whose cells are asked for ahead of the one at work: enough to hide a read from memory.
-_AHEAD = 12
+# Keys whose cells are asked for before the first of them is looked at: enough to hide a read from memory.
+_BLOCK = 16
+_RING = np.int64(2 * _BLOCK - 1)  # a mask: two blocks are under way
 
 
 @rule
@@ -41,104 +48,157 @@ def hash_key(table, id, salt):
 
 
 @rule
-def _home(table, id, cells):
-    return np.int64(mul_high(hash_key(table, id, cells), np.uint64(cells)))
+def _shard(hash, shards):
+    return np.int64(mul_high(hash, np.uint64(shards)))
 
 
 @rule
-def _probe(cell_C2, table, id):
+def _home(hash, cells):
+    """The high bits of the hash name the shard, so they are mixed once more before they name a cell of it."""
+    x = hash + np.uint64(cells) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+    x = x ^ (x >> np.uint64(32))
+    return np.int64(mul_high(x * np.uint64(0xD6E8FEB86659FD93), np.uint64(cells)))
+
+
+@rule
+def _probe(address, cells, home, table, id):
     """The cell that holds the key, or else the empty cell where it belongs."""
-    cells = len(cell_C2)
-    c = _home(table, id, cells)
+    c = home
     while True:
-        word = cell_C2[c, 1]
-        if word == 0 or (cell_C2[c, 0] == id and word >> _PLACE_BITS == table):
+        word = word_at(address, 2 * c + 1)
+        if word == 0 or (word_at(address, 2 * c) == id and word >> _PLACE_BITS == table):
             return c
         c += 1
         if c == cells:
             c = 0
 
 
+@rule
+def _locate(address_P, cells_P, table_U, id_U, first, last, shard_K, home_K):
+    """Find the homes of keys first to last - 1 and ask the cache for them; key u's go to u % (2 * _BLOCK)."""
+    for u in range(first, last):
+        hash = hash_key(np.int64(table_U[u]), np.int64(id_U[u]), np.int64(0))
+        p = _shard(hash, len(cells_P))
+        home = _home(hash, cells_P[p])
+        shard_K[u & _RING] = p
+        home_K[u & _RING] = home
+        prefetch_word(address_P[p], 2 * home)
+
+
 @cpu
-def cells_find(begin, end, cell_C2, table_U, id_U, place_U):
+def cells_find(begin, end, address_P, cells_P, table_U, id_U, place_U):
     """place_U[u] = the place of key u, -1 where the index does not hold it."""
-    cells = len(cell_C2)
-    for u in range(begin, min(begin + _AHEAD, end)):
-        prefetch(cell_C2, _home(table_U[u], id_U[u], cells))
-    for u in range(begin, end):
-        if u + _AHEAD < end:
-            prefetch(cell_C2, _home(table_U[u + _AHEAD], id_U[u + _AHEAD], cells))
-        c = _probe(cell_C2, np.int64(table_U[u]), id_U[u])
-        place_U[u] = (cell_C2[c, 1] & _PLACE_MASK) - 1
+    shard_K, home_K = np.empty(2 * _BLOCK, np.int64), np.empty(2 * _BLOCK, np.int64)
+    _locate(address_P, cells_P, table_U, id_U, begin, min(begin + _BLOCK, end), shard_K, home_K)
+    for first in range(begin, end, _BLOCK):
+        last = min(first + _BLOCK, end)
+        _locate(address_P, cells_P, table_U, id_U, last, min(last + _BLOCK, end), shard_K, home_K)
+        for u in range(first, last):
+            p = shard_K[u & _RING]
+            c = _probe(address_P[p], cells_P[p], home_K[u & _RING], np.int64(table_U[u]), np.int64(id_U[u]))
+            place_U[u] = (word_at(address_P[p], 2 * c + 1) & _PLACE_MASK) - 1
 
 
 @cpu
-def cells_put(cell_C2, table_U, id_U, place_U, old_U):
-    """Set the place of each key in order; old_U[u] = the place it had, -1 if it is new. Returns the new keys.
+def cells_put(address_P, cells_P, size_P, table_U, id_U, place_U, old_U):
+    """Set the place of each key in order; old_U[u] = the place it had, -1 if it is new. Counts new keys in size_P.
 
-    The caller has made sure that an empty cell is left after every key is in.
+    The caller has made sure that every shard has an empty cell left after its keys are in.
     """
-    cells = len(cell_C2)
+    shard_K, home_K = np.empty(2 * _BLOCK, np.int64), np.empty(2 * _BLOCK, np.int64)
     size = len(id_U)
-    new = 0
-    for u in range(min(_AHEAD, size)):
-        prefetch(cell_C2, _home(table_U[u], id_U[u], cells))
-    for u in range(size):
-        if u + _AHEAD < size:
-            prefetch(cell_C2, _home(table_U[u + _AHEAD], id_U[u + _AHEAD], cells))
-        table = np.int64(table_U[u])
-        c = _probe(cell_C2, table, id_U[u])
-        word = cell_C2[c, 1]
-        old_U[u] = (word & _PLACE_MASK) - 1
-        if word == 0:
-            new += 1
-            cell_C2[c, 0] = id_U[u]
-        cell_C2[c, 1] = (table << _PLACE_BITS) | (place_U[u] + 1)
-    return new
+    _locate(address_P, cells_P, table_U, id_U, 0, min(_BLOCK, size), shard_K, home_K)
+    for first in range(0, size, _BLOCK):
+        last = min(first + _BLOCK, size)
+        _locate(address_P, cells_P, table_U, id_U, last, min(last + _BLOCK, size), shard_K, home_K)
+        for u in range(first, last):
+            p = shard_K[u & _RING]
+            table, id = np.int64(table_U[u]), np.int64(id_U[u])
+            c = _probe(address_P[p], cells_P[p], home_K[u & _RING], table, id)
+            word = word_at(address_P[p], 2 * c + 1)
+            old_U[u] = (word & _PLACE_MASK) - 1
+            if word == 0:
+                size_P[p] += 1
+                set_word(address_P[p], 2 * c, id)
+            set_word(address_P[p], 2 * c + 1, (table << _PLACE_BITS) | (place_U[u] + 1))
 
 
 @cpu
-def cells_erase(cell_C2, table_U, id_U, old_U):
-    """Take the keys out; old_U[u] = the place key u had, -1 if it was not there. Returns how many were there."""
-    cells = len(cell_C2)
-    erased = 0
+def count_keys(table_U, id_U, count_P):
+    """Add the number of keys of each shard to count_P."""
     for u in range(len(id_U)):
-        hole = _probe(cell_C2, np.int64(table_U[u]), id_U[u])
-        word = cell_C2[hole, 1]
+        hash = hash_key(np.int64(table_U[u]), np.int64(id_U[u]), np.int64(0))
+        count_P[_shard(hash, len(count_P))] += 1
+
+
+@cpu
+def cells_move(begin, end, address_P, cells_P, shard_G, address_G, cells_G):
+    """Copy shards shard_G[begin:end] into larger, empty arrays of cells."""
+    for g in range(begin, end):
+        p = shard_G[g]
+        for c in range(cells_P[p]):
+            word = word_at(address_P[p], 2 * c + 1)
+            if word != 0:
+                table, id = word >> _PLACE_BITS, word_at(address_P[p], 2 * c)
+                home = _home(hash_key(table, id, np.int64(0)), cells_G[g])
+                to = _probe(address_G[g], cells_G[g], home, table, id)
+                set_word(address_G[g], 2 * to, id)
+                set_word(address_G[g], 2 * to + 1, word)
+
+
+@cpu
+def cells_erase(address_P, cells_P, size_P, table_U, id_U, old_U):
+    """Take the keys out; old_U[u] = the place key u had, -1 if it was not there. Counts them off size_P."""
+    for u in range(len(id_U)):
+        table, id = np.int64(table_U[u]), np.int64(id_U[u])
+        hash = hash_key(table, id, np.int64(0))
+        p = _shard(hash, len(cells_P))
+        address, cells = address_P[p], cells_P[p]
+        hole = _probe(address, cells, _home(hash, cells), table, id)
+        word = word_at(address, 2 * hole + 1)
         old_U[u] = (word & _PLACE_MASK) - 1
         if word == 0:
             continue
-        erased += 1
+        size_P[p] -= 1
         # Close the hole: a later key of the same run moves into it unless its home lies after the hole.
         c = hole
         while True:
             c += 1
             if c == cells:
                 c = 0
-            word = cell_C2[c, 1]
+            word = word_at(address, 2 * c + 1)
             if word == 0:
                 break
-            home = _home(word >> _PLACE_BITS, cell_C2[c, 0], cells)
+            id = word_at(address, 2 * c)
+            home = _home(hash_key(word >> _PLACE_BITS, id, np.int64(0)), cells)
             stays = hole < home <= c if hole <= c else (hole < home or home <= c)
             if not stays:
-                cell_C2[hole, 0] = cell_C2[c, 0]
-                cell_C2[hole, 1] = word
+                set_word(address, 2 * hole, id)
+                set_word(address, 2 * hole + 1, word)
                 hole = c
-        cell_C2[hole, 1] = 0
-    return erased
+        set_word(address, 2 * hole + 1, 0)
 
 
 @cpu
-def cells_items(cell_C2, first, table_N, id_N, place_N):
-    """Copy taken cells from cell `first` on until the arrays are full. Returns (keys copied, cell to go on at)."""
+def cells_items(address_P, cells_P, p, c, table_N, id_N, place_N):
+    """Copy taken cells from cell c of shard p on until the arrays are full.
+
+    Returns:
+        (keys copied, shard and cell to go on at); the shard is P at the end.
+    """
     n = 0
-    c = first
-    while c < len(cell_C2) and n < len(id_N):
-        word = cell_C2[c, 1]
-        if word != 0:
-            table_N[n] = word >> _PLACE_BITS
-            id_N[n] = cell_C2[c, 0]
-            place_N[n] = (word & _PLACE_MASK) - 1
-            n += 1
-        c += 1
-    return n, c
+    while p < len(cells_P):
+        while c < cells_P[p]:
+            word = word_at(address_P[p], 2 * c + 1)
+            if word != 0:
+                if n == len(id_N):
+                    return n, p, c
+                table_N[n] = word >> _PLACE_BITS
+                id_N[n] = word_at(address_P[p], 2 * c)
+                place_N[n] = (word & _PLACE_MASK) - 1
+                n += 1
+            c += 1
+        p += 1
+        c = 0
+    return n, p, c

@@ -31,8 +31,8 @@ from numba.core import caching, cgutils
 from numba.extending import intrinsic, overload
 
 __all__ = [
-    "CudaLoop", "cpu", "cuda", "external", "float_bits", "from_float32", "load", "move", "mul_high", "prefetch", "rule",
-    "store", "to_float32", "uint_as_float",
+    "CudaLoop", "cpu", "cuda", "external", "float_bits", "from_float32", "load", "move", "mul_high", "prefetch",
+    "prefetch_word", "rule", "set_word", "store", "to_float32", "uint_as_float", "word_at",
 ]  # fmt: skip
 
 # No fastmath: the same numbers on every run. error_model="numpy": a division makes inf or nan, as in torch,
@@ -233,6 +233,47 @@ def prefetch(typingctx, array, index):
         return context.get_dummy_value()
 
     return types.void(array, index), codegen
+
+
+def _word_pointer(builder, address, index):
+    place = builder.add(address, builder.mul(index, ir.IntType(64)(8)))
+    return builder.inttoptr(place, ir.IntType(64).as_pointer())
+
+
+@intrinsic
+def word_at(typingctx, address, index):
+    """The int64 that lies `index` words after an address: memory of arrays that are too many to pass to a loop."""
+
+    def codegen(context, builder, sig, args):
+        return builder.load(_word_pointer(builder, *args))
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def set_word(typingctx, address, index, word):
+    """Write the int64 that lies `index` words after an address."""
+
+    def codegen(context, builder, sig, args):
+        builder.store(args[2], _word_pointer(builder, *args[:2]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def prefetch_word(typingctx, address, index):
+    """Ask the cache for the word that lies `index` words after an address."""
+
+    def codegen(context, builder, sig, args):
+        pointer = builder.bitcast(_word_pointer(builder, *args), ir.IntType(8).as_pointer())
+        i32 = ir.IntType(32)
+        function_type = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+        builder.call(function, [pointer, i32(0), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 def to_float32(x):

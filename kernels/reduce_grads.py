@@ -40,16 +40,15 @@ class Segments:
     """Gradients of N ids that are still to be summed over the occurrences of each of U unique keys.
 
     Args:
-        grad_NX: [N, D], or [P, D] with `bag_N`; C-contiguous, bits of float32, float16 (uint16) or bfloat16 (int16).
-        order_N, begin_U1: the occurrences of each key, as `occurrences` in oneemb.kernels.unique_keys gives them.
-        bag_N: the row of `grad_NX` that holds the gradient of each id, int32; None = the id's own.
-        scale_N: float32 [N], by what it is multiplied; None = 1.
+        grad_NX: [N, D], or [P, D] of bags; C-contiguous, bits of float32, float16 (uint16) or bfloat16 (int16).
+        order_N, begin_U1: for each key the rows of `grad_NX` to sum, as `occurrences` in oneemb.kernels.unique_keys
+            gives them; with bags, a row may come more than once.
+        scale_N: float32, by what each is multiplied, in the order of `order_N`; None = 1.
     """
 
     grad_NX: np.ndarray
     order_N: np.ndarray
     begin_U1: np.ndarray
-    bag_N: np.ndarray | None = None
     scale_N: np.ndarray | None = None
 
     @property
@@ -59,7 +58,7 @@ class Segments:
 
     def arrays(self) -> tuple:
         """What `block_grads` reads."""
-        return self.grad_NX, self.order_N, self.begin_U1, self.bag_N, self.scale_N
+        return self.grad_NX, self.order_N, self.begin_U1, self.scale_N
 
 
 @rule
@@ -71,7 +70,7 @@ def _prefetch_row(array_NX, n):
 
 
 @rule
-def _block_grads(grad_NX, order_N, begin_U1, bag_N, scale_N, first, last, sum_BD, row_SW, slot_U):
+def _block_grads(grad_NX, order_N, begin_U1, scale_N, first, last, sum_BD, row_SW, slot_U):
     dim = sum_BD.shape[1]
     for u in range(first, last):
         if row_SW is not None:
@@ -83,28 +82,26 @@ def _block_grads(grad_NX, order_N, begin_U1, bag_N, scale_N, first, last, sum_BD
         begin = begin_U1[u]
         for i in range(begin, begin_U1[u + 1]):
             if i + _AHEAD < len(order_N):
-                ahead = order_N[i + _AHEAD]
-                _prefetch_row(grad_NX, ahead if bag_N is None else bag_N[ahead])
+                _prefetch_row(grad_NX, order_N[i + _AHEAD])
             n = order_N[i]
-            row = n if bag_N is None else bag_N[n]
-            scale = np.float32(1) if scale_N is None else scale_N[n]
+            scale = np.float32(1) if scale_N is None else scale_N[i]
             if i == begin:
                 for d in range(dim):
-                    sum_BD[u - first, d] = to_float32(grad_NX[row, d]) * scale
+                    sum_BD[u - first, d] = to_float32(grad_NX[n, d]) * scale
             else:
                 for d in range(dim):
-                    sum_BD[u - first, d] += to_float32(grad_NX[row, d]) * scale
+                    sum_BD[u - first, d] += to_float32(grad_NX[n, d]) * scale
 
 
 @rule
 def block_grads(grads, first, last, sum_BD, row_SW, slot_U):
     """sum_BD = the gradients of rows first to last - 1, at most BLOCK of them.
 
-    `grads` is `Segments.arrays()`, or (grad_UD, None, None, None, None) for gradients that are summed already. The
+    `grads` is `Segments.arrays()`, or (grad_UD, None, None, None) for gradients that are summed already. The
     cache is asked for the rows that the gradients are of, so that they are there when the sums are; row_SW None = no
     rows are read next.
     """
-    _block_grads(grads[0], grads[1], grads[2], grads[3], grads[4], first, last, sum_BD, row_SW, slot_U)
+    _block_grads(grads[0], grads[1], grads[2], grads[3], first, last, sum_BD, row_SW, slot_U)
 
 
 @cpu
@@ -133,10 +130,15 @@ def sum_segments(segments: Segments, *, threads: Threads) -> tuple[np.ndarray, n
 
 
 def reduce_grads(
-    grad_NX: np.ndarray, order_N: np.ndarray, begin_U1: np.ndarray, *, threads: Threads
+    grad_NX: np.ndarray,
+    order_N: np.ndarray,
+    begin_U1: np.ndarray,
+    scale_N: np.ndarray | None = None,
+    *,
+    threads: Threads,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`sum_segments` of ids that are in no bags."""
-    return sum_segments(Segments(grad_NX, order_N, begin_U1), threads=threads)
+    """`sum_segments` of `Segments` made of these."""
+    return sum_segments(Segments(grad_NX, order_N, begin_U1, scale_N), threads=threads)
 
 
 @cpu

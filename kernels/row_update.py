@@ -61,6 +61,6 @@ def run_row_update(
         grads = grad_UD.arrays()
     else:
         assert grad_UD.dtype == np.float32 and grad_UD.ndim == 2
-        grads = grad_UD, None, None, None, None
+        grads = grad_UD, None, None, None
     assert grads[0].flags.c_contiguous
     threads.run(loop, len(slot_U), weight_SX, row_SW, slot_U, grads, state_begin, *scalars)

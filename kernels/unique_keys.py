@@ -32,9 +32,11 @@ class UniqueKeys(NamedTuple):
     head_U: np.ndarray
     """int32 [U]: the first occurrence of each key"""
 
-    def occurrences(self) -> tuple[np.ndarray, np.ndarray]:
-        """order_N, begin_U1: where each key occurs; see the function of this name."""
-        return occurrences(self.inverse_N, len(self.id_U))
+    def occurrences(
+        self, bag_N: np.ndarray | None = None, scale_N: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """order_N, begin_U1, scale_N: where each key occurs; see the function of this name."""
+        return occurrences(self.inverse_N, len(self.id_U), bag_N, scale_N)
 
 
 # Ids whose cells are asked for ahead of the one at work.
@@ -64,7 +66,7 @@ def _unique_keys_cpu(table_N, id_N, hash_N, padded, padding_id, cell_C, table_U,
         while True:
             u = np.int64(cell_C[c]) - 1
             if u < 0:
-                u = size
+                u = np.int64(size)
                 size += 1
                 cell_C[c] = size
                 table_U[u] = table
@@ -100,30 +102,37 @@ def unique_keys(
 
 
 @cpu
-def _occurrences_cpu(inverse_N, order_N, end_U1):
+def _occurrences_cpu(inverse_N, bag_N, scale_N, order_N, end_U1, scale_M):
     for u in inverse_N:
         if u >= 0:
             end_U1[u + 1] += 1
     for u in range(1, len(end_U1)):
         end_U1[u] += end_U1[u - 1]
-    # Counted from the end of each key's segment down, begins turn into what they are called.
+    # Counted from the end of each key's segment down, ends turn into begins.
     for n in range(len(inverse_N) - 1, -1, -1):
         u = inverse_N[n]
         if u >= 0:
             end_U1[u + 1] -= 1
-            order_N[end_U1[u + 1]] = n
+            order_N[end_U1[u + 1]] = n if bag_N is None else bag_N[n]
+            if scale_N is not None:
+                scale_M[end_U1[u + 1]] = scale_N[n]
 
 
-def occurrences(inverse_N: np.ndarray, keys: int) -> tuple[np.ndarray, np.ndarray]:
+def occurrences(
+    inverse_N: np.ndarray, keys: int, bag_N: np.ndarray | None = None, scale_N: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Where each key occurs, in batch order: order_N[begin_U1[u]], ..., order_N[begin_U1[u + 1] - 1].
 
     Args:
         inverse_N: the key of each id, 0 to keys - 1; -1 for padding, which is left out.
+        bag_N: int32 [N]; `order_N` then holds the bag of each occurrence in place of the occurrence itself.
+        scale_N: float32 [N]; it comes back in the order of `order_N`.
 
     Returns:
-        order_N int32 [ids that are not padding], begin_U1 int32 [keys + 1].
+        order_N int32 [ids that are not padding], begin_U1 int32 [keys + 1], scale_N or None.
     """
     begin_U1 = np.zeros(keys + 2, np.int32)
     order_N = np.empty(len(inverse_N), np.int32)
-    _occurrences_cpu(inverse_N, order_N, begin_U1)
-    return order_N[: begin_U1[-1]], begin_U1[1:]
+    scale_M = None if scale_N is None else np.empty(len(inverse_N), np.float32)
+    _occurrences_cpu(inverse_N, bag_N, scale_N, order_N, begin_U1, scale_M)
+    return order_N[: begin_U1[-1]], begin_U1[1:], scale_M

@@ -88,8 +88,15 @@ class _TableEmbedding(torch.nn.Module):
 
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
-    def forward(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Look ids up.
+    def forward(
+        self,
+        ids: torch.Tensor,
+        table_ids: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+        pooling: str = "sum",
+    ) -> torch.Tensor:
+        """Look ids up, one by one or, with `offsets`, pooled in bags.
 
         In training mode unknown ids are inserted, beginning with their initial values; in eval mode they read as
         those same values and nothing is inserted.
@@ -97,23 +104,32 @@ class _TableEmbedding(torch.nn.Module):
         Args:
             ids: integers of `key_type`, on the CPU. Shape [B, T]: column t is looked up in table t. With one table,
                 or with `table_ids`, any shape. Every integer is legal.
+                With `offsets`, [N].
             table_ids: the table, 0 to T-1, of each id: integers of the shape of `ids` or one that broadcasts to it.
+                With `offsets`, the table of each bag, [P].
+            offsets: int64 [P + 1], from 0 to N: bag p holds ids[offsets[p]:offsets[p + 1]], any number of ids.
+                Without `table_ids` bags lie sample by sample: P = B * T, and bag p is looked up in table p % T.
+            per_sample_weights: float32 [N]; each id's weights are multiplied by it before a sum. It gets a gradient.
+            pooling: "sum" or "mean" of a bag's ids. Those equal to `padding_idx` count for nothing.
 
         Returns:
-            [*ids.shape, D] of the embedding's dtype; zeros where an id equals `padding_idx`.
+            [*ids.shape, D] of the embedding's dtype; zeros where an id equals `padding_idx`. Of bags, [B, T, D], or
+            [P, D] with `table_ids` or one table; zeros for an empty bag. A bag's rows are summed in float32 and
+            rounded once.
 
         Raises:
             TypeError, ValueError: dtype, device, shape or range is not as above; nothing was inserted.
             StoreFullError: the rows of the step do not fit in the cache, or capacity is reached; nothing was inserted.
         """
-        keys = ops.unique_keys(ids, table_ids, self.num_tables, self.key_type, self.padding_idx)
+        keys = ops.unique_keys(ids, table_ids, self.num_tables, self.key_type, self.padding_idx, offsets)
+        ops.check_pooling(keys, per_sample_weights, pooling)
         if not self.training:
-            return ops.peek(self.store, keys)
+            return ops.peek(self.store, keys, per_sample_weights, pooling)
         lease = ops.admit(self.store, keys, self.pending)
-        rows = ops.gather(lease, self.weight)
+        rows = ops.gather(lease, self.weight, per_sample_weights, pooling)
         if not rows.requires_grad:
             ops.release([lease])
-        elif self.row_optimizer is None:
+        elif self.row_optimizer is None and self.weight.requires_grad:
             rows.register_hook(self._refuse_gradient)
         return rows
 

@@ -1,90 +1,145 @@
-"""An index from keys to places that grows with its keys: 20 to 30 bytes a key in use.
+"""An index from keys to places that grows with its keys, a shard at a time: 19 to 23 bytes a key in use.
 
-Invariant: at most 4 of 5 cells are taken, so that a probe ends soon. A call that fails to get memory has changed
-nothing.
+Growth never stops a caller for long. A key's shard grows alone when it is full, by a fifth, and no two shards have the
+same sizes to grow to: while keys come in, the shards that are due at any moment are as many as the keys that came.
+
+Invariants: at most 84 of 100 cells of a shard are taken, so that a probe ends soon. A call that fails to get memory has
+changed nothing.
 """
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
 
-from oneemb.kernels.hash_index import PLACE_MAX, cells_erase, cells_find, cells_items, cells_put
+from oneemb.kernels.hash_index import (
+    PLACE_MAX,
+    cells_erase,
+    cells_find,
+    cells_items,
+    cells_move,
+    cells_put,
+    count_keys,
+)
 from oneemb.kernels.threads import Threads
 
 __all__ = ["HashIndex"]
 
-_CELLS_MIN = 64
-_GROWTH = 1.5
+_SHARDS = 256
+_CELLS_MIN = 4
+_LOAD_MAX = 0.84
+_GROWTH = 1.2
+
+# Where between two sizes of the common ladder each shard has its own: as far apart as can be for any run of shards.
+_PHASE_P = np.array([int(f"{p:08b}"[::-1], 2) for p in range(_SHARDS)]) / _SHARDS
 
 
 class HashIndex:
     """Maps (table, id) to a place, an int64 from 0 to 2^40 - 2.
 
     Args:
-        threads: runs lookups.
+        threads: runs lookups and growth.
         expected: keys to make room for at once, so that the first of them cause no growth.
     """
 
     def __init__(self, threads: Threads, expected: int = 0):
         self._threads = threads
-        self._size = 0
-        self._cell_C2 = _empty_cells(expected)
+        self.clear()
+        self.reserve(expected)
 
     def __len__(self) -> int:
-        return self._size
+        return int(self._size_P.sum())
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return self._cell_C2.nbytes
+        return int(self._cells_P.sum()) * 16
 
     def find(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """The place of each key, -1 for a key that is not here: int64 [U]."""
         place_U = np.empty(len(id_U), np.int64)
-        self._threads.run(cells_find, len(id_U), self._cell_C2, table_U, id_U, place_U)
+        self._threads.run(cells_find, len(id_U), self._address_P, self._cells_P, table_U, id_U, place_U)
         return place_U
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> np.ndarray:
         """Set the place of each key, the last one of equal keys. Returns the places they had, -1 if none: int64 [U]."""
         assert len(place_U) == 0 or 0 <= place_U.min() <= place_U.max() <= PLACE_MAX
-        self.reserve(len(id_U))
+        self.reserve_keys(table_U, id_U)
         old_U = np.empty(len(id_U), np.int64)
-        self._size += cells_put(self._cell_C2, table_U, id_U, place_U, old_U)
+        cells_put(self._address_P, self._cells_P, self._size_P, table_U, id_U, place_U, old_U)
         return old_U
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """Take the keys out. Returns the places they had, -1 for a key that was not here: int64 [U]."""
         old_U = np.empty(len(id_U), np.int64)
-        self._size -= cells_erase(self._cell_C2, table_U, id_U, old_U)
+        cells_erase(self._address_P, self._cells_P, self._size_P, table_U, id_U, old_U)
         return old_U
 
     def items(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """All (table_N int32, id_N int64, place_N int64), in batches. The index must not change meanwhile."""
-        cell = 0
-        while cell < len(self._cell_C2):
+        shard, cell = 0, 0
+        while shard < _SHARDS:
             table_N, id_N, place_N = np.empty(batch, np.int32), np.empty(batch, np.int64), np.empty(batch, np.int64)
-            size, cell = cells_items(self._cell_C2, cell, table_N, id_N, place_N)
+            size, shard, cell = cells_items(self._address_P, self._cells_P, shard, cell, table_N, id_N, place_N)
             if size:
                 yield table_N[:size], id_N[:size], place_N[:size]
 
     def reserve(self, more: int) -> None:
-        """Make room for this many keys beyond those here.
+        """Make room for this many keys beyond those here, whichever they are.
+
+        How many come to one shard is random: room is made for six standard deviations above the mean.
 
         Raises:
             MemoryError: there is no memory for the cells; the index is as it was.
         """
-        if (self._size + more) * 5 <= len(self._cell_C2) * 4:
+        if more > 0:
+            mean = more / _SHARDS
+            self._grow(self._size_P + min(more, math.ceil(mean + 6 * math.sqrt(mean)) + 4))
+
+    def reserve_keys(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
+        """Make room for these keys, so that a `put` of them cannot fail.
+
+        Raises:
+            MemoryError: there is no memory for the cells; the index is as it was.
+        """
+        need_P = self._size_P.copy()
+        count_keys(table_U, id_U, need_P)
+        self._grow(need_P)
+
+    def _grow(self, need_P: np.ndarray) -> None:
+        """Let every shard have room for need_P keys."""
+        shard_G = np.flatnonzero(need_P > self._limit_P)
+        if len(shard_G) == 0:
             return
-        grown = HashIndex(self._threads)
-        grown._cell_C2 = _empty_cells(max(self._size + more, int(len(self._cell_C2) * 0.8 * _GROWTH)))
-        for table_N, id_N, place_N in self.items():
-            grown._size += cells_put(grown._cell_C2, table_N, id_N, place_N, np.empty(len(id_N), np.int64))
-        self._cell_C2 = grown._cell_C2
+        cells_G = _cells_for(need_P[shard_G], _PHASE_P[shard_G])
+        grown = [np.zeros((cells, 2), np.int64) for cells in cells_G.tolist()]
+        address_G = np.array([cell_C2.ctypes.data for cell_C2 in grown], np.int64)
+        self._threads.run(
+            cells_move, len(grown), self._address_P, self._cells_P, shard_G, address_G, cells_G, share_min=8
+        )
+        for p, cell_C2 in zip(shard_G.tolist(), grown, strict=True):
+            self._cell_PC2[p] = cell_C2
+        self._address_P[shard_G], self._cells_P[shard_G] = address_G, cells_G
+        self._limit_P[shard_G] = _limit(cells_G)
 
     def clear(self) -> None:
         """Forget every key."""
-        self._cell_C2, self._size = _empty_cells(0), 0
+        cell_C2 = np.zeros((_SHARDS * _CELLS_MIN, 2), np.int64)
+        # The arrays whose addresses loops are given.
+        self._cell_PC2 = [cell_C2[p * _CELLS_MIN : (p + 1) * _CELLS_MIN] for p in range(_SHARDS)]
+        self._address_P = np.array([cells.ctypes.data for cells in self._cell_PC2], np.int64)
+        self._cells_P = np.full(_SHARDS, _CELLS_MIN, np.int64)
+        self._size_P = np.zeros(_SHARDS, np.int64)
+        self._limit_P = _limit(self._cells_P)
 
 
-def _empty_cells(keys: int) -> np.ndarray:
-    return np.zeros((max(_CELLS_MIN, keys * 5 // 4 + 2), 2), np.int64)
+def _limit(cells_P: np.ndarray) -> np.ndarray:
+    """The keys that shards of these sizes may hold."""
+    return (cells_P * _LOAD_MAX).astype(np.int64)
+
+
+def _cells_for(need_P: np.ndarray, phase_P: np.ndarray) -> np.ndarray:
+    """The first size on each shard's ladder that has room for these keys."""
+    least_P = (need_P + 1) / _LOAD_MAX
+    step_P = np.ceil(np.log(least_P / _CELLS_MIN) / math.log(_GROWTH) - phase_P)
+    return np.ceil(_CELLS_MIN * _GROWTH ** (step_P + phase_P)).astype(np.int64) + 1

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from oneemb.kernels.gather import copy_rows_in, copy_rows_out
+from oneemb.kernels.slot_marks import add_marks, set_marks
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.row_store import RowStore, StoreFullError
@@ -79,7 +80,8 @@ class HotTier:
         self._threads = threads
         self._index = HashIndex(threads)
         self._score_S = np.zeros(slots, np.int64)
-        self._pin_S = np.zeros(slots, np.int32)
+        # A resident tier evicts nothing and counts pins for its statistics only.
+        self._pin_S = np.zeros(slots, np.int16 if resident else np.int32)
         self._pin_lock = threading.Lock()  # a slot may be pinned for one batch while another unpins it
         self._dirty_S = np.zeros(slots, np.bool_)
         self._freed = np.empty(0, np.int64)  # slots given back, used again before new ones
@@ -110,29 +112,27 @@ class HotTier:
                 the limit allows. Nothing has changed.
         """
         slot_U = self._index.find(table_U, id_U)
-        hit_U = slot_U >= 0
-        missing = np.flatnonzero(~hit_U)
-        pinned = slot_U[hit_U]
-        self._pin(pinned, 1)
-        try:
-            slot_M = self._bring_in(table_U[missing], id_U[missing], fill_new)
-        except BaseException:
-            self._pin(pinned, -1)
-            raise
-        self._pin(slot_M, 1)
-        slot_U[missing] = slot_M
+        self._pin(slot_U, 1)
+        missing = np.flatnonzero(slot_U < 0)
+        if len(missing):
+            try:
+                slot_M = self._bring_in(table_U[missing], id_U[missing], fill_new)
+            except BaseException:
+                self._pin(slot_U, -1)
+                raise
+            self._pin(slot_M, 1)
+            slot_U[missing] = slot_M
         self._touch(slot_U)
-        self._hits += len(pinned)
+        self._hits += len(slot_U) - len(missing)
         self._misses += len(missing)
         return slot_U
 
     def pin_resident(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """Pin the rows of these keys that are here once more. Returns slot_U, int64 [U]: -1 for those that are not."""
         slot_U = self._index.find(table_U, id_U)
-        pinned = slot_U[slot_U >= 0]
-        self._pin(pinned, 1)
-        self._touch(pinned)
-        self._hits += len(pinned)
+        self._pin(slot_U, 1)
+        self._touch(slot_U)
+        self._hits += int(np.count_nonzero(slot_U >= 0))
         return slot_U
 
     def bring_known(self, table_M: np.ndarray, id_M: np.ndarray) -> np.ndarray:
@@ -151,7 +151,7 @@ class HotTier:
         self._check_fits(len(id_M))
         row_MW = np.empty((len(id_M), self.row_width), np.float32)
         old = np.flatnonzero(~self._below.get(table_M, id_M, row_MW))
-        slot_M[old] = self._take_slots(len(old))
+        slot_M[old] = self._take_slots(table_M[old], id_M[old])
         self._set(slot_M[old], table_M[old], id_M[old], row_MW[old], dirty=False)
         self._pin(slot_M[old], 1)
         self._misses += len(old)
@@ -163,7 +163,7 @@ class HotTier:
 
     def mark_dirty(self, slot_U: np.ndarray) -> None:
         """Say that kernels have changed the rows in these slots."""
-        self._dirty_S[slot_U] = True
+        set_marks(self._dirty_S, slot_U, True, threads=self._threads)
 
     @property
     def pinned(self) -> int:
@@ -192,7 +192,7 @@ class HotTier:
         # What was read is worth keeping, as far as it fits.
         kept = min(len(found), self._room())
         if kept:
-            slot = self._take_slots(kept)
+            slot = self._take_slots(table_U[found[:kept]], id_U[found[:kept]])
             self._set(slot, table_U[found[:kept]], id_U[found[:kept]], row_FW[:kept], dirty=False)
         return missing_U
 
@@ -218,7 +218,7 @@ class HotTier:
             rest = new[fits:]
             assert self._below is not None
             self._below.put(table_U[rest], id_U[rest], row_UW[rest])
-        slot_F = self._take_slots(fits)
+        slot_F = self._take_slots(table_U[new[:fits]], id_U[new[:fits]])
         self._set(slot_F, table_U[new[:fits]], id_U[new[:fits]], row_UW[new[:fits]], dirty=True)
         # Making room may have evicted keys that were here when the call began, so they are looked up again.
         hit = np.flatnonzero(hit_U)
@@ -273,7 +273,7 @@ class HotTier:
         try:
             if self._resident:
                 for table_N, id_N, row_NW in self._below.scan():
-                    self._set(self._take_slots(len(id_N)), table_N, id_N, row_NW, dirty=False)
+                    self._set(self._take_slots(table_N, id_N), table_N, id_N, row_NW, dirty=False)
             self._rows = len(self._below)
         except BaseException:
             self._forget()
@@ -320,7 +320,7 @@ class HotTier:
             old, new = np.flatnonzero(~missing_M), np.flatnonzero(missing_M)
             self._check_limit(len(new), table_M, new)
         rows = len(self)
-        slot_M = self._take_slots(size)
+        slot_M = self._take_slots(table_M, id_M)
         try:
             fill_new(slot_M[new], table_M[new], id_M[new])
         except BaseException:
@@ -345,12 +345,12 @@ class HotTier:
 
     def _pin(self, slot_U: np.ndarray, count: int) -> None:
         with self._pin_lock:
-            self._pin_S[slot_U] += count
+            add_marks(self._pin_S, slot_U, count, threads=self._threads)
 
     def _touch(self, slot_N: np.ndarray) -> None:
         if not self._resident:
             self._tick += 1
-            self._score_S[slot_N] = self._tick
+            set_marks(self._score_S, slot_N, self._tick, threads=self._threads)
 
     def _room(self) -> int:
         """Rows that could come in: free slots, and in a cache those of rows that could be evicted."""
@@ -377,13 +377,14 @@ class HotTier:
             f" give a capacity of at least {len(self) + more}, or None"
         )
 
-    def _take_slots(self, size: int) -> np.ndarray:
-        """Free slots, evicting for them. The caller has checked that there is room."""
+    def _take_slots(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+        """Free slots for these keys, evicting for them. The caller has checked that there is room."""
+        size = len(id_N)
         short = size - (self.slots - len(self._index))
         if short > 0:
             self._evict(max(short, int(self.slots * _EVICT_SHARE)))
         # Put into the index, keys count as taken at once; so room there is made before any slot is handed out.
-        self._index.reserve(size)
+        self._index.reserve_keys(table_N, id_N)
         reused = self._freed[:size]
         fresh = size - len(reused)
         slots = np.concatenate([reused, np.arange(self._used, self._used + fresh)])

@@ -20,26 +20,35 @@ def lower_embeddings(graph: fx.Graph, embeddings: Mapping[str, Any], *, inserts:
     An embedding in eval mode inserts nothing, nor does any if `inserts` is off:
 
     After:   keys = unique_keys(ids, ...);  rows = peek(store, keys)
+
+    Of bags the keys know the offsets, and `gather` and `peek` are told how to pool.
     """
     graph = copy_graph(graph)
     for node in list(graph.nodes):
         if node.op != "call_module" or node.target not in embeddings:
             continue
         module = embeddings[node.target]
-        ids, table_ids = _lookup_arguments(*node.args, **node.kwargs)
+        ids, table_ids, offsets, *pooled = _lookup_arguments(*node.args, **node.kwargs)
         with inserting_for(graph, node):
             store = graph.get_attr(f"{node.target}.store")
-            key_arguments = (ids, table_ids, module.num_tables, module.key_type, module.padding_idx)
-            keys = graph.call_function(ops.unique_keys, key_arguments)
+            key_arguments = [ids, table_ids, module.num_tables, module.key_type, module.padding_idx]
+            if offsets is None:
+                pooled = []
+            else:
+                key_arguments.append(offsets)
+            keys = graph.call_function(ops.unique_keys, tuple(key_arguments))
             if inserts and module.training:
                 lease = graph.call_function(ops.admit, (store, keys))
-                rows = graph.call_function(ops.gather, (lease, graph.get_attr(f"{node.target}.weight")))
+                rows = graph.call_function(ops.gather, (lease, graph.get_attr(f"{node.target}.weight"), *pooled))
             else:
-                rows = graph.call_function(ops.peek, (store, keys))
+                rows = graph.call_function(ops.peek, (store, keys, *pooled))
         node.replace_all_uses_with(rows)
         graph.erase_node(node)
     return graph
 
 
-def _lookup_arguments(ids: Any, table_ids: Any = None) -> tuple[Any, Any]:
-    return ids, table_ids
+def _lookup_arguments(
+    ids: Any, table_ids: Any = None, offsets: Any = None, per_sample_weights: Any = None, pooling: str = "sum"
+) -> tuple[Any, ...]:
+    """Those of the module's `forward`."""
+    return ids, table_ids, offsets, per_sample_weights, pooling

@@ -47,7 +47,14 @@ def test_neighbouring_keys_spread_over_all_buckets():
 
 
 def home(table, id, cells):
-    return hash_python(table, id, cells) * cells >> 64
+    x = (hash_python(table, id, 0) + cells * 0x9E3779B97F4A7C15) % U64
+    x = (x ^ x >> 32) * 0xD6E8FEB86659FD93 % U64
+    return ((x ^ x >> 32) * 0xD6E8FEB86659FD93 % U64) * cells >> 64
+
+
+def shard(cell_C2):
+    """An index of one shard, in the form in which loops take it."""
+    return np.array([cell_C2.ctypes.data]), np.array([len(cell_C2)])
 
 
 def keys_at_home(cell, cells, count, table=0):
@@ -67,21 +74,24 @@ def arrays(keys):
 def find(cell_C2, keys):
     table_U, id_U = arrays(keys)
     place_U = np.empty(len(keys), np.int64)
-    cells_find(0, len(keys), cell_C2, table_U, id_U, place_U)
+    cells_find(0, len(keys), *shard(cell_C2), table_U, id_U, place_U)
     return place_U.tolist()
 
 
 def put(cell_C2, places):
     table_U, id_U = arrays(list(places))
     old_U = np.empty(len(places), np.int64)
-    new = cells_put(cell_C2, table_U, id_U, np.array(list(places.values()), np.int64), old_U)
-    assert new == (old_U < 0).sum()
+    size_1 = np.zeros(1, np.int64)
+    cells_put(*shard(cell_C2), size_1, table_U, id_U, np.array(list(places.values()), np.int64), old_U)
+    assert size_1[0] == (old_U < 0).sum()
 
 
 def erase(cell_C2, keys):
     table_U, id_U = arrays(keys)
     old_U = np.empty(len(keys), np.int64)
-    assert cells_erase(cell_C2, table_U, id_U, old_U) == (old_U >= 0).sum()
+    size_1 = np.zeros(1, np.int64)
+    cells_erase(*shard(cell_C2), size_1, table_U, id_U, old_U)
+    assert -size_1[0] == (old_U >= 0).sum()
     return old_U.tolist()
 
 
@@ -125,7 +135,7 @@ def test_the_largest_place_and_table_are_kept():
     put(cell_C2, places)
     assert find(cell_C2, list(places)) == list(places.values())
     table_N, id_N, place_N = np.empty(9, np.int32), np.empty(9, np.int64), np.empty(9, np.int64)
-    assert cells_items(cell_C2, 0, table_N, id_N, place_N) == (3, 9)
+    assert cells_items(*shard(cell_C2), 0, 0, table_N, id_N, place_N) == (3, 1, 0)
     keys = zip(table_N[:3].tolist(), id_N[:3].tolist(), strict=True)
     assert dict(zip(keys, place_N[:3].tolist(), strict=True)) == places
 
@@ -134,7 +144,9 @@ def test_of_equal_keys_in_one_put_the_last_counts():
     cell_C2 = np.zeros((9, 2), np.int64)
     table_U, id_U = arrays([(0, 4), (0, 4), (1, 4)])
     old_U = np.empty(3, np.int64)
-    assert cells_put(cell_C2, table_U, id_U, np.array([5, 6, 7]), old_U) == 2
+    size_1 = np.zeros(1, np.int64)
+    cells_put(*shard(cell_C2), size_1, table_U, id_U, np.array([5, 6, 7]), old_U)
+    assert size_1[0] == 2
     assert old_U.tolist() == [-1, 5, -1] and find(cell_C2, [(0, 4), (1, 4)]) == [6, 7]
 
 
@@ -204,8 +216,8 @@ def test_keys_of_any_kind_are_found_while_the_index_grows(ids, count):
 
 
 def test_keys_read_from_one_index_do_not_pile_up_in_another():
-    # In the order of cells, keys arrive at an index of another size in the order of its cells too, unless the hash
-    # is salted with the size; then each would walk the run of all before it, a thousand times the work below.
+    # In the order of cells, keys arrive at a shard of another size in the order of its cells too, unless the size takes
+    # part in the hash; then each would walk the run of all before it, a thousand times the work below.
     source = HashIndex(Threads(1))
     ids = np.arange(200_000)
     source.put(np.zeros(len(ids), np.int32), ids, ids)
@@ -258,8 +270,23 @@ def test_reserved_room_is_used_without_growing():
     index.put(np.zeros(1000, np.int32), ids, ids)
     assert index.nbytes == size
     index.put(np.zeros(1, np.int32), np.array([-1]), np.array([0]))
-    index.put(np.zeros(1000, np.int32), ids - 5000, ids)
+    for n in range(1, 10):
+        index.put(np.zeros(1000, np.int32), ids - 1000 * n, ids)
     assert index.nbytes > size
+
+
+def test_memory_stays_below_24_bytes_a_key_and_grows_in_small_steps():
+    index = HashIndex(Threads(2))
+    before, batch = 0, 20_000
+    for begin in range(0, 1_000_000, batch):
+        ids = np.arange(begin, begin + batch)
+        index.put(np.zeros(batch, np.int32), ids, ids)
+        assert len(index) == begin + batch and (begin < 100_000 or index.nbytes < 24 * len(index))
+        # A share of the shards grew, not all at once: what one step adds is of the order of what came in.
+        assert begin < 100_000 or index.nbytes - before < 24 * 3 * batch
+        before = index.nbytes
+    ids = np.arange(1_000_000)
+    assert (index.find(np.zeros(len(ids), np.int32), ids) == ids).all()
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_half_width_sums_do_not_overflow_where_float32_does_not():
 
 
 def test_the_oracle_notices_another_order():
-    def backwards(grad_NX, order_N, begin_U1, threads):
+    def backwards(grad_NX, order_N, begin_U1, scale_N, threads):
         grad_UD, finite_U = reduce_grads(grad_NX, order_N, begin_U1, threads=threads)
         for u in range(len(grad_UD)):
             segment = order_N[begin_U1[u] : begin_U1[u + 1]]
@@ -128,9 +128,10 @@ def test_the_gradient_of_a_bag_is_shared_by_its_ids(dtype, scaled):
     grad_PX, unique = batch(rng, 400, 60, dtype, 16, padding_id=7)
     bag_N = np.sort(rng.integers(0, 400, 400)).astype(np.int32)
     scale_N = rng.normal(0, 1, 400).astype(np.float32) if scaled else None
-    grad_UD, finite_U = sum_segments(Segments(grad_PX, *unique.occurrences(), bag_N, scale_N), threads=SmallShares(2))
+    grad_UD, finite_U = sum_segments(Segments(grad_PX, *unique.occurrences(bag_N, scale_N)), threads=SmallShares(2))
     grad_ND = float32_of(grad_PX, dtype)[bag_N]
-    expected = in_batch_order(grad_ND if scale_N is None else grad_ND * scale_N[:, None], unique.inverse_N, len(grad_UD))
+    grad_ND = grad_ND if scale_N is None else grad_ND * scale_N[:, None]
+    expected = in_batch_order(grad_ND, unique.inverse_N, len(grad_UD))
     assert grad_UD.tobytes() == expected.tobytes() and finite_U.all()
 
 

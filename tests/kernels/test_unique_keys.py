@@ -25,7 +25,7 @@ def check(table_N, id_N, padding_id=None, find=unique_keys):
     places = unique_python(table_N, id_N, padding_id)
     assert list(zip(found.table_U.tolist(), found.id_U.tolist(), strict=True)) == list(places)
     inverse_N = np.full(len(id_N), -1)
-    order_N, begin_U1 = found.occurrences()
+    order_N, begin_U1, _ = found.occurrences()
     assert order_N.dtype == begin_U1.dtype == np.int32 and len(begin_U1) == len(places) + 1
     for u, at in enumerate(places.values()):
         inverse_N[at] = u
