@@ -39,6 +39,7 @@ class _Array:
     __slots__ = ("__cuda_array_interface__",)
 
     def __init__(self, tensor: torch.Tensor):
+        assert tensor.is_contiguous()
         # stream None: launches are ordered by the stream they go to, and numba need not wait for anything.
         self.__cuda_array_interface__ = {
             "shape": tuple(tensor.shape), "typestr": _TYPESTR[tensor.dtype], "data": (tensor.data_ptr(), False),

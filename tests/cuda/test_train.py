@@ -148,6 +148,37 @@ def test_rows_that_are_there_move_along_and_back(gpu, tmp_path):
     other.embedding.close()
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_batches_prepared_ahead_change_no_loss(gpu, depth, tmp_path):
+    expected, _, _ = train(tmp_path / "cpu", "host", "adam")
+    graph = Graph(tmp_path / "gpu", "host", "adam")
+    with on_gpu(gpu, graph):
+        found = [loss.item() for loss in graph.run(batches(gpu), prefetch_depth=depth)]
+    np.testing.assert_allclose(found, expected[:STEPS], rtol=APART, atol=APART)
+    assert graph.embedding.stats()["device"]["pinned"] == 0
+    graph.embedding.close()
+
+
+class Clipped(Graph):
+    def build(self, ids, label):
+        logit = self.mlp(self.embedding(ids).flatten(1)).squeeze(1)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, label)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+        torch.nn.utils.clip_grad_value_(self.parameters(), 0.01)
+        return loss
+
+
+def test_clipped_gradients_train_as_on_the_cpu(gpu, tmp_path):
+    losses = []
+    for where in (None, gpu):
+        graph = Clipped(tmp_path / str(where is None), "device", "sgd")
+        with on_gpu(gpu, graph) if where else contextlib.nullcontext():
+            losses.append([graph(*batch).item() for batch in batches(where)])
+        graph.embedding.close()
+    np.testing.assert_allclose(*losses, rtol=1e-6)  # the norm is summed in another order
+
+
 def test_eager_steps_of_two_lookups_sum_their_gradients(gpu, tmp_path):
     results = []
     for where in (None, gpu):
