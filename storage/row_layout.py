@@ -1,9 +1,9 @@
 """What one row is made of: the weights, then the optimizer's state, in one record of 32-bit words.
 
-    words   0 .. state_begin             D weights of the table's dtype; half-width weights lie two a word, and an
-                                         odd last one is followed by 16 zero bits
-    words   state_begin .. row_width     the optimizer's state, float32 whatever the weights are: squares of
-                                         gradients underflow in float16
+words   0 .. state_begin             D weights of the table's dtype; half-width weights lie two a word, and an
+                                     odd last one is followed by 16 zero bits
+words   state_begin .. row_width     the optimizer's state, float32 whatever the weights are: squares of
+                                     gradients underflow in float16
 """
 
 from dataclasses import dataclass
