@@ -78,8 +78,17 @@ class Plan:
     """The step in one piece, to look at."""
     history: list[Snapshot] = field(default_factory=list)
     """The graph as traced and after each pass."""
+    buffers: list[str] = field(default_factory=list)
+    """Tensors of the module that the first half reads."""
+    find: Callable[[str], Any] | None = None
+    """The object that a name of the graph stands for."""
     prepared: str = ""
     """What the first half makes, as text: a plan whose first half says the same has made what this one takes."""
+
+    def buffer_versions(self) -> list[tuple[int, int]]:
+        """Equal readings mean that the tensors which the first half reads have not changed."""
+        assert self.find is not None
+        return [(id(tensor), tensor._version) for tensor in map(self.find, self.buffers)]
 
     def executors(self) -> list[Executor]:
         """Those there are."""
@@ -126,10 +135,9 @@ def compile_plan(root: torch.nn.Module, recipe: Recipe, structure: Structure | N
     graph = keep("trace", "traced", traced.graph)
     for name, stage, apply in _passes(root, embeddings, recipe):
         graph = keep(name, stage, apply(graph))
-    halves = [
-        keep(f"split_prepare, {half[0]}", *half)
-        for half in zip(("prepare", "compute"), split_prepare(graph), strict=True)
-    ]
+    buffers = {name for name, _ in root.named_buffers(remove_duplicate=False)}
+    split = split_prepare(graph, buffers)
+    halves = [keep(f"split_prepare, {half[0]}", *half) for half in zip(("prepare", "compute"), split, strict=True)]
     whole = keep("fuse_lookup", "trained", fuse_lookup(graph)) if recipe.trains else graph
     ahead = any(node.op not in ("placeholder", "output") for node in halves[0].nodes)
     run = _running(find, recipe.dense)
@@ -140,6 +148,8 @@ def compile_plan(root: torch.nn.Module, recipe: Recipe, structure: Structure | N
         compute if ahead else None,
         _as_module(whole, find, type(root).__name__),
         history,
+        [str(node.target) for node in halves[0].nodes if node.op == "get_attr" and node.target in buffers],
+        find,
         graph_text(halves[0]),
     )
 

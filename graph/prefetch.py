@@ -29,6 +29,8 @@ class Prepared:
     plan: Any = None
     """What prepared it; None = it is not prepared."""
     values: list[Any] | None = None
+    versions: list[tuple[int, int]] | None = None
+    """What `Plan.buffer_versions` said when it was prepared."""
     error: BaseException | None = None
     last: bool = False
 

@@ -191,7 +191,9 @@ class _Graph(torch.nn.Module):
         plan = self._plans.get(self._key(structure))
         if plan is None or plan.prepare is None:
             return Prepared((values, structure))
-        return Prepared((values, structure), plan, plan.prepare(values, profile=self._profile_now()))
+        versions = plan.buffer_versions()
+        prepared = plan.prepare(values, profile=self._profile_now())
+        return Prepared((values, structure), plan, prepared, versions)
 
     def _compute_prepared(self, prepared: Prepared, admitted: Any) -> Any:
         values, structure = prepared.batch
@@ -218,6 +220,7 @@ class _Graph(torch.nn.Module):
         plan = self._plan(structure)
         profile = self._profile_now()
         fits = prepared.plan is not None and prepared.plan.prepared == plan.prepared
+        fits = fits and prepared.versions == plan.buffer_versions()
         if fits and plan.compute is not None and prepared.values is not None:
             result = plan.compute([*values, *prepared.values], admitted, profile)
         else:

@@ -107,6 +107,38 @@ def test_a_row_staged_before_its_update_is_read_after_it():
     assert losses[0][0] > losses[0][-1]
 
 
+@pytest.mark.parametrize("changes", ["never", "in the loop", "in build"])
+def test_a_buffer_that_ids_depend_on_is_read_as_it_is_at_the_step(changes):
+    class Shifted(torch.nn.Module):
+        def __init__(self, embedding):
+            super().__init__()
+            self.embedding = embedding
+            self.register_buffer("shift", torch.tensor([[1, 2]]))
+
+        def forward(self, ids):
+            return self.embedding(ids + self.shift)
+
+    def shifted(self, ids, label):
+        loss = torch.nn.functional.mse_loss(self.lookup(ids).sum((1, 2)), label)
+        loss.backward()
+        if changes == "in build":
+            self.lookup.shift.add_(1)
+        return loss.detach()
+
+    rows = []
+    for depth in (0, 1, 2):
+        lookup = Shifted(make_embedding("items", 8, 2, "ssd"))
+        graph = make_graph({"lookup": lookup}, shifted, adam)
+        for _ in graph.run(batches_of(8, 50, 100), prefetch_depth=depth):
+            time.sleep(0.002)
+            if changes == "in the loop":
+                lookup.shift += 7
+        rows.append(rows_of(lookup.embedding))
+        calls = {stats.calls for plan in graph._plans.values() for _, stats in plan.prepare.stats()}
+        assert depth == 0 or max(calls) >= 6
+    assert rows[0] == rows[1] == rows[2]
+
+
 def test_saving_and_evaluating_inside_the_loop_see_only_the_steps_so_far():
     states = []
     for depth in (0, 1, 3):

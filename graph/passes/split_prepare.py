@@ -1,5 +1,7 @@
 """Splits a step into what may run ahead of it and the rest."""
 
+from collections.abc import Collection
+
 from torch import fx
 
 from oneemb.graph import ops
@@ -8,8 +10,12 @@ from oneemb.graph.spec import is_inplace, is_pure
 __all__ = ["split_prepare"]
 
 
-def split_prepare(graph: fx.Graph) -> tuple[fx.Graph, fx.Graph]:
+def split_prepare(graph: fx.Graph, buffers: Collection[str] = ()) -> tuple[fx.Graph, fx.Graph]:
     """Two graphs with the inputs of the one: the second takes the values that the first gives after them.
+
+    Args:
+        buffers: names of tensors that may be read ahead too; whoever runs the halves sees whether they have changed
+            in between.
 
     Before:   keys = unique_keys(ids, ...);  lease = admit(store, keys);  rows = gather(lease, weight) ...
     Prepare:  keys = unique_keys(ids, ...);  staged = stage(store, keys);  return (keys, staged)
@@ -20,7 +26,7 @@ def split_prepare(graph: fx.Graph) -> tuple[fx.Graph, fx.Graph]:
     is prepared if a lookup needs it, it does nothing but give a value, and nothing before it may have changed its
     inputs in place; so a lookup of ids that the dense part computes is not prepared.
     """
-    movable = _movable(graph)
+    movable = _movable(graph, buffers)
     needed = _ancestors({node for node in movable if node.target is ops.unique_keys})
     prepare, compute = fx.Graph(), fx.Graph()
     first: dict[fx.Node, fx.Node] = {}
@@ -53,14 +59,15 @@ def split_prepare(graph: fx.Graph) -> tuple[fx.Graph, fx.Graph]:
     return prepare, compute
 
 
-def _movable(graph: fx.Graph) -> set[fx.Node]:
-    """Inputs, and pure functions of them that no op before may have changed in place."""
+def _movable(graph: fx.Graph, buffers: Collection[str]) -> set[fx.Node]:
+    """Inputs, and pure functions of them and of buffers that no op before may have changed in place."""
     movable: set[fx.Node] = set()
     changed: set[fx.Node] = set()
     for node in graph.nodes:
         if is_inplace(node):
             changed |= _ancestors(set(node.all_input_nodes))
-        if node.op == "placeholder":
+        changed_names = {one.target for one in changed if one.op == "get_attr"}
+        if node.op == "placeholder" or node.op == "get_attr" and node.target in set(buffers) - changed_names:
             movable.add(node)
         elif node.op != "get_attr" and is_pure(node) and node.all_input_nodes:
             inputs = _ancestors(set(node.all_input_nodes))

@@ -1,0 +1,312 @@
+"""A whole training step: eager and compiled, prefetched or not, on an SSD and in memory, beside nn.EmbeddingBag.
+
+    python benchmarks/bench_train_step.py                          the synthetic DLRM of the README
+    python benchmarks/bench_train_step.py --rows 100000            a smaller one
+    python benchmarks/bench_train_step.py --kuairand               the demo's model on its click log
+
+The synthetic DLRM has 26 tables of a million rows, 32 weights each, ids by Zipf's law (1.05), and a cached SSD store
+whose cache holds 5 % of the rows. Every row exists before anything is measured. The ways to run a step take turns, a
+stretch of steps each, on the same embeddings: one on the SSD, one in memory; and the same dense model on
+nn.EmbeddingBag(sparse=True), all in memory.
+
+Printed are medians of the time between two losses, and of the SSD store
+
+    SSD time      what an unprefetched step takes longer than the same step on the store in memory
+    hidden        the share of it that prefetching takes away
+    read          rows read from the SSD a step, and what the thread that prepares takes for a step: where that is
+                  longer than the step in memory, the difference cannot be hidden
+
+One JSON line a case goes before the table.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from _machine import keep_freed_memory, machine, table
+
+import oneemb
+
+Batch = tuple[torch.Tensor, ...]
+
+
+class DenseDLRM(torch.nn.Module):
+    """The dense part: numbers through a bottom MLP, the dot products of all pairs, a top MLP."""
+
+    def __init__(self, fields: int, numbers: int, dim: int):
+        super().__init__()
+        self.bottom = oneemb.nn.FusedMLP(numbers, [64], dim, skip_final_activation=True)
+        vectors = fields + 1
+        first, second = torch.triu_indices(vectors, vectors, 1)
+        self.register_buffer("pair_P", first * vectors + second)
+        self.top = oneemb.nn.FusedMLP(dim + len(first), [128, 64], 1, skip_final_activation=True)
+
+    def forward(self, number_BX: torch.Tensor, row_BFD: torch.Tensor) -> torch.Tensor:
+        bottom_BD = self.bottom(number_BX)
+        vector_BFD = torch.cat([bottom_BD.unsqueeze(1), row_BFD], 1)
+        dot_BFF = torch.bmm(vector_BFD, vector_BFD.transpose(1, 2))
+        pair_BP = dot_BFF.flatten(1).index_select(1, self.pair_P)
+        return self.top(torch.cat([bottom_BD, pair_BP], 1)).squeeze(1)
+
+
+class Graph(oneemb.TrainGraph):
+    """The DLRM on an oneemb embedding."""
+
+    def __init__(self, embedding: oneemb.MultiTableEmbedding, dense: torch.nn.Module, make_optimizer: Callable):
+        super().__init__()
+        self.embedding = embedding
+        self.dense = dense
+        self.add_optimizer(make_optimizer(self.parameters()))
+
+    def build(self, ids: torch.Tensor, numbers: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        logit = self.dense(numbers, self.embedding(ids))
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, label)
+        loss.backward()
+        return loss.detach()
+
+
+def main() -> None:
+    options = parse()
+    keep_freed_memory()
+    torch.set_num_threads(options.threads)
+    print(json.dumps(machine() | {"threads": options.threads}), flush=True)
+    case = kuairand_case(options) if options.kuairand else dlrm_case(options)
+    case["read_before"] = case["ssd"].embedding.stats().get("device", {"misses": 0})["misses"]
+    report(case, measure(case["ways"], case["batches"], options), options)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", type=int, default=26)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="rows of a table")
+    parser.add_argument("--dim", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=4096)
+    parser.add_argument("--cache-share", type=float, default=0.05, help="rows in the cache, as a share of all")
+    parser.add_argument("--optimizer", choices=("sgd", "adagrad"), default="adagrad")
+    parser.add_argument("--depth", type=int, default=1, help="batches prepared ahead")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12, help="steps in a stretch")
+    parser.add_argument("--path", help="folder of the SSD store; default: a temporary one")
+    parser.add_argument("--kuairand", action="store_true", help="the demo's model and click log")
+    parser.add_argument("--explain", action="store_true", help="print the table of ops of the prefetched graph")
+    return parser.parse_args()
+
+
+def optimizer_of(name: str) -> Callable:
+    kind = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[name]
+    return lambda parameters: kind(parameters, lr=0.01)
+
+
+def dlrm_case(options: argparse.Namespace) -> dict[str, Any]:
+    """The ways to run a step of the synthetic DLRM, by name."""
+    state = options.dim if options.optimizer == "adagrad" else 0
+    total = options.tables * options.rows
+    cache_mb = max(1, round(total * options.cache_share * (4 * (options.dim + state) + 40) / 2**20))
+    path = options.path or tempfile.mkdtemp(prefix="oneemb-bench-")
+    make_optimizer = optimizer_of(options.optimizer)
+
+    def graph_on(name: str, store_options: Any) -> Graph:
+        embedding = oneemb.MultiTableEmbedding(
+            name, options.dim, torch.float32, torch.int64, [oneemb.make_table()] * options.tables, store_options,
+            num_threads=options.threads,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        graph = Graph(embedding, DenseDLRM(options.tables, 13, options.dim), make_optimizer)
+        begin = time.perf_counter()
+        for t, first in itertools.product(range(options.tables), range(0, options.rows, 100_000)):
+            id_U = np.arange(first, min(first + 100_000, options.rows), dtype=np.int64)
+            embedding.store.release(embedding.store.admit(np.full(len(id_U), t, np.int32), id_U))
+        print(f"{total:,} rows on the {name} store in {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+        return graph
+
+    ssd = graph_on("SSD", oneemb.make_cached_ssd_store_options(cache_mb, f"{path}/ssd", physical_block_size=512))
+    memory = graph_on("memory", oneemb.make_device_mem_store_options(f"{path}/memory", capacity=total))
+    return {
+        "name": f"DLRM, {options.tables} x {options.rows:,} rows, D {options.dim}, B {options.batch},"
+        f" {options.optimizer}, cache {cache_mb} MiB",
+        "ways": ways_of(ssd, memory, options) | {"nn.EmbeddingBag, memory": torch_way(options, make_optimizer)},
+        "batches": dlrm_batches(options),
+        "ssd": ssd,
+    }
+
+
+def ways_of(ssd: Graph, memory: Graph, options: argparse.Namespace) -> dict[str, Callable]:
+    def eager(graph: Graph) -> Callable[[Iterator[Batch]], Iterator[Any]]:
+        def run(batches: Iterator[Batch]) -> Iterator[Any]:
+            for batch in batches:
+                loss = graph.build(*batch)
+                for optimizer in graph.optimizers:
+                    optimizer.step()
+                    optimizer.optimizer.zero_grad()
+                yield loss
+
+        return run
+
+    return {
+        "eager, SSD": eager(ssd),
+        "compiled, SSD": lambda batches: ssd.run(batches, 0),
+        "compiled + prefetch, SSD": lambda batches: ssd.run(batches, options.depth),
+        "eager, memory": eager(memory),
+        "compiled, memory": lambda batches: memory.run(batches, 0),
+        "compiled + prefetch, memory": lambda batches: memory.run(batches, options.depth),
+    }
+
+
+def torch_way(options: argparse.Namespace, make_optimizer: Callable) -> Callable[[Iterator[Batch]], Iterator[Any]]:
+    torch.manual_seed(0)
+    bags = torch.nn.ModuleList(
+        torch.nn.EmbeddingBag(options.rows, options.dim, mode="sum", sparse=True) for _ in range(options.tables)
+    )
+    dense = DenseDLRM(options.tables, 13, options.dim)
+    optimizers = [make_optimizer(bags.parameters()), make_optimizer(dense.parameters())]
+    offsets = torch.arange(options.batch)
+
+    def run(batches: Iterator[Batch]) -> Iterator[Any]:
+        for ids, numbers, label in batches:
+            row_BFD = torch.stack([bag(ids[:, t].contiguous(), offsets) for t, bag in enumerate(bags)], 1)
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(dense(numbers, row_BFD), label)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            yield loss.detach()
+
+    return run
+
+
+def dlrm_batches(options: argparse.Namespace, count: int = 128) -> list[Batch]:
+    """A table's frequent ids lie anywhere in it, as they do when ids are hashes."""
+    rng = np.random.default_rng(0)
+    weight_V = np.arange(1, options.rows + 1) ** -1.05
+    cumulated_V = np.cumsum(weight_V / weight_V.sum())
+    rank_to_id = [rng.permutation(options.rows) for _ in range(options.tables)]
+    batches = []
+    for _ in range(count):
+        rank_BT = np.searchsorted(cumulated_V, rng.random((options.batch, options.tables))).clip(max=options.rows - 1)
+        id_BT = np.stack([rank_to_id[t][rank_BT[:, t]] for t in range(options.tables)], 1)
+        numbers, label = rng.random((options.batch, 13), np.float32), rng.integers(0, 2, options.batch)
+        batches.append((torch.from_numpy(id_BT), torch.from_numpy(numbers), torch.from_numpy(label).float()))
+    return batches
+
+
+def kuairand_case(options: argparse.Namespace) -> dict[str, Any]:
+    """The demo's own model, log and batches."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+    from baselines import on_embedding_bags
+    from dlrm import DLRM, OneEmbLookup
+    from kuairand import PADDING
+    from kuairand_dlrm import TrainStep, load, make_optimizers
+    from kuairand_dlrm import parse as parse_demo
+
+    demo = parse_demo([])
+    log = load(demo)
+    path = options.path or tempfile.mkdtemp(prefix="oneemb-bench-")
+
+    def graph_on(name: str, store_options: Any) -> Any:
+        embedding = oneemb.MultiTableEmbedding(
+            name, demo.dim, torch.float32, torch.int64, [oneemb.make_table()] * len(log.fields), store_options,
+            padding_idx=PADDING, num_threads=options.threads,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = DLRM(OneEmbLookup(embedding, log.fields), len(log.fields), log.numeric_EX.shape[1], demo.dim)
+        step = TrainStep(model, make_optimizers(model))
+        step.embedding = embedding
+        return step
+
+    ssd = graph_on("SSD", oneemb.make_cached_ssd_store_options(4, f"{path}/ssd", physical_block_size=512))
+    memory = graph_on("memory", oneemb.make_device_mem_store_options(f"{path}/memory", capacity=1_000_000))
+    twin = on_embedding_bags(memory.model, log)
+    sparse = [p for name, p in twin.named_parameters() if "lookup" in name]
+    dense = [p for name, p in twin.named_parameters() if "lookup" not in name]
+    optimizers = [torch.optim.Adagrad(sparse, lr=0.02), torch.optim.Adam(dense, lr=1e-3)]
+
+    def on_bags(batches: Iterator[Batch]) -> Iterator[Any]:
+        for numbers, ids, label in batches:
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(twin(numbers, ids), label)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            yield loss.detach()
+
+    events = np.random.default_rng(0).permutation(log.train)
+    size = demo.batch_size
+    batches = [log.batch(events[i : i + size]) for i in range(0, min(len(events), 128 * size) - size, size)]
+    return {
+        "name": f"KuaiRand demo, B {size}, cache 4 MiB",
+        "ways": ways_of(ssd, memory, options) | {"nn.EmbeddingBag, memory": on_bags},
+        "batches": batches,
+        "ssd": ssd,
+    }
+
+
+def measure(ways: dict[str, Callable], batches: list[Batch], options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each step of each way, a stretch of one after a stretch of the other."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    coming = itertools.cycle(batches)
+    for turn in range(options.rounds + 1):
+        for name, run in ways.items():
+            # Every stretch has batches of its own: on those of the way before it would find their rows in the cache.
+            # A few steps more than are counted: the first ones find what the last way left in the processor's.
+            some = list(itertools.islice(coming, options.steps + 3))
+            marks: list[float] = []
+            for _ in run(iter(some)):
+                marks.append(time.perf_counter())
+            if turn:
+                seconds[name] += [b - a for a, b in itertools.pairwise(marks)][2:]
+    return seconds
+
+
+def report(case: dict[str, Any], seconds: dict[str, list[float]], options: argparse.Namespace) -> None:
+    median = {name: statistics.median(some) * 1e3 for name, some in seconds.items()}
+    reference = median["nn.EmbeddingBag, memory"]
+    ssd_ms = median["compiled, SSD"] - median["compiled, memory"]
+    exposed_ms = median["compiled + prefetch, SSD"] - median["compiled + prefetch, memory"]
+    ssd = case["ssd"]
+    plan = next(iter(ssd._plans.values()))
+    prepare_ms = sum(one.ns / max(1, one.calls) for _, one in plan.prepare.stats()) / 1e6
+    before, after = (ops_in(graph) for graph in (plan.history[0].graph, plan.whole.graph))
+    steps = 3 * (options.rounds + 1) * (options.steps + 3)
+    result = {
+        "case": case["name"],
+        "median_ms": {name: round(one, 2) for name, one in median.items()},
+        "ratio_to_embedding_bag": {name: round(one / reference, 2) for name, one in median.items()},
+        "ssd_ms": round(ssd_ms, 2),
+        "hidden": round(1 - exposed_ms / ssd_ms, 3) if ssd_ms > 0 else None,
+        "ops_before_after": [before, after],
+        "hit_rate": round(ssd.embedding.stats()["hit_rate"], 4),
+        "prepare_ms": round(prepare_ms, 2),
+        "hideable": round(min(1.0, median["compiled + prefetch, memory"] / ssd_ms), 3) if ssd_ms > 0 else None,
+        "read_a_step": round((ssd.embedding.stats()["device"]["misses"] - case["read_before"]) / steps),
+    }
+    print(json.dumps(result), flush=True)
+    rows = [[name, f"{one:.1f}", f"{one / reference:.2f}"] for name, one in median.items()]
+    print(case["name"])
+    print(table(["way", "ms a step", "of nn.EmbeddingBag"], rows))
+    hidden = "none to hide" if result["hidden"] is None else f"{result['hidden']:.0%} hidden"
+    print(
+        f"SSD time {ssd_ms:.1f} ms a step, {hidden}; preparing takes {prepare_ms:.1f} ms;"
+        f" {result['read_a_step']:,} rows read a step; ops traced {before}, compiled {after}"
+    )
+    if options.explain:
+        print(ssd.explain())
+
+
+def ops_in(graph: torch.fx.Graph) -> int:
+    return sum(node.op not in ("placeholder", "get_attr", "output") for node in graph.nodes)
+
+
+if __name__ == "__main__":
+    main()
