@@ -1,8 +1,11 @@
 """The whole compilation, as one ordered list of passes, with a check of the graph after each.
 
-    traced -> lower_embeddings -> share_unique -> remove_dead -> insert_updates -> [outline_dense]
+    traced -> [scale_losses] -> lower_embeddings -> share_unique -> remove_dead -> insert_updates or hold_lookups
            -> fuse_lookup                  a step in one piece, for a call
            -> split_prepare                the same step in two halves, for a loop that prepares batches ahead
+
+Summing gradients and updating rows need no pass to become one: `reduce_grads` gives segments, which `update` sums row
+by row on their way into the optimizer; only clipping asks for the sums.
 
 Invariant: whatever passes run, in one piece or in two, the numbers are those of eager mode.
 """
