@@ -43,8 +43,8 @@ def state():
             files.append(os.readlink(f"/proc/self/fd/{number}"))
         except FileNotFoundError:
             pass  # the folder's own
-    kept = ("oneemb-kernel", "oneemb-compact")
-    threads = sorted(one.name for one in threading.enumerate() if not one.name.startswith(kept))
+    names = sorted(one.name for one in threading.enumerate())
+    threads = [name for name in names if not name.startswith("oneemb-") or name == "oneemb-prefetch"]
     return sorted(file for file in files if "oneemb-test-" not in file), threads
 
 
