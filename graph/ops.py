@@ -208,13 +208,17 @@ def unique_keys(
         if low < 0 or high >= num_tables:
             raise ValueError(f"table_ids must be from 0 to {num_tables - 1}, got {low} to {high}")
         table_N = table_ids.detach().to(torch.int32).expand(ids.shape).reshape(-1).contiguous()
-    elif num_tables == 1:
-        table_N = torch.zeros(len(id_N), dtype=torch.int32, device=ids.device)
     else:
-        table_N = torch.arange(num_tables, dtype=torch.int32, device=ids.device).repeat(ids.shape[0])
+        table_N = _tables_of_columns(num_tables, len(id_N), ids.device)
     if (gpu := cuda_ops.gpu_of(ids)) is not None:
         return Keys(ids.shape, cuda_ops.unique_keys(table_N, id_N, padding_idx, gpu))
     return Keys(ids.shape, kernel.unique_keys(table_N.numpy(), id_N.numpy(), padding_id=padding_idx))
+
+
+@functools.lru_cache(maxsize=8)
+def _tables_of_columns(num_tables: int, ids: int, device: torch.device) -> torch.Tensor:
+    """0 to T-1 over and over, int32 [N]: made once for each shape of batch, and only read."""
+    return torch.arange(num_tables, dtype=torch.int32, device=device).repeat(ids // num_tables)
 
 
 def _unique_keys_of_bags(

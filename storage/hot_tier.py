@@ -38,6 +38,9 @@ SLOT_OVERHEAD_BYTES = 40
 # Evicting reads the whole index once, so it makes room for this share of the slots at a time.
 _EVICT_SHARE = 1 / 16
 
+# Pins that a resident tier notes before it adds them up.
+_NOTED_MAX = 64
+
 _FillRows = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
 
@@ -80,10 +83,14 @@ class HotTier:
         self._threads = threads
         self._index = HashIndex(threads)
         self._score_S = np.zeros(slots, np.int64)
-        # A resident tier evicts nothing and counts pins for its statistics only.
-        self._pin_S = np.zeros(slots, np.int16 if resident else np.int32)
+        self._pin_S = np.zeros(slots, np.int32)
+        # A resident tier evicts nothing and counts pins for its statistics only: it notes them, and adds them up when
+        # they are asked for. Most are taken back before, by the array they were given with.
+        self._noted_pins: list[tuple[np.ndarray, int]] = []
         self._pin_lock = threading.Lock()  # a slot may be pinned for one batch while another unpins it
         self._dirty_S = np.zeros(slots, np.bool_)
+        # Dirty bits; and in a cache, pins and scores. What is never written takes no memory.
+        self._mark_bytes = 1 if resident else 13
         self._freed = np.empty(0, np.int64)  # slots given back, used again before new ones
         self._used = 0  # slots from here on have never been used
         self._tick = 0
@@ -112,16 +119,15 @@ class HotTier:
                 the limit allows. Nothing has changed.
         """
         slot_U = self._index.find(table_U, id_U)
-        self._pin(slot_U, 1)
         missing = np.flatnonzero(slot_U < 0)
         if len(missing):
+            hit_H = slot_U[slot_U >= 0]
+            self._pin(hit_H, 1)  # so that they are not evicted
             try:
-                slot_M = self._bring_in(table_U[missing], id_U[missing], fill_new)
-            except BaseException:
-                self._pin(slot_U, -1)
-                raise
-            self._pin(slot_M, 1)
-            slot_U[missing] = slot_M
+                slot_U[missing] = self._bring_in(table_U[missing], id_U[missing], fill_new)
+            finally:
+                self._pin(hit_H, -1)
+        self._pin(slot_U, 1)
         self._touch(slot_U)
         self._hits += len(slot_U) - len(missing)
         self._misses += len(missing)
@@ -130,7 +136,7 @@ class HotTier:
     def pin_resident(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """Pin the rows of these keys that are here once more. Returns slot_U, int64 [U]: -1 for those that are not."""
         slot_U = self._index.find(table_U, id_U)
-        self._pin(slot_U, 1)
+        self._pin(slot_U.copy(), 1)
         self._touch(slot_U)
         self._hits += int(np.count_nonzero(slot_U >= 0))
         return slot_U
@@ -168,6 +174,8 @@ class HotTier:
     @property
     def pinned(self) -> int:
         """Slots that are pinned now."""
+        with self._pin_lock:
+            self._add_noted_pins()
         return int(np.count_nonzero(self._pin_S[: self._used]))
 
     # ---- as a store under another tier ------------------------------------------------------------------------
@@ -295,7 +303,7 @@ class HotTier:
             "new_rows": self._new,
             "evicted": self._evicted,
             "written_down": self._written_down,
-            "bytes": self._used * (self.row_width * 4 + 13) + self._index.nbytes,
+            "bytes": self._used * (self.row_width * 4 + self._mark_bytes) + self._index.nbytes,
         }
 
     def close(self) -> None:
@@ -344,8 +352,23 @@ class HotTier:
         self._touch(slot_N)
 
     def _pin(self, slot_U: np.ndarray, count: int) -> None:
+        """Count pins. The caller may not change `slot_U` afterwards."""
         with self._pin_lock:
+            if not self._resident:
+                add_marks(self._pin_S, slot_U, count, threads=self._threads)
+                return
+            for n, (noted_U, noted) in enumerate(self._noted_pins):
+                if noted_U is slot_U and noted == -count:
+                    del self._noted_pins[n]
+                    return
+            self._noted_pins.append((slot_U, count))
+            if len(self._noted_pins) > _NOTED_MAX:
+                self._add_noted_pins()
+
+    def _add_noted_pins(self) -> None:
+        for slot_U, count in self._noted_pins:
             add_marks(self._pin_S, slot_U, count, threads=self._threads)
+        self._noted_pins.clear()
 
     def _touch(self, slot_N: np.ndarray) -> None:
         if not self._resident:
@@ -433,6 +456,8 @@ class HotTier:
 
     def _forget(self) -> None:
         self._index.clear()
+        with self._pin_lock:
+            self._noted_pins.clear()
         self._pin_S[: self._used] = 0
         self._dirty_S[: self._used] = False
         self._freed = np.empty(0, np.int64)

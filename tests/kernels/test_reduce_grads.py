@@ -56,7 +56,7 @@ def check_sums(dtype, dim, threads, sums=reduce_grads):
 def test_the_sum_runs_in_float32_and_batch_order(dtype, dim):
     one, two, three = SmallShares(1), SmallShares(2), SmallShares(3)
     assert check_sums(dtype, dim, one) == check_sums(dtype, dim, two) == check_sums(dtype, dim, three)
-    assert (one.shares, two.shares, three.shares) == (1, 2, 3)
+    assert 1 == one.shares < two.shares < three.shares
 
 
 def test_a_key_that_fills_the_batch_is_summed_in_batch_order():
