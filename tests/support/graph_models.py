@@ -1,5 +1,7 @@
 """Models for the tests of graphs, and the eager loop that a graph must equal bit for bit."""
 
+import atexit
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +22,7 @@ def make_embedding(
 ) -> oneemb.MultiTableEmbedding:
     """An embedding on a store of its own."""
     path = tempfile.mkdtemp(prefix="oneemb-test-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
     if store == "ssd":
         options = oneemb.make_cached_ssd_store_options(cache_mb, path)
     elif store == "host":
