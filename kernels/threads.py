@@ -67,8 +67,10 @@ class Threads:
                     errors.append(error)
 
         others = [self._pool.submit(work) for _ in range(min(self.count, shares) - 1)]
-        work()
-        wait([other for other in others if not other.cancel()])
+        try:
+            work()
+        finally:
+            wait([other for other in others if not other.cancel()])
         if errors:
             raise errors[0]
 
