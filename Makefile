@@ -37,8 +37,8 @@ check: $(VENV)/ready  ## Style, types, and which package may import which.
 	MYPYPATH=build/typed:examples $(RUN) -m mypy examples/*.py
 	$(RUN) -m pytest -q tests/test_layout.py
 
-bench: $(VENV)/ready-bench  ## Every benchmark: a table for people and one JSON line a case.
-	for bench in benchmarks/bench_*.py; do $(RUN) $$bench || exit 1; done
+bench: $(VENV)/ready-bench  ## Every benchmark of a CPU: a table for people and one JSON line a case.
+	for bench in $(filter-out benchmarks/bench_gpu_%,$(wildcard benchmarks/bench_*.py)); do $(RUN) $$bench || exit 1; done
 
 # torch goes first and alone, so that its pinned build is settled before anything asks for "torch".
 $(VENV)/ready-demo: setup.cfg pyproject.toml constraints.txt
