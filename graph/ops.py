@@ -162,7 +162,8 @@ class RowGrads:
         elif self.segments is not None:
             largest = largest_magnitude(self.segments.grad_NX, threads=self.store.threads)
             if self.segments.scale_N is not None:
-                largest *= max(1.0, largest_magnitude(self.segments.scale_N, threads=self.store.threads))
+                scale = largest_magnitude(self.segments.scale_N, threads=self.store.threads)
+                largest *= 1.0 if scale < 1.0 else scale  # not max(), which would lose a NaN
             if largest * max(1, len(self.segments.order_N)) < _SUM_MAX:
                 return True
         return bool(self.finite_U.all())

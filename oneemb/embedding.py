@@ -102,8 +102,8 @@ class _TableEmbedding(torch.nn.Module):
         those same values and nothing is inserted.
 
         Args:
-            ids: integers of `key_type`, on the CPU. Shape [B, T]: column t is looked up in table t. With one table,
-                or with `table_ids`, any shape. Every integer is legal.
+            ids: integers of `key_type`, where the embedding is. Shape [B, T]: column t is looked up in table t. With
+                one table, or with `table_ids`, any shape. Every integer is legal.
                 With `offsets`, [N].
             table_ids: the table, 0 to T-1, of each id: integers of the shape of `ids` or one that broadcasts to it.
                 With `offsets`, the table of each bag, [P].

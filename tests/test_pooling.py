@@ -216,3 +216,15 @@ def test_a_gradient_of_a_bag_that_is_not_finite_changes_nothing(tmp_path):
         optimizer.step()
     optimizer.zero_grad()
     assert torch.equal(rows_after(embedding, TABLES), before)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_stops_the_step(tmp_path, bad):
+    embedding, optimizer = make(tmp_path, tables=1)
+    ids, offsets = torch.tensor([1, 2, 3]), torch.tensor([0, 3])
+    # The gradient that reaches the bags is all ones: only the weight makes that of id 2 not finite.
+    embedding(ids, offsets=offsets, per_sample_weights=torch.tensor([1.0, bad, 0.5])).sum().backward()
+    before = embedding.eval()(ids)
+    with pytest.raises(oneemb.NonFiniteGradientError, match="gradients of 1 of 3 rows .* id 2 in table 0"):
+        optimizer.step()
+    assert torch.equal(embedding(ids), before)
