@@ -14,6 +14,7 @@ Invariants:
 - a row that differs from the store below, or that the store below does not have, is dirty;
 - a call that raises has changed no row, no pin and no count;
 - what a row holds never depends on where it is or was;
+- the slab's address is a multiple of the bytes of a row;
 - one thread at a time calls a tier, except that `release` and `mark_dirty` may run beside any other call: they touch
   pinned slots only, and the pins' counts have a lock of their own.
 """
@@ -75,8 +76,7 @@ class HotTier:
         self.name = name
         self.row_width = row_width
         self.slots = slots
-        # Zeroed lazily by the operating system: an unused slot costs no memory.
-        self.row_SW = np.zeros((slots, row_width), np.float32)
+        self.row_SW = _aligned_rows(slots, row_width)
         self._below = below
         self._resident = resident
         self._row_limit = row_limit
@@ -463,6 +463,15 @@ class HotTier:
         self._freed = np.empty(0, np.int64)
         self._used = 0
         self._rows = 0
+
+
+def _aligned_rows(slots: int, row_width: int) -> np.ndarray:
+    """Zeros, float32 [S, W], whose address is a multiple of a row's bytes: rows of one width lie a whole number of rows
+    apart, whichever slabs they are in, so that one loop can reach all of them."""
+    # Zeroed lazily by the operating system: an unused slot costs no memory.
+    word_X = np.zeros((slots + 1) * row_width, np.float32)
+    begin = -word_X.ctypes.data % (row_width * 4) // 4
+    return word_X[begin : begin + slots * row_width].reshape(slots, row_width)
 
 
 def _mebibytes(size: int) -> int:

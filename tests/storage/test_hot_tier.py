@@ -1,6 +1,7 @@
 """The hot tier against a dict: alone, as a cache, on a cache, on files; evicting, pinned, full, and over a store that
 fails at any call."""
 
+import os
 import tempfile
 from collections import Counter
 
@@ -735,3 +736,22 @@ def test_the_machine_finds_an_eviction_of_pinned_rows():
         run_state_machine_as_test(
             Machine, settings=settings(max_examples=300, stateful_step_count=30, phases=[Phase.generate])
         )
+
+
+@pytest.mark.parametrize("row_width", [1, 3, 16, 33, 1000])
+def test_rows_of_one_width_lie_a_whole_number_of_rows_apart_and_cost_no_memory_unused(row_width):
+    before = resident_bytes()
+    tiers = [
+        HotTier("device", row_width=row_width, slots=slots, below=None, resident=True, threads=THREADS)
+        for slots in (1, 7, 2**29 // row_width)
+    ]
+    assert resident_bytes() - before < 2**26
+    for tier in tiers:
+        assert tier.row_SW.shape == (tier.slots, row_width) and tier.row_SW.flags.c_contiguous
+        assert tier.row_SW.ctypes.data % (row_width * 4) == 0
+        tier.row_SW[-1] = 1.0  # the last slot too is the tier's own memory
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
