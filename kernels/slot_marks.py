@@ -1,4 +1,4 @@
-"""Marks that a tier keeps for each slot: pins, dirty bits, scores.  S slots, U distinct slots.
+"""Marks that a tier keeps for each slot: pins, dirty bits, scores.  S slots, U distinct slots, N keys, V chosen ones.
 
 Slots of -1 stand for rows that are not there, and are passed over.
 """
@@ -8,7 +8,7 @@ import numpy as np
 from oneemb.kernels.jit import cpu
 from oneemb.kernels.threads import Threads
 
-__all__ = ["add_marks", "set_marks"]
+__all__ = ["add_marks", "pick_keys", "set_marks"]
 
 
 @cpu
@@ -25,11 +25,28 @@ def _set_marks_cpu(begin, end, mark_S, slot_U, value):
             mark_S[slot_U[u]] = value
 
 
-def add_marks(mark_S: np.ndarray, slot_U: np.ndarray, count: int, *, threads: Threads) -> None:
+@cpu
+def _pick_keys_cpu(begin, end, table_N, id_N, slot_N, at_S, table_V, id_V):
+    for n in range(begin, end):
+        v = at_S[slot_N[n]]
+        if v >= 0:
+            table_V[v] = table_N[n]
+            id_V[v] = id_N[n]
+
+
+def add_marks(mark_S: np.ndarray, slot_U: np.ndarray, count: float, *, threads: Threads) -> None:
     """mark_S[slot_U] += count"""
     threads.run(_add_marks_cpu, len(slot_U), mark_S, slot_U, count, share_min=1 << 18)
 
 
-def set_marks(mark_S: np.ndarray, slot_U: np.ndarray, value: int, *, threads: Threads) -> None:
+def set_marks(mark_S: np.ndarray, slot_U: np.ndarray, value: float, *, threads: Threads) -> None:
     """mark_S[slot_U] = value"""
     threads.run(_set_marks_cpu, len(slot_U), mark_S, slot_U, value, share_min=1 << 18)
+
+
+def pick_keys(
+    table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray, at_S: np.ndarray, table_V: np.ndarray,
+    id_V: np.ndarray, *, threads: Threads,
+) -> None:  # fmt: skip
+    """table_V[at_S[s]], id_V[at_S[s]] = the key that lives in slot s, for those slots whose at_S is not -1."""
+    threads.run(_pick_keys_cpu, len(id_N), table_N, id_N, slot_N, at_S, table_V, id_V, share_min=1 << 14)

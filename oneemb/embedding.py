@@ -511,7 +511,8 @@ def _store_plan(options: StoreOptions) -> StorePlan:
     else:
         host_bytes = 0 if isinstance(options, DeviceMemStoreOptions) else None
     (path,) = options.persistent_path
-    return StorePlan(path, cache_bytes, host_bytes, options.capacity, options.physical_block_size)
+    policy = "lfu" if isinstance(options, DeviceMemStoreOptions) else options.cache_policy
+    return StorePlan(path, cache_bytes, host_bytes, options.capacity, options.physical_block_size, policy)
 
 
 def _state_width(options: StoreOptions, dim: int, optimizer: str, need: int) -> int:

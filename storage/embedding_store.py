@@ -55,6 +55,7 @@ class StorePlan:
         host_bytes: budget of a host tier under the hot tier; 0 = no host tier, None = it holds all rows.
         capacity: rows in all at most; None = no limit but the memory's.
         physical_block_size: 512 or 4096.
+        cache_policy: which rows caches evict first, "lru" or "lfu"; oneemb.storage.hot_tier says what they mean.
     """
 
     persistent_path: str
@@ -62,6 +63,7 @@ class StorePlan:
     host_bytes: int | None
     capacity: int | None
     physical_block_size: int
+    cache_policy: str = "lfu"
 
 
 # Holds the rows of a store that is made anew for rows of another width, while it is.
@@ -76,11 +78,15 @@ class Staged:
     """Rows of a coming lookup that are in the hot tier and pinned, until its `admit` takes them over."""
 
     store: "EmbeddingStore"
-    slot_U: np.ndarray
+    slot_U: Any
     """int64 [U]: -1 for a row that is not there yet."""
     generation: int
     held: bool = True
     """Whether the pins are still there."""
+    keys: Any = None
+    """On a GPU, the keys, cut to as many as there are."""
+    missing: int = 0
+    """On a GPU, how many are not there yet."""
 
 
 def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,7 +237,7 @@ class EmbeddingStore:
                 slots = budget_bytes // slot_bytes
             return HotTier(
                 name, row_width=layout.row_width, slots=max(slots, 1), below=below, resident=budget_bytes is None,
-                row_limit=row_limit, threads=self.threads,
+                row_limit=row_limit, policy=plan.cache_policy, threads=self.threads,
             )  # fmt: skip
 
         below: RowStore = table
@@ -300,36 +306,58 @@ class EmbeddingStore:
         Raises:
             StoreFullError: a tier is too small or capacity is reached; nothing has changed.
         """
+        tier = self._tiers[0]
+
+        def rest(slot_U: np.ndarray) -> np.ndarray:
+            missing = np.flatnonzero(slot_U < 0)
+            slot_U[missing] = tier.admit(table_U[missing], id_U[missing], self._begin_rows)
+            return slot_U
+
+        return self._admit(lambda: tier.admit(table_U, id_U, self._begin_rows), rest, staged)
+
+    def admit_on_gpu(self, keys: Any, staged: Staged | None = None) -> tuple[Any, Any]:
+        """As `admit`, for `DeviceKeys`. Gives slot_U and the keys, cut to as many as there are."""
+        tier = self._tiers[0]
+
+        def rest(slot_U: Any) -> tuple[Any, Any]:
+            assert staged is not None
+            if staged.missing:
+                tier.admit_rest(staged.keys, slot_U, self._begin_rows)
+            return slot_U, staged.keys
+
+        return self._admit(lambda: tier.admit_keys(keys, self._begin_rows), rest, staged)
+
+    def _admit(self, plain: Callable[[], Any], rest: Callable[[Any], Any], staged: Staged | None) -> Any:
+        """What `plain`, or after staging `rest(slot_U)`, gives."""
         with self._turn():
             while self.abandoned:
                 generation, slot_U = self.abandoned.popleft()
                 if generation == self.generation:
                     self.release(slot_U)
             rows = len(self._tiers[0])
-            slot_U = self._admit_staged(table_U, id_U, staged)
+            found = self._admit_staged(plain, rest, staged)
             self.changes += len(self._tiers[0]) > rows
-            return slot_U
+            return found
 
-    def _admit_staged(self, table_U: np.ndarray, id_U: np.ndarray, staged: Staged | None) -> np.ndarray:
+    def _admit_staged(self, plain: Callable[[], Any], rest: Callable[[Any], Any], staged: Staged | None) -> Any:
         if staged is not None and staged.held and staged.generation == self.generation:
             slot_U, staged.held = staged.slot_U, False
             self._staged.discard(staged)
-            missing = np.flatnonzero(slot_U < 0)
             try:
-                slot_U[missing] = self._tiers[0].admit(table_U[missing], id_U[missing], self._begin_rows)
-                return slot_U
+                return rest(slot_U)
             except BaseException as error:
-                self.release(slot_U[slot_U >= 0])
+                if self.gpu is None:  # the tier on a GPU has done so
+                    self.release(slot_U[slot_U >= 0])
                 if not isinstance(error, StoreFullError):
                     raise
         try:
-            return self._tiers[0].admit(table_U, id_U, self._begin_rows)
+            return plain()
         except StoreFullError:
             if not self._staged:
                 raise
         for other in list(self._staged):
             self.unstage(other)
-        return self._tiers[0].admit(table_U, id_U, self._begin_rows)
+        return plain()
 
     def stage(self, table_U: np.ndarray, id_U: np.ndarray) -> Staged:
         """Read those rows of a coming lookup that are known, and pin them as far as there is room; begin none."""
@@ -337,13 +365,39 @@ class EmbeddingStore:
         with self._turn():
             if not self.built:
                 return staged
-            if self.gpu is not None:  # there is no reading ahead into a GPU's memory
-                staged.held = False
-                return staged
             staged.generation = self.generation
             staged.slot_U = slot_U = self._tiers[0].pin_resident(table_U, id_U)
             self._staged.add(staged)
         missing = np.flatnonzero(slot_U < 0)
+
+        def bring(some: np.ndarray) -> None:
+            slot_U[some] = self._tiers[0].bring_known(table_U[some], id_U[some])
+
+        return self._bring_known(staged, missing, bring)
+
+    def stage_on_gpu(self, keys: Any) -> Staged:
+        """As `stage`, for `DeviceKeys`, on the current stream, which a later `admit_on_gpu` need not be on."""
+        staged = Staged(self, keys.id_U[:0], self.generation)
+        with self._turn():
+            staged.held = self.built
+            if not self.built:
+                return staged
+            staged.generation = self.generation
+            try:
+                staged.slot_U, staged.keys, staged.missing = self._tiers[0].pin_resident(keys)
+            except ValueError:  # what is wrong with the keys is for their admission to say
+                staged.held = False
+                return staged
+            self._staged.add(staged)
+        missing = (staged.slot_U < 0).nonzero().reshape(-1) if staged.missing else keys.id_U[:0]
+
+        def bring(some: Any) -> None:
+            staged.missing -= self._tiers[0].bring_known(staged.keys, staged.slot_U, some)
+
+        return self._bring_known(staged, missing, bring)
+
+    def _bring_known(self, staged: Staged, missing: Any, bring: Callable[[Any], None]) -> Staged:
+        """Let `bring` bring the missing rows, some at a time and in turn with others, as far as there is room."""
         try:
             for begin in range(0, len(missing), _STAGE_CHUNK):
                 while self._waiting:
@@ -351,8 +405,7 @@ class EmbeddingStore:
                 with self._lock:
                     if not staged.held or staged.generation != self.generation:
                         break
-                    some = missing[begin : begin + _STAGE_CHUNK]
-                    slot_U[some] = self._tiers[0].bring_known(table_U[some], id_U[some])
+                    bring(missing[begin : begin + _STAGE_CHUNK])
         except StoreFullError:
             pass  # `admit` brings the rest, when those of the batches before have left.
         except BaseException:
@@ -364,7 +417,10 @@ class EmbeddingStore:
         """Unpin what `stage` pinned, if no `admit` has taken it over."""
         with self._turn():
             if staged.held and staged.generation == self.generation:
-                self.release(staged.slot_U[staged.slot_U >= 0])
+                if self.gpu is None:
+                    self.release(staged.slot_U[staged.slot_U >= 0])
+                else:
+                    self._tiers[0].release_staged(staged.slot_U)
             staged.held = False
             self._staged.discard(staged)
 
@@ -389,12 +445,12 @@ class EmbeddingStore:
         return row_UW
 
     @_in_turn
-    def read_on_gpu(self, table_U: Any, id_U: Any) -> Any:
-        """What `read` gives, for keys on the GPU: a tensor there, float32 [U, at least W]."""
+    def read_on_gpu(self, keys: Any) -> tuple[Any, Any]:
+        """What `read` gives, for `DeviceKeys`: a tensor on the GPU, float32 [U, at least W]; and the keys cut to U."""
         self._check_open()
         if not self.built:
             self.build(None, np.empty(0, np.float32))
-        return self._tiers[0].read(table_U, id_U, self._begin_on_gpu)
+        return self._tiers[0].read(keys, self._begin_on_gpu)
 
     def _begin_rows(self, slot_M: Any, table_M: Any, id_M: Any) -> None:
         begin = self._begin if self.gpu is None else self._begin_on_gpu

@@ -6,8 +6,15 @@ and an SSD, because it is itself a `RowStore`.
 Two ways to be:
 - **resident**: holds every row there is; the store below, if any, is only where `flush` writes to. A full one
   raises `StoreFullError`.
-- **cache** (not resident): holds some rows of the store below and evicts the least recently used unpinned ones in
-  bulk, writing the dirty ones down first.
+- **cache** (not resident): holds some rows of the store below and evicts unpinned ones in bulk, those of least score
+  first, writing the dirty ones down before.
+
+The score of a row says how it was used since it came in, by the cache's policy:
+- "lru": the time of its last use; rows that were not used for longest leave first;
+- "lfu": how often it was used, a use counting half as much with every half-life that has passed. This is LRFU (Lee et
+  al. IEEE Transactions on Computers 50(12), 2001). A half-life is as long as it takes to use as many rows as eight
+  times the slots, so it needs no setting: rows that are used once never push out those that are used often, and what
+  was frequent once has left after a while.
 
 Invariants:
 - a slot that is pinned is neither evicted nor moved;
@@ -26,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from oneemb.kernels.gather import copy_rows_in, copy_rows_out
-from oneemb.kernels.slot_marks import add_marks, set_marks
+from oneemb.kernels.slot_marks import add_marks, pick_keys, set_marks
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.row_store import RowStore, StoreFullError
@@ -38,6 +45,13 @@ SLOT_OVERHEAD_BYTES = 40
 
 # Evicting reads the whole index once, so it makes room for this share of the slots at a time.
 _EVICT_SHARE = 1 / 16
+
+# Uses of rows in which a use comes to count half as much, as a multiple of the slots. By bench_cache_policy.py, caches
+# miss least at 8 to 32, on Zipf's law and on real clicks; the faster popularity drifts, the shorter it had better be.
+_HALF_LIFE = 8
+
+# Scores are brought down by this factor before they come near the end of float64's range.
+_SCORE_STEP = 2.0**500
 
 # Pins that a resident tier notes before it adds them up.
 _NOTED_MAX = 64
@@ -55,6 +69,7 @@ class HotTier:
         below: the store underneath; None = nothing.
         resident: whether every row is here (see the head of this file). One with nothing below must be.
         row_limit: rows that may be known to this tier and those below together; None = no limit.
+        policy: which rows a cache evicts first, "lru" or "lfu" (see the head of this file).
         threads: runs the copies.
 
     Raises:
@@ -70,9 +85,10 @@ class HotTier:
         below: RowStore | None,
         resident: bool,
         row_limit: int | None = None,
+        policy: str = "lfu",
         threads: Threads,
     ):
-        assert resident or below is not None
+        assert (resident or below is not None) and policy in ("lru", "lfu")
         self.name = name
         self.row_width = row_width
         self.slots = slots
@@ -82,7 +98,8 @@ class HotTier:
         self._row_limit = row_limit
         self._threads = threads
         self._index = HashIndex(threads)
-        self._score_S = np.zeros(slots, np.int64)
+        self._policy = policy
+        self._score_S = np.zeros(slots, np.float64)
         self._pin_S = np.zeros(slots, np.int32)
         # A resident tier evicts nothing and counts pins for its statistics only: it notes them, and adds them up when
         # they are asked for. Most are taken back before, by the array they were given with.
@@ -93,7 +110,9 @@ class HotTier:
         self._mark_bytes = 1 if resident else 13
         self._freed = np.empty(0, np.int64)  # slots given back, used again before new ones
         self._used = 0  # slots from here on have never been used
-        self._tick = 0
+        # What a use counts now. Old uses are not made to count less, but new ones more: scores of rows used at any two
+        # times compare, and only rows that are used have theirs changed. "lru" counts calls.
+        self._use_score = 1.0
         self._rows: int | None = 0 if below is None or resident else len(below)  # known here and below; None = unsure
         self._hits = self._misses = self._new = self._evicted = self._written_down = 0
 
@@ -101,7 +120,7 @@ class HotTier:
         if self._rows is None:
             rows = len(self._index)
             if not self._resident and self._below is not None:
-                table_N, id_N, _ = self._keys_of(self._dirty_S)
+                table_N, id_N, _ = self._keys_of(self._dirty_S[: self._used])
                 rows = len(self._below) + int(np.count_nonzero(~self._below.contains(table_N, id_N)))
             self._rows = rows
         return self._rows
@@ -127,8 +146,10 @@ class HotTier:
                 slot_U[missing] = self._bring_in(table_U[missing], id_U[missing], fill_new)
             finally:
                 self._pin(hit_H, -1)
+        else:
+            hit_H = slot_U
         self._pin(slot_U, 1)
-        self._touch(slot_U)
+        self._touch(hit_H)
         self._hits += len(slot_U) - len(missing)
         self._misses += len(missing)
         return slot_U
@@ -137,8 +158,9 @@ class HotTier:
         """Pin the rows of these keys that are here once more. Returns slot_U, int64 [U]: -1 for those that are not."""
         slot_U = self._index.find(table_U, id_U)
         self._pin(slot_U.copy(), 1)
-        self._touch(slot_U)
-        self._hits += int(np.count_nonzero(slot_U >= 0))
+        hit_H = slot_U[slot_U >= 0]
+        self._touch(hit_H)
+        self._hits += len(hit_H)
         return slot_U
 
     def bring_known(self, table_M: np.ndarray, id_M: np.ndarray) -> np.ndarray:
@@ -159,6 +181,7 @@ class HotTier:
         old = np.flatnonzero(~self._below.get(table_M, id_M, row_MW))
         slot_M[old] = self._take_slots(table_M[old], id_M[old])
         self._set(slot_M[old], table_M[old], id_M[old], row_MW[old], dirty=False)
+        self._touch(slot_M[old], first=True)
         self._pin(slot_M[old], 1)
         self._misses += len(old)
         return slot_M
@@ -202,6 +225,7 @@ class HotTier:
         if kept:
             slot = self._take_slots(table_U[found[:kept]], id_U[found[:kept]])
             self._set(slot, table_U[found[:kept]], id_U[found[:kept]], row_FW[:kept], dirty=False)
+            self._touch(slot, first=True)
         return missing_U
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
@@ -228,6 +252,7 @@ class HotTier:
             self._below.put(table_U[rest], id_U[rest], row_UW[rest])
         slot_F = self._take_slots(table_U[new[:fits]], id_U[new[:fits]])
         self._set(slot_F, table_U[new[:fits]], id_U[new[:fits]], row_UW[new[:fits]], dirty=True)
+        self._touch(slot_F, first=True)
         # Making room may have evicted keys that were here when the call began, so they are looked up again.
         hit = np.flatnonzero(hit_U)
         slot_H = self._index.find(table_U[hit], id_U[hit])
@@ -337,6 +362,7 @@ class HotTier:
         if len(old):
             self._set(slot_M[old], table_M[old], id_M[old], row_MW[old], dirty=False)
         self._set(slot_M[new], table_M[new], id_M[new], None, dirty=True)
+        self._touch(slot_M, first=True)
         self._rows = rows + len(new)
         self._new += len(new)
         return slot_M
@@ -349,7 +375,6 @@ class HotTier:
             copy_rows_in(self.row_SW, slot_N, np.ascontiguousarray(row_NW), threads=self._threads)
         self._index.put(table_N, id_N, slot_N)
         self._dirty_S[slot_N] = dirty
-        self._touch(slot_N)
 
     def _pin(self, slot_U: np.ndarray, count: int) -> None:
         """Count pins. The caller may not change `slot_U` afterwards."""
@@ -370,10 +395,21 @@ class HotTier:
             add_marks(self._pin_S, slot_U, count, threads=self._threads)
         self._noted_pins.clear()
 
-    def _touch(self, slot_N: np.ndarray) -> None:
-        if not self._resident:
-            self._tick += 1
-            set_marks(self._score_S, slot_N, self._tick, threads=self._threads)
+    def _touch(self, slot_N: np.ndarray, *, first: bool = False) -> None:
+        """Score a use of the rows in these slots, the first one since they came in or a later one."""
+        if self._resident:
+            return
+        if first or self._policy == "lru":
+            set_marks(self._score_S, slot_N, self._use_score, threads=self._threads)
+        else:
+            add_marks(self._score_S, slot_N, self._use_score, threads=self._threads)
+        if self._policy == "lru":
+            self._use_score += 1.0
+            return
+        self._use_score *= 2.0 ** (len(slot_N) / (_HALF_LIFE * self.slots))
+        if self._use_score > _SCORE_STEP:
+            self._score_S[: self._used] /= _SCORE_STEP
+            self._use_score /= _SCORE_STEP
 
     def _room(self) -> int:
         """Rows that could come in: free slots, and in a cache those of rows that could be evicted."""
@@ -416,14 +452,16 @@ class HotTier:
         return slots
 
     def _evict(self, count: int) -> None:
-        """Drop the `count` least recently used unpinned rows, or as many as there are."""
-        evictable = self._pin_S[: self._used] == 0
-        evictable[self._freed] = False
-        candidate = np.flatnonzero(evictable)
-        if count < len(candidate):
-            candidate = candidate[np.argpartition(self._score_S[candidate], count)[:count]]
-        victim_S = np.zeros(self._used, np.bool_)
-        victim_S[candidate] = True
+        """Drop the `count` unpinned rows of least score, of equal ones those in lower slots; or all there are."""
+        score_S = self._score_S[: self._used].copy()
+        score_S[self._pin_S[: self._used] > 0] = np.inf
+        score_S[self._freed] = np.inf
+        count = min(count, int(np.count_nonzero(score_S < np.inf)))
+        if count == 0:
+            return
+        bound = np.partition(score_S, count - 1)[count - 1]
+        victim_S = score_S < bound
+        victim_S[np.flatnonzero(score_S == bound)[: count - np.count_nonzero(victim_S)]] = True
         table_V, id_V, slot_V = self._keys_of(victim_S)
         dirty = np.flatnonzero(self._dirty_S[slot_V])
         self._put_below(table_V[dirty], id_V[dirty], slot_V[dirty])
@@ -432,7 +470,7 @@ class HotTier:
         self._evicted += len(slot_V)
 
     def _write_down(self) -> None:
-        self._put_below(*self._keys_of(self._dirty_S))
+        self._put_below(*self._keys_of(self._dirty_S[: self._used]))
 
     def _put_below(self, table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray, batch: int = 65536) -> None:
         if len(slot_N) == 0:
@@ -447,12 +485,16 @@ class HotTier:
 
     def _keys_of(self, chosen_S: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(table, id, slot) of the rows in the chosen slots, in order of slot."""
-        found = [(t[c], i[c], s[c]) for t, i, s in self._index.items() for c in [chosen_S[s]]]
-        if not found:
-            return np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64)
-        table_N, id_N, slot_N = (np.concatenate(part) for part in zip(*found, strict=True))
-        order = np.argsort(slot_N)
-        return table_N[order], id_N[order], slot_N[order]
+        slot_V = np.flatnonzero(chosen_S)
+        table_V, id_V = np.full(len(slot_V), -1, np.int32), np.empty(len(slot_V), np.int64)
+        if len(slot_V) == 0:
+            return table_V, id_V, slot_V
+        at_S = np.full(len(chosen_S), -1, np.int64)
+        at_S[slot_V] = np.arange(len(slot_V))
+        for table_N, id_N, slot_N in self._index.items():
+            pick_keys(table_N, id_N, slot_N, at_S, table_V, id_V, threads=self._threads)
+        here = table_V >= 0  # a slot that nobody lives in has no key
+        return (table_V, id_V, slot_V) if here.all() else (table_V[here], id_V[here], slot_V[here])
 
     def _forget(self) -> None:
         self._index.clear()

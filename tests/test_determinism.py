@@ -12,8 +12,10 @@ PLACES = {
     "host, 1 MB": dict(store="host", cache_mb=1),
     "host, 1 GB": dict(store="host", cache_mb=1024),
     "ssd, 1 MB": dict(store="ssd", cache_mb=1),
+    "ssd, 1 MB, lru": dict(store="ssd", cache_mb=1, options=dict(cache_policy="lru")),
     "ssd, 1 GB": dict(store="ssd", cache_mb=1024),
     "ssd, 1 MB, host cache": dict(store="ssd, host cache", cache_mb=1),
+    "ssd, 1 MB, host cache, lru": dict(store="ssd, host cache", cache_mb=1, options=dict(cache_policy="lru")),
     "ssd, 1 GB, host cache": dict(store="ssd, host cache", cache_mb=1024),
 }
 
@@ -45,7 +47,7 @@ def test_losses_and_rows_do_not_depend_on_store_cache_or_threads(place, threads,
     assert losses == expected[0]
     evicted = job.embedding.stats()["device"]["evicted"]
     assert evicted > 10_000 if "1 MB" in place else evicted == 0
-    if place == "ssd, 1 MB, host cache":
+    if place.startswith("ssd, 1 MB, host cache"):
         assert job.embedding.stats()["host"]["evicted"] > 0
     assert job.rows() == expected[1]
     job.embedding.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import scipy.special
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -152,6 +153,27 @@ def test_a_host_cache_may_be_left_out_and_not_be_negative():
         STORES["ssd"](host_cache_budget_mb=-1)
 
 
+def test_caches_evict_by_frequency_or_by_age():
+    assert STORES["ssd"]().cache_policy == STORES["host"]().cache_policy == "lfu"
+    assert STORES["ssd"](cache_policy="lru").cache_policy == "lru"
+    for kind in ("host", "ssd"):
+        with pytest.raises(ValueError, match='cache_policy must be "lru" or "lfu", got \'full\''):
+            STORES[kind](cache_policy="full")
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("kind", ["host", "ssd"])
+def test_the_policy_reaches_every_cache(kind, policy, tmp_path):
+    more = {"host_cache_budget_mb": 1} if kind == "ssd" else {}
+    make = {"host": oneemb.make_cached_host_mem_store_options, "ssd": oneemb.make_cached_ssd_store_options}[kind]
+    options = make(1, tmp_path, cache_policy=policy, **more)
+    embedding = oneemb.MultiTableEmbedding("x", 4, torch.float32, torch.int64, [oneemb.make_table()], options)
+    embedding(torch.arange(3))
+    tiers = embedding.store._tiers
+    assert len(tiers) == 2 and {tier._policy for tier in tiers if not tier._resident} == {policy}
+    embedding.close()
+
+
 # ---- JSON ------------------------------------------------------------------------------------------------------------
 
 _NUMBERS = st.floats(-1e6, 1e6)
@@ -171,16 +193,17 @@ _SIZES = st.fixed_dictionaries(
         "physical_block_size": st.sampled_from([512, 4096]),
     },
 )
+_CACHED = st.builds(lambda sizes, policy: sizes | {"cache_policy": policy}, _SIZES, st.sampled_from(["lru", "lfu"]))
 _PATHS = st.lists(st.text(min_size=1, max_size=9), min_size=1, max_size=3)
 _STORES = st.one_of(
     st.builds(lambda path, sizes: oneemb.make_device_mem_store_options(path, **sizes), _PATHS, _SIZES),
     st.builds(
         lambda mb, path, sizes: oneemb.make_cached_host_mem_store_options(mb, path, **sizes),
-        st.integers(1, 10**9), _PATHS, _SIZES,
+        st.integers(1, 10**9), _PATHS, _CACHED,
     ),
     st.builds(
         lambda mb, host, path, more: oneemb.make_cached_ssd_store_options(mb, path, host_cache_budget_mb=host, **more),
-        st.integers(1, 10**9), st.integers(0, 10**9), _PATHS, _SIZES,
+        st.integers(1, 10**9), st.integers(0, 10**9), _PATHS, _CACHED,
     ),
 )  # fmt: skip
 _OPTIONS = _INITIALIZERS | _COLUMNS | _TABLES | _STORES | st.lists(_TABLES, max_size=4)

@@ -1,6 +1,7 @@
 """The hot tier against a dict: alone, as a cache, on a cache, on files; evicting, pinned, full, and over a store that
 fails at any call."""
 
+import math
 import os
 import tempfile
 from collections import Counter
@@ -49,6 +50,7 @@ STORES = {
     "resident over dict": lambda path: resident(DictStore(W)),
     "cache that holds all": lambda path: cache(DictStore(W), 3000),
     "cache over dict": lambda path: cache(DictStore(W), 40),
+    "cache that evicts by age": lambda path: cache(DictStore(W), 40, policy="lru"),
     "cache of one slot": lambda path: cache(DictStore(W), 1),
     "cache over resident host": lambda path: cache(resident(name="host"), 40),
     "cache over host cache": lambda path: cache(cache(DictStore(W), 150, "host"), 40),
@@ -225,7 +227,7 @@ def test_evicted_clean_rows_are_not_written_again():
 
 def test_the_least_recently_used_row_is_evicted():
     below = FailingStore(DictStore(W))
-    tier = cache(below, 4)
+    tier = cache(below, 4, policy="lru")
     for key in (1, 2, 3, 4, 1):
         tier.release(admit(tier, ids(key)))
     tier.release(admit(tier, ids(5)))  # takes the slot of 2
@@ -233,6 +235,119 @@ def test_the_least_recently_used_row_is_evicted():
     tier.release(admit(tier, ids(1, 3, 4, 5)))
     with pytest.raises(OSError):
         admit(tier, ids(2))
+
+
+class PolicyModel:
+    """Which rows a cache with a policy holds, from the definitions: every use of every row is kept, with its time."""
+
+    def __init__(self, slots, policy):
+        self.slots, self.policy = slots, policy
+        self.uses, self.slot, self.time = {}, {}, 0.0
+
+    def score(self, key):
+        ages = [(self.time - time) / (8 * self.slots) for time in self.uses[key]]
+        return -min(ages) if self.policy == "lru" else math.fsum(2.0**-age for age in ages)
+
+    def use(self, keys):
+        for key in keys:
+            self.uses.setdefault(key, []).append(self.time)
+        self.time += len(keys)
+
+    def admit(self, keys, slot_U, pinned):
+        """Returns the keys that leave."""
+        hits = [key for key in keys if key in self.uses]
+        misses = [key for key in keys if key not in self.uses]
+        short = len(misses) - (self.slots - len(self.uses))
+        leaving = []
+        if short > 0:
+            least_first = sorted(
+                self.uses.keys() - pinned - set(hits), key=lambda key: (round(self.score(key), 9), self.slot[key])
+            )
+            leaving = least_first[: max(short, self.slots // 16)]
+            for key in leaving:
+                del self.uses[key], self.slot[key]
+        self.use(misses)
+        self.use(hits)
+        self.slot.update(zip(keys, slot_U.tolist(), strict=True))
+        return leaving
+
+
+def zipf_keys(rng, size, ids):
+    """Distinct keys of ids that Zipf's law (1.05) gives `size` draws."""
+    weight_V = np.arange(1, ids + 1) ** -1.05
+    return [(0, int(id)) for id in np.unique(rng.choice(ids, size, p=weight_V / weight_V.sum()))]
+
+
+@pytest.mark.parametrize("step", [2.0**500, 2.0**3], ids=["scores as they are", "scores brought down often"])
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_the_rows_that_leave_are_those_the_policy_says(policy, step, monkeypatch):
+    monkeypatch.setattr("oneemb.storage.hot_tier._SCORE_STEP", step)
+    rng, left = np.random.default_rng(0), 0
+    tier, model = cache(DictStore(W), 48, policy=policy), PolicyModel(48, policy)
+    held = []
+    for _ in range(400):
+        keys = zipf_keys(rng, int(rng.integers(1, 9)), 300)
+        rng.shuffle(keys)
+        slot_U = admit(tier, keys)
+        left += len(model.admit(keys, slot_U, {key for other, _ in held for key in other}))
+        here = tier._index.find(*keys_of(ids(*range(300)))) >= 0
+        assert np.flatnonzero(here).tolist() == sorted(id for _, id in model.uses)
+        held.append((keys, slot_U))
+        while held and (len(held) > 3 or rng.random() < 0.5):
+            tier.release(held.pop(0)[1])
+    assert left == tier.stats()["evicted"] > 200
+
+
+def test_the_model_tells_the_policies_apart():
+    rng, models = np.random.default_rng(0), [PolicyModel(48, "lru"), PolicyModel(48, "lfu")]
+    for _ in range(100):
+        keys = zipf_keys(rng, 8, 300)
+        for model in models:
+            model.admit(keys, np.arange(len(keys)), set())
+    assert models[0].uses.keys() != models[1].uses.keys()
+
+
+def test_lfu_misses_less_than_lru_on_zipfs_law():
+    misses = {}
+    for policy in ("lru", "lfu"):
+        rng, tier = np.random.default_rng(0), cache(DictStore(W), 500, policy=policy)
+        for step in range(300):
+            tier.release(admit(tier, zipf_keys(rng, 128, 20_000)))
+            if step == 100:
+                before = tier.stats()["misses"]
+        misses[policy] = tier.stats()["misses"] - before
+    assert misses["lfu"] < 0.9 * misses["lru"]
+
+
+def test_rows_used_once_push_out_no_row_that_is_used_often():
+    tier = cache(DictStore(W), 64)
+    often = ids(*range(20))
+    for _ in range(10):
+        tier.release(admit(tier, often))
+    for begin in range(100, 300, 10):
+        tier.release(admit(tier, ids(*range(begin, begin + 10))))
+    assert (tier._index.find(*keys_of(often)) >= 0).all()
+
+
+def test_rows_that_were_frequent_leave_when_others_are():
+    tier = cache(DictStore(W), 64)
+    for _ in range(500):
+        tier.release(admit(tier, ids(*range(40))))
+    rng = np.random.default_rng(0)
+    for _ in range(800):
+        tier.release(admit(tier, ids(*(100 + rng.permutation(60)[:20]).tolist())))
+    misses = tier.stats()["misses"]
+    tier.release(admit(tier, ids(*range(100, 160))))
+    assert tier.stats()["misses"] - misses < 5
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_scores_stay_numbers_however_long_a_cache_is_used(policy):
+    tier = cache(DictStore(W), 2, policy=policy)
+    for n in range(20_000):  # 1,250 half-lives of the cache's scores
+        tier.release(admit(tier, ids(n % 3, 3)))
+    assert np.isfinite(tier._score_S).all() and 0 < tier._use_score < 2.0**501
+    assert 3 in {id for _, id in (key for key in ids(0, 1, 2, 3) if tier._index.find(*keys_of([key]))[0] >= 0)}
 
 
 def test_pinned_rows_are_neither_evicted_nor_moved():
