@@ -6,11 +6,13 @@ and place in one word. Whether a cell is taken is told by the word alone (0 = em
 
     cell_C2[c] = (id, table << 40 | place + 1)
 
-Linear probing; the home of a key is `mixed hash * C >> 64`, so C may be any number. C takes part in the mixing: keys
-that are read out of one index in the order of its cells arrive in random order at an index of another size, where they
-would otherwise pile up in one run.
+Linear probing by lines of four cells, a line of the cache each: the home of a key is a line's first cell, and the four
+are compared at once, since a branch on each would be mispredicted more often than not. The home is `mixed hash * lines
+>> 64`, so there may be any number of lines. C takes part in the mixing: keys that are read out of one index in the
+order of its cells arrive in random order at an index of another size, where they would otherwise pile up in one run.
 
-Loops are given the address and the number of cells of each shard: address_P and cells_P, int64 [P].
+Loops are given the address and the number of cells of each shard: address_P and cells_P, int64 [P]. Addresses are
+multiples of 64, numbers of cells multiples of LINE.
 
 Invariants: no two cells hold one key; between a key's home and its cell no cell is empty.
 Limits: place below 2^40 - 1, table below 2^23.
@@ -21,9 +23,15 @@ import numpy as np
 from oneemb.kernels.jit import cpu, mul_high, prefetch_word, rule, set_word, word_at
 
 __all__ = [
-    "PLACE_MAX", "TABLE_MAX", "cells_erase", "cells_find", "cells_items", "cells_move", "cells_put", "count_keys",
-    "hash_key",
+    "BLOCK", "LINE", "PLACE_MAX", "TABLE_MAX", "cells_erase", "cells_find", "cells_items", "cells_move", "cells_put",
+    "count_keys", "hash_key", "order_keys",
 ]  # fmt: skip
+
+LINE = 4
+"""Cells of a line."""
+
+BLOCK = 1 << 13
+"""Keys that are counted and ordered by one share of the work."""
 
 _PLACE_BITS = np.int64(40)
 _PLACE_MASK = np.int64((1 << 40) - 1)
@@ -31,8 +39,8 @@ PLACE_MAX = (1 << 40) - 2
 TABLE_MAX = (1 << 23) - 1
 
 # Keys whose cells are asked for before the first of them is looked at: enough to hide a read from memory.
-_BLOCK = 16
-_RING = np.int64(2 * _BLOCK - 1)  # a mask: two blocks are under way
+_AHEAD = 64
+_RING = np.int64(2 * _AHEAD - 1)  # a mask: two blocks of keys are under way
 
 
 @rule
@@ -58,7 +66,27 @@ def _home(hash, cells):
     x = hash + np.uint64(cells) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
     x = x ^ (x >> np.uint64(32))
-    return np.int64(mul_high(x * np.uint64(0xD6E8FEB86659FD93), np.uint64(cells)))
+    return np.int64(mul_high(x * np.uint64(0xD6E8FEB86659FD93), np.uint64(cells >> 2)) << np.uint64(2))
+
+
+@rule
+def _ends(address, c, table, id):
+    """Whether a probe ends at cell c: it holds the key, or nothing."""
+    word = word_at(address, 2 * c + 1)
+    return (word == 0) | ((word_at(address, 2 * c) == id) & (word >> _PLACE_BITS == table))
+
+
+@rule
+def _end_of_line(address, c, table, id):
+    """Where in the line of cells c to c + 3 a probe ends; LINE if it goes on in the next line."""
+    first, second = _ends(address, c, table, id), _ends(address, c + 1, table, id)
+    third, fourth = _ends(address, c + 2, table, id), _ends(address, c + 3, table, id)
+    return 0 if first else (1 if second else (2 if third else (3 if fourth else LINE)))
+
+
+@rule
+def _next_line(c, cells):
+    return 0 if c + LINE == cells else c + LINE
 
 
 @rule
@@ -66,17 +94,15 @@ def _probe(address, cells, home, table, id):
     """The cell that holds the key, or else the empty cell where it belongs."""
     c = home
     while True:
-        word = word_at(address, 2 * c + 1)
-        if word == 0 or (word_at(address, 2 * c) == id and word >> _PLACE_BITS == table):
-            return c
-        c += 1
-        if c == cells:
-            c = 0
+        end = _end_of_line(address, c, table, id)
+        if end != LINE:
+            return c + end
+        c = _next_line(c, cells)
 
 
 @rule
 def _locate(address_P, cells_P, table_U, id_U, first, last, shard_K, home_K):
-    """Find the homes of keys first to last - 1 and ask the cache for them; key u's go to u % (2 * _BLOCK)."""
+    """Find the homes of keys first to last - 1 and ask the cache for them; key u's go to u % (2 * _AHEAD)."""
     for u in range(first, last):
         hash = hash_key(np.int64(table_U[u]), np.int64(id_U[u]), np.int64(0))
         p = _shard(hash, len(cells_P))
@@ -88,48 +114,85 @@ def _locate(address_P, cells_P, table_U, id_U, first, last, shard_K, home_K):
 
 @cpu
 def cells_find(begin, end, address_P, cells_P, table_U, id_U, place_U):
-    """place_U[u] = the place of key u, -1 where the index does not hold it."""
-    shard_K, home_K = np.empty(2 * _BLOCK, np.int64), np.empty(2 * _BLOCK, np.int64)
-    _locate(address_P, cells_P, table_U, id_U, begin, min(begin + _BLOCK, end), shard_K, home_K)
-    for first in range(begin, end, _BLOCK):
-        last = min(first + _BLOCK, end)
-        _locate(address_P, cells_P, table_U, id_U, last, min(last + _BLOCK, end), shard_K, home_K)
+    """place_U[u] = the place of key u, -1 where the index does not hold it.
+
+    Keys whose probe goes beyond its first line, one in five, are put off: a branch would be mispredicted, and then wait
+    for the second line with nothing else to do.
+    """
+    shard_K, home_K = np.empty(2 * _AHEAD, np.int64), np.empty(2 * _AHEAD, np.int64)
+    later_K = np.empty(_AHEAD, np.int64)
+    _locate(address_P, cells_P, table_U, id_U, begin, min(begin + _AHEAD, end), shard_K, home_K)
+    for first in range(begin, end, _AHEAD):
+        last = min(first + _AHEAD, end)
+        _locate(address_P, cells_P, table_U, id_U, last, min(last + _AHEAD, end), shard_K, home_K)
+        later = 0
         for u in range(first, last):
+            address, c = address_P[shard_K[u & _RING]], home_K[u & _RING]
+            k = _end_of_line(address, c, np.int64(table_U[u]), np.int64(id_U[u]))
+            place_U[u] = (word_at(address, 2 * (c + (k & 3)) + 1) & _PLACE_MASK) - 1
+            later_K[later] = u
+            later += k == LINE
+            following = _next_line(c, cells_P[shard_K[u & _RING]])
+            prefetch_word(address, 2 * (following if k == LINE else c))
+        for i in range(later):
+            u = later_K[i]
             p = shard_K[u & _RING]
-            c = _probe(address_P[p], cells_P[p], home_K[u & _RING], np.int64(table_U[u]), np.int64(id_U[u]))
+            following = _next_line(home_K[u & _RING], cells_P[p])
+            c = _probe(address_P[p], cells_P[p], following, np.int64(table_U[u]), np.int64(id_U[u]))
             place_U[u] = (word_at(address_P[p], 2 * c + 1) & _PLACE_MASK) - 1
 
 
 @cpu
-def cells_put(address_P, cells_P, size_P, table_U, id_U, place_U, old_U):
-    """Set the place of each key in order; old_U[u] = the place it had, -1 if it is new. Counts new keys in size_P.
-
-    The caller has made sure that every shard has an empty cell left after its keys are in.
-    """
-    shard_K, home_K = np.empty(2 * _BLOCK, np.int64), np.empty(2 * _BLOCK, np.int64)
-    size = len(id_U)
-    _locate(address_P, cells_P, table_U, id_U, 0, min(_BLOCK, size), shard_K, home_K)
-    for first in range(0, size, _BLOCK):
-        last = min(first + _BLOCK, size)
-        _locate(address_P, cells_P, table_U, id_U, last, min(last + _BLOCK, size), shard_K, home_K)
-        for u in range(first, last):
-            p = shard_K[u & _RING]
-            table, id = np.int64(table_U[u]), np.int64(id_U[u])
-            c = _probe(address_P[p], cells_P[p], home_K[u & _RING], table, id)
-            word = word_at(address_P[p], 2 * c + 1)
-            old_U[u] = (word & _PLACE_MASK) - 1
-            if word == 0:
-                size_P[p] += 1
-                set_word(address_P[p], 2 * c, id)
-            set_word(address_P[p], 2 * c + 1, (table << _PLACE_BITS) | (place_U[u] + 1))
+def count_keys(begin, end, table_U, id_U, shard_U, count_KP):
+    """Note the shard of each key of blocks begin to end - 1, and add the keys of each shard to the block's counts."""
+    for k in range(begin, end):
+        for u in range(k * BLOCK, min((k + 1) * BLOCK, len(id_U))):
+            p = _shard(hash_key(np.int64(table_U[u]), np.int64(id_U[u]), np.int64(0)), count_KP.shape[1])
+            shard_U[u] = p
+            count_KP[k, p] += 1
 
 
 @cpu
-def count_keys(table_U, id_U, count_P):
-    """Add the number of keys of each shard to count_P."""
-    for u in range(len(id_U)):
-        hash = hash_key(np.int64(table_U[u]), np.int64(id_U[u]), np.int64(0))
-        count_P[_shard(hash, len(count_P))] += 1
+def order_keys(begin, end, table_U, id_U, place_U, shard_U, next_KP, order_U, cell_U2):
+    """Make the cells of the keys of blocks begin to end - 1 and list them shard by shard.
+
+    next_KP says where those of each block and shard go; order_U[i] is the key whose cell is cell_U2[i].
+    """
+    for k in range(begin, end):
+        for u in range(k * BLOCK, min((k + 1) * BLOCK, len(shard_U))):
+            p = shard_U[u]
+            i = next_KP[k, p]
+            next_KP[k, p] += 1
+            order_U[i] = u
+            cell_U2[i, 0] = id_U[u]
+            cell_U2[i, 1] = (np.int64(table_U[u]) << _PLACE_BITS) | (place_U[u] + 1)
+
+
+@cpu
+def cells_put(begin, end, address_P, cells_P, size_P, begin_P1, order_U, cell_U2, old_U):
+    """Put the cells cell_U2[begin_P1[p]] to cell_U2[begin_P1[p + 1] - 1] into shard p, for shards begin to end - 1.
+
+    old_U[order_U[i]] = the place the key of cell i had, -1 if it is new; of equal keys the last one counts. New keys
+    are counted in size_P. The caller has made sure that every shard has an empty cell left after its keys are in.
+    """
+    home_K = np.empty(_AHEAD, np.int64)
+    for p in range(begin, end):
+        address, cells = address_P[p], cells_P[p]
+        for first in range(begin_P1[p], begin_P1[p + 1], _AHEAD):
+            last = min(first + _AHEAD, begin_P1[p + 1])
+            for i in range(first, last):
+                home = _home(hash_key(cell_U2[i, 1] >> _PLACE_BITS, cell_U2[i, 0], np.int64(0)), cells)
+                home_K[i - first] = home
+                prefetch_word(address, 2 * home)
+                prefetch_word(address, 2 * _next_line(home, cells))
+            for i in range(first, last):
+                id, word = cell_U2[i, 0], cell_U2[i, 1]
+                c = _probe(address, cells, home_K[i - first], word >> _PLACE_BITS, id)
+                old = word_at(address, 2 * c + 1)
+                old_U[order_U[i]] = (old & _PLACE_MASK) - 1
+                size_P[p] += old == 0
+                set_word(address, 2 * c, id)
+                set_word(address, 2 * c + 1, word)
 
 
 @cpu

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from oneemb.kernels.hash_index import (
+    BLOCK,
+    LINE,
     PLACE_MAX,
     cells_erase,
     cells_find,
@@ -20,14 +22,18 @@ from oneemb.kernels.hash_index import (
     cells_move,
     cells_put,
     count_keys,
+    order_keys,
 )
 from oneemb.kernels.threads import Threads
 
 __all__ = ["HashIndex"]
 
 _SHARDS = 256
-_CELLS_MIN = 4
+_CELLS_MIN = LINE
 _LOAD_MAX = 0.84
+
+# Keys that are worth waking a thread for.
+_SHARE_MIN = 512
 _GROWTH = 1.2
 
 # Where between two sizes of the common ladder each shard has its own: as far apart as can be for any run of shards.
@@ -64,9 +70,20 @@ class HashIndex:
     def put(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> np.ndarray:
         """Set the place of each key, the last one of equal keys. Returns the places they had, -1 if none: int64 [U]."""
         assert len(place_U) == 0 or 0 <= place_U.min() <= place_U.max() <= PLACE_MAX
-        self.reserve_keys(table_U, id_U)
+        shard_U, count_KP = self._count(table_U, id_U)
+        self._grow(self._size_P + count_KP.sum(0))
+        # Shard by shard, each the work of one thread; within a shard in the order given.
+        begin_P1 = np.concatenate([[0], np.cumsum(count_KP.sum(0))])
+        next_KP = begin_P1[:-1] + np.cumsum(count_KP, 0) - count_KP
+        order_U, cell_U2 = np.empty(len(id_U), np.int64), np.empty((len(id_U), 2), np.int64)
+        self._threads.run(
+            order_keys, len(count_KP), table_U, id_U, place_U, shard_U, next_KP, order_U, cell_U2, share_min=1
+        )
         old_U = np.empty(len(id_U), np.int64)
-        cells_put(self._address_P, self._cells_P, self._size_P, table_U, id_U, place_U, old_U)
+        self._threads.run(
+            cells_put, _SHARDS, self._address_P, self._cells_P, self._size_P, begin_P1, order_U, cell_U2, old_U,
+            share_min=1 + _SHARDS * _SHARE_MIN // (len(id_U) + 1),
+        )  # fmt: skip
         return old_U
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
@@ -102,9 +119,15 @@ class HashIndex:
         Raises:
             MemoryError: there is no memory for the cells; the index is as it was.
         """
-        need_P = self._size_P.copy()
-        count_keys(table_U, id_U, need_P)
-        self._grow(need_P)
+        _, count_KP = self._count(table_U, id_U)
+        self._grow(self._size_P + count_KP.sum(0))
+
+    def _count(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The shard of each key, uint8 [U], and how many each has in each block of keys, int64 [K, P]."""
+        shard_U = np.empty(len(id_U), np.uint8)
+        count_KP = np.zeros((-(-len(id_U) // BLOCK), _SHARDS), np.int64)
+        self._threads.run(count_keys, len(count_KP), table_U, id_U, shard_U, count_KP, share_min=1)
+        return shard_U, count_KP
 
     def _grow(self, need_P: np.ndarray) -> None:
         """Let every shard have room for need_P keys."""
@@ -112,7 +135,7 @@ class HashIndex:
         if len(shard_G) == 0:
             return
         cells_G = _cells_for(need_P[shard_G], _PHASE_P[shard_G])
-        grown = [np.zeros((cells, 2), np.int64) for cells in cells_G.tolist()]
+        grown = [_empty_cells(cells) for cells in cells_G.tolist()]
         address_G = np.array([cell_C2.ctypes.data for cell_C2 in grown], np.int64)
         self._threads.run(
             cells_move, len(grown), self._address_P, self._cells_P, shard_G, address_G, cells_G, share_min=8
@@ -124,13 +147,20 @@ class HashIndex:
 
     def clear(self) -> None:
         """Forget every key."""
-        cell_C2 = np.zeros((_SHARDS * _CELLS_MIN, 2), np.int64)
+        cell_C2 = _empty_cells(_SHARDS * _CELLS_MIN)
         # The arrays whose addresses loops are given.
         self._cell_PC2 = [cell_C2[p * _CELLS_MIN : (p + 1) * _CELLS_MIN] for p in range(_SHARDS)]
         self._address_P = np.array([cells.ctypes.data for cells in self._cell_PC2], np.int64)
         self._cells_P = np.full(_SHARDS, _CELLS_MIN, np.int64)
         self._size_P = np.zeros(_SHARDS, np.int64)
         self._limit_P = _limit(self._cells_P)
+
+
+def _empty_cells(cells: int) -> np.ndarray:
+    """Cells that begin at the beginning of a line of the cache: int64 [cells, 2]."""
+    cell_C2 = np.zeros((cells + LINE, 2), np.int64)
+    skip = -(cell_C2.ctypes.data // cell_C2.strides[0]) % LINE
+    return cell_C2[skip : skip + cells]
 
 
 def _limit(cells_P: np.ndarray) -> np.ndarray:
@@ -142,4 +172,4 @@ def _cells_for(need_P: np.ndarray, phase_P: np.ndarray) -> np.ndarray:
     """The first size on each shard's ladder that has room for these keys."""
     least_P = (need_P + 1) / _LOAD_MAX
     step_P = np.ceil(np.log(least_P / _CELLS_MIN) / math.log(_GROWTH) - phase_P)
-    return np.ceil(_CELLS_MIN * _GROWTH ** (step_P + phase_P)).astype(np.int64) + 1
+    return (np.ceil(_CELLS_MIN * _GROWTH ** (step_P + phase_P)).astype(np.int64) + LINE) // LINE * LINE

@@ -5,7 +5,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oneemb.kernels.hash_index import PLACE_MAX, TABLE_MAX, cells_erase, cells_find, cells_items, cells_put, hash_key
+from oneemb.kernels.hash_index import (
+    PLACE_MAX,
+    TABLE_MAX,
+    cells_erase,
+    cells_find,
+    cells_items,
+    cells_put,
+    count_keys,
+    hash_key,
+    order_keys,
+)
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
 
@@ -49,7 +59,14 @@ def test_neighbouring_keys_spread_over_all_buckets():
 def home(table, id, cells):
     x = (hash_python(table, id, 0) + cells * 0x9E3779B97F4A7C15) % U64
     x = (x ^ x >> 32) * 0xD6E8FEB86659FD93 % U64
-    return ((x ^ x >> 32) * 0xD6E8FEB86659FD93 % U64) * cells >> 64
+    return (((x ^ x >> 32) * 0xD6E8FEB86659FD93 % U64) * (cells // 4) >> 64) * 4
+
+
+def empty_cells(cells):
+    """Cells as an index has them: whole lines of the cache."""
+    cell_C2 = np.zeros((cells + 3, 2), np.int64)
+    skip = -(cell_C2.ctypes.data // 16) % 4
+    return cell_C2[skip : skip + cells]
 
 
 def shard(cell_C2):
@@ -78,12 +95,16 @@ def find(cell_C2, keys):
     return place_U.tolist()
 
 
-def put(cell_C2, places):
-    table_U, id_U = arrays(list(places))
-    old_U = np.empty(len(places), np.int64)
-    size_1 = np.zeros(1, np.int64)
-    cells_put(*shard(cell_C2), size_1, table_U, id_U, np.array(list(places.values()), np.int64), old_U)
-    assert size_1[0] == (old_U < 0).sum()
+def put(cell_C2, keys, places):
+    table_U, id_U = arrays(keys)
+    place_U, shard_U, order_U, old_U = np.array(places), *(np.empty(len(keys), np.int64) for _ in range(3))
+    count_11, next_11, size_1 = (np.zeros(shape, np.int64) for shape in [(1, 1), (1, 1), 1])
+    cell_U2 = np.empty((len(keys), 2), np.int64)
+    count_keys(0, 1, table_U, id_U, shard_U, count_11)
+    assert not shard_U.any() and count_11 == len(keys)
+    order_keys(0, 1, table_U, id_U, place_U, shard_U, next_11, order_U, cell_U2)
+    cells_put(0, 1, *shard(cell_C2), size_1, np.array([0, len(keys)]), order_U, cell_U2, old_U)
+    return size_1[0], old_U.tolist()
 
 
 def erase(cell_C2, keys):
@@ -95,25 +116,29 @@ def erase(cell_C2, keys):
     return old_U.tolist()
 
 
-@pytest.mark.parametrize("cell", [0, 3, 14, 15, 16])
+def put_new(cell_C2, places):
+    assert put(cell_C2, list(places), list(places.values())) == (len(places), [-1] * len(places))
+
+
+@pytest.mark.parametrize("cell", [0, 4, 12, 16])
 def test_a_run_of_keys_with_one_home_wraps_around_the_end(cell):
-    cells = 17
-    cell_C2 = np.zeros((cells, 2), np.int64)
-    keys = [(0, id) for id in keys_at_home(cell, cells, 12)]
-    put(cell_C2, {key: n for n, key in enumerate(keys)})
-    taken = {(cell + n) % cells for n in range(12)}
+    cells = 20
+    cell_C2 = empty_cells(cells)
+    keys = [(0, id) for id in keys_at_home(cell, cells, 14)]
+    put_new(cell_C2, {key: n for n, key in enumerate(keys)})
+    taken = {(cell + n) % cells for n in range(14)}
     assert {c for c in range(cells) if cell_C2[c, 1]} == taken
-    assert find(cell_C2, keys) == list(range(12))
+    assert find(cell_C2, keys) == list(range(14))
 
 
 def test_erasing_any_key_of_neighbouring_runs_leaves_the_others_findable():
     # Three runs that meet, one of them across the end; every key of them erased first, then all the others.
-    cells = 13
-    keys = [(0, id) for cell in (10, 12, 1) for id in keys_at_home(cell, cells, 3)]
+    cells = 16
+    keys = [(0, id) for cell in (8, 12, 0) for id in keys_at_home(cell, cells, 5)]
     for first in range(len(keys)):
-        cell_C2 = np.zeros((cells, 2), np.int64)
+        cell_C2 = empty_cells(cells)
         places = {key: n for n, key in enumerate(keys)}
-        put(cell_C2, places)
+        put_new(cell_C2, places)
         for key in [keys[first], *keys[:first], *keys[first + 1 :]]:
             assert erase(cell_C2, [key]) == [places.pop(key)]
             assert find(cell_C2, keys) == [places.get(k, -1) for k in keys]
@@ -122,17 +147,29 @@ def test_erasing_any_key_of_neighbouring_runs_leaves_the_others_findable():
 
 def test_an_index_with_one_empty_cell_still_ends_its_search():
     cells = 8
-    cell_C2 = np.zeros((cells, 2), np.int64)
-    keys = [(0, id) for id in keys_at_home(5, cells, 9)]
-    put(cell_C2, {key: n for n, key in enumerate(keys[:7])})
+    cell_C2 = empty_cells(cells)
+    keys = [(0, id) for id in keys_at_home(4, cells, 9)]
+    put_new(cell_C2, {key: n for n, key in enumerate(keys[:7])})
     assert find(cell_C2, keys) == [*range(7), -1, -1]
     assert erase(cell_C2, keys[7:]) == [-1, -1]
 
 
+def test_probes_that_leave_their_first_line_are_found_in_batches_of_any_size():
+    # Far more keys of one home than a line has cells, among keys that end in their first.
+    cells = 1024
+    long = [(0, id) for id in keys_at_home(512, cells, 40)]
+    keys = [key for n, other in enumerate(range(10**6, 10**6 + 400)) for key in [*long[n : n + 1], (1, other)]]
+    cell_C2 = empty_cells(cells)
+    put_new(cell_C2, {key: n for n, key in enumerate(keys)})
+    for size in (1, 63, 64, 65, 129, len(keys)):
+        asked = [*keys[:size], (2, 5)]
+        assert find(cell_C2, asked) == [*range(size), -1]
+
+
 def test_the_largest_place_and_table_are_kept():
-    cell_C2 = np.zeros((9, 2), np.int64)
+    cell_C2 = empty_cells(12)
     places = {(TABLE_MAX, INT64.min): PLACE_MAX, (0, INT64.min): 0, (TABLE_MAX, INT64.max): PLACE_MAX - 1}
-    put(cell_C2, places)
+    put_new(cell_C2, places)
     assert find(cell_C2, list(places)) == list(places.values())
     table_N, id_N, place_N = np.empty(9, np.int32), np.empty(9, np.int64), np.empty(9, np.int64)
     assert cells_items(*shard(cell_C2), 0, 0, table_N, id_N, place_N) == (3, 1, 0)
@@ -141,13 +178,9 @@ def test_the_largest_place_and_table_are_kept():
 
 
 def test_of_equal_keys_in_one_put_the_last_counts():
-    cell_C2 = np.zeros((9, 2), np.int64)
-    table_U, id_U = arrays([(0, 4), (0, 4), (1, 4)])
-    old_U = np.empty(3, np.int64)
-    size_1 = np.zeros(1, np.int64)
-    cells_put(*shard(cell_C2), size_1, table_U, id_U, np.array([5, 6, 7]), old_U)
-    assert size_1[0] == 2
-    assert old_U.tolist() == [-1, 5, -1] and find(cell_C2, [(0, 4), (1, 4)]) == [6, 7]
+    cell_C2 = empty_cells(8)
+    assert put(cell_C2, [(0, 4), (0, 4), (1, 4)], [5, 6, 7]) == (2, [-1, 5, -1])
+    assert find(cell_C2, [(0, 4), (1, 4)]) == [6, 7]
 
 
 # ---- the index ------------------------------------------------------------------------------------------------------
@@ -185,6 +218,17 @@ def check_same(index, model, absent=()):
 
 def put_both(index, model, keys, places):
     assert index.put(*arrays(keys), np.array(places, np.int64)).tolist() == model.put(keys, places)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_put_of_many_keys_keeps_their_order(count):
+    # Many blocks of keys, put by several threads; keys come again, and the last place of each is what counts.
+    print("seed 0")
+    rng = np.random.default_rng(0)
+    table_U, id_U = rng.integers(0, 3, 50_000).astype(np.int32), rng.integers(0, 9000, 50_000)
+    index, model = HashIndex(Threads(count)), Dict()
+    put_both(index, model, list(zip(table_U.tolist(), id_U.tolist(), strict=True)), list(range(50_000)))
+    check_same(index, model)
 
 
 @pytest.mark.parametrize("count", [1, 2])
