@@ -18,9 +18,10 @@ Eager mode calls them in this order; the compiler only reorders, merges, fuses a
 eager" is one comparison.
 """
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -72,10 +73,10 @@ class Keys:
 class Bags:
     """How N ids lie in P bags."""
 
-    offset_P1: np.ndarray
+    offset_P1: Any
     """int64 [P + 1]: bag p holds the ids from offset_P1[p] to offset_P1[p + 1] - 1"""
-    bag_N: np.ndarray
-    """int32 [N]: the bag of each id"""
+    bag_N: Any
+    """int32 [N], int64 on a GPU: the bag of each id"""
 
 
 @dataclass(eq=False)
@@ -93,7 +94,7 @@ class Lease:
     """Where the lease reports that a gradient has come, for eager mode."""
     grads: list[torch.Tensor] = field(default_factory=list)
     """d loss / d rows, [N, D] or, of bags, [P, D] each, one for each backward pass."""
-    scale_N: np.ndarray | None = None
+    scale_N: Any = None
     """By what each id was multiplied on its way into its bag; None = 1."""
     released: bool = False
     order: int = field(default_factory=lambda: next(_ORDER))
@@ -156,10 +157,7 @@ class RowGrads:
     @functools.cached_property
     def all_finite(self) -> bool:
         """Whether every sum is finite. Segments are summed for it only where their terms are so large as to matter."""
-        if self.segments is not None and self.store.gpu is not None:
-            if cuda_ops.largest_magnitude(self.segments.grad_NX) * max(1, len(self.segments.order_N)) < _SUM_MAX:
-                return True
-        elif self.segments is not None:
+        if self.segments is not None and self.store.gpu is None:
             largest = largest_magnitude(self.segments.grad_NX, threads=self.store.threads)
             if self.segments.scale_N is not None:
                 scale = largest_magnitude(self.segments.scale_N, threads=self.store.threads)
@@ -204,16 +202,25 @@ def unique_keys(
         return _unique_keys_of_bags(ids, table_ids, num_tables, key_type, padding_idx, offsets)
     _check_ids(ids, table_ids, num_tables, key_type)
     id_N = ids.detach().reshape(-1).contiguous()
+    gpu = cuda_ops.gpu_of(ids)
+    check = None
     if table_ids is not None:
-        low, high = (int(x) for x in torch.aminmax(table_ids)) if table_ids.numel() and ids.numel() else (0, 0)
-        if low < 0 or high >= num_tables:
-            raise ValueError(f"table_ids must be from 0 to {num_tables - 1}, got {low} to {high}")
-        table_N = table_ids.detach().to(torch.int32).expand(ids.shape).reshape(-1).contiguous()
+        check = functools.partial(_check_tables, table_ids if ids.numel() else table_ids.reshape(-1)[:0], num_tables)
+        if gpu is None:
+            check()
+        table_ids = cuda_ops.tables_of(table_ids, num_tables)
+        table_N = table_ids.expand(ids.shape).reshape(-1).contiguous()
     else:
         table_N = _tables_of_columns(num_tables, len(id_N), ids.device)
-    if (gpu := cuda_ops.gpu_of(ids)) is not None:
-        return Keys(ids.shape, cuda_ops.unique_keys(table_N, id_N, padding_idx, gpu))
+    if gpu is not None:
+        return Keys(ids.shape, cuda_ops.unique_keys(table_N, id_N, num_tables, padding_idx, gpu, check))
     return Keys(ids.shape, kernel.unique_keys(table_N.numpy(), id_N.numpy(), padding_id=padding_idx))
+
+
+def _check_tables(table_ids: torch.Tensor, num_tables: int) -> None:
+    low, high = (int(x) for x in torch.aminmax(table_ids)) if table_ids.numel() else (0, 0)
+    if low < 0 or high >= num_tables:
+        raise ValueError(f"table_ids must be from 0 to {num_tables - 1}, got {low} to {high}")
 
 
 @functools.lru_cache(maxsize=8)
@@ -230,21 +237,44 @@ def _unique_keys_of_bags(
     padding_idx: int | None,
     offsets: torch.Tensor,
 ) -> Keys:
-    if isinstance(ids, torch.Tensor) and cuda_ops.gpu_of(ids) is not None:
-        raise NotImplementedError("bags are pooled on the CPU only; look up ids one by one and pool what comes")
-    _check_ids(ids, torch.zeros((), dtype=torch.int64), num_tables, key_type)
+    shape, offset_P1, table_P, check = _bags_of_ids(ids, table_ids, num_tables, key_type, offsets)
+    id_N = ids.detach().contiguous()
+    if (gpu := cuda_ops.gpu_of(ids)) is not None:
+        bag_N, table_N, size_2 = cuda_ops.bags_of(offset_P1, table_P, num_tables, len(ids), gpu)
+        unique: Any = cuda_ops.unique_keys(table_N, id_N, num_tables, padding_idx, gpu, check, size_2)
+        return Keys(shape, unique, Bags(offset_P1, bag_N))
+    bags, table_N = _tables_of_bags(offset_P1, table_P, num_tables, check)
+    return Keys(shape, kernel.unique_keys(table_N, id_N.numpy(), padding_id=padding_idx), bags)
+
+
+def _tables_of_bags(
+    offset_P1: torch.Tensor, table_P: torch.Tensor | None, num_tables: int, check: Callable[[], None]
+) -> tuple[Bags, np.ndarray]:
+    check()
+    if table_P is None:
+        table_P = torch.arange(num_tables, dtype=torch.int32).repeat((len(offset_P1) - 1) // num_tables)
+    bag_N = bags_of(offset_P1.numpy(), threads=_ONE_THREAD)
+    return Bags(offset_P1.numpy(), bag_N), table_P.numpy()[bag_N]
+
+
+def _bags_of_ids(
+    ids: torch.Tensor,
+    table_ids: torch.Tensor | None,
+    num_tables: int,
+    key_type: torch.dtype,
+    offsets: torch.Tensor,
+) -> tuple[torch.Size, torch.Tensor, torch.Tensor | None, Callable[[], None]]:
+    """The shape that bags of ids give, their offsets and tables, and what checks the values of both."""
+    _check_ids(ids, torch.zeros((), dtype=torch.int64, device=getattr(ids, "device", "cpu")), num_tables, key_type)
     if ids.dim() != 1:
         raise ValueError(f"ids of bags must be {key_type} [N], got {list(ids.shape)}; call ids.reshape(-1)")
-    offset_P1 = _check_offsets(offsets, len(ids))
-    bags = len(offset_P1) - 1
+    _check_offsets_kind(offsets, ids.device)
+    bags = len(offsets) - 1
     if table_ids is not None:
-        if not isinstance(table_ids, torch.Tensor) or table_ids.dtype not in _MASKS or table_ids.shape != (bags,):
-            got = (table_ids.dtype, list(table_ids.shape)) if isinstance(table_ids, torch.Tensor) else type(table_ids)
-            raise ValueError(f"table_ids must be integers, one for each of {bags} bags, got {got}")
-        low, high = (int(x) for x in torch.aminmax(table_ids)) if bags else (0, 0)
-        if low < 0 or high >= num_tables:
-            raise ValueError(f"table_ids must be from 0 to {num_tables - 1}, got {low} to {high}")
-        table_P = table_ids.detach().to(torch.int32).contiguous().numpy()
+        given = isinstance(table_ids, torch.Tensor)
+        if not given or table_ids.dtype not in _MASKS or table_ids.shape != (bags,) or table_ids.device != ids.device:
+            got = (table_ids.dtype, list(table_ids.shape), str(table_ids.device)) if given else type(table_ids)
+            raise ValueError(f"table_ids must be integers, one for each of {bags} bags, where ids are, got {got}")
         shape = torch.Size([bags])
     elif bags % num_tables:
         raise ValueError(
@@ -252,28 +282,34 @@ def _unique_keys_of_bags(
             f" {bags} bags; pass table_ids to say which table each bag is of"
         )
     else:
-        table_P = np.tile(np.arange(num_tables, dtype=np.int32), bags // num_tables)
         shape = torch.Size([bags]) if num_tables == 1 else torch.Size([bags // num_tables, num_tables])
-    bag_N = bags_of(offset_P1, threads=_ONE_THREAD)
-    id_N = ids.detach().contiguous().numpy()
-    unique = kernel.unique_keys(table_P[bag_N], id_N, padding_id=padding_idx)
-    return Keys(shape, unique, Bags(offset_P1, bag_N))
+    offset_P1 = offsets.detach().to(torch.int64).contiguous()
+    table_P = None if table_ids is None else cuda_ops.tables_of(table_ids, num_tables).contiguous()
+
+    def check() -> None:
+        _check_offsets(offset_P1, len(ids))
+        if table_ids is not None:
+            _check_tables(table_ids, num_tables)
+
+    return shape, offset_P1, table_P, check
 
 
-def _check_offsets(offsets: torch.Tensor, ids: int) -> np.ndarray:
-    if not isinstance(offsets, torch.Tensor) or offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1:
-        got = (offsets.dtype, list(offsets.shape)) if isinstance(offsets, torch.Tensor) else type(offsets).__name__
+def _check_offsets_kind(offsets: torch.Tensor, device: torch.device) -> None:
+    given = isinstance(offsets, torch.Tensor)
+    if not given or offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1 or len(offsets) == 0:
+        got = (offsets.dtype, list(offsets.shape)) if given else type(offsets).__name__
         raise TypeError(f"offsets must be an int64 tensor of shape [bags + 1], got {got}")
-    if offsets.device.type != "cpu":
-        raise ValueError(f"offsets must be on the CPU, where the embedding is, got {offsets.device}")
-    offset_P1 = offsets.detach().to(torch.int64).contiguous().numpy()
-    ordered = len(offset_P1) > 0 and bool((offset_P1[1:] >= offset_P1[:-1]).all())
+    if offsets.device != device:
+        raise ValueError(f"offsets must be on {device}, where the ids are, got {offsets.device}")
+
+
+def _check_offsets(offset_P1: torch.Tensor, ids: int) -> None:
+    ordered = bool((offset_P1[1:] >= offset_P1[:-1]).all())
     if not ordered or offset_P1[0] != 0 or offset_P1[-1] != ids:
         raise ValueError(
             f"offsets must begin with 0, never fall, and end with the number of ids, {ids}; got"
             f" {offset_P1[:3].tolist()} ... {offset_P1[-1:].tolist()} (nn.EmbeddingBag's include_last_offset=True)"
         )
-    return offset_P1
 
 
 def _check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, key_type: torch.dtype) -> None:
@@ -311,6 +347,8 @@ def _check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: in
 
 def stage(store: EmbeddingStore, keys: Keys) -> Staged:
     """Read known rows of a coming lookup and pin them, as far as there is room, on any thread; insert nothing."""
+    if store.gpu is not None:
+        return store.stage_on_gpu(keys.unique)
     return store.stage(keys.unique.table_U, keys.unique.id_U)
 
 
@@ -327,7 +365,11 @@ def admit(store: EmbeddingStore, keys: Keys, pending: list[Lease] | None = None,
     _check_place(store, keys)
     if not store.built:
         store.build(None, np.empty(0, np.float32))
-    slot_U = store.admit(keys.unique.table_U, keys.unique.id_U, staged)
+    if store.gpu is not None:
+        slot_U, unique = store.admit_on_gpu(keys.unique, staged)
+        keys = dataclasses.replace(keys, unique=unique)
+    else:
+        slot_U = store.admit(keys.unique.table_U, keys.unique.id_U, staged)
     return Lease(store, keys, slot_U, store.generation, pending)
 
 
@@ -360,9 +402,6 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, weight: torch.Tensor, lease: Lease, scales: torch.Tensor | None) -> torch.Tensor:
         ctx.lease = lease
         store = lease.store
-        if store.gpu is not None:
-            out_ND = cuda_ops.gather(store.weight_SX, lease.slot_U, lease.keys.unique, store.layout, store.gpu)
-            return out_ND.view(*lease.keys.shape, store.layout.dim)
         return _read(store, store.weight_SX, lease.slot_U, lease.keys, lease.scale_N)
 
     @staticmethod
@@ -379,6 +418,8 @@ class _Gather(torch.autograd.Function):
 def _grad_of_scales(lease: Lease, grad_PD: torch.Tensor) -> torch.Tensor:
     bags, store = lease.keys.bags, lease.store
     assert bags is not None
+    if store.gpu is not None:
+        return cuda_ops.scale_grads(store.weight_SX, lease.slot_U, lease.keys, _bits(grad_PD), store.gpu)
     out_N = scale_grads(
         store.weight_SX, lease.slot_U, lease.keys.unique.inverse_N, bags.bag_N, _bits(grad_PD).numpy(),
         threads=store.threads,
@@ -386,10 +427,10 @@ def _grad_of_scales(lease: Lease, grad_PD: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(out_N)
 
 
-def _read(
-    store: EmbeddingStore, weight_SX: np.ndarray, slot_U: np.ndarray, keys: Keys, scale_N: np.ndarray | None
-) -> torch.Tensor:
+def _read(store: EmbeddingStore, weight_SX: Any, slot_U: Any, keys: Keys, scale_N: Any) -> torch.Tensor:
     """The weights of each id, or of each bag, from the rows in slot_U."""
+    if store.gpu is not None:
+        return cuda_ops.read_rows(weight_SX, slot_U, keys, scale_N, store.layout, store.gpu)
     dim, inverse_N = store.layout.dim, keys.unique.inverse_N
     out = torch.empty(*keys.shape, dim, dtype=_DTYPES[store.layout.dtype])
     out_ND = _bits(out).reshape(-1, dim).numpy()
@@ -435,16 +476,20 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
     if not given or per_sample_weights.dtype != torch.float32 or per_sample_weights.shape != (ids,):
         got = (per_sample_weights.dtype, list(per_sample_weights.shape)) if given else type(per_sample_weights)
         raise TypeError(f"per_sample_weights must be float32, one for each of {ids} ids, got {got}")
+    device = cuda_ops.device_of(keys.unique) or torch.device("cpu")
+    if per_sample_weights.device != device:
+        raise ValueError(f"per_sample_weights must be on {device}, where ids are, got {per_sample_weights.device}")
 
 
-def _scales(
-    keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: EmbeddingStore
-) -> np.ndarray | None:
+def _scales(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: EmbeddingStore) -> Any:
     check_pooling(keys, per_sample_weights, pooling)
     if per_sample_weights is not None:
-        return per_sample_weights.detach().contiguous().numpy()
+        scale_N = per_sample_weights.detach().contiguous()
+        return scale_N if store.gpu is not None else scale_N.numpy()
     if keys.bags is None or pooling == "sum":
         return None
+    if store.gpu is not None:
+        return cuda_ops.mean_scales(keys.bags.offset_P1, keys.unique.inverse_N, store.gpu)
     return mean_scales(keys.bags.offset_P1, keys.unique.inverse_N, threads=store.threads)
 
 
@@ -452,14 +497,15 @@ def peek(
     store: EmbeddingStore, keys: Keys, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
 ) -> torch.Tensor:
     """What `gather` gives without inserting: an unknown id reads as its initial value. It has no gradient."""
-    scale_N = _scales(keys, per_sample_weights, pooling, store)
-    unique = keys.unique
     _check_place(store, keys)
-    if store.gpu is not None:
-        row_UW = store.read_on_gpu(unique.table_U, unique.id_U)
+    unique = keys.unique
+    if store.gpu is not None:  # tables and offsets are checked here, before anything is read by them
+        row_UW, unique = store.read_on_gpu(unique)
+        keys = dataclasses.replace(keys, unique=unique)
+        scale_N = _scales(keys, per_sample_weights, pooling, store)
         slot_U = torch.arange(len(row_UW), device=row_UW.device)
-        out_ND = cuda_ops.gather(store.layout.weights(row_UW), slot_U, unique, store.layout, store.gpu)
-        return out_ND.view(*keys.shape, store.layout.dim)
+        return _read(store, store.layout.weights(row_UW), slot_U, keys, scale_N)
+    scale_N = _scales(keys, per_sample_weights, pooling, store)
     weight_UX = store.layout.weights(store.read(unique.table_U, unique.id_U))
     return _read(store, weight_UX, np.arange(len(unique.id_U)), keys, scale_N)
 
@@ -477,7 +523,7 @@ def reduce_grads(leases: Sequence[Lease]) -> RowGrads | None:
     table_N, id_N = (join([getattr(part, name) for part in parts]) for name in ("table_U", "id_U"))
     slot_N, grad_ND = (join([getattr(part, name) for part in parts]) for name in ("slot_U", "grad_UD"))
     if store.gpu is not None:
-        keys = cuda_ops.unique_keys(table_N, id_N, None, store.gpu)
+        keys = cuda_ops.merged_keys(table_N, id_N, store.gpu)
         return RowGrads(
             store, parts[0].generation, keys.table_U, keys.id_U, slot_N[keys.head_U],
             segments=cuda_ops.segments_of(grad_ND, keys, store.gpu),
@@ -497,10 +543,10 @@ def _reduce(lease: Lease) -> RowGrads:
             "the rows of a lookup were replaced (load_snapshot, clear) before its update; look up again after loading"
         )
     segments: Any
+    bag_N = None if lease.keys.bags is None else lease.keys.bags.bag_N
     if store.gpu is not None:
-        segments = cuda_ops.segments_of(_bits(grad_ND), unique, store.gpu)
+        segments = cuda_ops.segments_of(_bits(grad_ND), unique, store.gpu, bag_N, lease.scale_N)
     else:
-        bag_N = None if lease.keys.bags is None else lease.keys.bags.bag_N
         segments = Segments(_bits(grad_ND).numpy(), *unique.occurrences(bag_N, lease.scale_N))
     return RowGrads(store, lease.generation, unique.table_U, unique.id_U, lease.slot_U, segments=segments)
 
@@ -520,7 +566,7 @@ def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads |
             rows = optimizer.rows_of(grad.store) if grad is not None else None
             if rows is not None:
                 rows[0].check(rows[1])
-    found = _find_nonfinite(optimizers, grads)
+    found = None if _small_on_gpu(optimizers, grads) else _find_nonfinite(optimizers, grads)
     if found is None:
         return True
     if scaler is None and not all(optimizer.skip_nonfinite for optimizer in optimizers):
@@ -531,6 +577,33 @@ def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads |
     for optimizer in optimizers:
         optimizer.skipped += 1
     return False
+
+
+def _small_on_gpu(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None]) -> bool:
+    """Whether rows are on a GPU and all gradients are so small there that every sum is finite: one wait for all."""
+    gpu = next((grad.store.gpu for grad in grads if grad is not None and grad.store.gpu is not None), None)
+    if gpu is None or not all(grad is None or grad.store.gpu is not None for grad in grads):
+        return False
+    dense = [
+        parameter.grad
+        for optimizer in optimizers
+        for group in optimizer.optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+    arrays, terms = [], []  # terms[k]: of how many values of arrays[k] a sum may be made
+    for grad in grads:
+        if grad is not None and grad.segments is not None:
+            arrays.append((grad.segments.grad_NX, grad.segments.scale_N))
+            terms.append(len(grad.segments.order_N))
+        elif grad is not None:
+            arrays.append((grad.grad_UD, None))
+            terms.append(1)
+    largest = cuda_ops.magnitudes(arrays, dense, gpu)
+    # Written so that NaN is not below.
+    return largest[-1] < np.inf and all(
+        one * max(1, count) < _SUM_MAX for one, count in zip(largest, terms, strict=False)
+    )
 
 
 def _find_nonfinite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None]) -> str | None:

@@ -1,19 +1,18 @@
-"""Copies rows between a slab and batch arrays on the GPU, and pools them.  S slots, N ids, U keys, P bags, D weights.
+"""Copies rows between a slab and batch arrays on the GPU.  S slots, N ids, U keys, D weights.
 
 Copies move bits, 16 bytes at a time where every row is aligned to that. A group of threads shares a row.
 """
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from oneemb.kernels.jit import cuda, load, move, rule, store
+from oneemb.kernels.jit import cuda, move
 
 if TYPE_CHECKING:
     from oneemb.kernels.launch import Gpu
 
-__all__ = ["copy_rows_in_cuda", "copy_rows_out_cuda", "gather_cuda", "pool_cuda"]
+__all__ = ["copy_rows_in_cuda", "copy_rows_out_cuda", "gather_cuda"]
 
 V = 1  # elements a thread takes at a time; `at(V=...)` sets it
 
@@ -87,73 +86,3 @@ def copy_rows_in_cuda(row_SW: torch.Tensor, slot_U: torch.Tensor, row_UW: torch.
     gpu.run_rows(
         copy_in_loop.at(V=v), len(slot_U), width // v, row_SW.view(torch.int32), slot_U, row_UW.view(torch.int32)
     )
-
-
-@rule
-def _weighed(sum, weight, x):
-    return sum + weight * x
-
-
-@rule
-def _mean(sum, count):
-    return sum / np.float32(count)
-
-
-@cuda
-def pool_loop(weight_SX, slot_U, inverse_N, begin_P1, scale_N, mean, out_PD):
-    """out_PD[p] = sum of scale_N[n] * weights of id n over n in begin_P1[p] .. begin_P1[p + 1], in that order, float32.
-
-    scale_N of length 0 stands for ones. `mean` divides by the number of ids that are not padding.
-    """
-    sum_V = cuda.local.array(V, np.float32)
-    x_V = cuda.local.array(V, np.float32)
-    dim = out_PD.shape[1]
-    p = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
-    while p < begin_P1.shape[0] - 1:
-        for d in range(cuda.threadIdx.x * V, dim, cuda.blockDim.x * V):
-            for i in range(V):
-                sum_V[i] = 0
-            count = 0
-            for n in range(begin_P1[p], begin_P1[p + 1]):
-                u = inverse_N[n]
-                if u >= 0:
-                    count += 1
-                    load(x_V, weight_SX, slot_U[u], d)
-                    scale = scale_N[n] if scale_N.shape[0] > 0 else np.float32(1)
-                    for i in range(V):
-                        sum_V[i] = _weighed(sum_V[i], scale, x_V[i])
-            if mean and count > 0:
-                for i in range(V):
-                    sum_V[i] = _mean(sum_V[i], count)
-            store(out_PD, p, d, sum_V)
-        p += cuda.gridDim.x * cuda.blockDim.y
-
-
-def pool_cuda(
-    weight_SX: torch.Tensor,
-    slot_U: torch.Tensor,
-    inverse_N: torch.Tensor,
-    begin_P1: torch.Tensor,
-    scale_N: torch.Tensor | None,
-    out_PD: torch.Tensor,
-    *,
-    mean: bool,
-    gpu: "Gpu",
-) -> None:
-    """The rows of each bag summed in float32, in the order of its ids, rounded once to the dtype of `out_PD`.
-
-    Args:
-        inverse_N: int64 [N], the key of each id; -1, padding, counts for nothing.
-        begin_P1: int64 [P + 1], where each bag begins among the ids.
-        scale_N: float32 [N], what each row is multiplied with; None = 1.
-        out_PD: [P, D], bits of float32, float16 or bfloat16, of the dtype of `weight_SX`.
-        mean: divide by the number of ids; a bag without any is zeros.
-    """
-    from oneemb.kernels.launch import vector_width
-
-    bags, dim = out_PD.shape
-    v = vector_width(dim, weight_SX, out_PD)
-    scale_N = gpu.empty(0, dtype=torch.float32) if scale_N is None else scale_N
-    gpu.run_rows(
-        pool_loop.at(V=v), bags, dim // v, weight_SX, slot_U, inverse_N, begin_P1, scale_N, mean, out_PD
-    )  # fmt: skip

@@ -56,6 +56,7 @@ class Gpu:
     Attributes:
         device: where the tensors of loops live: the GPU, or in the simulator the CPU.
         launches: loops launched so far.
+        waits: times that a host thread has waited for numbers of the device so far.
 
     Raises:
         RuntimeError: PyTorch has no CUDA, there is no GPU or its driver is too old; the message says what to install.
@@ -63,7 +64,8 @@ class Gpu:
     """
 
     def __init__(self, device: torch.device | str = "cuda"):
-        self.launches = 0
+        self.launches = self.waits = 0
+        self._buffers = threading.local()
         if SIMULATED:
             self.device = torch.device("cpu")
             return
@@ -90,6 +92,20 @@ class Gpu:
     def put(self, array: np.ndarray) -> torch.Tensor:
         """A copy of an array on the device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, copy=True)
+
+    def read(self, tensor: torch.Tensor) -> list[Any]:
+        """The few numbers of a tensor, int64 or float64, once the current stream has come to them: the host waits."""
+        self.waits += 1
+        if self.device.type != "cuda":
+            return tensor.reshape(-1).tolist()
+        name = str(tensor.dtype)
+        buffer = getattr(self._buffers, name, None)
+        if buffer is None or len(buffer) < tensor.numel():
+            buffer = torch.empty(max(64, tensor.numel()), dtype=tensor.dtype, pin_memory=True)
+            setattr(self._buffers, name, buffer)  # of this thread, so that nobody else writes it meanwhile
+        found = buffer[: tensor.numel()].copy_(tensor.reshape(-1), non_blocking=True)
+        torch.cuda.current_stream(self.device).synchronize()
+        return found.tolist()
 
     def run(self, loop: CudaLoop, size: int, *args: Any) -> None:
         """Launch a loop in which each thread takes one of `size` things at a time."""

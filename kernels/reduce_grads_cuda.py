@@ -1,6 +1,7 @@
 """Sums the gradients of each unique key on the GPU.  N ids, U unique keys, D weights, P parts.
 
     grad_UD[u] = sum of grad_NX[n] over the occurrences n of key u, in float32
+    of bags:     sum of scale_N[n] * grad_PX[bag of n]
 
 Invariant: the order of the sum is a function of the batch alone. Up to 64 occurrences are summed in batch order, as
 on the CPU and to the same bits; a key with more is summed in parts of 64, and the parts in order, so that no thread
@@ -19,21 +20,24 @@ from oneemb.kernels.jit import cuda, float_bits, load, rule, store
 if TYPE_CHECKING:
     from oneemb.kernels.launch import Gpu
 
-__all__ = ["PART", "Segments", "reduce_grads_cuda", "scatter_grads_cuda", "segments_of", "sum_segment"]
+__all__ = ["PART", "Segments", "owner_of", "reduce_grads_cuda", "scatter_grads_cuda", "segments_of", "sum_segment"]
 
 PART = 64
 """Occurrences of a part."""
 
 V = 1
+SCALED = False  # whether gradients are multiplied on their way into the sum; `at(SCALED=True)` sets it
 
 
 class Segments(NamedTuple):
     """Where each key's gradients lie; see `segments_of`."""
 
     grad_NX: torch.Tensor
-    """[N, D]: bits of float32, float16 or bfloat16"""
+    """[N, D], or [P, D] of bags: bits of float32, float16 or bfloat16"""
     order_N: torch.Tensor
-    """int64 [N]: the ids, key by key"""
+    """int64 [N]: the rows of grad_NX, key by key"""
+    scale_N: torch.Tensor
+    """float32 [N]: by what each is multiplied, in the order of order_N; of length 0 for ones"""
     begin_U1: torch.Tensor
     """int64 [U + 1]: where each key's begin in order_N"""
     part_U1: torch.Tensor
@@ -46,6 +50,10 @@ class Segments(NamedTuple):
         """U, D: that of the gradients once they are summed."""
         return self.begin_U1.shape[0] - 1, self.grad_NX.shape[1]
 
+    @property
+    def scaled(self) -> bool:
+        return self.scale_N.shape[0] > 0
+
 
 @rule
 def is_nonfinite(x):
@@ -57,8 +65,13 @@ def plus(x, y):
     return x + y
 
 
+@rule
+def times(x, scale):
+    return x * scale
+
+
 @cuda.inner
-def _owner_of(part_U1, p):
+def owner_of(part_U1, p):
     """The key whose parts hold part p: the last u with part_U1[u] <= p."""
     low = 0
     high = part_U1.shape[0] - 1
@@ -69,6 +82,15 @@ def _owner_of(part_U1, p):
         else:
             high = middle
     return low
+
+
+@cuda.inner
+def term(x_V, grad_NX, order_N, scale_N, k, d):
+    """x_V = what occurrence k adds at weights d .. d + V."""
+    load(x_V, grad_NX, order_N[k], d)
+    if SCALED:
+        for i in range(V):
+            x_V[i] = times(x_V[i], scale_N[k])
 
 
 @cuda
@@ -82,20 +104,20 @@ def count_parts_loop(begin_U1, count_U):
 
 
 @cuda
-def sum_parts_loop(grad_NX, order_N, begin_U1, part_U1, part_PD):
+def sum_parts_loop(grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD):
     """Sum each part in batch order."""
     sum_V = cuda.local.array(V, np.float32)
     x_V = cuda.local.array(V, np.float32)
     parts = part_U1[part_U1.shape[0] - 1]
     p = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while p < parts:
-        u = _owner_of(part_U1, p)
+        u = owner_of(part_U1, p)
         begin = begin_U1[u] + (p - part_U1[u]) * PART
         end = min(begin + PART, begin_U1[u + 1])
         for d in range(cuda.threadIdx.x * V, part_PD.shape[1], cuda.blockDim.x * V):
-            load(sum_V, grad_NX, order_N[begin], d)
+            term(sum_V, grad_NX, order_N, scale_N, begin, d)
             for k in range(begin + 1, end):
-                load(x_V, grad_NX, order_N[k], d)
+                term(x_V, grad_NX, order_N, scale_N, k, d)
                 for i in range(V):
                     sum_V[i] = plus(sum_V[i], x_V[i])
             store(part_PD, p, d, sum_V)
@@ -103,7 +125,7 @@ def sum_parts_loop(grad_NX, order_N, begin_U1, part_U1, part_PD):
 
 
 @cuda.inner
-def sum_segment(sum_V, grad_NX, order_N, begin_U1, part_U1, part_PD, u, d):
+def sum_segment(sum_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d):
     """sum_V = the summed gradient of key u at weights d .. d + V."""
     x_V = cuda.local.array(V, np.float32)
     begin = part_U1[u]
@@ -115,21 +137,21 @@ def sum_segment(sum_V, grad_NX, order_N, begin_U1, part_U1, part_PD, u, d):
             for i in range(V):
                 sum_V[i] = plus(sum_V[i], x_V[i])
     else:
-        load(sum_V, grad_NX, order_N[begin_U1[u]], d)
+        term(sum_V, grad_NX, order_N, scale_N, begin_U1[u], d)
         for k in range(begin_U1[u] + 1, begin_U1[u + 1]):
-            load(x_V, grad_NX, order_N[k], d)
+            term(x_V, grad_NX, order_N, scale_N, k, d)
             for i in range(V):
                 sum_V[i] = plus(sum_V[i], x_V[i])
 
 
 @cuda
-def reduce_loop(grad_NX, order_N, begin_U1, part_U1, part_PD, grad_UD, finite_U):
+def reduce_loop(grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, grad_UD, finite_U):
     """Write each key's sum; finite_U[u] turns 0 where a value of it is not finite."""
     sum_V = cuda.local.array(V, np.float32)
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while u < grad_UD.shape[0]:
         for d in range(cuda.threadIdx.x * V, grad_UD.shape[1], cuda.blockDim.x * V):
-            sum_segment(sum_V, grad_NX, order_N, begin_U1, part_U1, part_PD, u, d)
+            sum_segment(sum_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
             store(grad_UD, u, d, sum_V)
             for i in range(V):
                 if is_nonfinite(sum_V[i]):
@@ -152,28 +174,38 @@ def scatter_loop(grad_NX, inverse_N, grad_UD):
         n += cuda.gridDim.x * cuda.blockDim.y
 
 
-def segments_of(grad_NX: torch.Tensor, order_N: torch.Tensor, begin_U1: torch.Tensor, *, gpu: "Gpu") -> Segments:
+def segments_of(
+    grad_NX: torch.Tensor,
+    order_N: torch.Tensor,
+    begin_U1: torch.Tensor,
+    bag_N: torch.Tensor | None = None,
+    scale_N: torch.Tensor | None = None,
+    *,
+    gpu: "Gpu",
+) -> Segments:
     """Make the sums of hot keys' parts, so that every key is a short walk.
 
     Args:
-        grad_NX: [N, D], C-contiguous, bits of float32, float16 (uint16) or bfloat16 (int16).
+        grad_NX: [N, D], or [P, D] of bags; C-contiguous, bits of float32, float16 (uint16) or bfloat16 (int16).
         order_N, begin_U1: of `oneemb.kernels.unique_keys_cuda.occurrences`.
+        bag_N: int64 [N], the row of grad_NX for each id; None = its own.
+        scale_N: float32 [N], by what that is multiplied; None = 1.
     """
     from oneemb.kernels.launch import vector_width
 
-    size, dim = grad_NX.shape
-    keys = begin_U1.shape[0] - 1
+    dim, size, keys = grad_NX.shape[1], len(order_N), len(begin_U1) - 1
+    scale_N = gpu.empty(0, dtype=torch.float32) if scale_N is None else scale_N[order_N]
+    order_N = order_N if bag_N is None else bag_N[order_N]
     count_U = gpu.empty(keys, dtype=torch.int64)
     gpu.run(count_parts_loop, keys, begin_U1, count_U)
     part_U1 = gpu.full(keys + 1, value=0, dtype=torch.int64)
     torch.cumsum(count_U, 0, out=part_U1[1:])
     # More parts than that cannot be: a key with any has more than PART occurrences, and so a part for every half PART.
     part_PD = gpu.empty(2 * size // PART if size > PART else 0, dim, dtype=torch.float32)
+    segments = Segments(grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD)
     v = vector_width(dim, grad_NX, part_PD)
-    gpu.run_rows(
-        sum_parts_loop.at(V=v), part_PD.shape[0], dim // v, grad_NX, order_N, begin_U1, part_U1, part_PD
-    )  # fmt: skip
-    return Segments(grad_NX, order_N, begin_U1, part_U1, part_PD)
+    gpu.run_rows(sum_parts_loop.at(V=v, SCALED=segments.scaled), part_PD.shape[0], dim // v, *segments)
+    return segments
 
 
 def reduce_grads_cuda(segments: Segments, *, gpu: "Gpu") -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,7 +216,7 @@ def reduce_grads_cuda(segments: Segments, *, gpu: "Gpu") -> tuple[torch.Tensor, 
     grad_UD = gpu.empty(keys, dim, dtype=torch.float32)
     finite_U = gpu.full(keys, value=True, dtype=torch.bool)
     v = vector_width(dim, segments.grad_NX, segments.part_PD, grad_UD)
-    gpu.run_rows(reduce_loop.at(V=v), keys, dim // v, *segments, grad_UD, finite_U)
+    gpu.run_rows(reduce_loop.at(V=v, SCALED=segments.scaled), keys, dim // v, *segments, grad_UD, finite_U)
     return grad_UD, finite_U
 
 

@@ -28,7 +28,7 @@ V = 1
 
 
 @cuda.inner
-def given(g_V, grad_UD, order_N, begin_U1, part_U1, part_PD, u, d):
+def given(g_V, grad_UD, order_N, scale_N, begin_U1, part_U1, part_PD, u, d):
     """The gradient as it lies in grad_UD."""
     load(g_V, grad_UD, u, d)
 
@@ -77,7 +77,9 @@ optimizer: Any = None
 
 
 @cuda
-def element_loop(weight_SX, row_SW, slot_U, grad_NX, order_N, begin_U1, part_U1, part_PD, go_1, state_begin, scalars):
+def element_loop(
+    weight_SX, row_SW, slot_U, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, go_1, state_begin, scalars
+):
     """One step of an optimizer that looks at one weight at a time."""
     g_V = cuda.local.array(V, np.float32)
     dim = grad_NX.shape[1]
@@ -85,7 +87,7 @@ def element_loop(weight_SX, row_SW, slot_U, grad_NX, order_N, begin_U1, part_U1,
     while u < slot_U.shape[0] and go_1[0] != 0:
         s = slot_U[u]
         for d in range(cuda.threadIdx.x * V, dim, cuda.blockDim.x * V):
-            gradient(g_V, grad_NX, order_N, begin_U1, part_U1, part_PD, u, d)
+            gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
             elements(weight_SX, row_SW, s, d, state_begin, dim, g_V, scalars)
         u += cuda.gridDim.x * cuda.blockDim.y
 
@@ -120,13 +122,15 @@ def run_row_update_cuda(
     if isinstance(grad, Segments):
         arrays, how = grad, sum_segment
     else:
-        none = gpu.empty(0, dtype=torch.int64)
-        arrays, how = Segments(grad, none, none, none, gpu.empty(0, grad.shape[1], dtype=torch.float32)), given
+        none, no_scale = gpu.empty(0, dtype=torch.int64), gpu.empty(0, dtype=torch.float32)
+        no_part = gpu.empty(0, grad.shape[1], dtype=torch.float32)
+        arrays, how = Segments(grad, none, no_scale, none, none, no_part), given
     go_1 = gpu.full(1, value=1, dtype=torch.int64) if go_1 is None else go_1
     dim = arrays.grad_NX.shape[1]
     v = vector_width(dim, weight_SX, row_SW, arrays.grad_NX, arrays.part_PD)
     v = v if state_begin % 4 == 0 else 1
+    loop = loop.at(V=v, gradient=how, SCALED=arrays.scaled)
     gpu.run_rows(
-        loop.at(V=v, gradient=how), len(slot_U), dim // v, weight_SX, row_SW, slot_U, *arrays, go_1, state_begin,
+        loop, len(slot_U), dim // v, weight_SX, row_SW, slot_U, *arrays, go_1, state_begin,
         tuple(scalar for scalar in scalars if scalar is not None),
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """What a lookup does to the slots it finds, on the GPU: pins and scores.  U keys, S slots.
 
-Invariant: the keys of a launch are distinct, and so are the slots of their rows: no two threads write one slot.
+Invariants: the keys of a launch are distinct, and so are the slots of their rows: no two threads of it write one
+slot; pins are counted with atomics, since a launch on another stream may pin or release the same slot meanwhile.
 """
 
 from oneemb.kernels.hash_index_cuda import seek
@@ -12,21 +13,26 @@ _PLACE_MASK = (1 << 40) - 1
 
 
 @cuda
-def admit_loop(cell_C2, table_U, id_U, pin_S, score_S, pins, tick, count_U, slot_U, missed_1):
-    """slot_U[u] = the slot of key u, pinned `pins` times more; -1 and one more in missed_1 where there is none.
+def admit_loop(cell_C2, table_U, id_U, size_2, pin_S, score_S, pins, tick, count_U, slot_U, count_3):
+    """slot_U[u] = the slot of key u, pinned `pins` times more; -1 where there is none: for the first size_2[0] keys.
 
     A slot's score becomes `tick`, the time of this use; with tick 0 it grows by count_U[u], or 1 if count_U is empty.
+    count_3: keys that have no slot are added to its first value; the others become those of size_2.
     """
     u = cuda.grid(1)
-    while u < id_U.shape[0]:
+    if u == 0:
+        count_3[1] = size_2[0]
+        count_3[2] = size_2[1]
+    while u < size_2[0]:
         c = seek(cell_C2, table_U[u], id_U[u])
         if c < 0:
             slot_U[u] = -1
-            cuda.atomic.add(missed_1, 0, 1)
+            cuda.atomic.add(count_3, 0, 1)
         else:
             s = (cell_C2[c, 1] & _PLACE_MASK) - 1
             slot_U[u] = s
-            pin_S[s] += pins
+            if pins > 0:
+                cuda.atomic.add(pin_S, s, 1)
             if tick > 0:
                 score_S[s] = tick
             elif count_U.shape[0] > 0:
@@ -38,10 +44,11 @@ def admit_loop(cell_C2, table_U, id_U, pin_S, score_S, pins, tick, count_U, slot
 
 @cuda
 def release_loop(slot_U, pin_S):
-    """Unpin slots, each once."""
+    """Unpin slots, each once; -1 is none."""
     u = cuda.grid(1)
     while u < slot_U.shape[0]:
-        pin_S[slot_U[u]] -= 1
+        if slot_U[u] >= 0:
+            cuda.atomic.sub(pin_S, slot_U[u], 1)
         u += cuda.gridsize(1)
 
 

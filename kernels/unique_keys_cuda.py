@@ -6,10 +6,11 @@ occurrences gives the unique keys in batch order whatever order the threads ran 
 
 The occurrences of key u, in batch order:  order_N[begin_U1[u]], ..., order_N[begin_U1[u + 1] - 1]
 
-The arrays of unique keys have room for N; how many there are is known on the device (`size_1`), so that the next
-loops can go on without asking.
+The arrays of unique keys have room for N; how many there are is known on the device (`size_2`), and so is whether
+the tables of ids were as they must be, so that the next loops can go on without asking.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,7 +21,10 @@ from oneemb.kernels.jit import cuda
 if TYPE_CHECKING:
     from oneemb.kernels.launch import Gpu
 
-__all__ = ["DeviceKeys", "occurrences", "unique_keys_cuda"]
+__all__ = ["TABLES_MAX", "DeviceKeys", "occurrences", "unique_keys_cuda"]
+
+TABLES_MAX = 1 << 23
+"""Tables that the index can tell apart."""
 
 _EMPTY = 1 << 62
 
@@ -34,10 +38,12 @@ class DeviceKeys(NamedTuple):
     """int64"""
     head_U: torch.Tensor
     """int64: the first occurrence of each key"""
-    size_1: torch.Tensor
-    """int64 [1]: U"""
+    size_2: torch.Tensor
+    """int64 [2]: U, and whether tables, or offsets of bags, are not as they must be"""
     inverse_N: torch.Tensor
     """int64 [N]: the unique key of each id; -1 for padding"""
+    check: Callable[[], object] | None = None
+    """Raises what is wrong with tables and offsets; None = nothing can be."""
 
     def cut(self, size: int) -> "DeviceKeys":
         """The same with the room beyond the U = `size` keys cut off."""
@@ -45,11 +51,16 @@ class DeviceKeys(NamedTuple):
 
 
 @cuda
-def claim_loop(table_N, id_N, padded, padding_id, cell_C, cell_N):
-    """cell_N[n] = the cell of the key of id n, -1 for padding; cell_C[c] = its least n."""
+def claim_loop(table_N, id_N, tables, padded, padding_id, cell_C, cell_N, size_2):
+    """cell_N[n] = the cell of the key of id n, -1 for padding; cell_C[c] = its least n.
+
+    size_2[1] turns 1 where a table is not one of `tables`.
+    """
     cells = cell_C.shape[0]
     n = cuda.grid(1)
     while n < id_N.shape[0]:
+        if table_N[n] < 0 or table_N[n] >= tables:
+            size_2[1] = 1
         if padded and id_N[n] == padding_id:
             cell_N[n] = -1
         else:
@@ -82,7 +93,7 @@ def first_loop(cell_C, cell_N, first_N):
 
 
 @cuda
-def collect_loop(table_N, id_N, cell_C, cell_N, rank_N, table_U, id_U, head_U, size_1, inverse_N):
+def collect_loop(table_N, id_N, cell_C, cell_N, rank_N, table_U, id_U, head_U, size_2, inverse_N):
     """Write each key at its rank, and each id's key."""
     n = cuda.grid(1)
     while n < cell_N.shape[0]:
@@ -97,7 +108,7 @@ def collect_loop(table_N, id_N, cell_C, cell_N, rank_N, table_U, id_U, head_U, s
                 id_U[u] = id_N[n]
                 head_U[u] = n
         if n == cell_N.shape[0] - 1:
-            size_1[0] = rank_N[n]
+            size_2[0] = rank_N[n]
         n += cuda.gridsize(1)
 
 
@@ -116,21 +127,32 @@ def begin_loop(sorted_N, begin_U1):
 
 
 def unique_keys_cuda(
-    table_N: torch.Tensor, id_N: torch.Tensor, *, padding_id: int | None = None, gpu: "Gpu"
+    table_N: torch.Tensor,
+    id_N: torch.Tensor,
+    *,
+    tables: int = TABLES_MAX,
+    padding_id: int | None = None,
+    size_2: torch.Tensor | None = None,
+    gpu: "Gpu",
 ) -> DeviceKeys:
-    """The unique keys among (table_N int32, id_N int32 or int64), leaving out ids that equal `padding_id`."""
+    """The unique keys among (table_N int32, id_N int32 or int64), leaving out ids that equal `padding_id`.
+
+    Args:
+        tables: tables there are; an id of another is noted in `size_2`.
+        size_2: zeros, or what was found wrong before.
+    """
     size = id_N.shape[0]
     cell_C = gpu.full(2 * size + 1, value=_EMPTY, dtype=torch.int64)
     cell_N, first_N, head_U, id_U, inverse_N = (gpu.empty(size, dtype=torch.int64) for _ in range(5))
     table_U = gpu.empty(size, dtype=torch.int32)
-    size_1 = gpu.full(1, value=0, dtype=torch.int64)
-    gpu.run(claim_loop, size, table_N, id_N, padding_id is not None, padding_id or 0, cell_C, cell_N)
+    size_2 = gpu.full(2, value=0, dtype=torch.int64) if size_2 is None else size_2
+    gpu.run(claim_loop, size, table_N, id_N, tables, padding_id is not None, padding_id or 0, cell_C, cell_N, size_2)
     gpu.run(first_loop, size, cell_C, cell_N, first_N)
     rank_N = first_N.cumsum(0)
     gpu.run(
-        collect_loop, size, table_N, id_N, cell_C, cell_N, rank_N, table_U, id_U, head_U, size_1, inverse_N
+        collect_loop, size, table_N, id_N, cell_C, cell_N, rank_N, table_U, id_U, head_U, size_2, inverse_N
     )  # fmt: skip
-    return DeviceKeys(table_U, id_U, head_U, size_1, inverse_N)
+    return DeviceKeys(table_U, id_U, head_U, size_2, inverse_N)
 
 
 def occurrences(inverse_N: torch.Tensor, keys: int, *, gpu: "Gpu") -> tuple[torch.Tensor, torch.Tensor]:

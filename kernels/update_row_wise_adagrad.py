@@ -80,7 +80,7 @@ _BLOCK_MAX = 256
 
 @cuda
 def row_wise_adagrad_loop(
-    weight_SX, row_SW, slot_U, grad_NX, order_N, begin_U1, part_U1, part_PD, go_1, state_begin, scalars
+    weight_SX, row_SW, slot_U, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, go_1, state_begin, scalars
 ):
     lr, eps, weight_decay = scalars
     share = cuda.shared.array(_BLOCK_MAX, np.float32)  # each thread's share of its row's sum
@@ -96,7 +96,7 @@ def row_wise_adagrad_loop(
             share_sum = np.float32(0)
             for d in range(lane * V, dim, lanes * V):
                 load(w_V, weight_SX, slot_U[u], d)
-                gradient(g_V, grad_NX, order_N, begin_U1, part_U1, part_PD, u, d)
+                gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
                 for i in range(V):
                     share_sum = plus(share_sum, row_wise_square(w_V[i], g_V[i], weight_decay))
             share[own + lane] = share_sum
@@ -109,7 +109,7 @@ def row_wise_adagrad_loop(
             acc, rate = row_wise_rate(row_SW[s, state_begin], square_sum, np.float32(dim), lr, eps)
             for d in range(lane * V, dim, lanes * V):
                 load(w_V, weight_SX, s, d)
-                gradient(g_V, grad_NX, order_N, begin_U1, part_U1, part_PD, u, d)
+                gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
                 for i in range(V):
                     w_V[i] = row_wise_step(w_V[i], g_V[i], rate, weight_decay)
                 store(weight_SX, s, d, w_V)

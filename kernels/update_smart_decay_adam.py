@@ -92,7 +92,7 @@ def _as_word(step):
 
 @cuda
 def smart_decay_adam_loop(
-    weight_SX, row_SW, slot_U, grad_NX, order_N, begin_U1, part_U1, part_PD, go_1, state_begin, scalars
+    weight_SX, row_SW, slot_U, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, go_1, state_begin, scalars
 ):
     step, beta1, beta2, beta1_rest, beta2_rest, lr, eps, weight_decay = scalars
     w_V = cuda.local.array(V, np.float32)
@@ -112,7 +112,7 @@ def smart_decay_adam_loop(
                 load(w_V, weight_SX, s, d)
                 load(m_V, row_SW, s, state_begin + d)
                 load(v_V, row_SW, s, state_begin + dim + d)
-                gradient(g_V, grad_NX, order_N, begin_U1, part_U1, part_PD, u, d)
+                gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
                 for i in range(V):
                     w_V[i], m_V[i], v_V[i] = smart_decay_adam(
                         w_V[i], m_V[i], v_V[i], g_V[i],

@@ -57,7 +57,7 @@ class DeviceIndex:
         """Take distinct keys out. Returns the places they had, -1 for a key that was not here: int64 [U]."""
         old_U = self._gpu.empty(len(id_U), dtype=torch.int64)
         self._gpu.run(erase_loop, len(id_U), self.cell_C2, table_U, id_U, old_U)
-        self._size -= int((old_U >= 0).sum())
+        self._size -= self._gpu.read((old_U >= 0).sum())[0]
         return old_U
 
     def items(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -69,13 +69,17 @@ class DeviceIndex:
         place_N, order_N = torch.sort(place_N)
         return table_N[order_N], id_N[order_N], place_N
 
+    def has_room(self, more: int) -> bool:
+        """Whether this many keys can come in without new memory."""
+        return self._taken + more <= int(len(self.cell_C2) * _LOAD_MAX)
+
     def reserve(self, more: int) -> None:
         """Make room for this many keys beyond those here.
 
         Raises:
             torch.OutOfMemoryError: there is no memory for the cells; the index is as it was.
         """
-        if self._taken + more <= int(len(self.cell_C2) * _LOAD_MAX):
+        if self.has_room(more):
             return
         # Cells given up count until the index is built anew; where they are many it need not grow for that.
         cells = self._empty_cells(2 * (self._size + more))

@@ -6,11 +6,17 @@ evicted rows on their way down.
 
 Invariants: those of oneemb.storage.hot_tier. Besides:
 - rows begin at multiples of 16 bytes, so that loops may move them 16 bytes at a time;
-- a lookup whose rows are all here waits for the device once, to learn that none is missing;
-- everything runs on torch's current stream, so order in the program is order on the device.
+- a lookup waits for the device once, to learn how many keys it has, how many of them miss and whether its tables and
+  offsets were as they must be; one whose rows were all staged does not wait;
+- everything runs on torch's current stream. Calls that search, fill or evict come on the device in the order in which
+  the host made them, on whatever streams (`_InOrder`). Between them steps read and write rows in pinned slots, and
+  release them, on streams of their own: staging moves no array that they use, and takes no slot that is pinned.
+
+Streams and events are torch's and not cuda-python's: its allocator must know which stream still uses what is freed.
 """
 
-import threading
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +26,7 @@ import torch
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda
 from oneemb.kernels.launch import Gpu
 from oneemb.kernels.slots_cuda import admit_loop, count_pinned_loop, release_loop
+from oneemb.kernels.unique_keys_cuda import DeviceKeys
 from oneemb.storage.device_index import DeviceIndex
 from oneemb.storage.row_store import RowStore, StoreFullError
 
@@ -35,6 +42,17 @@ _SLOTS_MIN = 1024
 _BATCH = 65536
 
 _FillRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def _in_order(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a method of the tier after all that was asked of it before, on any stream."""
+
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        with self._order(self._arrays):
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class DeviceTier:
@@ -74,7 +92,7 @@ class DeviceTier:
         self._policy = policy
         self._index = DeviceIndex(gpu)
         self._staging = _PinnedRows(row_width, gpu)
-        self._lock = threading.Lock()
+        self._order = _InOrder(gpu)
         self._tick = 0
         self._rows: int | None = 0 if below is None or resident else len(below)  # known here and below; None = unsure
         self._hits = self._misses = self._new = self._evicted = self._written_down = 0
@@ -109,26 +127,112 @@ class DeviceTier:
             StoreFullError: the rows do not fit beside those that are pinned, or there would be more rows than
                 the limit allows. Nothing has changed.
         """
-        slot_U, missed = self._find_and_pin(table_U, id_U, 1, count_U)
+        return self.admit_keys(self._all_keys(table_U, id_U), fill_new, count_U)[0]
+
+    @_in_order
+    def admit_keys(
+        self, keys: DeviceKeys, fill_new: _FillRows, count_U: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, DeviceKeys]:
+        """As `admit`, for unique keys of which nobody has counted how many there are. Gives them cut to as many too.
+
+        Raises:
+            ValueError: their tables or offsets were not as they must be; nothing has changed.
+        """
+        slot_U, keys, missed = self._find_and_pin(keys, 1, count_U)
         if missed:
             missing = torch.nonzero(slot_U < 0).reshape(-1)
             try:
                 count_M = None if count_U is None else count_U[missing]
-                slot_U[missing] = self._bring_in(table_U[missing], id_U[missing], fill_new, count_M)
+                slot_U[missing] = self._bring_in(keys.table_U[missing], keys.id_U[missing], fill_new, count_M)
             except BaseException:
-                self.release(slot_U[slot_U >= 0])
+                self.release(slot_U)
                 raise
-        self._hits += len(id_U) - missed
+        self._hits += len(keys.id_U) - missed
         self._misses += missed
-        return slot_U
+        return slot_U, keys
 
-    def read(self, table_U: torch.Tensor, id_U: torch.Tensor, begin: Callable[..., None]) -> torch.Tensor:
+    @_in_order
+    def admit_rest(self, keys: DeviceKeys, slot_U: torch.Tensor, fill_new: _FillRows) -> None:
+        """Admit those keys that have no slot yet in slot_U, of `pin_resident` and `bring_known`.
+
+        Raises:
+            StoreFullError: as `admit`; slots that were pinned are pinned no more.
+        """
+        missing = torch.nonzero(slot_U < 0).reshape(-1)
+        try:
+            # Some may have come in since they were looked for.
+            slot_U[missing] = self.admit(keys.table_U[missing], keys.id_U[missing], fill_new)
+        except BaseException:
+            self.release(slot_U)
+            raise
+
+    @_in_order
+    def pin_resident(self, keys: DeviceKeys) -> tuple[torch.Tensor, DeviceKeys, int]:
+        """Pin the rows of these keys that are here once more.
+
+        Returns:
+            slot_U, int64 [U], -1 for those that are not here; the keys cut to as many as there are; how many miss.
+        """
+        slot_U, keys, missed = self._find_and_pin(keys, 1, None)
+        self._hits += len(keys.id_U) - missed
+        return slot_U, keys, missed
+
+    @_in_order
+    def bring_known(self, keys: DeviceKeys, slot_U: torch.Tensor, missing: torch.Tensor) -> int:
+        """Make the rows of some keys that the store below has resident here and pin them; begin none.
+
+        No memory is taken for them: while steps run on other streams, rows do not move.
+
+        Args:
+            slot_U: -1 for these keys; gets the slots, of those too that have come here meanwhile.
+            missing: int64 [M], which of the keys.
+
+        Returns:
+            How many got one.
+
+        Raises:
+            StoreFullError: the rows do not fit beside those that are pinned, in memory that is there. None was
+                brought.
+        """
+        if self._resident or len(missing) == 0:
+            return 0
+        assert self._below is not None
+        # Steps may have brought some in since they were looked for.
+        slot_M, some, missed = self._find_and_pin(self._all_keys(keys.table_U[missing], keys.id_U[missing]), 1, None)
+        slot_U[missing] = slot_M
+        found = len(missing) - missed
+        self._hits += found
+        if found:
+            missing = missing[torch.nonzero(slot_M < 0).reshape(-1)]
+        self._check_fits(missed)
+        table_M, id_M = keys.table_U[missing], keys.id_U[missing]
+        row_MW = np.empty((missed, self.row_width), np.float32)
+        old_M = ~self._below.get(_host(table_M), _host(id_M), row_MW)
+        size = int(np.count_nonzero(old_M))
+        fresh = min(size - len(self._freed), self.slots - self._used)
+        if self._used + fresh > len(self._pin_S) or not self._index.has_room(size):
+            raise StoreFullError(f"the {self.name} tier has no memory yet for {size} more rows")
+        old = self._gpu.put(np.flatnonzero(old_M))
+        slot_M = self._take_slots(size)
+        self._set(slot_M, table_M[old], id_M[old], row_MW[old_M], dirty=False)
+        self._pin_S[slot_M] = 1
+        slot_U[missing[old]] = slot_M
+        self._misses += size
+        return found + size
+
+    @_in_order
+    def read(self, keys: DeviceKeys, begin: Callable[..., None]) -> tuple[torch.Tensor, DeviceKeys]:
         """The rows of these keys, copied: float32 [U, at least W], on the device. A key that no tier has stays unknown.
+        Gives the keys cut to as many as there are too.
 
         Args:
             begin: `begin(row_SW, slot_M, table_M, id_M)` writes the initial rows of such keys into row_SW.
+
+        Raises:
+            ValueError: their tables or offsets were not as they must be.
         """
-        slot_U, missed = self._find_and_pin(table_U, id_U, 0, None)
+        slot_U, keys, missed = self._find_and_pin(keys, 0, None)
+        table_U, id_U = keys.table_U, keys.id_U
         row_UW = self._gpu.full(len(id_U), self.row_SW.shape[1], value=0, dtype=torch.float32)
         here = torch.nonzero(slot_U >= 0).reshape(-1)
         rows = copy_rows_out_cuda(self.row_SW, slot_U[here], self.row_SW.shape[1], gpu=self._gpu)
@@ -145,11 +249,17 @@ class DeviceTier:
             missing = missing[self._gpu.put(absent_M)]
         if len(missing):
             begin(row_UW, missing, table_U[missing], id_U[missing])
-        return row_UW
+        return row_UW, keys
 
     def release(self, slot_U: torch.Tensor) -> None:
-        """Unpin slots that `admit` gave, once each."""
+        """Unpin slots that `admit` gave, once each; -1 is none."""
         self._gpu.run(release_loop, len(slot_U), slot_U, self._pin_S)
+        self._order.released()
+
+    @_in_order
+    def release_staged(self, slot_U: torch.Tensor) -> None:
+        """Unpin slots of `pin_resident` and `bring_known`, perhaps from another stream than theirs."""
+        self.release(slot_U)
 
     def mark_dirty(self, slot_U: torch.Tensor) -> None:
         """Say that kernels have changed the rows in these slots."""
@@ -160,12 +270,13 @@ class DeviceTier:
         """Slots that are pinned now."""
         count_1 = self._gpu.full(1, value=0, dtype=torch.int64)
         self._gpu.run(count_pinned_loop, self._used, self._pin_S, self._used, count_1)
-        return int(count_1)
+        return self._gpu.read(count_1)[0]
 
     # ---- as a store under another tier ------------------------------------------------------------------------
 
+    @_in_order
     def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
-        slot_U, missed = self._find_and_pin(self._gpu.put(table_U), self._gpu.put(id_U), 0, None)
+        slot_U, _, missed = self._find_and_pin(self._all_keys(*map(self._gpu.put, (table_U, id_U))), 0, None)
         missing_U = _host(slot_U < 0)
         hit = np.flatnonzero(~missing_U)
         out_UW[hit] = self._rows_out(slot_U[slot_U >= 0])
@@ -186,6 +297,7 @@ class DeviceTier:
             self._set(self._take_slots(kept), table_K, id_K, row_FW[:kept], dirty=False)
         return missing_U
 
+    @_in_order
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
         hit_U = _host(self._index.find(self._gpu.put(table_U), self._gpu.put(id_U)) >= 0)
         new = np.flatnonzero(~hit_U)
@@ -212,7 +324,7 @@ class DeviceTier:
         self._set(slot_F, self._gpu.put(table_U[kept]), self._gpu.put(id_U[kept]), row_UW[kept], dirty=True)
         # Making room may have evicted keys that were here when the call began, so they are looked up again.
         hit = np.flatnonzero(hit_U)
-        slot_H, _ = self._find_and_pin(self._gpu.put(table_U[hit]), self._gpu.put(id_U[hit]), 0, None)
+        slot_H, _, _ = self._find_and_pin(self._all_keys(*map(self._gpu.put, (table_U[hit], id_U[hit]))), 0, None)
         here_H = _host(slot_H >= 0)
         slot_H = slot_H[slot_H >= 0]
         self._rows_in(slot_H, row_UW[hit[here_H]])
@@ -222,6 +334,7 @@ class DeviceTier:
             assert self._below is not None
             self._below.put(table_U[gone], id_U[gone], row_UW[gone])
 
+    @_in_order
     def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         here_U = _host(self._index.find(self._gpu.put(table_U), self._gpu.put(id_U)) >= 0).copy()
         if not self._resident and self._below is not None:
@@ -240,6 +353,7 @@ class DeviceTier:
             some = slice(n, n + batch)
             yield _host(table_N[some]).copy(), _host(id_N[some]).copy(), self._rows_out(slot_N[some])
 
+    @_in_order
     def flush(self) -> None:
         if self._below is not None:
             self._write_down()
@@ -257,6 +371,7 @@ class DeviceTier:
                 f" {self._mebibytes(rows)} MiB"
             )
 
+    @_in_order
     def reload(self) -> None:
         """Forget every row here and start from those of the store below: a resident tier copies them all, a cache
         reads each when it is asked for. One that fails leaves the tier empty, never with a part of the rows."""
@@ -272,11 +387,13 @@ class DeviceTier:
             self._forget()
             raise
 
+    @_in_order
     def clear(self) -> None:
         if self._below is not None:
             self._below.clear()
         self._forget()
 
+    @_in_order
     def stats(self) -> dict[str, Any]:
         return {
             "rows": len(self._index),
@@ -304,20 +421,37 @@ class DeviceTier:
     def _mebibytes(self, rows: int) -> int:
         return -(-rows * (self.row_SW.shape[1] * 4 + SLOT_OVERHEAD_BYTES) // 2**20)
 
+    def _all_keys(self, table_U: torch.Tensor, id_U: torch.Tensor) -> DeviceKeys:
+        """Keys as `unique_keys` gives them, all of which count."""
+        size_2 = self._gpu.full(2, value=0, dtype=torch.int64)
+        size_2[:1].fill_(len(id_U))
+        none = self._gpu.empty(0, dtype=torch.int64)
+        return DeviceKeys(table_U, id_U, none, size_2, none)
+
     def _find_and_pin(
-        self, table_U: torch.Tensor, id_U: torch.Tensor, pins: int, count_U: torch.Tensor | None
-    ) -> tuple[torch.Tensor, int]:
-        """The slots of keys, -1 for one that is not here, and how many of those there are. Rows that are here are
-        pinned `pins` times more and count as used now."""
-        slot_U = self._gpu.empty(len(id_U), dtype=torch.int64)
-        missed_1 = self._gpu.full(1, value=0, dtype=torch.int64)
+        self, keys: DeviceKeys, pins: int, count_U: torch.Tensor | None
+    ) -> tuple[torch.Tensor, DeviceKeys, int]:
+        """The slots of keys, -1 for one that is not here, the keys cut to as many as there are, and how many of them
+        are not here. Rows that are here are pinned once more if `pins` is 1, and count as used now."""
+        slot_U = self._gpu.empty(len(keys.id_U), dtype=torch.int64)
+        count_3 = self._gpu.full(3, value=0, dtype=torch.int64)
         self._tick += 1
         count_U = self._gpu.empty(0, dtype=torch.int64) if count_U is None else count_U
         self._gpu.run(
-            admit_loop, len(id_U), self._index.cell_C2, table_U, id_U, self._pin_S, self._score_S, pins,
-            self._tick if self._policy == "lru" else 0, count_U, slot_U, missed_1,
+            admit_loop, len(slot_U), self._index.cell_C2, keys.table_U, keys.id_U, keys.size_2, self._pin_S,
+            self._score_S, pins, self._tick if self._policy == "lru" else 0, count_U, slot_U, count_3,
         )  # fmt: skip
-        return slot_U, int(missed_1)
+        # Bags of no ids have a size_2 that no launch has copied.
+        counts = self._gpu.read(count_3) if len(slot_U) else [0, *self._gpu.read(keys.size_2)]
+        missed, size, wrong = counts
+        slot_U = slot_U[:size]
+        if wrong:
+            if pins:
+                self.release(slot_U)
+            assert keys.check is not None
+            keys.check()
+            raise AssertionError("the device found tables or offsets to be wrong, and the host does not")
+        return slot_U, keys.cut(size), missed
 
     def _bring_in(
         self, table_M: torch.Tensor, id_M: torch.Tensor, fill_new: _FillRows, count_M: torch.Tensor | None
@@ -425,7 +559,7 @@ class DeviceTier:
             return
         size = min(self.slots, max(need, 2 * have, _SLOTS_MIN))
         try:
-            grown = [_enlarged(array, size) for array in self._arrays()]
+            grown = [_enlarged(array, size) for array in self._slot_arrays()]
         except torch.OutOfMemoryError as error:
             free = torch.cuda.mem_get_info(self._gpu.device)[0] if self._gpu.device.type == "cuda" else 0
             fits = have + max(0, free - have * self._slot_bytes) // (self._slot_bytes + SLOT_OVERHEAD_BYTES)
@@ -437,15 +571,21 @@ class DeviceTier:
         self.row_SW, self._table_S, self._id_S, self._score_S, self._pin_S, self._dirty_S = grown
 
     def _arrays(self) -> list[torch.Tensor]:
+        return [*self._slot_arrays(), self._freed, self._index.cell_C2]
+
+    def _slot_arrays(self) -> list[torch.Tensor]:
         return [self.row_SW, self._table_S, self._id_S, self._score_S, self._pin_S, self._dirty_S]
 
     def _evict(self, count: int) -> None:
         """Drop the `count` unpinned rows of least score, or as many as there are."""
         used = slice(0, self._used)
+        self._order.after_releases()
         score_S = self._score_S[used].clone()
-        score_S[self._pin_S[used] > 0] = torch.iinfo(torch.int64).max
+        # Looked at once: a step on another stream may release some of them meanwhile.
+        pinned_S = self._pin_S[used] > 0
+        score_S[pinned_S] = torch.iinfo(torch.int64).max
         score_S[self._freed] = torch.iinfo(torch.int64).max
-        evictable = len(self._index) - self.pinned
+        evictable = len(self._index) - self._gpu.read(pinned_S.sum())[0]
         # Stable, so that rows of one score leave in order of slot, whatever the device does.
         victim_V = torch.sort(score_S, stable=True).indices[: min(count, evictable)]
         victim_V = torch.sort(victim_V).values
@@ -485,6 +625,47 @@ class DeviceTier:
         self._used = 0  # slots from here on have never been used
         self._index.clear()
         self._rows = 0
+
+
+class _InOrder:
+    """Lets what is asked of a tier on several streams happen on the device in the order in which it was asked for."""
+
+    def __init__(self, gpu: Gpu):
+        self._gpu = gpu
+        self._on_gpu = gpu.device.type == "cuda"
+        self._end: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._released: torch.cuda.Event | None = None
+
+    @contextlib.contextmanager
+    def __call__(self, arrays: Callable[[], list[torch.Tensor]]) -> Iterator[None]:
+        """What is launched inside, on the current stream, comes after all that was launched inside before.
+
+        Args:
+            arrays: those that it uses and that outlive it.
+        """
+        if not self._on_gpu:
+            yield
+            return
+        stream = torch.cuda.current_stream(self._gpu.device)
+        if self._end is not None and stream != self._stream:
+            stream.wait_event(self._end)
+            for array in arrays():
+                array.record_stream(stream)
+        try:
+            yield
+        finally:
+            self._stream, self._end = stream, stream.record_event()
+
+    def released(self) -> None:
+        """Slots were released on the current stream."""
+        if self._on_gpu:
+            self._released = torch.cuda.current_stream(self._gpu.device).record_event()
+
+    def after_releases(self) -> None:
+        """What is launched from here on comes after the latest release, and so after what its step wrote."""
+        if self._released is not None:
+            torch.cuda.current_stream(self._gpu.device).wait_event(self._released)
 
 
 def _enlarged(array: torch.Tensor, size: int) -> torch.Tensor:

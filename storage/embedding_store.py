@@ -371,6 +371,9 @@ class EmbeddingStore:
         missing = np.flatnonzero(slot_U < 0)
 
         def bring(some: np.ndarray) -> None:
+            # A step may have brought some in since they were looked for.
+            slot_U[some] = self._tiers[0].pin_resident(table_U[some], id_U[some])
+            some = some[slot_U[some] < 0]
             slot_U[some] = self._tiers[0].bring_known(table_U[some], id_U[some])
 
         return self._bring_known(staged, missing, bring)

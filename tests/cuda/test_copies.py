@@ -1,20 +1,13 @@
-"""Gather, copies of rows and pooled lookups on the GPU: bits against NumPy's indexing, sums against the CPU's order."""
+"""Gather and copies of rows on the GPU: bits against NumPy's indexing."""
 
 import numpy as np
 import pytest
 import torch
 
-from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda, gather_cuda, pool_cuda
+from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda, gather_cuda
 from oneemb.kernels.launch import vector_width
-from tests.support.row_updates import to_bits
 
 DTYPES = {"float32": torch.float32, "float16": torch.uint16, "bfloat16": torch.int16}
-
-
-def from_bits(array, dtype):
-    if dtype == "float32":
-        return array
-    return torch.from_numpy(array.view(np.int16)).view(getattr(torch, dtype)).float().numpy()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -49,37 +42,3 @@ def test_rows_go_in_and_out_bit_for_bit(gpu, width, slab_width):
     assert device.cpu().numpy().tobytes() == slab.tobytes()
     out_UW = copy_rows_out_cuda(device, gpu.put(slot_U[::-1].copy()), width, gpu=gpu)
     assert out_UW.cpu().numpy().tobytes() == rows[::-1].tobytes()
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("mean", [False, True])
-@pytest.mark.parametrize("dim, dtype", [(3, "float32"), (8, "float32"), (8, "float16"), (8, "bfloat16")])
-def test_a_pooled_bag_is_its_rows_summed_in_order(gpu, dim, dtype, mean, weighted):
-    rng = np.random.default_rng(2)
-    weight_SX = to_bits(rng.normal(0, 1, (10, dim)).astype(np.float32), dtype)
-    slot_U = rng.permutation(10)[:5]
-    inverse_N = np.array([0, 1, 2, -1, 3, 3, -1, -1, 4, 0, 0, 1])
-    begin_P1 = np.array([0, 3, 3, 6, 8, 12])  # the second bag is empty, the fourth is padding alone
-    scale_N = rng.normal(0, 1, 12).astype(np.float32) if weighted else None
-    expected = np.zeros((5, dim), np.float32)
-    rows_SD = from_bits(weight_SX, dtype)
-    for p in range(5):
-        count = 0
-        for n in range(begin_P1[p], begin_P1[p + 1]):
-            if inverse_N[n] >= 0:
-                scale = np.float32(1) if scale_N is None else scale_N[n]
-                expected[p] = expected[p] + scale * rows_SD[slot_U[inverse_N[n]]]
-                count += 1
-        if mean and count:
-            expected[p] /= np.float32(count)
-    out_PD = gpu.empty(5, dim, dtype=DTYPES[dtype])
-    scale = None if scale_N is None else gpu.put(scale_N)
-    pool_cuda(
-        gpu.put(weight_SX), gpu.put(slot_U), gpu.put(inverse_N), gpu.put(begin_P1), scale, out_PD, mean=mean, gpu=gpu
-    )
-    found = from_bits(out_PD.cpu().numpy(), dtype)
-    if dtype == "float32":
-        assert found.tobytes() == expected.tobytes()
-    else:
-        np.testing.assert_allclose(found, expected, rtol=2.0**-7, atol=1e-3)
-    assert (found[[1, 3]] == 0).all()

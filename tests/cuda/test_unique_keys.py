@@ -39,7 +39,7 @@ def test_keys_are_those_of_the_cpu_in_the_same_order(gpu, batch, dtype, padding)
     )
     expected = unique_keys(table_N, id_N, padding_id=padding)
     found = unique_keys_cuda(gpu.put(table_N), gpu.put(id_N), padding_id=padding, gpu=gpu)
-    keys = int(found.size_1)
+    keys = int(found.size_2[0])
     assert keys == len(expected.id_U)
     found = found.cut(keys)
     for name in ("table_U", "id_U", "head_U", "inverse_N"):
@@ -51,6 +51,6 @@ def test_keys_are_those_of_the_cpu_in_the_same_order(gpu, batch, dtype, padding)
 
 def test_a_batch_of_nothing_but_padding_has_no_key(gpu):
     found = unique_keys_cuda(gpu.put(np.zeros(4, np.int32)), gpu.put(np.full(4, 9)), padding_id=9, gpu=gpu)
-    assert int(found.size_1) == 0 and found.inverse_N.tolist() == [-1] * 4
+    assert int(found.size_2[0]) == 0 and found.inverse_N.tolist() == [-1] * 4
     order_N, begin_U1 = occurrences(found.inverse_N, 0, gpu=gpu)
     assert begin_U1.tolist() == [4]

@@ -11,6 +11,7 @@ from oneemb.kernels import (
     gather_cuda,
     hash_index_cuda,
     init_rows_cuda,
+    pool_cuda,
     reduce_grads_cuda,
     slots_cuda,
     unique_keys_cuda,
@@ -36,8 +37,8 @@ def array(kind, ndim=1):
 CELLS, KEYS, ROWS = array(i64, 2), array(i64), array(f32, 2)
 
 CASES = {
-    "claim": (unique_keys_cuda.claim_loop, (array(i32), KEYS, b1, i64, KEYS, KEYS)),
-    "claim int32": (unique_keys_cuda.claim_loop, (array(i32), array(i32), b1, i64, KEYS, KEYS)),
+    "claim": (unique_keys_cuda.claim_loop, (array(i32), KEYS, i64, b1, i64, KEYS, KEYS, KEYS)),
+    "claim int32": (unique_keys_cuda.claim_loop, (array(i32), array(i32), i64, b1, i64, KEYS, KEYS, KEYS)),
     "first": (unique_keys_cuda.first_loop, (KEYS, KEYS, KEYS)),
     "collect": (
         unique_keys_cuda.collect_loop,
@@ -51,10 +52,12 @@ CASES = {
     "items": (hash_index_cuda.items_loop, (CELLS, array(i32), KEYS, KEYS, KEYS)),
     "admit": (
         slots_cuda.admit_loop,
-        (CELLS, array(i32), KEYS, array(i32), KEYS, i64, i64, KEYS, KEYS, KEYS),
+        (CELLS, array(i32), KEYS, KEYS, array(i32), KEYS, i64, i64, KEYS, KEYS, KEYS),
     ),
     "release": (slots_cuda.release_loop, (KEYS, array(i32))),
     "count pinned": (slots_cuda.count_pinned_loop, (array(i32), i64, KEYS)),
+    "bags": (pool_cuda.bags_loop, (KEYS, array(i32), i64, KEYS, array(i32), KEYS)),
+    "mean scales": (pool_cuda.mean_scales_loop, (KEYS, KEYS, array(f32))),
     "count parts": (reduce_grads_cuda.count_parts_loop, (KEYS, KEYS)),
     "copy in": (gather_cuda.copy_in_loop.at(V=4), (array(i32, 2), KEYS, array(i32, 2))),
     "copy out": (gather_cuda.copy_out_loop.at(V=4), (array(i32, 2), KEYS, array(i32, 2))),
@@ -66,15 +69,20 @@ for dtype, bits in BITS.items():
         init_rows_cuda.init_loop,
         (weights, ROWS, KEYS, array(i32), KEYS, u64, array(i64, 2), array(f64, 3), KEYS, array(f32), i64),
     )
+    CASES[f"scale grads {dtype}"] = (
+        pool_cuda.scale_grads_loop,
+        (weights, KEYS, KEYS, KEYS, weights, array(f32)),
+    )
     for V in (VECTORS[dtype], 1):
         of = f"{dtype} x{V}"
-        segments = (weights, KEYS, KEYS, KEYS, ROWS)
+        segments = (weights, KEYS, array(f32), KEYS, KEYS, ROWS)
         CASES[f"gather {of}"] = (gather_cuda.gather_loop.at(V=V), (weights, KEYS, KEYS, weights))
         CASES[f"pool {of}"] = (
-            gather_cuda.pool_loop.at(V=V),
-            (weights, KEYS, KEYS, KEYS, array(f32), b1, weights),
+            pool_cuda.pool_loop.at(V=V),
+            (weights, KEYS, KEYS, KEYS, array(f32), weights),
         )
         CASES[f"sum parts {of}"] = (reduce_grads_cuda.sum_parts_loop.at(V=V), segments)
+        CASES[f"sum scaled parts {of}"] = (reduce_grads_cuda.sum_parts_loop.at(V=V, SCALED=True), segments)
         CASES[f"reduce {of}"] = (reduce_grads_cuda.reduce_loop.at(V=V), (*segments, ROWS, array(b1)))
         CASES[f"scatter {of}"] = (reduce_grads_cuda.scatter_loop.at(V=V), (weights, KEYS, ROWS))
 
@@ -90,15 +98,15 @@ UPDATES = {
 }
 
 for name, (loop, scalars) in UPDATES.items():
-    for dtype, V, gradient in [
-        ("float32", 4, given), ("float32", 4, sum_segment), ("float32", 1, given), ("float16", 8, given),
-        ("bfloat16", 8, sum_segment),
+    for dtype, V, gradient, scaled in [
+        ("float32", 4, given, False), ("float32", 4, sum_segment, False), ("float32", 1, given, False),
+        ("float16", 8, given, False), ("bfloat16", 8, sum_segment, False), ("float32", 4, sum_segment, True),
     ]:  # fmt: skip
         grad = array(BITS[dtype], 2) if gradient is sum_segment else ROWS
-        how = "fused " if gradient is sum_segment else ""
+        how = ("fused, scaled " if scaled else "fused ") if gradient is sum_segment else ""
         # Tuples of one type and of several are different types to numba.
         packed = types.BaseTuple.from_types(scalars)
         CASES[f"{how}{name} {dtype} x{V}"] = (
-            loop.at(V=V, gradient=gradient),
-            (array(BITS[dtype], 2), ROWS, KEYS, grad, KEYS, KEYS, KEYS, ROWS, KEYS, i64, packed),
+            loop.at(V=V, gradient=gradient, SCALED=scaled),
+            (array(BITS[dtype], 2), ROWS, KEYS, grad, KEYS, array(f32), KEYS, KEYS, ROWS, KEYS, i64, packed),
         )

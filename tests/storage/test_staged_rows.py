@@ -138,3 +138,26 @@ def test_staging_beside_training_reads_no_stale_row():
         store.release(slot_U)
     thread.join()
     assert store.stats()["device"]["pinned"] == 0 and store.stats()["device"]["evicted"] > 0
+
+
+def test_rows_that_a_step_brings_in_while_they_are_staged_are_those_of_the_step(monkeypatch):
+    store = make_store("host")
+    store.release(store.admit(*keys(0, 100)))
+    store._tiers[0].flush()
+    store._tiers[0].reload()  # all rows are below, none in the cache
+    look, steps = store._tiers[0].pin_resident, []
+
+    def look_and_be_overtaken(*some):
+        slot_U = look(*some)
+        if not steps:  # a step admits the same rows, and changes them, before they are read ahead
+            steps.append(store.admit(*keys(10, 20)))
+            store.row_SW[steps[0]] = 7
+            store.mark_dirty(steps[0])
+            store.release(steps[0])
+        return slot_U
+
+    monkeypatch.setattr(store._tiers[0], "pin_resident", look_and_be_overtaken)
+    slot_U = store.admit(*keys(0, 30), store.stage(*keys(0, 30)))
+    assert steps and (store.row_SW[slot_U[10:20]] == 7).all() and (slot_U[10:20] == steps[0]).all()
+    store.release(slot_U)
+    assert store.stats()["device"]["pinned"] == 0 and store.stats()["rows"] == 100

@@ -1,0 +1,195 @@
+"""Pools the weights of bags of ids on the GPU, to the bits of oneemb.kernels.pool.  N ids, P bags, D weights.
+
+The rows of the ids are written nowhere: a group of threads walks a bag in batch order, 16 bytes of a row at a time.
+Whether offsets and tables are as they must be is found on the device too, and nobody waits for the answer here: it
+lies beside the number of unique keys, which an admission reads in one go.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from oneemb.kernels.jit import cuda, load, rule, store
+from oneemb.kernels.reduce_grads_cuda import owner_of, plus
+
+if TYPE_CHECKING:
+    from oneemb.kernels.launch import Gpu
+
+__all__ = ["bags_of_cuda", "mean_scales_cuda", "pool_cuda", "scale_grads_cuda"]
+
+V = 1  # elements a thread takes at a time; `at(V=...)` sets it
+
+# Sums kept apart for each id by `scale_grads`, as on the CPU, and all those of a block.
+_LANES = 16
+_BLOCK_LANES = 256
+
+
+@rule
+def weighed(sum, scale, x):
+    return sum + scale * x
+
+
+@rule
+def mean_scale(count):
+    """What the weights of each id of a bag are multiplied with for their sum to be the mean."""
+    return np.float32(1) / np.float32(max(count, 1))
+
+
+@cuda
+def bags_loop(offset_P1, table_P, tables, bag_N, table_N, size_2):
+    """The bag and the table of each id: that of its bag in table_P, or where that is empty the bag modulo `tables`.
+
+    size_2[1] turns 1 where offsets do not begin with 0, fall, or do not end with N, or where a table is none.
+    """
+    ids = bag_N.shape[0]
+    bags = offset_P1.shape[0] - 1
+    i = cuda.grid(1)
+    while i < ids or i <= bags:
+        if i < ids:
+            p = owner_of(offset_P1, i)
+            bag_N[i] = p
+            table_N[i] = table_P[p] if table_P.shape[0] > 0 else p % tables
+        if i <= bags:
+            if offset_P1[i] < (offset_P1[i - 1] if i > 0 else 0) or (i == 0 and offset_P1[0] != 0):
+                size_2[1] = 1
+            if i == bags and offset_P1[bags] != ids:
+                size_2[1] = 1
+            if i < table_P.shape[0] and (table_P[i] < 0 or table_P[i] >= tables):
+                size_2[1] = 1
+        i += cuda.gridsize(1)
+
+
+def bags_of_cuda(
+    offset_P1: torch.Tensor, table_P: torch.Tensor | None, tables: int, ids: int, size_2: torch.Tensor, *, gpu: "Gpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bag, int64 [N], and the table, int32 [N], of each of N = `ids` ids.
+
+    Args:
+        offset_P1: int64 [P + 1].
+        table_P: int32 [P], the table of each bag; None = bag p is of table p % `tables`.
+        size_2: int64 [2]; its second value turns 1 where offsets or tables are not as they must be. What is given for
+            such ids is in range and means nothing.
+    """
+    bag_N, table_N = gpu.empty(ids, dtype=torch.int64), gpu.empty(ids, dtype=torch.int32)
+    table_P = gpu.empty(0, dtype=torch.int32) if table_P is None else table_P
+    gpu.run(bags_loop, max(ids, len(offset_P1)), offset_P1, table_P, tables, bag_N, table_N, size_2)
+    return bag_N, table_N
+
+
+@cuda
+def mean_scales_loop(offset_P1, inverse_N, scale_N):
+    """scale_N[n] = 1 / (ids of n's bag that are not padding)."""
+    p = cuda.grid(1)
+    while p < offset_P1.shape[0] - 1:
+        count = 0
+        for n in range(offset_P1[p], offset_P1[p + 1]):
+            if inverse_N[n] >= 0:
+                count += 1
+        for n in range(offset_P1[p], offset_P1[p + 1]):
+            scale_N[n] = mean_scale(count)
+        p += cuda.gridsize(1)
+
+
+def mean_scales_cuda(offset_P1: torch.Tensor, inverse_N: torch.Tensor, *, gpu: "Gpu") -> torch.Tensor:
+    """What each id is multiplied with for its bag's sum to be the mean: float32 [N]."""
+    scale_N = gpu.empty(len(inverse_N), dtype=torch.float32)
+    gpu.run(mean_scales_loop, len(offset_P1) - 1, offset_P1, inverse_N, scale_N)
+    return scale_N
+
+
+@cuda
+def pool_loop(weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PD):
+    """out_PD[p] = sum of scale_N[n] * weights of id n over the ids of bag p, in batch order, in float32.
+
+    scale_N of length 0 stands for ones.
+    """
+    sum_V = cuda.local.array(V, np.float32)
+    x_V = cuda.local.array(V, np.float32)
+    dim = out_PD.shape[1]
+    p = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+    while p < offset_P1.shape[0] - 1:
+        for d in range(cuda.threadIdx.x * V, dim, cuda.blockDim.x * V):
+            for i in range(V):
+                sum_V[i] = 0
+            for n in range(offset_P1[p], offset_P1[p + 1]):
+                u = inverse_N[n]
+                if u >= 0:
+                    load(x_V, weight_SX, slot_U[u], d)
+                    scale = scale_N[n] if scale_N.shape[0] > 0 else np.float32(1)
+                    for i in range(V):
+                        sum_V[i] = weighed(sum_V[i], scale, x_V[i])
+            store(out_PD, p, d, sum_V)
+        p += cuda.gridDim.x * cuda.blockDim.y
+
+
+def pool_cuda(
+    weight_SX: torch.Tensor,
+    slot_U: torch.Tensor,
+    inverse_N: torch.Tensor,
+    offset_P1: torch.Tensor,
+    scale_N: torch.Tensor | None,
+    out_PD: torch.Tensor,
+    *,
+    gpu: "Gpu",
+) -> None:
+    """The rows of each bag summed in float32, in the order of its ids, rounded once to the dtype of `out_PD`.
+
+    Args:
+        inverse_N: int64 [N], the key of each id; -1, padding, counts for nothing.
+        offset_P1: int64 [P + 1], where each bag begins among the ids.
+        scale_N: float32 [N], what each row is multiplied with; None = 1.
+        out_PD: [P, D], bits of float32, float16 or bfloat16, of the dtype of `weight_SX`.
+    """
+    from oneemb.kernels.launch import vector_width
+
+    bags, dim = out_PD.shape
+    v = vector_width(dim, weight_SX, out_PD)
+    scale_N = gpu.empty(0, dtype=torch.float32) if scale_N is None else scale_N
+    gpu.run_rows(pool_loop.at(V=v), bags, dim // v, weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PD)
+
+
+@cuda
+def scale_grads_loop(weight_SX, slot_U, inverse_N, bag_N, grad_PX, out_N):
+    """out_N[n] = sum over D of the weights of id n times its bag's gradient, in the CPU's order."""
+    share = cuda.shared.array(_BLOCK_LANES, np.float32)
+    w_V = cuda.local.array(V, np.float32)
+    g_V = cuda.local.array(V, np.float32)
+    dim = grad_PX.shape[1]
+    groups = cuda.blockDim.y
+    own = cuda.threadIdx.y * _LANES
+    # All threads of a block turn as often, since they wait for each other.
+    for first in range(cuda.blockIdx.x * groups, out_N.shape[0], cuda.gridDim.x * groups):
+        n = first + cuda.threadIdx.y
+        if n < out_N.shape[0]:
+            u = inverse_N[n]
+            for lane in range(cuda.threadIdx.x, _LANES, cuda.blockDim.x):
+                lane_sum = np.float32(0)
+                if u >= 0:
+                    for d in range(lane, dim, _LANES):
+                        load(w_V, weight_SX, slot_U[u], d)
+                        load(g_V, grad_PX, bag_N[n], d)
+                        lane_sum = weighed(lane_sum, w_V[0], g_V[0])
+                share[own + lane] = lane_sum
+        cuda.syncthreads()
+        if n < out_N.shape[0] and cuda.threadIdx.x == 0:
+            total = np.float32(0)
+            for lane in range(_LANES):
+                total = plus(total, share[own + lane])
+            out_N[n] = total
+        cuda.syncthreads()  # the shares have been read
+
+
+def scale_grads_cuda(
+    weight_SX: torch.Tensor,
+    slot_U: torch.Tensor,
+    inverse_N: torch.Tensor,
+    bag_N: torch.Tensor,
+    grad_PX: torch.Tensor,
+    *,
+    gpu: "Gpu",
+) -> torch.Tensor:
+    """The gradient of scale_N: for each id its weights times its bag's gradient, summed over D. float32 [N]"""
+    out_N = gpu.empty(len(inverse_N), dtype=torch.float32)
+    gpu.run_rows(scale_grads_loop, len(out_N), _LANES, weight_SX, slot_U, inverse_N, bag_N, grad_PX, out_N)
+    return out_N
