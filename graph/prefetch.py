@@ -3,6 +3,8 @@
     worker    load 0, prepare 0 | load 1, prepare 1 | load 2, prepare 2 | ...
     loop                        | compute 0         | compute 1         | ...
 
+On a GPU the worker has a stream of its own (see streams.py), so that this holds there too.
+
 Invariants:
 - what a step gives does not depend on whether, or how far ahead, its batch was prepared;
 - batch t + depth is loaded once the rows of batch t have been admitted, not before;
@@ -16,6 +18,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from oneemb.graph.streams import Ahead
 from oneemb.storage.embedding_store import Staged
 
 __all__ = ["Prepared", "prefetch"]
@@ -33,6 +36,8 @@ class Prepared:
     """What `Plan.buffer_versions` said when it was prepared."""
     error: BaseException | None = None
     last: bool = False
+    mark: Any = None
+    """When all of it is there, on a GPU."""
 
     def drop(self) -> None:
         """Unpin what was staged and never admitted."""
@@ -51,11 +56,16 @@ class _Worker:
         self._ready: deque[Prepared] = deque()
         self._changed = threading.Condition()
         self._permits = depth
+        self._ahead = Ahead()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="oneemb-prefetch", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
+        with self._ahead.working():
+            self._load()
+
+    def _load(self) -> None:
         try:
             iterator = iter(self._batches or ())
             self._batches = None
@@ -65,7 +75,9 @@ class _Worker:
                 except StopIteration:
                     self._hand_over(Prepared(None, last=True))
                     return
-                self._hand_over(self._prepare(batch))
+                prepared = self._prepare(batch)
+                prepared.mark = self._ahead.mark()
+                self._hand_over(prepared)
         except BaseException as error:
             self._hand_over(Prepared(None, error=error))
 
@@ -86,7 +98,9 @@ class _Worker:
     def next(self) -> Prepared:
         with self._changed:
             self._changed.wait_for(lambda: self._ready)
-            return self._ready.popleft()
+            prepared = self._ready.popleft()
+        self._ahead.take_over(prepared.mark, (prepared.batch, prepared.values))
+        return prepared
 
     def admitted(self) -> None:
         """The rows of a batch are admitted: one more may be prepared."""
