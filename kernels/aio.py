@@ -1,6 +1,6 @@
 """Linux AIO from one compiled loop: many direct reads in flight, each checked and copied out as it lands.
 
-    Q read requests, P places, U rows out, K reads in flight; slot k of the memory holds what read k brings
+    Q read requests, P places, U rows out, K reads in flight, M slots of memory for what they bring
 
 The loop keeps K reads in flight by io_submit and io_getevents through libc's syscall(), and does its own work while
 the device does its. Reads past the system's cache need memory, offset and length in whole device blocks.
@@ -45,86 +45,92 @@ def aio_destroy(number, context):
 
 @cpu
 def aio_read(
-    getevents, submit, context, depth, iocb_KX, pointer_K, event_KX, free_K, word_X, slot_words,
+    getevents, submit, context, depth, iocb_MX, event_KX, word_X, slot_words,
     file_Q, offset_Q, bytes_Q, block_Q, first_Q, place_P, to_P, rows_a_block, block_words, sum_B, out_UW, failed_3,
 ):  # fmt: skip
     """Read all requests and copy their rows out.
 
+    What has landed is checked and copied only after the next reads are on their way, so that the device never waits for
+    that; hence twice as many slots of memory as reads in flight.
+
     Returns 0; or BAD_BLOCK with failed_3 = (request, p, slot of the memory), or a negative error number with
     failed_3[0] = request. Nothing is in flight afterwards.
     """
-    requests = len(file_Q)
-    free = depth
-    for k in range(depth):
-        free_K[k] = k
-        pointer_K[k] = iocb_KX.ctypes.data + 8 * _IOCB_WORDS * k
-    request_K = np.empty(depth, np.int64)
+    requests, slots = len(file_Q), len(iocb_MX)
     base = word_X.ctypes.data
-    submitted = prepared = done = 0
-    ready = 0  # Reads prepared but not yet taken by the system are the last `ready` pointers of waiting_K.
-    waiting_K = np.empty(depth, np.int64)
+    free_M, request_M = np.empty(slots, np.int64), np.empty(slots, np.int64)
+    for m in range(slots):
+        free_M[m] = m
+    free = slots
+    ready_K, landed_K = np.empty(depth, np.int64), np.empty(depth, np.int64)
+    prepared = ready = in_flight = landed = 0  # `ready` reads are prepared and not yet taken by the system.
     result = np.int64(0)
-    while done < submitted or (result == 0 and done < requests):
-        while free > 0 and prepared < requests and result == 0:
+    while True:
+        while in_flight + ready < depth and prepared < requests and result == 0:
             free -= 1
-            k = free_K[free]
-            request_K[k] = prepared
-            iocb_KX[k, 0] = k
-            iocb_KX[k, 1] = 0
-            iocb_KX[k, 2] = np.int64(file_Q[prepared]) << 32  # opcode 0 is a read, the file is the upper half
-            iocb_KX[k, 3] = base + 8 * slot_words * k
-            iocb_KX[k, 4] = bytes_Q[prepared]
-            iocb_KX[k, 5] = offset_Q[prepared]
-            iocb_KX[k, 6] = 0
-            iocb_KX[k, 7] = 0
-            waiting_K[ready] = pointer_K[k]
+            m = free_M[free]
+            request_M[m] = prepared
+            iocb_MX[m, 0] = m
+            iocb_MX[m, 1] = 0
+            iocb_MX[m, 2] = np.int64(file_Q[prepared]) << 32  # opcode 0 is a read, the file is the upper half
+            iocb_MX[m, 3] = base + 8 * slot_words * m
+            iocb_MX[m, 4] = bytes_Q[prepared]
+            iocb_MX[m, 5] = offset_Q[prepared]
+            iocb_MX[m, 6] = 0
+            iocb_MX[m, 7] = 0
+            ready_K[ready] = iocb_MX.ctypes.data + 8 * _IOCB_WORDS * m
             ready += 1
             prepared += 1
         if ready > 0 and result == 0:
-            taken = _syscall(submit, context, ready, waiting_K.ctypes.data, 0, 0)
+            taken = _syscall(submit, context, ready, ready_K.ctypes.data, 0, 0)
             if taken < 0:
                 error = _errno_place()[0]
                 if error != 11 and error != 4:  # EAGAIN, EINTR: try again when some reads have ended
                     result = -np.int64(error)
                     failed_3[0] = prepared - ready
                 taken = 0
-            submitted += taken
+            in_flight += taken
             ready -= taken
             for i in range(ready):
-                waiting_K[i] = waiting_K[i + taken]
-        if done == submitted:
+                ready_K[i] = ready_K[i + taken]
+        for i in range(landed):
+            m = landed_K[i]
+            q = request_M[m]
+            if result == 0:
+                p = rows_deliver(
+                    word_X, slot_words * m, block_Q[q], place_P, to_P, first_Q[q], first_Q[q + 1],
+                    rows_a_block, block_words, sum_B, out_UW,
+                )  # fmt: skip
+                if p < first_Q[q + 1]:
+                    # No read is prepared from now on, so that nothing overwrites the slot.
+                    result = np.int64(BAD_BLOCK)
+                    failed_3[0] = q
+                    failed_3[1] = p
+                    failed_3[2] = m
+            free_M[free] = m
+            free += 1
+        landed = 0
+        if in_flight == 0:
             if result == 0 and ready > 0:
                 continue
             break
         # Waiting for several at once saves calls; the last ones are waited for one by one.
-        least = min(max(1, depth // 8), submitted - done)
+        least = min(max(1, depth // 8), in_flight)
         events = _syscall(getevents, context, least, depth, event_KX.ctypes.data, 0)
         if events < 0:
             if _errno_place()[0] == 4:
                 continue
             return -np.int64(_errno_place()[0])
+        in_flight -= events
+        landed = events
         for e in range(events):
-            k = event_KX[e, 0]
-            q = request_K[k]
-            if result == 0:
-                if event_KX[e, 2] < 0:
-                    result = event_KX[e, 2]
-                    failed_3[0] = q
-                else:
-                    # A read that ends early leaves old bytes after it; their checksums tell, unless they are zeroed.
-                    for w in range(event_KX[e, 2] // 8, bytes_Q[q] // 8):
-                        word_X[slot_words * k + w] = 0
-                    p = rows_deliver(
-                        word_X, slot_words * k, block_Q[q], place_P, to_P, first_Q[q], first_Q[q + 1],
-                        rows_a_block, block_words, sum_B, out_UW,
-                    )  # fmt: skip
-                    if p < first_Q[q + 1]:
-                        result = np.int64(BAD_BLOCK)
-                        failed_3[0] = q
-                        failed_3[1] = p
-                        failed_3[2] = k
-            if result != BAD_BLOCK or failed_3[2] != k:
-                free_K[free] = k
-                free += 1
-        done += events
+            m = event_KX[e, 0]
+            q = request_M[m]
+            landed_K[e] = m
+            if event_KX[e, 2] < 0 and result == 0:
+                result = event_KX[e, 2]
+                failed_3[0] = q
+            # A read that ends early leaves old bytes after it; their checksums tell, unless they are zeroed.
+            for w in range(max(0, event_KX[e, 2]) // 8, bytes_Q[q] // 8):
+                word_X[slot_words * m + w] = 0
     return result

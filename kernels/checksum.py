@@ -7,9 +7,9 @@ Words are read as the machine has them: files are little-endian, and so must be 
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, rule
+from oneemb.kernels.jit import cpu, lanes_mixed, rule
 
-__all__ = ["blocks_sum", "sum_words", "xxh64"]
+__all__ = ["block_sum", "blocks_sum", "low_half", "sum_words", "xxh64"]
 
 _P1 = np.uint64(0x9E3779B185EBCA87)
 _P2 = np.uint64(0xC2B2AE3D27D4EB4F)
@@ -39,13 +39,9 @@ def sum_words(word_X, begin, end, seed):
     seed = np.uint64(seed)
     x = begin
     if end - begin >= 4:
-        a, b, c, d = seed + _P1 + _P2, seed + _P2, seed, seed - _P1
-        while x + 4 <= end:
-            a = _round(a, word_X[x])
-            b = _round(b, word_X[x + 1])
-            c = _round(c, word_X[x + 2])
-            d = _round(d, word_X[x + 3])
-            x += 4
+        x = end - (end - begin) % 4
+        lane_4 = (seed + _P1 + _P2, seed + _P2, seed, seed - _P1)
+        a, b, c, d = lanes_mixed(word_X, np.uint64(begin), np.uint64(x), lane_4, _P2, np.uint64(31), _P1)
         sum = _rotate(a, 1) + _rotate(b, 7) + _rotate(c, 12) + _rotate(d, 18)
         sum = _merge(_merge(_merge(_merge(sum, a), b), c), d)
     else:
@@ -59,6 +55,18 @@ def sum_words(word_X, begin, end, seed):
     return sum ^ (sum >> np.uint64(32))
 
 
+@rule
+def low_half(sum):
+    """The low 32 bits of a checksum."""
+    return np.uint32(sum & np.uint64(0xFFFFFFFF))
+
+
+@rule
+def block_sum(word_X, b, block_words):
+    """The low half of the XXH64 of block b, with seed 0."""
+    return low_half(sum_words(word_X, b * block_words, (b + 1) * block_words, 0))
+
+
 @cpu
 def _xxh64(word_X, seed):
     return sum_words(word_X, 0, len(word_X), seed)
@@ -68,7 +76,7 @@ def _xxh64(word_X, seed):
 def blocks_sum(begin, end, word_X, block_words, sum_B):
     """sum_B[b] = the low half of the XXH64 of block b, with seed 0."""
     for b in range(begin, end):
-        sum_B[b] = np.uint32(sum_words(word_X, b * block_words, (b + 1) * block_words, 0) & np.uint64(0xFFFFFFFF))
+        sum_B[b] = block_sum(word_X, b, block_words)
 
 
 def xxh64(data, seed: int = 0) -> int:

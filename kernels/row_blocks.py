@@ -12,7 +12,7 @@ by place. `sum_B` is indexed by the block's number in the whole table.
 
 import numpy as np
 
-from oneemb.kernels.checksum import sum_words
+from oneemb.kernels.checksum import block_sum, low_half, sum_words
 from oneemb.kernels.jit import cpu, rule
 
 __all__ = [
@@ -36,18 +36,23 @@ def _copy_words(from_N, begin, to_N, end, width):
 
 
 @cpu
-def rows_into_blocks(begin, end, row_NW, block_N, first, rows_a_block, block_words):
-    """Row n goes to row `first + n` of the blocks, each of `block_words` words of 32 bits."""
+def rows_into_blocks(begin, end, row_NW, word_X, first, rows_a_block, block_words, sum_B):
+    """Row n goes to row `first + n` of the blocks at word_X, and each block that is full then gets its checksum.
+
+    The range counts blocks, from the one of row `first` on: shares never meet in a block, and a block's checksum is
+    made while its bytes are in the nearest cache.
+    """
     width = row_NW.shape[1]
-    from_N = row_NW.ravel()
-    b = (first + begin) // rows_a_block
-    r = first + begin - b * rows_a_block
-    for n in range(begin, end):
-        _copy_words(from_N, n * width, block_N, b * block_words + r * width, width)
-        r += 1
-        if r == rows_a_block:
-            r = 0
-            b += 1
+    from_N, to_N = row_NW.ravel(), word_X.view(np.uint32)
+    first_block = first // rows_a_block
+    for b in range(first_block + begin, first_block + end):
+        block_row = b * rows_a_block
+        r = max(first, block_row)
+        r_end = min(first + len(row_NW), block_row + rows_a_block)
+        to = 2 * b * block_words + (r - block_row) * width
+        _copy_words(from_N, (r - first) * width, to_N, to, (r_end - r) * width)
+        if r_end == block_row + rows_a_block:
+            sum_B[b] = block_sum(word_X, b, block_words)
 
 
 @cpu
@@ -118,8 +123,7 @@ def rows_deliver(word_X, word_begin, block_first, place_P, to_P, p, p_end, rows_
         block = place_P[p] // rows_a_block
         begin = word_begin + (block - block_first) * block_words
         if block != checked:
-            sum = sum_words(word_X, begin, begin + block_words, 0)
-            if np.uint32(sum & np.uint64(0xFFFFFFFF)) != sum_B[block]:
+            if low_half(sum_words(word_X, begin, begin + block_words, 0)) != sum_B[block]:
                 return p
             checked = block
         w = 2 * begin + (place_P[p] - block * rows_a_block) * width

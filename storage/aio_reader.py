@@ -43,8 +43,7 @@ class AioReader:
         if failed:
             raise OSError(-failed, os.strerror(-failed))
         self._context: int | None = int(context_1[0])
-        self._iocb_KX, self._event_KX = np.zeros((depth, 8), np.int64), np.zeros((depth, 4), np.int64)
-        self._pointer_K, self._free_K = np.zeros(depth, np.int64), np.zeros(depth, np.int64)
+        self._iocb_MX, self._event_KX = np.zeros((2 * depth, 8), np.int64), np.zeros((depth, 4), np.int64)
         self._byte_N = np.empty(0, np.uint8)
 
     def read(
@@ -52,20 +51,20 @@ class AioReader:
     ) -> None:
         geometry = plan.geometry
         slot_bytes = max(REQUEST_BYTES_MAX, geometry.block_bytes)
-        if len(self._byte_N) != slot_bytes * self.depth:
-            self._byte_N = aligned_bytes(slot_bytes * self.depth)
+        if len(self._byte_N) != slot_bytes * len(self._iocb_MX):
+            self._byte_N = aligned_bytes(slot_bytes * len(self._iocb_MX))
         failed_3 = np.zeros(3, np.int64)
         assert AIO_NUMBERS is not None and self._context is not None
         result = aio_read(
-            AIO_NUMBERS[2], AIO_NUMBERS[3], self._context, self.depth, self._iocb_KX, self._pointer_K, self._event_KX,
-            self._free_K, self._byte_N.view(np.uint64), slot_bytes // 8, file_Q, offset_Q,
+            AIO_NUMBERS[2], AIO_NUMBERS[3], self._context, self.depth, self._iocb_MX, self._event_KX,
+            self._byte_N.view(np.uint64), slot_bytes // 8, file_Q, offset_Q,
             plan.blocks_Q * geometry.block_bytes, plan.block_Q, plan.first_Q, plan.place_P, plan.to_P,
             geometry.rows_per_block, geometry.block_words, sum_B, out_UW.view(np.uint32), failed_3,
         )  # fmt: skip
-        q, p, k = failed_3.tolist()
+        q, p, m = failed_3.tolist()
         if result == BAD_BLOCK:
             skip = plan.place_P[p] // geometry.rows_per_block - plan.block_Q[q]
-            at = int(k * slot_bytes + skip * geometry.block_bytes)
+            at = int(m * slot_bytes + skip * geometry.block_bytes)
             raise DamagedBlock(p, self._byte_N[at : at + geometry.block_bytes].copy())
         if result:
             raise OSError(-result, os.strerror(-result), q)

@@ -22,11 +22,12 @@ from oneemb.storage.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, pac
 from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
 from oneemb.storage.geometry import Geometry
 
-__all__ = ["ROWS_BEGIN", "ChunkFile", "ChunkFiles", "WrittenRun", "chunk_numbers", "chunk_paths"]
+__all__ = ["ROWS_BEGIN", "ChunkEnd", "ChunkFile", "ChunkFiles", "chunk_numbers", "chunk_paths"]
 
 # The header of a rows file fills a block of the larger size, so that blocks are aligned for direct reads.
 ROWS_BEGIN = 4096
 _RUN = struct.Struct("<3Q")
+_SUM = struct.Struct("<Q")
 _FILES_OPEN_MAX = 256
 
 
@@ -53,18 +54,21 @@ class ChunkFile:
         return self.blocks == self.geometry.blocks_per_chunk
 
     @property
+    def end(self) -> "ChunkEnd":
+        return ChunkEnd(self.blocks, self.keys_bytes, self.keys_sum)
+
+    @property
     def nbytes(self) -> int:
         """Bytes on disk, of both files."""
         return ROWS_BEGIN + self.blocks * self.geometry.block_bytes + self.keys_bytes
 
 
-class WrittenRun(NamedTuple):
-    """A run that is in the files and not yet part of its chunk."""
+class ChunkEnd(NamedTuple):
+    """Where the next run of a chunk goes: after this many blocks and bytes of keys, whose last checksum this is."""
 
     blocks: int
     keys_bytes: int
     keys_sum: int
-    rows_bytes: int
 
 
 class ChunkFiles:
@@ -139,33 +143,36 @@ class ChunkFiles:
         return chunk
 
     def write(
-        self, chunk: ChunkFile, block_N: np.ndarray, table_N: np.ndarray, id_N: np.ndarray, sum_B: np.ndarray
-    ) -> "WrittenRun":
-        """Write one run after what is appended: blocks in aligned memory, the keys of its rows, the blocks' checksums.
-        It counts once `append` has been told. May run beside everything but another write.
+        self, chunk: ChunkFile, end: ChunkEnd, block_N: np.ndarray, table_N: np.ndarray, id_N: np.ndarray,
+        sum_B: np.ndarray,
+    ) -> ChunkEnd:  # fmt: skip
+        """Write one run to the chunk: blocks in aligned memory, the keys of its rows, the blocks' checksums.
+
+        `end` is the chunk's own, or that of a run that was written before and is not appended yet. May run beside
+        everything but another write.
+
+        Returns:
+            The end after the run. The run counts once `append` has been told.
 
         Raises:
             StorageError: the run is not written; the next write goes to the same place.
         """
-        run = _RUN.pack(chunk.blocks, len(id_N), len(sum_B)) + id_N.tobytes() + table_N.tobytes() + sum_B.tobytes()
-        run += bytes(-len(run) % 8)
-        run_sum = xxh64(run, chunk.keys_sum)
+        record_N, keys_sum = _record(end, table_N, id_N, sum_B)
         assert chunk.rows_out is not None and chunk.keys_out is not None, "only an open chunk grows"
         path = chunk.rows_path
         try:
-            self._fs.write(chunk.rows_out, block_N, ROWS_BEGIN + chunk.blocks * chunk.geometry.block_bytes)
+            self._fs.write(chunk.rows_out, block_N, ROWS_BEGIN + end.blocks * chunk.geometry.block_bytes)
             path = chunk.keys_path
-            self._fs.write(chunk.keys_out, run + struct.pack("<Q", run_sum), chunk.keys_bytes)
+            self._fs.write(chunk.keys_out, record_N, end.keys_bytes)
         except OSError as error:
             raise storage_error(error, "write rows to", path) from error
-        return WrittenRun(len(sum_B), len(run) + 8, run_sum, block_N.nbytes)
+        return ChunkEnd(end.blocks + len(sum_B), end.keys_bytes + len(record_N), keys_sum)
 
-    def append(self, chunk: ChunkFile, run: "WrittenRun") -> None:
-        """The run that was written is part of the chunk from now on."""
-        chunk.blocks += run.blocks
-        chunk.keys_bytes += run.keys_bytes
-        chunk.keys_sum = run.keys_sum
-        self.bytes_written += run.rows_bytes + run.keys_bytes
+    def append(self, chunk: ChunkFile, end: ChunkEnd) -> None:
+        """The run that was written up to here is part of the chunk from now on."""
+        before = chunk.nbytes
+        chunk.blocks, chunk.keys_bytes, chunk.keys_sum = end
+        self.bytes_written += chunk.nbytes - before
 
     def seal(self, chunk: ChunkFile) -> None:
         """Nothing will be appended to this chunk any more."""
@@ -263,6 +270,19 @@ class ChunkFiles:
             return
         if path in self._unremoved:
             self._unremoved.remove(path)
+
+
+def _record(end: ChunkEnd, table_N: np.ndarray, id_N: np.ndarray, sum_B: np.ndarray) -> tuple[np.ndarray, int]:
+    """The bytes of a run in the keys file, uint8, and its checksum."""
+    parts = [np.frombuffer(_RUN.pack(end.blocks, len(id_N), len(sum_B)), np.uint8)]
+    parts += [array.view(np.uint8) for array in (id_N, table_N, sum_B)]
+    size = sum(map(len, parts))
+    record_N = np.empty(size + -size % 8 + _SUM.size, np.uint8)
+    np.concatenate(parts, out=record_N[:size])
+    record_N[size : -_SUM.size] = 0
+    keys_sum = xxh64(record_N[: -_SUM.size], end.keys_sum)
+    _SUM.pack_into(record_N, len(record_N) - _SUM.size, keys_sum)
+    return record_N, keys_sum
 
 
 def chunk_paths(directory: str, number: int) -> tuple[str, str]:

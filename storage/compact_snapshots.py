@@ -216,5 +216,5 @@ class _Log:
         sum_B = np.empty(blocks, np.uint32)
         blocks_sum(0, blocks, byte_N.view(np.uint64), geometry.block_words, sum_B)
         chunk = self.chunks[-1]
-        self._files.append(chunk, self._files.write(chunk, byte_N, table_N, id_N, sum_B))
+        self._files.append(chunk, self._files.write(chunk, chunk.end, byte_N, table_N, id_N, sum_B))
         self.rows[-1] += len(id_N)

@@ -69,7 +69,11 @@ class LiveRows:
         self._files.release(chunk)
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
-        """The rows of these keys are at these places from now on. `index.reserve` has made room."""
+        """The rows of these keys are at these places from now on.
+
+        Raises:
+            MemoryError: the index cannot grow; nothing has changed, and nothing points at these places.
+        """
         rows = self.geometry.rows_per_chunk
         old_U = self.index.put(table_U, id_U, place_U)
         # New places first: of equal keys in one call, the earlier one's place is an old place of the later one.

@@ -162,7 +162,6 @@ class PersistentTable:
             for begin in range(0, len(id_U), piece):
                 self._compactor.make_room()
                 n = slice(begin, begin + piece)
-                self._live.index.reserve_keys(table_U[n], id_U[n])
                 place_U = self._writer.append(table_U[n], id_U[n], row_UW[n])
                 self._live.put(table_U[n], id_U[n], place_U)
                 self._drop_dead()

@@ -1,24 +1,27 @@
 """Rows on their way to the end of the newest chunk: gathered in memory, written in long runs.
 
-Two runs of memory take turns: one is written beside the caller while the other fills.
+A few runs of memory take turns: one fills while those before it are written beside the caller, in order. More than two,
+so that neither the disk nor the caller waits for the other when one of them is slow for a moment.
 
 Invariants:
 - a row has its place, and can be read, from the moment it is appended;
 - a failed write loses nothing: the rows stay in memory, and the next call writes them to the same blocks;
 - a failed `append` takes its own rows back. Those of them that a run has already brought to disk stay there as
   garbage, because nothing points at them;
+- runs are written in order; while one could not be written, none after it is;
 - a chunk counts a run as its own (`ChunkFiles.append`) in the caller's thread only.
 """
 
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 
 import numpy as np
 
 from oneemb.kernels.checksum import blocks_sum
 from oneemb.kernels.row_blocks import rows_into_blocks, rows_out_of_blocks
 from oneemb.kernels.threads import Threads
-from oneemb.storage.chunk_files import ChunkFile, ChunkFiles, WrittenRun
+from oneemb.storage.chunk_files import ChunkEnd, ChunkFile, ChunkFiles
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import aligned_bytes
 from oneemb.storage.geometry import Geometry
@@ -27,6 +30,10 @@ from oneemb.storage.live_rows import LiveRows
 __all__ = ["RowWriter"]
 
 _RUN_BYTES = 4 << 20
+# Runs that may wait for the disk, beside the one that fills.
+_RUNS_SEALED_MAX = 2
+# A share of a copy smaller than this is not worth waking a thread for.
+_SHARE_BYTES_MIN = 2 << 20
 
 
 class _Run:
@@ -35,7 +42,8 @@ class _Run:
     def __init__(self, geometry: Geometry, blocks: int):
         self.geometry, self.blocks_max = geometry, blocks
         self.byte_N = aligned_bytes(blocks * geometry.block_bytes)
-        self.word_N = self.byte_N.view(np.uint32)
+        self.word_X = self.byte_N.view(np.uint64)
+        self.sum_B = np.empty(blocks, np.uint32)
         self.table_N = np.empty(blocks * geometry.rows_per_block, np.int32)
         self.id_N = np.empty(blocks * geometry.rows_per_block, np.int64)
         self.rows = self.block = 0
@@ -55,31 +63,34 @@ class _Run:
         blocks = min(self.blocks_max, self.geometry.blocks_per_chunk - self.block)
         return blocks * self.geometry.rows_per_block - self.rows
 
-    def take(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> np.ndarray:
-        """Copy rows in; returns their places."""
+    def take(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray, threads: Threads) -> np.ndarray:
+        """Copy rows in, with the checksums of the blocks that they fill; returns their places."""
         first, self.rows = self.rows, self.rows + len(id_N)
         self.table_N[first : self.rows] = table_N
         self.id_N[first : self.rows] = id_N
-        rows_into_blocks(
-            0, len(id_N), row_NW.view(np.uint32), self.word_N, first, self.geometry.rows_per_block,
-            self.geometry.block_bytes // 4,
+        geometry = self.geometry
+        threads.run(
+            rows_into_blocks, self.blocks - first // geometry.rows_per_block, row_NW.view(np.uint32), self.word_X,
+            first, geometry.rows_per_block, geometry.block_words, self.sum_B,
+            share_min=-(-_SHARE_BYTES_MIN // geometry.block_bytes),
         )  # fmt: skip
         return np.arange(self.first_place + first, self.first_place + self.rows)
 
     def read(self, place_N: np.ndarray, out_UW: np.ndarray, to_N: np.ndarray) -> None:
         rows_out_of_blocks(
-            0, len(place_N), self.word_N, place_N - self.first_place, out_UW.view(np.uint32), to_N,
+            0, len(place_N), self.word_X.view(np.uint32), place_N - self.first_place, out_UW.view(np.uint32), to_N,
             self.geometry.rows_per_block, self.geometry.block_bytes // 4,
         )  # fmt: skip
 
-    def seal(self, threads: Threads) -> np.ndarray:
-        """Zero what the last block has room for; returns the checksums of the blocks."""
-        words = self.geometry.block_bytes // 4
-        rest = self.rows - (self.blocks - 1) * self.geometry.rows_per_block
-        self.word_N[(self.blocks - 1) * words + rest * self.geometry.row_width : self.blocks * words] = 0
-        sum_B = np.empty(self.blocks, np.uint32)
-        threads.run(blocks_sum, self.blocks, self.byte_N.view(np.uint64), self.geometry.block_words, sum_B)
-        return sum_B
+    def seal(self) -> None:
+        """Zero what the last block has room for, so that every block has its checksum."""
+        last = self.blocks - 1
+        rest = self.rows - last * self.geometry.rows_per_block
+        if rest < self.geometry.rows_per_block:
+            words = self.geometry.block_bytes // 4
+            begin = last * words + rest * self.geometry.row_width
+            self.word_X.view(np.uint32)[begin : (last + 1) * words] = 0
+            blocks_sum(last, last + 1, self.word_X, self.geometry.block_words, self.sum_B)
 
 
 class RowWriter:
@@ -88,7 +99,7 @@ class RowWriter:
     Args:
         live: gets the slots of new chunks and the checksums of blocks.
         files: makes and writes the chunks.
-        threads: runs the checksums.
+        threads: copies rows and makes the checksums.
         beside: writes runs; None = the caller's thread does.
     """
 
@@ -96,10 +107,10 @@ class RowWriter:
         geometry = live.geometry
         self._live, self._files, self._threads, self._beside = live, files, threads, beside
         blocks = min(geometry.blocks_per_chunk, max(1, _RUN_BYTES // geometry.block_bytes))
-        self._filling, self._spare = _Run(geometry, blocks), _Run(geometry, blocks)
-        self._sealed: _Run | None = None  # Is being written, or could not be.
-        self._sum_B = np.empty(0, np.uint32)
-        self._written: Future[WrittenRun] | None = None
+        self._filling = _Run(geometry, blocks)
+        self._spare = [_Run(geometry, blocks) for _ in range(_RUNS_SEALED_MAX)]
+        # Full runs, oldest first, each with its write beside the caller; None: a call has to write it.
+        self._sealed: deque[tuple[_Run, Future[ChunkEnd] | None]] = deque()
         self.chunk: ChunkFile | None = None
 
     @property
@@ -121,7 +132,7 @@ class RowWriter:
                 if self.chunk is None or self._filling.room == 0:
                     self._make_room()
                 n = slice(done, min(done + self._filling.room, len(id_N)))
-                place_N[n] = self._filling.take(table_N[n], id_N[n], row_NW[n])
+                place_N[n] = self._filling.take(table_N[n], id_N[n], row_NW[n], self._threads)
                 done = n.stop
         except BaseException:
             same = self._filling is first_run and first_run.block == block and rows <= first_run.rows
@@ -152,14 +163,15 @@ class RowWriter:
         try:
             self._finish()
         except StorageError:
-            self._sealed = None
+            while self._sealed:
+                self._free()
         self._filling.rows = 0
         self.seal()
 
     def in_memory(self, place_N: np.ndarray) -> np.ndarray:
         """Whether each place is of a row that `read` brings: bool [N]. True until another call is made."""
-        if self._written is not None and self._written.done() and self._written.exception() is None:
-            self._finish()
+        while self._sealed and _is_written(self._sealed[0][1]):
+            self._finish_one()
         found = np.zeros(len(place_N), bool)
         for run in self._runs():
             found |= (place_N >= run.first_place) & (place_N < run.first_place + run.rows)
@@ -183,15 +195,16 @@ class RowWriter:
         return place_N, table_N, id_N, row_NW
 
     def _runs(self) -> Iterator[_Run]:
-        if self._sealed is not None:
-            yield self._sealed
+        yield from (run for run, _ in self._sealed)
         if self._filling.rows:
             yield self._filling
 
     def _make_room(self) -> None:
         """Let the next rows go to an empty run, of a new chunk where this one is full."""
         if self._filling.rows:
-            self._finish()
+            # What has failed is known here at the latest; what is on its way is waited for only without a spare run.
+            while self._sealed and (not self._spare or _has_ended(self._sealed[0][1])):
+                self._finish_one()
             self._start()
         if self.chunk is not None and self._filling.room == 0:
             self.seal()
@@ -202,33 +215,61 @@ class RowWriter:
             self.chunk = chunk
 
     def _start(self) -> None:
-        """Begin to write the filling run; the spare one fills next."""
-        assert self._sealed is None and self.chunk is not None
-        run = self._sealed = self._filling
-        self._sum_B = run.seal(self._threads)
+        """Begin to write the filling run; a spare one fills next."""
+        assert self.chunk is not None
+        run = self._filling
+        run.seal()
         begin = run.slot * run.geometry.blocks_per_chunk + run.block
-        self._live.sum_B[begin : begin + run.blocks] = self._sum_B
-        self._filling, self._spare = self._spare, run
+        self._live.sum_B[begin : begin + run.blocks] = run.sum_B[: run.blocks]
+        self._filling = self._spare.pop()
         self._filling.slot, self._filling.block, self._filling.rows = run.slot, run.block + run.blocks, 0
-        if self._beside is not None:
-            self._written = self._beside.submit(self._write)
+        before = self._sealed[-1][1] if self._sealed else None
+        assert before is not None or not self._sealed
+        written = None if self._beside is None else self._beside.submit(self._write, run, before)
+        self._sealed.append((run, written))
 
     def _finish(self) -> None:
-        """Return when the sealed run, if any, is on disk.
+        """Return when every sealed run is on disk.
 
         Raises:
-            StorageError: it is not; the next call tries again.
+            StorageError: one is not; the next call tries again.
         """
-        if self._sealed is None:
-            return
-        assert self.chunk is not None
-        written, self._written = self._written, None
-        run = self._write() if written is None else written.result()
-        self._files.append(self.chunk, run)
-        self._sealed.rows, self._sealed = 0, None
+        while self._sealed:
+            self._finish_one()
 
-    def _write(self) -> WrittenRun:
-        run = self._sealed
-        assert run is not None and self.chunk is not None
+    def _finish_one(self) -> None:
+        """Return when the oldest sealed run is on disk."""
+        assert self.chunk is not None
+        run, written = self._sealed[0]
+        try:
+            end = self._write(run, None) if written is None else written.result()
+        except BaseException:
+            # The writes after it fail too. All are tried again, one after the other, by the next calls.
+            wait([later for _, later in self._sealed if later is not None])
+            self._sealed = deque((run, None) for run, _ in self._sealed)
+            raise
+        self._files.append(self.chunk, end)
+        self._free()
+
+    def _free(self) -> None:
+        """The memory of the oldest sealed run is a spare one from now on."""
+        run, _ = self._sealed.popleft()
+        run.rows = 0
+        self._spare.append(run)
+
+    def _write(self, run: _Run, before: Future[ChunkEnd] | None) -> ChunkEnd:
+        """Write a run after the one before, which has ended, or after all that the chunk counts as its own."""
+        assert self.chunk is not None
+        end = self.chunk.end if before is None else before.result()
         data = run.byte_N[: run.blocks * run.geometry.block_bytes]
-        return self._files.write(self.chunk, data, run.table_N[: run.rows], run.id_N[: run.rows], self._sum_B)
+        table_N, id_N = run.table_N[: run.rows], run.id_N[: run.rows]
+        return self._files.write(self.chunk, end, data, table_N, id_N, run.sum_B[: run.blocks])
+
+
+def _has_ended(written: Future[ChunkEnd] | None) -> bool:
+    """Whether this write needs no more waiting."""
+    return written is None or written.done()
+
+
+def _is_written(written: Future[ChunkEnd] | None) -> bool:
+    return written is not None and written.done() and written.exception() is None
