@@ -160,13 +160,17 @@ def magnitudes(
     Args:
         arrays: (bits of float32, float16 or bfloat16, what scales it or None); either may be empty.
     """
-    dense = [grad._values() if grad.is_sparse else grad for grad in dense]
     found = []
     for array, scale_N in arrays:
         largest = _largest(array.view(_OF_BITS[array.dtype])).double()
-        found.append(largest if scale_N is None else largest * _largest(scale_N).double().clamp(min=1))
-    found.append(torch.nn.utils.get_total_norm([grad for grad in dense if grad.numel()], torch.inf))
-    return gpu.read(torch.stack([one.to(gpu.device, torch.float64, non_blocking=True) for one in found]))
+        if scale_N is not None and len(scale_N):
+            largest = largest * _largest(scale_N).double().clamp(min=1)
+        found.append(largest)
+    values = [grad._values() if grad.is_sparse else grad for grad in dense]
+    if values := [grad for grad in values if grad.numel()]:
+        found.append(torch.nn.utils.get_total_norm(values, torch.inf))
+    largest = gpu.read(torch.stack([one.to(gpu.device, torch.float64, non_blocking=True) for one in found]))
+    return largest if values else [*largest, 0.0]
 
 
 def _largest(array: torch.Tensor) -> torch.Tensor:

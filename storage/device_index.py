@@ -69,17 +69,13 @@ class DeviceIndex:
         place_N, order_N = torch.sort(place_N)
         return table_N[order_N], id_N[order_N], place_N
 
-    def has_room(self, more: int) -> bool:
-        """Whether this many keys can come in without new memory."""
-        return self._taken + more <= int(len(self.cell_C2) * _LOAD_MAX)
-
     def reserve(self, more: int) -> None:
         """Make room for this many keys beyond those here.
 
         Raises:
             torch.OutOfMemoryError: there is no memory for the cells; the index is as it was.
         """
-        if self.has_room(more):
+        if self._taken + more <= int(len(self.cell_C2) * _LOAD_MAX):
             return
         # Cells given up count until the index is built anew; where they are many it need not grow for that.
         cells = self._empty_cells(2 * (self._size + more))

@@ -181,7 +181,7 @@ class DeviceTier:
     def bring_known(self, keys: DeviceKeys, slot_U: torch.Tensor, missing: torch.Tensor) -> int:
         """Make the rows of some keys that the store below has resident here and pin them; begin none.
 
-        No memory is taken for them: while steps run on other streams, rows do not move.
+        No slots are made for them: that moves the rows, which steps may be using on other streams.
 
         Args:
             slot_U: -1 for these keys; gets the slots, of those too that have come here meanwhile.
@@ -191,7 +191,7 @@ class DeviceTier:
             How many got one.
 
         Raises:
-            StoreFullError: the rows do not fit beside those that are pinned, in memory that is there. None was
+            StoreFullError: the rows do not fit beside those that are pinned, in slots that are there. None was
                 brought.
         """
         if self._resident or len(missing) == 0:
@@ -210,8 +210,8 @@ class DeviceTier:
         old_M = ~self._below.get(_host(table_M), _host(id_M), row_MW)
         size = int(np.count_nonzero(old_M))
         fresh = min(size - len(self._freed), self.slots - self._used)
-        if self._used + fresh > len(self._pin_S) or not self._index.has_room(size):
-            raise StoreFullError(f"the {self.name} tier has no memory yet for {size} more rows")
+        if self._used + fresh > len(self._pin_S):
+            raise StoreFullError(f"the {self.name} tier has no slots yet for {size} more rows")
         old = self._gpu.put(np.flatnonzero(old_M))
         slot_M = self._take_slots(size)
         self._set(slot_M, table_M[old], id_M[old], row_MW[old_M], dirty=False)

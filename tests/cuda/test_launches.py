@@ -1,0 +1,129 @@
+"""What a step asks of the device: how many loops it launches, and how often the host waits."""
+
+import functools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import oneemb
+from tests.cuda.conftest import SIMULATED
+from tests.cuda.test_pool import Pooled, bag_batches
+from tests.cuda.test_row_updates import OPTIMIZERS
+from tests.cuda.test_train import Graph, batches, on_gpu
+from tests.support.models import make_embedding
+
+LOOPS_MAX = 10  # of a step whose rows are all there
+TORCH_MAX = 14  # calls of torch beside them that launch something, those of dense layers left out
+
+
+class Noted(TorchDispatchMode):
+    """Counts torch's ops that launch something, and those for whose answer the host waits."""
+
+    VIEWS = (
+        "view", "as_strided", "slice", "detach", "expand", "select", "reshape", "alias", "unsqueeze", "squeeze", "t",
+        "empty", "new_empty", "lift_fresh", "transpose", "permute", "_record_function_enter_new",
+        "_record_function_exit",
+    )  # fmt: skip
+    WAITS = ("_local_scalar_dense", "nonzero", "item", "equal", "masked_select", "unique")
+
+    def __init__(self):
+        super().__init__()
+        self.launches, self.waits = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        masked = name.startswith("index") and any(
+            one.dtype == torch.bool for one in (args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else [])
+            if isinstance(one, torch.Tensor)
+        )  # fmt: skip
+        if name in self.WAITS or masked:
+            self.waits.append(name)
+        elif name not in self.VIEWS:
+            self.launches.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def a_step(gpu, embedding, optimizer, ids):
+    embedding(ids).backward(gradient(ids))
+    optimizer.step()
+
+
+@functools.cache
+def gradient(ids):
+    return torch.ones(*ids.shape, 4, device=ids.device)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_whose_rows_are_there_launches_few_loops_and_waits_twice(gpu, name, tmp_path):
+    embedding = make_embedding(tmp_path, tables=2, dim=4)
+    optimizer = oneemb.Optimizer(OPTIMIZERS[name](embedding.parameters()), [embedding])
+    ids = (torch.arange(80, device=gpu.device) % 3).reshape(-1, 2)  # enough for a key whose sum is made of parts
+    with on_gpu(gpu, embedding):
+        at = embedding.store.gpu
+        for _ in range(2):
+            a_step(at, embedding, optimizer, ids)
+        launches, waits = at.launches, at.waits
+        with Noted() as noted:
+            a_step(at, embedding, optimizer, ids)
+    print(f"{name}: {at.launches - launches} loops, {len(noted.launches)} of torch's: {noted.launches}")
+    assert at.launches - launches <= LOOPS_MAX and at.waits - waits == 2
+    assert len(noted.launches) <= TORCH_MAX
+    if SIMULATED:
+        assert noted.waits == [], "an op of torch's for whose answer the host waits"
+    embedding.close()
+
+
+@pytest.mark.skipif(SIMULATED, reason="a GPU tells which calls waited")
+def test_nothing_waits_but_what_is_counted(gpu, tmp_path):
+    embedding = make_embedding(tmp_path, tables=2, dim=4)
+    optimizer = oneemb.Optimizer(OPTIMIZERS["adagrad"](embedding.parameters()), [embedding])
+    ids = (torch.arange(80, device=gpu.device) % 3).reshape(-1, 2)  # enough for a key whose sum is made of parts
+    with on_gpu(gpu, embedding):
+        a_step(gpu, embedding, optimizer, ids)
+        torch.cuda.set_sync_debug_mode("error")  # a read of the tier's counts is a stream's synchronize, and allowed
+        try:
+            a_step(gpu, embedding, optimizer, ids)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    embedding.close()
+
+
+def test_a_graph_waits_as_often_as_an_eager_step_however_many_dense_parameters_it_has(gpu, tmp_path):
+    graph = Graph(tmp_path, "device", "adagrad")
+    with on_gpu(gpu, graph):
+        batch = batches(gpu)[0]
+        at = graph.embedding.store.gpu
+        for _ in range(2):
+            graph(*batch)
+        launches, waits = at.launches, at.waits
+        graph(*batch)
+        assert at.launches - launches <= LOOPS_MAX and at.waits - waits == 2
+    graph.embedding.close()
+
+
+def test_a_step_of_several_lookups_waits_once_more_for_each_and_once_for_their_sum(gpu, tmp_path):
+    graph = Pooled(tmp_path, "device", "sgd")
+    with on_gpu(gpu, graph):
+        batch = [part.to(gpu.device) for part in next(iter(bag_batches()))]
+        at = graph.embedding.store.gpu
+        for _ in range(2):
+            graph(*batch)
+        waits = at.waits
+        graph(*batch)
+        assert at.waits - waits == 2 + 1 + 1
+    graph.embedding.close()
+
+
+def test_a_prepared_step_of_known_rows_waits_for_its_gradients_alone(gpu, tmp_path):
+    graph = Graph(tmp_path, "host", "sgd")
+    with on_gpu(gpu, graph):
+        batch = batches(gpu)[0]
+        for _ in range(2):
+            graph(*batch)
+        at = graph.embedding.store.gpu
+        prepared = graph._prepare(batch)  # as the worker does
+        waits = at.waits
+        graph._compute_prepared(prepared, None)
+        assert at.waits - waits == 1
+    graph.embedding.close()
