@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from oneemb.graph import ops, step_ops
+from oneemb.graph import merged_ops, ops, step_ops
 from oneemb.graph.recorder import MEASURES, OpStats, Profile
 from oneemb.storage.embedding_store import Staged
+from oneemb.storage.merged_store import MergedStaged
 
 __all__ = ["Executor"]
 
@@ -88,7 +89,7 @@ class Executor:
             env[place] = value
         grad_enabled = torch.is_grad_enabled()
         contexts: list[Any] = []
-        leases: list[ops.Lease] = []
+        leases: list[Any] = []
         step = None
         if on_admitted is not None and self._admitted < 0:
             on_admitted()
@@ -106,7 +107,7 @@ class Executor:
                         contexts.append(result)
                     elif target is step_ops.exit_context:
                         contexts.pop()
-                    elif isinstance(result, ops.Lease):
+                    elif isinstance(result, ops.Lease | merged_ops.MergedLease):
                         leases.append(result)
                     if step.measured is not None:
                         measure, args = step.measured
@@ -125,8 +126,9 @@ class Executor:
             while contexts:
                 contexts.pop().__exit__(None, None, None)
             for value in env:
-                if isinstance(value, Staged):
-                    value.store.unstage(value)
+                if isinstance(value, Staged | MergedStaged):
+                    store: Any = value.store
+                    store.unstage(value)
             ops.release(leases)
             if step is not None:
                 _add_line(error, step.node)
@@ -137,7 +139,8 @@ class Executor:
 
 def _add_line(error: BaseException, node: fx.Node) -> None:
     """Say which line of `build` an error belongs to."""
-    line = node.meta.get("line", "")
+    lines = node.meta.get("lines", {})  # of an op that stands for several, by what its errors say they are of
+    line = lines.get(getattr(error, "first_table", None), node.meta.get("line", ""))
     if line and not any(line in note for note in getattr(error, "__notes__", ())):
         error.__notes__ = [*getattr(error, "__notes__", ()), f"in build{line}"]
 
@@ -146,36 +149,45 @@ def _call_of(node: fx.Node, places: dict[fx.Node, int], find: Callable[[str], An
     target: Any = node.target
     if node.op == "get_attr":
         return lambda env: find(target)
-    args, kwargs = _value_of(node.args, places), _value_of(node.kwargs, places)
+    constants: list[Any] = []
+    args = [_expression(one, places, constants) for one in node.args]
+    args += [f"**{_expression(node.kwargs, places, constants)}"] if node.kwargs else []
     if node.op == "call_module":
-        return lambda env: find(target)(*args(env), **kwargs(env))
+        return _compiled(f"find(target)({', '.join(args)})", constants, find=find, target=target)
     if node.op == "call_method":
-
-        def call_method(env: _Env) -> Any:
-            first, *rest = args(env)
-            return getattr(first, target)(*rest, **kwargs(env))
-
-        return call_method
-    if not node.kwargs:
-        return lambda env: target(*args(env))
-    return lambda env: target(*args(env), **kwargs(env))
+        return _compiled(f"getattr({args[0]}, target)({', '.join(args[1:])})", constants, target=target)
+    return _compiled(f"target({', '.join(args)})", constants, target=target)
 
 
 def _value_of(argument: Any, places: dict[fx.Node, int]) -> Callable[[_Env], Any]:
     """How to make an argument of a node, nested as it may be, from the values there are."""
+    constants: list[Any] = []
+    return _compiled(_expression(argument, places, constants), constants)
+
+
+def _compiled(expression: str, constants: list[Any], **names: Any) -> Callable[[_Env], Any]:
+    # As code, since a graph of many small ops would spend as long on their arguments as on the ops.
+    return eval(f"lambda env: {expression}", {"constant": constants, **names})
+
+
+def _expression(argument: Any, places: dict[fx.Node, int], constants: list[Any]) -> str:
+    """An argument as Python: `env` holds the values there are, `constant` what is the same in every run."""
+
+    def said(value: Any) -> str:
+        return _expression(value, places, constants)
+
     if isinstance(argument, fx.Node):
-        place = places[argument]
-        return lambda env: env[place]
+        return f"env[{places[argument]}]"
     if isinstance(argument, dict):
-        keys, values = list(argument), [_value_of(one, places) for one in argument.values()]
-        return lambda env: {key: value(env) for key, value in zip(keys, values, strict=True)}
+        return "{" + ", ".join(f"{said(key)}: {said(value)}" for key, value in argument.items()) + "}"
     if isinstance(argument, tuple | list):
-        parts = [_value_of(one, places) for one in argument]
+        inside = "".join(f"{said(one)}, " for one in argument)
         if hasattr(argument, "_fields"):
-            return lambda env: type(argument)(*(part(env) for part in parts))
-        make = tuple if isinstance(argument, tuple) else list
-        return lambda env: make(part(env) for part in parts)
+            return f"{said(type(argument))}({inside})"
+        return f"({inside})" if isinstance(argument, tuple) else f"[{inside}]"
     if isinstance(argument, slice):
-        begin, end, step = (_value_of(one, places) for one in (argument.start, argument.stop, argument.step))
-        return lambda env: slice(begin(env), end(env), step(env))
-    return lambda env: argument
+        return f"slice({said(argument.start)}, {said(argument.stop)}, {said(argument.step)})"
+    if argument is None or type(argument) in (bool, int):
+        return f"({argument!r})"
+    constants.append(argument)
+    return f"constant[{len(constants) - 1}]"

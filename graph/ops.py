@@ -35,6 +35,7 @@ from oneemb.kernels.pool import bags_of, mean_scales, pool, scale_grads
 from oneemb.kernels.reduce_grads import Segments, largest_magnitude, sum_segments
 from oneemb.kernels.threads import Threads
 from oneemb.storage.embedding_store import EmbeddingStore, Staged
+from oneemb.storage.merged_store import MergedStaged, MergedStore
 from oneemb.storage.row_store import StorageError
 
 if TYPE_CHECKING:
@@ -100,6 +101,17 @@ class Lease:
     order: int = field(default_factory=lambda: next(_ORDER))
     """Grows from lookup to lookup."""
 
+    def reduce(self) -> "RowGrads":
+        """The gradients that have come, each key's to be summed."""
+        return _reduce(self)
+
+    def release(self) -> None:
+        """Unpin the rows and drop the gradients."""
+        if not self.released and self.generation == self.store.generation:
+            self.store.release(self.slot_U)
+        self.released = True
+        self.grads.clear()
+
     def __del__(self) -> None:
         # Any thread, any moment: only leave a note.
         if not self.released:
@@ -110,19 +122,22 @@ class Lease:
 class RowGrads:
     """Gradients of U unique keys of one store, for the rows in slot_U: given summed, or as segments to be summed.
 
+    The store may be several, merged: `stores` are those whose lookups got a gradient.
+
     Sums of segments are made when something asks for them; an update takes the segments as they are, to the same bits.
     """
 
-    store: EmbeddingStore
+    store: Any
     generation: int
     table_U: Any
     id_U: Any
     slot_U: Any
     segments: Any
+    stores: tuple[EmbeddingStore, ...]
 
     def __init__(
         self,
-        store: EmbeddingStore,
+        store: EmbeddingStore | MergedStore,
         generation: int,
         table_U: Any,
         id_U: Any,
@@ -130,8 +145,10 @@ class RowGrads:
         grad_UD: Any = None,
         finite_U: Any = None,
         segments: Any = None,
+        stores: tuple[EmbeddingStore, ...] | None = None,
     ):
-        given = dict(store=store, generation=generation, table_U=table_U, id_U=id_U, slot_U=slot_U)
+        given: dict[str, Any] = dict(store=store, generation=generation, table_U=table_U, id_U=id_U, slot_U=slot_U)
+        given |= dict(stores=(store,) if stores is None else stores)
         if grad_UD is not None:
             given |= dict(sums=(grad_UD, finite_U), segments=None)
         else:
@@ -243,8 +260,8 @@ def _unique_keys_of_bags(
         bag_N, table_N, size_2 = cuda_ops.bags_of(offset_P1, table_P, num_tables, len(ids), gpu)
         unique: Any = cuda_ops.unique_keys(table_N, id_N, num_tables, padding_idx, gpu, check, size_2)
         return Keys(shape, unique, Bags(offset_P1, bag_N))
-    bags, table_N = _tables_of_bags(offset_P1, table_P, num_tables, check)
-    return Keys(shape, kernel.unique_keys(table_N, id_N.numpy(), padding_id=padding_idx), bags)
+    bags, table_n = _tables_of_bags(offset_P1, table_P, num_tables, check)
+    return Keys(shape, kernel.unique_keys(table_n, id_N.numpy(), padding_id=padding_idx), bags)
 
 
 def _tables_of_bags(
@@ -345,17 +362,23 @@ def _check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: in
         )
 
 
-def stage(store: EmbeddingStore, keys: Keys) -> Staged:
+def stage(store: EmbeddingStore | MergedStore, keys: Any) -> Staged | MergedStaged:
     """Read known rows of a coming lookup and pin them, as far as there is room, on any thread; insert nothing."""
+    if isinstance(store, MergedStore):
+        return keys.stage(store)
     if store.gpu is not None:
         return store.stage_on_gpu(keys.unique)
     return store.stage(keys.unique.table_U, keys.unique.id_U)
 
 
-def admit(store: EmbeddingStore, keys: Keys, pending: list[Lease] | None = None, staged: Staged | None = None) -> Lease:
+def admit(
+    store: EmbeddingStore | MergedStore, keys: Any, pending: list[Lease] | None = None, staged: Any = None
+) -> Any:
     """Make the rows of these keys resident and pin them; unknown keys are inserted with their initial values.
 
     Args:
+        store, keys: an `EmbeddingStore` and `Keys`, which give a `Lease`; or a `MergedStore` and `MergedKeys`, which
+            give a `MergedLease` (see oneemb.graph.merged_ops).
         pending: where the lease reports that a gradient has come, for eager mode.
         staged: what `stage` gave for these keys.
 
@@ -365,6 +388,8 @@ def admit(store: EmbeddingStore, keys: Keys, pending: list[Lease] | None = None,
     _check_place(store, keys)
     if not store.built:
         store.build(None, np.empty(0, np.float32))
+    if isinstance(store, MergedStore):
+        return keys.admit(store, staged)
     if store.gpu is not None:
         slot_U, unique = store.admit_on_gpu(keys.unique, staged)
         keys = dataclasses.replace(keys, unique=unique)
@@ -373,7 +398,7 @@ def admit(store: EmbeddingStore, keys: Keys, pending: list[Lease] | None = None,
     return Lease(store, keys, slot_U, store.generation, pending)
 
 
-def _check_place(store: EmbeddingStore, keys: Keys) -> None:
+def _check_place(store: EmbeddingStore | MergedStore, keys: Any) -> None:
     found, wanted = cuda_ops.device_of(keys.unique), None if store.gpu is None else store.gpu.device
     if found != wanted:
         raise ValueError(
@@ -515,10 +540,10 @@ def reduce_grads(leases: Sequence[Lease]) -> RowGrads | None:
 
     The sum runs in float32: over the ids of a lookup in batch order, then over lookups in the order they were made.
     """
-    parts = [_reduce(lease) for lease in sorted(leases, key=lambda lease: lease.order) if lease.grads]
+    parts = [lease.reduce() for lease in sorted(leases, key=lambda lease: lease.order) if lease.grads]
     if len(parts) < 2:
         return parts[0] if parts else None
-    store = parts[0].store
+    store, stores = parts[0].store, tuple({one: None for part in parts for one in part.stores})
     join: Any = np.concatenate if store.gpu is None else torch.cat
     table_N, id_N = (join([getattr(part, name) for part in parts]) for name in ("table_U", "id_U"))
     slot_N, grad_ND = (join([getattr(part, name) for part in parts]) for name in ("slot_U", "grad_UD"))
@@ -531,7 +556,7 @@ def reduce_grads(leases: Sequence[Lease]) -> RowGrads | None:
     unique = kernel.unique_keys(table_N, id_N)
     return RowGrads(
         store, parts[0].generation, unique.table_U, unique.id_U, slot_N[unique.head_U],
-        segments=Segments(grad_ND, *unique.occurrences()),
+        segments=Segments(grad_ND, *unique.occurrences()), stores=stores,
     )  # fmt: skip
 
 
@@ -563,7 +588,7 @@ def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads |
     """
     for optimizer in optimizers:
         for grad in grads:
-            rows = optimizer.rows_of(grad.store) if grad is not None else None
+            rows = optimizer.rows_of(grad.stores[0]) if grad is not None else None
             if rows is not None:
                 rows[0].check(rows[1])
     found = None if _small_on_gpu(optimizers, grads) else _find_nonfinite(optimizers, grads)
@@ -612,10 +637,11 @@ def _find_nonfinite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrad
             finite_U = grad.finite_U if grad.store.gpu is None else grad.finite_U.cpu().numpy()
             u = int(np.argmin(finite_U))
             count = int(np.count_nonzero(~finite_U))
-            return (
-                f"the gradients of {count} of {len(finite_U)} rows are not finite, the first of them that of id"
-                f" {int(grad.id_U[u])} in table {int(grad.table_U[u])}"
-            )
+            table, id = int(grad.table_U[u]), int(grad.id_U[u])
+            key = f"id {id} in table {table}"
+            if isinstance(grad.store, MergedStore):
+                key = grad.store.key_said(table, id)
+            return f"the gradients of {count} of {len(finite_U)} rows are not finite, the first of them that of {key}"
     for optimizer in optimizers:
         for g, group in enumerate(optimizer.optimizer.param_groups):
             for p, parameter in enumerate(group["params"]):
@@ -628,16 +654,37 @@ def _find_nonfinite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrad
 
 def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool) -> None:
     """Apply the optimizer to the rows, in place, with its group's hyperparameters as they are now."""
-    rows = optimizer.rows_of(grads.store) if grads is not None else None
+    # Of merged stores the first answers for all: one group of one optimizer trains them.
+    rows = optimizer.rows_of(grads.stores[0]) if grads is not None else None
     if grads is None or rows is None or not go:
         return
     store, (row_optimizer, group) = grads.store, rows
-    row_optimizer.update(
-        store.weight_SX, store.row_SW, grads.slot_U, grads.segments or grads.grad_UD,
-        state_begin=store.layout.state_begin, group=group, step=store.step + 1, threads=store.runner,
-    )  # fmt: skip
-    store.step += 1
-    store.mark_dirty(grads.slot_U)
+    for some, step in _by_step(grads):
+        row_optimizer.update(
+            store.weight_SX, store.row_SW, some.slot_U, some.segments or some.grad_UD,
+            state_begin=store.layout.state_begin, group=group, step=step + 1, threads=store.runner,
+        )  # fmt: skip
+    for one in grads.stores:
+        one.step += 1
+    if isinstance(store, MergedStore):
+        store.mark_dirty(grads.table_U, grads.slot_U)
+    else:
+        store.mark_dirty(grads.slot_U)
+
+
+def _by_step(grads: RowGrads) -> list[tuple[RowGrads, int]]:
+    """The gradients and the steps that their store has made; of merged stores that are not equally far, apart."""
+    steps = sorted({one.step for one in grads.stores})
+    if len(steps) == 1:
+        return [(grads, steps[0])]
+    step_M = np.array([one.step for one in grads.store.stores])
+    step_U = step_M[grads.store.members_of(grads.table_U)]
+    parts = []
+    for step in steps:
+        u = np.flatnonzero(step_U == step)
+        keys = grads.table_U[u], grads.id_U[u], grads.slot_U[u]
+        parts.append((RowGrads(grads.store, grads.generation, *keys, grads.grad_UD[u], grads.finite_U[u]), step))
+    return parts
 
 
 def step(optimizer: StepOptimizer, lr_scheduler: Any, go: bool) -> None:
@@ -652,10 +699,7 @@ def step(optimizer: StepOptimizer, lr_scheduler: Any, go: bool) -> None:
 def release(leases: Sequence[Lease]) -> None:
     """Unpin the rows of these leases and drop their gradients."""
     for lease in leases:
-        if not lease.released and lease.generation == lease.store.generation:
-            lease.store.release(lease.slot_U)
-        lease.released = True
-        lease.grads.clear()
+        lease.release()
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

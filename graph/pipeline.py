@@ -1,6 +1,7 @@
 """The whole compilation, as one ordered list of passes, with a check of the graph after each.
 
-    traced -> [scale_losses] -> lower_embeddings -> share_unique -> remove_dead -> insert_updates or hold_lookups
+    traced -> [scale_losses] -> lower_embeddings -> [merge_embeddings] -> share_unique -> remove_dead
+           -> insert_updates or hold_lookups
            -> fuse_lookup                  a step in one piece, for a call
            -> split_prepare                the same step in two halves, for a loop that prepares batches ahead
 
@@ -25,6 +26,7 @@ from oneemb.graph.passes.fuse_lookup import fuse_lookup
 from oneemb.graph.passes.hold_lookups import hold_lookups
 from oneemb.graph.passes.insert_updates import insert_updates
 from oneemb.graph.passes.lower_embeddings import lower_embeddings
+from oneemb.graph.passes.merge_embeddings import Member, merge_embeddings
 from oneemb.graph.passes.remove_dead import remove_dead
 from oneemb.graph.passes.scale_losses import scale_losses
 from oneemb.graph.passes.share_unique import share_unique
@@ -32,10 +34,14 @@ from oneemb.graph.passes.split_prepare import split_prepare
 from oneemb.graph.spec import check_stage, is_backward
 from oneemb.graph.text import graph_text
 from oneemb.graph.tracer import BuildError, embeddings_in, trace
+from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.merged_store import MergedStore
 
 __all__ = ["Plan", "Recipe", "Snapshot", "compile_graph", "compile_plan"]
 
 Pass = Callable[[fx.Graph], fx.Graph]
+
+_CLIPS = (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_)
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Recipe:
         held: where lookups of micro-batches are kept; None = every call updates.
         dense: what runs dense modules; None = they run as they are.
         updates: whether this call ends with the update of all micro-batches since the last one.
+        merged: the merged stores made so far, by their members: plans that hold lookups for each other share them.
     """
 
     optimizers: Sequence[tuple[Any, Any]] = ()
@@ -59,6 +66,7 @@ class Recipe:
     held: Any = None
     dense: DenseCompiler | None = None
     updates: bool = True
+    merged: dict[tuple[EmbeddingStore, ...], MergedStore] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -124,8 +132,11 @@ def compile_plan(root: torch.nn.Module, recipe: Recipe, structure: Structure | N
     for i, (optimizer, scheduler) in enumerate(recipe.optimizers):
         objects |= {f"optimizer_{i}": optimizer, f"lr_scheduler_{i}": scheduler}
     objects |= {"held": recipe.held, "grad_scaler": recipe.scaler}
+    members: dict[str, Member] = {}
     if recipe.trains:
         _check_trains(traced.graph, embeddings, recipe)
+        members, merged = _members(traced.graph, embeddings, recipe)
+        objects |= merged
     find = _finder(root, objects)
 
     history: list[Snapshot] = []
@@ -136,7 +147,7 @@ def compile_plan(root: torch.nn.Module, recipe: Recipe, structure: Structure | N
         return graph
 
     graph = keep("trace", "traced", traced.graph)
-    for name, stage, apply in _passes(root, embeddings, recipe):
+    for name, stage, apply in _passes(root, embeddings, recipe, members):
         graph = keep(name, stage, apply(graph))
     buffers = {name for name, _ in root.named_buffers(remove_duplicate=False)}
     split = split_prepare(graph, buffers)
@@ -157,13 +168,19 @@ def compile_plan(root: torch.nn.Module, recipe: Recipe, structure: Structure | N
     )
 
 
-def _passes(root: torch.nn.Module, embeddings: Mapping[str, Any], recipe: Recipe) -> Sequence[tuple[str, str, Pass]]:
+def _passes(
+    root: torch.nn.Module, embeddings: Mapping[str, Any], recipe: Recipe, members: Mapping[str, Member]
+) -> Sequence[tuple[str, str, Pass]]:
     """(name, stage after it, pass) in the order in which they run."""
     names = [(f"optimizer_{i}", f"lr_scheduler_{i}" if sch else None) for i, (_, sch) in enumerate(recipe.optimizers)]
     scales = ("scale_losses", "traced", lambda graph: scale_losses(graph, "grad_scaler"))
+    buffers = {name for name, _ in root.named_buffers(remove_duplicate=False)}
+    held = None if recipe.held is None else "held"
+    merges: Pass = lambda graph: merge_embeddings(graph, members, buffers=buffers, every=held is not None)  # noqa: E731
     common: tuple[tuple[str, str, Pass], ...] = (
         *((scales,) if recipe.trains and recipe.scaler is not None else ()),
         ("lower_embeddings", "lowered", lambda graph: lower_embeddings(graph, embeddings, inserts=recipe.trains)),
+        *((("merge_embeddings", "lowered", merges),) if members else ()),
         ("share_unique", "lowered", share_unique),
     )
     if not recipe.trains:
@@ -177,17 +194,56 @@ def _passes(root: torch.nn.Module, embeddings: Mapping[str, Any], recipe: Recipe
         for i, (optimizer, _) in enumerate(recipe.optimizers)
         if optimizer.rows_of(embedding.store)
     }
+    trains |= {member.merged: trains[store] for store, member in members.items() if store in trains}
     max_norms = {name: norm for (name, _), norm in zip(names, recipe.max_norms, strict=False) if norm is not None}
-    held = None if recipe.held is None else "held"
+    merged = {store: member.merged for store, member in members.items()}
     return (
         *common,
         ("remove_dead", "lowered", remove_dead),
         (
             "insert_updates",
             "trained",
-            lambda graph: insert_updates(graph, names, trains=trains, max_norms=max_norms, held=held),
+            lambda graph: insert_updates(graph, names, trains=trains, max_norms=max_norms, held=held, merged=merged),
         ),
     )
+
+
+def _members(
+    graph: fx.Graph, embeddings: Mapping[str, Any], recipe: Recipe
+) -> tuple[dict[str, Member], dict[str, MergedStore]]:
+    """Which stores can be merged, by the names that the graph has for them, and what they are merged in.
+
+    Those on the host whose rows are alike and are trained by one group of one optimizer, whether they are looked up or
+    not: so every graph of these modules merges the same.
+    """
+    clips = [set(node.all_input_nodes) for node in graph.nodes if node.op == "call_function" and node.target in _CLIPS]
+    clipped = [{str(node.target) for node in nodes} for nodes in clips]
+    alike: dict[Any, list[tuple[str, Any]]] = {}
+    for name, embedding in embeddings.items():
+        store = embedding.store
+        if store.gpu is not None:
+            continue
+        trained: list[Any] = []
+        for i, (optimizer, _) in enumerate(recipe.optimizers):
+            if (rows := optimizer.rows_of(store)) is not None:
+                trained += [i, rows[0].name, id(rows[1])]
+        clipped_by = tuple(f"{name}.weight" in names for names in clipped)
+        kind = store.layout, embedding.key_type, embedding.padding_idx, tuple(trained), clipped_by
+        alike.setdefault(kind, []).append((name, embedding))
+    members: dict[str, Member] = {}
+    merged: dict[str, MergedStore] = {}
+    for some in alike.values():
+        if len(some) < 2:
+            continue
+        stores = tuple(embedding.store for _, embedding in some)
+        tables = [embedding.num_tables for _, embedding in some]
+        if stores not in recipe.merged:
+            recipe.merged[stores] = MergedStore(stores, tables, [embedding.name for _, embedding in some])
+        store_name = f"merged_{len(merged)}"
+        merged[store_name] = recipe.merged[stores]
+        for (name, _), first_table in zip(some, merged[store_name].first_table_M1.tolist(), strict=False):
+            members[f"{name}.store"] = Member(store_name, first_table)
+    return members, merged
 
 
 def _running(find: Callable[[str], Any], dense: DenseCompiler | None) -> Callable[[str], Any]:
@@ -230,10 +286,7 @@ def _check_trains(graph: fx.Graph, embeddings: Mapping[str, Any], recipe: Recipe
                 f"build calls backward{node.meta.get('line', '')} after it has clipped{clipped}; gradients that come"
                 " then would not be clipped, and those of rows not used: call backward on every loss first, then clip"
             )
-        if node.op == "call_function" and node.target in (
-            torch.nn.utils.clip_grad_norm_,
-            torch.nn.utils.clip_grad_value_,
-        ):
+        if node.op == "call_function" and node.target in _CLIPS:
             clipped = node.meta.get("line", "") or " before"
             if not recipe.updates or recipe.held is not None:
                 raise BuildError(

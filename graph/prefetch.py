@@ -20,6 +20,7 @@ from typing import Any
 
 from oneemb.graph.streams import Ahead
 from oneemb.storage.embedding_store import Staged
+from oneemb.storage.merged_store import MergedStaged
 
 __all__ = ["Prepared", "prefetch"]
 
@@ -42,8 +43,9 @@ class Prepared:
     def drop(self) -> None:
         """Unpin what was staged and never admitted."""
         for value in self.values or ():
-            if isinstance(value, Staged):
-                value.store.unstage(value)
+            if isinstance(value, Staged | MergedStaged):
+                store: Any = value.store
+                store.unstage(value)
         self.values = None
 
 

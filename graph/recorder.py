@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from oneemb.graph import ops
+from oneemb.graph import merged_ops, ops
 from oneemb.graph.text import node_label
 
 __all__ = ["MEASURES", "OpStats", "Profile", "stats_table"]
@@ -48,6 +48,11 @@ def _measure_gather(args: Any, rows: Any) -> tuple[int, int]:
     return rows.numel() // max(1, rows.shape[-1]), 2 * rows.numel() * rows.element_size()
 
 
+def _measure_gather_merged(args: Any, rows: Any) -> tuple[int, int]:
+    measured = [_measure_gather(args, one) for one in rows]
+    return sum(count for count, _ in measured), sum(size for _, size in measured)
+
+
 def _measure_reduce(args: Any, grads: Any) -> tuple[int, int]:
     # The sums themselves are made by whoever reads them: an update, row by row, or clipping.
     return (0, 0) if grads is None else (len(grads.slot_U), 0)
@@ -64,10 +69,12 @@ def _measure_update(args: Any, result: Any) -> tuple[int, int]:
 
 MEASURES: dict[Any, Callable[[Any, Any], tuple[int, int]]] = {
     ops.unique_keys: _measure_unique_keys,
+    merged_ops.unique_merged_keys: _measure_unique_keys,
     ops.admit: _measure_admit,
     ops.lookup: _measure_admit,
     ops.stage: _measure_stage,
     ops.gather: _measure_gather,
+    merged_ops.gather_merged: _measure_gather_merged,
     ops.peek: _measure_gather,
     ops.reduce_grads: _measure_reduce,
     ops.update: _measure_update,

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from oneemb.graph import ops, step_ops
+from oneemb.graph import merged_ops, ops, step_ops
 
-__all__ = ["STAGES", "check_stage", "is_backward", "is_inplace", "is_pure", "is_training_only"]
+__all__ = ["CHECKS", "STAGES", "UNIQUE", "check_stage", "is_backward", "is_inplace", "is_pure", "is_training_only"]
 
-_LOOKUP = {ops.unique_keys, ops.admit, ops.gather, ops.peek, ops.lookup}
+UNIQUE = {ops.unique_keys, merged_ops.unique_merged_keys}
+CHECKS = {ops.check_pooling, merged_ops.check_merged_pooling}
+_LOOKUP = {ops.admit, ops.gather, merged_ops.gather_merged, ops.peek, ops.lookup} | UNIQUE | CHECKS
 _BUILD = {step_ops.enter_autocast, step_ops.enter_grad_mode, step_ops.exit_context, step_ops.scale_loss}
 _CLIP = {torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_}
 _UPDATE = {
@@ -36,7 +38,7 @@ STAGES: dict[str, set[Any]] = {
     "traced": _BUILD | _CLIP,
     "lowered": _BUILD | _CLIP | _LOOKUP,
     "trained": _BUILD | _LOOKUP | _UPDATE,
-    "prepare": {ops.unique_keys, ops.stage},
+    "prepare": UNIQUE | {ops.stage},
     "compute": _BUILD | _LOOKUP | _UPDATE,
 }
 """The legal ops of each stage, beside what build itself calls."""
@@ -48,12 +50,15 @@ _ARGUMENTS: dict[Any, tuple[Any, ...]] = {
     ops.peek: ("store", "keys"),
     ops.lookup: ("store",),
     ops.gather: ("lease", "weight"),
+    merged_ops.gather_merged: ("lease",),
+    ops.check_pooling: ("keys",),
+    merged_ops.check_merged_pooling: ("keys",),
     ops.reduce_grads: ("leases",),
     ops.check_finite: ("optimizers", "grads_list"),
     ops.update: ("optimizer", "grads", "go"),
     ops.release: ("leases",),
 }
-_GIVES: dict[str, set[Any]] = {"keys": {ops.unique_keys}, "lease": {ops.admit, ops.lookup}, "go": {ops.check_finite}}
+_GIVES: dict[str, set[Any]] = {"keys": UNIQUE, "lease": {ops.admit, ops.lookup}, "go": {ops.check_finite}}
 
 
 def check_stage(graph: fx.Graph, stage: str, embeddings: Mapping[str, Any]) -> None:
@@ -110,12 +115,16 @@ def is_training_only(node: fx.Node) -> bool:
     return is_backward(node) or node.op == "call_function" and node.target in _CLIP
 
 
-_PURE_FUNCTIONS = {
-    getattr(operator, name)
-    for name in (
-        "add sub mul truediv floordiv mod and_ or_ xor lshift rshift neg invert eq ne lt le gt ge getitem".split()
-    )
-} | {getattr, ops.unique_keys, ops.gather, ops.peek}
+_PURE_FUNCTIONS = (
+    {
+        getattr(operator, name)
+        for name in (
+            "add sub mul truediv floordiv mod and_ or_ xor lshift rshift neg invert eq ne lt le gt ge getitem".split()
+        )
+    }
+    | {getattr, ops.gather, merged_ops.gather_merged, ops.peek}
+    | UNIQUE
+)
 _PURE_NAMES = frozenset(
     "abs add all any bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor bool cat"
     " chunk clamp clone concat contiguous cumsum detach dim div eq expand expand_as flatten flip float floor_divide"

@@ -26,6 +26,8 @@ from oneemb.graph import cuda_ops
 from oneemb.graph.ops import Lease, RowGrads, StepOptimizer, release
 from oneemb.kernels.row_norms import rows_norm
 from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.merged_store import MergedStore
+from oneemb.storage.row_store import StorageError
 
 __all__ = [
     "Held", "clip_grad_norm", "clip_grad_value", "drop", "enter_autocast", "enter_grad_mode", "exit_context", "hold",
@@ -106,7 +108,8 @@ def clip_grad_norm(
     dense = [parameter for parameter in _parameters(parameters) if parameter.grad is not None]
     dense_grads = [parameter.grad for parameter in dense if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(dense_grads, norm_type, False, foreach)
-    row_norms = [_rows_norm(one, float(norm_type)) for one in grads if one is not None]
+    row_norms = [norm for one in grads if one is not None for norm in _row_norms(one, float(norm_type))]
+    row_norms.sort()  # so that the norm does not depend on which stores are merged
     if row_norms:
         norm = torch.linalg.vector_norm(torch.tensor([float(norm), *row_norms], dtype=torch.float64), float(norm_type))
         norm = norm.to(torch.float32)
@@ -133,10 +136,15 @@ def clip_grad_value(
     return [None if one is None else _replaced(one, one.grad_UD.clip(-bound, bound)) for one in grads]
 
 
-def _rows_norm(grads: RowGrads, norm_type: float) -> float:
+def _row_norms(grads: RowGrads, norm_type: float) -> list[float]:
+    """The norm of the rows of each store."""
     if grads.store.gpu is not None:
-        return cuda_ops.rows_norm(grads.grad_UD, norm_type)
-    return rows_norm(grads.grad_UD, norm_type, threads=grads.store.threads)
+        return [cuda_ops.rows_norm(grads.grad_UD, norm_type)]
+    parts = [grads.grad_UD]
+    if isinstance(grads.store, MergedStore):
+        member_U = grads.store.members_of(grads.table_U)
+        parts = [grads.grad_UD[member_U == m] for m in np.unique(member_U).tolist()]
+    return [rows_norm(part, norm_type, threads=grads.store.threads) for part in parts]
 
 
 def _parameters(parameters: Any) -> list[torch.Tensor]:
@@ -155,7 +163,8 @@ def _multiplied(grads: RowGrads | None, factor: np.float32) -> RowGrads | None:
 def _replaced(grads: RowGrads, grad_UD: Any) -> RowGrads:
     isfinite: Any = np.isfinite if grads.store.gpu is None else torch.isfinite
     finite_U = isfinite(grad_UD).all(1)
-    return RowGrads(grads.store, grads.generation, grads.table_U, grads.id_U, grads.slot_U, grad_UD, finite_U)
+    keys = grads.table_U, grads.id_U, grads.slot_U
+    return RowGrads(grads.store, grads.generation, *keys, grad_UD, finite_U, stores=grads.stores)
 
 
 class Held:
@@ -170,9 +179,18 @@ def hold(held: Held, leases: Sequence[Lease]) -> None:
     held.leases.extend(leases)
 
 
-def take(held: Held, store: EmbeddingStore, leases: Sequence[Lease]) -> list[Lease]:
-    """The lookups kept of this store, and these, all in `held` until they are released."""
+def take(held: Held, store: EmbeddingStore | MergedStore, leases: Sequence[Lease]) -> list[Lease]:
+    """The lookups kept of this store, and these, all in `held` until they are released.
+
+    Raises:
+        StorageError: rows of a lookup that is kept, of any store, were replaced or moved since.
+    """
     hold(held, leases)
+    for lease in held.leases:
+        if lease.grads and lease.generation != lease.store.generation:
+            raise StorageError(
+                "the rows of a lookup were replaced or moved before its update; finish the accumulated steps first"
+            )
     return [lease for lease in held.leases if lease.store is store]
 
 

@@ -58,8 +58,9 @@ class _Graph(torch.nn.Module):
     def compiled(self) -> fx.GraphModule:
         """The graph that a call runs now; `.code` and `.graph` show it.
 
-        Compiled anew where modules have changed between training and eval mode, or between frozen and trained, and
-        for inputs of another nesting; not for other shapes.
+        Compiled anew where modules have changed between training and eval mode, or between frozen and trained, or are
+        others, where rows have moved or their state has another width, and for inputs of another nesting; not for other
+        shapes.
         """
         return self._plan(None).module
 
@@ -73,7 +74,10 @@ class _Graph(torch.nn.Module):
         return plan
 
     def _key(self, structure: Structure) -> Any:
-        modes = [(one.training, one.weight.requires_grad) for one in embeddings_in(self).values()]
+        modes = [
+            (one.training, one.weight.requires_grad, one.store, one.store.layout, one.store.gpu is None)
+            for one in embeddings_in(self).values()
+        ]
         return structure, self.training, tuple(modes), self.config.compile_dense, self._recipe_key()
 
     def _recipe(self) -> Recipe:
@@ -279,6 +283,7 @@ class TrainGraph(_Graph):
         self._max_norms: list[float | None] = []
         self._scaler: Any = None
         self._held = step_ops.Held()
+        self._merged: dict[Any, Any] = {}
         self._calls = 0  # since the last update
         self.steps = 0
         """Updates made or skipped so far."""
@@ -404,6 +409,7 @@ class TrainGraph(_Graph):
             held=self._held if self._accumulation() > 1 else None,
             dense=self._dense_compiler(),
             updates=self._updates_now(),
+            merged=self._merged,
         )
 
 

@@ -61,6 +61,11 @@ class HashIndex:
         """Bytes of memory held."""
         return int(self._cells_P.sum()) * 16
 
+    @property
+    def shards(self) -> tuple[np.ndarray, np.ndarray]:
+        """The address and the number of cells of each shard, for a loop over several indexes: good until keys come."""
+        return self._address_P, self._cells_P
+
     def find(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """The place of each key, -1 for a key that is not here: int64 [U]."""
         place_U = np.empty(len(id_U), np.int64)

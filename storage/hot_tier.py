@@ -163,6 +163,15 @@ class HotTier:
         self._hits += len(hit_H)
         return slot_U
 
+    def pin_found(self, slot_U: np.ndarray) -> None:
+        """Pin rows that a loop over several tiers has found in the index, each once more: what `admit` does of those.
+
+        The caller may not change `slot_U` afterwards.
+        """
+        self._pin(slot_U, 1)
+        self._touch(slot_U)
+        self._hits += len(slot_U)
+
     def bring_known(self, table_M: np.ndarray, id_M: np.ndarray) -> np.ndarray:
         """Make those of these keys' rows that the store below has resident here and pin them; begin none.
 
@@ -193,6 +202,16 @@ class HotTier:
     def mark_dirty(self, slot_U: np.ndarray) -> None:
         """Say that kernels have changed the rows in these slots."""
         set_marks(self._dirty_S, slot_U, True, threads=self._threads)
+
+    @property
+    def index(self) -> HashIndex:
+        """Where each key's slot is found; it is the tier that changes it."""
+        return self._index
+
+    @property
+    def dirty_S(self) -> np.ndarray:
+        """The dirty bits, for a loop over those of several tiers."""
+        return self._dirty_S
 
     @property
     def pinned(self) -> int:

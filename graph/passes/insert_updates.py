@@ -25,6 +25,7 @@ def insert_updates(
     trains: Mapping[str, str] | None = None,
     max_norms: Mapping[str, float] | None = None,
     held: str | None = None,
+    merged: Mapping[str, str] | None = None,
 ) -> fx.Graph:
     """After the whole of `build`, update what it took gradients of. `optimizers` names (optimizer, lr_scheduler).
 
@@ -32,6 +33,7 @@ def insert_updates(
         trains: the optimizer that trains each store; None = the op asks.
         max_norms: what the norm of all gradients that an optimizer uses is clipped to, for those that clip.
         held: where lookups of earlier micro-batches are kept.
+        merged: what a store is merged in, for those that are.
 
     Before:  rows = gather(lease, weight) ...  loss.backward();  return loss
     After:   rows = gather(lease, weight) ...  loss.backward()
@@ -65,7 +67,7 @@ def insert_updates(
             grads = _unpack(graph, unscaled, grads)
     for clip in clips:
         with inserting_for(graph, clip):
-            grads = _clip(graph, clip, grads)
+            grads = _clip(graph, clip, grads, merged or {})
         graph.erase_node(clip)
     with graph.inserting_before(output):
         for name, max_norm in (max_norms or {}).items():
@@ -96,7 +98,7 @@ def _unpack(graph: fx.Graph, grads: fx.Node, stores: Mapping[str, fx.Node]) -> d
     return {store: graph.call_function(operator.getitem, (grads, i)) for i, store in enumerate(stores)}
 
 
-def _clip(graph: fx.Graph, clip: fx.Node, grads: dict[str, fx.Node]) -> dict[str, fx.Node]:
+def _clip(graph: fx.Graph, clip: fx.Node, grads: dict[str, fx.Node], merged: Mapping[str, str]) -> dict[str, fx.Node]:
     """The gradients of rows after a clip of `build`, which names rows by the weight that stands for them."""
     arguments: Any = clip.args
     parameters, *rest = arguments
@@ -104,6 +106,7 @@ def _clip(graph: fx.Graph, clip: fx.Node, grads: dict[str, fx.Node]) -> dict[str
     dense: list[fx.Node] = []
     for parameter in parameters:
         store = f"{str(parameter.target).removesuffix('weight')}store"
+        store = store if store in grads else merged.get(store, store)
         if store in grads:
             mine[store] = grads[store]
         else:

@@ -21,7 +21,10 @@ def lower_embeddings(graph: fx.Graph, embeddings: Mapping[str, Any], *, inserts:
 
     After:   keys = unique_keys(ids, ...);  rows = peek(store, keys)
 
-    Of bags the keys know the offsets, and `gather` and `peek` are told how to pool.
+    Of bags the keys know the offsets, and `gather` and `peek` are told how to pool. What they could refuse is checked
+    before any row is inserted:
+
+    After:   keys = unique_keys(ids, ...);  check_pooling(keys, weights, "sum");  lease = admit(store, keys) ...
     """
     graph = copy_graph(graph)
     for node in list(graph.nodes):
@@ -32,12 +35,15 @@ def lower_embeddings(graph: fx.Graph, embeddings: Mapping[str, Any], *, inserts:
         with inserting_for(graph, node):
             store = graph.get_attr(f"{node.target}.store")
             key_arguments = [ids, table_ids, module.num_tables, module.key_type, module.padding_idx]
-            if offsets is None:
-                pooled = []
-            else:
+            per_sample_weights, pooling = pooled
+            if offsets is not None:
                 key_arguments.append(offsets)
+            elif per_sample_weights is None and pooling in ("sum", "mean"):
+                pooled = []
             keys = graph.call_function(ops.unique_keys, tuple(key_arguments))
             if inserts and module.training:
+                if per_sample_weights is not None or pooling not in ("sum", "mean"):
+                    graph.call_function(ops.check_pooling, (keys, per_sample_weights, pooling))
                 lease = graph.call_function(ops.admit, (store, keys))
                 rows = graph.call_function(ops.gather, (lease, graph.get_attr(f"{node.target}.weight"), *pooled))
             else:

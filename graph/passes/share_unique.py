@@ -2,9 +2,8 @@
 
 from torch import fx
 
-from oneemb.graph import ops
 from oneemb.graph.passes import copy_graph
-from oneemb.graph.spec import is_inplace
+from oneemb.graph.spec import UNIQUE, is_inplace
 
 __all__ = ["share_unique"]
 
@@ -22,7 +21,7 @@ def share_unique(graph: fx.Graph) -> fx.Graph:
     for node in list(graph.nodes):
         if is_inplace(node):
             first.clear()
-        if node.target is not ops.unique_keys:
+        if node.target not in UNIQUE:
             continue
         shared = first.setdefault((node.args, tuple(node.kwargs.items())), node)
         if shared is not node:

@@ -5,9 +5,9 @@ from collections.abc import Collection
 from torch import fx
 
 from oneemb.graph import ops
-from oneemb.graph.spec import is_inplace, is_pure
+from oneemb.graph.spec import UNIQUE, is_inplace, is_pure
 
-__all__ = ["split_prepare"]
+__all__ = ["ancestors", "movable_nodes", "split_prepare"]
 
 
 def split_prepare(graph: fx.Graph, buffers: Collection[str] = ()) -> tuple[fx.Graph, fx.Graph]:
@@ -26,8 +26,8 @@ def split_prepare(graph: fx.Graph, buffers: Collection[str] = ()) -> tuple[fx.Gr
     is prepared if a lookup needs it, it does nothing but give a value, and nothing before it may have changed its
     inputs in place; so a lookup of ids that the dense part computes is not prepared.
     """
-    movable = _movable(graph, buffers)
-    needed = _ancestors({node for node in movable if node.target is ops.unique_keys})
+    movable = movable_nodes(graph, buffers)
+    needed = ancestors({node for node in movable if node.target in UNIQUE})
     prepare, compute = fx.Graph(), fx.Graph()
     first: dict[fx.Node, fx.Node] = {}
     second: dict[fx.Node, fx.Node] = {}
@@ -59,24 +59,24 @@ def split_prepare(graph: fx.Graph, buffers: Collection[str] = ()) -> tuple[fx.Gr
     return prepare, compute
 
 
-def _movable(graph: fx.Graph, buffers: Collection[str]) -> set[fx.Node]:
+def movable_nodes(graph: fx.Graph, buffers: Collection[str]) -> set[fx.Node]:
     """Inputs, and pure functions of them and of buffers that no op before may have changed in place."""
     movable: set[fx.Node] = set()
     changed: set[fx.Node] = set()
     for node in graph.nodes:
         if is_inplace(node):
-            changed |= _ancestors(set(node.all_input_nodes))
+            changed |= ancestors(set(node.all_input_nodes))
         changed_names = {one.target for one in changed if one.op == "get_attr"}
         if node.op == "placeholder" or node.op == "get_attr" and node.target in set(buffers) - changed_names:
             movable.add(node)
         elif node.op != "get_attr" and is_pure(node) and node.all_input_nodes:
-            inputs = _ancestors(set(node.all_input_nodes))
+            inputs = ancestors(set(node.all_input_nodes))
             if inputs <= movable and not inputs & changed:
                 movable.add(node)
     return movable
 
 
-def _ancestors(nodes: set[fx.Node]) -> set[fx.Node]:
+def ancestors(nodes: set[fx.Node]) -> set[fx.Node]:
     """These nodes and all that they are computed from."""
     found: set[fx.Node] = set()
     todo = list(nodes)

@@ -1,0 +1,339 @@
+"""Lookups of several embeddings as one op: what takes the place of `unique_keys` and `gather` where stores are merged.
+
+    keys  = unique_merged_keys([(first_table, ids, table_ids, num_tables, offsets), ...], key_type, padding_idx)
+    check_merged_pooling(keys, [(p, per_sample_weights, pooling), ...])
+    lease = admit(merged_store, keys)
+    rows  = gather_merged(lease, [(p, weight, per_sample_weights, pooling), ...])      a tensor for each
+
+Lookup p is of a store of its own, and lookups are given in the order of the stores in the merged one. Then the order of
+first occurrence puts the keys of a store side by side, and each key occurs in one lookup only: its gradients are summed
+in the order in which a lookup of its own would have summed them.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from oneemb.graph import ops
+from oneemb.kernels import unique_keys as kernel
+from oneemb.kernels.gather import gather
+from oneemb.kernels.pool import pool, scale_grads
+from oneemb.kernels.reduce_grads import Segments
+from oneemb.storage.merged_store import MergedStaged, MergedStore
+from oneemb.storage.row_store import StorageError
+
+__all__ = ["MergedKeys", "MergedLease", "check_merged_pooling", "gather_merged", "unique_merged_keys"]
+
+Lookup = tuple[int, torch.Tensor, torch.Tensor | None, int, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class KeysPart:
+    """One lookup's share of merged keys; what checks and scales read of `Keys`."""
+
+    first_table: int
+    shape: torch.Size
+    ids: slice
+    """Its ids among those of all lookups."""
+    bags: ops.Bags | None
+    unique: kernel.UniqueKeys
+    """Those of all lookups, but for the ids, which are its own."""
+
+
+@dataclass(frozen=True)
+class MergedKeys:
+    """The unique keys of several lookups."""
+
+    unique: kernel.UniqueKeys
+    parts: list[KeysPart]
+    begin_P1: np.ndarray
+    """int64 [P + 1]: lookup p has the unique keys from begin_P1[p] to begin_P1[p + 1] - 1"""
+
+    def admit(self, store: MergedStore, staged: MergedStaged | None) -> "MergedLease":
+        """See `oneemb.graph.ops.admit`."""
+        slot_U, slots = store.admit(self.unique.table_U, self.unique.id_U, self._begins(store), staged)
+        member_P = np.searchsorted(store.first_table_M1, self._first_tables())
+        leases = [
+            ops.Lease(store.stores[m], part, slots[m], store.stores[m].generation)  # type: ignore[arg-type]
+            for m, part in zip(member_P.tolist(), self.parts, strict=True)
+        ]
+        return MergedLease(store, self, slot_U, store.generation, leases)
+
+    def stage(self, store: MergedStore) -> MergedStaged:
+        """See `oneemb.graph.ops.stage`."""
+        return store.stage(self.unique.table_U, self.unique.id_U, self._begins(store))
+
+    def _begins(self, store: MergedStore) -> np.ndarray:
+        return store.begins(self._first_tables(), self.begin_P1)
+
+    def _first_tables(self) -> np.ndarray:
+        return np.array([part.first_table for part in self.parts], np.int32)
+
+
+@dataclass(eq=False)
+class MergedLease:
+    """The rows of several lookups. Each has a lease of its own, which holds its pins and its gradients."""
+
+    store: MergedStore
+    keys: MergedKeys
+    slot_U: np.ndarray
+    """Merged slots."""
+    generation: int
+    leases: list[ops.Lease]
+    order: int = field(default_factory=lambda: next(ops._ORDER))
+
+    @property
+    def grads(self) -> bool:
+        """Whether any lookup got a gradient."""
+        return any(lease.grads for lease in self.leases)
+
+    @property
+    def released(self) -> bool:
+        return all(lease.released for lease in self.leases)
+
+    def release(self) -> None:
+        """Unpin the rows and drop the gradients."""
+        for lease in self.leases:
+            lease.release()
+
+    def reduce(self) -> ops.RowGrads:
+        """The gradients that have come, those of each key to be summed; lookups that got none are left out."""
+        self.check_current()
+        unique, parts = self.keys.unique, list(zip(self.keys.parts, self.leases, strict=True))
+        got = [lease.grads[0] if len(lease.grads) == 1 else torch.stack(lease.grads).sum(0)
+               for lease in self.leases if lease.grads]  # fmt: skip
+        grad_NX = ops._bits(got[0].contiguous() if len(got) == 1 else torch.cat(got)).numpy()
+        inverse_N, row_N, scale_N = unique.inverse_N, None, None
+        dead = [part for part, lease in parts if not lease.grads]
+        if dead:
+            inverse_N = inverse_N.copy()
+            for part in dead:
+                inverse_N[part.ids] = -1
+        if dead or any(part.bags is not None for part in self.keys.parts):
+            row_N = _rows_of_ids([part for part, lease in parts if lease.grads], len(inverse_N))
+        if any(lease.scale_N is not None for lease in self.leases):
+            scale_N = np.ones(len(inverse_N), np.float32)
+            for part, lease in parts:
+                if lease.scale_N is not None:
+                    scale_N[part.ids] = lease.scale_N
+        order_N, begin_U1, scale_N = kernel.occurrences(inverse_N, len(unique.id_U), row_N, scale_N)
+        table_U, id_U, slot_U = unique.table_U, unique.id_U, self.slot_U
+        if dead:
+            begin_P1 = self.keys.begin_P1
+            u = np.concatenate(
+                [np.arange(begin_P1[p], begin_P1[p + 1]) for p, (_, one) in enumerate(parts) if one.grads]
+            )
+            table_U, id_U, slot_U = table_U[u], id_U[u], slot_U[u]
+            begin_U1 = np.append(begin_U1[u], begin_U1[-1])  # keys between them occur nowhere now
+        return ops.RowGrads(
+            self.store, self.generation, table_U, id_U, slot_U,
+            segments=Segments(grad_NX, order_N, begin_U1, scale_N),
+            stores=tuple(lease.store for lease in self.leases if lease.grads),
+        )  # fmt: skip
+
+    def check_current(self) -> None:
+        """Raise StorageError if the rows of a lookup that got a gradient have been replaced."""
+        if self.generation != self.store.generation:
+            raise StorageError(
+                "the rows of a lookup were replaced (load_snapshot, clear) before its update; look up again after"
+                " loading"
+            )
+
+
+def _rows_of_ids(parts: Sequence[KeysPart], ids: int) -> np.ndarray:
+    """The row of each id among the gradients of these lookups, one after another: int32 [N]."""
+    row_N = np.empty(ids, np.int32)
+    begin = 0
+    for part in parts:
+        if part.bags is None:
+            row_N[part.ids] = np.arange(begin, begin + part.ids.stop - part.ids.start, dtype=np.int32)
+        else:
+            np.add(part.bags.bag_N, np.int32(begin), out=row_N[part.ids])
+        begin += part.shape.numel()
+    return row_N
+
+
+def unique_merged_keys(lookups: Sequence[Lookup], key_type: torch.dtype, padding_idx: int | None) -> MergedKeys:
+    """The unique (merged table, id) pairs of several lookups, lookup by lookup in order of first occurrence.
+
+    Args:
+        lookups: the merged table at which each one's tables begin, growing; and what `unique_keys` is given for it.
+
+    Raises:
+        TypeError, ValueError: as `unique_keys`, of any lookup.
+    """
+    placed = []
+    for lookup in lookups:
+        try:
+            placed.append(_placed(*lookup, key_type))
+        except (TypeError, ValueError) as error:
+            error.first_table = lookup[0]  # type: ignore[union-attr]
+            raise
+    end_P = list(itertools.accumulate(len(id_N) for id_N, _, _, _ in placed))
+    begin_P = [0, *end_P[:-1]]
+    table_N = np.empty(end_P[-1], np.int32)
+    for (first_table, _, _, num_tables, _), (_, table_n, _, _), begin, end in zip(
+        lookups, placed, begin_P, end_P, strict=True
+    ):
+        if table_n is not None:
+            np.add(table_n, np.int32(first_table), out=table_N[begin:end])
+        elif num_tables == 1:
+            table_N[begin:end] = first_table
+        else:
+            table_N[begin:end].reshape(-1, num_tables)[:] = np.arange(first_table, first_table + num_tables)
+    id_N = torch.cat([id_n for id_n, _, _, _ in placed]).numpy()
+    unique = kernel.unique_keys(table_N, id_N, padding_id=padding_idx)
+    begin_P1 = np.append(np.searchsorted(unique.head_U, begin_P), len(unique.head_U))
+    parts = [
+        KeysPart(lookup[0], shape, slice(begin, end), bags, unique._replace(inverse_N=unique.inverse_N[begin:end]))
+        for lookup, (_, _, shape, bags), begin, end in zip(lookups, placed, begin_P, end_P, strict=True)
+    ]
+    return MergedKeys(unique, parts, begin_P1)
+
+
+def _placed(
+    first_table: int,
+    ids: torch.Tensor,
+    table_ids: torch.Tensor | None,
+    num_tables: int,
+    offsets: torch.Tensor | None,
+    key_type: torch.dtype,
+) -> tuple[torch.Tensor, np.ndarray | None, torch.Size, ops.Bags | None]:
+    """The ids of a lookup [N], their tables where those are not one column each, the lookup's shape and bags."""
+    if isinstance(ids, torch.Tensor) and ids.device.type != "cpu":
+        raise ValueError(f"ids must be on the CPU, where the embedding is, got {ids.device}; call ids.cpu()")
+    if offsets is not None:
+        shape, offset_P1, table_P, check = ops._bags_of_ids(ids, table_ids, num_tables, key_type, offsets)
+        bags, table_N = ops._tables_of_bags(offset_P1, table_P, num_tables, check)
+        return ids.detach(), table_N, shape, bags
+    ops._check_ids(ids, table_ids, num_tables, key_type)
+    tables = None
+    if table_ids is not None:
+        ops._check_tables(table_ids if ids.numel() else table_ids[:0], num_tables)
+        tables = table_ids.detach().to(torch.int32).expand(ids.shape).reshape(-1).numpy()
+    return ids.detach().reshape(-1), tables, ids.shape, None
+
+
+def check_merged_pooling(keys: MergedKeys, pooled: Sequence[tuple[int, torch.Tensor | None, str]]) -> None:
+    """`check_pooling` of lookups p.
+
+    Raises:
+        TypeError, ValueError: as `check_pooling`.
+    """
+    for p, per_sample_weights, pooling in pooled:
+        part = keys.parts[p]
+        try:
+            ops.check_pooling(part, per_sample_weights, pooling)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            error.first_table = part.first_table  # type: ignore[union-attr]
+            raise
+
+
+class _GatherMerged(torch.autograd.Function):
+    """Reads rows forward; backward leaves the gradients of each lookup with its lease."""
+
+    @staticmethod
+    def forward(ctx: Any, lease: MergedLease, read: tuple[int, ...], *weights_and_scales: torch.Tensor | None) -> Any:
+        ctx.lease, ctx.read = lease, read
+        ctx.set_materialize_grads(False)
+        out = _read(lease, read)
+        needs = ctx.needs_input_grad[2:]
+        kept = [one for i, one in enumerate(out) if not needs[i] and not needs[len(out) + i]]
+        ctx.mark_non_differentiable(*kept)
+        return tuple(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        lease, read, needs = ctx.lease, ctx.read, ctx.needs_input_grad[2:]
+        scale_grads: list[torch.Tensor | None] = [None] * len(read)
+        for i, (p, grad) in enumerate(zip(read, grads, strict=True)):
+            if grad is None:
+                continue
+            grad_ND = grad.reshape(-1, grad.shape[-1])
+            if needs[i]:
+                lease.leases[p].grads.append(grad_ND)
+            if needs[len(read) + i]:
+                scale_grads[i] = _grad_of_scales(lease, p, grad_ND.contiguous())
+        return None, None, *([None] * len(read)), *scale_grads
+
+
+def _read(lease: MergedLease, read: tuple[int, ...]) -> list[torch.Tensor]:
+    """The weights of each id, or bag, of the lookups p: rows of one array, as tensors that are no views of another."""
+    store, keys = lease.store, lease.keys
+    dim, dtype = store.layout.dim, ops._DTYPES[store.layout.dtype]
+    weight_SX, inverse_N = store.weight_SX, keys.unique.inverse_N
+    parts = [keys.parts[p] for p in read]
+    end_P = list(itertools.accumulate(part.shape.numel() for part in parts))
+    all_ND = torch.empty(end_P[-1], dim, dtype=dtype)
+    row_ND = ops._bits(all_ND).numpy()
+    first = 0
+    # Lookups that lie side by side and are read in the same way are one launch.
+    for pooled, group in itertools.groupby(range(len(parts)), lambda i: (read[i] - i, parts[i].bags is not None)):
+        some = list(group)
+        end = end_P[some[-1]]
+        ids = slice(parts[some[0]].ids.start, parts[some[-1]].ids.stop)
+        if not pooled[1]:
+            gather(weight_SX, lease.slot_U, inverse_N[ids], row_ND[first:end], threads=store.threads)
+        else:
+            offset_P1, scale_N = _pooling(parts, [lease.leases[p] for p in read], some)
+            pool(weight_SX, lease.slot_U, inverse_N[ids], offset_P1, scale_N, row_ND[first:end], threads=store.threads)
+        first = end
+    begin_P = [0, *end_P[:-1]]
+    return [
+        torch.empty(0, dtype=dtype).set_(all_ND.untyped_storage(), begin * dim, (*part.shape, dim))  # type: ignore[call-overload]
+        for part, begin in zip(parts, begin_P, strict=True)
+    ]
+
+
+def _pooling(
+    parts: Sequence[KeysPart], leases: Sequence[ops.Lease], some: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Offsets and scales of lookups that lie side by side, as of one."""
+    start = parts[some[0]].ids.start
+    offsets, scales = [np.zeros(1, np.int64)], []
+    for i in some:
+        part, bags = parts[i], parts[i].bags
+        assert bags is not None
+        offsets.append(bags.offset_P1[1:] + (part.ids.start - start))
+        scales.append(leases[i].scale_N)
+    if all(scale_N is None for scale_N in scales):
+        return np.concatenate(offsets), None
+    ones = [np.ones(parts[i].ids.stop - parts[i].ids.start, np.float32) for i in some]
+    return np.concatenate(offsets), np.concatenate(
+        [one if scale_N is None else scale_N for one, scale_N in zip(ones, scales, strict=True)]
+    )
+
+
+def _grad_of_scales(lease: MergedLease, p: int, grad_PD: torch.Tensor) -> torch.Tensor:
+    part, store = lease.keys.parts[p], lease.store
+    assert part.bags is not None
+    out_N = scale_grads(
+        store.weight_SX, lease.slot_U, part.unique.inverse_N, part.bags.bag_N, ops._bits(grad_PD).numpy(),
+        threads=store.threads,
+    )  # fmt: skip
+    return torch.from_numpy(out_N)
+
+
+def gather_merged(
+    lease: MergedLease, read: Sequence[tuple[int, torch.Tensor, torch.Tensor | None, str]]
+) -> tuple[torch.Tensor, ...]:
+    """What `gather` gives of each of these lookups, from one loop over the rows of all.
+
+    Args:
+        read: (p, weight, per_sample_weights, pooling) of each, p growing; see `gather`.
+
+    Raises:
+        TypeError, ValueError: as `gather`.
+        StorageError: the rows have been replaced since they were admitted.
+    """
+    lease.check_current()
+    for p, _, per_sample_weights, pooling in read:
+        part = lease.keys.parts[p]
+        one = lease.leases[p]
+        one.scale_N = ops._scales(part, per_sample_weights, pooling, one.store)  # type: ignore[arg-type]
+    weights, scales = [one[1] for one in read], [one[2] for one in read]
+    return _GatherMerged.apply(lease, tuple(one[0] for one in read), *weights, *scales)

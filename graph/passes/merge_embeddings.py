@@ -1,0 +1,147 @@
+"""Makes one lookup of those of several embeddings."""
+
+import operator
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from oneemb.graph import merged_ops, ops, step_ops
+from oneemb.graph.passes import copy_graph, store_of
+from oneemb.graph.passes.split_prepare import ancestors, movable_nodes
+from oneemb.graph.spec import CHECKS, is_backward, is_inplace, is_pure, is_training_only
+
+__all__ = ["Member", "merge_embeddings"]
+
+_CONTEXTS = {step_ops.enter_autocast, step_ops.enter_grad_mode, step_ops.exit_context}
+
+
+@dataclass(frozen=True)
+class Member:
+    """Where a store is merged."""
+
+    merged: str
+    """What names the merged store."""
+    first_table: int
+    """The merged table at which the store's tables begin."""
+
+
+@dataclass(eq=False)
+class _Group:
+    """Lookups to merge, of a store each."""
+
+    first: fx.Node
+    prepared: bool
+    admits: list[fx.Node] = field(default_factory=list)
+    hoisted: set[fx.Node] = field(default_factory=set)
+
+
+def merge_embeddings(
+    graph: fx.Graph, members: Mapping[str, Member], *, buffers: Collection[str] = (), every: bool = False
+) -> fx.Graph:
+    """Look up and, after it, update the rows of several stores at once. `members` says which are merged in what.
+
+    Args:
+        buffers: as in `split_prepare`: what can be prepared ahead is not merged with what cannot.
+        every: go through merged stores also where no two lookups can be merged, so that lookups of several graphs
+            are of the same stores.
+
+    Before:  u1 = unique_keys(x, ...);  lease1 = admit(a.store, u1);  rows1 = gather(lease1, a.weight)
+             u2 = unique_keys(y, ...);  lease2 = admit(b.store, u2);  rows2 = gather(lease2, b.weight)
+    After:   keys = unique_merged_keys(((0, x, ...), (1, y, ...)), ...);  lease = admit(merged, keys)
+             rows = gather_merged(lease, ((0, a.weight, ...), (1, b.weight, ...)));  rows1 = rows[0];  rows2 = rows[1]
+
+    Exact: a key occurs in one lookup only, so nothing is summed in another order. A lookup is made where the first of
+    its group is, if all it needs can be computed there, and no op lies between that may change its ids in place, that
+    takes gradients, or that begins or ends a context. A store has one lookup in a group at most; its lookups keep
+    their order.
+    """
+    graph = copy_graph(graph)
+    groups = _groups(graph, members, movable_nodes(graph, buffers))
+    for merged, some in groups.items():
+        if every or any(len(group.admits) > 1 for group in some):
+            for group in some:
+                _merge(graph, merged, group, members)
+    return graph
+
+
+def _groups(graph: fx.Graph, members: Mapping[str, Member], movable: set[fx.Node]) -> dict[str, list[_Group]]:
+    """The groups of each merged store, in the order in which they are looked up."""
+    groups: dict[str, list[_Group]] = {}
+    closed: dict[str, int] = {}  # the groups of each merged store that no further lookup may join
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if is_inplace(node) or is_backward(node) or is_training_only(node) or node.target in _CONTEXTS:
+            closed = {merged: len(some) for merged, some in groups.items()}
+        if node.target is not ops.admit or store_of(node) not in members:
+            continue
+        merged = members[store_of(node)].merged
+        some = groups.setdefault(merged, [])
+        same = [i for i, group in enumerate(some) if any(store_of(one) == store_of(node) for one in group.admits)]
+        needed = ancestors(set(_inputs(node)))
+        prepared = node.args[1] in movable
+        for group in some[max([closed.get(merged, 0), *(i + 1 for i in same)]) :]:
+            late = {one for one in needed if place[one] >= place[group.first]}
+            if group.prepared == prepared and all(is_pure(one) for one in late):
+                break
+        else:
+            group, late = _Group(node, prepared), set()
+            some.append(group)
+        group.admits.append(node)
+        group.hoisted |= late
+    return groups
+
+
+def _inputs(admit: fx.Node) -> list[fx.Node]:
+    """What a lookup is made of, as it is merged: the arguments of its keys, and what scales its ids."""
+    keys: Any = admit.args[1]
+    nodes = list(keys.all_input_nodes)
+    for gather in admit.users:
+        nodes += [one for one in gather.args[2:] if isinstance(one, fx.Node)]
+    return nodes
+
+
+def _merge(graph: fx.Graph, merged: str, group: _Group, members: Mapping[str, Member]) -> None:
+    admits = sorted(group.admits, key=lambda admit: members[store_of(admit)].first_table)
+    nodes = list(graph.nodes)
+    for node in nodes[nodes.index(group.first) :]:
+        if node in group.hoisted:
+            group.first.prepend(node)
+    lookups, read, gathers, lines = [], [], [], {}
+    for p, admit in enumerate(admits):
+        keys: Any = admit.args[1]
+        ids, table_ids, num_tables, key_type, padding_idx, *offsets = keys.args
+        first_table = members[store_of(admit)].first_table
+        lookups.append((first_table, ids, table_ids, num_tables, offsets[0] if offsets else None))
+        lines[first_table] = admit.meta.get("line", "")
+        for gather in admit.users:
+            _, weight, *pooled = gather.args
+            read.append((p, weight, *(pooled or (None, "sum"))))
+            gathers.append(gather)
+    with graph.inserting_before(group.first):
+        keys = graph.call_function(merged_ops.unique_merged_keys, (tuple(lookups), key_type, padding_idx))
+        checked = tuple((p, scales, pooling) for p, _, scales, pooling in read if scales is not None)
+        new = [keys]
+        if checked:
+            new.append(graph.call_function(merged_ops.check_merged_pooling, (keys, checked)))
+        lease = graph.call_function(ops.admit, (graph.get_attr(merged), keys))
+        new.append(lease)
+        if read:
+            of_graph = [(p, graph.get_attr(weight.target), *pooled) for p, weight, *pooled in read]
+            rows = graph.call_function(merged_ops.gather_merged, (lease, tuple(of_graph)))
+            new.append(rows)
+            for i, gather in enumerate(gathers):
+                one = graph.call_function(operator.getitem, (rows, i))
+                one.meta["line"] = gather.meta.get("line", "")
+                gather.replace_all_uses_with(one)
+        for node in new:
+            node.meta["line"], node.meta["lines"] = group.first.meta.get("line", ""), lines
+    for gather in gathers:
+        graph.erase_node(gather)
+    for admit in group.admits:
+        keys = admit.args[1]
+        graph.erase_node(admit)
+        if all(user.target in CHECKS for user in keys.users):
+            for user in [*keys.users, keys]:
+                graph.erase_node(user)

@@ -1,0 +1,279 @@
+"""Several stores whose rows are alike, taken as one, so that one loop runs over the rows of all of them.
+
+    merged table   tables of the first member, then those of the second, ...: merged = first table of the member + table
+    merged slot    a row's place in one array that begins at the member's slab with the lowest address and reaches over
+                   all others: merged = slot + (address of the member's slab - lowest address) / bytes of a row
+
+Loops take merged slots and that array as they take a store's slots and slab. Between the slabs lies what is not
+memory: nothing but the slots of members may be read or written there.
+
+Invariants:
+- rows, pins, steps and marks stay with each member, whatever it is: a member may be used beside the merged store;
+- keys are given member by member, in the order of the members; so are the slots;
+- a call that raises leaves no pin, in any member.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oneemb.kernels.merged_index import find_each
+from oneemb.kernels.slot_marks import set_marks
+from oneemb.kernels.threads import Threads
+from oneemb.storage.embedding_store import EmbeddingStore, Staged
+from oneemb.storage.row_layout import RowLayout
+
+__all__ = ["MergedStaged", "MergedStore"]
+
+
+@dataclass(eq=False)
+class MergedStaged:
+    """What was staged of a coming lookup in each member."""
+
+    store: "MergedStore"
+    parts: list[Staged]
+    slot_U: np.ndarray
+    """As many as keys were asked for."""
+
+
+class MergedStore:
+    """Stores of equal row layout, on the host, as one.
+
+    Args:
+        stores: the members.
+        tables: the number of tables of each.
+        names: what errors call each.
+    """
+
+    gpu = None
+
+    def __init__(self, stores: Sequence[EmbeddingStore], tables: Sequence[int], names: Sequence[str]):
+        self.stores = tuple(stores)
+        self.names = tuple(names)
+        self.first_table_M1 = np.concatenate([[0], np.cumsum(tables)]).astype(np.int32)
+        """The merged table at which each member's begin, and the end."""
+        self._member_T = np.repeat(np.arange(len(self.stores), dtype=np.int32), tables)
+        self.threads = max((store.threads for store in self.stores), key=lambda threads: threads.count)
+        """The most threads that a member may use."""
+        self._in_order = sorted(self.stores, key=id)
+        self._slabs: list[np.ndarray] = []
+        self._row_VW = np.empty((0, 0), np.float32)
+        self._begin_M = np.empty(0, np.int64)
+
+    # ---- what loops are given ---------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> RowLayout:
+        """That of every member."""
+        return self.stores[0].layout
+
+    @property
+    def runner(self) -> Threads:
+        """What kernels on rows run on."""
+        return self.threads
+
+    @property
+    def row_SW(self) -> np.ndarray:
+        """The array that merged slots are places in. Read it anew for every use."""
+        self._look_at_slabs()
+        return self._row_VW
+
+    @property
+    def weight_SX(self) -> np.ndarray:
+        """The same memory as weights' bits."""
+        return self.layout.weights(self.row_SW)
+
+    @property
+    def generation(self) -> int:
+        """Changes whenever merged slots handed out before mean nothing any more."""
+        return sum(store.generation for store in self.stores)
+
+    def _look_at_slabs(self) -> None:
+        slabs = [store.row_SW for store in self.stores]
+        if len(slabs) == len(self._slabs) and all(a is b for a, b in zip(slabs, self._slabs, strict=True)):
+            return
+        self._row_VW, self._begin_M = _one_array(slabs)
+        self._mark_V, self._mark_begin_M = _one_array([store._tiers[0].dirty_S for store in self.stores])
+        self._slabs = slabs
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    @property
+    def built(self) -> bool:
+        """Whether the tiers of every member are there."""
+        return all(store.built for store in self.stores)
+
+    def build(self, optimizer: str | None, state: np.ndarray) -> None:
+        """Make the tiers of those members that have none."""
+        for store in self.stores:
+            if not store.built:
+                store.build(optimizer, state)
+
+    def begins(self, first_table_P: np.ndarray, begin_P1: np.ndarray) -> np.ndarray:
+        """Where the keys of each member begin, and the end, [M + 1]; given those of P members that have lookups."""
+        return begin_P1[np.searchsorted(first_table_P, self.first_table_M1)]
+
+    def admit(
+        self, table_U: np.ndarray, id_U: np.ndarray, begin_M1: np.ndarray, staged: MergedStaged | None = None
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Make the rows of these keys resident and pin each once more; see `EmbeddingStore.admit`.
+
+        Args:
+            begin_M1: where the keys of each member begin, and the end.
+
+        Returns:
+            The merged slots, int64 [U]; and each member's own, which are pinned there.
+
+        Raises:
+            StoreFullError: a member is full; nothing is pinned in any.
+        """
+        local_U, begins = self._local(table_U, begin_M1)
+        slots: list[Any] = [None] * len(self.stores)
+        m = 0
+        try:
+            with self._turn():
+                if staged is None:
+                    self._pin_found(slots, local_U, id_U, begin_M1, begins)
+                else:
+                    self._take_over(slots, staged)
+            for m, store in enumerate(self.stores):
+                if slots[m] is None:
+                    some = slice(begins[m], begins[m + 1])
+                    slots[m] = store.admit(local_U[some], id_U[some], None if staged is None else staged.parts[m])
+        except BaseException as error:
+            for store, slot_U in zip(self.stores, slots, strict=True):
+                if slot_U is not None:
+                    store.release(slot_U)
+            if staged is not None:
+                self.unstage(staged)
+            self._name(error, m)
+            raise
+        self._look_at_slabs()
+        slot_U = np.concatenate(slots)
+        slot_U += np.repeat(self._begin_M, np.diff(begin_M1))
+        return slot_U, slots
+
+    def stage(self, table_U: np.ndarray, id_U: np.ndarray, begin_M1: np.ndarray) -> MergedStaged:
+        """Read known rows of a coming lookup and pin them as far as there is room; see `EmbeddingStore.stage`."""
+        local_U, begins = self._local(table_U, begin_M1)
+        slots: list[Any] = [None] * len(self.stores)
+        found: list[Any] = [None] * len(self.stores)
+        m = 0
+        try:
+            if self.built:
+                with self._turn():
+                    self._pin_found(slots, local_U, id_U, begin_M1, begins)
+                    for m, (store, slot_U) in enumerate(zip(self.stores, slots, strict=True)):
+                        if slot_U is not None:
+                            found[m] = Staged(store, slot_U, store.generation)
+                            store._staged.add(found[m])
+            for m, (store, part) in enumerate(zip(self.stores, found, strict=True)):
+                some = slice(begins[m], begins[m + 1])
+                found[m] = part or store.stage(local_U[some], id_U[some])
+        except BaseException as error:
+            self.unstage(MergedStaged(self, [part for part in found if part is not None], id_U))
+            self._name(error, m)
+            raise
+        return MergedStaged(self, found, np.broadcast_to(np.int64(-1), len(id_U)))
+
+    def unstage(self, staged: MergedStaged) -> None:
+        """Unpin what `stage` pinned, if no `admit` has taken it over."""
+        for part in staged.parts:
+            if part.held:
+                part.store.unstage(part)
+
+    def mark_dirty(self, table_U: np.ndarray, slot_U: np.ndarray) -> None:
+        """Say that the rows of these keys, of any members, in these merged slots have changed."""
+        mark_V, begin_M = self._dirty_marks()
+        set_marks(mark_V, slot_U + (begin_M - self._begin_M)[self._member_T[table_U]], True, threads=self.threads)
+        for m in np.flatnonzero(np.bincount(self._member_T[table_U], minlength=len(self.stores))).tolist():
+            self.stores[m].changes += 1
+
+    def members_of(self, table_U: np.ndarray) -> np.ndarray:
+        """The member that each merged table belongs to: int32 [U]."""
+        return self._member_T[table_U]
+
+    def key_said(self, table: int, id: int) -> str:
+        """A key as errors name it."""
+        m = int(self._member_T[table])
+        return f"id {id} in table {table - int(self.first_table_M1[m])} of embedding {self.names[m]!r}"
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """With the locks of all members held, taken in an order that every merged store keeps."""
+        held = []
+        try:
+            for store in self._in_order:
+                store._waiting += 1
+                store._lock.acquire()
+                held.append(store)
+                store._waiting -= 1
+            yield
+        finally:
+            for store in reversed(held):
+                store._lock.release()
+
+    def _local(self, table_U: np.ndarray, begin_M1: np.ndarray) -> tuple[np.ndarray, list[int]]:
+        """The tables as the members count them, and where the keys of each begin."""
+        return table_U - np.repeat(self.first_table_M1[:-1], np.diff(begin_M1)), begin_M1.tolist()
+
+    def _pin_found(
+        self, slots: list[Any], local_U: np.ndarray, id_U: np.ndarray, begin_M1: np.ndarray, begins: list[int]
+    ) -> None:
+        """Find the keys of all members in one loop, and pin those of each member of which all are there."""
+        tiers = [store._tiers[0] for store in self.stores]
+        shards = [tier.index.shards for tier in tiers]
+        address_MP, cells_MP = (np.array([one[i] for one in shards]) for i in (0, 1))
+        slot_U = find_each(address_MP, cells_MP, begin_M1, local_U, id_U, threads=self.threads)
+        missing = set(np.searchsorted(begin_M1, np.flatnonzero(slot_U < 0), side="right").tolist())
+        for m, tier in enumerate(tiers):
+            if m + 1 not in missing and not self.stores[m].abandoned:
+                slots[m] = slot_U[begins[m] : begins[m + 1]]
+                tier.pin_found(slots[m])
+
+    def _take_over(self, slots: list[Any], staged: MergedStaged) -> None:
+        """Those of each member of which all rows were staged."""
+        for m, (store, part) in enumerate(zip(self.stores, staged.parts, strict=True)):
+            if part.held and part.generation == store.generation and not store.abandoned:
+                if len(part.slot_U) == 0 or part.slot_U.min() >= 0:
+                    part.held = False
+                    store._staged.discard(part)
+                    slots[m] = part.slot_U
+
+    def _dirty_marks(self) -> tuple[np.ndarray, np.ndarray]:
+        """The dirty marks of all members as one array, and where in it those of each begin."""
+        self._look_at_slabs()
+        return self._mark_V, self._mark_begin_M
+
+    def _name(self, error: BaseException, member: int) -> None:
+        """Say which member an error is of: in a note, and as its first merged table for who knows more."""
+        error.add_note(f"in embedding {self.names[member]!r}")
+        error.first_table = int(self.first_table_M1[member])  # type: ignore[attr-defined]
+
+
+class _Memory:
+    """Memory from an address on, as NumPy takes that of others; keeps what lies in it alive."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], typestr: str, kept: Sequence[np.ndarray]):
+        self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
+        self.kept = kept
+
+
+def _one_array(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """An array over the memory of all parts, [S, ...] each, and the row of it at which each begins: int64 [M]."""
+    one = parts[0]
+    address_M = np.array([part.ctypes.data for part in parts], np.int64)
+    lowest, row_bytes = int(address_M.min()), one.strides[0]
+    assert all(
+        part.flags.c_contiguous and part.shape[1:] == one.shape[1:] and part.dtype == one.dtype for part in parts
+    )
+    assert not np.any((address_M - lowest) % row_bytes)
+    begin_M = (address_M - lowest) // row_bytes
+    rows = max(begin + len(part) for begin, part in zip(begin_M.tolist(), parts, strict=True))
+    memory: Any = _Memory(lowest, (rows, *one.shape[1:]), one.dtype.str, parts)
+    return np.asarray(memory), begin_M
