@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from oneemb.storage.row_layout import RowLayout
 
 __all__ = [
-    "bags_of", "device_of", "gpu_of", "magnitudes", "mean_scales", "merged_keys", "read_rows", "rows_norm", "scale_grads",
-    "segments_of", "sum_segments", "tables_of", "unique_keys",
+    "bags_of", "device_of", "gpu_of", "magnitudes", "mean_scales", "merged_keys", "read_rows", "rows_norm",
+    "scale_grads", "segments_of", "sum_segments", "tables_of", "unique_keys",
 ]  # fmt: skip
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -1,26 +1,67 @@
-"""Runs dense modules through torch.compile, and as they are where that fails.
+"""Runs dense modules through torch.compile, or as CUDA graphs, and as they are where that fails.
 
-Invariant: what fails to compile costs one warning, which says why, and no step.
+Invariant: what cannot be compiled or captured costs one warning, which says why, and no step.
+
+A captured module is replayed with its inputs copied to where they were when it was captured; its gradients come to lie
+where they lay before. So a module is captured only if a step calls it once and runs one backward pass: a second replay
+would overwrite what the first one gave. The rest of a step, whose shapes follow the number of unique keys, is not
+captured.
 """
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["DenseCompiler"]
+from oneemb.graph.streams import alone
+
+__all__ = ["CAPTURES_MAX", "WARM_STEPS", "DenseCompiler"]
+
+WARM_STEPS = 3
+"""Calls of a module with inputs of one kind before they are captured."""
+
+CAPTURES_MAX = 4
+"""Kinds of inputs that are captured for a module; each holds memory of its own."""
+
+# Seconds to wait for a thread that prepares batches to be between two of them: it may launch nothing during a capture.
+_PATIENCE_S = 10.0
 
 
 class DenseCompiler:
-    """Compiles each module at its first call, for any batch size."""
+    """What runs in the place of modules.
 
-    def __init__(self) -> None:
+    Args:
+        compiles: each goes through torch.compile at its first call, for any batch size.
+        captures: those that may be are captured as CUDA graphs.
+    """
+
+    def __init__(self, compiles: bool = True, captures: bool = False) -> None:
+        self._compiles = compiles
+        self._captures = captures
         self._compiled: dict[int, tuple[torch.nn.Module, Callable[..., Any]]] = {}
-        self._warned = False
+        self._captured: dict[int, _Captured] = {}
+        self._warned: set[str] = set()
 
-    def of(self, module: torch.nn.Module) -> Callable[..., Any]:
-        """What to call in the module's place."""
+    def of(self, module: torch.nn.Module, why_not_captured: str = "") -> Callable[..., Any]:
+        """What to call in the module's place.
+
+        Args:
+            why_not_captured: what in the graph forbids it; empty = nothing does.
+        """
+        call = self._compiled_of(module) if self._compiles else module
+        if not self._captures:
+            return call
+        if why_not_captured:
+            self._warn("cuda_graph", f"{type(module).__name__} runs without one: {why_not_captured}")
+            return call
+        if id(module) not in self._captured:
+            self._captured[id(module)] = _Captured(module, lambda why: self._warn("cuda_graph", why))
+        captured = self._captured[id(module)]
+        return lambda *args, **kwargs: captured.run(call, args, kwargs)
+
+    def _compiled_of(self, module: torch.nn.Module) -> Callable[..., Any]:
         if id(module) not in self._compiled:
             self._compiled[id(module)] = module, self._first_call(module)
         return self._compiled[id(module)][1]
@@ -34,7 +75,12 @@ class DenseCompiler:
             except Exception as error:
                 # An error of the module itself is raised here again, as the module raises it.
                 result = module(*args, **kwargs)
-                self._warn(module, error)
+                why = (str(error).strip().splitlines() or [""])[0]
+                name = type(module).__name__
+                self._warn(
+                    "compile_dense",
+                    f"torch.compile cannot compile {name}, which runs as it is: {type(error).__name__}: {why}",
+                )
                 self._compiled[id(module)] = module, module
                 return result
             self._compiled[id(module)] = module, compiled
@@ -42,12 +88,115 @@ class DenseCompiler:
 
         return call
 
-    def _warn(self, module: torch.nn.Module, error: Exception) -> None:
-        if not self._warned:
-            why = (str(error).strip().splitlines() or [""])[0]
-            warnings.warn(
-                f"config.compile_dense: torch.compile cannot compile {type(module).__name__}, which runs as it is:"
-                f" {type(error).__name__}: {why}",
-                stacklevel=2,
+    def _warn(self, option: str, why: str) -> None:
+        if option not in self._warned:
+            warnings.warn(f"config.{option}: {why}", stacklevel=3)
+        self._warned.add(option)
+
+
+class _Captured:
+    """A module's CUDA graphs, one for each kind of inputs."""
+
+    def __init__(self, module: torch.nn.Module, warn: Callable[[str], None]):
+        self._module = module
+        self._warn = warn
+        self._calls: dict[Hashable, int] = {}
+        self._graphs: dict[Hashable, Callable[..., Any]] = {}
+        self._given_up = False
+
+    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `call`, the module or what was compiled of it, gives."""
+        if self._given_up or not (self._module.training and torch.is_grad_enabled()):
+            return call(*args, **kwargs)
+        if why := self._why_not(args, kwargs):
+            self._give_up(why)
+            return call(*args, **kwargs)
+        kind = self._kind(args)
+        if kind not in self._graphs:
+            self._calls[kind] = self._calls.get(kind, 0) + 1
+            if self._calls[kind] <= WARM_STEPS or not self._capture(kind, call, args):
+                return call(*args, **kwargs)
+        # The buffers of a graph are written again by its next replay; what a step gave is the caller's.
+        return torch.utils._pytree.tree_map(_cloned, self._graphs[kind](*args))
+
+    def _why_not(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        if kwargs or not all(isinstance(arg, torch.Tensor) for arg in args):
+            return "takes other arguments than tensors, in order"
+        if not all(map(on_gpu, [*args, *self._module.parameters()])):
+            return "is not on a GPU, or its inputs are not"
+        return ""
+
+    def _kind(self, args: tuple[torch.Tensor, ...]) -> Hashable:
+        """Equal where a captured graph may be replayed: shapes, and where parameters lie."""
+        autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+        inputs = tuple((arg.shape, arg.dtype, arg.device, arg.requires_grad) for arg in args)
+        return autocast, inputs, tuple((one.data_ptr(), one.requires_grad) for one in self._module.parameters())
+
+    def _capture(self, kind: Hashable, call: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> bool:
+        if len(self._graphs) == CAPTURES_MAX:
+            self._warn(
+                f"{type(self._module).__name__} is called with inputs of more than {CAPTURES_MAX} shapes; those beyond"
+                " run without one. Give batches one size (drop_last=True)"
             )
-        self._warned = True
+            return False
+        samples = tuple(arg.detach().clone().requires_grad_(arg.requires_grad) for arg in args)
+        with alone.capturing(_PATIENCE_S) as may:
+            if not may:
+                return False  # at a later call
+            try:
+                with _unchanged(self._module), _without_autocast_cache():
+                    self._graphs[kind] = torch.cuda.make_graphed_callables(_Call(self._module, call), samples)
+            except Exception as error:
+                self._give_up(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
+                return False
+        return True
+
+    def _give_up(self, why: str) -> None:
+        self._given_up = True
+        self._warn(f"{type(self._module).__name__} runs without one: {why}")
+
+
+class _Call(torch.nn.Module):
+    """A module called through something else; a graph of it leaves the module as it was."""
+
+    def __init__(self, module: torch.nn.Module, call: Callable[..., Any]):
+        super().__init__()
+        self.module = module
+        self._call = (call,)  # in a tuple, since a module may be in `call` too and its parameters count once
+
+    def forward(self, *args: Any) -> Any:
+        return self._call[0](*args)
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is where graphs can be captured."""
+    return tensor.is_cuda
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+@contextlib.contextmanager
+def _unchanged(module: torch.nn.Module) -> Iterator[None]:
+    """Buffers and random numbers are afterwards as they were: capturing runs the module a few times."""
+    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    devices = sorted({one.device.index for one in module.parameters() if one.is_cuda})
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in before:
+                buffer.copy_(values)
+
+
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Weights that autocast has narrowed must not outlive the capture they were narrowed in."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

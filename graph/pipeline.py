@@ -154,7 +154,7 @@ def compile_plan(root: torch.nn.Module, recipe: Recipe, structure: Structure | N
     halves = [keep(f"split_prepare, {half[0]}", *half) for half in zip(("prepare", "compute"), split, strict=True)]
     whole = keep("fuse_lookup", "trained", fuse_lookup(graph)) if recipe.trains else graph
     ahead = any(node.op not in ("placeholder", "output") for node in halves[0].nodes)
-    run = _running(find, recipe.dense)
+    run = _running(find, recipe, graph)
     prepare, compute = (Executor(half, run, name) for half, name in zip(halves, ("prepare", "compute"), strict=True))
     return Plan(
         Executor(whole, run),
@@ -246,14 +246,23 @@ def _members(
     return members, merged
 
 
-def _running(find: Callable[[str], Any], dense: DenseCompiler | None) -> Callable[[str], Any]:
+def _running(find: Callable[[str], Any], recipe: Recipe, graph: fx.Graph) -> Callable[[str], Any]:
     """`find`, with compiled modules in the place of dense ones."""
+    dense = recipe.dense
     if dense is None:
         return find
+    called = [str(node.target) for node in graph.nodes if node.op == "call_module"]
+    why = ""
+    if recipe.held is not None:
+        why = "gradients are accumulated over several calls"
+    elif sum(map(is_backward, graph.nodes)) > 1:
+        why = "build runs several backward passes"
 
     def find_compiled(name: str) -> Any:
         found = find(name)
-        return dense.of(found) if isinstance(found, torch.nn.Module) else found
+        if not isinstance(found, torch.nn.Module):
+            return found
+        return dense.of(found, why or ("build calls it more than once" if called.count(name) > 1 else ""))
 
     return find_compiled
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from oneemb.graph.streams import Ahead
+from oneemb.graph.streams import Ahead, alone
 from oneemb.storage.embedding_store import Staged
 from oneemb.storage.merged_store import MergedStaged
 
@@ -72,13 +72,14 @@ class _Worker:
             iterator = iter(self._batches or ())
             self._batches = None
             while self._wait_for_permit():
-                try:
-                    batch = next(iterator)
-                except StopIteration:
-                    self._hand_over(Prepared(None, last=True))
-                    return
-                prepared = self._prepare(batch)
-                prepared.mark = self._ahead.mark()
+                with alone.working():
+                    try:
+                        batch = next(iterator)
+                    except StopIteration:
+                        self._hand_over(Prepared(None, last=True))
+                        return
+                    prepared = self._prepare(batch)
+                    prepared.mark = self._ahead.mark()
                 self._hand_over(prepared)
         except BaseException as error:
             self._hand_over(Prepared(None, error=error))

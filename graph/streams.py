@@ -12,12 +12,52 @@ Without CUDA all of this does nothing.
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["Ahead"]
+__all__ = ["Ahead", "alone"]
+
+
+class _Alone:
+    """Keeps threads that prepare batches from launching anything while a CUDA graph is captured, which would spoil it
+    and fail there."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._working = 0
+        self._captures = False
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """A batch is loaded and prepared inside."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._captures)
+            self._working += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._working -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def capturing(self, patience_s: float) -> Iterator[bool]:
+        """Whether a graph may be captured inside: not if batches are being prepared for so long."""
+        with self._changed:
+            may = self._changed.wait_for(lambda: self._working == 0 and not self._captures, patience_s)
+            self._captures |= may
+        try:
+            yield may
+        finally:
+            with self._changed:
+                self._captures &= not may
+                self._changed.notify_all()
+
+
+alone = _Alone()
 
 
 class Ahead:

@@ -31,10 +31,16 @@ class GraphConfig:
             the sum of their gradients. Divide the loss by it for the mean.
         compile_dense: run dense modules through torch.compile. Their numbers may then differ in the last bits. Where
             torch.compile fails, one warning says why and the module runs as it is.
+        cuda_graph: on a GPU, replay dense modules, forward and backward, as CUDA graphs, in place of launching their
+            kernels one by one. A module is captured at its fourth training step with inputs of one shape, by
+            torch.cuda.make_graphed_callables, whose limits hold: no hooks, tensors alone as arguments, nothing that
+            depends on values. Where it cannot be captured, as where `build` calls it twice, one warning says why and
+            it runs as it is. Other threads must not use the GPU while it is captured; that of `run` does not.
     """
 
     accumulation_steps: int = 1
     compile_dense: bool = False
+    cuda_graph: bool = False
 
 
 class _Graph(torch.nn.Module):
@@ -46,7 +52,7 @@ class _Graph(torch.nn.Module):
         self._plans: dict[Any, Plan] = {}
         self._profile: Profile | None = None
         self._latest: Plan | None = None
-        self._dense: DenseCompiler | None = None
+        self._dense: dict[tuple[bool, bool], DenseCompiler | None] = {}
         self._signature = Signature(self.build)
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +84,8 @@ class _Graph(torch.nn.Module):
             (one.training, one.weight.requires_grad, one.store, one.store.layout, one.store.gpu is None)
             for one in embeddings_in(self).values()
         ]
-        return structure, self.training, tuple(modes), self.config.compile_dense, self._recipe_key()
+        dense = self.config.compile_dense, self.config.cuda_graph
+        return structure, self.training, tuple(modes), dense, self._recipe_key()
 
     def _recipe(self) -> Recipe:
         raise NotImplementedError
@@ -87,9 +94,10 @@ class _Graph(torch.nn.Module):
         return None
 
     def _dense_compiler(self) -> DenseCompiler | None:
-        if self.config.compile_dense and self._dense is None:
-            self._dense = DenseCompiler()
-        return self._dense if self.config.compile_dense else None
+        how = self.config.compile_dense, self.config.cuda_graph
+        if how not in self._dense:
+            self._dense[how] = DenseCompiler(*how) if any(how) else None
+        return self._dense[how]
 
     # ---- showing ----------------------------------------------------------------------------------------------------
 
@@ -438,7 +446,7 @@ class EvalGraph(_Graph):
         return Recipe(trains=False, dense=self._dense_compiler())
 
     def _key(self, structure: Structure) -> Any:
-        return structure, self.config.compile_dense
+        return structure, self.config.compile_dense, self.config.cuda_graph
 
     def _step(self, values: list[Any], structure: Structure, prepared: Prepared, admitted: Any) -> Any:
         trained = [module for module in self.modules() if module.training]

@@ -1,4 +1,4 @@
-"""Rows staged on a GPU ahead of their step: nothing of it can be seen, and nothing is staged that a step needs moved."""
+"""Rows staged on a GPU ahead of their step: nothing of it can be seen, and no row is moved that a step may be using."""
 
 import numpy as np
 import pytest
