@@ -5,12 +5,13 @@ Copies move bits: what a row means is no matter here.
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, prefetch
+from oneemb.kernels.jit import cpu, prefetch, prefetch_row
 from oneemb.kernels.threads import Threads
 
 __all__ = ["copy_rows_in", "copy_rows_out", "gather"]
 
-_AHEAD = 8
+# Rows asked for ahead of the one at work.
+_AHEAD = 12
 
 
 @cpu
@@ -48,7 +49,7 @@ def _copy_rows_out_cpu(begin, end, row_SW, slot_U, out_UW):
     width = row_SW.shape[1]
     for u in range(begin, end):
         if u + _AHEAD < end:
-            prefetch(row_SW, slot_U[u + _AHEAD])
+            prefetch_row(row_SW, slot_U[u + _AHEAD])
         s = slot_U[u]
         for w in range(width):
             out_UW[u, w] = row_SW[s, w]

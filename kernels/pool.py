@@ -11,7 +11,7 @@ Reference: torch.nn.EmbeddingBag.
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, from_float32, prefetch, to_float32
+from oneemb.kernels.jit import cpu, from_float32, prefetch_row, to_float32
 from oneemb.kernels.threads import Threads
 
 __all__ = ["bags_of", "mean_scales", "pool", "scale_grads"]
@@ -19,8 +19,7 @@ __all__ = ["bags_of", "mean_scales", "pool", "scale_grads"]
 # Ids whose rows are asked for ahead of the one at work.
 _AHEAD = 8
 
-# Bytes of a cache line; float32 lanes of a vector register.
-_LINE = 64
+# Float32 lanes of a vector register.
 _LANES = 16
 
 # A bag is several rows of work.
@@ -69,9 +68,7 @@ def _pool_cpu(begin, end, weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_
         sum_D[:] = 0
         for n in range(offset_P1[p], offset_P1[p + 1]):
             if n + _AHEAD < last and inverse_N[n + _AHEAD] >= 0:
-                ahead_X = weight_SX[slot_U[inverse_N[n + _AHEAD]]]
-                for x in range(0, dim, _LINE // ahead_X.itemsize):
-                    prefetch(ahead_X, x)
+                prefetch_row(weight_SX, slot_U[inverse_N[n + _AHEAD]])
             u = inverse_N[n]
             if u < 0:
                 continue

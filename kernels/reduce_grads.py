@@ -13,22 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, float_bits, prefetch, rule, to_float32
+from oneemb.kernels.jit import cpu, float_bits, part, prefetch_row, to_float32
 from oneemb.kernels.threads import Threads
 
-__all__ = ["BLOCK", "Segments", "block_grads", "largest_magnitude", "reduce_grads", "sum_segments"]
+__all__ = ["Segments", "largest_magnitude", "prefetch_ahead", "reduce_grads", "row_grad", "sum_segments"]
 
 _EXPONENT = np.uint32(0x7F800000)
 
-BLOCK = 16
-"""Rows summed at a time: few enough to stay in the first cache until the optimizer has read them, and enough for one
-call, whose many arrays take as long to pass as a row to sum."""
-
-# Gradients asked for ahead of the one at work.
-_AHEAD = 12
-
-# Bytes of a cache line.
-_LINE = 64
+# Gradients and rows asked for ahead of the one at work. More of them would wait for each other.
+_AHEAD = 10
+_ROWS_AHEAD = 8
 
 # Values of which one share finds the largest, and all bits but the sign for each format.
 _BLOCK = 1 << 15
@@ -57,64 +51,51 @@ class Segments:
         return len(self.begin_U1) - 1, self.grad_NX.shape[1]
 
     def arrays(self) -> tuple:
-        """What `block_grads` reads."""
+        """What `row_grad` reads."""
         return self.grad_NX, self.order_N, self.begin_U1, self.scale_N
 
 
-@rule
-def _prefetch_row(array_NX, n):
-    # Every line of it: the processor's own prefetcher starts too late for a short run.
-    row_X = array_NX[n]
-    for x in range(0, len(row_X), _LINE // row_X.itemsize):
-        prefetch(row_X, x)
+@part
+def prefetch_ahead(row_SW, slot_U, u, end):
+    """Ask the cache for the row whose turn comes soon after that of slot_U[u], in a share that ends before `end`."""
+    if u + _ROWS_AHEAD < end:
+        prefetch_row(row_SW, slot_U[u + _ROWS_AHEAD])
 
 
-@rule
-def _block_grads(grad_NX, order_N, begin_U1, scale_N, first, last, sum_BD, row_SW, slot_U):
-    dim = sum_BD.shape[1]
-    for u in range(first, last):
-        if row_SW is not None:
-            _prefetch_row(row_SW, slot_U[u])
-        if order_N is None:
-            for d in range(dim):
-                sum_BD[u - first, d] = to_float32(grad_NX[u, d])
-            continue
+@part
+def row_grad(grad_NX, order_N, begin_U1, scale_N, u, sum_D):
+    """sum_D = the gradient of row u.
+
+    The arrays are those of `Segments.arrays()`, or grad_UD and three times None for gradients that are summed already.
+    """
+    dim = grad_NX.shape[1]
+    if order_N is None:
+        for d in range(dim):
+            sum_D[d] = to_float32(grad_NX[u, d])
+    else:
         begin = begin_U1[u]
         for i in range(begin, begin_U1[u + 1]):
             if i + _AHEAD < len(order_N):
-                _prefetch_row(grad_NX, order_N[i + _AHEAD])
+                prefetch_row(grad_NX, order_N[i + _AHEAD])
             n = order_N[i]
             scale = np.float32(1) if scale_N is None else scale_N[i]
             if i == begin:
                 for d in range(dim):
-                    sum_BD[u - first, d] = to_float32(grad_NX[n, d]) * scale
+                    sum_D[d] = to_float32(grad_NX[n, d]) * scale
             else:
                 for d in range(dim):
-                    sum_BD[u - first, d] += to_float32(grad_NX[n, d]) * scale
-
-
-@rule
-def block_grads(grads, first, last, sum_BD, row_SW, slot_U):
-    """sum_BD = the gradients of rows first to last - 1, at most BLOCK of them.
-
-    `grads` is `Segments.arrays()`, or (grad_UD, None, None, None) for gradients that are summed already. The
-    cache is asked for the rows that the gradients are of, so that they are there when the sums are; row_SW None = no
-    rows are read next.
-    """
-    _block_grads(grads[0], grads[1], grads[2], grads[3], first, last, sum_BD, row_SW, slot_U)
+                    sum_D[d] += to_float32(grad_NX[n, d]) * scale
 
 
 @cpu
 def _reduce_grads_cpu(begin, end, grads, grad_UD, finite_U):
-    dim = grad_UD.shape[1]
-    for first in range(begin, end, BLOCK):
-        last = min(first + BLOCK, end)
-        block_grads(grads, first, last, grad_UD[first:last], None, None)
-        for u in range(first, last):
-            bad = np.uint32(0)
-            for d in range(dim):
-                bad |= np.uint32((float_bits(grad_UD[u, d]) & _EXPONENT) == _EXPONENT)
-            finite_U[u] = bad == 0
+    grad_NX, order_N, begin_U1, scale_N = grads
+    for u in range(begin, end):
+        row_grad(grad_NX, order_N, begin_U1, scale_N, u, grad_UD[u])
+        bad = np.uint32(0)
+        for d in range(grad_UD.shape[1]):
+            bad |= np.uint32((float_bits(grad_UD[u, d]) & _EXPONENT) == _EXPONENT)
+        finite_U[u] = bad == 0
 
 
 def sum_segments(segments: Segments, *, threads: Threads) -> tuple[np.ndarray, np.ndarray]:

@@ -20,7 +20,7 @@ import math
 import numpy as np
 
 from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
-from oneemb.kernels.reduce_grads import BLOCK, Segments, block_grads
+from oneemb.kernels.reduce_grads import Segments, prefetch_ahead, row_grad
 from oneemb.kernels.row_update import l2_grad, run_row_update
 from oneemb.kernels.row_update_cuda import element_update
 from oneemb.kernels.threads import Threads
@@ -43,22 +43,22 @@ def _adam_cpu(
     begin, end, weight_SX, row_SW, slot_U, grads, state_begin,
     rate, correction, from_m, pull, beta2, beta2_rest, eps, weight_decay, shrink,
 ):  # fmt: skip
-    dim = grads[0].shape[1]
-    sum_BD = np.empty((BLOCK, dim), np.float32)
-    for first in range(begin, end, BLOCK):
-        last = min(first + BLOCK, end)
-        block_grads(grads, first, last, sum_BD, row_SW, slot_U)
-        for u in range(first, last):
-            s = slot_U[u]
-            w_D, g_D = weight_SX[s, :dim], sum_BD[u - first]
-            m_D = row_SW[s, state_begin : state_begin + dim]
-            v_D = row_SW[s, state_begin + dim : state_begin + 2 * dim]
-            for d in range(dim):
-                w, m_D[d], v_D[d] = adam(
-                    to_float32(w_D[d]), m_D[d], v_D[d], g_D[d],
-                    rate, correction, from_m, pull, beta2, beta2_rest, eps, weight_decay, shrink,
-                )  # fmt: skip
-                w_D[d] = from_float32(w, w_D[d])
+    grad_NX, order_N, begin_U1, scale_N = grads
+    dim = grad_NX.shape[1]
+    g_D = np.empty(dim, np.float32)
+    for u in range(begin, end):
+        prefetch_ahead(row_SW, slot_U, u, end)
+        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_D)
+        s = slot_U[u]
+        w_D = weight_SX[s, :dim]
+        m_D = row_SW[s, state_begin : state_begin + dim]
+        v_D = row_SW[s, state_begin + dim : state_begin + 2 * dim]
+        for d in range(dim):
+            w, m_D[d], v_D[d] = adam(
+                to_float32(w_D[d]), m_D[d], v_D[d], g_D[d],
+                rate, correction, from_m, pull, beta2, beta2_rest, eps, weight_decay, shrink,
+            )  # fmt: skip
+            w_D[d] = from_float32(w, w_D[d])
 
 
 def update_adam(

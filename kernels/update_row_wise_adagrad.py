@@ -17,7 +17,7 @@ import math
 import numpy as np
 
 from oneemb.kernels.jit import cpu, cuda, from_float32, load, rule, store, to_float32
-from oneemb.kernels.reduce_grads import BLOCK, Segments, block_grads
+from oneemb.kernels.reduce_grads import Segments, prefetch_ahead, row_grad
 from oneemb.kernels.reduce_grads_cuda import plus
 from oneemb.kernels.row_update import l2_grad, run_row_update
 from oneemb.kernels.row_update_cuda import given as gradient
@@ -49,29 +49,29 @@ def row_wise_step(w, g, rate, weight_decay):
 
 @cpu
 def _row_wise_adagrad_cpu(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, lr, eps, weight_decay):
-    dim = grads[0].shape[1]
-    sum_BD = np.empty((BLOCK, dim), np.float32)
+    grad_NX, order_N, begin_U1, scale_N = grads
+    dim = grad_NX.shape[1]
+    g_D = np.empty(dim, np.float32)
     lane_L = np.empty(_LANES, np.float32)
-    for first in range(begin, end, BLOCK):
-        last = min(first + BLOCK, end)
-        block_grads(grads, first, last, sum_BD, row_SW, slot_U)
-        for u in range(first, last):
-            s = slot_U[u]
-            w_D, g_D = weight_SX[s, :dim], sum_BD[u - first]
-            lane_L[:] = 0
-            for begin_d in range(0, dim - _LANES + 1, _LANES):
-                for lane in range(_LANES):
-                    d = begin_d + lane
-                    lane_L[lane] += row_wise_square(to_float32(w_D[d]), g_D[d], weight_decay)
-            for lane in range(dim % _LANES):
-                d = dim - dim % _LANES + lane
-                lane_L[lane] += row_wise_square(to_float32(w_D[d]), g_D[d], weight_decay)
-            square_sum = np.float32(0)
+    for u in range(begin, end):
+        prefetch_ahead(row_SW, slot_U, u, end)
+        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_D)
+        s = slot_U[u]
+        w_D = weight_SX[s, :dim]
+        lane_L[:] = 0
+        for begin_d in range(0, dim - _LANES + 1, _LANES):
             for lane in range(_LANES):
-                square_sum += lane_L[lane]
-            row_SW[s, state_begin], rate = row_wise_rate(row_SW[s, state_begin], square_sum, np.float32(dim), lr, eps)
-            for d in range(dim):
-                w_D[d] = from_float32(row_wise_step(to_float32(w_D[d]), g_D[d], rate, weight_decay), w_D[d])
+                d = begin_d + lane
+                lane_L[lane] += row_wise_square(to_float32(w_D[d]), g_D[d], weight_decay)
+        for lane in range(dim % _LANES):
+            d = dim - dim % _LANES + lane
+            lane_L[lane] += row_wise_square(to_float32(w_D[d]), g_D[d], weight_decay)
+        square_sum = np.float32(0)
+        for lane in range(_LANES):
+            square_sum += lane_L[lane]
+        row_SW[s, state_begin], rate = row_wise_rate(row_SW[s, state_begin], square_sum, np.float32(dim), lr, eps)
+        for d in range(dim):
+            w_D[d] = from_float32(row_wise_step(to_float32(w_D[d]), g_D[d], rate, weight_decay), w_D[d])
 
 
 V = 1

@@ -10,7 +10,7 @@ Reference: Sutskever, Martens, Dahl, Hinton. ICML 2013, in the form and operatio
 import numpy as np
 
 from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
-from oneemb.kernels.reduce_grads import BLOCK, Segments, block_grads
+from oneemb.kernels.reduce_grads import Segments, prefetch_ahead, row_grad
 from oneemb.kernels.row_update import l2_grad, run_row_update
 from oneemb.kernels.row_update_cuda import element_update
 from oneemb.kernels.threads import Threads
@@ -33,35 +33,35 @@ def momentum_sgd(w, buf, g, lr, momentum, keep, share, nesterov, weight_decay):
 
 @cpu
 def _sgd_cpu(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, lr, weight_decay):
-    dim = grads[0].shape[1]
-    sum_BD = np.empty((BLOCK, dim), np.float32)
-    for first in range(begin, end, BLOCK):
-        last = min(first + BLOCK, end)
-        block_grads(grads, first, last, sum_BD, row_SW, slot_U)
-        for u in range(first, last):
-            w_D, g_D = weight_SX[slot_U[u], :dim], sum_BD[u - first]
-            for d in range(dim):
-                w_D[d] = from_float32(sgd(to_float32(w_D[d]), g_D[d], lr, weight_decay), w_D[d])
+    grad_NX, order_N, begin_U1, scale_N = grads
+    dim = grad_NX.shape[1]
+    g_D = np.empty(dim, np.float32)
+    for u in range(begin, end):
+        prefetch_ahead(row_SW, slot_U, u, end)
+        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_D)
+        w_D = weight_SX[slot_U[u], :dim]
+        for d in range(dim):
+            w_D[d] = from_float32(sgd(to_float32(w_D[d]), g_D[d], lr, weight_decay), w_D[d])
 
 
 @cpu
 def _sgd_momentum_cpu(
     begin, end, weight_SX, row_SW, slot_U, grads, state_begin, lr, momentum, keep, share, nesterov, weight_decay
 ):
-    dim = grads[0].shape[1]
-    sum_BD = np.empty((BLOCK, dim), np.float32)
-    for first in range(begin, end, BLOCK):
-        last = min(first + BLOCK, end)
-        block_grads(grads, first, last, sum_BD, row_SW, slot_U)
-        for u in range(first, last):
-            s = slot_U[u]
-            w_D, g_D = weight_SX[s, :dim], sum_BD[u - first]
-            buf_D = row_SW[s, state_begin : state_begin + dim]
-            for d in range(dim):
-                w, buf_D[d] = momentum_sgd(
-                    to_float32(w_D[d]), buf_D[d], g_D[d], lr, momentum, keep, share, nesterov, weight_decay
-                )
-                w_D[d] = from_float32(w, w_D[d])
+    grad_NX, order_N, begin_U1, scale_N = grads
+    dim = grad_NX.shape[1]
+    g_D = np.empty(dim, np.float32)
+    for u in range(begin, end):
+        prefetch_ahead(row_SW, slot_U, u, end)
+        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_D)
+        s = slot_U[u]
+        w_D = weight_SX[s, :dim]
+        buf_D = row_SW[s, state_begin : state_begin + dim]
+        for d in range(dim):
+            w, buf_D[d] = momentum_sgd(
+                to_float32(w_D[d]), buf_D[d], g_D[d], lr, momentum, keep, share, nesterov, weight_decay
+            )
+            w_D[d] = from_float32(w, w_D[d])
 
 
 def update_sgd(
