@@ -26,12 +26,14 @@ def _set_marks_cpu(begin, end, mark_S, slot_U, value):
 
 
 @cpu
-def _pick_keys_cpu(begin, end, table_N, id_N, slot_N, at_S, table_V, id_V):
-    for n in range(begin, end):
-        v = at_S[slot_N[n]]
-        if v >= 0:
-            table_V[v] = table_N[n]
-            id_V[v] = id_N[n]
+def _pick_keys_cpu(table_N, id_N, slot_N, chosen_S, table_V, id_V, slot_V, size):
+    for n in range(len(slot_N)):
+        if chosen_S[slot_N[n]]:
+            table_V[size] = table_N[n]
+            id_V[size] = id_N[n]
+            slot_V[size] = slot_N[n]
+            size += 1
+    return size
 
 
 def add_marks(mark_S: np.ndarray, slot_U: np.ndarray, count: float, *, threads: Threads) -> None:
@@ -45,8 +47,12 @@ def set_marks(mark_S: np.ndarray, slot_U: np.ndarray, value: float, *, threads: 
 
 
 def pick_keys(
-    table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray, at_S: np.ndarray, table_V: np.ndarray,
-    id_V: np.ndarray, *, threads: Threads,
-) -> None:  # fmt: skip
-    """table_V[at_S[s]], id_V[at_S[s]] = the key that lives in slot s, for those slots whose at_S is not -1."""
-    threads.run(_pick_keys_cpu, len(id_N), table_N, id_N, slot_N, at_S, table_V, id_V, share_min=1 << 14)
+    table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray, chosen_S: np.ndarray, table_V: np.ndarray,
+    id_V: np.ndarray, slot_V: np.ndarray, size: int,
+) -> int:  # fmt: skip
+    """Append the keys that live in chosen slots, and these slots, to the first `size` of table_V, id_V and slot_V.
+
+    Returns:
+        How many are there then.
+    """
+    return _pick_keys_cpu(table_N, id_N, slot_N, chosen_S, table_V, id_V, slot_V, size)

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from oneemb.kernels.threads import Threads
+from oneemb.storage import hot_tier
 from oneemb.storage.hot_tier import HotTier
 from oneemb.storage.persistent_table import PersistentTable
 from oneemb.storage.row_store import StoreFullError
@@ -305,6 +306,25 @@ def test_the_model_tells_the_policies_apart():
         for model in models:
             model.admit(keys, np.arange(len(keys)), set())
     assert models[0].uses.keys() != models[1].uses.keys()
+
+
+SCORES = {
+    "all different": lambda rng: rng.random(20_000),
+    "few different": lambda rng: rng.integers(0, 4, 20_000).astype(float),
+    "all equal": lambda rng: np.ones(20_000),
+    "most are pinned": lambda rng: np.where(rng.random(20_000) < 0.9, np.inf, rng.random(20_000)),
+    "the sample is too low": lambda rng: np.where(np.arange(20_000) % 16 == 0, 0, rng.random(20_000)),
+    "the sample is too high": lambda rng: np.where(np.arange(20_000) % 16 == 0, 2, rng.random(20_000)),
+    "few": lambda rng: rng.random(50),
+}
+
+
+@pytest.mark.parametrize("kind", SCORES)
+def test_the_bound_of_scores_is_that_of_all_of_them(kind):
+    score_S = SCORES[kind](np.random.default_rng(0))
+    for count in (1, 2, 40, 50, 1250, 1999, 20_000):
+        if count <= len(score_S):
+            assert hot_tier._least(score_S, count) == np.sort(score_S)[count - 1]
 
 
 def test_lfu_misses_less_than_lru_on_zipfs_law():
