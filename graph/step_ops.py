@@ -131,7 +131,9 @@ def clip_grad_value(
     Reference: torch.nn.utils.clip_grad_value_.
     """
     clip_value = float(clip_value)
-    torch.nn.utils.clip_grad_value_(list(_parameters(parameters)), clip_value, foreach)
+    dense = [parameter for parameter in _parameters(parameters) if parameter.grad is not None]
+    if dense:
+        torch.nn.utils.clip_grad_value_(dense, clip_value, foreach)
     bound = np.float32(clip_value)
     return [None if one is None else _replaced(one, one.grad_UD.clip(-bound, bound)) for one in grads]
 
