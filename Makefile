@@ -5,7 +5,7 @@ VENV ?= .venv
 RUN = $(VENV)/bin/python
 INSTALL = $(RUN) -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow gpu-test gpu-bench check bench clean
+.PHONY: demo test test-slow gpu-test gpu-bench gpu-sanitize check bench clean
 
 demo: $(VENV)/ready-demo  ## Train a click model with its embeddings on the cached-SSD store.
 	$(RUN) examples/kuairand_dlrm.py --store ssd
@@ -19,13 +19,21 @@ test: $(VENV)/ready  ## The test suite.
 test-slow: $(VENV)/ready  ## The long proofs: many crashes, many random models.
 	$(RUN) -m pytest -m slow
 
-# On a machine with a GPU whose driver knows CUDA 13, in the environment of RUN: ten minutes for both.
+# On a machine with a GPU whose driver knows CUDA 13, in the environment of RUN.
 gpu-test: $(VENV)/ready  ## The tests of CUDA loops, of the device tier and of training, on the GPU.
 	ONEEMB_TEST_GPU=1 $(RUN) -m pytest -q tests/cuda
 
 gpu-bench: $(VENV)/ready  ## What has to be fast on the GPU, into benchmarks/results/gpu.json.
-	$(RUN) benchmarks/bench_gpu_index.py --out benchmarks/results/gpu.json
-	$(RUN) benchmarks/bench_gpu_step.py --out benchmarks/results/gpu.json
+	rm -f benchmarks/results/gpu.json
+	for bench in index step bus; do \
+		$(RUN) benchmarks/bench_gpu_$$bench.py --out benchmarks/results/gpu.json || exit 1; done
+
+# Memory is not kept between uses, so that each access is checked against what was asked for.
+SANITIZE = ONEEMB_TEST_GPU=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1
+gpu-sanitize: $(VENV)/ready  ## Every CUDA loop under compute-sanitizer, which the CUDA toolkit brings.
+	@command -v compute-sanitizer > /dev/null || { echo "install compute-sanitizer, of the CUDA toolkit"; exit 1; }
+	$(SANITIZE) --tool memcheck $(RUN) -m pytest -q tests/cuda --ignore=tests/cuda/test_large.py
+	$(SANITIZE) --tool racecheck $(RUN) -m pytest -q tests/cuda/test_row_updates.py tests/cuda/test_pool.py
 
 # mypy cannot see mapped folders: it is shown the package as it is installed, through links.
 check: $(VENV)/ready  ## Style, types, and which package may import which.

@@ -3,7 +3,7 @@
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,37 +43,49 @@ def about(gpu: Gpu) -> dict[str, Any]:
     return found
 
 
-def milliseconds(gpu: Gpu, call: Callable[[int], Any], runs: int, warm: int = 3) -> float:
-    """Median time of a call on the device's stream, launches and waits of the host included; run r is given r."""
-    times = []
+def milliseconds(gpu: Gpu, calls: Mapping[str, Callable[[int], Any]], runs: int, warm: int = 3) -> dict[str, float]:
+    """Median time of each call on the device's stream, launches and waits of the host included.
+
+    Calls take turns, so that whatever slows the machine for a while slows all of them; run r is given r.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for run in range(-warm, runs):
-        if gpu.device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize(gpu.device)
-            begin.record()
-            call(run + warm)
-            end.record()
-            end.synchronize()
-            spent = begin.elapsed_time(end)
-        else:
-            start = time.perf_counter()
-            call(run + warm)
-            spent = (time.perf_counter() - start) * 1e3
-        if run >= 0:
-            times.append(spent)
-    return statistics.median(times)
+        for name, call in calls.items():
+            spent = _milliseconds(gpu, call, run + warm)
+            if run >= 0:
+                times[name].append(spent)
+    return {name: statistics.median(some) for name, some in times.items()}
+
+
+def _milliseconds(gpu: Gpu, call: Callable[[int], Any], run: int) -> float:
+    if gpu.device.type != "cuda":
+        start = time.perf_counter()
+        call(run)
+        return (time.perf_counter() - start) * 1e3
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(gpu.device)
+    begin.record()
+    call(run)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
 
 
 def copy_bandwidth(gpu: Gpu, tiny: bool) -> float:
     """Bytes read plus bytes written per second by torch's copy on the device."""
     size = 2**16 if tiny else 2**30
     source, target = gpu.full(size, value=1, dtype=torch.float32), gpu.empty(size, dtype=torch.float32)
-    return 2 * 4 * size / (milliseconds(gpu, lambda _: target.copy_(source), 9) / 1e3)
+    return 2 * 4 * size / (milliseconds(gpu, {"copy": lambda _: target.copy_(source)}, 9)["copy"] / 1e3)
 
 
-def write(path: str | None, results: list[dict[str, Any]]) -> None:
-    """Add one JSON line a case to a file of results."""
-    if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a") as file:
-            file.writelines(json.dumps(result) + "\n" for result in results)
+def write(path: str | None, about: dict[str, Any], cases: list[dict[str, Any]]) -> None:
+    """Add cases to a file of results, one JSON document: {"about": machine and versions, "cases": [...]}."""
+    if path is None:
+        return
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    found = json.loads(file.read_text()) if file.exists() else {"about": about, "cases": []}
+    if found["about"] != about:
+        raise SystemExit(f"{path} holds results of another machine, or of other versions; name another file")
+    found["cases"] += cases
+    file.write_text(json.dumps(found, indent=1) + "\n")

@@ -4,12 +4,14 @@
 
 10 tables, 104,857 ids each of a power law of exponent 1.05, 128 float32 weights a row; lookup, backward and update.
 `device` holds all rows on the GPU; `cache 0.8` and `cache 1.0` hold that share of the rows the run touches, over rows
-in the host's memory. dynamicemb's own rows are in its repository (NVIDIA/recsys-examples), on an H100.
+in the host's memory; `no HBM` holds those of one step and no more. Peers take turns with oneemb.
+dynamicemb's own rows are in its repository (NVIDIA/recsys-examples), on an H100.
 """
 
 import argparse
 import json
 import tempfile
+from typing import Any
 
 import torch
 from _gpu import about, copy_bandwidth, milliseconds, open_gpu, write
@@ -17,6 +19,7 @@ from _machine import table
 
 import oneemb
 from oneemb.kernels import launch
+from oneemb.storage.device_tier import SLOT_OVERHEAD_BYTES
 
 TABLES = 10
 OPTIMIZERS = {
@@ -28,7 +31,7 @@ OPTIMIZERS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizer", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
-    parser.add_argument("--store", nargs="+", default=["device", "cache 1.0", "cache 0.8"])
+    parser.add_argument("--store", nargs="+", default=["device", "cache 1.0", "cache 0.8", "no HBM"])
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--tiny", action="store_true", help="sizes for the simulator, to see that it runs")
     parser.add_argument("--out", help="file to add results to, one JSON line each")
@@ -42,23 +45,21 @@ def main() -> None:
     batches = [make_ids(gpu, batch, rows, seed) for seed in range(4)]
     unique = sum(int(torch.unique(ids[:, t]).numel()) for ids in batches for t in range(TABLES)) / len(batches)
     bandwidth = copy_bandwidth(gpu, options.tiny)
-    results = [
-        about(gpu)
-        | {"bench": "gpu_step", "tables": TABLES, "batch": batch, "dim": dim, "rows_per_table": rows,
-           "unique_per_step": unique, "copy_gb_per_s": bandwidth / 1e9}
-    ]  # fmt: skip
-    lines = []
+    shape = {"bench": "gpu_step", "tables": TABLES, "batch": batch, "dim": dim, "rows_per_table": rows,
+             "unique_per_step": unique, "copy_gb_per_s": bandwidth / 1e9}  # fmt: skip
+    results, lines = [], []
     for optimizer in options.optimizer:
-        peers = {} if launch.SIMULATED else bags(gpu, optimizer, batches, rows, dim, runs)
+        peers = {} if launch.SIMULATED else bags(gpu, optimizer, batches, rows, dim)
         for store in options.store:
-            ms, launches = step(gpu, store, optimizer, batches, dim, runs)
-            result = {"bench": "gpu_step", "store": store, "optimizer": optimizer, "oneemb_ms": ms,
-                      "loops_launched": launches, **peers}  # fmt: skip
+            result = shape | {"store": store, "optimizer": optimizer}
+            ms, asked = step(gpu, store, optimizer, batches, dim, runs, peers)
+            result |= asked | {f"{name}, ms": one for name, one in ms.items()}
             print(json.dumps(result), flush=True)
             results.append(result)
-            lines.append([store, optimizer, f"{ms:.3f}", str(launches), *(f"{one:.3f}" for one in peers.values())])
-    write(options.out, results)
-    print(table(["store", "optimizer", "oneemb ms", "loops", *peers], lines))
+            lines.append([store, optimizer, *map(str, asked.values()), *(f"{one:.3f}" for one in ms.values())])
+        del peers
+    write(options.out, about(gpu), results)
+    print(table(["store", "optimizer", *asked, *(f"{name}, ms" for name in ms)], lines))
 
 
 def make_ids(gpu, batch: int, rows: int, seed: int) -> torch.Tensor:
@@ -70,14 +71,18 @@ def make_ids(gpu, batch: int, rows: int, seed: int) -> torch.Tensor:
     return (ids.long() - 1).clamp(0, rows - 1).to(gpu.device)
 
 
-def step(gpu, store: str, optimizer: str, batches: list[torch.Tensor], dim: int, runs: int) -> tuple[float, int]:
-    """Milliseconds of a step once every row is known, and the loops it launches."""
+def step(
+    gpu, store: str, optimizer: str, batches: list[torch.Tensor], dim: int, runs: int, peers: dict[str, Any]
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Milliseconds of a step whose rows are all known, and of the peers'; loops it launches and waits of the host."""
     with tempfile.TemporaryDirectory() as folder:
         options = oneemb.make_device_mem_store_options(folder)
-        if store.startswith("cache"):
-            keys = sum(len(torch.unique(torch.cat(batches)[:, t])) for t in range(TABLES))
+        if store != "device":
+            together = [torch.cat(batches)] if store.startswith("cache") else batches
+            keys = max(sum(len(torch.unique(ids[:, t])) for t in range(TABLES)) for ids in together)
+            share = float(store.split()[1]) if store.startswith("cache") else 1.0
             words = dim * (3 if optimizer == "adam" else 1)
-            budget_mb = max(1, int(float(store.split()[1]) * keys * (4 * words + 57) / 2**20))
+            budget_mb = max(1, -int(-share * keys * (4 * words + SLOT_OVERHEAD_BYTES) // 2**20))
             options = oneemb.make_cached_host_mem_store_options(budget_mb, folder)
         embedding = oneemb.MultiTableEmbedding(
             "bench", dim, torch.float32, torch.int64, [oneemb.make_table()] * TABLES, options
@@ -94,34 +99,33 @@ def step(gpu, store: str, optimizer: str, batches: list[torch.Tensor], dim: int,
 
         for run in range(len(batches)):
             one(run)
-        before = gpu.launches
+        before = gpu.launches, gpu.waits
         one(0)
-        launches = gpu.launches - before
-        ms = milliseconds(gpu, one, runs)
+        asked = {"loops": gpu.launches - before[0], "waits": gpu.waits - before[1]}
+        ms = milliseconds(gpu, {"oneemb": one, **peers}, runs)
         embedding.close()
-    return ms, launches
+    return ms, asked
 
 
-def bags(gpu, optimizer: str, batches: list[torch.Tensor], rows: int, dim: int, runs: int) -> dict[str, float]:
-    """Milliseconds of the same step of torch.nn.EmbeddingBag, ids being offsets into one table of all rows."""
-    found = {}
+def bags(gpu, optimizer: str, batches: list[torch.Tensor], rows: int, dim: int) -> dict[str, Any]:
+    """The same step of torch.nn.EmbeddingBag, ids being offsets into one table of all rows."""
     offset = torch.arange(TABLES, device=gpu.device) * rows
     grad = torch.randn(batches[0].numel(), dim, device=gpu.device)
-    for name, sparse in (("EmbeddingBag dense ms", False), ("EmbeddingBag sparse ms", True)):
-        bag = torch.nn.EmbeddingBag(TABLES * rows, dim, mode="sum", sparse=sparse, device=gpu.device)
-        kind = torch.optim.SparseAdam if sparse and optimizer == "adam" else None
-        torch_optimizer = kind(bag.parameters(), lr=0.1) if kind else OPTIMIZERS[optimizer](bag.parameters())
 
-        def one(run: int, bag=bag, torch_optimizer=torch_optimizer) -> None:
+    def make(sparse: bool) -> Any:
+        bag = torch.nn.EmbeddingBag(TABLES * rows, dim, mode="sum", sparse=sparse, device=gpu.device)
+        sparse_adam = sparse and optimizer == "adam"
+        torch_optimizer = (torch.optim.SparseAdam if sparse_adam else OPTIMIZERS[optimizer])(bag.parameters())
+
+        def one(run: int) -> None:
             ids = (batches[run % len(batches)] + offset).reshape(-1, 1)
             bag(ids).backward(grad)
             torch_optimizer.step()
             torch_optimizer.zero_grad(set_to_none=True)
 
-        found[name] = milliseconds(gpu, one, max(3, runs // 4))
-        del bag, torch_optimizer
-        torch.cuda.empty_cache()
-    return found
+        return one
+
+    return {"EmbeddingBag dense": make(False), "EmbeddingBag sparse": make(True)}
 
 
 if __name__ == "__main__":

@@ -24,12 +24,14 @@ def gather_loop(weight_SX, slot_U, inverse_N, out_ND):
     n = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while n < inverse_N.shape[0]:
         u = inverse_N[n]
-        for d in range(cuda.threadIdx.x * V, dim, cuda.blockDim.x * V):
+        d = cuda.threadIdx.x * V
+        while d < dim:
             if u < 0:
                 for i in range(V):
                     out_ND[n, d + i] = 0
             else:
                 move(out_ND, n, d, weight_SX, slot_U[u], d)
+            d += cuda.blockDim.x * V
         n += cuda.gridDim.x * cuda.blockDim.y
 
 
@@ -49,8 +51,10 @@ def copy_out_loop(row_SW, slot_U, out_UW):
     """out_UW[u] = the row in slot slot_U[u]; a slab's rows may be wider."""
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while u < slot_U.shape[0]:
-        for w in range(cuda.threadIdx.x * V, out_UW.shape[1], cuda.blockDim.x * V):
+        w = cuda.threadIdx.x * V
+        while w < out_UW.shape[1]:
             move(out_UW, u, w, row_SW, slot_U[u], w)
+            w += cuda.blockDim.x * V
         u += cuda.gridDim.x * cuda.blockDim.y
 
 
@@ -59,8 +63,10 @@ def copy_in_loop(row_SW, slot_U, row_UW):
     """The row in slot slot_U[u] = row_UW[u]."""
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while u < slot_U.shape[0]:
-        for w in range(cuda.threadIdx.x * V, row_UW.shape[1], cuda.blockDim.x * V):
+        w = cuda.threadIdx.x * V
+        while w < row_UW.shape[1]:
             move(row_SW, slot_U[u], w, row_UW, u, w)
+            w += cuda.blockDim.x * V
         u += cuda.gridDim.x * cuda.blockDim.y
 
 

@@ -38,7 +38,8 @@ def init_loop(weight_SX, row_SW, slot_U, table_U, id_U, seed, kind_TC, param_TC4
         s = slot_U[u]
         table = table_U[u]
         id = np.uint64(id_U[u])
-        for block in range(cuda.threadIdx.x, (dim + 3) // 4, cuda.blockDim.x):
+        block = cuda.threadIdx.x
+        while block < (dim + 3) // 4:
             a, b, c, d = philox(id, id >> np.uint64(32), table, block, seed)
             for i in range(4):
                 w = 4 * block + i
@@ -49,8 +50,11 @@ def init_loop(weight_SX, row_SW, slot_U, table_U, id_U, seed, kind_TC, param_TC4
                     word = a if i == 0 else b if i == 1 else c if i == 2 else d
                     x = np.float32(draw(kind_TC[table, column], param_TC4[table, column], word))
                     weight_SX[s, w] = from_float32(x, weight_SX[s, w])
-        for z in range(cuda.threadIdx.x, state.shape[0], cuda.blockDim.x):
+            block += cuda.blockDim.x
+        z = cuda.threadIdx.x
+        while z < state.shape[0]:
             row_SW[s, state_begin + z] = state[z]
+            z += cuda.blockDim.x
         u += cuda.gridDim.x * cuda.blockDim.y
 
 

@@ -109,7 +109,8 @@ def pool_loop(weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PD):
     dim = out_PD.shape[1]
     p = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while p < offset_P1.shape[0] - 1:
-        for d in range(cuda.threadIdx.x * V, dim, cuda.blockDim.x * V):
+        d = cuda.threadIdx.x * V
+        while d < dim:
             for i in range(V):
                 sum_V[i] = 0
             for n in range(offset_P1[p], offset_P1[p + 1]):
@@ -120,6 +121,7 @@ def pool_loop(weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PD):
                     for i in range(V):
                         sum_V[i] = weighed(sum_V[i], scale, x_V[i])
             store(out_PD, p, d, sum_V)
+            d += cuda.blockDim.x * V
         p += cuda.gridDim.x * cuda.blockDim.y
 
 
@@ -159,11 +161,13 @@ def scale_grads_loop(weight_SX, slot_U, inverse_N, bag_N, grad_PX, out_N):
     groups = cuda.blockDim.y
     own = cuda.threadIdx.y * _LANES
     # All threads of a block turn as often, since they wait for each other.
-    for first in range(cuda.blockIdx.x * groups, out_N.shape[0], cuda.gridDim.x * groups):
+    first = cuda.blockIdx.x * groups
+    while first < out_N.shape[0]:
         n = first + cuda.threadIdx.y
         if n < out_N.shape[0]:
             u = inverse_N[n]
-            for lane in range(cuda.threadIdx.x, _LANES, cuda.blockDim.x):
+            lane = cuda.threadIdx.x
+            while lane < _LANES:
                 lane_sum = np.float32(0)
                 if u >= 0:
                     for d in range(lane, dim, _LANES):
@@ -171,6 +175,7 @@ def scale_grads_loop(weight_SX, slot_U, inverse_N, bag_N, grad_PX, out_N):
                         load(g_V, grad_PX, bag_N[n], d)
                         lane_sum = weighed(lane_sum, w_V[0], g_V[0])
                 share[own + lane] = lane_sum
+                lane += cuda.blockDim.x
         cuda.syncthreads()
         if n < out_N.shape[0] and cuda.threadIdx.x == 0:
             total = np.float32(0)
@@ -178,6 +183,7 @@ def scale_grads_loop(weight_SX, slot_U, inverse_N, bag_N, grad_PX, out_N):
                 total = plus(total, share[own + lane])
             out_N[n] = total
         cuda.syncthreads()  # the shares have been read
+        first += cuda.gridDim.x * groups
 
 
 def scale_grads_cuda(

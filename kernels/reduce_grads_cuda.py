@@ -114,13 +114,15 @@ def sum_parts_loop(grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD):
         u = owner_of(part_U1, p)
         begin = begin_U1[u] + (p - part_U1[u]) * PART
         end = min(begin + PART, begin_U1[u + 1])
-        for d in range(cuda.threadIdx.x * V, part_PD.shape[1], cuda.blockDim.x * V):
+        d = cuda.threadIdx.x * V
+        while d < part_PD.shape[1]:
             term(sum_V, grad_NX, order_N, scale_N, begin, d)
             for k in range(begin + 1, end):
                 term(x_V, grad_NX, order_N, scale_N, k, d)
                 for i in range(V):
                     sum_V[i] = plus(sum_V[i], x_V[i])
             store(part_PD, p, d, sum_V)
+            d += cuda.blockDim.x * V
         p += cuda.gridDim.x * cuda.blockDim.y
 
 
@@ -150,12 +152,14 @@ def reduce_loop(grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, grad_UD, 
     sum_V = cuda.local.array(V, np.float32)
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while u < grad_UD.shape[0]:
-        for d in range(cuda.threadIdx.x * V, grad_UD.shape[1], cuda.blockDim.x * V):
+        d = cuda.threadIdx.x * V
+        while d < grad_UD.shape[1]:
             sum_segment(sum_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
             store(grad_UD, u, d, sum_V)
             for i in range(V):
                 if is_nonfinite(sum_V[i]):
                     finite_U[u] = False
+            d += cuda.blockDim.x * V
         u += cuda.gridDim.x * cuda.blockDim.y
 
 
@@ -167,10 +171,12 @@ def scatter_loop(grad_NX, inverse_N, grad_UD):
     while n < inverse_N.shape[0]:
         u = inverse_N[n]
         if u >= 0:
-            for d in range(cuda.threadIdx.x * V, grad_UD.shape[1], cuda.blockDim.x * V):
+            d = cuda.threadIdx.x * V
+            while d < grad_UD.shape[1]:
                 load(x_V, grad_NX, n, d)
                 for i in range(V):
                     cuda.atomic.add(grad_UD, (u, d + i), x_V[i])
+                d += cuda.blockDim.x * V
         n += cuda.gridDim.x * cuda.blockDim.y
 
 

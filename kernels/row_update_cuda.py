@@ -86,9 +86,11 @@ def element_loop(
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while u < slot_U.shape[0] and go_1[0] != 0:
         s = slot_U[u]
-        for d in range(cuda.threadIdx.x * V, dim, cuda.blockDim.x * V):
+        d = cuda.threadIdx.x * V
+        while d < dim:
             gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
             elements(weight_SX, row_SW, s, d, state_begin, dim, g_V, scalars)
+            d += cuda.blockDim.x * V
         u += cuda.gridDim.x * cuda.blockDim.y
 
 

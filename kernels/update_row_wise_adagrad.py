@@ -89,16 +89,19 @@ def row_wise_adagrad_loop(
     dim = grad_NX.shape[1]
     lane, lanes, groups = cuda.threadIdx.x, cuda.blockDim.x, cuda.blockDim.y
     # All threads of a block turn as often, since they wait for each other.
-    for first in range(cuda.blockIdx.x * groups, slot_U.shape[0] if go_1[0] != 0 else 0, cuda.gridDim.x * groups):
+    first = cuda.blockIdx.x * groups
+    while first < slot_U.shape[0] and go_1[0] != 0:
         u = first + cuda.threadIdx.y
         own = cuda.threadIdx.y * lanes
         if u < slot_U.shape[0]:
             share_sum = np.float32(0)
-            for d in range(lane * V, dim, lanes * V):
+            d = lane * V
+            while d < dim:
                 load(w_V, weight_SX, slot_U[u], d)
                 gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
                 for i in range(V):
                     share_sum = plus(share_sum, row_wise_square(w_V[i], g_V[i], weight_decay))
+                d += lanes * V
             share[own + lane] = share_sum
         cuda.syncthreads()
         if u < slot_U.shape[0]:
@@ -107,15 +110,18 @@ def row_wise_adagrad_loop(
             for other in range(lanes):
                 square_sum = plus(square_sum, share[own + other])
             acc, rate = row_wise_rate(row_SW[s, state_begin], square_sum, np.float32(dim), lr, eps)
-            for d in range(lane * V, dim, lanes * V):
+            d = lane * V
+            while d < dim:
                 load(w_V, weight_SX, s, d)
                 gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
                 for i in range(V):
                     w_V[i] = row_wise_step(w_V[i], g_V[i], rate, weight_decay)
                 store(weight_SX, s, d, w_V)
+                d += lanes * V
         cuda.syncthreads()  # the old accumulator has been read by all, and so have the shares
         if u < slot_U.shape[0] and lane == 0:
             row_SW[slot_U[u], state_begin] = acc
+        first += cuda.gridDim.x * groups
 
 
 def update_row_wise_adagrad(

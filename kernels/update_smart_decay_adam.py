@@ -102,13 +102,15 @@ def smart_decay_adam_loop(
     dim = grad_NX.shape[1]
     lane, lanes, groups = cuda.threadIdx.x, cuda.blockDim.x, cuda.blockDim.y
     # All threads of a block turn as often, since they wait for each other.
-    for first in range(cuda.blockIdx.x * groups, slot_U.shape[0] if go_1[0] != 0 else 0, cuda.gridDim.x * groups):
+    first = cuda.blockIdx.x * groups
+    while first < slot_U.shape[0] and go_1[0] != 0:
         u = first + cuda.threadIdx.y
         if u < slot_U.shape[0]:
             s = slot_U[u]
             last = _as_step(row_SW[s, state_begin + 2 * dim])
             decay1, decay2, catch_up = smart_decay(step - last, beta1, beta2)
-            for d in range(lane * V, dim, lanes * V):
+            d = lane * V
+            while d < dim:
                 load(w_V, weight_SX, s, d)
                 load(m_V, row_SW, s, state_begin + d)
                 load(v_V, row_SW, s, state_begin + dim + d)
@@ -121,9 +123,11 @@ def smart_decay_adam_loop(
                 store(weight_SX, s, d, w_V)
                 store(row_SW, s, state_begin + d, m_V)
                 store(row_SW, s, state_begin + dim + d, v_V)
+                d += lanes * V
         cuda.syncthreads()  # the row's last step has been read by all
         if u < slot_U.shape[0] and lane == 0:
             row_SW[slot_U[u], state_begin + 2 * dim] = _as_word(step)
+        first += cuda.gridDim.x * groups
 
 
 def update_smart_decay_adam(

@@ -28,6 +28,7 @@ from oneemb.kernels.launch import Gpu
 from oneemb.kernels.slots_cuda import admit_loop, count_pinned_loop, release_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
 from oneemb.storage.device_index import DeviceIndex
+from oneemb.storage.hot_tier import HALF_LIFE
 from oneemb.storage.row_store import RowStore, StoreFullError
 
 __all__ = ["SLOT_OVERHEAD_BYTES", "DeviceTier"]
@@ -37,6 +38,10 @@ SLOT_OVERHEAD_BYTES = 16 * 2 + 12 + 8 + 4 + 1
 
 # Evicting sorts the scores, so it makes room for this share of the slots at a time.
 _EVICT_SHARE = 1 / 16
+
+# What the first use counts, for "lfu", and the factor by which scores are brought down, far from int64's end.
+_USE_SCORE = 256.0
+_SCORE_STEP = 1 << 20
 
 _SLOTS_MIN = 1024
 _BATCH = 65536
@@ -65,7 +70,7 @@ class DeviceTier:
         below: the store underneath, on the host; None = nothing.
         resident: whether every row is here. One with nothing below must be.
         row_limit: rows that may be known to this tier and those below together; None = no limit.
-        policy: which rows a cache evicts first, "lru" = those least recently used, "lfu" = least often.
+        policy: which rows a cache evicts first, "lru" = those least recently used, "lfu" = least often of late.
         gpu: where it is.
     """
 
@@ -94,6 +99,7 @@ class DeviceTier:
         self._staging = _PinnedRows(row_width, gpu)
         self._order = _InOrder(gpu)
         self._tick = 0
+        self._use_score = _USE_SCORE  # what a use counts now, for "lfu": see oneemb.storage.hot_tier
         self._rows: int | None = 0 if below is None or resident else len(below)  # known here and below; None = unsure
         self._hits = self._misses = self._new = self._evicted = self._written_down = 0
         self.row_SW: torch.Tensor
@@ -439,7 +445,8 @@ class DeviceTier:
         count_U = self._gpu.empty(0, dtype=torch.int64) if count_U is None else count_U
         self._gpu.run(
             admit_loop, len(slot_U), self._index.cell_C2, keys.table_U, keys.id_U, keys.size_2, self._pin_S,
-            self._score_S, pins, self._tick if self._policy == "lru" else 0, count_U, slot_U, count_3,
+            self._score_S, pins, self._tick if self._policy == "lru" else -int(self._use_score), count_U, slot_U,
+            count_3,
         )  # fmt: skip
         # Bags of no ids have a size_2 that no launch has copied.
         counts = self._gpu.read(count_3) if len(slot_U) else [0, *self._gpu.read(keys.size_2)]
@@ -451,7 +458,15 @@ class DeviceTier:
             assert keys.check is not None
             keys.check()
             raise AssertionError("the device found tables or offsets to be wrong, and the host does not")
+        self._grow_old(size - missed)
         return slot_U, keys.cut(size), missed
+
+    def _grow_old(self, uses: int) -> None:
+        """Let uses from here on count more than those before, by the number of rows that have been used."""
+        self._use_score *= 2.0 ** (uses / (HALF_LIFE * self.slots))
+        if self._use_score > _USE_SCORE * _SCORE_STEP:
+            self._score_S //= _SCORE_STEP
+            self._use_score /= _SCORE_STEP
 
     def _bring_in(
         self, table_M: torch.Tensor, id_M: torch.Tensor, fill_new: _FillRows, count_M: torch.Tensor | None
@@ -485,7 +500,7 @@ class DeviceTier:
             self._set(slot_M[old_M], table_M[old_M], id_M[old_M], row_MW, dirty=False)
         self._set(slot_N, table_N, id_N, None, dirty=True)
         if count_M is not None and self._policy == "lfu":
-            self._score_S[slot_M] = count_M
+            self._score_S[slot_M] *= count_M
         self._pin_S[slot_M] = 1
         self._rows = rows + unknown
         self._new += unknown
@@ -501,7 +516,8 @@ class DeviceTier:
         self._table_S[slot_N] = table_N
         self._id_S[slot_N] = id_N
         self._dirty_S[slot_N] = dirty
-        self._score_S[slot_N] = self._tick if self._policy == "lru" else 1
+        self._score_S[slot_N] = self._tick if self._policy == "lru" else int(self._use_score)
+        self._grow_old(len(slot_N))
 
     def _rows_in(self, slot_N: torch.Tensor, row_NW: np.ndarray) -> None:
         for n in range(0, len(slot_N), _BATCH):
@@ -553,22 +569,42 @@ class DeviceTier:
         return torch.cat([reused, new])
 
     def _grow(self, need: int) -> None:
-        """Have memory for this many slots, and for as many again while there are that many to come."""
+        """Have memory for this many slots, and for as many again while there are that many to come.
+
+        A slab doubles by being copied, for which the device needs room for both: each row is copied once or twice in
+        its life. Where there is no such room it goes by way of the host's memory, twice over the bus; so a store comes
+        to use all of its budget, and not two thirds.
+        """
         have = len(self._pin_S)
         if need <= have:
             return
         size = min(self.slots, max(need, 2 * have, _SLOTS_MIN))
+        arrays = self._slot_arrays()
         try:
-            grown = [_enlarged(array, size) for array in self._slot_arrays()]
-        except torch.OutOfMemoryError as error:
-            free = torch.cuda.mem_get_info(self._gpu.device)[0] if self._gpu.device.type == "cuda" else 0
-            fits = have + max(0, free - have * self._slot_bytes) // (self._slot_bytes + SLOT_OVERHEAD_BYTES)
-            raise StoreFullError(
-                f"the {self.name} tier needs memory for {need} rows ({self._mebibytes(need)} MiB) and the device has"
-                f" {free // 2**20} MiB left, enough for about {fits} rows; give the store a cache_budget_mb, or a"
-                " smaller one, or free memory on the device"
-            ) from error
-        self.row_SW, self._table_S, self._id_S, self._score_S, self._pin_S, self._dirty_S = grown
+            self._hold([_enlarged(array, size, self._gpu.device) for array in arrays])
+            return
+        except torch.OutOfMemoryError:
+            kept = [array.cpu() if array.is_cuda else array.clone() for array in arrays]
+        del arrays
+        self._hold([_enlarged(array[:0], 0, self._gpu.device) for array in kept])
+        failure: BaseException | None = None
+        for trial in (size, need):
+            try:
+                self._hold([_enlarged(array, trial, self._gpu.device) for array in kept])
+                return
+            except torch.OutOfMemoryError as error:
+                failure = error
+        self._hold([_enlarged(array, have, self._gpu.device) for array in kept])
+        free = torch.cuda.mem_get_info(self._gpu.device)[0] if self._gpu.device.type == "cuda" else 0
+        fits = have + free // (self._slot_bytes + SLOT_OVERHEAD_BYTES)
+        raise StoreFullError(
+            f"the {self.name} tier needs memory for {need} rows ({self._mebibytes(need)} MiB) of its"
+            f" {self._mebibytes(self.slots)} MiB, and the device has {free // 2**20} MiB left, enough for about"
+            f" {fits} rows; give the store a cache_budget_mb, or a smaller one, or free memory on the device"
+        ) from failure
+
+    def _hold(self, arrays: list[torch.Tensor]) -> None:
+        self.row_SW, self._table_S, self._id_S, self._score_S, self._pin_S, self._dirty_S = arrays
 
     def _arrays(self) -> list[torch.Tensor]:
         return [*self._slot_arrays(), self._freed, self._index.cell_C2]
@@ -668,9 +704,9 @@ class _InOrder:
             torch.cuda.current_stream(self._gpu.device).wait_event(self._released)
 
 
-def _enlarged(array: torch.Tensor, size: int) -> torch.Tensor:
-    """A copy with room for `size` slots, those beyond the old ones zero."""
-    grown = torch.zeros((size, *array.shape[1:]), dtype=array.dtype, device=array.device)
+def _enlarged(array: torch.Tensor, size: int, device: torch.device) -> torch.Tensor:
+    """A copy on the device with room for `size` slots, those beyond the old ones zero."""
+    grown = torch.zeros((size, *array.shape[1:]), dtype=array.dtype, device=device)
     grown[: len(array)] = array
     return grown
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from oneemb.kernels.threads import Threads
+from oneemb.storage import device_tier
 from oneemb.storage.device_tier import DeviceTier
 from oneemb.storage.hot_tier import HotTier
 from oneemb.storage.row_store import StoreFullError
@@ -130,6 +131,27 @@ def test_the_least_often_used_leave_first_by_their_occurrences(tier, gpu):
     assert model.here(keys) == [(0, 0), (0, 2)]
 
 
+@pytest.mark.parametrize("step", [1 << 20, 4], ids=["scores as they are", "scores brought down often"])
+def test_what_was_used_often_leaves_once_other_rows_are(tier, gpu, step, monkeypatch):
+    monkeypatch.setattr(device_tier, "_SCORE_STEP", step)
+    model = Model(tier(DictStore(W), 4, policy="lfu"), gpu)
+
+    def use(*numbers):
+        keys = [(0, n) for n in numbers]
+        model.release(keys, model.admit(keys))
+
+    for _ in range(15):
+        use(0, 1)
+    use(2)
+    use(3)
+    use(4)  # one row leaves for it
+    assert model.here([(0, 0), (0, 1)]) == [(0, 0), (0, 1)], "rows used once push out no row that is used often"
+    for _ in range(60):
+        use(4, 5)
+    use(6, 7)
+    assert model.here([(0, n) for n in range(8)]) == [(0, n) for n in (4, 5, 6, 7)]
+
+
 def test_what_is_pinned_stays_whatever_its_score(tier, gpu):
     model = Model(tier(DictStore(W), 4), gpu)
     slot_U = model.admit([(0, 0), (0, 1)])
@@ -203,15 +225,39 @@ def test_rows_survive_a_reload_from_below(tier, gpu):
 
 
 def test_a_device_out_of_memory_says_what_was_asked_for_and_what_would_fit(tier, gpu, monkeypatch):
-    from oneemb.storage import device_tier
-
     model = Model(tier(), gpu)
-    model.admit([(0, 1)])
-
-    def none_left(array, size):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(device_tier, "_enlarged", none_left)
+    slot_U = model.admit([(0, 1)])
+    limit_memory(model.tier, 1500, monkeypatch)
     with pytest.raises(StoreFullError, match="device tier needs memory for 2001 rows .* cache_budget_mb"):
         model.admit([(0, i) for i in range(2, 2002)])
     assert len(model.tier) == 1 and model.tier.pinned == 1
+    assert model.tier.row_SW[slot_U, :W].tolist() == [row_of(0, 1).tolist()]
+    model.admit([(0, i) for i in range(2, 200)])
+
+
+def limit_memory(tier, slots, monkeypatch):
+    """Let the device have memory for this many slots of the tier's."""
+    enlarged = device_tier._enlarged
+
+    def limited(array, size, device):
+        if len(tier.row_SW) + size > slots:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return enlarged(array, size, device)
+
+    monkeypatch.setattr(device_tier, "_enlarged", limited)
+
+
+def test_a_slab_grows_by_way_of_the_host_where_the_device_has_no_room_for_both(tier, gpu, monkeypatch):
+    model = Model(tier(), gpu)
+    keys = [(0, i) for i in range(1000)]
+    model.release(keys, model.admit(keys))
+    for memory, more, slots in [(2200, 1800, 2048), (2900, 2800, 2800)]:  # to twice as many, and to as many as needed
+        limit_memory(model.tier, memory, monkeypatch)
+        keys = [(0, i) for i in range(more)]
+        slot_U = model.admit(keys)
+        assert len(model.tier.row_SW) == slots
+        found = model.tier.row_SW[slot_U, :W].cpu().numpy()
+        assert found.tolist() == [row_of(*key).tolist() for key in keys]
+        model.release(keys, slot_U)
+        monkeypatch.undo()
+    assert len(model.begun) == 2800 and model.tier.pinned == 0

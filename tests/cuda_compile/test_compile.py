@@ -4,10 +4,12 @@ After a change that is worth more registers: ONEEMB_TEST_COMPILE=1 python -m tes
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from oneemb.kernels import jit_cuda
 from tests.cuda.loops import all_loops
 from tests.cuda_compile.ptx import TARGETS, measure, ptxas
 from tests.cuda_compile.signatures import CASES
@@ -56,3 +58,10 @@ def test_every_loop_is_compiled():
 
 def test_resources_are_those_of_the_cases_there_are():
     assert all(set(kept) == set(CASES) for kept in RESOURCES.values())
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("init")])
+def test_places_are_never_products_of_32_bits(name):
+    # A slab may hold more than 2^31 elements. Those that begin new rows multiply words of 32 bits in Philox.
+    ptx = jit_cuda.compile_ptx(*CASES[name], TARGETS[0])
+    assert not re.findall(r"(?m)^\s*(?:mul|mad)\.lo\.[su]32.*$", ptx)
