@@ -17,6 +17,7 @@ from oneemb.kernels.jit import cpu, rule
 
 __all__ = [
     "bits_clear",
+    "bits_rows",
     "bits_set",
     "requests_deliver",
     "requests_plan",
@@ -81,6 +82,17 @@ def bits_clear(bit_N, place_N, rows_a_chunk, live_S):
         if place >= 0:
             bit_N[place >> 3] &= np.uint8(0xFF ^ (1 << (place & 7)))
             live_S[place // rows_a_chunk] -= 1
+
+
+@cpu
+def bits_rows(bit_N, row_N):
+    """Write the rows whose bit is set to row_N, ascending, which has room for one more; returns how many."""
+    n = 0
+    for byte in range(len(bit_N)):
+        for bit in range(8):
+            row_N[n] = 8 * byte + bit
+            n += (bit_N[byte] >> bit) & 1
+    return n
 
 
 @cpu

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from oneemb.kernels.checksum import xxh64
-from oneemb.kernels.row_blocks import rows_deliver
+from oneemb.kernels.row_blocks import bits_rows, rows_deliver
 from oneemb.storage.chunk_files import ROWS_BEGIN
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, read_header
@@ -19,10 +19,11 @@ from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
 from oneemb.storage.geometry import Geometry
 from oneemb.storage.snapshot_file import ChunkPart
 
-__all__ = ["ChunkKeys", "block_damage", "live_rows", "read_keys", "scan_rows"]
+__all__ = ["ChunkKeys", "block_damage", "fill_keys", "live_rows", "read_keys", "scan_rows"]
 
 _RUN = struct.Struct("<3Q")
 _READ_BYTES = 1 << 20
+_KEYS_WINDOW_BYTES = 1 << 20
 
 
 @dataclass
@@ -33,6 +34,12 @@ class ChunkKeys:
     id_N: np.ndarray
     sum_B: np.ndarray
 
+    @classmethod
+    def empty(cls, geometry: Geometry, part: ChunkPart) -> "ChunkKeys":
+        """Room for the keys of a part, not filled in."""
+        rows = part.blocks * geometry.rows_per_block
+        return cls(np.empty(rows, np.int32), np.empty(rows, np.int64), np.empty(part.blocks, np.uint32))
+
     def of(self, row_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tables and ids of these rows."""
         return self.table_N[row_N], self.id_N[row_N]
@@ -40,7 +47,8 @@ class ChunkKeys:
 
 def live_rows(bit_N: np.ndarray) -> np.ndarray:
     """The rows whose bit is set, ascending: int64."""
-    return np.flatnonzero(np.unpackbits(bit_N, bitorder="little"))
+    row_N = np.empty(8 * len(bit_N) + 1, np.int64)
+    return row_N[: bits_rows(bit_N, row_N)]
 
 
 def read_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart) -> ChunkKeys:
@@ -49,50 +57,89 @@ def read_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart) ->
     Raises:
         CorruptTableError: the file is not what was written.
     """
-    data = np.empty(part.keys_bytes // 8, np.uint64)
+    keys = ChunkKeys.empty(geometry, part)
+    for _ in fill_keys(fs, path, geometry, part, keys):
+        pass
+    return keys
+
+
+def fill_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart, keys: ChunkKeys) -> Iterator[int]:
+    """Fill in the keys of the part's rows run by run, yielding how many rows are filled. Runs are checked one by one,
+    and before the last is yielded all together against the sum that the part carries.
+
+    Raises:
+        CorruptTableError: the file is not what was written.
+    """
     try:
         file = fs.open(path)
-        try:
-            size = fs.read_into(file, memoryview(data).cast("B"), 0)
-        finally:
-            fs.close(file)
     except FileNotFoundError as error:
         raise missing_file(path) from error
     except OSError as error:
         raise storage_error(error, "read the keys", path) from error
-    byte_N = data.view(np.uint8)
-    check_header(byte_N[:size], KEYS_MAGIC, path, part.number, geometry)
-    keys_sum = xxh64(byte_N[:HEADER_BYTES])
-    rows_max = part.blocks * geometry.rows_per_block
-    table_N, id_N = np.zeros(rows_max, np.int32), np.zeros(rows_max, np.int64)
-    sum_B = np.zeros(part.blocks, np.uint32)
+    try:
+        yield from _fill_open(fs, file, path, geometry, part, keys)
+    except OSError as error:
+        raise storage_error(error, "read the keys", path) from error
+    finally:
+        fs.close(file)
+
+
+def _fill_open(fs, file, path, geometry, part, keys):
+    # A window of the file that moves on, so that its bytes are still in a cache when they are copied out.
+    byte_N, begin, size, ended = np.empty(_KEYS_WINDOW_BYTES, np.uint8), 0, 0, False
+
+    def window(offset: int, length: int) -> np.ndarray:
+        """The part's bytes from an offset on, at least so many unless the file or the part ends before."""
+        nonlocal byte_N, begin, size, ended
+        if offset + length > begin + size and not ended:
+            kept_N = byte_N[offset - begin : size]
+            if length > len(byte_N):
+                byte_N = np.empty(-(-length // 8) * 8, np.uint8)
+            size = len(kept_N)
+            byte_N[:size] = kept_N.copy()
+            begin = offset
+            want = min(len(byte_N), part.keys_bytes - begin) - size
+            got = fs.read_into(file, memoryview(byte_N)[size : size + want], begin + size)
+            size, ended = size + got, begin + size + got == part.keys_bytes or got < want
+        return byte_N[offset - begin : size]
+
+    header_N = window(0, HEADER_BYTES)[:HEADER_BYTES]
+    check_header(header_N, KEYS_MAGIC, path, part.number, geometry)
+    keys_sum = xxh64(header_N)
     offset, block = HEADER_BYTES, 0
     while offset < part.keys_bytes:
-        first, rows, blocks = _RUN.unpack_from(byte_N, offset) if offset + _RUN.size <= size else (block, 0, 0)
+        run_N = window(offset, _RUN.size)
+        first, rows, blocks = _RUN.unpack_from(run_N) if len(run_N) >= _RUN.size else (block, 0, 0)
         run_bytes = _RUN.size + -(-(rows * 12 + blocks * 4) // 8) * 8
         fits = blocks > 0 and block + blocks <= part.blocks and rows <= blocks * geometry.rows_per_block
-        if first != block or not fits or offset + run_bytes + 8 > min(size, part.keys_bytes):
+        if first == block and fits:
+            run_N = window(offset, run_bytes + 8)
+        if first != block or not fits or len(run_N) < run_bytes + 8:
             raise _damaged(path, offset, f"must hold the keys of block {block}, holds {blocks} blocks from {first}")
-        keys_sum = xxh64(byte_N[offset : offset + run_bytes], keys_sum)
-        expected = int(byte_N[offset + run_bytes : offset + run_bytes + 8].view(np.uint64)[0])
+        keys_sum = xxh64(run_N[:run_bytes], keys_sum)
+        expected = int(run_N[run_bytes : run_bytes + 8].view(np.uint64)[0])
         if keys_sum != expected:
             raise _damaged(path, offset, f"has checksum {keys_sum:016x}, written as {expected:016x}")
-        row = block * geometry.rows_per_block
-        at = offset + _RUN.size
-        id_N[row : row + rows] = byte_N[at : at + 8 * rows].view(np.int64)
+        row, end = block * geometry.rows_per_block, (block + blocks) * geometry.rows_per_block
+        at = _RUN.size
+        keys.id_N[row : row + rows] = run_N[at : at + 8 * rows].view(np.int64)
+        keys.id_N[row + rows : end] = 0
         at += 8 * rows
-        table_N[row : row + rows] = byte_N[at : at + 4 * rows].view(np.int32)
+        keys.table_N[row : row + rows] = run_N[at : at + 4 * rows].view(np.int32)
+        keys.table_N[row + rows : end] = 0
         at += 4 * rows
-        sum_B[block : block + blocks] = byte_N[at : at + 4 * blocks].view(np.uint32)
+        keys.sum_B[block : block + blocks] = run_N[at : at + 4 * blocks].view(np.uint32)
         block += blocks
         offset += run_bytes + 8
+        if offset < part.keys_bytes:
+            yield end
     if block != part.blocks or keys_sum != part.keys_sum:
         raise CorruptTableError(
             f"{path}: the keys up to offset {part.keys_bytes} are not those that the snapshot was saved with: "
             f"{block} blocks with checksum {keys_sum:016x}, must be {part.blocks} with {part.keys_sum:016x}; run "
             f"`oneemb check` on the table"
         )
-    return ChunkKeys(table_N, id_N, sum_B)
+    yield block * geometry.rows_per_block
 
 
 def scan_rows(

@@ -15,7 +15,6 @@ import numpy as np
 from oneemb.kernels.row_blocks import bits_clear, bits_set
 from oneemb.kernels.threads import Threads
 from oneemb.storage.chunk_files import ChunkFile, ChunkFiles
-from oneemb.storage.chunk_scan import ChunkKeys
 from oneemb.storage.geometry import Geometry
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.snapshot_file import ChunkPart
@@ -80,22 +79,22 @@ class LiveRows:
         bits_set(self.bit_N, place_U, rows, self.live_S)
         bits_clear(self.bit_N, old_U, rows, self.live_S)
 
-    def load(self, slot: int, keys: ChunkKeys, row_N: np.ndarray, bit_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Take in the rows `row_N` of a chunk with a fresh slot, which are those of `bit_N`.
+    def load(self, slot: int, table_N: np.ndarray, id_N: np.ndarray, row_N: np.ndarray) -> np.ndarray:
+        """Take in rows of a chunk that `load_chunk` has taken in.
 
         Returns:
-            The tables and ids of keys that are here twice now; the index is of no use then.
+            Which of the keys are here twice now: their numbers. The index is of no use then.
         """
-        whole = len(row_N) > 0 and row_N[-1] + 1 == len(row_N)
-        table_N, id_N = (keys.table_N[: len(row_N)], keys.id_N[: len(row_N)]) if whole else keys.of(row_N)
-        old_N = self.index.put(table_N, id_N, slot * self.geometry.rows_per_chunk + row_N)
+        old_N = self.index.put(table_N, id_N, row_N + slot * self.geometry.rows_per_chunk)
+        return np.flatnonzero(old_N >= 0)
+
+    def load_chunk(self, slot: int, size: int, bit_N: np.ndarray, sum_B: np.ndarray) -> None:
+        """Take in a chunk with a fresh slot: its live rows as bits, how many they are, its blocks' checksums."""
         begin = slot * self.geometry.rows_per_chunk // 8
         self.bit_N[begin : begin + len(bit_N)] = bit_N
         begin = slot * self.geometry.blocks_per_chunk
-        self.sum_B[begin : begin + len(keys.sum_B)] = keys.sum_B
-        self.live_S[slot] = len(row_N)
-        twice = np.flatnonzero(old_N >= 0)
-        return table_N[twice], id_N[twice]
+        self.sum_B[begin : begin + len(sum_B)] = sum_B
+        self.live_S[slot] = size
 
     def part(self, slot: int) -> ChunkPart:
         """The live rows of one chunk as they are now, of those on disk."""

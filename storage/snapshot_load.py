@@ -1,12 +1,15 @@
 """Makes a snapshot's rows the rows of a table: the index from the keys files, nothing of the rows themselves."""
 
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 
 from oneemb.kernels.threads import Threads
 from oneemb.storage.chunk_files import ROWS_BEGIN, ChunkFiles
-from oneemb.storage.chunk_scan import ChunkKeys, check_header, live_rows, missing_file, read_keys
+from oneemb.storage.chunk_scan import ChunkKeys, check_header, fill_keys, live_rows, missing_file
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.file_header import HEADER_BYTES, ROWS_MAGIC
 from oneemb.storage.fs import FileSystem, storage_error
@@ -15,6 +18,11 @@ from oneemb.storage.live_rows import LiveRows
 from oneemb.storage.snapshot_file import ChunkPart, SnapshotFiles, SnapshotRecord
 
 __all__ = ["load_live_rows"]
+
+_PIECES_AHEAD = 4
+# The more keys go into the index at once, the fewer of its pages are fetched twice.
+_PIECE_ROWS_FIRST = 1 << 17
+_PIECE_ROWS = 1 << 20
 
 
 def load_live_rows(
@@ -25,41 +33,76 @@ def load_live_rows(
     Raises:
         CorruptTableError: a file is not what was written; nothing is held.
     """
-    live = LiveRows(record.geometry, files, threads, expected=record.info.rows)
-    # The files of a chunk are read and checked while the keys of the one before go into the index.
+    pieces = _pieces(fs, snapshots, files, record)
+    # Pieces are read and checked while the keys of those before go into the index.
     with ThreadPoolExecutor(1, thread_name_prefix="oneemb-load") as ahead:
+        reading = deque(ahead.submit(next, pieces, None) for _ in range(_PIECES_AHEAD))
+        live = LiveRows(record.geometry, files, threads, expected=record.info.rows)
+        slot = -1
         try:
-            reads = [ahead.submit(_read_part, fs, snapshots, files, record, part) for part in record.parts[:1]]
-            for n, part in enumerate(record.parts):
-                keys, row_N, bit_N = reads.pop().result()
-                if n + 1 < len(record.parts):
-                    reads.append(ahead.submit(_read_part, fs, snapshots, files, record, record.parts[n + 1]))
-                chunk = files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
-                table_N, id_N = live.load(live.add(chunk), keys, row_N, bit_N)
-                if len(id_N):
+            while (piece := reading.popleft().result()) is not None:
+                reading.append(ahead.submit(next, pieces, None))
+                part = piece.part
+                if slot < 0:
+                    chunk = files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
+                    slot = live.add(chunk)
+                for n in live.load(slot, piece.table_N, piece.id_N, piece.row_N)[:1]:
                     raise CorruptTableError(
-                        f"{chunk.keys_path}: table {table_N[0]}, id {id_N[0]} is twice in the snapshot "
+                        f"{chunk.keys_path}: table {piece.table_N[n]}, id {piece.id_N[n]} is twice in the snapshot "
                         f"{record.info.name!r}; run `oneemb check` on the table"
                     )
+                if piece.bit_N is not None and piece.sum_B is not None:
+                    live.load_chunk(slot, part.rows, piece.bit_N, piece.sum_B)
+                    slot = -1
         except BaseException:
             live.release()
             raise
     return live
 
 
-def _read_part(
-    fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: SnapshotRecord, part: ChunkPart
-) -> tuple[ChunkKeys, np.ndarray, np.ndarray]:
-    """The keys of a chunk, and which of its rows are the snapshot's: their numbers, and as bits."""
-    rows_path, keys_path = files.paths(part.number)
-    bit_N = snapshots.read_bits(record, part)
-    row_N = live_rows(bit_N)
-    if len(row_N) != part.rows:
-        raise CorruptTableError(
-            f"{record.path}: chunk {part.number} must have {part.rows} rows, its list has {len(row_N)}"
-        )
-    _check_rows_file(fs, rows_path, record.geometry, part)
-    return read_keys(fs, keys_path, record.geometry, part), row_N, bit_N
+@dataclass
+class _Piece:
+    """Some of a snapshot's rows in one chunk: their keys and numbers. The last piece of a chunk has none; it comes when
+    the whole keys file has been checked, with all the rows as bits and the checksums of the blocks."""
+
+    part: ChunkPart
+    table_N: np.ndarray
+    id_N: np.ndarray
+    row_N: np.ndarray
+    bit_N: np.ndarray | None = None
+    sum_B: np.ndarray | None = None
+
+
+def _pieces(fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: SnapshotRecord) -> Iterator[_Piece]:
+    """The snapshot's rows, chunk by chunk, few of them at first, so that the index need not wait long."""
+    rows_min = _PIECE_ROWS_FIRST
+    for part in record.parts:
+        rows_path, keys_path = files.paths(part.number)
+        bit_N = snapshots.read_bits(record, part)
+        row_N = live_rows(bit_N)
+        if len(row_N) != part.rows:
+            raise CorruptTableError(
+                f"{record.path}: chunk {part.number} must have {part.rows} rows, its list has {len(row_N)}"
+            )
+        _check_rows_file(fs, rows_path, record.geometry, part)
+        keys = ChunkKeys.empty(record.geometry, part)
+        begin = 0
+        for filled in fill_keys(fs, keys_path, record.geometry, part, keys):
+            end = int(np.searchsorted(row_N, filled))
+            if end - begin < rows_min and filled < len(keys.id_N):
+                continue
+            rows_min = min(2 * rows_min, _PIECE_ROWS)
+            some_N, begin = row_N[begin:end], end
+            yield _Piece(part, *_keys_of(keys, some_N), some_N)
+        none_N = row_N[:0]
+        yield _Piece(part, *keys.of(none_N), none_N, bit_N, keys.sum_B)
+
+
+def _keys_of(keys: ChunkKeys, row_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The tables and ids of ascending rows: parts of the arrays where no row is left out."""
+    if len(row_N) and row_N[-1] + 1 - row_N[0] == len(row_N):
+        return keys.table_N[row_N[0] : row_N[-1] + 1], keys.id_N[row_N[0] : row_N[-1] + 1]
+    return keys.of(row_N)
 
 
 def _check_rows_file(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart) -> None:
