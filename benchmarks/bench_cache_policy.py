@@ -53,7 +53,7 @@ class AllRows:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--half-life", type=float, nargs="*", default=[hot_tier._HALF_LIFE])
+    parser.add_argument("--half-life", type=float, nargs="*", default=[hot_tier.HALF_LIFE])
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--batches", type=int, default=1600)
     options = parser.parse_args()
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def hit_rate(batches: list[np.ndarray], slots: int, policy: str, half_life: float) -> float:
-    hot_tier._HALF_LIFE = half_life
+    hot_tier.HALF_LIFE = half_life
     tier = hot_tier.HotTier(
         "cache", row_width=4, slots=slots, below=AllRows(), resident=False, policy=policy, threads=Threads(1)
     )

@@ -16,7 +16,8 @@ _PLACE_MASK = (1 << 40) - 1
 def admit_loop(cell_C2, table_U, id_U, size_2, pin_S, score_S, pins, tick, count_U, slot_U, count_3):
     """slot_U[u] = the slot of key u, pinned `pins` times more; -1 where there is none: for the first size_2[0] keys.
 
-    A slot's score becomes `tick`, the time of this use; with tick 0 it grows by count_U[u], or 1 if count_U is empty.
+    A slot's score becomes `tick`, the time of this use; if that is negative it grows by -tick for each of count_U[u]
+    uses, or for one if count_U is empty.
     count_3: keys that have no slot are added to its first value; the others become those of size_2.
     """
     u = cuda.grid(1)
@@ -36,9 +37,9 @@ def admit_loop(cell_C2, table_U, id_U, size_2, pin_S, score_S, pins, tick, count
             if tick > 0:
                 score_S[s] = tick
             elif count_U.shape[0] > 0:
-                score_S[s] += count_U[u]
+                score_S[s] -= tick * count_U[u]
             else:
-                score_S[s] += 1
+                score_S[s] -= tick
         u += cuda.gridsize(1)
 
 

@@ -263,7 +263,7 @@ class EmbeddingStore:
         self._device_initial = DeviceInitialRows(self._initial, gpu=gpu)
         return device_tier.DeviceTier(
             "device", row_width=layout.row_width, slots=slots, below=below, resident=plan.cache_bytes is None,
-            row_limit=plan.capacity, gpu=gpu,
+            row_limit=plan.capacity, policy=plan.cache_policy, gpu=gpu,
         )  # fmt: skip
 
     # ---- rows -----------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.row_store import RowStore, StoreFullError
 
-__all__ = ["SLOT_OVERHEAD_BYTES", "HotTier"]
+__all__ = ["HALF_LIFE", "SLOT_OVERHEAD_BYTES", "HotTier"]
 
 # Memory beside the row for each slot of a cache: the index at its usual load, score, pins, dirty bit.
 SLOT_OVERHEAD_BYTES = 40
@@ -49,7 +49,7 @@ _EVICT_SHARE = 1 / 16
 
 # Uses of rows in which a use comes to count half as much, as a multiple of the slots. By bench_cache_policy.py, caches
 # miss least at 8 to 32, on Zipf's law and on real clicks; the faster popularity drifts, the shorter it had better be.
-_HALF_LIFE = 8
+HALF_LIFE = 8
 
 # Scores are brought down by this factor before they come near the end of float64's range.
 _SCORE_STEP = 2.0**500
@@ -426,7 +426,7 @@ class HotTier:
         if self._policy == "lru":
             self._use_score += 1.0
             return
-        self._use_score *= 2.0 ** (len(slot_N) / (_HALF_LIFE * self.slots))
+        self._use_score *= 2.0 ** (len(slot_N) / (HALF_LIFE * self.slots))
         if self._use_score > _SCORE_STEP:
             self._score_S[: self._used] /= _SCORE_STEP
             self._use_score /= _SCORE_STEP

@@ -136,12 +136,11 @@ def test_what_was_used_often_leaves_once_other_rows_are(tier, gpu, step, monkeyp
     monkeypatch.setattr(device_tier, "_SCORE_STEP", step)
     model = Model(tier(DictStore(W), 4, policy="lfu"), gpu)
 
-    def use(*numbers):
+    def use(*numbers, counts=None):
         keys = [(0, n) for n in numbers]
-        model.release(keys, model.admit(keys))
+        model.release(keys, model.admit(keys, counts))
 
-    for _ in range(15):
-        use(0, 1)
+    use(0, 1, counts=[100, 100])
     use(2)
     use(3)
     use(4)  # one row leaves for it
