@@ -37,6 +37,19 @@ def models(draw):
                 max_size=3,
             )
         ),
+        # Embeddings of one table each, all alike: they are merged.
+        "fields": draw(
+            st.lists(st.tuples(st.sampled_from(["device", "host", "ssd"]), st.booleans()), min_size=0, max_size=4)
+        ),
+        "field_dim": draw(st.sampled_from([1, 4, 8])),
+        # Lookups of bags: (embedding or field, whether its ids are scaled, pooling, ids)
+        "bags": draw(
+            st.lists(
+                st.tuples(st.integers(0, 6), st.booleans(), st.sampled_from(["sum", "mean"]), st.integers(0, 1)),
+                min_size=0,
+                max_size=3,
+            )
+        ),
         "tables": draw(st.integers(1, 3)),
         "lookups": lookups,
         "optimizers": draw(st.lists(st.sampled_from(sorted(OPTIMIZERS)), min_size=1, max_size=2)),
@@ -56,12 +69,19 @@ def assemble(model, make):
     for e, (dim, store, frozen) in enumerate(model["embeddings"]):
         modules[f"embedding_{e}"] = make_embedding(f"e{e}", dim, tables, store, seed=e)
         modules[f"embedding_{e}"].weight.requires_grad_(not frozen or e == 0)
-    width = sum(model["embeddings"][e][0] * tables for e, _, used in model["lookups"] if used) or 1
+    for f, (store, frozen) in enumerate(model["fields"]):
+        modules[f"field_{f}"] = make_embedding(f"f{f}", model["field_dim"], 1, store, seed=9 + f)
+        modules[f"field_{f}"].weight.requires_grad_(not frozen)
+    names = [name for name in modules]
+    bags = [(names[which % len(names)], *how) for which, *how in model["bags"]]
+    width = sum(model["embeddings"][e][0] * tables for e, _, used in model["lookups"] if used)
+    width += model["field_dim"] * len(model["fields"]) + sum(modules[name].embedding_dim for name, *_ in bags)
+    width = width or 1
     modules["mlp"] = oneemb.nn.FusedMLP(
         width, [5], 1, hidden_dropout_rates=0.3 if model["dropout"] else 0.0, skip_final_activation=True
     )
 
-    def build(self, ids, more, label):
+    def build(self, ids, more, label, offsets):
         rows = []
         if model["transform"]:
             more = (more + 1).remainder(50)
@@ -69,6 +89,13 @@ def assemble(model, make):
             got = getattr(self, f"embedding_{e}")((ids, more)[which])
             if used:
                 rows.append(got.flatten(1))
+        for f in range(len(model["fields"])):
+            rows.append(getattr(self, f"field_{f}")((ids, more)[f % 2][:, f % tables]))
+        for name, scaled, pooling, which in bags:
+            id_N = (ids, more)[which].reshape(-1)
+            scale_N = self.mlp.layers[0].bias[0] * id_N if scaled and pooling == "sum" else None
+            table_P = None if getattr(self, name).num_tables == 1 else offsets[1:] % tables
+            rows.append(getattr(self, name)(id_N, table_P, offsets, scale_N, pooling))
         x = torch.cat(rows, 1) if rows else label.reshape(-1, 1)
         logit = self.mlp(x).squeeze(1)
         total = 0
@@ -102,7 +129,9 @@ def batches_of(model, count):
         ids, more = (
             torch.tensor([[rng.randint(-30, 30) for _ in range(model["tables"])] for _ in range(size)]) for _ in "ab"
         )
-        batches.append((ids, more, torch.tensor([rng.random() for _ in range(size)])))
+        cuts = sorted(rng.randint(0, ids.numel()) for _ in range(size - 1))
+        offsets = torch.tensor([0, *cuts, ids.numel()])
+        batches.append((ids, more, torch.tensor([rng.random() for _ in range(size)]), offsets))
     return batches
 
 

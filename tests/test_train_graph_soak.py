@@ -14,14 +14,19 @@ from tests.support.graph_models import adam, make_embedding, make_graph, rows_of
 
 
 def build(self, ids, label):
-    loss = torch.nn.functional.mse_loss(self.mlp(self.embedding(ids).flatten(1)).squeeze(1), label)
+    rows = torch.cat([self.embedding(ids).flatten(1), self.users(ids[:, :1]).flatten(1)], 1)
+    loss = torch.nn.functional.mse_loss(self.mlp(rows).squeeze(1), label)
     loss.backward()
     return loss.detach()
 
 
 def graph_of():
     torch.manual_seed(0)
-    modules = {"embedding": make_embedding("items", 16, 2, "ssd"), "mlp": oneemb.nn.FusedMLP(32, [8], 1)}
+    modules = {
+        "embedding": make_embedding("items", 16, 2, "ssd"),
+        "users": make_embedding("users", 16, 1, "ssd"),  # merged with the other
+        "mlp": oneemb.nn.FusedMLP(48, [8], 1),
+    }
     return make_graph(modules, build, adam)
 
 
@@ -81,7 +86,8 @@ def soak(steps, seed):
         if how != "forget":
             loop.close()
         del loop
-        assert graph.embedding.stats()["device"]["pinned"] == 0
+        for one in (graph.embedding, graph.users):
+            assert one.stats()["device"]["pinned"] == 0 and not one.store._staged
         for batch in batches[:taken]:
             plain(*batch)
         done += taken
@@ -89,8 +95,9 @@ def soak(steps, seed):
         before = before or now
         assert now == before, (now, before)
         memory.append(resident_bytes())
-    assert graph.embedding.stats()["rows"] == plain.embedding.stats()["rows"]
-    assert rows_of(graph.embedding) == rows_of(plain.embedding)
+    for one, other in ((graph.embedding, plain.embedding), (graph.users, plain.users)):
+        assert one.stats()["rows"] == other.stats()["rows"]
+        assert rows_of(one) == rows_of(other)
     assert all(torch.equal(a, b) for a, b in zip(weights_of(graph.mlp), weights_of(plain.mlp), strict=True))
     return memory
 
