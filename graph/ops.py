@@ -270,8 +270,8 @@ def _tables_of_bags(
     check()
     if table_P is None:
         table_P = torch.arange(num_tables, dtype=torch.int32).repeat((len(offset_P1) - 1) // num_tables)
-    bag_N = bags_of(offset_P1.numpy(), threads=_ONE_THREAD)
-    return Bags(offset_P1.numpy(), bag_N), table_P.numpy()[bag_N]
+    bag_N, table_N = bags_of(offset_P1.numpy(), table_P.numpy(), threads=_ONE_THREAD)
+    return Bags(offset_P1.numpy(), bag_N), table_N
 
 
 def _bags_of_ids(
@@ -287,6 +287,10 @@ def _bags_of_ids(
         raise ValueError(f"ids of bags must be {key_type} [N], got {list(ids.shape)}; call ids.reshape(-1)")
     _check_offsets_kind(offsets, ids.device)
     bags = len(offsets) - 1
+    offset_P1 = offsets.detach().to(torch.int64).contiguous()
+    on_cpu = offsets.device.type == "cpu"
+    if on_cpu:
+        _check_offsets(offset_P1, len(ids))
     if table_ids is not None:
         given = isinstance(table_ids, torch.Tensor)
         if not given or table_ids.dtype not in _MASKS or table_ids.shape != (bags,) or table_ids.device != ids.device:
@@ -300,11 +304,11 @@ def _bags_of_ids(
         )
     else:
         shape = torch.Size([bags]) if num_tables == 1 else torch.Size([bags // num_tables, num_tables])
-    offset_P1 = offsets.detach().to(torch.int64).contiguous()
     table_P = None if table_ids is None else cuda_ops.tables_of(table_ids, num_tables).contiguous()
 
     def check() -> None:
-        _check_offsets(offset_P1, len(ids))
+        if not on_cpu:
+            _check_offsets(offset_P1, len(ids))
         if table_ids is not None:
             _check_tables(table_ids, num_tables)
 

@@ -11,13 +11,13 @@ Reference: torch.nn.EmbeddingBag.
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, from_float32, prefetch_row, to_float32
+from oneemb.kernels.jit import cpu, from_float32, prefetch, to_float32
 from oneemb.kernels.threads import Threads
 
 __all__ = ["bags_of", "mean_scales", "pool", "scale_grads"]
 
 # Ids whose rows are asked for ahead of the one at work.
-_AHEAD = 8
+_AHEAD = 12
 
 # Float32 lanes of a vector register.
 _LANES = 16
@@ -27,18 +27,19 @@ _SHARE_MIN = 64
 
 
 @cpu
-def _bags_of_cpu(begin, end, offset_P1, bag_N):
+def _bags_of_cpu(begin, end, offset_P1, table_P, bag_N, table_N):
     for p in range(begin, end):
         for n in range(offset_P1[p], offset_P1[p + 1]):
             bag_N[n] = p
+            table_N[n] = table_P[p]
 
 
-def bags_of(offset_P1: np.ndarray, *, threads: Threads) -> np.ndarray:
-    """The bag of each id: int32 [N]. `offset_P1` is int64, from 0 up to N."""
+def bags_of(offset_P1: np.ndarray, table_P: np.ndarray, *, threads: Threads) -> tuple[np.ndarray, np.ndarray]:
+    """The bag and the table of each id, int32 [N] each. `offset_P1` is int64, from 0 up to N; `table_P` is int32."""
     assert len(offset_P1) <= 2**31
-    bag_N = np.empty(offset_P1[-1], np.int32)
-    threads.run(_bags_of_cpu, len(offset_P1) - 1, offset_P1, bag_N, share_min=1 << 14)
-    return bag_N
+    bag_N, table_N = np.empty(offset_P1[-1], np.int32), np.empty(offset_P1[-1], np.int32)
+    threads.run(_bags_of_cpu, len(offset_P1) - 1, offset_P1, table_P, bag_N, table_N, share_min=1 << 14)
+    return bag_N, table_N
 
 
 @cpu
@@ -68,7 +69,7 @@ def _pool_cpu(begin, end, weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_
         sum_D[:] = 0
         for n in range(offset_P1[p], offset_P1[p + 1]):
             if n + _AHEAD < last and inverse_N[n + _AHEAD] >= 0:
-                prefetch_row(weight_SX, slot_U[inverse_N[n + _AHEAD]])
+                prefetch(weight_SX, slot_U[inverse_N[n + _AHEAD]])
             u = inverse_N[n]
             if u < 0:
                 continue
