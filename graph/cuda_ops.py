@@ -169,8 +169,8 @@ def magnitudes(
     values = [grad._values() if grad.is_sparse else grad for grad in dense]
     if values := [grad for grad in values if grad.numel()]:
         found.append(torch.nn.utils.get_total_norm(values, torch.inf))
-    largest = gpu.read(torch.stack([one.to(gpu.device, torch.float64, non_blocking=True) for one in found]))
-    return largest if values else [*largest, 0.0]
+    numbers = gpu.read(torch.stack([one.to(gpu.device, torch.float64, non_blocking=True) for one in found]))
+    return numbers if values else [*numbers, 0.0]
 
 
 def _largest(array: torch.Tensor) -> torch.Tensor:

@@ -593,7 +593,7 @@ class DeviceTier:
                 self._hold([_enlarged(array, trial, self._gpu.device) for array in kept])
                 return
             except torch.OutOfMemoryError as error:
-                failure = error
+                failure = error.with_traceback(None)  # whose frames hold what there was memory for
         self._hold([_enlarged(array, have, self._gpu.device) for array in kept])
         free = torch.cuda.mem_get_info(self._gpu.device)[0] if self._gpu.device.type == "cuda" else 0
         fits = have + free // (self._slot_bytes + SLOT_OVERHEAD_BYTES)

@@ -379,7 +379,7 @@ class EmbeddingStore:
         return self._bring_known(staged, missing, bring)
 
     def stage_on_gpu(self, keys: Any) -> Staged:
-        """As `stage`, for `DeviceKeys`, on the current stream, which a later `admit_on_gpu` need not be on."""
+        """As `stage`, for `DeviceKeys`, on the current stream: a step on another one waits until it is done."""
         staged = Staged(self, keys.id_U[:0], self.generation)
         with self._turn():
             staged.held = self.built
