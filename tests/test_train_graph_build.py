@@ -430,3 +430,32 @@ def test_errors_of_a_step_name_the_line_of_build():
     with pytest.raises(TypeError, match="int64") as caught:
         graph(IDS.int(), LABEL)
     assert re.search(r"in build at .*test_train_graph_build.py:\d+: ", "".join(caught.value.__notes__))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_scales_that_do_not_fit_are_refused_before_any_id_is_inserted(ahead):
+    def build(self, ids, offsets, scales):
+        loss = self.embedding(ids, None, offsets, scales).sum()
+        loss.backward()
+        return loss
+
+    graph = make_graph({"embedding": make_embedding(tables=1)}, build, sgd)
+    ids, offsets = torch.arange(6), torch.tensor([0, 2, 6])
+    run = (lambda *batch: list(graph.run([batch, batch]))) if ahead else graph
+    run(ids[:0], torch.zeros(3, dtype=torch.int64), torch.ones(0))
+    for scales in (torch.ones(5), torch.ones(6).double(), torch.ones(3, 2)):
+        with pytest.raises(TypeError, match="per_sample_weights must be float32"):
+            run(ids, offsets, scales)
+    assert graph.embedding.stats()["rows"] == 0
+
+
+def test_scales_without_bags_are_refused_as_in_eager_mode():
+    def build(self, ids, scales):
+        loss = self.embedding(ids, None, None, scales).sum()
+        loss.backward()
+        return loss
+
+    graph = make_graph({"embedding": make_embedding(tables=1)}, build, sgd)
+    with pytest.raises(ValueError, match="pass offsets"):
+        graph(torch.arange(6), torch.ones(6))
+    assert graph.embedding.stats()["rows"] == 0

@@ -5,12 +5,13 @@ import torch
 from torch import fx
 
 import oneemb
-from oneemb.graph import ops, step_ops
+from oneemb.graph import merged_ops, ops, step_ops
 from oneemb.graph.passes.drop_training import drop_training
 from oneemb.graph.passes.fuse_lookup import fuse_lookup
 from oneemb.graph.passes.hold_lookups import hold_lookups
 from oneemb.graph.passes.insert_updates import insert_updates
 from oneemb.graph.passes.lower_embeddings import lower_embeddings
+from oneemb.graph.passes.merge_embeddings import Member, merge_embeddings
 from oneemb.graph.passes.remove_dead import remove_dead
 from oneemb.graph.passes.scale_losses import scale_losses
 from oneemb.graph.passes.share_unique import share_unique
@@ -99,6 +100,183 @@ add = sum_1 + sum_2
 add.backward()
 return add""",
     )
+
+
+def bags(change=None):
+    """Two lookups of bags; `change` makes the second one differ."""
+
+    def build(self, ids, offsets, scales):
+        a = self.a(ids, None, offsets, scales)
+        given = {"ids": ids, "offsets": offsets, "table_ids": None, **({} if change is None else change(ids, offsets))}
+        b = self.b(given["ids"], given["table_ids"], given["offsets"], pooling="mean")
+        return a.sum() + b.sum()
+
+    return make_graph({"a": make_embedding("a"), "b": make_embedding("b", 8), "mlp": torch.nn.Linear(1, 1)}, build, sgd)
+
+
+def test_share_unique_of_bags():
+    check_pass(
+        share_unique,
+        lowered(bags()),
+        "lowered",
+        """
+inputs: ids, offsets, scales
+unique_keys = unique_keys(ids, None, 2, int64, None, offsets)
+check_pooling(unique_keys, scales, 'sum')
+admit = admit(a.store, unique_keys)
+gather = gather(admit, a.weight, scales, 'sum')
+admit_1 = admit(b.store, unique_keys)
+gather_1 = gather(admit_1, b.weight, None, 'mean')
+sum_1 = gather.sum()
+sum_2 = gather_1.sum()
+add = sum_1 + sum_2
+return add""",
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ids, offsets: {"offsets": offsets * 1},
+        lambda ids, offsets: {"offsets": None, "ids": ids.reshape(-1, 2)},
+        lambda ids, offsets: {"table_ids": offsets[1:] % 2},
+    ],
+    ids=["other offsets", "no offsets", "other tables"],
+)
+def test_keys_of_other_bags_are_not_shared(change):
+    assert sum(node.target is ops.unique_keys for node in share_unique(lowered(bags(change))).nodes) == 2
+
+
+def test_split_prepare_finds_the_keys_of_bags_ahead_and_checks_scales_in_the_step():
+    prepare, compute = split_prepare(share_unique(lowered(bags())))
+    assert graph_text(prepare).splitlines()[1:] == [
+        "unique_keys = unique_keys(ids, None, 2, int64, None, offsets)",
+        "stage = stage(a.store, unique_keys)",
+        "stage_1 = stage(b.store, unique_keys)",
+        "return [unique_keys, stage, stage_1]",
+    ]
+    assert graph_text(compute).splitlines()[1:4] == [
+        "check_pooling(unique_keys, scales, 'sum')",
+        "admit = admit(a.store, unique_keys, staged=stage)",
+        "gather = gather(admit, a.weight, scales, 'sum')",
+    ]
+
+
+MEMBERS = {"a.store": Member("merged_0", 0), "b.store": Member("merged_0", 2), "c.store": Member("merged_0", 4)}
+
+
+def three(build):
+    return lowered(
+        make_graph({name: make_embedding(name) for name in "abc"} | {"mlp": torch.nn.Linear(1, 1)}, build, sgd)
+    )
+
+
+def lookups(graph):
+    """The embeddings of each merged lookup, and those looked up alone."""
+    merged = merge_embeddings(graph, MEMBERS)
+    check_stage(merged, "lowered", {})
+    found = []
+    for node in merged.nodes:
+        if node.target is merged_ops.unique_merged_keys:
+            found.append("".join("abc"[lookup[0] // 2] for lookup in node.args[0]))
+        elif node.target is ops.admit and node.args[0].target != "merged_0":
+            found.append(node.args[0].target)
+    return found
+
+
+def test_merge_embeddings():
+    def build(self, ids, offsets, scales):
+        c = self.c(ids)
+        a = self.a((ids + 1).reshape(-1), None, offsets, scales)
+        loss = c.sum() + a.sum() + self.b(ids).sum()
+        loss.backward()
+        return loss
+
+    check_pass(
+        lambda graph: merge_embeddings(graph, {name: MEMBERS[name] for name in ("a.store", "c.store")}),
+        three(build),
+        "lowered",
+        f"""
+inputs: ids, offsets, scales
+add = ids + 1
+reshape = add.reshape(-1)
+unique_merged_keys = unique_merged_keys(((0, reshape, None, 2, offsets), (4, ids, None, 2, None)), int64, None)
+check_merged_pooling(unique_merged_keys, ((0, scales, 'sum'),))
+admit_3 = admit(merged_0, unique_merged_keys)
+gather_merged = gather_merged(admit_3, ((0, a.weight, scales, 'sum'), (1, c.weight, None, 'sum')))
+getitem = gather_merged[0]
+getitem_1 = gather_merged[1]
+sum_1 = getitem_1.sum()
+sum_2 = getitem.sum()
+add_1 = sum_1 + sum_2
+unique_keys_2 = unique_keys{KEYS}
+admit_2 = admit(b.store, unique_keys_2)
+gather_2 = gather(admit_2, b.weight)
+sum_3 = gather_2.sum()
+add_2 = add_1 + sum_3
+add_2.backward()
+return add_2""",
+    )
+
+
+def test_a_merged_lookup_is_prepared_ahead():
+    def build(self, ids):
+        return self.a(ids).sum() + self.b(ids + 1).sum()
+
+    prepare, _ = split_prepare(merge_embeddings(three(build), MEMBERS))
+    check_stage(prepare, "prepare", {})
+    assert graph_text(prepare).splitlines()[-2:] == [
+        "stage = stage(merged_0, unique_merged_keys)",
+        "return [unique_merged_keys, stage]",
+    ]
+
+
+def test_lookups_are_merged_only_where_the_first_is():
+    def of_rows(self, ids):
+        a = self.a(ids)
+        b = self.b(ids + a.sum().long())
+        return b.sum() + self.c(ids).sum()
+
+    def of_dense(self, ids, x):
+        a = self.a(ids)
+        return a.sum() + self.b(ids + self.mlp(x).long()).sum() + self.c(ids).sum()
+
+    def across_backward(self, ids):
+        loss = self.a(ids).sum()
+        loss.backward()
+        return self.b(ids).sum() + self.c(ids).sum()
+
+    def across_a_context(self, ids):
+        a = self.a(ids)
+        with torch.no_grad():
+            b = self.b(ids)
+        return a.sum() + b.sum() + self.c(ids).sum()
+
+    def across_a_change(self, ids):
+        a = self.a(ids)
+        ids.add_(1)
+        return a.sum() + self.b(ids).sum() + self.c(ids).sum()
+
+    def twice_of_one(self, ids):
+        return self.a(ids).sum() + self.a(ids + 1).sum() + self.b(ids).sum() + self.b(ids * 2).sum() + self.c(ids).sum()
+
+    def scaled_by_rows(self, ids, offsets):
+        a = self.a(ids)
+        return self.b(ids.reshape(-1), None, offsets, a.reshape(-1)).sum() + self.c(ids).sum()
+
+    def alone(self, ids):
+        return self.a(self.a(ids).long()[..., 0]).sum()
+
+    assert lookups(three(of_rows)) == ["ac", "b"]
+    assert lookups(three(of_dense)) == ["ac", "b"]
+    assert lookups(three(across_backward)) == ["a", "bc"]
+    assert lookups(three(across_a_context)) == ["a.store", "b.store", "c.store"]
+    assert lookups(three(across_a_change)) == ["a", "bc"]
+    assert lookups(three(twice_of_one)) == ["abc", "ab"]
+    assert lookups(three(scaled_by_rows)) == ["ac", "b"]
+    assert lookups(three(alone)) == ["a.store", "a.store"]
+    every = merge_embeddings(three(alone), MEMBERS, every=True)
+    assert sum(node.target is merged_ops.unique_merged_keys for node in every.nodes) == 2
 
 
 @pytest.mark.parametrize("graph", [twice(inplace=True), twice(same=False)], ids=["changed in place", "other ids"])
