@@ -226,7 +226,10 @@ class _TableEmbedding(torch.nn.Module):
     def get_extra_state(self) -> dict[str, str | None]:
         """What `state_dict()` carries for the rows: the name of a snapshot that holds them as they are now.
 
-        Saves one, named `state-<step>-<count>`, unless the last one saved or loaded still holds them.
+        Saves one, named `state-<step>-<count>`, unless the last one saved or loaded still holds them. None of them is
+        deleted by itself, as a state dict that someone keeps, or has written to a file, may name any of them: delete
+        with `delete_snapshot` those that no such state dict needs any more. A graph's `save(path)` does it for the
+        checkpoint it replaces.
         """
         if self.store.changes == 0:
             return {_STATE_KEY: None}
