@@ -12,7 +12,8 @@ and the raw disk in turn, so a slow moment of the machine hurts all of them. Fig
                          (keys files and snapshot file) in one run
 
 The raw disk: sequential direct writes of 4 MiB; direct reads of the same block size at the same depth, 128, by the
-same Linux AIO calls without checks and copies.
+same Linux AIO calls without checks and copies: as many different blocks a batch as it has rows, drawn beforehand from
+as many as the table has, one batch after the other.
 """
 
 import argparse
@@ -116,7 +117,11 @@ def measure(arguments: argparse.Namespace, block: int) -> list[dict[str, Any]]:
 
     for name, update in (("read", False), ("read-modify-append", True)):
         rounds = [batches() for _ in range(arguments.rounds + 1)]
-        calls: dict[str, Callable[[int], Any]] = {"raw": lambda n: disk.read(BATCHES_A_ROUND * BATCH)}
+        table_blocks = arguments.rows * WIDTH * 4 // block
+        raw_rounds = [[disk.blocks(table_blocks) for _ in range(BATCHES_A_ROUND)] for _ in rounds]
+        calls: dict[str, Callable[[int], Any]] = {
+            "raw": lambda n, r=raw_rounds: [disk.read(block_Q) for block_Q in r[n]]
+        }
         for peer, system in systems.items():
             calls[peer] = lambda n, s=system, r=rounds, u=update: [s.step(batch, u) for batch in r[n]]
         for system in systems.values():
@@ -200,9 +205,13 @@ class RawDisk:
             self.size += RUN_BYTES
         self.fs.sync(self.file)
 
-    def read(self, size: int) -> None:
+    def blocks(self, of: int) -> np.ndarray:
+        """The different blocks of one batch, in order."""
+        return np.sort(self.rng.choice(of, BATCH, replace=False))
+
+    def read(self, block_Q: np.ndarray) -> None:
         assert AIO_NUMBERS is not None
-        block_Q = np.sort(self.rng.integers(0, self.size // self.block, size))
+        size = len(block_Q)
         nothing = np.zeros(0, np.int64)
         geometry = Geometry(self.block // 4, self.block, 64)
         ones = np.ones(size, np.int64)
