@@ -27,6 +27,7 @@ CAPTURES_MAX = 4
 
 # Seconds to wait for a thread that prepares batches to be between two of them: it may launch nothing during a capture.
 _PATIENCE_S = 10.0
+_TRIES = 3
 
 
 class DenseCompiler:
@@ -103,6 +104,7 @@ class _Captured:
         self._calls: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, Callable[..., Any]] = {}
         self._given_up = False
+        self._tries = 0
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `call`, the module or what was compiled of it, gives."""
@@ -141,8 +143,11 @@ class _Captured:
             return False
         samples = tuple(arg.detach().clone().requires_grad_(arg.requires_grad) for arg in args)
         with alone.capturing(_PATIENCE_S) as may:
-            if not may:
-                return False  # at a later call
+            if not may:  # perhaps at a later call
+                self._tries += 1
+                if self._tries == _TRIES:
+                    self._give_up("batches were being prepared whenever it was to be captured")
+                return False
             try:
                 with _unchanged(self._module), _without_autocast_cache():
                     self._graphs[kind] = torch.cuda.make_graphed_callables(_Call(self._module, call), samples)

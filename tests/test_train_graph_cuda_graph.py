@@ -226,3 +226,13 @@ def test_a_thread_that_is_never_done_leaves_the_module_as_it_is(captures, monkey
     assert captures == []
     graph(IDS[5], LABEL[5])
     assert len(captures) == 1
+
+
+def test_a_thread_that_is_never_done_is_not_waited_for_for_ever(captures, monkeypatch):
+    monkeypatch.setattr(dense, "_PATIENCE_S", 0.01)
+    graph = graph_of(True)
+    with streams.alone.working(), pytest.warns(UserWarning, match="batches were being prepared") as caught:
+        for step in range(8):
+            graph(IDS[step], LABEL[step])
+    graph(IDS[8], LABEL[8])
+    assert captures == [] and len(caught) == 1
