@@ -1,7 +1,7 @@
 """The whole compilation, as one ordered list of passes, with a check of the graph after each.
 
-    traced -> [scale_losses] -> lower_embeddings -> [merge_embeddings] -> share_unique -> remove_dead
-           -> insert_updates or hold_lookups
+    traced -> [scale_losses] -> lower_embeddings -> [merge_embeddings] -> share_unique -> [place_shuffles]
+           -> remove_dead -> insert_updates or hold_lookups
            -> fuse_lookup                  a step in one piece, for a call
            -> split_prepare                the same step in two halves, for a loop that prepares batches ahead
 
@@ -27,6 +27,7 @@ from oneemb.graph.passes.hold_lookups import hold_lookups
 from oneemb.graph.passes.insert_updates import insert_updates
 from oneemb.graph.passes.lower_embeddings import lower_embeddings
 from oneemb.graph.passes.merge_embeddings import Member, merge_embeddings
+from oneemb.graph.passes.place_shuffles import place_shuffles
 from oneemb.graph.passes.remove_dead import remove_dead
 from oneemb.graph.passes.scale_losses import scale_losses
 from oneemb.graph.passes.share_unique import share_unique
@@ -57,6 +58,7 @@ class Recipe:
         dense: what runs dense modules; None = they run as they are.
         updates: whether this call ends with the update of all micro-batches since the last one.
         merged: the merged stores made so far, by their members: plans that hold lookups for each other share them.
+        ranks: ranks that share the rows, each with its own store; embeddings are then not merged.
     """
 
     optimizers: Sequence[tuple[Any, Any]] = ()
@@ -67,6 +69,7 @@ class Recipe:
     dense: DenseCompiler | None = None
     updates: bool = True
     merged: dict[tuple[EmbeddingStore, ...], MergedStore] = field(default_factory=dict)
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -177,11 +180,13 @@ def _passes(
     buffers = {name for name, _ in root.named_buffers(remove_duplicate=False)}
     held = None if recipe.held is None else "held"
     merges: Pass = lambda graph: merge_embeddings(graph, members, buffers=buffers, every=held is not None)  # noqa: E731
+    shuffles: Pass = lambda graph: place_shuffles(graph, recipe.ranks)  # noqa: E731
     common: tuple[tuple[str, str, Pass], ...] = (
         *((scales,) if recipe.trains and recipe.scaler is not None else ()),
         ("lower_embeddings", "lowered", lambda graph: lower_embeddings(graph, embeddings, inserts=recipe.trains)),
         *((("merge_embeddings", "lowered", merges),) if members else ()),
         ("share_unique", "lowered", share_unique),
+        *((("place_shuffles", "lowered", shuffles),) if recipe.ranks > 1 else ()),
     )
     if not recipe.trains:
         return (*common, ("drop_training", "compute", drop_training), ("remove_dead", "compute", remove_dead))
@@ -221,7 +226,7 @@ def _members(
     alike: dict[Any, list[tuple[str, Any]]] = {}
     for name, embedding in embeddings.items():
         store = embedding.store
-        if store.gpu is not None:
+        if store.gpu is not None or recipe.ranks > 1:
             continue
         trained: list[Any] = []
         for i, (optimizer, _) in enumerate(recipe.optimizers):

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from oneemb.graph import merged_ops, ops, step_ops
+from oneemb.graph import merged_ops, ops, shuffle_ops, step_ops
 
 __all__ = ["CHECKS", "STAGES", "UNIQUE", "check_stage", "is_backward", "is_inplace", "is_pure", "is_training_only"]
 
 UNIQUE = {ops.unique_keys, merged_ops.unique_merged_keys}
 CHECKS = {ops.check_pooling, merged_ops.check_merged_pooling}
 _LOOKUP = {ops.admit, ops.gather, merged_ops.gather_merged, ops.peek, ops.lookup} | UNIQUE | CHECKS
+_LOOKUP |= {shuffle_ops.shuffle_keys, shuffle_ops.shuffle_rows}
 _BUILD = {step_ops.enter_autocast, step_ops.enter_grad_mode, step_ops.exit_context, step_ops.scale_loss}
 _CLIP = {torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_}
 _UPDATE = {
@@ -51,6 +52,8 @@ _ARGUMENTS: dict[Any, tuple[Any, ...]] = {
     ops.lookup: ("store",),
     ops.gather: ("lease", "weight"),
     merged_ops.gather_merged: ("lease",),
+    shuffle_ops.shuffle_keys: ("keys",),
+    shuffle_ops.shuffle_rows: ("keys",),
     ops.check_pooling: ("keys",),
     merged_ops.check_merged_pooling: ("keys",),
     ops.reduce_grads: ("leases",),
@@ -58,7 +61,11 @@ _ARGUMENTS: dict[Any, tuple[Any, ...]] = {
     ops.update: ("optimizer", "grads", "go"),
     ops.release: ("leases",),
 }
-_GIVES: dict[str, set[Any]] = {"keys": UNIQUE, "lease": {ops.admit, ops.lookup}, "go": {ops.check_finite}}
+_GIVES: dict[str, set[Any]] = {
+    "keys": UNIQUE | {shuffle_ops.shuffle_keys},
+    "lease": {ops.admit, ops.lookup},
+    "go": {ops.check_finite},
+}
 
 
 def check_stage(graph: fx.Graph, stage: str, embeddings: Mapping[str, Any]) -> None:

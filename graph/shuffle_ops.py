@@ -1,0 +1,141 @@
+"""Ops between ranks: each row lives with its owner, and each rank looks up ids of its own.
+
+    keys   = unique_keys(ids, ...)                 each rank's own
+    routed = shuffle_keys(keys, ranks)             to their owners: the unique keys that all ranks ask this one for
+    lease  = admit(store, routed)
+    owned  = gather(lease, weight)                 [asked, D]: a row for each key that a rank asked for
+    rows   = shuffle_rows(routed, owned, ...)      back to those who asked, and to their ids; differentiable
+                                                   by shuffle_grads: to the owners, who sum over ranks
+
+Every rank runs these ops in the same order, whatever its batch holds. `oneemb.kernels.owner` says who owns a key.
+
+Gradients of a key are summed twice: in batch order by each rank that looked it up, then in the order of the ranks by
+its owner, both in float32. So the numbers of R ranks are those of one up to the rounding of that sum.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed
+
+from oneemb.graph import ops
+from oneemb.kernels import unique_keys as kernel
+from oneemb.kernels.gather import gather
+from oneemb.kernels.owner import owner_of
+from oneemb.kernels.pool import mean_scales, pool
+from oneemb.kernels.reduce_grads import Segments, sum_segments
+from oneemb.kernels.threads import Threads
+
+__all__ = ["Route", "RoutedKeys", "shuffle_grads", "shuffle_keys", "shuffle_rows"]
+
+_THREADS = Threads(1)
+
+
+@dataclass(frozen=True)
+class Route:
+    """How the keys of this rank have gone to their owners."""
+
+    keys: ops.Keys
+    """This rank's own."""
+    order_U: torch.Tensor
+    """int64 [U]: this rank's unique keys, those of owner 0 first."""
+    sent_R: list[int]
+    """Keys sent to each owner."""
+    asked_R: list[int]
+    """Keys that each rank asked this one for."""
+
+
+@dataclass(frozen=True)
+class RoutedKeys(ops.Keys):
+    """The keys that all ranks ask this one for, as `admit` and `gather` take them: of shape [asked]."""
+
+    route: Any = None
+
+
+def shuffle_keys(keys: ops.Keys, ranks: int) -> RoutedKeys:
+    """Send unique keys to their owners; every one of `ranks` ranks calls it.
+
+    Raises:
+        RuntimeError: the process group has another number of ranks.
+    """
+    if (world := distributed.get_world_size()) != ranks:
+        raise RuntimeError(f"the graph is compiled for {ranks} ranks, the process group has {world}; compile it anew")
+    unique = keys.unique
+    owner_U = owner_of(unique.table_U, unique.id_U, ranks)
+    order_U = np.argsort(owner_U, kind="stable")
+    sent_R = torch.from_numpy(np.bincount(owner_U, minlength=ranks))
+    asked_R = torch.empty_like(sent_R)
+    distributed.all_to_all_single(asked_R, sent_R)
+    route = Route(keys, torch.from_numpy(order_U), sent_R.tolist(), asked_R.tolist())
+    key_U2 = torch.from_numpy(np.stack([unique.table_U[order_U], unique.id_U[order_U]], 1))
+    key_N2 = _exchange(key_U2, route.sent_R, route.asked_R).numpy()
+    table_N, id_N = key_N2[:, 0].astype(np.int32), np.ascontiguousarray(key_N2[:, 1])
+    return RoutedKeys(torch.Size([len(id_N)]), kernel.unique_keys(table_N, id_N), None, route)
+
+
+def _exchange(row_NX: torch.Tensor, sent_R: list[int], received_R: list[int]) -> torch.Tensor:
+    """Rows to the ranks, `sent_R` of them to each, for `received_R` of each."""
+    out = torch.empty(sum(received_R), *row_NX.shape[1:], dtype=row_NX.dtype)
+    distributed.all_to_all_single(out, row_NX.contiguous(), received_R, sent_R)
+    return out
+
+
+def shuffle_grads(routed: RoutedKeys, grad_UD: torch.Tensor) -> torch.Tensor:
+    """Send the gradient of each of this rank's unique keys to its owner: [U, D] -> [asked, D]."""
+    route = routed.route
+    return _exchange(grad_UD[route.order_U], route.sent_R, route.asked_R)
+
+
+class _ShuffleRows(torch.autograd.Function):
+    """Rows from their owners; backward sums the gradients of each key and sends them to its owner."""
+
+    @staticmethod
+    def forward(ctx: Any, owned_ND: torch.Tensor, routed: RoutedKeys, scale_N: np.ndarray | None) -> torch.Tensor:
+        ctx.routed, ctx.scale_N, ctx.dtype = routed, scale_N, owned_ND.dtype
+        route = routed.route
+        row_UD = torch.empty(len(route.order_U), owned_ND.shape[1], dtype=owned_ND.dtype)
+        row_UD[route.order_U] = _exchange(owned_ND, route.asked_R, route.sent_R)
+        keys, slot_U = route.keys, np.arange(len(row_UD))
+        out = torch.empty(*keys.shape, row_UD.shape[1], dtype=row_UD.dtype)
+        weight_UX, out_NX = ops._bits(row_UD).numpy(), ops._bits(out).reshape(-1, row_UD.shape[1]).numpy()
+        if keys.bags is None:
+            gather(weight_UX, slot_U, keys.unique.inverse_N, out_NX, threads=_THREADS)
+        else:
+            pool(weight_UX, slot_U, keys.unique.inverse_N, keys.bags.offset_P1, scale_N, out_NX, threads=_THREADS)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        keys = ctx.routed.route.keys
+        grad_NX = ops._bits(grads[0].reshape(-1, grads[0].shape[-1]).contiguous()).numpy()
+        bag_N = None if keys.bags is None else keys.bags.bag_N
+        segments = Segments(grad_NX, *keys.unique.occurrences(bag_N, ctx.scale_N))
+        grad_UD = torch.from_numpy(sum_segments(segments, threads=_THREADS)[0])
+        # In the dtype of the rows, as autograd wants gradients to be.
+        return shuffle_grads(ctx.routed, grad_UD).to(ctx.dtype), None, None
+
+
+def shuffle_rows(
+    routed: RoutedKeys, owned: torch.Tensor, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
+) -> torch.Tensor:
+    """What `gather` gives on one rank: the rows of each of this rank's ids, or bags, from their owners.
+
+    Args:
+        owned: [asked, D], the rows that all ranks asked this one for.
+        per_sample_weights, pooling: as in `gather`; the weights get no gradient.
+
+    Raises:
+        TypeError, ValueError: as `gather`; or `per_sample_weights` needs a gradient.
+    """
+    keys = routed.route.keys
+    ops.check_pooling(keys, per_sample_weights, pooling)
+    scale_N = None
+    if per_sample_weights is not None:
+        if per_sample_weights.requires_grad:
+            raise ValueError("per_sample_weights get no gradient on several ranks; detach them")
+        scale_N = per_sample_weights.contiguous().numpy()
+    elif keys.bags is not None and pooling == "mean":
+        scale_N = mean_scales(keys.bags.offset_P1, keys.unique.inverse_N, threads=_THREADS)
+    return _ShuffleRows.apply(owned, routed, scale_N)

@@ -1,0 +1,158 @@
+"""Two ranks over gloo: keys reach their owners, rows come back, gradients are summed where rows live."""
+
+import dataclasses
+import tempfile
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed
+
+from oneemb.graph import ops
+from oneemb.graph.passes.place_shuffles import place_shuffles
+from oneemb.graph.pipeline import compile_plan
+from oneemb.graph.shuffle_ops import shuffle_grads, shuffle_keys, shuffle_rows
+from oneemb.graph.spec import check_stage
+from oneemb.graph.text import graph_text
+from oneemb.kernels.owner import owner_of
+from tests.graph.test_pass_golden import KEYS, lowered, simple, twice
+from tests.support.graph_models import make_embedding, make_graph
+
+RANKS = 2
+
+
+def test_place_shuffles():
+    before = lowered(simple())
+    text = graph_text(before)
+    assert graph_text(place_shuffles(before, 1)) == text
+    after = place_shuffles(before, 2)
+    check_stage(after, "lowered", {})
+    assert graph_text(before) == text
+    assert graph_text(after) == "\n".join(
+        [
+            "inputs: ids",
+            f"unique_keys = unique_keys{KEYS}",
+            "shuffle_keys = shuffle_keys(unique_keys, 2)",
+            "admit = admit(a.store, shuffle_keys)",
+            "gather = gather(admit, a.weight)",
+            "shuffle_rows = shuffle_rows(shuffle_keys, gather)",
+            "sum_1 = shuffle_rows.sum()",
+            "sum_1.backward()",
+            "return sum_1",
+        ]
+    )
+    peeked = graph_text(place_shuffles(lowered(twice(), inserts=False), 3))
+    assert "peek = peek(a.store, shuffle_keys)\nshuffle_rows = shuffle_rows(shuffle_keys, peek)" in peeked
+
+
+def ids_of(rank, step=0):
+    rng = np.random.default_rng(10 * step + rank)
+    return torch.from_numpy(rng.integers(-20, 20, ((0, 5, 9)[(rank + step) % 3], 2)))
+
+
+def bags_of(rank, step=0):
+    ids = ids_of(rank, step).reshape(-1)
+    return ids, torch.tensor([0, len(ids) // 3, len(ids) // 3, len(ids)])
+
+
+def value_of(table, ids):
+    """What the row of a key holds in these tests."""
+    return torch.stack([ids * 1.0, torch.as_tensor(table).expand(ids.shape) * 100.0 + ids], -1)
+
+
+def run_ops(rank):
+    for step in range(3):
+        ids = ids_of(rank, step)
+        keys = ops.unique_keys(ids, None, 2, torch.int64, 3)
+        routed = shuffle_keys(keys, RANKS)
+        unique = routed.unique
+        assert (owner_of(unique.table_U, unique.id_U, RANKS) == rank).all()
+        assert len(set(zip(unique.table_U.tolist(), unique.id_U.tolist(), strict=True))) == len(unique.id_U)
+        table_N, id_N = (torch.from_numpy(one[unique.inverse_N]) for one in (unique.table_U, unique.id_U))
+        owned = value_of(table_N, id_N).requires_grad_()
+        rows = shuffle_rows(routed, owned)
+        wanted = value_of(torch.arange(2), ids) * (ids != 3).unsqueeze(-1)
+        assert torch.equal(rows, wanted)
+        # Each id's gradient is 1 + its rank: an owner finds, for each asked key, how often that rank holds it.
+        (rows * (1 + rank)).sum().backward()
+        n = 0
+        for asker in range(RANKS):
+            theirs = ids_of(asker, step)
+            for _ in range(routed.route.asked_R[asker]):
+                times = int((theirs[:, int(table_N[n])] == id_N[n]).sum())
+                assert times > 0 and owned.grad[n].tolist() == [times * (1 + asker)] * 2
+                n += 1
+        assert n == len(id_N)
+        mine = value_of(torch.from_numpy(keys.unique.table_U), torch.from_numpy(keys.unique.id_U))
+        assert torch.equal(shuffle_grads(routed, mine), owned.detach())
+
+
+def run_bags(rank):
+    ids, offsets = bags_of(rank)
+    scales = torch.rand(len(ids), generator=torch.Generator().manual_seed(rank))
+    routed = shuffle_keys(ops.unique_keys(ids, None, 1, torch.int64, None, offsets), RANKS)
+    owned = value_of(0, torch.from_numpy(routed.unique.id_U[routed.unique.inverse_N])).requires_grad_()
+    sums, means = shuffle_rows(routed, owned, scales), shuffle_rows(routed, owned, None, "mean")
+    for p in range(3):
+        some = slice(int(offsets[p]), int(offsets[p + 1]))
+        value = value_of(0, ids[some])
+        torch.testing.assert_close(sums[p], (value * scales[some, None]).sum(0))
+        torch.testing.assert_close(means[p], value.mean(0) if len(value) else torch.zeros(2))
+    (sums.sum() + means.sum()).backward()
+    with pytest.raises(RuntimeError, match="compiled for 3 ranks, the process group has 2"):
+        shuffle_keys(routed.route.keys, 3)
+
+
+def build(self, ids):
+    rows = self.a(ids)
+    loss = (rows * torch.arange(8.0).reshape(2, 4)).sum() + rows.square().sum()
+    loss.backward()
+    return rows.detach()
+
+
+def graph_of():
+    return make_graph({"a": make_embedding("a", 4, 2)}, build, lambda owner: [torch.optim.Adagrad(owner.parameters())])
+
+
+def rows_after(stores):
+    found = {}
+    for store in stores:
+        for table_N, id_N, row_NW in store._tiers[0].scan():
+            found |= {(t, i): row for t, i, row in zip(table_N.tolist(), id_N.tolist(), row_NW, strict=True)}
+    return found
+
+
+def run_steps(rank):
+    """Each rank trains its own ids; together their stores hold what one rank makes of all ids."""
+    graph, alone = graph_of(), graph_of()
+    plan = compile_plan(graph, dataclasses.replace(graph._recipe(), ranks=RANKS))
+    for step in range(4):
+        rows = plan.whole([ids_of(rank, step)])
+        parts = [ids_of(one, step) for one in range(RANKS)]
+        wanted = alone(torch.cat(parts))
+        begin = sum(len(part) for part in parts[:rank])
+        torch.testing.assert_close(rows, wanted[begin : begin + len(parts[rank])])
+    mine, all_rows = rows_after([graph.a.store]), rows_after([alone.a.store])
+    assert graph.a.stats()["device"]["pinned"] == 0
+    count = torch.tensor([len(mine)])
+    distributed.all_reduce(count)
+    assert int(count) == len(all_rows) and 0 < len(mine) < len(all_rows)
+    for (table, id), row in mine.items():
+        assert int(owner_of(np.array([table], np.int32), np.array([id]), RANKS)[0]) == rank
+        np.testing.assert_allclose(row, all_rows[table, id], rtol=1e-5, atol=1e-6)
+
+
+def in_a_rank(rank, what, folder):
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
+    torch.set_num_threads(1)
+    try:
+        what(rank)
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="this torch has no distributed")
+@pytest.mark.parametrize("what", [run_ops, run_bags, run_steps], ids=["ops", "bags", "steps"])
+def test_two_ranks(what):
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(in_a_rank, (what, folder), nprocs=RANKS)
