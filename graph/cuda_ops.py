@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "bags_of", "device_of", "gpu_of", "magnitudes", "mean_scales", "merged_keys", "read_rows", "rows_norm",
-    "scale_grads", "segments_of", "sum_segments", "tables_of", "unique_keys",
+    "scale_grads", "segments_of", "stream_of", "sum_segments", "tables_of", "unique_keys",
 ]  # fmt: skip
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -44,6 +44,11 @@ def gpu_of(ids: torch.Tensor) -> "Gpu | None":
 def device_of(unique: Any) -> torch.device | None:
     """The device that keys are on; None for arrays of the host."""
     return unique.id_U.device if isinstance(unique.id_U, torch.Tensor) else None
+
+
+def stream_of(ids: torch.Tensor) -> int:
+    """A number for the stream that ids are looked up on; 0 on the CPU."""
+    return torch.cuda.current_stream(ids.device).cuda_stream if ids.is_cuda else 0
 
 
 def tables_of(table_ids: torch.Tensor, num_tables: int) -> torch.Tensor:

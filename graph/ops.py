@@ -228,7 +228,7 @@ def unique_keys(
         table_ids = cuda_ops.tables_of(table_ids, num_tables)
         table_N = table_ids.expand(ids.shape).reshape(-1).contiguous()
     else:
-        table_N = _tables_of_columns(num_tables, len(id_N), ids.device)
+        table_N = _tables_of_columns(num_tables, len(id_N), ids.device, cuda_ops.stream_of(ids))
     if gpu is not None:
         return Keys(ids.shape, cuda_ops.unique_keys(table_N, id_N, num_tables, padding_idx, gpu, check))
     return Keys(ids.shape, kernel.unique_keys(table_N.numpy(), id_N.numpy(), padding_id=padding_idx))
@@ -241,8 +241,11 @@ def _check_tables(table_ids: torch.Tensor, num_tables: int) -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def _tables_of_columns(num_tables: int, ids: int, device: torch.device) -> torch.Tensor:
-    """0 to T-1 over and over, int32 [N]: made once for each shape of batch, and only read."""
+def _tables_of_columns(num_tables: int, ids: int, device: torch.device, stream: int) -> torch.Tensor:
+    """0 to T-1 over and over, int32 [N]: made once for each shape of batch, and only read.
+
+    On a GPU, on one stream: another would not wait for it to be made, nor keep its memory until it is read.
+    """
     return torch.arange(num_tables, dtype=torch.int32, device=device).repeat(ids // num_tables)
 
 

@@ -350,11 +350,13 @@ class DeviceTier:
 
     def scan(self, batch: int = _BATCH) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         if not self._resident:
-            self._write_down()
+            with self._order(self._arrays):
+                self._write_down()
             assert self._below is not None
             yield from self._below.scan(batch)
             return
-        table_N, id_N, slot_N = self._index.items()
+        with self._order(self._arrays):
+            table_N, id_N, slot_N = self._index.items()
         for n in range(0, len(slot_N), batch):
             some = slice(n, n + batch)
             yield _host(table_N[some]).copy(), _host(id_N[some]).copy(), self._rows_out(slot_N[some])
