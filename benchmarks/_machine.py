@@ -13,6 +13,11 @@ import torch
 __all__ = ["copy_bandwidth", "interleaved", "keep_freed_memory", "machine", "table"]
 
 
+# Before each measurement: the OpenMP threads of the system before go on spinning for some milliseconds after its call,
+# on the cores that the next one is to use.
+_PAUSE_S = 0.01
+
+
 def machine() -> dict[str, Any]:
     """Processor, cores this process may use, memory and versions."""
     model = platform.processor()
@@ -61,6 +66,7 @@ def interleaved(calls: Mapping[str, Callable[[int], Any]], runs: int, warm: int)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for run in range(-warm, runs):
         for name, call in calls.items():
+            time.sleep(_PAUSE_S)
             spent = _seconds(lambda call=call, run=run: call(run + warm))
             if run >= 0:
                 seconds[name].append(spent)

@@ -7,12 +7,18 @@ Invariant: which shares there are depends on the range and the number of threads
 that another share reads; so results do not depend on scheduling, and loops are written so that they do not
 depend on the number of threads either.
 
+Linux likes to wake a thread that has slept for some milliseconds on the core of the thread that wakes it, and leaves
+both there for as long as a loop takes; so the threads are kept off the core that calls.
+
 Why not numba's own parallel loops: two Python threads that enter one at the same time abort the process under its
 default threading layer, the other layers are not there on every machine, and compiling takes three times as long.
 """
 
+import ctypes
 import itertools
 import os
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 
 __all__ = ["Threads", "available_cores"]
@@ -27,6 +33,19 @@ _SHARES = 4
 def available_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _find_core() -> Callable[[], int] | None:
+    """What tells the core that calls it; None where there is no telling or no choosing."""
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    try:
+        return ctypes.PyDLL(None).sched_getcpu
+    except AttributeError:
+        return None
+
+
+_core = _find_core()
 
 
 class Threads:
@@ -45,7 +64,14 @@ class Threads:
         if count < 1:
             raise ValueError(f"the number of threads must be at least 1, got {count}")
         self.count = count
-        self._pool = ThreadPoolExecutor(count - 1, thread_name_prefix="oneemb-kernel") if count > 1 else None
+        self._pool = None
+        if count > 1:
+            self._pool = ThreadPoolExecutor(count - 1, thread_name_prefix="oneemb-kernel", initializer=self._begin)
+        self._thread_ids: list[int] = []
+        self._kept_off: tuple[int, int] | None = None  # the core, and how many threads it was told to
+
+    def _begin(self) -> None:
+        self._thread_ids.append(threading.get_native_id())
 
     def run(self, loop, size: int, *args, share_min: int = _SHARE_MIN) -> None:
         """Call `loop(begin, end, *args)` so that the shares cover 0..size exactly once.
@@ -66,6 +92,7 @@ class Threads:
                 except BaseException as error:
                     errors.append(error)
 
+        self._keep_off_this_core()
         others = [self._pool.submit(work) for _ in range(min(self.count, shares) - 1)]
         try:
             work()
@@ -73,6 +100,20 @@ class Threads:
             wait([other for other in others if not other.cancel()])
         if errors:
             raise errors[0]
+
+    def _keep_off_this_core(self) -> None:
+        if _core is None:
+            return
+        now = _core(), len(self._thread_ids)
+        cores = os.sched_getaffinity(0) - {now[0]} if now != self._kept_off else None
+        if not cores:
+            return
+        for thread_id in self._thread_ids[: now[1]]:
+            try:
+                os.sched_setaffinity(thread_id, cores)
+            except OSError:  # the thread has ended, or may not choose: it runs where it is put
+                pass
+        self._kept_off = now
 
     def close(self) -> None:
         """End the threads. The object cannot run a loop on several threads afterwards."""

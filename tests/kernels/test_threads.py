@@ -112,3 +112,21 @@ def test_the_default_is_the_cores_this_process_may_use():
 def test_fewer_than_one_thread_is_refused(count):
     with pytest.raises(ValueError, match=f"at least 1, got {count}"):
         Threads(count)
+
+
+@pytest.mark.skipif(available_cores() < 2, reason="one core")
+def test_threads_are_kept_off_the_core_that_calls():
+    threads, barrier = Threads(2), threading.Barrier(2, timeout=20)
+    seen = {}
+
+    def loop(begin, end):
+        barrier.wait()
+        seen[threading.get_ident()] = os.sched_getaffinity(0)
+
+    for _ in range(2):  # a thread that is only just begun is told from the next run on
+        threads.run(loop, 2, share_min=1)
+    seen.pop(threading.get_ident())
+    (cores,) = seen.values()
+    assert cores == os.sched_getaffinity(0) - {threads._kept_off[0]}
+    assert len(os.sched_getaffinity(0)) == available_cores()
+    threads.close()
