@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
+from oneemb.storage import chunk_scan, snapshot_load
 from oneemb.storage.errors import (
     FormatVersionError,
     LockedError,
@@ -344,3 +345,19 @@ def test_the_manifest_is_json_that_others_can_read(tmp_path):
         data = open(table._store.files.path("s"), "rb").read()
     manifest = json.loads(data[128 : 128 + int.from_bytes(data[40:48], "little")])
     assert manifest["meta"] == {"k": "é"} and manifest["chunks"][0][4] == 10
+
+
+@pytest.mark.parametrize("window_bytes", [128, 1024, 4096])
+def test_keys_are_the_same_through_a_window_of_any_size(tmp_path, monkeypatch, window_bytes):
+    rng, rows = np.random.default_rng(0), {}
+    with open_table(tmp_path) as table:
+        for _ in range(9):
+            put_random(table, rows, rng, 60, ids=300)
+            table.flush()
+        table.save_snapshot("s", {})
+        monkeypatch.setattr(chunk_scan, "_KEYS_WINDOW_BYTES", window_bytes)
+        monkeypatch.setattr(snapshot_load, "_PIECE_ROWS_FIRST", 1)
+        monkeypatch.setattr(snapshot_load, "_PIECE_ROWS", 40)
+        table.clear()
+        table.load_snapshot("s")
+        check(table, rows)
