@@ -197,9 +197,14 @@ def cells_put(begin, end, address_P, cells_P, size_P, begin_P1, order_U, cell_U2
 
 @cpu
 def cells_move(begin, end, address_P, cells_P, shard_G, address_G, cells_G):
-    """Copy shards shard_G[begin:end] into larger, empty arrays of cells."""
+    """Copy shards shard_G[begin:end] into larger arrays of cells, whatever those hold.
+
+    They are written before anything of them is read: memory that is read first is mapped twice.
+    """
     for g in range(begin, end):
         p = shard_G[g]
+        for w in range(2 * cells_G[g]):
+            set_word(address_G[g], w, 0)
         for c in range(cells_P[p]):
             word = word_at(address_P[p], 2 * c + 1)
             if word != 0:

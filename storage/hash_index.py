@@ -32,6 +32,9 @@ _SHARDS = 256
 _CELLS_MIN = LINE
 _LOAD_MAX = 0.84
 
+# Shards whose cells share a block of memory.
+_BLOCK_SHARDS = 16
+
 # Keys that are worth waking a thread for.
 _SHARE_MIN = 512
 _GROWTH = 1.2
@@ -139,8 +142,9 @@ class HashIndex:
         shard_G = np.flatnonzero(need_P > self._limit_P)
         if len(shard_G) == 0:
             return
+        shard_G = shard_G[np.argsort(_PHASE_P[shard_G])]
         cells_G = _cells_for(need_P[shard_G], _PHASE_P[shard_G])
-        grown = [_empty_cells(cells) for cells in cells_G.tolist()]
+        grown = _new_cells(cells_G)
         address_G = np.array([cell_C2.ctypes.data for cell_C2 in grown], np.int64)
         self._threads.run(
             cells_move, len(grown), self._address_P, self._cells_P, shard_G, address_G, cells_G, share_min=8
@@ -152,20 +156,29 @@ class HashIndex:
 
     def clear(self) -> None:
         """Forget every key."""
-        cell_C2 = _empty_cells(_SHARDS * _CELLS_MIN)
-        # The arrays whose addresses loops are given.
-        self._cell_PC2 = [cell_C2[p * _CELLS_MIN : (p + 1) * _CELLS_MIN] for p in range(_SHARDS)]
-        self._address_P = np.array([cells.ctypes.data for cells in self._cell_PC2], np.int64)
         self._cells_P = np.full(_SHARDS, _CELLS_MIN, np.int64)
+        # The arrays whose addresses loops are given.
+        self._cell_PC2 = _new_cells(self._cells_P)
+        for cell_C2 in self._cell_PC2:
+            cell_C2[:] = 0
+        self._address_P = np.array([cells.ctypes.data for cells in self._cell_PC2], np.int64)
         self._size_P = np.zeros(_SHARDS, np.int64)
         self._limit_P = _limit(self._cells_P)
 
 
-def _empty_cells(cells: int) -> np.ndarray:
-    """Cells that begin at the beginning of a line of the cache: int64 [cells, 2]."""
-    cell_C2 = np.zeros((cells + LINE, 2), np.int64)
-    skip = -(cell_C2.ctypes.data // cell_C2.strides[0]) % LINE
-    return cell_C2[skip : skip + cells]
+def _new_cells(cells_G: np.ndarray) -> list[np.ndarray]:
+    """Arrays of so many cells each, int64 [cells, 2], that begin at lines of the cache and hold anything.
+
+    Neighbours share a block of memory, large enough for huge pages in a large index. It is given back when all of its
+    shards have grown again; so they are to be shards that grow at about the same time.
+    """
+    made: list[np.ndarray] = []
+    for first in range(0, len(cells_G), _BLOCK_SHARDS):
+        end_C = np.cumsum(cells_G[first : first + _BLOCK_SHARDS])
+        block_C2 = np.empty((end_C[-1] + LINE, 2), np.int64)
+        skip = -(block_C2.ctypes.data // block_C2.strides[0]) % LINE
+        made += [block_C2[skip + end - cells : skip + end] for end, cells in zip(end_C, cells_G[first:], strict=False)]
+    return made
 
 
 def _limit(cells_P: np.ndarray) -> np.ndarray:
