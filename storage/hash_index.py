@@ -1,7 +1,7 @@
-"""An index from keys to places that grows with its keys, a shard at a time: 19 to 23 bytes a key in use.
+"""An index from keys to places that grows with its keys, a shard at a time: 23 bytes a key in use.
 
-Growth never stops a caller for long. A key's shard grows alone when it is full, by a fifth, and no two shards have the
-same sizes to grow to: while keys come in, the shards that are due at any moment are as many as the keys that came.
+Growth never stops a caller for long. A key's shard grows alone when it is full, by two fifths, and no two shards have
+the same sizes to grow to: while keys come in, the shards that are due at any moment are as many as the keys that came.
 
 Invariants: at most 84 of 100 cells of a shard are taken, so that a probe ends soon. A call that fails to get memory has
 changed nothing.
@@ -37,7 +37,7 @@ _BLOCK_SHARDS = 16
 
 # Keys that are worth waking a thread for.
 _SHARE_MIN = 512
-_GROWTH = 1.2
+_GROWTH = 1.4
 
 # Where between two sizes of the common ladder each shard has its own: as far apart as can be for any run of shards.
 _PHASE_P = np.array([int(f"{p:08b}"[::-1], 2) for p in range(_SHARDS)]) / _SHARDS
