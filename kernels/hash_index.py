@@ -39,7 +39,7 @@ PLACE_MAX = (1 << 40) - 2
 TABLE_MAX = (1 << 23) - 1
 
 # Keys whose cells are asked for before the first of them is looked at: enough to hide a read from memory.
-_AHEAD = 64
+_AHEAD = 32
 _RING = np.int64(2 * _AHEAD - 1)  # a mask: two blocks of keys are under way
 
 
@@ -178,21 +178,22 @@ def cells_put(begin, end, address_P, cells_P, size_P, begin_P1, order_U, cell_U2
     home_K = np.empty(_AHEAD, np.int64)
     for p in range(begin, end):
         address, cells = address_P[p], cells_P[p]
+        new = 0
         for first in range(begin_P1[p], begin_P1[p + 1], _AHEAD):
             last = min(first + _AHEAD, begin_P1[p + 1])
             for i in range(first, last):
                 home = _home(hash_key(cell_U2[i, 1] >> _PLACE_BITS, cell_U2[i, 0], np.int64(0)), cells)
                 home_K[i - first] = home
                 prefetch_word(address, 2 * home)
-                prefetch_word(address, 2 * _next_line(home, cells))
             for i in range(first, last):
                 id, word = cell_U2[i, 0], cell_U2[i, 1]
                 c = _probe(address, cells, home_K[i - first], word >> _PLACE_BITS, id)
                 old = word_at(address, 2 * c + 1)
                 old_U[order_U[i]] = (old & _PLACE_MASK) - 1
-                size_P[p] += old == 0
+                new += old == 0
                 set_word(address, 2 * c, id)
                 set_word(address, 2 * c + 1, word)
+        size_P[p] += new
 
 
 @cpu
