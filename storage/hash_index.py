@@ -147,7 +147,7 @@ class HashIndex:
         grown = _new_cells(cells_G)
         address_G = np.array([cell_C2.ctypes.data for cell_C2 in grown], np.int64)
         self._threads.run(
-            cells_move, len(grown), self._address_P, self._cells_P, shard_G, address_G, cells_G, share_min=8
+            cells_move, len(grown), self._address_P, self._cells_P, shard_G, address_G, cells_G, share_min=1
         )
         for p, cell_C2 in zip(shard_G.tolist(), grown, strict=True):
             self._cell_PC2[p] = cell_C2
