@@ -18,8 +18,3 @@ def all_loops():
             if isinstance(value, CudaLoop) and value.function.__module__ == f"oneemb.kernels.{module.name}":
                 loops[f"{module.name}.{value.function.__name__}"] = value
     return loops
-
-
-def lines_of(code):
-    """Numbers of the lines of a function's body that hold code."""
-    return {line for _, _, line in code.co_lines() if line is not None and line > code.co_firstlineno + 1}
