@@ -16,6 +16,7 @@ ON_GPU = os.environ.get("ONEEMB_TEST_GPU") == "1"
 
 collect_ignore_glob = [] if SIMULATED or ON_GPU else ["*.py"]
 
+
 @pytest.fixture(scope="session")
 def gpu():
     from oneemb.kernels.launch import Gpu
