@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oneemb.graph import ops
+from oneemb.graph import batch_ids, ops
 from oneemb.kernels import unique_keys as kernel
 from oneemb.kernels.gather import gather
 from oneemb.kernels.pool import pool, scale_grads
@@ -39,7 +39,7 @@ class KeysPart:
     shape: torch.Size
     ids: slice
     """Its ids among those of all lookups."""
-    bags: ops.Bags | None
+    bags: batch_ids.Bags | None
     unique: kernel.UniqueKeys
     """Those of all lookups, but for the ids, which are its own."""
 
@@ -202,18 +202,18 @@ def _placed(
     num_tables: int,
     offsets: torch.Tensor | None,
     key_type: torch.dtype,
-) -> tuple[torch.Tensor, np.ndarray | None, torch.Size, ops.Bags | None]:
+) -> tuple[torch.Tensor, np.ndarray | None, torch.Size, batch_ids.Bags | None]:
     """The ids of a lookup [N], their tables where those are not one column each, the lookup's shape and bags."""
     if isinstance(ids, torch.Tensor) and ids.device.type != "cpu":
         raise ValueError(f"ids must be on the CPU, where the embedding is, got {ids.device}; call ids.cpu()")
     if offsets is not None:
-        shape, offset_P1, table_P, check = ops._bags_of_ids(ids, table_ids, num_tables, key_type, offsets)
-        bags, table_N = ops._tables_of_bags(offset_P1, table_P, num_tables, check)
+        shape, offset_P1, table_P, check = batch_ids.bags_of_ids(ids, table_ids, num_tables, key_type, offsets)
+        bags, table_N = batch_ids.tables_of_bags(offset_P1, table_P, num_tables, check)
         return ids.detach(), table_N, shape, bags
-    ops._check_ids(ids, table_ids, num_tables, key_type)
+    batch_ids.check_ids(ids, table_ids, num_tables, key_type)
     tables = None
     if table_ids is not None:
-        ops._check_tables(table_ids if ids.numel() else table_ids[:0], num_tables)
+        batch_ids.check_tables(table_ids if ids.numel() else table_ids[:0], num_tables)
         tables = table_ids.detach().to(torch.int32).expand(ids.shape).reshape(-1).numpy()
     return ids.detach().reshape(-1), tables, ids.shape, None
 

@@ -13,8 +13,8 @@
     rows  = peek(store, keys)                      in place of admit and gather: reads, inserts nothing
     staged = stage(store, keys)                    ahead of admit(store, keys, staged=staged): reads, inserts nothing
 
-`step_ops.py` holds what a step does beside its lookups: contexts, clipping, loss scales, accumulation.
-`merged_ops.py` makes one lookup of those of several embeddings, `shuffle_ops.py` holds what runs between ranks.
+`batch_ids.py` holds what ids, tables and offsets must be, `step_ops.py` what a step does beside its lookups: contexts,
+clipping, loss scales, accumulation. `merged_ops.py` makes one lookup of those of several embeddings, `shuffle_ops.py` holds what runs between ranks.
 Eager mode calls them in this order; the compiler only reorders, merges, fuses and overlaps them, so "compiled equals
 eager" is one comparison.
 """
@@ -22,19 +22,18 @@ eager" is one comparison.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
-from oneemb.graph import cuda_ops
+from oneemb.graph import batch_ids, cuda_ops
 from oneemb.kernels import unique_keys as kernel
 from oneemb.kernels.gather import gather as gather_rows
-from oneemb.kernels.pool import bags_of, mean_scales, pool, scale_grads
+from oneemb.kernels.pool import mean_scales, pool, scale_grads
 from oneemb.kernels.reduce_grads import Segments, largest_magnitude, sum_segments
-from oneemb.kernels.threads import Threads
 from oneemb.storage.embedding_store import EmbeddingStore, Staged
 from oneemb.storage.merged_store import MergedStaged, MergedStore
 from oneemb.storage.row_store import StorageError
@@ -52,8 +51,6 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 # Sums of float32 whose exact value is below this stay finite, whatever their roundings.
 _SUM_MAX = 2.0**127
 _ORDER = itertools.count()
-_ONE_THREAD = Threads(1)
-_MASKS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class NonFiniteGradientError(ArithmeticError):
@@ -68,17 +65,7 @@ class Keys:
     """That of the ids; of bags, [B, T] or [P]."""
     unique: Any
     """`UniqueKeys` of arrays, or `DeviceKeys` of tensors on a GPU; so are the arrays of leases and gradients."""
-    bags: "Bags | None" = None
-
-
-@dataclass(frozen=True)
-class Bags:
-    """How N ids lie in P bags."""
-
-    offset_P1: Any
-    """int64 [P + 1]: bag p holds the ids from offset_P1[p] to offset_P1[p + 1] - 1"""
-    bag_N: Any
-    """int32 [N], int64 on a GPU: the bag of each id"""
+    bags: batch_ids.Bags | None = None
 
 
 @dataclass(eq=False)
@@ -218,36 +205,23 @@ def unique_keys(
     """
     if offsets is not None:
         return _unique_keys_of_bags(ids, table_ids, num_tables, key_type, padding_idx, offsets)
-    _check_ids(ids, table_ids, num_tables, key_type)
+    batch_ids.check_ids(ids, table_ids, num_tables, key_type)
     id_N = ids.detach().reshape(-1).contiguous()
     gpu = cuda_ops.gpu_of(ids)
     check = None
     if table_ids is not None:
-        check = functools.partial(_check_tables, table_ids if ids.numel() else table_ids.reshape(-1)[:0], num_tables)
+        check = functools.partial(
+            batch_ids.check_tables, table_ids if ids.numel() else table_ids.reshape(-1)[:0], num_tables
+        )
         if gpu is None:
             check()
         table_ids = cuda_ops.tables_of(table_ids, num_tables)
         table_N = table_ids.expand(ids.shape).reshape(-1).contiguous()
     else:
-        table_N = _tables_of_columns(num_tables, len(id_N), ids.device, cuda_ops.stream_of(ids))
+        table_N = batch_ids.tables_of_columns(num_tables, len(id_N), ids.device, cuda_ops.stream_of(ids))
     if gpu is not None:
         return Keys(ids.shape, cuda_ops.unique_keys(table_N, id_N, num_tables, padding_idx, gpu, check))
     return Keys(ids.shape, kernel.unique_keys(table_N.numpy(), id_N.numpy(), padding_id=padding_idx))
-
-
-def _check_tables(table_ids: torch.Tensor, num_tables: int) -> None:
-    low, high = (int(x) for x in torch.aminmax(table_ids)) if table_ids.numel() else (0, 0)
-    if low < 0 or high >= num_tables:
-        raise ValueError(f"table_ids must be from 0 to {num_tables - 1}, got {low} to {high}")
-
-
-@functools.lru_cache(maxsize=8)
-def _tables_of_columns(num_tables: int, ids: int, device: torch.device, stream: int) -> torch.Tensor:
-    """0 to T-1 over and over, int32 [N]: made once for each shape of batch, and only read.
-
-    On a GPU, on one stream: another would not wait for it to be made, nor keep its memory until it is read.
-    """
-    return torch.arange(num_tables, dtype=torch.int32, device=device).repeat(ids // num_tables)
 
 
 def _unique_keys_of_bags(
@@ -258,116 +232,14 @@ def _unique_keys_of_bags(
     padding_idx: int | None,
     offsets: torch.Tensor,
 ) -> Keys:
-    shape, offset_P1, table_P, check = _bags_of_ids(ids, table_ids, num_tables, key_type, offsets)
+    shape, offset_P1, table_P, check = batch_ids.bags_of_ids(ids, table_ids, num_tables, key_type, offsets)
     id_N = ids.detach().contiguous()
     if (gpu := cuda_ops.gpu_of(ids)) is not None:
         bag_N, table_N, size_2 = cuda_ops.bags_of(offset_P1, table_P, num_tables, len(ids), gpu)
         unique: Any = cuda_ops.unique_keys(table_N, id_N, num_tables, padding_idx, gpu, check, size_2)
-        return Keys(shape, unique, Bags(offset_P1, bag_N))
-    bags, table_n = _tables_of_bags(offset_P1, table_P, num_tables, check)
+        return Keys(shape, unique, batch_ids.Bags(offset_P1, bag_N))
+    bags, table_n = batch_ids.tables_of_bags(offset_P1, table_P, num_tables, check)
     return Keys(shape, kernel.unique_keys(table_n, id_N.numpy(), padding_id=padding_idx), bags)
-
-
-def _tables_of_bags(
-    offset_P1: torch.Tensor, table_P: torch.Tensor | None, num_tables: int, check: Callable[[], None]
-) -> tuple[Bags, np.ndarray]:
-    check()
-    if table_P is None:
-        table_P = torch.arange(num_tables, dtype=torch.int32).repeat((len(offset_P1) - 1) // num_tables)
-    bag_N, table_N = bags_of(offset_P1.numpy(), table_P.numpy(), threads=_ONE_THREAD)
-    return Bags(offset_P1.numpy(), bag_N), table_N
-
-
-def _bags_of_ids(
-    ids: torch.Tensor,
-    table_ids: torch.Tensor | None,
-    num_tables: int,
-    key_type: torch.dtype,
-    offsets: torch.Tensor,
-) -> tuple[torch.Size, torch.Tensor, torch.Tensor | None, Callable[[], None]]:
-    """The shape that bags of ids give, their offsets and tables, and what checks the values of both."""
-    _check_ids(ids, torch.zeros((), dtype=torch.int64, device=getattr(ids, "device", "cpu")), num_tables, key_type)
-    if ids.dim() != 1:
-        raise ValueError(f"ids of bags must be {key_type} [N], got {list(ids.shape)}; call ids.reshape(-1)")
-    _check_offsets_kind(offsets, ids.device)
-    bags = len(offsets) - 1
-    offset_P1 = offsets.detach().to(torch.int64).contiguous()
-    on_cpu = offsets.device.type == "cpu"
-    if on_cpu:
-        _check_offsets(offset_P1, len(ids))
-    if table_ids is not None:
-        given = isinstance(table_ids, torch.Tensor)
-        if not given or table_ids.dtype not in _MASKS or table_ids.shape != (bags,) or table_ids.device != ids.device:
-            got = (table_ids.dtype, list(table_ids.shape), str(table_ids.device)) if given else type(table_ids)
-            raise ValueError(f"table_ids must be integers, one for each of {bags} bags, where ids are, got {got}")
-        shape = torch.Size([bags])
-    elif bags % num_tables:
-        raise ValueError(
-            f"offsets must be of B * {num_tables} bags, those of a sample's {num_tables} tables side by side, got"
-            f" {bags} bags; pass table_ids to say which table each bag is of"
-        )
-    else:
-        shape = torch.Size([bags]) if num_tables == 1 else torch.Size([bags // num_tables, num_tables])
-    table_P = None if table_ids is None else cuda_ops.tables_of(table_ids, num_tables).contiguous()
-
-    def check() -> None:
-        if not on_cpu:
-            _check_offsets(offset_P1, len(ids))
-        if table_ids is not None:
-            _check_tables(table_ids, num_tables)
-
-    return shape, offset_P1, table_P, check
-
-
-def _check_offsets_kind(offsets: torch.Tensor, device: torch.device) -> None:
-    given = isinstance(offsets, torch.Tensor)
-    if not given or offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1 or len(offsets) == 0:
-        got = (offsets.dtype, list(offsets.shape)) if given else type(offsets).__name__
-        raise TypeError(f"offsets must be an int64 tensor of shape [bags + 1], got {got}")
-    if offsets.device != device:
-        raise ValueError(f"offsets must be on {device}, where the ids are, got {offsets.device}")
-
-
-def _check_offsets(offset_P1: torch.Tensor, ids: int) -> None:
-    ordered = bool((offset_P1[1:] >= offset_P1[:-1]).all())
-    if not ordered or offset_P1[0] != 0 or offset_P1[-1] != ids:
-        raise ValueError(
-            f"offsets must begin with 0, never fall, and end with the number of ids, {ids}; got"
-            f" {offset_P1[:3].tolist()} ... {offset_P1[-1:].tolist()} (nn.EmbeddingBag's include_last_offset=True)"
-        )
-
-
-def _check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, key_type: torch.dtype) -> None:
-    wanted = f"[B, {num_tables}]" if num_tables > 1 and table_ids is None else "any shape"
-    if not isinstance(ids, torch.Tensor):
-        raise TypeError(f"ids must be a tensor of {key_type} of shape {wanted}, got {type(ids).__name__}")
-    if ids.dtype != key_type:
-        raise TypeError(
-            f"ids must be {key_type} of shape {wanted}, got {ids.dtype} {list(ids.shape)};"
-            f" call ids.to({key_type}), or make the embedding with another key_type"
-        )
-    if ids.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"ids must be on the CPU, where the embedding is, got {ids.device}; call ids.cpu()")
-    if table_ids is None:
-        if num_tables > 1 and (ids.dim() != 2 or ids.shape[1] != num_tables):
-            raise ValueError(
-                f"ids must be {key_type} of shape [B, {num_tables}], one column a table, got {list(ids.shape)};"
-                " pass table_ids to say which table each id is of"
-            )
-        return
-    if not isinstance(table_ids, torch.Tensor) or table_ids.dtype not in _MASKS:
-        got = table_ids.dtype if isinstance(table_ids, torch.Tensor) else type(table_ids).__name__
-        raise TypeError(f"table_ids must be a tensor of integers, got {got}")
-    if table_ids.device != ids.device:
-        raise ValueError(f"table_ids must be on {ids.device}, where the ids are, got {table_ids.device}")
-    try:
-        fits = torch.broadcast_shapes(table_ids.shape, ids.shape) == ids.shape
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"table_ids must have the shape of ids, {list(ids.shape)}, or broadcast to it, got {list(table_ids.shape)}"
-        )
 
 
 def stage(store: EmbeddingStore | MergedStore, keys: Any) -> Staged | MergedStaged:

@@ -1,0 +1,156 @@
+"""The ids of a lookup: what they, their tables and their offsets must be, and which table each is of.
+
+N ids, P bags.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from oneemb.graph import cuda_ops
+from oneemb.kernels.pool import bags_of
+from oneemb.kernels.threads import Threads
+
+__all__ = ["Bags", "bags_of_ids", "check_ids", "check_tables", "tables_of_bags", "tables_of_columns"]
+
+_ONE_THREAD = Threads(1)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Bags:
+    """How N ids lie in P bags."""
+
+    offset_P1: Any
+    """int64 [P + 1]: bag p holds the ids from offset_P1[p] to offset_P1[p + 1] - 1"""
+    bag_N: Any
+    """int32 [N], int64 on a GPU: the bag of each id"""
+
+
+def check_tables(table_ids: torch.Tensor, num_tables: int) -> None:
+    """Raise ValueError unless all are from 0 to T-1."""
+    low, high = (int(x) for x in torch.aminmax(table_ids)) if table_ids.numel() else (0, 0)
+    if low < 0 or high >= num_tables:
+        raise ValueError(f"table_ids must be from 0 to {num_tables - 1}, got {low} to {high}")
+
+
+@functools.lru_cache(maxsize=8)
+def tables_of_columns(num_tables: int, ids: int, device: torch.device, stream: int) -> torch.Tensor:
+    """0 to T-1 over and over, int32 [N]: made once for each shape of batch, and only read.
+
+    On a GPU, on one stream: another would not wait for it to be made, nor keep its memory until it is read.
+    """
+    return torch.arange(num_tables, dtype=torch.int32, device=device).repeat(ids // num_tables)
+
+
+def tables_of_bags(
+    offset_P1: torch.Tensor, table_P: torch.Tensor | None, num_tables: int, check: Callable[[], None]
+) -> tuple[Bags, np.ndarray]:
+    """On the CPU: how ids lie in bags, and the table of each id, int32 [N]; `check` is what `bags_of_ids` gave."""
+    check()
+    if table_P is None:
+        table_P = torch.arange(num_tables, dtype=torch.int32).repeat((len(offset_P1) - 1) // num_tables)
+    bag_N, table_N = bags_of(offset_P1.numpy(), table_P.numpy(), threads=_ONE_THREAD)
+    return Bags(offset_P1.numpy(), bag_N), table_N
+
+
+def bags_of_ids(
+    ids: torch.Tensor,
+    table_ids: torch.Tensor | None,
+    num_tables: int,
+    key_type: torch.dtype,
+    offsets: torch.Tensor,
+) -> tuple[torch.Size, torch.Tensor, torch.Tensor | None, Callable[[], None]]:
+    """The shape that bags of ids give, their offsets and tables, and what checks the values of both."""
+    check_ids(ids, torch.zeros((), dtype=torch.int64, device=getattr(ids, "device", "cpu")), num_tables, key_type)
+    if ids.dim() != 1:
+        raise ValueError(f"ids of bags must be {key_type} [N], got {list(ids.shape)}; call ids.reshape(-1)")
+    _check_offsets_kind(offsets, ids.device)
+    bags = len(offsets) - 1
+    offset_P1 = offsets.detach().to(torch.int64).contiguous()
+    on_cpu = offsets.device.type == "cpu"
+    if on_cpu:
+        _check_offsets(offset_P1, len(ids))
+    if table_ids is not None:
+        given = isinstance(table_ids, torch.Tensor)
+        if (
+            not given
+            or table_ids.dtype not in _INTEGERS
+            or table_ids.shape != (bags,)
+            or table_ids.device != ids.device
+        ):
+            got = (table_ids.dtype, list(table_ids.shape), str(table_ids.device)) if given else type(table_ids)
+            raise ValueError(f"table_ids must be integers, one for each of {bags} bags, where ids are, got {got}")
+        shape = torch.Size([bags])
+    elif bags % num_tables:
+        raise ValueError(
+            f"offsets must be of B * {num_tables} bags, those of a sample's {num_tables} tables side by side, got"
+            f" {bags} bags; pass table_ids to say which table each bag is of"
+        )
+    else:
+        shape = torch.Size([bags]) if num_tables == 1 else torch.Size([bags // num_tables, num_tables])
+    table_P = None if table_ids is None else cuda_ops.tables_of(table_ids, num_tables).contiguous()
+
+    def check() -> None:
+        if not on_cpu:
+            _check_offsets(offset_P1, len(ids))
+        if table_ids is not None:
+            check_tables(table_ids, num_tables)
+
+    return shape, offset_P1, table_P, check
+
+
+def _check_offsets_kind(offsets: torch.Tensor, device: torch.device) -> None:
+    given = isinstance(offsets, torch.Tensor)
+    if not given or offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1 or len(offsets) == 0:
+        got = (offsets.dtype, list(offsets.shape)) if given else type(offsets).__name__
+        raise TypeError(f"offsets must be an int64 tensor of shape [bags + 1], got {got}")
+    if offsets.device != device:
+        raise ValueError(f"offsets must be on {device}, where the ids are, got {offsets.device}")
+
+
+def _check_offsets(offset_P1: torch.Tensor, ids: int) -> None:
+    ordered = bool((offset_P1[1:] >= offset_P1[:-1]).all())
+    if not ordered or offset_P1[0] != 0 or offset_P1[-1] != ids:
+        raise ValueError(
+            f"offsets must begin with 0, never fall, and end with the number of ids, {ids}; got"
+            f" {offset_P1[:3].tolist()} ... {offset_P1[-1:].tolist()} (nn.EmbeddingBag's include_last_offset=True)"
+        )
+
+
+def check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, key_type: torch.dtype) -> None:
+    """Raise TypeError or ValueError unless dtype, device and shape are what a lookup of ids takes."""
+    wanted = f"[B, {num_tables}]" if num_tables > 1 and table_ids is None else "any shape"
+    if not isinstance(ids, torch.Tensor):
+        raise TypeError(f"ids must be a tensor of {key_type} of shape {wanted}, got {type(ids).__name__}")
+    if ids.dtype != key_type:
+        raise TypeError(
+            f"ids must be {key_type} of shape {wanted}, got {ids.dtype} {list(ids.shape)};"
+            f" call ids.to({key_type}), or make the embedding with another key_type"
+        )
+    if ids.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"ids must be on the CPU, where the embedding is, got {ids.device}; call ids.cpu()")
+    if table_ids is None:
+        if num_tables > 1 and (ids.dim() != 2 or ids.shape[1] != num_tables):
+            raise ValueError(
+                f"ids must be {key_type} of shape [B, {num_tables}], one column a table, got {list(ids.shape)};"
+                " pass table_ids to say which table each id is of"
+            )
+        return
+    if not isinstance(table_ids, torch.Tensor) or table_ids.dtype not in _INTEGERS:
+        got = table_ids.dtype if isinstance(table_ids, torch.Tensor) else type(table_ids).__name__
+        raise TypeError(f"table_ids must be a tensor of integers, got {got}")
+    if table_ids.device != ids.device:
+        raise ValueError(f"table_ids must be on {ids.device}, where the ids are, got {table_ids.device}")
+    try:
+        fits = torch.broadcast_shapes(table_ids.shape, ids.shape) == ids.shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"table_ids must have the shape of ids, {list(ids.shape)}, or broadcast to it, got {list(table_ids.shape)}"
+        )
