@@ -14,7 +14,8 @@
     staged = stage(store, keys)                    ahead of admit(store, keys, staged=staged): reads, inserts nothing
 
 `batch_ids.py` holds what ids, tables and offsets must be, `step_ops.py` what a step does beside its lookups: contexts,
-clipping, loss scales, accumulation. `merged_ops.py` makes one lookup of those of several embeddings, `shuffle_ops.py` holds what runs between ranks.
+clipping, loss scales, accumulation. `merged_ops.py` makes one lookup of those of several embeddings, `shuffle_ops.py`
+holds what runs between ranks.
 Eager mode calls them in this order; the compiler only reorders, merges, fuses and overlaps them, so "compiled equals
 eager" is one comparison.
 """
