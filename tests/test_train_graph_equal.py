@@ -165,6 +165,17 @@ def test_any_model_compiled_or_prefetched_equals_eager(model):
     check(model, steps=4)
 
 
+def test_gradients_of_scales_are_summed_in_the_order_of_eager_mode():
+    # Two lookups that would be merged, both scaled by one dense parameter, which gets a third gradient elsewhere.
+    fields = [("device", False)] * 4
+    bags = [(0, True, "sum", 0), (2, True, "sum", 0)]
+    model = dict(
+        embeddings=[(4, "device", False), (1, "device", False), (4, "device", False)], fields=fields, bags=bags
+    )
+    model |= dict(field_dim=8, tables=1, lookups=[(0, 0, False)], optimizers=["adagrad"], losses=1)
+    check(model | dict(transform=False, scheduler=False, dropout=False, seed=0), steps=10)
+
+
 @pytest.mark.slow
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(models())

@@ -48,7 +48,7 @@ def pooled(self, x, y, offsets, scales):
 def learned_scales(self, x, y, offsets, scales):
     a = self.a(x.reshape(-1), None, offsets, self.mlp.scale * scales)
     b = self.b(y).sum(1)
-    c = self.c(x.reshape(-1), None, offsets, scales.square())
+    c = self.c(x.reshape(-1), None, offsets, scales * scales)
     loss = self.mlp(torch.cat([a, b, c], 1)).square().mean()
     loss.backward()
     return loss.detach()

@@ -33,6 +33,7 @@ class _Group:
 
     first: fx.Node
     prepared: bool
+    alone: bool
     admits: list[fx.Node] = field(default_factory=list)
     hoisted: set[fx.Node] = field(default_factory=set)
 
@@ -52,10 +53,12 @@ def merge_embeddings(
     After:   keys = unique_merged_keys(((0, x, ...), (1, y, ...)), ...);  lease = admit(merged, keys)
              rows = gather_merged(lease, ((0, a.weight, ...), (1, b.weight, ...)));  rows1 = rows[0];  rows2 = rows[1]
 
-    Exact: a key occurs in one lookup only, so nothing is summed in another order. A lookup is made where the first of
-    its group is, if all it needs can be computed there, and no op lies between that may change its ids in place, that
-    takes gradients, or that begins or ends a context. A store has one lookup in a group at most; its lookups keep
-    their order.
+    Exact: a key occurs in one lookup only, so nothing is summed in another order. Lookups whose ids are scaled by what
+    may get a gradient are left alone: theirs would be added to others in another order.
+
+    A lookup is made where the first of its group is, if all it needs can be computed there, and no op lies between that
+    may change its ids in place, that takes gradients, or that begins or ends a context. A store has one lookup in a
+    group at most; its lookups keep their order.
     """
     graph = copy_graph(graph)
     groups = _groups(graph, members, movable_nodes(graph, buffers))
@@ -81,12 +84,13 @@ def _groups(graph: fx.Graph, members: Mapping[str, Member], movable: set[fx.Node
         same = [i for i, group in enumerate(some) if any(store_of(one) == store_of(node) for one in group.admits)]
         needed = ancestors(set(_inputs(node)))
         prepared = node.args[1] in movable
+        alone = any(one not in movable for one in _scales(node))
         for group in some[max([closed.get(merged, 0), *(i + 1 for i in same)]) :]:
             late = {one for one in needed if place[one] >= place[group.first]}
-            if group.prepared == prepared and all(is_pure(one) for one in late):
+            if not (alone or group.alone) and group.prepared == prepared and all(is_pure(one) for one in late):
                 break
         else:
-            group, late = _Group(node, prepared), set()
+            group, late = _Group(node, prepared, alone), set()
             some.append(group)
         group.admits.append(node)
         group.hoisted |= late
@@ -96,10 +100,12 @@ def _groups(graph: fx.Graph, members: Mapping[str, Member], movable: set[fx.Node
 def _inputs(admit: fx.Node) -> list[fx.Node]:
     """What a lookup is made of, as it is merged: the arguments of its keys, and what scales its ids."""
     keys: Any = admit.args[1]
-    nodes = list(keys.all_input_nodes)
-    for gather in admit.users:
-        nodes += [one for one in gather.args[2:] if isinstance(one, fx.Node)]
-    return nodes
+    return [*keys.all_input_nodes, *_scales(admit)]
+
+
+def _scales(admit: fx.Node) -> list[fx.Node]:
+    """By what the ids of a lookup are multiplied."""
+    return [one for gather in admit.users for one in gather.args[2:] if isinstance(one, fx.Node)]
 
 
 def _merge(graph: fx.Graph, merged: str, group: _Group, members: Mapping[str, Member]) -> None:
