@@ -5,13 +5,23 @@ Copies move bits: what a row means is no matter here.
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, prefetch, prefetch_row
+from oneemb.kernels.jit import cpu, part, prefetch, prefetch_row
+from oneemb.kernels.jit_lanes import LANES, move_lanes
 from oneemb.kernels.threads import Threads
 
 __all__ = ["copy_rows_in", "copy_rows_out", "gather"]
 
 # Rows asked for ahead of the one at work.
 _AHEAD = 12
+
+
+@part
+def _copy_row(to_UX, u, from_SX, s, width):
+    """to_UX[u, :width] = from_SX[s, :width], bit for bit"""
+    for x in range(0, width - LANES + 1, LANES):
+        move_lanes(to_UX, u, x, from_SX, s, x)
+    for x in range(width - width % LANES, width):
+        to_UX[u, x] = from_SX[s, x]
 
 
 @cpu
@@ -25,9 +35,7 @@ def _gather_cpu(begin, end, weight_SX, slot_U, inverse_N, out_ND):
             for d in range(dim):
                 out_ND[n, d] = 0
         else:
-            s = slot_U[u]
-            for d in range(dim):
-                out_ND[n, d] = weight_SX[s, d]
+            _copy_row(out_ND, n, weight_SX, slot_U[u], dim)
 
 
 def gather(
@@ -50,9 +58,7 @@ def _copy_rows_out_cpu(begin, end, row_SW, slot_U, out_UW):
     for u in range(begin, end):
         if u + _AHEAD < end:
             prefetch_row(row_SW, slot_U[u + _AHEAD])
-        s = slot_U[u]
-        for w in range(width):
-            out_UW[u, w] = row_SW[s, w]
+        _copy_row(out_UW, u, row_SW, slot_U[u], width)
 
 
 def copy_rows_out(row_SW: np.ndarray, slot_U: np.ndarray, *, threads: Threads) -> np.ndarray:
@@ -67,9 +73,7 @@ def copy_rows_out(row_SW: np.ndarray, slot_U: np.ndarray, *, threads: Threads) -
 def _copy_rows_in_cpu(begin, end, row_SW, slot_U, row_UW):
     width = row_SW.shape[1]
     for u in range(begin, end):
-        s = slot_U[u]
-        for w in range(width):
-            row_SW[s, w] = row_UW[u, w]
+        _copy_row(row_SW, slot_U[u], row_UW, u, width)
 
 
 def copy_rows_in(row_SW: np.ndarray, slot_U: np.ndarray, row_UW: np.ndarray, *, threads: Threads) -> None:

@@ -1,4 +1,6 @@
-"""Decorators for rules and loops, and the few instructions Python lacks. With jit_cuda, the only importer of numba.
+"""Decorators for rules and loops, and the few instructions Python lacks.
+
+With jit_lanes, vectors for CPU loops, and jit_cuda, this is all that imports numba.
 
 A **rule** is a scalar function that holds arithmetic (an optimizer step, a hash, a random draw). It has no
 signature, so that a loop of any backend may call it. A **CPU loop** moves data: it takes its range of work

@@ -12,18 +12,21 @@ Reference: torch.nn.EmbeddingBag.
 import numpy as np
 
 from oneemb.kernels.jit import cpu, from_float32, prefetch, to_float32
+from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes, sum_lanes
+from oneemb.kernels.reduce_grads import add_row
 from oneemb.kernels.threads import Threads
+from oneemb.kernels.unique_keys import ByTable
 
-__all__ = ["bags_of", "mean_scales", "pool", "scale_grads"]
+__all__ = ["bags_by_table", "bags_of", "mean_scales", "pool", "scale_grads"]
 
 # Ids whose rows are asked for ahead of the one at work.
 _AHEAD = 12
 
-# Float32 lanes of a vector register.
-_LANES = 16
-
 # A bag is several rows of work.
 _SHARE_MIN = 64
+
+# Bags that are placed by one share of the work.
+_BLOCK = 1 << 12
 
 
 @cpu
@@ -40,6 +43,41 @@ def bags_of(offset_P1: np.ndarray, table_P: np.ndarray, *, threads: Threads) -> 
     bag_N, table_N = np.empty(offset_P1[-1], np.int32), np.empty(offset_P1[-1], np.int32)
     threads.run(_bags_of_cpu, len(offset_P1) - 1, offset_P1, table_P, bag_N, table_N, share_min=1 << 14)
     return bag_N, table_N
+
+
+@cpu
+def _count_bags_cpu(begin, end, offset_P1, size_KT):
+    bags, tables = len(offset_P1) - 1, size_KT.shape[1]
+    for k in range(begin, end):
+        for p in range(k * _BLOCK, min((k + 1) * _BLOCK, bags)):
+            size_KT[k, p % tables] += offset_P1[p + 1] - offset_P1[p]
+
+
+@cpu
+def _place_bags_cpu(begin, end, offset_P1, next_KT, bag_N, place_N, bag_J):
+    bags, tables = len(offset_P1) - 1, next_KT.shape[1]
+    for k in range(begin, end):
+        for p in range(k * _BLOCK, min((k + 1) * _BLOCK, bags)):
+            j = next_KT[k, p % tables]
+            for n in range(offset_P1[p], offset_P1[p + 1]):
+                bag_N[n] = p
+                place_N[n] = j
+                bag_J[j] = p
+                j += 1
+            next_KT[k, p % tables] = j
+
+
+def bags_by_table(offset_P1: np.ndarray, tables: int, *, threads: Threads) -> tuple[np.ndarray, ByTable]:
+    """The bag of each id, int32 [N], and where ids lie table by table, where bag p is of table p % tables."""
+    bags, ids = len(offset_P1) - 1, int(offset_P1[-1])
+    assert bags < 2**31 and ids < 2**31
+    size_KT = np.zeros((-(-bags // _BLOCK), tables), np.int64)
+    threads.run(_count_bags_cpu, len(size_KT), offset_P1, size_KT, share_min=2)
+    begin_T1 = np.append(0, np.cumsum(size_KT.sum(0)))
+    next_KT = begin_T1[:-1] + np.cumsum(size_KT, 0) - size_KT
+    bag_N, place_N, bag_J = (np.empty(ids, np.int32) for _ in range(3))
+    threads.run(_place_bags_cpu, len(size_KT), offset_P1, next_KT, bag_N, place_N, bag_J, share_min=2)
+    return bag_N, ByTable(place_N, begin_T1, bag_J)
 
 
 @cpu
@@ -63,22 +101,23 @@ def mean_scales(offset_P1: np.ndarray, inverse_N: np.ndarray, *, threads: Thread
 @cpu
 def _pool_cpu(begin, end, weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PX):
     dim = out_PX.shape[1]
-    sum_D = np.empty(dim, np.float32)
+    rest = dim - dim % LANES
+    sum_1D = np.empty((1, dim), np.float32)
     last = offset_P1[end]
     for p in range(begin, end):
-        sum_D[:] = 0
+        sum_1D[:] = 0
         for n in range(offset_P1[p], offset_P1[p + 1]):
             if n + _AHEAD < last and inverse_N[n + _AHEAD] >= 0:
                 prefetch(weight_SX, slot_U[inverse_N[n + _AHEAD]])
             u = inverse_N[n]
             if u < 0:
                 continue
-            s = slot_U[u]
             scale = np.float32(1) if scale_N is None else scale_N[n]
-            for d in range(dim):
-                sum_D[d] += to_float32(weight_SX[s, d]) * scale
-        for d in range(dim):
-            out_PX[p, d] = from_float32(sum_D[d], out_PX[p, d])
+            add_row(sum_1D, np.int64(0), weight_SX, slot_U[u], scale)
+        for d in range(0, rest, LANES):
+            store_lanes(out_PX, p, d, load_lanes(sum_1D, np.int64(0), d))
+        for d in range(rest, dim):
+            out_PX[p, d] = from_float32(sum_1D[0, d], out_PX[p, d])
 
 
 def pool(
@@ -106,22 +145,19 @@ def pool(
 @cpu
 def _scale_grads_cpu(begin, end, weight_SX, slot_U, inverse_N, bag_N, grad_PX, out_N):
     dim = grad_PX.shape[1]
-    lane_L = np.empty(_LANES, np.float32)
+    rest = dim - dim % LANES
     for n in range(begin, end):
         u = inverse_N[n]
         out_N[n] = 0
         if u < 0:
             continue
-        s, p = slot_U[u], bag_N[n]
-        lane_L[:] = 0
-        for begin_d in range(0, dim - _LANES + 1, _LANES):
-            for lane in range(_LANES):
-                lane_L[lane] += to_float32(weight_SX[s, begin_d + lane]) * to_float32(grad_PX[p, begin_d + lane])
-        for lane in range(dim % _LANES):
-            d = dim - dim % _LANES + lane
-            lane_L[lane] += to_float32(weight_SX[s, d]) * to_float32(grad_PX[p, d])
-        for lane in range(_LANES):
-            out_N[n] += lane_L[lane]
+        s, p = slot_U[u], np.int64(bag_N[n])
+        products = same_lanes(np.float32(0))
+        for d in range(0, rest, LANES):
+            products = products + load_lanes(weight_SX, s, d) * load_lanes(grad_PX, p, d)
+        out_N[n] = sum_lanes(products)
+        for d in range(rest, dim):
+            out_N[n] += to_float32(weight_SX[s, d]) * to_float32(grad_PX[p, d])
 
 
 def scale_grads(

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from oneemb.kernels.jit import cpu, float_bits, part, prefetch_row, to_float32
+from oneemb.kernels.jit_lanes import LANES, load_lanes, store_lanes
 from oneemb.kernels.threads import Threads
 
-__all__ = ["Segments", "largest_magnitude", "prefetch_ahead", "reduce_grads", "row_grad", "sum_segments"]
+__all__ = ["Segments", "add_row", "largest_magnitude", "prefetch_ahead", "reduce_grads", "row_grad", "sum_segments"]
 
 _EXPONENT = np.uint32(0x7F800000)
 
@@ -58,40 +59,56 @@ class Segments:
 @part
 def prefetch_ahead(row_SW, slot_U, u, end):
     """Ask the cache for the row whose turn comes soon after that of slot_U[u], in a share that ends before `end`."""
-    if u + _ROWS_AHEAD < end:
-        prefetch_row(row_SW, slot_U[u + _ROWS_AHEAD])
+    # No branch: numba would count references to both arrays on either side of it.
+    prefetch_row(row_SW, slot_U[min(u + _ROWS_AHEAD, end - 1)])
 
 
 @part
-def row_grad(grad_NX, order_N, begin_U1, scale_N, u, sum_D):
-    """sum_D = the gradient of row u.
+def _set_row(sum_UD, u, grad_NX, n, scale):
+    """sum_UD[u] = scale * grad_NX[n]"""
+    dim = sum_UD.shape[1]
+    for d in range(0, dim - LANES + 1, LANES):
+        store_lanes(sum_UD, u, d, load_lanes(grad_NX, n, d) * scale)
+    for d in range(dim - dim % LANES, dim):
+        sum_UD[u, d] = to_float32(grad_NX[n, d]) * scale
+
+
+@part
+def add_row(sum_UD, u, grad_NX, n, scale):
+    """sum_UD[u] += scale * grad_NX[n], D weights of it"""
+    dim = sum_UD.shape[1]
+    for d in range(0, dim - LANES + 1, LANES):
+        store_lanes(sum_UD, u, d, load_lanes(sum_UD, u, d) + load_lanes(grad_NX, n, d) * scale)
+    for d in range(dim - dim % LANES, dim):
+        sum_UD[u, d] += to_float32(grad_NX[n, d]) * scale
+
+
+@part
+def row_grad(grad_NX, order_N, begin_U1, scale_N, u, sum_1D):
+    """sum_1D[0] = the gradient of row u.
 
     The arrays are those of `Segments.arrays()`, or grad_UD and three times None for gradients that are summed already.
     """
-    dim = grad_NX.shape[1]
     if order_N is None:
-        for d in range(dim):
-            sum_D[d] = to_float32(grad_NX[u, d])
+        _set_row(sum_1D, np.int64(0), grad_NX, np.int64(u), np.float32(1))
     else:
-        begin = begin_U1[u]
-        for i in range(begin, begin_U1[u + 1]):
+        begin = np.int64(begin_U1[u])
+        for i in range(begin, np.int64(begin_U1[u + 1])):
             if i + _AHEAD < len(order_N):
                 prefetch_row(grad_NX, order_N[i + _AHEAD])
-            n = order_N[i]
+            n = np.int64(order_N[i])
             scale = np.float32(1) if scale_N is None else scale_N[i]
             if i == begin:
-                for d in range(dim):
-                    sum_D[d] = to_float32(grad_NX[n, d]) * scale
+                _set_row(sum_1D, np.int64(0), grad_NX, n, scale)
             else:
-                for d in range(dim):
-                    sum_D[d] += to_float32(grad_NX[n, d]) * scale
+                add_row(sum_1D, np.int64(0), grad_NX, n, scale)
 
 
 @cpu
 def _reduce_grads_cpu(begin, end, grads, grad_UD, finite_U):
     grad_NX, order_N, begin_U1, scale_N = grads
     for u in range(begin, end):
-        row_grad(grad_NX, order_N, begin_U1, scale_N, u, grad_UD[u])
+        row_grad(grad_NX, order_N, begin_U1, scale_N, u, grad_UD[u : u + 1])
         bad = np.uint32(0)
         for d in range(grad_UD.shape[1]):
             bad |= np.uint32((float_bits(grad_UD[u, d]) & _EXPONENT) == _EXPONENT)

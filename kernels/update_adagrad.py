@@ -32,15 +32,15 @@ def adagrad(w, acc, g, clr, eps, weight_decay):
 def _adagrad_cpu(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, clr, eps, weight_decay):
     grad_NX, order_N, begin_U1, scale_N = grads
     dim = grad_NX.shape[1]
-    g_D = np.empty(dim, np.float32)
+    g_1D = np.empty((1, dim), np.float32)
     for u in range(begin, end):
         prefetch_ahead(row_SW, slot_U, u, end)
-        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_D)
+        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D)
         s = slot_U[u]
         w_D = weight_SX[s, :dim]
         acc_D = row_SW[s, state_begin : state_begin + dim]
         for d in range(dim):
-            w, acc_D[d] = adagrad(to_float32(w_D[d]), acc_D[d], g_D[d], clr, eps, weight_decay)
+            w, acc_D[d] = adagrad(to_float32(w_D[d]), acc_D[d], g_1D[0, d], clr, eps, weight_decay)
             w_D[d] = from_float32(w, w_D[d])
 
 

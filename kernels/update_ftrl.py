@@ -58,17 +58,17 @@ def _ftrl_cpu(
 ):  # fmt: skip
     grad_NX, order_N, begin_U1, scale_N = grads
     dim = grad_NX.shape[1]
-    g_D = np.empty(dim, np.float32)
+    g_1D = np.empty((1, dim), np.float32)
     for u in range(begin, end):
         prefetch_ahead(row_SW, slot_U, u, end)
-        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_D)
+        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D)
         s = slot_U[u]
         w_D = weight_SX[s, :dim]
         n_D = row_SW[s, state_begin : state_begin + dim]
         z_D = row_SW[s, state_begin + dim : state_begin + 2 * dim]
         for d in range(dim):
             w, n_D[d], z_D[d] = ftrl(
-                to_float32(w_D[d]), n_D[d], z_D[d], g_D[d], lr, power, lambda1, lambda2, beta, weight_decay
+                to_float32(w_D[d]), n_D[d], z_D[d], g_1D[0, d], lr, power, lambda1, lambda2, beta, weight_decay
             )
             w_D[d] = from_float32(w, w_D[d])
 

@@ -4,9 +4,9 @@
     acc' = acc + mean over d of g' * g'
     w'   = w - lr / (sqrt(acc') + eps) * g'
 
-The mean is summed in float32. On the CPU in 16 lanes, as a vector register does it: lane l takes d = l, l + 16, ...;
-then lane 0 to lane 15. On the GPU by each thread of the row's group over its own weights and then over the threads, in
-that order, so that acc' differs by at most D * 2^-23 of itself.
+The mean is summed in float32. On the CPU in 16 lanes: lane l takes d = l, l + 16, ..., the lanes are added as
+`sum_lanes` does it, and then come the last D % 16 weights. On the GPU by each thread of the row's group over its own
+weights and then over the threads, in that order, so that acc' differs by at most D * 2^-23 of itself.
 
 Reference: Mudigere et al. Software-Hardware Co-design for Fast and Scalable Training of Deep Learning
 Recommendation Models. ISCA 2022 (arXiv:2104.05158); FBGEMM's EXACT_ROWWISE_ADAGRAD.
@@ -17,6 +17,7 @@ import math
 import numpy as np
 
 from oneemb.kernels.jit import cpu, cuda, from_float32, load, rule, store, to_float32
+from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes, sum_lanes
 from oneemb.kernels.reduce_grads import Segments, prefetch_ahead, row_grad
 from oneemb.kernels.reduce_grads_cuda import plus
 from oneemb.kernels.row_update import l2_grad, run_row_update
@@ -24,8 +25,6 @@ from oneemb.kernels.row_update_cuda import given as gradient
 from oneemb.kernels.threads import Threads
 
 __all__ = ["row_wise_rate", "row_wise_square", "row_wise_step", "update_row_wise_adagrad"]
-
-_LANES = 16
 
 
 @rule
@@ -51,27 +50,25 @@ def row_wise_step(w, g, rate, weight_decay):
 def _row_wise_adagrad_cpu(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, lr, eps, weight_decay):
     grad_NX, order_N, begin_U1, scale_N = grads
     dim = grad_NX.shape[1]
-    g_D = np.empty(dim, np.float32)
-    lane_L = np.empty(_LANES, np.float32)
+    rest = dim - dim % LANES
+    g_1D = np.empty((1, dim), np.float32)
     for u in range(begin, end):
         prefetch_ahead(row_SW, slot_U, u, end)
-        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_D)
+        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D)
         s = slot_U[u]
-        w_D = weight_SX[s, :dim]
-        lane_L[:] = 0
-        for begin_d in range(0, dim - _LANES + 1, _LANES):
-            for lane in range(_LANES):
-                d = begin_d + lane
-                lane_L[lane] += row_wise_square(to_float32(w_D[d]), g_D[d], weight_decay)
-        for lane in range(dim % _LANES):
-            d = dim - dim % _LANES + lane
-            lane_L[lane] += row_wise_square(to_float32(w_D[d]), g_D[d], weight_decay)
-        square_sum = np.float32(0)
-        for lane in range(_LANES):
-            square_sum += lane_L[lane]
+        squares = same_lanes(np.float32(0))
+        for d in range(0, rest, LANES):
+            squares = squares + row_wise_square(load_lanes(weight_SX, s, d), load_lanes(g_1D, 0, d), weight_decay)
+        square_sum = sum_lanes(squares)
+        for d in range(rest, dim):
+            square_sum += row_wise_square(to_float32(weight_SX[s, d]), g_1D[0, d], weight_decay)
         row_SW[s, state_begin], rate = row_wise_rate(row_SW[s, state_begin], square_sum, np.float32(dim), lr, eps)
-        for d in range(dim):
-            w_D[d] = from_float32(row_wise_step(to_float32(w_D[d]), g_D[d], rate, weight_decay), w_D[d])
+        for d in range(0, rest, LANES):
+            w = row_wise_step(load_lanes(weight_SX, s, d), load_lanes(g_1D, 0, d), rate, weight_decay)
+            store_lanes(weight_SX, s, d, w)
+        for d in range(rest, dim):
+            w = row_wise_step(to_float32(weight_SX[s, d]), g_1D[0, d], rate, weight_decay)
+            weight_SX[s, d] = from_float32(w, weight_SX[s, d])
 
 
 V = 1

@@ -35,13 +35,13 @@ def momentum_sgd(w, buf, g, lr, momentum, keep, share, nesterov, weight_decay):
 def _sgd_cpu(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, lr, weight_decay):
     grad_NX, order_N, begin_U1, scale_N = grads
     dim = grad_NX.shape[1]
-    g_D = np.empty(dim, np.float32)
+    g_1D = np.empty((1, dim), np.float32)
     for u in range(begin, end):
         prefetch_ahead(row_SW, slot_U, u, end)
-        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_D)
+        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D)
         w_D = weight_SX[slot_U[u], :dim]
         for d in range(dim):
-            w_D[d] = from_float32(sgd(to_float32(w_D[d]), g_D[d], lr, weight_decay), w_D[d])
+            w_D[d] = from_float32(sgd(to_float32(w_D[d]), g_1D[0, d], lr, weight_decay), w_D[d])
 
 
 @cpu
@@ -50,16 +50,16 @@ def _sgd_momentum_cpu(
 ):
     grad_NX, order_N, begin_U1, scale_N = grads
     dim = grad_NX.shape[1]
-    g_D = np.empty(dim, np.float32)
+    g_1D = np.empty((1, dim), np.float32)
     for u in range(begin, end):
         prefetch_ahead(row_SW, slot_U, u, end)
-        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_D)
+        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D)
         s = slot_U[u]
         w_D = weight_SX[s, :dim]
         buf_D = row_SW[s, state_begin : state_begin + dim]
         for d in range(dim):
             w, buf_D[d] = momentum_sgd(
-                to_float32(w_D[d]), buf_D[d], g_D[d], lr, momentum, keep, share, nesterov, weight_decay
+                to_float32(w_D[d]), buf_D[d], g_1D[0, d], lr, momentum, keep, share, nesterov, weight_decay
             )
             w_D[d] = from_float32(w, w_D[d])
 

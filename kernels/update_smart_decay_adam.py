@@ -58,10 +58,10 @@ def _smart_decay_adam_cpu(
 ):  # fmt: skip
     grad_NX, order_N, begin_U1, scale_N = grads
     dim = grad_NX.shape[1]
-    g_D = np.empty(dim, np.float32)
+    g_1D = np.empty((1, dim), np.float32)
     for u in range(begin, end):
         prefetch_ahead(row_SW, slot_U, u, end)
-        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_D)
+        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D)
         s = slot_U[u]
         w_D = weight_SX[s, :dim]
         m_D = row_SW[s, state_begin : state_begin + dim]
@@ -71,7 +71,7 @@ def _smart_decay_adam_cpu(
         step_1[0] = uint_as_float(np.uint32(step))
         for d in range(dim):
             w, m_D[d], v_D[d] = smart_decay_adam(
-                to_float32(w_D[d]), m_D[d], v_D[d], g_D[d],
+                to_float32(w_D[d]), m_D[d], v_D[d], g_1D[0, d],
                 decay1, decay2, catch_up, beta1_rest, beta2_rest, lr, eps, weight_decay,
             )  # fmt: skip
             w_D[d] = from_float32(w, w_D[d])
