@@ -187,6 +187,7 @@ def unique_merged_keys(lookups: Sequence[Lookup], key_type: torch.dtype, padding
             table_N[begin:end].reshape(-1, num_tables)[:] = np.arange(first_table, first_table + num_tables)
     id_N = torch.cat([id_n for id_n, _, _, _ in placed]).numpy()
     unique = kernel.unique_keys(table_N, id_N, padding_id=padding_idx)
+    assert unique.head_U is not None
     begin_P1 = np.append(np.searchsorted(unique.head_U, begin_P), len(unique.head_U))
     parts = [
         KeysPart(lookup[0], shape, slice(begin, end), bags, unique._replace(inverse_N=unique.inverse_N[begin:end]))

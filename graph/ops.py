@@ -33,8 +33,9 @@ import torch
 from oneemb.graph import batch_ids, cuda_ops
 from oneemb.kernels import unique_keys as kernel
 from oneemb.kernels.gather import gather as gather_rows
-from oneemb.kernels.pool import mean_scales, pool, scale_grads
+from oneemb.kernels.pool import bags_by_table, mean_scales, pool, scale_grads
 from oneemb.kernels.reduce_grads import Segments, largest_magnitude, sum_segments
+from oneemb.kernels.threads import Threads
 from oneemb.storage.embedding_store import EmbeddingStore, Staged
 from oneemb.storage.merged_store import MergedStaged, MergedStore
 from oneemb.storage.row_store import StorageError
@@ -52,6 +53,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 # Sums of float32 whose exact value is below this stay finite, whatever their roundings.
 _SUM_MAX = 2.0**127
 _ORDER = itertools.count()
+_ONE_THREAD = Threads(1)
 
 
 class NonFiniteGradientError(ArithmeticError):
@@ -191,8 +193,12 @@ def unique_keys(
     key_type: torch.dtype,
     padding_idx: int | None,
     offsets: torch.Tensor | None = None,
+    *,
+    threads: Threads = _ONE_THREAD,
 ) -> Keys:
     """The unique (table, id) pairs of a batch, in order of first occurrence, padding left out.
+
+    On the CPU those of bags of several tables' ids side by side come table by table.
 
     Args:
         ids: [B, T] of `key_type`: column t is looked up in table t. With one table, or with `table_ids`, any shape.
@@ -200,12 +206,13 @@ def unique_keys(
         offsets: integers [P + 1] from 0 to N, none below the one before: `ids` is [N] and bag p holds the ids from
             offsets[p] to offsets[p + 1] - 1. `table_ids` then says the table of each bag, [P]; without it bags are
             those of B samples one after another, P = B * T, bag p of table p % T.
+        threads: runs the loops on the CPU.
 
     Raises:
         TypeError, ValueError: dtype, device, shape or range is not as above.
     """
     if offsets is not None:
-        return _unique_keys_of_bags(ids, table_ids, num_tables, key_type, padding_idx, offsets)
+        return _unique_keys_of_bags(ids, table_ids, num_tables, key_type, padding_idx, offsets, threads)
     batch_ids.check_ids(ids, table_ids, num_tables, key_type)
     id_N = ids.detach().reshape(-1).contiguous()
     gpu = cuda_ops.gpu_of(ids)
@@ -222,7 +229,7 @@ def unique_keys(
         table_N = batch_ids.tables_of_columns(num_tables, len(id_N), ids.device, cuda_ops.stream_of(ids))
     if gpu is not None:
         return Keys(ids.shape, cuda_ops.unique_keys(table_N, id_N, num_tables, padding_idx, gpu, check))
-    return Keys(ids.shape, kernel.unique_keys(table_N.numpy(), id_N.numpy(), padding_id=padding_idx))
+    return Keys(ids.shape, kernel.unique_keys(table_N.numpy(), id_N.numpy(), padding_id=padding_idx, threads=threads))
 
 
 def _unique_keys_of_bags(
@@ -232,6 +239,7 @@ def _unique_keys_of_bags(
     key_type: torch.dtype,
     padding_idx: int | None,
     offsets: torch.Tensor,
+    threads: Threads,
 ) -> Keys:
     shape, offset_P1, table_P, check = batch_ids.bags_of_ids(ids, table_ids, num_tables, key_type, offsets)
     id_N = ids.detach().contiguous()
@@ -239,8 +247,13 @@ def _unique_keys_of_bags(
         bag_N, table_N, size_2 = cuda_ops.bags_of(offset_P1, table_P, num_tables, len(ids), gpu)
         unique: Any = cuda_ops.unique_keys(table_N, id_N, num_tables, padding_idx, gpu, check, size_2)
         return Keys(shape, unique, batch_ids.Bags(offset_P1, bag_N))
+    if table_P is None and num_tables > 1:
+        check()
+        bag_n, by_table = bags_by_table(offset_P1.numpy(), num_tables, threads=threads)
+        unique = kernel.unique_keys_by_table(by_table, id_N.numpy(), padding_id=padding_idx, threads=threads)
+        return Keys(shape, unique, batch_ids.Bags(offset_P1.numpy(), bag_n))
     bags, table_n = batch_ids.tables_of_bags(offset_P1, table_P, num_tables, check)
-    return Keys(shape, kernel.unique_keys(table_n, id_N.numpy(), padding_id=padding_idx), bags)
+    return Keys(shape, kernel.unique_keys(table_n, id_N.numpy(), padding_id=padding_idx, threads=threads), bags)
 
 
 def stage(store: EmbeddingStore | MergedStore, keys: Any) -> Staged | MergedStaged:
@@ -298,7 +311,8 @@ def lookup(
     offsets: torch.Tensor | None = None,
 ) -> Lease:
     """`unique_keys` and `admit` in one."""
-    return admit(store, unique_keys(ids, table_ids, num_tables, key_type, padding_idx, offsets))
+    keys = unique_keys(ids, table_ids, num_tables, key_type, padding_idx, offsets, threads=store.threads)
+    return admit(store, keys)
 
 
 class _Gather(torch.autograd.Function):
@@ -337,13 +351,13 @@ def _read(store: EmbeddingStore, weight_SX: Any, slot_U: Any, keys: Keys, scale_
     """The weights of each id, or of each bag, from the rows in slot_U."""
     if store.gpu is not None:
         return cuda_ops.read_rows(weight_SX, slot_U, keys, scale_N, store.layout, store.gpu)
-    dim, inverse_N = store.layout.dim, keys.unique.inverse_N
+    dim, unique = store.layout.dim, keys.unique
     out = torch.empty(*keys.shape, dim, dtype=_DTYPES[store.layout.dtype])
     out_ND = _bits(out).reshape(-1, dim).numpy()
     if keys.bags is None:
-        gather_rows(weight_SX, slot_U, inverse_N, out_ND, threads=store.threads)
+        gather_rows(weight_SX, slot_U, unique.inverse_N, out_ND, threads=store.threads)
     else:
-        pool(weight_SX, slot_U, inverse_N, keys.bags.offset_P1, scale_N, out_ND, threads=store.threads)
+        pool(weight_SX, slot_U, unique.inverse_N, keys.bags.offset_P1, scale_N, out_ND, threads=store.threads)
     return out
 
 
@@ -453,7 +467,7 @@ def _reduce(lease: Lease) -> RowGrads:
     if store.gpu is not None:
         segments = cuda_ops.segments_of(_bits(grad_ND), unique, store.gpu, bag_N, lease.scale_N)
     else:
-        segments = Segments(_bits(grad_ND).numpy(), *unique.occurrences(bag_N, lease.scale_N))
+        segments = Segments(_bits(grad_ND).numpy(), *unique.occurrences(bag_N, lease.scale_N, threads=store.threads))
     return RowGrads(store, lease.generation, unique.table_U, unique.id_U, lease.slot_U, segments=segments)
 
 

@@ -121,7 +121,9 @@ class _TableEmbedding(torch.nn.Module):
             TypeError, ValueError: dtype, device, shape or range is not as above; nothing was inserted.
             StoreFullError: the rows of the step do not fit in the cache, or capacity is reached; nothing was inserted.
         """
-        keys = ops.unique_keys(ids, table_ids, self.num_tables, self.key_type, self.padding_idx, offsets)
+        keys = ops.unique_keys(
+            ids, table_ids, self.num_tables, self.key_type, self.padding_idx, offsets, threads=self.store.threads
+        )
         ops.check_pooling(keys, per_sample_weights, pooling)
         if not self.training:
             return ops.peek(self.store, keys, per_sample_weights, pooling)

@@ -1,11 +1,13 @@
-"""Unique keys against a dict: order of first occurrence, inverse, and where each key occurs."""
+"""Unique keys against a dict: order of first occurrence, inverse, and where each key occurs; table by table too."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oneemb.kernels.unique_keys import unique_keys
+from oneemb.kernels.pool import bags_by_table
+from oneemb.kernels.threads import Threads
+from oneemb.kernels.unique_keys import unique_keys, unique_keys_by_table
 
 INT64 = np.iinfo(np.int64)
 INT32 = np.iinfo(np.int32)
@@ -32,7 +34,7 @@ def check(table_N, id_N, padding_id=None, find=unique_keys):
         assert found.head_U[u] == at[0]
         assert order_N[begin_U1[u] : begin_U1[u + 1]].tolist() == at, f"the occurrences of key {u}"
     assert found.inverse_N.tolist() == inverse_N.tolist()
-    assert [array.dtype for array in found] == [np.int32, np.int64, np.int32, np.int32]
+    assert [array.dtype for array in found[:4]] == [np.int32, np.int64, np.int32, np.int32]
     return found
 
 
@@ -101,6 +103,70 @@ def test_int32_ids_give_int64_keys():
 )
 def test_any_batch_agrees_with_a_dict(keys, padding_id):
     check(*batch(*keys), padding_id=padding_id)
+
+
+def check_bags(sizes, tables, id_N, padding_id=None, threads=None):
+    """Bags of these sizes, bag p of table p % tables, against a dict that is filled table by table."""
+    threads = threads or Threads(1)
+    offset_P1 = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    bag_N, by_table = bags_by_table(offset_P1, tables, threads=threads)
+    assert bag_N.tolist() == np.repeat(np.arange(len(sizes)), sizes).tolist()
+    scale_N = np.arange(len(id_N), dtype=np.float32)
+    places = {}
+    for t in range(tables):
+        for p in range(t, len(sizes), tables):
+            for n in range(offset_P1[p], offset_P1[p + 1]):
+                if id_N[n] != padding_id:
+                    places.setdefault((t, int(id_N[n])), []).append(n)
+    found = unique_keys_by_table(by_table, id_N, padding_id=padding_id, threads=threads)
+    assert list(zip(found.table_U.tolist(), found.id_U.tolist(), strict=True)) == list(places)
+    inverse_N = np.full(len(id_N), -1)
+    order_N, begin_U1, scale_M = found.occurrences(bag_N, scale_N, threads=threads)
+    assert len(begin_U1) == len(places) + 1 and len(order_N) == len(scale_M) == begin_U1[-1]
+    for u, at in enumerate(places.values()):
+        inverse_N[at] = u
+        own = slice(begin_U1[u], begin_U1[u + 1])
+        assert order_N[own].tolist() == bag_N[at].tolist() and scale_M[own].tolist() == at
+    assert found.inverse_N.tolist() == inverse_N.tolist()
+    assert found.occurrences(bag_N)[0].tolist() == order_N.tolist()
+    assert [array.dtype for array in found[:3]] == [np.int32, np.int64, np.int32]
+    return found
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+def test_bags_of_several_tables_come_table_by_table(threads, dtype):
+    print("seed 0")
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(0, 12, 3 * 3000)
+    id_N = rng.zipf(1.2, sizes.sum()).clip(max=5000).astype(dtype)
+    check_bags(sizes, 3, id_N, padding_id=1, threads=Threads(threads))
+
+
+def test_an_id_of_two_tables_in_bags_is_two_keys():
+    found = check_bags([1, 2, 1, 0], 2, np.array([7, 7, 8, 7]))
+    assert found.table_U.tolist() == [0, 1, 1] and found.inverse_N.tolist() == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("sizes", [[], [0, 0], [0, 3], [3, 0]], ids=str)
+def test_tables_may_have_no_ids(sizes):
+    check_bags(sizes, 2, np.arange(sum(sizes)) % 2)
+
+
+def test_bags_of_padding_have_no_keys():
+    assert len(check_bags([2, 1], 2, np.array([5, 5, 5]), padding_id=5).id_U) == 0
+
+
+@given(
+    st.lists(st.integers(0, 4), max_size=12),
+    st.integers(2, 4),
+    st.none() | st.integers(-2, 2),
+    st.data(),
+)
+def test_any_bags_agree_with_a_dict(sizes, tables, padding_id, data):
+    ids = data.draw(st.lists(st.integers(-2, 2) | st.integers(INT64.min, INT64.max), min_size=sum(sizes),
+                             max_size=sum(sizes)))  # fmt: skip
+    check_bags(sizes, tables, np.array(ids, np.int64), padding_id)
 
 
 def _sorted_by_id(found):
