@@ -40,7 +40,7 @@ TABLE_MAX = (1 << 23) - 1
 
 # Keys whose cells are asked for before the first of them is looked at: enough to hide a read from memory.
 _AHEAD = 32
-_RING = np.int64(2 * _AHEAD - 1)  # a mask: two blocks of keys are under way
+_RING = np.int64(2 * _AHEAD - 1)  # a mask: two blocks of keys are under way, those of a share counted from its begin
 
 
 @rule
@@ -101,14 +101,16 @@ def _probe(address, cells, home, table, id):
 
 
 @rule
-def _locate(address_P, cells_P, table_U, id_U, first, last, shard_K, home_K):
-    """Find the homes of keys first to last - 1 and ask the cache for them; key u's go to u % (2 * _AHEAD)."""
-    for u in range(first, last):
-        hash = hash_key(np.int64(table_U[u]), np.int64(id_U[u]), np.int64(0))
-        p = _shard(hash, len(cells_P))
-        home = _home(hash, cells_P[p])
-        shard_K[u & _RING] = p
-        home_K[u & _RING] = home
+def _locate(address_P, cells_P, table_U, id_U, first, last, hash_K, shard_K, home_K, k):
+    """Find the homes of keys first to last - 1, from place k on, and ask the cache for them."""
+    # A loop of its own: nothing in it branches or looks anything up, so that it runs on whole vectors.
+    for i in range(last - first):
+        hash_K[i] = hash_key(np.int64(table_U[first + i]), np.int64(id_U[first + i]), np.int64(0))
+    for i in range(last - first):
+        p = _shard(hash_K[i], len(cells_P))
+        home = _home(hash_K[i], cells_P[p])
+        shard_K[k + i] = p
+        home_K[k + i] = home
         prefetch_word(address_P[p], 2 * home)
 
 
@@ -120,24 +122,27 @@ def cells_find(begin, end, address_P, cells_P, table_U, id_U, place_U):
     for the second line with nothing else to do.
     """
     shard_K, home_K = np.empty(2 * _AHEAD, np.int64), np.empty(2 * _AHEAD, np.int64)
-    later_K = np.empty(_AHEAD, np.int64)
-    _locate(address_P, cells_P, table_U, id_U, begin, min(begin + _AHEAD, end), shard_K, home_K)
+    later_K, hash_K = np.empty(_AHEAD, np.int64), np.empty(_AHEAD, np.uint64)
+    _locate(address_P, cells_P, table_U, id_U, begin, min(begin + _AHEAD, end), hash_K, shard_K, home_K, 0)
     for first in range(begin, end, _AHEAD):
         last = min(first + _AHEAD, end)
-        _locate(address_P, cells_P, table_U, id_U, last, min(last + _AHEAD, end), shard_K, home_K)
+        k_next = (last - begin) & _RING
+        _locate(address_P, cells_P, table_U, id_U, last, min(last + _AHEAD, end), hash_K, shard_K, home_K, k_next)
         later = 0
         for u in range(first, last):
-            address, c = address_P[shard_K[u & _RING]], home_K[u & _RING]
+            at = (u - begin) & _RING
+            address, c = address_P[shard_K[at]], home_K[at]
             k = _end_of_line(address, c, np.int64(table_U[u]), np.int64(id_U[u]))
             place_U[u] = (word_at(address, 2 * (c + (k & 3)) + 1) & _PLACE_MASK) - 1
             later_K[later] = u
             later += k == LINE
-            following = _next_line(c, cells_P[shard_K[u & _RING]])
+            following = _next_line(c, cells_P[shard_K[at]])
             prefetch_word(address, 2 * (following if k == LINE else c))
         for i in range(later):
             u = later_K[i]
-            p = shard_K[u & _RING]
-            following = _next_line(home_K[u & _RING], cells_P[p])
+            at = (u - begin) & _RING
+            p = shard_K[at]
+            following = _next_line(home_K[at], cells_P[p])
             c = _probe(address_P[p], cells_P[p], following, np.int64(table_U[u]), np.int64(id_U[u]))
             place_U[u] = (word_at(address_P[p], 2 * c + 1) & _PLACE_MASK) - 1
 

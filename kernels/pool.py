@@ -12,7 +12,7 @@ Reference: torch.nn.EmbeddingBag.
 import numpy as np
 
 from oneemb.kernels.jit import cpu, from_float32, prefetch, to_float32
-from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes, sum_lanes
+from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes
 from oneemb.kernels.reduce_grads import add_row
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import ByTable
@@ -146,6 +146,7 @@ def pool(
 def _scale_grads_cpu(begin, end, weight_SX, slot_U, inverse_N, bag_N, grad_PX, out_N):
     dim = grad_PX.shape[1]
     rest = dim - dim % LANES
+    lane_1L = np.empty((1, LANES), np.float32)
     for n in range(begin, end):
         u = inverse_N[n]
         out_N[n] = 0
@@ -155,9 +156,12 @@ def _scale_grads_cpu(begin, end, weight_SX, slot_U, inverse_N, bag_N, grad_PX, o
         products = same_lanes(np.float32(0))
         for d in range(0, rest, LANES):
             products = products + load_lanes(weight_SX, s, d) * load_lanes(grad_PX, p, d)
-        out_N[n] = sum_lanes(products)
+        # Lane by lane from here on: an order that the loop for GPUs can keep too.
+        store_lanes(lane_1L, np.int64(0), np.int64(0), products)
         for d in range(rest, dim):
-            out_N[n] += to_float32(weight_SX[s, d]) * to_float32(grad_PX[p, d])
+            lane_1L[0, d - rest] += to_float32(weight_SX[s, d]) * to_float32(grad_PX[p, d])
+        for lane in range(LANES):
+            out_N[n] += lane_1L[0, lane]
 
 
 def scale_grads(
