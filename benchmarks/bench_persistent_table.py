@@ -5,7 +5,7 @@
 Rows of 64 floats, batches of 8,192 different keys out of all of them in random order. Every round runs each system
 and the raw disk in turn, so a slow moment of the machine hurts all of them. Figures are medians over the rounds.
 
-    append               every row once, to a table on disk that is flushed and synced at the end
+    append               every row once, to a table on disk that is flushed and synced at the end, all keys in its index
     read                 get a batch; the files were pushed out of the page cache before each round of each system
     read-modify-append   get a batch, add one, put it
     save, load           a snapshot; its raw limit is to write (and sync), and to read, as many bytes as its index has
@@ -99,7 +99,10 @@ def measure(arguments: argparse.Namespace, block: int) -> list[dict[str, Any]]:
     for name, known in (("append, rows known beforehand", True), ("append", False)):
         one = systems["oneemb"] = systems["oneemb"].again(arguments.rows if known else 0)
         spent = interleaved(
-            {"raw": lambda n: disk.append(len(slices[n]) * WIDTH * 4), "oneemb": lambda n, s=one: s.append(slices[n])},
+            {
+                "raw": lambda n: disk.append(len(slices[n]) * WIDTH * 4),
+                "oneemb": lambda n, s=one: s.append(slices[n], last=n == len(slices) - 1),
+            },
             len(slices), warm=0,
         )  # fmt: skip
         if not known:
@@ -245,12 +248,14 @@ class Oneemb:
         self.out_UW = np.empty((BATCH, WIDTH), np.float32)
         self.table_U = np.zeros(BATCH, np.int32)
 
-    def append(self, id_N: np.ndarray) -> None:
+    def append(self, id_N: np.ndarray, last: bool = True) -> None:
         rows = np.ones((BATCH, WIDTH), np.float32)
         for begin in range(0, len(id_N), BATCH):
             id_U = id_N[begin : begin + BATCH]
             self.table.put(self.table_U[: len(id_U)], id_U, rows[: len(id_U)])
         self.settle()
+        if last:
+            len(self.table)  # The index takes in keys that are still on their way.
 
     def step(self, id_U: np.ndarray, update: bool) -> None:
         missing = self.table.get(self.table_U, id_U, self.out_UW)

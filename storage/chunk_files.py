@@ -22,7 +22,7 @@ from oneemb.storage.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, pac
 from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
 from oneemb.storage.geometry import Geometry
 
-__all__ = ["ROWS_BEGIN", "ChunkEnd", "ChunkFile", "ChunkFiles", "chunk_numbers", "chunk_paths"]
+__all__ = ["ROWS_BEGIN", "ChunkEnd", "ChunkFile", "ChunkFiles", "chunk_numbers", "chunk_paths", "key_record"]
 
 # The header of a rows file fills a block of the larger size, so that blocks are aligned for direct reads.
 ROWS_BEGIN = 4096
@@ -142,22 +142,15 @@ class ChunkFiles:
         chunk.holds += 1
         return chunk
 
-    def write(
-        self, chunk: ChunkFile, end: ChunkEnd, block_N: np.ndarray, table_N: np.ndarray, id_N: np.ndarray,
-        sum_B: np.ndarray,
-    ) -> ChunkEnd:  # fmt: skip
-        """Write one run to the chunk: blocks in aligned memory, the keys of its rows, the blocks' checksums.
+    def write(self, chunk: ChunkFile, end: ChunkEnd, block_N: np.ndarray, record_N: np.ndarray) -> None:
+        """Write one run to the chunk: blocks in aligned memory, then what `key_record` has made of its keys.
 
-        `end` is the chunk's own, or that of a run that was written before and is not appended yet. May run beside
-        everything but another write.
-
-        Returns:
-            The end after the run. The run counts once `append` has been told.
+        `end` is where it begins: the chunk's own end, or that of a run that was written before and is not appended
+        yet. May run beside everything but another write. The run counts once `append` has been told.
 
         Raises:
             StorageError: the run is not written; the next write goes to the same place.
         """
-        record_N, keys_sum = _record(end, table_N, id_N, sum_B)
         assert chunk.rows_out is not None and chunk.keys_out is not None, "only an open chunk grows"
         path = chunk.rows_path
         try:
@@ -166,7 +159,6 @@ class ChunkFiles:
             self._fs.write(chunk.keys_out, record_N, end.keys_bytes)
         except OSError as error:
             raise storage_error(error, "write rows to", path) from error
-        return ChunkEnd(end.blocks + len(sum_B), end.keys_bytes + len(record_N), keys_sum)
 
     def append(self, chunk: ChunkFile, end: ChunkEnd) -> None:
         """The run that was written up to here is part of the chunk from now on."""
@@ -272,8 +264,14 @@ class ChunkFiles:
             self._unremoved.remove(path)
 
 
-def _record(end: ChunkEnd, table_N: np.ndarray, id_N: np.ndarray, sum_B: np.ndarray) -> tuple[np.ndarray, int]:
-    """The bytes of a run in the keys file, uint8, and its checksum."""
+def key_record(end: ChunkEnd, table_N: np.ndarray, id_N: np.ndarray, sum_B: np.ndarray) -> tuple[np.ndarray, ChunkEnd]:
+    """The bytes in the keys file of a run that begins at a chunk's end, uint8, and the end after it.
+
+    Args:
+        end: of the chunk, before the run.
+        table_N, id_N: keys of the run's rows.
+        sum_B: checksums of its blocks.
+    """
     parts = [np.frombuffer(_RUN.pack(end.blocks, len(id_N), len(sum_B)), np.uint8)]
     parts += [array.view(np.uint8) for array in (id_N, table_N, sum_B)]
     size = sum(map(len, parts))
@@ -282,7 +280,7 @@ def _record(end: ChunkEnd, table_N: np.ndarray, id_N: np.ndarray, sum_B: np.ndar
     record_N[size : -_SUM.size] = 0
     keys_sum = xxh64(record_N[: -_SUM.size], end.keys_sum)
     _SUM.pack_into(record_N, len(record_N) - _SUM.size, keys_sum)
-    return record_N, keys_sum
+    return record_N, ChunkEnd(end.blocks + len(sum_B), end.keys_bytes + len(record_N), keys_sum)
 
 
 def chunk_paths(directory: str, number: int) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from oneemb.kernels.checksum import blocks_sum
-from oneemb.storage.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_paths
+from oneemb.storage.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_paths, key_record
 from oneemb.storage.chunk_scan import live_rows, read_keys, scan_rows
 from oneemb.storage.compaction import CompactionResult
 from oneemb.storage.errors import CorruptTableError
@@ -216,5 +216,7 @@ class _Log:
         sum_B = np.empty(blocks, np.uint32)
         blocks_sum(0, blocks, byte_N.view(np.uint64), geometry.block_words, sum_B)
         chunk = self.chunks[-1]
-        self._files.append(chunk, self._files.write(chunk, chunk.end, byte_N, table_N, id_N, sum_B))
+        record_N, end = key_record(chunk.end, table_N, id_N, sum_B)
+        self._files.write(chunk, chunk.end, byte_N, record_N)
+        self._files.append(chunk, end)
         self.rows[-1] += len(id_N)

@@ -14,6 +14,7 @@ Invariant: a row that has changed since its chunk was read is not moved: its new
 """
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,7 +86,19 @@ class Compactor:
         return sum(chunk.nbytes for _, chunk in self._live.slots() if not chunk.snapshots)
 
     def live_bytes(self) -> int:
+        """Bytes that the live rows need; less than that while keys are not settled."""
         return int(len(self._live.index) * self._live.geometry.disk_bytes_per_row)
+
+    def settle(self) -> None:
+        """Take in the keys that were noted, and let go of chunks without live rows, but for the one being written.
+
+        Raises:
+            MemoryError: the index cannot grow; the keys are still noted.
+        """
+        self._live.settle()
+        for slot in np.flatnonzero(self._live.live_S == 0).tolist():
+            if self._live.chunk_S[slot] is not None and slot != self._writer.slot:
+                self._live.remove(slot)
 
     def make_room(self) -> None:
         """Keep the bound for the next piece, here if it is urgent, else in the background. The guard is held.
@@ -93,10 +106,15 @@ class Compactor:
         Raises:
             StorageError: rows could not be moved; nothing is lost.
         """
+        # Keys that are not settled can only lower the excess, so where it is small they need not be.
+        if self._excess() <= (1 if self._background is None else _EARLY) or not any(self._candidates()):
+            return
+        self.settle()
         while self._excess() > 1:
             if self._moving is not None:
                 self._guard.wait()
                 self._raise_error()
+                self.settle()
             elif not self._compact_one():
                 break
         if self._background is not None and not self._background.busy and self._excess() > _EARLY:
@@ -126,6 +144,7 @@ class Compactor:
         free while the chunk is read."""
         while self._moving is not None:
             self._guard.wait()
+        self.settle()
         if self._live.chunk_S[slot] is not chunk:
             return
         geometry, part = self._live.geometry, self._live.part(slot)
@@ -139,7 +158,10 @@ class Compactor:
                 )
                 for table_N, id_N, row_NW in pieces:
                     with self._guard:
-                        if self._stopping or self._live.chunk_S[slot] is not chunk:
+                        if self._stopping:
+                            break
+                        self.settle()
+                        if self._live.chunk_S[slot] is not chunk:
                             break
                         place_N = self._live.index.find(table_N, id_N)
                         here = np.flatnonzero(place_N // geometry.rows_per_chunk == slot)
@@ -169,8 +191,9 @@ class Compactor:
 
     def _run(self) -> None:
         with self._guard:
-            while not self._stopping and self._moving is None and self._excess() > _EARLY:
-                if not self._compact_one():
+            while not self._stopping and self._moving is None:
+                self.settle()
+                if self._excess() <= _EARLY or not self._compact_one():
                     break
 
     def _compact_one(self) -> bool:
@@ -185,13 +208,14 @@ class Compactor:
     def _victim(self) -> int | None:
         """The loose sealed chunk with the least live rows for its size, where moving it is worth while."""
         full = (1 + 1 / self._max_space_amplification) / 2
-        found = [
-            (self._fill(slot, chunk), slot)
-            for slot, chunk in self._live.slots()
-            if not chunk.snapshots and chunk is not self._writer.chunk and chunk not in self._damaged
-        ]
-        fill, slot = min(found, default=(full, -1))
+        fill, slot = min(((self._fill(slot, chunk), slot) for slot, chunk in self._candidates()), default=(full, -1))
         return slot if fill < full else None
+
+    def _candidates(self) -> Iterator[tuple[int, ChunkFile]]:
+        """The loose sealed chunks that can be read."""
+        for slot, chunk in self._live.slots():
+            if not chunk.snapshots and chunk is not self._writer.chunk and chunk not in self._damaged:
+                yield slot, chunk
 
     def _fill(self, slot: int, chunk: ChunkFile) -> float:
         return int(self._live.live_S[slot]) * self._live.geometry.disk_bytes_per_row / chunk.nbytes

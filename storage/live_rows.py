@@ -3,12 +3,16 @@
 A chunk of the table has a slot, and the row r of the chunk in slot s has the place `s * rows_per_chunk + r`; slots
 of chunks that are gone are used again, so places stay small however long a table is written to.
 
+Keys that are `noted` go into the index later and many together, which costs half as much a key. Until `settle`
+the index, the bits and the counts are those from before; whoever looks at them settles first.
+
 Invariants, between calls:
 - the index holds a place exactly when the place's bit is set, and `live_S[s]` counts the bits of slot s;
 - each chunk with a slot is held, once for that.
 """
 
 from collections.abc import Iterator
+from concurrent.futures import Executor
 
 import numpy as np
 
@@ -17,6 +21,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.chunk_files import ChunkFile, ChunkFiles
 from oneemb.storage.geometry import Geometry
 from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.pending_keys import PendingKeys
 from oneemb.storage.snapshot_file import ChunkPart
 
 __all__ = ["LiveRows"]
@@ -30,9 +35,12 @@ class LiveRows:
         files: holds and releases them.
         threads: runs lookups.
         expected: keys to make room for at once.
+        beside: takes in keys that were noted; None = the caller's thread does.
     """
 
-    def __init__(self, geometry: Geometry, files: ChunkFiles, threads: Threads, expected: int = 0):
+    def __init__(
+        self, geometry: Geometry, files: ChunkFiles, threads: Threads, expected: int = 0, beside: Executor | None = None
+    ):  # fmt: skip
         self.geometry = geometry
         self.index = HashIndex(threads, expected)
         self.chunk_S: list[ChunkFile | None] = []
@@ -41,6 +49,7 @@ class LiveRows:
         self.sum_B = np.zeros(0, np.uint32)
         self._files = files
         self._free: list[int] = []
+        self._pending = PendingKeys(beside)
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +82,30 @@ class LiveRows:
         Raises:
             MemoryError: the index cannot grow; nothing has changed, and nothing points at these places.
         """
+        self.settle()
+        self._put(table_U, id_U, place_U)
+
+    def can_note(self, size: int) -> bool:
+        """Whether so many keys may be noted, once.
+
+        Raises:
+            MemoryError: the index cannot grow for those that were noted before; they still are.
+        """
+        return self._pending.make_room(size, self._put)
+
+    def note(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
+        """The rows of these keys are at these places from the next `settle` on. As many as `can_note` has allowed."""
+        self._pending.note(table_U, id_U, place_U)
+
+    def settle(self) -> None:
+        """Take in all keys that were noted.
+
+        Raises:
+            MemoryError: the index cannot grow; nothing has changed, and the keys are still noted.
+        """
+        self._pending.settle(self._put)
+
+    def _put(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
         rows = self.geometry.rows_per_chunk
         old_U = self.index.put(table_U, id_U, place_U)
         # New places first: of equal keys in one call, the earlier one's place is an old place of the later one.
@@ -118,6 +151,7 @@ class LiveRows:
         self.chunk_S = []
 
     def _grow(self) -> None:
+        self._pending.wait()  # It writes to the arrays.
         old = len(self.chunk_S)
         new = max(old + 1, old * 3 // 2)
         rows, blocks = self.geometry.rows_per_chunk, self.geometry.blocks_per_chunk

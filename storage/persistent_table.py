@@ -81,8 +81,9 @@ class PersistentTable:
         self._saves = Background("save_snapshot")
         self._compactions = Background("compaction") if background else None
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="oneemb-write") if background else None
+        self._settles = ThreadPoolExecutor(1, thread_name_prefix="oneemb-settle") if background else None
         self._expected_rows = expected_rows
-        self._use(LiveRows(geometry, self._files, threads, expected_rows))
+        self._use(LiveRows(geometry, self._files, threads, expected_rows, self._settles))
 
     @classmethod
     def open(
@@ -127,7 +128,9 @@ class PersistentTable:
         return cls(fs, os.fspath(path), geometry, threads, max_space_amplification, io, background, expected_rows)
 
     def __len__(self) -> int:
-        return len(self._live.index)
+        with self._guard:
+            self._compactor.settle()
+            return len(self._live.index)
 
     def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
         with self._guard:
@@ -157,14 +160,19 @@ class PersistentTable:
             )
         row_UW = np.ascontiguousarray(row_UW)
         with self._guard:
-            self._begin()
+            self._begin(settle=False)
             piece = self._compactor.piece_rows
             for begin in range(0, len(id_U), piece):
                 self._compactor.make_room()
                 n = slice(begin, begin + piece)
-                place_U = self._writer.append(table_U[n], id_U[n], row_UW[n])
-                self._live.put(table_U[n], id_U[n], place_U)
-                self._drop_dead()
+                table_N, id_N = table_U[n], id_U[n]
+                # Rows may be taken in only when nothing can fail after it.
+                later = self._live.can_note(len(id_N))
+                place_N = self._writer.append(table_N, id_N, row_UW[n])
+                if later:
+                    self._live.note(table_N, id_N, place_N)
+                else:
+                    self._live.put(table_N, id_N, place_N)
             self._count["rows_put"] += len(id_U)
 
     def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -189,13 +197,13 @@ class PersistentTable:
 
     def clear(self) -> None:
         with self._guard:
-            self._begin()
-            self._replace(LiveRows(self._live.geometry, self._files, self._threads, self._expected_rows))
+            self._begin(settle=False)
+            self._replace(LiveRows(self._live.geometry, self._files, self._threads, self._expected_rows, self._settles))
 
     def flush(self) -> None:
         """Write the rows that are in memory to their chunk. They are durable when a snapshot has been saved."""
         with self._guard:
-            self._begin()
+            self._begin(settle=False)
             self._writer.write_out()
 
     def save_snapshot(
@@ -250,7 +258,7 @@ class PersistentTable:
         """
         self._saves.wait()
         with self._guard:
-            self._begin()
+            self._begin(settle=False)
             record = self._store.files.read(name)
             if record.geometry.row_width != self.row_width:
                 raise RowWidthError(
@@ -259,7 +267,9 @@ class PersistentTable:
                     f"dtype and optimizer as when it was saved"
                 )
             self._reader_for(record.geometry)
-            self._replace(load_live_rows(self._fs, self._store.files, self._files, record, self._threads))
+            self._replace(
+                load_live_rows(self._fs, self._store.files, self._files, record, self._threads, self._settles)
+            )
             return record.info.meta
 
     def delete_snapshot(self, name: str) -> None:
@@ -271,7 +281,7 @@ class PersistentTable:
         """
         self._saves.wait()
         with self._guard:
-            self._begin()
+            self._begin(settle=False)
             self._store.delete(name)
 
     def snapshots(self) -> list[SnapshotInfo]:
@@ -292,6 +302,7 @@ class PersistentTable:
 
     def stats(self) -> dict[str, Any]:
         with self._guard:
+            self._compactor.settle()
             chunks = self._files.chunks.values()
             return {
                 "rows": len(self),
@@ -321,8 +332,9 @@ class PersistentTable:
             self._closed = True
             try:
                 self._compactor.stop()
-                if self._writes is not None:
-                    self._writes.shutdown()
+                for beside in (self._writes, self._settles):
+                    if beside is not None:
+                        beside.shutdown()
                 self._live.release()
                 self._files.close()
                 self._rows.close()
@@ -336,13 +348,15 @@ class PersistentTable:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _begin(self) -> None:
-        """Every call begins here, with the guard held."""
+    def _begin(self, *, settle: bool = True) -> None:
+        """Every call begins here, with the guard held. One that looks at rows settles what puts have noted."""
         if self._closed:
             raise StorageError(f"the table at {self._path} is closed; open it again")
         self._saves.raise_error()
         if self._compactions is not None:
             self._compactions.raise_error()
+        if settle:
+            self._compactor.settle()
 
     def _use(self, live: LiveRows) -> None:
         self._live = live
@@ -393,9 +407,3 @@ class PersistentTable:
             raise
         with self._guard:
             self._store.enter(record, cut, None)
-
-    def _drop_dead(self) -> None:
-        """Let go of chunks without live rows, but for the one being written."""
-        for slot in np.flatnonzero(self._live.live_S == 0).tolist():
-            if self._live.chunk_S[slot] is not None and slot != self._writer.slot:
-                self._live.remove(slot)

@@ -21,7 +21,7 @@ import numpy as np
 from oneemb.kernels.checksum import blocks_sum
 from oneemb.kernels.row_blocks import rows_into_blocks, rows_out_of_blocks
 from oneemb.kernels.threads import Threads
-from oneemb.storage.chunk_files import ChunkEnd, ChunkFile, ChunkFiles
+from oneemb.storage.chunk_files import ChunkEnd, ChunkFile, ChunkFiles, key_record
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import aligned_bytes
 from oneemb.storage.geometry import Geometry
@@ -48,6 +48,9 @@ class _Run:
         self.id_N = np.empty(blocks * geometry.rows_per_block, np.int64)
         self.rows = self.block = 0
         self.slot = -1
+        # Of a sealed run: its bytes in the keys file, and where in the chunk it begins and ends.
+        self.record_N = np.empty(0, np.uint8)
+        self.begin = self.end = ChunkEnd(0, 0, 0)
 
     @property
     def blocks(self) -> int:
@@ -82,15 +85,18 @@ class _Run:
             self.geometry.rows_per_block, self.geometry.block_bytes // 4,
         )  # fmt: skip
 
-    def seal(self) -> None:
-        """Zero what the last block has room for, so that every block has its checksum."""
+    def seal(self, begin: ChunkEnd) -> None:
+        """Zero what the last block has room for, so that every block has its checksum; make the record of the keys."""
         last = self.blocks - 1
         rest = self.rows - last * self.geometry.rows_per_block
         if rest < self.geometry.rows_per_block:
             words = self.geometry.block_bytes // 4
-            begin = last * words + rest * self.geometry.row_width
-            self.word_X.view(np.uint32)[begin : (last + 1) * words] = 0
+            first = last * words + rest * self.geometry.row_width
+            self.word_X.view(np.uint32)[first : (last + 1) * words] = 0
             blocks_sum(last, last + 1, self.word_X, self.geometry.block_words, self.sum_B)
+        table_N, id_N = self.table_N[: self.rows], self.id_N[: self.rows]
+        self.begin = begin
+        self.record_N, self.end = key_record(begin, table_N, id_N, self.sum_B[: self.blocks])
 
 
 class RowWriter:
@@ -110,7 +116,7 @@ class RowWriter:
         self._filling = _Run(geometry, blocks)
         self._spare = [_Run(geometry, blocks) for _ in range(_RUNS_SEALED_MAX)]
         # Full runs, oldest first, each with its write beside the caller; None: a call has to write it.
-        self._sealed: deque[tuple[_Run, Future[ChunkEnd] | None]] = deque()
+        self._sealed: deque[tuple[_Run, Future[None] | None]] = deque()
         self.chunk: ChunkFile | None = None
 
     @property
@@ -218,7 +224,7 @@ class RowWriter:
         """Begin to write the filling run; a spare one fills next."""
         assert self.chunk is not None
         run = self._filling
-        run.seal()
+        run.seal(self._sealed[-1][0].end if self._sealed else self.chunk.end)
         begin = run.slot * run.geometry.blocks_per_chunk + run.block
         self._live.sum_B[begin : begin + run.blocks] = run.sum_B[: run.blocks]
         self._filling = self._spare.pop()
@@ -242,13 +248,13 @@ class RowWriter:
         assert self.chunk is not None
         run, written = self._sealed[0]
         try:
-            end = self._write(run, None) if written is None else written.result()
+            self._write(run, None) if written is None else written.result()
         except BaseException:
             # The writes after it fail too. All are tried again, one after the other, by the next calls.
             wait([later for _, later in self._sealed if later is not None])
             self._sealed = deque((run, None) for run, _ in self._sealed)
             raise
-        self._files.append(self.chunk, end)
+        self._files.append(self.chunk, run.end)
         self._free()
 
     def _free(self) -> None:
@@ -257,19 +263,18 @@ class RowWriter:
         run.rows = 0
         self._spare.append(run)
 
-    def _write(self, run: _Run, before: Future[ChunkEnd] | None) -> ChunkEnd:
+    def _write(self, run: _Run, before: Future[None] | None) -> None:
         """Write a run after the one before, which has ended, or after all that the chunk counts as its own."""
         assert self.chunk is not None
-        end = self.chunk.end if before is None else before.result()
-        data = run.byte_N[: run.blocks * run.geometry.block_bytes]
-        table_N, id_N = run.table_N[: run.rows], run.id_N[: run.rows]
-        return self._files.write(self.chunk, end, data, table_N, id_N, run.sum_B[: run.blocks])
+        if before is not None:
+            before.result()
+        self._files.write(self.chunk, run.begin, run.byte_N[: run.blocks * run.geometry.block_bytes], run.record_N)
 
 
-def _has_ended(written: Future[ChunkEnd] | None) -> bool:
+def _has_ended(written: Future[None] | None) -> bool:
     """Whether this write needs no more waiting."""
     return written is None or written.done()
 
 
-def _is_written(written: Future[ChunkEnd] | None) -> bool:
+def _is_written(written: Future[None] | None) -> bool:
     return written is not None and written.done() and written.exception() is None

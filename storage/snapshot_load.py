@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,8 +26,9 @@ _PIECE_ROWS = 1 << 20
 
 
 def load_live_rows(
-    fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: SnapshotRecord, threads: Threads
-) -> LiveRows:
+    fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: SnapshotRecord, threads: Threads,
+    beside: Executor | None = None,
+) -> LiveRows:  # fmt: skip
     """The live rows of a table that holds exactly this snapshot.
 
     Raises:
@@ -37,7 +38,7 @@ def load_live_rows(
     # Pieces are read and checked while the keys of those before go into the index.
     with ThreadPoolExecutor(1, thread_name_prefix="oneemb-load") as ahead:
         reading = deque(ahead.submit(next, pieces, None) for _ in range(_PIECES_AHEAD))
-        live = LiveRows(record.geometry, files, threads, expected=record.info.rows)
+        live = LiveRows(record.geometry, files, threads, record.info.rows, beside)
         slot = -1
         try:
             while (piece := reading.popleft().result()) is not None:

@@ -329,6 +329,7 @@ def test_places_above_two_to_the_31_are_kept(tmp_path):
         live.chunk_S = [None] * (slots + 8)
         live._free = list(range(slots + 7, slots - 1, -1))
         put_random(table, rows, rng, 2000)
+        assert len(table) == len(rows)
         assert next(live.index.items())[2].min() >= 2**31
         table.flush()
         put_random(table, rows, rng, 2000)
