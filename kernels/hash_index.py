@@ -23,7 +23,7 @@ import numpy as np
 from oneemb.kernels.jit import cpu, mul_high, prefetch_word, rule, set_word, word_at
 
 __all__ = [
-    "BLOCK", "LINE", "PLACE_MAX", "TABLE_MAX", "cells_erase", "cells_find", "cells_items", "cells_move", "cells_put",
+    "BLOCK", "LINE", "PLACE_BITS", "PLACE_MAX", "TABLE_MAX", "cells_erase", "cells_find", "cells_items", "cells_move", "cells_put",
     "count_keys", "hash_key", "order_keys",
 ]  # fmt: skip
 
@@ -33,7 +33,10 @@ LINE = 4
 BLOCK = 1 << 13
 """Keys that are counted and ordered by one share of the work."""
 
-_PLACE_BITS = np.int64(40)
+PLACE_BITS = 40
+"""Bits of the place in a cell's word; the table lies above them."""
+
+_PLACE_BITS = np.int64(PLACE_BITS)
 _PLACE_MASK = np.int64((1 << 40) - 1)
 PLACE_MAX = (1 << 40) - 2
 TABLE_MAX = (1 << 23) - 1
@@ -161,14 +164,16 @@ def count_keys(begin, end, table_U, id_U, shard_U, count_KP):
 def order_keys(begin, end, table_U, id_U, place_U, shard_U, next_KP, order_U, cell_U2):
     """Make the cells of the keys of blocks begin to end - 1 and list them shard by shard.
 
-    next_KP says where those of each block and shard go; order_U[i] is the key whose cell is cell_U2[i].
+    next_KP says where those of each block and shard go; order_U[i] is the key whose cell is cell_U2[i], unless order_U
+    is empty.
     """
     for k in range(begin, end):
         for u in range(k * BLOCK, min((k + 1) * BLOCK, len(shard_U))):
             p = shard_U[u]
             i = next_KP[k, p]
             next_KP[k, p] += 1
-            order_U[i] = u
+            if len(order_U) != 0:
+                order_U[i] = u
             cell_U2[i, 0] = id_U[u]
             cell_U2[i, 1] = (np.int64(table_U[u]) << _PLACE_BITS) | (place_U[u] + 1)
 
@@ -177,8 +182,8 @@ def order_keys(begin, end, table_U, id_U, place_U, shard_U, next_KP, order_U, ce
 def cells_put(begin, end, address_P, cells_P, size_P, begin_P1, order_U, cell_U2, old_U):
     """Put the cells cell_U2[begin_P1[p]] to cell_U2[begin_P1[p + 1] - 1] into shard p, for shards begin to end - 1.
 
-    old_U[order_U[i]] = the place the key of cell i had, -1 if it is new; of equal keys the last one counts. New keys
-    are counted in size_P. The caller has made sure that every shard has an empty cell left after its keys are in.
+    old_U[order_U[i]] = the place the key of cell i had, -1 if it is new; old_U[i] if order_U is empty, which takes less
+    time: nothing is written all over memory. Of equal keys the last one counts. New keys are counted in size_P. The caller has made sure that every shard has an empty cell left after its keys are in.
     """
     home_K = np.empty(_AHEAD, np.int64)
     for p in range(begin, end):
@@ -194,7 +199,7 @@ def cells_put(begin, end, address_P, cells_P, size_P, begin_P1, order_U, cell_U2
                 id, word = cell_U2[i, 0], cell_U2[i, 1]
                 c = _probe(address, cells, home_K[i - first], word >> _PLACE_BITS, id)
                 old = word_at(address, 2 * c + 1)
-                old_U[order_U[i]] = (old & _PLACE_MASK) - 1
+                old_U[order_U[i] if len(order_U) != 0 else i] = (old & _PLACE_MASK) - 1
                 new += old == 0
                 set_word(address, 2 * c, id)
                 set_word(address, 2 * c + 1, word)

@@ -15,6 +15,7 @@ import numpy as np
 from oneemb.kernels.hash_index import (
     BLOCK,
     LINE,
+    PLACE_BITS,
     PLACE_MAX,
     cells_erase,
     cells_find,
@@ -77,13 +78,34 @@ class HashIndex:
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> np.ndarray:
         """Set the place of each key, the last one of equal keys. Returns the places they had, -1 if none: int64 [U]."""
+        return self._put(table_U, id_U, place_U, np.empty(len(id_U), np.int64))[0]
+
+    def replace(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> np.ndarray:
+        """`put` in less time, whose answer comes in any order: the places that keys had, -1 if none, int64 [U]."""
+        return self._put(table_U, id_U, place_U, np.empty(0, np.int64))[0]
+
+    def put_new(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> tuple[int, int] | None:
+        """`put` of keys that are not here, in less time. Returns the (table, id) of one that was here, or is here twice
+        now; None if that is true of none."""
+        old_U, cell_U2 = self._put(table_U, id_U, place_U, np.empty(0, np.int64))
+        for id, word in cell_U2[old_U >= 0][:1].tolist():
+            return word >> PLACE_BITS, id
+        return None
+
+    def _put(
+        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, order_U: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Set the place of each key. Returns the places they had, and the cells that were written, shard by shard.
+
+        The places are in the order of the keys if `order_U` has room for each, and of the cells if it is empty.
+        """
         assert len(place_U) == 0 or 0 <= place_U.min() <= place_U.max() <= PLACE_MAX
         shard_U, count_KP = self._count(table_U, id_U)
         self._grow(self._size_P + count_KP.sum(0))
         # Shard by shard, each the work of one thread; within a shard in the order given.
         begin_P1 = np.concatenate([[0], np.cumsum(count_KP.sum(0))])
         next_KP = begin_P1[:-1] + np.cumsum(count_KP, 0) - count_KP
-        order_U, cell_U2 = np.empty(len(id_U), np.int64), np.empty((len(id_U), 2), np.int64)
+        cell_U2 = np.empty((len(id_U), 2), np.int64)
         self._threads.run(
             order_keys, len(count_KP), table_U, id_U, place_U, shard_U, next_KP, order_U, cell_U2, share_min=1
         )
@@ -92,7 +114,7 @@ class HashIndex:
             cells_put, _SHARDS, self._address_P, self._cells_P, self._size_P, begin_P1, order_U, cell_U2, old_U,
             share_min=1 + _SHARDS * _SHARE_MIN // (len(id_U) + 1),
         )  # fmt: skip
-        return old_U
+        return old_U, cell_U2
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """Take the keys out. Returns the places they had, -1 for a key that was not here: int64 [U]."""

@@ -107,19 +107,20 @@ class LiveRows:
 
     def _put(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
         rows = self.geometry.rows_per_chunk
-        old_U = self.index.put(table_U, id_U, place_U)
+        old_U = self.index.replace(table_U, id_U, place_U)
         # New places first: of equal keys in one call, the earlier one's place is an old place of the later one.
         bits_set(self.bit_N, place_U, rows, self.live_S)
         bits_clear(self.bit_N, old_U, rows, self.live_S)
 
-    def load(self, slot: int, table_N: np.ndarray, id_N: np.ndarray, row_N: np.ndarray) -> np.ndarray:
+    def load(
+        self, slot: int, table_N: np.ndarray, id_N: np.ndarray, row_N: np.ndarray
+    ) -> tuple[int, int] | None:  # fmt: skip
         """Take in rows of a chunk that `load_chunk` has taken in.
 
         Returns:
-            Which of the keys are here twice now: their numbers. The index is of no use then.
+            The (table, id) of a key that is here twice now, else None. The index is of no use then.
         """
-        old_N = self.index.put(table_N, id_N, row_N + slot * self.geometry.rows_per_chunk)
-        return np.flatnonzero(old_N >= 0)
+        return self.index.put_new(table_N, id_N, row_N + slot * self.geometry.rows_per_chunk)
 
     def load_chunk(self, slot: int, size: int, bit_N: np.ndarray, sum_B: np.ndarray) -> None:
         """Take in a chunk with a fresh slot: its live rows as bits, how many they are, its blocks' checksums."""

@@ -47,9 +47,10 @@ def load_live_rows(
                 if slot < 0:
                     chunk = files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
                     slot = live.add(chunk)
-                for n in live.load(slot, piece.table_N, piece.id_N, piece.row_N)[:1]:
+                twice = live.load(slot, piece.table_N, piece.id_N, piece.row_N)
+                if twice is not None:
                     raise CorruptTableError(
-                        f"{chunk.keys_path}: table {piece.table_N[n]}, id {piece.id_N[n]} is twice in the snapshot "
+                        f"{chunk.keys_path}: table {twice[0]}, id {twice[1]} is twice in the snapshot "
                         f"{record.info.name!r}; run `oneemb check` on the table"
                     )
                 if piece.bit_N is not None and piece.sum_B is not None:

@@ -349,3 +349,34 @@ def test_the_comparison_notices(spoil):
     spoil(index, model)
     with pytest.raises(AssertionError):
         check_same(index, model)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("size", [0, 1, 700, 30_000])
+def test_replace_tells_the_places_that_a_put_tells_in_any_order(size, count):
+    print("seed 0")
+    rng = np.random.default_rng(0)
+    index, model = HashIndex(Threads(count)), Dict()
+    for round in range(4):
+        keys = list(zip(rng.integers(0, 3, size).tolist(), rng.integers(-9000, 9000, size).tolist(), strict=True))
+        places = rng.integers(0, 1 << 39, size)
+        old = index.replace(*arrays(keys), places)
+        assert sorted(old.tolist()) == sorted(model.put(keys, places.tolist())), round
+        check_same(index, model)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_put_new_names_a_key_that_is_not_new(count):
+    index, model = HashIndex(Threads(count)), Dict()
+    ends = [(2, INT64.min), (0, INT64.max), (TABLE_MAX, -1), (0, 0)]
+    for begin in (0, 20_000):
+        keys = [(n % 5, n) for n in range(begin + 1, begin + 20_000)] + (ends if begin == 0 else [])
+        places = list(range(begin, begin + len(keys)))
+        assert index.put_new(*arrays(keys), np.array(places)) is None
+        model.put(keys, places)
+        check_same(index, model)
+    for key in [*ends, (3, 3), (4, 39_999)]:
+        assert index.put_new(*arrays([(1, -5), key]), np.array([7, 8])) == key
+        index.erase(*arrays([(1, -5)]))
+    assert index.put_new(*arrays([(6, 1), (6, 2), (6, 1)]), np.array([1, 2, 3])) == (6, 1)
+    assert index.find(*arrays([(6, 1)])).tolist() == [3]

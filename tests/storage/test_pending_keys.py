@@ -137,7 +137,7 @@ def test_what_is_done_with_noted_keys_sees_them(tmp_path, monkeypatch, backgroun
 @pytest.mark.parametrize("fails_at", [0, 1, 2, 5])
 def test_without_memory_for_the_index_no_row_is_lost(tmp_path, monkeypatch, background, fails_at):
     monkeypatch.setattr(pending_keys, "PENDING_MAX", 300)
-    index_put, calls, failed = HashIndex.put, [0], []
+    index_put, calls, failed = HashIndex.replace, [0], []
 
     def failing(self, table_U, id_U, place_U):
         calls[0] += 1
@@ -147,7 +147,7 @@ def test_without_memory_for_the_index_no_row_is_lost(tmp_path, monkeypatch, back
 
     rng, rows = np.random.default_rng(3), {}
     with open_table(tmp_path, background=background) as table:
-        monkeypatch.setattr(HashIndex, "put", failing)
+        monkeypatch.setattr(HashIndex, "replace", failing)
         for begin in range(0, 4000, 100):
             table_U, id_U, row_UW = batch(begin % 1300, 100, rng)
             try:
@@ -169,7 +169,7 @@ def test_without_memory_for_the_index_no_row_is_lost(tmp_path, monkeypatch, back
 
 def test_rows_can_be_got_while_the_index_takes_in_a_list(tmp_path, monkeypatch):
     monkeypatch.setattr(pending_keys, "PENDING_MAX", 300)
-    index_put, go, waiting = HashIndex.put, threading.Event(), threading.Event()
+    index_put, go, waiting = HashIndex.replace, threading.Event(), threading.Event()
 
     def slow(self, *keys):
         if threading.current_thread().name.startswith("oneemb-settle"):
@@ -179,7 +179,7 @@ def test_rows_can_be_got_while_the_index_takes_in_a_list(tmp_path, monkeypatch):
 
     rng, rows = np.random.default_rng(4), {}
     with open_table(tmp_path) as table:
-        monkeypatch.setattr(HashIndex, "put", slow)
+        monkeypatch.setattr(HashIndex, "replace", slow)
         for begin in range(0, 500, 100):
             put(table, rows, *batch(begin, 100, rng))
         assert waiting.wait(30), "a full list goes in beside the caller"
