@@ -23,8 +23,8 @@ import numpy as np
 from oneemb.kernels.jit import cpu, mul_high, prefetch_word, rule, set_word, word_at
 
 __all__ = [
-    "BLOCK", "LINE", "PLACE_BITS", "PLACE_MAX", "TABLE_MAX", "cells_erase", "cells_find", "cells_items", "cells_move", "cells_put",
-    "count_keys", "hash_key", "order_keys",
+    "BLOCK", "LINE", "PLACE_BITS", "PLACE_MAX", "TABLE_MAX", "cells_erase", "cells_find", "cells_items", "cells_move",
+    "cells_put", "count_keys", "hash_key", "order_keys",
 ]  # fmt: skip
 
 LINE = 4
@@ -182,8 +182,9 @@ def order_keys(begin, end, table_U, id_U, place_U, shard_U, next_KP, order_U, ce
 def cells_put(begin, end, address_P, cells_P, size_P, begin_P1, order_U, cell_U2, old_U):
     """Put the cells cell_U2[begin_P1[p]] to cell_U2[begin_P1[p + 1] - 1] into shard p, for shards begin to end - 1.
 
-    old_U[order_U[i]] = the place the key of cell i had, -1 if it is new; old_U[i] if order_U is empty, which takes less
-    time: nothing is written all over memory. Of equal keys the last one counts. New keys are counted in size_P. The caller has made sure that every shard has an empty cell left after its keys are in.
+    old_U[order_U[i]] = the place the key of cell i had, -1 if it is new; of equal keys the last one counts.
+    Where order_U is empty it is old_U[i], which takes less time: nothing is written all over memory. New keys are
+    counted in size_P. The caller has made sure that every shard has an empty cell left after its keys are in.
     """
     home_K = np.empty(_AHEAD, np.int64)
     for p in range(begin, end):

@@ -31,7 +31,7 @@ __all__ = ["RowWriter"]
 
 _RUN_BYTES = 4 << 20
 # Runs that may wait for the disk, beside the one that fills.
-_RUNS_SEALED_MAX = 2
+_RUNS_SEALED_MAX = 3
 # A share of a copy smaller than this is not worth waking a thread for.
 _SHARE_BYTES_MIN = 2 << 20
 
