@@ -42,7 +42,8 @@ class LiveRows:
         self, geometry: Geometry, files: ChunkFiles, threads: Threads, expected: int = 0, beside: Executor | None = None
     ):  # fmt: skip
         self.geometry = geometry
-        self.index = HashIndex(threads, expected)
+        # Appends are bound by what the index costs, and a row on a disk is many to a byte of memory.
+        self.index = HashIndex(threads, expected, growth=2.2)
         self.chunk_S: list[ChunkFile | None] = []
         self.live_S = np.zeros(0, np.int64)
         self.bit_N = np.zeros(0, np.uint8)
