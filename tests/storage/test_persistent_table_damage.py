@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
+from oneemb.storage import snapshot_load
 from oneemb.storage.errors import CorruptTableError, FormatVersionError
 from oneemb.storage.persistent_table import PersistentTable
 from oneemb.storage.snapshot_reader import SnapshotReader
@@ -151,3 +152,23 @@ def test_a_file_of_another_format_is_told_from_a_damaged_one():
     data[120:128] = xxh64(bytes(data[:120])).to_bytes(8, "little")
     with pytest.raises(FormatVersionError, match=r"000000000001.keys has format 7.*reads format 1"):
         read_table(fs, rows)
+
+
+def test_a_key_that_is_in_a_snapshot_twice_is_named_and_the_table_stays_as_it_was(monkeypatch):
+    fs, _ = small_table()
+    honest, repeated = snapshot_load._keys_of, []
+
+    def repeat_first(keys, row_N):
+        table_N, id_N = (array.copy() for array in honest(keys, row_N))
+        table_N[1:2], id_N[1:2] = table_N[:1], id_N[:1]
+        repeated.extend(zip(table_N[:1].tolist(), id_N[:1].tolist(), strict=True))
+        return table_N, id_N
+
+    monkeypatch.setattr(snapshot_load, "_keys_of", repeat_first)
+    with open_table(fs) as table:
+        rows = {}
+        put_random(table, rows, np.random.default_rng(0), 50, ids=20)
+        with pytest.raises(CorruptTableError, match="is twice in the snapshot 's'; run `oneemb check`") as caught:
+            table.load_snapshot("s")
+        assert f"table {repeated[0][0]}, id {repeated[0][1]} " in str(caught.value)
+        check(table, rows)
