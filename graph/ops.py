@@ -198,7 +198,7 @@ def unique_keys(
 ) -> Keys:
     """The unique (table, id) pairs of a batch, in order of first occurrence, padding left out.
 
-    On the CPU those of bags of several tables' ids side by side come table by table.
+    Of bags, where no `table_ids` are given, they come table by table on the CPU.
 
     Args:
         ids: [B, T] of `key_type`: column t is looked up in table t. With one table, or with `table_ids`, any shape.

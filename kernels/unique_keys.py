@@ -8,9 +8,9 @@ and always in the same order:
 
     order_N  0 2 1 3              begin_U1  0 2 3 4
 
-Ids of different tables have no key in common. Of a large batch they are looked at table by table: the work of one
-thread each, in memory that stays in its cache. J counts ids table by table, in batch order within a table; keys come
-in the same order.
+Ids of different tables have no key in common. `unique_keys_by_table`, for bags of ids, which are many, takes one table
+after the other: each is the work of one thread, in memory that stays in its cache. J counts ids table by table, in
+batch order within a table; keys come in the same order.
 """
 
 from typing import NamedTuple

@@ -42,7 +42,7 @@ class LiveRows:
         self, geometry: Geometry, files: ChunkFiles, threads: Threads, expected: int = 0, beside: Executor | None = None
     ):  # fmt: skip
         self.geometry = geometry
-        # Appends are bound by what the index costs, and a row on a disk is many to a byte of memory.
+        # Appends are bound by what the index's growth costs; it may take 30 bytes a key in place of 24 for less of it.
         self.index = HashIndex(threads, expected, growth=2.2)
         self.chunk_S: list[ChunkFile | None] = []
         self.live_S = np.zeros(0, np.int64)
@@ -113,9 +113,7 @@ class LiveRows:
         bits_set(self.bit_N, place_U, rows, self.live_S)
         bits_clear(self.bit_N, old_U, rows, self.live_S)
 
-    def load(
-        self, slot: int, table_N: np.ndarray, id_N: np.ndarray, row_N: np.ndarray
-    ) -> tuple[int, int] | None:  # fmt: skip
+    def load(self, slot: int, table_N: np.ndarray, id_N: np.ndarray, row_N: np.ndarray) -> tuple[int, int] | None:
         """Take in rows of a chunk that `load_chunk` has taken in.
 
         Returns:
