@@ -5,7 +5,7 @@ Copies move bits: what a row means is no matter here.
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, part, prefetch, prefetch_row
+from oneemb.kernels.jit import cpu, part, prefetch_row
 from oneemb.kernels.jit_lanes import LANES, move_lanes
 from oneemb.kernels.threads import Threads
 
@@ -28,8 +28,7 @@ def _copy_row(to_UX, u, from_SX, s, width):
 def _gather_cpu(begin, end, weight_SX, slot_U, inverse_N, out_ND):
     dim = out_ND.shape[1]
     for n in range(begin, end):
-        if n + _AHEAD < end and inverse_N[n + _AHEAD] >= 0:
-            prefetch(weight_SX, slot_U[inverse_N[n + _AHEAD]])
+        prefetch_row(weight_SX, slot_U[max(inverse_N[min(n + _AHEAD, end - 1)], 0)], dim)
         u = inverse_N[n]
         if u < 0:
             for d in range(dim):
@@ -49,6 +48,9 @@ def gather(
         inverse_N: int64 [N].
         out_ND: [N, D] of the dtype of `weight_SX`.
     """
+    if len(slot_U) == 0:  # nothing but padding
+        out_ND[:] = 0
+        return
     threads.run(_gather_cpu, len(inverse_N), weight_SX, slot_U, inverse_N, out_ND)
 
 
@@ -56,8 +58,7 @@ def gather(
 def _copy_rows_out_cpu(begin, end, row_SW, slot_U, out_UW):
     width = row_SW.shape[1]
     for u in range(begin, end):
-        if u + _AHEAD < end:
-            prefetch_row(row_SW, slot_U[u + _AHEAD])
+        prefetch_row(row_SW, slot_U[min(u + _AHEAD, end - 1)], width)
         _copy_row(out_UW, u, row_SW, slot_U[u], width)
 
 

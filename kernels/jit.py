@@ -287,51 +287,53 @@ def lanes_mixed(typingctx, word_X, begin, end, lanes, before, bits, after):
     return types.UniTuple(u64, 4)(word_X, *wanted), codegen
 
 
+def _prefetch(builder, address, level):
+    """Ask the cache of this level, 1 or 2, for the line at an address, an integer."""
+    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
+    i32 = ir.IntType(32)
+    function_type = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+    builder.call(function, [pointer, i32(0), i32(4 - level), i32(1)])
+
+
 @intrinsic
 def prefetch(typingctx, array, index):
-    """Ask the cache for `array[index, 0]` (2-D) or `array[index]` (1-D), which will be read soon."""
+    """Ask the first cache for `array[index]` of a 1-D array, which will be read soon."""
 
     def codegen(context, builder, sig, args):
         array_type, index_type = sig.args
         view = context.make_array(array_type)(context, builder, args[0])
-        stride = cgutils.unpack_tuple(builder, view.strides, array_type.ndim)[0]
-        base = builder.ptrtoint(view.data, stride.type)
+        (stride,) = cgutils.unpack_tuple(builder, view.strides, 1)
         place = context.cast(builder, args[1], index_type, types.intp)
-        address = builder.add(base, builder.mul(place, stride))
-        pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
-        i32 = ir.IntType(32)
-        function_type = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
-        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-        builder.call(function, [pointer, i32(0), i32(3), i32(1)])
+        _prefetch(builder, builder.add(builder.ptrtoint(view.data, stride.type), builder.mul(place, stride)), 1)
         return context.get_dummy_value()
 
     return types.void(array, index), codegen
 
 
 @intrinsic
-def prefetch_row(typingctx, array, index):
-    """Ask the cache for all of `array[index]`, a row of a C-contiguous 2-D array.
+def prefetch_row(typingctx, array, index, columns):
+    """Ask the second cache for `array[index, :columns]` of a C-contiguous 2-D array, which will be read soon.
 
-    Every line of it: the processor's own prefetcher starts too late for a short run.
+    For every line of it: the processor's own prefetcher starts too late for a short run. And for no nearer cache: the
+    first one can wait for few lines at once, fewer than the rows on their way have.
     """
 
     def codegen(context, builder, sig, args):
-        array_type, index_type = sig.args
+        array_type, index_type, columns_type = sig.args
         view = context.make_array(array_type)(context, builder, args[0])
-        row_bytes = cgutils.unpack_tuple(builder, view.strides, array_type.ndim)[0]
+        row_bytes = cgutils.unpack_tuple(builder, view.strides)[0]
+        word = row_bytes.type
         place = context.cast(builder, args[1], index_type, types.intp)
-        begin = builder.add(builder.ptrtoint(view.data, row_bytes.type), builder.mul(place, row_bytes))
-        i32 = ir.IntType(32)
-        lines = builder.udiv(builder.add(row_bytes, row_bytes.type(_LINE_BYTES - 1)), row_bytes.type(_LINE_BYTES))
-        with cgutils.for_range(builder, lines, intp=row_bytes.type) as loop:
-            address = builder.add(begin, builder.mul(loop.index, row_bytes.type(_LINE_BYTES)))
-            pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
-            function_type = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
-            function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-            builder.call(function, [pointer, i32(0), i32(3), i32(1)])
+        begin = builder.add(builder.ptrtoint(view.data, word), builder.mul(place, row_bytes))
+        columns = context.cast(builder, args[2], columns_type, types.intp)
+        end = builder.add(begin, builder.mul(columns, word(array_type.dtype.bitwidth // 8)))
+        first = builder.and_(begin, word(-_LINE_BYTES))
+        with cgutils.for_range_slice(builder, first, end, word(_LINE_BYTES), intp=word) as (address, _):
+            _prefetch(builder, address, 2)
         return context.get_dummy_value()
 
-    return types.void(array, index), codegen
+    return types.void(array, index, columns), codegen
 
 
 def _word_pointer(builder, address, index):
@@ -362,14 +364,10 @@ def set_word(typingctx, address, index, word):
 
 @intrinsic
 def prefetch_word(typingctx, address, index):
-    """Ask the cache for the word that lies `index` words after an address."""
+    """Ask the first cache for the word that lies `index` words after an address."""
 
     def codegen(context, builder, sig, args):
-        pointer = builder.bitcast(_word_pointer(builder, *args), ir.IntType(8).as_pointer())
-        i32 = ir.IntType(32)
-        function_type = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
-        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-        builder.call(function, [pointer, i32(0), i32(3), i32(1)])
+        _prefetch(builder, builder.ptrtoint(_word_pointer(builder, *args), ir.IntType(64)), 1)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen

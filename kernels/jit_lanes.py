@@ -6,6 +6,9 @@
 Lanes are computed on as float32 numbers are, each for itself, so a loop over lanes gives the bits of a loop over
 numbers. Processors with narrower registers use several for one vector. The last `dim % LANES` weights of a row are the
 business of a loop over numbers.
+
+Wide vectors are of 64 numbers, in several registers: a sum over many rows that is kept in one does not go through
+memory from row to row, each time waiting for what was just written.
 """
 
 import operator
@@ -16,30 +19,49 @@ from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, overload, register_model
 
-__all__ = ["LANES", "load_lanes", "move_lanes", "same_lanes", "store_lanes", "sum_lanes"]
+__all__ = [
+    "LANES",
+    "WIDE",
+    "load_lanes",
+    "load_wide",
+    "move_lanes",
+    "same_lanes",
+    "same_wide",
+    "store_lanes",
+    "sum_lanes",
+]
 
 LANES = 16
 """Numbers of a vector."""
 
+WIDE = 64
+"""Numbers of a wide vector."""
+
 _I16, _I32, _I64 = (ir.IntType(bits) for bits in (16, 32, 64))
-_VECTOR = ir.VectorType(ir.FloatType(), LANES)
-_WORDS, _HALF_WORDS = ir.VectorType(_I32, LANES), ir.VectorType(_I16, LANES)
-_HALVES = ir.VectorType(ir.HalfType(), LANES)
 _WEIGHTS = (types.float32, types.uint16, types.int16)  # see to_float32 in oneemb.kernels.jit
 
 
 class _LanesType(types.Type):
-    def __init__(self) -> None:
-        super().__init__(name="Lanes")
+    def __init__(self, count: int) -> None:
+        super().__init__(name=f"Lanes({count})")
+        self.count = count
+
+    def of(self, element: ir.Type) -> ir.VectorType:
+        """As many of these."""
+        return ir.VectorType(element, self.count)
+
+    @property
+    def numbers(self) -> ir.VectorType:
+        return self.of(ir.FloatType())
 
 
-_lanes = _LanesType()
+_lanes, _wide = _LanesType(LANES), _LanesType(WIDE)
 
 
 @register_model(_LanesType)
 class _LanesModel(models.PrimitiveModel):
     def __init__(self, manager, lanes_type):
-        super().__init__(manager, lanes_type, _VECTOR)
+        super().__init__(manager, lanes_type, lanes_type.numbers)
 
 
 def _pointer(context, builder, array_type, place, kind):
@@ -56,42 +78,54 @@ def _is_rows(array, *indexes):
     return isinstance(array, types.Array) and array.ndim == 2 and array.layout == "C" and set(indexes) == {types.int64}
 
 
-@intrinsic
-def load_lanes(typingctx, array, row, column):
-    """array[row, column : column + 16] as float32. `array` is C-contiguous, in one of the three formats of weights."""
+def _load(lanes, array, row, column):
     if not _is_rows(array, row, column) or array.dtype not in _WEIGHTS:
         return None
 
     def codegen(context, builder, sig, args):
         dtype = sig.args[0].dtype
-        kind = _VECTOR if dtype == types.float32 else _HALF_WORDS
+        kind = lanes.numbers if dtype == types.float32 else lanes.of(_I16)
         loaded = builder.load(_pointer(context, builder, sig.args[0], args, kind), align=dtype.bitwidth // 8)
         if dtype == types.float32:
             return loaded
         if dtype == types.uint16:
-            return builder.fpext(builder.bitcast(loaded, _HALVES), _VECTOR)
-        return builder.bitcast(builder.shl(builder.zext(loaded, _WORDS), _WORDS([16] * LANES)), _VECTOR)
+            return builder.fpext(builder.bitcast(loaded, lanes.of(ir.HalfType())), lanes.numbers)
+        words = builder.zext(loaded, lanes.of(_I32))
+        return builder.bitcast(builder.shl(words, _all(words, 16)), lanes.numbers)
 
-    return _lanes(array, row, column), codegen
+    return lanes(array, row, column), codegen
+
+
+@intrinsic
+def load_lanes(typingctx, array, row, column):
+    """array[row, column : column + 16] as float32. `array` is C-contiguous, in one of the three formats of weights."""
+    return _load(_lanes, array, row, column)
+
+
+@intrinsic
+def load_wide(typingctx, array, row, column):
+    """As `load_lanes`, 64 of them."""
+    return _load(_wide, array, row, column)
 
 
 @intrinsic
 def store_lanes(typingctx, array, row, column, x):
-    """array[row, column : column + 16] = x, in the array's format, rounded to nearest, ties to even."""
-    if not _is_rows(array, row, column) or array.dtype not in _WEIGHTS or x != _lanes:
+    """array[row, column : column + len(x)] = x, in the array's format, rounded to nearest, ties to even."""
+    if not _is_rows(array, row, column) or array.dtype not in _WEIGHTS or not isinstance(x, _LanesType):
         return None
 
     def codegen(context, builder, sig, args):
-        dtype, stored = sig.args[0].dtype, args[3]
+        dtype, stored, lanes = sig.args[0].dtype, args[3], sig.args[3]
+        halves = lanes.of(_I16)
         if dtype == types.uint16:
-            stored = builder.bitcast(builder.fptrunc(stored, _HALVES), _HALF_WORDS)
+            stored = builder.bitcast(builder.fptrunc(stored, lanes.of(ir.HalfType())), halves)
         elif dtype == types.int16:
-            bits = builder.bitcast(stored, _WORDS)
-            odd = builder.and_(builder.lshr(bits, _WORDS([16] * LANES)), _WORDS([1] * LANES))
-            rounded = builder.add(builder.add(bits, _WORDS([0x7FFF] * LANES)), odd)
-            rounded = builder.trunc(builder.lshr(rounded, _WORDS([16] * LANES)), _HALF_WORDS)
+            bits = builder.bitcast(stored, lanes.of(_I32))
+            odd = builder.and_(builder.lshr(bits, _all(bits, 16)), _all(bits, 1))
+            rounded = builder.add(builder.add(bits, _all(bits, 0x7FFF)), odd)
+            rounded = builder.trunc(builder.lshr(rounded, _all(bits, 16)), halves)
             nan = builder.fcmp_unordered("uno", stored, stored)
-            stored = builder.select(nan, _HALF_WORDS([0x7FC0] * LANES), rounded)
+            stored = builder.select(nan, halves([0x7FC0] * lanes.count), rounded)
         pointer = _pointer(context, builder, sig.args[0], args[:3], stored.type)
         builder.store(stored, pointer, align=dtype.bitwidth // 8)
         return context.get_dummy_value()
@@ -115,9 +149,14 @@ def move_lanes(typingctx, to, to_row, to_column, array, row, column):
     return types.void(to, to_row, to_column, array, row, column), codegen
 
 
-def _same(builder, number):
-    one = builder.insert_element(_VECTOR(ir.Undefined), number, _I32(0))
-    return builder.shuffle_vector(one, _VECTOR(ir.Undefined), _WORDS([0] * LANES))
+def _all(like, number):
+    """A vector as `like` is, of one constant."""
+    return like.type([number] * like.type.count)
+
+
+def _same(builder, lanes, number):
+    one = builder.insert_element(lanes.numbers(ir.Undefined), number, _I32(0))
+    return builder.shuffle_vector(one, lanes.numbers(ir.Undefined), lanes.of(_I32)([0] * lanes.count))
 
 
 @intrinsic
@@ -125,7 +164,15 @@ def same_lanes(typingctx, number):
     """16 times this float32."""
     if number != types.float32:
         return None
-    return _lanes(number), lambda context, builder, sig, args: _same(builder, args[0])
+    return _lanes(number), lambda context, builder, sig, args: _same(builder, _lanes, args[0])
+
+
+@intrinsic
+def same_wide(typingctx, number):
+    """64 times this float32."""
+    if number != types.float32:
+        return None
+    return _wide(number), lambda context, builder, sig, args: _same(builder, _wide, args[0])
 
 
 @intrinsic
@@ -151,18 +198,21 @@ def sum_lanes(typingctx, x):
 def _operator(function, instruction):
     @intrinsic
     def of_lanes(typingctx, x, y):
+        lanes = x if isinstance(x, _LanesType) else y
+
         def codegen(context, builder, sig, args):
             both = [
-                _same(builder, number) if given == types.float32 else number
+                _same(builder, lanes, number) if given == types.float32 else number
                 for number, given in zip(args, sig.args, strict=True)
             ]
             return getattr(builder, instruction)(*both)
 
-        return _lanes(x, y), codegen
+        return lanes(x, y), codegen
 
     @overload(function, inline="always")
     def of_kinds(x, y):
-        if {x, y} in ({_lanes}, {_lanes, types.float32}):
+        kinds = {x, y} - {types.float32}
+        if len(kinds) == 1 and isinstance(*kinds, _LanesType):
             return lambda x, y: of_lanes(x, y)
         return None
 

@@ -11,9 +11,9 @@ Reference: torch.nn.EmbeddingBag.
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, from_float32, prefetch, to_float32
+from oneemb.kernels.jit import cpu, prefetch, prefetch_row, to_float32
 from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes
-from oneemb.kernels.reduce_grads import add_row
+from oneemb.kernels.reduce_grads import sum_rows
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import ByTable
 
@@ -100,24 +100,14 @@ def mean_scales(offset_P1: np.ndarray, inverse_N: np.ndarray, *, threads: Thread
 
 @cpu
 def _pool_cpu(begin, end, weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PX):
-    dim = out_PX.shape[1]
-    rest = dim - dim % LANES
-    sum_1D = np.empty((1, dim), np.float32)
-    last = offset_P1[end]
+    last = offset_P1[end] - 1
     for p in range(begin, end):
-        sum_1D[:] = 0
         for n in range(offset_P1[p], offset_P1[p + 1]):
-            if n + _AHEAD < last and inverse_N[n + _AHEAD] >= 0:
-                prefetch(weight_SX, slot_U[inverse_N[n + _AHEAD]])
-            u = inverse_N[n]
-            if u < 0:
-                continue
-            scale = np.float32(1) if scale_N is None else scale_N[n]
-            add_row(sum_1D, np.int64(0), weight_SX, slot_U[u], scale)
-        for d in range(0, rest, LANES):
-            store_lanes(out_PX, p, d, load_lanes(sum_1D, np.int64(0), d))
-        for d in range(rest, dim):
-            out_PX[p, d] = from_float32(sum_1D[0, d], out_PX[p, d])
+            prefetch(slot_U, max(inverse_N[min(n + 2 * _AHEAD, last)], 0))
+            prefetch_row(weight_SX, slot_U[max(inverse_N[min(n + _AHEAD, last)], 0)], out_PX.shape[1])
+        sum_rows(
+            out_PX, p, np.float32(0), weight_SX, slot_U, inverse_N, offset_P1[p], offset_P1[p + 1], scale_N
+        )  # fmt: skip
 
 
 def pool(
@@ -139,6 +129,9 @@ def pool(
         scale_N: float32 [N]; None = 1.
         out_PX: [P, D] of the dtype of `weight_SX`.
     """
+    if len(slot_U) == 0:  # nothing but padding
+        out_PX[:] = 0
+        return
     threads.run(_pool_cpu, len(out_PX), weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PX, share_min=_SHARE_MIN)
 
 

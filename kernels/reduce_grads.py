@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, float_bits, part, prefetch_row, to_float32
-from oneemb.kernels.jit_lanes import LANES, load_lanes, store_lanes
+from oneemb.kernels.jit import cpu, float_bits, from_float32, part, prefetch_row, to_float32
+from oneemb.kernels.jit_lanes import LANES, WIDE, load_lanes, load_wide, same_lanes, same_wide, store_lanes
 from oneemb.kernels.threads import Threads
 
-__all__ = ["Segments", "add_row", "largest_magnitude", "prefetch_ahead", "reduce_grads", "row_grad", "sum_segments"]
+__all__ = ["Segments", "largest_magnitude", "prefetch_ahead", "reduce_grads", "row_grad", "sum_rows", "sum_segments"]
 
 _EXPONENT = np.uint32(0x7F800000)
 
 # Gradients and rows asked for ahead of the one at work. More of them would wait for each other.
-_AHEAD = 10
+_AHEAD = 12
 _ROWS_AHEAD = 8
 
 # Values of which one share finds the largest, and all bits but the sign for each format.
@@ -60,27 +60,42 @@ class Segments:
 def prefetch_ahead(row_SW, slot_U, u, end):
     """Ask the cache for the row whose turn comes soon after that of slot_U[u], in a share that ends before `end`."""
     # No branch: numba would count references to both arrays on either side of it.
-    prefetch_row(row_SW, slot_U[min(u + _ROWS_AHEAD, end - 1)])
+    prefetch_row(row_SW, slot_U[min(u + _ROWS_AHEAD, end - 1)], row_SW.shape[1])
 
 
 @part
-def _set_row(sum_UD, u, grad_NX, n, scale):
-    """sum_UD[u] = scale * grad_NX[n]"""
-    dim = sum_UD.shape[1]
-    for d in range(0, dim - LANES + 1, LANES):
-        store_lanes(sum_UD, u, d, load_lanes(grad_NX, n, d) * scale)
-    for d in range(dim - dim % LANES, dim):
-        sum_UD[u, d] = to_float32(grad_NX[n, d]) * scale
+def sum_rows(to_PX, p, zero, row_NX, slot_U, order_N, begin, end, scale_N):
+    """to_PX[p] = zero + the sum over i from begin to end - 1 of scale_N[i] * row_NX[slot_U[order_N[i]]].
 
-
-@part
-def add_row(sum_UD, u, grad_NX, n, scale):
-    """sum_UD[u] += scale * grad_NX[n], D weights of it"""
-    dim = sum_UD.shape[1]
-    for d in range(0, dim - LANES + 1, LANES):
-        store_lanes(sum_UD, u, d, load_lanes(sum_UD, u, d) + load_lanes(grad_NX, n, d) * scale)
+    slot_U may be None: order_N says the rows. scale_N may be None: 1. Where order_N[i] is -1, there is nothing to add.
+    The sum is in float32, in this order, and rounded to the format of `to_PX` once. -0.0 is the zero that changes
+    no number at all.
+    """
+    dim = to_PX.shape[1]
+    for d in range(0, dim - WIDE + 1, WIDE):
+        wide = same_wide(zero)
+        for i in range(begin, end):
+            n = np.int64(order_N[i])
+            if n >= 0:
+                s = n if slot_U is None else slot_U[n]
+                wide = wide + load_wide(row_NX, s, d) * (np.float32(1) if scale_N is None else scale_N[i])
+        store_lanes(to_PX, p, d, wide)
+    for d in range(dim - dim % WIDE, dim - LANES + 1, LANES):
+        lanes = same_lanes(zero)
+        for i in range(begin, end):
+            n = np.int64(order_N[i])
+            if n >= 0:
+                s = n if slot_U is None else slot_U[n]
+                lanes = lanes + load_lanes(row_NX, s, d) * (np.float32(1) if scale_N is None else scale_N[i])
+        store_lanes(to_PX, p, d, lanes)
     for d in range(dim - dim % LANES, dim):
-        sum_UD[u, d] += to_float32(grad_NX[n, d]) * scale
+        number = zero
+        for i in range(begin, end):
+            n = np.int64(order_N[i])
+            if n >= 0:
+                s = n if slot_U is None else slot_U[n]
+                number += to_float32(row_NX[s, d]) * (np.float32(1) if scale_N is None else scale_N[i])
+        to_PX[p, d] = from_float32(number, to_PX[p, d])
 
 
 @part
@@ -90,18 +105,13 @@ def row_grad(grad_NX, order_N, begin_U1, scale_N, u, sum_1D):
     The arrays are those of `Segments.arrays()`, or grad_UD and three times None for gradients that are summed already.
     """
     if order_N is None:
-        _set_row(sum_1D, np.int64(0), grad_NX, np.int64(u), np.float32(1))
+        for d in range(sum_1D.shape[1]):
+            sum_1D[0, d] = to_float32(grad_NX[u, d])
     else:
-        begin = np.int64(begin_U1[u])
-        for i in range(begin, np.int64(begin_U1[u + 1])):
-            if i + _AHEAD < len(order_N):
-                prefetch_row(grad_NX, order_N[i + _AHEAD])
-            n = np.int64(order_N[i])
-            scale = np.float32(1) if scale_N is None else scale_N[i]
-            if i == begin:
-                _set_row(sum_1D, np.int64(0), grad_NX, n, scale)
-            else:
-                add_row(sum_1D, np.int64(0), grad_NX, n, scale)
+        begin, end, last = np.int64(begin_U1[u]), np.int64(begin_U1[u + 1]), len(order_N) - 1
+        for i in range(begin, end):
+            prefetch_row(grad_NX, order_N[min(i + _AHEAD, last)], grad_NX.shape[1])
+        sum_rows(sum_1D, np.int64(0), np.float32(-0.0), grad_NX, None, order_N, begin, end, scale_N)
 
 
 @cpu
