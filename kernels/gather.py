@@ -5,7 +5,7 @@ Copies move bits: what a row means is no matter here.
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, part, prefetch_row
+from oneemb.kernels.jit import cpu, keep_rolled, part, prefetch_row
 from oneemb.kernels.jit_lanes import LANES, move_lanes
 from oneemb.kernels.threads import Threads
 
@@ -19,6 +19,7 @@ _AHEAD = 12
 def _copy_row(to_UX, u, from_SX, s, width):
     """to_UX[u, :width] = from_SX[s, :width], bit for bit"""
     for x in range(0, width - LANES + 1, LANES):
+        keep_rolled()
         move_lanes(to_UX, u, x, from_SX, s, x)
     for x in range(width - width % LANES, width):
         to_UX[u, x] = from_SX[s, x]

@@ -33,8 +33,9 @@ from numba.core import caching, cgutils
 from numba.extending import intrinsic, overload
 
 __all__ = [
-    "CudaLoop", "cpu", "cuda", "external", "float_bits", "from_float32", "lanes_mixed", "load", "move", "mul_high",
-    "prefetch", "prefetch_row", "prefetch_word", "rule", "set_word", "store", "to_float32", "uint_as_float", "word_at",
+    "CudaLoop", "cpu", "cuda", "external", "float_bits", "from_float32", "keep_rolled", "lanes_mixed", "load", "move",
+    "mul_high", "prefetch", "prefetch_row", "prefetch_word", "rule", "set_word", "store", "to_float32", "uint_as_float",
+    "word_at",
 ]  # fmt: skip
 
 # Bytes of a line of the cache.
@@ -285,6 +286,23 @@ def lanes_mixed(typingctx, word_X, begin, end, lanes, before, bits, after):
         return cgutils.pack_array(builder, now)
 
     return types.UniTuple(u64, 4)(word_X, *wanted), codegen
+
+
+@intrinsic
+def keep_rolled(typingctx):
+    """Inside a loop: keeps LLVM from unrolling it.
+
+    Of a loop that makes a few turns, each time another number of them, unrolling leaves over several short ones, whose
+    branches no processor foresees.
+    """
+
+    def codegen(context, builder, sig, args):
+        # No instruction at all. What is convergent may not be made to depend on more conditions than it does.
+        nothing = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "", "", side_effect=True)
+        builder.call(nothing, []).attributes.add("convergent")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
 
 
 def _prefetch(builder, address, level):

@@ -11,7 +11,7 @@ Reference: torch.nn.EmbeddingBag.
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, prefetch, prefetch_row, to_float32
+from oneemb.kernels.jit import cpu, keep_rolled, prefetch, prefetch_row, to_float32
 from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes
 from oneemb.kernels.reduce_grads import sum_rows
 from oneemb.kernels.threads import Threads
@@ -103,6 +103,7 @@ def _pool_cpu(begin, end, weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_
     last = offset_P1[end] - 1
     for p in range(begin, end):
         for n in range(offset_P1[p], offset_P1[p + 1]):
+            keep_rolled()
             prefetch(slot_U, max(inverse_N[min(n + 2 * _AHEAD, last)], 0))
             prefetch_row(weight_SX, slot_U[max(inverse_N[min(n + _AHEAD, last)], 0)], out_PX.shape[1])
         sum_rows(
@@ -148,6 +149,7 @@ def _scale_grads_cpu(begin, end, weight_SX, slot_U, inverse_N, bag_N, grad_PX, o
         s, p = slot_U[u], np.int64(bag_N[n])
         products = same_lanes(np.float32(0))
         for d in range(0, rest, LANES):
+            keep_rolled()
             products = products + load_lanes(weight_SX, s, d) * load_lanes(grad_PX, p, d)
         # Lane by lane from here on: an order that the loop for GPUs can keep too.
         store_lanes(lane_1L, np.int64(0), np.int64(0), products)

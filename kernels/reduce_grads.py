@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, float_bits, from_float32, part, prefetch_row, to_float32
+from oneemb.kernels.jit import cpu, float_bits, from_float32, keep_rolled, part, prefetch_row, to_float32
 from oneemb.kernels.jit_lanes import LANES, WIDE, load_lanes, load_wide, same_lanes, same_wide, store_lanes
 from oneemb.kernels.threads import Threads
 
@@ -75,6 +75,7 @@ def sum_rows(to_PX, p, zero, row_NX, slot_U, order_N, begin, end, scale_N):
     for d in range(0, dim - WIDE + 1, WIDE):
         wide = same_wide(zero)
         for i in range(begin, end):
+            keep_rolled()
             n = np.int64(order_N[i])
             if n >= 0:
                 s = n if slot_U is None else slot_U[n]
@@ -83,6 +84,7 @@ def sum_rows(to_PX, p, zero, row_NX, slot_U, order_N, begin, end, scale_N):
     for d in range(dim - dim % WIDE, dim - LANES + 1, LANES):
         lanes = same_lanes(zero)
         for i in range(begin, end):
+            keep_rolled()
             n = np.int64(order_N[i])
             if n >= 0:
                 s = n if slot_U is None else slot_U[n]
@@ -91,6 +93,7 @@ def sum_rows(to_PX, p, zero, row_NX, slot_U, order_N, begin, end, scale_N):
     for d in range(dim - dim % LANES, dim):
         number = zero
         for i in range(begin, end):
+            keep_rolled()
             n = np.int64(order_N[i])
             if n >= 0:
                 s = n if slot_U is None else slot_U[n]
@@ -110,6 +113,7 @@ def row_grad(grad_NX, order_N, begin_U1, scale_N, u, sum_1D):
     else:
         begin, end, last = np.int64(begin_U1[u]), np.int64(begin_U1[u + 1]), len(order_N) - 1
         for i in range(begin, end):
+            keep_rolled()
             prefetch_row(grad_NX, order_N[min(i + _AHEAD, last)], grad_NX.shape[1])
         sum_rows(sum_1D, np.int64(0), np.float32(-0.0), grad_NX, None, order_N, begin, end, scale_N)
 

@@ -16,7 +16,7 @@ import math
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, cuda, from_float32, load, rule, store, to_float32
+from oneemb.kernels.jit import cpu, cuda, from_float32, keep_rolled, load, rule, store, to_float32
 from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes, sum_lanes
 from oneemb.kernels.reduce_grads import Segments, prefetch_ahead, row_grad
 from oneemb.kernels.reduce_grads_cuda import plus
@@ -58,12 +58,14 @@ def _row_wise_adagrad_cpu(begin, end, weight_SX, row_SW, slot_U, grads, state_be
         s = slot_U[u]
         squares = same_lanes(np.float32(0))
         for d in range(0, rest, LANES):
+            keep_rolled()
             squares = squares + row_wise_square(load_lanes(weight_SX, s, d), load_lanes(g_1D, 0, d), weight_decay)
         square_sum = sum_lanes(squares)
         for d in range(rest, dim):
             square_sum += row_wise_square(to_float32(weight_SX[s, d]), g_1D[0, d], weight_decay)
         row_SW[s, state_begin], rate = row_wise_rate(row_SW[s, state_begin], square_sum, np.float32(dim), lr, eps)
         for d in range(0, rest, LANES):
+            keep_rolled()
             w = row_wise_step(load_lanes(weight_SX, s, d), load_lanes(g_1D, 0, d), rate, weight_decay)
             store_lanes(weight_SX, s, d, w)
         for d in range(rest, dim):
