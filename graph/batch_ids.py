@@ -12,12 +12,9 @@ import numpy as np
 import torch
 
 from oneemb.graph import cuda_ops
-from oneemb.kernels.pool import bags_of
-from oneemb.kernels.threads import Threads
 
 __all__ = ["Bags", "bags_of_ids", "check_ids", "check_tables", "tables_of_bags", "tables_of_columns"]
 
-_ONE_THREAD = Threads(1)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -27,8 +24,15 @@ class Bags:
 
     offset_P1: Any
     """int64 [P + 1]: bag p holds the ids from offset_P1[p] to offset_P1[p + 1] - 1"""
-    bag_N: Any
-    """int32 [N], int64 on a GPU: the bag of each id"""
+    known_N: Any = None
+    """`bag_N` where it is known: always on a GPU"""
+
+    @functools.cached_property
+    def bag_N(self) -> Any:
+        """int32 [N], int64 on a GPU: the bag of each id"""
+        if self.known_N is not None:
+            return self.known_N
+        return np.repeat(np.arange(len(self.offset_P1) - 1, dtype=np.int32), np.diff(self.offset_P1))
 
 
 def check_tables(table_ids: torch.Tensor, num_tables: int) -> None:
@@ -52,10 +56,8 @@ def tables_of_bags(
 ) -> tuple[Bags, np.ndarray]:
     """On the CPU: how ids lie in bags, and the table of each id, int32 [N]; `check` is what `bags_of_ids` gave."""
     check()
-    if table_P is None:
-        table_P = torch.arange(num_tables, dtype=torch.int32).repeat((len(offset_P1) - 1) // num_tables)
-    bag_N, table_N = bags_of(offset_P1.numpy(), table_P.numpy(), threads=_ONE_THREAD)
-    return Bags(offset_P1.numpy(), bag_N), table_N
+    bags = Bags(offset_P1.numpy())
+    return bags, bags.bag_N % np.int32(num_tables) if table_P is None else table_P.numpy()[bags.bag_N]
 
 
 def bags_of_ids(

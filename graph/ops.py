@@ -33,9 +33,10 @@ import torch
 from oneemb.graph import batch_ids, cuda_ops
 from oneemb.kernels import unique_keys as kernel
 from oneemb.kernels.gather import gather as gather_rows
-from oneemb.kernels.pool import bags_by_table, mean_scales, pool, scale_grads
+from oneemb.kernels.pool import mean_scales, pool, scale_grads
 from oneemb.kernels.reduce_grads import Segments, largest_magnitude, sum_segments
 from oneemb.kernels.threads import Threads
+from oneemb.kernels.unique_by_table import unique_keys_by_table
 from oneemb.storage.embedding_store import EmbeddingStore, Staged
 from oneemb.storage.merged_store import MergedStaged, MergedStore
 from oneemb.storage.row_store import StorageError
@@ -247,11 +248,11 @@ def _unique_keys_of_bags(
         bag_N, table_N, size_2 = cuda_ops.bags_of(offset_P1, table_P, num_tables, len(ids), gpu)
         unique: Any = cuda_ops.unique_keys(table_N, id_N, num_tables, padding_idx, gpu, check, size_2)
         return Keys(shape, unique, batch_ids.Bags(offset_P1, bag_N))
-    if table_P is None and num_tables > 1:
+    if table_P is None:
         check()
-        bag_n, by_table = bags_by_table(offset_P1.numpy(), num_tables, threads=threads)
-        unique = kernel.unique_keys_by_table(by_table, id_N.numpy(), padding_id=padding_idx, threads=threads)
-        return Keys(shape, unique, batch_ids.Bags(offset_P1.numpy(), bag_n))
+        offset_p1 = offset_P1.numpy()
+        unique = unique_keys_by_table(id_N.numpy(), offset_p1, num_tables, padding_id=padding_idx, threads=threads)
+        return Keys(shape, unique, batch_ids.Bags(offset_p1))
     bags, table_n = batch_ids.tables_of_bags(offset_P1, table_P, num_tables, check)
     return Keys(shape, kernel.unique_keys(table_n, id_N.numpy(), padding_id=padding_idx, threads=threads), bags)
 
@@ -391,7 +392,7 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
         return
     if keys.bags is None or pooling != "sum":
         raise ValueError('per_sample_weights are for bags that are summed; pass offsets, and pooling="sum"')
-    ids = len(keys.bags.bag_N)
+    ids = len(keys.unique.inverse_N)
     given = isinstance(per_sample_weights, torch.Tensor)
     if not given or per_sample_weights.dtype != torch.float32 or per_sample_weights.shape != (ids,):
         got = (per_sample_weights.dtype, list(per_sample_weights.shape)) if given else type(per_sample_weights)
@@ -462,13 +463,19 @@ def _reduce(lease: Lease) -> RowGrads:
         raise StorageError(
             "the rows of a lookup were replaced (load_snapshot, clear) before its update; look up again after loading"
         )
-    segments: Any
-    bag_N = None if lease.keys.bags is None else lease.keys.bags.bag_N
     if store.gpu is not None:
-        segments = cuda_ops.segments_of(_bits(grad_ND), unique, store.gpu, bag_N, lease.scale_N)
+        bag_N = None if lease.keys.bags is None else lease.keys.bags.bag_N
+        segments: Any = cuda_ops.segments_of(_bits(grad_ND), unique, store.gpu, bag_N, lease.scale_N)
     else:
-        segments = Segments(_bits(grad_ND).numpy(), *unique.occurrences(bag_N, lease.scale_N, threads=store.threads))
+        segments = segments_of(lease.keys, _bits(grad_ND).numpy(), lease.scale_N, store.threads)
     return RowGrads(store, lease.generation, unique.table_U, unique.id_U, lease.slot_U, segments=segments)
+
+
+def segments_of(keys: Keys, grad_NX: np.ndarray, scale_N: np.ndarray | None, threads: Threads) -> Segments:
+    """On the CPU: the gradients of ids, or of their bags, to be summed over the occurrences of each key."""
+    if (by_table := keys.unique.by_table) is not None:
+        return Segments(grad_NX, *by_table.occurrences(scale_N, threads=threads))
+    return Segments(grad_NX, *keys.unique.occurrences(None if keys.bags is None else keys.bags.bag_N, scale_N))
 
 
 def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None], scaler: Any = None) -> bool:

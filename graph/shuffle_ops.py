@@ -25,7 +25,7 @@ from oneemb.kernels import unique_keys as kernel
 from oneemb.kernels.gather import gather
 from oneemb.kernels.owner import owner_of
 from oneemb.kernels.pool import mean_scales, pool
-from oneemb.kernels.reduce_grads import Segments, sum_segments
+from oneemb.kernels.reduce_grads import sum_segments
 from oneemb.kernels.threads import Threads
 
 __all__ = ["Route", "RoutedKeys", "shuffle_grads", "shuffle_keys", "shuffle_rows"]
@@ -110,8 +110,7 @@ class _ShuffleRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         keys = ctx.routed.route.keys
         grad_NX = ops._bits(grads[0].reshape(-1, grads[0].shape[-1]).contiguous()).numpy()
-        bag_N = None if keys.bags is None else keys.bags.bag_N
-        segments = Segments(grad_NX, *keys.unique.occurrences(bag_N, ctx.scale_N))
+        segments = ops.segments_of(keys, grad_NX, ctx.scale_N, _THREADS)
         grad_UD = torch.from_numpy(sum_segments(segments, threads=_THREADS)[0])
         # In the dtype of the rows, as autograd wants gradients to be.
         return shuffle_grads(ctx.routed, grad_UD).to(ctx.dtype), None, None

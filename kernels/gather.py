@@ -29,7 +29,7 @@ def _copy_row(to_UX, u, from_SX, s, width):
 def _gather_cpu(begin, end, weight_SX, slot_U, inverse_N, out_ND):
     dim = out_ND.shape[1]
     for n in range(begin, end):
-        prefetch_row(weight_SX, slot_U[max(inverse_N[min(n + _AHEAD, end - 1)], 0)], dim)
+        prefetch_row(weight_SX, slot_U[max(inverse_N[min(n + _AHEAD, end - 1)], 0)], 0, dim)
         u = inverse_N[n]
         if u < 0:
             for d in range(dim):
@@ -59,7 +59,7 @@ def gather(
 def _copy_rows_out_cpu(begin, end, row_SW, slot_U, out_UW):
     width = row_SW.shape[1]
     for u in range(begin, end):
-        prefetch_row(row_SW, slot_U[min(u + _AHEAD, end - 1)], width)
+        prefetch_row(row_SW, slot_U[min(u + _AHEAD, end - 1)], 0, width)
         _copy_row(out_UW, u, row_SW, slot_U[u], width)
 
 

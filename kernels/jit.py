@@ -330,28 +330,32 @@ def prefetch(typingctx, array, index):
 
 
 @intrinsic
-def prefetch_row(typingctx, array, index, columns):
-    """Ask the second cache for `array[index, :columns]` of a C-contiguous 2-D array, which will be read soon.
+def prefetch_row(typingctx, array, row, column, columns):
+    """Ask the second cache for `array[row, column : column + columns]` of a C-contiguous 2-D array, to be read soon.
 
     For every line of it: the processor's own prefetcher starts too late for a short run. And for no nearer cache: the
     first one can wait for few lines at once, fewer than the rows on their way have.
     """
 
     def codegen(context, builder, sig, args):
-        array_type, index_type, columns_type = sig.args
+        array_type = sig.args[0]
         view = context.make_array(array_type)(context, builder, args[0])
         row_bytes = cgutils.unpack_tuple(builder, view.strides)[0]
         word = row_bytes.type
-        place = context.cast(builder, args[1], index_type, types.intp)
-        begin = builder.add(builder.ptrtoint(view.data, word), builder.mul(place, row_bytes))
-        columns = context.cast(builder, args[2], columns_type, types.intp)
-        end = builder.add(begin, builder.mul(columns, word(array_type.dtype.bitwidth // 8)))
-        first = builder.and_(begin, word(-_LINE_BYTES))
-        with cgutils.for_range_slice(builder, first, end, word(_LINE_BYTES), intp=word) as (address, _):
-            _prefetch(builder, address, 2)
+        row, column, columns = (
+            context.cast(builder, given, kind, types.intp) for given, kind in zip(args[1:], sig.args[1:], strict=True)
+        )
+        element_bytes = word(array_type.dtype.bitwidth // 8)
+        begin = builder.add(builder.ptrtoint(view.data, word), builder.mul(row, row_bytes))
+        begin = builder.add(begin, builder.mul(column, element_bytes))
+        size = builder.mul(columns, element_bytes)
+        with cgutils.for_range_slice(builder, word(0), size, word(_LINE_BYTES), intp=word) as (offset, _):
+            _prefetch(builder, builder.add(begin, offset), 2)
+        # The last line once more, unless the row begins in the middle of one.
+        _prefetch(builder, builder.add(begin, builder.sub(size, word(1))), 2)
         return context.get_dummy_value()
 
-    return types.void(array, index, columns), codegen
+    return types.void(array, row, column, columns), codegen
 
 
 def _word_pointer(builder, address, index):

@@ -11,73 +11,15 @@ Reference: torch.nn.EmbeddingBag.
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, keep_rolled, prefetch, prefetch_row, to_float32
+from oneemb.kernels.jit import cpu, keep_rolled, to_float32
 from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes
 from oneemb.kernels.reduce_grads import sum_rows
 from oneemb.kernels.threads import Threads
-from oneemb.kernels.unique_keys import ByTable
 
-__all__ = ["bags_by_table", "bags_of", "mean_scales", "pool", "scale_grads"]
-
-# Ids whose rows are asked for ahead of the one at work.
-_AHEAD = 12
+__all__ = ["mean_scales", "pool", "scale_grads"]
 
 # A bag is several rows of work.
 _SHARE_MIN = 64
-
-# Bags that are placed by one share of the work.
-_BLOCK = 1 << 12
-
-
-@cpu
-def _bags_of_cpu(begin, end, offset_P1, table_P, bag_N, table_N):
-    for p in range(begin, end):
-        for n in range(offset_P1[p], offset_P1[p + 1]):
-            bag_N[n] = p
-            table_N[n] = table_P[p]
-
-
-def bags_of(offset_P1: np.ndarray, table_P: np.ndarray, *, threads: Threads) -> tuple[np.ndarray, np.ndarray]:
-    """The bag and the table of each id, int32 [N] each. `offset_P1` is int64, from 0 up to N; `table_P` is int32."""
-    assert len(offset_P1) <= 2**31
-    bag_N, table_N = np.empty(offset_P1[-1], np.int32), np.empty(offset_P1[-1], np.int32)
-    threads.run(_bags_of_cpu, len(offset_P1) - 1, offset_P1, table_P, bag_N, table_N, share_min=1 << 14)
-    return bag_N, table_N
-
-
-@cpu
-def _count_bags_cpu(begin, end, offset_P1, size_KT):
-    bags, tables = len(offset_P1) - 1, size_KT.shape[1]
-    for k in range(begin, end):
-        for p in range(k * _BLOCK, min((k + 1) * _BLOCK, bags)):
-            size_KT[k, p % tables] += offset_P1[p + 1] - offset_P1[p]
-
-
-@cpu
-def _place_bags_cpu(begin, end, offset_P1, next_KT, bag_N, place_N, bag_J):
-    bags, tables = len(offset_P1) - 1, next_KT.shape[1]
-    for k in range(begin, end):
-        for p in range(k * _BLOCK, min((k + 1) * _BLOCK, bags)):
-            j = next_KT[k, p % tables]
-            for n in range(offset_P1[p], offset_P1[p + 1]):
-                bag_N[n] = p
-                place_N[n] = j
-                bag_J[j] = p
-                j += 1
-            next_KT[k, p % tables] = j
-
-
-def bags_by_table(offset_P1: np.ndarray, tables: int, *, threads: Threads) -> tuple[np.ndarray, ByTable]:
-    """The bag of each id, int32 [N], and where ids lie table by table, where bag p is of table p % tables."""
-    bags, ids = len(offset_P1) - 1, int(offset_P1[-1])
-    assert bags < 2**31 and ids < 2**31
-    size_KT = np.zeros((-(-bags // _BLOCK), tables), np.int64)
-    threads.run(_count_bags_cpu, len(size_KT), offset_P1, size_KT, share_min=2)
-    begin_T1 = np.append(0, np.cumsum(size_KT.sum(0)))
-    next_KT = begin_T1[:-1] + np.cumsum(size_KT, 0) - size_KT
-    bag_N, place_N, bag_J = (np.empty(ids, np.int32) for _ in range(3))
-    threads.run(_place_bags_cpu, len(size_KT), offset_P1, next_KT, bag_N, place_N, bag_J, share_min=2)
-    return bag_N, ByTable(place_N, begin_T1, bag_J)
 
 
 @cpu
@@ -102,12 +44,8 @@ def mean_scales(offset_P1: np.ndarray, inverse_N: np.ndarray, *, threads: Thread
 def _pool_cpu(begin, end, weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PX):
     last = offset_P1[end] - 1
     for p in range(begin, end):
-        for n in range(offset_P1[p], offset_P1[p + 1]):
-            keep_rolled()
-            prefetch(slot_U, max(inverse_N[min(n + 2 * _AHEAD, last)], 0))
-            prefetch_row(weight_SX, slot_U[max(inverse_N[min(n + _AHEAD, last)], 0)], out_PX.shape[1])
         sum_rows(
-            out_PX, p, np.float32(0), weight_SX, slot_U, inverse_N, offset_P1[p], offset_P1[p + 1], scale_N
+            out_PX, p, np.float32(0), weight_SX, slot_U, inverse_N, offset_P1[p], offset_P1[p + 1], last, scale_N
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, float_bits, from_float32, keep_rolled, part, prefetch_row, to_float32
+from oneemb.kernels.jit import cpu, float_bits, from_float32, keep_rolled, part, prefetch, prefetch_row, to_float32
 from oneemb.kernels.jit_lanes import LANES, WIDE, load_lanes, load_wide, same_lanes, same_wide, store_lanes
 from oneemb.kernels.threads import Threads
 
@@ -21,8 +21,8 @@ __all__ = ["Segments", "largest_magnitude", "prefetch_ahead", "reduce_grads", "r
 
 _EXPONENT = np.uint32(0x7F800000)
 
-# Gradients and rows asked for ahead of the one at work. More of them would wait for each other.
-_AHEAD = 12
+# Terms of sums, and rows, asked for ahead of the one at work. More of them would wait for each other.
+_AHEAD = np.uint64(12)
 _ROWS_AHEAD = 8
 
 # Values of which one share finds the largest, and all bits but the sign for each format.
@@ -60,69 +60,80 @@ class Segments:
 def prefetch_ahead(row_SW, slot_U, u, end):
     """Ask the cache for the row whose turn comes soon after that of slot_U[u], in a share that ends before `end`."""
     # No branch: numba would count references to both arrays on either side of it.
-    prefetch_row(row_SW, slot_U[min(u + _ROWS_AHEAD, end - 1)], row_SW.shape[1])
+    prefetch_row(row_SW, slot_U[min(u + _ROWS_AHEAD, end - 1)], 0, row_SW.shape[1])
 
 
 @part
-def sum_rows(to_PX, p, zero, row_NX, slot_U, order_N, begin, end, scale_N):
+def _row_of(row_NX, slot_U, order_N, i, last, d, columns):
+    """The row of term i, -1 for none; and ask the cache for these columns of the row of a term to come."""
+    ahead = np.int64(order_N[min(i + _AHEAD, last)])
+    n = np.int64(order_N[i])
+    if slot_U is None:
+        prefetch_row(row_NX, ahead, d, columns)
+        return n
+    prefetch(slot_U, max(np.int64(order_N[min(i + _AHEAD + _AHEAD, last)]), 0))
+    prefetch_row(row_NX, slot_U[np.uint64(max(ahead, 0))], d, columns)
+    return slot_U[np.uint64(n)] if n >= 0 else n
+
+
+@part
+def sum_rows(to_PX, p, zero, row_NX, slot_U, order_N, begin, end, last, scale_N):
     """to_PX[p] = zero + the sum over i from begin to end - 1 of scale_N[i] * row_NX[slot_U[order_N[i]]].
 
     slot_U may be None: order_N says the rows. scale_N may be None: 1. Where order_N[i] is -1, there is nothing to add.
     The sum is in float32, in this order, and rounded to the format of `to_PX` once. -0.0 is the zero that changes
-    no number at all.
+    no number at all. Terms up to `last` are there to be asked for ahead.
     """
     dim = to_PX.shape[1]
+    # Unsigned, as numba makes indexes below zero count from the end.
+    begin, end, last = np.uint64(begin), np.uint64(end), np.uint64(last)
     for d in range(0, dim - WIDE + 1, WIDE):
         wide = same_wide(zero)
         for i in range(begin, end):
             keep_rolled()
-            n = np.int64(order_N[i])
-            if n >= 0:
-                s = n if slot_U is None else slot_U[n]
+            s = _row_of(row_NX, slot_U, order_N, i, last, d, WIDE)
+            if s >= 0:
                 wide = wide + load_wide(row_NX, s, d) * (np.float32(1) if scale_N is None else scale_N[i])
         store_lanes(to_PX, p, d, wide)
     for d in range(dim - dim % WIDE, dim - LANES + 1, LANES):
         lanes = same_lanes(zero)
         for i in range(begin, end):
             keep_rolled()
-            n = np.int64(order_N[i])
-            if n >= 0:
-                s = n if slot_U is None else slot_U[n]
+            s = _row_of(row_NX, slot_U, order_N, i, last, d, LANES)
+            if s >= 0:
                 lanes = lanes + load_lanes(row_NX, s, d) * (np.float32(1) if scale_N is None else scale_N[i])
         store_lanes(to_PX, p, d, lanes)
     for d in range(dim - dim % LANES, dim):
         number = zero
         for i in range(begin, end):
             keep_rolled()
-            n = np.int64(order_N[i])
-            if n >= 0:
-                s = n if slot_U is None else slot_U[n]
+            s = _row_of(row_NX, slot_U, order_N, i, last, d, 1)
+            if s >= 0:
                 number += to_float32(row_NX[s, d]) * (np.float32(1) if scale_N is None else scale_N[i])
         to_PX[p, d] = from_float32(number, to_PX[p, d])
 
 
 @part
-def row_grad(grad_NX, order_N, begin_U1, scale_N, u, sum_1D):
-    """sum_1D[0] = the gradient of row u.
+def row_grad(grad_NX, order_N, begin_U1, scale_N, u, sum_RD, r):
+    """sum_RD[r] = the gradient of row u.
 
     The arrays are those of `Segments.arrays()`, or grad_UD and three times None for gradients that are summed already.
     """
     if order_N is None:
-        for d in range(sum_1D.shape[1]):
-            sum_1D[0, d] = to_float32(grad_NX[u, d])
+        for d in range(sum_RD.shape[1]):
+            sum_RD[r, d] = to_float32(grad_NX[u, d])
     else:
-        begin, end, last = np.int64(begin_U1[u]), np.int64(begin_U1[u + 1]), len(order_N) - 1
-        for i in range(begin, end):
-            keep_rolled()
-            prefetch_row(grad_NX, order_N[min(i + _AHEAD, last)], grad_NX.shape[1])
-        sum_rows(sum_1D, np.int64(0), np.float32(-0.0), grad_NX, None, order_N, begin, end, scale_N)
+        sum_rows(
+            sum_RD, np.int64(r), np.float32(-0.0), grad_NX, None, order_N, begin_U1[u], begin_U1[u + 1],
+            len(order_N) - 1, scale_N,
+        )  # fmt: skip
 
 
 @cpu
 def _reduce_grads_cpu(begin, end, grads, grad_UD, finite_U):
     grad_NX, order_N, begin_U1, scale_N = grads
     for u in range(begin, end):
-        row_grad(grad_NX, order_N, begin_U1, scale_N, u, grad_UD[u : u + 1])
+        row_grad(grad_NX, order_N, begin_U1, scale_N, u, grad_UD, u)
         bad = np.uint32(0)
         for d in range(grad_UD.shape[1]):
             bad |= np.uint32((float_bits(grad_UD[u, d]) & _EXPONENT) == _EXPONENT)

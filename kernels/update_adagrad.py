@@ -35,7 +35,7 @@ def _adagrad_cpu(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, clr,
     g_1D = np.empty((1, dim), np.float32)
     for u in range(begin, end):
         prefetch_ahead(row_SW, slot_U, u, end)
-        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D)
+        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D, 0)
         s = slot_U[u]
         w_D = weight_SX[s, :dim]
         acc_D = row_SW[s, state_begin : state_begin + dim]

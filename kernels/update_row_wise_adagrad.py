@@ -27,6 +27,11 @@ from oneemb.kernels.threads import Threads
 __all__ = ["row_wise_rate", "row_wise_square", "row_wise_step", "update_row_wise_adagrad"]
 
 
+# Rows taken together on the CPU: a row's rate comes at the end of a long chain of operations, each waiting for the one
+# before, and the rates of several rows are worked out side by side.
+_ROWS = 16
+
+
 @rule
 def row_wise_square(w, g, weight_decay):
     """One weight's share of the row's sum of squares."""
@@ -51,26 +56,35 @@ def _row_wise_adagrad_cpu(begin, end, weight_SX, row_SW, slot_U, grads, state_be
     grad_NX, order_N, begin_U1, scale_N = grads
     dim = grad_NX.shape[1]
     rest = dim - dim % LANES
-    g_1D = np.empty((1, dim), np.float32)
-    for u in range(begin, end):
-        prefetch_ahead(row_SW, slot_U, u, end)
-        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D)
-        s = slot_U[u]
-        squares = same_lanes(np.float32(0))
-        for d in range(0, rest, LANES):
+    g_RD, rate_R = np.empty((_ROWS, dim), np.float32), np.empty(_ROWS, np.float32)
+    for first in range(begin, end, _ROWS):
+        rows = min(_ROWS, end - first)
+        for r in range(rows):
             keep_rolled()
-            squares = squares + row_wise_square(load_lanes(weight_SX, s, d), load_lanes(g_1D, 0, d), weight_decay)
-        square_sum = sum_lanes(squares)
-        for d in range(rest, dim):
-            square_sum += row_wise_square(to_float32(weight_SX[s, d]), g_1D[0, d], weight_decay)
-        row_SW[s, state_begin], rate = row_wise_rate(row_SW[s, state_begin], square_sum, np.float32(dim), lr, eps)
-        for d in range(0, rest, LANES):
+            prefetch_ahead(row_SW, slot_U, first + r, end)
+            row_grad(grad_NX, order_N, begin_U1, scale_N, first + r, g_RD, r)
+        for r in range(rows):
             keep_rolled()
-            w = row_wise_step(load_lanes(weight_SX, s, d), load_lanes(g_1D, 0, d), rate, weight_decay)
-            store_lanes(weight_SX, s, d, w)
-        for d in range(rest, dim):
-            w = row_wise_step(to_float32(weight_SX[s, d]), g_1D[0, d], rate, weight_decay)
-            weight_SX[s, d] = from_float32(w, weight_SX[s, d])
+            s = slot_U[first + r]
+            squares = same_lanes(np.float32(0))
+            for d in range(0, rest, LANES):
+                keep_rolled()
+                squares = squares + row_wise_square(load_lanes(weight_SX, s, d), load_lanes(g_RD, r, d), weight_decay)
+            square_sum = sum_lanes(squares)
+            for d in range(rest, dim):
+                square_sum += row_wise_square(to_float32(weight_SX[s, d]), g_RD[r, d], weight_decay)
+            acc, rate_R[r] = row_wise_rate(row_SW[s, state_begin], square_sum, np.float32(dim), lr, eps)
+            row_SW[s, state_begin] = acc
+        for r in range(rows):
+            keep_rolled()
+            s = slot_U[first + r]
+            for d in range(0, rest, LANES):
+                keep_rolled()
+                w = row_wise_step(load_lanes(weight_SX, s, d), load_lanes(g_RD, r, d), rate_R[r], weight_decay)
+                store_lanes(weight_SX, s, d, w)
+            for d in range(rest, dim):
+                w = row_wise_step(to_float32(weight_SX[s, d]), g_RD[r, d], rate_R[r], weight_decay)
+                weight_SX[s, d] = from_float32(w, weight_SX[s, d])
 
 
 V = 1

@@ -38,7 +38,7 @@ def _sgd_cpu(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, lr, weig
     g_1D = np.empty((1, dim), np.float32)
     for u in range(begin, end):
         prefetch_ahead(row_SW, slot_U, u, end)
-        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D)
+        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D, 0)
         w_D = weight_SX[slot_U[u], :dim]
         for d in range(dim):
             w_D[d] = from_float32(sgd(to_float32(w_D[d]), g_1D[0, d], lr, weight_decay), w_D[d])
@@ -53,7 +53,7 @@ def _sgd_momentum_cpu(
     g_1D = np.empty((1, dim), np.float32)
     for u in range(begin, end):
         prefetch_ahead(row_SW, slot_U, u, end)
-        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D)
+        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D, 0)
         s = slot_U[u]
         w_D = weight_SX[s, :dim]
         buf_D = row_SW[s, state_begin : state_begin + dim]

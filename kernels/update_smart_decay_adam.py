@@ -61,7 +61,7 @@ def _smart_decay_adam_cpu(
     g_1D = np.empty((1, dim), np.float32)
     for u in range(begin, end):
         prefetch_ahead(row_SW, slot_U, u, end)
-        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D)
+        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D, 0)
         s = slot_U[u]
         w_D = weight_SX[s, :dim]
         m_D = row_SW[s, state_begin : state_begin + dim]

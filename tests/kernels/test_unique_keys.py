@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oneemb.kernels.pool import bags_by_table
 from oneemb.kernels.threads import Threads
-from oneemb.kernels.unique_keys import unique_keys, unique_keys_by_table
+from oneemb.kernels.unique_by_table import unique_keys_by_table
+from oneemb.kernels.unique_keys import unique_keys
 
 INT64 = np.iinfo(np.int64)
 INT32 = np.iinfo(np.int32)
@@ -109,8 +109,7 @@ def check_bags(sizes, tables, id_N, padding_id=None, threads=None):
     """Bags of these sizes, bag p of table p % tables, against a dict that is filled table by table."""
     threads = threads or Threads(1)
     offset_P1 = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    bag_N, by_table = bags_by_table(offset_P1, tables, threads=threads)
-    assert bag_N.tolist() == np.repeat(np.arange(len(sizes)), sizes).tolist()
+    bag_N = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     scale_N = np.arange(len(id_N), dtype=np.float32)
     places = {}
     for t in range(tables):
@@ -118,10 +117,11 @@ def check_bags(sizes, tables, id_N, padding_id=None, threads=None):
             for n in range(offset_P1[p], offset_P1[p + 1]):
                 if id_N[n] != padding_id:
                     places.setdefault((t, int(id_N[n])), []).append(n)
-    found = unique_keys_by_table(by_table, id_N, padding_id=padding_id, threads=threads)
+    found = unique_keys_by_table(id_N, offset_P1, tables, padding_id=padding_id, threads=threads)
     assert list(zip(found.table_U.tolist(), found.id_U.tolist(), strict=True)) == list(places)
     inverse_N = np.full(len(id_N), -1)
-    order_N, begin_U1, scale_M = found.occurrences(bag_N, scale_N, threads=threads)
+    order_N, begin_U1, scale_M = found.by_table.occurrences(scale_N, threads=threads)
+    assert order_N.dtype == begin_U1.dtype == np.int32
     assert len(begin_U1) == len(places) + 1 and len(order_N) == len(scale_M) == begin_U1[-1]
     for u, at in enumerate(places.values()):
         inverse_N[at] = u
@@ -129,6 +129,7 @@ def check_bags(sizes, tables, id_N, padding_id=None, threads=None):
         assert order_N[own].tolist() == bag_N[at].tolist() and scale_M[own].tolist() == at
     assert found.inverse_N.tolist() == inverse_N.tolist()
     assert found.occurrences(bag_N)[0].tolist() == order_N.tolist()
+    assert found.by_table.occurrences()[2] is None
     assert [array.dtype for array in found[:3]] == [np.int32, np.int64, np.int32]
     return found
 
@@ -148,6 +149,12 @@ def test_an_id_of_two_tables_in_bags_is_two_keys():
     assert found.table_U.tolist() == [0, 1, 1] and found.inverse_N.tolist() == [0, 1, 2, 0]
 
 
+def test_the_example_of_keys_table_by_table():
+    found = check_bags([2, 1, 2, 1], 2, np.array([7, 9, 7, 7, 7, 8]))
+    assert found.table_U.tolist() == [0, 0, 1, 1] and found.id_U.tolist() == [7, 9, 7, 8]
+    assert found.inverse_N.tolist() == [0, 1, 2, 0, 0, 3]
+
+
 @pytest.mark.parametrize("sizes", [[], [0, 0], [0, 3], [3, 0]], ids=str)
 def test_tables_may_have_no_ids(sizes):
     check_bags(sizes, 2, np.arange(sum(sizes)) % 2)
@@ -157,13 +164,9 @@ def test_bags_of_padding_have_no_keys():
     assert len(check_bags([2, 1], 2, np.array([5, 5, 5]), padding_id=5).id_U) == 0
 
 
-@given(
-    st.lists(st.integers(0, 4), max_size=12),
-    st.integers(2, 4),
-    st.none() | st.integers(-2, 2),
-    st.data(),
-)
-def test_any_bags_agree_with_a_dict(sizes, tables, padding_id, data):
+@given(st.integers(0, 5), st.integers(1, 4), st.none() | st.integers(-2, 2), st.data())
+def test_any_bags_agree_with_a_dict(samples, tables, padding_id, data):
+    sizes = data.draw(st.lists(st.integers(0, 4), min_size=samples * tables, max_size=samples * tables))
     ids = data.draw(st.lists(st.integers(-2, 2) | st.integers(INT64.min, INT64.max), min_size=sum(sizes),
                              max_size=sum(sizes)))  # fmt: skip
     check_bags(sizes, tables, np.array(ids, np.int64), padding_id)

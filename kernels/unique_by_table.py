@@ -1,0 +1,209 @@
+"""Unique keys of a batch of bags, table by table.  T tables, P bags, N ids, U unique keys.
+
+Bag p is of table p % T: those of a sample's tables lie side by side. Keys come table by table, and those of a table in
+the order in which they first occur:
+
+    T = 2, offset_P1  0 2 3 5 6      table_U  0 0 1 1      inverse_N  0 1 2 0 0 3
+           id_N       7 9 7 7 7 8    id_U     7 9 7 8
+
+The keys of a table are the work of one thread, in memory that stays in its cache: J counts ids table by table, in batch
+order within a table, and place_Q1 says where those of each bag lie, Q counting bags table by table.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from oneemb.kernels.hash_index import hash_key
+from oneemb.kernels.jit import cpu, keep_rolled, prefetch
+from oneemb.kernels.threads import Threads
+from oneemb.kernels.unique_keys import UniqueKeys
+
+__all__ = ["ByTable", "unique_keys_by_table"]
+
+# Ids whose cells are asked for ahead of the one at work.
+_AHEAD = 16
+
+# Ids that are worth waking a thread for.
+_SHARE_MIN = 4096
+
+_ONE_THREAD = Threads(1)
+
+
+@dataclass(frozen=True)
+class ByTable:
+    """Where the ids of a batch and their keys lie, table by table."""
+
+    tables: int
+    offset_P1: np.ndarray
+    """int64 [P + 1]: bag p holds the ids from offset_P1[p] to offset_P1[p + 1] - 1"""
+    place_Q1: np.ndarray
+    """int64 [P + 1]"""
+    key_J: np.ndarray
+    """int32 [N]: the key of each id, counted from 0 in each table; -1 for padding"""
+    key_T1: np.ndarray
+    """int64 [T + 1]: the keys of table t are key_T1[t] to key_T1[t + 1] - 1"""
+    begin_U1: np.ndarray
+    """int32 [U + 1]: how many ids of keys before come before those of each key"""
+
+    def occurrences(
+        self, scale_N: np.ndarray | None = None, *, threads: Threads = _ONE_THREAD
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """As oneemb.kernels.unique_keys.occurrences: the bags in which each key occurs, in batch order."""
+        begin_U1, size = self.begin_U1, int(self.begin_U1[-1])
+        order_N = np.empty(size, np.int32)
+        scale_M = None if scale_N is None else np.empty(size, np.float32)
+        threads.run(
+            _occurrences_cpu, self.tables, self.offset_P1, self.place_Q1, self.key_J, self.key_T1, scale_N,
+            begin_U1[:-1].copy(), order_N, scale_M, share_min=_tables_min(self.tables, size),
+        )  # fmt: skip
+        return order_N, begin_U1, scale_M
+
+
+@cpu
+def _find_keys_cpu(begin, end, id_N, offset_P1, place_Q1, tables, padded, padding_id, id_V, count_V, key_J, size_T):
+    """Number the keys of tables begin to end - 1 from 0 in each: key u of table t is id_V[v], v = place of its first
+    id + u, and has count_V[v] ids. A table has size_T[t, 0] keys, of size_T[t, 1] ids."""
+    samples = (len(place_Q1) - 1) // tables
+    longest = np.int64(1)
+    for t in range(begin, end):
+        longest = max(longest, place_Q1[(t + 1) * samples] - place_Q1[t * samples])
+    cells = 2
+    while cells < 2 * longest:
+        cells *= 2
+    cell_C, id_K, hash_K = np.empty(cells, np.int32), np.empty(longest, np.int64), np.empty(longest, np.uint64)
+    for t in range(begin, end):
+        first = place_Q1[t * samples]
+        ids = place_Q1[(t + 1) * samples] - first
+        k = 0
+        for b in range(samples):
+            keep_rolled()
+            for n in range(offset_P1[b * tables + t], offset_P1[b * tables + t + 1]):
+                keep_rolled()
+                id_K[k] = id_N[n]
+                k += 1
+        for k in range(ids):
+            hash_K[k] = hash_key(np.int64(t), id_K[k], np.int64(0))
+        cells = 2
+        while cells < 2 * ids:
+            cells *= 2
+        mask = np.uint64(cells - 1)
+        cell_C[:cells] = 0
+        size, padding = np.int64(0), np.int64(0)
+        for k in range(ids):
+            keep_rolled()
+            prefetch(cell_C, np.int64(hash_K[min(k + _AHEAD, ids - 1)] & mask))
+            id = id_K[k]
+            if padded and id == padding_id:
+                key_J[first + k] = -1
+                padding += 1
+                continue
+            c = np.int64(hash_K[k] & mask)
+            while True:
+                u = np.int64(cell_C[c]) - 1
+                if u < 0:
+                    u = size
+                    size += 1
+                    cell_C[c] = size
+                    id_V[first + u] = id
+                    count_V[first + u] = 0
+                    break
+                if id_V[first + u] == id:
+                    break
+                c = np.int64((np.uint64(c) + np.uint64(1)) & mask)
+            count_V[first + u] += 1
+            key_J[first + k] = u
+        size_T[t, 0] = size
+        size_T[t, 1] = ids - padding
+
+
+@cpu
+def _close_up_cpu(begin, end, place_T, key_T1, id_T1, id_V, count_V, table_U, id_U, begin_U1):
+    """Put the keys of tables begin to end - 1 where they belong among all, and their counts on top of those before."""
+    for t in range(begin, end):
+        at = id_T1[t]
+        for u in range(key_T1[t], key_T1[t + 1]):
+            v = place_T[t] + u - key_T1[t]
+            table_U[u] = t
+            id_U[u] = id_V[v]
+            begin_U1[u] = at
+            at += count_V[v]
+
+
+@cpu
+def _inverse_cpu(begin, end, offset_P1, place_Q1, key_J, key_T1, inverse_N):
+    """inverse_N of the ids in the bags of samples begin to end - 1."""
+    tables = len(key_T1) - 1
+    samples = (len(place_Q1) - 1) // tables
+    for b in range(begin, end):
+        for t in range(tables):
+            keep_rolled()
+            p, j = b * tables + t, place_Q1[t * samples + b]
+            for n in range(offset_P1[p], offset_P1[p + 1]):
+                keep_rolled()
+                u = key_J[j + n - offset_P1[p]]
+                inverse_N[n] = u + key_T1[t] if u >= 0 else -1
+
+
+@cpu
+def _occurrences_cpu(begin, end, offset_P1, place_Q1, key_J, key_T1, scale_N, next_U, order_N, scale_M):
+    """Put the bag of each id of tables begin to end - 1 at the next place of its key."""
+    tables = len(key_T1) - 1
+    samples = (len(place_Q1) - 1) // tables
+    for t in range(begin, end):
+        for b in range(samples):
+            keep_rolled()
+            p, j = b * tables + t, place_Q1[t * samples + b]
+            for i in range(place_Q1[t * samples + b + 1] - j):
+                keep_rolled()
+                if key_J[j + i] >= 0:
+                    u = key_T1[t] + key_J[j + i]
+                    order_N[next_U[u]] = p
+                    if scale_N is not None:
+                        scale_M[next_U[u]] = scale_N[offset_P1[p] + i]
+                    next_U[u] += 1
+
+
+def unique_keys_by_table(
+    id_N: np.ndarray,
+    offset_P1: np.ndarray,
+    tables: int,
+    *,
+    padding_id: int | None = None,
+    threads: Threads = _ONE_THREAD,
+) -> UniqueKeys:
+    """The unique keys among ids, int32 or int64 [N], leaving out those that equal `padding_id`.
+
+    `offset_P1`, int64 from 0 up to N, says which ids each bag holds; there are as many bags of each table.
+    """
+    ids, bags = len(id_N), len(offset_P1) - 1
+    assert ids < 2**31 and bags < 2**31 and bags % tables == 0
+    samples = bags // tables
+    place_Q1 = np.append(0, np.cumsum(np.diff(offset_P1).reshape(samples, tables).T))
+    id_V, count_V, key_J = np.empty(ids, np.int64), np.empty(ids, np.int32), np.empty(ids, np.int32)
+    size_T = np.empty((tables, 2), np.int64)
+    share_min = _tables_min(tables, ids)
+    threads.run(
+        _find_keys_cpu, tables, id_N, offset_P1, place_Q1, tables, padding_id is not None,
+        0 if padding_id is None else padding_id, id_V, count_V, key_J, size_T, share_min=share_min,
+    )  # fmt: skip
+    key_T1, id_T1 = (np.append(0, np.cumsum(size_T[:, i])) for i in range(2))
+    unique = int(key_T1[-1])
+    table_U, id_U, begin_U1 = np.empty(unique, np.int32), np.empty(unique, np.int64), np.empty(unique + 1, np.int32)
+    begin_U1[-1] = id_T1[-1]
+    place_T = place_Q1[::samples] if samples else np.zeros(tables, np.int64)
+    threads.run(
+        _close_up_cpu, tables, place_T, key_T1, id_T1, id_V, count_V, table_U, id_U, begin_U1, share_min=share_min
+    )
+    inverse_N = np.empty(ids, np.int32)
+    threads.run(
+        _inverse_cpu, samples, offset_P1, place_Q1, key_J, key_T1, inverse_N, share_min=_tables_min(samples, ids)
+    )
+    return UniqueKeys(
+        table_U, id_U, inverse_N, None, ByTable(tables, offset_P1, place_Q1, key_J, key_T1, begin_U1)
+    )  # fmt: skip
+
+
+def _tables_min(tables: int, ids: int) -> int:
+    """Of tables, or samples, with so many ids in all: how many are worth waking a thread for."""
+    return 1 + _SHARE_MIN * tables // (ids + 1)
