@@ -17,9 +17,13 @@ from oneemb.kernels.jit import cpu, float_bits, from_float32, keep_rolled, part,
 from oneemb.kernels.jit_lanes import LANES, WIDE, load_lanes, load_wide, same_lanes, same_wide, store_lanes
 from oneemb.kernels.threads import Threads
 
-__all__ = ["Segments", "largest_magnitude", "prefetch_ahead", "reduce_grads", "row_grad", "sum_rows", "sum_segments"]
+__all__ = ["ROWS", "Segments", "largest_magnitude", "reduce_grads", "row_grads", "sum_rows", "sum_segments"]
 
 _EXPONENT = np.uint32(0x7F800000)
+
+ROWS = 16
+"""Rows whose gradients are summed before the first of them is updated: what the update of a row waits for, the end of a
+long chain of operations or a line of memory, would hold up the sum of the next."""
 
 # Terms of sums, and rows, asked for ahead of the one at work. More of them would wait for each other.
 _AHEAD = np.uint64(12)
@@ -52,15 +56,8 @@ class Segments:
         return len(self.begin_U1) - 1, self.grad_NX.shape[1]
 
     def arrays(self) -> tuple:
-        """What `row_grad` reads."""
+        """What `row_grads` reads."""
         return self.grad_NX, self.order_N, self.begin_U1, self.scale_N
-
-
-@part
-def prefetch_ahead(row_SW, slot_U, u, end):
-    """Ask the cache for the row whose turn comes soon after that of slot_U[u], in a share that ends before `end`."""
-    # No branch: numba would count references to both arrays on either side of it.
-    prefetch_row(row_SW, slot_U[min(u + _ROWS_AHEAD, end - 1)], 0, row_SW.shape[1])
 
 
 @part
@@ -114,11 +111,7 @@ def sum_rows(to_PX, p, zero, row_NX, slot_U, order_N, begin, end, last, scale_N)
 
 
 @part
-def row_grad(grad_NX, order_N, begin_U1, scale_N, u, sum_RD, r):
-    """sum_RD[r] = the gradient of row u.
-
-    The arrays are those of `Segments.arrays()`, or grad_UD and three times None for gradients that are summed already.
-    """
+def _row_grad(grad_NX, order_N, begin_U1, scale_N, u, sum_RD, r):
     if order_N is None:
         for d in range(sum_RD.shape[1]):
             sum_RD[r, d] = to_float32(grad_NX[u, d])
@@ -129,11 +122,30 @@ def row_grad(grad_NX, order_N, begin_U1, scale_N, u, sum_RD, r):
         )  # fmt: skip
 
 
+@part
+def row_grads(grads, first, end, row_SW, slot_U, sum_RD):
+    """sum_RD[r] = the gradient of row first + r; for a loop over rows up to `end` that takes ROWS of them at a time.
+
+    `grads` are `Segments.arrays()`, or grad_UD and three times None for gradients that are summed already. The cache is
+    asked for the rows that are to be updated.
+
+    Returns:
+        How many rows there are.
+    """
+    grad_NX, order_N, begin_U1, scale_N = grads
+    rows = min(np.int64(ROWS), end - first)
+    for r in range(rows):
+        keep_rolled()
+        prefetch_row(row_SW, slot_U[min(first + r + _ROWS_AHEAD, end - 1)], 0, row_SW.shape[1])
+        _row_grad(grad_NX, order_N, begin_U1, scale_N, first + r, sum_RD, r)
+    return rows
+
+
 @cpu
 def _reduce_grads_cpu(begin, end, grads, grad_UD, finite_U):
     grad_NX, order_N, begin_U1, scale_N = grads
     for u in range(begin, end):
-        row_grad(grad_NX, order_N, begin_U1, scale_N, u, grad_UD, u)
+        _row_grad(grad_NX, order_N, begin_U1, scale_N, u, grad_UD, u)
         bad = np.uint32(0)
         for d in range(grad_UD.shape[1]):
             bad |= np.uint32((float_bits(grad_UD[u, d]) & _EXPONENT) == _EXPONENT)

@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
-from oneemb.kernels.reduce_grads import Segments, prefetch_ahead, row_grad
+from oneemb.kernels.reduce_grads import ROWS, Segments, row_grads
 from oneemb.kernels.row_update import l2_grad, run_row_update
 from oneemb.kernels.row_update_cuda import element_update
 from oneemb.kernels.threads import Threads
@@ -30,18 +30,16 @@ def adagrad(w, acc, g, clr, eps, weight_decay):
 
 @cpu
 def _adagrad_cpu(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, clr, eps, weight_decay):
-    grad_NX, order_N, begin_U1, scale_N = grads
-    dim = grad_NX.shape[1]
-    g_1D = np.empty((1, dim), np.float32)
-    for u in range(begin, end):
-        prefetch_ahead(row_SW, slot_U, u, end)
-        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D, 0)
-        s = slot_U[u]
-        w_D = weight_SX[s, :dim]
-        acc_D = row_SW[s, state_begin : state_begin + dim]
-        for d in range(dim):
-            w, acc_D[d] = adagrad(to_float32(w_D[d]), acc_D[d], g_1D[0, d], clr, eps, weight_decay)
-            w_D[d] = from_float32(w, w_D[d])
+    dim = grads[0].shape[1]
+    g_RD = np.empty((ROWS, dim), np.float32)
+    for first in range(begin, end, ROWS):
+        for r in range(row_grads(grads, first, end, row_SW, slot_U, g_RD)):
+            s = slot_U[first + r]
+            w_D = weight_SX[s, :dim]
+            acc_D = row_SW[s, state_begin : state_begin + dim]
+            for d in range(dim):
+                w, acc_D[d] = adagrad(to_float32(w_D[d]), acc_D[d], g_RD[r, d], clr, eps, weight_decay)
+                w_D[d] = from_float32(w, w_D[d])
 
 
 def update_adagrad(

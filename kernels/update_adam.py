@@ -20,7 +20,7 @@ import math
 import numpy as np
 
 from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
-from oneemb.kernels.reduce_grads import Segments, prefetch_ahead, row_grad
+from oneemb.kernels.reduce_grads import ROWS, Segments, row_grads
 from oneemb.kernels.row_update import l2_grad, run_row_update
 from oneemb.kernels.row_update_cuda import element_update
 from oneemb.kernels.threads import Threads
@@ -43,22 +43,20 @@ def _adam_cpu(
     begin, end, weight_SX, row_SW, slot_U, grads, state_begin,
     rate, correction, from_m, pull, beta2, beta2_rest, eps, weight_decay, shrink,
 ):  # fmt: skip
-    grad_NX, order_N, begin_U1, scale_N = grads
-    dim = grad_NX.shape[1]
-    g_1D = np.empty((1, dim), np.float32)
-    for u in range(begin, end):
-        prefetch_ahead(row_SW, slot_U, u, end)
-        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D, 0)
-        s = slot_U[u]
-        w_D = weight_SX[s, :dim]
-        m_D = row_SW[s, state_begin : state_begin + dim]
-        v_D = row_SW[s, state_begin + dim : state_begin + 2 * dim]
-        for d in range(dim):
-            w, m_D[d], v_D[d] = adam(
-                to_float32(w_D[d]), m_D[d], v_D[d], g_1D[0, d],
-                rate, correction, from_m, pull, beta2, beta2_rest, eps, weight_decay, shrink,
-            )  # fmt: skip
-            w_D[d] = from_float32(w, w_D[d])
+    dim = grads[0].shape[1]
+    g_RD = np.empty((ROWS, dim), np.float32)
+    for first in range(begin, end, ROWS):
+        for r in range(row_grads(grads, first, end, row_SW, slot_U, g_RD)):
+            s = slot_U[first + r]
+            w_D = weight_SX[s, :dim]
+            m_D = row_SW[s, state_begin : state_begin + dim]
+            v_D = row_SW[s, state_begin + dim : state_begin + 2 * dim]
+            for d in range(dim):
+                w, m_D[d], v_D[d] = adam(
+                    to_float32(w_D[d]), m_D[d], v_D[d], g_RD[r, d],
+                    rate, correction, from_m, pull, beta2, beta2_rest, eps, weight_decay, shrink,
+                )  # fmt: skip
+                w_D[d] = from_float32(w, w_D[d])
 
 
 def update_adam(

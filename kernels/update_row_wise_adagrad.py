@@ -18,18 +18,13 @@ import numpy as np
 
 from oneemb.kernels.jit import cpu, cuda, from_float32, keep_rolled, load, rule, store, to_float32
 from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes, sum_lanes
-from oneemb.kernels.reduce_grads import Segments, prefetch_ahead, row_grad
+from oneemb.kernels.reduce_grads import ROWS, Segments, row_grads
 from oneemb.kernels.reduce_grads_cuda import plus
 from oneemb.kernels.row_update import l2_grad, run_row_update
 from oneemb.kernels.row_update_cuda import given as gradient
 from oneemb.kernels.threads import Threads
 
 __all__ = ["row_wise_rate", "row_wise_square", "row_wise_step", "update_row_wise_adagrad"]
-
-
-# Rows taken together on the CPU: a row's rate comes at the end of a long chain of operations, each waiting for the one
-# before, and the rates of several rows are worked out side by side.
-_ROWS = 16
 
 
 @rule
@@ -53,16 +48,11 @@ def row_wise_step(w, g, rate, weight_decay):
 
 @cpu
 def _row_wise_adagrad_cpu(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, lr, eps, weight_decay):
-    grad_NX, order_N, begin_U1, scale_N = grads
-    dim = grad_NX.shape[1]
+    dim = grads[0].shape[1]
     rest = dim - dim % LANES
-    g_RD, rate_R = np.empty((_ROWS, dim), np.float32), np.empty(_ROWS, np.float32)
-    for first in range(begin, end, _ROWS):
-        rows = min(_ROWS, end - first)
-        for r in range(rows):
-            keep_rolled()
-            prefetch_ahead(row_SW, slot_U, first + r, end)
-            row_grad(grad_NX, order_N, begin_U1, scale_N, first + r, g_RD, r)
+    g_RD, rate_R = np.empty((ROWS, dim), np.float32), np.empty(ROWS, np.float32)
+    for first in range(begin, end, ROWS):
+        rows = row_grads(grads, first, end, row_SW, slot_U, g_RD)
         for r in range(rows):
             keep_rolled()
             s = slot_U[first + r]

@@ -10,7 +10,7 @@ Reference: Sutskever, Martens, Dahl, Hinton. ICML 2013, in the form and operatio
 import numpy as np
 
 from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
-from oneemb.kernels.reduce_grads import Segments, prefetch_ahead, row_grad
+from oneemb.kernels.reduce_grads import ROWS, Segments, row_grads
 from oneemb.kernels.row_update import l2_grad, run_row_update
 from oneemb.kernels.row_update_cuda import element_update
 from oneemb.kernels.threads import Threads
@@ -33,35 +33,31 @@ def momentum_sgd(w, buf, g, lr, momentum, keep, share, nesterov, weight_decay):
 
 @cpu
 def _sgd_cpu(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, lr, weight_decay):
-    grad_NX, order_N, begin_U1, scale_N = grads
-    dim = grad_NX.shape[1]
-    g_1D = np.empty((1, dim), np.float32)
-    for u in range(begin, end):
-        prefetch_ahead(row_SW, slot_U, u, end)
-        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D, 0)
-        w_D = weight_SX[slot_U[u], :dim]
-        for d in range(dim):
-            w_D[d] = from_float32(sgd(to_float32(w_D[d]), g_1D[0, d], lr, weight_decay), w_D[d])
+    dim = grads[0].shape[1]
+    g_RD = np.empty((ROWS, dim), np.float32)
+    for first in range(begin, end, ROWS):
+        for r in range(row_grads(grads, first, end, row_SW, slot_U, g_RD)):
+            w_D = weight_SX[slot_U[first + r], :dim]
+            for d in range(dim):
+                w_D[d] = from_float32(sgd(to_float32(w_D[d]), g_RD[r, d], lr, weight_decay), w_D[d])
 
 
 @cpu
 def _sgd_momentum_cpu(
     begin, end, weight_SX, row_SW, slot_U, grads, state_begin, lr, momentum, keep, share, nesterov, weight_decay
 ):
-    grad_NX, order_N, begin_U1, scale_N = grads
-    dim = grad_NX.shape[1]
-    g_1D = np.empty((1, dim), np.float32)
-    for u in range(begin, end):
-        prefetch_ahead(row_SW, slot_U, u, end)
-        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D, 0)
-        s = slot_U[u]
-        w_D = weight_SX[s, :dim]
-        buf_D = row_SW[s, state_begin : state_begin + dim]
-        for d in range(dim):
-            w, buf_D[d] = momentum_sgd(
-                to_float32(w_D[d]), buf_D[d], g_1D[0, d], lr, momentum, keep, share, nesterov, weight_decay
-            )
-            w_D[d] = from_float32(w, w_D[d])
+    dim = grads[0].shape[1]
+    g_RD = np.empty((ROWS, dim), np.float32)
+    for first in range(begin, end, ROWS):
+        for r in range(row_grads(grads, first, end, row_SW, slot_U, g_RD)):
+            s = slot_U[first + r]
+            w_D = weight_SX[s, :dim]
+            buf_D = row_SW[s, state_begin : state_begin + dim]
+            for d in range(dim):
+                w, buf_D[d] = momentum_sgd(
+                    to_float32(w_D[d]), buf_D[d], g_RD[r, d], lr, momentum, keep, share, nesterov, weight_decay
+                )
+                w_D[d] = from_float32(w, w_D[d])
 
 
 def update_sgd(

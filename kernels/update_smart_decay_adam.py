@@ -22,7 +22,7 @@ import math
 import numpy as np
 
 from oneemb.kernels.jit import cpu, cuda, float_bits, from_float32, load, rule, store, to_float32, uint_as_float
-from oneemb.kernels.reduce_grads import Segments, prefetch_ahead, row_grad
+from oneemb.kernels.reduce_grads import ROWS, Segments, row_grads
 from oneemb.kernels.row_update import l2_grad, run_row_update
 from oneemb.kernels.row_update_cuda import given as gradient
 from oneemb.kernels.threads import Threads
@@ -56,25 +56,23 @@ def _smart_decay_adam_cpu(
     begin, end, weight_SX, row_SW, slot_U, grads, state_begin,
     step, beta1, beta2, beta1_rest, beta2_rest, lr, eps, weight_decay,
 ):  # fmt: skip
-    grad_NX, order_N, begin_U1, scale_N = grads
-    dim = grad_NX.shape[1]
-    g_1D = np.empty((1, dim), np.float32)
-    for u in range(begin, end):
-        prefetch_ahead(row_SW, slot_U, u, end)
-        row_grad(grad_NX, order_N, begin_U1, scale_N, u, g_1D, 0)
-        s = slot_U[u]
-        w_D = weight_SX[s, :dim]
-        m_D = row_SW[s, state_begin : state_begin + dim]
-        v_D = row_SW[s, state_begin + dim : state_begin + 2 * dim]
-        step_1 = row_SW[s, state_begin + 2 * dim : state_begin + 2 * dim + 1]
-        decay1, decay2, catch_up = smart_decay(step - np.int64(float_bits(step_1[0])), beta1, beta2)
-        step_1[0] = uint_as_float(np.uint32(step))
-        for d in range(dim):
-            w, m_D[d], v_D[d] = smart_decay_adam(
-                to_float32(w_D[d]), m_D[d], v_D[d], g_1D[0, d],
-                decay1, decay2, catch_up, beta1_rest, beta2_rest, lr, eps, weight_decay,
-            )  # fmt: skip
-            w_D[d] = from_float32(w, w_D[d])
+    dim = grads[0].shape[1]
+    g_RD = np.empty((ROWS, dim), np.float32)
+    for first in range(begin, end, ROWS):
+        for r in range(row_grads(grads, first, end, row_SW, slot_U, g_RD)):
+            s = slot_U[first + r]
+            w_D = weight_SX[s, :dim]
+            m_D = row_SW[s, state_begin : state_begin + dim]
+            v_D = row_SW[s, state_begin + dim : state_begin + 2 * dim]
+            step_1 = row_SW[s, state_begin + 2 * dim : state_begin + 2 * dim + 1]
+            decay1, decay2, catch_up = smart_decay(step - np.int64(float_bits(step_1[0])), beta1, beta2)
+            step_1[0] = uint_as_float(np.uint32(step))
+            for d in range(dim):
+                w, m_D[d], v_D[d] = smart_decay_adam(
+                    to_float32(w_D[d]), m_D[d], v_D[d], g_RD[r, d],
+                    decay1, decay2, catch_up, beta1_rest, beta2_rest, lr, eps, weight_decay,
+                )  # fmt: skip
+                w_D[d] = from_float32(w, w_D[d])
 
 
 V = 1
