@@ -35,9 +35,17 @@ class Bags:
         return np.repeat(np.arange(len(self.offset_P1) - 1, dtype=np.int32), np.diff(self.offset_P1))
 
 
+def _values(tensor: torch.Tensor) -> Any:
+    """To compute on: on the CPU as an array, since torch's threads go on spinning on the cores that kernels need."""
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
 def check_tables(table_ids: torch.Tensor, num_tables: int) -> None:
     """Raise ValueError unless all are from 0 to T-1."""
-    low, high = (int(x) for x in torch.aminmax(table_ids)) if table_ids.numel() else (0, 0)
+    low = high = 0
+    if table_ids.numel():
+        known = _values(table_ids)
+        low, high = int(known.min()), int(known.max())
     if low < 0 or high >= num_tables:
         raise ValueError(f"table_ids must be from 0 to {num_tables - 1}, got {low} to {high}")
 
@@ -116,7 +124,8 @@ def _check_offsets_kind(offsets: torch.Tensor, device: torch.device) -> None:
 
 
 def _check_offsets(offset_P1: torch.Tensor, ids: int) -> None:
-    ordered = bool((offset_P1[1:] >= offset_P1[:-1]).all())
+    known_P1 = _values(offset_P1)
+    ordered = bool((known_P1[1:] >= known_P1[:-1]).all())
     if not ordered or offset_P1[0] != 0 or offset_P1[-1] != ids:
         raise ValueError(
             f"offsets must begin with 0, never fall, and end with the number of ids, {ids}; got"

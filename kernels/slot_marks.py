@@ -10,6 +10,9 @@ from oneemb.kernels.threads import Threads
 
 __all__ = ["add_marks", "pick_keys", "set_marks"]
 
+# Slots that are worth waking a thread for.
+_SHARE_MIN = 1 << 15
+
 
 @cpu
 def _add_marks_cpu(begin, end, mark_S, slot_U, count):
@@ -38,12 +41,12 @@ def _pick_keys_cpu(table_N, id_N, slot_N, chosen_S, table_V, id_V, slot_V, size)
 
 def add_marks(mark_S: np.ndarray, slot_U: np.ndarray, count: float, *, threads: Threads) -> None:
     """mark_S[slot_U] += count"""
-    threads.run(_add_marks_cpu, len(slot_U), mark_S, slot_U, count, share_min=1 << 18)
+    threads.run(_add_marks_cpu, len(slot_U), mark_S, slot_U, count, share_min=_SHARE_MIN)
 
 
 def set_marks(mark_S: np.ndarray, slot_U: np.ndarray, value: float, *, threads: Threads) -> None:
     """mark_S[slot_U] = value"""
-    threads.run(_set_marks_cpu, len(slot_U), mark_S, slot_U, value, share_min=1 << 18)
+    threads.run(_set_marks_cpu, len(slot_U), mark_S, slot_U, value, share_min=_SHARE_MIN)
 
 
 def pick_keys(

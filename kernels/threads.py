@@ -27,7 +27,7 @@ __all__ = ["Threads", "available_cores"]
 _SHARE_MIN = 512
 
 # Shares for each thread: more of them even out cores that are not equally fast; each costs some 10 microseconds.
-_SHARES = 4
+_SHARES = 8
 
 
 def available_cores() -> int:

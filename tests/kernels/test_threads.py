@@ -27,7 +27,7 @@ def test_shares_cover_the_range_once(threads, size):
     shares = run_shares(threads, size, share_min=1)
     covered = [n for begin, end, _ in shares for n in range(begin, end)]
     assert covered == list(range(size))
-    assert len(shares) == (1 if threads.count == 1 else max(1, min(4 * threads.count, size)))
+    assert len(shares) == (1 if threads.count == 1 else max(1, min(8 * threads.count, size)))
 
 
 def test_shares_of_a_large_range_are_even(threads):
