@@ -5,14 +5,14 @@ Copies move bits: what a row means is no matter here.
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, keep_rolled, part, prefetch_row
+from oneemb.kernels.jit import cpu, keep_rolled, part, prefetch, prefetch_row
 from oneemb.kernels.jit_lanes import LANES, move_lanes
 from oneemb.kernels.threads import Threads
 
 __all__ = ["copy_rows_in", "copy_rows_out", "gather"]
 
 # Rows asked for ahead of the one at work.
-_AHEAD = 12
+_AHEAD = np.uint64(24)
 
 
 @part
@@ -28,14 +28,18 @@ def _copy_row(to_UX, u, from_SX, s, width):
 @cpu
 def _gather_cpu(begin, end, weight_SX, slot_U, inverse_N, out_ND):
     dim = out_ND.shape[1]
-    for n in range(begin, end):
-        prefetch_row(weight_SX, slot_U[max(inverse_N[min(n + _AHEAD, end - 1)], 0)], 0, dim)
+    # Unsigned, as numba makes indexes below zero count from the end.
+    last = np.uint64(end - 1)
+    for n in range(np.uint64(begin), np.uint64(end)):
+        keep_rolled()
+        prefetch(slot_U, max(inverse_N[min(n + _AHEAD + _AHEAD, last)], 0))
+        prefetch_row(weight_SX, slot_U[np.uint64(max(inverse_N[min(n + _AHEAD, last)], 0))], 0, dim)
         u = inverse_N[n]
         if u < 0:
             for d in range(dim):
                 out_ND[n, d] = 0
         else:
-            _copy_row(out_ND, n, weight_SX, slot_U[u], dim)
+            _copy_row(out_ND, np.int64(n), weight_SX, slot_U[np.uint64(u)], dim)
 
 
 def gather(
@@ -59,7 +63,7 @@ def gather(
 def _copy_rows_out_cpu(begin, end, row_SW, slot_U, out_UW):
     width = row_SW.shape[1]
     for u in range(begin, end):
-        prefetch_row(row_SW, slot_U[min(u + _AHEAD, end - 1)], 0, width)
+        prefetch_row(row_SW, slot_U[min(np.uint64(u) + _AHEAD, np.uint64(end - 1))], 0, width)
         _copy_row(out_UW, u, row_SW, slot_U[u], width)
 
 
