@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Keys", "Lease", "NonFiniteGradientError", "RowGrads", "StepOptimizer", "admit", "check_finite", "check_pooling",
-    "gather", "lookup", "peek", "reduce_grads", "release", "stage", "step", "unique_keys", "update",
+    "gather", "lookup", "peek", "read_ids", "reduce_grads", "release", "stage", "step", "unique_keys", "update",
 ]  # fmt: skip
 
 _BITS = {torch.float32: torch.float32, torch.float16: torch.uint16, torch.bfloat16: torch.int16}
@@ -214,23 +214,27 @@ def unique_keys(
     """
     if offsets is not None:
         return _unique_keys_of_bags(ids, table_ids, num_tables, key_type, padding_idx, offsets, threads)
-    batch_ids.check_ids(ids, table_ids, num_tables, key_type)
-    id_N = ids.detach().reshape(-1).contiguous()
-    gpu = cuda_ops.gpu_of(ids)
-    check = None
-    if table_ids is not None:
-        check = functools.partial(
-            batch_ids.check_tables, table_ids if ids.numel() else table_ids.reshape(-1)[:0], num_tables
-        )
-        if gpu is None:
-            check()
-        table_ids = cuda_ops.tables_of(table_ids, num_tables)
-        table_N = table_ids.expand(ids.shape).reshape(-1).contiguous()
-    else:
-        table_N = batch_ids.tables_of_columns(num_tables, len(id_N), ids.device, cuda_ops.stream_of(ids))
-    if gpu is not None:
+    table_N, id_N, check = _tables_and_ids(ids, table_ids, num_tables, key_type)
+    if (gpu := cuda_ops.gpu_of(ids)) is not None:
         return Keys(ids.shape, cuda_ops.unique_keys(table_N, id_N, num_tables, padding_idx, gpu, check))
     return Keys(ids.shape, kernel.unique_keys(table_N.numpy(), id_N.numpy(), padding_id=padding_idx, threads=threads))
+
+
+def _tables_and_ids(
+    ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, key_type: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """table_N, id_N and, of ids on a GPU, what is still to check their tables."""
+    batch_ids.check_ids(ids, table_ids, num_tables, key_type)
+    id_N = ids.detach().reshape(-1).contiguous()
+    if table_ids is None:
+        return batch_ids.tables_of_columns(num_tables, len(id_N), ids.device, cuda_ops.stream_of(ids)), id_N, None
+    check = functools.partial(
+        batch_ids.check_tables, table_ids if ids.numel() else table_ids.reshape(-1)[:0], num_tables
+    )
+    if cuda_ops.gpu_of(ids) is None:
+        check()
+    table_ids = cuda_ops.tables_of(table_ids, num_tables)
+    return table_ids.expand(ids.shape).reshape(-1).contiguous(), id_N, check
 
 
 def _unique_keys_of_bags(
@@ -429,6 +433,49 @@ def peek(
     scale_N = _scales(keys, per_sample_weights, pooling, store)
     weight_UX = store.layout.weights(store.read(unique.table_U, unique.id_U))
     return _read(store, weight_UX, np.arange(len(unique.id_U)), keys, scale_N)
+
+
+def read_ids(
+    store: EmbeddingStore,
+    ids: torch.Tensor,
+    table_ids: torch.Tensor | None,
+    num_tables: int,
+    key_type: torch.dtype,
+    padding_idx: int | None,
+    *,
+    inserts: bool,
+) -> torch.Tensor | None:
+    """What `peek` gives of ids that are in no bags or, if it `inserts` unknown ones, `gather`; without a gradient.
+
+    Where rows lie still, ids need not be made unique to be found and pinned: each is read where it is. None where rows
+    do not, or are on a GPU.
+
+    Raises:
+        TypeError, ValueError, StoreFullError: as `unique_keys` and `admit`.
+    """
+    table_n, id_n, _ = _tables_and_ids(ids, table_ids, num_tables, key_type)
+    if store.gpu is not None or ids.device.type != "cpu":
+        return None
+    table_N, id_N = table_n.numpy(), id_n.numpy()
+    slot_N = store.slots_of(table_N, id_N)
+    if slot_N is None:
+        return None
+    missing = np.flatnonzero(slot_N < 0)
+    if padding_idx is not None:
+        missing = missing[id_N[missing] != padding_idx]
+        slot_N[id_N == padding_idx] = -1  # a snapshot of another embedding may have brought it
+    if len(missing) and inserts:
+        unique = kernel.unique_keys(table_N[missing], id_N[missing])
+        slot_U = store.admit(unique.table_U, unique.id_U)
+        store.release(slot_U)
+        slot_N[missing] = slot_U[unique.inverse_N]
+    out = torch.empty(*ids.shape, store.layout.dim, dtype=_DTYPES[store.layout.dtype])
+    out_ND = _bits(out).reshape(-1, store.layout.dim).numpy()
+    gather_rows(store.weight_SX, None, slot_N, out_ND, threads=store.threads)
+    if len(missing) and not inserts:
+        row_MW = store.read(table_N[missing], id_N[missing])
+        out_ND[missing] = store.layout.weights(row_MW)[:, : store.layout.dim]
+    return out
 
 
 def reduce_grads(leases: Sequence[Lease]) -> RowGrads | None:

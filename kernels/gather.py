@@ -32,28 +32,30 @@ def _gather_cpu(begin, end, weight_SX, slot_U, inverse_N, out_ND):
     last = np.uint64(end - 1)
     for n in range(np.uint64(begin), np.uint64(end)):
         keep_rolled()
-        prefetch(slot_U, max(inverse_N[min(n + _AHEAD + _AHEAD, last)], 0))
-        prefetch_row(weight_SX, slot_U[np.uint64(max(inverse_N[min(n + _AHEAD, last)], 0))], 0, dim)
+        ahead = np.uint64(max(inverse_N[min(n + _AHEAD, last)], 0))
+        if slot_U is not None:
+            prefetch(slot_U, max(inverse_N[min(n + _AHEAD + _AHEAD, last)], 0))
+        prefetch_row(weight_SX, ahead if slot_U is None else slot_U[ahead], 0, dim)
         u = inverse_N[n]
         if u < 0:
             for d in range(dim):
                 out_ND[n, d] = 0
         else:
-            _copy_row(out_ND, np.int64(n), weight_SX, slot_U[np.uint64(u)], dim)
+            _copy_row(out_ND, np.int64(n), weight_SX, np.int64(u) if slot_U is None else slot_U[np.uint64(u)], dim)
 
 
 def gather(
-    weight_SX: np.ndarray, slot_U: np.ndarray, inverse_N: np.ndarray, out_ND: np.ndarray, *, threads: Threads
+    weight_SX: np.ndarray, slot_U: np.ndarray | None, inverse_N: np.ndarray, out_ND: np.ndarray, *, threads: Threads
 ) -> None:
     """out_ND[n] = the weights in slot `slot_U[inverse_N[n]]`, zeros where `inverse_N[n]` is -1.
 
     Args:
         weight_SX: weights' bits [S, X], X >= D, as `RowLayout.weights` gives them.
-        slot_U: int64 [U].
-        inverse_N: int64 [N].
+        slot_U: int64 [U]; None = inverse_N says the slots.
+        inverse_N: int32 or int64 [N].
         out_ND: [N, D] of the dtype of `weight_SX`.
     """
-    if len(slot_U) == 0:  # nothing but padding
+    if slot_U is not None and len(slot_U) == 0:  # nothing but padding
         out_ND[:] = 0
         return
     threads.run(_gather_cpu, len(inverse_N), weight_SX, slot_U, inverse_N, out_ND)

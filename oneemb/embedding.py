@@ -121,6 +121,13 @@ class _TableEmbedding(torch.nn.Module):
             TypeError, ValueError: dtype, device, shape or range is not as above; nothing was inserted.
             StoreFullError: the rows of the step do not fit in the cache, or capacity is reached; nothing was inserted.
         """
+        has_gradient = self.training and torch.is_grad_enabled() and self.weight.requires_grad
+        if not has_gradient and offsets is None and per_sample_weights is None and pooling == "sum":
+            read = ops.read_ids(
+                self.store, ids, table_ids, self.num_tables, self.key_type, self.padding_idx, inserts=self.training
+            )
+            if read is not None:
+                return read
         keys = ops.unique_keys(
             ids, table_ids, self.num_tables, self.key_type, self.padding_idx, offsets, threads=self.store.threads
         )

@@ -448,6 +448,15 @@ class EmbeddingStore:
         return row_UW
 
     @_in_turn
+    def slots_of(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray | None:
+        """The slots of rows, for a read in place without a pin: int64 [N], -1 for a key that is not known.
+
+        Keys may be there many times. None where rows move, or are on a GPU: read those of unique keys.
+        """
+        self._check_open()
+        return self._tiers[0].slots_of(table_N, id_N) if self.built and self.gpu is None else None
+
+    @_in_turn
     def read_on_gpu(self, keys: Any) -> tuple[Any, Any]:
         """What `read` gives, for `DeviceKeys`: a tensor on the GPU, float32 [U, at least W]; and the keys cut to U."""
         self._check_open()

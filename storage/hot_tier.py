@@ -164,6 +164,13 @@ class HotTier:
         self._hits += len(hit_H)
         return slot_U
 
+    def slots_of(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray | None:
+        """The slots of rows that are read in place without a pin: int64 [N], -1 for a key that is not here.
+
+        Keys may be there many times. None in a cache, whose rows move.
+        """
+        return self._index.find(table_N, id_N) if self._resident else None
+
     def pin_found(self, slot_U: np.ndarray) -> None:
         """Pin rows that a loop over several tiers has found in the index, each once more: what `admit` does of those.
 

@@ -206,6 +206,62 @@ def test_eval_inserts_nothing_and_reads_what_train_would_insert(made, store):
     assert torch.equal(embedding(torch.tensor([2, 99]))[0], before[1]) and embedding.stats()["rows"] == 3
 
 
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_lookup_without_gradient_reads_what_one_with_gradient_reads(made, store, dtype, frozen):
+    print("seed 0")
+    rng = np.random.default_rng(0)
+    options = dict(tables=3, dim=7, padding_idx=2, dtype=dtype, store=store)
+    plain, with_gradient = made("a", **options), made("b", **options)
+    attach(with_gradient)
+    plain.requires_grad_(not frozen)
+    for step in range(4):
+        ids = torch.from_numpy(rng.zipf(1.3, (50 + step, 3)).clip(max=300))
+        with torch.set_grad_enabled(frozen):
+            rows = plain(ids)
+        expected = with_gradient(ids)
+        assert expected.requires_grad and not rows.requires_grad
+        assert rows.dtype == dtype and torch.equal(rows, expected.detach())
+        assert not rows[ids == 2].any()
+        # In eval mode, ids beyond those are not inserted.
+        assert torch.equal(plain.eval()(ids + 5), with_gradient.eval()(ids + 5))
+        plain.train(), with_gradient.train()
+        assert plain.stats()["rows"] == with_gradient.stats()["rows"] and plain.stats()["device"]["pinned"] == 0
+    tables = torch.tensor([2, 0, 0])
+    ids = torch.tensor([5, 2, 400])
+    with torch.no_grad():
+        assert torch.equal(plain(ids, table_ids=tables), with_gradient(ids, table_ids=tables))
+        for wrong, error in ((ids.int(), TypeError), (ids.reshape(1, 3, 1), ValueError)):
+            with pytest.raises(error):
+                plain(wrong)
+        with pytest.raises(ValueError, match="table_ids must be from 0 to 2"):
+            plain(ids, table_ids=torch.tensor([0, 3, 0]))
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_row_of_the_padding_id_that_a_snapshot_brings_stays_unread(made, store):
+    embedding = made(store=store)
+    embedding(torch.tensor([2, 5]))
+    embedding.save_snapshot("s")
+    embedding.close()
+    with pytest.warns(UserWarning, match="load_snapshot"):
+        other = made(store=store, padding_idx=2)
+    other.load_snapshot("s")
+    for train in (False, True):
+        with torch.no_grad():
+            assert other.train(train)(torch.tensor([2, 5])).any(1).tolist() == [False, True]
+
+
+def test_a_lookup_without_gradient_that_does_not_fit_changes_nothing(made):
+    embedding = made(options=dict(capacity=3))
+    with torch.no_grad():
+        embedding(torch.tensor([1, 2]))
+        with pytest.raises(oneemb.StoreFullError, match="capacity is 3"):
+            embedding(torch.tensor([1, 7, 8]))
+    assert embedding.stats()["rows"] == 2
+
+
 def test_no_grad_in_training_inserts_and_leaves_no_pins(made):
     embedding = made()
     with torch.no_grad():
