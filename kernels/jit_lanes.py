@@ -211,8 +211,8 @@ def _operator(function, instruction):
 
     @overload(function, inline="always")
     def of_kinds(x, y):
-        kinds = {x, y} - {types.float32}
-        if len(kinds) == 1 and isinstance(*kinds, _LanesType):
+        vector = x if isinstance(x, _LanesType) else y
+        if isinstance(vector, _LanesType) and {x, y} <= {vector, types.float32}:
             return lambda x, y: of_lanes(x, y)
         return None
 

@@ -69,7 +69,7 @@ def _row_of(row_NX, slot_U, order_N, i, last, d, columns):
         prefetch_row(row_NX, ahead, d, columns)
         return n
     prefetch(slot_U, max(np.int64(order_N[min(i + _AHEAD + _AHEAD, last)]), 0))
-    prefetch_row(row_NX, slot_U[np.uint64(max(ahead, 0))], d, columns)
+    prefetch_row(row_NX, slot_U[np.uint64(max(ahead, np.int64(0)))], d, columns)
     return slot_U[np.uint64(n)] if n >= 0 else n
 
 

@@ -66,7 +66,7 @@ def test_a_pooled_bag_is_its_rows_summed_in_order(gpu, dim, dtype, scales):
 def test_gradients_of_scales_have_the_cpus_bits(gpu, dim, dtype):
     weight_SX, slot_U, inverse_N, offset_P1 = some_bags(dim=dim, dtype=dtype, bags=9)
     grad_PX = to_bits(np.random.default_rng(4).normal(0, 1, (9, dim)).astype(np.float32), dtype)
-    bag_N = cpu.bags_of(offset_P1, np.zeros(len(offset_P1) - 1, np.int32), threads=ONE)[0]
+    bag_N = np.repeat(np.arange(9, dtype=np.int32), np.diff(offset_P1))
     expected = cpu.scale_grads(weight_SX, slot_U, inverse_N, bag_N, grad_PX, threads=ONE)
     found = scale_grads_cuda(*map(gpu.put, (weight_SX, slot_U, inverse_N, bag_N.astype(np.int64), grad_PX)), gpu=gpu)
     assert found.cpu().numpy().tobytes() == expected.tobytes()
@@ -105,10 +105,8 @@ def test_scaled_sums_of_bags_gradients_have_the_cpus_bits_up_to_a_part(gpu, dim,
     _, _, inverse_N, offset_P1 = some_bags(bags=40, keys=6, dim=dim)
     rng = np.random.default_rng(6)
     grad_PX = to_bits(rng.normal(0, 1, (40, dim)).astype(np.float32), dtype)
-    bag_N, scale_N = (
-        cpu.bags_of(offset_P1, np.zeros(len(offset_P1) - 1, np.int32), threads=ONE)[0],
-        rng.normal(0, 1, len(inverse_N)).astype(np.float32),
-    )
+    bag_N = np.repeat(np.arange(40, dtype=np.int32), np.diff(offset_P1))
+    scale_N = rng.normal(0, 1, len(inverse_N)).astype(np.float32)
     assert np.bincount(inverse_N[inverse_N >= 0]).max() <= PART
     for scales in (None, scale_N):
         expected, _ = sum_segments(
