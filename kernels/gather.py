@@ -5,7 +5,7 @@ Copies move bits: what a row means is no matter here.
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, keep_rolled, part, prefetch, prefetch_row
+from oneemb.kernels.jit import cpu, keep_rolled, natural, part, prefetch, prefetch_row
 from oneemb.kernels.jit_lanes import LANES, move_lanes
 from oneemb.kernels.threads import Threads
 
@@ -28,11 +28,10 @@ def _copy_row(to_UX, u, from_SX, s, width):
 @cpu
 def _gather_cpu(begin, end, weight_SX, slot_U, inverse_N, out_ND):
     dim = out_ND.shape[1]
-    # Unsigned, as numba makes indexes below zero count from the end.
-    last = np.uint64(end - 1)
-    for n in range(np.uint64(begin), np.uint64(end)):
+    last = natural(end - 1)
+    for n in range(natural(begin), natural(end)):
         keep_rolled()
-        ahead = np.uint64(max(inverse_N[min(n + _AHEAD, last)], 0))
+        ahead = natural(max(inverse_N[min(n + _AHEAD, last)], 0))
         if slot_U is not None:
             prefetch(slot_U, max(inverse_N[min(n + _AHEAD + _AHEAD, last)], 0))
         prefetch_row(weight_SX, ahead if slot_U is None else slot_U[ahead], 0, dim)
@@ -41,7 +40,7 @@ def _gather_cpu(begin, end, weight_SX, slot_U, inverse_N, out_ND):
             for d in range(dim):
                 out_ND[n, d] = 0
         else:
-            _copy_row(out_ND, np.int64(n), weight_SX, np.int64(u) if slot_U is None else slot_U[np.uint64(u)], dim)
+            _copy_row(out_ND, np.int64(n), weight_SX, np.int64(u) if slot_U is None else slot_U[natural(u)], dim)
 
 
 def gather(
@@ -65,7 +64,7 @@ def gather(
 def _copy_rows_out_cpu(begin, end, row_SW, slot_U, out_UW):
     width = row_SW.shape[1]
     for u in range(begin, end):
-        prefetch_row(row_SW, slot_U[min(np.uint64(u) + _AHEAD, np.uint64(end - 1))], 0, width)
+        prefetch_row(row_SW, slot_U[min(natural(u) + _AHEAD, natural(end - 1))], 0, width)
         _copy_row(out_UW, u, row_SW, slot_U[u], width)
 
 

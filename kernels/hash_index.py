@@ -20,7 +20,7 @@ Limits: place below 2^40 - 1, table below 2^23.
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, mul_high, prefetch_word, rule, set_word, word_at
+from oneemb.kernels.jit import cpu, mul_high, natural, prefetch_word, rule, set_word, word_at
 
 __all__ = [
     "BLOCK", "LINE", "PLACE_BITS", "PLACE_MAX", "TABLE_MAX", "cells_erase", "cells_find", "cells_items", "cells_move",
@@ -107,13 +107,14 @@ def _probe(address, cells, home, table, id):
 def _locate(address_P, cells_P, table_U, id_U, first, last, hash_K, shard_K, home_K, k):
     """Find the homes of keys first to last - 1, from place k on, and ask the cache for them."""
     # A loop of its own: nothing in it branches or looks anything up, so that it runs on whole vectors.
-    for i in range(last - first):
-        hash_K[i] = hash_key(np.int64(table_U[first + i]), np.int64(id_U[first + i]), np.int64(0))
-    for i in range(last - first):
-        p = _shard(hash_K[i], len(cells_P))
+    for i in range(natural(last - first)):
+        u = natural(first) + i
+        hash_K[i] = hash_key(np.int64(table_U[u]), np.int64(id_U[u]), np.int64(0))
+    for i in range(natural(last - first)):
+        p = natural(_shard(hash_K[i], len(cells_P)))
         home = _home(hash_K[i], cells_P[p])
-        shard_K[k + i] = p
-        home_K[k + i] = home
+        shard_K[natural(k) + i] = p
+        home_K[natural(k) + i] = home
         prefetch_word(address_P[p], 2 * home)
 
 
@@ -131,20 +132,21 @@ def cells_find(begin, end, address_P, cells_P, table_U, id_U, place_U):
         last = min(first + _AHEAD, end)
         k_next = (last - begin) & _RING
         _locate(address_P, cells_P, table_U, id_U, last, min(last + _AHEAD, end), hash_K, shard_K, home_K, k_next)
-        later = 0
-        for u in range(first, last):
-            at = (u - begin) & _RING
-            address, c = address_P[shard_K[at]], home_K[at]
+        later = natural(0)
+        for u in range(natural(first), natural(last)):
+            at = (u - natural(begin)) & natural(_RING)
+            p, c = natural(shard_K[at]), home_K[at]
+            address = address_P[p]
             k = _end_of_line(address, c, np.int64(table_U[u]), np.int64(id_U[u]))
             place_U[u] = (word_at(address, 2 * (c + (k & 3)) + 1) & _PLACE_MASK) - 1
             later_K[later] = u
-            later += k == LINE
-            following = _next_line(c, cells_P[shard_K[at]])
+            later += natural(k == LINE)
+            following = _next_line(c, cells_P[p])
             prefetch_word(address, 2 * (following if k == LINE else c))
         for i in range(later):
-            u = later_K[i]
-            at = (u - begin) & _RING
-            p = shard_K[at]
+            u = natural(later_K[i])
+            at = (u - natural(begin)) & natural(_RING)
+            p = natural(shard_K[at])
             following = _next_line(home_K[at], cells_P[p])
             c = _probe(address_P[p], cells_P[p], following, np.int64(table_U[u]), np.int64(id_U[u]))
             place_U[u] = (word_at(address_P[p], 2 * c + 1) & _PLACE_MASK) - 1

@@ -34,8 +34,8 @@ from numba.extending import intrinsic, overload
 
 __all__ = [
     "CudaLoop", "cpu", "cuda", "external", "float_bits", "from_float32", "keep_rolled", "lanes_mixed", "load", "move",
-    "mul_high", "prefetch", "prefetch_row", "prefetch_word", "rule", "set_word", "store", "to_float32", "uint_as_float",
-    "word_at",
+    "mul_high", "natural", "prefetch", "prefetch_row", "prefetch_word", "rule", "set_word", "store", "to_float32",
+    "uint_as_float", "word_at",
 ]  # fmt: skip
 
 # Bytes of a line of the cache.
@@ -286,6 +286,12 @@ def lanes_mixed(typingctx, word_X, begin, end, lanes, before, bits, after):
         return cgutils.pack_array(builder, now)
 
     return types.UniTuple(u64, 4)(word_X, *wanted), codegen
+
+
+@rule
+def natural(x):
+    """x, which is not below zero, as an index. Of any other one, numba asks first whether it counts from the end."""
+    return np.uint64(x)
 
 
 @intrinsic

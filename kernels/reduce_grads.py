@@ -13,7 +13,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, float_bits, from_float32, keep_rolled, part, prefetch, prefetch_row, to_float32
+from oneemb.kernels.jit import (
+    cpu,
+    float_bits,
+    from_float32,
+    keep_rolled,
+    natural,
+    part,
+    prefetch,
+    prefetch_row,
+    to_float32,
+)
 from oneemb.kernels.jit_lanes import LANES, WIDE, load_lanes, load_wide, same_lanes, same_wide, store_lanes
 from oneemb.kernels.threads import Threads
 
@@ -69,8 +79,8 @@ def _row_of(row_NX, slot_U, order_N, i, last, d, columns):
         prefetch_row(row_NX, ahead, d, columns)
         return n
     prefetch(slot_U, max(np.int64(order_N[min(i + _AHEAD + _AHEAD, last)]), 0))
-    prefetch_row(row_NX, slot_U[np.uint64(max(ahead, np.int64(0)))], d, columns)
-    return slot_U[np.uint64(n)] if n >= 0 else n
+    prefetch_row(row_NX, slot_U[natural(max(ahead, 0))], d, columns)
+    return slot_U[natural(n)] if n >= 0 else n
 
 
 @part
@@ -82,8 +92,7 @@ def sum_rows(to_PX, p, zero, row_NX, slot_U, order_N, begin, end, last, scale_N)
     no number at all. Terms up to `last` are there to be asked for ahead.
     """
     dim = to_PX.shape[1]
-    # Unsigned, as numba makes indexes below zero count from the end.
-    begin, end, last = np.uint64(begin), np.uint64(end), np.uint64(last)
+    begin, end, last = natural(begin), natural(end), natural(last)
     for d in range(0, dim - WIDE + 1, WIDE):
         wide = same_wide(zero)
         for i in range(begin, end):

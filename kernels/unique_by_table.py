@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from oneemb.kernels.hash_index import hash_key
-from oneemb.kernels.jit import cpu, keep_rolled, prefetch
+from oneemb.kernels.jit import cpu, keep_rolled, natural, prefetch
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import UniqueKeys
 
@@ -38,7 +38,7 @@ class ByTable:
     offset_P1: np.ndarray
     """int64 [P + 1]: bag p holds the ids from offset_P1[p] to offset_P1[p + 1] - 1"""
     place_Q1: np.ndarray
-    """int64 [P + 1]"""
+    """int64 [P + 1]: the ids of bag q, counted table by table, are at place_Q1[q] to place_Q1[q + 1] - 1"""
     key_J: np.ndarray
     """int32 [N]: the key of each id, counted from 0 in each table; -1 for padding"""
     key_T1: np.ndarray
@@ -73,46 +73,47 @@ def _find_keys_cpu(begin, end, id_N, offset_P1, place_Q1, tables, padded, paddin
         cells *= 2
     cell_C, id_K, hash_K = np.empty(cells, np.int32), np.empty(longest, np.int64), np.empty(longest, np.uint64)
     for t in range(begin, end):
-        first = place_Q1[t * samples]
-        ids = place_Q1[(t + 1) * samples] - first
-        k = 0
+        first = natural(place_Q1[t * samples])
+        ids = place_Q1[(t + 1) * samples] - place_Q1[t * samples]
+        k = natural(0)
         for b in range(samples):
             keep_rolled()
-            for n in range(offset_P1[b * tables + t], offset_P1[b * tables + t + 1]):
+            p = b * tables + t
+            for n in range(natural(offset_P1[p]), natural(offset_P1[p + 1])):
                 keep_rolled()
                 id_K[k] = id_N[n]
-                k += 1
+                k += natural(1)
         for k in range(ids):
             hash_K[k] = hash_key(np.int64(t), id_K[k], np.int64(0))
         cells = 2
         while cells < 2 * ids:
             cells *= 2
-        mask = np.uint64(cells - 1)
+        mask = natural(cells - 1)
         cell_C[:cells] = 0
-        size, padding = np.int64(0), np.int64(0)
-        for k in range(ids):
+        size, padding = natural(0), 0
+        for k in range(natural(ids)):
             keep_rolled()
-            prefetch(cell_C, np.int64(hash_K[min(k + _AHEAD, ids - 1)] & mask))
+            prefetch(cell_C, np.int64(hash_K[min(k + natural(_AHEAD), natural(ids - 1))] & mask))
             id = id_K[k]
             if padded and id == padding_id:
                 key_J[first + k] = -1
                 padding += 1
                 continue
-            c = np.int64(hash_K[k] & mask)
+            c = hash_K[k] & mask
             while True:
-                u = np.int64(cell_C[c]) - 1
-                if u < 0:
-                    u = size
-                    size += 1
+                v = first + natural(cell_C[c]) - natural(1)
+                if cell_C[c] == 0:
+                    v = first + size
+                    size += natural(1)
                     cell_C[c] = size
-                    id_V[first + u] = id
-                    count_V[first + u] = 0
+                    id_V[v] = id
+                    count_V[v] = 0
                     break
-                if id_V[first + u] == id:
+                if id_V[v] == id:
                     break
-                c = np.int64((np.uint64(c) + np.uint64(1)) & mask)
-            count_V[first + u] += 1
-            key_J[first + k] = u
+                c = (c + natural(1)) & mask
+            count_V[v] += 1
+            key_J[first + k] = v - first
         size_T[t, 0] = size
         size_T[t, 1] = ids - padding
 
@@ -138,11 +139,11 @@ def _inverse_cpu(begin, end, offset_P1, place_Q1, key_J, key_T1, inverse_N):
     for b in range(begin, end):
         for t in range(tables):
             keep_rolled()
-            p, j = b * tables + t, place_Q1[t * samples + b]
-            for n in range(offset_P1[p], offset_P1[p + 1]):
+            p, j = b * tables + t, natural(place_Q1[t * samples + b])
+            for n in range(natural(offset_P1[p]), natural(offset_P1[p + 1])):
                 keep_rolled()
-                u = key_J[j + n - offset_P1[p]]
-                inverse_N[n] = u + key_T1[t] if u >= 0 else -1
+                inverse_N[n] = key_J[j] + key_T1[t] if key_J[j] >= 0 else -1
+                j += natural(1)
 
 
 @cpu
@@ -153,14 +154,15 @@ def _occurrences_cpu(begin, end, offset_P1, place_Q1, key_J, key_T1, scale_N, ne
     for t in range(begin, end):
         for b in range(samples):
             keep_rolled()
-            p, j = b * tables + t, place_Q1[t * samples + b]
-            for i in range(place_Q1[t * samples + b + 1] - j):
+            p, q = b * tables + t, t * samples + b
+            for j in range(natural(place_Q1[q]), natural(place_Q1[q + 1])):
                 keep_rolled()
-                if key_J[j + i] >= 0:
-                    u = key_T1[t] + key_J[j + i]
-                    order_N[next_U[u]] = p
+                if key_J[j] >= 0:
+                    u = natural(key_T1[t] + key_J[j])
+                    at = natural(next_U[u])
+                    order_N[at] = p
                     if scale_N is not None:
-                        scale_M[next_U[u]] = scale_N[offset_P1[p] + i]
+                        scale_M[at] = scale_N[natural(offset_P1[p] + np.int64(j) - place_Q1[q])]
                     next_U[u] += 1
 
 

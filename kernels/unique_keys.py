@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from oneemb.kernels.hash_index import hash_key
-from oneemb.kernels.jit import cpu, prefetch
+from oneemb.kernels.jit import cpu, natural, prefetch
 from oneemb.kernels.threads import Threads
 
 if TYPE_CHECKING:
@@ -63,22 +63,21 @@ def _hash_keys_cpu(begin, end, table_N, id_N, hash_N):
 
 @cpu
 def _unique_keys_cpu(table_N, id_N, hash_N, padded, padding_id, cell_C, table_U, id_U, inverse_N, head_U):
-    mask = np.uint64(len(cell_C) - 1)
-    size = 0
-    for n in range(len(id_N)):
-        if n + _AHEAD < len(id_N):
-            prefetch(cell_C, np.int64(hash_N[n + _AHEAD] & mask))
+    mask = natural(len(cell_C) - 1)
+    size, ids = natural(0), natural(len(id_N))
+    for n in range(ids):
+        prefetch(cell_C, np.int64(hash_N[min(n + natural(_AHEAD), ids - natural(1))] & mask))
         id = np.int64(id_N[n])
         if padded and id == padding_id:
             inverse_N[n] = -1
             continue
         table = table_N[n]
-        c = np.int64(hash_N[n] & mask)
+        c = hash_N[n] & mask
         while True:
-            u = np.int64(cell_C[c]) - 1
-            if u < 0:
-                u = np.int64(size)
-                size += 1
+            u = natural(cell_C[c]) - natural(1)
+            if cell_C[c] == 0:
+                u = size
+                size += natural(1)
                 cell_C[c] = size
                 table_U[u] = table
                 id_U[u] = id
@@ -86,9 +85,9 @@ def _unique_keys_cpu(table_N, id_N, hash_N, padded, padding_id, cell_C, table_U,
                 break
             if id_U[u] == id and table_U[u] == table:
                 break
-            c = np.int64((np.uint64(c) + np.uint64(1)) & mask)
+            c = (c + natural(1)) & mask
         inverse_N[n] = u
-    return size
+    return np.int64(size)
 
 
 def unique_keys(
@@ -113,17 +112,19 @@ def unique_keys(
 def _occurrences_cpu(inverse_N, bag_N, scale_N, order_N, end_U1, scale_M):
     for u in inverse_N:
         if u >= 0:
-            end_U1[u + 1] += 1
+            end_U1[natural(u + 1)] += 1
     for u in range(1, len(end_U1)):
         end_U1[u] += end_U1[u - 1]
     # Counted from the end of each key's segment down, ends turn into begins.
-    for n in range(len(inverse_N) - 1, -1, -1):
-        u = inverse_N[n]
-        if u >= 0:
-            end_U1[u + 1] -= 1
-            order_N[end_U1[u + 1]] = n if bag_N is None else bag_N[n]
+    for k in range(natural(1), natural(len(inverse_N) + 1)):
+        n = natural(len(inverse_N)) - k
+        if inverse_N[n] >= 0:
+            u = natural(inverse_N[n] + 1)
+            end_U1[u] -= 1
+            at = natural(end_U1[u])
+            order_N[at] = n if bag_N is None else bag_N[n]
             if scale_N is not None:
-                scale_M[end_U1[u + 1]] = scale_N[n]
+                scale_M[at] = scale_N[n]
 
 
 def occurrences(
