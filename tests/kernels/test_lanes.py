@@ -6,7 +6,17 @@ import torch
 from numba.core.errors import TypingError
 
 from oneemb.kernels.jit import cpu
-from oneemb.kernels.jit_lanes import LANES, load_lanes, move_lanes, same_lanes, store_lanes, sum_lanes
+from oneemb.kernels.jit_lanes import (
+    LANES,
+    WIDE,
+    load_lanes,
+    load_wide,
+    move_lanes,
+    same_lanes,
+    same_wide,
+    store_lanes,
+    sum_lanes,
+)  # fmt: skip
 
 FORMATS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -29,6 +39,25 @@ def _compute(x_SX, y_SX, scale, out_KSX):
             store_lanes(out_KSX[2], s, d, x * y)
             store_lanes(out_KSX[3], s, d, x / y)
             store_lanes(out_KSX[4], s, d, scale - x * scale + same_lanes(scale) / x)
+
+
+@cpu
+def _convert_wide(from_SX, to_SX):
+    for s in range(len(from_SX)):
+        for x in range(0, from_SX.shape[1], WIDE):
+            store_lanes(to_SX, s, x, load_wide(from_SX, s, x))
+
+
+@cpu
+def _compute_wide(x_SX, y_SX, scale, out_SX):
+    for s in range(len(x_SX)):
+        for d in range(0, x_SX.shape[1], WIDE):
+            store_lanes(out_SX, s, d, same_wide(scale) - load_wide(x_SX, s, d) * scale / load_wide(y_SX, s, d))
+
+
+@cpu
+def _mix_kinds(x_SX):
+    store_lanes(x_SX, 0, 0, load_wide(x_SX, 0, 0) + load_lanes(x_SX, 0, 0))
 
 
 @cpu
@@ -82,6 +111,26 @@ def test_every_lane_is_computed_as_a_number():
         expected = [x_SX + y_SX, x_SX - y_SX, x_SX * y_SX, x_SX / y_SX, scale - x_SX * scale + scale / x_SX]
     for found, wanted in zip(out_KSX, expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("source", FORMATS)
+def test_wide_vectors_are_several_lanes(source, to):
+    given = any_bits(FORMATS[source])
+    found, expected = np.zeros(given.shape, FORMATS[to]), np.zeros(given.shape, FORMATS[to])
+    _convert_wide(given, found)
+    _convert(given, expected)
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_wide_vectors_are_computed_as_numbers():
+    x_SX, y_SX, scale = any_bits(np.float32), any_bits(np.float32, seed=1), np.float32(0.3)
+    out_SX = np.zeros_like(x_SX)
+    _compute_wide(x_SX, y_SX, scale, out_SX)
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(out_SX, scale - x_SX * scale / y_SX)
+    with pytest.raises(TypingError):
+        _mix_kinds(x_SX)
 
 
 def test_a_sum_adds_halves():

@@ -9,7 +9,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
 from tests.support.row_updates import SmallShares, to_bits
 
-DIMS = [1, 3, 16, 65]
+DIMS = [1, 3, 16, 64, 83, 130]  # 83 weights: a wide vector, one of 16 and three numbers
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -122,10 +122,11 @@ def test_the_oracle_notices_another_order():
 
 @pytest.mark.parametrize("dtype", TORCH)
 @pytest.mark.parametrize("scaled", [False, True])
-def test_the_gradient_of_a_bag_is_shared_by_its_ids(dtype, scaled):
+@pytest.mark.parametrize("dim", [16, 83])
+def test_the_gradient_of_a_bag_is_shared_by_its_ids(dtype, scaled, dim):
     print("seed 0")
     rng = np.random.default_rng(0)
-    grad_PX, unique = batch(rng, 400, 60, dtype, 16, padding_id=7)
+    grad_PX, unique = batch(rng, 400, 60, dtype, dim, padding_id=7)
     bag_N = np.sort(rng.integers(0, 400, 400)).astype(np.int32)
     scale_N = rng.normal(0, 1, 400).astype(np.float32) if scaled else None
     grad_UD, finite_U = sum_segments(Segments(grad_PX, *unique.occurrences(bag_N, scale_N)), threads=SmallShares(2))

@@ -1,0 +1,42 @@
+"""Pooled weights against sums in NumPy, one id after the other: the same bits."""
+
+import numpy as np
+import pytest
+
+from oneemb.kernels.pool import pool
+from tests.kernels.test_reduce_grads import TORCH, float32_of
+from tests.support.row_updates import SmallShares, to_bits
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+@pytest.mark.parametrize("dim", [1, 3, 16, 64, 83, 130])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_bag_is_summed_in_float32_and_batch_order(dtype, dim, scaled):
+    print("seed 0")
+    rng = np.random.default_rng(0)
+    weight_SX = to_bits(rng.normal(0, 1, (60, dim + 4)).astype(np.float32), dtype)
+    slot_U = rng.permutation(60)[:40]
+    size_P = rng.integers(0, 9, 50)
+    size_P[[0, 20, 49]] = 0
+    offset_P1 = np.append(0, np.cumsum(size_P))
+    inverse_N = rng.integers(-1, 40, offset_P1[-1]).astype(np.int32)
+    scale_N = rng.normal(0, 1, len(inverse_N)).astype(np.float32) if scaled else None
+    expected_PD = np.zeros((50, dim), np.float32)
+    for p in range(50):
+        for n in range(offset_P1[p], offset_P1[p + 1]):
+            if inverse_N[n] >= 0:
+                row_D = float32_of(weight_SX, dtype)[slot_U[inverse_N[n]], :dim]
+                expected_PD[p] += row_D if scale_N is None else row_D * scale_N[n]
+    for count in (1, 2, 3):
+        out_PX = np.full((50, dim), 7, weight_SX.dtype)
+        pool(weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PX, threads=SmallShares(count))
+        assert out_PX.tobytes() == to_bits(expected_PD, dtype).tobytes()
+
+
+def test_bags_of_nothing_but_padding_are_zeros():
+    out_PD = np.full((2, 4), 7, np.float32)
+    none = np.empty(0, np.int64)
+    pool(
+        np.ones((3, 4), np.float32), none, np.array([-1, -1]), np.array([0, 0, 2]), None, out_PD, threads=SmallShares(1)
+    )
+    assert not out_PD.any()
