@@ -268,8 +268,8 @@ class _TableEmbedding(torch.nn.Module):
         """Sizes now and counters since the tiers were made.
 
         Returns:
-            `rows` (known ids, all tables), `step`, `hit_rate` (share of unique keys found in the hot tier), and a
-            dict for each tier: `device`, `host`, `persistent`.
+            `rows` (known ids, all tables), `step`, `hit_rate` (share of unique keys found in the hot tier; of ids, in
+            lookups without gradient on the device store), and a dict for each tier: `device`, `host`, `persistent`.
         """
         stats = self.store.stats()
         hot = stats.get("device", {"hits": 0, "misses": 0})

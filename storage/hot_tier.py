@@ -169,7 +169,11 @@ class HotTier:
 
         Keys may be there many times. None in a cache, whose rows move.
         """
-        return self._index.find(table_N, id_N) if self._resident else None
+        if not self._resident:
+            return None
+        slot_N = self._index.find(table_N, id_N)
+        self._hits += int(np.count_nonzero(slot_N >= 0))
+        return slot_N
 
     def pin_found(self, slot_U: np.ndarray) -> None:
         """Pin rows that a loop over several tiers has found in the index, each once more: what `admit` does of those.

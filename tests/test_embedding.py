@@ -673,6 +673,15 @@ def test_stats_tell_rows_steps_and_hits(made):
     assert stats["device"]["hits"] == 300 and stats["device"]["misses"] == 100
 
 
+def test_lookups_without_gradient_count_ids_that_are_found(made):
+    embedding = made()
+    with torch.no_grad():
+        embedding(torch.tensor([1, 1, 2, 3]))
+        embedding(torch.tensor([1, 1, 2, 7]))
+    stats = embedding.stats()
+    assert (stats["device"]["hits"], stats["device"]["misses"], stats["hit_rate"]) == (3, 4, 3 / 7)
+
+
 # ---- paths -----------------------------------------------------------------------------------------------------------
 
 _HOLDER = """
