@@ -28,8 +28,9 @@ def run(folder, capsys, *arguments):
 
 
 def test_losses_are_equal_for_every_store_cache_and_number_of_threads(tmp_path, capsys):
-    results, lines, hits = run(tmp_path / "a", capsys, "--store", "device", "--threads", "1")
+    results, lines, _ = run(tmp_path / "a", capsys, "--store", "device", "--threads", "1")
     assert len(lines) == 2 and results[1]["loss"] < results[0]["loss"]
+    hits = {}
     for name, arguments in {
         "host": ["--store", "host", "--cache-mb", "1", "--threads", "2"],
         "ssd": ["--store", "ssd", "--cache-mb", "1", "--threads", "1"],
@@ -37,8 +38,9 @@ def test_losses_are_equal_for_every_store_cache_and_number_of_threads(tmp_path, 
     }.items():
         other_results, other_lines, other_hits = run(tmp_path / name, capsys, *arguments)
         assert (other_results, other_lines) == (results, lines), name
-        # The proof that 1 MiB is too little for all rows: some were read back from below.
-        assert (float(other_hits[1]) < float(hits[1])) == ("1024" not in arguments), name
+        hits[name] = float(other_hits[1])
+    # The proof that 1 MiB is too little for all rows: some were read back from below.
+    assert max(hits["host"], hits["ssd"]) < hits["roomy ssd"]
 
 
 def test_the_twin_on_embedding_bags_begins_with_the_same_logits_and_ends_with_the_same_auc(tmp_path, capsys):
