@@ -11,6 +11,7 @@
     release([lease, ...])                          unpin
 
     rows  = peek(store, keys)                      in place of admit and gather: reads, inserts nothing
+    rows  = read_ids(store, ids, ...)              eager, in place of all that: a lookup that leaves no gradient
     staged = stage(store, keys)                    ahead of admit(store, keys, staged=staged): reads, inserts nothing
 
 `batch_ids.py` holds what ids, tables and offsets must be, `step_ops.py` what a step does beside its lookups: contexts,

@@ -20,16 +20,8 @@ from numba.core.datamodel import models
 from numba.extending import intrinsic, overload, register_model
 
 __all__ = [
-    "LANES",
-    "WIDE",
-    "load_lanes",
-    "load_wide",
-    "move_lanes",
-    "same_lanes",
-    "same_wide",
-    "store_lanes",
-    "sum_lanes",
-]
+    "LANES", "WIDE", "load_lanes", "load_wide", "move_lanes", "same_lanes", "same_wide", "store_lanes", "sum_lanes",
+]  # fmt: skip
 
 LANES = 16
 """Numbers of a vector."""

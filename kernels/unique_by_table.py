@@ -34,7 +34,6 @@ _ONE_THREAD = Threads(1)
 class ByTable:
     """Where the ids of a batch and their keys lie, table by table."""
 
-    tables: int
     offset_P1: np.ndarray
     """int64 [P + 1]: bag p holds the ids from offset_P1[p] to offset_P1[p + 1] - 1"""
     place_Q1: np.ndarray
@@ -50,12 +49,12 @@ class ByTable:
         self, scale_N: np.ndarray | None = None, *, threads: Threads = _ONE_THREAD
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """As oneemb.kernels.unique_keys.occurrences: the bags in which each key occurs, in batch order."""
-        begin_U1, size = self.begin_U1, int(self.begin_U1[-1])
+        begin_U1, size, tables = self.begin_U1, int(self.begin_U1[-1]), len(self.key_T1) - 1
         order_N = np.empty(size, np.int32)
         scale_M = None if scale_N is None else np.empty(size, np.float32)
         threads.run(
-            _occurrences_cpu, self.tables, self.offset_P1, self.place_Q1, self.key_J, self.key_T1, scale_N,
-            begin_U1[:-1].copy(), order_N, scale_M, share_min=_tables_min(self.tables, size),
+            _occurrences_cpu, tables, self.offset_P1, self.place_Q1, self.key_J, self.key_T1, scale_N,
+            begin_U1[:-1].copy(), order_N, scale_M, share_min=_tables_min(tables, size),
         )  # fmt: skip
         return order_N, begin_U1, scale_M
 
@@ -201,9 +200,7 @@ def unique_keys_by_table(
     threads.run(
         _inverse_cpu, samples, offset_P1, place_Q1, key_J, key_T1, inverse_N, share_min=_tables_min(samples, ids)
     )
-    return UniqueKeys(
-        table_U, id_U, inverse_N, None, ByTable(tables, offset_P1, place_Q1, key_J, key_T1, begin_U1)
-    )  # fmt: skip
+    return UniqueKeys(table_U, id_U, inverse_N, None, ByTable(offset_P1, place_Q1, key_J, key_T1, begin_U1))
 
 
 def _tables_min(tables: int, ids: int) -> int:

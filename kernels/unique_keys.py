@@ -46,6 +46,7 @@ class UniqueKeys(NamedTuple):
     head_U: np.ndarray | None
     """int32 [U]: the first occurrence of each key; None if they were found table by table"""
     by_table: "ByTable | None" = None
+    """Where ids and keys lie, if they were found table by table"""
 
     def occurrences(
         self, bag_N: np.ndarray | None = None, scale_N: np.ndarray | None = None
