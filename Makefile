@@ -1,66 +1,72 @@
-# A fresh clone needs nothing but Python 3.10 to 3.13: every target makes .venv first.
+# A fresh clone needs nothing but Python 3.11 to 3.13: every target makes .venv first.
+#
+# With RUN, as in `make gpu-test RUN=python3`, a target runs in an environment that is there already and makes and
+# installs nothing. Where that environment has no oneemb: python3 -m pip install --no-deps --no-build-isolation -e .
 
 PYTHON ?= python3
 VENV ?= .venv
+ifneq ($(origin RUN), command line)
 RUN = $(VENV)/bin/python
-INSTALL = $(RUN) -m pip install -q --disable-pip-version-check -c constraints.txt
+ready = $(VENV)/ready-$(1)
+endif
+INSTALL = $(RUN) -m pip install -q --disable-pip-version-check
 
 .PHONY: demo test test-slow gpu-test gpu-bench gpu-sanitize check bench clean
 
-demo: $(VENV)/ready-demo  ## Train a click model with its embeddings on the cached-SSD store.
+demo: $(call ready,demo)  ## Train a click model with its embeddings on the cached-SSD store.
 	$(RUN) examples/kuairand_dlrm.py --store ssd
 
 # CUDA loops run in numba's simulator and are compiled for two GPUs; each reads its switch once a process.
-test: $(VENV)/ready  ## The test suite.
+test: $(call ready,test)  ## The test suite.
 	$(RUN) -m pytest
 	NUMBA_ENABLE_CUDASIM=1 $(RUN) -m pytest -q tests/cuda
 	ONEEMB_TEST_COMPILE=1 $(RUN) -m pytest -q tests/cuda_compile
 
-test-slow: $(VENV)/ready  ## The long proofs: many crashes, many random models.
+test-slow: $(call ready,test)  ## The long proofs: many crashes, many random models.
 	$(RUN) -m pytest -m slow
 
 # On a machine with a GPU whose driver knows CUDA 13, in the environment of RUN.
-gpu-test: $(VENV)/ready  ## The tests of CUDA loops, of the device tier and of training, on the GPU.
+gpu-test: $(call ready,test)  ## The tests of CUDA loops, of the device tier and of training, on the GPU.
 	ONEEMB_TEST_GPU=1 $(RUN) -m pytest -q tests/cuda
 
-gpu-bench: $(VENV)/ready  ## What has to be fast on the GPU, into benchmarks/results/gpu.json.
+gpu-bench: $(call ready,test)  ## What has to be fast on the GPU, into benchmarks/results/gpu.json.
 	rm -f benchmarks/results/gpu.json
 	for bench in index step bus; do \
 		$(RUN) benchmarks/bench_gpu_$$bench.py --out benchmarks/results/gpu.json || exit 1; done
 
 # Memory is not kept between uses, so that each access is checked against what was asked for.
 SANITIZE = ONEEMB_TEST_GPU=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1
-gpu-sanitize: $(VENV)/ready  ## Every CUDA loop under compute-sanitizer, which the CUDA toolkit brings.
+gpu-sanitize: $(call ready,test)  ## Every CUDA loop under compute-sanitizer, which the CUDA toolkit brings.
 	@command -v compute-sanitizer > /dev/null || { echo "install compute-sanitizer, of the CUDA toolkit"; exit 1; }
 	$(SANITIZE) --tool memcheck $(RUN) -m pytest -q tests/cuda --ignore=tests/cuda/test_large.py
 	$(SANITIZE) --tool racecheck $(RUN) -m pytest -q tests/cuda/test_row_updates.py tests/cuda/test_pool.py
 
 # mypy cannot see mapped folders: it is shown the package as it is installed, through links.
-check: $(VENV)/ready  ## Style, types, and which package may import which.
+check: $(call ready,test)  ## Style, what the oldest Python knows, types, and which package may import which.
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -c 'import vermin; vermin.main()' oneemb graph storage kernels examples benchmarks tests
 	rm -rf build/typed && mkdir -p build/typed/oneemb
 	ln -s $(CURDIR)/oneemb/* $(CURDIR)/graph $(CURDIR)/storage $(CURDIR)/kernels build/typed/oneemb/
-	cd build/typed && $(abspath $(RUN)) -m mypy --config-file ../../pyproject.toml -p oneemb
+	cd build/typed && $(if $(findstring /,$(RUN)),$(abspath $(RUN)),$(RUN)) -m mypy --config-file ../../pyproject.toml -p oneemb
 	MYPYPATH=build/typed:examples $(RUN) -m mypy examples/*.py
 	$(RUN) -m pytest -q tests/test_layout.py
 
-bench: $(VENV)/ready-bench  ## Every benchmark of a CPU: a table for people and one JSON line a case.
+bench: $(call ready,bench)  ## Every benchmark of a CPU: a table for people and one JSON line a case.
 	for bench in $(filter-out benchmarks/bench_gpu_%,$(wildcard benchmarks/bench_*.py)); do $(RUN) $$bench || exit 1; done
 
-# torch goes first and alone, so that its pinned build is settled before anything asks for "torch".
-$(VENV)/ready-demo: setup.cfg pyproject.toml constraints.txt
+# What a target installs is pinned by its own file of constraints; each file begins with the one before it.
+$(VENV)/ready-demo: setup.cfg pyproject.toml constraints/demo.txt
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) torch
-	$(INSTALL) -e .[demo]
+	$(INSTALL) -c constraints/demo.txt -e .[demo]
 	touch $@
 
-$(VENV)/ready: $(VENV)/ready-demo
-	$(INSTALL) -e .[dev]
+$(VENV)/ready-test: $(VENV)/ready-demo constraints/test.txt
+	$(INSTALL) -c constraints/test.txt -e .[dev]
 	touch $@
 
-$(VENV)/ready-bench: $(VENV)/ready
-	$(INSTALL) -e .[bench]
+$(VENV)/ready-bench: $(VENV)/ready-test constraints/bench.txt
+	$(INSTALL) -c constraints/bench.txt -e .[bench]
 	touch $@
 
 clean:
