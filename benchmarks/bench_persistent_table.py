@@ -266,8 +266,7 @@ class Oneemb:
 
     def settle(self) -> None:
         self.table.flush()
-        for chunk in self.table._files.chunks.values():
-            self.table._files.sync(chunk)
+        self.table._files.sync_all(self.table._files.chunks.values())
 
     def again(self, expected_rows: int) -> "Oneemb":
         """An empty table in place of this one, its loops compiled and loaded."""

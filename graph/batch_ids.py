@@ -90,11 +90,14 @@ def bags_of_ids(
         if (
             not given
             or table_ids.dtype not in _INTEGERS
-            or table_ids.shape != (bags,)
+            or table_ids.shape not in ((), (1,), (bags,))
             or table_ids.device != ids.device
         ):
             got = (table_ids.dtype, list(table_ids.shape), str(table_ids.device)) if given else type(table_ids)
-            raise ValueError(f"table_ids must be integers, one for each of {bags} bags, where ids are, got {got}")
+            raise ValueError(
+                f"table_ids must be integers, one for each of {bags} bags or one for all, where ids are, got {got}"
+            )
+        table_ids = table_ids.expand(bags)
         shape = torch.Size([bags])
     elif bags % num_tables:
         raise ValueError(

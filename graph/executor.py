@@ -8,6 +8,7 @@ Invariants: a run that raises leaves nothing pinned and no context entered; a va
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch import fx
 
 from oneemb.graph import merged_ops, ops, step_ops
 from oneemb.graph.recorder import MEASURES, OpStats, Profile
+from oneemb.graph.spec import CONTEXTS
 from oneemb.storage.embedding_store import Staged
 from oneemb.storage.merged_store import MergedStaged
+from oneemb.storage.turns import signals_deferred
 
 __all__ = ["Executor"]
 
@@ -32,6 +35,8 @@ class _Step:
     dropped: tuple[int, ...]
     measured: tuple[Callable[[Any, Any], tuple[int, int]], Callable[[_Env], Any]] | None
     stats: OpStats
+    in_context: Callable[[list[Any], Any], Any] | None
+    """What a context that is entered or left does to the list of those that are entered."""
 
 
 class Executor:
@@ -60,26 +65,35 @@ class Executor:
             dropped += () if node.users else (places[node],)
             measured = (MEASURES[node.target], _value_of(node.args, places)) if node.target in MEASURES else None
             call = _call_of(node, places, find)
-            self._steps.append(_Step(node, call, places[node], dropped, measured, OpStats()))
+            in_context = None
+            if node.target in CONTEXTS:
+                in_context = list.append
+            elif node.target is step_ops.exit_context:
+                in_context = _leave
+            self._steps.append(_Step(node, call, places[node], dropped, measured, OpStats(), in_context))
         output = next(node for node in reversed(graph.nodes) if node.op == "output")
         self._result = _value_of(output.args[0], places)
         self._size = len(places)
         staged = [i for i, step in enumerate(self._steps) if "staged" in step.node.kwargs]
         self._admitted = staged[-1] if staged else -1
+        commits = [i for i, step in enumerate(self._steps) if step.node.target in (ops.step, ops.update)]
+        self._commits = commits[0] if commits else -1
 
     def stats(self) -> list[tuple[fx.Node, OpStats]]:
         """Each op with its counts and times since it was compiled, in the order they run."""
         return [(step.node, step.stats) for step in self._steps if step.node.op != "get_attr"]
 
     def __call__(
-        self, values: Sequence[Any], on_admitted: Callable[[], None] | None = None, profile: Profile | None = None
-    ) -> Any:
+        self, values: Sequence[Any], on_admitted: Callable[[], None] | None = None, profile: Profile | None = None,
+        committing: ExitStack | None = None,
+    ) -> Any:  # fmt: skip
         """Run the graph.
 
         Args:
             values: its inputs.
             on_admitted: called when the rows that were staged for this run have been taken over.
             profile: where to note each op.
+            committing: holds signals back from the first op that changes parameters or rows on, until it is closed.
 
         Returns:
             What the graph returns.
@@ -87,62 +101,96 @@ class Executor:
         env: _Env = [None] * self._size
         for place, value in zip(self._inputs, values, strict=True):
             env[place] = value
-        grad_enabled = torch.is_grad_enabled()
-        contexts: list[Any] = []
-        leases: list[Any] = []
-        step = None
+        left = _Left(env, torch.is_grad_enabled())
+        try:
+            try:
+                return self._run(env, left, on_admitted, profile, committing)
+            except BaseException as error:
+                left.clean_up(error)
+                if left.step is not None:
+                    _add_line(error, left.step.node)
+                raise
+        except BaseException as error:
+            left.clean_up(error)  # An interrupt may have come before the first time.
+            raise
+
+    def _run(
+        self, env: _Env, left: "_Left", on_admitted: Callable[[], None] | None, profile: Profile | None,
+        committing: ExitStack | None,
+    ) -> Any:  # fmt: skip
         if on_admitted is not None and self._admitted < 0:
             on_admitted()
-        try:
-            for i, step in enumerate(self._steps):
-                node, stats = step.node, step.stats
-                begin = time.perf_counter_ns()
+        for i, step in enumerate(self._steps):
+            left.step = step
+            if i == self._commits and committing is not None:
+                committing.enter_context(signals_deferred)
+                left.committing = True
+            node, stats = step.node, step.stats
+            begin = time.perf_counter_ns()
+            if step.in_context is None:
                 result = step.call(env)
-                end = time.perf_counter_ns()
-                stats.calls += 1
-                stats.ns += end - begin
-                if node.op == "call_function":
-                    target = node.target
-                    if target in (step_ops.enter_autocast, step_ops.enter_grad_mode):
-                        contexts.append(result)
-                    elif target is step_ops.exit_context:
-                        contexts.pop()
-                    elif isinstance(result, ops.Lease | merged_ops.MergedLease):
-                        leases.append(result)
-                    if step.measured is not None:
-                        measure, args = step.measured
-                        rows, size = measure(args(env), result)
-                        stats.rows += rows
-                        stats.bytes += size
-                if profile is not None:
-                    profile.note(self.half, node, begin, end)
-                env[step.place] = result
-                for place in step.dropped:
-                    env[place] = None
-                if i == self._admitted and on_admitted is not None:
-                    on_admitted()
-            return self._result(env)
-        except BaseException as error:
-            while contexts:
-                contexts.pop().__exit__(None, None, None)
-            for value in env:
+            else:
+                with signals_deferred:
+                    result = step.call(env)
+                    step.in_context(left.contexts, result)
+            end = time.perf_counter_ns()
+            stats.calls += 1
+            stats.ns += end - begin
+            if isinstance(result, ops.Lease | merged_ops.MergedLease):
+                left.leases.append(result)
+            if step.measured is not None:
+                measure, args = step.measured
+                rows, size = measure(args(env), result)
+                stats.rows += rows
+                stats.bytes += size
+            if profile is not None:
+                profile.note(self.half, node, begin, end)
+            env[step.place] = result
+            for place in step.dropped:
+                env[place] = None
+            if i == self._admitted and on_admitted is not None:
+                on_admitted()
+        result = self._result(env)
+        torch.set_grad_enabled(left.grad_enabled)
+        return result
+
+
+class _Left:
+    """What a run has begun, and what a run that fails has to put in order."""
+
+    def __init__(self, env: _Env, grad_enabled: bool):
+        self.env, self.grad_enabled = env, grad_enabled
+        self.contexts: list[Any] = []
+        self.leases: list[Any] = []
+        self.step: _Step | None = None
+        self.committing = False
+
+    def clean_up(self, error: BaseException) -> None:
+        with signals_deferred:
+            if self.committing and not isinstance(error, Exception):  # It was not held back, so it may be anywhere.
+                for lease in self.leases:
+                    for one in getattr(lease.store, "stores", (lease.store,)):
+                        one.turns.note(error)
+            while self.contexts:
+                self.contexts.pop().__exit__(None, None, None)
+            torch.set_grad_enabled(self.grad_enabled)
+            for value in self.env:
                 if isinstance(value, Staged | MergedStaged):
                     store: Any = value.store
                     store.unstage(value)
-            ops.release(leases)
-            if step is not None:
-                _add_line(error, step.node)
-            raise
-        finally:
-            torch.set_grad_enabled(grad_enabled)
+            ops.release(self.leases)
+
+
+def _leave(contexts: list[Any], _: Any) -> None:
+    contexts.pop()
 
 
 def _add_line(error: BaseException, node: fx.Node) -> None:
     """Say which line of `build` an error belongs to."""
     lines = node.meta.get("lines", {})  # of an op that stands for several, by what its errors say they are of
     line = lines.get(getattr(error, "first_table", None), node.meta.get("line", ""))
-    if line and not any(line in note for note in getattr(error, "__notes__", ())):
-        error.__notes__ = [*getattr(error, "__notes__", ()), f"in build{line}"]
+    if line:
+        ops.add_note(error, f"in build{line}")
 
 
 def _call_of(node: fx.Node, places: dict[fx.Node, int], find: Callable[[str], Any]) -> Callable[[_Env], Any]:

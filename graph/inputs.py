@@ -4,13 +4,21 @@
     values     [a, b]
     structure  batch = {"ids": value, "label": value}, scale = None
 
-Tensors, numbers and whatever else is not below are values, which may differ from call to call. Tuples, lists and
-dicts, and None, True, False and strings, are structure: `build` may branch on them, and is compiled anew when they
-change. A variable batch size changes no structure.
+Values may differ from call to call, and `build` may not branch on them: tensors, numbers, strings inside a tuple, list
+or dict, and whatever else is not below. A list or tuple of nothing but strings, which is what collating gives, is one
+value.
+
+Structure is what `build` may branch on; it is compiled anew when it changes:
+- tuples, lists and dicts, their lengths and keys;
+- None, True, False, dtypes and devices, wherever they are;
+- a string that is an argument of its own, as in build(self, batch, mode="train");
+- what a parameter has as its default, strings in tuples too, where a call does not give it.
+
+A variable batch size changes no structure.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +26,11 @@ import torch
 
 __all__ = ["Signature", "Structure"]
 
-_CONSTANTS = (type(None), bool, str, torch.dtype, torch.device)
+_Kind = inspect.Parameter
+# How deep strings are structure: an argument that is one, those of *args and **kwargs, and all of a default.
+_ITSELF, _MEMBERS, _ALL = 1, 2, 1 << 30
+
+_CONSTANTS = (type(None), bool, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,30 @@ class Structure:
     kind: str
     what: Any
     parts: tuple["Structure", ...] = ()
+
+    def difference(self, other: "Structure", name: str = "") -> str:
+        """Where another structure first differs from this one, in words; "" if it does not.
+
+        >>> a, b = (Signature(lambda batch, mode="train": 0).flatten(x, {})[1] for x in ([[1, 2]], [[1, 2, 3]]))
+        >>> a.difference(b)
+        'batch: a list of 2, then of 3'
+        """
+        if (self.kind, self.what) != (other.kind, other.what) or len(self.parts) != len(other.parts):
+            if self.kind == other.kind == "sequence" and self.what is other.what:
+                return f"{name}: a {self.what.__name__} of {len(self.parts)}, then of {len(other.parts)}"
+            return f"{name}: {self._said()}, then {other._said()}"
+        keys = self.what[1] if self.kind == "dict" else range(len(self.parts))
+        for key, one, two in zip(keys, self.parts, other.parts, strict=True):
+            if said := one.difference(two, f"{name}[{key!r}]" if name else str(key)):
+                return said
+        return ""
+
+    def _said(self) -> str:
+        if self.kind == "constant":
+            return repr(self.what[1])
+        if self.kind == "dict":
+            return f"a dict of {', '.join(map(repr, self.what[1]))}"
+        return "a value" if self.kind == "value" else f"a {self.what.__name__} of {len(self.parts)}"
 
     def names(self) -> Iterator[str]:
         """The names of the values, in order."""
@@ -67,8 +103,9 @@ class Signature:
             TypeError: these are not arguments of `build`.
         """
         bound = self._signature.bind(*args, **kwargs)
+        given = set(bound.arguments)
         bound.apply_defaults()
-        return _flatten_arguments(bound.arguments)
+        return self._flatten(bound.arguments, given)
 
     def default_structure(self) -> Structure:
         """The structure of a call that gives a value to every parameter that must be given, and no other."""
@@ -80,7 +117,17 @@ class Signature:
                 arguments[name] = {}
             else:
                 arguments[name] = object() if parameter.default is parameter.empty else parameter.default
-        return _flatten_arguments(arguments)[1]
+        return self._flatten(arguments, set())[1]
+
+    def _flatten(self, arguments: Mapping[str, Any], given: Collection[str]) -> tuple[list[Any], Structure]:
+        values: list[Any] = []
+        parts = []
+        for name, argument in arguments.items():
+            # *args and **kwargs hold arguments of their own.
+            several = self._signature.parameters[name].kind in (_Kind.VAR_POSITIONAL, _Kind.VAR_KEYWORD)
+            words = _ALL if name not in given else _MEMBERS if several else _ITSELF
+            parts.append(_flatten(argument, name, values, words))
+        return values, Structure("dict", (dict, tuple(arguments)), tuple(parts))
 
     def call(self, structure: Structure, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) to call `build` with."""
@@ -104,22 +151,30 @@ class Signature:
         return True
 
 
-def _flatten_arguments(arguments: Mapping[str, Any]) -> tuple[list[Any], Structure]:
-    values: list[Any] = []
-    parts = tuple(_flatten(argument, name, values) for name, argument in arguments.items())
-    return values, Structure("dict", (dict, tuple(arguments)), parts)
+def _flatten(argument: Any, name: str, values: list[Any], words: int) -> Structure:
+    """The structure of an argument, whose values go into `values`.
 
-
-def _flatten(argument: Any, name: str, values: list[Any]) -> Structure:
-    if isinstance(argument, _CONSTANTS):
+    Args:
+        words: how many levels of nesting, from this one, hold strings that are structure.
+    """
+    if isinstance(argument, _CONSTANTS) or words > 0 and isinstance(argument, str):
         # With its class: True and 1 are equal, and are not the same to build.
         return Structure("constant", (type(argument), argument))
+    inside = words - 1
     if type(argument) in (tuple, list) or isinstance(argument, tuple) and hasattr(argument, "_fields"):
+        if (
+            inside <= 0
+            and argument
+            and type(argument) in (tuple, list)
+            and all(isinstance(one, str) for one in argument)
+        ):
+            values.append(argument)
+            return Structure("value", name)
         names = getattr(argument, "_fields", range(len(argument)))
-        parts = tuple(_flatten(one, f"{name}_{i}", values) for i, one in zip(names, argument, strict=True))
+        parts = tuple(_flatten(one, f"{name}_{i}", values, inside) for i, one in zip(names, argument, strict=True))
         return Structure("sequence", type(argument), parts)
     if isinstance(argument, dict) and all(isinstance(key, str | int) for key in argument):
-        parts = tuple(_flatten(one, f"{name}_{key}", values) for key, one in argument.items())
+        parts = tuple(_flatten(one, f"{name}_{key}", values, inside) for key, one in argument.items())
         return Structure("dict", (dict, tuple(argument)), parts)
     values.append(argument)
     return Structure("value", name)

@@ -76,12 +76,16 @@ class MergedKeys:
 
 @dataclass(eq=False)
 class MergedLease:
-    """The rows of several lookups. Each has a lease of its own, which holds its pins and its gradients."""
+    """The rows of several lookups. Each has a lease of its own, which holds its pins and its gradients.
+
+    Once released it holds nothing: a loss that somebody keeps holds it.
+    """
 
     store: MergedStore
-    keys: MergedKeys
-    slot_U: np.ndarray
-    """Merged slots."""
+    keys: Any
+    """`MergedKeys`; None once released"""
+    slot_U: Any
+    """Merged slots; None once released"""
     generation: int
     leases: list[ops.Lease]
     order: int = field(default_factory=lambda: next(ops._ORDER))
@@ -99,14 +103,15 @@ class MergedLease:
         """Unpin the rows and drop the gradients."""
         for lease in self.leases:
             lease.release()
+        self.leases, self.keys, self.slot_U = [], None, None
 
     def reduce(self) -> ops.RowGrads:
         """The gradients that have come, those of each key to be summed; lookups that got none are left out."""
         self.check_current()
         unique, parts = self.keys.unique, list(zip(self.keys.parts, self.leases, strict=True))
-        got = [lease.grads[0] if len(lease.grads) == 1 else torch.stack(lease.grads).sum(0)
-               for lease in self.leases if lease.grads]  # fmt: skip
-        grad_NX = ops._bits(got[0].contiguous() if len(got) == 1 else torch.cat(got)).numpy()
+        got = [ops.over_passes(lease.grads) for lease in self.leases if lease.grads]
+        # Where one was summed, and is float32, all are.
+        grad_NX = ops._bits(got[0] if len(got) == 1 else torch.cat(got)).numpy()
         inverse_N, row_N, scale_N = unique.inverse_N, None, None
         dead = [part for part, lease in parts if not lease.grads]
         if dead:
@@ -214,7 +219,7 @@ def _placed(
     batch_ids.check_ids(ids, table_ids, num_tables, key_type)
     tables = None
     if table_ids is not None:
-        batch_ids.check_tables(table_ids if ids.numel() else table_ids[:0], num_tables)
+        batch_ids.check_tables(table_ids if ids.numel() else table_ids.reshape(-1)[:0], num_tables)
         tables = table_ids.detach().to(torch.int32).expand(ids.shape).reshape(-1).numpy()
     return ids.detach().reshape(-1), tables, ids.shape, None
 
@@ -250,10 +255,16 @@ class _GatherMerged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         lease, read, needs = ctx.lease, ctx.read, ctx.needs_input_grad[2:]
+        if lease.released:
+            raise RuntimeError(
+                "a gradient reached a lookup after its step, whose update could not use it; call backward on every loss"
+                " in build"
+            )
         scale_grads: list[torch.Tensor | None] = [None] * len(read)
         for i, (p, grad) in enumerate(zip(read, grads, strict=True)):
             if grad is None:
                 continue
+            lease.leases[p].check_held()
             grad_ND = grad.reshape(-1, grad.shape[-1])
             if needs[i]:
                 lease.leases[p].grads.append(grad_ND)
@@ -335,6 +346,6 @@ def gather_merged(
     for p, _, per_sample_weights, pooling in read:
         part = lease.keys.parts[p]
         one = lease.leases[p]
-        one.scale_N = ops._scales(part, per_sample_weights, pooling, one.store)  # type: ignore[arg-type]
+        one.scale_N = ops._scales(part, per_sample_weights, pooling, one.store)
     weights, scales = [one[1] for one in read], [one[2] for one in read]
     return _GatherMerged.apply(lease, tuple(one[0] for one in read), *weights, *scales)

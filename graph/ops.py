@@ -6,9 +6,10 @@
     ...                                            dense forward, loss.backward()
     grads = reduce_grads([lease, ...])             sum over equal keys
     go    = check_finite([optimizer], [grads])     whether to take the step
-    update(optimizer, grads, go)                   the rows' optimizer, in place
-    step(optimizer, lr_scheduler, go)              the dense parameters' optimizer
+    groups = step(optimizer, go)                   the dense parameters' optimizer, with its hooks
+    update(optimizer, grads, go, groups)           the rows' optimizer, in place
     release([lease, ...])                          unpin
+    advance([optimizer], [lr_scheduler], go)       the step is made; rates of the next one
 
     rows  = peek(store, keys)                      in place of admit and gather: reads, inserts nothing
     rows  = read_ids(store, ids, ...)              eager, in place of all that: a lookup that leaves no gradient
@@ -38,16 +39,18 @@ from oneemb.kernels.pool import mean_scales, pool, scale_grads
 from oneemb.kernels.reduce_grads import Segments, largest_magnitude, sum_segments
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_by_table import unique_keys_by_table
-from oneemb.storage.embedding_store import EmbeddingStore, Staged
+from oneemb.storage.embedding_store import EmbeddingStore, Pins, Staged
 from oneemb.storage.merged_store import MergedStaged, MergedStore
 from oneemb.storage.row_store import StorageError
+from oneemb.storage.turns import signals_deferred, whole
 
 if TYPE_CHECKING:
     from oneemb.graph.row_optimizers import RowOptimizer
 
 __all__ = [
-    "Keys", "Lease", "NonFiniteGradientError", "RowGrads", "StepOptimizer", "admit", "check_finite", "check_pooling",
-    "gather", "lookup", "peek", "read_ids", "reduce_grads", "release", "stage", "step", "unique_keys", "update",
+    "Keys", "Lease", "NonFiniteGradientError", "RowGrads", "StepOptimizer", "admit", "advance", "check_finite",
+    "check_pooling", "gather", "lookup", "over_passes", "peek", "read_ids", "reduce_grads", "release", "stage", "step",
+    "unique_keys", "update",
 ]  # fmt: skip
 
 _BITS = {torch.float32: torch.float32, torch.float16: torch.uint16, torch.bfloat16: torch.int16}
@@ -59,7 +62,8 @@ _ONE_THREAD = Threads(1)
 
 
 class NonFiniteGradientError(ArithmeticError):
-    """A gradient holds NaN or infinity. Nothing has been updated."""
+    """A gradient holds NaN or infinity. Nothing was updated, no weight, state or count. Ids that lookups of the step
+    have inserted stay, with their initial values."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,15 @@ class Keys:
     bags: batch_ids.Bags | None = None
 
 
+_NO_KEYS = Keys(torch.Size(()), None)
+
+
 @dataclass(eq=False)
 class Lease:
     """Rows of a batch: resident in the hot tier and pinned, until `release`.
 
-    A lease that is dropped unreleased (a forward pass without a step) is released by the next `admit`.
+    A lease that is dropped unreleased (a forward pass without a step) is released by the next `admit`. A released one
+    holds nothing: a loss that is kept keeps none of a batch's arrays.
     """
 
     store: EmbeddingStore
@@ -90,25 +98,42 @@ class Lease:
     """d loss / d rows, [N, D] or, of bags, [P, D] each, one for each backward pass."""
     scale_N: Any = None
     """By what each id was multiplied on its way into its bag; None = 1."""
-    released: bool = False
     order: int = field(default_factory=lambda: next(_ORDER))
     """Grows from lookup to lookup."""
+
+    def __post_init__(self) -> None:
+        self._pins: Pins | None = self.store.pin_for(self, self.slot_U)
+
+    @property
+    def released(self) -> bool:
+        return self._pins is None
 
     def reduce(self) -> "RowGrads":
         """The gradients that have come, each key's to be summed."""
         return _reduce(self)
 
     def release(self) -> None:
-        """Unpin the rows and drop the gradients."""
-        if not self.released and self.generation == self.store.generation:
-            self.store.release(self.slot_U)
-        self.released = True
-        self.grads.clear()
+        """Unpin the rows, and drop them and the gradients."""
+        with signals_deferred:
+            if self._pins is not None:
+                self.store.release_pins(self._pins)
+            self._pins = self.slot_U = self.scale_N = self.pending = None
+            self.keys = _NO_KEYS
+            self.grads.clear()
 
-    def __del__(self) -> None:
-        # Any thread, any moment: only leave a note.
-        if not self.released:
-            self.store.abandoned.append((self.generation, self.slot_U))
+    def check_held(self) -> None:
+        """Raise RuntimeError if the rows are held no more, so that no gradient can be left with them."""
+        if self._pins is None:
+            raise RuntimeError(
+                "backward through a lookup of an embedding that is over: a step has updated its rows, or zero_grad has"
+                " dropped them, and other rows may have taken their place. Run every backward pass of a step before"
+                " the step, or look the ids up again"
+            )
+        if self.generation != self.store.generation:
+            raise StorageError(
+                "backward through a lookup whose rows were replaced since (load_snapshot, clear, another device); look"
+                " the ids up again"
+            )
 
 
 @dataclass(frozen=True, init=False)
@@ -183,6 +208,7 @@ class StepOptimizer(Protocol):
     optimizer: torch.optim.Optimizer
     skip_nonfinite: bool
     skipped: int
+    taken: int
 
     def rows_of(self, store: EmbeddingStore) -> tuple["RowOptimizer", dict[str, Any]] | None:
         """The row optimizer of a store and its parameter group now; None where the store is not its own."""
@@ -206,8 +232,8 @@ def unique_keys(
         ids: [B, T] of `key_type`: column t is looked up in table t. With one table, or with `table_ids`, any shape.
         table_ids: integers from 0 to T-1 of a shape that broadcasts to that of `ids`: the table of each id.
         offsets: integers [P + 1] from 0 to N, none below the one before: `ids` is [N] and bag p holds the ids from
-            offsets[p] to offsets[p + 1] - 1. `table_ids` then says the table of each bag, [P]; without it bags are
-            those of B samples one after another, P = B * T, bag p of table p % T.
+            offsets[p] to offsets[p + 1] - 1. `table_ids` then says the table of each bag, [P], or of all; without it
+            bags are those of B samples one after another, P = B * T, bag p of table p % T.
         threads: runs the loops on the CPU.
 
     Raises:
@@ -283,19 +309,21 @@ def admit(
         staged: what `stage` gave for these keys.
 
     Raises:
-        StoreFullError: a tier is too small for the step, or capacity is reached; nothing has changed.
+        StoreFullError: a tier is too small for the step, or capacity is reached; nothing of this lookup is inserted.
     """
     _check_place(store, keys)
-    if not store.built:
-        store.build(None, np.empty(0, np.float32))
-    if isinstance(store, MergedStore):
-        return keys.admit(store, staged)
-    if store.gpu is not None:
-        slot_U, unique = store.admit_on_gpu(keys.unique, staged)
-        keys = dataclasses.replace(keys, unique=unique)
-    else:
-        slot_U = store.admit(keys.unique.table_U, keys.unique.id_U, staged)
-    return Lease(store, keys, slot_U, store.generation, pending)
+    stores = store.stores if isinstance(store, MergedStore) else (store,)
+    with whole(one.turns for one in stores):  # so that what is pinned has an owner
+        if not store.built:
+            store.build(None, np.empty(0, np.float32))
+        if isinstance(store, MergedStore):
+            return keys.admit(store, staged)
+        if store.gpu is not None:
+            slot_U, unique = store.admit_on_gpu(keys.unique, staged)
+            keys = dataclasses.replace(keys, unique=unique)
+        else:
+            slot_U = store.admit(keys.unique.table_U, keys.unique.id_U, staged)
+        return Lease(store, keys, slot_U, store.generation, pending)
 
 
 def _check_place(store: EmbeddingStore | MergedStore, keys: Any) -> None:
@@ -333,11 +361,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         lease, (grad,) = ctx.lease, grads
+        lease.check_held()
         grad_ND = grad.reshape(-1, grad.shape[-1]).contiguous()
         if ctx.needs_input_grad[0]:
-            if lease.pending is not None and not lease.grads:
-                lease.pending.append(lease)
-            lease.grads.append(grad_ND)
+            with signals_deferred:
+                if lease.pending is not None and not lease.grads:
+                    lease.pending.append(lease)
+                lease.grads.append(grad_ND)
         return None, None, _grad_of_scales(lease, grad_ND) if ctx.needs_input_grad[2] else None
 
 
@@ -467,8 +497,9 @@ def read_ids(
         slot_N[id_N == padding_idx] = -1  # a snapshot of another embedding may have brought it
     if len(missing) and inserts:
         unique = kernel.unique_keys(table_N[missing], id_N[missing])
-        slot_U = store.admit(unique.table_U, unique.id_U)
-        store.release(slot_U)
+        with whole((store.turns,)):
+            slot_U = store.admit(unique.table_U, unique.id_U)
+            store.release(slot_U)
         slot_N[missing] = slot_U[unique.inverse_N]
     out = torch.empty(*ids.shape, store.layout.dim, dtype=_DTYPES[store.layout.dtype])
     out_ND = _bits(out).reshape(-1, store.layout.dim).numpy()
@@ -482,7 +513,8 @@ def read_ids(
 def reduce_grads(leases: Sequence[Lease]) -> RowGrads | None:
     """Sum the gradients of equal keys over all lookups of one store in a step. None if no lookup got a gradient.
 
-    The sum runs in float32: over the ids of a lookup in batch order, then over lookups in the order they were made.
+    The sum runs in float32: over the backward passes of an id in the order they came, over the ids of a lookup in batch
+    order, then over lookups in the order they were made.
     """
     parts = [lease.reduce() for lease in sorted(leases, key=lambda lease: lease.order) if lease.grads]
     if len(parts) < 2:
@@ -504,8 +536,18 @@ def reduce_grads(leases: Sequence[Lease]) -> RowGrads | None:
     )  # fmt: skip
 
 
+def over_passes(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The gradients of the ids of a lookup, [N, D], summed over its backward passes in float32; of one, as they are."""
+    if len(grads) == 1:
+        return grads[0].contiguous()
+    total = grads[0].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    for grad in grads[1:]:
+        total += grad
+    return total
+
+
 def _reduce(lease: Lease) -> RowGrads:
-    grad_ND = lease.grads[0] if len(lease.grads) == 1 else torch.stack(lease.grads).sum(0)
+    grad_ND = over_passes(lease.grads)
     unique, store = lease.keys.unique, lease.store
     if lease.generation != store.generation:
         raise StorageError(
@@ -534,7 +576,8 @@ def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads |
 
     Raises:
         NonFiniteGradientError: one is not, and its optimizer was not told to skip such steps.
-        ValueError: an optimizer's options have changed into what its rows cannot follow; nothing was updated.
+        ValueError: an optimizer's options have changed into what its rows cannot follow; no weight, state or
+            count has changed.
     """
     for optimizer in optimizers:
         for grad in grads:
@@ -602,24 +645,72 @@ def _find_nonfinite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrad
     return None
 
 
-def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool) -> None:
-    """Apply the optimizer to the rows, in place, with its group's hyperparameters as they are now."""
+Groups = dict[int, dict[str, Any]]
+"""The options of param groups, by the identity of the group."""
+
+
+def step(optimizer: StepOptimizer, go: bool) -> Groups:
+    """Step the dense parameters. It comes before rows are updated, since it runs what may fail: hooks of the user's.
+
+    Returns:
+        The options that this step was made with, after hooks before it and before those after it, for `update`.
+
+    Raises:
+        What the optimizer or a hook of it raises; no row has been updated.
+    """
+    groups: Groups = {}
+    if not go:
+        return groups
+
+    def keep(*_: Any) -> None:
+        for group in optimizer.optimizer.param_groups:
+            groups[id(group)] = {
+                name: option.clone() if isinstance(option, torch.Tensor) else option
+                for name, option in group.items()
+                if name != "params"
+            }
+
+    handle = optimizer.optimizer.register_step_pre_hook(keep)  # after those that there are
+    try:
+        optimizer.optimizer.step()
+    except BaseException as error:
+        add_note(
+            error,
+            f"{type(optimizer.optimizer).__name__}.step() did not end: no row was updated, dense parameters are as far"
+            " as it got",
+        )
+        raise
+    finally:
+        handle.remove()
+    return groups
+
+
+def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: Groups | None = None) -> None:
+    """Apply the optimizer to the rows, in place.
+
+    Args:
+        groups: the options to apply it with, from `step`; None = as they are now.
+    """
     # Of merged stores the first answers for all: one group of one optimizer trains them.
     rows = optimizer.rows_of(grads.stores[0]) if grads is not None else None
     if grads is None or rows is None or not go:
         return
     store, (row_optimizer, group) = grads.store, rows
-    for some, step in _by_step(grads):
-        row_optimizer.update(
-            store.weight_SX, store.row_SW, some.slot_U, some.segments or some.grad_UD,
-            state_begin=store.layout.state_begin, group=group, step=step + 1, threads=store.runner,
-        )  # fmt: skip
+    group = (groups or {}).get(id(group), group)
     for one in grads.stores:
-        one.step += 1
-    if isinstance(store, MergedStore):
-        store.mark_dirty(grads.table_U, grads.slot_U)
-    else:
-        store.mark_dirty(grads.slot_U)
+        one.turns.check(changes=True)
+    with whole(one.turns for one in grads.stores):
+        for some, step in _by_step(grads):
+            row_optimizer.update(
+                store.weight_SX, store.row_SW, some.slot_U, some.segments or some.grad_UD,
+                state_begin=store.layout.state_begin, group=group, step=step + 1, threads=store.runner,
+            )  # fmt: skip
+        for one in grads.stores:
+            one.step += 1
+        if isinstance(store, MergedStore):
+            store.mark_dirty(grads.table_U, grads.slot_U)
+        else:
+            store.mark_dirty(grads.slot_U)
 
 
 def _by_step(grads: RowGrads) -> list[tuple[RowGrads, int]]:
@@ -637,13 +728,35 @@ def _by_step(grads: RowGrads) -> list[tuple[RowGrads, int]]:
     return parts
 
 
-def step(optimizer: StepOptimizer, lr_scheduler: Any, go: bool) -> None:
-    """Step the dense parameters and the learning rate, and drop the gradients."""
-    if go:
-        optimizer.optimizer.step()
-        if lr_scheduler is not None:
-            lr_scheduler.step()
-    optimizer.optimizer.zero_grad(set_to_none=True)
+def advance(optimizers: Sequence[StepOptimizer], lr_schedulers: Sequence[Any], go: bool) -> None:
+    """Count the step, drop the gradients of dense parameters, and step the learning rates.
+
+    Raises:
+        What a scheduler raises, once the others have been stepped; the step is made and counted.
+    """
+    for optimizer in optimizers:
+        optimizer.taken += go
+        optimizer.optimizer.zero_grad(set_to_none=True)
+    failed: Exception | None = None
+    for scheduler in lr_schedulers if go else ():
+        try:
+            if scheduler is not None:
+                scheduler.step()
+        except Exception as error:
+            add_note(
+                error,
+                f"{type(scheduler).__name__}.step() failed after the update: rows and dense parameters are updated and"
+                " the step is counted; its learning rate may not have moved",
+            )
+            failed = failed or error
+    if failed is not None:
+        raise failed
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """`error.add_note`, once."""
+    if not any(note in one for one in getattr(error, "__notes__", ())):
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]
 
 
 def release(leases: Sequence[Lease]) -> None:

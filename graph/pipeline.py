@@ -11,6 +11,7 @@ by row on their way into the optimizer; only clipping asks for the sums.
 Invariant: whatever passes run, in one piece or in two, the numbers are those of eager mode.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,8 +89,7 @@ class Plan:
     whole: Executor
     prepare: Executor | None
     compute: Executor | None
-    module: fx.GraphModule
-    """The step in one piece, to look at."""
+    make_module: Callable[[], fx.GraphModule]
     history: list[Snapshot] = field(default_factory=list)
     """The graph as traced and after each pass."""
     buffers: list[str] = field(default_factory=list)
@@ -98,6 +98,11 @@ class Plan:
     """The object that a name of the graph stands for."""
     prepared: str = ""
     """What the first half makes, as text: a plan whose first half says the same has made what this one takes."""
+
+    @functools.cached_property
+    def module(self) -> fx.GraphModule:
+        """The step in one piece, to look at. Made when it is asked for: torch.fx keeps its code for ever."""
+        return self.make_module()
 
     def buffer_versions(self) -> list[tuple[int, int]]:
         """Equal readings mean that the tensors which the first half reads have not changed."""
@@ -163,7 +168,7 @@ def compile_plan(root: torch.nn.Module, recipe: Recipe, structure: Structure | N
         Executor(whole, run),
         prepare if ahead else None,
         compute if ahead else None,
-        _as_module(whole, find, type(root).__name__),
+        lambda: _as_module(whole, find, type(root).__name__),
         history,
         [str(node.target) for node in halves[0].nodes if node.op == "get_attr" and node.target in buffers],
         find,

@@ -9,20 +9,32 @@ Invariants:
 - what a step gives does not depend on whether, or how far ahead, its batch was prepared;
 - batch t + depth is loaded once the rows of batch t have been admitted, not before;
 - an error of the loader, or of a preparation, is raised by the step whose batch it was, with its traceback;
-- when `prefetch` is closed, which leaving a for loop does, nothing is pinned and the thread has ended.
+- when `prefetch` is closed, which leaving a for loop does, nothing is pinned and the thread has ended; or, where the
+  loader gives no batch for long, that will be so once it does;
+- what was staged and never admitted is unpinned by the thread itself, as its last act, so that nobody is waited for.
 """
 
+import os
+import sys
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any
+
+import torch
 
 from oneemb.graph.streams import Ahead, alone
 from oneemb.storage.embedding_store import Staged
 from oneemb.storage.merged_store import MergedStaged
 
 __all__ = ["Prepared", "prefetch"]
+
+# Seconds for which a loop that is left waits for its loader. A loader may wait for the loop in turn: the collector
+# closes a forgotten loop on any thread, whatever locks that holds.
+_PATIENCE_S = 30.0
 
 
 @dataclass
@@ -37,8 +49,8 @@ class Prepared:
     """What `Plan.buffer_versions` said when it was prepared."""
     error: BaseException | None = None
     last: bool = False
-    mark: Any = None
-    """When all of it is there, on a GPU."""
+    mark: list[Any] = field(default_factory=list)
+    """When all of it is there, on GPUs."""
 
     def drop(self) -> None:
         """Unpin what was staged and never admitted."""
@@ -50,27 +62,50 @@ class Prepared:
 
 
 class _Worker:
-    """The thread, and the hand-over of batches."""
+    """The thread, and the hand-over of batches.
 
-    def __init__(self, batches: Iterable[Any], prepare: Callable[[Any], Prepared], depth: int):
-        self._batches: Iterable[Any] | None = batches
+    An interrupt may come at any line of the loop's thread, and the collector may close a loop on any thread, in the
+    middle of any call. So queues say no more than that something has changed: a batch is in `_made` from the moment it
+    is prepared until its step is over, or the thread has dropped it.
+    """
+
+    def __init__(
+        self, batches: Iterable[Any], prepare: Callable[[Any, Any], Prepared], depth: int,
+        devices: Iterable[torch.device],
+    ):  # fmt: skip
+        self._batches: list[Iterable[Any]] = [batches]  # no longer here once the thread iterates over them
         self._prepare = prepare
-        self._ready: deque[Prepared] = deque()
-        self._changed = threading.Condition()
-        self._permits = depth
-        self._ahead = Ahead()
-        self._closed = False
+        self._made: deque[Prepared] = deque()
+        self._ready: SimpleQueue[None] = SimpleQueue()  # as often as a batch was made
+        self._permits: SimpleQueue[None] = SimpleQueue()
+        for _ in range(depth):
+            self._permits.put(None)
+        self._ahead = Ahead(devices)
+        self._ended: SimpleQueue[None] = SimpleQueue()
+        self._patience_s = _PATIENCE_S
+        self._closed = self._gone = False
+        self._process: int | None = None  # in which the thread has begun
         self._thread = threading.Thread(target=self._run, name="oneemb-prefetch", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def _run(self) -> None:
-        with self._ahead.working():
-            self._load()
+        self._process = os.getpid()
+        try:
+            with self._ahead.working():
+                self._load()
+                while not self._closed:
+                    self._permits.get()
+                while self._made:
+                    self._made.popleft().drop()
+        finally:
+            self._gone = True
+            self._ended.put(None)
 
     def _load(self) -> None:
         try:
-            iterator = iter(self._batches or ())
-            self._batches = None
+            iterator = iter(self._batches.pop())
             while self._wait_for_permit():
                 with alone.working():
                     try:
@@ -78,85 +113,105 @@ class _Worker:
                     except StopIteration:
                         self._hand_over(Prepared(None, last=True))
                         return
-                    prepared = self._prepare(batch)
-                    prepared.mark = self._ahead.mark()
+                    prepared = self._prepare(batch, self._ahead.follow)
+                    prepared.mark = self._ahead.mark((prepared.batch, prepared.values))
                 self._hand_over(prepared)
         except BaseException as error:
             self._hand_over(Prepared(None, error=error))
 
     def _wait_for_permit(self) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._permits > 0 or self._closed)
-            self._permits -= 1
-            return not self._closed
+        self._permits.get()
+        return not self._closed
 
     def _hand_over(self, prepared: Prepared) -> None:
-        with self._changed:
-            if not self._closed:
-                self._ready.append(prepared)
-                self._changed.notify_all()
-                return
-        prepared.drop()
+        self._made.append(prepared)
+        self._ready.put(None)
 
     def next(self) -> Prepared:
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready)
-            prepared = self._ready.popleft()
+        """The batch whose turn it is, until `done`."""
+        self._ready.get()
+        prepared = self._made[0]
         self._ahead.take_over(prepared.mark, (prepared.batch, prepared.values))
         return prepared
 
-    def admitted(self) -> None:
-        """The rows of a batch are admitted: one more may be prepared."""
-        with self._changed:
-            self._permits += 1
-            self._changed.notify_all()
+    def step(self, prepared: Prepared, compute: Callable[[Prepared, Callable[[], None]], Any]) -> Any:
+        """What `compute` gives. Once the rows are admitted one more batch may be prepared."""
+        told = False
+
+        def admitted() -> None:
+            nonlocal told
+            if not told:
+                told = True
+                self._permits.put(None)
+
+        try:
+            result = compute(prepared, admitted)
+        finally:
+            prepared.drop()
+        admitted()
+        return result
+
+    def done(self) -> None:
+        """The step of the batch that `next` gave is over."""
+        self._made.popleft()
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            left, self._ready = list(self._ready), deque()
-            self._changed.notify_all()
-        for prepared in left:
-            prepared.drop()
-        if threading.current_thread() is not self._thread:  # The collector may close a forgotten loop on any thread.
+        """End the thread. Where an interrupt ends this early, it may be called again."""
+        self._closed = True
+        self._permits.put(None)
+        # A thread that has not begun ends by itself, and in a child of fork there is none.
+        # When the interpreter ends, no thread runs any more.
+        here = self._process == os.getpid() and not sys.is_finalizing()
+        if here and self._thread is not threading.current_thread():
+            self._wait()
+        self._ahead.leave()
+
+    def _wait(self) -> None:
+        # Not by `join` alone, or by `is_alive`: after an interrupt in one of them the thread counts as ended.
+        try:
+            if not self._gone:
+                self._ended.get(timeout=self._patience_s)
             self._thread.join()
+        except Empty:
+            if self._patience_s:
+                self._patience_s = 0.0
+                warnings.warn(
+                    f"the loop was left {_PATIENCE_S:g} s ago and its loader has given no batch since; the thread that"
+                    " waits for it ends, and unpins the rows it holds, when it does",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
 
 
 def prefetch(
     batches: Iterable[Any],
-    prepare: Callable[[Any], Prepared],
+    prepare: Callable[[Any, Any], Prepared],
     compute: Callable[[Prepared, Callable[[], None]], Any],
     depth: int,
+    devices: Iterable[torch.device] = (),
 ) -> Generator[Any, None, None]:
     """What `compute` gives for each batch, the batches being loaded and prepared up to `depth` ahead on a thread.
 
     Args:
+        prepare: of a batch; it calls its second argument with the versions of the buffers it is about to read.
         compute: runs a step; it calls its second argument once its rows are admitted.
+        devices: GPUs that `prepare` works on, beside the current one.
     """
-    worker = _Worker(batches, prepare, depth)
+    worker = _Worker(batches, prepare, depth, devices)
     # From here on only the thread holds the loader's iterator.
     del batches
     try:
-        while True:
-            prepared = worker.next()
-            if prepared.error is not None:
-                raise prepared.error
-            if prepared.last:
-                return
-            told = [False]
-
-            def admitted(told: list[bool] = told) -> None:
-                if not told[0]:
-                    told[0] = True
-                    worker.admitted()
-
-            try:
-                result = compute(prepared, admitted)
-            finally:
-                prepared.drop()
-            admitted()
-            del prepared
-            yield result
-            del result
+        try:
+            worker.start()
+            while not (prepared := worker.next()).last:
+                if prepared.error is not None:
+                    raise prepared.error
+                result = worker.step(prepared, compute)
+                del prepared
+                worker.done()
+                yield result
+                del result
+        finally:
+            worker.close()
     finally:
-        worker.close()
+        worker.close()  # An interrupt may have come in place of the first, or in it.

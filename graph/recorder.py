@@ -7,7 +7,7 @@ them. Times are those of the thread that ran the op.
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,7 +97,7 @@ def stats_table(halves: Iterable[tuple[str, Iterable[tuple[fx.Node, OpStats]]]])
         table.append(
             (
                 half,
-                label if len(label) <= 60 else label[:57] + "...",
+                _short(label),
                 str(one.calls),
                 f"{one.rows:,}" if one.rows else "",
                 f"{one.bytes / 1e6:,.1f}" if one.bytes else "",
@@ -106,11 +106,19 @@ def stats_table(halves: Iterable[tuple[str, Iterable[tuple[fx.Node, OpStats]]]])
                 rate,
             )
         )
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    left = (0, 1)
+    return _aligned(table)
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= 60 else label[:57] + "..."
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as lines: the first two columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
         for row in table
     )
@@ -125,7 +133,7 @@ class Profile:
     """
 
     steps: int
-    events: list[tuple[str, str, int, int, int]] = field(default_factory=list)
+    events: list[tuple[str, str, int, int, int]] = field(default_factory=list, repr=False)
     """(half, op, step, begin_ns, end_ns)"""
     step: int = 0
     """Steps noted so far."""
@@ -143,6 +151,22 @@ class Profile:
         if node.op != "get_attr":
             with self._lock:
                 self.events.append((half, node_label(node), self.step, begin_ns, end_ns))
+
+    def __str__(self) -> str:
+        """The table that `print` shows: a line for each op, in the order in which they first ran."""
+        with self._lock:
+            events = list(self.events)
+        ns: dict[tuple[str, str], list[int]] = {}
+        for half, name, _, begin, end in events:
+            ns.setdefault((half, name), []).append(end - begin)
+        total = sum(map(sum, ns.values()))
+        rows = [("half", "op", "calls", "ms a call", "ms at most", "share")]
+        for (half, name), times in ns.items():
+            mean, most = sum(times) / len(times) / 1e6, max(times) / 1e6
+            rows.append(
+                (half, _short(name), str(len(times)), f"{mean:.3f}", f"{most:.3f}", f"{sum(times) / total:.1%}")
+            )
+        return f"{self.step} of {self.steps} steps noted\n{_aligned(rows)}"
 
     def save(self, path: str) -> None:
         """Write a Chrome trace: open it in ui.perfetto.dev or chrome://tracing. Prepare and compute are two rows."""

@@ -21,17 +21,29 @@ from torch import fx
 
 from oneemb.graph import merged_ops, ops, shuffle_ops, step_ops
 
-__all__ = ["CHECKS", "STAGES", "UNIQUE", "check_stage", "is_backward", "is_inplace", "is_pure", "is_training_only"]
+__all__ = [
+    "CHECKS",
+    "CONTEXTS",
+    "STAGES",
+    "UNIQUE",
+    "check_stage",
+    "is_backward",
+    "is_inplace",
+    "is_pure",
+    "is_training_only",
+]
 
 UNIQUE = {ops.unique_keys, merged_ops.unique_merged_keys}
 CHECKS = {ops.check_pooling, merged_ops.check_merged_pooling}
 _LOOKUP = {ops.admit, ops.gather, merged_ops.gather_merged, ops.peek, ops.lookup} | UNIQUE | CHECKS
 _LOOKUP |= {shuffle_ops.shuffle_keys, shuffle_ops.shuffle_rows}
-_BUILD = {step_ops.enter_autocast, step_ops.enter_grad_mode, step_ops.exit_context, step_ops.scale_loss}
+CONTEXTS = {step_ops.enter_autocast, step_ops.enter_grad_mode, step_ops.enter_record_function}
+_BUILD = {step_ops.exit_context, step_ops.scale_loss} | CONTEXTS
 _CLIP = {torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_}
 _UPDATE = {
-    ops.reduce_grads, ops.check_finite, ops.update, ops.step, ops.release, step_ops.unscale, step_ops.clip_grad_norm,
-    step_ops.clip_grad_value, step_ops.update_scale, step_ops.hold, step_ops.take, step_ops.drop,
+    ops.reduce_grads, ops.check_finite, ops.step, ops.update, ops.advance, ops.release, step_ops.unscale,
+    step_ops.clip_grad_norm, step_ops.clip_grad_value, step_ops.update_scale, step_ops.hold, step_ops.take,
+    step_ops.drop,
 }  # fmt: skip
 _OURS = _LOOKUP | _BUILD | _CLIP | _UPDATE | {ops.stage}
 

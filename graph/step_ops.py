@@ -2,6 +2,7 @@
 
     context = enter_autocast(device, ...)           `with torch.autocast(device, ...):` begins
     context = enter_grad_mode(enabled)              `with torch.no_grad():` or `enable_grad` begins
+    context = enter_record_function(name, args)     `with torch.profiler.record_function(name):` begins
     exit_context(context)                           ... and ends
     scaled = scale_loss(scaler, loss)               torch.amp.GradScaler.scale
     grads = unscale(scaler, [optimizer], [grads])   dense gradients in place, those of rows anew
@@ -13,7 +14,7 @@
     drop(held)                                      release all that are kept
 
 Invariant: what clips or unscales the summed gradients of rows leaves its input as it was and gives new ones, so a
-step that is then refused has changed nothing.
+step that is then refused has changed no row.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,8 +31,8 @@ from oneemb.storage.merged_store import MergedStore
 from oneemb.storage.row_store import StorageError
 
 __all__ = [
-    "Held", "clip_grad_norm", "clip_grad_value", "drop", "enter_autocast", "enter_grad_mode", "exit_context", "hold",
-    "scale_loss", "take", "unscale", "update_scale",
+    "Held", "clip_grad_norm", "clip_grad_value", "drop", "enter_autocast", "enter_grad_mode", "enter_record_function",
+    "exit_context", "hold", "scale_loss", "take", "unscale", "update_scale",
 ]  # fmt: skip
 
 Grads = list[RowGrads | None]
@@ -47,6 +48,13 @@ def enter_autocast(device: str, **options: Any) -> Any:
 def enter_grad_mode(enabled: bool) -> Any:
     """Enter torch.no_grad or torch.enable_grad."""
     context = torch.set_grad_enabled(enabled)
+    context.__enter__()
+    return context
+
+
+def enter_record_function(name: str, args: str | None = None) -> Any:
+    """Enter torch.profiler.record_function."""
+    context = torch.autograd.profiler.record_function(name, args)
     context.__enter__()
     return context
 

@@ -1,4 +1,4 @@
-"""The stream of a GPU on which coming batches are prepared, and how their steps come to use what it made.
+"""The stream of each GPU on which coming batches are prepared, and how their steps come to use what it made.
 
     worker   prepare stream    copy ids, unique keys, find and read rows of t + 1 | mark        (no wait of the host)
     loop     compute stream    step t                                | wait for the mark | step t + 1
@@ -13,7 +13,7 @@ Without CUDA all of this does nothing.
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,13 +28,13 @@ class _Alone:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._working = 0
-        self._captures = False
+        self._captures: object | None = None  # who does
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """A batch is loaded and prepared inside."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._captures)
+            self._changed.wait_for(lambda: self._captures is None)
             self._working += 1
         try:
             yield
@@ -46,15 +46,24 @@ class _Alone:
     @contextlib.contextmanager
     def capturing(self, patience_s: float) -> Iterator[bool]:
         """Whether a graph may be captured inside: not if batches are being prepared for so long."""
-        with self._changed:
-            may = self._changed.wait_for(lambda: self._working == 0 and not self._captures, patience_s)
-            self._captures |= may
+        me = object()
         try:
-            yield may
+            try:
+                with self._changed:
+                    may = self._changed.wait_for(lambda: self._working == 0 and self._captures is None, patience_s)
+                    if may:
+                        self._captures = me
+                yield may
+            finally:
+                self._captured(me)
         finally:
-            with self._changed:
-                self._captures &= not may
-                self._changed.notify_all()
+            self._captured(me)  # An interrupt may have come in place of the first, or in it.
+
+    def _captured(self, who: object) -> None:
+        with self._changed:
+            if self._captures is who:
+                self._captures = None
+            self._changed.notify_all()
 
 
 alone = _Alone()
@@ -64,37 +73,63 @@ class Ahead:
     """Made on the thread of the loop, before the worker begins: what is there by then is there for the worker too.
 
     Args:
+        devices: the GPUs that batches are prepared on, beside the current one.
         cuda: torch.cuda, or what stands for it in a test.
     """
 
-    def __init__(self, cuda: Any = torch.cuda):
+    def __init__(self, devices: Iterable[torch.device] = (), cuda: Any = torch.cuda):
         self._cuda = cuda
-        self._stream: Any = None
+        self._ahead: dict[torch.device, Any] = {}
+        self._loop: dict[torch.device, Any] = {}
+        self._versions: Any = None
         if cuda.is_initialized():
-            self._stream = cuda.Stream()
-            self._stream.wait_stream(cuda.current_stream())
+            here = torch.device("cuda", cuda.current_device())
+            for device in [*(device for device in devices if device != here), here]:
+                self._ahead[device], self._loop[device] = cuda.Stream(device), cuda.current_stream(device)
+            self.follow()
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """On the worker's thread: what it launches goes to the stream of its own."""
-        if self._stream is None:
-            yield
-            return
-        with self._cuda.stream(self._stream):
+        """On the worker's thread: what it launches goes to the streams of its own."""
+        with contextlib.ExitStack() as entered:
+            for stream in self._ahead.values():  # The last of them is the current device's, which stays current.
+                entered.enter_context(self._cuda.stream(stream))
             yield
 
-    def mark(self) -> Any:
-        """The moment at which all that was launched ahead so far is done; None where there is no such stream."""
-        return None if self._stream is None else self._stream.record_event()
+    def follow(self, versions: Any = None) -> None:
+        """Let what is launched ahead from here on come after all that the loop has launched so far.
 
-    def take_over(self, mark: Any, made: Any) -> None:
+        Args:
+            versions: of what is to be read; if they are those of the last call, what has changed it is waited for
+                already.
+        """
+        if versions is None or versions != self._versions:
+            for device, stream in self._ahead.items():
+                stream.wait_stream(self._loop[device])
+        self._versions = versions
+
+    def mark(self, made: Any) -> list[tuple[torch.device, Any]]:
+        """On the worker's thread: the moment, on each device, at which all that was launched so far is done.
+
+        Args:
+            made: what was; its tensors may be on other devices too.
+        """
+        devices = dict.fromkeys([*self._ahead, *(tensor.device for tensor in _tensors(made))]) if self._ahead else {}
+        return [(device, self._cuda.current_stream(device).record_event()) for device in devices]
+
+    def take_over(self, mark: list[tuple[torch.device, Any]], made: Any) -> None:
         """On the loop's thread: let what is launched from here on use what was made ahead, `made` being its tensors."""
-        if mark is None:
-            return
-        stream = self._cuda.current_stream()
-        stream.wait_event(mark)
-        for tensor in _tensors(made):
-            tensor.record_stream(stream)
+        for device, event in mark:
+            self._loop[device] = self._cuda.current_stream(device)
+            self._loop[device].wait_event(event)
+        for tensor in _tensors(made) if mark else ():
+            tensor.record_stream(self._loop[tensor.device])
+
+    def leave(self) -> None:
+        """On the thread of the loop: let what is launched from here on, and memory given back, come after all that was
+        launched ahead."""
+        for device, stream in self._ahead.items():
+            self._cuda.current_stream(device).wait_stream(stream)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

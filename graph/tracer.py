@@ -4,41 +4,57 @@ A module that holds no embedding is a leaf: its code may be any Python. Modules 
 traced through. What plain fx tracing would run once, while tracing, and then forget is recorded here or refused with
 the user's line and what works instead:
 
-    recorded   functions of no traced value or of sizes (`torch.rand`), autocast and no_grad blocks, clip_grad_norm_,
-               clip_grad_value_, zero_grad, GradScaler.scale, torch.autograd.backward, print, assert
+    recorded   functions of no traced value or of sizes (`torch.rand`, `torch.tensor`), functions of `math`, autocast,
+               no_grad and record_function blocks, clip_grad_norm_, clip_grad_value_, zero_grad, GradScaler.scale,
+               torch.autograd.backward, print, assert
+    named      tensors, arrays and generators that are no part of the module: each call reads them as they then are
     refused    if, for and float() on traced values, f-strings of them, optimizer.step, setting attributes of
-               modules, reading .grad, inference_mode, saved tensor hooks, torch.manual_seed
+               modules, reading .grad, inference_mode, saved tensor hooks, random seeds and states, device blocks,
+               changing a named tensor in place, modules and parameters that are no part of the graph
 
-Invariant: nothing of this module is in place once `trace_build` has returned.
+Invariant: nothing of this module is in place once `trace_build` has returned or raised.
 """
 
 import ast
 import builtins
 import functools
+import itertools
 import linecache
+import math
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
-from unittest import mock
 
+import numpy as np
 import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oneemb.graph import step_ops
 from oneemb.graph.inputs import Signature, Structure
+from oneemb.graph.patches import Here, call_replaced
+from oneemb.graph.spec import is_inplace
 from oneemb.storage.embedding_store import EmbeddingStore
 
-__all__ = ["BuildError", "LookupModule", "Trace", "embeddings_in", "trace", "trace_build"]
+__all__ = [
+    "REGISTER", "BuildError", "LookupModule", "Trace", "embeddings_in", "modules_kept_plainly", "say_not_registered",
+    "trace", "trace_build",
+]  # fmt: skip
 
+# Elements of a list or dict that are searched for modules: one that holds data may be long.
+_LOOKED_THROUGH = 1000
+REGISTER = (
+    "assign it to the module, self.name = ..., and keep lists and dicts of modules in torch.nn.ModuleList and"
+    " ModuleDict"
+)
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_NOT_THE_USERS = (os.path.dirname(torch.__file__), _HERE, mock.__file__, os.path.dirname(os.__file__) + "/contextlib")
+_NOT_THE_USERS = (os.path.dirname(torch.__file__), _HERE, os.path.dirname(os.__file__) + "/contextlib")
 
 
 class BuildError(RuntimeError):
@@ -63,7 +79,7 @@ class Trace:
 
     graph: fx.Graph
     objects: dict[str, Any]
-    """What the graph names that is no part of the module: a GradScaler."""
+    """What the graph names that is no part of the module: a GradScaler, a tensor."""
 
 
 def embeddings_in(module: torch.nn.Module) -> dict[str, Any]:
@@ -93,23 +109,28 @@ def trace(root: torch.nn.Module, structure: Structure | None = None, steppers: S
     Raises:
         BuildError: as `trace_build`.
     """
+    if any(isinstance(mode, _RecordFunctions) for mode in torch.overrides._get_current_function_mode_stack()):
+        raise BuildError(f"build compiles a graph{_user_line()} while it is traced itself; compile that one before")
     signature = Signature(root.build)  # type: ignore[arg-type]
-    tracer = _Tracer(signature, structure or signature.default_structure())
+    here = Here()
+    tracer = _Tracer(root, signature, structure or signature.default_structure(), here)
     try:
-        with _recording(tracer, steppers), _RecordFunctions(tracer):
-            return Trace(tracer.trace(root), tracer.objects)
+        graph = call_replaced(here, lambda: _replacements(tracer, steppers), tracer.record)
     except BuildError:
         raise
-    except (fx.proxy.TraceError, TypeError, NotImplementedError) as error:
-        if not isinstance(error, fx.proxy.TraceError) and not any(
-            word in str(error) for word in ("Proxy", "argument of")
-        ):
+    except Exception as error:
+        kinds = (TypeError, NotImplementedError, RuntimeError, ValueError)
+        words = ("Proxy", "argument of type: ", "argument of type '", "dynamo-optimized")
+        ours = isinstance(error, kinds) and any(word in str(error) for word in words)
+        if not ours and not isinstance(error, fx.proxy.TraceError):
             raise
         raise BuildError(
-            f"build cannot be traced{_user_line(error)}: {error}. What it does must not depend on values of tensors:"
-            " use torch.where or a mask in place of if, or move the code into a module of its own that holds no"
-            " embedding"
+            f"build cannot be traced{_user_line(error)}: {error}. What it does must not depend on values of tensors,"
+            " nor of numbers and strings that come in a batch: use torch.where or a mask in place of if, or move the"
+            " code into a module of its own that holds no embedding"
         ) from error
+    _check_constants(graph, tracer.objects)
+    return Trace(graph, tracer.objects)
 
 
 class _Proxy(fx.Proxy):
@@ -138,33 +159,77 @@ class _Proxy(fx.Proxy):
 
 
 class _Tracer(fx.Tracer):
-    traced_func_name = "build"
-
-    def __init__(self, signature: Signature, structure: Structure):
+    def __init__(self, root: torch.nn.Module, signature: Signature, structure: Structure, here: Here):
         super().__init__()
-        self.signature, self.structure = signature, structure
+        self.root, self.signature, self.structure, self.here = root, signature, structure, here
         self.objects: dict[str, Any] = {}
-        self._thread = threading.get_ident()
+        self.graph = fx.Graph(tracer_cls=type(self))
+        self.paths = {module: name for name, module in root.named_modules()}
+        self.submodule_paths = self.paths
+        # Tensors that are attributes of modules and neither parameters nor buffers.
+        self.tensor_attrs = {
+            value: f"{path}.{name}" if path else name
+            for module, path in self.paths.items()
+            for name, value in vars(module).items()
+            if isinstance(value, torch.Tensor)
+        }
+        self._parameters: dict[str, fx.Proxy] = {}
+        self.call, self.read = torch.nn.Module.__call__, torch.nn.Module.__getattr__
 
-    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+    def record(self) -> fx.Graph:
+        """Call `build`, with everything in place that records what it does."""
         values = [self.create_proxy("placeholder", name, (), {}) for name in self.structure.names()]
         args, kwargs = self.signature.call(self.structure, values)
-        return lambda: root_fn(self.root, *args, **kwargs), []
+        with _RecordFunctions(self):
+            result = self.root.build(*args, **kwargs)  # type: ignore[operator]
+            self.create_node("output", "output", (self.create_arg(result),), {})
+        return self.graph
 
     def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
         return _is_embedding(m) or not embeddings_in(m)
 
-    # torch.fx puts itself in place of every module's calls and attributes, those of other threads too.
+    def called(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What takes the place of a module's call."""
+        if module not in self.paths:
+            raise BuildError(f"build calls a module{_user_line()}: {say_not_registered(self.root, module)}")
+        if isinstance(vars(module).get("_signature"), Signature):
+            raise BuildError(
+                f"build calls a graph{_user_line()}, {type(module).__name__}, which compiles and updates by itself;"
+                " call its modules, or its build"
+            )
+        hidden = modules_kept_plainly(module) if self.is_leaf_module(module, "") else ()
+        for where, one in hidden:
+            for embedding in embeddings_in(one).values():
+                raise BuildError(
+                    f"build calls {self.paths[module]}{_user_line()}, which keeps embedding"
+                    f" {embedding.name!r} in {where}, a plain list or the like, so that the graph does not see it;"
+                    f" {REGISTER}"
+                )
+        return self.call_module(module, lambda *args, **kwargs: self.call(module, *args, **kwargs), args, kwargs)
 
-    def call_module(self, m: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if threading.get_ident() != self._thread:
-            return forward(*args, **kwargs)
-        return super().call_module(m, forward, args, kwargs)
+    def attribute(self, module: torch.nn.Module, name: str) -> Any:
+        """What takes the place of reading an attribute of a module that is no plain one."""
+        return self.getattr(name, self.read(module, name), self._parameters)
 
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
-        if threading.get_ident() != self._thread:
-            return attr_val
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, torch.nn.Module) and a not in self.paths:
+            raise BuildError(f"build uses a module{_user_line()}: {say_not_registered(self.root, a)}")
+        if isinstance(a, torch.Tensor) and not self._is_named(a):
+            if a.requires_grad:
+                raise BuildError(
+                    f"build uses a {'parameter' if a.is_leaf else 'tensor with a gradient'} {list(a.shape)}"
+                    f"{_user_line()} that is no part of the graph: it would neither be saved nor trained with it;"
+                    " assign it, or the module that holds it, to the graph (self.name = ...), or detach() it"
+                )
+            return self.create_arg(self.name_object("constant", a))
+        if isinstance(a, np.ndarray | np.generic | torch.Generator) and not isinstance(a, int | float | complex):
+            return self.create_arg(self.name_object("constant", a))
+        return super().create_arg(a)
+
+    def _is_named(self, tensor: torch.Tensor) -> bool:
+        if tensor in self.tensor_attrs:
+            return True
+        return any(tensor is one for one in (*self.root.parameters(), *self.root.buffers()))
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -190,8 +255,11 @@ class _Tracer(fx.Tracer):
 
 _READ_GRAD = vars(torch._C.TensorBase)["grad"].__get__
 
-# Functions that take sizes and no tensor: torch reads their arguments before anyone may record the call.
-_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "zeros")
+# Functions of numbers, which may be traced: torch reads their arguments before anyone may record the call.
+_FACTORIES = (
+    "arange", "as_tensor", "asarray", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand",
+    "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+)  # fmt: skip
 
 # Questions about a real tensor whose answers are plain values: they are asked, not recorded.
 _QUESTIONS = frozenset({"__get__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "__len__"})
@@ -199,6 +267,9 @@ _QUESTIONS = frozenset({"__get__", "size", "dim", "numel", "stride", "is_floatin
 
 class _RecordFunctions(TorchFunctionMode):
     """Records torch functions that no traced value goes into, in place of running them once while tracing."""
+
+    # While a build is traced, entering any other mode is refused.
+    __enter__ = TorchFunctionMode.__enter__
 
     def __init__(self, tracer: _Tracer):
         self.tracer = tracer
@@ -211,15 +282,17 @@ class _RecordFunctions(TorchFunctionMode):
                 " torch.nn.utils.clip_grad_norm_ or clip_grad_value_, or use a hook on the parameter"
             )
         leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-        if any(isinstance(leaf, fx.Proxy) for leaf in leaves) or getattr(func, "__name__", "") in _QUESTIONS:
+        if any(isinstance(leaf, fx.Proxy) for leaf in leaves):
             return func(*args, **kwargs)
-        if not hasattr(self.tracer, "graph"):
-            return func(*args, **kwargs)
+        if getattr(func, "__name__", "") in _QUESTIONS:
+            answer = func(*args, **kwargs)
+            if not isinstance(answer, torch.Tensor):
+                return answer
+            return self.tracer.create_proxy("call_function", getattr, (args[0], func.__self__.__name__), {})
         return self.tracer.create_proxy("call_function", func, args, kwargs)
 
 
-@contextmanager
-def _recording(tracer: _Tracer, steppers: Sequence[Any]) -> Iterator[None]:
+def _replacements(tracer: _Tracer, steppers: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
     """Everything that is recorded or refused beside torch functions."""
 
     def record(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -261,7 +334,7 @@ def _recording(tracer: _Tracer, steppers: Sequence[Any]) -> Iterator[None]:
     kept = "return the value from build, or keep it in a buffer that is changed in place"
     scaler = torch.amp.grad_scaler.GradScaler
     grad_mode = torch.autograd.grad_mode
-    patches: list[tuple[Any, str, Any]] = [
+    made: list[tuple[Any, Any, Any]] = [
         (builtins, "print", print_),
         (torch.amp.autocast_mode.autocast, "__enter__", lambda self: _enter_autocast(self, record)),
         (torch.amp.autocast_mode.autocast, "__exit__", lambda self, *error: _leave(self, record)),
@@ -274,7 +347,16 @@ def _recording(tracer: _Tracer, steppers: Sequence[Any]) -> Iterator[None]:
         (grad_mode.set_grad_enabled, "__exit__", lambda self, *error: _leave(self, record)),
         (grad_mode.inference_mode, "__enter__", refuse("torch.inference_mode", "use torch.no_grad, or " + in_module)),
         (torch.autograd.graph.saved_tensors_hooks, "__enter__", refuse("saved_tensors_hooks", in_module)),
+        (torch.autograd.anomaly_mode.set_detect_anomaly, "__init__", refuse("set_detect_anomaly", "set it outside")),
+        (torch.autograd.anomaly_mode.detect_anomaly, "__init__", refuse("detect_anomaly", "put it around the call")),
+        (DeviceContext, "__init__", refuse("a torch.device block", "give device= to each call")),
+        (TorchFunctionMode, "__enter__", refuse("a torch function mode", in_module)),
+        (TorchDispatchMode, "__enter__", refuse("a torch dispatch mode", in_module)),
         (torch, "manual_seed", refuse("torch.manual_seed", "call it before the loop")),
+        (torch, "set_rng_state", refuse("torch.set_rng_state", "call it before the loop")),
+        (torch.random, "fork_rng", refuse("torch.random.fork_rng", in_module)),
+        (torch.autograd.profiler.record_function, "__enter__", lambda self: _enter_record_function(self, record)),
+        (torch.autograd.profiler.record_function, "__exit__", lambda self, *error: _leave(self, record)),
         (torch.autograd, "backward", backward),
         (torch.autograd, "grad", lambda *args, **kwargs: record(torch_grad, *args, **kwargs)),
         (torch.optim.Optimizer, "zero_grad", no_backward_before),
@@ -289,43 +371,111 @@ def _recording(tracer: _Tracer, steppers: Sequence[Any]) -> Iterator[None]:
         (scaler, "step", refuse("GradScaler.step", the_graph_does)),
         (scaler, "update", refuse("GradScaler.update", the_graph_does)),
     ]
-    patches += [(torch, name, functools.partial(record, getattr(torch, name))) for name in _FACTORIES]
-    patches += [(one, "step", refuse(f"{type(one).__name__}.step", the_graph_does)) for one in steppers]
-    clips: list[Any] = [torch.nn.utils.clip_grad.clip_grad_norm_, torch.nn.utils.clip_grad.clip_grad_value_]
-    with ExitStack() as stack:
-        for owner, name, replacement in patches:
-            stack.enter_context(mock.patch.object(owner, name, _here_only(replacement, getattr(owner, name))))
-        for clip in clips:
-            stack.enter_context(_replaced_inside(clip, with_parameters(clip)))
-        yield
+    made += [(torch, name, functools.partial(record, getattr(torch, name))) for name in _FACTORIES]
+    made += [(one, "step", refuse(f"{type(one).__name__}.step", the_graph_does)) for one in steppers]
+    for clip in (torch.nn.utils.clip_grad.clip_grad_norm_, torch.nn.utils.clip_grad.clip_grad_value_):
+        # What torch has wrapped, so that it is replaced by whatever name it has been imported.
+        inside = next(cell for cell in clip.__closure__ if cell.cell_contents is clip.__wrapped__)  # type: ignore
+        made.append((inside, None, with_parameters(clip)))
+    made += [(where, name, _recorded_if_traced(one, record)) for where, name, one in _python_functions(tracer.root)]
+    tracer.call, tracer.read = torch.nn.Module.__call__, torch.nn.Module.__getattr__
+    made.append((torch.nn.Module, "__call__", tracer.called))
+    made.append((torch.nn.Module, "__getattr__", tracer.attribute))
+    if hasattr(fx._symbolic_trace, "_is_fx_tracing_flag"):
+        # torch.compile asks for it, to say that what it has compiled cannot be traced.
+        made.append((fx._symbolic_trace, "_is_fx_tracing_flag", tracer.here))
+    return made
 
 
-def _here_only(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement for this thread; others, such as those that load data, go on as they were."""
-    here = threading.get_ident()
+def _python_functions(root: torch.nn.Module) -> Iterator[tuple[Any, str, Any]]:
+    """Functions that are recorded where they are given traced values: those of math, by whatever name the modules that
+    are traced through know them, and what torch.fx.wrap was told of. (object or dict, name, function)"""
+    of_math = {id(one) for name, one in vars(math).items() if callable(one) and not name.startswith("_")}
+    traced = [root.build, *(one.forward for one in root.modules() if not _is_embedding(one) and embeddings_in(one))]
+    scopes = {id(scope): scope for scope in (vars(math), *(getattr(one, "__globals__", {}) for one in traced))}
+    for scope in scopes.values():
+        yield from ((scope, name, one) for name, one in list(scope.items()) if id(one) in of_math)
+    for (_, name), scope in list(getattr(fx._symbolic_trace, "_wrapped_fns_to_patch", {}).items()):
+        yield scope, name, scope[name] if name in scope else getattr(builtins, name)
 
+
+def _recorded_if_traced(function: Any, record: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        return (replacement if threading.get_ident() == here else original)(*args, **kwargs)
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        return (functools.partial(record, function) if any(isinstance(one, fx.Proxy) for one in leaves) else function)(
+            *args, **kwargs
+        )
 
     return run
 
 
-@contextmanager
-def _replaced_inside(function: Any, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Let a function that torch has wrapped run something else, by whatever name it has been imported."""
-    cell = next(cell for cell in function.__closure__ if cell.cell_contents is function.__wrapped__)
-    original = cell.cell_contents
-    cell.cell_contents = _here_only(replacement, original)
-    try:
-        yield
-    finally:
-        cell.cell_contents = original
+def modules_kept_plainly(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules in plain lists, tuples and dicts of a module, which torch does not know of: (where, module)."""
+    known, own = set(root.modules()), vars(torch.nn.Module())
+    for path, module in root.named_modules():
+        for name, value in list(vars(module).items()):
+            if name not in own:
+                for where, one in _modules_in(value, f"{path}.{name}" if path else name):
+                    if one not in known:
+                        yield where, one
+
+
+def _modules_in(value: Any, where: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    if isinstance(value, torch.nn.Module):
+        yield where, value
+    elif isinstance(value, list | tuple | dict):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, one in itertools.islice(pairs, _LOOKED_THROUGH):
+            yield from _modules_in(one, f"{where}[{key!r}]")
+
+
+def say_not_registered(root: torch.nn.Module, module: torch.nn.Module) -> str:
+    """That a module is no part of a graph, and what to do."""
+    what = f"embedding {module.name!r}" if _is_embedding(module) else type(module).__name__
+    kept = [f"kept in {where}, a plain list or the like" for where, one in modules_kept_plainly(root) if one is module]
+    return (
+        f"{what} is no part of {type(root).__name__} ({(*kept, 'reached by a closure, a global or the like')[0]}),"
+        f" which would not train, move or save it; {REGISTER}"
+    )
+
+
+def _check_constants(graph: fx.Graph, objects: dict[str, Any]) -> None:
+    """Refuse changes in place of what has no name in the module: whether `build` makes it anew at each call, or it
+    outlives a call, cannot be told."""
+    for node in graph.nodes:
+        changed: Any = node.kwargs.get("out", node.args[0] if node.args else None) if is_inplace(node) else None
+        while isinstance(changed, fx.Node) and changed.op != "get_attr" and _may_be_a_view(changed):
+            changed = changed.args[0]
+        if isinstance(changed, fx.Node) and changed.op == "get_attr" and changed.target in objects:
+            raise BuildError(
+                f"build changes a tensor in place that is neither traced nor a part of the graph"
+                f"{node.meta.get('line', '')}; keep it in a buffer (self.register_buffer), or make it in build with"
+                " torch functions"
+            )
+
+
+_VIEWS = frozenset(
+    "as_tensor asarray chunk contiguous data detach diagonal double expand expand_as flatten float from_numpy getattr"
+    " getitem half movedim narrow permute ravel reshape select split squeeze swapaxes T t to transpose unbind"
+    " unflatten unfold unsqueeze view view_as".split()
+)
+
+
+def _may_be_a_view(node: fx.Node) -> bool:
+    """Whether a value may share memory with the first argument it is made of."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return bool(node.args) and name.strip("_") in _VIEWS
 
 
 def _enter_autocast(autocast: Any, record: Callable[..., Any]) -> Any:
     options = {"dtype": autocast.fast_dtype, "enabled": autocast._enabled, "cache_enabled": autocast._cache_enabled}
     autocast._oneemb = [*getattr(autocast, "_oneemb", ()), record(step_ops.enter_autocast, autocast.device, **options)]
     return autocast
+
+
+def _enter_record_function(block: Any, record: Callable[..., Any]) -> Any:
+    block._oneemb = [*getattr(block, "_oneemb", ()), record(step_ops.enter_record_function, block.name, block.args)]
+    return block
 
 
 def _enter_grad(context: Any, mode: bool, record: Callable[..., Any]) -> None:

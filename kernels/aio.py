@@ -26,8 +26,14 @@ BAD_BLOCK = 1
 _IOCB_WORDS = 8  # struct iocb: data, (key, flags), (opcode, priority, file), address, bytes, offset, 0, (flags, fd)
 _EVENT_WORDS = 4  # struct io_event: data, iocb, result, result 2
 
+_EINTR, _EAGAIN, _EINVAL = 4, 11, 22
+
+# A system that takes no read while none is in flight is asked again after 1, 2, 4, ... milliseconds, a second in all.
+_REFUSALS_MAX = 10
+
 _syscall = external("syscall", "int64", ["int64"] * 6)
 _errno_place = external("__errno_location", "int32*", [])
+_usleep = external("usleep", "int32", ["uint32"])
 
 
 @cpu
@@ -40,21 +46,25 @@ def aio_setup(number, depth, context_1):
 
 @cpu
 def aio_destroy(number, context):
+    """Wait for what is in flight and end the context; below 0 where the system does not know it."""
     return _syscall(number, context, 0, 0, 0, 0)
 
 
 @cpu
 def aio_read(
     getevents, submit, context, depth, iocb_MX, event_KX, word_X, slot_words,
-    file_Q, offset_Q, bytes_Q, block_Q, first_Q, place_P, to_P, rows_a_block, block_words, sum_B, out_UW, failed_3,
+    file_Q, offset_Q, bytes_Q, block_Q, first_Q, place_P, to_P, rows_a_block, block_words, sum_B, out_UW, failed_4,
 ):  # fmt: skip
     """Read all requests and copy their rows out.
 
     What has landed is checked and copied only after the next reads are on their way, so that the device never waits for
     that; hence twice as many slots of memory as reads in flight.
 
-    Returns 0; or BAD_BLOCK with failed_3 = (request, p, slot of the memory), or a negative error number with
-    failed_3[0] = request. Nothing is in flight afterwards.
+    Returns 0; or BAD_BLOCK with failed_4 = (request, p, slot of the memory, 0), or a negative error number with
+    failed_4[0] = request: that of EAGAIN where the system goes on taking no read although none is in flight.
+
+    Nothing is in flight afterwards, unless io_getevents itself fails: then failed_4[3] reads are, and may write into
+    `word_X` until the context is destroyed.
     """
     requests, slots = len(file_Q), len(iocb_MX)
     base = word_X.ctypes.data
@@ -64,6 +74,7 @@ def aio_read(
     free = slots
     ready_K, landed_K = np.empty(depth, np.int64), np.empty(depth, np.int64)
     prepared = ready = in_flight = landed = 0  # `ready` reads are prepared and not yet taken by the system.
+    refused = 0  # times in a row that the system took none
     result = np.int64(0)
     while True:
         while in_flight + ready < depth and prepared < requests and result == 0:
@@ -83,12 +94,12 @@ def aio_read(
             prepared += 1
         if ready > 0 and result == 0:
             taken = _syscall(submit, context, ready, ready_K.ctypes.data, 0, 0)
-            if taken < 0:
-                error = _errno_place()[0]
-                if error != 11 and error != 4:  # EAGAIN, EINTR: try again when some reads have ended
-                    result = -np.int64(error)
-                    failed_3[0] = prepared - ready
-                taken = 0
+            error = _errno_place()[0] if taken < 0 else _EAGAIN
+            taken = max(taken, 0)
+            refused = 0 if taken > 0 or in_flight > 0 else refused + 1
+            if taken == 0 and ((error != _EAGAIN and error != _EINTR) or refused > _REFUSALS_MAX):
+                result = -np.int64(error)
+                failed_4[0] = prepared - ready
             in_flight += taken
             ready -= taken
             for i in range(ready):
@@ -104,23 +115,28 @@ def aio_read(
                 if p < first_Q[q + 1]:
                     # No read is prepared from now on, so that nothing overwrites the slot.
                     result = np.int64(BAD_BLOCK)
-                    failed_3[0] = q
-                    failed_3[1] = p
-                    failed_3[2] = m
+                    failed_4[0] = q
+                    failed_4[1] = p
+                    failed_4[2] = m
             free_M[free] = m
             free += 1
         landed = 0
         if in_flight == 0:
-            if result == 0 and ready > 0:
-                continue
-            break
+            if result != 0 or ready == 0:
+                break
+            if refused > 0:  # for want of room, which others may give back
+                _usleep(np.uint32(1000 << (refused - 1)))
+            continue
         # Waiting for several at once saves calls; the last ones are waited for one by one.
         least = min(max(1, depth // 8), in_flight)
         events = _syscall(getevents, context, least, depth, event_KX.ctypes.data, 0)
-        if events < 0:
-            if _errno_place()[0] == 4:
+        if events <= 0:
+            error = _errno_place()[0] if events < 0 else _EINVAL
+            if error == _EINTR:
                 continue
-            return -np.int64(_errno_place()[0])
+            failed_4[0] = request_M[m]
+            failed_4[3] = in_flight
+            return -np.int64(error)
         in_flight -= events
         landed = events
         for e in range(events):
@@ -129,7 +145,7 @@ def aio_read(
             landed_K[e] = m
             if event_KX[e, 2] < 0 and result == 0:
                 result = event_KX[e, 2]
-                failed_3[0] = q
+                failed_4[0] = q
             # A read that ends early leaves old bytes after it; their checksums tell, unless they are zeroed.
             for w in range(max(0, event_KX[e, 2]) // 8, bytes_Q[q] // 8):
                 word_X[slot_words * m + w] = 0

@@ -104,8 +104,13 @@ class Gpu:
             buffer = torch.empty(max(64, tensor.numel()), dtype=tensor.dtype, pin_memory=True)
             setattr(self._buffers, name, buffer)  # of this thread, so that nobody else writes it meanwhile
         found = buffer[: tensor.numel()].copy_(tensor.reshape(-1), non_blocking=True)
-        torch.cuda.current_stream(self.device).synchronize()
+        torch.cuda.current_stream(self.device).record_event().synchronize()
         return found.tolist()
+
+    def wait(self) -> None:
+        """Wait for all that was launched on the device, on any stream."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def run(self, loop: CudaLoop, size: int, *args: Any) -> None:
         """Launch a loop in which each thread takes one of `size` things at a time."""

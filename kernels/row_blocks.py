@@ -3,10 +3,10 @@
     B blocks of X 64-bit words, R rows a block, W words of 32 bits a row, U keys, Q read requests, P places
 
 Rows are moved as uint32, so that no bit of theirs is ever taken for a number. A place is a row's number in the
-whole table; place // R is the number of its block there, and block // blocks_per_chunk its chunk. Rows of a block
-lie one after the other from its first byte; the rest of the block is zero.
+whole table; place // R is the number of its block there, and block // blocks_per_slot its slot. Rows of a block lie
+one after the other from its first byte; the rest of the block is zero.
 
-A read request is a run of blocks of one chunk, and serves the keys `order_P[first_Q[q] : first_Q[q + 1]]`, sorted
+A read request is a run of blocks of one slot, and serves the keys `order_P[first_Q[q] : first_Q[q + 1]]`, sorted
 by place. `sum_B` is indexed by the block's number in the whole table.
 """
 
@@ -68,20 +68,20 @@ def rows_out_of_blocks(begin, end, block_N, place_N, out_UW, to_N, rows_a_block,
 
 
 @cpu
-def bits_set(bit_N, place_N, rows_a_chunk, live_S):
-    """Mark rows live and count them to their chunks."""
+def bits_set(bit_N, place_N, rows_a_slot, live_S):
+    """Mark rows live and count them to their slots."""
     for place in place_N:
         bit_N[place >> 3] |= np.uint8(1 << (place & 7))
-        live_S[place // rows_a_chunk] += 1
+        live_S[place // rows_a_slot] += 1
 
 
 @cpu
-def bits_clear(bit_N, place_N, rows_a_chunk, live_S):
-    """Mark rows dead and count them off their chunks; a place of -1 is no row."""
+def bits_clear(bit_N, place_N, rows_a_slot, live_S):
+    """Mark rows dead and count them off their slots; a place of -1 is no row."""
     for place in place_N:
         if place >= 0:
             bit_N[place >> 3] &= np.uint8(0xFF ^ (1 << (place & 7)))
-            live_S[place // rows_a_chunk] -= 1
+            live_S[place // rows_a_slot] -= 1
 
 
 @cpu
@@ -96,7 +96,7 @@ def bits_rows(bit_N, row_N):
 
 
 @cpu
-def requests_plan(place_P, rows_a_block, blocks_a_chunk, blocks_max, gap_max, block_Q, blocks_Q, first_Q):
+def requests_plan(place_P, rows_a_block, blocks_a_slot, blocks_max, gap_max, block_Q, blocks_Q, first_Q):
     """Cut sorted places into read requests; returns how many.
 
     Blocks that lie at most `gap_max` apart are read in one go, up to `blocks_max` together.
@@ -110,7 +110,7 @@ def requests_plan(place_P, rows_a_block, blocks_a_chunk, blocks_max, gap_max, bl
             if block < end:
                 continue
             near = block - end <= gap_max and block + 1 - block_Q[q] <= blocks_max
-            if near and block // blocks_a_chunk == block_Q[q] // blocks_a_chunk:
+            if near and block // blocks_a_slot == block_Q[q] // blocks_a_slot:
                 blocks_Q[q] = block + 1 - block_Q[q]
                 continue
         block_Q[requests] = block

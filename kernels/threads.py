@@ -64,14 +64,21 @@ class Threads:
         if count < 1:
             raise ValueError(f"the number of threads must be at least 1, got {count}")
         self.count = count
-        self._pool = None
+        self._pool: ThreadPoolExecutor | None = None
         if count > 1:
-            self._pool = ThreadPoolExecutor(count - 1, thread_name_prefix="oneemb-kernel", initializer=self._begin)
+            self._make_pool()
+
+    def _make_pool(self) -> ThreadPoolExecutor:
+        """The threads of this process. A child of fork has none of its parent's, and where one of them held a lock at
+        the fork, that stays held there."""
         self._thread_ids: list[int] = []
         self._kept_off: tuple[int, int] | None = None  # the core, and how many threads it was told to
-
-    def _begin(self) -> None:
-        self._thread_ids.append(threading.get_native_id())
+        # Threads may not know this object: it ends them by being dropped.
+        pool = ThreadPoolExecutor(
+            self.count - 1, thread_name_prefix="oneemb-kernel", initializer=_note_thread, initargs=(self._thread_ids,)
+        )
+        self._pool, self._process = pool, os.getpid()
+        return pool
 
     def run(self, loop, size: int, *args, share_min: int = _SHARE_MIN) -> None:
         """Call `loop(begin, end, *args)` so that the shares cover 0..size exactly once.
@@ -79,9 +86,12 @@ class Threads:
         An exception in any share is raised here, after all shares have ended.
         """
         shares = max(1, min(self.count * _SHARES, size // share_min))
-        if shares == 1 or self.count == 1 or self._pool is None:
+        pool = self._pool
+        if shares == 1 or self.count == 1 or pool is None:
             loop(0, size, *args)
             return
+        if self._process != os.getpid():
+            pool = self._make_pool()
         begin = itertools.count()
         errors = []
 
@@ -93,7 +103,7 @@ class Threads:
                     errors.append(error)
 
         self._keep_off_this_core()
-        others = [self._pool.submit(work) for _ in range(min(self.count, shares) - 1)]
+        others = [pool.submit(work) for _ in range(min(self.count, shares) - 1)]
         try:
             work()
         finally:
@@ -117,6 +127,10 @@ class Threads:
 
     def close(self) -> None:
         """End the threads. The object cannot run a loop on several threads afterwards."""
-        if self._pool is not None:
+        if self._pool is not None and self._process == os.getpid():
             self._pool.shutdown()
-            self._pool = None
+        self._pool = None
+
+
+def _note_thread(thread_ids: list[int]) -> None:
+    thread_ids.append(threading.get_native_id())

@@ -1,13 +1,16 @@
 """The whole state of a training graph in one file: written as a whole or not at all.
 
     file       dense parameters and buffers, optimizers, schedulers, scaler, steps, random generators,
-               and for each embedding the name of a snapshot in its `persistent_path`
+               and for each embedding the name and identity of a snapshot in its `persistent_path`
     snapshot   the embedding's rows and their optimizer state
 
 Invariants:
 - the file is there with all it names, or what was there before is: snapshots are durable before the file takes the
-  place of the one before it, whose snapshots are deleted only then;
-- a checkpoint that does not fit the graph is refused before anything has changed;
+  place of the one before it;
+- a snapshot that a file names is deleted only by a save to the same path that was told how many to keep: a copy of the
+  file, wherever it is, names it too;
+- a checkpoint that does not fit the graph, or that names another run's snapshots, is refused before anything has
+  changed;
 - a file holds numbers, tensors and names only, and is read as such: no code of it runs.
 """
 
@@ -15,7 +18,9 @@ import io
 import os
 import pickle
 import random
-from collections.abc import Mapping
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,34 +28,58 @@ import torch
 
 from oneemb.graph.tracer import embeddings_in
 from oneemb.storage.row_store import StorageError
+from oneemb.storage.turns import signals_deferred
 
 if TYPE_CHECKING:
     from oneemb.train_graph import TrainGraph
 
 __all__ = ["GraphState", "load_checkpoint", "save_checkpoint"]
 
-_FORMAT = 1
+_FORMAT = 2
 _PREFIX = "checkpoint-"
 
+# Snapshots that earlier saves to a path have left, from which on each doubling of them is worth a warning.
+_MANY = 8
 
-def save_checkpoint(graph: "TrainGraph", path: str) -> None:
+# What names the snapshots of the embeddings, by module: as their `get_extra_state` gives it.
+_Named = dict[str, dict[str, str | None]]
+
+
+def save_checkpoint(graph: "TrainGraph", path: str, keep: int | None) -> None:
     """Write a checkpoint; see `TrainGraph.save`."""
-    replaced = _read(path)["embeddings"] if os.path.exists(path) else {}
-    made: dict[str, str | None] = {}
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"keep must be an int of at least 1, or None, got {keep!r}")
+    path = os.path.realpath(os.path.expanduser(path))  # what a link leads to is written, not the link
     embeddings = embeddings_in(graph)
+    earlier = _earlier(path, embeddings)
+    kept, over = (earlier, []) if keep is None else (earlier[: keep - 1], earlier[keep - 1 :])
+    made: _Named = {}
     try:
         for name, embedding in embeddings.items():
-            made[name] = None
+            made[name] = {"oneemb_snapshot": None}
             if embedding.store.changes:
-                snapshot = _free_name(embedding, graph.steps)
+                snapshot = f"{_PREFIX}{graph.steps:012d}-{uuid.uuid4().hex[:8]}"
+                # Before it is there: an interrupt may come as soon as it is.
+                made[name] = {"oneemb_snapshot": snapshot, "oneemb_identity": None}
                 # Not through the embedding, which would take the snapshot for the one that its own state_dict names.
-                embedding.store.save_snapshot(snapshot, embedding._describe())
-                made[name] = snapshot
-        _write(path, _to_bytes(_state_of(graph, made)))
+                info = embedding.store.save_snapshot(snapshot, embedding._describe())
+                made[name]["oneemb_identity"] = info.identity
+        # Those that are about to go as well: if that fails, the next save tries again.
+        state = _state_of(graph, made) | {"path": path, "earlier": earlier}
+        temporary = _write(path, _to_bytes(state))
     except BaseException:
         _delete(embeddings, made)
         raise
-    _delete(embeddings, replaced)
+    with signals_deferred:  # From here on the file names what was made.
+        _put_in_place(temporary, path, lambda: _delete(embeddings, made))
+    for named in over:
+        _delete(embeddings, named)
+    if len(kept) >= _MANY and len(kept) & (len(kept) - 1) == 0:
+        warnings.warn(
+            f"{len(kept)} snapshots of earlier checkpoints at {path} are kept, for copies of the file may name them;"
+            " save(path, keep=n) keeps the last n, embedding.delete_snapshot(name) deletes one",
+            stacklevel=3,
+        )
 
 
 def load_checkpoint(graph: "TrainGraph", path: str) -> None:
@@ -71,8 +100,7 @@ class GraphState:
 
     def state_dict(self) -> dict[str, bytes]:
         """The state as one value, which fits whatever the optimizers have made since."""
-        names = {name: one.get_extra_state() for name, one in embeddings_in(self._graph).items()}
-        named = {name: next(iter(state.values())) for name, state in names.items()}
+        named = {name: one.get_extra_state() for name, one in embeddings_in(self._graph).items()}
         return {"oneemb_graph": _to_bytes(_state_of(self._graph, named))}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -84,7 +112,7 @@ class GraphState:
         _restore(self._graph, _of_bytes(state_dict["oneemb_graph"], "the state"), "the state")
 
 
-def _state_of(graph: "TrainGraph", snapshots: Mapping[str, str | None]) -> dict[str, Any]:
+def _state_of(graph: "TrainGraph", snapshots: _Named) -> dict[str, Any]:
     if graph._calls:
         raise RuntimeError(
             f"{graph._calls} of {graph.config.accumulation_steps} micro-batches are not updated with yet; save after"
@@ -134,8 +162,8 @@ def _with_extra_state(graph: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def _restore(graph: "TrainGraph", state: dict[str, Any], where: str) -> None:
     tensors, embeddings = _tensors(graph), embeddings_in(graph)
     _check_fits(graph, state, tensors, embeddings, where)
-    for name, snapshot in state["embeddings"].items():
-        embeddings[name].set_extra_state({"oneemb_snapshot": snapshot})
+    for name, named in state["embeddings"].items():
+        embeddings[name].set_extra_state(named)
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(state["tensors"][name])
@@ -186,28 +214,46 @@ def _check_fits(
     for what, there, here in expected:
         if there != here:
             raise ValueError(f"{where} does not fit: {what} are {there} there, {here} in the graph")
-    for name, snapshot in state["embeddings"].items():
-        if snapshot is not None and snapshot not in embeddings[name].snapshots():
-            raise StorageError(
-                f"{where} names the snapshot {snapshot!r} of embedding {name!r}, which is not in"
-                f" {embeddings[name].store.plan.persistent_path}; there are {embeddings[name].snapshots()}"
+    for name, named in state["embeddings"].items():
+        if named["oneemb_snapshot"] is not None:
+            embeddings[name].store.check_snapshot(
+                named["oneemb_snapshot"], named["oneemb_identity"], f"{where}, for embedding {name!r},"
             )
 
 
-def _delete(embeddings: Mapping[str, Any], snapshots: Mapping[str, str | None]) -> None:
-    """Delete those of these snapshots that `save_checkpoint` made and that are still there."""
-    for name, snapshot in snapshots.items():
-        if snapshot is not None and name in embeddings and snapshot.startswith(_PREFIX):
-            if snapshot in embeddings[name].snapshots():
-                embeddings[name].delete_snapshot(snapshot)
+def _earlier(path: str, embeddings: Mapping[str, Any]) -> list[_Named]:
+    """The snapshots, newest first, that saves to this path have made, as far as they are still there."""
+    if not os.path.lexists(path):
+        return []
+    try:
+        state = _read(path)
+    except OSError as error:
+        raise type(error)(error.errno, f"{error.strerror}; give the path of a file, to be written", path) from error
+    except ValueError as error:
+        raise ValueError(f"{error}; save to another path, or delete it first") from error
+    if state.get("path") != path:  # It was copied or moved here: what it names is the original's.
+        return []
+    return [named for named in (state["embeddings"], *state["earlier"]) if _there(embeddings, named)]
 
 
-def _free_name(embedding: Any, step: int) -> str:
-    taken = set(embedding.snapshots())
-    n = 0
-    while (name := f"{_PREFIX}{step:012d}-{n}") in taken:
-        n += 1
-    return name
+def _there(embeddings: Mapping[str, Any], named: _Named) -> list[tuple[Any, str]]:
+    """Those of these snapshots that are still there, with their embeddings."""
+    found = []
+    for name, one in named.items():
+        if name in embeddings and one["oneemb_snapshot"] is not None:
+            embedding, snapshot = embeddings[name], str(one["oneemb_snapshot"])
+            try:
+                embedding.store.check_snapshot(snapshot, one["oneemb_identity"], "a checkpoint")
+            except StorageError:
+                continue
+            found.append((embedding, snapshot))
+    return found
+
+
+def _delete(embeddings: Mapping[str, Any], named: _Named) -> None:
+    """Delete those of these snapshots that are still there, and are themselves."""
+    for embedding, snapshot in _there(embeddings, named):
+        embedding.delete_snapshot(snapshot)
 
 
 def _to_bytes(state: dict[str, Any]) -> bytes:
@@ -218,31 +264,43 @@ def _to_bytes(state: dict[str, Any]) -> bytes:
 
 def _of_bytes(data: Any, where: str) -> dict[str, Any]:
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise ValueError(f"{where} is not a checkpoint of a TrainGraph, or is damaged: {error}") from error
+    if not isinstance(state, dict) or not {"format", "embeddings", "tensors"} <= state.keys():
+        raise ValueError(f"{where} is not a checkpoint of a TrainGraph: graph.save() has not written it")
+    return state
 
 
 def _read(path: str) -> dict[str, Any]:
-    with open(path, "rb") as file:
+    with open(os.path.expanduser(path), "rb") as file:
         return _of_bytes(file.read(), path)
 
 
-def _write(path: str, data: bytes) -> None:
-    """In place of what was at `path`, durably, as a whole or not at all."""
-    folder = os.path.dirname(os.path.abspath(path))
+def _write(path: str, data: bytes) -> str:
+    """Write a temporary file beside the path, durably; gives its path."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
     except BaseException:
         if os.path.exists(temporary):
             os.unlink(temporary)
         raise
-    handle = os.open(folder, os.O_RDONLY)
+    return temporary
+
+
+def _put_in_place(temporary: str, path: str, undo: Callable[[], None]) -> None:
+    """Let a file take the place of what is at the path, durably; `undo` what it is for if it does not."""
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        undo()
+        raise
+    handle = os.open(os.path.dirname(path), os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

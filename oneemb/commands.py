@@ -8,10 +8,11 @@ Invariants:
 
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,7 +41,15 @@ class _Group(click.Group):
         except BrokenPipeError:
             raise
         except (StorageError, ValueError, TypeError, ImportError, OSError) as error:
-            raise _Failure(str(error)) from error
+            raise _Failure(_in_options(str(error))) from error
+
+
+def _in_options(text: str) -> str:
+    """An error's advice in terms of the command line: arguments of functions are options here."""
+    text = re.sub(r"\b([a-z_]+)=True\b", lambda match: "--" + match[1].replace("_", "-"), text)
+    text = re.sub(r"\b([a-z_]+)=False\b", lambda match: "no --" + match[1].replace("_", "-"), text)
+    text = re.sub(r"\b([a-z_]+)=\.\.\.", lambda match: "--" + match[1].replace("_", "-"), text)
+    return text.replace("keys=None", "--row-numbers").replace("without with_state", "without --with-state")
 
 
 def _json_option(command: Callable) -> Callable:
@@ -87,6 +96,7 @@ def inspect(path: str, as_json: bool) -> None:
     The snapshots at PATH, the disk they take, and who writes there. Reads only, beside a job that writes too.
     """
     from oneemb.storage.oneflow_table import is_oneflow_table
+    from oneemb.storage.recovery import lost_text
     from oneemb.storage.table_info import table_info
 
     if is_oneflow_table(path):
@@ -107,11 +117,15 @@ def inspect(path: str, as_json: bool) -> None:
         "unsaved_bytes": unsaved,
         "snapshots": snapshots,
         "damaged": info.damaged,
+        "lost": info.lost,
+        "lost_more": info.lost_more,
+        "kept": info.kept,
     }
     columns = ("name", "rows", "weights", "state", "optimizer", "step", "bytes", "saved")
     rows: list[tuple[str, ...]] = [
         (
-            one["name"], f"{one['rows']:,}", f"{one['dim']} {one['dtype']}", str(one["state_width"]),
+            one["name"], f"{one['rows']:,}", f"{one['dim']} {one['dtype']}" if one["dim"] else "-",
+            str(one["state_width"]),
             str(one["optimizer"] or "-"), str(one["step"]), _size(one["bytes"]), one["created"],
         )
         for one in snapshots
@@ -126,7 +140,9 @@ def inspect(path: str, as_json: bool) -> None:
         f" {_size(info.garbage_bytes)} of garbage and lists; {_size(unsaved)} in no snapshot",
         *_table(columns, rows, "no snapshots"),
         *(f"damaged: {reason}" for reason in info.damaged.values()),
-    )
+        *([f"lost: {lost_text(info.lost, info.lost_more, len(info.kept))}"]
+          if info.lost or info.lost_more or info.kept else []),
+    )  # fmt: skip
 
 
 def _inspect_oneflow(path: str, as_json: bool) -> None:
@@ -152,9 +168,18 @@ def _inspect_oneflow(path: str, as_json: bool) -> None:
 
 
 def _described(info: "SnapshotInfo") -> dict[str, Any]:
-    rows = info.meta.get("rows", {})
+    from oneemb.storage.errors import StorageError
+    from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
+
+    rows: dict[str, Any] = {}
+    shard: int | None = None
+    shards: int | None = None
+    try:
+        rows = asdict(SnapshotRows.of_meta(info.meta, info.name))
+        shard, shards = shard_of(info.meta, info.name)
+    except StorageError:
+        pass  # The rows are another program's, or what the snapshot says of them makes no sense.
     layout = rows.get("layout", {})
-    shard, shards = info.meta.get("shard", [0, 1])
     return {
         "name": info.name,
         "rows": info.rows,
@@ -164,7 +189,7 @@ def _described(info: "SnapshotInfo") -> dict[str, Any]:
         "optimizer": rows.get("optimizer"),
         "step": rows.get("step"),
         "bytes": info.bytes,
-        "created": datetime.fromtimestamp(info.created, timezone.utc).isoformat(timespec="seconds"),
+        "created": datetime.fromtimestamp(info.created, UTC).isoformat(timespec="seconds"),
         "row_width": info.row_width,
         "physical_block_size": info.physical_block_size,
         "format_version": info.format_version,
@@ -198,7 +223,8 @@ def check(ctx: click.Context, path: str, as_json: bool) -> None:
         *result.problems,
         f"{path}: {len(result.problems) or 'no'} contradictions; {len(result.snapshots)} snapshots with {result.rows:,}"
         f" rows, {_size(result.bytes_read)} of blocks read",
-        *([f"{len(result.unneeded)} files belong to no snapshot: a job's, or what the next one removes"]
+        *([f"{len(result.unneeded)} files belong to no snapshot: a job's, or what the next one removes"
+           + (f"; but {len(result.kept)} of them stay until `oneemb compact --remove-orphans`" if result.kept else "")]
           if result.unneeded else []),
     )  # fmt: skip
     if result.problems:
@@ -236,19 +262,21 @@ def _check_oneflow(path: str, move: Callable[[int, int], None]) -> Any:
 
 @oneemb.command()
 @click.argument("path", type=_FOLDER)
+@click.option("--remove-orphans", is_flag=True, help="Give up snapshots that are gone, and free their disk.")
 @_json_option
-def compact(path: str, as_json: bool) -> None:
+def compact(path: str, remove_orphans: bool, as_json: bool) -> None:
     """Free the disk space that snapshots do not need.
 
     No job may have the table: one that has compacts by itself. A crash leaves every
-    snapshot at PATH whole.
+    snapshot at PATH whole. Files of snapshots that somebody else has removed stay until --remove-orphans is given.
     """
     from oneemb.storage.compact_snapshots import compact_snapshots
     from oneemb.storage.table_info import table_info
 
+    _need_own(path)
     before = table_info(path).disk_bytes
     with _bar(as_json, "moving", "rows") as move:
-        result = compact_snapshots(path, progress=move)
+        result = compact_snapshots(path, remove_orphans=remove_orphans, progress=move)
     after = table_info(path).disk_bytes
     _tell(
         as_json,
@@ -269,9 +297,15 @@ def snapshot() -> None:
 @click.argument("path", type=_FOLDER)
 @_json_option
 def list_snapshots(path: str, as_json: bool) -> None:
-    """List the snapshots of the table at PATH, oldest first."""
-    names = _names(path)
-    _tell(as_json, {"path": path, "snapshots": names}, *(names or ["no snapshots"]))
+    """List the snapshots of the table at PATH, oldest first.
+
+    Those that cannot be read are named beside the list, with the reason.
+    """
+    names, damaged = _names(path)
+    _tell(as_json, {"path": path, "snapshots": names, "damaged": damaged}, *(names or ["no snapshots"]))
+    if not as_json:
+        for name, reason in damaged.items():
+            click.echo(f"damaged: {name!r}: {reason}", err=True)
 
 
 @snapshot.command("delete")
@@ -288,9 +322,9 @@ def delete_snapshot(path: str, name: str, yes: bool, as_json: bool) -> None:
     from oneemb.storage.fs import LocalFileSystem
     from oneemb.storage.persistent_table import PersistentTable
     from oneemb.storage.snapshot_file import SnapshotFiles
-    from oneemb.storage.table_info import need_table, table_info
+    from oneemb.storage.table_info import table_info
 
-    need_table(LocalFileSystem(), path)
+    _need_own(path)
     files = SnapshotFiles(LocalFileSystem(), f"{path}/snapshots")
     if name not in files.names():
         raise files.not_found(name)
@@ -306,16 +340,26 @@ def delete_snapshot(path: str, name: str, yes: bool, as_json: bool) -> None:
     )
 
 
-def _names(path: str) -> list[str]:
+def _need_own(path: str) -> None:
+    """Raise unless a table of oneemb lies there."""
     from oneemb.storage.fs import LocalFileSystem
-    from oneemb.storage.oneflow_table import is_oneflow_table, oneflow_snapshots
-    from oneemb.storage.snapshot_reader import read_snapshot_info
+    from oneemb.storage.oneflow_table import is_oneflow_table
     from oneemb.storage.table_info import need_table
 
     if is_oneflow_table(path):
-        return oneflow_snapshots(path)
+        raise ValueError(f"{path} holds a table of OneFlow, which is read here and not changed; use OneFlow for that")
     need_table(LocalFileSystem(), path)
-    return [info.name for info in read_snapshot_info(path)]
+
+
+def _names(path: str) -> tuple[list[str], dict[str, str]]:
+    """The snapshots of a table, and of those that cannot be read the reason."""
+    from oneemb.storage.oneflow_table import is_oneflow_table, oneflow_snapshots
+    from oneemb.storage.table_info import snapshots_at
+
+    if is_oneflow_table(path):
+        return oneflow_snapshots(path), {}
+    found, damaged = snapshots_at(path)
+    return [info.name for info in found], damaged
 
 
 # ---- export, import -------------------------------------------------------------------------------------------------
@@ -368,7 +412,9 @@ def export_command(
 )
 @click.option("--tables", help="Column of table numbers; without it, 'tables' if there is one.")
 @click.option("--table", default=0, show_default=True, type=click.IntRange(0), help="Table of rows that do not say.")
+@click.option("--state", default="state", show_default=True, help="Column of the optimizer's state.")
 @click.option("--with-state", is_flag=True, help="Bring the optimizer's state too.")
+@click.option("--allow-nonfinite", is_flag=True, help="Bring weights that are infinite or no number as they are.")
 @click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="Of the rows; else the source's.")
 @click.option(
     "--block-size", default="4096", show_default=True, type=click.Choice(["512", "4096"]), help="Of the disk."
@@ -379,8 +425,9 @@ def export_command(
 @_json_option
 def import_command(
     source: tuple[str, ...], path: str, name: str, shard: tuple[str, ...], keys: str, row_numbers: bool,
-    values: tuple[str, ...], tables: str | None, table: int, with_state: bool, dtype: str | None, block_size: str,
-    from_snapshot: str | None, embedding_dim: int | None, batch_size: int, as_json: bool,
+    values: tuple[str, ...], tables: str | None, table: int, state: str, with_state: bool, allow_nonfinite: bool,
+    dtype: str | None, block_size: str, from_snapshot: str | None, embedding_dim: int | None, batch_size: int,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Make a snapshot of rows in files.
 
@@ -398,8 +445,9 @@ def import_command(
     with _bar(as_json, "importing", "rows") as move:
         rows = import_rows(
             [path, *shard], opened, snapshot=name, keys=None if row_numbers else keys,
-            values=values[0] if len(values) == 1 else values, tables=tables, table=table, with_state=with_state,
-            dtype=dtype, physical_block_size=int(block_size), batch_size=batch_size, progress=move,
+            values=values[0] if len(values) == 1 else values, tables=tables, table=table, state=state,
+            with_state=with_state, allow_nonfinite=allow_nonfinite, dtype=dtype,
+            physical_block_size=int(block_size), batch_size=batch_size, progress=move,
         )  # fmt: skip
     _tell(
         as_json,
@@ -423,9 +471,9 @@ def _table_reader(paths: list[str], name: str | None, embedding_dim: int | None,
 
 def _only(path: str) -> str:
     """The only snapshot of a table."""
-    names = _names(path)
+    names, damaged = _names(path)
     if len(names) != 1:
-        there = ", ".join(map(repr, names)) or "none"
+        there = ", ".join([*map(repr, names), *(f"{name!r}, which is damaged" for name in damaged)]) or "none"
         raise ValueError(f"{path} must have one snapshot, or one must be named with an option; there are: {there}")
     return names[0]
 

@@ -1,7 +1,7 @@
 """Embedding modules: what users assign to a model and look ids up in."""
 
-import itertools
 import json
+import uuid
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from oneemb.graph import ops
 from oneemb.graph.row_optimizers import RowOptimizer
 from oneemb.kernels import init_rows
+from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.threads import Threads
 from oneemb.options import (
     CachedSsdStoreOptions,
@@ -35,7 +36,7 @@ __all__ = ["MultiTableEmbedding", "MultiTableMultiColumnEmbedding"]
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _DEFAULT_INITIALIZER = NormalInitializer(0.0, 0.05)
-_STATE_KEY = "oneemb_snapshot"
+_STATE_KEY, _IDENTITY_KEY = "oneemb_snapshot", "oneemb_identity"
 
 
 class _TableEmbedding(torch.nn.Module):
@@ -74,11 +75,13 @@ class _TableEmbedding(torch.nn.Module):
         )
         self.weight = torch.nn.Parameter(torch.zeros(1))
         """Stands for all rows in parameter lists, so that any torch optimizer can be made on it; never has a grad."""
+        self.weight.embedding_name = name  # type: ignore[attr-defined]
         self.row_optimizer: RowOptimizer | None = None
         """Whose state the rows hold; set by `oneemb.Optimizer` and `TrainGraph.add_optimizer`."""
         self.pending: list[ops.Lease] = []
         """Lookups whose gradient has come and whose update has not, in the order the gradients came."""
-        self._saved: tuple[str, int] | None = None  # the snapshot that holds the rows as they are, and at which change
+        self._saved: tuple[dict[str, str], int] | None = None
+        """What names the snapshot that holds the rows as they are, and at which change."""
         if existing := self.store.snapshots():
             warnings.warn(
                 f"embedding {name!r} starts empty, though {self.store.plan.persistent_path} holds the snapshots"
@@ -88,6 +91,9 @@ class _TableEmbedding(torch.nn.Module):
 
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
+    # A model around it may be compiled: torch.compile goes around the lookup, and not into the loops below it. This is
+    # torch.compiler.disable, as torch.optim has it: what takes a second to import is imported by the first call.
+    @torch._disable_dynamo
     def forward(
         self,
         ids: torch.Tensor,
@@ -106,16 +112,16 @@ class _TableEmbedding(torch.nn.Module):
                 one table, or with `table_ids`, any shape. Every integer is legal.
                 With `offsets`, [N].
             table_ids: the table, 0 to T-1, of each id: integers of the shape of `ids` or one that broadcasts to it.
-                With `offsets`, the table of each bag, [P].
+                With `offsets`, the table of each bag, [P], or one for all bags.
             offsets: int64 [P + 1], from 0 to N: bag p holds ids[offsets[p]:offsets[p + 1]], any number of ids.
                 Without `table_ids` bags lie sample by sample: P = B * T, and bag p is looked up in table p % T.
             per_sample_weights: float32 [N]; each id's weights are multiplied by it before a sum. It gets a gradient.
             pooling: "sum" or "mean" of a bag's ids. Those equal to `padding_idx` count for nothing.
 
         Returns:
-            [*ids.shape, D] of the embedding's dtype; zeros where an id equals `padding_idx`. Of bags, [B, T, D], or
-            [P, D] with `table_ids` or one table; zeros for an empty bag. A bag's rows are summed in float32 and
-            rounded once.
+            [*ids.shape, D] of the embedding's dtype, which `model.half()` and the like do not change; zeros where an id
+            equals `padding_idx`. Of bags, [B, T, D], or [P, D] with `table_ids` or one table; zeros for an empty bag.
+            A bag's rows are summed in float32 and rounded once.
 
         Raises:
             TypeError, ValueError: dtype, device, shape or range is not as above; nothing was inserted.
@@ -178,8 +184,9 @@ class _TableEmbedding(torch.nn.Module):
         Raises:
             StorageError: the name is taken or not a name, or the disk fails; the snapshots there are whole.
         """
-        self.store.save_snapshot(name, self._describe(), overwrite=overwrite)
-        self._saved = (name, self.store.changes)
+        changes = self.store.changes
+        info = self.store.save_snapshot(name, self._describe(), overwrite=overwrite)
+        self._saved = {_STATE_KEY: info.name, _IDENTITY_KEY: info.identity}, changes
 
     def load_snapshot(self, name: str) -> None:
         """Go on from a snapshot: its rows, optimizer state and step take the place of those here.
@@ -189,8 +196,11 @@ class _TableEmbedding(torch.nn.Module):
         Raises:
             StorageError: there is no snapshot of this name (the message names those there are), or its rows have
                 another width, dtype or optimizer, or are of more tables; the rows here are as they were.
+            KeyboardInterrupt: the rows here are as they were; or, where some had been replaced, every call raises
+                `BrokenStoreError` until another load.
         """
-        saved = read_snapshot_info(self.store.plan.persistent_path, name).meta.get("embedding") or {}
+        info = read_snapshot_info(self.store.plan.persistent_path, name)
+        saved = info.meta.get("embedding") or {}
         if len(saved.get("tables", ())) > self.num_tables:
             raise StorageError(
                 f"snapshot {name!r} holds rows of {len(saved['tables'])} tables, embedding {self.name!r} has"
@@ -207,7 +217,7 @@ class _TableEmbedding(torch.nn.Module):
                 stacklevel=2,
             )
         self.pending.clear()
-        self._saved = (name, self.store.changes) if whole else None
+        self._saved = ({_STATE_KEY: name, _IDENTITY_KEY: info.identity}, self.store.changes) if whole else None
 
     def delete_snapshot(self, name: str) -> None:
         """Delete a snapshot and free the disk space only it used.
@@ -216,7 +226,7 @@ class _TableEmbedding(torch.nn.Module):
             StorageError: there is no snapshot of this name.
         """
         self.store.delete_snapshot(name)
-        if self._saved is not None and self._saved[0] == name:
+        if self._saved is not None and self._saved[0][_STATE_KEY] == name:
             self._saved = None
 
     def snapshots(self) -> list[str]:
@@ -233,33 +243,32 @@ class _TableEmbedding(torch.nn.Module):
         }
 
     def get_extra_state(self) -> dict[str, str | None]:
-        """What `state_dict()` carries for the rows: the name of a snapshot that holds them as they are now.
+        """What `state_dict()` carries for the rows: name and identity of a snapshot that holds them as they are now.
 
-        Saves one, named `state-<step>-<count>`, unless the last one saved or loaded still holds them. None of them is
+        Saves one, named `state-<step>-<digits>`, unless the last one saved or loaded still holds them. None of them is
         deleted by itself, as a state dict that someone keeps, or has written to a file, may name any of them: delete
-        with `delete_snapshot` those that no such state dict needs any more. A graph's `save(path)` does it for the
-        checkpoint it replaces.
+        with `delete_snapshot` those that no such state dict needs any more.
         """
         if self.store.changes == 0:
             return {_STATE_KEY: None}
         if self._saved is None or self._saved[1] != self.store.changes:
-            taken = set(self.snapshots())
-            names = (f"state-{self.store.step:012d}-{i}" for i in itertools.count())
-            self.save_snapshot(next(name for name in names if name not in taken))
+            self.save_snapshot(f"state-{self.store.step:012d}-{uuid.uuid4().hex[:8]}")
         assert self._saved is not None
-        return {_STATE_KEY: self._saved[0]}
+        return dict(self._saved[0])
 
     def set_extra_state(self, state: dict[str, str | None]) -> None:
         """Load the snapshot that a state dict names.
 
         Raises:
-            StorageError: it is not in `persistent_path`; the message names it and those that are.
+            StorageError: it is not in `persistent_path`, or the one of that name there is another run's; the message
+                says what is there.
         """
         name = state[_STATE_KEY]
         if name is None:
             self.store.clear()
             self.pending.clear()
         else:
+            self.store.check_snapshot(name, state.get(_IDENTITY_KEY), f"a state dict of embedding {self.name!r}")
             self.load_snapshot(name)
 
     # ---- the rest ---------------------------------------------------------------------------------------------------
@@ -286,7 +295,12 @@ class _TableEmbedding(torch.nn.Module):
             f" dtype={str(self.dtype).removeprefix('torch.')}, store={type(self.store_options).__name__}"
         )
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    def check_apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """What a conversion of the module, such as `to` or `half`, makes of the weight. Changes nothing.
+
+        Raises:
+            RuntimeError, NotImplementedError: rows cannot be moved where the conversion moves its parameters.
+        """
         moved, failure = self.weight.detach(), None
         try:
             moved = fn(moved)
@@ -299,20 +313,33 @@ class _TableEmbedding(torch.nn.Module):
                 f"embedding {self.name!r} runs on the CPU and on GPUs of NVIDIA, asked to move to {moved.device}; keep"
                 " it on the CPU and move its output: embedding(ids).to(device)"
             )
-        if moved.dtype != self.weight.dtype:
-            raise TypeError(
-                f"embedding {self.name!r} holds {self.dtype} rows, asked to become {moved.dtype};"
-                " say the dtype when making it, and cast its output"
-            )
-        if moved.device != self.weight.device:
-            self._move_rows(moved.device)
-        return super()._apply(fn, recurse)
-
-    def _move_rows(self, device: torch.device) -> None:
-        if self.pending:
+        if moved.device != self.weight.device and self.pending:
             raise RuntimeError(
                 f"embedding {self.name!r} holds lookups whose update is still to come; step the optimizer, then move it"
             )
+        return moved
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        try:
+            moved = self.check_apply(fn)
+        except RuntimeError as error:  # and NotImplementedError, which is one
+            # torch converts a model part by part, and asks nobody before it begins. A graph does.
+            raise type(error)(
+                f"{error}. Parts of the model that come before this embedding, if any do, are converted already; those"
+                " on meta have lost their values: load them again"
+            ) from error.__cause__
+        if moved.dtype not in (self.weight.dtype, self.dtype):
+            warnings.warn(
+                f"embedding {self.name!r} keeps its {self.dtype} rows where the model becomes {moved.dtype}: cast what"
+                f" it gives, embedding(ids).to({moved.dtype}), or make it with that dtype",
+                stacklevel=2,
+            )
+        if moved.device != self.weight.device:
+            self._move_rows(moved.device)
+        # The weight stands for the rows, whose dtype is fixed.
+        return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
+
+    def _move_rows(self, device: torch.device) -> None:
         if device.type == "cpu":
             self.store.move_to(None)
             return
@@ -444,6 +471,8 @@ def _check_arguments(
         raise TypeError(f"key_type must be torch.int64 or torch.int32, got {key_type}")
     if not tables or not all(isinstance(table, TableOptions) for table in tables):
         raise TypeError(f"tables must be a list of one or more oneemb.make_table(...), got {tables!r}")
+    if len(tables) > TABLE_MAX + 1:
+        raise ValueError(f"an embedding has at most {TABLE_MAX + 1} tables, got {len(tables)}")
     for t, table in enumerate(tables):
         if len(table.columns) not in (1, len(dim_C)):
             raise ValueError(f"table {t} has {len(table.columns)} columns, embedding_dim has {len(dim_C)}")

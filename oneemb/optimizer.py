@@ -9,6 +9,7 @@ from oneemb.embedding import MultiTableEmbedding, MultiTableMultiColumnEmbedding
 from oneemb.graph import ops
 from oneemb.graph.row_optimizers import RowOptimizer, row_optimizer_of
 from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.turns import signals_deferred
 
 __all__ = ["Optimizer"]
 
@@ -30,8 +31,8 @@ class Optimizer:
             it in `skipped`, in place of raising `NonFiniteGradientError`.
 
     Raises:
-        ValueError: an embedding is in no group or has an optimizer already; or the class, or an option of it, is not
-            supported for rows: the message names it.
+        ValueError: an embedding is in no group, is given twice or has an optimizer already; or the class, or an option
+            of it, is not supported for rows: the message names it.
         StorageError: the rows hold another optimizer's state, or the embedding's path is in use.
 
     Example:
@@ -54,8 +55,12 @@ class Optimizer:
         self.skip_nonfinite = skip_nonfinite
         self.skipped = 0
         """Steps left out because a gradient was not finite."""
+        self.taken = 0
+        """Steps made since this object was."""
         self._rows: dict[EmbeddingStore, tuple[RowOptimizer, int]] = {}
         for embedding in self.embeddings:
+            if embedding.store in self._rows:
+                raise ValueError(f"embedding {embedding.name!r} is given twice; its rows would be stepped twice")
             if embedding.row_optimizer is not None:
                 raise ValueError(f"embedding {embedding.name!r} has an optimizer already; one trains it")
             g = _group_of(optimizer, embedding)
@@ -82,21 +87,34 @@ class Optimizer:
         row_optimizer, g = self._rows[store]
         return row_optimizer, self.optimizer.param_groups[g]
 
+    @torch._disable_dynamo  # as a lookup is
     def step(self) -> None:
-        """Update the rows looked up since the last step and the dense parameters, all or nothing.
+        """Update the dense parameters and the rows looked up since the last step.
 
         Raises:
-            NonFiniteGradientError: a gradient is NaN or infinite; nothing has changed.
+            NonFiniteGradientError: a gradient is NaN or infinite; no weight, state or count has changed. Ids that the
+                lookups have inserted stay, with their initial values.
+            What the torch optimizer or a hook of it raises: no row has changed, dense parameters are as far as it got.
         """
+        for embedding in self.embeddings:
+            embedding.store.turns.check(changes=True)
         leases = [list(embedding.pending) for embedding in self.embeddings]
         grads = [ops.reduce_grads(some) for some in leases]
         go = ops.check_finite([self], grads)
-        for grad in grads:
-            ops.update(self, grad, go)
-        if go:
-            self.optimizer.step()
-        self._drop_gradients()
+        with signals_deferred:  # an interrupt comes before the step or after all of it
+            try:
+                groups = ops.step(self, go)
+                for grad in grads:
+                    ops.update(self, grad, go, groups)
+                self.taken += go
+                self._drop_gradients()
+            except BaseException as error:
+                if not isinstance(error, Exception):  # It was not held back, so it may be between rows and the others.
+                    for embedding in self.embeddings:
+                        embedding.store.turns.note(error)
+                raise
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of rows and dense parameters."""
         self._drop_gradients()
@@ -104,8 +122,9 @@ class Optimizer:
 
     def _drop_gradients(self) -> None:
         for embedding in self.embeddings:
-            ops.release(embedding.pending)
-            embedding.pending.clear()
+            with signals_deferred:
+                ops.release(embedding.pending)
+                embedding.pending.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """The torch optimizer's state; that of rows is in the embeddings' snapshots."""

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+from oneemb.storage.fs import absolute_path
+
 __all__ = [
     "CachedHostMemStoreOptions", "CachedSsdStoreOptions", "ColumnOptions", "ConstantInitializer",
     "DeviceMemStoreOptions", "Initializer", "NormalInitializer", "StoreOptions", "TableOptions",
@@ -232,7 +234,7 @@ class CachedSsdStoreOptions:
 
 
 StoreOptions = DeviceMemStoreOptions | CachedHostMemStoreOptions | CachedSsdStoreOptions
-_Paths = str | os.PathLike | Sequence[str | os.PathLike]
+_Paths = str | bytes | os.PathLike | Sequence[str | bytes | os.PathLike]
 
 
 def make_device_mem_store_options(
@@ -250,7 +252,7 @@ def make_device_mem_store_options(
             come, not at once.
         size_factor: values of a row as a multiple of its weights. None = what the optimizer needs; if it is given
             and the optimizer needs more, attaching the optimizer is an error that says how much.
-        storage_dim: values of a row, in place of size_factor.
+        storage_dim: values of a row, in place of size_factor; -1 is None.
         physical_block_size: bytes of the disk's block, 512 or 4096.
 
     Raises:
@@ -365,13 +367,19 @@ def _as_tuple(value: Any) -> Any:
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _paths(path: _Paths) -> tuple[str, ...]:
-    return (os.fspath(path),) if isinstance(path, str | os.PathLike) else tuple(os.fspath(one) for one in path)
+def _paths(path: _Paths) -> tuple[Any, ...]:
+    return (path,) if isinstance(path, str | bytes | os.PathLike) else tuple(path)
 
 
 def _check_store(options: Any) -> None:
-    if not options.persistent_path or not all(isinstance(path, str) and path for path in options.persistent_path):
-        raise TypeError(f"persistent_path must name a folder, or one for each rank, got {options.persistent_path!r}")
+    if type(options.storage_dim) is int and options.storage_dim == -1:  # what OneEmbedding has for "derive it"
+        object.__setattr__(options, "storage_dim", None)
+    paths = options.persistent_path
+    several = isinstance(paths, list | tuple) and len(paths) > 0
+    if not several or not all(isinstance(path, str | bytes | os.PathLike) and os.fspath(path) for path in paths):
+        raise TypeError(f"persistent_path must name a folder, or one for each rank, got {paths!r}")
+    # A job that changes its directory later means the folders of now.
+    object.__setattr__(options, "persistent_path", tuple(map(absolute_path, paths)))
     for name in ("cache_budget_mb", "capacity", "size_factor", "storage_dim"):
         value = getattr(options, name, None)
         if value is not None or name == "cache_budget_mb" and hasattr(options, name):

@@ -12,17 +12,20 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.owner import owner_of
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
 from oneemb.row_values import encode_rows, state_of, weights_of
-from oneemb.storage.errors import SnapshotExistsError, SnapshotNotFoundError
+from oneemb.storage.errors import CorruptTableError, SnapshotExistsError, SnapshotNotFoundError
+from oneemb.storage.fs import LocalFileSystem, absolute_path
 from oneemb.storage.oneflow_table import OneFlowReader, OneFlowWriter, is_oneflow_table, oneflow_owner_of
 from oneemb.storage.persistent_table import PersistentTable
-from oneemb.storage.row_layout import RowLayout
+from oneemb.storage.row_layout import WEIGHTS, RowLayout
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_reader import SnapshotReader
-from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
+from oneemb.storage.table_info import need_table
 
 __all__ = [
     "PersistentTableReader",
@@ -31,7 +34,7 @@ __all__ = [
     "make_persistent_table_writer",
 ]
 
-_Paths = str | os.PathLike | Sequence[str | os.PathLike]
+_Paths = str | bytes | os.PathLike | Sequence[str | bytes | os.PathLike]
 _Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
 FORMATS = ("oneemb", "oneflow")
 
@@ -129,7 +132,7 @@ def make_persistent_table_reader(
     _check_format(format)
     if batch_size < 1:
         raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
-    path_list = _as_list(paths)
+    path_list = as_list(paths)
     if not path_list:
         raise ValueError("paths must name one folder or more, got none")
     sources: Sequence[_Source]
@@ -172,9 +175,18 @@ class _SnapshotSource:
         except SnapshotNotFoundError as error:
             if is_oneflow_table(path):
                 raise StorageError(f'{path} holds a table of OneFlow; read it with format="oneflow"') from error
+            try:
+                need_table(LocalFileSystem(), path)
+            except StorageError as nowhere:
+                raise SnapshotNotFoundError(f"no snapshot named {name!r}: {nowhere}") from error
             raise
         self.meta = self._reader.info.meta
         self.rows = SnapshotRows.of_meta(self.meta, name)
+        if self.rows.layout.row_width != self._reader.row_width:
+            raise CorruptTableError(
+                f"snapshot {name!r} in {path} says that its rows are {self.rows.layout}, which take"
+                f" {self.rows.layout.row_width} words, and has rows of {self._reader.row_width} words"
+            )
 
     def __len__(self) -> int:
         return len(self._reader)
@@ -213,7 +225,7 @@ class _OneFlowSource:
 def _snapshot_sources(paths: list[str], name: str) -> list[_SnapshotSource]:
     """The parts of a snapshot; an error unless these are all paths that it was written to, each once."""
     sources = [_SnapshotSource(path, name) for path in paths]
-    shards = [source.meta.get("shard", [0, 1]) for source in sources]
+    shards = [shard_of(source.meta, name) for source in sources]
     number = shards[0][1]
     if sorted(shard for shard, of in shards if of == number) != list(range(number)):
         raise StorageError(
@@ -268,8 +280,8 @@ class PersistentTableWriter:
             given = np.asarray(table_ids)
             if given.shape != keys.shape or given.dtype.kind not in "iu":
                 raise TypeError(f"table_ids must be integers of shape [{len(keys)}], got {given.dtype} {given.shape}")
-            if len(given) and (given.min() < 0 or given.max() > np.iinfo(np.int32).max):
-                raise ValueError(f"table_ids must be 0 or more, got {given.min()} to {given.max()}")
+            if len(given) and (given.min() < 0 or given.max() > TABLE_MAX):
+                raise ValueError(f"table_ids must be from 0 to {TABLE_MAX}, got {given.min()} to {given.max()}")
             table_N = given.astype(np.int32)
             if not self._with_tables and table_N.any():
                 raise ValueError(f"a table of OneFlow has no table ids, got {table_N.max()}; write a folder for each")
@@ -375,10 +387,10 @@ def make_persistent_table_writer(
     if _check_format(format) == "oneflow":
         if (value_dtype.name, weights) != ("float32", "float32"):
             raise TypeError(f"OneFlow reads float32 values only, got {value_dtype.name} of {weights} weights")
-        return _oneflow_writer(_as_list(paths), snapshot_name, key_dtype, storage_dim, physical_block_size)
+        return _oneflow_writer(as_list(paths), snapshot_name, key_dtype, storage_dim, physical_block_size)
     state = (0.0,) * (storage_dim - dim)
     rows = SnapshotRows(RowLayout(dim, weights, len(state)), None, state, 0)
-    return open_writer(_as_list(paths), snapshot_name, rows, key_dtype, value_dtype, physical_block_size)
+    return open_writer(as_list(paths), snapshot_name, rows, key_dtype, value_dtype, physical_block_size)
 
 
 def open_writer(
@@ -473,11 +485,11 @@ def _open_all(sink: Callable[[int, str], _Sink], paths: list[str]) -> list[_Sink
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 _VALUES = ("float32", "float16")
-WEIGHTS = ("float32", "float16", "bfloat16")
 
 
-def _as_list(paths: _Paths) -> list[str]:
-    return [os.fspath(paths)] if isinstance(paths, str | os.PathLike) else [os.fspath(path) for path in paths]
+def as_list(paths: _Paths) -> list[str]:
+    """The paths, absolute."""
+    return [absolute_path(path) for path in ([paths] if isinstance(paths, str | bytes | os.PathLike) else paths)]
 
 
 def _check_format(format: str) -> str:

@@ -17,6 +17,7 @@ from oneemb.row_files_numpy import NpyWriter, NpzWriter
 from oneemb.row_files_parquet import ParquetWriter
 from oneemb.row_files_safetensors import SafetensorsWriter
 from oneemb.row_values import state_of, weights_of
+from oneemb.storage.fs import absolute_path
 from oneemb.storage.snapshot_rows import SnapshotRows
 
 __all__ = ["export_rows"]
@@ -48,7 +49,8 @@ def export_rows(
         target: a file `.npz`, `.parquet` or `.safetensors`; or files `.npy`: (keys, values), (keys, values, tables)
             or (keys, values, tables, state).
         snapshot: which snapshot; only for a folder.
-        table: export this table only, without a column `tables`; None = all.
+        table: export this table only, without a column `tables`; None = all. A snapshot must have rows of it, an
+            embedding only the table.
         with_state: write the optimizer's state too, as a column `state`.
         overwrite: replace a file that is there, when the new one is complete.
         batch_size: rows at a time.
@@ -79,14 +81,18 @@ def export_rows(
     for path in paths:
         if os.path.exists(path) and not overwrite:
             raise FileExistsError(f"{path} exists; give overwrite=True to replace it, or another name")
+        if os.path.isdir(path):
+            raise ValueError(f"{path} is a folder; give the name of a file")
         if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
             raise FileNotFoundError(f"{os.path.dirname(os.path.abspath(path))} is not a folder; make it first")
-    if isinstance(source, str | os.PathLike) or not hasattr(source, "store"):
+    if isinstance(source, str | bytes | os.PathLike) or not hasattr(source, "store"):
         if snapshot is None:
             raise ValueError("give snapshot=..., the name of the snapshot to export")
         return _export(source, snapshot, paths, table, with_state, batch_size, progress)
     if snapshot is not None:
         raise ValueError("snapshot is for the folder of a table, the source is an embedding; leave it out")
+    if table is not None and not 0 <= table < source.num_tables:
+        raise ValueError(f"table must be from 0 to {source.num_tables - 1}, those of {source.name!r}, got {table}")
     store = source.store
     store.save_snapshot(_EXPORT, {}, overwrite=True)
     try:
@@ -109,9 +115,11 @@ def _export(
             # The columns are known even of no rows.
             writer.write(_piece(reader, np.empty(0, np.int32), np.empty(0, np.int64), None, table, with_state))
             seen = written = 0
+            tables: set[int] = set()
             for table_N, id_N, row_NW in whole_batches(reader.scan(), batch_size):
                 seen += len(id_N)
                 if table is not None:
+                    tables.update(np.unique(table_N).tolist())
                     own = table_N == table
                     table_N, id_N, row_NW = table_N[own], id_N[own], row_NW[own]
                 if len(id_N):
@@ -119,10 +127,18 @@ def _export(
                 written += len(id_N)
                 if progress is not None:
                     progress(seen, len(reader))
+            if table is not None and not written and snapshot != _EXPORT:
+                there = f"rows of tables {_some(sorted(tables))}" if tables else "no rows"
+                raise ValueError(f"snapshot {snapshot!r} has no rows of table {table}; it has {there}")
             writer.finish()
         finally:
             writer.abandon()
     return written
+
+
+def _some(numbers: list[int]) -> str:
+    """The numbers in words, the first of them where they are many."""
+    return ", ".join(map(str, numbers[:20])) + (f" and {len(numbers) - 20} more" if len(numbers) > 20 else "")
 
 
 def _piece(
@@ -137,12 +153,12 @@ def _piece(
 
 
 def _target_paths(target: Any, table: int | None, with_state: bool) -> list[str]:
-    if isinstance(target, str | os.PathLike):
-        path = os.fspath(target)
+    if isinstance(target, str | bytes | os.PathLike):
+        path = absolute_path(target)
         if suffix_of(path) not in SUFFIXES:
             raise ValueError(f"target must end in {', '.join(SUFFIXES)}, or be several files .npy, got {path!r}")
         return [path]
-    paths = [os.fspath(path) for path in target]
+    paths = [absolute_path(path) for path in target]
     if not 2 <= len(paths) <= 4 or any(suffix_of(path) != ".npy" for path in paths):
         raise ValueError(f"target must be 2 to 4 files .npy, of keys, values, tables and state, got {paths}")
     if with_state != (len(paths) == 4):

@@ -9,23 +9,33 @@ Invariants:
 """
 
 import importlib
+import json
 import os
 import shutil
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from oneemb.kernels.hash_index import TABLE_MAX
+from oneemb.storage.row_store import StorageError
+from oneemb.storage.snapshot_rows import SnapshotRows
+
 __all__ = [
     "META_KEY", "SUFFIXES", "Batch", "ColumnFiles", "Columns", "Progress", "RowFile", "RowFileWriter", "checked_batch",
-    "need", "new_file", "pick_columns", "suffix_of", "whole_batches",
+    "need", "new_files", "pick_columns", "reading", "rows_meta", "suffix_of", "whole_batches",
 ]  # fmt: skip
 
 META_KEY = "oneemb"
 """Where a file keeps, as JSON, what its rows are."""
+
+_READ_ERRORS = (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, TypeError)
 
 _COPY_BYTES = 1 << 20
 
@@ -104,6 +114,46 @@ def need(module: str, extra: str) -> ModuleType:
         raise ImportError(f"these files need {name}; install it with: pip install 'oneemb[{extra}]'") from error
 
 
+@contextmanager
+def reading(path: str, expected: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turns what a library raises for bytes that are no such file, or not all of one, into an error that names it.
+
+    Args:
+        path: of the file.
+        expected: what it must be, in words.
+        errors: those of the library.
+
+    Raises:
+        ValueError: the file is another, cut short or damaged.
+        FileNotFoundError, PermissionError: as they come.
+    """
+    caught: tuple[type[Exception], ...] = (*_READ_ERRORS, *errors)
+    try:
+        yield
+    except (FileNotFoundError, PermissionError):
+        raise
+    except caught as error:
+        raise ValueError(f"{path} is not {expected}, or it is cut short or damaged: {error}") from error
+
+
+def rows_meta(path: str, text: str | bytes) -> dict[str, Any]:
+    """What a file says of its rows; empty if it says nothing.
+
+    Raises:
+        ValueError: it says what `export_rows` does not.
+    """
+    try:
+        meta = json.loads(text)
+        if meta != {}:
+            SnapshotRows.of_meta({"rows": meta}, os.path.basename(path))
+    except (ValueError, RecursionError, StorageError) as error:
+        raise ValueError(
+            f"{path}: its note {META_KEY!r} must say what its rows are, as export_rows writes it: {error}; remove the"
+            f" note, or export the rows again"
+        ) from error
+    return meta
+
+
 def pick_columns(there: Sequence[str], columns: Columns, path: str, meta: dict[str, Any]) -> Columns:
     """The columns as they are in the file, whose `meta` may say that its rows have no state.
 
@@ -144,14 +194,14 @@ def checked_batch(
         if column is not None and len(column) != len(values):
             raise ValueError(f"{path}: {name} must have a row for each of the {len(values)} values, has {len(column)}")
     id_N = _integers(path, "keys", keys, np.iinfo(np.int64).min, np.int64)
-    table_N = None if tables is None else _integers(path, "tables", tables, 0, np.int32)
+    table_N = None if tables is None else _integers(path, "tables", tables, 0, np.int32, TABLE_MAX)
     return Batch(table_N, id_N, values, None if state is None else state.astype(np.float32, copy=False))
 
 
-def _integers(path: str, name: str, column: np.ndarray, least: int, dtype: Any) -> np.ndarray:
+def _integers(path: str, name: str, column: np.ndarray, least: int, dtype: Any, most: int | None = None) -> np.ndarray:
     if column.ndim != 1 or column.dtype.kind not in "iu":
         raise ValueError(f"{path}: {name} must be integers [N], got {column.dtype} {list(column.shape)}")
-    most = np.iinfo(dtype).max
+    most = np.iinfo(dtype).max if most is None else most
     if len(column) and (int(column.min()) < least or int(column.max()) > most):
         raise ValueError(f"{path}: {name} must be from {least} to {most}, got {column.min()} to {column.max()}")
     return column.astype(dtype, copy=False)
@@ -192,27 +242,40 @@ class ColumnFiles:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class new_file:
-    """A file that appears under its name, in place of one of that name, when the block ends without an error."""
+class new_files:
+    """Files that appear under their names, in place of those of these names, when the block ends without an error: not
+    one of them before all are complete."""
 
-    def __init__(self, path: str):
-        self._path = path
+    def __init__(self, *paths: str):
+        self._paths = paths
+        self._files: list[IO[bytes]] = []
 
-    def __enter__(self) -> IO[bytes]:
-        self._file = open(f"{self._path}.tmp", "wb")
-        return self._file
+    def __enter__(self) -> list[IO[bytes]]:
+        try:
+            for path in self._paths:
+                self._files.append(open(f"{path}.tmp", "wb"))
+        except BaseException:
+            self._remove()
+            raise
+        return self._files
 
     def __exit__(self, kind: type | None, *exception: object) -> None:
         try:
-            with self._file:
-                if kind is None:
-                    self._file.flush()
-                    os.fsync(self._file.fileno())
             if kind is None:
-                os.replace(f"{self._path}.tmp", self._path)
+                for file in self._files:
+                    file.flush()
+                    os.fsync(file.fileno())
+                    file.close()
+                for path in self._paths:
+                    os.replace(f"{path}.tmp", path)
         finally:
-            if os.path.exists(f"{self._path}.tmp"):
-                os.remove(f"{self._path}.tmp")
+            self._remove()
+
+    def _remove(self) -> None:
+        for file, path in zip(self._files, self._paths, strict=False):
+            file.close()
+            if os.path.exists(f"{path}.tmp"):
+                os.remove(f"{path}.tmp")
 
 
 # ---- what importing and exporting share -----------------------------------------------------------------------------

@@ -4,6 +4,8 @@ Arrays are read and written in pieces, whatever their size; pickled objects are 
 """
 
 import json
+import math
+import os
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -11,7 +13,17 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
-from oneemb.row_files import META_KEY, Batch, ColumnFiles, Columns, checked_batch, new_file, pick_columns
+from oneemb.row_files import (
+    META_KEY,
+    Batch,
+    ColumnFiles,
+    Columns,
+    checked_batch,
+    new_files,
+    pick_columns,
+    reading,
+    rows_meta,
+)
 
 __all__ = ["ArrayRows", "NpyWriter", "NpzRows", "NpzWriter", "array_rows", "npy_rows"]
 
@@ -26,9 +38,9 @@ class _Stream(Protocol):
 
 
 class _NpyStream:
-    """An .npy file, read from its first row to its last."""
+    """An .npy file of so many bytes, read from its first row to its last."""
 
-    def __init__(self, file: IO[bytes], path: str):
+    def __init__(self, file: IO[bytes], path: str, size: int):
         self._file, self._path = file, path
         try:
             version = np.lib.format.read_magic(file)
@@ -36,16 +48,23 @@ class _NpyStream:
                 (1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0
             }[version]  # fmt: skip
             self.shape, fortran, self.dtype = read_header(file)
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, SyntaxError, RecursionError, MemoryError) as error:
             raise ValueError(f"{path} is not an .npy file of numbers: {error}") from error
         if self.dtype.hasobject:
             raise ValueError(f"{path} holds pickled Python objects, which are never loaded; save an array of numbers")
         if fortran and len(self.shape) > 1:
             raise ValueError(f"{path} lies column after column; save np.ascontiguousarray(array)")
+        # What a header says is believed as far as there are bytes for it.
+        row_bytes, left = math.prod(self.shape[1:]) * self.dtype.itemsize, size - file.tell()
+        if min(self.shape, default=0) < 0 or math.prod(self.shape) * self.dtype.itemsize > left:
+            raise ValueError(
+                f"{path} must have {self.shape} values of {self.dtype}, it ends before row"
+                f" {left // max(1, row_bytes) + 1}; it is cut short or damaged"
+            )
 
     def read(self, begin: int, end: int) -> np.ndarray:
         shape = (end - begin, *self.shape[1:])
-        size = int(np.prod(shape)) * self.dtype.itemsize
+        size = math.prod(shape) * self.dtype.itemsize
         data = self._file.read(size)
         if len(data) != size:
             raise ValueError(f"{self._path} must have {self.shape} values of {self.dtype}, it ends before row {end}")
@@ -90,7 +109,8 @@ class ArrayRows:
         size = self._streams["values"].shape[0]
         for begin in range(0, size, batch):
             end = min(begin + batch, size)
-            part = {role: stream.read(begin, end) for role, stream in self._streams.items()}
+            with reading(self._path, "a file of rows"):
+                part = {role: stream.read(begin, end) for role, stream in self._streams.items()}
             yield checked_batch(
                 self._path, begin, part.get("keys"), part["values"], part.get("tables"), part.get("state")
             )
@@ -108,7 +128,11 @@ def npy_rows(paths: Sequence[str], with_state: bool) -> ArrayRows:
     """Rows of .npy files: one file of values whose row numbers are the keys, or (keys, values, ...) as above."""
     roles = [("values", paths[0])] if len(paths) == 1 else _roles(paths, with_state)
     with ExitStack() as stack:
-        streams: dict[str, _Stream] = {role: _NpyStream(stack.enter_context(open(p, "rb")), p) for role, p in roles}
+        streams: dict[str, _Stream] = {}
+        for role, path in roles:
+            with reading(path, "an .npy file of numbers"):
+                file = stack.enter_context(open(path, "rb"))
+                streams[role] = _NpyStream(file, path, os.fstat(file.fileno()).st_size)
         rows = ArrayRows(streams, ", ".join(path for _, path in roles))
         rows._open = stack.pop_all()
     return rows
@@ -127,23 +151,24 @@ class NpzRows(ArrayRows):
 
     def __init__(self, path: str, columns: Columns):
         with ExitStack() as stack:
-            try:
+            with reading(path, "an .npz file"):
                 archive = stack.enter_context(zipfile.ZipFile(path))
-            except zipfile.BadZipFile as error:
-                raise ValueError(f"{path} is not an .npz file: {error}") from error
             there = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
             if not isinstance(columns.values, str):
                 raise ValueError(f"{path}: values must name one array [N, D], got {columns.values}")
             meta = {}
             if META_KEY in there:
-                with archive.open(f"{META_KEY}.npy") as member:
-                    meta = json.loads(str(np.lib.format.read_array(member, allow_pickle=False)))
+                with reading(path, "an .npz file"), archive.open(f"{META_KEY}.npy") as member:
+                    text = str(np.lib.format.read_array(member, allow_pickle=False))
+                meta = rows_meta(path, text)
             columns = pick_columns([name for name in there if name != META_KEY], columns, path, meta)
             streams: dict[str, _Stream] = {}
             for role in _ROLES:
                 if (name := getattr(columns, role)) is not None:
-                    member = stack.enter_context(archive.open(f"{name}.npy"))
-                    streams[role] = _NpyStream(member, f"{path}:{name}")
+                    with reading(path, "an .npz file"):
+                        member = stack.enter_context(archive.open(f"{name}.npy"))
+                        size = archive.getinfo(f"{name}.npy").file_size
+                        streams[role] = _NpyStream(member, f"{path}:{name}", size)
             super().__init__(streams, path, meta)
             self._open = stack.pop_all()
 
@@ -181,7 +206,7 @@ class NpzWriter(_NumpyWriter):
         self._path, self._meta = path, meta
 
     def finish(self) -> None:
-        with new_file(self._path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        with new_files(self._path) as (file,), zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
             for name in self._columns.shape:
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                     self._write_npy(name, member)
@@ -208,7 +233,7 @@ class NpyWriter(_NumpyWriter):
         super().write(batch)
 
     def finish(self) -> None:
-        for role, path in self._paths.items():
-            with new_file(path) as file:
+        with new_files(*self._paths.values()) as files:
+            for role, file in zip(self._paths, files, strict=True):
                 self._write_npy(role, file)
         self.abandon()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from oneemb.row_files import META_KEY, Batch, Columns, checked_batch, need, pick_columns
+from oneemb.row_files import META_KEY, Batch, Columns, checked_batch, need, pick_columns, reading, rows_meta
 
 __all__ = ["ParquetRows", "ParquetWriter"]
 
@@ -17,14 +17,13 @@ class ParquetRows:
 
     def __init__(self, path: str, columns: Columns):
         parquet = need("pyarrow.parquet", "parquet")
-        try:
+        self._error = need("pyarrow", "parquet").ArrowException
+        with reading(path, "a Parquet file", self._error):
             self._file = parquet.ParquetFile(path)
-        except need("pyarrow", "parquet").ArrowInvalid as error:
-            raise ValueError(f"{path} is not a Parquet file: {error}") from error
         schema = self._file.schema_arrow
         self._path = path
         self.size: int | None = self._file.metadata.num_rows
-        self.meta = json.loads((schema.metadata or {}).get(META_KEY.encode(), b"{}"))
+        self.meta = rows_meta(path, (schema.metadata or {}).get(META_KEY.encode(), b"{}"))
         self._columns = pick_columns(schema.names, columns, path, self.meta)
         first = next(self.scan(1), None)
         values = self._columns.values
@@ -41,7 +40,12 @@ class ParquetRows:
         columns, row = self._columns, 0
         values = [columns.values] if isinstance(columns.values, str) else list(columns.values)
         names = [name for name in (columns.keys, columns.tables, columns.state, *values) if name is not None]
-        for part in self._file.iter_batches(batch, columns=names):
+        parts = self._file.iter_batches(batch, columns=names)
+        while True:
+            with reading(self._path, "a Parquet file", self._error):
+                part = next(parts, None)
+            if part is None:
+                break
             if len(part) == 0:
                 continue
             keys, tables, state = (
@@ -77,7 +81,7 @@ class ParquetRows:
                     f"{self._path}: the lists of column {name!r} must have one length, have {length.min()} to"
                     f" {length.max()}"
                 )
-        return array.reshape(len(column), -1)
+        return array.reshape(len(column), len(array) // len(column))
 
 
 class ParquetWriter:
@@ -111,14 +115,16 @@ class ParquetWriter:
         return self._arrow.FixedSizeListArray.from_arrays(flat, array_ND.shape[1])
 
     def finish(self) -> None:
-        writer, self._writer = self._writer, None
-        writer.close()
+        self._writer.close()
         with open(f"{self._path}.tmp", "rb") as file:
             os.fsync(file.fileno())
         os.replace(f"{self._path}.tmp", self._path)
+        self._writer = None
 
     def abandon(self) -> None:
         if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-            os.remove(f"{self._path}.tmp")
+            writer, self._writer = self._writer, None
+            try:
+                writer.close()
+            finally:
+                os.remove(f"{self._path}.tmp")

@@ -13,7 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from oneemb.row_files import META_KEY, Batch, ColumnFiles, Columns, checked_batch, need, new_file, pick_columns
+from oneemb.row_files import (
+    META_KEY,
+    Batch,
+    ColumnFiles,
+    Columns,
+    checked_batch,
+    need,
+    new_files,
+    pick_columns,
+    reading,
+    rows_meta,
+)
 
 __all__ = ["SafetensorsRows", "SafetensorsWriter"]
 
@@ -27,13 +38,12 @@ class SafetensorsRows:
         library = need("safetensors", "safetensors")
         if not isinstance(columns.values, str):
             raise ValueError(f"{path}: values must name one tensor [N, D], got {columns.values}")
-        try:
+        self._error = library.SafetensorError
+        with reading(path, "a safetensors file", self._error):
             # Torch knows bfloat16, which NumPy does not.
             self._file: Any = library.safe_open(path, framework="pt")
-        except library.SafetensorError as error:
-            raise ValueError(f"{path} is not a safetensors file: {error}") from error
         self._path = path
-        self.meta = json.loads((self._file.metadata() or {}).get(META_KEY, "{}"))
+        self.meta = rows_meta(path, (self._file.metadata() or {}).get(META_KEY, "{}"))
         self._columns = pick_columns(sorted(self._file.keys()), columns, path, self.meta)
         roles = ("keys", "values", "tables", "state")
         self._slice = {
@@ -57,7 +67,8 @@ class SafetensorsRows:
 
     def scan(self, batch: int) -> Iterator[Batch]:
         for begin in range(0, self.size or 0, batch):
-            part = {role: _array(tensor[begin : begin + batch]) for role, tensor in self._slice.items()}
+            with reading(self._path, "a safetensors file", self._error):
+                part = {role: _array(tensor[begin : begin + batch]) for role, tensor in self._slice.items()}
             yield checked_batch(
                 self._path, begin, part.get("keys"), part["values"], part.get("tables"), part.get("state")
             )
@@ -109,7 +120,7 @@ class SafetensorsWriter:
             offset += size
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        with new_file(self._path) as file:
+        with new_files(self._path) as (file,):
             file.write(struct.pack("<Q", len(text)) + text)
             for name in names:
                 columns.copy(name, file)

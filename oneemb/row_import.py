@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.unique_keys import unique_keys
-from oneemb.persistent_table import WEIGHTS, PersistentTableReader, PersistentTableWriter, open_writer
+from oneemb.persistent_table import WEIGHTS, PersistentTableReader, PersistentTableWriter, as_list, open_writer
 from oneemb.row_files import SUFFIXES, Batch, Columns, Progress, RowFile, checked_batch, suffix_of, whole_batches
 from oneemb.row_files_numpy import NpzRows, array_rows, npy_rows
 from oneemb.row_files_parquet import ParquetRows
 from oneemb.row_files_safetensors import SafetensorsRows
 from oneemb.row_values import encode_rows, state_of, weights_of
+from oneemb.storage.fs import absolute_path
 from oneemb.storage.row_layout import RowLayout
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_rows import SnapshotRows
@@ -38,6 +40,7 @@ def import_rows(
     state: str = "state",
     table: int = 0,
     with_state: bool = False,
+    allow_nonfinite: bool = False,
     dtype: Any = None,
     physical_block_size: int = 4096,
     batch_size: int = 65536,
@@ -65,6 +68,8 @@ def import_rows(
         table: the table of all rows, where none are said.
         with_state: bring the optimizer's state too. The embedding must have the optimizer whose state it is; one that
             has not trained yet goes on from the source's count of steps.
+        allow_nonfinite: bring weights and state that are infinite or no number as they are; otherwise they are an
+            error, since one of them makes every loss that meets it NaN.
         dtype: of the rows in a new snapshot: float32, float16 or bfloat16; None = that of the source. An embedding
             has its own; weights are rounded to nearest even.
         physical_block_size: bytes of the disk's block for a new snapshot, 512 or 4096.
@@ -77,7 +82,7 @@ def import_rows(
     Raises:
         ImportError: the format needs a library that is not installed; the message says which.
         TypeError, ValueError: an argument is not as above, or the source does not hold such rows: another dimension, a
-            key or table that the target cannot have, a weight too large for the dtype.
+            key or table that the target cannot have, a weight too large for the dtype, or one that is not finite.
         StorageError: the target's path is in use, has a snapshot of this name, or fails; or there is no room.
 
     Example:
@@ -92,11 +97,11 @@ def import_rows(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
-    if not 0 <= table < 2**31:
-        raise ValueError(f"table must be from 0 to {2**31 - 1}, got {table}")
+    if not 0 <= table <= TABLE_MAX:
+        raise ValueError(f"table must be from 0 to {TABLE_MAX}, got {table}")
     names = values if isinstance(values, str) else tuple(values)
     columns = Columns(keys, names, tables, state if with_state else None)
-    live = not isinstance(target, str | os.PathLike) and hasattr(target, "store")
+    live = not isinstance(target, str | bytes | os.PathLike) and hasattr(target, "store")
     if live and (snapshot is not None or dtype is not None):
         raise ValueError("snapshot and dtype are for the folder of a table, the target is an embedding; leave them out")
     if not live and not snapshot:
@@ -115,6 +120,8 @@ def import_rows(
             for batch in rows.scan(batch_size):
                 if batch.table_N is None:
                     batch = batch._replace(table_N=np.full(len(batch.id_N), table, np.int32))
+                if not allow_nonfinite:
+                    _check_finite(batch, names, state)
                 sink.put(batch)
                 done += len(batch.id_N)
                 if progress is not None:
@@ -125,8 +132,8 @@ def import_rows(
 def _open_source(source: Any, columns: Columns, with_state: bool) -> RowFile:
     if isinstance(source, PersistentTableReader):
         return _ReaderRows(source, with_state)
-    if isinstance(source, str | os.PathLike):
-        path = os.fspath(source)
+    if isinstance(source, str | bytes | os.PathLike):
+        path = absolute_path(source)
         if os.path.isdir(path):
             raise ValueError(
                 f"{path} is a folder; of a table's snapshot give make_persistent_table_reader({path!r}, ...)"
@@ -144,8 +151,8 @@ def _open_source(source: Any, columns: Columns, with_state: bool) -> RowFile:
                 return npy_rows([path], with_state)
         raise ValueError(f"source must end in {', '.join(SUFFIXES)} or .npy, got {path!r}")
     if isinstance(source, list | tuple) and source:
-        if all(isinstance(item, str | os.PathLike) for item in source):
-            return npy_rows([os.fspath(item) for item in source], with_state)
+        if all(isinstance(item, str | bytes | os.PathLike) for item in source):
+            return npy_rows([absolute_path(item) for item in source], with_state)
         if all(isinstance(item, np.ndarray) or hasattr(item, "detach") for item in source):
             return array_rows([_as_array(item) for item in source], with_state)
     if not isinstance(source, Iterable):
@@ -225,6 +232,10 @@ def _rows_of(rows: RowFile, with_state: bool) -> SnapshotRows:
     dtype = known.layout.dtype if known else rows.dtype
     layout = RowLayout(rows.dim, dtype, rows.state_width)
     if known and with_state:
+        if len(known.state) != rows.state_width:
+            raise ValueError(
+                f"the state must have the {len(known.state)} values a row that the source says, has {rows.state_width}"
+            )
         return replace(known, layout=layout)
     return SnapshotRows(layout, None, (0.0,) * rows.state_width, 0)
 
@@ -234,10 +245,9 @@ class _IntoSnapshot:
 
     def __init__(self, paths: Any, name: str, rows: SnapshotRows, dtype: str, physical_block_size: int):
         self._rows = replace(rows, layout=replace(rows.layout, dtype=dtype))
-        path_list = [os.fspath(paths)] if isinstance(paths, str | os.PathLike) else [os.fspath(path) for path in paths]
         value_dtype = np.dtype(np.float32)
         self._writer: PersistentTableWriter = open_writer(
-            path_list, name, self._rows, np.dtype(np.int64), value_dtype, physical_block_size
+            as_list(paths), name, self._rows, np.dtype(np.int64), value_dtype, physical_block_size
         )
 
     def put(self, batch: Batch) -> None:
@@ -313,6 +323,20 @@ class _IntoEmbedding:
     def __exit__(self, kind: type | None, *exception: object) -> None:
         if kind is None and self._with_state and self._store.step == 0:
             self._store.step = self._rows.step
+
+
+def _check_finite(batch: Batch, values: str | tuple[str, ...], state: str) -> None:
+    """Raise ValueError naming the first weight, or value of the state, that is infinite or no number."""
+    assert batch.table_N is not None
+    for column, number_NX in [(values, batch.weight_ND), (state, batch.state_NZ)]:
+        if number_NX is None or np.isfinite(number_NX).all():
+            continue
+        n, x = np.argwhere(~np.isfinite(number_NX))[0].tolist()
+        where = f"{column}[{x}]" if isinstance(column, str) else column[x]
+        raise ValueError(
+            f"weights must be finite, the row of table {batch.table_N[n]}, id {batch.id_N[n]} has"
+            f" {number_NX[n, x]} in column {where}; mend the source, or give allow_nonfinite=True to bring it as it is"
+        )
 
 
 def _check_widths(batch: Batch, layout: RowLayout, whose: str) -> None:

@@ -1,7 +1,10 @@
 """A training step as a graph: traced once, compiled, then called for each batch or run over a loader."""
 
 import os
-from collections.abc import Generator, Iterable
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,17 +12,21 @@ import torch
 from torch import fx
 
 from oneemb.checkpoint import GraphState, load_checkpoint, save_checkpoint
-from oneemb.graph import step_ops
+from oneemb.graph import ops, step_ops
 from oneemb.graph.dense import DenseCompiler
 from oneemb.graph.inputs import Signature, Structure
 from oneemb.graph.pipeline import Plan, Recipe, compile_plan
 from oneemb.graph.prefetch import Prepared, prefetch
 from oneemb.graph.recorder import Profile, stats_table
 from oneemb.graph.text import graph_text
-from oneemb.graph.tracer import embeddings_in
+from oneemb.graph.tracer import REGISTER, embeddings_in, modules_kept_plainly, say_not_registered
 from oneemb.optimizer import Optimizer
+from oneemb.storage.turns import signals_deferred
 
 __all__ = ["EvalGraph", "GraphConfig", "TrainGraph"]
+
+PLANS_MAX = 16
+"""Compiled steps that a graph keeps: those used last."""
 
 
 @dataclass
@@ -49,7 +56,8 @@ class _Graph(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.config = GraphConfig()
-        self._plans: dict[Any, Plan] = {}
+        self._plans: OrderedDict[Any, Plan] = OrderedDict()  # that used last is the last
+        self._dropped = 0  # plans that gave way to others
         self._profile: Profile | None = None
         self._latest: Plan | None = None
         self._dense: dict[tuple[bool, bool], DenseCompiler | None] = {}
@@ -75,9 +83,28 @@ class _Graph(torch.nn.Module):
         key = self._key(structure)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = compile_plan(self, self._recipe(), structure)
+            plan = compile_plan(self, self._recipe(), structure)
+            self._make_room(structure)
+            self._plans[key] = plan
+        self._plans.move_to_end(key)
         self._latest = plan
         return plan
+
+    def _make_room(self, structure: Structure) -> None:
+        """Drop the plan that was used longest ago, if there are as many as are kept."""
+        if len(self._plans) < PLANS_MAX:
+            return
+        before: Structure = next(reversed(self._plans))[0]
+        if self._dropped == 0:
+            changed = before.difference(structure) or "the state of modules, between training, eval, frozen and others"
+            warnings.warn(
+                f"{type(self).__name__} has been compiled {PLANS_MAX + 1} times, for inputs of as many structures, and"
+                f" keeps the {PLANS_MAX} that were used last; what changed this time is {changed}. Give what changes"
+                " from call to call as tensors, or inside a tuple, list or dict of a fixed length",
+                stacklevel=2,
+            )
+        self._plans.popitem(last=False)
+        self._dropped += 1
 
     def _key(self, structure: Structure) -> Any:
         modes = [
@@ -99,6 +126,12 @@ class _Graph(torch.nn.Module):
             self._dense[how] = DenseCompiler(*how) if any(how) else None
         return self._dense[how]
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        # torch converts parts one by one; an embedding that refuses must do so before the first.
+        for embedding in embeddings_in(self).values():
+            embedding.check_apply(fn)
+        return super()._apply(fn, recurse)
+
     # ---- showing ----------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
@@ -118,6 +151,7 @@ class _Graph(torch.nn.Module):
 
         Times of the prepare half are those of its thread: they are hidden as far as the compute half is longer.
         Bytes and GB/s are of rows and gradients that an op must move; of a dense module only the time is known.
+        Plans that have been dropped, where inputs come in ever new structures, are not in it; a line says how many.
         """
         plans = list(self._plans.values())
         stats = [(one.half, one.stats()) for plan in plans for one in plan.executors()]
@@ -129,7 +163,8 @@ class _Graph(torch.nn.Module):
                 f"{name}  {now['step']}  {now['hit_rate']:.1%}  {hot.get('rows', 0):,}  {hot.get('evicted', 0):,}"
                 f"  {hot.get('written_down', 0):,}"
             )
-        return stats_table(stats) + "\n\n" + "\n".join(caches)
+        dropped = f"\nwithout what {self._dropped} plans have done, which gave way to others" if self._dropped else ""
+        return stats_table(stats) + dropped + "\n\n" + "\n".join(caches)
 
     def draw(self, path: str) -> None:
         """Draw the graph as traced and after each pass, one picture beside the other.
@@ -148,9 +183,9 @@ class _Graph(torch.nn.Module):
         draw_history(self._latest.history, path)
 
     def profile(self, steps: int) -> Profile:
-        """Note when each op of the next steps begins and ends; `.save(path)` writes them as a Chrome trace.
+        """Note when each op of the next steps begins and ends; `print` shows a table, `.save` writes a Chrome trace.
 
-        Example: `profile = graph.profile(20)`, run 20 steps, `profile.save("trace.json")`.
+        Example: `profile = graph.profile(20)`, run 20 steps, `print(profile)`, `profile.save("trace.json")`.
         """
         self._profile = Profile(steps)
         return self._profile
@@ -166,11 +201,13 @@ class _Graph(torch.nn.Module):
         `for loss in graph.run(loader): ...` gives what `for batch in loader: loss = graph(*batch)` gives, bit for
         bit. Ahead of its step a batch has its unique ids found and its known rows read into the cache and pinned; it
         inserts nothing and reads no row's values, so leaving the loop early or saving in it finds what the steps so
-        far have made. Leaving it, an error in it, or its end gives back what was pinned and ends the thread.
+        far have made. Leaving it, an error in it, or its end gives back what was pinned and ends the thread; where the
+        loader keeps that thread for more than 30 s, a warning says so, and both happen once it gives its batch.
 
         Args:
-            loader: gives batches: a tuple or list of `build`'s arguments, a dict of them by name, or its one
-                argument. It runs on the thread: what it draws from torch's global generator while steps draw from it
+            loader: gives batches: a tuple or list of `build`'s arguments, a dict of them by name, or, where `build`
+                cannot be called so, its one argument; `(samples,)` hands over a list of samples, however many they
+                are. It runs on the thread: what it draws from torch's global generator while steps draw from it
                 too, give it a generator of its own for. A batch must not be changed once it is handed over.
             prefetch_depth: batches prepared ahead; 0 = none, and no thread. Rows of that many more batches should fit
                 in the cache; where they do not, they are read when their step comes.
@@ -193,9 +230,10 @@ class _Graph(torch.nn.Module):
             yield self(*args, **kwargs)
 
     def _run_ahead(self, loader: Iterable[Any], depth: int) -> Generator[Any, None, None]:
-        yield from prefetch(loader, self._prepare, self._compute_prepared, depth)
+        devices = [one.store.gpu.device for one in embeddings_in(self).values() if one.store.gpu is not None]
+        yield from prefetch(loader, self._prepare, self._compute_prepared, depth, devices)
 
-    def _prepare(self, batch: Any) -> Prepared:
+    def _prepare(self, batch: Any, follow: Any = None) -> Prepared:
         """On the worker. Only plans that are there are used: tracing is for the thread that calls the graph."""
         signature = self._signature
         args, kwargs = signature.spread(batch)
@@ -204,6 +242,8 @@ class _Graph(torch.nn.Module):
         if plan is None or plan.prepare is None:
             return Prepared((values, structure))
         versions = plan.buffer_versions()
+        if versions and follow is not None:
+            follow(versions)  # What changed a buffer is launched before its version changes.
         prepared = plan.prepare(values, profile=self._profile_now())
         return Prepared((values, structure), plan, prepared, versions)
 
@@ -215,29 +255,40 @@ class _Graph(torch.nn.Module):
         """Run one step on a batch, compiling `build` if this is the first.
 
         Args:
-            args, kwargs: those of `build`. Tensors may change shape from call to call; nested tuples, lists and dicts
-                of another structure are compiled anew.
+            args, kwargs: those of `build`. Tensors may change shape from call to call, numbers may differ, and so may
+                strings inside a tuple, list or dict: `build` may hand them on and may not branch on them. Nested
+                tuples, lists and dicts of another structure are compiled anew, and so are other values of what
+                `build` may branch on: None, True, False, dtypes, devices, and a string that is an argument of its own
+                (mode="train"). The 16 that were used last are kept.
 
         Returns:
             What `build` returns.
 
         Raises:
             BuildError: `build` cannot be compiled.
-            NonFiniteGradientError: a gradient is NaN or infinite; nothing has changed.
+            NonFiniteGradientError: a gradient is NaN or infinite; no weight, state or count has changed. Ids that the
+                lookups have inserted stay, with their initial values.
+            What a hook, an optimizer or a scheduler raises: a note says what was updated before. A step whose
+                scheduler failed is made and counted.
         """
         values, structure = self._signature.flatten(args, kwargs)
         return self._step(values, structure, Prepared(None), None)
 
     def _step(self, values: list[Any], structure: Structure, prepared: Prepared, admitted: Any) -> Any:
+        return self._run_plan(values, structure, prepared, admitted, None)
+
+    def _run_plan(
+        self, values: list[Any], structure: Structure, prepared: Prepared, admitted: Any, committing: ExitStack | None
+    ) -> Any:
         plan = self._plan(structure)
         profile = self._profile_now()
         fits = prepared.plan is not None and prepared.plan.prepared == plan.prepared
         fits = fits and prepared.versions == plan.buffer_versions()
         if fits and plan.compute is not None and prepared.values is not None:
-            result = plan.compute([*values, *prepared.values], admitted, profile)
+            result = plan.compute([*values, *prepared.values], admitted, profile, committing)
         else:
             prepared.drop()
-            result = plan.whole(values, admitted, profile)
+            result = plan.whole(values, admitted, profile, committing)
         if profile is not None:
             profile.step += 1
         return result
@@ -250,9 +301,14 @@ class TrainGraph(_Graph):
     update of embedding rows is part of the graph: a table's gradient is never made. Parameters and rows are updated
     once a call, after all of `build`. In eval mode (`graph.eval()`) a call runs forward only and inserts no ids.
 
-    `build` may use torch.autocast, torch.no_grad, torch.nn.utils.clip_grad_norm_ (over dense parameters and the rows
-    of embeddings together), clip_grad_value_, several losses, and GradScaler.scale; the graph itself steps
-    optimizers and schedulers, unscales, skips a step that overflowed, and drops gradients.
+    What `build` does in torch it does at every call; other Python (random, NumPy, the clock) runs once, while it is
+    traced. Tensors and arrays from outside of the graph are read as they are at each call; modules and parameters must
+    be assigned to it. One graph is traced at a time; a second thread waits.
+
+    `build` may use torch.autocast, torch.no_grad, torch.profiler.record_function,
+    torch.nn.utils.clip_grad_norm_ (over dense parameters and the rows of embeddings together), clip_grad_value_,
+    several losses, and GradScaler.scale; the graph itself steps optimizers and schedulers, unscales, skips a step that
+    overflowed, and drops gradients.
 
     Example:
         >>> import tempfile, torch, oneemb
@@ -314,9 +370,9 @@ class TrainGraph(_Graph):
                 their norm, taken as one vector, is at most this.
 
         Raises:
-            ValueError: its groups hold nothing of this graph; the optimizer's class or an option of it is not
-                supported for rows; clip_grad_norm is not above 0; or the scheduler is another optimizer's, or one
-                that needs a metric.
+            ValueError: its groups hold nothing of this graph, or an embedding that is no part of it; the optimizer's
+                class or an option of it is not supported for rows; clip_grad_norm is not above 0; or the scheduler is
+                another optimizer's, or one that needs a metric.
             StorageError: rows hold another optimizer's state, or a path is in use.
         """
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -324,6 +380,7 @@ class TrainGraph(_Graph):
             raise ValueError(
                 f"{type(optimizer).__name__} holds no parameter of this graph; assign the modules before add_optimizer"
             )
+        self._refuse_foreign_embeddings(optimizer)
         if isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ValueError("ReduceLROnPlateau needs a metric; step it yourself after each evaluation")
         if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
@@ -335,6 +392,19 @@ class TrainGraph(_Graph):
         self._lr_schedulers.append(lr_scheduler)
         self._max_norms.append(clip_grad_norm)
         self._plans.clear()
+
+    def _refuse_foreign_embeddings(self, optimizer: torch.optim.Optimizer) -> None:
+        own = {id(parameter) for parameter in self.parameters()}
+        kept = {id(e.weight): e for _, one in modules_kept_plainly(self) for e in embeddings_in(one).values()}
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+            if (name := getattr(parameter, "embedding_name", None)) is None or id(parameter) in own:
+                continue
+            said = (
+                f"embedding {name!r} is no part of {type(self).__name__}, which would not update its rows; {REGISTER}"
+            )
+            if id(parameter) in kept:
+                said = say_not_registered(self, kept[id(parameter)])
+            raise ValueError(f"{type(optimizer).__name__} holds the weight of an embedding: {said}")
 
     def set_grad_scaler(self, scaler: Any) -> None:
         """Scale every loss with a torch.amp.GradScaler before its backward pass.
@@ -350,14 +420,31 @@ class TrainGraph(_Graph):
         if not self.training:
             with torch.no_grad():
                 return super()._step(values, structure, prepared, admitted)
-        try:
-            result = super()._step(values, structure, prepared, admitted)
-        except BaseException:
-            self._drop_gradients()
-            raise
-        self._calls = (self._calls + 1) % self._accumulation()
-        self.steps += self._calls == 0
+        taken = self._taken()
+        trained = [embedding for optimizer in self.optimizers for embedding in optimizer.embeddings]
+        pending = [len(embedding.pending) for embedding in trained]
+        with ExitStack() as committing:  # A step is made as a whole, and counted, or an interrupt comes before it.
+            try:
+                result = self._run_plan(values, structure, prepared, admitted, committing)
+            except BaseException:
+                with signals_deferred:
+                    self._drop_gradients()
+                    self.steps += self._taken() > taken  # a scheduler failed, after the update
+                raise
+            self._calls = (self._calls + 1) % self._accumulation()
+            self.steps += self._calls == 0
+        for embedding, count in zip(trained, pending, strict=True):
+            if len(embedding.pending) > count:
+                ops.release(embedding.pending[count:])
+                del embedding.pending[count:]
+                raise RuntimeError(
+                    f"a module that build calls looks embedding {embedding.name!r} up by a closure, a global or the"
+                    f" like: the graph does not see it, so this step has not updated those rows; {REGISTER}"
+                )
         return result
+
+    def _taken(self) -> int:
+        return sum(one.taken for one in self.optimizers)
 
     def _drop_gradients(self) -> None:
         """After an error: what this step, and the micro-batches before it, have left."""
@@ -366,31 +453,36 @@ class TrainGraph(_Graph):
             one.optimizer.zero_grad(set_to_none=True)
         self._calls = 0
 
-    def save(self, path: str) -> None:
+    def save(self, path: str, *, keep: int | None = None) -> None:
         """Write a checkpoint: everything that the next step depends on, in one file, as a whole or not at all.
 
         The file holds dense parameters and buffers, the states of optimizers, schedulers and the GradScaler, the
         count of steps and the random generators (of torch, random and numpy). Rows are saved as a snapshot in each
-        embedding's `persistent_path`, which the file names; the snapshots of a checkpoint that this one takes the
-        place of are deleted.
+        embedding's `persistent_path`, which the file names.
 
         Args:
             path: the file; its folder must exist.
+            keep: how many of the snapshots that saves to this path have made to keep, this one among them; older
+                ones are deleted when the file is in place, and copies of it that name them cannot be loaded any more.
+                None = all of them, until `delete_snapshot`: each takes the disk space of its own rows.
 
         Raises:
             RuntimeError: micro-batches are accumulated that no update has used yet.
-            StorageError, OSError: the disk fails; what was at `path` is still there.
+            ValueError: there is something at `path` that is no checkpoint; `keep` is below 1.
+            StorageError, OSError: the disk fails; what was at `path` is still there, or the new checkpoint is and the
+                folder's name of it could not be made durable.
         """
-        save_checkpoint(self, os.fspath(path))
+        save_checkpoint(self, os.fsdecode(path), keep)
 
     def load(self, path: str) -> None:
         """Go on from a checkpoint, bit for bit.
 
         Raises:
             ValueError: it is no checkpoint, or one of another graph; the message says what differs. Nothing changed.
-            StorageError: a snapshot that it names is not there, or its rows hold another optimizer's state.
+            StorageError: a snapshot that it names is not there, is another run's, or its rows hold another optimizer's
+                state. Nothing changed.
         """
-        load_checkpoint(self, os.fspath(path))
+        load_checkpoint(self, os.fsdecode(path))
 
     def state(self) -> GraphState:
         """The graph's whole state for torch.distributed.checkpoint: `dcp.save({"graph": graph.state()}, ...)`."""
@@ -456,8 +548,9 @@ class EvalGraph(_Graph):
             with torch.no_grad():
                 return super()._step(values, structure, prepared, admitted)
         finally:
-            for module in trained:
-                module.training = True
+            with signals_deferred:
+                for module in trained:
+                    module.training = True
 
 
 def _ops(graph: fx.Graph) -> int:

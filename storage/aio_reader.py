@@ -1,8 +1,11 @@
 """Direct reads at depth by Linux AIO, where the system and the file system have it.
 
-Invariant: while reads are in flight their memory stays; `close` waits for none, because `read` leaves none behind.
+Invariants:
+- while reads are in flight their memory stays and nothing else is put there; `read` leaves none behind;
+- a context is of one process. A child of fork makes one of its own, and memory: what it has from its parent it shares.
 """
 
+import errno
 import os
 from typing import Any
 
@@ -36,32 +39,42 @@ class AioReader:
     direct = True
 
     def __init__(self, depth: int = _DEPTH):
-        assert AIO_NUMBERS is not None
         self.depth = depth
+        self._kept: list[np.ndarray] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make what this process reads with."""
+        assert AIO_NUMBERS is not None
         context_1 = np.zeros(1, np.int64)
-        failed = aio_setup(AIO_NUMBERS[0], depth, context_1)
+        failed = aio_setup(AIO_NUMBERS[0], self.depth, context_1)
         if failed:
             raise OSError(-failed, os.strerror(-failed))
         self._context: int | None = int(context_1[0])
-        self._iocb_MX, self._event_KX = np.zeros((2 * depth, 8), np.int64), np.zeros((depth, 4), np.int64)
+        self._process = os.getpid()
+        self._iocb_MX, self._event_KX = np.zeros((2 * self.depth, 8), np.int64), np.zeros((self.depth, 4), np.int64)
         self._byte_N = np.empty(0, np.uint8)
 
     def read(
         self, plan: ReadPlan, file_Q: np.ndarray, offset_Q: np.ndarray, sum_B: np.ndarray, out_UW: np.ndarray
     ) -> None:
+        if self._context is None or self._process != os.getpid():
+            self._begin()
         geometry = plan.geometry
         slot_bytes = max(REQUEST_BYTES_MAX, geometry.block_bytes)
         if len(self._byte_N) != slot_bytes * len(self._iocb_MX):
             self._byte_N = aligned_bytes(slot_bytes * len(self._iocb_MX))
-        failed_3 = np.zeros(3, np.int64)
+        failed_4 = np.zeros(4, np.int64)
         assert AIO_NUMBERS is not None and self._context is not None
         result = aio_read(
             AIO_NUMBERS[2], AIO_NUMBERS[3], self._context, self.depth, self._iocb_MX, self._event_KX,
             self._byte_N.view(np.uint64), slot_bytes // 8, file_Q, offset_Q,
             plan.blocks_Q * geometry.block_bytes, plan.block_Q, plan.first_Q, plan.place_P, plan.to_P,
-            geometry.rows_per_block, geometry.block_words, sum_B, out_UW.view(np.uint32), failed_3,
+            geometry.rows_per_block, geometry.block_words, sum_B, out_UW.view(np.uint32), failed_4,
         )  # fmt: skip
-        q, p, m = failed_3.tolist()
+        q, p, m, left = failed_4.tolist()
+        if left:
+            self._leave()
         if result == BAD_BLOCK:
             skip = plan.place_P[p] // geometry.rows_per_block - plan.block_Q[q]
             at = int(m * slot_bytes + skip * geometry.block_bytes)
@@ -69,13 +82,19 @@ class AioReader:
         if result:
             raise OSError(-result, os.strerror(-result), q)
 
+    def _leave(self) -> None:
+        """End a context that has reads in flight which nobody can wait for; the next call begins anew."""
+        context, self._context = self._context, None
+        if AIO_NUMBERS is not None and aio_destroy(AIO_NUMBERS[1], context) < 0:
+            self._kept.append(self._byte_N)  # Nothing waits for them: they may yet write there.
+
     def stats(self) -> dict[str, Any]:
         return {}
 
     def close(self) -> None:
-        if self._context is not None and AIO_NUMBERS is not None:
+        if self._context is not None and self._process == os.getpid() and AIO_NUMBERS is not None:
             aio_destroy(AIO_NUMBERS[1], self._context)
-            self._context = None
+        self._context = None
 
     def __del__(self) -> None:
         if hasattr(self, "_context"):
@@ -93,7 +112,10 @@ def open_reader(io: str, fs: FileSystem, directory: str, block_bytes: int, threa
         raise ValueError(f"io must be 'auto', 'aio' or 'pread', got {io!r}")
     obstacle = "it was not asked for" if io == "pread" else _obstacle(fs, directory, block_bytes)
     if obstacle is None:
-        return AioReader()
+        try:
+            return AioReader()
+        except OSError as error:
+            obstacle = _said(error)
     if io == "aio":
         raise StorageError(
             f"io='aio' does not work in {directory} with blocks of {block_bytes} bytes: {obstacle}; use io='auto' or "
@@ -119,7 +141,12 @@ def _obstacle(fs: FileSystem, directory: str, block_bytes: int) -> str | None:
             fs.close(file)
             fs.remove(path)
     except OSError as error:
-        return f"{error.strerror}"
+        return _said(error)
+
+
+def _said(error: OSError) -> str:
+    limit = "; the system's limit of such reads, fs.aio-max-nr, is used up" if error.errno == errno.EAGAIN else ""
+    return f"{error.strerror}{limit}"
 
 
 def _probe(fs: FileSystem, file: int, block_bytes: int) -> str | None:

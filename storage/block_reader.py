@@ -3,6 +3,7 @@
 Requests come sorted by place, each a run of neighbouring blocks, so that no block is read twice.
 """
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -52,8 +53,8 @@ class ReadPlan:
 
     @property
     def slot_Q(self) -> np.ndarray:
-        """The slot of each request's chunk, ascending."""
-        return self.block_Q // self.geometry.blocks_per_chunk
+        """The slot that each request reads from, ascending."""
+        return self.block_Q // self.geometry.blocks_per_slot
 
     def cut(self, begin: int, end: int) -> "ReadPlan":
         """The requests begin .. end; `place_P` and `to_P` stay whole."""
@@ -72,7 +73,7 @@ def plan_reads(geometry: Geometry, place_N: np.ndarray, to_N: np.ndarray) -> Rea
     blocks_max = max(1, REQUEST_BYTES_MAX // geometry.block_bytes)
     gap_max = _GAP_BYTES // geometry.block_bytes
     requests = requests_plan(
-        place_P, geometry.rows_per_block, geometry.blocks_per_chunk, blocks_max, gap_max, block_Q, blocks_Q, first_Q
+        place_P, geometry.rows_per_block, geometry.blocks_per_slot, blocks_max, gap_max, block_Q, blocks_Q, first_Q
     )
     return ReadPlan(geometry, place_P, to_P, block_Q[:requests], blocks_Q[:requests], first_Q[: requests + 1])
 
@@ -115,10 +116,26 @@ class PreadReader:
 
     def __init__(self, fs: FileSystem, threads: Threads, depth: int = 16):
         self._fs, self._threads, self.depth = fs, threads, depth
-        self._pool = ThreadPoolExecutor(depth, thread_name_prefix="oneemb-read") if depth > 1 else None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make what this process reads with: a child of fork has no threads, and shares its parent's memory."""
+        self._process = os.getpid()
+        self._pool = ThreadPoolExecutor(self.depth, thread_name_prefix="oneemb-read") if self.depth > 1 else None
         self._byte_N = np.empty(0, np.uint8)
 
     def read(
+        self, plan: ReadPlan, file_Q: np.ndarray, offset_Q: np.ndarray, sum_B: np.ndarray, out_UW: np.ndarray
+    ) -> None:
+        if self._process != os.getpid():
+            self._begin()
+        try:
+            self._read(plan, file_Q, offset_Q, sum_B, out_UW)
+        except BaseException:
+            self._byte_N = np.empty(0, np.uint8)  # Reads that are still on their way keep the old memory.
+            raise
+
+    def _read(
         self, plan: ReadPlan, file_Q: np.ndarray, offset_Q: np.ndarray, sum_B: np.ndarray, out_UW: np.ndarray
     ) -> None:
         geometry = plan.geometry
@@ -148,7 +165,7 @@ class PreadReader:
         return {}
 
     def close(self) -> None:
-        if self._pool is not None:
+        if self._pool is not None and self._process == os.getpid():
             self._pool.shutdown()
 
     def _memory(self, size: int) -> np.ndarray:

@@ -5,7 +5,6 @@ Invariants:
 - every byte that a reader of any snapshot could read is compared with its checksum, and every reference followed.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,13 +14,15 @@ from oneemb.kernels.checksum import blocks_sum
 from oneemb.kernels.threads import Threads
 from oneemb.storage.chunk_files import ROWS_BEGIN, chunk_numbers, chunk_paths
 from oneemb.storage.chunk_scan import ChunkKeys, block_damage, check_header, live_rows, missing_file, read_keys
-from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
+from oneemb.storage.errors import CorruptTableError, FormatVersionError, SnapshotNotFoundError, StorageError
 from oneemb.storage.file_header import HEADER_BYTES, ROWS_MAGIC
-from oneemb.storage.fs import FileSystem, LocalFileSystem, aligned_bytes, storage_error
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, aligned_bytes, storage_error
 from oneemb.storage.geometry import Geometry
 from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.recovery import lost_text, needed_bytes
 from oneemb.storage.snapshot_file import ChunkPart, SnapshotFiles, SnapshotRecord
-from oneemb.storage.table_info import need_table
+from oneemb.storage.table_info import lost_and_kept, need_table
+from oneemb.storage.writer_lock import lock_holder
 
 __all__ = ["CheckResult", "check_table"]
 
@@ -39,6 +40,7 @@ class CheckResult:
         rows: rows of all of them, shared ones counted each time.
         bytes_read: from chunks, each byte once.
         unneeded: files that no snapshot needs: a live writer's, or what the next open of the table removes.
+        kept: those of them that it does not remove, because nobody knows which snapshots there were.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -46,11 +48,10 @@ class CheckResult:
     rows: int = 0
     bytes_read: int = 0
     unneeded: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
 
 
-def check_table(
-    path: str | os.PathLike[str], *, fs: FileSystem | None = None, progress: _Progress | None = None
-) -> CheckResult:
+def check_table(path: AnyPath, *, fs: FileSystem | None = None, progress: _Progress | None = None) -> CheckResult:
     """Compare every byte that the snapshots at a path need with its checksum, and follow every reference.
 
     Args:
@@ -61,7 +62,7 @@ def check_table(
     Raises:
         StorageError: there is no table, or the device fails in a way that says nothing about the files.
     """
-    fs, path = fs or LocalFileSystem(), os.fspath(path)
+    fs, path = fs or LocalFileSystem(), absolute_path(path)
     need_table(fs, path)
     check = _Check(fs, path, progress)
     check.run()
@@ -82,7 +83,7 @@ class _Check:
             try:
                 records.append(self._files.read(name))
                 self._sequence[name] = records[-1].info.sequence
-            except (CorruptTableError, SnapshotNotFoundError) as error:
+            except (CorruptTableError, FormatVersionError, SnapshotNotFoundError) as error:
                 self._problem(error, [name])
         # Of each chunk the longest prefix that a snapshot needs, and who needs it.
         longest: dict[int, tuple[Geometry, ChunkPart]] = {}
@@ -109,6 +110,7 @@ class _Check:
         for record in sorted(records, key=lambda record: record.info.sequence):
             self._check_snapshot(record, sound)
         self._list_unneeded(set(longest))
+        self._check_lost(needed_bytes(records))
 
     def _check_blocks(self, geometry: Geometry, part: ChunkPart, keys: ChunkKeys, names: list[str]) -> None:
         """Compare all blocks of a chunk's prefix with their checksums."""
@@ -123,13 +125,15 @@ class _Check:
             header = bytearray(HEADER_BYTES)
             size = self._fs.read_into(file, memoryview(header), 0)
             check_header(header[:size], ROWS_MAGIC, path, part.number, geometry)
+            if self._fs.size(path) < ROWS_BEGIN + geometry.block_bytes:
+                raise CorruptTableError(f"{path} has none of the {part.blocks} blocks that snapshots need")
             piece = max(1, _READ_BYTES // geometry.block_bytes)
             buffer = aligned_bytes(min(piece, part.blocks) * geometry.block_bytes)
             for first in range(0, part.blocks, piece):
                 blocks = min(piece, part.blocks - first)
                 want = blocks * geometry.block_bytes
                 offset = ROWS_BEGIN + first * geometry.block_bytes
-                size = self._fs.read_into(file, memoryview(buffer)[:want], offset)
+                size = self._fs.read_into(file, buffer.data[:want], offset)
                 self._read(size)
                 whole = size // geometry.block_bytes
                 sum_B = np.empty(blocks, np.uint32)
@@ -152,14 +156,13 @@ class _Check:
     def _check_snapshot(self, record: SnapshotRecord, sound: set[int]) -> None:
         """Check a snapshot's lists of rows, and that no key is in it twice."""
         name, geometry = record.info.name, record.geometry
-        index = HashIndex(Threads(1), record.info.rows)
+        index = HashIndex(Threads(1), sum(part.rows for part in record.parts if part.number in sound))
         for part in record.parts:
             try:
                 rows = live_rows(self._files.read_bits(record, part))
-                if len(rows) != part.rows or len(rows) and rows[-1] >= part.blocks * geometry.rows_per_block:
+                if len(rows) != part.rows:
                     raise CorruptTableError(
-                        f"{record.path}: chunk {part.number} must have {part.rows} rows in {part.blocks} blocks, its"
-                        f" list has {len(rows)}{f', the last one row {rows[-1]}' if len(rows) else ''}"
+                        f"{record.path}: chunk {part.number} must have {part.rows} rows, its list has {len(rows)}"
                     )
                 if part.number not in sound:
                     continue  # Said already.
@@ -186,6 +189,12 @@ class _Check:
             raise storage_error(error, "list", f"{self._path}/chunks") from error
         self.result.unneeded += self._files.leftovers()
 
+    def _check_lost(self, needed: dict[int, tuple[int, int]]) -> None:
+        held = lock_holder(self._fs, f"{self._path}/LOCK") is not None
+        lost, more, self.result.kept = lost_and_kept(self._fs, self._path, self._files, needed, held)
+        if lost or more:
+            self.result.problems.append(f"{self._path}/LOCK: {lost_text(lost, more, len(self.result.kept))}")
+
     def _problem(self, error: StorageError, names: list[str]) -> None:
         if not all(self._gone(name) for name in names):
             self.result.problems.append(str(error))
@@ -196,7 +205,7 @@ class _Check:
             return self._files.read(name).info.sequence != self._sequence.get(name)
         except SnapshotNotFoundError:
             return True
-        except CorruptTableError:
+        except (CorruptTableError, FormatVersionError):
             return False
 
     def _read(self, size: int) -> None:

@@ -11,8 +11,12 @@ Invariants:
   may rely on it.
 """
 
+import os
+import re
 import struct
 from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +33,7 @@ ROWS_BEGIN = 4096
 _RUN = struct.Struct("<3Q")
 _SUM = struct.Struct("<Q")
 _FILES_OPEN_MAX = 256
+_CHUNK_NAME = re.compile(r"([0-9]{12})\.(?:rows|keys)")
 
 
 class ChunkFile:
@@ -58,9 +63,14 @@ class ChunkFile:
         return ChunkEnd(self.blocks, self.keys_bytes, self.keys_sum)
 
     @property
+    def runs_bytes(self) -> int:
+        """Bytes on disk of its runs, in both files."""
+        return self.blocks * self.geometry.block_bytes + self.keys_bytes - HEADER_BYTES
+
+    @property
     def nbytes(self) -> int:
-        """Bytes on disk, of both files."""
-        return ROWS_BEGIN + self.blocks * self.geometry.block_bytes + self.keys_bytes
+        """Bytes on disk, of both files: headers come with the first run."""
+        return ROWS_BEGIN + HEADER_BYTES + self.runs_bytes if self.blocks else 0
 
 
 class ChunkEnd(NamedTuple):
@@ -90,11 +100,13 @@ class ChunkFiles:
         self._directory_synced = True
         self._unremoved: list[str] = []
         self.files_open_max = _FILES_OPEN_MAX
+        self.sync_threads = 1
         self.chunks: dict[int, ChunkFile] = {}
         self.keep_below = 0
         """Files of chunks with a smaller number stay, held or not: a snapshot that cannot be read may need them."""
         self.bytes_written = 0
         self.bytes_removed = 0
+        self._process = os.getpid()  # A child of fork lets go of its copy of a hold, and removes no file.
 
     def create(self, geometry: Geometry) -> ChunkFile:
         """A new, empty chunk, held once.
@@ -105,23 +117,17 @@ class ChunkFiles:
         rows_path, keys_path = chunk_paths(self.directory, self._next_number)
         chunk = ChunkFile(self._next_number, geometry, rows_path, keys_path)
         self._next_number += 1
-        number_4 = (chunk.number, geometry.row_width, geometry.physical_block_size, geometry.blocks_per_chunk)
         path = rows_path
         try:
             chunk.rows_out = self._fs.create(rows_path, direct=self._direct)
-            block = aligned_bytes(ROWS_BEGIN)
-            block[:HEADER_BYTES] = np.frombuffer(pack_header(ROWS_MAGIC, number_4), np.uint8)
-            self._fs.write(chunk.rows_out, block, 0)
             path = keys_path
             chunk.keys_out = self._fs.create(keys_path)
-            header = pack_header(KEYS_MAGIC, number_4)
-            self._fs.write(chunk.keys_out, header, 0)
         except OSError as error:
             self.seal(chunk)
             self._remove(rows_path)
             self._remove(keys_path)
             raise storage_error(error, "make the chunk file", path) from error
-        chunk.keys_sum = xxh64(header)
+        chunk.keys_sum = xxh64(_header(KEYS_MAGIC, chunk))
         chunk.holds = 1
         self._directory_synced = False
         self.chunks[chunk.number] = chunk
@@ -143,7 +149,8 @@ class ChunkFiles:
         return chunk
 
     def write(self, chunk: ChunkFile, end: ChunkEnd, block_N: np.ndarray, record_N: np.ndarray) -> None:
-        """Write one run to the chunk: blocks in aligned memory, then what `key_record` has made of its keys.
+        """Write one run to the chunk: blocks in aligned memory, then what `key_record` has made of its keys. The first
+        one brings the headers, so that they cost no one who waits for a new chunk.
 
         `end` is where it begins: the chunk's own end, or that of a run that was written before and is not appended
         yet. May run beside everything but another write. The run counts once `append` has been told.
@@ -154,8 +161,14 @@ class ChunkFiles:
         assert chunk.rows_out is not None and chunk.keys_out is not None, "only an open chunk grows"
         path = chunk.rows_path
         try:
+            if end.blocks == 0:
+                header_N = aligned_bytes(ROWS_BEGIN)
+                header_N[:HEADER_BYTES] = np.frombuffer(_header(ROWS_MAGIC, chunk), np.uint8)
+                self._fs.write(chunk.rows_out, header_N, 0)
             self._fs.write(chunk.rows_out, block_N, ROWS_BEGIN + end.blocks * chunk.geometry.block_bytes)
             path = chunk.keys_path
+            if end.blocks == 0:
+                self._fs.write(chunk.keys_out, _header(KEYS_MAGIC, chunk), 0)
             self._fs.write(chunk.keys_out, record_N, end.keys_bytes)
         except OSError as error:
             raise storage_error(error, "write rows to", path) from error
@@ -195,6 +208,21 @@ class ChunkFiles:
                 raise storage_error(error, "sync", path) from error
         chunk.synced_bytes = size
 
+    def sync_all(self, chunks: Iterable[ChunkFile]) -> None:
+        """`sync` of each. Many at a time, where `sync_threads` allows it, wait for the device together.
+
+        Raises:
+            StorageError: as for `sync`, for one of them.
+        """
+        grown = [chunk for chunk in chunks if chunk.synced_bytes != chunk.nbytes]
+        if len(grown) < 2 or self.sync_threads == 1:
+            for chunk in grown:
+                self.sync(chunk)
+            return
+        with ThreadPoolExecutor(min(len(grown), self.sync_threads), thread_name_prefix="oneemb-sync") as beside:
+            for synced in [beside.submit(self.sync, chunk) for chunk in grown]:
+                synced.result()
+
     def sync_names(self) -> None:
         """Return when the names of all chunks are on the device. May run beside `create`."""
         if self._directory_synced:
@@ -215,7 +243,7 @@ class ChunkFiles:
         if chunk.holds == 0:
             del self.chunks[chunk.number]
             self._close_chunk(chunk)
-            if chunk.number < self.keep_below:
+            if chunk.number < self.keep_below or os.getpid() != self._process:
                 return
             self.bytes_removed += chunk.nbytes
             for path in [chunk.rows_path, chunk.keys_path, *self._unremoved]:
@@ -279,8 +307,14 @@ def key_record(end: ChunkEnd, table_N: np.ndarray, id_N: np.ndarray, sum_B: np.n
     np.concatenate(parts, out=record_N[:size])
     record_N[size : -_SUM.size] = 0
     keys_sum = xxh64(record_N[: -_SUM.size], end.keys_sum)
-    _SUM.pack_into(record_N, len(record_N) - _SUM.size, keys_sum)
+    _SUM.pack_into(record_N.data, len(record_N) - _SUM.size, keys_sum)
     return record_N, ChunkEnd(end.blocks + len(sum_B), end.keys_bytes + len(record_N), keys_sum)
+
+
+def _header(magic: bytes, chunk: ChunkFile) -> bytes:
+    geometry = chunk.geometry
+    number_4 = (chunk.number, geometry.row_width, geometry.physical_block_size, geometry.blocks_per_chunk)
+    return pack_header(magic, number_4)
 
 
 def chunk_paths(directory: str, number: int) -> tuple[str, str]:
@@ -290,9 +324,4 @@ def chunk_paths(directory: str, number: int) -> tuple[str, str]:
 
 def chunk_numbers(names: list[str]) -> dict[str, int]:
     """Of the names in a directory, those of chunk files, with their chunks' numbers."""
-    found = {}
-    for name in names:
-        stem, _, kind = name.partition(".")
-        if kind in ("rows", "keys") and stem.isdigit():
-            found[name] = int(stem)
-    return found
+    return {name: int(match[1]) for name in names if (match := _CHUNK_NAME.fullmatch(name))}

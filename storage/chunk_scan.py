@@ -17,6 +17,7 @@ from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, read_header
 from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
 from oneemb.storage.geometry import Geometry
+from oneemb.storage.hash_index import check_tables
 from oneemb.storage.snapshot_file import ChunkPart
 
 __all__ = ["ChunkKeys", "block_damage", "fill_keys", "live_rows", "read_keys", "scan_rows"]
@@ -99,19 +100,22 @@ def _fill_open(fs, file, path, geometry, part, keys):
             byte_N[:size] = kept_N.copy()
             begin = offset
             want = min(len(byte_N), part.keys_bytes - begin) - size
-            got = fs.read_into(file, memoryview(byte_N)[size : size + want], begin + size)
+            got = fs.read_into(file, byte_N.data[size : size + want], begin + size)
             size, ended = size + got, begin + size + got == part.keys_bytes or got < want
         return byte_N[offset - begin : size]
 
+    if fs.size(path) < part.keys_bytes:
+        raise _damaged(path, HEADER_BYTES, f"ends before offset {part.keys_bytes}, up to which a snapshot needs it")
     header_N = window(0, HEADER_BYTES)[:HEADER_BYTES]
     check_header(header_N, KEYS_MAGIC, path, part.number, geometry)
     keys_sum = xxh64(header_N)
     offset, block = HEADER_BYTES, 0
     while offset < part.keys_bytes:
         run_N = window(offset, _RUN.size)
-        first, rows, blocks = _RUN.unpack_from(run_N) if len(run_N) >= _RUN.size else (block, 0, 0)
+        first, rows, blocks = _RUN.unpack_from(run_N.data) if len(run_N) >= _RUN.size else (block, 0, 0)
         run_bytes = _RUN.size + -(-(rows * 12 + blocks * 4) // 8) * 8
         fits = blocks > 0 and block + blocks <= part.blocks and rows <= blocks * geometry.rows_per_block
+        fits = fits and offset + run_bytes + 8 <= part.keys_bytes
         if first == block and fits:
             run_N = window(offset, run_bytes + 8)
         if first != block or not fits or len(run_N) < run_bytes + 8:
@@ -127,6 +131,10 @@ def _fill_open(fs, file, path, geometry, part, keys):
         at += 8 * rows
         keys.table_N[row : row + rows] = run_N[at : at + 4 * rows].view(np.int32)
         keys.table_N[row + rows : end] = 0
+        try:
+            check_tables(keys.table_N[row : row + rows])
+        except ValueError as error:
+            raise _damaged(path, offset, f"holds what no run does: {error}") from error
         at += 4 * rows
         keys.sum_B[block : block + blocks] = run_N[at : at + 4 * blocks].view(np.uint32)
         block += blocks
@@ -170,6 +178,12 @@ def _scan_open(fs, file, path, geometry, number, keys, row_N, batch):
     header = bytearray(HEADER_BYTES)
     size = fs.read_into(file, memoryview(header), 0)
     check_header(header[:size], ROWS_MAGIC, path, number, geometry)
+    end, size = ROWS_BEGIN + (int(row_N[-1]) // geometry.rows_per_block + 1) * geometry.block_bytes, fs.size(path)
+    if size < end:
+        raise CorruptTableError(
+            f"{path}: the blocks up to offset {end} are needed, the file ends at offset {size}; restore the file from "
+            f"a copy, or delete the snapshots that need it"
+        )
     buffer_blocks = max(1, _READ_BYTES // geometry.block_bytes)
     buffer = aligned_bytes(buffer_blocks * geometry.block_bytes)
     begin = 0
@@ -181,7 +195,7 @@ def _scan_open(fs, file, path, geometry, number, keys, row_N, batch):
         blocks = int(place_N[-1]) // geometry.rows_per_block + 1 - block
         want = blocks * geometry.block_bytes
         offset = ROWS_BEGIN + block * geometry.block_bytes
-        size = fs.read_into(file, memoryview(buffer)[:want], offset)
+        size = fs.read_into(file, buffer.data[:want], offset)
         if size != want:
             raise CorruptTableError(
                 f"{path}: the blocks from offset {offset} on must have {want} bytes, the file ends after {size} of "

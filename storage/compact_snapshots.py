@@ -1,7 +1,7 @@
 """Frees disk at a path that no job uses: rows that snapshots need move out of chunks that are mostly garbage.
 
-While a job runs, chunks that snapshots need stay as they are; here they are what is compacted. A row that several
-snapshots share is moved once and shared again.
+While a job runs, chunks that snapshots need stay as they are, with the garbage that a save may leave in them; here they
+are what is compacted. A row that several snapshots share is moved once and shared again.
 
     1. take the lock, remove what no snapshot needs          4. write each snapshot anew, in place of the old one
     2. write the rows of sparse chunks to new chunks         5. remove what no snapshot needs any more
@@ -11,7 +11,6 @@ Invariant: each snapshot is in one step the old file or the new one, and the chu
 so a crash at any moment leaves every snapshot with its rows.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,11 +20,11 @@ from oneemb.kernels.checksum import blocks_sum
 from oneemb.storage.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_paths, key_record
 from oneemb.storage.chunk_scan import live_rows, read_keys, scan_rows
 from oneemb.storage.compaction import CompactionResult
-from oneemb.storage.errors import CorruptTableError
+from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.file_header import HEADER_BYTES
-from oneemb.storage.fs import FileSystem, LocalFileSystem, aligned_bytes
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, aligned_bytes
 from oneemb.storage.geometry import Geometry
-from oneemb.storage.recovery import Recovery, needed_bytes
+from oneemb.storage.recovery import Recovery, lost_text, needed_bytes
 from oneemb.storage.snapshot_file import ChunkPart, SnapshotFiles, SnapshotRecord
 from oneemb.storage.snapshot_store import SnapshotStore
 from oneemb.storage.table_info import chunk_bytes_of, live_bits, need_table
@@ -41,8 +40,9 @@ _RUN_OVERHEAD_BYTES = 48
 
 
 def compact_snapshots(
-    path: str | os.PathLike[str],
+    path: AnyPath,
     *,
+    remove_orphans: bool = False,
     fs: FileSystem | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> CompactionResult:
@@ -50,28 +50,34 @@ def compact_snapshots(
 
     Args:
         path: the table's folder. It needs room for the rows that move.
+        remove_orphans: remove what is kept for snapshots that are gone though nobody has deleted them here.
         fs: where files are; None = this machine's.
         progress: called with (rows moved, rows to move).
 
     Raises:
         LockedError: a job uses the table.
         CorruptTableError: a snapshot is not what was written; nothing has changed.
-        StorageError: the disk fails or is full; every snapshot is whole.
+        StorageError: the disk fails or is full; every snapshot is whole. Or a snapshot is gone, nobody has given it
+            up, and nothing has changed.
     """
-    fs, path = fs or LocalFileSystem(), os.fspath(path)
+    fs, path = fs or LocalFileSystem(), absolute_path(path)
     need_table(fs, path)
     lock = WriterLock(fs, f"{path}/LOCK")
     try:
         recovery = Recovery()
-        store = SnapshotStore(fs, path, False, recovery)
+        store = SnapshotStore(fs, path, False, recovery, lock, give_up=remove_orphans)
         try:
             for name, reason in recovery.damaged.items():
                 raise CorruptTableError(f"snapshot {name!r} is damaged: {reason}; nothing was compacted")
+            if recovery.kept or recovery.lost or recovery.lost_more:
+                raise StorageError(
+                    f"{path}: {lost_text(recovery.lost, recovery.lost_more, len(recovery.kept))}; nothing was compacted"
+                )
             result = _compact(fs, path, store.files, store.chunk_files, progress)
         finally:
             store.chunk_files.close()
         after = Recovery()
-        SnapshotStore(fs, path, False, after).chunk_files.close()  # 5.
+        SnapshotStore(fs, path, False, after, lock).chunk_files.close()  # 5.
         result.bytes_freed += recovery.removed_bytes + after.removed_bytes
         return result
     finally:

@@ -1,20 +1,42 @@
 """Frees disk: live rows of chunks that are mostly garbage move to the end of the log, and the chunks go.
 
-A chunk that a snapshot needs is `held`: moving its rows would free nothing, so it is left alone and counted to the
-snapshots. For the others, the loose ones:
+A row on disk is live, or only snapshots have it, or it is garbage. A chunk that a snapshot needs is `held`: moving its
+live rows frees it only when the last snapshot that needs it goes. The others are loose: moving theirs frees disk now.
+With live = bytes of live rows, saved = bytes of the rows of all kept snapshots (shared ones counted each time), a =
+`max_space_amplification` and g = min(0.3, a - 1):
 
-    bytes of loose chunks <= max_space_amplification * bytes of live rows + 2 chunks
+    bytes on disk <= max(a * live, (1 + g) * live + saved) + 2 chunks + 1 chunk for each kept snapshot
 
-Why that holds: a put goes in pieces of half a chunk at most, and before a piece loose chunks are brought down to
-`amplification * live + 1 chunk`; a chunk that is being moved adds at most its own live rows for a while. While loose
-chunks are above that, some sealed one is less than `(1 + 1 / amplification) / 2` live, so each move frees disk and the
-loop ends; while none is, sealed chunks have at most `amplification` bytes for a live one, and the rest is one chunk.
+A save that runs beside the caller is a kept snapshot. Chunks are a sixteenth of the live rows, or the table's smallest.
+So one kept snapshot costs at most 2.3 times the live rows, each further one its own rows, while snapshots go oldest
+first; deleting one from between others may leave 0.24 of its neighbours' rows until they go. A load or a clear lowers
+`live` at once, and what snapshots pin goes with them: 0.24 of their rows at most.
+
+Why that holds. Loose garbage can always be cleaned; garbage in held chunks cannot, and every live row may be
+overwritten before the next save. So it is the save that has to be careful: before it takes its chunks it cleans them
+until they have at most g - s of garbage for each live byte, s = g / 5, and so have all held chunks together. Then
+(1 + g) * live + saved leaves at least s * live for loose garbage in the worst case. A put goes in pieces of half a
+chunk at most, and before a piece loose chunks are cleaned until there is room for it: while there is not, loose chunks
+are less than 1 / (1 + s) live, so one of the sealed ones is, each move frees disk, and the loop ends. Of what is left
+over, one chunk is being written, one is being moved; and a snapshot that holds the chunk being written pins what comes
+to it later. During a save that replaces a snapshot the chunks of both are there, which is what is allowed while every
+row is live once and saved once.
+
+What that costs. The chunk with the least live rows for its size, u of it, is cleaned first: u / (1 - u) rows move for
+each that is freed. So rows are written at most 1 + 1 / s times, 17 at a = 2, and it is far less wherever chunks differ.
+Rows written for each that was put, at a = 2 with one kept snapshot: 1.6 when any share of the table is overwritten
+between saves, in any order, both drawn anew each time. Rows overwritten at random: 1.5 to 1.9 when half the table or
+more is overwritten between saves, 2.4 at a fifth and 2.9 at a twentieth; in order: 1.1. Less cannot be had there: what
+is saved often may hold g - s of garbage, and a log of 1.3 times its live rows, overwritten at random, writes each 2.4
+times. More disk buys it: a = 2.5 writes 1.7 and 1.9 times.
+After many puts a save goes on cleaning, up to a share of what was put: that leaves more room for loose garbage until
+the next save, which is far away where many puts lie between saves.
 
 Invariant: a row that has changed since its chunk was read is not moved: its newer version is elsewhere.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,14 +48,22 @@ from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.fs import FileSystem
 from oneemb.storage.live_rows import LiveRows
 from oneemb.storage.row_writer import RowWriter
+from oneemb.storage.snapshot_store import SnapshotStore
+from oneemb.storage.turns import Turns, signals_deferred
 
 __all__ = ["CompactionResult", "Compactor"]
 
 _PIECE_ROWS = 4096
-# Loose chunks above amplification * live + this much of a chunk are compacted in the background, before it is urgent.
+# Chunks above the bound + this much of a chunk are compacted in the background, before it is urgent.
 _EARLY = 0.25
 # On demand, a chunk whose live rows fill this much of it is left as it is.
 _FULL_ENOUGH = 0.95
+# Garbage for each live byte that is allowed beside snapshots, and the part of it that a save leaves to loose chunks.
+_GARBAGE_MAX = 0.3
+_LOOSE_PART = 0.2
+# For each row that was put since the last save, beyond half the live rows, so many may move at a save that need not.
+_MOVED_SHARE = 0.4
+_MOVED_FILL_MAX = 0.98
 
 
 @dataclass
@@ -58,68 +88,93 @@ class Compactor:
         fs: where the chunks are.
         live: the rows.
         writer: appends to the log of these rows.
-        files: the chunks.
-        guard: held by every call that looks at the rows; `move` lets go of it while it reads.
+        store: the snapshots, and the files of all chunks.
+        turns: every call that looks at the rows has one; `move` lets go of its lock, the guard, while it reads.
         max_space_amplification: above 1.
-        background: None = compaction happens in puts only.
+        background: None = compaction happens in puts and saves only.
     """
 
     def __init__(
-        self, fs: FileSystem, live: LiveRows, writer: RowWriter, files: ChunkFiles, guard: threading.Condition,
+        self, fs: FileSystem, live: LiveRows, writer: RowWriter, store: SnapshotStore, turns: Turns,
         max_space_amplification: float, background: Background | None,
     ):  # fmt: skip
-        self._fs, self._live, self._writer, self._files, self._guard = fs, live, writer, files, guard
+        self._fs, self._live, self._writer, self._store = fs, live, writer, store
+        self._turns, self._guard = turns, turns.lock
+        self._files: ChunkFiles = store.chunk_files
         self._max_space_amplification = max_space_amplification
+        self._garbage_max = min(_GARBAGE_MAX, max_space_amplification - 1)
         self._background = background
         self._stopping = False
         self._moving: ChunkFile | None = None
         self._damaged: set[ChunkFile] = set()
+        self._rows_since_save = 0
         self.done = CompactionResult()
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk that would be begun now."""
+        geometry = self._live.geometry
+        return geometry.disk_bytes(geometry.chunk_blocks(len(self._live.index)))
 
     @property
     def piece_rows(self) -> int:
         """Rows that may be put between two calls of `make_room`."""
-        return max(1, self._live.geometry.rows_per_chunk // 2)
+        geometry = self._live.geometry
+        return max(1, geometry.chunk_blocks(len(self._live.index)) * geometry.rows_per_block // 2)
 
     def loose_bytes(self) -> int:
-        """Bytes of chunks that no snapshot needs."""
-        return sum(chunk.nbytes for _, chunk in self._live.slots() if not chunk.snapshots)
+        """Bytes of chunks that no snapshot needs, without headers, with what is on its way to them."""
+        return self._bytes_of({chunk for chunk in self._live.chunks() if not chunk.snapshots})
 
     def live_bytes(self) -> int:
         """Bytes that the live rows need; less than that while keys are not settled."""
         return int(len(self._live.index) * self._live.geometry.disk_bytes_per_row)
 
     def settle(self) -> None:
-        """Take in the keys that were noted, and let go of chunks without live rows, but for the one being written.
-
-        Raises:
-            MemoryError: the index cannot grow; the keys are still noted.
-        """
+        """Take in the keys that were noted, and let go of chunks without live rows, but for those being written."""
         self._live.settle()
-        for slot in np.flatnonzero(self._live.live_S == 0).tolist():
-            if self._live.chunk_S[slot] is not None and slot != self._writer.slot:
-                self._live.remove(slot)
+        for chunk in self._live.dead_chunks():
+            if not self._writer.writes_to(chunk):
+                self._live.remove(chunk)
 
-    def make_room(self) -> None:
-        """Keep the bound for the next piece, here if it is urgent, else in the background. The guard is held.
+    def make_room(self, rows: int) -> None:
+        """Keep the bound for so many rows more, here if it is urgent, else in the background. The guard is held.
 
         Raises:
             StorageError: rows could not be moved; nothing is lost.
         """
         # Keys that are not settled can only lower the excess, so where it is small they need not be.
-        if self._excess() <= (1 if self._background is None else _EARLY) or not any(self._candidates()):
-            return
-        self.settle()
-        while self._excess() > 1:
-            if self._moving is not None:
-                self._guard.wait()
-                self._raise_error()
-                self.settle()
-            elif not self._compact_one():
+        if self._excess() > (1 if self._background is None else _EARLY) and any(self._loose()):
+            self.settle()
+            while self._excess() > 1 and not self._stopping:
+                if self._moving is not None:
+                    self._guard.wait()
+                    self._raise_error()
+                    self.settle()
+                elif not self._compact_one():
+                    break
+            if self._background is not None and not self._background.busy and self._excess() > _EARLY:
+                if self._least(self._loose(), self._full) is not None:
+                    self._background.start(self._run)
+        self._rows_since_save += rows
+
+    def clean_for_save(self, name: str) -> None:
+        """Move rows until the chunks that a snapshot would hold now have no more garbage than it may pin. The guard is
+        held, and free while chunks are read.
+
+        Args:
+            name: of the snapshot, which takes the place of one of that name.
+
+        Raises:
+            StorageError: rows could not be moved; nothing is lost.
+        """
+        moved_before = self.done.rows_moved
+        while (chunk := self._next_for_save(name, self.done.rows_moved - moved_before)) is not None:
+            signals_deferred.let_in_now()
+            self.move(chunk)
+            if chunk in self._live:
                 break
-        if self._background is not None and not self._background.busy and self._excess() > _EARLY:
-            if self._victim() is not None:
-                self._background.start(self._run)
+        self._rows_since_save = 0
 
     def compact(self) -> CompactionResult:
         """Move the rows of every loose chunk that has garbage. The guard is held."""
@@ -128,26 +183,25 @@ class Compactor:
         try:
             self._writer.seal()
             disk = self._disk_bytes()
-            chunks = list(self._live.slots())
-            for slot, chunk in chunks:
-                there = self._live.chunk_S[slot] is chunk and not chunk.snapshots
-                if there and self._fill(slot, chunk) < _FULL_ENOUGH:
-                    self.move(slot, chunk)
+            for chunk in self._live.chunks():
+                if chunk in self._live and not chunk.snapshots and self._fill(chunk) < _FULL_ENOUGH:
+                    signals_deferred.let_in_now()
+                    self.move(chunk)
             self._writer.write_out()
             self.done.bytes_freed = disk - self._disk_bytes()
             return self.done
         finally:
             self.done = CompactionResult(*(getattr(before, f) + getattr(self.done, f) for f in _FIELDS))
 
-    def move(self, slot: int, chunk: ChunkFile) -> None:
-        """Move the live rows of a sealed chunk to the end of the log, and let go of it. The guard is held once, and
-        free while the chunk is read."""
+    def move(self, chunk: ChunkFile) -> None:
+        """Move the live rows of a chunk that is not being written to the end of the log, and let go of it. The guard
+        is held once, and free while the chunk is read."""
         while self._moving is not None:
             self._guard.wait()
         self.settle()
-        if self._live.chunk_S[slot] is not chunk:
+        if chunk not in self._live:
             return
-        geometry, part = self._live.geometry, self._live.part(slot)
+        geometry, part = self._live.geometry, self._live.part(chunk)
         self._moving = chunk
         self._files.hold(chunk)
         try:
@@ -161,13 +215,12 @@ class Compactor:
                         if self._stopping:
                             break
                         self.settle()
-                        if self._live.chunk_S[slot] is not chunk:
+                        if chunk not in self._live:
                             break
-                        place_N = self._live.index.find(table_N, id_N)
-                        here = np.flatnonzero(place_N // geometry.rows_per_chunk == slot)
+                        here = np.flatnonzero(self._live.has_place(chunk, self._live.index.find(table_N, id_N)))
                         self._append(table_N[here], id_N[here], row_NW[here])
-            if self._live.chunk_S[slot] is chunk and self._live.live_S[slot] == 0:
-                self._live.remove(slot)
+            if chunk in self._live and self._live.live_of(chunk) == 0:
+                self._live.remove(chunk)
                 self.done.chunks += 1
         except CorruptTableError:
             self._damaged.add(chunk)  # It would fail again each time; its sound rows stay where they are.
@@ -179,9 +232,13 @@ class Compactor:
 
     def stop(self) -> None:
         """End what runs in the background. The guard is held, and let go of meanwhile."""
-        self._stopping = True
+        self.stop_soon()
         while self._moving is not None:
             self._guard.wait()
+
+    def stop_soon(self) -> None:
+        """Let what runs in the background end; nobody waits for it."""
+        self._stopping = True
 
     def _append(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
         if len(id_N):
@@ -190,42 +247,82 @@ class Compactor:
             self.done.rows_moved += len(id_N)
 
     def _run(self) -> None:
-        with self._guard:
-            while not self._stopping and self._moving is None:
+        with self._turns:
+            while not self._stopping and not self._turns.broken and self._moving is None:
                 self.settle()
                 if self._excess() <= _EARLY or not self._compact_one():
                     break
 
     def _compact_one(self) -> bool:
-        slot = self._victim()
-        if slot is None:
+        chunk = self._least(self._loose(), self._full)
+        if chunk is None:
             return False
-        chunk = self._live.chunk_S[slot]
-        assert chunk is not None
-        self.move(slot, chunk)
+        self.move(chunk)
         return True
 
-    def _victim(self) -> int | None:
-        """The loose sealed chunk with the least live rows for its size, where moving it is worth while."""
-        full = (1 + 1 / self._max_space_amplification) / 2
-        fill, slot = min(((self._fill(slot, chunk), slot) for slot, chunk in self._candidates()), default=(full, -1))
-        return slot if fill < full else None
+    def _next_for_save(self, name: str, moved: int) -> ChunkFile | None:
+        """The chunk whose live rows are to move before a snapshot takes its chunks, None when none has to. So many rows
+        have moved already."""
+        self.settle()
+        live, loose_garbage = self.live_bytes(), self._garbage_max * _LOOSE_PART
+        full = 1 / (1 + loose_garbage)
+        held_max = (1 + self._garbage_max - loose_garbage) * live
+        spare = (self._max_space_amplification - 1 - loose_garbage) * live
+        kept, kept_rows_bytes = self._store.kept_beside(name)
+        own = [chunk for chunk in self._live.chunks() if chunk not in self._damaged]
+        sealed = [chunk for chunk in own if not self._writer.writes_to(chunk)]
+        # Moving rows out of a chunk that another snapshot needs as well leaves more that is held, and not less.
+        fresh = [chunk for chunk in sealed if chunk not in kept]
+        # Rows that the replaced snapshot needs too are there twice for a while: first there has to be room for that.
+        chunk = self._least(self._loose(), full) if self._excess() > 0 else None
+        if chunk is None and self._bytes_of({*own, *kept}) > max(spare, held_max + kept_rows_bytes):
+            chunk = self._least(fresh, full)
+        if chunk is None and self._bytes_of(own) > max(spare, held_max):
+            chunk = self._least(sealed, full)
+        if chunk is None:
+            chunk = self._least(fresh, _MOVED_FILL_MAX)
+            many = self._rows_since_save - len(self._live.index) / 2
+            if chunk is not None and moved + self._live.live_of(chunk) > _MOVED_SHARE * many:
+                chunk = None
+        return chunk
 
-    def _candidates(self) -> Iterator[tuple[int, ChunkFile]]:
-        """The loose sealed chunks that can be read."""
-        for slot, chunk in self._live.slots():
-            if not chunk.snapshots and chunk is not self._writer.chunk and chunk not in self._damaged:
-                yield slot, chunk
+    @property
+    def _full(self) -> float:
+        """What live rows fill of a chunk at least that a put need not move: see the head."""
+        if self._store.rows_bytes():
+            return 1 / (1 + self._garbage_max * _LOOSE_PART)
+        return (1 + 1 / self._max_space_amplification) / 2
 
-    def _fill(self, slot: int, chunk: ChunkFile) -> float:
-        return int(self._live.live_S[slot]) * self._live.geometry.disk_bytes_per_row / chunk.nbytes
+    def _loose(self) -> list[ChunkFile]:
+        """The chunks that no snapshot needs, that are not being written, and that can be read."""
+        return [
+            chunk
+            for chunk in self._live.chunks()
+            if not (chunk.snapshots or self._writer.writes_to(chunk) or chunk in self._damaged)
+        ]
+
+    def _least(self, chunks: Iterable[ChunkFile], full: float) -> ChunkFile | None:
+        """The chunk with the least live rows for its size, if they fill less than this much of it."""
+        fill, _, chunk = min(((self._fill(chunk), chunk.number, chunk) for chunk in chunks), default=(full, 0, None))
+        return chunk if fill < full else None
+
+    def _fill(self, chunk: ChunkFile) -> float:
+        return self._live.live_of(chunk) * self._live.geometry.disk_bytes_per_row / max(1, self._bytes_of([chunk]))
 
     def _excess(self) -> float:
-        """By how many chunks the loose ones are above what the live rows allow, the next piece included."""
+        """By how many chunks those on disk are above what is allowed, the next piece of a put included."""
         geometry = self._live.geometry
         piece = self.piece_rows * geometry.disk_bytes_per_row
-        allowed = self._max_space_amplification * self.live_bytes()
-        return (self.loose_bytes() + piece - allowed) / geometry.chunk_bytes
+        # Others are held for a moment only, by a scan or a move.
+        chunks = {chunk for chunk in self._files.chunks.values() if chunk.snapshots or chunk in self._live}
+        live = self.live_bytes()
+        with_snapshots = (1 + self._garbage_max) * live + self._store.rows_bytes()
+        allowed = max(self._max_space_amplification * live, with_snapshots)
+        return (self._bytes_of(chunks) + piece - allowed) / self.chunk_bytes
+
+    def _bytes_of(self, chunks: Collection[ChunkFile]) -> int:
+        """Bytes of chunks without their headers, with what is on its way to them."""
+        return sum(chunk.runs_bytes for chunk in chunks) + self._writer.bytes_to_write(chunks)
 
     def _disk_bytes(self) -> int:
         return sum(chunk.nbytes for chunk in self._files.chunks.values())

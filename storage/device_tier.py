@@ -10,7 +10,8 @@ Invariants: those of oneemb.storage.hot_tier. Besides:
   offsets were as they must be; one whose rows were all staged does not wait;
 - everything runs on torch's current stream. Calls that search, fill or evict come on the device in the order in which
   the host made them, on whatever streams (`_InOrder`). Between them steps read and write rows in pinned slots, and
-  release them, on streams of their own: staging moves no array that they use, and takes no slot that is pinned.
+  release them, on streams of their own: staging moves no array that they use, and takes no slot that is pinned. What
+  moves those arrays, or gives them back, waits for the whole device before and after.
 
 Streams and events are torch's and not cuda-python's: its allocator must know which stream still uses what is freed.
 """
@@ -70,7 +71,7 @@ class DeviceTier:
         below: the store underneath, on the host; None = nothing.
         resident: whether every row is here. One with nothing below must be.
         row_limit: rows that may be known to this tier and those below together; None = no limit.
-        policy: which rows a cache evicts first, "lru" = those least recently used, "lfu" = least often of late.
+        policy: which rows a cache evicts first, "lfu" = those least often used of late, "lru" = least recently.
         gpu: where it is.
     """
 
@@ -83,7 +84,7 @@ class DeviceTier:
         below: RowStore | None,
         resident: bool,
         row_limit: int | None = None,
-        policy: str = "lru",
+        policy: str = "lfu",
         gpu: Gpu,
     ):
         assert (resident or below is not None) and policy in ("lru", "lfu")
@@ -95,7 +96,6 @@ class DeviceTier:
         self._resident = resident
         self._row_limit = row_limit
         self._policy = policy
-        self._index = DeviceIndex(gpu)
         self._staging = _PinnedRows(row_width, gpu)
         self._order = _InOrder(gpu)
         self._tick = 0
@@ -106,7 +106,9 @@ class DeviceTier:
         self._score_S: torch.Tensor
         self._pin_S: torch.Tensor
         self._freed: torch.Tensor  # slots given back, used again before new ones
-        self._forget()
+        with self._order(self._arrays):
+            self._index = DeviceIndex(gpu)
+            self._forget()
 
     def __len__(self) -> int:
         if self._rows is None:
@@ -237,6 +239,7 @@ class DeviceTier:
         Raises:
             ValueError: their tables or offsets were not as they must be.
         """
+        self._order.after_releases()
         slot_U, keys, missed = self._find_and_pin(keys, 0, None)
         table_U, id_U = keys.table_U, keys.id_U
         row_UW = self._gpu.full(len(id_U), self.row_SW.shape[1], value=0, dtype=torch.float32)
@@ -260,7 +263,7 @@ class DeviceTier:
     def release(self, slot_U: torch.Tensor) -> None:
         """Unpin slots that `admit` gave, once each; -1 is none."""
         self._gpu.run(release_loop, len(slot_U), slot_U, self._pin_S)
-        self._order.released()
+        self._order.released(slot_U)
 
     @_in_order
     def release_staged(self, slot_U: torch.Tensor) -> None:
@@ -282,6 +285,7 @@ class DeviceTier:
 
     @_in_order
     def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
+        self._order.after_releases()
         slot_U, _, missed = self._find_and_pin(self._all_keys(*map(self._gpu.put, (table_U, id_U))), 0, None)
         missing_U = _host(slot_U < 0)
         hit = np.flatnonzero(~missing_U)
@@ -359,7 +363,10 @@ class DeviceTier:
             table_N, id_N, slot_N = self._index.items()
         for n in range(0, len(slot_N), batch):
             some = slice(n, n + batch)
-            yield _host(table_N[some]).copy(), _host(id_N[some]).copy(), self._rows_out(slot_N[some])
+            with self._order(self._arrays):
+                self._order.after_releases()
+                found = _host(table_N[some]).copy(), _host(id_N[some]).copy(), self._rows_out(slot_N[some])
+            yield found
 
     @_in_order
     def flush(self) -> None:
@@ -416,6 +423,7 @@ class DeviceTier:
             "bytes": len(self._pin_S) * self._slot_bytes + self._index.nbytes,
         }
 
+    @_in_order
     def close(self) -> None:
         self._forget()
 
@@ -581,6 +589,15 @@ class DeviceTier:
         if need <= have:
             return
         size = min(self.slots, max(need, 2 * have, _SLOTS_MIN))
+        self._gpu.wait()
+        try:
+            self._enlarge(size, need)
+        finally:
+            self._gpu.wait()
+
+    def _enlarge(self, size: int, need: int) -> None:
+        """Have memory for `size` slots, or at least for `need`."""
+        have = len(self._pin_S)
         arrays = self._slot_arrays()
         try:
             self._hold([_enlarged(array, size, self._gpu.device) for array in arrays])
@@ -634,6 +651,7 @@ class DeviceTier:
         self._evicted += len(victim_V)
 
     def _write_down(self) -> None:
+        self._order.after_releases()
         self._put_below(torch.nonzero(self._dirty_S[: self._used]).reshape(-1))
 
     def _put_below(self, slot_N: torch.Tensor) -> None:
@@ -653,6 +671,7 @@ class DeviceTier:
 
     def _forget(self) -> None:
         gpu = self._gpu
+        gpu.wait()  # Steps on other streams may be using what is given back.
         self.row_SW = gpu.empty(0, -(-self.row_width // 4) * 4, dtype=torch.float32)
         self._table_S = gpu.empty(0, dtype=torch.int32)
         self._id_S = gpu.empty(0, dtype=torch.int64)
@@ -673,7 +692,7 @@ class _InOrder:
         self._on_gpu = gpu.device.type == "cuda"
         self._end: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._released: torch.cuda.Event | None = None
+        self._released: dict[torch.cuda.Stream, torch.cuda.Event] = {}
 
     @contextlib.contextmanager
     def __call__(self, arrays: Callable[[], list[torch.Tensor]]) -> Iterator[None]:
@@ -695,15 +714,17 @@ class _InOrder:
         finally:
             self._stream, self._end = stream, stream.record_event()
 
-    def released(self) -> None:
-        """Slots were released on the current stream."""
+    def released(self, slot_U: torch.Tensor) -> None:
+        """These slots were released on the current stream, which need not be the one that their array is of."""
         if self._on_gpu:
-            self._released = torch.cuda.current_stream(self._gpu.device).record_event()
+            stream = torch.cuda.current_stream(self._gpu.device)
+            slot_U.record_stream(stream)
+            self._released[stream] = stream.record_event()
 
     def after_releases(self) -> None:
-        """What is launched from here on comes after the latest release, and so after what its step wrote."""
-        if self._released is not None:
-            torch.cuda.current_stream(self._gpu.device).wait_event(self._released)
+        """What is launched from here on comes after the releases so far, and so after what their steps wrote."""
+        for event in list(self._released.values()):  # Other threads release meanwhile.
+            torch.cuda.current_stream(self._gpu.device).wait_event(event)
 
 
 def _enlarged(array: torch.Tensor, size: int, device: torch.device) -> torch.Tensor:
@@ -725,30 +746,36 @@ class _PinnedRows:
         self._gpu = gpu
         self._on_gpu = gpu.device.type == "cuda"
         self._row_BW = torch.empty(0, row_width)
-        self._left: torch.cuda.Event | None = None  # when the last copy out of the buffer has ended
+        self._left: torch.cuda.Event | None = None  # when the last copy out of the buffer, or into it, has ended
 
     def to_device(self, row_NW: np.ndarray) -> torch.Tensor:
         """The rows on the device, on their way there when this returns."""
         row_BW = self._buffer(len(row_NW))
         row_BW.numpy().view(np.int32)[:] = row_NW.view(np.int32)
         rows = row_BW.to(self._gpu.device, non_blocking=True, copy=True)
-        if self._on_gpu:
-            self._left = torch.cuda.Event()
-            self._left.record()
+        self._copied()
         return rows
 
     def to_host(self, row_NW: torch.Tensor) -> np.ndarray:
         """The rows in the buffer, good until its next use."""
         row_BW = self._buffer(len(row_NW))
         row_BW.copy_(row_NW, non_blocking=True)
-        if self._on_gpu:
-            torch.cuda.current_stream(self._gpu.device).synchronize()
+        self._copied()
+        self._wait()
         return row_BW.numpy()
 
-    def _buffer(self, rows: int) -> torch.Tensor:
+    def _copied(self) -> None:
+        # Copies go to the current stream of the tier's device, which need not be the current device.
+        if self._on_gpu:
+            self._left = torch.cuda.current_stream(self._gpu.device).record_event()
+
+    def _wait(self) -> None:
         if self._left is not None:
             self._left.synchronize()
             self._left = None
+
+    def _buffer(self, rows: int) -> torch.Tensor:
+        self._wait()
         if rows > len(self._row_BW):
             self._row_BW = torch.empty(max(rows, 2 * len(self._row_BW)), self._row_width, pin_memory=self._on_gpu)
         return self._row_BW[:rows]

@@ -11,17 +11,16 @@ Invariants:
 - any thread may call a store. `stage`, which runs ahead of the training loop, changes nothing that anyone can see: not
   the rows known, their values or the count of changes; and rows it holds give way to a step that needs their slots.
 
-Locks: `_lock` is held while tiers are searched, filled and evicted from, and a `stage` gives way to whoever waits for
-it between two chunks. `release`, `mark_dirty` and kernels on pinned slots take no lock but the pins'.
+Turns: tiers are searched, filled and evicted from in a turn (storage/turns.py), and a `stage` gives way to whoever
+waits for one between two chunks. `release`, `mark_dirty` and kernels on pinned slots need none, only the pins' lock.
 """
 
 import functools
 import os
-import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,17 +28,20 @@ import numpy as np
 
 from oneemb.kernels.init_rows import InitialRows, init_rows
 from oneemb.kernels.threads import Threads
+from oneemb.storage.errors import SnapshotNotFoundError
 from oneemb.storage.hot_tier import SLOT_OVERHEAD_BYTES, HotTier
 from oneemb.storage.persistent_table import PersistentTable
 from oneemb.storage.row_layout import RowLayout
 from oneemb.storage.row_store import RowStore, StorageError, StoreFullError
+from oneemb.storage.snapshot_file import SnapshotInfo
 from oneemb.storage.snapshot_reader import SnapshotReader, read_snapshot_info
-from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
+from oneemb.storage.turns import Turns, signals_deferred
 
 if TYPE_CHECKING:
     from oneemb.kernels.launch import Gpu
 
-__all__ = ["EmbeddingStore", "Staged", "StorePlan"]
+__all__ = ["EmbeddingStore", "Pins", "Staged", "StorePlan"]
 
 # Of the machine's memory, what a store without a capacity may come to use.
 _MEMORY_SHARE = 0.9
@@ -69,6 +71,9 @@ class StorePlan:
 # Holds the rows of a store that is made anew for rows of another width, while it is.
 _REBUILD = "rows-on-their-way-to-another-width"
 
+# How long a stage gives way to those who wait at most, in naps of 20 microseconds: they take turns by then.
+_NAPS_MAX = 500
+
 # Rows read ahead at a time, before others may have their turn: enough to keep a disk busy, some 50 ms of its reads.
 _STAGE_CHUNK = 4096
 
@@ -89,12 +94,36 @@ class Staged:
     """On a GPU, how many are not there yet."""
 
 
+class Pins(weakref.ref):
+    """The pins of a lookup, for when its owner is dropped before it has released them.
+
+    Python calls the function of a weak reference without running a line of code: no interrupt can lose the note.
+    """
+
+    __slots__ = ("generation", "slot_U")
+    slot_U: Any
+    generation: int
+
+
 def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs a method of the store with its lock held."""
+    """Runs a method that changes the store in a turn."""
 
     @functools.wraps(method)
     def run(self, *args, **kwargs):
-        with self._turn():
+        with self.turns:
+            self.turns.check(changes=True)
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+def _reading(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a method that only reads in a turn. A child of the process that made the store may call it too."""
+
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        with self.turns:
+            self.turns.check(changes=False)
             return method(self, *args, **kwargs)
 
     return run
@@ -124,8 +153,11 @@ class EmbeddingStore:
         """Whose state the rows hold; None = nobody's yet."""
         self.changes = 0
         """Counts what changed the rows: two equal readings mean equal rows."""
-        self.abandoned: deque[tuple[int, np.ndarray]] = deque()
-        """(generation, slots) still pinned for lookups that were dropped unfinished; `admit` releases them."""
+        self.abandoned: deque[Pins] = deque()
+        """Those of lookups that were dropped unfinished; `admit` releases them."""
+        mend = "load_snapshot(name) goes on from one, clear() from none"
+        self.turns = Turns(f"the embedding on {plan.persistent_path}", mend, rank=0)
+        self._pins: dict[int, Pins] = {}
         self._initial = initial
         self._state = np.empty(0, np.float32)
         self.gpu: Gpu | None = None
@@ -133,8 +165,6 @@ class EmbeddingStore:
         self._tiers: list[Any] = []
         self._table: PersistentTable | None = None
         self._closed = False
-        self._lock = threading.RLock()
-        self._waiting = 0  # calls that wait for the lock; a race on it delays a stage or lets one chunk pass, no more
         self._staged: set[Staged] = set()
         _check_writable(plan.persistent_path)
 
@@ -170,14 +200,7 @@ class EmbeddingStore:
                     " start from another path"
                 )
             # Rows that no optimizer has touched keep their weights and are given its state.
-            rows, name = len(self._tiers[0]), _REBUILD
-            if rows:
-                self.save_snapshot(name, {}, overwrite=True)
-            self._dismantle()
-            self.build(optimizer, state)
-            if rows:
-                self.load_snapshot(name)
-                self.delete_snapshot(name)
+            self._make_anew(optimizer, state, self.gpu)
             return
         layout = RowLayout(self.layout.dim, self.layout.dtype, len(state))
         table = PersistentTable.open(
@@ -192,6 +215,9 @@ class EmbeddingStore:
             table.close()
             raise
         self._table, self.layout, self._state, self.optimizer = table, layout, state, optimizer
+        # A store that is dropped gives back its threads, files and lock. At exit the system does.
+        self._finalizer = weakref.finalize(self, table.close)
+        self._finalizer.atexit = False
 
     @_in_turn
     def move_to(self, gpu: "Gpu | None") -> None:
@@ -206,38 +232,74 @@ class EmbeddingStore:
         if not self.built:
             self.gpu = gpu
             return
-        optimizer, state, before = self.optimizer, self._state, self.gpu
-        self.save_snapshot(_REBUILD, {}, overwrite=True)
-        self._dismantle()
-        self.gpu = gpu
+        self._make_anew(self.optimizer, self._state, gpu)
+
+    def _make_anew(self, optimizer: str | None, state: np.ndarray, gpu: "Gpu | None") -> None:
+        """Make the tiers of rows with this state, there, and bring the rows along; what fails leaves them as they were.
+
+        Raises:
+            StoreFullError, StorageError: there is no room for the rows, there or on the disk on their way.
+        """
+        before = self.optimizer, self._state, self.gpu
+        rows = len(self._tiers[0])
+        if rows:
+            self._check_room(rows, RowLayout(self.layout.dim, self.layout.dtype, len(state)), gpu)
+            self.save_snapshot(_REBUILD, {}, overwrite=True)
         try:
-            self.build(optimizer, state)
-            self.load_snapshot(_REBUILD)
-        except BaseException:
-            if self.built:
-                self._dismantle()
-            self.gpu = before
-            self.build(optimizer, state)
-            self.load_snapshot(_REBUILD)
+            self._dismantle()
+            try:
+                self._build_and_load(optimizer, state, gpu, rows)
+            except (StorageError, MemoryError, RuntimeError, ValueError):
+                if self.built:
+                    self._dismantle()
+                self.turns.mended()
+                self._build_and_load(*before, rows)
+                raise
+        except BaseException as error:
+            if not self.built or len(self._tiers[0]) != rows:
+                self.turns.cut_short(error)
+                error.add_note(f"the rows are in the snapshot {_REBUILD!r} in {self.plan.persistent_path}")
+                raise
+            if rows:
+                self.delete_snapshot(_REBUILD)
             raise
-        finally:
+        if rows:
             self.delete_snapshot(_REBUILD)
+
+    def _build_and_load(self, optimizer: str | None, state: np.ndarray, gpu: "Gpu | None", rows: int) -> None:
+        self.gpu = gpu
+        self.build(optimizer, state)
+        if rows:
+            self.load_snapshot(_REBUILD)
+
+    def _check_room(self, rows: int, layout: RowLayout, gpu: "Gpu | None") -> None:
+        """Raise StoreFullError if a tier that holds all rows could not hold so many of this layout, on the host."""
+        for name, budget_bytes in (("device", self.plan.cache_bytes), ("host", self.plan.host_bytes)):
+            slots = self._slots(layout, budget_bytes)
+            if budget_bytes is None and not (name == "device" and gpu is not None) and rows > slots:
+                raise StoreFullError(
+                    f"the {name} tier has room for {slots} rows of {layout.row_bytes} bytes and must hold all of"
+                    f" {rows}; they are as they were. Give it more memory or capacity, or an optimizer with less state"
+                )
+
+    def _slots(self, layout: RowLayout, budget_bytes: int | None) -> int:
+        """Slots of a tier on the host."""
+        slot_bytes = layout.row_bytes + SLOT_OVERHEAD_BYTES
+        if budget_bytes is not None:
+            return max(budget_bytes // slot_bytes, 1)
+        slots = int(_memory_bytes() * _MEMORY_SHARE) // slot_bytes
+        return max(slots if self.plan.capacity is None else min(slots, self.plan.capacity), 1)
 
     def _make_tiers(self, layout: RowLayout, table: PersistentTable) -> list[Any]:
         """The tiers from the hot one down."""
-        plan, slot_bytes = self.plan, layout.row_bytes + SLOT_OVERHEAD_BYTES
+        plan = self.plan
 
         def tier(name: str, budget_bytes: int | None, below: RowStore, row_limit: int | None) -> Any:
             if name == "device" and self.gpu is not None:
                 return self._device_tier(layout, self.gpu, below)
-            if budget_bytes is None:
-                slots = int(_memory_bytes() * _MEMORY_SHARE) // slot_bytes
-                slots = slots if plan.capacity is None else min(slots, plan.capacity)
-            else:
-                slots = budget_bytes // slot_bytes
             return HotTier(
-                name, row_width=layout.row_width, slots=max(slots, 1), below=below, resident=budget_bytes is None,
-                row_limit=row_limit, policy=plan.cache_policy, threads=self.threads,
+                name, row_width=layout.row_width, slots=self._slots(layout, budget_bytes), below=below,
+                resident=budget_bytes is None, row_limit=row_limit, policy=plan.cache_policy, threads=self.threads,
             )  # fmt: skip
 
         below: RowStore = table
@@ -287,13 +349,6 @@ class EmbeddingStore:
         """An array where the hot tier is: itself, or a copy on the GPU."""
         return array if self.gpu is None else self.gpu.put(array)
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        self._waiting += 1
-        with self._lock:
-            self._waiting -= 1
-            yield
-
     def admit(self, table_U: np.ndarray, id_U: np.ndarray, staged: Staged | None = None) -> np.ndarray:
         """Make the rows of these keys resident in the hot tier, beginning new ones, and pin each once more.
 
@@ -329,11 +384,11 @@ class EmbeddingStore:
 
     def _admit(self, plain: Callable[[], Any], rest: Callable[[Any], Any], staged: Staged | None) -> Any:
         """What `plain`, or after staging `rest(slot_U)`, gives."""
-        with self._turn():
+        with self.turns:
+            self.turns.check(changes=True)
+            self._check_open()
             while self.abandoned:
-                generation, slot_U = self.abandoned.popleft()
-                if generation == self.generation:
-                    self.release(slot_U)
+                self.release_pins(self.abandoned.popleft(), dropped=True)
             rows = len(self._tiers[0])
             found = self._admit_staged(plain, rest, staged)
             self.changes += len(self._tiers[0]) > rows
@@ -362,7 +417,8 @@ class EmbeddingStore:
     def stage(self, table_U: np.ndarray, id_U: np.ndarray) -> Staged:
         """Read those rows of a coming lookup that are known, and pin them as far as there is room; begin none."""
         staged = Staged(self, np.full(len(id_U), -1, np.int64), self.generation)
-        with self._turn():
+        with self.turns:
+            self.turns.check(changes=True)
             if not self.built:
                 return staged
             staged.generation = self.generation
@@ -381,7 +437,8 @@ class EmbeddingStore:
     def stage_on_gpu(self, keys: Any) -> Staged:
         """As `stage`, for `DeviceKeys`, on the current stream: a step on another one waits until it is done."""
         staged = Staged(self, keys.id_U[:0], self.generation)
-        with self._turn():
+        with self.turns:
+            self.turns.check(changes=True)
             staged.held = self.built
             if not self.built:
                 return staged
@@ -403,9 +460,12 @@ class EmbeddingStore:
         """Let `bring` bring the missing rows, some at a time and in turn with others, as far as there is room."""
         try:
             for begin in range(0, len(missing), _STAGE_CHUNK):
-                while self._waiting:
+                naps = 0
+                while self.turns.waiting and naps < _NAPS_MAX:
                     time.sleep(2e-5)
-                with self._lock:
+                    naps += 1
+                with self.turns:
+                    self.turns.check(changes=True)
                     if not staged.held or staged.generation != self.generation:
                         break
                     bring(missing[begin : begin + _STAGE_CHUNK])
@@ -418,8 +478,8 @@ class EmbeddingStore:
 
     def unstage(self, staged: Staged) -> None:
         """Unpin what `stage` pinned, if no `admit` has taken it over."""
-        with self._turn():
-            if staged.held and staged.generation == self.generation:
+        with self.turns:
+            if staged.held and staged.generation == self.generation and not self.turns.broken:
                 if self.gpu is None:
                     self.release(staged.slot_U[staged.slot_U >= 0])
                 else:
@@ -429,25 +489,45 @@ class EmbeddingStore:
 
     def release(self, slot_U: np.ndarray) -> None:
         """Unpin slots that `admit` gave, once each."""
-        self._tiers[0].release(slot_U)
+        with signals_deferred:
+            self._tiers[0].release(slot_U)
+
+    def pin_for(self, owner: Any, slot_U: Any) -> Pins:
+        """Let an object own the pins of slots that `admit` gave: they are released for it when it is dropped."""
+        pins = Pins(owner, self.abandoned.append)
+        pins.slot_U, pins.generation = slot_U, self.generation
+        self._pins[id(pins)] = pins
+        return pins
+
+    def release_pins(self, pins: Pins, *, dropped: bool = False) -> None:
+        """Unpin what `pin_for` gave, once, if its slots still mean anything."""
+        with signals_deferred:
+            if self._pins.pop(id(pins), None) is not None and pins.generation == self.generation:
+                tier = self._tiers[0]
+                # On a GPU, pins of a lookup that was dropped may be of another stream's.
+                (tier.release if self.gpu is None or not dropped else tier.release_staged)(pins.slot_U)
 
     def mark_dirty(self, slot_U: np.ndarray) -> None:
         """Say that the rows in these slots have changed."""
-        self._tiers[0].mark_dirty(slot_U)
-        self.changes += 1
+        with signals_deferred:
+            self._tiers[0].mark_dirty(slot_U)
+            self.changes += 1
 
-    @_in_turn
+    @_reading
     def read(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """The rows of these keys, the initial row for a key that is not known, which stays unknown: float32 [U, W]."""
         self._check_open()
         row_UW = np.zeros((len(id_U), self.layout.row_width), np.float32)
         missing = np.arange(len(id_U))
+        if self.turns.forked:
+            for tier in self._tiers:
+                tier.keeps_reads = False
         if self.built:
             missing = np.flatnonzero(self._tiers[0].get(table_U, id_U, row_UW))
         self._begin(row_UW, missing, table_U[missing], id_U[missing])
         return row_UW
 
-    @_in_turn
+    @_reading
     def slots_of(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray | None:
         """The slots of rows, for a read in place without a pin: int64 [N], -1 for a key that is not known.
 
@@ -486,11 +566,14 @@ class EmbeddingStore:
     # ---- snapshots ------------------------------------------------------------------------------------------------
 
     @_in_turn
-    def save_snapshot(self, name: str, meta: dict, *, overwrite: bool = False) -> None:
+    def save_snapshot(self, name: str, meta: dict, *, overwrite: bool = False) -> SnapshotInfo:
         """Write every row as it is now, durably, under a name.
 
         Args:
             meta: what the caller wants to find again beside the rows, any JSON.
+
+        Returns:
+            What the snapshot is.
 
         Raises:
             StorageError: the name is taken and `overwrite` is off, or the disk fails; the snapshots there are whole.
@@ -500,11 +583,10 @@ class EmbeddingStore:
         assert self._table is not None
         self._tiers[0].flush()
         rows = SnapshotRows(self.layout, self.optimizer, tuple(self._state.tolist()), self.step)
-        self._table.save_snapshot(name, rows.to_meta(meta), overwrite=overwrite)
+        return self._table.save_snapshot(name, rows.to_meta(meta), overwrite=overwrite)
 
-    @_in_turn
     def load_snapshot(self, name: str) -> bool:
-        """Start from the rows of a snapshot, forgetting those here.
+        """Start from the rows of a snapshot, forgetting those here. Mends a broken store.
 
         A snapshot of rows without state, such as pretrained vectors, is given the state of new rows and begins at
         step 0.
@@ -516,20 +598,31 @@ class EmbeddingStore:
             StorageError: there is no such snapshot (the message names those there are), its rows are not of this
                 embedding's kind, or they do not fit; the rows here are as they were.
         """
-        info = read_snapshot_info(self.plan.persistent_path, name)
+        with self.turns:
+            self._check_process()
+            info = read_snapshot_info(self.plan.persistent_path, name)
+            self._check_snapshot(name, info)
+            self._mend()
+            return self._load(name, info)
+
+    def _check_snapshot(self, name: str, info: SnapshotInfo) -> None:
+        """Raise StorageError unless a snapshot holds rows of this embedding's kind."""
         rows = SnapshotRows.of_meta(info.meta, name)
         if (rows.layout.dim, rows.layout.dtype) != (self.layout.dim, self.layout.dtype):
             raise StorageError(
                 f"snapshot {name!r} in {self.plan.persistent_path} holds rows of {rows.layout.dim}"
                 f" {rows.layout.dtype} weights, this embedding has {self.layout.dim} {self.layout.dtype}"
             )
-        shard, shards = info.meta.get("shard", (0, 1))
+        shard, shards = shard_of(info.meta, name)
         if shards != 1:
             raise StorageError(
                 f"snapshot {name!r} in {self.plan.persistent_path} is part {shard} of {shards} of a sharded one; bring"
                 " all of them into one embedding with oneemb.import_rows"
             )
+
+    def _load(self, name: str, info: SnapshotInfo) -> bool:
         self._check_open()
+        rows = SnapshotRows.of_meta(info.meta, name)
         rebuild = self.built and self.optimizer is None and self.layout.state_width == 0 < rows.layout.state_width
         widen = self.built and rows.layout.state_width == 0 < self.layout.state_width
         if self.built and not (rebuild or widen):
@@ -539,19 +632,28 @@ class EmbeddingStore:
             self._tiers[0].check_holds(info.rows)
             if rebuild or widen or None in (self.plan.cache_bytes, self.plan.host_bytes):
                 _read_through(self.plan.persistent_path, name)
-        if rebuild:
-            self._dismantle()
-        if not self.built or self.optimizer is None and self.layout.state_width == 0:
-            self.build(rows.optimizer, np.array(rows.state, np.float32))
-        assert self._table is not None
-        for tier in self._tiers:
-            tier.check_holds(info.rows)
-        if widen:
-            self._load_weights(name)
-        else:
-            self._table.load_snapshot(name)
-        for tier in reversed(self._tiers):
-            tier.reload()
+        replaced = False
+        try:
+            if rebuild:
+                self._dismantle()
+                replaced = True
+            if not self.built or self.optimizer is None and self.layout.state_width == 0:
+                self.build(rows.optimizer, np.array(rows.state, np.float32))
+            assert self._table is not None
+            for tier in self._tiers:
+                tier.check_holds(info.rows)
+            if widen:
+                replaced = True
+                self._load_weights(name)
+            else:
+                self._table.load_snapshot(name)
+                replaced = True
+            for tier in reversed(self._tiers):
+                tier.reload()
+        except BaseException as error:
+            if replaced:  # Half of the rows are nothing to go on from.
+                self.turns.cut_short(error)
+            raise
         self.generation += 1
         self.changes += 1
         self.step = 0 if widen else rows.step
@@ -573,6 +675,7 @@ class EmbeddingStore:
         begin = self.layout.state_begin
         with SnapshotReader.open(self.plan.persistent_path, name) as reader:
             for table_N, id_N, row_NX in reader.scan():
+                signals_deferred.let_in_now()
                 row_NW = np.empty((len(id_N), self.layout.row_width), np.float32)
                 row_NW[:, :begin] = row_NX
                 row_NW[:, begin:] = self._state
@@ -589,6 +692,28 @@ class EmbeddingStore:
             return [info.name for info in self._table.snapshots()]
         return [info.name for info in read_snapshot_info(self.plan.persistent_path)]
 
+    def check_snapshot(self, name: str, identity: str | None, named_by: str) -> None:
+        """Raise unless the snapshot of this name is there and is the one that is meant.
+
+        Args:
+            identity: of the snapshot that is meant; None = whichever has the name.
+            named_by: what names it, for errors.
+
+        Raises:
+            SnapshotNotFoundError: there is none of that name; the message names those there are.
+            StorageError: it is another one, of another run; the message says which.
+        """
+        try:
+            info = read_snapshot_info(self.plan.persistent_path, name)
+        except SnapshotNotFoundError as error:
+            raise SnapshotNotFoundError(f"{named_by} names a snapshot that is not there: {error}") from error
+        if identity is not None and info.identity != identity:
+            raise StorageError(
+                f"{named_by} names the snapshot {name!r} with identity {identity}; the one of that name in"
+                f" {self.plan.persistent_path} is another run's: {info}. Use the persistent_path of the run that saved"
+                f" {named_by}"
+            )
+
     def _need_table(self) -> PersistentTable:
         if self._table is None:
             self.build(None, self._state)
@@ -597,16 +722,18 @@ class EmbeddingStore:
 
     # ---- the rest -------------------------------------------------------------------------------------------------
 
-    @_in_turn
     def clear(self) -> None:
-        """Forget every row; snapshots stay."""
-        if self.built:
-            self._tiers[0].clear()
-        self.generation += 1
-        self.changes += 1
-        self.step = 0
+        """Forget every row; snapshots stay. Mends a broken store."""
+        with self.turns:
+            self._check_process()
+            self._mend()
+            if self.built:
+                self._tiers[0].clear()
+            self.generation += 1
+            self.changes += 1
+            self.step = 0
 
-    @_in_turn
+    @_reading
     def stats(self) -> dict[str, Any]:
         """Sizes now and counters since the store was built, a dict a tier."""
         stats: dict[str, Any] = {"rows": len(self._tiers[0]) if self.built else 0, "step": self.step}
@@ -615,32 +742,47 @@ class EmbeddingStore:
             stats["persistent"] = self._table.stats()
         return stats
 
-    @_in_turn
     def close(self) -> None:
         """Free memory, files and the path's lock. Rows that no snapshot holds are gone."""
-        self._closed = True
-        if self.built:
-            self._dismantle()
-        self.threads.close()
+        with self.turns:
+            self._closed = True
+            if self.built:
+                self._dismantle()
+            if not self.turns.forked:
+                self.threads.close()
+
+    def _mend(self) -> None:
+        """Let a broken store have no rows, and be sound."""
+        if self.turns.broken or self._table is not None and self._table.broken:
+            if self.built:
+                self._dismantle()
+            self._staged.clear()
+            self.turns.mended()
+
+    def _check_process(self) -> None:
+        if self.turns.forked:
+            self.turns.check(changes=True)
 
     def _check_open(self) -> None:
         if self._closed:
             raise StorageError(f"the embedding on {self.plan.persistent_path} is closed; make it again to go on")
 
     def _dismantle(self) -> None:
-        for tier in self._tiers:
-            tier.close()
-        assert self._table is not None
-        self._table.close()
+        tiers, table = self._tiers, self._table
+        assert table is not None
         self._tiers, self._table = [], None
         self.generation += 1
+        for tier in tiers:
+            tier.close()
+        table.close()
+        self._finalizer.detach()
 
 
 def _read_through(path: str, name: str) -> None:
     """Raise what reading all rows of a snapshot raises."""
     with SnapshotReader.open(path, name) as reader:
         for _ in reader.scan():
-            pass
+            signals_deferred.let_in_now()
 
 
 def _memory_bytes() -> int:

@@ -3,8 +3,11 @@
 from oneemb.storage.row_store import StorageError, StoreFullError
 
 __all__ = [
+    "BrokenStoreError",
     "CorruptTableError",
+    "ForkedProcessError",
     "FormatVersionError",
+    "IndexMemoryError",
     "LockedError",
     "RowWidthError",
     "SnapshotExistsError",
@@ -14,12 +17,24 @@ __all__ = [
 ]
 
 
+class BrokenStoreError(StorageError):
+    """A call was cut short, so that what is in memory may be wrong. The message says how to go on."""
+
+
+class ForkedProcessError(StorageError):
+    """A child process asks for what only the process that made the object may do."""
+
+
 class CorruptTableError(StorageError):
     """Bytes that were read back are not those that were written. The message names file and offset."""
 
 
 class FormatVersionError(StorageError):
     """A file has a format that this release does not read. The message names the release that wrote it."""
+
+
+class IndexMemoryError(StorageError, MemoryError):
+    """There is no memory for the keys of new rows. The call has changed nothing, and what was there can be used."""
 
 
 class LockedError(StorageError):

@@ -5,6 +5,7 @@ any release can tell a damaged file from one that is too new for it.
 """
 
 import struct
+from functools import cache
 from importlib import metadata
 
 from oneemb.kernels.checksum import xxh64
@@ -58,6 +59,7 @@ def read_header(header: bytes, magic: bytes, path: str) -> tuple[int, int, int, 
     return (number_4[0], number_4[1], number_4[2], number_4[3])
 
 
+@cache
 def _release() -> str:
     try:
         return f"oneemb {metadata.version('oneemb')}"

@@ -14,13 +14,17 @@ import mmap
 import os
 import time
 import weakref
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from oneemb.storage.errors import StorageError
 
-__all__ = ["FileSystem", "LocalFileSystem", "aligned_bytes", "storage_error"]
+__all__ = ["AnyPath", "FileSystem", "LocalFileSystem", "absolute_path", "aligned_bytes", "storage_error"]
+
+AnyPath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+"""A path as callers give it; `absolute_path` makes one for use."""
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _LOCK_TRIES = 4
@@ -34,7 +38,8 @@ class FileSystem(Protocol):
     """Whether files are the system's own descriptors, which compiled loops may read by themselves."""
 
     def make_directories(self, path: str) -> None:
-        """Make a directory and those above it where they are not there. It outlives a loss of power."""
+        """Make a directory and those above it where they are not there. It outlives a loss of power, even if it was
+        there already: another process may have made it a moment ago, and ended."""
 
     def names(self, path: str) -> list[str]:
         """The names in a directory, in no order."""
@@ -65,14 +70,14 @@ class FileSystem(Protocol):
 
     def sync_directory(self, path: str) -> None: ...
 
-    def lock(self, path: str, holder: bytes) -> tuple[int, bytes]:
-        """Take the lock that lies in this file and write `holder` into it; returns (lock, what a holder that did
-        not unlock left in it). Raises BlockingIOError, its `strerror` naming the holder, while it is held."""
+    def lock(self, path: str) -> int:
+        """Take the lock that lies in this file, which is made where it is not there and stays as it is otherwise.
+        Returns the file, open for reading and writing. Raises BlockingIOError while another has the lock."""
 
     def unlock(self, lock: int) -> None: ...
 
     def read_lock(self, path: str) -> bytes | None:
-        """What the lock's holder wrote; None while nobody holds it."""
+        """The lock's file; None while nobody holds the lock."""
 
 
 class LocalFileSystem:
@@ -84,14 +89,19 @@ class LocalFileSystem:
         self._locks: dict[int, _LockFile] = {}
 
     def make_directories(self, path: str) -> None:
-        if not os.path.isdir(path):
-            above = os.path.dirname(os.path.abspath(path))
-            self.make_directories(above)
+        above = os.path.dirname(os.path.abspath(path))
+        if os.path.isdir(path):
             try:
-                os.mkdir(path)
-            except FileExistsError:
-                pass
-            self.sync_directory(above)
+                self.sync_directory(above)
+            except PermissionError:
+                pass  # Who may not read the directory above has not made this one.
+            return
+        self.make_directories(above)
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            pass
+        self.sync_directory(above)
 
     def names(self, path: str) -> list[str]:
         return os.listdir(path)
@@ -145,28 +155,22 @@ class LocalFileSystem:
         finally:
             os.close(file)
 
-    def lock(self, path: str, holder: bytes) -> tuple[int, bytes]:
+    def lock(self, path: str) -> int:
         # The system frees the lock when the process ends, however it ends, so a dead holder needs no breaking. A
         # forked child must let go of its copy of the file, or it would hold the lock for a parent that is gone.
         file = _LockFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
         try:
             _take(file.number, path)
-            left = os.pread(file.number, 4096, 0)
-            os.ftruncate(file.number, 0)
-            os.pwrite(file.number, holder, 0)
         except BaseException:
             file.close()
             raise
         self._locks[file.number] = file
-        return file.number, left
+        return file.number
 
     def unlock(self, lock: int) -> None:
         file = self._locks.pop(lock, None)
-        if file is not None and file.number >= 0:
-            try:
-                os.ftruncate(file.number, 0)
-            finally:
-                file.close()
+        if file is not None:
+            file.close()
 
     def read_lock(self, path: str) -> bytes | None:
         try:
@@ -190,8 +194,7 @@ def _take(file: int, path: str) -> None:
             return
         except BlockingIOError as error:
             if patience == _LOCK_TRIES - 1:
-                held_by = os.pread(file, 4096, 0).decode("utf-8", "replace")
-                raise BlockingIOError(errno.EWOULDBLOCK, held_by, path) from error
+                raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), path) from error
         time.sleep(0.01)
 
 
@@ -218,6 +221,11 @@ class _LockFile:
         self.close()
 
 
+def absolute_path(path: AnyPath) -> str:
+    """The path that the caller means now, whatever becomes the current directory later: `~` is the user's home."""
+    return str(Path(os.path.expanduser(os.fsdecode(path))).absolute())
+
+
 def aligned_bytes(size: int) -> np.ndarray:
     """Zeroed memory that begins at a page, as direct reads and writes need it: uint8 [size]."""
     memory = mmap.mmap(-1, max(size, 1))
@@ -242,6 +250,7 @@ def storage_error(error: OSError, action: str, path: str) -> StorageError:
         errno.ENOENT: "it was removed while the table was in use; restore the directory or open the table anew",
         errno.EMFILE: "raise the limit of open files (ulimit -n)",
         errno.ENFILE: "raise the system's limit of open files",
+        errno.EAGAIN: "the system takes no more reads; raise its limit fs.aio-max-nr (sysctl) and call again",
     }.get(error.errno or 0, "see the system's error and call again")
     name = errno.errorcode.get(error.errno or 0, "error")
     return StorageError(f"could not {action} {path}: {name}: {error.strerror or error}; {advice}")

@@ -1,14 +1,25 @@
-"""How rows lie in blocks and blocks in chunks. All live chunks of a table share one geometry."""
+"""How rows lie in blocks and blocks in chunks. All live chunks of a table share one geometry.
+
+A chunk is full, and the next one begun, when it holds a sixteenth of the table's rows: what is left of garbage is
+counted in chunks, so a small table has small ones. Its sizes are whole slots, of 1 MiB about.
+"""
 
 from dataclasses import dataclass
+from functools import cached_property
 
-__all__ = ["Geometry", "make_geometry"]
+__all__ = ["Geometry", "geometry_problem", "make_geometry"]
 
 # Rows of a chunk at most: the keys of one chunk are read in one piece.
 _CHUNK_ROWS_MAX = 1 << 22
-# Blocks of a chunk are a multiple of this, so that each chunk begins at a whole word of the table's bits.
+# Blocks of a slot and of a chunk are a multiple of this, so that each begins at a whole word of the table's bits.
 _BLOCKS_MULTIPLE = 64
+# Of a slot, about; the least that a chunk may hold.
+_SLOT_BYTES = 1 << 20
+# A chunk holds this part of the live rows at most.
+_CHUNKS_MIN = 16
 PHYSICAL_BLOCK_SIZES = (512, 4096)
+# A row of one GiB: far beyond any, and products of sizes stay far below 2^63.
+ROW_WIDTH_MAX = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -18,7 +29,7 @@ class Geometry:
     Args:
         row_width: 32-bit words of a row, W.
         physical_block_size: bytes the device reads at once, 512 or 4096.
-        blocks_per_chunk: blocks of a full chunk, a multiple of 64.
+        blocks_per_chunk: blocks of the largest chunk, a multiple of 64.
     """
 
     row_width: int
@@ -29,7 +40,7 @@ class Geometry:
     def row_bytes(self) -> int:
         return self.row_width * 4
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of a logical block: the physical one, or as many of them as one row needs."""
         return -(-self.row_bytes // self.physical_block_size) * self.physical_block_size
@@ -39,9 +50,18 @@ class Geometry:
         """64-bit words of a block."""
         return self.block_bytes // 8
 
-    @property
+    @cached_property
     def rows_per_block(self) -> int:
         return self.block_bytes // self.row_bytes
+
+    @property
+    def blocks_per_slot(self) -> int:
+        blocks = max(1, _SLOT_BYTES // (self.block_bytes * _BLOCKS_MULTIPLE)) * _BLOCKS_MULTIPLE
+        return min(self.blocks_per_chunk, blocks)
+
+    @property
+    def rows_per_slot(self) -> int:
+        return self.rows_per_block * self.blocks_per_slot
 
     @property
     def rows_per_chunk(self) -> int:
@@ -52,10 +72,14 @@ class Geometry:
         """Bytes on disk of one row in a full block: its share of the block, its key and its share of the checksum."""
         return (self.block_bytes + 4) / self.rows_per_block + 12
 
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes on disk of a full chunk, rows and keys."""
-        return int(self.rows_per_chunk * self.disk_bytes_per_row)
+    def chunk_blocks(self, rows: int) -> int:
+        """Blocks that a new chunk may have in a table of so many rows."""
+        slots = max(1, rows // (_CHUNKS_MIN * self.rows_per_slot))
+        return min(self.blocks_per_chunk, slots * self.blocks_per_slot)
+
+    def disk_bytes(self, blocks: int) -> int:
+        """Bytes on disk of a chunk of so many full blocks, rows and keys."""
+        return int(blocks * self.rows_per_block * self.disk_bytes_per_row)
 
 
 def make_geometry(row_width: int, physical_block_size: int, chunk_bytes: int) -> Geometry:
@@ -64,13 +88,28 @@ def make_geometry(row_width: int, physical_block_size: int, chunk_bytes: int) ->
     Raises:
         ValueError: an argument is out of its range.
     """
-    if row_width < 1:
-        raise ValueError(f"row_width must be at least 1 word of 4 bytes, got {row_width}")
-    if physical_block_size not in PHYSICAL_BLOCK_SIZES:
-        raise ValueError(f"physical_block_size must be 512 or 4096 bytes, got {physical_block_size}")
+    problem = geometry_problem(row_width, physical_block_size, _BLOCKS_MULTIPLE)
+    if problem is not None:
+        raise ValueError(problem)
     one = Geometry(row_width, physical_block_size, 1)
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}")
     blocks = min(chunk_bytes // one.block_bytes, _CHUNK_ROWS_MAX // one.rows_per_block)
     blocks = max(1, blocks // _BLOCKS_MULTIPLE) * _BLOCKS_MULTIPLE
     return Geometry(row_width, physical_block_size, blocks)
+
+
+def geometry_problem(row_width: object, physical_block_size: object, blocks_per_chunk: object) -> str | None:
+    """What is wrong with these as the numbers of a geometry; None if nothing is."""
+    if type(row_width) is not int or not 1 <= row_width <= ROW_WIDTH_MAX:
+        return f"row_width must be at least 1 word of 4 bytes and at most {ROW_WIDTH_MAX}, got {row_width!r}"
+    if type(physical_block_size) is not int or physical_block_size not in PHYSICAL_BLOCK_SIZES:
+        return f"physical_block_size must be 512 or 4096 bytes, got {physical_block_size!r}"
+    blocks_max = max(_BLOCKS_MULTIPLE, _CHUNK_ROWS_MAX // Geometry(row_width, physical_block_size, 1).rows_per_block)
+    whole = type(blocks_per_chunk) is int and blocks_per_chunk % _BLOCKS_MULTIPLE == 0
+    if not whole or not 1 <= blocks_per_chunk <= blocks_max:  # type: ignore[operator]
+        return (
+            f"blocks_per_chunk must be a multiple of {_BLOCKS_MULTIPLE} and at most {blocks_max}, "
+            f"got {blocks_per_chunk!r}"
+        )
+    return None

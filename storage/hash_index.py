@@ -5,7 +5,7 @@ more of it copies keys less often and leaves more cells empty, 30 bytes a key at
 to grow to: while keys come in, the shards that are due at any moment are as many as the keys that came.
 
 Invariants: at most 84 of 100 cells of a shard are taken, so that a probe ends soon. A call that fails to get memory has
-changed nothing.
+changed nothing, and says how much was needed.
 """
 
 import math
@@ -18,6 +18,7 @@ from oneemb.kernels.hash_index import (
     LINE,
     PLACE_BITS,
     PLACE_MAX,
+    TABLE_MAX,
     cells_erase,
     cells_find,
     cells_items,
@@ -27,10 +28,12 @@ from oneemb.kernels.hash_index import (
     order_keys,
 )
 from oneemb.kernels.threads import Threads
+from oneemb.storage.errors import IndexMemoryError
 
-__all__ = ["HashIndex"]
+__all__ = ["HashIndex", "check_tables"]
 
 _SHARDS = 256
+_CELL_BYTES = 16
 _CELLS_MIN = LINE
 _LOAD_MAX = 0.84
 
@@ -44,8 +47,15 @@ _SHARE_MIN = 512
 _PHASE_P = np.array([int(f"{p:08b}"[::-1], 2) for p in range(_SHARDS)]) / _SHARDS
 
 
+def check_tables(table_U: np.ndarray) -> None:
+    """Raise ValueError unless an index can hold keys of these tables, int32 [U]. One that cannot takes them for others:
+    who takes tables from outside asks here before any `find` or `put`."""
+    if len(table_U) and (table_U.min() < 0 or table_U.max() > TABLE_MAX):
+        raise ValueError(f"tables must be from 0 to {TABLE_MAX}, got {table_U.min()} to {table_U.max()}")
+
+
 class HashIndex:
-    """Maps (table, id) to a place, an int64 from 0 to 2^40 - 2.
+    """Maps (table, id) to a place, an int64 from 0 to 2^40 - 2. Tables are from 0 to 2^23 - 1.
 
     Args:
         threads: runs lookups and growth.
@@ -63,9 +73,14 @@ class HashIndex:
         return int(self._size_P.sum())
 
     @property
+    def capacity(self) -> int:
+        """Keys that there is room for, those here included, if they come to the shards as they should."""
+        return int(self._limit_P.sum())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return int(self._cells_P.sum()) * 16
+        return int(self._cells_P.sum()) * _CELL_BYTES
 
     @property
     def shards(self) -> tuple[np.ndarray, np.ndarray]:
@@ -79,12 +94,18 @@ class HashIndex:
         return place_U
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> np.ndarray:
-        """Set the place of each key, the last one of equal keys. Returns the places they had, -1 if none: int64 [U]."""
+        """Set the place of each key, the last one of equal keys. Returns the places they had, -1 if none: int64 [U].
+
+        Raises:
+            IndexMemoryError: there is no memory for the cells; the index is as it was. So for `put_new`.
+        """
         return self._put(table_U, id_U, place_U, np.empty(len(id_U), np.int64))[0]
 
     def replace(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> np.ndarray:
-        """`put` in less time, whose answer comes in any order: the places that keys had, -1 if none, int64 [U]."""
-        return self._put(table_U, id_U, place_U, np.empty(0, np.int64))[0]
+        """`put` in less time of keys that are here or were reserved for: there is room for them.
+
+        Returns the places that keys had, -1 if none, in any order: int64 [U]."""
+        return self._put(table_U, id_U, place_U, np.empty(0, np.int64), grow=False)[0]
 
     def put_new(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> tuple[int, int] | None:
         """`put` of keys that are not here, in less time. Returns the (table, id) of one that was here, or is here twice
@@ -95,15 +116,22 @@ class HashIndex:
         return None
 
     def _put(
-        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, order_U: np.ndarray
+        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, order_U: np.ndarray, grow: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
         """Set the place of each key. Returns the places they had, and the cells that were written, shard by shard.
 
         The places are in the order of the keys if `order_U` has room for each, and of the cells if it is empty.
         """
         assert len(place_U) == 0 or 0 <= place_U.min() <= place_U.max() <= PLACE_MAX
+        check_tables(table_U)
         shard_U, count_KP = self._count(table_U, id_U)
-        self._grow(self._size_P + count_KP.sum(0))
+        try:
+            self._grow(self._size_P + count_KP.sum(0))
+        except IndexMemoryError:
+            # Keys that are here need no room; a shard without an empty cell would be searched for ever.
+            new = np.flatnonzero(self.find(table_U, id_U) < 0)
+            if grow or np.any(self._size_P + self.key_counts(table_U[new], id_U[new]) >= self._cells_P):
+                raise
         # Shard by shard, each the work of one thread; within a shard in the order given.
         begin_P1 = np.concatenate([[0], np.cumsum(count_KP.sum(0))])
         next_KP = begin_P1[:-1] + np.cumsum(count_KP, 0) - count_KP
@@ -139,7 +167,7 @@ class HashIndex:
         How many come to one shard is random: room is made for six standard deviations above the mean.
 
         Raises:
-            MemoryError: there is no memory for the cells; the index is as it was.
+            IndexMemoryError: there is no memory for the cells; the index is as it was.
         """
         if more > 0:
             mean = more / _SHARDS
@@ -149,10 +177,30 @@ class HashIndex:
         """Make room for these keys, so that a `put` of them cannot fail.
 
         Raises:
-            MemoryError: there is no memory for the cells; the index is as it was.
+            IndexMemoryError: there is no memory for the cells; the index is as it was.
         """
-        _, count_KP = self._count(table_U, id_U)
-        self._grow(self._size_P + count_KP.sum(0))
+        self.grow(self._size_P + self.key_counts(table_U, id_U))
+
+    @property
+    def sizes_P(self) -> np.ndarray:
+        """How many keys each shard holds: int64 [P]."""
+        return self._size_P.copy()
+
+    def key_counts(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """How many of these keys belong to each shard: int64 [P]."""
+        return self._count(table_U, id_U)[1].sum(0)
+
+    def has_room(self, need_P: np.ndarray) -> bool:
+        """Whether each shard has room for so many keys, those here included."""
+        return bool(np.all(need_P <= self._limit_P))
+
+    def grow(self, need_P: np.ndarray) -> None:
+        """Let each shard have room for so many keys, those here included.
+
+        Raises:
+            IndexMemoryError: there is no memory for the cells; the index is as it was.
+        """
+        self._grow(need_P)
 
     def _count(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The shard of each key, uint8 [U], and how many each has in each block of keys, int64 [K, P]."""
@@ -168,7 +216,14 @@ class HashIndex:
             return
         shard_G = shard_G[np.argsort(_PHASE_P[shard_G])]
         cells_G = _cells_for(need_P[shard_G], _PHASE_P[shard_G], self._growth)
-        grown = _new_cells(cells_G)
+        try:
+            grown = _new_cells(cells_G)
+        except MemoryError as error:
+            raise IndexMemoryError(
+                f"the index cannot grow: it holds {len(self)} keys in {self.nbytes} bytes and needs "
+                f"{int(cells_G.sum()) * _CELL_BYTES} bytes more at once, for new keys; nothing has changed, and every "
+                f"key can still be used and saved; free memory, or save and go on where there is more"
+            ) from error
         address_G = np.array([cell_C2.ctypes.data for cell_C2 in grown], np.int64)
         self._threads.run(
             cells_move, len(grown), self._address_P, self._cells_P, shard_G, address_G, cells_G, share_min=1

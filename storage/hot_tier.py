@@ -38,6 +38,7 @@ from oneemb.kernels.slot_marks import add_marks, pick_keys, set_marks
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.row_store import RowStore, StoreFullError
+from oneemb.storage.turns import signals_deferred
 
 __all__ = ["HALF_LIFE", "SLOT_OVERHEAD_BYTES", "HotTier"]
 
@@ -106,6 +107,8 @@ class HotTier:
         # they are asked for. Most are taken back before, by the array they were given with.
         self._noted_pins: list[tuple[np.ndarray, int]] = []
         self._pin_lock = threading.Lock()  # a slot may be pinned for one batch while another unpins it
+        self.keeps_reads = True
+        """Whether a cache keeps rows that were read from below: not where it may write none down for them."""
         self._dirty_S = np.zeros(slots, np.bool_)
         # Dirty bits; and in a cache, pins and scores. What is never written takes no memory.
         self._mark_bytes = 1 if resident else 13
@@ -252,7 +255,7 @@ class HotTier:
         out_UW[found] = row_FW
         missing_U[found] = False
         # What was read is worth keeping, as far as it fits.
-        kept = min(len(found), self._room())
+        kept = min(len(found), self._room()) if self.keeps_reads else 0
         if kept:
             slot = self._take_slots(table_U[found[:kept]], id_U[found[:kept]])
             self._set(slot, table_U[found[:kept]], id_U[found[:kept]], row_FW[:kept], dirty=False)
@@ -337,6 +340,7 @@ class HotTier:
         try:
             if self._resident:
                 for table_N, id_N, row_NW in self._below.scan():
+                    signals_deferred.let_in_now()
                     self._set(self._take_slots(table_N, id_N), table_N, id_N, row_NW, dirty=False)
             self._rows = len(self._below)
         except BaseException:
@@ -508,6 +512,7 @@ class HotTier:
             return
         assert self._below is not None
         for n in range(0, len(slot_N), batch):
+            signals_deferred.let_in_now()  # Rows of a batch that is below are clean, the others are as they were.
             some = slice(n, n + batch)
             row_NW = copy_rows_out(self.row_SW, slot_N[some], threads=self._threads)
             self._below.put(table_N[some], id_N[some], row_NW)

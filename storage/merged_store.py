@@ -14,7 +14,7 @@ Invariants:
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from oneemb.kernels.slot_marks import set_marks
 from oneemb.kernels.threads import Threads
 from oneemb.storage.embedding_store import EmbeddingStore, Staged
 from oneemb.storage.row_layout import RowLayout
+from oneemb.storage.turns import signals_deferred
 
 __all__ = ["MergedStaged", "MergedStore"]
 
@@ -58,7 +59,7 @@ class MergedStore:
         self._member_T = np.repeat(np.arange(len(self.stores), dtype=np.int32), tables)
         self.threads = max((store.threads for store in self.stores), key=lambda threads: threads.count)
         """The most threads that a member may use."""
-        self._in_order = sorted(self.stores, key=id)
+        self._in_order = sorted(self.stores, key=lambda store: id(store.turns))
         self._slabs: list[np.ndarray] = []
         self._row_VW = np.empty((0, 0), np.float32)
         self._begin_M = np.empty(0, np.int64)
@@ -188,9 +189,10 @@ class MergedStore:
     def mark_dirty(self, table_U: np.ndarray, slot_U: np.ndarray) -> None:
         """Say that the rows of these keys, of any members, in these merged slots have changed."""
         mark_V, begin_M = self._dirty_marks()
-        set_marks(mark_V, slot_U + (begin_M - self._begin_M)[self._member_T[table_U]], True, threads=self.threads)
-        for m in np.flatnonzero(np.bincount(self._member_T[table_U], minlength=len(self.stores))).tolist():
-            self.stores[m].changes += 1
+        with signals_deferred:
+            set_marks(mark_V, slot_U + (begin_M - self._begin_M)[self._member_T[table_U]], True, threads=self.threads)
+            for m in np.flatnonzero(np.bincount(self._member_T[table_U], minlength=len(self.stores))).tolist():
+                self.stores[m].changes += 1
 
     def members_of(self, table_U: np.ndarray) -> np.ndarray:
         """The member that each merged table belongs to: int32 [U]."""
@@ -205,18 +207,13 @@ class MergedStore:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """With the locks of all members held, taken in an order that every merged store keeps."""
-        held = []
-        try:
+        """In a turn of every member, taken in an order that every merged store keeps."""
+        with signals_deferred, ExitStack() as held:
             for store in self._in_order:
-                store._waiting += 1
-                store._lock.acquire()
-                held.append(store)
-                store._waiting -= 1
+                held.enter_context(store.turns)
+            for store in self._in_order:
+                store.turns.check(changes=True)
             yield
-        finally:
-            for store in reversed(held):
-                store._lock.release()
 
     def _local(self, table_U: np.ndarray, begin_M1: np.ndarray) -> tuple[np.ndarray, list[int]]:
         """The tables as the members count them, and where the keys of each begin."""

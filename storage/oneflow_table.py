@@ -26,7 +26,7 @@ import numpy as np
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.xxh64 import xxh64_words
 from oneemb.storage.errors import CorruptTableError, SnapshotExistsError, SnapshotNotFoundError, StorageError
-from oneemb.storage.fs import FileSystem, LocalFileSystem, aligned_bytes, storage_error
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, aligned_bytes, storage_error
 from oneemb.storage.geometry import PHYSICAL_BLOCK_SIZES
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.writer_lock import WriterLock
@@ -45,6 +45,8 @@ CHUNK_BYTES = 4 << 30
 _PIECE_BYTES = 1 << 20
 _SHARDING_SEED = 1
 _KEY_SIZES = (4, 8)
+# Of the files with the table's numbers, and of what they hold: far beyond any.
+_NUMBER_BYTES, _NUMBER_MAX = 64, 1 << 40
 _CHUNK_FILE = re.compile(r"(key|value|index)-([0-9]{12})")
 
 
@@ -82,32 +84,39 @@ class OneFlowGeometry:
 _NUMBERS = ("KEY_SIZE", "VALUE_SIZE", "PHYSICAL_BLOCK_SIZE", "NUM_LOGICAL_BLOCKS_PER_CHUNK")
 
 
-def is_oneflow_table(path: str | os.PathLike[str], fs: FileSystem | None = None) -> bool:
+def is_oneflow_table(path: AnyPath, fs: FileSystem | None = None) -> bool:
     """Whether OneFlow's table lies in this folder."""
     try:
-        return (fs or LocalFileSystem()).size(f"{os.fspath(path)}/{_NUMBERS[0]}") > 0
+        return (fs or LocalFileSystem()).size(f"{absolute_path(path)}/{_NUMBERS[0]}") > 0
     except OSError:
         return False
 
 
-def read_oneflow_geometry(path: str | os.PathLike[str], fs: FileSystem | None = None) -> OneFlowGeometry:
+def read_oneflow_geometry(path: AnyPath, fs: FileSystem | None = None) -> OneFlowGeometry:
     """The numbers that the table at a path was made with.
 
     Raises:
         StorageError: there is no such table.
         CorruptTableError: a number is not one that a table can have.
     """
-    fs, path = fs or LocalFileSystem(), os.fspath(path)
+    fs, path = fs or LocalFileSystem(), absolute_path(path)
     numbers = []
     for name in _NUMBERS:
         try:
-            text = _read_all(fs, f"{path}/{name}").decode("ascii", "replace").strip()
+            size = fs.size(f"{path}/{name}")
+            text = _read_all(fs, f"{path}/{name}").decode("ascii", "replace").strip() if size <= _NUMBER_BYTES else "?"
         except FileNotFoundError as error:
             raise StorageError(f"{path} is no table of OneFlow: it has no file {name}; give its folder") from error
-        if not text.isdecimal() or int(text) < 1:
-            raise CorruptTableError(f"{path}/{name} must hold a positive number, holds {text!r}")
+        except OSError as error:
+            raise storage_error(error, "read", f"{path}/{name}") from error
+        if not text.isdecimal() or not 1 <= int(text) <= _NUMBER_MAX:
+            raise CorruptTableError(f"{path}/{name} must hold a positive number up to {_NUMBER_MAX}, holds {text!r}")
         numbers.append(int(text))
     geometry = OneFlowGeometry(*numbers)
+    if geometry.physical_block_size % 4:
+        raise CorruptTableError(
+            f"{path} must have blocks of float32, has PHYSICAL_BLOCK_SIZE {geometry.physical_block_size}"
+        )
     if geometry.key_bytes not in _KEY_SIZES or geometry.value_bytes % 4:
         raise CorruptTableError(
             f"{path} must have keys of 4 or 8 bytes and values of float32, has KEY_SIZE {geometry.key_bytes} and"
@@ -116,9 +125,9 @@ def read_oneflow_geometry(path: str | os.PathLike[str], fs: FileSystem | None = 
     return geometry
 
 
-def oneflow_snapshots(path: str | os.PathLike[str], fs: FileSystem | None = None) -> list[str]:
+def oneflow_snapshots(path: AnyPath, fs: FileSystem | None = None) -> list[str]:
     """Names of the snapshots of the table at a path, sorted."""
-    fs, directory = fs or LocalFileSystem(), f"{os.fspath(path)}/snapshots"
+    fs, directory = fs or LocalFileSystem(), f"{absolute_path(path)}/snapshots"
     return [name for name in sorted(_names(fs, directory)) if "LIST" in _names(fs, f"{directory}/{name}")]
 
 
@@ -147,8 +156,8 @@ class OneFlowReader:
         CorruptTableError: its files contradict each other, or OneFlow ended while it saved.
     """
 
-    def __init__(self, path: str | os.PathLike[str], name: str, *, fs: FileSystem | None = None):
-        self._fs, self._path = fs or LocalFileSystem(), os.fspath(path)
+    def __init__(self, path: AnyPath, name: str, *, fs: FileSystem | None = None):
+        self._fs, self._path = fs or LocalFileSystem(), absolute_path(path)
         self.geometry = read_oneflow_geometry(self._path, self._fs)
         self._directory = f"{self._path}/snapshots/{name}"
         self._chunks = self._read_list(name)
@@ -180,6 +189,10 @@ class OneFlowReader:
             raise SnapshotNotFoundError(
                 f"no snapshot named {name!r} of OneFlow's table at {self._path}; there are: {there}"
             ) from error
+        except OSError as error:
+            raise storage_error(error, "read", path) from error
+        if len(set(listed)) < len(listed):
+            raise CorruptTableError(f"{path} names an index file twice; read another snapshot")
         chunks = []
         for line in listed:
             number = _chunk_number(line, "index")
@@ -242,11 +255,11 @@ class OneFlowReader:
             end = min(begin + batch, int(np.searchsorted(row_N, (block + buffer_blocks) * per_block)))
             n = row_N[begin:end] - block * per_block
             blocks = int(n[-1]) // per_block + 1
-            want = memoryview(buffer)[: blocks * geometry.block_bytes]
+            want = buffer.data[: blocks * geometry.block_bytes]
             _read(self._fs, values, want, block * geometry.block_bytes, value_path)
             key_n = np.empty(int(n[-1]) + 1, key_type)
             offset = block * per_block * geometry.key_bytes
-            _read(self._fs, keys, memoryview(key_n).cast("B"), offset, key_path)
+            _read(self._fs, keys, key_n.data.cast("B"), offset, key_path)
             value_BV = buffer[: len(want)].view(np.float32).reshape(blocks, -1)[:, :used]
             value_NV = value_BV.reshape(blocks, per_block, -1)[n // per_block, n % per_block]
             yield key_n[n].astype(np.int64), value_NV
@@ -274,14 +287,14 @@ class OneFlowWriter:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], name: str, *, key_bytes: int, value_bytes: int, physical_block_size: int,
+        self, path: AnyPath, name: str, *, key_bytes: int, value_bytes: int, physical_block_size: int,
         chunk_bytes: int = CHUNK_BYTES, fs: FileSystem | None = None,
     ):  # fmt: skip
         if physical_block_size not in PHYSICAL_BLOCK_SIZES:
             raise ValueError(f"physical_block_size must be 512 or 4096 bytes, got {physical_block_size}")
         if not name or "/" in name or "\0" in name or name in (".", ".."):
             raise ValueError(f"a snapshot of OneFlow's is a folder, its name must be one of a folder, got {name!r}")
-        self._fs, self._path, self._name = fs or LocalFileSystem(), os.fspath(path), name
+        self._fs, self._path, self._name = fs or LocalFileSystem(), absolute_path(path), name
         block_bytes = OneFlowGeometry(key_bytes, value_bytes, physical_block_size, 1).block_bytes
         geometry = OneFlowGeometry(key_bytes, value_bytes, physical_block_size, max(1, chunk_bytes // block_bytes))
         self._index = HashIndex(Threads(1))
@@ -291,7 +304,7 @@ class OneFlowWriter:
             raise StorageError(f"{self._path} holds a table of oneemb; choose another folder for one of OneFlow")
         with _doing("make the folder", self._path):
             self._fs.make_directories(self._path)
-        self._lock: WriterLock | None = WriterLock(self._fs, f"{self._path}/LOCK")
+        self._lock: WriterLock | None = WriterLock(self._fs, f"{self._path}/LOCK", foreign=True)
         try:
             self.geometry = self._make_table(geometry)
             if name in oneflow_snapshots(self._path, self._fs):
@@ -347,7 +360,7 @@ class OneFlowWriter:
         for chunk in np.unique(chunk_N).tolist():
             begin, end = np.searchsorted(chunk_N, [chunk, chunk + 1])
             lines.append(_chunk_name("index", chunk))
-            self._write_file(f"{directory}/{lines[-1]}", memoryview(place_N[begin:end].astype(np.uint64)))
+            self._write_file(f"{directory}/{lines[-1]}", place_N[begin:end].astype(np.uint64).data)
         self._write_file(f"{directory}/LIST.tmp", "".join(f"{line}\n" for line in lines).encode())
         with _doing("rename the snapshot to", f"{directory}/LIST"):
             fs.sync_directory(directory)
@@ -414,8 +427,8 @@ class OneFlowWriter:
         self._index.reserve(len(id_N))
         keys, values = self._files or self._begin_chunk()
         with _doing("write rows to", self._made[-1]):
-            self._fs.write(values, memoryview(whole_BV), self._block * geometry.block_bytes)
-            self._fs.write(keys, memoryview(key_n), self._block * per_block * geometry.key_bytes)
+            self._fs.write(values, whole_BV.data, self._block * geometry.block_bytes)
+            self._fs.write(keys, key_n.data, self._block * per_block * geometry.key_bytes)
         first = self._chunk * geometry.values_per_chunk + self._block * per_block
         id_N = key_n[: len(id_N)].astype(np.int64)
         self._index.put(np.zeros(len(id_N), np.int32), id_N, first + np.arange(len(id_N)))

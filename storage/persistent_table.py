@@ -15,9 +15,8 @@ The steps that make a snapshot durable (2 to 7 are in `SnapshotStore` and `Snaps
     3. sync the directory of the chunks         6. rename it
 """
 
-import os
-import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -29,9 +28,10 @@ from oneemb.storage.aio_reader import open_reader
 from oneemb.storage.background import Background
 from oneemb.storage.chunk_scan import live_rows, read_keys, scan_rows
 from oneemb.storage.compaction import CompactionResult, Compactor
-from oneemb.storage.errors import RowWidthError, StorageError
-from oneemb.storage.fs import FileSystem, LocalFileSystem, storage_error
+from oneemb.storage.errors import CorruptTableError, ForkedProcessError, RowWidthError, StorageError
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, storage_error
 from oneemb.storage.geometry import Geometry, make_geometry
+from oneemb.storage.hash_index import check_tables
 from oneemb.storage.live_rows import LiveRows
 from oneemb.storage.recovery import Recovery
 from oneemb.storage.row_reader import RowReader
@@ -40,11 +40,14 @@ from oneemb.storage.snapshot_file import SnapshotInfo, SnapshotRecord
 from oneemb.storage.snapshot_load import load_live_rows
 from oneemb.storage.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.snapshot_store import Cut, SnapshotStore
+from oneemb.storage.turns import Turns
 from oneemb.storage.writer_lock import WriterLock
 
 __all__ = ["PersistentTable", "SnapshotReader", "read_snapshot_info"]
 
 _CHUNK_BYTES = 256 << 20
+# Chunk files that are synced at once, in a table that works beside the caller.
+_SYNC_THREADS = 8
 
 
 class PersistentTable:
@@ -56,26 +59,32 @@ class PersistentTable:
     ):  # fmt: skip
         self._fs, self._path, self._threads = fs, path, threads
         self._max_space_amplification = max_space_amplification
-        self._guard = threading.Condition(threading.RLock())
+        self._turns = Turns(f"the table at {path}", "close it, open it again and load one", rank=1)
         self._closed = False
         self._rows_moved = 0
         self._count = dict.fromkeys(("rows_got", "rows_missing", "rows_put"), 0)
         self.row_width = geometry.row_width
         self.recovery = Recovery()
         try:
-            for directory in (path, f"{path}/chunks", f"{path}/snapshots"):
-                fs.make_directories(directory)
+            fs.make_directories(path)
         except OSError as error:
-            raise storage_error(error, "make the directories of the table at", path) from error
+            raise storage_error(error, "make the directory of the table at", path) from error
         self._lock = WriterLock(fs, f"{path}/LOCK")
         try:
             self.recovery.stale_lock = self._lock.left_by
+            try:
+                # Each syncs the directory above, LOCK's name with it.
+                for directory in (f"{path}/chunks", f"{path}/snapshots"):
+                    fs.make_directories(directory)
+            except OSError as error:
+                raise storage_error(error, "make the directories of the table at", path) from error
             blocks = open_reader(io, fs, f"{path}/chunks", geometry.physical_block_size, threads)
-            self._store = SnapshotStore(fs, path, blocks.direct, self.recovery)
+            self._store = SnapshotStore(fs, path, blocks.direct, self.recovery, self._lock)
         except BaseException:
             self._lock.release()
             raise
         self._files = self._store.chunk_files
+        self._files.sync_threads = _SYNC_THREADS if background else 1
         self._rows = RowReader(blocks, self._files)
         self._io, self._direct = blocks.name, blocks.direct
         self._saves = Background("save_snapshot")
@@ -84,11 +93,12 @@ class PersistentTable:
         self._settles = ThreadPoolExecutor(1, thread_name_prefix="oneemb-settle") if background else None
         self._expected_rows = expected_rows
         self._use(LiveRows(geometry, self._files, threads, expected_rows, self._settles))
+        self._turns.before_fork = weakref.WeakMethod(self._get_ready_for_fork)
 
     @classmethod
     def open(
         cls,
-        path: str | os.PathLike[str],
+        path: AnyPath,
         *,
         row_width: int,
         physical_block_size: int = 4096,
@@ -107,9 +117,10 @@ class PersistentTable:
             row_width: 32-bit words of a row.
             physical_block_size: bytes that the device reads at once, 512 or 4096. A loaded snapshot brings its own.
             threads: runs lookups and copies.
-            max_space_amplification: disk space for each byte of live rows, beside two chunks and what only snapshots
-                need.
-            chunk_bytes: bytes of rows in a chunk file, about.
+            max_space_amplification: disk space for each byte of live rows while there is no snapshot, beside two
+                chunks. With snapshots it is as much as they need and 0.3 for each byte of live rows, or less if this is
+                below 1.3, beside two chunks and one for each: see `compaction.py`. More disk means fewer writes.
+            chunk_bytes: bytes of rows in a chunk file at most, about. A smaller table has smaller chunks.
             expected_rows: rows to make room for in the index at once, so that it need not grow; a table may hold more.
             io: "aio": reads past the system's cache, many at a time; "pread": threads, through the cache; "auto": the
                 first of them that works there.
@@ -125,16 +136,22 @@ class PersistentTable:
             raise ValueError(f"max_space_amplification must be above 1, got {max_space_amplification}")
         geometry = make_geometry(row_width, physical_block_size, chunk_bytes)
         fs = fs or LocalFileSystem()
-        return cls(fs, os.fspath(path), geometry, threads, max_space_amplification, io, background, expected_rows)
+        return cls(fs, absolute_path(path), geometry, threads, max_space_amplification, io, background, expected_rows)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a call was cut short, so that the table is of no use."""
+        return self._turns.broken
 
     def __len__(self) -> int:
-        with self._guard:
-            self._compactor.settle()
+        with self._turns:
+            self._begin(changes=False)
             return len(self._live.index)
 
     def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
-        with self._guard:
-            self._begin()
+        check_tables(table_U)
+        with self._turns:
+            self._begin(changes=False)
             place_U = self._live.index.find(table_U, id_U)
             missing_U = place_U < 0
             memory_U = self._writer.in_memory(place_U)
@@ -143,14 +160,23 @@ class PersistentTable:
                 self._writer.read(place_U[to_N], out_UW, to_N)
             to_N = np.flatnonzero(~(missing_U | memory_U))
             if len(to_N):
-                self._rows.read(self._live, table_U, id_U, place_U[to_N], to_N, out_UW)
+                try:
+                    self._rows.read(self._live, table_U, id_U, place_U[to_N], to_N, out_UW)
+                except CorruptTableError as error:
+                    if self._turns.forked and isinstance(error.__cause__, FileNotFoundError):
+                        raise ForkedProcessError(
+                            f"the process that made the table at {self._path} has moved rows to other files since this"
+                            f" child of it was forked: {error}; fork anew, or read a snapshot with SnapshotReader"
+                        ) from error
+                    raise
             self._count["rows_got"] += len(id_U)
             self._count["rows_missing"] += int(missing_U.sum())
             return missing_U
 
     def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        with self._guard:
-            self._begin()
+        check_tables(table_U)
+        with self._turns:
+            self._begin(changes=False)
             return self._live.index.find(table_U, id_U) >= 0
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
@@ -158,16 +184,18 @@ class PersistentTable:
             raise ValueError(
                 f"rows must be float32 of shape [{len(id_U)}, {self.row_width}], got {row_UW.dtype} {row_UW.shape}"
             )
+        check_tables(table_U)
         row_UW = np.ascontiguousarray(row_UW)
-        with self._guard:
+        with self._turns:
             self._begin(settle=False)
             piece = self._compactor.piece_rows
             for begin in range(0, len(id_U), piece):
-                self._compactor.make_room()
                 n = slice(begin, begin + piece)
                 table_N, id_N = table_U[n], id_U[n]
+                self._compactor.make_room(len(id_N))
+                self._begin(settle=False)  # The table may have been closed while rows were moved.
                 # Rows may be taken in only when nothing can fail after it.
-                later = self._live.can_note(len(id_N))
+                later = self._live.reserve(table_N, id_N)
                 place_N = self._writer.append(table_N, id_N, row_UW[n])
                 if later:
                     self._live.note(table_N, id_N, place_N)
@@ -177,8 +205,8 @@ class PersistentTable:
 
     def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Every row once, as the rows were when the first batch was asked for: later puts do not show."""
-        with self._guard:
-            self._begin()
+        with self._turns:
+            self._begin(changes=False)
             geometry = self._live.geometry
             place_N, table_N, id_N, row_NW = self._writer.copy()
             alive = np.flatnonzero(self._live.index.find(table_N, id_N) == place_N)
@@ -192,24 +220,27 @@ class PersistentTable:
                 rows = live_rows(part.bit_N)
                 yield from scan_rows(self._fs, chunk.rows_path, geometry, part.number, keys, rows, batch)
         finally:
-            with self._guard:
+            with self._turns:
                 cut.release(self._files)
 
     def clear(self) -> None:
-        with self._guard:
+        with self._turns:
             self._begin(settle=False)
             self._replace(LiveRows(self._live.geometry, self._files, self._threads, self._expected_rows, self._settles))
 
     def flush(self) -> None:
         """Write the rows that are in memory to their chunk. They are durable when a snapshot has been saved."""
-        with self._guard:
+        with self._turns:
             self._begin(settle=False)
             self._writer.write_out()
 
     def save_snapshot(
         self, name: str, meta: dict[str, Any], *, overwrite: bool = False, background: bool = False
-    ) -> None:
+    ) -> SnapshotInfo:
         """Keep all rows as they are now under a name. Durable when this returns, and atomic.
+
+        Rows move out of chunks with garbage first, in the call itself, so that the snapshot does not hold that: none
+        where little was overwritten, half of the rows or more where most were.
 
         Args:
             name: of the snapshot.
@@ -218,17 +249,22 @@ class PersistentTable:
             background: return when it is certain which rows are saved, and make them durable beside the caller.
                 `wait` returns when they are; an error is raised by the next call.
 
+        Returns:
+            What the snapshot is.
+
         Raises:
             SnapshotExistsError: there is one of that name, and `overwrite` is False.
-            StorageError: it could not be made; one of that name is as it was.
+            StorageError: it could not be made; one of that name is as it was. A damaged chunk whose rows should move is
+                a CorruptTableError once; the next call leaves it as it is.
         """
         self._saves.wait()
-        with self._guard:
+        with self._turns:
             self._begin()
             self._store.files.path(name)
             if not overwrite:
                 self._store.must_not_exist(name)
             self._leave_suspects()
+            self._compactor.clean_for_save(name)
             self._writer.write_out()  # 1.
             cut = self._cut()
             try:
@@ -236,16 +272,17 @@ class PersistentTable:
             except BaseException:
                 cut.release(self._files)
                 raise
-            self._store.hold(cut)
+            self._store.hold(record, cut)
             if not background:
                 self._finish_save(record, cut)
         if background:
             self._saves.start(lambda: self._finish_save(record, cut))
+        return record.info
 
     def wait(self) -> None:
         """Return when no save runs in the background. Raises the error of one that has failed."""
         self._saves.wait()
-        with self._guard:
+        with self._turns:
             self._begin()
 
     def load_snapshot(self, name: str) -> dict[str, Any]:
@@ -257,7 +294,7 @@ class PersistentTable:
             CorruptTableError: its files are not what was written; the table's rows are as they were.
         """
         self._saves.wait()
-        with self._guard:
+        with self._turns:
             self._begin(settle=False)
             record = self._store.files.read(name)
             if record.geometry.row_width != self.row_width:
@@ -280,34 +317,37 @@ class PersistentTable:
             StorageError: it could not be removed, or its removal could not be made durable; the message says which.
         """
         self._saves.wait()
-        with self._guard:
+        with self._turns:
             self._begin(settle=False)
             self._store.delete(name)
 
     def snapshots(self) -> list[SnapshotInfo]:
         """The snapshots, oldest first, without one that is still being saved."""
-        with self._guard:
+        with self._turns:
+            self._turns.check(changes=False)
             return self._store.infos()
 
     def compact(self) -> CompactionResult:
         """Move the live rows out of every chunk that has garbage and that no snapshot needs, and free those chunks.
 
+        Garbage in chunks that snapshots need cannot be freed now. Each save keeps it small, and it goes with them.
+
         Raises:
             StorageError: rows could not be moved; nothing is lost.
         """
         self._saves.wait()
-        with self._guard:
+        with self._turns:
             self._begin()
             return self._compactor.compact()
 
     def stats(self) -> dict[str, Any]:
-        with self._guard:
-            self._compactor.settle()
+        with self._turns:
+            self._begin(changes=False)
             chunks = self._files.chunks.values()
             return {
                 "rows": len(self),
                 "physical_block_size": self._live.geometry.physical_block_size,
-                "chunk_bytes": self._live.geometry.chunk_bytes,
+                "chunk_bytes": self._compactor.chunk_bytes,
                 "chunks": len(chunks),
                 "snapshots": len(self._store.infos()),
                 "disk_bytes": sum(chunk.nbytes for chunk in chunks),
@@ -325,12 +365,17 @@ class PersistentTable:
 
     def close(self) -> None:
         """Give back the path. Rows that no snapshot holds are gone, and so are their files."""
+        if self._turns.forked:
+            return  # What there is to give back belongs to the process that opened it.
         self._saves.wait()
-        with self._guard:
+        with self._turns:
             if self._closed:
                 return
             self._closed = True
             try:
+                if self._turns.broken:
+                    self._abandon()
+                    return
                 self._compactor.stop()
                 for beside in (self._writes, self._settles):
                     if beside is not None:
@@ -348,22 +393,37 @@ class PersistentTable:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _begin(self, *, settle: bool = True) -> None:
-        """Every call begins here, with the guard held. One that looks at rows settles what puts have noted."""
+    def _begin(self, *, settle: bool = True, changes: bool = True) -> None:
+        """Every call begins here, in its turn. One that looks at rows settles what puts have noted."""
+        self._turns.check(changes=changes)
         if self._closed:
             raise StorageError(f"the table at {self._path} is closed; open it again")
         self._saves.raise_error()
         if self._compactions is not None:
             self._compactions.raise_error()
-        if settle:
+        if settle and not self._turns.forked:  # A fork has seen to it, and a child frees no file.
+            self._compactor.settle()
+
+    def _abandon(self) -> None:
+        """Close files of which nobody knows whether they are in use: chunks stay, for the next open to remove."""
+        self._compactor.stop_soon()
+        for beside in (self._writes, self._settles):
+            if beside is not None:
+                beside.shutdown(cancel_futures=True)  # so that no file is closed that is being written
+        self._files.close()
+
+    def _get_ready_for_fork(self) -> None:
+        """A child has no threads: what they would take into the index has to be there."""
+        if not self._closed:
             self._compactor.settle()
 
     def _use(self, live: LiveRows) -> None:
         self._live = live
         self._writer = RowWriter(live, self._files, self._threads, self._writes)
         self._compactor = Compactor(
-            self._fs, live, self._writer, self._files, self._guard, self._max_space_amplification, self._compactions
-        )
+            self._fs, live, self._writer, self._store, self._turns, self._max_space_amplification,
+            self._compactions,
+        )  # fmt: skip
 
     def _reader_for(self, geometry: Geometry) -> None:
         """Make sure that blocks of this size can be read the way the others are."""
@@ -383,27 +443,27 @@ class PersistentTable:
     def _cut(self) -> Cut:
         """What is live of each chunk on disk now; the chunks are held once more."""
         cut = Cut(self._live.geometry, [], [])
-        for slot, chunk in self._live.slots():
-            if self._live.live_S[slot]:
-                cut.parts.append(self._live.part(slot))
+        for chunk in self._live.chunks():
+            if chunk.blocks and self._live.live_of(chunk):
+                cut.parts.append(self._live.part(chunk))
                 cut.chunks.append(chunk)
                 self._files.hold(chunk)
         return cut
 
     def _leave_suspects(self) -> None:
         """Move live rows out of chunks whose sync has failed, so that no snapshot relies on those."""
-        for slot, chunk in list(self._live.slots()):
+        for chunk in self._live.chunks():
             if chunk.suspect:
-                if chunk is self._writer.chunk:
+                if self._writer.writes_to(chunk):
                     self._writer.seal()
-                self._compactor.move(slot, chunk)
+                self._compactor.move(chunk)
 
     def _finish_save(self, record: SnapshotRecord, cut: Cut) -> None:
         try:
             self._store.make_durable(record, cut)
         except BaseException as error:
-            with self._guard:
+            with self._turns:
                 self._store.enter(record, cut, error)
             raise
-        with self._guard:
+        with self._turns:
             self._store.enter(record, cut, None)

@@ -1,16 +1,21 @@
 """What opening a table finds, and what it removes: everything that no snapshot needs.
 
-Invariant: while a snapshot cannot be read, nothing is removed, because nobody knows what it needs.
+Invariants:
+- while a snapshot cannot be read, nothing is removed, because nobody knows what it needs;
+- when a snapshot is gone that nobody has deleted here, what is there at that moment stays until somebody gives it up;
+- names that no release gives to a file are nobody's: they are passed over.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from oneemb.storage.chunk_files import ROWS_BEGIN, chunk_numbers, chunk_paths
-from oneemb.storage.errors import CorruptTableError
+from oneemb.storage.errors import SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import FileSystem, storage_error
 from oneemb.storage.snapshot_file import SnapshotFiles, SnapshotRecord
+from oneemb.storage.writer_lock import KnownSnapshots
 
-__all__ = ["Recovery", "needed_bytes", "read_snapshots", "remove_orphans"]
+__all__ = ["Recovery", "find_lost", "lost_text", "needed_bytes", "read_snapshots", "remove_orphans"]
 
 
 @dataclass
@@ -19,7 +24,10 @@ class Recovery:
 
     Args:
         snapshots: names of the snapshots that are whole.
-        damaged: snapshots that cannot be read, with the reason.
+        damaged: snapshots that cannot be read, with the reason; those of a later format are among them.
+        lost: names of snapshots that are gone though nobody has deleted them here.
+        lost_more: how many more such there are, whose names are not known.
+        kept: paths of files that no snapshot needs and that stay, because one that is gone may.
         removed: paths of files that nothing needed.
         truncated: paths of files that were cut back to what a snapshot needs.
         removed_bytes: how much room both gave.
@@ -28,6 +36,9 @@ class Recovery:
 
     snapshots: list[str] = field(default_factory=list)
     damaged: dict[str, str] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+    lost_more: int = 0
+    kept: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     truncated: list[str] = field(default_factory=list)
     removed_bytes: int = 0
@@ -37,6 +48,8 @@ class Recovery:
         said = [f"snapshots: {', '.join(map(repr, self.snapshots)) or 'none'}"]
         if self.damaged:
             said.append(f"damaged snapshots: {', '.join(map(repr, self.damaged))}; nothing was removed")
+        if self.lost or self.lost_more or self.kept:
+            said.append(lost_text(self.lost, self.lost_more, len(self.kept)))
         if self.removed or self.truncated:
             said.append(
                 f"removed {len(self.removed)} files and cut back {len(self.truncated)} that no snapshot needs: "
@@ -47,17 +60,41 @@ class Recovery:
         return "; ".join(said)
 
 
-def read_snapshots(files: SnapshotFiles, recovery: Recovery) -> list[SnapshotRecord]:
-    """All snapshots that are whole, oldest first; the others go to `recovery.damaged`.
+def find_lost(known: KnownSnapshots | None, there: Collection[str], next_number: int) -> tuple[list[str], int, int]:
+    """Which snapshots are gone, how many more whose names are not known, and the number of the chunk below which no
+    file may be removed for that.
 
-    Raises:
-        FormatVersionError: a snapshot is of another format.
+    Args:
+        known: what LOCK says; None = nothing.
+        there: names of the snapshots that are there, damaged ones among them.
+        next_number: greater than that of any chunk that is there.
     """
+    if known is None:
+        return [], 0, next_number
+    lost, more = known.gone(there)
+    newly = more > known.lost_more or not set(known.lost).issuperset(lost)
+    return lost, more, next_number if newly else known.keep_below
+
+
+def lost_text(lost: list[str], lost_more: int, kept: int) -> str:
+    """What to say of snapshots that are gone, if it is known which, and of the files that are kept for them."""
+    names = [*map(repr, lost), *([f"{lost_more} more"] if lost_more else [])]
+    gone = f"snapshots {', '.join(names)} are gone" if names else "nobody knows which snapshots there were"
+    return (
+        f"{gone}: {kept} files that no snapshot needs are kept; restore the snapshots' files from a copy, or free the "
+        f"disk with `oneemb compact --remove-orphans`"
+    )
+
+
+def read_snapshots(files: SnapshotFiles, recovery: Recovery) -> list[SnapshotRecord]:
+    """All snapshots that are whole, oldest first; the others go to `recovery.damaged`."""
     records = []
     for name in files.names():
         try:
             records.append(files.read(name))
-        except CorruptTableError as error:
+        except SnapshotNotFoundError:
+            continue  # A writer has removed it meanwhile, or it is a link to nowhere.
+        except StorageError as error:
             recovery.damaged[name] = str(error)
     records.sort(key=lambda record: record.info.sequence)
     recovery.snapshots = [record.info.name for record in records]
@@ -65,33 +102,40 @@ def read_snapshots(files: SnapshotFiles, recovery: Recovery) -> list[SnapshotRec
 
 
 def remove_orphans(
-    fs: FileSystem, directory: str, files: SnapshotFiles, needed: dict[int, tuple[int, int]], recovery: Recovery
-) -> int:
-    """Remove files that no snapshot needs; `needed` maps a chunk's number to the bytes needed of its two files.
+    fs: FileSystem, directory: str, files: SnapshotFiles, needed: dict[int, tuple[int, int]], keep_below: int,
+    recovery: Recovery,
+) -> None:  # fmt: skip
+    """Remove files that no snapshot needs, but for those of chunks with a number below `keep_below`.
 
-    Returns:
-        A number greater than that of any chunk seen.
+    Args:
+        needed: by a chunk's number, the bytes needed of its two files.
     """
     path = directory
     try:
         numbers = chunk_numbers(fs.names(directory))
-        if not recovery.damaged:
-            for path in files.leftovers():
-                _remove(fs, path, recovery)
-            for name, number in sorted(numbers.items()):
-                path = f"{directory}/{name}"
-                if number not in needed:
-                    _remove(fs, path, recovery)
-                    continue
-                size = needed[number][path == chunk_paths(directory, number)[1]]
+        if recovery.damaged:
+            return
+        for path in files.leftovers():
+            _remove(fs, path, recovery)
+        for name, number in sorted(numbers.items()):
+            path = f"{directory}/{name}"
+            size = needed[number][path == chunk_paths(directory, number)[1]] if number in needed else 0
+            try:
                 excess = fs.size(path) - size
-                if excess > 0:
-                    fs.truncate(path, size)
-                    recovery.truncated.append(path)
-                    recovery.removed_bytes += excess
+            except FileNotFoundError:
+                continue  # A link to nowhere.
+            if excess <= 0 and number in needed:
+                continue
+            if number < keep_below:
+                recovery.kept.append(path)
+            elif number not in needed:
+                _remove(fs, path, recovery)
+            else:
+                fs.truncate(path, size)
+                recovery.truncated.append(path)
+                recovery.removed_bytes += excess
     except OSError as error:
         raise storage_error(error, "remove what no snapshot needs:", path) from error
-    return max([*numbers.values(), *needed, 0]) + 1
 
 
 def needed_bytes(records: list[SnapshotRecord]) -> dict[int, tuple[int, int]]:
@@ -107,6 +151,9 @@ def needed_bytes(records: list[SnapshotRecord]) -> dict[int, tuple[int, int]]:
 
 def _remove(fs: FileSystem, path: str, recovery: Recovery) -> None:
     size = fs.size(path)
-    fs.remove(path)
+    try:
+        fs.remove(path)
+    except (IsADirectoryError, PermissionError):
+        return  # No release has made it, or not for this user: it is in nobody's way.
     recovery.removed.append(path)
     recovery.removed_bytes += size

@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["RowLayout"]
+__all__ = ["WEIGHTS", "RowLayout"]
 
 # How the weights' bits lie in a NumPy array; see oneemb.kernels.jit.
 _BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
+WEIGHTS = tuple(_BITS)
+"""The dtypes of weights."""
 
 
 @dataclass(frozen=True)

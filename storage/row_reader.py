@@ -37,30 +37,32 @@ class RowReader:
         """
         geometry = live.geometry
         plan = plan_reads(geometry, place_N, to_N)
-        slot_Q = plan.slot_Q
-        offset_Q = ROWS_BEGIN + (plan.block_Q - slot_Q * geometry.blocks_per_chunk) * geometry.block_bytes
+        # Of the slots of each request's chunk the first one: it tells the chunks apart, and where they begin.
+        first_Q = live.first_S[plan.slot_Q]
+        offset_Q = ROWS_BEGIN + (plan.block_Q - first_Q * geometry.blocks_per_slot) * geometry.block_bytes
         begin = 0
-        while begin < len(slot_Q):
-            slots, first, slot_of_q = np.unique(slot_Q[begin:], return_index=True, return_inverse=True)
+        while begin < len(first_Q):
+            firsts, q_C, chunk_of_q = np.unique(first_Q[begin:], return_index=True, return_inverse=True)
             many = self._files.files_open_max
-            end = begin + int(first[many]) if len(slots) > many else len(slot_Q)
-            file_S = np.array([self._open(_chunk(live, slot)) for slot in slots[:many].tolist()], np.int64)
-            file_Q = file_S[slot_of_q[: end - begin]]
+            end = begin + int(q_C[many]) if len(firsts) > many else len(first_Q)
+            file_C = np.array([self._open(live.chunk_in(slot)) for slot in firsts[:many].tolist()], np.int64)
+            file_Q = file_C[chunk_of_q[: end - begin]]
             try:
                 self._blocks.read(plan.cut(begin, end), file_Q, offset_Q[begin:end], live.sum_B, out_UW)
             except DamagedBlock as damage:
                 place, u = int(plan.place_P[damage.p]), int(plan.to_P[damage.p])
-                slot, row = divmod(place, geometry.rows_per_chunk)
+                block = place // geometry.rows_per_block
+                chunk = live.chunk_in(block // geometry.blocks_per_slot)
                 raise block_damage(
-                    _chunk(live, slot).rows_path, geometry, row // geometry.rows_per_block, damage.data,
-                    int(live.sum_B[place // geometry.rows_per_block]), int(table_U[u]), int(id_U[u]),
+                    chunk.rows_path, geometry, block - live.first_block(chunk), damage.data,
+                    int(live.sum_B[block]), int(table_U[u]), int(id_U[u]),
                 ) from None  # fmt: skip
             except OSError as error:
                 q = begin + (error.filename if isinstance(error.filename, int) else 0)
-                at = f"{_chunk(live, int(slot_Q[q])).rows_path} at offset {offset_Q[q]}"
+                at = f"{live.chunk_in(int(first_Q[q])).rows_path} at offset {offset_Q[q]}"
                 raise storage_error(error, "read rows from", at) from error
             begin = end
-        self._requests += len(slot_Q)
+        self._requests += len(first_Q)
         self._bytes += int(plan.blocks_Q.sum()) * geometry.block_bytes
 
     def stats(self) -> dict[str, Any]:
@@ -81,9 +83,3 @@ class RowReader:
             raise missing_file(chunk.rows_path) from error
         except OSError as error:
             raise storage_error(error, "open", chunk.rows_path) from error
-
-
-def _chunk(live: LiveRows, slot: int) -> ChunkFile:
-    chunk = live.chunk_S[slot]
-    assert chunk is not None
-    return chunk

@@ -8,12 +8,12 @@ Invariants:
 - a failed write loses nothing: the rows stay in memory, and the next call writes them to the same blocks;
 - a failed `append` takes its own rows back. Those of them that a run has already brought to disk stay there as
   garbage, because nothing points at them;
-- runs are written in order; while one could not be written, none after it is;
+- runs are written in order, also from one chunk to the next; while one could not be written, none after it is;
 - a chunk counts a run as its own (`ChunkFiles.append`) in the caller's thread only.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Executor, Future, wait
 
 import numpy as np
@@ -37,7 +37,7 @@ _SHARE_BYTES_MIN = 2 << 20
 
 
 class _Run:
-    """Memory for one run, and the rows in it, which begin at block `block` of the chunk in slot `slot`."""
+    """Memory for one run, and the rows in it, which begin at block `block` of `chunk`."""
 
     def __init__(self, geometry: Geometry, blocks: int):
         self.geometry, self.blocks_max = geometry, blocks
@@ -46,8 +46,10 @@ class _Run:
         self.sum_B = np.empty(blocks, np.uint32)
         self.table_N = np.empty(blocks * geometry.rows_per_block, np.int32)
         self.id_N = np.empty(blocks * geometry.rows_per_block, np.int64)
-        self.rows = self.block = 0
-        self.slot = -1
+        self.rows = 0
+        self.chunk: ChunkFile | None = None
+        # Where the run begins in its chunk, how many blocks that may have, and its first block's number in the table.
+        self.block = self.chunk_blocks = self.chunk_begin = 0
         # Of a sealed run: its bytes in the keys file, and where in the chunk it begins and ends.
         self.record_N = np.empty(0, np.uint8)
         self.begin = self.end = ChunkEnd(0, 0, 0)
@@ -58,13 +60,18 @@ class _Run:
 
     @property
     def first_place(self) -> int:
-        return self.slot * self.geometry.rows_per_chunk + self.block * self.geometry.rows_per_block
+        return (self.chunk_begin + self.block) * self.geometry.rows_per_block
 
     @property
     def room(self) -> int:
         """Rows that still fit into the run and into its chunk."""
-        blocks = min(self.blocks_max, self.geometry.blocks_per_chunk - self.block)
+        blocks = min(self.blocks_max, self.chunk_blocks - self.block)
         return blocks * self.geometry.rows_per_block - self.rows
+
+    def follow(self, run: "_Run") -> None:
+        """Begin, empty, where that run ends."""
+        self.chunk, self.chunk_blocks, self.chunk_begin = run.chunk, run.chunk_blocks, run.chunk_begin
+        self.block, self.rows = run.block + run.blocks, 0
 
     def take(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray, threads: Threads) -> np.ndarray:
         """Copy rows in, with the checksums of the blocks that they fill; returns their places."""
@@ -119,10 +126,13 @@ class RowWriter:
         self._sealed: deque[tuple[_Run, Future[None] | None]] = deque()
         self.chunk: ChunkFile | None = None
 
-    @property
-    def slot(self) -> int:
-        """The slot of the chunk that is being written, -1 without one."""
-        return self._filling.slot if self.chunk is not None else -1
+    def writes_to(self, chunk: ChunkFile) -> bool:
+        """Whether the chunk is being written: it may yet grow."""
+        return chunk is self.chunk or any(run.chunk is chunk for run, _ in self._sealed)
+
+    def bytes_to_write(self, chunks: Collection[ChunkFile]) -> int:
+        """Bytes that rows in memory will take in these chunks, about."""
+        return self._live.geometry.disk_bytes(sum(run.blocks for run in self._runs() if run.chunk in chunks))
 
     def append(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> np.ndarray:
         """Take rows in; returns their places, int64 [N].
@@ -131,7 +141,7 @@ class RowWriter:
             StorageError: a run could not be written, and no row of this call is in.
         """
         place_N = np.empty(len(id_N), np.int64)
-        first_run, block, rows = self._filling, self._filling.block, self._filling.rows
+        first_run, place, rows = self._filling, self._filling.first_place, self._filling.rows
         try:
             done = 0
             while done < len(id_N):
@@ -141,7 +151,7 @@ class RowWriter:
                 place_N[n] = self._filling.take(table_N[n], id_N[n], row_NW[n], self._threads)
                 done = n.stop
         except BaseException:
-            same = self._filling is first_run and first_run.block == block and rows <= first_run.rows
+            same = self._filling is first_run and first_run.first_place == place and rows <= first_run.rows
             self._filling.rows = rows if same else 0
             raise
         return place_N
@@ -160,9 +170,7 @@ class RowWriter:
     def seal(self) -> None:
         """Write the rows in memory, and let the next ones begin a new chunk."""
         self.write_out()
-        if self.chunk is not None:
-            self._files.seal(self.chunk)
-            self.chunk = None
+        self._leave()
 
     def drop(self) -> None:
         """Forget the rows in memory and the chunk."""
@@ -213,22 +221,36 @@ class RowWriter:
                 self._finish_one()
             self._start()
         if self.chunk is not None and self._filling.room == 0:
-            self.seal()
+            self._leave()
         if self.chunk is None:
-            self._finish()
-            chunk = self._files.create(self._live.geometry)
-            self._filling.slot, self._filling.block = self._live.add(chunk), 0
+            geometry = self._live.geometry
+            blocks = geometry.chunk_blocks(len(self._live.index))
+            chunk = self._files.create(geometry)
+            try:
+                self._live.add(chunk, blocks)
+            except BaseException:
+                self._files.release(chunk)
+                raise
+            run = self._filling
+            run.chunk, run.block, run.chunk_blocks = chunk, 0, blocks
+            run.chunk_begin = self._live.first_block(chunk)
             self.chunk = chunk
+
+    def _leave(self) -> None:
+        """The next rows begin a new chunk. The files of this one are closed when its last run is in them."""
+        chunk, self.chunk = self.chunk, None
+        if chunk is not None and not self.writes_to(chunk):
+            self._files.seal(chunk)
 
     def _start(self) -> None:
         """Begin to write the filling run; a spare one fills next."""
-        assert self.chunk is not None
-        run = self._filling
-        run.seal(self._sealed[-1][0].end if self._sealed else self.chunk.end)
-        begin = run.slot * run.geometry.blocks_per_chunk + run.block
+        run, last = self._filling, self._sealed[-1][0] if self._sealed else None
+        assert run.chunk is not None
+        run.seal(last.end if last is not None and last.chunk is run.chunk else run.chunk.end)
+        begin = run.chunk_begin + run.block
         self._live.sum_B[begin : begin + run.blocks] = run.sum_B[: run.blocks]
         self._filling = self._spare.pop()
-        self._filling.slot, self._filling.block, self._filling.rows = run.slot, run.block + run.blocks, 0
+        self._filling.follow(run)
         before = self._sealed[-1][1] if self._sealed else None
         assert before is not None or not self._sealed
         written = None if self._beside is None else self._beside.submit(self._write, run, before)
@@ -245,8 +267,8 @@ class RowWriter:
 
     def _finish_one(self) -> None:
         """Return when the oldest sealed run is on disk."""
-        assert self.chunk is not None
         run, written = self._sealed[0]
+        assert run.chunk is not None
         try:
             self._write(run, None) if written is None else written.result()
         except BaseException:
@@ -254,7 +276,7 @@ class RowWriter:
             wait([later for _, later in self._sealed if later is not None])
             self._sealed = deque((run, None) for run, _ in self._sealed)
             raise
-        self._files.append(self.chunk, run.end)
+        self._files.append(run.chunk, run.end)
         self._free()
 
     def _free(self) -> None:
@@ -262,13 +284,15 @@ class RowWriter:
         run, _ = self._sealed.popleft()
         run.rows = 0
         self._spare.append(run)
+        if run.chunk is not None and not self.writes_to(run.chunk):
+            self._files.seal(run.chunk)
 
     def _write(self, run: _Run, before: Future[None] | None) -> None:
         """Write a run after the one before, which has ended, or after all that the chunk counts as its own."""
-        assert self.chunk is not None
+        assert run.chunk is not None
         if before is not None:
             before.result()
-        self._files.write(self.chunk, run.begin, run.byte_N[: run.blocks * run.geometry.block_bytes], run.record_N)
+        self._files.write(run.chunk, run.begin, run.byte_N[: run.blocks * run.geometry.block_bytes], run.record_N)
 
 
 def _has_ended(written: Future[None] | None) -> bool:

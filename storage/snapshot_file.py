@@ -2,10 +2,14 @@
 
 A snapshot is one file that appears by a rename, so it is there completely or not at all. Its steps are numbered in
 `SnapshotFiles.write`.
+
+Invariant: a right checksum says that bytes are as they were written, not that they make sense. Every field of a file is
+checked before it is used, and memory is taken for bytes that are there.
 """
 
 import json
 import struct
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote, unquote
@@ -16,7 +20,7 @@ from oneemb.kernels.checksum import xxh64
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.file_header import HEADER_BYTES, SNAPSHOT_MAGIC, pack_header, read_header
 from oneemb.storage.fs import FileSystem, storage_error
-from oneemb.storage.geometry import Geometry
+from oneemb.storage.geometry import Geometry, geometry_problem
 
 __all__ = ["ChunkPart", "RenameUncertainError", "SnapshotFiles", "SnapshotInfo", "SnapshotRecord"]
 
@@ -24,6 +28,17 @@ _SUFFIX = ".snapshot"
 _TEMPORARY = ".tmp"
 _SUM = struct.Struct("<Q")
 _NAME_BYTES_MAX = 200
+_READ_BYTES = 1 << 20
+_FILE_BYTES_MAX = 1 << 48
+_CHUNK_NUMBER_MAX = 10**12 - 1
+# A run of keys, beside its rows' keys and its blocks' checksums: three numbers, a checksum; zeros.
+_RUN_BYTES_MIN = 32
+_RUN_BYTES_MAX = 40
+_CREATED_MAX = 253_402_300_800  # the year 10000, beyond which no calendar goes
+_HEX = set("0123456789abcdef")
+_FIELDS = {
+    "name", "sequence", "created", "bytes", "row_width", "physical_block_size", "blocks_per_chunk", "meta", "chunks"
+}  # fmt: skip
 
 
 @dataclass
@@ -40,6 +55,9 @@ class SnapshotInfo:
         sequence: grows with each snapshot of a table.
         meta: what the caller of `save_snapshot` gave.
         format_version: of its files.
+        identity: of this snapshot and its copies alone, 32 hexadecimal digits; of one that has none written, 16 that
+            follow from its manifest. Names repeat from folder to folder and from run to run, this does not.
+        saved_by: the process that saved it.
     """
 
     name: str
@@ -51,6 +69,12 @@ class SnapshotInfo:
     sequence: int
     meta: dict[str, Any]
     format_version: int
+    identity: str
+    saved_by: str
+
+    def __str__(self) -> str:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.created))
+        return f"{self.name!r}, identity {self.identity}, saved {when} by {self.saved_by}"
 
 
 @dataclass
@@ -90,12 +114,15 @@ class SnapshotFiles:
         self.directory = directory
 
     def names(self) -> list[str]:
-        """The snapshots' names, sorted."""
-        return sorted(unquote(name[: -len(_SUFFIX)]) for name in self._listed() if name.endswith(_SUFFIX))
+        """The snapshots' names, sorted. Files with names that no save gives are nobody's."""
+        return sorted(name for listed in self._listed() if (name := _name_of(listed)) is not None)
 
     def leftovers(self) -> list[str]:
         """Paths of files that an unfinished save has left."""
-        return [f"{self.directory}/{name}" for name in self._listed() if name.endswith(_TEMPORARY)]
+        return [
+            f"{self.directory}/{listed}" for listed in self._listed()
+            if listed.endswith(_TEMPORARY) and _name_of(listed[: -len(_TEMPORARY)]) is not None
+        ]  # fmt: skip
 
     def path(self, name: str) -> str:
         return f"{self.directory}/{_file_name(name)}"
@@ -170,6 +197,9 @@ class SnapshotFiles:
             raise storage_error(error, "open the snapshot", path) from error
         try:
             return self._read(file, path, name)
+        except IsADirectoryError as error:
+            raise CorruptTableError(f"{path} must be a file that begins at offset 0 with {SNAPSHOT_MAGIC!r}, it is a "
+                                    f"directory; move it elsewhere") from error  # fmt: skip
         except OSError as error:
             raise storage_error(error, "read the snapshot", path) from error
         finally:
@@ -190,6 +220,12 @@ class SnapshotFiles:
         finally:
             self._fs.close(file)
         _check(bit_N, _bits_bytes(record.geometry, part), part.bits_sum, record.path, part.bits_offset, "list of rows")
+        rows = part.blocks * record.geometry.rows_per_block
+        if int.from_bytes(bit_N[rows // 8 :].tobytes(), "little") >> rows % 8:
+            raise CorruptTableError(
+                f"{record.path}: the list of rows at offset {part.bits_offset} names rows beyond the {rows} that "
+                f"{part.blocks} blocks of chunk {part.number} hold; run `oneemb check` on the table"
+            )
         return bit_N
 
     def not_found(self, name: str) -> SnapshotNotFoundError:
@@ -198,37 +234,32 @@ class SnapshotFiles:
 
     def _read(self, file: int, path: str, name: str) -> SnapshotRecord:
         json_bytes, bits_bytes, _, _ = read_header(self._bytes(file, 0, HEADER_BYTES), SNAPSHOT_MAGIC, path)
+        if json_bytes % 8 or not 0 < json_bytes < _FILE_BYTES_MAX:
+            raise CorruptTableError(f"{path}: the header at offset 0 gives the manifest {json_bytes} bytes")
         body = self._bytes(file, HEADER_BYTES, json_bytes)
         expected = self._bytes(file, HEADER_BYTES + json_bytes, _SUM.size)
         if len(expected) != _SUM.size:
             raise CorruptTableError(f"{path}: the file ends before offset {HEADER_BYTES + json_bytes + _SUM.size}")
         _check(body, json_bytes, _SUM.unpack(expected)[0], path, HEADER_BYTES, "manifest")
-        manifest = json.loads(body)
-        if manifest["name"] != name:
-            raise CorruptTableError(f"{path}: the file holds the snapshot {manifest['name']!r}; it was renamed")
-        geometry = Geometry(manifest["row_width"], manifest["physical_block_size"], manifest["blocks_per_chunk"])
-        offset = HEADER_BYTES + json_bytes + _SUM.size
-        parts = []
-        for number, blocks, keys_bytes, keys_sum, rows, bits_sum in manifest["chunks"]:
-            part = ChunkPart(number, blocks, keys_bytes, int(keys_sum, 16), rows, int(bits_sum, 16), offset)
-            parts.append(part)
-            offset += _bits_bytes(geometry, part)
-        info = SnapshotInfo(
-            name=name,
-            rows=sum(part.rows for part in parts),
-            bytes=manifest["bytes"] + offset,
-            row_width=geometry.row_width,
-            physical_block_size=geometry.physical_block_size,
-            created=manifest["created"],
-            sequence=manifest["sequence"],
-            meta=manifest["meta"],
-            format_version=1,
-        )
-        return SnapshotRecord(info, geometry, parts, path)
+        record = _decode(body, HEADER_BYTES + json_bytes + _SUM.size, path, name)
+        end = HEADER_BYTES + json_bytes + _SUM.size + sum(_bits_bytes(record.geometry, part) for part in record.parts)
+        if end - HEADER_BYTES - json_bytes - _SUM.size != bits_bytes or not self._bytes(file, end - 1, 1):
+            raise CorruptTableError(
+                f"{path}: the lists of rows of {len(record.parts)} chunks must end at offset {end}; the header at "
+                f"offset 0 gives them {bits_bytes} bytes, or the file ends before"
+            )
+        return record
 
     def _bytes(self, file: int, offset: int, size: int) -> bytes:
-        out = bytearray(size)
-        return bytes(out[: self._fs.read_into(file, memoryview(out), offset)])
+        """The bytes of a file, fewer where it ends. Takes memory for bytes that are there, not for those asked for."""
+        out = bytearray()
+        while len(out) < size:
+            piece = bytearray(min(size - len(out), max(len(out), _READ_BYTES)))
+            got = self._fs.read_into(file, memoryview(piece), offset + len(out))
+            out += piece[:got]
+            if got < len(piece):
+                break
+        return bytes(out)
 
     def _listed(self) -> list[str]:
         try:
@@ -250,6 +281,8 @@ class RenameUncertainError(StorageError):
 
 
 def _file_name(name: str) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"a snapshot's name must be a str, got {name!r}")
     quoted = quote(name, safe="")
     if not name or len(quoted) > _NAME_BYTES_MAX:
         raise ValueError(
@@ -257,6 +290,17 @@ def _file_name(name: str) -> str:
             f"as 3 or more, got {name!r}"
         )
     return quoted + _SUFFIX
+
+
+def _name_of(file_name: str) -> str | None:
+    """The snapshot whose file has this name; None if no snapshot's has."""
+    if not file_name.endswith(_SUFFIX):
+        return None
+    name = unquote(file_name[: -len(_SUFFIX)])
+    try:
+        return name if _file_name(name) == file_name else None
+    except ValueError:
+        return None  # An empty name, or one that is no text.
 
 
 def _bits_bytes(geometry: Geometry, part: ChunkPart) -> int:
@@ -272,6 +316,8 @@ def _encode(record: SnapshotRecord) -> bytes:
         part.bits_sum = xxh64(bits[-1])
     manifest = {
         "name": info.name,
+        "identity": info.identity,
+        "saved_by": info.saved_by,
         "sequence": info.sequence,
         "created": info.created,
         "bytes": info.bytes,
@@ -292,6 +338,80 @@ def _encode(record: SnapshotRecord) -> bytes:
         offset += len(data)
     header = pack_header(SNAPSHOT_MAGIC, (len(body), sum(map(len, bits)), 0, 0))
     return b"".join([header, body, _SUM.pack(xxh64(body)), *bits])
+
+
+def _decode(body: bytes, bits_offset: int, path: str, name: str) -> SnapshotRecord:
+    """What a manifest says, every field checked; the lists of rows begin at `bits_offset`."""
+
+    def need(right: bool, what: str, found: Any) -> None:
+        if not right:
+            raise CorruptTableError(
+                f"{path}: the manifest at offset {HEADER_BYTES} must have {what}, has {repr(found)[:100]}; restore the "
+                f"file from a copy, or delete the snapshot"
+            )
+
+    def number(value: Any, least: int, most: int = (1 << 62)) -> bool:
+        return type(value) is int and least <= value <= most
+
+    def sum_of(value: Any) -> int:
+        need(isinstance(value, str) and len(value) == 16 and not set(value) - _HEX, "sums of 16 hex digits", value)
+        return int(value, 16)
+
+    try:
+        manifest = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise CorruptTableError(f"{path}: the manifest at offset {HEADER_BYTES} is not JSON: {error}") from error
+    need(isinstance(manifest, dict), "fields", manifest)
+    missing = sorted(_FIELDS - manifest.keys())
+    need(not missing, f"the fields {', '.join(missing)}", sorted(manifest))
+    if manifest["name"] != name:
+        raise CorruptTableError(
+            f"{path}: the manifest at offset {HEADER_BYTES} is that of the snapshot {repr(manifest['name'])[:100]}; "
+            f"the file was renamed"
+        )
+    created = manifest["created"]
+    need(type(created) in (int, float) and 0 <= created < _CREATED_MAX, "a time as created", created)
+    for field_name in ("sequence", "bytes"):
+        need(number(manifest[field_name], 0), f"a number as {field_name}", manifest[field_name])
+    need(isinstance(manifest["meta"], dict), "an object as meta", manifest["meta"])
+    # The first releases wrote neither.
+    identity = manifest.get("identity", f"{xxh64(body):016x}")
+    saved_by = manifest.get("saved_by", "a process that did not leave its name")
+    need(isinstance(identity, str) and len(identity) in (16, 32) and not set(identity) - _HEX, "an identity", identity)
+    need(isinstance(saved_by, str), "a text as saved_by", saved_by)
+    numbers = (manifest["row_width"], manifest["physical_block_size"], manifest["blocks_per_chunk"])
+    problem = geometry_problem(*numbers)
+    if problem is not None:
+        raise CorruptTableError(f"{path}: the manifest at offset {HEADER_BYTES} is wrong: {problem}")
+    geometry = Geometry(*numbers)
+    need(isinstance(manifest["chunks"], list), "a list of chunks", manifest["chunks"])
+    parts: dict[int, ChunkPart] = {}
+    offset = bits_offset
+    for entry in manifest["chunks"]:
+        need(isinstance(entry, list) and len(entry) == 6, "six values for each chunk", entry)
+        chunk, blocks, keys_bytes, keys_sum, rows, bits_sum = entry
+        need(number(chunk, 0, _CHUNK_NUMBER_MAX) and chunk not in parts, "each chunk's number once", entry)
+        need(number(blocks, 1, geometry.blocks_per_chunk), f"1 to {geometry.blocks_per_chunk} blocks a chunk", entry)
+        need(number(rows, 0, blocks * geometry.rows_per_block), "no more rows than fit in a chunk's blocks", entry)
+        least = HEADER_BYTES + _RUN_BYTES_MIN + 12 * rows + 4 * blocks
+        most = HEADER_BYTES + (_RUN_BYTES_MAX + 4 + 12 * geometry.rows_per_block) * blocks
+        need(number(keys_bytes, least, most), f"{least} to {most} bytes of keys for a chunk", entry)
+        parts[chunk] = ChunkPart(chunk, blocks, keys_bytes, sum_of(keys_sum), rows, sum_of(bits_sum), offset)
+        offset += _bits_bytes(geometry, parts[chunk])
+    info = SnapshotInfo(
+        name=name,
+        rows=sum(part.rows for part in parts.values()),
+        bytes=manifest["bytes"] + offset,
+        row_width=geometry.row_width,
+        physical_block_size=geometry.physical_block_size,
+        created=created,
+        sequence=manifest["sequence"],
+        meta=manifest["meta"],
+        format_version=1,
+        identity=identity,
+        saved_by=saved_by,
+    )
+    return SnapshotRecord(info, geometry, list(parts.values()), path)
 
 
 def _check(data, size: int, expected: int, path: str, offset: int, what: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.chunk_files import ROWS_BEGIN, ChunkFiles
+from oneemb.storage.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles
 from oneemb.storage.chunk_scan import ChunkKeys, check_header, fill_keys, live_rows, missing_file
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.file_header import HEADER_BYTES, ROWS_MAGIC
@@ -16,6 +16,7 @@ from oneemb.storage.fs import FileSystem, storage_error
 from oneemb.storage.geometry import Geometry
 from oneemb.storage.live_rows import LiveRows
 from oneemb.storage.snapshot_file import ChunkPart, SnapshotFiles, SnapshotRecord
+from oneemb.storage.turns import signals_deferred
 
 __all__ = ["load_live_rows"]
 
@@ -34,28 +35,31 @@ def load_live_rows(
     Raises:
         CorruptTableError: a file is not what was written; nothing is held.
     """
+    for part in record.parts:
+        _check_size(fs, files.paths(part.number)[1], part.keys_bytes)  # There are as many keys as memory is taken for.
     pieces = _pieces(fs, snapshots, files, record)
     # Pieces are read and checked while the keys of those before go into the index.
     with ThreadPoolExecutor(1, thread_name_prefix="oneemb-load") as ahead:
         reading = deque(ahead.submit(next, pieces, None) for _ in range(_PIECES_AHEAD))
         live = LiveRows(record.geometry, files, threads, record.info.rows, beside)
-        slot = -1
+        chunk: ChunkFile | None = None
         try:
             while (piece := reading.popleft().result()) is not None:
                 reading.append(ahead.submit(next, pieces, None))
+                signals_deferred.let_in_now()  # The table's rows are what they were.
                 part = piece.part
-                if slot < 0:
+                if chunk is None:
                     chunk = files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
-                    slot = live.add(chunk)
-                twice = live.load(slot, piece.table_N, piece.id_N, piece.row_N)
+                    live.add(chunk, chunk.blocks)  # Another snapshot may have more of it.
+                twice = live.load(chunk, piece.table_N, piece.id_N, piece.row_N)
                 if twice is not None:
                     raise CorruptTableError(
                         f"{chunk.keys_path}: table {twice[0]}, id {twice[1]} is twice in the snapshot "
                         f"{record.info.name!r}; run `oneemb check` on the table"
                     )
                 if piece.bit_N is not None and piece.sum_B is not None:
-                    live.load_chunk(slot, part.rows, piece.bit_N, piece.sum_B)
-                    slot = -1
+                    live.load_chunk(chunk, piece.bit_N, piece.sum_B)
+                    chunk = None
         except BaseException:
             live.release()
             raise
@@ -117,7 +121,16 @@ def _check_rows_file(fs: FileSystem, path: str, geometry: Geometry, part: ChunkP
         finally:
             fs.close(file)
         check_header(header[:size], ROWS_MAGIC, path, part.number, geometry)
-        size, needed = fs.size(path), ROWS_BEGIN + part.blocks * geometry.block_bytes
+    except FileNotFoundError as error:
+        raise missing_file(path) from error
+    except OSError as error:
+        raise storage_error(error, "read", path) from error
+    _check_size(fs, path, ROWS_BEGIN + part.blocks * geometry.block_bytes)
+
+
+def _check_size(fs: FileSystem, path: str, needed: int) -> None:
+    try:
+        size = fs.size(path)
     except FileNotFoundError as error:
         raise missing_file(path) from error
     except OSError as error:

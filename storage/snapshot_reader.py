@@ -3,7 +3,6 @@
 Invariant: nothing is written, and memory does not grow with the rows, except for the index that `get` makes.
 """
 
-import os
 from collections.abc import Iterator
 from typing import overload
 
@@ -13,8 +12,9 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.block_reader import PreadReader
 from oneemb.storage.chunk_files import ChunkFiles
 from oneemb.storage.chunk_scan import live_rows, read_keys, scan_rows
-from oneemb.storage.errors import CorruptTableError
-from oneemb.storage.fs import FileSystem, LocalFileSystem
+from oneemb.storage.errors import CorruptTableError, StorageError
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path
+from oneemb.storage.hash_index import check_tables
 from oneemb.storage.live_rows import LiveRows
 from oneemb.storage.row_reader import RowReader
 from oneemb.storage.snapshot_file import ChunkPart, SnapshotFiles, SnapshotInfo, SnapshotRecord
@@ -24,26 +24,31 @@ __all__ = ["SnapshotReader", "read_snapshot_info"]
 
 
 @overload
-def read_snapshot_info(path: str | os.PathLike[str], name: str, fs: FileSystem | None = None) -> SnapshotInfo: ...
+def read_snapshot_info(path: AnyPath, name: str, fs: FileSystem | None = None) -> SnapshotInfo: ...
 @overload
-def read_snapshot_info(
-    path: str | os.PathLike[str], name: None = None, fs: FileSystem | None = None
-) -> list[SnapshotInfo]: ...
+def read_snapshot_info(path: AnyPath, name: None = None, fs: FileSystem | None = None) -> list[SnapshotInfo]: ...
 
 
 def read_snapshot_info(
-    path: str | os.PathLike[str], name: str | None = None, fs: FileSystem | None = None
+    path: AnyPath, name: str | None = None, fs: FileSystem | None = None
 ) -> SnapshotInfo | list[SnapshotInfo]:
-    """What a snapshot at a path is; without a name, what all of them are, oldest first. Takes no lock.
+    """What a snapshot at a path is; without a name, what all are that can be read, oldest first. Takes no lock.
 
     Raises:
         SnapshotNotFoundError: there is none of that name.
-        CorruptTableError: a snapshot's file is not what was written.
+        CorruptTableError: the named snapshot's file is not what was written.
+        FormatVersionError: another release wrote it.
     """
-    files = SnapshotFiles(fs or LocalFileSystem(), f"{os.fspath(path)}/snapshots")
+    files = SnapshotFiles(fs or LocalFileSystem(), f"{absolute_path(path)}/snapshots")
     if name is not None:
         return files.read(name).info
-    return sorted((files.read(each).info for each in files.names()), key=lambda info: info.sequence)
+    found = []
+    for each in files.names():
+        try:
+            found.append(files.read(each).info)
+        except StorageError:
+            continue  # `table_info` names those that cannot be read, with the reason.
+    return sorted(found, key=lambda info: info.sequence)
 
 
 class SnapshotReader:
@@ -59,15 +64,15 @@ class SnapshotReader:
         self.info = record.info
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], name: str, *, fs: FileSystem | None = None) -> "SnapshotReader":
+    def open(cls, path: AnyPath, name: str, *, fs: FileSystem | None = None) -> "SnapshotReader":
         """A reader of the snapshot `name` of the table at `path`.
 
         Raises:
             SnapshotNotFoundError: there is none of that name.
             CorruptTableError: its file is not what was written.
         """
-        fs = fs or LocalFileSystem()
-        return cls(fs, os.fspath(path), SnapshotFiles(fs, f"{os.fspath(path)}/snapshots").read(name))
+        fs, path = fs or LocalFileSystem(), absolute_path(path)
+        return cls(fs, path, SnapshotFiles(fs, f"{path}/snapshots").read(name))
 
     def __len__(self) -> int:
         return self.info.rows
@@ -93,7 +98,9 @@ class SnapshotReader:
 
         Raises:
             CorruptTableError: as for `scan`.
+            ValueError: a table is out of the range of tables.
         """
+        check_tables(table_U)
         if self._live is None:
             self._live = load_live_rows(self._fs, self._files, self._chunks, self._record, Threads(1))
         place_U = self._live.index.find(table_U, id_U)

@@ -3,10 +3,14 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from oneemb.storage.row_layout import RowLayout
+from oneemb.storage.errors import CorruptTableError
+from oneemb.storage.row_layout import WEIGHTS, RowLayout
 from oneemb.storage.row_store import StorageError
 
-__all__ = ["SnapshotRows"]
+__all__ = ["SnapshotRows", "shard_of"]
+
+_WIDTH_MAX = 1 << 28
+_STEP_MAX = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,45 @@ class SnapshotRows:
 
         Raises:
             StorageError: the snapshot was not saved by an embedding or a writer.
+            CorruptTableError: it says what no embedding says.
         """
         if "rows" not in meta:
             raise StorageError(
                 f"snapshot {name!r} does not say what its rows are; it was not saved by oneemb's modules"
             )
         rows = meta["rows"]
-        return cls(RowLayout(**rows["layout"]), rows["optimizer"], tuple(rows["state"]), rows["step"])
+        _need(isinstance(rows, dict) and {"layout", "optimizer", "state", "step"} <= rows.keys(), name, rows)
+        layout, optimizer, state, step = rows["layout"], rows["optimizer"], rows["state"], rows["step"]
+        _need(isinstance(layout, dict) and layout.keys() == {"dim", "dtype", "state_width"}, name, layout)
+        _need(_number(layout["dim"], 1, _WIDTH_MAX), name, layout)
+        _need(isinstance(layout["dtype"], str) and layout["dtype"] in WEIGHTS, name, layout)
+        _need(_number(layout["state_width"], 0, _WIDTH_MAX), name, layout)
+        _need(optimizer is None or isinstance(optimizer, str), name, optimizer)
+        _need(isinstance(state, list | tuple) and len(state) == layout["state_width"], name, state)
+        _need(all(type(value) in (int, float) for value in state), name, state)
+        _need(_number(step, 0, _STEP_MAX), name, step)
+        return cls(RowLayout(**layout), optimizer, tuple(state), step)
+
+
+def shard_of(meta: dict[str, Any], name: str) -> tuple[int, int]:
+    """Which part of a sharded snapshot this is, and of how many; (0, 1) for a whole one.
+
+    Raises:
+        CorruptTableError: it says what no writer says.
+    """
+    shard = meta.get("shard", (0, 1))
+    _need(isinstance(shard, list | tuple) and len(shard) == 2, name, shard)
+    _need(_number(shard[1], 1, _STEP_MAX) and _number(shard[0], 0, shard[1] - 1), name, shard)
+    return shard[0], shard[1]
+
+
+def _number(value: Any, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _need(right: bool, name: str, found: Any) -> None:
+    if not right:
+        raise CorruptTableError(
+            f"snapshot {name!r} does not say what its rows are in a way that an embedding or a writer does: "
+            f"{repr(found)[:100]}; restore its file from a copy, or load another one"
+        )

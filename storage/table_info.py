@@ -1,19 +1,18 @@
 """What lies at a table's path, found without taking its lock and without reading rows."""
 
-import os
 from dataclasses import dataclass
 
 import numpy as np
 
 from oneemb.storage.chunk_files import chunk_numbers
 from oneemb.storage.errors import StorageError
-from oneemb.storage.fs import FileSystem, LocalFileSystem, storage_error
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, storage_error
 from oneemb.storage.geometry import Geometry
-from oneemb.storage.recovery import needed_bytes
+from oneemb.storage.recovery import Recovery, find_lost, needed_bytes, read_snapshots
 from oneemb.storage.snapshot_file import SnapshotFiles, SnapshotInfo, SnapshotRecord
-from oneemb.storage.writer_lock import lock_holder
+from oneemb.storage.writer_lock import known_snapshots, lock_holder
 
-__all__ = ["TableInfo", "chunk_bytes_of", "live_bits", "need_table", "table_info"]
+__all__ = ["TableInfo", "chunk_bytes_of", "live_bits", "lost_and_kept", "need_table", "snapshots_at", "table_info"]
 
 
 @dataclass
@@ -28,6 +27,9 @@ class TableInfo:
         disk_bytes: of all files.
         needed_bytes: of those parts of the files that snapshots need; the rest is a writer's, or left from one.
         live_bytes: of the rows of snapshots, a row that several share counted once.
+        lost: names of snapshots that are gone though nobody has deleted them here.
+        lost_more: how many more such there are, whose names are not known.
+        kept: files that no snapshot needs and that the next open of the table does not remove.
     """
 
     snapshots: list[SnapshotInfo]
@@ -37,6 +39,9 @@ class TableInfo:
     disk_bytes: int
     needed_bytes: int
     live_bytes: int
+    lost: list[str]
+    lost_more: int
+    kept: list[str]
 
     @property
     def garbage_bytes(self) -> int:
@@ -44,22 +49,15 @@ class TableInfo:
         return self.disk_bytes - self.live_bytes
 
 
-def table_info(path: str | os.PathLike[str], fs: FileSystem | None = None) -> TableInfo:
+def table_info(path: AnyPath, fs: FileSystem | None = None) -> TableInfo:
     """What lies at a path. A live writer may go on meanwhile.
 
     Raises:
         StorageError: there is no table, or its files cannot be listed.
     """
-    fs, path = fs or LocalFileSystem(), os.fspath(path)
-    need_table(fs, path)
-    files = SnapshotFiles(fs, f"{path}/snapshots")
-    records, damaged, live = [], {}, 0
-    for name in files.names():
-        try:
-            records.append(files.read(name))
-        except StorageError as error:
-            damaged[name] = str(error)
-    records.sort(key=lambda record: record.info.sequence)
+    fs, path = fs or LocalFileSystem(), absolute_path(path)
+    files, records, damaged = _snapshots(fs, path)
+    live = 0
     try:
         for geometry, bit_N in live_bits(files, records).values():
             live += int(np.unpackbits(bit_N).sum() * geometry.disk_bytes_per_row)
@@ -79,7 +77,45 @@ def table_info(path: str | os.PathLike[str], fs: FileSystem | None = None) -> Ta
     own = sum(record.info.bytes - chunk_bytes_of([record]) for record in records)
     needed = chunk_bytes_of(records) + own
     infos = [record.info for record in records]
-    return TableInfo(infos, damaged, lock_holder(fs, f"{path}/LOCK"), len(chunks), disk, needed, live)
+    holder = lock_holder(fs, f"{path}/LOCK")
+    lost, lost_more, kept = lost_and_kept(fs, path, files, needed_bytes(records), holder is not None)
+    return TableInfo(infos, damaged, holder, len(chunks), disk, needed, live, lost, lost_more, kept)
+
+
+def snapshots_at(path: AnyPath, fs: FileSystem | None = None) -> tuple[list[SnapshotInfo], dict[str, str]]:
+    """The snapshots at a path, oldest first, and those that cannot be read, with the reason.
+
+    Raises:
+        StorageError: there is no table, or its files cannot be listed.
+    """
+    _, records, damaged = _snapshots(fs or LocalFileSystem(), absolute_path(path))
+    return [record.info for record in records], damaged
+
+
+def _snapshots(fs: FileSystem, path: str) -> tuple[SnapshotFiles, list[SnapshotRecord], dict[str, str]]:
+    need_table(fs, path)
+    files, recovery = SnapshotFiles(fs, f"{path}/snapshots"), Recovery()
+    return files, read_snapshots(files, recovery), recovery.damaged
+
+
+def lost_and_kept(
+    fs: FileSystem, path: str, files: SnapshotFiles, needed: dict[int, tuple[int, int]], held: bool
+) -> tuple[list[str], int, list[str]]:
+    """What opening the table would find lost, and the paths of the files it would keep for that.
+
+    Args:
+        needed: by a chunk's number, what snapshots need of its files.
+        held: whether a writer has the table; what LOCK says may be changing.
+    """
+    before = {*files.names()}
+    known = known_snapshots(fs, f"{path}/LOCK")
+    if known is None and held:
+        return [], 0, []  # A job of an earlier release.
+    # A snapshot that was saved or deleted meanwhile is in one of both lists.
+    lost, more, keep_below = find_lost(known, before | {*files.names()}, 1 << 62)
+    numbers = chunk_numbers(_names(fs, f"{path}/chunks"))
+    kept = [name for name, number in sorted(numbers.items()) if number not in needed and number < keep_below]
+    return lost, more, [f"{path}/chunks/{name}" for name in kept]
 
 
 def chunk_bytes_of(records: list[SnapshotRecord]) -> int:

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -282,6 +283,81 @@ def test_mistakes_exit_with_2_and_say_what_to_do(path, tmp_path):
         assert result.stdout == "" and "Traceback" not in result.stderr
     assert list((tmp_path / "empty").iterdir()) == []
     assert run("snapshot", "list", path).stdout == "first\nsecond\n"
+
+
+def test_advice_names_options_and_no_arguments_of_functions(path, tmp_path):
+    np.savez(tmp_path / "v.npz", keys=IDS, values=vectors())
+    np.savez(tmp_path / "nan.npz", keys=IDS, values=vectors() * np.nan)
+    np.save(tmp_path / "v.npy", vectors())
+    npy = [tmp_path / f"{name}.npy" for name in "abcd"]
+    for arguments, says in [
+        (["export", path, tmp_path / "v.npz", "--snapshot", "first"], "give --overwrite to replace it"),
+        (["export", path, *npy, "--snapshot", "first"], "only with --with-state"),
+        (["export", path, *npy[:3], "--snapshot", "first", "--table", "1"], "no table numbers to write"),
+        (["export", path, *npy[:2], "--snapshot", "first"], "or give --table to export one table"),
+        (["import", tmp_path / "v.npz", path, "--snapshot", "x", "--keys", "id"], "--row-numbers"),
+        (["import", tmp_path / "v.npz", path, "--snapshot", "x", "--values", "id"], "name the values with --values"),
+        (["import", tmp_path / "v.npz", path, "--snapshot", "x", "--with-state"], "name the state with --state"),
+        (["import", tmp_path / "v.npy", path, "--snapshot", "x", "--with-state"], "--with-state needs files"),
+        (["import", tmp_path / "nan.npz", path, "--snapshot", "x"], "give --allow-nonfinite to bring it as it is"),
+    ]:
+        result = run(*arguments, code=2)
+        said = " ".join(result.stderr.split())
+        assert says in said, said
+        assert not re.search(r"[a-z_]+=(True|False|None|\.\.\.)|Reader|oneemb\.[a-z]", said), said
+    with PersistentTable.open(path, row_width=4, threads=Threads(1)):
+        said = run("compact", path, code=2).stderr
+        assert "snapshots may be read beside it" in said and "SnapshotReader" not in said
+    run("import", tmp_path / "nan.npz", path, "--snapshot", "x", "--allow-nonfinite")
+    assert np.isnan(list(rows_of(path, "x").values())).all()
+
+
+def test_a_table_without_rows_is_an_error_that_names_those_with_rows(path, tmp_path):
+    result = run("export", path, tmp_path / "x.npz", "--snapshot", "first", "--table", "7", code=2)
+    assert "snapshot 'first' has no rows of table 7; it has rows of tables 0, 1" in result.stderr
+    assert not (tmp_path / "x.npz").exists()
+
+
+@pytest.mark.parametrize("format", ["npz", "npy", "parquet", "safetensors"])
+def test_garbage_is_named_without_a_traceback(path, tmp_path, format):
+    for content in (b"", b"a text\n" * 50):
+        file = tmp_path / f"garbage.{format}"
+        file.write_bytes(content)
+        result = run("import", file, path, "--snapshot", "x", code=2)
+        assert f"garbage.{format} is not a" in " ".join(result.stderr.split()) and "Traceback" not in result.stderr
+
+
+def test_a_damaged_snapshot_is_named_beside_the_list_and_can_be_deleted(path):
+    damage(path, "second.snapshot", 200)
+    result = run("snapshot", "list", path)
+    assert result.stdout == "first\n" and "damaged: 'second': " in result.stderr and "checksum" in result.stderr
+    found = run_json("snapshot", "list", path)
+    assert found["snapshots"] == ["first"] and "checksum" in found["damaged"]["second"]
+    run("snapshot", "delete", path, "second", "-y")
+    assert run("snapshot", "list", path).stderr == "" and run_json("check", path)["sound"]
+
+
+def test_what_is_no_table_is_said_to_be_none(path, tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    with oneemb.make_persistent_table_writer(tmp_path / "f", "s", "int64", "float32", 4, format="oneflow") as writer:
+        writer.write(IDS, vectors())
+    commands = [["inspect"], ["check"], ["compact"], ["snapshot", "list"], ["snapshot", "delete"], ["export"]]
+    for words in commands:
+        more = {"delete": ["s", "-y"], "export": [tmp_path / "x.npz", "--snapshot", "s"]}.get(words[-1], [])
+        for where in (tmp_path / "empty", path / "snapshots", path / "chunks"):
+            said = " ".join(run(*words, where, *more, code=2).stderr.split())
+            assert "is no table of oneemb: it has no folder" in said and str(where) in said, said
+        assert "is a file" in run(*words, tmp_path / "file", *more, code=2).stderr
+        assert "does not exist" in run(*words, tmp_path / "nowhere", *more, code=2).stderr
+        if words[-1] in ("compact", "delete"):
+            assert "holds a table of OneFlow" in run(*words, tmp_path / "f", *more, code=2).stderr
+    for source in (tmp_path / "empty", path / "snapshots"):
+        said = run("import", source, tmp_path / "new", "--snapshot", "x", code=2).stderr
+        assert "is no table of oneemb" in " ".join(said.split())
+        said = run("import", source, tmp_path / "new", "--snapshot", "x", "--from-snapshot", "s", code=2).stderr
+        assert "is no table of oneemb" in " ".join(said.split())
+    assert list((tmp_path / "empty").iterdir()) == []
 
 
 def test_an_error_of_ours_keeps_its_traceback(path, monkeypatch):

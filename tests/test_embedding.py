@@ -1,6 +1,7 @@
 """Embedding modules: lookups of every shape and type, limits, snapshots and state dicts, and what is refused."""
 
 import copy
+import gc
 import math
 import os
 import pickle
@@ -8,6 +9,8 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import warnings
 
 import numpy as np
@@ -15,6 +18,7 @@ import pytest
 import torch
 
 import oneemb
+from oneemb.kernels import jit_cuda
 from tests.kernels.test_init_rows import uniform_python
 from tests.support.models import STORES, make_embedding, reopen, rows_of, store_options
 
@@ -88,6 +92,10 @@ def test_columns_of_ids_are_tables(made):
         ((2, 3), ()),
         ((2, 3, 4), (3, 1)),
         ((0, 2), (2,)),
+        ((0,), ()),
+        ((0,), (1,)),
+        ((0, 2), ()),
+        ((), ()),
     ],
 )
 def test_table_ids_broadcast_to_the_ids(made, ids_shape, table_shape, dtype):
@@ -580,7 +588,7 @@ def test_a_state_dict_saves_a_snapshot_only_when_rows_have_changed(made):
     optimizer.step()
     assert embedding.state_dict()["_extra_state"] != first and len(embedding.snapshots()) == 2
     embedding.save_snapshot("mine")
-    assert embedding.state_dict()["_extra_state"] == {"oneemb_snapshot": "mine"}
+    assert embedding.state_dict()["_extra_state"]["oneemb_snapshot"] == "mine"
     embedding.delete_snapshot("mine")
     assert embedding.state_dict()["_extra_state"]["oneemb_snapshot"] in embedding.snapshots()
     embedding.load_snapshot(first["oneemb_snapshot"])
@@ -621,28 +629,112 @@ def test_a_state_dict_whose_snapshot_is_gone_names_it_and_those_that_are_there(m
 # ---- what an embedding is not ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_moving_to_cuda_without_it_says_what_to_install(made):
+NO_GPU = {  # torch.version.cuda, whether numba-cuda is there, the driver's CUDA, and what the error says
+    "torch without CUDA": (None, True, 0, "PyTorch .* is built without CUDA; install a build with CUDA 13"),
+    "no numba-cuda": ("13.0", False, 0, r"need numba-cuda; run: pip install 'oneemb\[cuda\]'"),
+    "no driver": ("13.0", True, 0, "need an NVIDIA driver that knows CUDA 13 .*, and there is none; install"),
+    "an old driver": ("12.8", True, 12080, "the NVIDIA driver knows CUDA 12.8; install a newer one"),
+    "no GPU": ("13.0", True, 13000, "PyTorch finds no GPU .*; check nvidia-smi"),
+}
+
+
+@pytest.mark.parametrize(("torch_cuda", "numba_cuda", "driver", "says"), NO_GPU.values(), ids=NO_GPU)
+def test_moving_to_cuda_without_it_says_what_to_install(made, monkeypatch, torch_cuda, numba_cuda, driver, says):
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(jit_cuda, "COMPILES", numba_cuda)
+    monkeypatch.setattr(jit_cuda, "driver_version", lambda: driver)
     embedding = made()
     for model in (embedding, torch.nn.Sequential(embedding)):
-        with pytest.raises(RuntimeError, match="'items' cannot move: PyTorch .* is built without CUDA; install"):
-            model.to("cuda")
-        with pytest.raises(RuntimeError, match="'items' cannot move"):
-            model.cuda()
+        with pytest.raises(RuntimeError, match=f"'items' cannot move: .*{says}"):
+            model.to("cuda:99")  # which no machine has, so that torch fails on one with GPUs too
+        with pytest.raises(RuntimeError, match=f"'items' cannot move: .*{says}"):
+            model.cuda(99)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_this_machine_without_a_gpu_is_told_what_it_lacks(made):
+    lacks = "PyTorch .* is built without CUDA" if torch.version.cuda is None else "need numba-cuda|driver|finds no GPU"
+    with pytest.raises(RuntimeError, match=f"'items' cannot move: .*({lacks})"):
+        made().to("cuda")
+
+
+def test_an_embedding_moves_to_no_other_device(made):
+    embedding = made()
+    for model in (embedding, torch.nn.Sequential(embedding)):
         with pytest.raises(NotImplementedError, match=r"asked to move to meta; .*embedding\(ids\).to\(device\)"):
             model.to("meta")
     assert embedding.to("cpu") is embedding
 
 
 @pytest.mark.parametrize("cast", ["half", "bfloat16", "double"])
-def test_casting_says_that_the_dtype_is_fixed(made, cast):
+def test_rows_keep_their_dtype_when_a_model_is_cast(made, cast):
     embedding = made()
-    embedding(torch.tensor([1]))
-    with pytest.raises(
-        TypeError, match="'items' holds torch.float32 rows, asked to become .*; say the dtype when making"
-    ):
-        getattr(embedding, cast)()
-    assert embedding(torch.tensor([1])).dtype == torch.float32
+    optimizer = oneemb.Optimizer(torch.optim.Adam(embedding.parameters(), lr=0.1), [embedding])
+    embedding(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    rows = rows_of(embedding, [1, 2])
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), embedding, torch.nn.Linear(4, 1))
+    with pytest.warns(UserWarning, match="'items' keeps its torch.float32 rows where the model becomes .*; cast|cast"):
+        getattr(model, cast)()
+    dtype = getattr(torch.ones(1), cast)().dtype
+    assert model[0].weight.dtype == model[2].weight.dtype == dtype and embedding.weight.dtype == torch.float32
+    assert torch.equal(rows_of(embedding, [1, 2]), rows) and rows.dtype == torch.float32
+    out = model[2](embedding(torch.tensor([1])).to(dtype)).sum()
+    out.backward()
+    optimizer.step()
+    assert not torch.equal(rows_of(embedding, [1]), rows[:1])
+
+
+@pytest.mark.parametrize("cast", ["half", "float", "cpu"])
+def test_a_cast_that_rows_need_not_follow_gives_no_warning(made, cast):
+    embedding = made(dtype=torch.float16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        getattr(torch.nn.Sequential(embedding), cast)()
+    assert embedding(torch.tensor([1])).dtype == torch.float16
+
+
+def test_a_move_that_is_refused_says_what_has_been_moved(made):
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), made())
+    with pytest.raises(NotImplementedError, match="come before this embedding.* are converted already.*load them"):
+        model.to("meta")
+
+
+def test_a_move_that_a_graph_refuses_has_moved_nothing(made):
+    class Graph(oneemb.TrainGraph):
+        def __init__(self):
+            super().__init__()
+            self.mlp, self.embedding = torch.nn.Linear(4, 1), made()
+
+    graph = Graph()
+    before = graph.mlp.weight.detach().clone()
+    with pytest.raises(NotImplementedError, match=r"asked to move to meta; .*to\(device\)$"):
+        graph.to("meta")
+    assert torch.equal(graph.mlp.weight, before)
+    embedding = graph.embedding
+    oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), [embedding])
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(NotImplementedError):
+        graph.to("meta")
+    assert torch.equal(graph.mlp.weight, before) and len(embedding.pending) == 1
+
+
+@pytest.mark.parametrize("name", [5, None, b"name"])
+def test_a_snapshot_whose_name_is_no_text_is_refused(made, name):
+    embedding = made()
+    with pytest.raises(TypeError, match="a snapshot's name must be a str, got"):
+        embedding.save_snapshot(name)
+    assert embedding.snapshots() == []
+
+
+@pytest.mark.parametrize("ids", [[1, 2], [[1, 2]], (1,), 3])
+@pytest.mark.parametrize("training", [True, False])
+def test_ids_that_are_no_tensor_are_refused(made, ids, training):
+    embedding = made().train(training)
+    for arguments in ({}, {"offsets": torch.tensor([0, 2])}, {"table_ids": torch.tensor(0)}):
+        with pytest.raises(TypeError, match="ids must be a tensor of torch.int64 of shape .*, got (list|tuple|int)"):
+            embedding(ids, **arguments)
 
 
 def test_copies_and_pickles_say_what_to_do_instead(made, tmp_path):
@@ -774,3 +866,38 @@ def test_a_snapshot_of_another_seed_is_loaded_with_a_warning(tmp_path):
         second.load_snapshot("s")
     assert second.stats()["rows"] == 3
     second.close()
+
+
+@pytest.mark.parametrize("store", ["device", "host", "ssd"])
+def test_an_embedding_that_is_dropped_leaves_no_thread_and_no_lock(tmp_path, store):
+    make_store = {
+        "device": oneemb.make_device_mem_store_options,
+        "host": lambda path: oneemb.make_cached_host_mem_store_options(1, path),
+        "ssd": lambda path: oneemb.make_cached_ssd_store_options(1, path),
+    }[store]
+
+    def ours():
+        return {thread for thread in threading.enumerate() if thread.name.startswith("oneemb")}
+
+    def use():
+        embedding = oneemb.MultiTableEmbedding(
+            "dropped", 64, torch.float32, torch.int64, [oneemb.make_table()], make_store(str(tmp_path / "rows")),
+            num_threads=3,
+        )  # fmt: skip
+        optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), [embedding])
+        for step in range(4):
+            embedding(torch.arange(2000) + 1000 * step).sum().backward()
+            optimizer.step()
+        embedding.save_snapshot(str(time.monotonic_ns()))
+
+    gc.collect()
+    before = ours()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):  # the second time with the path that the first has left
+            use()
+            gc.collect()
+    deadline = time.monotonic() + 20
+    while ours() - before and time.monotonic() < deadline:
+        time.sleep(0.01)  # a thread that was told to end does so when it runs
+    assert ours() - before == set()

@@ -1,8 +1,10 @@
 """Rows from and to other tools' files: each format is written and read by its own library on the other side."""
 
 import json
+import os
 import sys
 import tracemalloc
+import zipfile
 
 import numpy as np
 import pandas
@@ -371,7 +373,7 @@ def test_exporting_does_not_change_what_a_state_dict_says(tmp_path, embedding):
     oneemb.import_rows(embedding, (IDS, some_vectors()))
     embedding.save_snapshot("s")
     oneemb.export_rows(embedding, tmp_path / "v.npz")
-    assert embedding.get_extra_state() == {"oneemb_snapshot": "s"}
+    assert embedding.get_extra_state()["oneemb_snapshot"] == "s"
 
 
 def test_progress_is_told(tmp_path, embedding):
@@ -565,3 +567,176 @@ def test_a_file_says_what_its_rows_are(tmp_path, embedding):
     assert json.loads(pyarrow.parquet.read_schema(tmp_path / "v.parquet").metadata[b"oneemb"]) == expected
     with safetensors.safe_open(tmp_path / "v.safetensors", "np") as file:
         assert json.loads(file.metadata()["oneemb"]) == expected
+
+
+@pytest.mark.parametrize("kind", ["empty", "text", "cut", "damaged", "folder", "other", "json"])
+@pytest.mark.parametrize("format", [*FORMATS, "npy"])
+def test_a_file_that_is_garbage_is_named_with_what_it_must_be(tmp_path, embedding, format, kind):
+    path, rng = tmp_path / f"garbage.{format}", np.random.default_rng(0)
+    keys, values = np.arange(3000), rng.standard_normal((3000, 3)).astype(np.float32)
+    if format == "npy":
+        np.save(path, values)
+    else:
+        save(path, format, keys=keys, values=values)
+    data = bytearray(path.read_bytes())
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    elif kind == "damaged":
+        for at in range(8, len(data), 97):
+            data[at] ^= 0xFF
+        path.write_bytes(data)
+    else:
+        other = {"empty": b"", "text": b"id,x,y\n1,2,3\n" * 9, "other": b"\x89PNG\r\n\x1a\n" * 50, "json": b"{}"}
+        path.write_bytes(other[kind])
+    with pytest.raises((ValueError, oneemb.StorageError), match=f"garbage.{format}") as caught:
+        oneemb.import_rows(embedding, path)
+        assert (format, kind) == ("safetensors", "damaged"), "there is nothing that could tell"
+        raise ValueError(f"garbage.{format}")
+    assert len(str(caught.value)) > len(str(path)) + 20 or kind == "damaged"
+
+
+def test_a_header_that_promises_more_than_there_is_takes_no_memory(tmp_path, embedding):
+    for shape in ["(1000000000000, 3)", "(7, 1000000000000)", "(-1, 3)", "(4, -3)"]:
+        text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".encode().ljust(117) + b"\n"
+        header = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+        (tmp_path / "v.npy").write_bytes(header + bytes(84))
+        with zipfile.ZipFile(tmp_path / "v.npz", "w") as archive:
+            archive.writestr("values.npy", header + bytes(84))
+        for name, options in [("v.npy", {}), ("v.npz", {"keys": None})]:
+            tracemalloc.start()
+            with pytest.raises(ValueError, match=f"{name}.*ends before row"):
+                oneemb.import_rows(embedding, tmp_path / name, **options)
+            assert tracemalloc.get_traced_memory()[1] < 10e6
+            tracemalloc.stop()
+
+
+@pytest.mark.parametrize("note", ["x", "7", "[]", '{"layout": 7}', '{"layout": {"dim": 3}}', "[" * 100_000])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_note_of_what_rows_are_that_makes_no_sense_is_refused(tmp_path, embedding, format, note):
+    path = tmp_path / f"v.{format}"
+    if format == "npz":
+        np.savez(path, keys=IDS, values=some_vectors(), oneemb=np.array(note))
+    elif format == "parquet":
+        table = pyarrow.table({"keys": IDS, "values": list(some_vectors())}).replace_schema_metadata({"oneemb": note})
+        pyarrow.parquet.write_table(table, path)
+    else:
+        safetensors.numpy.save_file({"keys": IDS, "values": some_vectors()}, path, {"oneemb": note})
+    with pytest.raises(ValueError, match=f"v.{format}: its note 'oneemb' must say"):
+        oneemb.import_rows(embedding, path)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("format", FORMATS)
+def test_weights_that_are_not_finite_are_refused_by_row_and_column_unless_asked_for(tmp_path, format, value):
+    values = some_vectors()
+    values[4, 1] = value
+    path = save(tmp_path / f"v.{format}", format, keys=IDS, values=values)
+    embedding = make_embedding(tmp_path / "e")
+    says = rf"table 2, id {IDS[4]} has {value} in column values\[1\]; .*allow_nonfinite=True"
+    for target, options in [(embedding, {}), (tmp_path / "t", {"snapshot": "s"})]:
+        with pytest.raises(ValueError, match=says):
+            oneemb.import_rows(target, path, table=2, batch_size=2, **options)
+    assert read_snapshot_info(tmp_path / "t") == []
+    assert oneemb.import_rows(tmp_path / "t", path, table=2, snapshot="s", allow_nonfinite=True) == len(IDS)
+    found = snapshot_rows(tmp_path / "t", "s")[2, int(IDS[4])][1]
+    assert np.array(found).tobytes() == np.array(float(value)).tobytes()
+    embedding.close()
+
+
+def test_the_column_of_a_weight_that_is_not_finite_is_that_of_the_file(tmp_path, embedding):
+    pandas.DataFrame({"id": [5, 6], "x": [1.0, 2.0], "y": [3.0, np.inf], "z": [0.0, 0.0]}).to_parquet(
+        tmp_path / "f.parquet"
+    )
+    with pytest.raises(ValueError, match="table 0, id 6 has inf in column y;"):
+        oneemb.import_rows(embedding, tmp_path / "f.parquet", keys="id", values=("x", "y", "z"))
+    state = np.zeros((7, 2), np.float32)
+    state[1, 1] = np.nan
+    with pytest.raises(ValueError, match=r"id 1 has nan in column state\[1\]"):
+        oneemb.import_rows(tmp_path / "t", (IDS, some_vectors(), 0 * IDS, state), snapshot="s", with_state=True)
+
+
+@pytest.mark.parametrize("table", [1 << 23, 1 << 24, 2**31 - 1])
+def test_tables_that_no_index_can_hold_are_refused(tmp_path, embedding, table):
+    tables = np.full(len(IDS), table)
+    with pytest.raises(ValueError, match="table must be from 0 to 8388607"):
+        oneemb.import_rows(tmp_path / "t", (IDS, some_vectors()), snapshot="s", table=table)
+    with pytest.raises(ValueError, match=f"tables must be from 0 to 8388607, got {table}"):
+        oneemb.import_rows(tmp_path / "t", (IDS, some_vectors(), tables), snapshot="s")
+    with oneemb.make_persistent_table_writer(tmp_path / "t", "s", "int64", "float32", 3) as writer:
+        with pytest.raises(ValueError, match=f"table_ids must be from 0 to 8388607, got {table}"):
+            writer.write(IDS, some_vectors(), tables)
+        writer.write(IDS, some_vectors(), tables * 0 + (1 << 23) - 1)
+    assert len(snapshot_rows(tmp_path / "t", "s")) == len(IDS)
+
+
+def test_an_embedding_of_more_tables_than_an_index_can_hold_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="at most 8388608 tables, got 8388609"):
+        make_embedding(tmp_path / "e", tables=(1 << 23) + 1)
+
+
+def test_a_table_without_rows_is_an_error_of_a_snapshot_and_an_empty_file_of_an_embedding(tmp_path, embedding):
+    oneemb.import_rows(tmp_path / "t", (IDS, some_vectors(), np.arange(7) % 2 * 4), snapshot="s")
+    for table in (1, 7):
+        with pytest.raises(ValueError, match=f"snapshot 's' has no rows of table {table}; it has rows of tables 0, 4"):
+            oneemb.export_rows(tmp_path / "t", tmp_path / "v.npz", snapshot="s", table=table)
+    assert not (tmp_path / "v.npz").exists()
+    assert oneemb.export_rows(embedding, tmp_path / "v.npz", table=2) == 0
+    assert load(tmp_path / "v.npz", "npz")["keys"].shape == (0,)
+    with pytest.raises(ValueError, match="table must be from 0 to 2, those of 'e', got 3"):
+        oneemb.export_rows(embedding, tmp_path / "w.npz", table=3)
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_files_that_belong_together_are_replaced_together(tmp_path, monkeypatch, fails_at):
+    oneemb.import_rows(tmp_path / "t", (IDS, some_vectors()), snapshot="s")
+    files = [tmp_path / f"{name}.npy" for name in ("keys", "values", "tables")]
+    for file in files:
+        file.write_bytes(b"old")
+    honest, calls = os.fsync, []
+
+    def full(number):
+        calls.append(number)
+        if len(calls) == fails_at + 1:
+            raise OSError(28, "No space left on device")
+        honest(number)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        oneemb.export_rows(tmp_path / "t", files, snapshot="s", overwrite=True)
+    assert [file.read_bytes() for file in files] == [b"old"] * 3
+    assert {file.name for file in tmp_path.iterdir()} == {"t", *(file.name for file in files)}
+
+
+def test_a_parquet_file_that_cannot_be_finished_leaves_nothing(tmp_path, monkeypatch):
+    oneemb.import_rows(tmp_path / "t", (IDS, some_vectors()), snapshot="s")
+
+    def full(source, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        oneemb.export_rows(tmp_path / "t", tmp_path / "v.parquet", snapshot="s")
+    assert {file.name for file in tmp_path.iterdir()} == {"t"}
+
+
+def test_paths_are_those_of_the_moment_they_are_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    oneemb.import_rows(b"t", (IDS, some_vectors()), snapshot="s")
+    oneemb.export_rows("t", b"v.npz", snapshot="s")
+    assert (tmp_path / "t/chunks").is_dir() and (tmp_path / "v.npz").is_file()
+    embedding = make_embedding("t", store=oneemb.make_cached_ssd_store_options(1, "t"))
+    reader = oneemb.make_persistent_table_reader("t", "s", "int64", "float32")
+    writer = oneemb.make_persistent_table_writer("u", "s", "int64", "float32", 3)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    embedding.load_snapshot("s")
+    assert rows_in(embedding) == expected_rows(0 * IDS, IDS, some_vectors())
+    embedding.close()
+    assert sum(len(keys) for keys, _ in reader) == len(IDS)
+    with reader, writer:
+        writer.write(IDS, some_vectors())
+    assert len(snapshot_rows(tmp_path / "u", "s")) == len(IDS) and list((tmp_path / "elsewhere").iterdir()) == []
+    assert oneemb.import_rows(tmp_path / "w", b"../v.npz", snapshot="s") == len(IDS)

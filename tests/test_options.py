@@ -108,6 +108,23 @@ def test_a_store_takes_a_path_or_one_for_each_rank(kind, tmp_path):
     }[kind]
     assert make(tmp_path).persistent_path == make(str(tmp_path)).persistent_path == (str(tmp_path),)
     assert make(["/a", Path("/b")]).persistent_path == ("/a", "/b")
+    for wrong in ([], "", [""], 7, ["/a", 7], None):
+        with pytest.raises(TypeError):
+            make(wrong)
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_path_is_absolute_from_the_moment_it_is_given(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+
+    def paths(path):
+        return dataclasses.replace(STORES[kind](), persistent_path=path).persistent_path
+
+    assert paths(("rows", b"rows", Path("rows"))) == (f"{tmp_path}/rows",) * 3
+    assert paths(["~/rows"]) == ("/home/somebody/rows",)
+    options = dataclasses.replace(STORES[kind](), persistent_path=("rows",))
+    assert oneemb.options.from_json(oneemb.options.to_json(options)) == options
 
 
 @pytest.mark.parametrize("kind", STORES)
@@ -119,6 +136,7 @@ def test_a_store_takes_a_path_or_one_for_each_rank(kind, tmp_path):
         (dict(capacity=True), TypeError, "capacity must be an int, got True"),
         (dict(size_factor=0), ValueError, "size_factor must be at least 1"),
         (dict(storage_dim=-3), ValueError, "storage_dim must be at least 1"),
+        (dict(storage_dim=0), ValueError, "storage_dim must be at least 1"),
         (dict(size_factor=2, storage_dim=8), ValueError, "size_factor or storage_dim, not both, got 2 and 8"),
         (dict(physical_block_size=1024), ValueError, "physical_block_size must be 512 or 4096 bytes, got 1024"),
     ],
@@ -255,3 +273,10 @@ def test_text_that_is_not_of_options_is_refused(tree):
 def test_text_that_is_not_json_is_refused():
     with pytest.raises(ValueError):
         from_json("{")
+
+
+def test_minus_one_is_no_storage_dim(tmp_path):
+    """As in OneEmbedding, whose default it is: the optimizer says how wide a row is."""
+    given = oneemb.make_device_mem_store_options(str(tmp_path), size_factor=2, storage_dim=-1)
+    assert given == oneemb.make_device_mem_store_options(str(tmp_path), size_factor=2)
+    assert given.storage_dim is None

@@ -298,8 +298,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path):
             (np.array([1]), np.ones((1, 2), np.float64), None, TypeError, "values must be float32"),
             (np.array([1]), np.ones((1, 2), np.float32), np.array([0, 1]), TypeError, "table_ids must be integers"),
             (np.array([1]), np.ones((1, 2), np.float32), np.array([0.0]), TypeError, "table_ids must be integers"),
-            (np.array([1]), np.ones((1, 2), np.float32), np.array([-1]), ValueError, "0 or more"),
-            (np.array([1]), np.ones((1, 2), np.float32), np.array([2**31]), ValueError, "0 or more"),
+            (np.array([1]), np.ones((1, 2), np.float32), np.array([-1]), ValueError, "from 0 to 8388607, got"),
+            (np.array([1]), np.ones((1, 2), np.float32), np.array([2**31]), ValueError, "from 0 to 8388607, got"),
         ]:
             with pytest.raises(error, match=says):
                 writer.write(keys, values, table_ids)
@@ -624,9 +624,16 @@ def test_folders_that_contradict_themselves_are_refused_by_name(tmp_path):
         (write_index(2**64 - 1), f"names row {2**64 - 1}"),
         (write_index(256, 512), "names row 512"),
         (lambda path: (path / "snapshots/s/LIST").write_text("index-1\n"), "has the line 'index-1'"),
-        (lambda path: (path / "KEY_SIZE").write_text("x"), "positive number, holds 'x'"),
+        (lambda path: (path / "KEY_SIZE").write_text("x"), "positive number up to .*, holds 'x'"),
         (lambda path: (path / "VALUE_SIZE").write_text("6"), "VALUE_SIZE 6"),
         (lambda path: (path / "KEY_SIZE").write_text("16"), "KEY_SIZE 16"),
+        (lambda path: (path / "VALUE_SIZE").write_text("4" * 40), "positive number up to"),
+        (lambda path: (path / "VALUE_SIZE").write_text(str(1 << 36)), "names row"),
+        (lambda path: (path / "VALUE_SIZE").write_text("8" * 5000), "positive number up to"),
+        (lambda path: (path / "PHYSICAL_BLOCK_SIZE").write_text("7"), "PHYSICAL_BLOCK_SIZE 7"),
+        (lambda path: (path / "PHYSICAL_BLOCK_SIZE").write_text(str(1 << 36)), "names row"),
+        (lambda path: (path / "NUM_LOGICAL_BLOCKS_PER_CHUNK").write_text(str(1 << 39)), "names row"),
+        (lambda path: (path / "snapshots/s/LIST").write_text(f"{index}\n{index}\n"), "twice"),
     ]:
         with pytest.raises(CorruptTableError, match=says):
             read(damaged(folder, change), format="oneflow")

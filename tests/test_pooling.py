@@ -195,6 +195,19 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, arguments, message):
     assert embedding.stats()["rows"] == embedding.stats()["device"]["pinned"] == 0
 
 
+@pytest.mark.parametrize("table_ids", [torch.tensor(1), torch.tensor([1])], ids=["scalar", "of one"])
+@pytest.mark.parametrize("empty", [False, True])
+def test_one_table_for_all_bags(tmp_path, table_ids, empty):
+    embedding, _ = make(tmp_path)
+    ids, offsets, _ = bags(samples=4)
+    if empty:
+        ids, offsets = ids[:0], offsets * 0
+    every = torch.ones(len(offsets) - 1, dtype=torch.int64)
+    for lookup in (embedding, embedding.eval()):
+        assert torch.equal(lookup(ids, table_ids, offsets), lookup(ids, every, offsets))
+    assert embedding(ids[:0], torch.tensor(1), torch.tensor([0])).shape == (0, DIM)
+
+
 def test_the_comparison_notices_a_wrong_mean(tmp_path):
     embedding, _ = make(tmp_path, tables=1)
     ids, offsets, _ = bags(tables=1)

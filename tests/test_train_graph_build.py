@@ -1,13 +1,19 @@
 """What `build` may say: what tracing would lose is part of the graph, or refused with its line and what works."""
 
 import builtins
+import math
 import re
+import warnings
+from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils.flop_counter import FlopCounterMode
 
 import oneemb
+from oneemb.train_graph import PLANS_MAX
 from tests.support.graph_models import adam, make_eager, make_embedding, make_graph, rows_of, sgd, weights_of
 
 IDS = torch.tensor([[1, 2], [3, 4], [1, 4]])
@@ -300,6 +306,60 @@ def test_batch_sizes_compile_once():
     assert len(graph._plans) == 1
 
 
+def test_strings_in_a_batch_are_data():
+    class Joins(torch.nn.Module):
+        def forward(self, names):
+            return "+".join(names)
+
+    def build(self, batch):
+        loss = self.embedding(batch["ids"]).sum()
+        loss.backward()
+        return batch["session"], self.joins(batch["names"])
+
+    graph = make_graph({**modules_of(), "joins": Joins()}, build, sgd)
+    batches = [{"ids": IDS, "session": f"s{i}", "names": ["x"] * (i + 1)} for i in range(5)]
+    assert [graph(batch) for batch in batches] == [(f"s{i}", "+".join("x" * (i + 1))) for i in range(5)]
+    assert list(graph.run(batches)) == [(f"s{i}", "+".join("x" * (i + 1))) for i in range(5)]
+    assert len(graph._plans) == 1
+
+
+def test_a_branch_on_a_string_in_a_batch_is_refused_and_on_an_argument_of_its_own_is_not():
+    def branches(self, batch, label):
+        loss = loss_of(self, batch["ids"], label, 2.0 if batch["mode"] == "double" else 1.0)
+        loss.backward()
+        return loss
+
+    refuses(branches, "strings that come in a batch", args=({"ids": IDS, "mode": "double"}, LABEL))
+
+    def build(self, ids, label, mode="single"):
+        loss = loss_of(self, ids, label, 2.0 if mode == "double" else 1.0)
+        loss.backward()
+        return loss
+
+    graph = make_graph(modules_of(), build, lambda owner: [torch.optim.SGD(owner.parameters(), lr=0.0)])
+    assert torch.equal(graph(IDS, LABEL, mode="double"), graph(IDS, LABEL) * 2)
+
+
+def test_plans_of_ever_new_structures_are_bounded_and_a_warning_says_what_changes():
+    def build(self, ids, weights):
+        loss = self.embedding(ids).sum() * sum(weights)
+        loss.backward()
+        return loss
+
+    graph = make_graph(modules_of(), build, sgd)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(40):
+            graph(IDS, [1.0] * (i + 1))
+            graph(IDS, [1.0])  # used at every turn, so it is kept
+    assert len(graph._plans) == PLANS_MAX == 16
+    (said,) = [str(one.message) for one in caught]
+    assert "weights: a list of" in said and "16" in said
+    assert "without what 24 plans have done" in graph.explain()
+    calls = [plan.whole.stats()[0][1].calls for plan in graph._plans.values()]
+    assert max(calls) == 41, "the plan that every turn used was never dropped"
+
+
 def test_eval_mode_runs_no_update_and_an_eval_graph_any_time():
     def build(self, ids, label):
         loss = loss_of(self, ids, label)
@@ -329,7 +389,221 @@ def test_eval_mode_runs_no_update_and_an_eval_graph_any_time():
     assert all(torch.equal(a, b) for a, b in zip(before[1], weights_of(graph.mlp), strict=True))
 
 
+def test_constants_are_read_as_they_are_at_each_call():
+    weights, array, generator = torch.ones(3), np.ones(3, np.float32), torch.Generator().manual_seed(3)
+
+    def build(self, ids, label):
+        loss = loss_of(self, ids, label * weights + torch.from_numpy(array) * np.float32(0.5))
+        loss = loss + (torch.rand(3, generator=generator) * weights.data).sum() + self.constants[0].sum()
+        loss.backward()
+        return loss
+
+    graph = make_graph(modules_of(), build, lambda owner: [torch.optim.SGD(owner.parameters(), lr=0.0)])
+    graph.constants = [torch.tensor([4.0])]
+
+    def check():
+        state = generator.get_state()
+        with torch.no_grad():
+            target = LABEL * weights + torch.from_numpy(array) * 0.5
+            expected = loss_of(graph, IDS, target) + (torch.rand(3, generator=generator) * weights).sum() + 4.0
+        generator.set_state(state)
+        assert torch.equal(graph(IDS, LABEL), expected)
+
+    check()
+    weights.mul_(2.0)
+    array[1] = 5.0
+    check()
+    assert graph.constants[0].item() == 4.0 and "constant_0" not in dict(graph.named_buffers())
+
+
+def test_tensors_of_numbers_are_made_at_each_call():
+    def build(self, ids, label, scale=1.5):
+        made = torch.tensor([1.0, 2.0, 3.0])
+        made += torch.as_tensor([0.5] * 3)
+        made.mul_(scale)
+        size = torch.tensor([ids.shape[0], 1])
+        loss = loss_of(self, ids, label) * made.sum() * torch.as_tensor(2.0)
+        loss = loss + torch.from_numpy(np.array([1.0, 2.0])).sum() + torch.as_tensor(label).sum()
+        loss.backward()
+        return loss, made, size, math.sqrt(ids.shape[0])
+
+    optimizers = lambda owner: [torch.optim.SGD(owner.parameters(), lr=0.0)]  # noqa: E731
+    graph, eager = make_graph(modules_of(), build, optimizers), make_eager(modules_of(), build, optimizers)
+    for size, scale in ((3, 1.5), (2, 3.0), (3, 1.5)):
+        a, b = (step(IDS[:size], torch.ones(3)[:size], scale) for step in (graph, eager))
+        assert all(torch.equal(x, y) for x, y in zip(a[:3], b[:3], strict=True)) and a[3] == b[3] == math.sqrt(size)
+
+
+def test_record_function_is_a_block_of_each_call():
+    def build(self, ids, label):
+        with torch.profiler.record_function("my block"):
+            loss = loss_of(self, ids, label)
+        loss.backward()
+        return loss
+
+    graph = check_equals_eager(build)
+    for _ in range(2):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            graph(IDS, LABEL)
+        assert [event.count for event in profile.key_averages() if event.key == "my block"] == [1]
+
+
+@pytest.mark.parametrize("make", ["torch.Tensor([0.0])", "torch.from_numpy(np.zeros(1, np.float32))", "OUTSIDE"])
+def test_a_constant_that_build_changes_in_place_is_refused(make):
+    names = {"torch": torch, "np": np, "OUTSIDE": torch.zeros(1)}
+
+    def build(self, ids, label):
+        total = eval(make, names)
+        total.view(-1).add_(self.embedding(ids).sum().detach())
+        loss = loss_of(self, ids, label) + total.sum()
+        loss.backward()
+        return loss
+
+    refuses(build, "changes a tensor in place", "register_buffer", "total.view(-1).add_")
+
+
+def test_values_made_of_constants_may_be_changed_in_place():
+    outside = torch.ones(3)
+
+    def build(self, ids, label):
+        made = outside * 2
+        made.add_(1.0)
+        loss = loss_of(self, ids, label * made)
+        loss.backward()
+        return loss
+
+    check_equals_eager(build)
+    assert torch.equal(outside, torch.ones(3))
+
+
 # ---- refused ------------------------------------------------------------------------------------------------------
+
+
+class Block(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        lambda device=torch.device("cpu"): device,  # noqa: B008
+        lambda: torch.random.fork_rng(),
+        lambda: torch.autograd.set_detect_anomaly(True),
+        lambda: torch.autograd.detect_anomaly(),
+        lambda: FlopCounterMode(display=False),
+        Block,
+    ],
+)
+def test_blocks_that_tracing_would_lose_are_refused(block, monkeypatch):
+    for hooks in ("_global_forward_pre_hooks", "_global_forward_hooks"):  # where FlopCounterMode leaves its own
+        monkeypatch.setattr(torch.nn.modules.module, hooks, OrderedDict())
+
+    def build(self, ids, label):
+        with block():
+            loss = loss_of(self, ids, label)
+        loss.backward()
+        return loss
+
+    refuses(build, "would be lost by tracing")
+    assert torch.zeros(1).device.type == "cpu" and not torch.is_anomaly_enabled()
+
+
+def test_a_compiled_function_is_refused_with_its_line():
+    @torch.compile(backend="eager")
+    def double(x):
+        return x * 2
+
+    def build(self, ids, label):
+        loss = double(loss_of(self, ids, label))
+        loss.backward()
+        return loss
+
+    refuses(build, "double(loss_of", "module of its own")
+
+
+def test_a_graph_inside_a_graph_is_refused():
+    inner = make_graph(modules_of(), _autocast_build, sgd)
+
+    def calls(self, ids, label):
+        return self.inner(ids, label)
+
+    def compiles(self, ids, label):
+        return self.inner.compiled()
+
+    for build, said in ((calls, "calls a graph.*self.inner"), (compiles, "compiles a graph")):
+        graph = make_graph({"inner": inner}, build, lambda owner: [])
+        with pytest.raises(oneemb.BuildError, match=said):
+            graph(IDS, LABEL)
+    inner(IDS, LABEL)
+
+
+def graph_that_keeps(build, **kept):
+    """A graph with modules of its own, and others kept in plain attributes."""
+    graph = make_graph(modules_of(), build, sgd)
+    for name, value in kept.items():
+        setattr(graph, name, value)
+    return graph
+
+
+def test_modules_that_are_no_part_of_the_graph_are_named():
+    outside, linear = make_embedding("outside"), torch.nn.Linear(4, 4)
+
+    class Tower(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fields = {"user": [outside]}
+
+        def forward(self, ids):
+            return self.fields["user"][0](ids)
+
+    def by_closure(self, ids, label):
+        return outside(ids).sum()
+
+    def in_a_list(self, ids, label):
+        return self.kept[0](ids).sum()
+
+    def in_a_leaf(self, ids, label):
+        return self.tower(ids).sum()
+
+    def dense(self, ids, label):
+        return self.kept[1](self.embedding(ids)).sum()
+
+    def by_weight(self, ids, label):
+        return (self.embedding(ids) @ linear.weight).sum()
+
+    with pytest.raises(oneemb.BuildError, match="'outside' is no part of Graph .reached by a closure"):
+        make_graph(modules_of(), by_closure, sgd)(IDS, LABEL)
+    for build, *said in (
+        (by_closure, "'outside'", "ModuleList"),
+        (in_a_list, "'outside'", "kept in kept[0]", "ModuleList"),
+        (in_a_leaf, "'outside'", "fields['user'][0]", "calls tower", "ModuleList"),
+        (dense, "Linear", "kept in kept[1]", "ModuleList"),
+        (by_weight, "parameter [4, 4]", "assign it"),
+    ):
+        graph = graph_that_keeps(build, kept=[outside, linear], tower=Tower())
+        with pytest.raises(oneemb.BuildError) as caught:
+            graph(IDS, LABEL)
+        for words in (*said, "test_train_graph_build.py:"):
+            assert words in str(caught.value), str(caught.value)
+    assert not outside.store.built
+
+
+@pytest.mark.parametrize("in_a_list", [False, True])
+def test_add_optimizer_refuses_the_weight_of_an_embedding_that_the_graph_does_not_know(in_a_list):
+    outside = make_embedding("outside")
+
+    class Graph(oneemb.TrainGraph):
+        def __init__(self):
+            super().__init__()
+            self.embedding = make_embedding()
+            if in_a_list:
+                self.kept = [outside]
+            self.add_optimizer(torch.optim.SGD([*self.parameters(), *outside.parameters()], lr=0.1))
+
+    with pytest.raises(ValueError, match="'outside' is no part of Graph.*ModuleList" if not in_a_list else "kept.0"):
+        Graph()
+    assert outside.row_optimizer is None
 
 
 def test_branches_on_values_are_refused():
@@ -459,3 +733,43 @@ def test_scales_without_bags_are_refused_as_in_eager_mode():
     with pytest.raises(ValueError, match="pass offsets"):
         graph(torch.arange(6), torch.ones(6))
     assert graph.embedding.stats()["rows"] == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_batches_may_be_lists_of_tensors_and_of_dicts(depth):
+    def build(self, batch):
+        loss = sum(self.embedding(one["ids"]).sum() * one["weight"] for one in batch)
+        loss.backward()
+        return loss.detach()
+
+    graph = make_graph(modules_of(), build, sgd)
+    dicts = [[{"ids": IDS + i, "weight": 1.0 + i} for i in range(count)] for count in (2, 3, 2, 1)]
+    eager = make_eager(modules_of(), build, sgd)
+    # In a tuple of one a list is itself, even where it has as many elements as build has arguments.
+    for batches in (dicts[:3], [(batch,) for batch in dicts]):
+        for loss, batch in zip(graph.run(batches, prefetch_depth=depth), dicts, strict=False):
+            assert torch.equal(loss, eager(batch))
+
+    graph = make_graph(modules_of(), _autocast_build, sgd)
+    eager = make_eager(modules_of(), _autocast_build, sgd)
+    for loss in graph.run([[IDS, LABEL]] * 2, prefetch_depth=depth):
+        assert torch.equal(loss, eager(IDS, LABEL))
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("ids", [[[1, 2], [3, 4]], 5, "abc", None])
+def test_ids_that_are_no_tensor_are_refused_with_the_line(ids, merged):
+    def build(self, ids, label):
+        loss = self.embedding(ids).sum() + (self.other(ids).sum() if merged else 0)
+        loss.backward()
+        return loss
+
+    modules = {**modules_of(), **({"other": make_embedding("other")} if merged else {})}
+    graph = make_graph(modules, build, sgd)
+    for call in (lambda: graph(ids, LABEL), lambda: list(graph.run([(ids, LABEL)] * 2))):
+        with pytest.raises(
+            TypeError, match=r"ids must be a tensor of torch.int64 of shape \[B, 2\], got \w+"
+        ) as caught:
+            call()
+        assert any("self.embedding(ids)" in note for note in caught.value.__notes__)
+    assert graph.embedding.stats()["rows"] == graph.embedding.stats()["device"]["pinned"] == 0

@@ -2,6 +2,8 @@
 
 import os
 import random
+import shutil
+import warnings
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import oneemb
 from tests.support.graph_models import make_graph, rows_of, weights_of
+from tests.support.interrupts import count_lines, interrupted, some_lines
 
 IDS = torch.tensor([[1, 2], [3, 4], [1, 4]])
 
@@ -84,26 +87,136 @@ def test_a_loaded_graph_goes_on_bit_for_bit(tmp_path, way):
     assert got == expected
 
 
-def test_snapshots_of_the_checkpoint_that_is_replaced_are_deleted(tmp_path):
+def test_a_copy_of_a_checkpoint_is_loaded_after_later_saves_to_its_path(tmp_path):
     graph = graph_at(tmp_path / "rows")
+    graph(IDS)
+    graph.save(tmp_path / "latest")
+    shutil.copy(tmp_path / "latest", tmp_path / "best")
+    expected = state_of(graph)
+    for step in range(3):
+        graph(IDS + step)
+        graph.save(tmp_path / "latest")
+    assert len(graph.embedding.snapshots()) == 4
+    graph.load(tmp_path / "best")
+    assert state_of(graph) == expected and graph.steps == 1
+    assert sorted(os.listdir(tmp_path)) == ["best", "latest", "rows"]
+
+
+def test_as_many_snapshots_of_a_path_are_kept_as_asked_for(tmp_path):
+    graph = graph_at(tmp_path / "rows")
+    graph(IDS)
+    graph.save(tmp_path / "another")
     for step in range(4):
         graph(IDS + step)
-        graph.save(tmp_path / "last")
-        if step == 1:
-            graph.save(tmp_path / "kept")
-    assert len(graph.embedding.snapshots()) == 2
-    graph.load(tmp_path / "kept")
-    assert graph.steps == 2
-    assert sorted(os.listdir(tmp_path)) == ["kept", "last", "rows"]
+        graph.save(tmp_path / "latest", keep=2)
+        if step == 2:
+            shutil.copy(tmp_path / "latest", tmp_path / "before")
+    assert len(graph.embedding.snapshots()) == 3
+    # The copy was not saved here: what it names is the other path's.
+    graph.save(tmp_path / "before", keep=1)
+    assert len(graph.embedding.snapshots()) == 4
+    graph(IDS)
+    graph.save(tmp_path / "latest", keep=1)
+    assert len(graph.embedding.snapshots()) == 3
+    for name, steps in (("another", 1), ("latest", 6), ("before", 5)):
+        graph.load(tmp_path / name)
+        assert graph.steps == steps
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, 1.0])
+def test_how_many_to_keep_is_a_number_from_one_up(tmp_path, keep):
+    graph = graph_at(tmp_path / "rows")
+    graph(IDS)
+    with pytest.raises(ValueError, match="keep must be"):
+        graph.save(tmp_path / "c", keep=keep)
+    assert graph.embedding.snapshots() == []
+
+
+def test_many_snapshots_of_one_path_are_told_of(tmp_path):
+    graph = graph_at(tmp_path / "rows")
+    graph(IDS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            graph.save(tmp_path / "c")
+    assert [str(one.message)[:11] for one in caught] == ["8 snapshots"]
+
+
+@pytest.mark.filterwarnings("ignore:embedding 'items' starts empty")
+@pytest.mark.parametrize("keep", [None, 1])
+def test_a_run_in_a_fresh_folder_with_the_old_file_keeps_what_it_saves(tmp_path, keep):
+    first = graph_at(tmp_path / "one")
+    first(IDS)
+    first.save(tmp_path / "c", keep=keep)
+    shutil.copy(tmp_path / "c", tmp_path / "c-of-the-first")
+    expected = state_of(first)
+    second = graph_at(tmp_path / "two")
+    second(IDS + 5)
+    second.save(tmp_path / "c", keep=keep)
+    assert len(second.embedding.snapshots()) == 1 == len(first.embedding.snapshots())
+    second(IDS)
+    second.load(tmp_path / "c")
+    assert second.steps == 1
+    first.load(tmp_path / "c-of-the-first")
+    assert state_of(first) == expected
+
+
+@pytest.mark.parametrize("way", ["file", "state dict"])
+def test_another_runs_snapshot_of_the_same_name_is_refused(tmp_path, way):
+    mine, others = graph_at(tmp_path / "mine"), graph_at(tmp_path / "others")
+    mine(IDS)
+    others(IDS + 7)
+    if way == "file":
+        mine.save(tmp_path / "c")
+        (name,) = mine.embedding.snapshots()
+    else:
+        state = mine.embedding.state_dict()
+        name = state["_extra_state"]["oneemb_snapshot"]
+    others.embedding.save_snapshot(name)
+    others(IDS)
+    before = state_of(others)
+    with pytest.raises(oneemb.StorageError, match=f"{name}.*another run's: .*saved .* by process {os.getpid()}"):
+        others.load(tmp_path / "c") if way == "file" else others.embedding.load_state_dict(state)
+    assert state_of(others) == before
+
+
+@pytest.mark.slow
+def test_a_save_that_is_stopped_leaves_no_snapshot_that_no_file_names(tmp_path):
+    graph = graph_at(tmp_path / "rows")
+    graph(IDS)
+    graph.save(tmp_path / "c", keep=1)
+
+    def save():
+        graph.save(tmp_path / "c", keep=1)
+
+    for at in some_lines(count_lines(save, "signal"), 40):
+        interrupted(save, at, "signal")
+    graph.save(tmp_path / "c", keep=1)  # takes with it what those that were stopped at the end have left
+    assert len(graph.embedding.snapshots()) == 1 and sorted(os.listdir(tmp_path)) == ["c", "rows"]
+    graph.load(tmp_path / "c")
+
+
+def test_something_else_at_the_path_is_not_written_over(tmp_path):
+    graph = graph_at(tmp_path / "rows")
+    graph(IDS)
+    (tmp_path / "text").write_text("notes")
+    torch.save({"weights": 1}, tmp_path / "other")
+    (tmp_path / "folder").mkdir()
+    for name, error in (("text", ValueError), ("other", ValueError), ("folder", OSError)):
+        with pytest.raises(error, match=name):
+            graph.save(tmp_path / name)
+        with pytest.raises(error, match=name):
+            graph.load(tmp_path / name)
+    assert (tmp_path / "text").read_text() == "notes" and graph.embedding.snapshots() == []
 
 
 def test_a_snapshot_that_a_state_dict_names_is_not_touched(tmp_path):
     graph = graph_at(tmp_path / "rows")
     graph(IDS)
-    graph.save(tmp_path / "c")
+    graph.save(tmp_path / "c", keep=1)
     state = graph.state_dict()
     graph(IDS)
-    graph.save(tmp_path / "c")
+    graph.save(tmp_path / "c", keep=1)
     rows = rows_of(graph.embedding)
     graph.load_state_dict(state)
     assert rows_of(graph.embedding) != rows

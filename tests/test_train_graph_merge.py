@@ -1,5 +1,8 @@
 """Embeddings whose rows are alike are looked up and updated at once: the same numbers, errors, pins and steps."""
 
+import gc
+import tracemalloc
+
 import pytest
 import torch
 
@@ -155,6 +158,39 @@ def test_other_dtypes_and_padding(dtype, padding_idx):
 
     options = dict(dtype=dtype, padding_idx=padding_idx)
     same(results(make_graph, build, adam, CALLS, **options), results(make_eager, build, adam, CALLS, **options))
+
+
+def test_one_table_for_all_ids_of_a_batch_that_may_be_empty():
+    def build(self, x, y, offsets, scales):
+        ids = x[:, 0]
+        a, b = self.a(ids, torch.tensor(0)), self.b(ids, torch.tensor(1))
+        c = self.c(ids, torch.tensor(0), torch.arange(ids.shape[0] + 1))
+        loss = torch.cat([a, b, c], 1).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    def ways(step):
+        batches = list(batches_of())
+        return [step(*batch) for x, *rest in batches for batch in ((x, *rest), (x[:0], *rest))]
+
+    same(results(make_graph, build, adam, ways), results(make_eager, build, adam, ways))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_several_backward_passes_of_half_width_rows(dtype):
+    """a and c are in two of them, b is in one."""
+
+    def build(self, x, y, offsets, scales):
+        a, b, c = self.a(x[:, 0]), self.b(y).sum(1), self.c(x[:, 1])
+        first = self.mlp(torch.cat([a, b, c], 1).float()).square().mean()
+        first.backward(retain_graph=True)
+        second = (a.mean() - c.mean()) ** 2
+        second.backward()
+        return first.detach() + second.detach()
+
+    eager = results(make_eager, build, adam, CALLS, dtype=dtype)
+    for ways in (CALLS, AHEAD):
+        same(results(make_graph, build, adam, ways, dtype=dtype), eager)
 
 
 def clips(self, x, y, offsets, scales):
@@ -354,3 +390,48 @@ def test_evaluation_beside_training_reads_what_was_trained():
         with torch.no_grad():
             rows = torch.cat([modules["a"](x[:, 0]), modules["b"](y).sum(1), modules["c"](x[:, 1])], 1)
             assert torch.equal(score(x, y), modules["mlp"](rows))
+
+
+def kept_mb(modules, build, steps, ids):
+    """MiB that losses hold which are kept, beyond what the same steps hold without."""
+    graph, sizes = make_graph(modules, build, sgd), []
+    graph(ids)
+    for keep in (False, True):
+        losses = []
+        gc.collect()
+        tracemalloc.start()
+        for _ in range(steps):
+            loss = graph(ids)
+            losses += [loss] if keep else []
+        del loss
+        gc.collect()
+        sizes.append(tracemalloc.get_traced_memory()[0] / 2**20)
+        tracemalloc.stop()
+    return sizes[1] - sizes[0]
+
+
+def test_losses_that_are_kept_hold_no_keys_of_merged_lookups():
+    def build(self, ids):
+        loss = (self.a(ids) + self.c(ids)).square().sum()
+        loss.backward()
+        return loss
+
+    ids = torch.arange(20_000)
+    # Keys and slots of a step are 20,000 ids * 2 lookups * 30 bytes and more: over 1 MiB.
+    mib = kept_mb(modules_of(), build, 10, ids)
+    assert mib < 0.5
+
+
+def test_backward_after_the_step_of_a_merged_lookup_is_an_error():
+    def build(self, ids):
+        loss = (self.a(ids) + self.c(ids)).square().sum()
+        loss.backward(retain_graph=True)
+        return loss
+
+    modules = modules_of()
+    graph = make_graph(modules, build, sgd)
+    loss = graph(torch.arange(5))
+    before = rows_of(modules["a"])
+    with pytest.raises(RuntimeError, match="after its step"):
+        loss.backward()
+    assert rows_of(modules["a"]) == before

@@ -323,6 +323,20 @@ def test_profile_shows_prepare_and_compute_as_rows(tmp_path):
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
 
 
+def test_a_profile_prints_as_a_table():
+    graph = graph_of("ssd")
+    profile = graph.profile(4)
+    assert str(profile).startswith("0 of 4 steps noted\n")
+    list(graph.run(batches_of(8, 50, 100)))
+    first, head, *lines = str(profile).splitlines()
+    assert first == "4 of 4 steps noted" and head.split()[:3] == ["half", "op", "calls"]
+    (update,) = [line for line in lines if " update(" in line]
+    assert update.startswith("compute") and " 4 " in update and update.endswith("%")
+    assert any(line.startswith("prepare") and "stage(" in line for line in lines)
+    assert abs(sum(float(line.split()[-1].rstrip("%")) for line in lines) - 100) < 2
+    assert repr(profile) == "Profile(steps=4, step=4)"
+
+
 def test_explain_counts_calls_rows_and_bytes():
     graph = graph_of("ssd")
     list(graph.run(batches_of(8, 50, 100)))
@@ -330,3 +344,47 @@ def test_explain_counts_calls_rows_and_bytes():
     (line,) = [line for line in table.splitlines() if line.startswith("prepare") and "stage(" in line]
     assert int(line.split()[-6]) >= 7
     assert "hit rate" in table and "GB/s" in table
+
+
+class Lengthless:
+    """Batches whose loader cannot say how many there are."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        raise TypeError("this loader has no length")
+
+
+class Falsy(Lengthless):
+    def __len__(self):
+        return 0
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+LOADERS = {
+    "no length": Lengthless,
+    "falsy": Falsy,
+    "a generator": lambda batches: (batch for batch in batches),
+    "an iterator": iter,
+    "an iterable dataset": lambda batches: DataLoader(Stream(batches), batch_size=None),
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_loader_need_not_know_its_length(loader, depth):
+    batches = batches_of(4, 8, 50)
+    one, two = graph_of(), graph_of()
+    losses = list(one.run(loader(batches), prefetch_depth=depth))
+    check_same([one, two], [losses, [two(*batch) for batch in batches]])

@@ -1,8 +1,12 @@
-"""Loops that are left, that fail and that are forgotten: no pin, no thread, no memory and no file stays behind."""
+"""Loops that are left, that fail, that are interrupted and forgotten, with forks and saves in them: no pin, no thread,
+no memory and no file stays behind, and the rows are those of a plain run."""
 
+import contextlib
 import gc
+import multiprocessing
 import os
 import random
+import signal
 import threading
 
 import numpy as np
@@ -11,6 +15,8 @@ import torch
 
 import oneemb
 from tests.support.graph_models import adam, make_embedding, make_graph, rows_of, weights_of
+
+EVENTS = ["end", "break", "raise", "loader fails", "bad batch", "forget", "interrupt", "fork", "save"]
 
 
 def build(self, ids, label):
@@ -53,14 +59,44 @@ def state():
     return sorted(file for file in files if "oneemb-test-" not in file), threads
 
 
-def soak(steps, seed):
+class Interrupts:
+    """SIGALRM at a random moment of a block, with a handler that raises as that of Ctrl-C does."""
+
+    def __init__(self, choose):
+        self.choose = choose
+
+    def __enter__(self):
+        self.before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, self.choose.uniform(0.001, 0.2))
+
+    def __exit__(self, *error):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self.before)
+
+
+def fork(graph):
+    """A child that reads rows, and ends."""
+    id_N = np.arange(8000)
+    read = graph.embedding.store.read
+    expected = read(np.zeros(8000, np.int32), id_N).tobytes()
+
+    def check():
+        assert read(np.zeros(8000, np.int32), id_N).tobytes() == expected
+
+    child = multiprocessing.get_context("fork").Process(target=check)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def soak(steps, seed, folder):
     """Two graphs see the same steps: one in loops with everything that may happen to them, one in plain calls."""
     graph, plain = graph_of(), graph_of()
     choose, rng = random.Random(seed), np.random.default_rng(seed)
     memory, before, done = [], None, 0
     while done < steps:
         batches = [batch_of(rng) for _ in range(choose.randint(1, 30))]
-        how = choose.choice(["end", "break", "raise", "loader fails", "bad batch", "forget"])
+        how = choose.choice(EVENTS)
         stop = choose.randrange(len(batches))
         if how == "bad batch":
             loader = [*batches[:stop], (batches[stop][0].int(), batches[stop][1])]
@@ -68,24 +104,22 @@ def soak(steps, seed):
             loader = failing(batches[:stop])
         else:
             loader = batches
-        taken = 0
+        begun = graph.steps
         loop = graph.run(loader, prefetch_depth=choose.choice([1, 1, 2, 4]))
+        interrupts = Interrupts(choose) if how == "interrupt" else contextlib.nullcontext()
         try:
-            for _ in loop:
-                taken += 1
-                if choose.random() < 0.05:
-                    graph.eval()
-                    graph(*batches[0])
-                    graph.train()
-                if how in ("break", "forget") and taken > stop:
-                    break
-                if how == "raise" and taken > stop:
-                    raise KeyError("loop")
-        except (KeyError, OSError, TypeError) as error:
+            with interrupts:
+                run(graph, loop, how, stop, batches, choose, folder)
+        except (KeyError, OSError, TypeError, KeyboardInterrupt) as error:
             del error
         if how != "forget":
             loop.close()
         del loop
+        graph.train()
+        taken = graph.steps - begun
+        if how == "interrupt" and taken < len(batches):  # whose ids may have been inserted
+            graph(*batches[taken])
+            taken += 1
         for one in (graph.embedding, graph.users):
             assert one.stats()["device"]["pinned"] == 0 and not one.store._staged
         for batch in batches[:taken]:
@@ -102,18 +136,38 @@ def soak(steps, seed):
     return memory
 
 
+def run(graph, loop, how, stop, batches, choose, folder):
+    for taken, _ in enumerate(loop, 1):
+        if choose.random() < 0.05:
+            graph.eval()
+            graph(*batches[0])
+            graph.train()
+        if how in ("break", "forget") and taken > stop:
+            break
+        if how == "raise" and taken > stop:
+            raise KeyError("loop")
+        if how == "fork" and taken == stop:
+            fork(graph)
+        if how == "save" and taken == stop:
+            graph.save(folder / "checkpoint", keep=2)
+            if choose.random() < 0.3:
+                graph.load(folder / "checkpoint")
+
+
 def failing(batches):
     yield from batches
     raise OSError("loader")
 
 
-def test_a_short_soak():
-    soak(60, seed=1)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_short_soak(tmp_path):
+    soak(120, 1, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_soak_of_20_000_steps_keeps_its_memory():
-    memory = soak(20_000, seed=2)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_soak_of_20_000_steps_keeps_its_memory(tmp_path):
+    memory = soak(20_000, 2, tmp_path)
     half, last = memory[len(memory) // 2], memory[-1]
     print(f"resident: {memory[0] >> 20} MiB, halfway {half >> 20} MiB, at the end {last >> 20} MiB")
     assert last < half + 32 * 2**20

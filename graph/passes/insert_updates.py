@@ -38,7 +38,8 @@ def insert_updates(
     Before:  rows = gather(lease, weight) ...  loss.backward();  return loss
     After:   rows = gather(lease, weight) ...  loss.backward()
              grads = reduce_grads([lease]);  go = check_finite([optimizer], [grads])
-             update(optimizer, grads, go);  step(optimizer, lr_scheduler, go);  release([lease]);  return loss
+             groups = step(optimizer, go);  update(optimizer, grads, go, groups);  release([lease])
+             advance([optimizer], [lr_scheduler], go);  return loss
 
     Lookups of one embedding are reduced together: a row that several of them read is updated once. Where `build`
     clips, gradients are reduced before, and those of rows are clipped with those of dense parameters:
@@ -76,17 +77,20 @@ def insert_updates(
             grads |= _unpack(graph, graph.call_function(operator.getitem, (clipped, 0)), mine)
         arguments = (list(names.values()), list(grads.values()), *([scaler] if scaler is not None else []))
         go = graph.call_function(ops.check_finite, arguments)
-        for name, scheduler in optimizers:
+        # What runs code of the user's comes before rows are updated, or after all that belongs to the step.
+        groups = {name: graph.call_function(ops.step, (names[name], go)) for name, _ in optimizers}
+        for name, _ in optimizers:
             for store, grad in grads.items():
                 if trains is None or trains.get(store) == name:
-                    graph.call_function(ops.update, (names[name], grad, go))
-            graph.call_function(ops.step, (names[name], graph.get_attr(scheduler) if scheduler else None, go))
+                    graph.call_function(ops.update, (names[name], grad, go, groups[name]))
         if scaler is not None:
             graph.call_function(step_ops.update_scale, (scaler, go))
         if held:
             graph.call_function(step_ops.drop, (graph.get_attr(held),))
         else:
             graph.call_function(ops.release, ([lease for group in leases.values() for lease in group],))
+        schedulers = [graph.get_attr(scheduler) if scheduler else None for _, scheduler in optimizers]
+        graph.call_function(ops.advance, (list(names.values()), schedulers, go))
     return graph
 
 

@@ -1,5 +1,6 @@
 """The device tier: the stores' contract, and admission that evicts by the policy and never what is pinned."""
 
+import inspect
 from collections import Counter
 
 import numpy as np
@@ -38,7 +39,7 @@ STORES = {
     "cache over dict": lambda tier: tier(DictStore(W), 40),
     "cache of one slot": lambda tier: tier(DictStore(W), 1),
     "cache over host cache": lambda tier: tier(host(DictStore(W), 150), 40),
-    "least often used": lambda tier: tier(DictStore(W), 40, policy="lfu"),
+    "least recently used": lambda tier: tier(DictStore(W), 40, policy="lru"),
 }
 
 
@@ -111,8 +112,13 @@ def test_random_admission_agrees_with_a_dict_and_keeps_what_is_pinned(tier, gpu)
     check(model.tier, {key: row.tobytes() for key, row in expected.items()})
 
 
+def test_tiers_of_the_device_and_of_the_host_evict_alike_unless_told_otherwise():
+    policies = {inspect.signature(kind).parameters["policy"].default for kind in (DeviceTier, HotTier)}
+    assert policies == {"lfu"}
+
+
 def test_the_least_recently_used_leave_first(tier, gpu):
-    model = Model(tier(DictStore(W), 8), gpu)
+    model = Model(tier(DictStore(W), 8, policy="lru"), gpu)
     for i in range(8):
         model.release([(0, i)], model.admit([(0, i)]))
     model.release([(0, 0)], model.admit([(0, 0)]))

@@ -2,10 +2,11 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from oneemb.storage.device_tier import _InOrder
+from oneemb.storage.device_tier import _InOrder, _PinnedRows
 
 
 class Stream:
@@ -73,16 +74,59 @@ def test_evictions_come_after_the_releases_before_them(on):
     order.after_releases()
     assert on.noted == []
     on("compute")
-    order.released()
+    order.released(Array(on.noted))
     on("ahead")
     order.after_releases()
-    assert on.noted == ["compute marks", "ahead waits for compute's mark"]
+    assert on.noted == ["used on compute", "compute marks", "ahead waits for compute's mark"]
+
+
+def test_a_release_on_one_stream_hides_none_on_another(on):
+    order = _InOrder(SimpleNamespace(device=torch.device("cuda")))
+    for name in ("compute", "ahead", "compute"):
+        on(name)
+        order.released(Array(on.noted))
+    on.noted.clear()
+    on("third")
+    order.after_releases()
+    assert sorted(on.noted) == ["third waits for ahead's mark", "third waits for compute's mark"]
 
 
 def test_without_a_gpu_nothing_is_asked_of_streams(on):
     order = _InOrder(SimpleNamespace(device=torch.device("cpu")))
     on("compute")
     with order(list):
-        order.released()
+        order.released(Array(on.noted))
         order.after_releases()
     assert on.noted == []
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """Streams of two GPUs, the first of them current; copies to and from page-locked memory are plain ones."""
+    noted = []
+    streams = [Stream(f"gpu {i}", noted) for i in range(2)]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[device.index if device else 0])
+    monkeypatch.setattr(Stream, "record_event", lambda self: Mark(self, noted))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **more: empty(*shape, **more))
+    to = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, **more: to(self, "cpu", **more))
+    return noted
+
+
+class Mark:
+    def __init__(self, stream, noted):
+        self.name, self.noted = f"{stream.name}'s mark", noted
+        noted.append(f"{stream.name} marks")
+
+    def synchronize(self):
+        self.noted.append(f"the host waits for {self.name}")
+
+
+def test_the_buffer_of_a_tier_waits_for_copies_on_its_own_gpu_whichever_is_current(two_gpus):
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
+    buffer = _PinnedRows(3, SimpleNamespace(device=torch.device("cuda", 1)))
+    assert buffer.to_device(rows).tolist() == rows.tolist()
+    assert two_gpus == ["gpu 1 marks"]
+    assert buffer.to_host(torch.from_numpy(rows)).tolist() == rows.tolist()
+    assert two_gpus[1:] == ["the host waits for gpu 1's mark", "gpu 1 marks", "the host waits for gpu 1's mark"]

@@ -129,6 +129,23 @@ def test_staging_takes_no_memory_while_steps_may_use_what_is_there(gpu, tmp_path
     embedding.close()
 
 
+def test_rows_of_a_lookup_that_was_dropped_are_released_after_it_on_whatever_stream(store, gpu, monkeypatch):
+    tier, ordered = store._tiers[0], []
+    release = tier.release_staged
+    monkeypatch.setattr(tier, "release_staged", lambda slot_U: ordered.append(release(slot_U)))
+
+    class Lookup:
+        pass
+
+    lookup = Lookup()
+    store.pin_for(lookup, admit(store, gpu, 60, 70))
+    del lookup
+    assert pinned(store) == 10
+    slot_U = admit(store, gpu, 60, 62)
+    assert pinned(store) == 2 and len(ordered) == 1
+    store.release(slot_U)
+
+
 def test_a_store_that_is_loaded_anew_forgets_what_was_staged(store, gpu):
     store.save_snapshot("rows", {})
     staged = store.stage_on_gpu(keys(gpu, 0, 10))

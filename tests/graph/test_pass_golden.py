@@ -314,9 +314,10 @@ sum_1 = gather.sum()
 sum_1.backward()
 reduce_grads = reduce_grads([admit])
 check_finite = check_finite([optimizer_0], [reduce_grads])
-update(optimizer_0, reduce_grads, check_finite)
-step(optimizer_0, None, check_finite)
+step = step(optimizer_0, check_finite)
+update(optimizer_0, reduce_grads, check_finite, step)
 release([admit])
+advance([optimizer_0], [None], check_finite)
 return sum_1""",
     )
 
@@ -338,9 +339,10 @@ clip_grad_norm = clip_grad_norm([mlp.weight, mlp.bias], [reduce_grads], 2.0)
 getitem = clip_grad_norm[0]
 getitem_1 = getitem[0]
 check_finite = check_finite([optimizer_0], [getitem_1])
-update(optimizer_0, getitem_1, check_finite)
-step(optimizer_0, lr_scheduler_0, check_finite)
+step = step(optimizer_0, check_finite)
+update(optimizer_0, getitem_1, check_finite, step)
 release([admit])
+advance([optimizer_0], [lr_scheduler_0], check_finite)
 return sum_1""",
     )
 
@@ -367,10 +369,11 @@ def test_insert_updates_with_all_there_is():
         "getitem_1 = clip_grad_norm[0]",
         "getitem_2 = getitem_1[0]",
         "check_finite = check_finite([optimizer_0], [getitem_2], grad_scaler)",
-        "update(optimizer_0, getitem_2, check_finite)",
-        "step(optimizer_0, None, check_finite)",
+        "step = step(optimizer_0, check_finite)",
+        "update(optimizer_0, getitem_2, check_finite, step)",
         "update_scale(grad_scaler, check_finite)",
         "drop(held)",
+        "advance([optimizer_0], [None], check_finite)",
         "return sum_1",
     ]
 
@@ -439,9 +442,10 @@ sum_1 = mlp.sum()
 sum_1.backward()
 reduce_grads = reduce_grads([admit])
 check_finite = check_finite([optimizer_0], [reduce_grads])
-update(optimizer_0, reduce_grads, check_finite)
-step(optimizer_0, None, check_finite)
+step = step(optimizer_0, check_finite)
+update(optimizer_0, reduce_grads, check_finite, step)
 release([admit])
+advance([optimizer_0], [None], check_finite)
 return sum_1""",
     )
     # Saboteur: torch's own removal takes the update out.
@@ -511,7 +515,7 @@ def test_a_graph_shows_itself():
     assert "not compiled yet" in str(graph)
     graph(torch.tensor([[1, 2]]))
     assert "prepare:" in str(graph) and "stage(a.store, unique_keys)" in str(graph)
-    assert "update(optimizer_0, reduce_grads, check_finite)" in str(graph)
+    assert "update(optimizer_0, reduce_grads, check_finite, step)" in str(graph)
     assert graph.compiled().code.count("ops_update(") == 1
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads, available_cores
+from tests.support.forks import ended_well, in_child
 
 
 @pytest.fixture(params=[1, 2, 3, 7])
@@ -55,6 +56,23 @@ def test_the_calling_thread_waits_for_no_thread_that_has_not_begun():
     finally:
         end.set()
         other.join()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_of_fork_runs_loops_on_threads_of_its_own_whatever_its_parent_was_doing():
+    threads = Threads(3)
+    run_shares(threads, 100, share_min=1)
+
+    def all_shares_on_several_threads():
+        meet = threading.Barrier(3, timeout=20)
+        threads.run(lambda begin, end: meet.wait() if begin in (0, 1, 2) else None, 24, share_min=1)
+        return len(run_shares(threads, 1000, share_min=1)) == 24
+
+    with threads._pool._shutdown_lock:  # as where another thread handed out shares
+        child = in_child(all_shares_on_several_threads)
+    assert ended_well(child) is True
+    assert len(run_shares(threads, 1000, share_min=1)) == 24
+    threads.close()
 
 
 def test_shares_run_at_the_same_time():

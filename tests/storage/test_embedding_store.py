@@ -5,7 +5,10 @@ import pytest
 
 from oneemb.kernels.init_rows import CONSTANT, UNIFORM, InitialRows
 from oneemb.kernels.threads import Threads
+from oneemb.storage import embedding_store
 from oneemb.storage.embedding_store import EmbeddingStore, StorePlan
+from oneemb.storage.errors import BrokenStoreError
+from oneemb.storage.hot_tier import HotTier
 from oneemb.storage.row_store import StorageError, StoreFullError
 from tests.support.row_store_suite import keys_of
 
@@ -174,10 +177,21 @@ def test_slots_of_before_mean_nothing_after_a_load(call, open_store):
 def test_abandoned_pins_are_released_by_the_next_admit(open_store):
     store = open_store("ssd")
     store.build(*ADAM)
-    slot_U = store.admit(*keys(*range(40)))
-    store.abandoned.append((store.generation, slot_U))
-    store.abandoned.append((store.generation - 1, slot_U))
+    store.save_snapshot("before", {})
+
+    class Owner:
+        pass
+
+    dropped, kept, of_old_rows = Owner(), Owner(), Owner()
+    store.pin_for(of_old_rows, store.admit(*keys(7)))
+    store.load_snapshot("before")
+    store.pin_for(dropped, store.admit(*keys(*range(30))))
+    pins = store.pin_for(kept, store.admit(*keys(*range(30, 36))))
+    del dropped, of_old_rows
     store.release(store.admit(*keys(*range(100, 140))))
+    assert store.stats()["device"]["pinned"] == 6
+    store.release_pins(pins)
+    store.release_pins(pins)
     assert store.stats()["device"]["pinned"] == 0
 
 
@@ -197,6 +211,53 @@ def test_rows_begun_before_the_optimizer_get_its_state(kind, open_store):
     assert store.stats()["rows"] == 300
     assert rows[:, :DIM].tobytes() == weights.tobytes() and (rows[:, DIM:] == np.float32(0.1)).all()
     assert store.snapshots() == []
+
+
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_an_optimizer_whose_wider_rows_do_not_fit_leaves_the_rows(kind, open_store, monkeypatch):
+    store = open_store(kind)
+    store.build(None, np.empty(0, np.float32))
+    for begin in range(0, 500, 25):
+        store.release(store.admit(*keys(*range(begin, begin + 25))))
+    store.save_snapshot("users", {})
+    weights = values(store, *range(500))
+    monkeypatch.setattr(embedding_store, "_memory_bytes", lambda: 500 * 70)  # a row takes 56 bytes now, with state 88
+    with pytest.raises(StoreFullError, match="must hold all of 500"):
+        store.build(*ADAM)
+    assert store.stats()["rows"] == 500 and store.snapshots() == ["users"]
+    assert values(store, *range(500)).tobytes() == weights.tobytes()
+    monkeypatch.undo()
+    store.build(*ADAM)
+    assert values(store, *range(500))[:, :DIM].tobytes() == weights.tobytes() and store.snapshots() == ["users"]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("kind", PLANS)
+def test_rows_survive_an_optimizer_that_cannot_be_attached(kind, times, open_store, monkeypatch):
+    store = open_store(kind)
+    store.build(None, np.empty(0, np.float32))
+    store.release(store.admit(*keys(*range(40))))
+    weights = values(store, *range(40))
+    reload, left = HotTier.reload, [times]
+
+    def fail(tier):
+        if left[0]:
+            left[0] -= 1
+            raise StorageError("the disk fails")
+        reload(tier)
+
+    monkeypatch.setattr(HotTier, "reload", fail)
+    with pytest.raises(StorageError, match="the disk fails") as caught:
+        store.build(*ADAM)
+    if times == 1:
+        assert store.snapshots() == [] and store.layout.state_width == 0
+    else:  # There was no way back either: the store says so, and where the rows are.
+        (name,) = store.snapshots()
+        assert any(name in note for note in caught.value.__notes__)
+        with pytest.raises(BrokenStoreError, match="load_snapshot"):
+            store.admit(*keys(1))
+        store.load_snapshot(name)
+    assert store.stats()["rows"] == 40 and values(store, *range(40))[:, :DIM].tobytes() == weights.tobytes()
 
 
 @pytest.mark.parametrize("kind", PLANS)

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from oneemb.kernels.threads import Threads
 from oneemb.storage import hot_tier
+from oneemb.storage.errors import IndexMemoryError
 from oneemb.storage.hot_tier import HotTier
 from oneemb.storage.persistent_table import PersistentTable
 from oneemb.storage.row_store import StoreFullError
@@ -515,6 +516,11 @@ def test_no_memory_for_the_index_changes_nothing(monkeypatch):
         patch.setattr("oneemb.storage.hash_index.np.zeros", no_memory)
         with pytest.raises(MemoryError):
             admit(tier, ids(*range(30, 300)))
+        assert state(tier) == before
+    with monkeypatch.context() as patch:
+        patch.setattr("oneemb.storage.hash_index._new_cells", no_memory)
+        with pytest.raises(IndexMemoryError, match=r"holds 40 keys in \d+ bytes and needs \d+ bytes more"):
+            admit(tier, ids(*range(30, 490)))
         assert state(tier) == before
     tier.release(admit(tier, ids(*range(30, 300))))
     check(tier, rows_of(ids(*range(300))))

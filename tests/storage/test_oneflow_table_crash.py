@@ -1,7 +1,5 @@
 """Power is lost at every file call of a writer of OneFlow's tables: a snapshot is there with all rows, or is not."""
 
-import os
-
 import numpy as np
 import pytest
 
@@ -10,19 +8,6 @@ from oneemb.storage.oneflow_table import OneFlowReader, OneFlowWriter
 from tests.support.faulty_fs import FaultyFileSystem, PowerLoss
 
 ROWS = {"first": 30, "second": 50}
-
-
-class Disk(FaultyFileSystem):
-    """Lists folders too, as a system does."""
-
-    def names(self, path):
-        folders = [os.path.basename(folder) for folder in self.directories if os.path.dirname(folder) == path]
-        return super().names(path) + folders
-
-    def after(self, **options):
-        for fate, disk in self.survivors(**options):
-            disk.__class__ = Disk
-            yield fate, disk
 
 
 def save(fs, name):
@@ -53,7 +38,7 @@ def expected(name):
 
 
 def test_power_is_lost_at_every_call_of_a_second_save():
-    whole = Disk()
+    whole = FaultyFileSystem()
     save(whole, "first")
     begun = len(whole.calls)
     save(whole, "second")
@@ -61,12 +46,12 @@ def test_power_is_lost_at_every_call_of_a_second_save():
     seen = set()
     for call in range(len(calls)):
         for half in (False, True):
-            fs = Disk()
+            fs = FaultyFileSystem()
             save(fs, "first")
             fs.crash_at, fs.half = begun + call, half
             with pytest.raises(PowerLoss):
                 save(fs, "second")
-            for fate, disk in fs.after(torn=2, seed=call):
+            for fate, disk in fs.survivors(torn=2, seed=call):
                 assert found(disk, "first") == expected("first"), (calls[call], half, fate)
                 assert found(disk, "second") in (None, expected("second")), (calls[call], half, fate)
                 seen.add(found(disk, "second") is None)
@@ -77,14 +62,14 @@ def test_power_is_lost_at_every_call_of_a_second_save():
 
 
 def test_power_is_lost_at_every_call_of_the_first_save():
-    whole = Disk()
+    whole = FaultyFileSystem()
     save(whole, "first")
     for call in range(len(whole.calls)):
-        fs = Disk()
+        fs = FaultyFileSystem()
         fs.crash_at = call
         with pytest.raises(PowerLoss):
             save(fs, "first")
-        for fate, disk in fs.after(torn=2, seed=call):
+        for fate, disk in fs.survivors(torn=2, seed=call):
             try:
                 assert found(disk, "first") in (None, expected("first")), (whole.calls[call], fate)
             except StorageError as error:
@@ -92,17 +77,17 @@ def test_power_is_lost_at_every_call_of_the_first_save():
 
 
 def test_the_crash_test_notices_a_list_that_comes_before_its_index(monkeypatch):
-    monkeypatch.setattr(Disk, "sync", lambda self, file: None)
-    fs = Disk()
+    monkeypatch.setattr(FaultyFileSystem, "sync", lambda self, file: None)
+    fs = FaultyFileSystem()
     save(fs, "first")
-    ((fate, disk), *_) = fs.after()
+    ((fate, disk), *_) = fs.survivors()
     assert fate == "lost"
     with pytest.raises((StorageError, AssertionError)):
         assert found(disk, "first") == expected("first")
 
 
 def test_a_full_disk_leaves_the_snapshots_that_are_there():
-    fs = Disk()
+    fs = FaultyFileSystem()
     save(fs, "first")
     before = set(fs.entries)
 

@@ -21,6 +21,7 @@ from oneemb.storage.errors import (
     StorageError,
 )
 from oneemb.storage.file_header import SNAPSHOT_MAGIC
+from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.persistent_table import PersistentTable, read_snapshot_info
 from oneemb.storage.snapshot_reader import SnapshotReader
 from tests.support.table_model import check, got, put, put_random, random_keys, random_rows, scanned
@@ -261,22 +262,38 @@ def test_rows_of_the_wrong_shape_are_refused(tmp_path):
         table.put(np.zeros(1, np.int32), np.zeros(1, np.int64), np.zeros((1, 4), np.float32))
 
 
-def test_a_newer_format_is_refused_with_the_release_that_wrote_it(tmp_path):
+def test_a_snapshot_of_a_newer_format_keeps_what_it_may_need_and_can_be_deleted(tmp_path):
     from oneemb.kernels.checksum import xxh64
 
+    rng, rows = np.random.default_rng(0), {}
     with open_table(tmp_path) as table:
+        put_random(table, {}, rng, 300)
         table.save_snapshot("s", {})
         path = table._store.files.path("s")
+        table.clear()
+        put_random(table, rows, rng, 300)
+        table.save_snapshot("ours", {})
     data = bytearray(open(path, "rb").read())
     assert data[:8] == SNAPSHOT_MAGIC
     data[8:12] = (2).to_bytes(4, "little")
     data[16:40] = b"oneemb 9.9.9".ljust(24, b"\0")
     data[120:128] = xxh64(bytes(data[:120])).to_bytes(8, "little")
     open(path, "wb").write(data)
-    with pytest.raises(FormatVersionError, match="format 2.*format 1.*oneemb 9.9.9"):
-        open_table(tmp_path)
-    with pytest.raises(FormatVersionError, match="format 2"):
-        SnapshotReader.open(tmp_path, "s")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*.*")}
+    with open_table(tmp_path) as table:
+        assert "format 2" in table.recovery.damaged["s"] and "oneemb 9.9.9" in table.recovery.damaged["s"]
+        assert [info.name for info in table.snapshots()] == ["ours"] == [i.name for i in read_snapshot_info(tmp_path)]
+        table.load_snapshot("ours")
+        check(table, rows)
+        for read in (table.load_snapshot, lambda name: SnapshotReader.open(tmp_path, name)):
+            with pytest.raises(FormatVersionError, match="format 2.*format 1.*oneemb 9.9.9"):
+                read("s")
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*.*")} == before
+    with open_table(tmp_path) as table:
+        table.delete_snapshot("s")
+        assert not table.recovery.damaged and len(list((tmp_path / "chunks").iterdir())) < len(before) - 2
+        table.load_snapshot("ours")
+        check(table, rows)
 
 
 def test_names_that_cannot_be_files_are_refused(tmp_path):
@@ -322,12 +339,11 @@ def test_places_above_two_to_the_31_are_kept(tmp_path):
     rng, rows = np.random.default_rng(0), {}
     with open_table(tmp_path, row_width=1, chunk_bytes=16 << 20) as table:
         live = table._live
-        slots = 2**31 // live.geometry.rows_per_chunk
+        slots = 2**31 // live.geometry.rows_per_slot
         live.live_S = np.zeros(slots + 8, np.int64)
-        live.bit_N = np.zeros((slots + 8) * live.geometry.rows_per_chunk // 8, np.uint8)
-        live.sum_B = np.zeros((slots + 8) * live.geometry.blocks_per_chunk, np.uint32)
-        live.chunk_S = [None] * (slots + 8)
-        live._free = list(range(slots + 7, slots - 1, -1))
+        live.bit_N = np.zeros((slots + 8) * live.geometry.rows_per_slot // 8, np.uint8)
+        live.sum_B = np.zeros((slots + 8) * live.geometry.blocks_per_slot, np.uint32)
+        live.first_S = np.array([-2] * slots + [-1] * 8)  # neither free nor a chunk's
         put_random(table, rows, rng, 2000)
         assert len(table) == len(rows)
         assert next(live.index.items())[2].min() >= 2**31
@@ -362,3 +378,21 @@ def test_keys_are_the_same_through_a_window_of_any_size(tmp_path, monkeypatch, w
         table.clear()
         table.load_snapshot("s")
         check(table, rows)
+
+
+@pytest.mark.parametrize("table_number", [1 << 23, 1 << 24, 2**31 - 1, -1])
+def test_tables_that_an_index_cannot_hold_are_refused(tmp_path, table_number):
+    table_1, id_1, row = np.array([table_number], np.int32), np.zeros(1, np.int64), np.ones((1, 5), np.float32)
+    with open_table(tmp_path) as table:
+        put(table, rows := {}, np.array([0, (1 << 23) - 1], np.int32), np.zeros(2, np.int64), np.eye(2, 5, dtype="f4"))
+        for call in (
+            lambda: table.put(table_1, id_1, row), lambda: table.get(table_1, id_1, row),
+            lambda: table.contains(table_1, id_1), lambda: HashIndex(Threads(1)).put(table_1, id_1, id_1),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=f"tables must be from 0 to 8388607, got {table_number}"):
+                call()
+        table.save_snapshot("s", {})
+        table.load_snapshot("s")
+        check(table, rows)
+    with SnapshotReader.open(tmp_path, "s") as reader, pytest.raises(ValueError, match="tables must be"):
+        reader.get(table_1, id_1, row)

@@ -61,7 +61,7 @@ def test_disk_use_stays_bounded_over_a_year_of_training(tmp_path, background, am
 
 
 def test_without_compaction_the_bound_is_broken(tmp_path, monkeypatch):
-    monkeypatch.setattr(Compactor, "make_room", lambda self: None)
+    monkeypatch.setattr(Compactor, "make_room", lambda self, rows: None)
     with open_table(tmp_path) as table, pytest.raises(AssertionError, match="bound"):
         for _ in train(table, 300, 3000, 0.1):
             assert excess(table) <= 0, "bound"
@@ -140,7 +140,7 @@ def start_compaction(table, fs, rows, rng):
 @pytest.mark.parametrize("then", ["put", "load", "clear", "save", "close", "scan"])
 def test_the_table_is_used_while_a_chunk_is_being_moved(tmp_path, then):
     rng, rows, fs = np.random.default_rng(0), {}, SlowReads()
-    table = open_table(tmp_path, fs=fs, io="pread", chunk_bytes=256 * 512)
+    table = open_table(tmp_path, fs=fs, io="pread")
     put_random(table, rows, rng, 800, ids=300)
     table.save_snapshot("s", {})
     saved = dict(rows)
@@ -151,6 +151,7 @@ def test_the_table_is_used_while_a_chunk_is_being_moved(tmp_path, then):
         put(table, rows, np.array([t for t, _ in keys], np.int32), np.array([i for _, i in keys]), new)
         check(table, rows)
     elif then == "save":
+        threading.Timer(0.05, fs.go_on.set).start()  # A save that moves rows itself waits for those that move.
         table.save_snapshot("t", {})
     elif then == "scan":
         first = next(table.scan(10))
@@ -217,26 +218,24 @@ def test_an_error_of_a_save_in_the_background_is_raised_by_the_next_call():
 
 
 def test_a_save_in_the_background_keeps_the_rows_of_its_call(tmp_path):
-    rng, rows = np.random.default_rng(0), {}
+    rng, rows, may_sync = np.random.default_rng(0), {}, threading.Event()
 
-    class SlowSync(LocalFileSystem):
+    class HeldSync(LocalFileSystem):
         def sync(self, file):
             if threading.current_thread().name.startswith("oneemb-save"):
-                time.sleep(0.05)
+                assert may_sync.wait(60), "the call waits for the save"
             super().sync(file)
 
-    with open_table(tmp_path, fs=SlowSync(), background=False) as table:
+    with open_table(tmp_path, fs=HeldSync(), background=False) as table:
         put_random(table, rows, rng, 2000)
-        began = time.monotonic()
         table.save_snapshot("s", {"n": 1}, background=True)
-        returned = time.monotonic() - began
         saved = dict(rows)
         for _ in range(10):
             put_random(table, rows, rng, 1000)
         assert table.snapshots() == [], "the save has not finished"
         check(table, rows)
+        may_sync.set()
         table.wait()
-        assert time.monotonic() - began > 0.1 > returned
         assert table.load_snapshot("s") == {"n": 1}
         check(table, saved)
 
@@ -245,6 +244,7 @@ def test_a_damaged_chunk_is_reported_once_and_its_sound_rows_stay():
     fs, rows, rng = FaultyFileSystem(), {}, np.random.default_rng(0)
     with open_table("/t", fs=fs, background=False, chunk_bytes=64 * 512) as table:
         put_random(table, rows, rng, 900, ids=400)
+        table.flush()
         path = sorted(p for p in fs.entries if p.endswith(".rows"))[0]
         fs.entries[path].now[4096 + 100] ^= 1
         with pytest.raises(CorruptTableError, match=path):
@@ -253,3 +253,35 @@ def test_a_damaged_chunk_is_reported_once_and_its_sound_rows_stay():
         for _ in range(50):
             put_random(table, rows, rng, 300, ids=400)
         assert table.stats()["rows_moved"] > 0
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_put_ends_when_another_thread_clears_or_closes_the_table(tmp_path, background):
+    for end in ("clear", "close"):
+        table = PersistentTable.open(
+            tmp_path / end, row_width=40, physical_block_size=512, chunk_bytes=1, threads=Threads(1),
+            background=background,
+        )  # fmt: skip
+        stop, ended = threading.Event(), []
+
+        def put(table=table, stop=stop, ended=ended):
+            rng, rows = np.random.default_rng(0), {}
+            try:
+                while not stop.is_set():
+                    put_random(table, rows, rng, 400, ids=150)
+            except StorageError as error:
+                ended.append(str(error))
+            ended.append(None)
+
+        thread = threading.Thread(target=put, daemon=True)
+        thread.start()
+        for _ in range(30):
+            table.clear() if end == "clear" else table.flush()
+        if end == "close":
+            table.close()
+        else:
+            stop.set()
+        thread.join(60)
+        stop.set()
+        assert ended and (end == "clear" or "closed" in ended[0])
+        table.close()

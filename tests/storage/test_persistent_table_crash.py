@@ -96,8 +96,9 @@ def contradictions(fs, allowed):
     """What is wrong with the table on this disk. `allowed` are the states of the snapshots that may be found."""
     try:
         with open_table(fs) as table:
-            if table.recovery.damaged:
-                return f"damaged: {table.recovery.damaged}"
+            recovery = table.recovery
+            if recovery.damaged or recovery.lost or recovery.lost_more or recovery.kept:
+                return f"what a crash does not do: {recovery}"
             found = {}
             for info in table.snapshots():
                 meta = table.load_snapshot(info.name)
@@ -205,3 +206,28 @@ def test_a_table_that_frees_chunks_before_the_snapshot_is_gone_is_found_out(monk
     monkeypatch.setattr(SnapshotStore, "delete", delete)
     found, _ = failures(globals()["delete"], stop_at_first=True)
     assert found
+
+
+def test_a_table_that_takes_a_snapshot_off_its_list_after_removing_it_is_found_out(monkeypatch):
+    from oneemb.storage.snapshot_store import SnapshotStore
+
+    def delete(self, name):
+        self.files.remove(name)
+        self._certain.discard(name)
+        self._record()
+        self._forget(name)
+
+    monkeypatch.setattr(SnapshotStore, "delete", delete)
+    found, _ = failures(globals()["delete"], stop_at_first=True)
+    assert found and "are gone" in found[0]
+
+
+class NoSyncOfLock(FaultyFileSystem):
+    def sync(self, file):
+        if not self._open[file][1].endswith("LOCK"):
+            super().sync(file)
+
+
+def test_a_table_that_does_not_sync_its_list_of_snapshots_is_found_out():
+    found, _ = failures(delete, NoSyncOfLock, stop_at_first=True)
+    assert found and "what a crash does not do" in found[0]

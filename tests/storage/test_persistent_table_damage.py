@@ -43,10 +43,16 @@ def read_snapshot(fs, rows):
         assert scanned(reader) == rows
 
 
+def files_of(fs):
+    """The files of a table, but for LOCK, which no row depends on."""
+    paths = [f"/t/{folder}/{name}" for folder in ("chunks", "snapshots") for name in fs.names(f"/t/{folder}")]
+    return [(path, fs.entries[path]) for path in sorted(paths)]
+
+
 def flips(fs, rows, read, step):
     """Flip one bit of each `step`-th byte; returns how many flips were an error and how many changed nothing."""
     detected = harmless = 0
-    for path, inode in sorted(fs.entries.items()):
+    for path, inode in files_of(fs):
         clean = bytes(inode.now)
         for offset in range(0, len(clean), step):
             inode.now[offset] ^= 1 << (offset % 8)
@@ -77,7 +83,7 @@ def test_a_flipped_bit_is_an_error_or_harmless(read):
 def test_every_flipped_byte_is_an_error_or_harmless(read):
     fs, rows = small_table()
     detected, harmless = flips(fs, rows, read, 1)
-    total = sum(len(inode.now) for inode in fs.entries.values())
+    total = sum(len(inode.now) for _, inode in files_of(fs))
     print(f"{detected} detected, {harmless} harmless, {total} bytes")
     assert detected + harmless == total and harmless < detected
 

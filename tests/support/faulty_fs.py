@@ -7,7 +7,7 @@ and this and every later call raise `PowerLoss`. `survivors` are the disks that 
     kept    everything is there, the half of the interrupted call too
     torn-n  of each file any of the unsynced sectors, and of each directory any of the unsynced changes of names
 
-A name is safe only when its directory was synced, as POSIX has it.
+A name, of a file or of a directory, is safe only when its directory was synced, as POSIX has it.
 """
 
 import errno
@@ -20,6 +20,10 @@ SECTOR = 512
 
 class PowerLoss(BaseException):
     """Not an Exception: no handler of errors may swallow it."""
+
+
+class _Directory:
+    """Its entries are those whose path begins with its own."""
 
 
 class _Inode:
@@ -70,7 +74,6 @@ class FaultyFileSystem:
         self.entries = {}  # path -> inode, as programs see them
         self.safe_entries = {}
         self.unsynced_names = {}  # directory -> [("link", path, inode) | ("unlink", path) | ("move", source, target)]
-        self.directories = set()
         self.calls = []
         self.crash_at = None
         self.half = False
@@ -84,12 +87,19 @@ class FaultyFileSystem:
     # What a table calls.
 
     def make_directories(self, path):
-        self._alive()
-        self.directories.add(path)
+        with self._guard:
+            above = os.path.dirname(path)
+            if not self._is_directory(path):
+                self.make_directories(above)
+                self._count("mkdir", path)
+                self.entries[path] = directory = _Directory()
+                self._rename_later(path, ("link", path, directory))
+            if path != "/":
+                self.sync_directory(above)
 
     def names(self, path):
         self._alive()
-        if path not in self.directories:
+        if not self._is_directory(path):
             raise FileNotFoundError(errno.ENOENT, "no such directory", path)
         return [os.path.basename(p) for p in self.entries if os.path.dirname(p) == path]
 
@@ -167,18 +177,21 @@ class FaultyFileSystem:
             for change in self.unsynced_names.pop(path, []):
                 _change_name(self.safe_entries, change)
 
-    def lock(self, path, holder):
-        self._alive()
-        if path in self._locked:
-            raise BlockingIOError(errno.EWOULDBLOCK, self._locked[path].decode(), path)
-        self._locked[path] = holder
-        return id(path), b""
+    def lock(self, path):
+        with self._guard:
+            self._alive()
+            if path in self._locked.values():
+                raise BlockingIOError(errno.EWOULDBLOCK, "locked", path)
+            file = self.open(path) if path in self.entries else self.create(path)
+            self._locked[file] = path
+            return file
 
     def unlock(self, lock):
-        self._locked.clear()
+        self._locked.pop(lock, None)
+        self._open.pop(lock, None)
 
     def read_lock(self, path):
-        return self._locked.get(path)
+        return bytes(self._inode(path).now) if path in self._locked.values() else None
 
     # What a test calls.
 
@@ -209,8 +222,11 @@ class FaultyFileSystem:
 
     def _disk(self, entries, content):
         disk = FaultyFileSystem()
-        disk.directories = set(self.directories)
-        disk.entries = {path: _Inode(bytes(content(inode))) for path, inode in entries.items()}
+        disk.entries = {
+            path: inode if isinstance(inode, _Directory) else _Inode(bytes(content(inode)))
+            for path, inode in entries.items()
+            if _has_all_above(entries, path)
+        }
         disk.safe_entries = dict(disk.entries)
         return disk
 
@@ -234,9 +250,14 @@ class FaultyFileSystem:
         if self._dead:
             raise PowerLoss
 
+    def _is_directory(self, path):
+        return path == "/" or isinstance(self.entries.get(path), _Directory)
+
     def _inode(self, path):
         if path not in self.entries:
             raise FileNotFoundError(errno.ENOENT, "no such file", path)
+        if self._is_directory(path):
+            raise IsADirectoryError(errno.EISDIR, "is a directory", path)
         return self.entries[path]
 
     def _opened(self, inode, path):
@@ -246,6 +267,11 @@ class FaultyFileSystem:
 
     def _rename_later(self, path, change):
         self.unsynced_names.setdefault(os.path.dirname(path), []).append(change)
+
+
+def _has_all_above(entries, path):
+    above = os.path.dirname(path)
+    return above == "/" or above in entries and _has_all_above(entries, above)
 
 
 def _change_name(entries, change):

@@ -1,0 +1,287 @@
+"""Calls on one object, one at a time and each whole: what signals, unforeseen errors and forks may do to them.
+
+    signals     KeyboardInterrupt, and whatever else a handler of the main thread does, comes before a call or after
+                it: `signals_deferred` holds signals back while a block runs and handles them when it has ended
+    errors      a call that ends in an error which nobody raises on purpose has stopped anywhere; the object is broken
+                from then on, and says so, until it is told that its rows are new
+    forks       a child process has a copy of the object and shares its files: it may read, not change. A fork waits
+                for calls that are under way, so that the copy is whole
+
+Invariants:
+- no signal handler of Python runs between the first and the last line of a turn in the main thread, but where the turn
+  lets it (`signals_deferred.let_in_now`);
+- a broken object gives out no row.
+"""
+
+# The functions of `signal` without its enums, which take ten times as long.
+import _signal  # type: ignore[import-not-found]
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+from oneemb.storage.errors import BrokenStoreError, ForkedProcessError
+from oneemb.storage.row_store import StorageError
+
+__all__ = ["Turns", "signals_deferred", "whole"]
+
+# Signals that programs may handle in Python, Ctrl-C first: all but those that real-time programs define. One of them is
+# SIGCHLD: its handler in torch's data loader raises when a worker has died.
+_NUMBERS = sorted({int(number) for number in signal.valid_signals() if number < 32}, key=lambda n: n != signal.SIGINT)
+
+# What calls raise on purpose, or what the system makes them raise: they have put everything in order before.
+_FORESEEN = (StorageError, MemoryError, ValueError, TypeError, OSError)
+
+# How long a fork waits for a call that is under way, in seconds. A child's copy of an object whose turn it did not get
+# is of no use, and says so.
+_FORK_PATIENCE = 60.0
+
+
+class _SignalsDeferred:
+    """`with signals_deferred:` holds signals back; may be nested; does nothing in other threads, which get none."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._handlers: dict[int, Any] = {}
+        self._latest: dict[int, Any] = {}
+        self._held: dict[int, FrameType | None] = {}
+        self._note: Callable[[int, FrameType | None], None] = self._hold
+        self.let_in: BaseException | None = None
+        """What a handler raised where a block let it."""
+
+    def __enter__(self) -> None:
+        if threading.get_ident() != threading.main_thread().ident:
+            return
+        if self._depth == 0:
+            self._begin()
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        if threading.get_ident() != threading.main_thread().ident or self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            self.let_in = None
+            try:
+                self._put_back(list(self._handlers.items()))
+            finally:  # one that came meanwhile was held back too
+                handlers, held, self._handlers, self._held = self._handlers, self._held, {}, {}
+                self._handle(held, handlers)
+
+    def let_in_now(self) -> None:
+        """Raise KeyboardInterrupt if Ctrl-C was held back, where it does no harm.
+
+        Handlers of the user's still wait: they may call what is in the middle of something.
+        """
+        number = int(signal.SIGINT)
+        if number in self._held and threading.get_ident() == threading.main_thread().ident:
+            if self._handlers.get(number) is signal.default_int_handler:
+                del self._held[number]
+                self.let_in = KeyboardInterrupt()
+                raise self.let_in
+
+    def start_anew(self) -> None:
+        """Hold nothing back any more: in a child process, whose main thread is the one that forked."""
+        self._put_back(list(self._handlers.items()))
+        self._depth, self._handlers, self._held = 0, {}, {}
+
+    def _begin(self) -> None:
+        self._held = {}
+        try:
+            for number in _NUMBERS:
+                handler = _signal.getsignal(number)
+                if callable(handler) and handler is not self._note:
+                    self._handlers[number] = self._latest[number] = handler
+                    _signal.signal(number, self._note)
+        except BaseException:
+            self.start_anew()
+            raise
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        if number in self._handlers:
+            self._held[number] = frame
+        else:  # A block's code has asked for the handler, been given this method, and put it back later.
+            self._latest[number](number, frame)
+
+    def _put_back(self, handlers: list[tuple[int, Any]]) -> None:
+        # A signal may come after any of these calls, so each of them sees to the rest.
+        if handlers:
+            try:
+                if _signal.getsignal(handlers[0][0]) is self._note:
+                    _signal.signal(*handlers[0])
+            finally:
+                self._put_back(handlers[1:])
+
+    def _handle(self, held: dict[int, FrameType | None], handlers: dict[int, Any]) -> None:
+        """Call the handler of each signal that came, once; the others too where one raises."""
+        if held:
+            number, frame = held.popitem()
+            try:
+                handlers[number](number, frame)
+            finally:
+                self._handle(held, handlers)
+
+
+signals_deferred = _SignalsDeferred()
+
+
+class Turns:
+    """`with turns:` is a turn of the thread that runs it; a turn may begin within another one of the same thread.
+
+    Args:
+        what: the object, for errors.
+        mend: what to do when it is broken, for errors.
+        rank: of the objects whose turns one thread takes at a time, those of lower rank come first.
+    """
+
+    def __init__(self, what: str, mend: str, rank: int):
+        self.lock = threading.Condition(threading.RLock())
+        self.rank = rank
+        self.waiting = 0
+        """Threads that wait for a turn, about."""
+        self.before_fork: Callable[[], Callable[[], None] | None] = lambda: None
+        """Gives what to call in a turn before the process forks, so that a child can read without its threads."""
+        self._what, self._mend = what, mend
+        self._broken: str | None = None
+        self._pid = os.getpid()
+        self._torn = False
+        with _all_lock:
+            _all.add(self)
+
+    def __enter__(self) -> None:
+        signals_deferred.__enter__()
+        try:
+            self.waiting += 1
+            try:
+                self.lock.acquire()
+            finally:
+                self.waiting -= 1
+        except BaseException:
+            signals_deferred.__exit__()
+            raise
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.note(error)
+        self.lock.release()
+        signals_deferred.__exit__()
+
+    def note(self, error: BaseException | None) -> None:
+        """A call has ended, with this error or without: one that nobody foresaw breaks the object."""
+        if error is None or isinstance(error, _FORESEEN) or error is signals_deferred.let_in:
+            return
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, of a GPU
+            self.cut_short(error)
+
+    def cut_short(self, error: BaseException) -> None:
+        """This error has ended a call half way: what the object holds may be wrong from now on."""
+        self._broken = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a child of the one that made the object."""
+        return os.getpid() != self._pid
+
+    @property
+    def broken(self) -> bool:
+        return self._broken is not None
+
+    def check(self, *, changes: bool) -> None:
+        """Raise unless the object can be read, or changed, in this process.
+
+        Raises:
+            BrokenStoreError: a call was cut short.
+            ForkedProcessError: this process is a child.
+        """
+        if self._broken is not None:
+            raise BrokenStoreError(
+                f"{self._what} is of no use since a call on it was cut short by {self._broken}: what it holds in memory"
+                f" may be wrong. Its snapshots are whole; {self._mend}"
+            )
+        if os.getpid() == self._pid:
+            return
+        if changes or self._torn:
+            raise ForkedProcessError(
+                f"{self._what} belongs to process {self._pid}, and this is a child of it, process {os.getpid()}, which"
+                f" {'got no whole copy of it' if self._torn else 'may read its rows, not change, save or load them'}."
+                " Look ids up with gradients in the process that made the embedding: return ids from data loader"
+                " workers, or start them with multiprocessing_context='spawn' and let each make what it needs"
+            )
+
+    def mended(self) -> None:
+        """What the object holds is new, and sound."""
+        self._broken = None
+
+    def get_ready_for_fork(self) -> bool:
+        """Whether a child's copy of the object is whole. Called in a turn."""
+        try:
+            get_ready = self.before_fork()
+            if get_ready is not None and not self.broken and not self.forked:
+                get_ready()
+        except StorageError:
+            return True  # It says the same to whoever calls it next.
+        except BaseException:
+            return False
+        return True
+
+
+@contextmanager
+def whole(objects: Iterable[Turns]) -> Iterator[None]:
+    """Signals come before this block or after it, and an error that nobody foresaw breaks these objects.
+
+    For what changes several objects together, or needs no turn. The block may let errors out that it has put in order.
+    """
+    with signals_deferred:
+        try:
+            yield
+        except BaseException as error:
+            for turns in objects:
+                turns.note(error)
+            raise
+
+
+# A fork is of the whole process, and signals are too: what they wait for is known here, for all objects.
+_all: "weakref.WeakSet[Turns]" = weakref.WeakSet()
+_all_lock = threading.Lock()
+_held_for_fork: list[Turns] = []
+_torn_for_fork: list[Turns] = []
+
+
+def _before_fork() -> None:
+    signals_deferred.__enter__()
+    _all_lock.acquire()  # An object that is made meanwhile waits: the child would have half of it.
+    for turns in sorted(_all, key=lambda turns: (turns.rank, id(turns))):
+        if turns._torn:
+            continue
+        ready = turns.lock.acquire(timeout=_FORK_PATIENCE)
+        if ready:
+            _held_for_fork.append(turns)
+            ready = turns.get_ready_for_fork()
+        if not ready:
+            turns._torn = True
+            _torn_for_fork.append(turns)
+
+
+def _after_fork() -> None:
+    while _held_for_fork:
+        _held_for_fork.pop().lock.release()
+    _all_lock.release()
+
+
+def _in_parent() -> None:
+    while _torn_for_fork:
+        _torn_for_fork.pop()._torn = False
+    _after_fork()
+    signals_deferred.__exit__()
+
+
+def _in_child() -> None:
+    _torn_for_fork.clear()
+    _after_fork()
+    signals_deferred.start_anew()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)

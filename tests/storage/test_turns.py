@@ -1,0 +1,132 @@
+"""What signals, handlers and errors do to a turn."""
+
+import asyncio
+import signal
+import threading
+
+import pytest
+
+from oneemb.storage.errors import BrokenStoreError, StorageError
+from oneemb.storage.turns import Turns, signals_deferred
+
+
+def test_handlers_run_once_when_the_block_has_ended_and_are_put_back():
+    came = []
+
+    def handler(number, frame):
+        came.append(number)
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGUSR1, signal.SIGCHLD, signal.SIGTERM)}
+    try:
+        with signals_deferred, signals_deferred:
+            for number in before:
+                signal.raise_signal(number)
+                signal.raise_signal(number)
+            assert came == []
+        assert sorted(came) == sorted(before)
+        assert all(signal.getsignal(number) is handler for number in before)
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def test_every_handler_runs_though_one_raises():
+    came = []
+
+    def handler(number, frame):
+        came.append(number)
+        raise LookupError
+
+    before = signal.signal(signal.SIGUSR2, handler)
+    try:
+        with pytest.raises((KeyboardInterrupt, LookupError)):
+            with signals_deferred:
+                signal.raise_signal(signal.SIGUSR2)
+                signal.raise_signal(signal.SIGINT)
+        assert came == [signal.SIGUSR2]
+        with signals_deferred:
+            pass
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_handler_that_was_asked_for_in_a_block_and_put_back_later_still_works():
+    came = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
+    try:
+        with signals_deferred:
+            inside = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, inside)
+        signal.raise_signal(signal.SIGUSR1)
+        assert came == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with signals_deferred:
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_only_ctrl_c_is_let_in_and_handlers_of_the_users_wait():
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    turns = Turns("the object", "make it anew", rank=0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            with turns:
+                signal.raise_signal(signal.SIGTERM)
+                signals_deferred.let_in_now()
+                assert came == []
+                signal.raise_signal(signal.SIGINT)
+                signals_deferred.let_in_now()
+                raise AssertionError("it was let in")
+        assert came == [signal.SIGTERM] and not turns.broken and signals_deferred.let_in is None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, IndexError, AssertionError, RuntimeError])
+def test_an_error_that_nobody_foresaw_breaks_the_object(error):
+    turns = Turns("the object", "make it anew", rank=0)
+    with pytest.raises(error):
+        with turns:
+            raise error
+    with pytest.raises(BrokenStoreError, match=f"the object is of no use .*{error.__name__}.*; make it anew"):
+        turns.check(changes=False)
+    turns.mended()
+    turns.check(changes=True)
+
+
+@pytest.mark.parametrize("error", [StorageError, MemoryError, ValueError, TypeError, OSError])
+def test_an_error_that_is_raised_on_purpose_breaks_nothing(error):
+    turns = Turns("the object", "make it anew", rank=0)
+    with pytest.raises(error):
+        with turns:
+            raise error
+    turns.check(changes=True)
+
+
+def test_other_threads_and_loops_of_asyncio_take_turns():
+    turns = Turns("the object", "make it anew", rank=0)
+    counted = [0]
+
+    def count():
+        for _ in range(500):
+            with turns:
+                counted[0] += 1
+
+    async def main():
+        await asyncio.gather(*(asyncio.to_thread(count) for _ in range(3)))
+        count()
+
+    asyncio.run(main())
+    thread = threading.Thread(target=count)
+    thread.start()
+    thread.join()
+    assert counted == [2500]

@@ -1,0 +1,126 @@
+"""Interrupts at a chosen line: counts the lines of oneemb that a call runs, and stops it at any of them.
+
+Two ways to be stopped:
+    signal    SIGINT arrives before the line: what Ctrl-C does
+    raise     an exception appears at the line, as other threads may put one there; nothing can hold it back
+"""
+
+import linecache
+import os
+import random
+import signal
+import sys
+import threading
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+PACKAGES = tuple(f"{ROOT}/{name}/" for name in ("oneemb", "graph", "storage", "kernels"))
+WAYS = ("signal", "raise")
+
+
+class Interrupted(BaseException):
+    """What appears at a line. No code handles it."""
+
+
+class AtLine:
+    """`with AtLine(k, way):` stops this thread before the k-th line of oneemb that it runs; `lines` counts them.
+
+    Where a `with` block ends, Python comes back to its line before it calls `__exit__`: what is raised there by a trace
+    would skip the call, which no signal and no other thread can bring about. Those lines do not count, nor do, for what
+    is raised, those of storage/turns.py, which decide about such errors.
+    """
+
+    def __init__(self, at=None, way="signal"):
+        self.at, self.way, self.lines = at, way, 0
+        self.place = None
+
+    def __enter__(self):
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *error):
+        sys.settrace(self._before)
+
+    def _trace(self, frame, event, argument):
+        if not frame.f_code.co_filename.startswith(PACKAGES):
+            return None
+        entered = set()
+
+        def local(frame, event, argument):
+            if event == "line":
+                file, line = frame.f_code.co_filename, frame.f_lineno
+                if linecache.getline(file, line).lstrip().startswith("with "):
+                    if line in entered:
+                        entered.discard(line)
+                        return local
+                    entered.add(line)
+                if self.way == "raise" and file.endswith("/storage/turns.py"):
+                    return local
+                self.lines += 1
+                if self.lines == self.at:
+                    self.place = f"{os.path.relpath(file, ROOT)}:{line}"
+                    if self.way == "raise":
+                        raise Interrupted
+                    signal.raise_signal(signal.SIGINT)
+            return local
+
+        return local
+
+
+def interrupted(call, at, way):
+    """Whether the call was stopped before its line number `at`, and the line."""
+    line = AtLine(at, way)
+    try:
+        with line:
+            call()
+    except (KeyboardInterrupt, Interrupted):
+        assert threading.current_thread() is threading.main_thread()
+        return True, line.place
+    return False, line.place
+
+
+def count_lines(call, way):
+    with AtLine(way=way) as line:
+        call()
+    return line.lines
+
+
+def some_lines(lines, number, seed=0):
+    """This many of a call's lines, spread evenly and shifted at random; all of them for None."""
+    if number is None or number >= lines:
+        return range(1, lines + 1)
+    shift = random.Random(seed).random()
+    return sorted({1 + int((i + shift) * lines / number) for i in range(number)})
+
+
+def interrupted_at(line, call, *files, functions=None):
+    """Run `call` with a KeyboardInterrupt in place of the `line`-th line (from 1) that this thread runs in these files.
+
+    Args:
+        functions: names of those whose lines count; None = all.
+
+    Returns:
+        Where it was, as text; None where there is no such line.
+    """
+    left, place = [line], None
+
+    def trace(frame, event, argument):
+        nonlocal place
+        if frame.f_code.co_filename not in files or functions is not None and frame.f_code.co_name not in functions:
+            return None
+        if event == "line":
+            left[0] -= 1
+            if left[0] == 0:
+                place = f"line {frame.f_lineno} in {frame.f_code.co_name}"
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        assert place is not None
+    finally:
+        sys.settrace(before)
+    return place

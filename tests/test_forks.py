@@ -1,0 +1,238 @@
+"""A child of fork reads the rows that its parent had and changes nothing; the parent goes on as before."""
+
+import multiprocessing
+import os
+import threading
+import traceback
+
+import numpy as np
+import pytest
+import torch
+
+import oneemb
+from oneemb.kernels.threads import Threads
+from oneemb.storage.errors import ForkedProcessError
+from oneemb.storage.persistent_table import PersistentTable
+from tests.support.table_model import put_random
+
+FORK = multiprocessing.get_context("fork")
+IDS = torch.arange(12000)[:, None]
+STORES = {
+    "device": lambda path: oneemb.make_device_mem_store_options(path),
+    "host": lambda path: oneemb.make_cached_host_mem_store_options(1, path),
+    "ssd": lambda path: oneemb.make_cached_ssd_store_options(1, path),
+}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:embedding 'forked' starts empty"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+
+@pytest.fixture(params=STORES)
+def model(request, tmp_path):
+    """An embedding of 64 weights, of which a cache of 1 MiB holds a third, and its optimizer; all rows trained."""
+    embedding = oneemb.MultiTableEmbedding(
+        "forked", 64, torch.float32, torch.int64, [oneemb.make_table()], STORES[request.param](str(tmp_path / "rows")),
+        num_threads=2,
+    )  # fmt: skip
+    optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), [embedding])
+    for begin in range(0, len(IDS), 500):
+        train(embedding, optimizer, IDS[begin : begin + 500])
+    yield embedding, optimizer
+    embedding.close()
+
+
+def train(embedding, optimizer, ids):
+    embedding(ids).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def rows(embedding, ids=IDS):
+    embedding.eval()
+    try:
+        return embedding(ids).numpy().tobytes()
+    finally:
+        embedding.train()
+
+
+def in_child(function, timeout=60):
+    """What a forked child's function gives; the child must end in time."""
+    ours, childs = FORK.Pipe(duplex=False)
+
+    def run():
+        try:
+            childs.send((True, function()))
+        except BaseException:
+            childs.send((False, traceback.format_exc()))
+
+    child = FORK.Process(target=run)
+    child.start()
+    childs.close()
+    try:
+        assert ours.poll(timeout), "the child hangs"
+        done, found = ours.recv()
+        assert done, found
+        return found
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_a_child_reads_what_the_parent_had_and_the_parent_goes_on(model):
+    embedding, optimizer = model
+    before = rows(embedding)
+    assert in_child(lambda: rows(embedding)) == before
+    # A child of the child too.
+    assert in_child(lambda: in_child(lambda: rows(embedding))) == before
+    train(embedding, optimizer, IDS[::9])
+    assert rows(embedding) != before
+    assert in_child(lambda: rows(embedding)) == rows(embedding)
+    embedding.save_snapshot("after")
+    expected = rows(embedding)
+    embedding.load_snapshot("after")
+    assert rows(embedding) == expected
+
+
+def test_a_child_that_would_change_rows_is_refused_and_told_what_to_do(model):
+    embedding, optimizer = model
+    embedding.save_snapshot("child")
+    before = rows(embedding)
+    calls = {
+        "a lookup that trains": lambda: embedding(IDS),
+        "a lookup of an id in training mode": lambda: embedding(torch.tensor([[-5]])),
+        "save": lambda: embedding.save_snapshot("child", overwrite=True),
+        "load": lambda: embedding.load_snapshot("child"),
+        "clear": lambda: embedding.store.clear(),
+        "delete": lambda: embedding.delete_snapshot("child"),
+    }
+
+    def try_all():
+        said = {}
+        for name, call in calls.items():
+            try:
+                call()
+                said[name] = "nothing"
+            except ForkedProcessError as error:
+                said[name] = str(error)
+        return said, rows(embedding)
+
+    said, read = in_child(try_all)
+    assert read == before
+    for name, message in said.items():
+        assert f"belongs to process {os.getpid()}" in message and "spawn" in message, (name, message)
+    train(embedding, optimizer, IDS[::9])
+
+
+def test_a_child_that_closes_or_drops_the_embedding_takes_nothing_from_the_parent(model):
+    embedding, optimizer = model
+    before = rows(embedding)
+
+    def close():
+        embedding.close()
+        embedding.store = None
+        return True
+
+    assert in_child(close) is True
+    assert rows(embedding) == before
+    train(embedding, optimizer, IDS[::9])
+    path = embedding.store.plan.persistent_path
+    other = oneemb.MultiTableEmbedding(
+        "other", 64, torch.float32, torch.int64, [oneemb.make_table()], oneemb.make_device_mem_store_options(path)
+    )
+    with pytest.raises(oneemb.StorageError, match=f"process {os.getpid()}"):
+        other(IDS)
+
+
+def test_workers_of_a_data_loader_read_rows(model):
+    embedding, _ = model
+
+    class Scored(torch.utils.data.Dataset):
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, i):
+            return embedding(IDS[i * 500 : (i + 1) * 500]).sum(-1)
+
+    embedding.eval()
+    expected = [Scored()[i] for i in range(24)]
+    loader = torch.utils.data.DataLoader(Scored(), batch_size=None, num_workers=2, multiprocessing_context="fork")
+    for got, wanted in zip(loader, expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_forks_while_other_threads_train_are_whole(model):
+    embedding, optimizer = model
+    stop = threading.Event()
+    failed = []
+
+    def go_on():
+        rng = np.random.default_rng(0)
+        try:
+            while not stop.is_set():
+                train(embedding, optimizer, torch.from_numpy(rng.integers(0, 12000, (200, 1))))
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=go_on)
+    embedding.train()
+    thread.start()
+    try:
+        # Not with eval(), which is the other thread's mode as well.
+        table_U, id_U = np.zeros(12000, np.int32), np.arange(12000)
+        for _ in range(5):
+            assert in_child(lambda: bool(np.isfinite(embedding.store.read(table_U, id_U)).all()))
+    finally:
+        stop.set()
+        thread.join()
+    assert not failed
+
+
+def test_a_fork_in_the_middle_of_a_call_waits_for_its_end(model):
+    embedding, _ = model
+    store = embedding.store
+    begun, end = threading.Event(), threading.Event()
+
+    def hold():
+        with store.turns:
+            begun.set()
+            end.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    begun.wait()
+    timer = threading.Timer(0.2, end.set)
+    timer.start()
+    assert in_child(lambda: len(rows(embedding)) > 0) is True
+    thread.join()
+    timer.join()
+
+
+def test_a_step_of_a_lookup_from_before_the_fork_is_refused_in_the_child(model):
+    embedding, optimizer = model
+    embedding(IDS[:100]).square().sum().backward()
+
+    def step():
+        try:
+            optimizer.step()
+        except ForkedProcessError as error:
+            return str(error)
+
+    assert "belongs to process" in in_child(step)
+    optimizer.step()
+
+
+def test_a_scan_that_a_child_closes_leaves_the_parents_files(tmp_path):
+    options = dict(row_width=40, physical_block_size=512, chunk_bytes=1)
+    with PersistentTable.open(tmp_path / "t", threads=Threads(1), **options) as table:
+        rows = {}
+        put_random(table, rows, np.random.default_rng(0), 3000)
+        table.flush()
+        scan = table.scan(100)
+        found = dict.fromkeys(zip(*(array.tolist() for array in next(scan)[:2]), strict=True))
+        table.clear()
+        assert in_child(lambda: scan.close()) is None
+        for table_N, id_N, _ in scan:
+            found.update(dict.fromkeys(zip(table_N.tolist(), id_N.tolist(), strict=True)))
+        assert found.keys() == rows.keys()
