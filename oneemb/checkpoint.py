@@ -20,13 +20,14 @@ import pickle
 import random
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from oneemb.graph.tracer import embeddings_in
+from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.turns import signals_deferred
 
@@ -54,6 +55,7 @@ def save_checkpoint(graph: "TrainGraph", path: str, keep: int | None) -> None:
     earlier = _earlier(path, embeddings)
     kept, over = (earlier, []) if keep is None else (earlier[: keep - 1], earlier[keep - 1 :])
     made: _Named = {}
+    temporary, in_place = f"{path}.{os.getpid()}.tmp", False
     try:
         for name, embedding in embeddings.items():
             made[name] = {"oneemb_snapshot": None}
@@ -66,12 +68,18 @@ def save_checkpoint(graph: "TrainGraph", path: str, keep: int | None) -> None:
                 made[name]["oneemb_identity"] = info.identity
         # Those that are about to go as well: if that fails, the next save tries again.
         state = _state_of(graph, made) | {"path": path, "earlier": earlier}
-        temporary = _write(path, _to_bytes(state))
+        _write(temporary, _to_bytes(state))
+        with signals_deferred:
+            os.replace(temporary, path)
+            in_place = True  # From here on the file names what was made.
     except BaseException:
-        _delete(embeddings, made)
+        if not in_place:
+            with signals_deferred:
+                if os.path.lexists(temporary):
+                    os.unlink(temporary)
+                _delete(embeddings, made)
         raise
-    with signals_deferred:  # From here on the file names what was made.
-        _put_in_place(temporary, path, lambda: _delete(embeddings, made))
+    LocalFileSystem().sync_directory(os.path.dirname(path))
     for named in over:
         _delete(embeddings, named)
     if len(kept) >= _MANY and len(kept) & (len(kept) - 1) == 0:
@@ -277,31 +285,9 @@ def _read(path: str) -> dict[str, Any]:
         return _of_bytes(file.read(), path)
 
 
-def _write(path: str, data: bytes) -> str:
-    """Write a temporary file beside the path, durably; gives its path."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
-    return temporary
-
-
-def _put_in_place(temporary: str, path: str, undo: Callable[[], None]) -> None:
-    """Let a file take the place of what is at the path, durably; `undo` what it is for if it does not."""
-    try:
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        undo()
-        raise
-    handle = os.open(os.path.dirname(path), os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _write(path: str, data: bytes) -> None:
+    """Write a file durably, but for its name."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -42,12 +42,16 @@ _FORK_PATIENCE = 60.0
 
 
 class _SignalsDeferred:
-    """`with signals_deferred:` holds signals back; may be nested; does nothing in other threads, which get none."""
+    """`with signals_deferred:` holds signals back; may be nested; does nothing in other threads, which get none.
+
+    Signals may come at any line of this class too, and what they raise or begin there leaves it in order: while no
+    block is under way, a handler that is still this object's hands each signal on at once.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
         self._handlers: dict[int, Any] = {}
-        self._latest: dict[int, Any] = {}
+        """Of each signal, the handler that was there when a block began."""
         self._held: dict[int, FrameType | None] = {}
         self._note: Callable[[int, FrameType | None], None] = self._hold
         self.let_in: BaseException | None = None
@@ -56,9 +60,19 @@ class _SignalsDeferred:
     def __enter__(self) -> None:
         if threading.get_ident() != threading.main_thread().ident:
             return
-        if self._depth == 0:
-            self._begin()
-        self._depth += 1
+        if self._depth:
+            self._depth += 1
+            return
+        try:
+            self._depth = 1  # What handlers and the garbage collector begin meanwhile is within this block.
+            for number in _NUMBERS:
+                handler = _signal.getsignal(number)
+                if callable(handler) and handler is not self._note:
+                    self._handlers[number] = handler
+                    _signal.signal(number, self._note)
+        except BaseException:
+            self.start_anew()
+            raise
 
     def __exit__(self, *error: object) -> None:
         if threading.get_ident() != threading.main_thread().ident or self._depth == 0:
@@ -67,10 +81,9 @@ class _SignalsDeferred:
         if self._depth == 0:
             self.let_in = None
             try:
-                self._put_back(list(self._handlers.items()))
-            finally:  # one that came meanwhile was held back too
-                handlers, held, self._handlers, self._held = self._handlers, self._held, {}, {}
-                self._handle(held, handlers)
+                self._put_back()
+            finally:
+                self._handle()
 
     def let_in_now(self) -> None:
         """Raise KeyboardInterrupt if Ctrl-C was held back, where it does no harm.
@@ -79,51 +92,37 @@ class _SignalsDeferred:
         """
         number = int(signal.SIGINT)
         if number in self._held and threading.get_ident() == threading.main_thread().ident:
-            if self._handlers.get(number) is signal.default_int_handler:
+            if self._handlers[number] is signal.default_int_handler:
                 del self._held[number]
                 self.let_in = KeyboardInterrupt()
                 raise self.let_in
 
     def start_anew(self) -> None:
         """Hold nothing back any more: in a child process, whose main thread is the one that forked."""
-        self._put_back(list(self._handlers.items()))
-        self._depth, self._handlers, self._held = 0, {}, {}
-
-    def _begin(self) -> None:
-        self._held = {}
-        try:
-            for number in _NUMBERS:
-                handler = _signal.getsignal(number)
-                if callable(handler) and handler is not self._note:
-                    self._handlers[number] = self._latest[number] = handler
-                    _signal.signal(number, self._note)
-        except BaseException:
-            self.start_anew()
-            raise
+        self._depth = 0
+        self._held.clear()
+        self._put_back()
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
-        if number in self._handlers:
+        if self._depth:
             self._held[number] = frame
-        else:  # A block's code has asked for the handler, been given this method, and put it back later.
-            self._latest[number](number, frame)
+        else:  # It came while a block ended, or whoever asked for the handler within a block has put this one back.
+            self._put_back()
+            self._handlers[number](number, frame)
 
-    def _put_back(self, handlers: list[tuple[int, Any]]) -> None:
-        # A signal may come after any of these calls, so each of them sees to the rest.
-        if handlers:
-            try:
-                if _signal.getsignal(handlers[0][0]) is self._note:
-                    _signal.signal(*handlers[0])
-            finally:
-                self._put_back(handlers[1:])
+    def _put_back(self) -> None:
+        for number, handler in reversed(self._handlers.items()):  # SIGINT, which came first, is the last to raise
+            if _signal.getsignal(number) is self._note:
+                _signal.signal(number, handler)
 
-    def _handle(self, held: dict[int, FrameType | None], handlers: dict[int, Any]) -> None:
+    def _handle(self) -> None:
         """Call the handler of each signal that came, once; the others too where one raises."""
-        if held:
-            number, frame = held.popitem()
+        if self._held:
+            number, frame = self._held.popitem()
             try:
-                handlers[number](number, frame)
+                self._handlers[number](number, frame)
             finally:
-                self._handle(held, handlers)
+                self._handle()
 
 
 signals_deferred = _SignalsDeferred()

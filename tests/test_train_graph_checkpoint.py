@@ -180,7 +180,6 @@ def test_another_runs_snapshot_of_the_same_name_is_refused(tmp_path, way):
     assert state_of(others) == before
 
 
-@pytest.mark.slow
 def test_a_save_that_is_stopped_leaves_no_snapshot_that_no_file_names(tmp_path):
     graph = graph_at(tmp_path / "rows")
     graph(IDS)
@@ -190,7 +189,11 @@ def test_a_save_that_is_stopped_leaves_no_snapshot_that_no_file_names(tmp_path):
         graph.save(tmp_path / "c", keep=1)
 
     for at in some_lines(count_lines(save, "signal"), 40):
-        interrupted(save, at, "signal")
+        _, place = interrupted(save, at, "signal")
+        named = torch.load(tmp_path / "c")
+        named = {one["embedding"]["oneemb_snapshot"] for one in (named["embeddings"], *named["earlier"])}
+        assert set(graph.embedding.snapshots()) <= named, place
+        assert sorted(os.listdir(tmp_path)) == ["c", "rows"], place
     graph.save(tmp_path / "c", keep=1)  # takes with it what those that were stopped at the end have left
     assert len(graph.embedding.snapshots()) == 1 and sorted(os.listdir(tmp_path)) == ["c", "rows"]
     graph.load(tmp_path / "c")

@@ -8,6 +8,7 @@ import pytest
 
 from oneemb.storage.errors import BrokenStoreError, StorageError
 from oneemb.storage.turns import Turns, signals_deferred
+from tests.support.interrupts import AtLine, count_lines, interrupted
 
 
 def test_handlers_run_once_when_the_block_has_ended_and_are_put_back():
@@ -130,3 +131,39 @@ def test_other_threads_and_loops_of_asyncio_take_turns():
     thread.start()
     thread.join()
     assert counted == [2500]
+
+
+def turn_of(turns):
+    with turns, turns:
+        assert callable(signal.getsignal(signal.SIGINT))
+
+
+@pytest.mark.parametrize("way", ["alone", "within a turn"])
+def test_a_signal_at_any_line_leaves_handlers_and_blocks_in_order(way):
+    turns = Turns("the object", "make it anew", rank=0)
+
+    def call():
+        turn_of(turns)
+
+    def handler(number, frame):  # as a timer of the user's that looks rows up
+        turn_of(turns)
+        came.append(number)
+
+    came = []
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        lines = count_lines(call, "signal")
+        for at in range(1, lines + 1):
+            interrupted(call, at, "signal")  # which looks at SIGINT and at the block
+            assert signal.getsignal(signal.SIGUSR1) is handler, at
+            if way == "within a turn":
+                with AtLine(at, number=signal.SIGUSR1) as line:
+                    call()
+                assert line.place is not None and len(came) == at
+                assert signal.getsignal(signal.SIGUSR1) is handler and signals_deferred._depth == 0, line.place
+            with turns:
+                pass
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

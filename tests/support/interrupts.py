@@ -12,6 +12,8 @@ import signal
 import sys
 import threading
 
+from oneemb.storage.turns import signals_deferred
+
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PACKAGES = tuple(f"{ROOT}/{name}/" for name in ("oneemb", "graph", "storage", "kernels"))
 WAYS = ("signal", "raise")
@@ -29,8 +31,8 @@ class AtLine:
     is raised, those of storage/turns.py, which decide about such errors.
     """
 
-    def __init__(self, at=None, way="signal"):
-        self.at, self.way, self.lines = at, way, 0
+    def __init__(self, at=None, way="signal", number=signal.SIGINT):
+        self.at, self.way, self.number, self.lines = at, way, number, 0
         self.place = None
 
     def __enter__(self):
@@ -61,7 +63,7 @@ class AtLine:
                     self.place = f"{os.path.relpath(file, ROOT)}:{line}"
                     if self.way == "raise":
                         raise Interrupted
-                    signal.raise_signal(signal.SIGINT)
+                    signal.raise_signal(self.number)
             return local
 
         return local
@@ -73,10 +75,14 @@ def interrupted(call, at, way):
     try:
         with line:
             call()
+        stopped = False
     except (KeyboardInterrupt, Interrupted):
         assert threading.current_thread() is threading.main_thread()
-        return True, line.place
-    return False, line.place
+        stopped = True
+    # Nobody waits for a block that will not end, and Ctrl-C is the program's again.
+    assert signals_deferred._depth == 0 and not signals_deferred._held, line.place
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, line.place
+    return stopped, line.place
 
 
 def count_lines(call, way):
