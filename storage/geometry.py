@@ -7,7 +7,7 @@ counted in chunks, so a small table has small ones. Its sizes are whole slots, o
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["Geometry", "geometry_problem", "make_geometry"]
+__all__ = ["ROW_WIDTH_MAX", "Geometry", "geometry_problem", "make_geometry"]
 
 # Rows of a chunk at most: the keys of one chunk are read in one piece.
 _CHUNK_ROWS_MAX = 1 << 22

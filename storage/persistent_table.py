@@ -324,7 +324,7 @@ class PersistentTable:
     def snapshots(self) -> list[SnapshotInfo]:
         """The snapshots, oldest first, without one that is still being saved."""
         with self._turns:
-            self._turns.check(changes=False)
+            self._begin(settle=False, changes=False)
             return self._store.infos()
 
     def compact(self) -> CompactionResult:

@@ -4,12 +4,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from oneemb.storage.errors import CorruptTableError
+from oneemb.storage.geometry import ROW_WIDTH_MAX
 from oneemb.storage.row_layout import WEIGHTS, RowLayout
 from oneemb.storage.row_store import StorageError
 
 __all__ = ["SnapshotRows", "shard_of"]
 
-_WIDTH_MAX = 1 << 28
 _STEP_MAX = 1 << 62
 
 
@@ -49,9 +49,9 @@ class SnapshotRows:
         _need(isinstance(rows, dict) and {"layout", "optimizer", "state", "step"} <= rows.keys(), name, rows)
         layout, optimizer, state, step = rows["layout"], rows["optimizer"], rows["state"], rows["step"]
         _need(isinstance(layout, dict) and layout.keys() == {"dim", "dtype", "state_width"}, name, layout)
-        _need(_number(layout["dim"], 1, _WIDTH_MAX), name, layout)
+        _need(_number(layout["dim"], 1, ROW_WIDTH_MAX), name, layout)
         _need(isinstance(layout["dtype"], str) and layout["dtype"] in WEIGHTS, name, layout)
-        _need(_number(layout["state_width"], 0, _WIDTH_MAX), name, layout)
+        _need(_number(layout["state_width"], 0, ROW_WIDTH_MAX), name, layout)
         _need(optimizer is None or isinstance(optimizer, str), name, optimizer)
         _need(isinstance(state, list | tuple) and len(state) == layout["state_width"], name, state)
         _need(all(type(value) in (int, float) for value in state), name, state)

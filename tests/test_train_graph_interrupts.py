@@ -11,7 +11,7 @@ import torch
 
 from oneemb.graph import prefetch
 from tests.support.graph_models import rows_of, weights_of
-from tests.support.interrupts import interrupted_at
+from tests.support.interrupts import interrupted
 from tests.test_train_graph_prefetch import batches_of, graph_of, pinned, threads
 
 FILE = prefetch.__file__
@@ -47,7 +47,7 @@ def check_after_interrupts(depth, files, functions, lines):
     for line in lines:
         steps = graph.steps
         loop = graph.run(batches, prefetch_depth=depth)
-        place = interrupted_at(line, lambda loop=loop: list(loop), *files, functions=functions)
+        _, place = interrupted(lambda loop=loop: list(loop), line, "signal", files=files, functions=functions)
         wait_for_threads(f"the {line}th: {place}")
         assert pinned(graph) == 0, f"the {line}th: {place}"
         for batch in batches[: graph.steps - steps]:
@@ -76,20 +76,23 @@ def test_the_comparison_notices_a_loop_that_is_not_closed(monkeypatch):
     close = prefetch._Worker.close
     workers = []
     monkeypatch.setattr(prefetch._Worker, "close", lambda worker: workers.append(worker))
-    with pytest.raises(AssertionError, match="the 9th: line"):
+    with pytest.raises(AssertionError, match="the 9th: graph/prefetch.py:"):
         check_after_interrupts(1, [FILE], None, [9])
     for worker in workers:
         close(worker)
 
 
-def main_is_in(*names):
-    """Whether the main thread runs a function of one of these names, as far as can be seen."""
-    frame = sys._current_frames()[threading.main_thread().ident]
-    while frame is not None:
-        if frame.f_code.co_name in names:
-            return True
-        frame = frame.f_back
-    return False
+def wait_until_in(thread, *names):
+    """Until this thread runs a function of one of these names, as far as can be seen."""
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        frame = sys._current_frames()[thread.ident]
+        while frame is not None:
+            if frame.f_code.co_name in names:
+                return
+            frame = frame.f_back
+        time.sleep(1e-4)
+    raise AssertionError(f"{thread} came to none of {names}")
 
 
 def interrupt_main():
@@ -105,12 +108,10 @@ def test_ctrl_c_while_the_loader_is_waited_for_and_again_while_the_thread_is():
         yield batches[0]
         yield batches[1]
         for moment in ("next", "_wait"):
-            while not main_is_in(moment):
-                pass
+            wait_until_in(threading.main_thread(), moment)
             moments.append(moment)
             interrupt_main()
-        while not main_is_in("close"):
-            pass
+        wait_until_in(threading.main_thread(), "close")
         yield batches[2]
 
     with pytest.raises(KeyboardInterrupt):
@@ -154,20 +155,12 @@ def test_a_loop_closed_by_the_collector_under_a_lock_that_its_thread_wants_does_
     (worker,) = threads()
     with graph.embedding.store.turns.lock:
         may_load.set()
-        while not waits_for_the_store(worker):
-            pass
+        wait_until_in(worker, "stage", "_turn", "_bring_known")
         del forgotten
         with pytest.warns(RuntimeWarning, match="its loader has given no batch"):
             gc.collect()
     wait_for_threads()
     assert pinned(graph) == 0
-
-
-def waits_for_the_store(thread):
-    frame = sys._current_frames()[thread.ident]
-    while frame is not None and frame.f_code.co_name not in ("stage", "_turn", "_bring_known"):
-        frame = frame.f_back
-    return frame is not None
 
 
 def test_a_loop_closed_by_the_collector_on_its_own_thread_ends():

@@ -12,7 +12,7 @@ from oneemb.graph import prefetch, streams
 from oneemb.graph.ops import Keys
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
 from oneemb.storage.embedding_store import Staged
-from tests.support.interrupts import interrupted_at
+from tests.support.interrupts import interrupted
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -164,7 +164,7 @@ def test_a_capture_that_is_interrupted_lets_batches_be_prepared():
             with alone.capturing(0.1) as may:
                 assert may
 
-        if not interrupted_at(line, capture, streams.__file__):
+        if not interrupted(capture, line, "signal", files=[streams.__file__])[0]:
             break
         assert alone._captures is None
         with alone.working():

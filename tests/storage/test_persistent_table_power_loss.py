@@ -68,11 +68,12 @@ def mounted(disk, folder):
 def copied(disk, copy):
     """Copy a disk that nobody writes to: until two copies are equal, for the system may still be writing."""
     shutil.copyfile(disk, copy)
-    while True:
+    for _ in range(100):
         before = copy.read_bytes()
         shutil.copyfile(disk, copy)
         if copy.read_bytes() == before:
             return
+    raise AssertionError(f"{disk} is still being written")
 
 
 def can_mount(tmp_path):

@@ -26,14 +26,19 @@ class Interrupted(BaseException):
 class AtLine:
     """`with AtLine(k, way):` stops this thread before the k-th line of oneemb that it runs; `lines` counts them.
 
+    Args:
+        number: of the signal.
+        files: what the paths of the files begin with whose lines count.
+        functions: names of those whose lines count; None = all.
+
     Where a `with` block ends, Python comes back to its line before it calls `__exit__`: what is raised there by a trace
     would skip the call, which no signal and no other thread can bring about. Those lines do not count, nor do, for what
     is raised, those of storage/turns.py, which decide about such errors.
     """
 
-    def __init__(self, at=None, way="signal", number=signal.SIGINT):
-        self.at, self.way, self.number, self.lines = at, way, number, 0
-        self.place = None
+    def __init__(self, at=None, way="signal", *, number=signal.SIGINT, files=PACKAGES, functions=None):
+        self.at, self.way, self.number, self.files, self.functions = at, way, number, tuple(files), functions
+        self.lines, self.place = 0, None
 
     def __enter__(self):
         self._before = sys.gettrace()
@@ -44,7 +49,9 @@ class AtLine:
         sys.settrace(self._before)
 
     def _trace(self, frame, event, argument):
-        if not frame.f_code.co_filename.startswith(PACKAGES):
+        if not frame.f_code.co_filename.startswith(self.files):
+            return None
+        if self.functions is not None and frame.f_code.co_name not in self.functions:
             return None
         entered = set()
 
@@ -60,7 +67,7 @@ class AtLine:
                     return local
                 self.lines += 1
                 if self.lines == self.at:
-                    self.place = f"{os.path.relpath(file, ROOT)}:{line}"
+                    self.place = f"{os.path.relpath(file, ROOT)}:{line}, in {frame.f_code.co_name}"
                     if self.way == "raise":
                         raise Interrupted
                     signal.raise_signal(self.number)
@@ -69,9 +76,9 @@ class AtLine:
         return local
 
 
-def interrupted(call, at, way):
-    """Whether the call was stopped before its line number `at`, and the line."""
-    line = AtLine(at, way)
+def interrupted(call, at, way, **which):
+    """Whether the call was stopped before its line number `at`, and the line; None where it has no such line."""
+    line = AtLine(at, way, **which)
     try:
         with line:
             call()
@@ -97,36 +104,3 @@ def some_lines(lines, number, seed=0):
         return range(1, lines + 1)
     shift = random.Random(seed).random()
     return sorted({1 + int((i + shift) * lines / number) for i in range(number)})
-
-
-def interrupted_at(line, call, *files, functions=None):
-    """Run `call` with a KeyboardInterrupt in place of the `line`-th line (from 1) that this thread runs in these files.
-
-    Args:
-        functions: names of those whose lines count; None = all.
-
-    Returns:
-        Where it was, as text; None where there is no such line.
-    """
-    left, place = [line], None
-
-    def trace(frame, event, argument):
-        nonlocal place
-        if frame.f_code.co_filename not in files or functions is not None and frame.f_code.co_name not in functions:
-            return None
-        if event == "line":
-            left[0] -= 1
-            if left[0] == 0:
-                place = f"line {frame.f_lineno} in {frame.f_code.co_name}"
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        assert place is not None
-    finally:
-        sys.settrace(before)
-    return place
