@@ -129,10 +129,14 @@ class Lease:
                 " dropped them, and other rows may have taken their place. Run every backward pass of a step before"
                 " the step, or look the ids up again"
             )
+        self.check_generation()
+
+    def check_generation(self) -> None:
+        """Raise StorageError if the slots mean nothing any more."""
         if self.generation != self.store.generation:
             raise StorageError(
-                "backward through a lookup whose rows were replaced since (load_snapshot, clear, another device); look"
-                " the ids up again"
+                "the rows of a lookup were replaced since (load_snapshot, clear, close, another device); look the ids"
+                " up again"
             )
 
 
@@ -356,7 +360,9 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, weight: torch.Tensor, lease: Lease, scales: torch.Tensor | None) -> torch.Tensor:
         ctx.lease = lease
         store = lease.store
-        return _read(store, store.weight_SX, lease.slot_U, lease.keys, lease.scale_N)
+        weight_SX = store.weight_SX
+        lease.check_generation()  # Another thread may have closed the store; the slab taken before stays what it is.
+        return _read(store, weight_SX, lease.slot_U, lease.keys, lease.scale_N)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -488,25 +494,25 @@ def read_ids(
     if store.gpu is not None or ids.device.type != "cpu":
         return None
     table_N, id_N = table_n.numpy(), id_n.numpy()
-    slot_N = store.slots_of(table_N, id_N)
-    if slot_N is None:
-        return None
-    missing = np.flatnonzero(slot_N < 0)
-    if padding_idx is not None:
-        missing = missing[id_N[missing] != padding_idx]
-        slot_N[id_N == padding_idx] = -1  # a snapshot of another embedding may have brought it
-    if len(missing) and inserts:
-        unique = kernel.unique_keys(table_N[missing], id_N[missing])
-        with whole((store.turns,)):
-            slot_U = store.admit(unique.table_U, unique.id_U)
-            store.release(slot_U)
-        slot_N[missing] = slot_U[unique.inverse_N]
     out = torch.empty(*ids.shape, store.layout.dim, dtype=_DTYPES[store.layout.dtype])
     out_ND = _bits(out).reshape(-1, store.layout.dim).numpy()
-    gather_rows(store.weight_SX, None, slot_N, out_ND, threads=store.threads)
-    if len(missing) and not inserts:
-        row_MW = store.read(table_N[missing], id_N[missing])
-        out_ND[missing] = store.layout.weights(row_MW)[:, : store.layout.dim]
+    with store.turns:  # Nothing is pinned: the rows must be there until they are read.
+        slot_N = store.slots_of(table_N, id_N)
+        if slot_N is None:
+            return None
+        missing = np.flatnonzero(slot_N < 0)
+        if padding_idx is not None:
+            missing = missing[id_N[missing] != padding_idx]
+            slot_N[id_N == padding_idx] = -1  # a snapshot of another embedding may have brought it
+        if len(missing) and inserts:
+            unique = kernel.unique_keys(table_N[missing], id_N[missing])
+            slot_U = store.admit(unique.table_U, unique.id_U)
+            store.release(slot_U)
+            slot_N[missing] = slot_U[unique.inverse_N]
+        gather_rows(store.weight_SX, None, slot_N, out_ND, threads=store.threads)
+        if len(missing) and not inserts:
+            row_MW = store.read(table_N[missing], id_N[missing])
+            out_ND[missing] = store.layout.weights(row_MW)[:, : store.layout.dim]
     return out
 
 
@@ -549,10 +555,7 @@ def over_passes(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 def _reduce(lease: Lease) -> RowGrads:
     grad_ND = over_passes(lease.grads)
     unique, store = lease.keys.unique, lease.store
-    if lease.generation != store.generation:
-        raise StorageError(
-            "the rows of a lookup were replaced (load_snapshot, clear) before its update; look up again after loading"
-        )
+    lease.check_generation()
     if store.gpu is not None:
         bag_N = None if lease.keys.bags is None else lease.keys.bags.bag_N
         segments: Any = cuda_ops.segments_of(_bits(grad_ND), unique, store.gpu, bag_N, lease.scale_N)

@@ -2,12 +2,14 @@
 
 Invariants:
 - one thread at a time has replacements in place; a second one waits;
-- other threads are given the originals meanwhile, and so is whoever has kept a replacement for later;
-- when `call_replaced` has returned, or raised at whatever line, every original is back.
+- calls of other threads run the originals meanwhile, and so do those of whoever has kept a replacement for later;
+- when `call_replaced` has returned, or raised at whatever line, every original is back;
+- a child of fork has the originals, but on the thread that is tracing itself.
 """
 
 import builtins
 import contextlib
+import os
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -19,6 +21,8 @@ __all__ = ["Here", "call_replaced"]
 
 _ONE_AT_A_TIME = threading.RLock()
 _ABSENT = object()
+# How long a fork waits for what another thread traces, in seconds.
+_FORK_PATIENCE = 60.0
 
 Place = tuple[Any, Any]
 """An object and its attribute, a dict and its key, or a cell and None."""
@@ -63,6 +67,7 @@ def _in_turn(here: Here, replacements: Callable[[], Replacements], function: Cal
         made = replacements()
         before = [(owner, name, _read((owner, name))) for owner, name, _ in made]
         modes = torch._C._len_torch_function_stack()
+        _state.here, _state.before = here, before
         try:
             return _call(here, made, before, modes, function)
         finally:
@@ -91,6 +96,7 @@ def _put_back(here: Here, before: Replacements, modes: int) -> None:
     here.end()
     for owner, name, original in reversed(before):
         _write((owner, name), original)
+    _state.before = []
     while torch._C._len_torch_function_stack() > modes:
         torch._C._pop_torch_function_stack()
 
@@ -132,3 +138,38 @@ def _write(place: Place, value: Any) -> None:
         setattr(owner, name, value)
     elif name in vars(owner):
         delattr(owner, name)
+
+
+class _State:
+    """Whose replacements are in place, and of a fork under way, whether it waits for nobody's any more."""
+
+    def __init__(self) -> None:
+        self.here, self.before, self.forks = Here(), [], False
+        self.before: Replacements
+
+
+_state = _State()
+
+
+def _before_fork() -> None:
+    _state.forks = _ONE_AT_A_TIME.acquire(timeout=_FORK_PATIENCE)
+
+
+def _in_parent() -> None:
+    if _state.forks:
+        _ONE_AT_A_TIME.release()
+
+
+def _in_child() -> None:
+    global _ONE_AT_A_TIME
+    if _state.forks:
+        _ONE_AT_A_TIME.release()
+        return
+    _ONE_AT_A_TIME = threading.RLock()  # The other is of a thread that is not there.
+    _state.here.end()
+    for owner, name, original in reversed(_state.before):
+        _write((owner, name), original)
+    _state.before = []
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -12,6 +12,7 @@ Without CUDA all of this does nothing.
 
 import contextlib
 import dataclasses
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -67,6 +68,8 @@ class _Alone:
 
 
 alone = _Alone()
+# A child of fork has none of the threads that were at it.
+os.register_at_fork(after_in_child=alone.__init__)  # type: ignore[misc]
 
 
 class Ahead:

@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,10 +40,11 @@ from oneemb.graph import step_ops
 from oneemb.graph.inputs import Signature, Structure
 from oneemb.graph.patches import Here, call_replaced
 from oneemb.graph.spec import is_inplace
+from oneemb.kernels.jit import get_ready_to_compile
 from oneemb.storage.embedding_store import EmbeddingStore
 
 __all__ = [
-    "REGISTER", "BuildError", "LookupModule", "Trace", "embeddings_in", "modules_kept_plainly", "say_not_registered",
+    "REGISTER", "BuildError", "Trace", "embeddings_in", "modules_kept_plainly", "say_not_registered",
     "trace", "trace_build",
 ]  # fmt: skip
 
@@ -59,18 +60,6 @@ _NOT_THE_USERS = (os.path.dirname(torch.__file__), _HERE, os.path.dirname(os.__f
 
 class BuildError(RuntimeError):
     """`build` does something that cannot be part of a graph. The message says what, where, and what works."""
-
-
-class LookupModule(Protocol):
-    """What the compiler reads of an embedding module."""
-
-    name: str
-    store: EmbeddingStore
-    weight: torch.nn.Parameter
-    num_tables: int
-    key_type: torch.dtype
-    padding_idx: int | None
-    training: bool
 
 
 @dataclass(frozen=True)
@@ -114,6 +103,7 @@ def trace(root: torch.nn.Module, structure: Structure | None = None, steppers: S
     signature = Signature(root.build)  # type: ignore[arg-type]
     here = Here()
     tracer = _Tracer(root, signature, structure or signature.default_structure(), here)
+    get_ready_to_compile()  # Another thread may want a kernel meanwhile.
     try:
         graph = call_replaced(here, lambda: _replacements(tracer, steppers), tracer.record)
     except BuildError:

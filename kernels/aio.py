@@ -24,7 +24,6 @@ AIO_NUMBERS = _NUMBERS.get(platform.machine()) if sys.platform == "linux" else N
 BAD_BLOCK = 1
 
 _IOCB_WORDS = 8  # struct iocb: data, (key, flags), (opcode, priority, file), address, bytes, offset, 0, (flags, fd)
-_EVENT_WORDS = 4  # struct io_event: data, iocb, result, result 2
 
 _EINTR, _EAGAIN, _EINVAL = 4, 11, 22
 

@@ -30,10 +30,13 @@ import numba
 import numpy as np
 from numba import types
 from numba.core import caching, cgutils
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic, overload
 
 __all__ = [
-    "CudaLoop", "cpu", "cuda", "external", "float_bits", "from_float32", "keep_rolled", "lanes_mixed", "load", "move",
+    "CudaLoop", "compiling", "cpu", "cuda", "external", "float_bits", "from_float32",
+    "get_ready_to_compile", "keep_rolled", "lanes_mixed", "load", "move",
     "mul_high", "natural", "prefetch", "prefetch_row", "prefetch_word", "rule", "set_word", "store", "to_float32",
     "uint_as_float", "word_at",
 ]  # fmt: skip
@@ -44,6 +47,16 @@ _LINE_BYTES = 64
 # No fastmath: the same numbers on every run. error_model="numpy": a division makes inf or nan, as in torch,
 # instead of a Python exception in the middle of a loop.
 _OPTIONS = dict(nogil=True, error_model="numpy", fastmath=False)
+
+
+# Who compiles a loop, or loads one that was compiled, holds this lock of numba's.
+compiling = global_compiler_lock
+
+
+def get_ready_to_compile() -> None:
+    """Let numba look at functions of Python now: it knows them by what they are, and looks when it first compiles."""
+    cpu_target.target_context.refresh()
+    cpu_target.typing_context.refresh()
 
 
 def rule(function):

@@ -170,8 +170,23 @@ def _with_extra_state(graph: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def _restore(graph: "TrainGraph", state: dict[str, Any], where: str) -> None:
     tensors, embeddings = _tensors(graph), embeddings_in(graph)
     _check_fits(graph, state, tensors, embeddings, where)
-    for name, named in state["embeddings"].items():
-        embeddings[name].set_extra_state(named)
+    changed = False
+    try:
+        with signals_deferred:
+            for name, named in state["embeddings"].items():
+                embeddings[name].set_extra_state(named)
+                changed = True
+            changed = True
+            _restore_dense(graph, state, tensors)
+            changed = False
+    except BaseException as error:
+        if changed:  # Rows of the one and weights of the other are nothing to go on from.
+            for embedding in embeddings.values():
+                embedding.store.turns.cut_short(error)
+        raise
+
+
+def _restore_dense(graph: "TrainGraph", state: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(state["tensors"][name])
@@ -213,6 +228,11 @@ def _check_fits(
         ("modules with extra state", sorted(state["extra"]), sorted(_with_extra_state(graph))),
         ("optimizers", state["optimizer_classes"], [type(one.optimizer).__name__ for one in graph.optimizers]),
         (
+            "the numbers of parameters in each param group",
+            [_group_sizes(one) for one in state["optimizers"]],
+            [_group_sizes(one.state_dict()) for one in graph.optimizers],
+        ),
+        (
             "learning rate schedulers",
             [one is not None for one in state["lr_schedulers"]],
             [one is not None for one in graph._lr_schedulers],
@@ -227,6 +247,11 @@ def _check_fits(
             embeddings[name].store.check_snapshot(
                 named["oneemb_snapshot"], named["oneemb_identity"], f"{where}, for embedding {name!r},"
             )
+            embeddings[name].check_fits(named["oneemb_snapshot"])
+
+
+def _group_sizes(state: dict[str, Any]) -> list[int]:
+    return [len(group["params"]) for group in state["param_groups"]]
 
 
 def _earlier(path: str, embeddings: Mapping[str, Any]) -> list[_Named]:
@@ -234,7 +259,9 @@ def _earlier(path: str, embeddings: Mapping[str, Any]) -> list[_Named]:
     if not os.path.lexists(path):
         return []
     try:
-        state = _read(path)
+        with open(path, "rb"):
+            pass  # torch says less of a path that cannot be opened
+        state = _load(path, path, mmap=True)  # for what it names: tensors are not read
     except OSError as error:
         raise type(error)(error.errno, f"{error.strerror}; give the path of a file, to be written", path) from error
     except ValueError as error:
@@ -270,9 +297,13 @@ def _to_bytes(state: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _of_bytes(data: Any, where: str) -> dict[str, Any]:
+def _of_bytes(data: bytes, where: str) -> dict[str, Any]:
+    return _load(io.BytesIO(data), where)
+
+
+def _load(file: Any, where: str, *, mmap: bool = False) -> dict[str, Any]:
     try:
-        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise ValueError(f"{where} is not a checkpoint of a TrainGraph, or is damaged: {error}") from error
     if not isinstance(state, dict) or not {"format", "embeddings", "tensors"} <= state.keys():
@@ -282,7 +313,7 @@ def _of_bytes(data: Any, where: str) -> dict[str, Any]:
 
 def _read(path: str) -> dict[str, Any]:
     with open(os.path.expanduser(path), "rb") as file:
-        return _of_bytes(file.read(), path)
+        return _load(file, path)
 
 
 def _write(path: str, data: bytes) -> None:

@@ -30,6 +30,7 @@ from oneemb.options import (
 )
 from oneemb.storage.embedding_store import EmbeddingStore, StorePlan
 from oneemb.storage.row_store import StorageError
+from oneemb.storage.snapshot_file import SnapshotInfo
 from oneemb.storage.snapshot_reader import read_snapshot_info
 
 __all__ = ["MultiTableEmbedding", "MultiTableMultiColumnEmbedding"]
@@ -200,12 +201,7 @@ class _TableEmbedding(torch.nn.Module):
                 `BrokenStoreError` until another load.
         """
         info = read_snapshot_info(self.store.plan.persistent_path, name)
-        saved = info.meta.get("embedding") or {}
-        if len(saved.get("tables", ())) > self.num_tables:
-            raise StorageError(
-                f"snapshot {name!r} holds rows of {len(saved['tables'])} tables, embedding {self.name!r} has"
-                f" {self.num_tables}; make it with all of them"
-            )
+        saved = self._check_tables(info)
         whole = self.store.load_snapshot(name)
         own = self._describe()
         own["tables"] = own["tables"][: len(saved.get("tables", ()))]
@@ -218,6 +214,21 @@ class _TableEmbedding(torch.nn.Module):
             )
         self.pending.clear()
         self._saved = ({_STATE_KEY: name, _IDENTITY_KEY: info.identity}, self.store.changes) if whole else None
+
+    def check_fits(self, name: str) -> None:
+        """Raise StorageError unless `load_snapshot` would find this snapshot, and rows in it that fit."""
+        self._check_tables(read_snapshot_info(self.store.plan.persistent_path, name))
+        self.store.check_fits(name)
+
+    def _check_tables(self, info: SnapshotInfo) -> dict[str, Any]:
+        """What the embedding that saved a snapshot said of itself, if it had no more tables than this one."""
+        saved = info.meta.get("embedding") or {}
+        if len(saved.get("tables", ())) > self.num_tables:
+            raise StorageError(
+                f"snapshot {info.name!r} holds rows of {len(saved['tables'])} tables, embedding {self.name!r} has"
+                f" {self.num_tables}; make it with all of them"
+            )
+        return saved
 
     def delete_snapshot(self, name: str) -> None:
         """Delete a snapshot and free the disk space only it used.

@@ -94,11 +94,12 @@ def export_rows(
     if table is not None and not 0 <= table < source.num_tables:
         raise ValueError(f"table must be from 0 to {source.num_tables - 1}, those of {source.name!r}, got {table}")
     store = source.store
-    store.save_snapshot(_EXPORT, {}, overwrite=True)
     try:
+        store.save_snapshot(_EXPORT, {}, overwrite=True)
         return _export(store.plan.persistent_path, _EXPORT, paths, table, with_state, batch_size, progress)
     finally:
-        store.delete_snapshot(_EXPORT)
+        if _EXPORT in store.snapshots():
+            store.delete_snapshot(_EXPORT)
 
 
 def _export(

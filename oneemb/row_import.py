@@ -310,12 +310,7 @@ class _IntoEmbedding:
         row_NW = encode_rows(layout, batch.weight_ND, batch.state_NZ if layout.state_width else None)
         for begin in range(0, len(last_U), self._piece):
             u = slice(begin, begin + self._piece)
-            slot_U = store.admit(store.on_tier(unique.table_U[u]), store.on_tier(unique.id_U[u]))
-            try:
-                store.row_SW[slot_U, : layout.row_width] = store.on_tier(row_NW[last_U[u]])
-                store.mark_dirty(slot_U)
-            finally:
-                store.release(slot_U)
+            store.put(unique.table_U[u], unique.id_U[u], row_NW[last_U[u]])
 
     def __enter__(self) -> "_IntoEmbedding":
         return self

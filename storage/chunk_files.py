@@ -26,10 +26,21 @@ from oneemb.storage.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, pac
 from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
 from oneemb.storage.geometry import Geometry
 
-__all__ = ["ROWS_BEGIN", "ChunkEnd", "ChunkFile", "ChunkFiles", "chunk_numbers", "chunk_paths", "key_record"]
+__all__ = [
+    "EVERY_NUMBER",
+    "ROWS_BEGIN",
+    "ChunkEnd",
+    "ChunkFile",
+    "ChunkFiles",
+    "chunk_numbers",
+    "chunk_paths",
+    "key_record",
+]
 
 # The header of a rows file fills a block of the larger size, so that blocks are aligned for direct reads.
 ROWS_BEGIN = 4096
+# Greater than that of any chunk.
+EVERY_NUMBER = 1 << 62
 _RUN = struct.Struct("<3Q")
 _SUM = struct.Struct("<Q")
 _FILES_OPEN_MAX = 256
@@ -132,10 +143,6 @@ class ChunkFiles:
         self._directory_synced = False
         self.chunks[chunk.number] = chunk
         return chunk
-
-    def paths(self, number: int) -> tuple[str, str]:
-        """The rows file and the keys file of a chunk."""
-        return chunk_paths(self.directory, number)
 
     def adopt(self, number: int, geometry: Geometry, blocks: int, keys_bytes: int, keys_sum: int) -> ChunkFile:
         """The chunk of this number as a snapshot describes it, with one hold more. Its files are not looked at."""
@@ -260,6 +267,8 @@ class ChunkFiles:
         return file
 
     def close(self) -> None:
+        """Close all files. Nothing is removed any more: numbers of chunks that are gone are given again from now on."""
+        self.keep_below = EVERY_NUMBER
         for chunk in self.chunks.values():
             self._close_chunk(chunk)
 

@@ -29,6 +29,7 @@ import numpy as np
 from oneemb.kernels.init_rows import InitialRows, init_rows
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import SnapshotNotFoundError
+from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.hot_tier import SLOT_OVERHEAD_BYTES, HotTier
 from oneemb.storage.persistent_table import PersistentTable
 from oneemb.storage.row_layout import RowLayout
@@ -67,6 +68,8 @@ class StorePlan:
     physical_block_size: int
     cache_policy: str = "lfu"
 
+
+_MEND = "the embedding's load_snapshot(name) goes on from one, its clear() from none"
 
 # Holds the rows of a store that is made anew for rows of another width, while it is.
 _REBUILD = "rows-on-their-way-to-another-width"
@@ -124,6 +127,9 @@ def _reading(method: Callable[..., Any]) -> Callable[..., Any]:
     def run(self, *args, **kwargs):
         with self.turns:
             self.turns.check(changes=False)
+            if self.turns.forked:
+                for tier in self._tiers:
+                    tier.only_read()
             return method(self, *args, **kwargs)
 
     return run
@@ -155,8 +161,7 @@ class EmbeddingStore:
         """Counts what changed the rows: two equal readings mean equal rows."""
         self.abandoned: deque[Pins] = deque()
         """Those of lookups that were dropped unfinished; `admit` releases them."""
-        mend = "load_snapshot(name) goes on from one, clear() from none"
-        self.turns = Turns(f"the embedding on {plan.persistent_path}", mend, rank=0)
+        self.turns = Turns(f"the embedding on {plan.persistent_path}", _MEND, rank=0)
         self._pins: dict[int, Pins] = {}
         self._initial = initial
         self._state = np.empty(0, np.float32)
@@ -208,6 +213,7 @@ class EmbeddingStore:
             row_width=layout.row_width,
             physical_block_size=self.plan.physical_block_size,
             threads=self.threads,
+            mend=_MEND,
         )
         try:
             self._tiers = self._make_tiers(layout, table)
@@ -333,7 +339,10 @@ class EmbeddingStore:
     @property
     def row_SW(self) -> Any:
         """The hot tier's slab, float32 [S, W], and on a GPU a tensor [S, at least W]. Read it anew for every use."""
-        return self._tiers[0].row_SW
+        tiers = self._tiers
+        if not tiers:
+            raise StorageError(f"the embedding on {self.plan.persistent_path} has no rows in memory any more: closed")
+        return tiers[0].row_SW
 
     @property
     def weight_SX(self) -> Any:
@@ -487,6 +496,20 @@ class EmbeddingStore:
             staged.held = False
             self._staged.discard(staged)
 
+    @_in_turn
+    def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UX: np.ndarray) -> None:
+        """Give keys, known or not, these rows; or the first words of them, before those that they have.
+
+        Raises:
+            StoreFullError: a tier is too small for so many rows at a time, or capacity is reached; nothing has changed.
+        """
+        slot_U = self.admit(self.on_tier(table_U), self.on_tier(id_U))
+        try:
+            self.row_SW[slot_U, : row_UX.shape[1]] = self.on_tier(row_UX)
+            self.mark_dirty(slot_U)
+        finally:
+            self.release(slot_U)
+
     def release(self, slot_U: np.ndarray) -> None:
         """Unpin slots that `admit` gave, once each."""
         with signals_deferred:
@@ -519,9 +542,6 @@ class EmbeddingStore:
         self._check_open()
         row_UW = np.zeros((len(id_U), self.layout.row_width), np.float32)
         missing = np.arange(len(id_U))
-        if self.turns.forked:
-            for tier in self._tiers:
-                tier.keeps_reads = False
         if self.built:
             missing = np.flatnonzero(self._tiers[0].get(table_U, id_U, row_UW))
         self._begin(row_UW, missing, table_U[missing], id_U[missing])
@@ -606,7 +626,7 @@ class EmbeddingStore:
             return self._load(name, info)
 
     def _check_snapshot(self, name: str, info: SnapshotInfo) -> None:
-        """Raise StorageError unless a snapshot holds rows of this embedding's kind."""
+        """Raise StorageError unless a snapshot holds rows of this embedding's kind, and no other optimizer's state."""
         rows = SnapshotRows.of_meta(info.meta, name)
         if (rows.layout.dim, rows.layout.dtype) != (self.layout.dim, self.layout.dtype):
             raise StorageError(
@@ -619,14 +639,21 @@ class EmbeddingStore:
                 f"snapshot {name!r} in {self.plan.persistent_path} is part {shard} of {shards} of a sharded one; bring"
                 " all of them into one embedding with oneemb.import_rows"
             )
+        if self.built and not (self._is_narrower(rows) or self._is_wider(rows)):
+            self._check_state(name, rows)
+
+    def _is_narrower(self, rows: SnapshotRows) -> bool:
+        """Whether rows here have no state yet, and those have."""
+        return self.optimizer is None and self.layout.state_width == 0 < rows.layout.state_width
+
+    def _is_wider(self, rows: SnapshotRows) -> bool:
+        """Whether rows here have state, and those have none."""
+        return rows.layout.state_width == 0 < self.layout.state_width
 
     def _load(self, name: str, info: SnapshotInfo) -> bool:
         self._check_open()
         rows = SnapshotRows.of_meta(info.meta, name)
-        rebuild = self.built and self.optimizer is None and self.layout.state_width == 0 < rows.layout.state_width
-        widen = self.built and rows.layout.state_width == 0 < self.layout.state_width
-        if self.built and not (rebuild or widen):
-            self._check_state(name, rows)
+        rebuild, widen = self.built and self._is_narrower(rows), self.built and self._is_wider(rows)
         if self.built and len(self._tiers[0]):
             # What could go wrong later has to do so while the rows here are still there.
             self._tiers[0].check_holds(info.rows)
@@ -714,6 +741,10 @@ class EmbeddingStore:
                 f" {named_by}"
             )
 
+    def check_fits(self, name: str) -> None:
+        """Raise StorageError unless `load_snapshot` would find this snapshot, and rows in it that fit."""
+        self._check_snapshot(name, read_snapshot_info(self.plan.persistent_path, name))
+
     def _need_table(self) -> PersistentTable:
         if self._table is None:
             self.build(None, self._state)
@@ -798,7 +829,7 @@ def _memory_bytes() -> int:
 
 def _check_writable(path: str) -> None:
     try:
-        os.makedirs(path, exist_ok=True)
+        LocalFileSystem().make_directories(path)
     except OSError as error:
         raise StorageError(
             f"persistent_path {path} cannot be made: {error.strerror}; give a folder that can"

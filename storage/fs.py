@@ -203,14 +203,7 @@ class _LockFile:
 
     def __init__(self, number: int):
         self.number = number
-        myself = weakref.ref(self)
-
-        def in_child() -> None:
-            lock = myself()
-            if lock is not None:
-                lock.close()
-
-        os.register_at_fork(after_in_child=in_child)
+        _lock_files.add(self)
 
     def close(self) -> None:
         number, self.number = self.number, -1
@@ -219,6 +212,17 @@ class _LockFile:
 
     def __del__(self) -> None:
         self.close()
+
+
+_lock_files: "weakref.WeakSet[_LockFile]" = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for lock in list(_lock_files):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def absolute_path(path: AnyPath) -> str:

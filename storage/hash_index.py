@@ -126,7 +126,7 @@ class HashIndex:
         check_tables(table_U)
         shard_U, count_KP = self._count(table_U, id_U)
         try:
-            self._grow(self._size_P + count_KP.sum(0))
+            self.grow(self._size_P + count_KP.sum(0))
         except IndexMemoryError:
             # Keys that are here need no room; a shard without an empty cell would be searched for ever.
             new = np.flatnonzero(self.find(table_U, id_U) < 0)
@@ -171,7 +171,7 @@ class HashIndex:
         """
         if more > 0:
             mean = more / _SHARDS
-            self._grow(self._size_P + min(more, math.ceil(mean + 6 * math.sqrt(mean)) + 4))
+            self.grow(self._size_P + min(more, math.ceil(mean + 6 * math.sqrt(mean)) + 4))
 
     def reserve_keys(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
         """Make room for these keys, so that a `put` of them cannot fail.
@@ -200,17 +200,6 @@ class HashIndex:
         Raises:
             IndexMemoryError: there is no memory for the cells; the index is as it was.
         """
-        self._grow(need_P)
-
-    def _count(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The shard of each key, uint8 [U], and how many each has in each block of keys, int64 [K, P]."""
-        shard_U = np.empty(len(id_U), np.uint8)
-        count_KP = np.zeros((-(-len(id_U) // BLOCK), _SHARDS), np.int64)
-        self._threads.run(count_keys, len(count_KP), table_U, id_U, shard_U, count_KP, share_min=1)
-        return shard_U, count_KP
-
-    def _grow(self, need_P: np.ndarray) -> None:
-        """Let every shard have room for need_P keys."""
         shard_G = np.flatnonzero(need_P > self._limit_P)
         if len(shard_G) == 0:
             return
@@ -232,6 +221,13 @@ class HashIndex:
             self._cell_PC2[p] = cell_C2
         self._address_P[shard_G], self._cells_P[shard_G] = address_G, cells_G
         self._limit_P[shard_G] = _limit(cells_G)
+
+    def _count(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The shard of each key, uint8 [U], and how many each has in each block of keys, int64 [K, P]."""
+        shard_U = np.empty(len(id_U), np.uint8)
+        count_KP = np.zeros((-(-len(id_U) // BLOCK), _SHARDS), np.int64)
+        self._threads.run(count_keys, len(count_KP), table_U, id_U, shard_U, count_KP, share_min=1)
+        return shard_U, count_KP
 
     def clear(self) -> None:
         """Forget every key."""

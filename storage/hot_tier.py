@@ -107,8 +107,7 @@ class HotTier:
         # they are asked for. Most are taken back before, by the array they were given with.
         self._noted_pins: list[tuple[np.ndarray, int]] = []
         self._pin_lock = threading.Lock()  # a slot may be pinned for one batch while another unpins it
-        self.keeps_reads = True
-        """Whether a cache keeps rows that were read from below: not where it may write none down for them."""
+        self._keeps_reads = True  # whether a cache keeps rows that were read from below
         self._dirty_S = np.zeros(slots, np.bool_)
         # Dirty bits; and in a cache, pins and scores. What is never written takes no memory.
         self._mark_bytes = 1 if resident else 13
@@ -235,6 +234,12 @@ class HotTier:
             self._add_noted_pins()
         return int(np.count_nonzero(self._pin_S[: self._used]))
 
+    def only_read(self) -> None:
+        """In a child of fork: keep no row of those that are read, since none may be written down for it; and wait for
+        no thread of the parent's."""
+        self._keeps_reads = False
+        self._pin_lock = threading.Lock()
+
     # ---- as a store under another tier ------------------------------------------------------------------------
 
     def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
@@ -255,7 +260,7 @@ class HotTier:
         out_UW[found] = row_FW
         missing_U[found] = False
         # What was read is worth keeping, as far as it fits.
-        kept = min(len(found), self._room()) if self.keeps_reads else 0
+        kept = min(len(found), self._room()) if self._keeps_reads else 0
         if kept:
             slot = self._take_slots(table_U[found[:kept]], id_U[found[:kept]])
             self._set(slot, table_U[found[:kept]], id_U[found[:kept]], row_FW[:kept], dirty=False)

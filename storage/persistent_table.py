@@ -55,11 +55,11 @@ class PersistentTable:
 
     def __init__(
         self, fs: FileSystem, path: str, geometry: Geometry, threads: Threads, max_space_amplification: float, io: str,
-        background: bool, expected_rows: int,
+        background: bool, expected_rows: int, mend: str,
     ):  # fmt: skip
         self._fs, self._path, self._threads = fs, path, threads
         self._max_space_amplification = max_space_amplification
-        self._turns = Turns(f"the table at {path}", "close it, open it again and load one", rank=1)
+        self._turns = Turns(f"the table at {path}", mend, rank=1)
         self._closed = False
         self._rows_moved = 0
         self._count = dict.fromkeys(("rows_got", "rows_missing", "rows_put"), 0)
@@ -80,19 +80,19 @@ class PersistentTable:
                 raise storage_error(error, "make the directories of the table at", path) from error
             blocks = open_reader(io, fs, f"{path}/chunks", geometry.physical_block_size, threads)
             self._store = SnapshotStore(fs, path, blocks.direct, self.recovery, self._lock)
+            self._files = self._store.chunk_files
+            self._files.sync_threads = _SYNC_THREADS if background else 1
+            self._rows = RowReader(blocks, self._files)
+            self._io, self._direct = blocks.name, blocks.direct
+            self._saves = Background("save_snapshot")
+            self._compactions = Background("compaction") if background else None
+            self._writes = ThreadPoolExecutor(1, thread_name_prefix="oneemb-write") if background else None
+            self._settles = ThreadPoolExecutor(1, thread_name_prefix="oneemb-settle") if background else None
+            self._expected_rows = expected_rows
+            self._use(LiveRows(geometry, self._files, threads, expected_rows, self._settles))
         except BaseException:
             self._lock.release()
             raise
-        self._files = self._store.chunk_files
-        self._files.sync_threads = _SYNC_THREADS if background else 1
-        self._rows = RowReader(blocks, self._files)
-        self._io, self._direct = blocks.name, blocks.direct
-        self._saves = Background("save_snapshot")
-        self._compactions = Background("compaction") if background else None
-        self._writes = ThreadPoolExecutor(1, thread_name_prefix="oneemb-write") if background else None
-        self._settles = ThreadPoolExecutor(1, thread_name_prefix="oneemb-settle") if background else None
-        self._expected_rows = expected_rows
-        self._use(LiveRows(geometry, self._files, threads, expected_rows, self._settles))
         self._turns.before_fork = weakref.WeakMethod(self._get_ready_for_fork)
 
     @classmethod
@@ -109,6 +109,7 @@ class PersistentTable:
         io: str = "auto",
         background: bool = True,
         fs: FileSystem | None = None,
+        mend: str = "close it, open it again and load one",
     ) -> "PersistentTable":
         """The table at a path, empty: `load_snapshot` brings back what was saved.
 
@@ -126,6 +127,7 @@ class PersistentTable:
                 first of them that works there.
             background: write and compact in threads beside the caller; False = in the calls themselves.
             fs: where files are; None = this machine's.
+            mend: what to do when a call was cut short, for errors.
 
         Raises:
             LockedError: another table object writes to this path.
@@ -136,7 +138,9 @@ class PersistentTable:
             raise ValueError(f"max_space_amplification must be above 1, got {max_space_amplification}")
         geometry = make_geometry(row_width, physical_block_size, chunk_bytes)
         fs = fs or LocalFileSystem()
-        return cls(fs, absolute_path(path), geometry, threads, max_space_amplification, io, background, expected_rows)
+        return cls(
+            fs, absolute_path(path), geometry, threads, max_space_amplification, io, background, expected_rows, mend
+        )
 
     @property
     def broken(self) -> bool:

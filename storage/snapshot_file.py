@@ -226,6 +226,12 @@ class SnapshotFiles:
                 f"{record.path}: the list of rows at offset {part.bits_offset} names rows beyond the {rows} that "
                 f"{part.blocks} blocks of chunk {part.number} hold; run `oneemb check` on the table"
             )
+        listed = int(np.count_nonzero(np.unpackbits(bit_N)))
+        if listed != part.rows:
+            raise CorruptTableError(
+                f"{record.path}: chunk {part.number} must have {part.rows} rows, the list at offset {part.bits_offset}"
+                f" has {listed}; run `oneemb check` on the table"
+            )
         return bit_N
 
     def not_found(self, name: str) -> SnapshotNotFoundError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles
+from oneemb.storage.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_paths
 from oneemb.storage.chunk_scan import ChunkKeys, check_header, fill_keys, live_rows, missing_file
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.file_header import HEADER_BYTES, ROWS_MAGIC
@@ -36,7 +36,8 @@ def load_live_rows(
         CorruptTableError: a file is not what was written; nothing is held.
     """
     for part in record.parts:
-        _check_size(fs, files.paths(part.number)[1], part.keys_bytes)  # There are as many keys as memory is taken for.
+        keys_path = chunk_paths(files.directory, part.number)[1]
+        _check_size(fs, keys_path, part.keys_bytes)  # There are as many keys as memory is taken for.
     pieces = _pieces(fs, snapshots, files, record)
     # Pieces are read and checked while the keys of those before go into the index.
     with ThreadPoolExecutor(1, thread_name_prefix="oneemb-load") as ahead:
@@ -83,13 +84,9 @@ def _pieces(fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record:
     """The snapshot's rows, chunk by chunk, few of them at first, so that the index need not wait long."""
     rows_min = _PIECE_ROWS_FIRST
     for part in record.parts:
-        rows_path, keys_path = files.paths(part.number)
+        rows_path, keys_path = chunk_paths(files.directory, part.number)
         bit_N = snapshots.read_bits(record, part)
         row_N = live_rows(bit_N)
-        if len(row_N) != part.rows:
-            raise CorruptTableError(
-                f"{record.path}: chunk {part.number} must have {part.rows} rows, its list has {len(row_N)}"
-            )
         _check_rows_file(fs, rows_path, record.geometry, part)
         keys = ChunkKeys.empty(record.geometry, part)
         begin = 0

@@ -10,9 +10,9 @@ import numpy as np
 
 from oneemb.kernels.threads import Threads
 from oneemb.storage.block_reader import PreadReader
-from oneemb.storage.chunk_files import ChunkFiles
+from oneemb.storage.chunk_files import EVERY_NUMBER, ChunkFiles, chunk_paths
 from oneemb.storage.chunk_scan import live_rows, read_keys, scan_rows
-from oneemb.storage.errors import CorruptTableError, StorageError
+from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path
 from oneemb.storage.hash_index import check_tables
 from oneemb.storage.live_rows import LiveRows
@@ -59,7 +59,7 @@ class SnapshotReader:
         self._files = SnapshotFiles(fs, f"{path}/snapshots")
         self._live: LiveRows | None = None
         self._chunks = ChunkFiles(fs, f"{path}/chunks", next_number=0, direct=False)
-        self._chunks.keep_below = 1 << 62  # A reader removes nothing.
+        self._chunks.keep_below = EVERY_NUMBER  # A reader removes nothing.
         self._rows = RowReader(PreadReader(fs, Threads(1)), self._chunks)
         self.info = record.info
 
@@ -122,10 +122,6 @@ class SnapshotReader:
         self.close()
 
     def _part(self, part: ChunkPart):
-        rows_path, keys_path = self._chunks.paths(part.number)
+        rows_path, keys_path = chunk_paths(self._chunks.directory, part.number)
         rows = live_rows(self._files.read_bits(self._record, part))
-        if len(rows) != part.rows:
-            raise CorruptTableError(
-                f"{self._record.path}: chunk {part.number} must have {part.rows} rows, its list has {len(rows)}"
-            )
         return rows, rows_path, read_keys(self._fs, keys_path, self._record.geometry, part)

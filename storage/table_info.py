@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oneemb.storage.chunk_files import chunk_numbers
+from oneemb.storage.chunk_files import EVERY_NUMBER, chunk_numbers
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, storage_error
 from oneemb.storage.geometry import Geometry
@@ -112,7 +112,7 @@ def lost_and_kept(
     if known is None and held:
         return [], 0, []  # A job of an earlier release.
     # A snapshot that was saved or deleted meanwhile is in one of both lists.
-    lost, more, keep_below = find_lost(known, before | {*files.names()}, 1 << 62)
+    lost, more, keep_below = find_lost(known, before | {*files.names()}, EVERY_NUMBER)
     numbers = chunk_numbers(_names(fs, f"{path}/chunks"))
     kept = [name for name, number in sorted(numbers.items()) if number not in needed and number < keep_below]
     return lost, more, [f"{path}/chunks/{name}" for name in kept]

@@ -18,12 +18,14 @@ import _signal  # type: ignore[import-not-found]
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+from oneemb.kernels.jit import compiling
 from oneemb.storage.errors import BrokenStoreError, ForkedProcessError
 from oneemb.storage.row_store import StorageError
 
@@ -152,6 +154,8 @@ class Turns:
             _all.add(self)
 
     def __enter__(self) -> None:
+        if self._torn and self.forked:
+            self.check(changes=False)  # The turn belongs to a thread that is not there.
         signals_deferred.__enter__()
         try:
             self.waiting += 1
@@ -251,35 +255,57 @@ _torn_for_fork: list[Turns] = []
 
 def _before_fork() -> None:
     signals_deferred.__enter__()
-    _all_lock.acquire()  # An object that is made meanwhile waits: the child would have half of it.
-    for turns in sorted(_all, key=lambda turns: (turns.rank, id(turns))):
-        if turns._torn:
-            continue
-        ready = turns.lock.acquire(timeout=_FORK_PATIENCE)
-        if ready:
-            _held_for_fork.append(turns)
-            ready = turns.get_ready_for_fork()
-        if not ready:
-            turns._torn = True
-            _torn_for_fork.append(turns)
+    end = time.monotonic() + _FORK_PATIENCE
+    # A thread that makes an object within a turn needs `_all_lock`, so that is free while we wait for turns; what was
+    # made meanwhile is found afterwards.
+    while True:
+        with _all_lock:
+            objects = sorted(_all, key=lambda turns: (turns.rank, id(turns)))
+        for turns in objects:
+            if not turns._torn:
+                _take_for_fork(turns, end)
+        _all_lock.acquire()  # An object that is made from here on waits: the child would have half of it.
+        if _all <= set(objects):
+            break
+        _all_lock.release()
+        _give_back()
+    for turns in _held_for_fork:
+        if not turns.get_ready_for_fork():
+            _tear(turns)
+    compiling.acquire()  # After the turns, since a loop may be compiled within one; a child could never get it.
 
 
-def _after_fork() -> None:
+def _take_for_fork(turns: Turns, end: float) -> None:
+    if turns.lock.acquire(timeout=max(0.0, end - time.monotonic())):
+        _held_for_fork.append(turns)
+    else:
+        _tear(turns)
+
+
+def _tear(turns: Turns) -> None:
+    turns._torn = True
+    _torn_for_fork.append(turns)
+
+
+def _give_back() -> None:
+    while _torn_for_fork:
+        _torn_for_fork.pop()._torn = False
     while _held_for_fork:
         _held_for_fork.pop().lock.release()
-    _all_lock.release()
 
 
 def _in_parent() -> None:
-    while _torn_for_fork:
-        _torn_for_fork.pop()._torn = False
-    _after_fork()
+    compiling.release()
+    _give_back()
+    _all_lock.release()
     signals_deferred.__exit__()
 
 
 def _in_child() -> None:
+    compiling.release()
     _torn_for_fork.clear()
-    _after_fork()
+    _give_back()
+    _all_lock.release()
     signals_deferred.start_anew()
 
 

@@ -32,6 +32,7 @@ _TEXT_BYTES = _SLOT_BYTES - _SUM.size
 _RECORD_VERSION = 1
 # Of a record, beside names: its numbers, the names of its fields.
 _NUMBERS_BYTES = 256
+_NUMBER_MAX = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -169,14 +170,17 @@ def _newest(block: bytes) -> tuple[int, int, KnownSnapshots | None, bool]:
             fields = json.loads(text)
             if fields["version"] != _RECORD_VERSION:
                 newer = True
-            elif fields["sequence"] > sequence:
+                continue
+            numbers = [fields[name] for name in ("sequence", "count", "lost_more", "keep_below")]
+            if not all(type(number) is int and 0 <= number < _NUMBER_MAX for number in numbers):
+                continue  # No release has written this.
+            if numbers[0] > sequence:
                 known = KnownSnapshots(
-                    tuple(map(str, fields["snapshots"])), int(fields["count"]), tuple(map(str, fields["lost"])),
-                    int(fields["lost_more"]), int(fields["keep_below"]),
-                )  # fmt: skip
-                sequence, slot = fields["sequence"], n
+                    tuple(map(str, fields["snapshots"])), numbers[1], tuple(map(str, fields["lost"])), *numbers[2:]
+                )
+                sequence, slot = numbers[0], n
         except (ValueError, KeyError, TypeError, RecursionError):
-            continue  # No release has written this.
+            continue  # Nor this.
     return sequence, slot, None if newer else known, newer
 
 
