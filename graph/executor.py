@@ -20,7 +20,7 @@ from oneemb.graph.recorder import MEASURES, OpStats, Profile
 from oneemb.graph.spec import CONTEXTS
 from oneemb.storage.embedding_store import Staged
 from oneemb.storage.merged_store import MergedStaged
-from oneemb.storage.turns import signals_deferred
+from oneemb.storage.turns import undisturbed
 
 __all__ = ["Executor"]
 
@@ -123,14 +123,14 @@ class Executor:
         for i, step in enumerate(self._steps):
             left.step = step
             if i == self._commits and committing is not None:
-                committing.enter_context(signals_deferred)
+                committing.enter_context(undisturbed)
                 left.committing = True
             node, stats = step.node, step.stats
             begin = time.perf_counter_ns()
             if step.in_context is None:
                 result = step.call(env)
             else:
-                with signals_deferred:
+                with undisturbed:
                     result = step.call(env)
                     step.in_context(left.contexts, result)
             end = time.perf_counter_ns()
@@ -166,7 +166,7 @@ class _Left:
         self.committing = False
 
     def clean_up(self, error: BaseException) -> None:
-        with signals_deferred:
+        with undisturbed:
             if self.committing and not isinstance(error, Exception):  # It was not held back, so it may be anywhere.
                 for lease in self.leases:
                     for one in getattr(lease.store, "stores", (lease.store,)):

@@ -42,7 +42,7 @@ from oneemb.kernels.unique_by_table import unique_keys_by_table
 from oneemb.storage.embedding_store import EmbeddingStore, Pins, Staged
 from oneemb.storage.merged_store import MergedStaged, MergedStore
 from oneemb.storage.row_store import StorageError
-from oneemb.storage.turns import signals_deferred, whole
+from oneemb.storage.turns import undisturbed, whole
 
 if TYPE_CHECKING:
     from oneemb.graph.row_optimizers import RowOptimizer
@@ -114,7 +114,7 @@ class Lease:
 
     def release(self) -> None:
         """Unpin the rows, and drop them and the gradients."""
-        with signals_deferred:
+        with undisturbed:
             if self._pins is not None:
                 self.store.release_pins(self._pins)
             self._pins = self.slot_U = self.scale_N = self.pending = None
@@ -370,7 +370,7 @@ class _Gather(torch.autograd.Function):
         lease.check_held()
         grad_ND = grad.reshape(-1, grad.shape[-1]).contiguous()
         if ctx.needs_input_grad[0]:
-            with signals_deferred:
+            with undisturbed:
                 if lease.pending is not None and not lease.grads:
                     lease.pending.append(lease)
                 lease.grads.append(grad_ND)

@@ -14,10 +14,13 @@ Invariants:
 - a file holds numbers, tensors and names only, and is read as such: no code of it runs.
 """
 
+import glob
 import io
+import json
 import os
 import pickle
 import random
+import socket
 import uuid
 import warnings
 from collections.abc import Mapping
@@ -27,9 +30,9 @@ import numpy as np
 import torch
 
 from oneemb.graph.tracer import embeddings_in
-from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.fs import LocalFileSystem, storage_error
 from oneemb.storage.row_store import StorageError
-from oneemb.storage.turns import signals_deferred
+from oneemb.storage.turns import undisturbed
 
 if TYPE_CHECKING:
     from oneemb.train_graph import TrainGraph
@@ -55,29 +58,34 @@ def save_checkpoint(graph: "TrainGraph", path: str, keep: int | None) -> None:
     earlier = _earlier(path, embeddings)
     kept, over = (earlier, []) if keep is None else (earlier[: keep - 1], earlier[keep - 1 :])
     made: _Named = {}
-    temporary, in_place = f"{path}.{os.getpid()}.tmp", False
+    for name, embedding in embeddings.items():
+        snapshot = f"{_PREFIX}{graph.steps:012d}-{uuid.uuid4().hex[:8]}" if embedding.store.changes else None
+        made[name] = {"oneemb_snapshot": snapshot, "oneemb_identity": None}
+    for left in _left_by_the_dead(path):
+        _undo(left, embeddings, earlier)
+    temporary, intent, in_place = f"{path}.{os.getpid()}.tmp", f"{path}.{os.getpid()}.saving", False
     try:
+        # Before anything is there: whatever kills this process, the next save knows what to take away.
+        _write(intent, json.dumps({"host": socket.gethostname(), "snapshots": made}).encode())
         for name, embedding in embeddings.items():
-            made[name] = {"oneemb_snapshot": None}
-            if embedding.store.changes:
-                snapshot = f"{_PREFIX}{graph.steps:012d}-{uuid.uuid4().hex[:8]}"
-                # Before it is there: an interrupt may come as soon as it is.
-                made[name] = {"oneemb_snapshot": snapshot, "oneemb_identity": None}
+            snapshot = made[name]["oneemb_snapshot"]
+            if snapshot is not None:
                 # Not through the embedding, which would take the snapshot for the one that its own state_dict names.
                 info = embedding.store.save_snapshot(snapshot, embedding._describe())
                 made[name]["oneemb_identity"] = info.identity
         # Those that are about to go as well: if that fails, the next save tries again.
         state = _state_of(graph, made) | {"path": path, "earlier": earlier}
         _write(temporary, _to_bytes(state))
-        with signals_deferred:
+        with undisturbed:
             os.replace(temporary, path)
             in_place = True  # From here on the file names what was made.
-    except BaseException:
+            os.unlink(intent)
+    except BaseException as error:
         if not in_place:
-            with signals_deferred:
-                if os.path.lexists(temporary):
-                    os.unlink(temporary)
-                _delete(embeddings, made)
+            with undisturbed:
+                _undo(intent, embeddings, [])
+        if isinstance(error, OSError):
+            raise storage_error(error, "write the checkpoint", path) from error
         raise
     LocalFileSystem().sync_directory(os.path.dirname(path))
     for named in over:
@@ -172,7 +180,7 @@ def _restore(graph: "TrainGraph", state: dict[str, Any], where: str) -> None:
     _check_fits(graph, state, tensors, embeddings, where)
     changed = False
     try:
-        with signals_deferred:
+        with undisturbed:
             for name, named in state["embeddings"].items():
                 embeddings[name].set_extra_state(named)
                 changed = True
@@ -269,6 +277,40 @@ def _earlier(path: str, embeddings: Mapping[str, Any]) -> list[_Named]:
     if state.get("path") != path:  # It was copied or moved here: what it names is the original's.
         return []
     return [named for named in (state["embeddings"], *state["earlier"]) if _there(embeddings, named)]
+
+
+def _left_by_the_dead(path: str) -> list[str]:
+    """What saves to this path have written down before they were killed."""
+    found = []
+    for intent in glob.glob(f"{glob.escape(path)}.*.saving"):
+        pid = intent[len(path) + 1 : -len(".saving")]
+        if pid.isdecimal() and _read_intent(intent).get("host") in (None, socket.gethostname()):
+            try:
+                os.kill(int(pid), 0)
+            except (ProcessLookupError, OverflowError):
+                found.append(intent)
+            except PermissionError:
+                pass  # It lives.
+    return found
+
+
+def _read_intent(intent: str) -> dict[str, Any]:
+    try:
+        with open(intent, "rb") as file:
+            found = json.load(file)
+    except (OSError, ValueError):
+        return {}  # Its writer ended before anything else was made.
+    return found if isinstance(found, dict) else {}
+
+
+def _undo(intent: str, embeddings: Mapping[str, Any], named_by_file: list[_Named]) -> None:
+    """Take away what a save has made that did not come to its end: snapshots that no file names, and its own files."""
+    kept = {(name, one["oneemb_snapshot"]) for named in named_by_file for name, one in named.items()}
+    made = _read_intent(intent).get("snapshots", {})
+    _delete(embeddings, {name: one for name, one in made.items() if (name, one["oneemb_snapshot"]) not in kept})
+    for path in (f"{intent.removesuffix('.saving')}.tmp", intent):
+        if os.path.lexists(path):
+            os.unlink(path)
 
 
 def _there(embeddings: Mapping[str, Any], named: _Named) -> list[tuple[Any, str]]:

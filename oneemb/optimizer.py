@@ -9,7 +9,7 @@ from oneemb.embedding import MultiTableEmbedding, MultiTableMultiColumnEmbedding
 from oneemb.graph import ops
 from oneemb.graph.row_optimizers import RowOptimizer, row_optimizer_of
 from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.turns import signals_deferred
+from oneemb.storage.turns import undisturbed
 
 __all__ = ["Optimizer"]
 
@@ -101,7 +101,7 @@ class Optimizer:
         leases = [list(embedding.pending) for embedding in self.embeddings]
         grads = [ops.reduce_grads(some) for some in leases]
         go = ops.check_finite([self], grads)
-        with signals_deferred:  # an interrupt comes before the step or after all of it
+        with undisturbed:  # an interrupt comes before the step or after all of it
             try:
                 groups = ops.step(self, go)
                 for grad in grads:
@@ -122,7 +122,7 @@ class Optimizer:
 
     def _drop_gradients(self) -> None:
         for embedding in self.embeddings:
-            with signals_deferred:
+            with undisturbed:
                 ops.release(embedding.pending)
                 embedding.pending.clear()
 

@@ -17,7 +17,7 @@ from oneemb.row_files_numpy import NpyWriter, NpzWriter
 from oneemb.row_files_parquet import ParquetWriter
 from oneemb.row_files_safetensors import SafetensorsWriter
 from oneemb.row_values import state_of, weights_of
-from oneemb.storage.fs import absolute_path
+from oneemb.storage.fs import absolute_path, storage_error
 from oneemb.storage.snapshot_rows import SnapshotRows
 
 __all__ = ["export_rows"]
@@ -132,6 +132,8 @@ def _export(
                 there = f"rows of tables {_some(sorted(tables))}" if tables else "no rows"
                 raise ValueError(f"snapshot {snapshot!r} has no rows of table {table}; it has {there}")
             writer.finish()
+        except OSError as error:
+            raise storage_error(error, "write", error.filename or paths[0]) from error
         finally:
             writer.abandon()
     return written
@@ -160,6 +162,8 @@ def _target_paths(target: Any, table: int | None, with_state: bool) -> list[str]
             raise ValueError(f"target must end in {', '.join(SUFFIXES)}, or be several files .npy, got {path!r}")
         return [path]
     paths = [absolute_path(path) for path in target]
+    if len({os.path.realpath(path) for path in paths}) < len(paths):
+        raise ValueError(f"keys, values, tables and state go to a file each, got {paths}")
     if not 2 <= len(paths) <= 4 or any(suffix_of(path) != ".npy" for path in paths):
         raise ValueError(f"target must be 2 to 4 files .npy, of keys, values, tables and state, got {paths}")
     if with_state != (len(paths) == 4):

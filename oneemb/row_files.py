@@ -26,6 +26,7 @@ import numpy as np
 from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.turns import undisturbed
 
 __all__ = [
     "META_KEY", "SUFFIXES", "Batch", "ColumnFiles", "Columns", "Progress", "RowFile", "RowFileWriter", "checked_batch",
@@ -266,8 +267,9 @@ class new_files:
                     file.flush()
                     os.fsync(file.fileno())
                     file.close()
-                for path in self._paths:
-                    os.replace(f"{path}.tmp", path)
+                with undisturbed:  # keys of the one and values of the other would be wrong rows
+                    for path in self._paths:
+                        os.replace(f"{path}.tmp", path)
         finally:
             self._remove()
 

@@ -122,9 +122,10 @@ class ParquetWriter:
         self._writer = None
 
     def abandon(self) -> None:
-        if self._writer is not None:
-            writer, self._writer = self._writer, None
-            try:
+        writer, self._writer = self._writer, None
+        try:
+            if writer is not None:
                 writer.close()
-            finally:
+        finally:
+            if os.path.exists(f"{self._path}.tmp"):
                 os.remove(f"{self._path}.tmp")

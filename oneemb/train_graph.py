@@ -21,7 +21,7 @@ from oneemb.graph.recorder import Profile, stats_table
 from oneemb.graph.text import graph_text
 from oneemb.graph.tracer import REGISTER, embeddings_in, modules_kept_plainly, say_not_registered
 from oneemb.optimizer import Optimizer
-from oneemb.storage.turns import signals_deferred
+from oneemb.storage.turns import undisturbed
 
 __all__ = ["EvalGraph", "GraphConfig", "TrainGraph"]
 
@@ -427,7 +427,7 @@ class TrainGraph(_Graph):
             try:
                 result = self._run_plan(values, structure, prepared, admitted, committing)
             except BaseException:
-                with signals_deferred:
+                with undisturbed:
                     self._drop_gradients()
                     self.steps += self._taken() > taken  # a scheduler failed, after the update
                 raise
@@ -548,7 +548,7 @@ class EvalGraph(_Graph):
             with torch.no_grad():
                 return super()._step(values, structure, prepared, admitted)
         finally:
-            with signals_deferred:
+            with undisturbed:
                 for module in trained:
                     module.training = True
 

@@ -25,6 +25,7 @@ from oneemb.kernels.checksum import xxh64
 from oneemb.storage.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, pack_header
 from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
 from oneemb.storage.geometry import Geometry
+from oneemb.storage.writer_lock import WriterLock
 
 __all__ = [
     "EVERY_NUMBER",
@@ -100,10 +101,14 @@ class ChunkFiles:
         directory: exists already.
         next_number: greater than the number of any chunk that is there.
         direct: whether rows are written and read past the system's cache.
+        lock: the writer's; None = for reading.
     """
 
-    def __init__(self, fs: FileSystem, directory: str, next_number: int, direct: bool):
+    def __init__(
+        self, fs: FileSystem, directory: str, next_number: int, direct: bool, lock: WriterLock | None = None
+    ):  # fmt: skip
         self._fs = fs
+        self._lock = lock
         self.directory = directory
         self._next_number = next_number
         self._direct = direct
@@ -123,8 +128,11 @@ class ChunkFiles:
         """A new, empty chunk, held once.
 
         Raises:
-            StorageError: the files could not be made; what was made of them is removed.
+            StorageError: the files could not be made; what was made of them is removed. Or the folder was removed,
+                and another may be in its place.
         """
+        if self._lock is not None:
+            self._lock.check()
         rows_path, keys_path = chunk_paths(self.directory, self._next_number)
         chunk = ChunkFile(self._next_number, geometry, rows_path, keys_path)
         self._next_number += 1
@@ -252,6 +260,8 @@ class ChunkFiles:
             self._close_chunk(chunk)
             if chunk.number < self.keep_below or os.getpid() != self._process:
                 return
+            if self._lock is not None and not self._lock.still_there:
+                return  # Those files are another table's.
             self.bytes_removed += chunk.nbytes
             for path in [chunk.rows_path, chunk.keys_path, *self._unremoved]:
                 self._remove(path)

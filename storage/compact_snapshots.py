@@ -12,6 +12,7 @@ so a crash at any moment leaves every snapshot with its rows.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -74,8 +75,12 @@ def compact_snapshots(
                     f"{path}: {lost_text(recovery.lost, recovery.lost_more, len(recovery.kept))}; nothing was compacted"
                 )
             result = _compact(fs, path, store.files, store.chunk_files, progress)
-        finally:
+        except BaseException:
             store.chunk_files.close()
+            with suppress(StorageError):
+                SnapshotStore(fs, path, False, Recovery(), lock).chunk_files.close()  # Frees what was written.
+            raise
+        store.chunk_files.close()
         after = Recovery()
         SnapshotStore(fs, path, False, after, lock).chunk_files.close()  # 5.
         result.bytes_freed += recovery.removed_bytes + after.removed_bytes

@@ -35,7 +35,6 @@ the next save, which is far away where many puts lie between saves.
 Invariant: a row that has changed since its chunk was read is not moved: its newer version is elsewhere.
 """
 
-import threading
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -49,7 +48,7 @@ from oneemb.storage.fs import FileSystem
 from oneemb.storage.live_rows import LiveRows
 from oneemb.storage.row_writer import RowWriter
 from oneemb.storage.snapshot_store import SnapshotStore
-from oneemb.storage.turns import Turns, signals_deferred
+from oneemb.storage.turns import Turns, undisturbed
 
 __all__ = ["CompactionResult", "Compactor"]
 
@@ -170,7 +169,7 @@ class Compactor:
         """
         moved_before = self.done.rows_moved
         while (chunk := self._next_for_save(name, self.done.rows_moved - moved_before)) is not None:
-            signals_deferred.let_in_now()
+            undisturbed.let_in_now()
             self.move(chunk)
             if chunk in self._live:
                 break
@@ -185,7 +184,7 @@ class Compactor:
             disk = self._disk_bytes()
             for chunk in self._live.chunks():
                 if chunk in self._live and not chunk.snapshots and self._fill(chunk) < _FULL_ENOUGH:
-                    signals_deferred.let_in_now()
+                    undisturbed.let_in_now()
                     self.move(chunk)
             self._writer.write_out()
             self.done.bytes_freed = disk - self._disk_bytes()
@@ -205,7 +204,7 @@ class Compactor:
         self._moving = chunk
         self._files.hold(chunk)
         try:
-            with _Released(self._guard):
+            with self._turns.let_go():
                 keys = read_keys(self._fs, chunk.keys_path, geometry, part)
                 pieces = scan_rows(
                     self._fs, chunk.rows_path, geometry, part.number, keys, live_rows(part.bit_N), _PIECE_ROWS
@@ -333,16 +332,3 @@ class Compactor:
 
 
 _FIELDS = ("chunks", "rows_moved", "bytes_freed")
-
-
-class _Released:
-    """Lets go of a condition's lock, held once, for a while."""
-
-    def __init__(self, guard: threading.Condition):
-        self._guard = guard
-
-    def __enter__(self) -> None:
-        self._guard.release()
-
-    def __exit__(self, *exception: object) -> None:
-        self._guard.acquire()

@@ -15,8 +15,10 @@ Turns: tiers are searched, filled and evicted from in a turn (storage/turns.py),
 waits for one between two chunks. `release`, `mark_dirty` and kernels on pinned slots need none, only the pins' lock.
 """
 
+import _thread
 import functools
 import os
+import threading
 import time
 import weakref
 from collections import deque
@@ -37,7 +39,7 @@ from oneemb.storage.row_store import RowStore, StorageError, StoreFullError
 from oneemb.storage.snapshot_file import SnapshotInfo
 from oneemb.storage.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
-from oneemb.storage.turns import Turns, signals_deferred
+from oneemb.storage.turns import Turns, undisturbed
 
 if TYPE_CHECKING:
     from oneemb.kernels.launch import Gpu
@@ -222,7 +224,7 @@ class EmbeddingStore:
             raise
         self._table, self.layout, self._state, self.optimizer = table, layout, state, optimizer
         # A store that is dropped gives back its threads, files and lock. At exit the system does.
-        self._finalizer = weakref.finalize(self, table.close)
+        self._finalizer = weakref.finalize(self, _close_dropped, table)
         self._finalizer.atexit = False
 
     @_in_turn
@@ -512,7 +514,7 @@ class EmbeddingStore:
 
     def release(self, slot_U: np.ndarray) -> None:
         """Unpin slots that `admit` gave, once each."""
-        with signals_deferred:
+        with undisturbed:
             self._tiers[0].release(slot_U)
 
     def pin_for(self, owner: Any, slot_U: Any) -> Pins:
@@ -524,7 +526,7 @@ class EmbeddingStore:
 
     def release_pins(self, pins: Pins, *, dropped: bool = False) -> None:
         """Unpin what `pin_for` gave, once, if its slots still mean anything."""
-        with signals_deferred:
+        with undisturbed:
             if self._pins.pop(id(pins), None) is not None and pins.generation == self.generation:
                 tier = self._tiers[0]
                 # On a GPU, pins of a lookup that was dropped may be of another stream's.
@@ -532,7 +534,7 @@ class EmbeddingStore:
 
     def mark_dirty(self, slot_U: np.ndarray) -> None:
         """Say that the rows in these slots have changed."""
-        with signals_deferred:
+        with undisturbed:
             self._tiers[0].mark_dirty(slot_U)
             self.changes += 1
 
@@ -702,7 +704,7 @@ class EmbeddingStore:
         begin = self.layout.state_begin
         with SnapshotReader.open(self.plan.persistent_path, name) as reader:
             for table_N, id_N, row_NX in reader.scan():
-                signals_deferred.let_in_now()
+                undisturbed.let_in_now()
                 row_NW = np.empty((len(id_N), self.layout.row_width), np.float32)
                 row_NW[:, :begin] = row_NX
                 row_NW[:, begin:] = self._state
@@ -809,11 +811,22 @@ class EmbeddingStore:
         self._finalizer.detach()
 
 
+def _close_dropped(table: PersistentTable) -> None:
+    """Close the table of a store that nobody has any more. The garbage collector may ask for it on any thread."""
+    if threading.current_thread().name.startswith("oneemb-"):  # Which close may have to wait for.
+        threading.Thread(target=table.close, name="close").start()
+        return
+    try:
+        table.close()
+    except KeyboardInterrupt:  # Python drops what is raised here: it comes again, a moment later.
+        threading.Timer(0.01, _thread.interrupt_main).start()
+
+
 def _read_through(path: str, name: str) -> None:
     """Raise what reading all rows of a snapshot raises."""
     with SnapshotReader.open(path, name) as reader:
         for _ in reader.scan():
-            signals_deferred.let_in_now()
+            undisturbed.let_in_now()
 
 
 def _memory_bytes() -> int:

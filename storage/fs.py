@@ -76,6 +76,10 @@ class FileSystem(Protocol):
 
     def unlock(self, lock: int) -> None: ...
 
+    def still_locks(self, lock: int, path: str) -> bool:
+        """Whether the lock is that of the file at the path, not of one that was there before."""
+        ...
+
     def read_lock(self, path: str) -> bytes | None:
         """The lock's file; None while nobody holds the lock."""
 
@@ -171,6 +175,12 @@ class LocalFileSystem:
         file = self._locks.pop(lock, None)
         if file is not None:
             file.close()
+
+    def still_locks(self, lock: int, path: str) -> bool:
+        try:
+            return os.path.samestat(os.fstat(lock), os.stat(path))
+        except OSError:
+            return False
 
     def read_lock(self, path: str) -> bytes | None:
         try:

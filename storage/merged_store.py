@@ -25,7 +25,7 @@ from oneemb.kernels.slot_marks import set_marks
 from oneemb.kernels.threads import Threads
 from oneemb.storage.embedding_store import EmbeddingStore, Staged
 from oneemb.storage.row_layout import RowLayout
-from oneemb.storage.turns import signals_deferred
+from oneemb.storage.turns import undisturbed
 
 __all__ = ["MergedStaged", "MergedStore"]
 
@@ -189,7 +189,7 @@ class MergedStore:
     def mark_dirty(self, table_U: np.ndarray, slot_U: np.ndarray) -> None:
         """Say that the rows of these keys, of any members, in these merged slots have changed."""
         mark_V, begin_M = self._dirty_marks()
-        with signals_deferred:
+        with undisturbed:
             set_marks(mark_V, slot_U + (begin_M - self._begin_M)[self._member_T[table_U]], True, threads=self.threads)
             for m in np.flatnonzero(np.bincount(self._member_T[table_U], minlength=len(self.stores))).tolist():
                 self.stores[m].changes += 1
@@ -208,7 +208,7 @@ class MergedStore:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """In a turn of every member, taken in an order that every merged store keeps."""
-        with signals_deferred, ExitStack() as held:
+        with undisturbed, ExitStack() as held:
             for store in self._in_order:
                 held.enter_context(store.turns)
             for store in self._in_order:

@@ -16,7 +16,7 @@ from oneemb.storage.fs import FileSystem, storage_error
 from oneemb.storage.geometry import Geometry
 from oneemb.storage.live_rows import LiveRows
 from oneemb.storage.snapshot_file import ChunkPart, SnapshotFiles, SnapshotRecord
-from oneemb.storage.turns import signals_deferred
+from oneemb.storage.turns import undisturbed
 
 __all__ = ["load_live_rows"]
 
@@ -47,7 +47,7 @@ def load_live_rows(
         try:
             while (piece := reading.popleft().result()) is not None:
                 reading.append(ahead.submit(next, pieces, None))
-                signals_deferred.let_in_now()  # The table's rows are what they were.
+                undisturbed.let_in_now()  # The table's rows are what they were.
                 part = piece.part
                 if chunk is None:
                     chunk = files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)

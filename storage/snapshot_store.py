@@ -23,7 +23,7 @@ from oneemb.storage.fs import FileSystem, storage_error
 from oneemb.storage.geometry import Geometry
 from oneemb.storage.recovery import Recovery, find_lost, needed_bytes, read_snapshots, remove_orphans
 from oneemb.storage.snapshot_file import ChunkPart, RenameUncertainError, SnapshotFiles, SnapshotInfo, SnapshotRecord
-from oneemb.storage.turns import signals_deferred
+from oneemb.storage.turns import undisturbed
 from oneemb.storage.writer_lock import KnownSnapshots, WriterLock
 
 __all__ = ["Cut", "SnapshotStore"]
@@ -87,7 +87,7 @@ class SnapshotStore:
         if lock.keeps_records and not (recovery.kept or recovery.lost or recovery.damaged):
             self._keep_below = recovery.lost_more = 0
         self._record_if_possible()
-        self.chunk_files = ChunkFiles(fs, self._chunks_path, next_number, direct)
+        self.chunk_files = ChunkFiles(fs, self._chunks_path, next_number, direct, lock)
         self.chunk_files.keep_below = next_number if recovery.damaged else self._keep_below
         self._held: dict[str, tuple[SnapshotRecord, list[ChunkFile]]] = {}
         self._uncertain: list[tuple[SnapshotRecord, list[ChunkFile]]] = []
@@ -135,7 +135,8 @@ class SnapshotStore:
             StorageError: the snapshot is not there.
             RenameUncertainError: it is there, and may yet go.
         """
-        signals_deferred.let_in_now()  # Nothing of the snapshot is there yet.
+        undisturbed.let_in_now()  # Nothing of the snapshot is there yet.
+        self._lock.check()
         self.chunk_files.sync_all(cut.chunks)  # 2.
         self.chunk_files.sync_names()  # 3.
         self.files.write(record)  # 4. to 7.
@@ -177,6 +178,7 @@ class SnapshotStore:
         """Remove a snapshot and let its chunks go."""
         if not self.exists(name):
             raise self.files.not_found(name)
+        self._lock.check()
         certain = self._certain
         self._certain = certain - {name}
         try:

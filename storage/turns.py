@@ -1,20 +1,24 @@
 """Calls on one object, one at a time and each whole: what signals, unforeseen errors and forks may do to them.
 
     signals     KeyboardInterrupt, and whatever else a handler of the main thread does, comes before a call or after
-                it: `signals_deferred` holds signals back while a block runs and handles them when it has ended
+                it: `undisturbed` holds signals back while a block runs, and handles them when it has ended
     errors      a call that ends in an error which nobody raises on purpose has stopped anywhere; the object is broken
                 from then on, and says so, until it is told that its rows are new
     forks       a child process has a copy of the object and shares its files: it may read, not change. A fork waits
-                for calls that are under way, so that the copy is whole
+                for the `undisturbed` blocks of other threads, so that the copy is whole; each turn is such a block
 
 Invariants:
 - no signal handler of Python runs between the first and the last line of a turn in the main thread, but where the turn
-  lets it (`signals_deferred.let_in_now`);
+  lets it (`undisturbed.let_in_now`);
 - a broken object gives out no row.
 """
 
 # The functions of `signal` without its enums, which take ten times as long.
 import _signal  # type: ignore[import-not-found]
+
+# What these hold during a fork has to be free while we wait for other threads: who registers first is asked last.
+import concurrent.futures.thread  # noqa: F401
+import logging  # noqa: F401
 import os
 import signal
 import threading
@@ -29,7 +33,7 @@ from oneemb.kernels.jit import compiling
 from oneemb.storage.errors import BrokenStoreError, ForkedProcessError
 from oneemb.storage.row_store import StorageError
 
-__all__ = ["Turns", "signals_deferred", "whole"]
+__all__ = ["Turns", "undisturbed", "whole"]
 
 # Signals that programs may handle in Python, Ctrl-C first: all but those that real-time programs define. One of them is
 # SIGCHLD: its handler in torch's data loader raises when a worker has died.
@@ -43,8 +47,8 @@ _FORESEEN = (StorageError, MemoryError, ValueError, TypeError, OSError)
 _FORK_PATIENCE = 60.0
 
 
-class _SignalsDeferred:
-    """`with signals_deferred:` holds signals back; may be nested; does nothing in other threads, which get none.
+class _Undisturbed:
+    """`with undisturbed:` holds signals back, and forks by other threads; may be nested.
 
     Signals may come at any line of this class too, and what they raise or begin there leaves it in order: while no
     block is under way, a handler that is still this object's hands each signal on at once.
@@ -58,10 +62,51 @@ class _SignalsDeferred:
         self._note: Callable[[int, FrameType | None], None] = self._hold
         self.let_in: BaseException | None = None
         """What a handler raised where a block let it."""
+        self._inside: dict[int, int] = {}  # of each thread that is in blocks, in how many
+        self._forking: int | None = None  # the thread that does
+        self._forked = threading.Event()
 
     def __enter__(self) -> None:
-        if threading.get_ident() != threading.main_thread().ident:
-            return
+        if threading.get_ident() == threading.main_thread().ident:
+            self._hold_signals()
+        try:
+            self._hold_forks()
+        except BaseException:
+            self._let_signals_come()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        me = threading.get_ident()
+        depth = self._inside.get(me, 0)
+        if depth > 1:
+            self._inside[me] = depth - 1
+        elif depth == 1:
+            del self._inside[me]
+        self._let_signals_come()
+
+    def close_for_fork(self, patience_s: float) -> None:
+        """Let no other thread begin a block, and wait for those that are in one."""
+        me, end = threading.get_ident(), time.monotonic() + patience_s
+        self._forked.clear()
+        self._forking = me
+        while any(thread != me for thread in list(self._inside)) and time.monotonic() < end:
+            time.sleep(1e-4)
+
+    def open_after_fork(self) -> None:
+        self._forking = None
+        self._forked.set()
+
+    def _hold_forks(self) -> None:
+        me = threading.get_ident()
+        depth = self._inside.get(me, 0)
+        # First it is said, then looked: a fork does the two the other way round, so one of them sees the other.
+        self._inside[me] = depth + 1
+        while depth == 0 and self._forking not in (None, me):
+            del self._inside[me]
+            self._forked.wait(1)
+            self._inside[me] = 1
+
+    def _hold_signals(self) -> None:
         if self._depth:
             self._depth += 1
             return
@@ -76,7 +121,7 @@ class _SignalsDeferred:
             self.start_anew()
             raise
 
-    def __exit__(self, *error: object) -> None:
+    def _let_signals_come(self) -> None:
         if threading.get_ident() != threading.main_thread().ident or self._depth == 0:
             return
         self._depth -= 1
@@ -100,10 +145,16 @@ class _SignalsDeferred:
                 raise self.let_in
 
     def start_anew(self) -> None:
-        """Hold nothing back any more: in a child process, whose main thread is the one that forked."""
+        """Hold nothing back any more."""
         self._depth = 0
         self._held.clear()
         self._put_back()
+
+    def start_anew_in_child(self) -> None:
+        """In a child process, whose only thread is the one that forked."""
+        self._inside = {}
+        self._forking, self._forked = None, threading.Event()
+        self.start_anew()
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         if self._depth:
@@ -127,7 +178,7 @@ class _SignalsDeferred:
                 self._handle()
 
 
-signals_deferred = _SignalsDeferred()
+undisturbed = _Undisturbed()
 
 
 class Turns:
@@ -156,7 +207,7 @@ class Turns:
     def __enter__(self) -> None:
         if self._torn and self.forked:
             self.check(changes=False)  # The turn belongs to a thread that is not there.
-        signals_deferred.__enter__()
+        undisturbed.__enter__()
         try:
             self.waiting += 1
             try:
@@ -164,17 +215,26 @@ class Turns:
             finally:
                 self.waiting -= 1
         except BaseException:
-            signals_deferred.__exit__()
+            undisturbed.__exit__()
             raise
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.note(error)
         self.lock.release()
-        signals_deferred.__exit__()
+        undisturbed.__exit__()
+
+    @contextmanager
+    def let_go(self) -> Iterator[None]:
+        """Within a turn, not within one in it: let others have turns during a block."""
+        self.lock.release()
+        try:
+            yield
+        finally:
+            self.lock.acquire()
 
     def note(self, error: BaseException | None) -> None:
         """A call has ended, with this error or without: one that nobody foresaw breaks the object."""
-        if error is None or isinstance(error, _FORESEEN) or error is signals_deferred.let_in:
+        if error is None or isinstance(error, _FORESEEN) or error is undisturbed.let_in:
             return
         if type(error).__name__ != "OutOfMemoryError":  # torch's, of a GPU
             self.cut_short(error)
@@ -237,7 +297,7 @@ def whole(objects: Iterable[Turns]) -> Iterator[None]:
 
     For what changes several objects together, or needs no turn. The block may let errors out that it has put in order.
     """
-    with signals_deferred:
+    with undisturbed:
         try:
             yield
         except BaseException as error:
@@ -254,59 +314,41 @@ _torn_for_fork: list[Turns] = []
 
 
 def _before_fork() -> None:
-    signals_deferred.__enter__()
-    end = time.monotonic() + _FORK_PATIENCE
-    # A thread that makes an object within a turn needs `_all_lock`, so that is free while we wait for turns; what was
-    # made meanwhile is found afterwards.
-    while True:
-        with _all_lock:
-            objects = sorted(_all, key=lambda turns: (turns.rank, id(turns)))
-        for turns in objects:
-            if not turns._torn:
-                _take_for_fork(turns, end)
-        _all_lock.acquire()  # An object that is made from here on waits: the child would have half of it.
-        if _all <= set(objects):
-            break
-        _all_lock.release()
-        _give_back()
-    for turns in _held_for_fork:
-        if not turns.get_ready_for_fork():
-            _tear(turns)
-    compiling.acquire()  # After the turns, since a loop may be compiled within one; a child could never get it.
+    undisturbed.__enter__()
+    undisturbed.close_for_fork(_FORK_PATIENCE)
+    _all_lock.acquire()  # An object that is made from here on waits: the child would have half of it.
+    for turns in sorted(_all, key=lambda turns: (turns.rank, id(turns))):
+        if turns._torn:
+            continue
+        whole_now = turns.lock.acquire(blocking=False)  # It is free, but where somebody takes too long.
+        if whole_now:
+            _held_for_fork.append(turns)
+            whole_now = turns.get_ready_for_fork()
+        if not whole_now:
+            turns._torn = True
+            _torn_for_fork.append(turns)
+    compiling.acquire()  # After the rest, since a loop may be compiled within a turn. A child could never get it.
 
 
-def _take_for_fork(turns: Turns, end: float) -> None:
-    if turns.lock.acquire(timeout=max(0.0, end - time.monotonic())):
-        _held_for_fork.append(turns)
-    else:
-        _tear(turns)
-
-
-def _tear(turns: Turns) -> None:
-    turns._torn = True
-    _torn_for_fork.append(turns)
-
-
-def _give_back() -> None:
-    while _torn_for_fork:
-        _torn_for_fork.pop()._torn = False
+def _after_fork() -> None:
+    compiling.release()
     while _held_for_fork:
         _held_for_fork.pop().lock.release()
+    _all_lock.release()
 
 
 def _in_parent() -> None:
-    compiling.release()
-    _give_back()
-    _all_lock.release()
-    signals_deferred.__exit__()
+    while _torn_for_fork:
+        _torn_for_fork.pop()._torn = False
+    _after_fork()
+    undisturbed.open_after_fork()
+    undisturbed.__exit__()
 
 
 def _in_child() -> None:
-    compiling.release()
     _torn_for_fork.clear()
-    _give_back()
-    _all_lock.release()
-    signals_deferred.start_anew()
+    _after_fork()
+    undisturbed.start_anew_in_child()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -97,6 +97,20 @@ class WriterLock:
         holder = {"pid": self._pid, "host": socket.gethostname(), "since": time.time()}
         self._write_holder(json.dumps(holder).encode(), block)
 
+    @property
+    def still_there(self) -> bool:
+        """Whether the file at the path is the one that is held: else the folder is not this writer's any more."""
+        return self._fs.still_locks(self._file, self.path)
+
+    def check(self) -> None:
+        """Raise StorageError if the file at the path is not the one that is held."""
+        if not self.still_there:
+            raise StorageError(
+                f"{self.path} was removed, with its folder or alone, while process {self._pid} held it: what lies there"
+                " now is somebody else's, and nothing was written or removed. Rows of this table that no snapshot holds"
+                " are in this process only; begin anew, at a path that nobody removes"
+            )
+
     def record(self, known: KnownSnapshots) -> None:
         """Write down what snapshots there are. Durable when this returns.
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from oneemb.storage.errors import BrokenStoreError, StorageError
-from oneemb.storage.turns import Turns, signals_deferred
+from oneemb.storage.turns import Turns, undisturbed
 from tests.support.interrupts import AtLine, count_lines, interrupted
 
 
@@ -19,7 +19,7 @@ def test_handlers_run_once_when_the_block_has_ended_and_are_put_back():
 
     before = {number: signal.signal(number, handler) for number in (signal.SIGUSR1, signal.SIGCHLD, signal.SIGTERM)}
     try:
-        with signals_deferred, signals_deferred:
+        with undisturbed, undisturbed:
             for number in before:
                 signal.raise_signal(number)
                 signal.raise_signal(number)
@@ -41,11 +41,11 @@ def test_every_handler_runs_though_one_raises():
     before = signal.signal(signal.SIGUSR2, handler)
     try:
         with pytest.raises((KeyboardInterrupt, LookupError)):
-            with signals_deferred:
+            with undisturbed:
                 signal.raise_signal(signal.SIGUSR2)
                 signal.raise_signal(signal.SIGINT)
         assert came == [signal.SIGUSR2]
-        with signals_deferred:
+        with undisturbed:
             pass
     finally:
         signal.signal(signal.SIGUSR2, before)
@@ -55,7 +55,7 @@ def test_a_handler_that_was_asked_for_in_a_block_and_put_back_later_still_works(
     came = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
     try:
-        with signals_deferred:
+        with undisturbed:
             inside = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.signal(signal.SIGUSR1, inside)
         signal.raise_signal(signal.SIGUSR1)
@@ -67,7 +67,7 @@ def test_a_handler_that_was_asked_for_in_a_block_and_put_back_later_still_works(
 def test_an_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with signals_deferred:
+        with undisturbed:
             signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
@@ -82,12 +82,12 @@ def test_only_ctrl_c_is_let_in_and_handlers_of_the_users_wait():
         with pytest.raises(KeyboardInterrupt):
             with turns:
                 signal.raise_signal(signal.SIGTERM)
-                signals_deferred.let_in_now()
+                undisturbed.let_in_now()
                 assert came == []
                 signal.raise_signal(signal.SIGINT)
-                signals_deferred.let_in_now()
+                undisturbed.let_in_now()
                 raise AssertionError("it was let in")
-        assert came == [signal.SIGTERM] and not turns.broken and signals_deferred.let_in is None
+        assert came == [signal.SIGTERM] and not turns.broken and undisturbed.let_in is None
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -160,7 +160,7 @@ def test_a_signal_at_any_line_leaves_handlers_and_blocks_in_order(way):
                 with AtLine(at, number=signal.SIGUSR1) as line:
                     call()
                 assert line.place is not None and len(came) == at
-                assert signal.getsignal(signal.SIGUSR1) is handler and signals_deferred._depth == 0, line.place
+                assert signal.getsignal(signal.SIGUSR1) is handler and undisturbed._depth == 0, line.place
             with turns:
                 pass
             with pytest.raises(KeyboardInterrupt):

@@ -190,6 +190,9 @@ class FaultyFileSystem:
         self._locked.pop(lock, None)
         self._open.pop(lock, None)
 
+    def still_locks(self, lock, path):
+        return lock in self._locked and self._open[lock][0] is self.entries.get(path)
+
     def read_lock(self, path):
         return bytes(self._inode(path).now) if path in self._locked.values() else None
 

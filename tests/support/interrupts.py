@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 
-from oneemb.storage.turns import signals_deferred
+from oneemb.storage.turns import undisturbed
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PACKAGES = tuple(f"{ROOT}/{name}/" for name in ("oneemb", "graph", "storage", "kernels"))
@@ -32,8 +32,9 @@ class AtLine:
         functions: names of those whose lines count; None = all.
 
     Where a `with` block ends, Python comes back to its line before it calls `__exit__`: what is raised there by a trace
-    would skip the call, which no signal and no other thread can bring about. Those lines do not count, nor do, for what
-    is raised, those of storage/turns.py, which decide about such errors.
+    would skip the call, which no signal and no other thread can bring about; where a `try` begins, it is in no block
+    for a moment. Those lines do not count, nor do, for what is raised, those of storage/turns.py, which decide about
+    such errors.
     """
 
     def __init__(self, at=None, way="signal", *, number=signal.SIGINT, files=PACKAGES, functions=None):
@@ -58,7 +59,10 @@ class AtLine:
         def local(frame, event, argument):
             if event == "line":
                 file, line = frame.f_code.co_filename, frame.f_lineno
-                if linecache.getline(file, line).lstrip().startswith("with "):
+                text = linecache.getline(file, line).strip()
+                if text == "try:":
+                    return local
+                if text.startswith("with "):
                     if line in entered:
                         entered.discard(line)
                         return local
@@ -87,7 +91,7 @@ def interrupted(call, at, way, **which):
         assert threading.current_thread() is threading.main_thread()
         stopped = True
     # Nobody waits for a block that will not end, and Ctrl-C is the program's again.
-    assert signals_deferred._depth == 0 and not signals_deferred._held, line.place
+    assert undisturbed._depth == 0 and not undisturbed._held, line.place
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, line.place
     return stopped, line.place
 
