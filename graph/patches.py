@@ -144,8 +144,8 @@ class _State:
     """Whose replacements are in place, and of a fork under way, whether it waits for nobody's any more."""
 
     def __init__(self) -> None:
-        self.here, self.before, self.forks = Here(), [], False
-        self.before: Replacements
+        self.here, self.forks = Here(), False
+        self.before: Replacements = []
 
 
 _state = _State()

@@ -62,6 +62,21 @@ class BuildError(RuntimeError):
     """`build` does something that cannot be part of a graph. The message says what, where, and what works."""
 
 
+# What to do in place of what torch.fx cannot trace, by a part of what it says.
+_INSTEAD = {
+    "does not support item assignment": "A traced value takes no x[i] = y: use torch.where, index_put or scatter",
+    "cannot be interpreted as an integer": "How large a batch is, is not known while it is traced: use torch functions"
+    " of whole tensors in place of range and the like",
+    "cannot be iterated": "How many values come is not known while they are traced: take them by number, x[0] and x[1], or"
+    " use torch functions of whole tensors in place of the loop",
+    "<class 'function'>": "A function cannot be a part of the graph: put hooks on parameters, before training",
+}
+_INSTEAD_OF_BRANCHES = (
+    "What it does must not depend on values of tensors, nor of numbers and strings that come in a batch: use"
+    " torch.where or a mask in place of if"
+)
+
+
 @dataclass(frozen=True)
 class Trace:
     """What `build` does."""
@@ -114,10 +129,11 @@ def trace(root: torch.nn.Module, structure: Structure | None = None, steppers: S
         ours = isinstance(error, kinds) and any(word in str(error) for word in words)
         if not ours and not isinstance(error, fx.proxy.TraceError):
             raise
+        advice = next((say for what, say in _INSTEAD.items() if what in str(error)), _INSTEAD_OF_BRANCHES)
+        said = str(error).split(" This can be attempted", 1)[0].rstrip(".")  # Advice of torch.fx for its own users.
         raise BuildError(
-            f"build cannot be traced{_user_line(error)}: {error}. What it does must not depend on values of tensors,"
-            " nor of numbers and strings that come in a batch: use torch.where or a mask in place of if, or move the"
-            " code into a module of its own that holds no embedding"
+            f"build cannot be traced{_user_line(error)}: {said}. {advice}, or move the code into a module of its own"
+            " that holds no embedding"
         ) from error
     _check_constants(graph, tracer.objects)
     return Trace(graph, tracer.objects)

@@ -2,7 +2,8 @@
 
 Invariants:
 - with --json a command writes one JSON object to the standard output and nothing else there;
-- exit codes: 0 = done, 1 = `check` found contradictions, 2 = it could not be done, and the reason is on stderr;
+- exit codes: 0 = done, 1 = `check` found contradictions, or the user said no or closed the output, 2 = it could not be
+  done, and the reason is on stderr;
 - what is heavy is loaded by the command that needs it.
 """
 

@@ -19,6 +19,7 @@ from oneemb.row_files_safetensors import SafetensorsWriter
 from oneemb.row_values import state_of, weights_of
 from oneemb.storage.fs import absolute_path, storage_error
 from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.turns import undisturbed
 
 __all__ = ["export_rows"]
 
@@ -95,9 +96,17 @@ def export_rows(
         raise ValueError(f"table must be from 0 to {source.num_tables - 1}, those of {source.name!r}, got {table}")
     store = source.store
     try:
-        store.save_snapshot(_EXPORT, {}, overwrite=True)
-        return _export(store.plan.persistent_path, _EXPORT, paths, table, with_state, batch_size, progress)
+        try:
+            store.save_snapshot(_EXPORT, {}, overwrite=True)
+            return _export(store.plan.persistent_path, _EXPORT, paths, table, with_state, batch_size, progress)
+        finally:
+            _delete_own(store)
     finally:
+        _delete_own(store)  # Ctrl-C may have come in place of the first, or in it.
+
+
+def _delete_own(store: Any) -> None:
+    with undisturbed:
         if _EXPORT in store.snapshots():
             store.delete_snapshot(_EXPORT)
 

@@ -759,6 +759,7 @@ class EmbeddingStore:
         """Forget every row; snapshots stay. Mends a broken store."""
         with self.turns:
             self._check_process()
+            self._check_open()
             self._mend()
             if self.built:
                 self._tiers[0].clear()

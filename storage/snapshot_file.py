@@ -289,7 +289,10 @@ class RenameUncertainError(StorageError):
 def _file_name(name: str) -> str:
     if not isinstance(name, str):
         raise TypeError(f"a snapshot's name must be a str, got {name!r}")
-    quoted = quote(name, safe="")
+    try:
+        quoted = quote(name, safe="")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a snapshot's name must be text that UTF-8 can hold, got {name!r}") from error
     if not name or len(quoted) > _NAME_BYTES_MAX:
         raise ValueError(
             f"a snapshot's name must have 1 to {_NAME_BYTES_MAX} characters, other than letters and digits counting "

@@ -81,7 +81,8 @@ class WriterLock:
         except BlockingIOError as error:
             raise LockedError(
                 f"{path} is held by {_holder_text(fs.read_lock(path) or b'')}; one table object at a time writes to a "
-                f"path: close that one, or choose another path; snapshots may be read beside it"
+                f"path: close that one (or del it: an object of this process that was replaced may still live), or "
+                f"choose another path; snapshots may be read beside it"
             ) from error
         except OSError as error:
             raise storage_error(error, "lock", path) from error

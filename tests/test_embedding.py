@@ -901,3 +901,29 @@ def test_an_embedding_that_is_dropped_leaves_no_thread_and_no_lock(tmp_path, sto
     while ours() - before and time.monotonic() < deadline:
         time.sleep(0.01)  # a thread that was told to end does so when it runs
     assert ours() - before == set()
+
+
+def test_a_load_on_another_thread_comes_before_a_lookup_or_after_it(tmp_path):
+    embedding = make_embedding(tmp_path / "e", dim=1)
+    ids = np.arange(1000)
+    for name, order in (("up", ids), ("down", ids[::-1].copy())):
+        embedding.store.clear()
+        oneemb.import_rows(embedding, (order, order[:, None].astype(np.float32)))
+        embedding.save_snapshot(name)
+    embedding.load_snapshot("up")
+    find, threads = embedding.store.slots_of, []
+
+    def find_and_let_load(*keys):
+        slots = find(*keys)
+        threads.append(threading.Thread(target=embedding.load_snapshot, args=("down",)))
+        threads[-1].start()
+        threads[-1].join(0.3)  # It has to wait for us.
+        return slots
+
+    embedding.store.slots_of = find_and_let_load
+    embedding.eval()
+    assert torch.equal(embedding(torch.from_numpy(ids))[:, 0], torch.from_numpy(ids).float())
+    threads[0].join()
+    embedding.store.slots_of = find
+    assert torch.equal(embedding(torch.from_numpy(ids))[:, 0], torch.from_numpy(ids).float())
+    embedding.close()

@@ -1,8 +1,10 @@
 """A child of fork reads the rows that its parent had and changes nothing; the parent goes on as before."""
 
+import builtins
 import multiprocessing
 import os
 import threading
+import time
 import traceback
 
 import numpy as np
@@ -10,9 +12,13 @@ import pytest
 import torch
 
 import oneemb
+from oneemb.graph import patches
+from oneemb.kernels.jit import compiling
 from oneemb.kernels.threads import Threads
+from oneemb.storage import turns
 from oneemb.storage.errors import ForkedProcessError
 from oneemb.storage.persistent_table import PersistentTable
+from oneemb.storage.turns import whole
 from tests.support.table_model import put_random
 
 FORK = multiprocessing.get_context("fork")
@@ -236,3 +242,116 @@ def test_a_scan_that_a_child_closes_leaves_the_parents_files(tmp_path):
         for table_N, id_N, _ in scan:
             found.update(dict.fromkeys(zip(table_N.tolist(), id_N.tolist(), strict=True)))
         assert found.keys() == rows.keys()
+
+
+def held_elsewhere(block, seconds=0.3):
+    """A thread that stays in a block for a while, and has entered it."""
+    begun = threading.Event()
+
+    def stay():
+        with block:
+            begun.set()
+            time.sleep(seconds)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    begun.wait()
+    return thread
+
+
+@pytest.mark.parametrize("what", ["an update", "a compiled loop", "a trace"])
+def test_a_fork_waits_for_what_a_child_could_not_do_without(model, what):
+    embedding, _ = model
+    expected = rows(embedding)
+    if what == "an update":
+        counts = [0, 0]
+
+        class Update:
+            """As that of rows: half of it is done before the other."""
+
+            def __enter__(self):
+                self.block = whole((embedding.store.turns,))
+                self.block.__enter__()
+                counts[0] += 1
+
+            def __exit__(self, *error):
+                counts[1] += 1
+                self.block.__exit__(*error)
+
+        thread = held_elsewhere(Update())
+        assert in_child(lambda: counts) == [1, 1]
+    elif what == "a compiled loop":
+        thread = held_elsewhere(compiling)
+        assert in_child(lambda: compiling.acquire()) is None
+    else:
+        begun = threading.Event()
+
+        def build(self, ids):
+            begun.set()
+            time.sleep(0.3)
+            return self.embedding(ids).sum(1)
+
+        graph = type("Slow", (oneemb.EvalGraph,), {"build": build})()
+        graph.embedding = embedding
+        thread = threading.Thread(target=lambda: graph(IDS[:2]))
+        thread.start()
+        begun.wait()
+        assert in_child(lambda: (rows(embedding) == expected, bool(graph(IDS[:2]).isfinite().all()))) == (True, True)
+    thread.join()
+    assert rows(embedding) == expected
+
+
+def test_a_child_that_got_no_whole_copy_says_so(model, monkeypatch):
+    embedding, _ = model
+    monkeypatch.setattr(turns, "_FORK_PATIENCE", 0.1)
+    thread = held_elsewhere(embedding.store.turns, 1)
+
+    def read():
+        with pytest.raises(ForkedProcessError, match="got no whole copy of it"):
+            rows(embedding)
+        return True
+
+    assert in_child(read) is True
+    thread.join()
+    assert len(rows(embedding)) > 0
+    assert in_child(lambda: len(rows(embedding)) > 0) is True
+
+
+def test_a_child_has_what_another_thread_had_replaced_for_too_long(model, monkeypatch):
+    monkeypatch.setattr(patches, "_FORK_PATIENCE", 0.1)
+    before, begun = print, threading.Event()
+
+    def trace():
+        here = patches.Here()
+        patches.call_replaced(here, lambda: [(builtins, "print", len)], lambda: (begun.set(), time.sleep(1)))
+
+    thread = threading.Thread(target=trace)
+    thread.start()
+    begun.wait()
+    assert builtins.print is not before
+    assert in_child(lambda: builtins.print is before and patches.call_replaced(patches.Here(), list, lambda: 3)) == 3
+    thread.join()
+    assert builtins.print is before
+
+
+def test_a_fork_beside_the_first_lookup_is_whole(tmp_path, monkeypatch):
+    embedding = oneemb.MultiTableEmbedding(
+        "forked", 4, torch.float32, torch.int64, [oneemb.make_table()],
+        oneemb.make_device_mem_store_options(str(tmp_path / "rows")),
+    )  # fmt: skip
+    begun, open_table = threading.Event(), PersistentTable.open
+
+    def slow(*args, **kwargs):
+        begun.set()
+        time.sleep(0.3)
+        return open_table(*args, **kwargs)
+
+    monkeypatch.setattr(PersistentTable, "open", slow)
+    thread = threading.Thread(target=lambda: embedding(IDS[:3]))
+    thread.start()
+    begun.wait()
+    before = time.monotonic()
+    assert in_child(lambda: len(rows(embedding, IDS[:3]))) == 3 * 4 * 4
+    assert time.monotonic() - before < 30
+    thread.join()
+    embedding.close()

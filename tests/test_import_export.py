@@ -1,9 +1,11 @@
 """Rows from and to other tools' files: each format is written and read by its own library on the other side."""
 
+import errno
 import json
 import os
 import sys
 import tracemalloc
+import warnings
 import zipfile
 
 import numpy as np
@@ -18,6 +20,7 @@ import torch
 import oneemb
 from oneemb.storage.errors import SnapshotExistsError, SnapshotNotFoundError
 from oneemb.storage.snapshot_reader import read_snapshot_info
+from tests.support.interrupts import count_lines, interrupted, some_lines
 
 pytestmark = pytest.mark.filterwarnings("ignore:embedding 'e' starts empty")
 
@@ -740,3 +743,87 @@ def test_paths_are_those_of_the_moment_they_are_given(tmp_path, monkeypatch):
         writer.write(IDS, some_vectors())
     assert len(snapshot_rows(tmp_path / "u", "s")) == len(IDS) and list((tmp_path / "elsewhere").iterdir()) == []
     assert oneemb.import_rows(tmp_path / "w", b"../v.npz", snapshot="s") == len(IDS)
+
+
+def test_an_import_that_is_stopped_leaves_no_pin_and_no_row_that_is_not_written_down(tmp_path):
+    """Rows that lookups read are those that a snapshot holds, whenever it is stopped."""
+    embedding = oneemb.MultiTableEmbedding(
+        "items", 256, torch.float32, torch.int64, [oneemb.make_table()],
+        oneemb.make_cached_ssd_store_options(1, str(tmp_path / "rows")), num_threads=1,
+    )  # fmt: skip
+    id_N = np.arange(100)
+    embedding(torch.from_numpy(id_N))
+    embedding.save_snapshot("clean")
+
+    def bring():
+        oneemb.import_rows(embedding, (id_N, np.ones((100, 256), np.float32)))
+
+    stopped = 0
+    for at in some_lines(count_lines(bring, "signal"), 80):
+        embedding.load_snapshot("clean")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            was, place = interrupted(bring, at, "signal")
+        stopped += was
+        assert embedding.stats()["device"]["pinned"] == 0, place
+        read = embedding.store.read(np.zeros(100, np.int32), id_N)
+        embedding.save_snapshot("after", overwrite=True)
+        embedding.load_snapshot("after")
+        assert embedding.store.read(np.zeros(100, np.int32), id_N).tobytes() == read.tobytes(), place
+    assert stopped
+    embedding.close()
+
+
+# Ctrl-C in a finalizer, Python drops.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("target", ["x.npz", "x.safetensors", "x.parquet", ("k.npy", "v.npy")])
+def test_an_export_that_is_stopped_leaves_what_was_there(tmp_path, embedding, target):
+    keys, values = IDS, some_vectors()
+    oneemb.import_rows(embedding, (keys, values), table=1)
+    names = [target] if isinstance(target, str) else list(target)
+    paths = [str(tmp_path / name) for name in names]
+
+    def export():
+        oneemb.export_rows(embedding, paths[0] if len(paths) == 1 else paths, table=1, overwrite=True)
+
+    export()
+    old = [open(path, "rb").read() for path in paths]
+    oneemb.import_rows(embedding, (keys, values + 1), table=1)
+    export()
+    new = [open(path, "rb").read() for path in paths]
+    assert old != new
+    files = sorted(os.listdir(tmp_path))
+    lines = count_lines(export, "signal")
+    for at in some_lines(lines, 30):
+        for path, data in zip(paths, old, strict=True):
+            with open(path, "wb") as file:
+                file.write(data)
+        _, place = interrupted(export, at, "signal")
+        found = [open(path, "rb").read() for path in paths]
+        # Zip archives hold the time of their making.
+        assert [len(one) for one in found] == [len(one) for one in new], place
+        if not paths[0].endswith(".npz"):
+            assert found in (old, new), place
+        assert sorted(os.listdir(tmp_path)) == files and embedding.snapshots() == [], place
+
+
+def test_an_export_to_a_full_disk_leaves_no_file_and_says_which(tmp_path, embedding, monkeypatch):
+    keys, values = IDS, some_vectors()
+    oneemb.import_rows(embedding, (keys, values))
+
+    def full(path, *args, **kwargs):
+        with open(path, "wb"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pyarrow.parquet, "ParquetWriter", full)
+    with pytest.raises(oneemb.StorageError, match=r"could not write .*x\.parquet: ENOSPC.*free space"):
+        oneemb.export_rows(embedding, tmp_path / "x.parquet")
+    assert [name for name in os.listdir(tmp_path) if name.startswith("x.")] == []
+
+
+def test_files_of_an_export_are_different_ones(tmp_path, embedding):
+    keys, values = IDS, some_vectors()
+    oneemb.import_rows(embedding, (keys, values))
+    with pytest.raises(ValueError, match="a file each"):
+        oneemb.export_rows(embedding, [tmp_path / "k.npy", tmp_path / "sub" / ".." / "k.npy"], table=0)
+    assert not os.path.exists(tmp_path / "k.npy")

@@ -3,6 +3,8 @@
 import os
 import random
 import shutil
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import oneemb
+from oneemb.storage.errors import BrokenStoreError
 from tests.support.graph_models import make_graph, rows_of, weights_of
 from tests.support.interrupts import count_lines, interrupted, some_lines
 
@@ -285,3 +288,129 @@ def test_a_graph_that_never_ran_is_saved_and_loaded(tmp_path):
     graph(IDS)
     graph.load(tmp_path / "c")
     assert graph.embedding.stats()["rows"] == 0 and graph.steps == 0
+
+
+class Two(oneemb.TrainGraph):
+    """Two embeddings, whose optimizers' options are given, and a dense layer."""
+
+    def __init__(self, path, momentum=0.9, groups=1):
+        super().__init__()
+        torch.manual_seed(0)
+        for name in ("a", "b"):
+            options = oneemb.make_device_mem_store_options(str(path / name))
+            module = oneemb.MultiTableEmbedding(
+                name, 4, torch.float32, torch.int64, [oneemb.make_table()], options, num_threads=1
+            )
+            setattr(self, name, module)
+        self.dense = torch.nn.Linear(8, 1)
+        self.add_optimizer(torch.optim.SGD([self.a.weight], lr=0.1, momentum=0.9))
+        rest = [self.b.weight, *self.dense.parameters()]
+        parts = [rest] if groups == 1 else [rest[:1], rest[1:]]
+        self.add_optimizer(torch.optim.SGD([{"params": one} for one in parts], lr=0.1, momentum=momentum))
+
+    def build(self, ids):
+        loss = self.dense(torch.cat([self.a(ids), self.b(ids)], 1)).square().sum()
+        loss.backward()
+        return loss
+
+    def state(self):
+        assert self.a.stats()["step"] == self.b.stats()["step"] == self.steps
+        return [rows_of(self.a), rows_of(self.b), [w.tolist() for w in weights_of(self.dense)], self.steps]
+
+    def close(self):
+        self.a.close()
+        self.b.close()
+
+
+TWO_IDS = torch.tensor([1, 2, 3, 2])
+
+
+@pytest.mark.filterwarnings("ignore:embedding")
+@pytest.mark.parametrize("other", [{"momentum": 0.0}, {"groups": 2}])
+def test_a_checkpoint_of_other_options_is_refused_before_anything_has_changed(tmp_path, other):
+    graph = Two(tmp_path)
+    for _ in range(3):
+        graph(TWO_IDS)
+    graph.save(tmp_path / "c")
+    graph.close()
+    graph = Two(tmp_path, **other)
+    graph(TWO_IDS + 5)
+    before = graph.state()
+    with pytest.raises((ValueError, oneemb.StorageError), match="optimizer attached|param group"):
+        graph.load(tmp_path / "c")
+    assert graph.state() == before
+    graph(TWO_IDS)
+    graph.close()
+
+
+@pytest.mark.filterwarnings("ignore:embedding")
+def test_a_load_that_is_stopped_is_done_or_not_or_says_so(tmp_path):
+    graph = Two(tmp_path)
+    graph(TWO_IDS)
+    graph.save(tmp_path / "old")
+    old = graph.state()
+    graph(TWO_IDS)
+    graph.save(tmp_path / "new")
+    new = graph.state()
+
+    def load():
+        graph.load(tmp_path / "new")
+
+    for at in some_lines(count_lines(load, "signal"), 60):
+        graph.load(tmp_path / "old")
+        _, place = interrupted(load, at, "signal")
+        try:
+            assert graph.state() in (old, new), place
+        except BrokenStoreError:
+            with pytest.raises(BrokenStoreError, match=r"load_snapshot\(name\) goes on from one"):
+                graph(TWO_IDS)
+    graph.load(tmp_path / "new")
+    assert graph.state() == new
+    # The rows of the first are another checkpoint's when the second's turn out to be damaged.
+    graph.load(tmp_path / "old")
+    for keys in (tmp_path / "b" / "chunks").glob("*.keys"):
+        keys.write_bytes(keys.read_bytes()[:-1] + b"\0\0")
+    with pytest.raises(oneemb.StorageError):
+        load()
+    with pytest.raises(BrokenStoreError):
+        graph(TWO_IDS)
+    graph.close()
+
+
+def test_what_a_killed_save_has_left_goes_with_the_next_one(tmp_path):
+    code = f"""
+import os, sys
+sys.path.insert(0, {os.getcwd()!r})
+from tests.test_train_graph_checkpoint import IDS, graph_at
+graph = graph_at({str(tmp_path / "rows")!r})
+graph(IDS)
+graph.save({str(tmp_path / "c")!r}, keep=1)
+graph(IDS)
+os.replace = lambda *paths: replace(*paths) if "checkpoint-" in paths[1] else os._exit(3)
+graph.save({str(tmp_path / "c")!r}, keep=1)
+"""
+    code = code.replace("os.replace = lambda", "replace = os.replace\nos.replace = lambda")
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 3
+    assert len(os.listdir(tmp_path)) == 4, "the file, the folder, the file's successor and what it was to name"
+    graph = graph_at(tmp_path / "rows")
+    assert len(graph.embedding.snapshots()) == 2
+    graph.load(tmp_path / "c")
+    assert graph.steps == 1
+    graph.save(tmp_path / "c", keep=1)
+    assert sorted(os.listdir(tmp_path)) == ["c", "rows"] and len(graph.embedding.snapshots()) == 1
+    # What lies there and was not written by a save is no reason to delete anything.
+    (tmp_path / "c.4194305.saving").write_text('["checkpoint"]')
+    graph.save(tmp_path / "c", keep=1)
+    assert sorted(os.listdir(tmp_path)) == ["c", "rows"] and len(graph.embedding.snapshots()) == 1
+    graph.embedding.close()
+
+
+def test_the_file_before_is_not_read_but_for_what_it_names(tmp_path, monkeypatch):
+    graph = graph_at(tmp_path / "rows")
+    graph(IDS)
+    graph.save(tmp_path / "c")
+    load, mapped = torch.load, []
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: mapped.append(kwargs["mmap"]) or load(*args, **kwargs))
+    graph.save(tmp_path / "c")
+    assert mapped == [True]
+    graph.embedding.close()

@@ -8,14 +8,18 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.checksum import xxh64
+from oneemb.kernels.threads import Threads
 from oneemb.storage import check as check_module
 from oneemb.storage import chunk_scan
 from oneemb.storage.check import check_table
 from oneemb.storage.compact_snapshots import compact_snapshots
 from oneemb.storage.errors import CorruptTableError, StorageError
+from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.persistent_table import PersistentTable
 from oneemb.storage.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.snapshot_rows import SnapshotRows
 from oneemb.storage.table_info import table_info
+from oneemb.storage.writer_lock import known_snapshots
 from tests.storage.test_persistent_table_damage import open_table, small_table
 from tests.support.table_model import scanned
 
@@ -294,3 +298,24 @@ def test_nonsense_about_shards_is_refused(wrong):
     assert shard_of({}, "s") == (0, 1) and shard_of({"shard": [2, 5]}, "s") == (2, 5)
     with pytest.raises(CorruptTableError, match="snapshot 's'"):
         shard_of({"shard": wrong}, "s")
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1", "1" * 400, "true", "null", "[1]"])
+@pytest.mark.parametrize("field", ["sequence", "count", "lost_more", "keep_below"])
+def test_numbers_of_a_record_in_lock_are_not_believed(tmp_path, field, number):
+    path = tmp_path / "t"
+    with PersistentTable.open(path, row_width=4, threads=Threads(1)) as table:
+        table.save_snapshot("s", {})
+    lock = path / "LOCK"
+    data = lock.read_bytes()
+    for begin in (512, 2048):
+        text = data[begin : begin + 1528]
+        if text.strip(b"\0 "):
+            fields = json.dumps({**json.loads(text), field: "?"}).replace('"?"', number).encode().ljust(1528)
+            data = data[:begin] + fields + struct.pack("<Q", xxh64(fields)) + data[begin + 1536 :]
+    lock.write_bytes(data)
+    assert known_snapshots(LocalFileSystem(), str(lock)) is None
+    with PersistentTable.open(path, row_width=4, threads=Threads(1)) as table:
+        assert [info.name for info in table.snapshots()] == ["s"]
+        table.delete_snapshot("s")
+    assert known_snapshots(LocalFileSystem(), str(lock)).names == ()
