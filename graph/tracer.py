@@ -69,7 +69,7 @@ _INSTEAD = {
     " of whole tensors in place of range and the like",
     "cannot be iterated": "How many values come is not known while they are traced: take them by number, x[0] and x[1], or"
     " use torch functions of whole tensors in place of the loop",
-    "<class 'function'>": "A function cannot be a part of the graph: put hooks on parameters, before training",
+    "<class 'function'>": "A function is no part of a graph: put hooks on parameters, before training",
 }
 _INSTEAD_OF_BRANCHES = (
     "What it does must not depend on values of tensors, nor of numbers and strings that come in a batch: use"
