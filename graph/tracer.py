@@ -67,8 +67,8 @@ _INSTEAD = {
     "does not support item assignment": "A traced value takes no x[i] = y: use torch.where, index_put or scatter",
     "cannot be interpreted as an integer": "How large a batch is, is not known while it is traced: use torch functions"
     " of whole tensors in place of range and the like",
-    "cannot be iterated": "How many values come is not known while they are traced: take them by number, x[0] and x[1], or"
-    " use torch functions of whole tensors in place of the loop",
+    "cannot be iterated": "How many values come is not known while they are traced: take them by number, x[0] and x[1],"
+    " or use torch functions of whole tensors in place of the loop",
     "<class 'function'>": "A function is no part of a graph: put hooks on parameters, before training",
 }
 _INSTEAD_OF_BRANCHES = (
