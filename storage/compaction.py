@@ -210,7 +210,7 @@ class Compactor:
                     self._fs, chunk.rows_path, geometry, part.number, keys, live_rows(part.bit_N), _PIECE_ROWS
                 )
                 for table_N, id_N, row_NW in pieces:
-                    with self._guard:
+                    with self._turns:
                         if self._stopping:
                             break
                         self.settle()

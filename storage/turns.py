@@ -63,7 +63,8 @@ class _Undisturbed:
         self.let_in: BaseException | None = None
         """What a handler raised where a block let it."""
         self._inside: dict[int, int] = {}  # of each thread that is in blocks, in how many
-        self._forking: int | None = None  # the thread that does
+        self._forking: int | None = None  # the thread that is about to
+        self._forks_now = False
         self._forked = threading.Event()
 
     def __enter__(self) -> None:
@@ -89,19 +90,37 @@ class _Undisturbed:
         me, end = threading.get_ident(), time.monotonic() + patience_s
         self._forked.clear()
         self._forking = me
-        while any(thread != me for thread in list(self._inside)) and time.monotonic() < end:
+        while True:
+            self._forks_now = True
+            if all(thread == me for thread in list(self._inside)) or time.monotonic() > end:
+                return
+            self._forks_now = False
             time.sleep(1e-4)
 
     def open_after_fork(self) -> None:
-        self._forking = None
+        self._forking, self._forks_now = None, False
         self._forked.set()
 
-    def _hold_forks(self) -> None:
+    @contextmanager
+    def forks_let_in(self) -> Iterator[None]:
+        """In a block, where what it changes is in order: other threads may fork. Nothing in a block in another one."""
+        me = threading.get_ident()
+        if self._inside.get(me) != 1:
+            yield
+            return
+        del self._inside[me]
+        try:
+            yield
+        finally:
+            self._hold_forks(goes_on=True)
+
+    def _hold_forks(self, goes_on: bool = False) -> None:
+        """Wait for a fork, and let the next one wait; one that goes on does not wait while others may wait for it."""
         me = threading.get_ident()
         depth = self._inside.get(me, 0)
-        # First it is said, then looked: a fork does the two the other way round, so one of them sees the other.
+        # First it is said, then looked: a fork does so too, and one of the two sees the other.
         self._inside[me] = depth + 1
-        while depth == 0 and self._forking not in (None, me):
+        while depth == 0 and self._forking not in (None, me) and (self._forks_now or not goes_on):
             del self._inside[me]
             self._forked.wait(1)
             self._inside[me] = 1
@@ -153,7 +172,7 @@ class _Undisturbed:
     def start_anew_in_child(self) -> None:
         """In a child process, whose only thread is the one that forked."""
         self._inside = {}
-        self._forking, self._forked = None, threading.Event()
+        self._forking, self._forks_now, self._forked = None, False, threading.Event()
         self.start_anew()
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
@@ -228,7 +247,8 @@ class Turns:
         """Within a turn, not within one in it: let others have turns during a block."""
         self.lock.release()
         try:
-            yield
+            with undisturbed.forks_let_in():
+                yield
         finally:
             self.lock.acquire()
 

@@ -355,3 +355,38 @@ def test_a_fork_beside_the_first_lookup_is_whole(tmp_path, monkeypatch):
     assert time.monotonic() - before < 30
     thread.join()
     embedding.close()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_fork_does_not_wait_for_what_lets_others_have_turns(tmp_path, waits):
+    """As compaction does while it reads; whoever waits for that in a turn of its own ends first."""
+    object_ = turns.Turns("the object", "make it anew", rank=0)
+    begun, go_on, ended = threading.Event(), threading.Event(), []
+
+    def long():
+        with object_:
+            with object_.let_go():
+                begun.set()
+                go_on.wait(20)
+            ended.append("long")
+            object_.lock.notify_all()
+
+    def waiting():
+        with object_:
+            while not ended:
+                object_.lock.wait()
+            ended.append("waiting")
+
+    threads = [threading.Thread(target=one) for one in (long, waiting)[: 1 + waits]]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    if waits:
+        threading.Timer(0.3, go_on.set).start()
+    before = time.monotonic()
+    assert in_child(lambda: (list(ended), object_.check(changes=False))) == (["long", "waiting"] if waits else [], None)
+    assert time.monotonic() - before < 10
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert ended == ["long", "waiting"][: 1 + waits]
