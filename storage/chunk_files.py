@@ -107,6 +107,7 @@ class ChunkFiles:
     def __init__(
         self, fs: FileSystem, directory: str, next_number: int, direct: bool, lock: WriterLock | None = None
     ):  # fmt: skip
+        self.chunks: dict[int, ChunkFile] = {}  # First: whatever stops this, `__del__` asks for it.
         self._fs = fs
         self._lock = lock
         self.directory = directory
@@ -117,7 +118,6 @@ class ChunkFiles:
         self._unremoved: list[str] = []
         self.files_open_max = _FILES_OPEN_MAX
         self.sync_threads = 1
-        self.chunks: dict[int, ChunkFile] = {}
         self.keep_below = 0
         """Files of chunks with a smaller number stay, held or not: a snapshot that cannot be read may need them."""
         self.bytes_written = 0
