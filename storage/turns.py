@@ -66,6 +66,7 @@ class _Undisturbed:
         self._forking: int | None = None  # the thread that is about to
         self._forks_now = False
         self._forked = threading.Event()
+        self._one_fork = threading.Lock()
 
     def __enter__(self) -> None:
         if threading.get_ident() == threading.main_thread().ident:
@@ -87,6 +88,8 @@ class _Undisturbed:
 
     def close_for_fork(self, patience_s: float) -> None:
         """Let no other thread begin a block, and wait for those that are in one."""
+        with self.forks_let_in():
+            self._one_fork.acquire()
         me, end = threading.get_ident(), time.monotonic() + patience_s
         self._forked.clear()
         self._forking = me
@@ -100,6 +103,7 @@ class _Undisturbed:
     def open_after_fork(self) -> None:
         self._forking, self._forks_now = None, False
         self._forked.set()
+        self._one_fork.release()
 
     @contextmanager
     def forks_let_in(self) -> Iterator[None]:
@@ -137,19 +141,23 @@ class _Undisturbed:
                     self._handlers[number] = handler
                     _signal.signal(number, self._note)
         except BaseException:
-            self.start_anew()
+            self._end()
             raise
 
     def _let_signals_come(self) -> None:
-        if threading.get_ident() != threading.main_thread().ident or self._depth == 0:
-            return
-        self._depth -= 1
-        if self._depth == 0:
-            self.let_in = None
-            try:
-                self._put_back()
-            finally:
-                self._handle()
+        if threading.get_ident() == threading.main_thread().ident:
+            if self._depth > 1:
+                self._depth -= 1
+            elif self._depth == 1:
+                self._end()
+
+    def _end(self) -> None:
+        self._depth = 0
+        self.let_in = None
+        try:
+            self._put_back()
+        finally:
+            self._handle()
 
     def let_in_now(self) -> None:
         """Raise KeyboardInterrupt if Ctrl-C was held back, where it does no harm.
@@ -164,16 +172,13 @@ class _Undisturbed:
                 raise self.let_in
 
     def start_anew(self) -> None:
-        """Hold nothing back any more."""
+        """In a child process, whose only thread is the one that forked: hold nothing back any more."""
+        self._inside = {}
+        self._forking, self._forks_now = None, False
+        self._forked, self._one_fork = threading.Event(), threading.Lock()
         self._depth = 0
         self._held.clear()
         self._put_back()
-
-    def start_anew_in_child(self) -> None:
-        """In a child process, whose only thread is the one that forked."""
-        self._inside = {}
-        self._forking, self._forks_now, self._forked = None, False, threading.Event()
-        self.start_anew()
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         if self._depth:
@@ -368,7 +373,7 @@ def _in_parent() -> None:
 def _in_child() -> None:
     _torn_for_fork.clear()
     _after_fork()
-    undisturbed.start_anew_in_child()
+    undisturbed.start_anew()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from oneemb.storage import turns as turns_module
 from oneemb.storage.errors import BrokenStoreError, StorageError
 from oneemb.storage.turns import Turns, undisturbed
 from tests.support.interrupts import AtLine, count_lines, interrupted
@@ -167,3 +168,20 @@ def test_a_signal_at_any_line_leaves_handlers_and_blocks_in_order(way):
                 signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_ctrl_c_is_not_lost_where_another_handler_raises_as_a_block_begins(monkeypatch):
+    getsignal = turns_module._signal.getsignal
+
+    def asked(number):
+        if number == signal.SIGUSR2:
+            monkeypatch.undo()
+            signal.raise_signal(signal.SIGINT)  # held back: its handler has been replaced before
+            raise LookupError
+        return getsignal(number)
+
+    monkeypatch.setattr(turns_module._signal, "getsignal", asked)
+    with pytest.raises(KeyboardInterrupt):
+        with undisturbed:
+            raise AssertionError("it began")
+    assert undisturbed._depth == 0 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
