@@ -171,8 +171,6 @@ def _target_paths(target: Any, table: int | None, with_state: bool) -> list[str]
             raise ValueError(f"target must end in {', '.join(SUFFIXES)}, or be several files .npy, got {path!r}")
         return [path]
     paths = [absolute_path(path) for path in target]
-    if len({os.path.realpath(path) for path in paths}) < len(paths):
-        raise ValueError(f"keys, values, tables and state go to a file each, got {paths}")
     if not 2 <= len(paths) <= 4 or any(suffix_of(path) != ".npy" for path in paths):
         raise ValueError(f"target must be 2 to 4 files .npy, of keys, values, tables and state, got {paths}")
     if with_state != (len(paths) == 4):
@@ -182,6 +180,8 @@ def _target_paths(target: Any, table: int | None, with_state: bool) -> list[str]
         )
     if table is not None and len(paths) > 2:
         raise ValueError(f"of one table there are no table numbers to write, got table={table} and {len(paths)} files")
+    if len({os.path.realpath(path) for path in paths}) < len(paths):
+        raise ValueError(f"keys, values, tables and state go to a file each, got {paths}")
     return paths
 
 

@@ -243,41 +243,28 @@ class ColumnFiles:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class new_files:
+@contextmanager
+def new_files(*paths: str) -> Iterator[list[IO[bytes]]]:
     """Files that appear under their names, in place of those of these names, when the block ends without an error: not
     one of them before all are complete."""
-
-    def __init__(self, *paths: str):
-        self._paths = paths
-        self._files: list[IO[bytes]] = []
-
-    def __enter__(self) -> list[IO[bytes]]:
-        try:
-            for path in self._paths:
-                self._files.append(open(f"{path}.tmp", "wb"))
-        except BaseException:
-            self._remove()
-            raise
-        return self._files
-
-    def __exit__(self, kind: type | None, *exception: object) -> None:
-        try:
-            if kind is None:
-                for file in self._files:
-                    file.flush()
-                    os.fsync(file.fileno())
-                    file.close()
-                with undisturbed:  # keys of the one and values of the other would be wrong rows
-                    for path in self._paths:
-                        os.replace(f"{path}.tmp", path)
-        finally:
-            self._remove()
-
-    def _remove(self) -> None:
-        for file, path in zip(self._files, self._paths, strict=False):
-            file.close()
-            if os.path.exists(f"{path}.tmp"):
-                os.remove(f"{path}.tmp")
+    files: list[IO[bytes]] = []
+    try:
+        for path in paths:
+            files.append(open(f"{path}.tmp", "wb"))
+        yield files
+        for file in files:
+            file.flush()
+            os.fsync(file.fileno())
+        with undisturbed:  # keys of the one and values of the other would be wrong rows
+            for path in paths:
+                os.replace(f"{path}.tmp", path)
+    finally:
+        with undisturbed:
+            for file in files:
+                file.close()
+            for path in paths[: len(files)]:
+                if os.path.exists(f"{path}.tmp"):
+                    os.remove(f"{path}.tmp")
 
 
 # ---- what importing and exporting share -----------------------------------------------------------------------------

@@ -394,11 +394,10 @@ def test_a_fork_does_not_wait_for_what_lets_others_have_turns(tmp_path, waits):
 
 def test_threads_that_fork_at_once_take_turns(model):
     embedding, _ = model
-    found = []
+    found, table_U, id_U = [], np.zeros(100, np.int32), np.arange(100)
 
     def fork():
         for _ in range(4):
-            table_U, id_U = np.zeros(100, np.int32), np.arange(100)
             found.append(in_child(lambda: embedding.store.read(table_U, id_U).tobytes()))
 
     before = time.monotonic()

@@ -707,7 +707,7 @@ def test_files_that_belong_together_are_replaced_together(tmp_path, monkeypatch,
         honest(number)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(oneemb.StorageError, match="No space"):
         oneemb.export_rows(tmp_path / "t", files, snapshot="s", overwrite=True)
     assert [file.read_bytes() for file in files] == [b"old"] * 3
     assert {file.name for file in tmp_path.iterdir()} == {"t", *(file.name for file in files)}
@@ -720,7 +720,7 @@ def test_a_parquet_file_that_cannot_be_finished_leaves_nothing(tmp_path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(oneemb.StorageError, match="No space"):
         oneemb.export_rows(tmp_path / "t", tmp_path / "v.parquet", snapshot="s")
     assert {file.name for file in tmp_path.iterdir()} == {"t"}
 
