@@ -8,7 +8,6 @@ Invariants:
 """
 
 import builtins
-import contextlib
 import os
 import threading
 import types
@@ -77,7 +76,7 @@ def _in_turn(here: Here, replacements: Callable[[], Replacements], function: Cal
 
 
 def _end_turn() -> None:
-    with contextlib.suppress(RuntimeError):  # it is not this thread's turn
+    if _ONE_AT_A_TIME._is_owned():  # type: ignore[attr-defined]
         _ONE_AT_A_TIME.release()
 
 

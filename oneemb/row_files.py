@@ -216,7 +216,8 @@ class ColumnFiles:
     """
 
     def __init__(self, target: str):
-        self._folder = tempfile.mkdtemp(prefix=".oneemb-", dir=os.path.dirname(os.path.abspath(target)))
+        above = os.path.dirname(os.path.abspath(target))
+        self._folder = tempfile.TemporaryDirectory(prefix=".oneemb-", dir=above, ignore_cleanup_errors=True)
         self._file: dict[str, IO[bytes]] = {}
         self.dtype: dict[str, np.dtype] = {}
         self.shape: dict[str, tuple[int, ...]] = {}
@@ -225,7 +226,7 @@ class ColumnFiles:
         """Append to each column."""
         for name, array in columns.items():
             if name not in self._file:
-                self._file[name] = open(f"{self._folder}/{len(self._file)}", "w+b")
+                self._file[name] = open(f"{self._folder.name}/{len(self._file)}", "w+b")
                 self.dtype[name], self.shape[name] = array.dtype, (0, *array.shape[1:])
             self._file[name].write(np.ascontiguousarray(array).view(np.uint8).data)
             self.shape[name] = (self.shape[name][0] + len(array), *self.shape[name][1:])
@@ -240,7 +241,7 @@ class ColumnFiles:
         for file in self._file.values():
             file.close()
         self._file = {}
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.cleanup()
 
 
 @contextmanager

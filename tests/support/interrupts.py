@@ -5,6 +5,7 @@ Two ways to be stopped:
     raise     an exception appears at the line, as other threads may put one there; nothing can hold it back
 """
 
+import gc
 import linecache
 import os
 import random
@@ -42,12 +43,16 @@ class AtLine:
         self.lines, self.place = 0, None
 
     def __enter__(self):
-        self._before = sys.gettrace()
+        # Finalizers would run where the collector likes, and what is raised in one, Python drops.
+        self._before, self._collects = sys.gettrace(), gc.isenabled()
+        gc.disable()
         sys.settrace(self._trace)
         return self
 
     def __exit__(self, *error):
         sys.settrace(self._before)
+        if self._collects:
+            gc.enable()
 
     def _trace(self, frame, event, argument):
         if not frame.f_code.co_filename.startswith(self.files):
