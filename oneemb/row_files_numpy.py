@@ -9,6 +9,7 @@ import os
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from tokenize import TokenError
 from typing import IO, Any, Protocol
 
 import numpy as np
@@ -48,7 +49,7 @@ class _NpyStream:
                 (1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0
             }[version]  # fmt: skip
             self.shape, fortran, self.dtype = read_header(file)
-        except (ValueError, KeyError, SyntaxError, RecursionError, MemoryError) as error:
+        except (ValueError, KeyError, SyntaxError, TokenError, RecursionError, MemoryError) as error:
             raise ValueError(f"{path} is not an .npy file of numbers: {error}") from error
         if self.dtype.hasobject:
             raise ValueError(f"{path} holds pickled Python objects, which are never loaded; save an array of numbers")

@@ -1,6 +1,11 @@
 """Settings of every test."""
 
+import signal
+
 from hypothesis import settings
+
+# A shell that starts the tests in the background has Ctrl-C ignored, which they are about.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on every run, so that a failure is the change's and not the day's; those of the slow tests differ
 # from run to run. Compiling a loop takes seconds, so no example has a deadline.

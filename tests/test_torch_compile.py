@@ -85,7 +85,8 @@ def test_a_compiled_model_trains_as_an_eager_one_without_warnings(embeddings):
     assert all(torch.equal(a, b) for a, b in zip(outputs, expected[0], strict=True)) and rows == expected[1]
     assert all(torch.equal(a, b) for a, b in zip(weights, expected[2], strict=True))
     assert torch.equal(read, eager.eval()(torch.tensor([[1, 2], [9, 9]])))
-    assert [str(one.message) for one in caught] == []
+    # What torch says of the interpreter itself is not ours: 3.13.0 has slower guards.
+    assert [said for one in caught if not (said := str(one.message)).startswith("Guards may run slower")] == []
     (why,) = torch._dynamo.utils.counters["graph_break"]
     assert "_TableEmbedding.forward" in why
 
