@@ -458,7 +458,8 @@ class TrainGraph(_Graph):
 
         The file holds dense parameters and buffers, the states of optimizers, schedulers and the GradScaler, the
         count of steps and the random generators (of torch, random and numpy). Rows are saved as a snapshot in each
-        embedding's `persistent_path`, which the file names.
+        embedding's `persistent_path`, which the file names. While it is being saved, `path.<process>.saving` and
+        `.tmp` lie beside it; what a process that was killed has left of a save goes with the next one.
 
         Args:
             path: the file; its folder must exist.
@@ -480,7 +481,9 @@ class TrainGraph(_Graph):
         Raises:
             ValueError: it is no checkpoint, or one of another graph; the message says what differs. Nothing changed.
             StorageError: a snapshot that it names is not there, is another run's, or its rows hold another optimizer's
-                state. Nothing changed.
+                state; nothing changed. Or its files are damaged.
+            KeyboardInterrupt, and what else stops a load half way: every call of the graph's embeddings raises
+                `BrokenStoreError` until another load.
         """
         load_checkpoint(self, os.fsdecode(path))
 
