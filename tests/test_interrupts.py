@@ -146,7 +146,7 @@ def check_steps(tmp_path, store, states, how, way, number):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("how", ["eager", "graph"])
 def test_a_step_that_is_stopped_is_done_or_not(tmp_path, store, states, how, way):
-    check_steps(tmp_path, store, states, how, way, 24)
+    check_steps(tmp_path, store, states, how, way, 12)
 
 
 @pytest.mark.slow
