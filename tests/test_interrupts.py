@@ -122,6 +122,7 @@ def check_steps(tmp_path, store, states, how, way, number):
         stopped, place = interrupted(lambda: model.step(BATCHES[STOPPED]), at, way)
         if way == "raise" and model.graph is not None:  # what nothing holds back may come before the count
             model.graph.steps = model.embedding.store.step
+        done = False
         try:
             assert torch.is_grad_enabled(), place
             model.optimizer.zero_grad()
