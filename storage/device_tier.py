@@ -424,6 +424,9 @@ class DeviceTier:
         }
 
     @_in_order
+    def only_read(self) -> None:
+        """In a child of fork, which has no GPU: there is nothing to keep apart."""
+
     def close(self) -> None:
         self._forget()
 
