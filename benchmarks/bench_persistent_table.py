@@ -182,7 +182,10 @@ def drop_from_cache(path: str) -> None:
     """Push every file below a path out of the system's cache."""
     for folder, _, names in os.walk(path):
         for name in names:
-            file = os.open(os.path.join(folder, name), os.O_RDONLY)
+            try:
+                file = os.open(os.path.join(folder, name), os.O_RDONLY)
+            except FileNotFoundError:
+                continue  # a system that compacts in the background has just removed it
             os.fsync(file)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(file)

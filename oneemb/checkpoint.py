@@ -295,12 +295,15 @@ def _left_by_the_dead(path: str) -> list[str]:
 
 
 def _read_intent(intent: str) -> dict[str, Any]:
+    """What a save wrote down: its host, and the snapshots that it would make."""
     try:
         with open(intent, "rb") as file:
             found = json.load(file)
-    except (OSError, ValueError):
+        for one in found["snapshots"].values():
+            one["oneemb_snapshot"], one["oneemb_identity"], found["host"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # Its writer ended before anything else was made.
-    return found if isinstance(found, dict) else {}
+    return found
 
 
 def _undo(intent: str, embeddings: Mapping[str, Any], named_by_file: list[_Named]) -> None:

@@ -276,13 +276,21 @@ class _TableEmbedding(torch.nn.Module):
         """
         name = state[_STATE_KEY]
         if name is None:
-            self.store.clear()
-            self.pending.clear()
+            self.clear()
         else:
             self.store.check_snapshot(name, state.get(_IDENTITY_KEY), f"a state dict of embedding {self.name!r}")
             self.load_snapshot(name)
 
     # ---- the rest ---------------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget every row and the optimizer's steps: all ids are new again. Snapshots stay.
+
+        It also mends an embedding whose calls raise `BrokenStoreError`, as `load_snapshot` does.
+        """
+        self.store.clear()
+        self.pending.clear()
+        self._saved = None
 
     def stats(self) -> dict[str, Any]:
         """Sizes now and counters since the tiers were made.

@@ -16,7 +16,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import IO, Any, NamedTuple, Protocol
@@ -30,7 +30,7 @@ from oneemb.storage.turns import undisturbed
 
 __all__ = [
     "META_KEY", "SUFFIXES", "Batch", "ColumnFiles", "Columns", "Progress", "RowFile", "RowFileWriter", "checked_batch",
-    "need", "new_files", "pick_columns", "reading", "rows_meta", "suffix_of", "whole_batches",
+    "drop_file", "need", "new_files", "pick_columns", "reading", "rows_meta", "suffix_of", "whole_batches",
 ]  # fmt: skip
 
 META_KEY = "oneemb"
@@ -239,9 +239,22 @@ class ColumnFiles:
     def remove(self) -> None:
         """Removing twice is fine."""
         for file in self._file.values():
-            file.close()
+            close_dropped(file)
         self._file = {}
         self._folder.cleanup()
+
+
+def drop_file(file: IO[bytes]) -> None:
+    """Close a file and remove it, unless it has another name by now."""
+    close_dropped(file)
+    if os.path.lexists(file.name):
+        os.remove(file.name)
+
+
+def close_dropped(file: IO[bytes]) -> None:
+    """Close a file that nobody will read: on a full disk the rest of it cannot be written, which no longer matters."""
+    with suppress(OSError):
+        file.close()
 
 
 @contextmanager
@@ -262,10 +275,7 @@ def new_files(*paths: str) -> Iterator[list[IO[bytes]]]:
     finally:
         with undisturbed:
             for file in files:
-                file.close()
-            for path in paths[: len(files)]:
-                if os.path.exists(f"{path}.tmp"):
-                    os.remove(f"{path}.tmp")
+                drop_file(file)
 
 
 # ---- what importing and exporting share -----------------------------------------------------------------------------

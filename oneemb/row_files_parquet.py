@@ -3,11 +3,11 @@
 import json
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from oneemb.row_files import META_KEY, Batch, Columns, checked_batch, need, pick_columns, reading, rows_meta
+from oneemb.row_files import META_KEY, Batch, Columns, checked_batch, drop_file, need, pick_columns, reading, rows_meta
 
 __all__ = ["ParquetRows", "ParquetWriter"]
 
@@ -18,13 +18,21 @@ class ParquetRows:
     def __init__(self, path: str, columns: Columns):
         parquet = need("pyarrow.parquet", "parquet")
         self._error = need("pyarrow", "parquet").ArrowException
-        with reading(path, "a Parquet file", self._error):
-            self._file = parquet.ParquetFile(path)
-        schema = self._file.schema_arrow
         self._path = path
+        self._source = open(path, "rb")  # Arrow itself opens no name that is not UTF-8
+        try:
+            with reading(path, "a Parquet file", self._error):
+                self._file = parquet.ParquetFile(self._source)
+            self._read_schema(columns)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_schema(self, columns: Columns) -> None:
+        schema = self._file.schema_arrow
         self.size: int | None = self._file.metadata.num_rows
-        self.meta = rows_meta(path, (schema.metadata or {}).get(META_KEY.encode(), b"{}"))
-        self._columns = pick_columns(schema.names, columns, path, self.meta)
+        self.meta = rows_meta(self._path, (schema.metadata or {}).get(META_KEY.encode(), b"{}"))
+        self._columns = pick_columns(schema.names, columns, self._path, self.meta)
         first = next(self.scan(1), None)
         values = self._columns.values
         if first is not None:
@@ -60,7 +68,7 @@ class ParquetRows:
             row += len(part)
 
     def close(self) -> None:
-        self._file.close()
+        self._source.close()
 
     def _numbers(self, part: Any, name: str) -> np.ndarray:
         """A column of numbers as [N], one of lists as [N, D]."""
@@ -93,6 +101,7 @@ class ParquetWriter:
     def __init__(self, path: str, meta: dict[str, Any]):
         self._arrow, self._parquet = need("pyarrow", "parquet"), need("pyarrow.parquet", "parquet")
         self._path, self._meta = path, meta
+        self._file: IO[bytes] | None = None
         self._writer: Any = None
 
     def write(self, batch: Batch) -> None:
@@ -105,7 +114,8 @@ class ParquetWriter:
         part = arrow.record_batch(list(columns.values()), list(columns))
         if self._writer is None:
             schema = part.schema.with_metadata({META_KEY: json.dumps(self._meta)})
-            self._writer = self._parquet.ParquetWriter(f"{self._path}.tmp", schema, use_dictionary=False)
+            self._file = open(f"{self._path}.tmp", "wb")
+            self._writer = self._parquet.ParquetWriter(self._file, schema, use_dictionary=False)
         if len(part):
             self._writer.write_batch(part)
 
@@ -115,17 +125,22 @@ class ParquetWriter:
         return self._arrow.FixedSizeListArray.from_arrays(flat, array_ND.shape[1])
 
     def finish(self) -> None:
+        assert self._file is not None
         self._writer.close()
-        with open(f"{self._path}.tmp", "rb") as file:
-            os.fsync(file.fileno())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
         os.replace(f"{self._path}.tmp", self._path)
-        self._writer = None
+        self._file = self._writer = None
 
     def abandon(self) -> None:
-        writer, self._writer = self._writer, None
+        file, self._file, writer, self._writer = self._file, None, self._writer, None
+        if file is None:
+            return
         try:
             if writer is not None:
                 writer.close()
+        except OSError:
+            pass  # It is dropped: that its end cannot be written matters no longer.
         finally:
-            if os.path.exists(f"{self._path}.tmp"):
-                os.remove(f"{self._path}.tmp")
+            drop_file(file)

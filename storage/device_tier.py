@@ -423,7 +423,6 @@ class DeviceTier:
             "bytes": len(self._pin_S) * self._slot_bytes + self._index.nbytes,
         }
 
-    @_in_order
     def only_read(self) -> None:
         """In a child of fork, which has no GPU: there is nothing to keep apart."""
 

@@ -261,7 +261,10 @@ def storage_error(error: OSError, action: str, path: str) -> StorageError:
         errno.EROFS: "the file system is read-only; remount it for writing or choose another path",
         errno.EACCES: "give this user the right to write there or choose another path",
         errno.EPERM: "give this user the right to write there or choose another path",
-        errno.ENOENT: "it was removed while the table was in use; restore the directory or open the table anew",
+        errno.ENOENT: "a folder above it is not there, or was removed while the table was in use; restore it and open the"
+        " table anew, or choose another path",
+        errno.ENOTDIR: "what is above it is a file, not a folder; choose another path",
+        errno.ENAMETOOLONG: "choose a shorter path",
         errno.EMFILE: "raise the limit of open files (ulimit -n)",
         errno.ENFILE: "raise the system's limit of open files",
         errno.EAGAIN: "the system takes no more reads; raise its limit fs.aio-max-nr (sysctl) and call again",

@@ -19,6 +19,7 @@ import torch
 
 import oneemb
 from oneemb.kernels import jit_cuda
+from oneemb.storage.embedding_store import _close_dropped
 from tests.kernels.test_init_rows import uniform_python
 from tests.support.models import STORES, make_embedding, reopen, rows_of, store_options
 
@@ -907,7 +908,7 @@ def test_a_load_on_another_thread_comes_before_a_lookup_or_after_it(tmp_path):
     embedding = make_embedding(tmp_path / "e", dim=1)
     ids = np.arange(1000)
     for name, order in (("up", ids), ("down", ids[::-1].copy())):
-        embedding.store.clear()
+        embedding.clear()
         oneemb.import_rows(embedding, (order, order[:, None].astype(np.float32)))
         embedding.save_snapshot(name)
     embedding.load_snapshot("up")
@@ -927,3 +928,35 @@ def test_a_load_on_another_thread_comes_before_a_lookup_or_after_it(tmp_path):
     embedding.store.slots_of = find
     assert torch.equal(embedding(torch.from_numpy(ids))[:, 0], torch.from_numpy(ids).float())
     embedding.close()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_clear_makes_every_id_new_again_and_mends(made, store):
+    embedding = made(store=store)
+    optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), [embedding])
+    ids = torch.arange(40)
+    begun = embedding(ids).detach().clone()
+    embedding(ids).sum().backward()
+    optimizer.step()
+    embedding.save_snapshot("s")
+    embedding.store.turns.cut_short(KeyboardInterrupt())
+    with pytest.raises(oneemb.StorageError, match=r"its clear\(\) from none"):
+        embedding(ids)
+    embedding.clear()
+    assert embedding.stats()["rows"] == embedding.stats()["step"] == 0 and embedding.snapshots() == ["s"]
+    assert torch.equal(embedding(ids), begun)
+    embedding.load_snapshot("s")
+    assert torch.equal(embedding(ids), begun - 1)
+    embedding.close()
+    with pytest.raises(oneemb.StorageError, match="is closed; make it again"):
+        embedding.clear()
+
+
+def test_an_interrupt_while_a_dropped_embedding_is_closed_comes_a_moment_later():
+    class Table:
+        def close(self):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _close_dropped(Table())
+        time.sleep(10)

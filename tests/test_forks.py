@@ -110,7 +110,7 @@ def test_a_child_that_would_change_rows_is_refused_and_told_what_to_do(model):
         "a lookup of an id in training mode": lambda: embedding(torch.tensor([[-5]])),
         "save": lambda: embedding.save_snapshot("child", overwrite=True),
         "load": lambda: embedding.load_snapshot("child"),
-        "clear": lambda: embedding.store.clear(),
+        "clear": lambda: embedding.clear(),
         "delete": lambda: embedding.delete_snapshot("child"),
     }
 

@@ -592,7 +592,7 @@ def test_weights_of_bags_get_no_gradient_from_rows_that_were_replaced(made):
     embedding.requires_grad_(False)
     weights = torch.ones(2, requires_grad=True)
     bag = embedding(torch.tensor([1, 2]), offsets=torch.tensor([0, 2]), per_sample_weights=weights)
-    embedding.store.clear()
+    embedding.clear()
     with pytest.raises(oneemb.StorageError, match="were replaced since"):
         bag.sum().backward()
     assert weights.grad is None

@@ -773,3 +773,26 @@ def test_ids_that_are_no_tensor_are_refused_with_the_line(ids, merged):
             call()
         assert any("self.embedding(ids)" in note for note in caught.value.__notes__)
     assert graph.embedding.stats()["rows"] == graph.embedding.stats()["device"]["pinned"] == 0
+
+
+def _assigns(x):
+    x[0] = 0.0
+
+
+@pytest.mark.parametrize(
+    "code, advice",
+    [
+        (_assigns, "torch.where, index_put or scatter"),
+        (lambda x: [n for n in range(x.shape[0])], "in place of range"),
+        (lambda x: sum(x), "take them by number, x[0] and x[1]"),
+        (lambda x: 1 if x.sum() > 0 else 2, "torch.where or a mask in place of if"),
+    ],
+)
+def test_what_cannot_be_traced_comes_with_what_to_write_in_its_place(code, advice):
+    def build(self, ids, label):
+        code(label)
+        loss = loss_of(self, ids, label)
+        loss.backward()
+        return loss
+
+    refuses(build, advice)

@@ -399,9 +399,10 @@ graph.save({str(tmp_path / "c")!r}, keep=1)
     graph.save(tmp_path / "c", keep=1)
     assert sorted(os.listdir(tmp_path)) == ["c", "rows"] and len(graph.embedding.snapshots()) == 1
     # What lies there and was not written by a save is no reason to delete anything.
-    (tmp_path / "c.4194305.saving").write_text('["checkpoint"]')
-    graph.save(tmp_path / "c", keep=1)
-    assert sorted(os.listdir(tmp_path)) == ["c", "rows"] and len(graph.embedding.snapshots()) == 1
+    for text in ('["checkpoint"]', '{"snapshots": 7}', '{"host": null, "snapshots": {"embedding": "c"}}', "{", "\0"):
+        (tmp_path / "c.4194305.saving").write_text(text)
+        graph.save(tmp_path / "c", keep=1)
+        assert len(graph.embedding.snapshots()) == 1, text
     graph.embedding.close()
 
 

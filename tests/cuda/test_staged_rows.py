@@ -6,7 +6,9 @@ import torch
 
 from oneemb.kernels.unique_keys_cuda import unique_keys_cuda
 from oneemb.storage import device_tier
+from tests.cuda.conftest import SIMULATED
 from tests.cuda.test_train import APART, STEPS, Graph, batches, on_gpu, train
+from tests.support.forks import ended_well, in_child
 from tests.support.models import make_embedding
 
 SLOTS = 64
@@ -174,3 +176,8 @@ def test_a_cache_that_evicts_while_batches_are_staged_changes_no_loss(gpu, kind,
     plain = [other(*batch).item() for batch in batches() * 2]
     np.testing.assert_allclose([*first, *second], plain, rtol=APART, atol=APART)
     other.embedding.close()
+
+
+@pytest.mark.skipif(not SIMULATED, reason="a child of fork has no GPU")
+def test_a_child_of_fork_may_ask_for_counts(store):
+    assert ended_well(in_child(lambda: store.stats()["device"]["slots"] == SLOTS)) is True

@@ -146,16 +146,23 @@ def test_a_full_disk_leaves_every_snapshot(tmp_path):
         if call == "write" and path.endswith(".rows"):
             raise OSError(28, "No space left on device")
 
-    fs.fail = full
-    with pytest.raises(StorageError, match="ENOSPC"):
-        compact_snapshots("/t", fs=fs)
-    fs.fail = None
+    def full_late(call, path):
+        if call == "create" and path.endswith(".tmp"):  # of the first snapshot, when all chunks are written
+            raise OSError(28, "No space left on device")
+
+    files = fs.names("/t/chunks"), fs.names("/t/snapshots")
+    for fail in (full, full_late):
+        fs.fail = fail
+        with pytest.raises(StorageError, match="ENOSPC"):
+            compact_snapshots("/t", fs=fs)
+        fs.fail = None
+        assert (fs.names("/t/chunks"), fs.names("/t/snapshots")) == files, "what it had written takes no room"
     assert found_in(fs=fs) == saved
 
 
 def test_a_path_in_use_and_one_that_is_damaged_and_none_at_all(tmp_path):
     make_table(tmp_path)
-    with open_table(tmp_path), pytest.raises(LockedError, match="process"):
+    with open_table(tmp_path), pytest.raises(LockedError, match="process.*close that one .or del it"):
         compact_snapshots(tmp_path)
     with pytest.raises(StorageError, match="no table of oneemb"):
         compact_snapshots(tmp_path / "none")

@@ -1,16 +1,19 @@
 """The calls of the file system that promise more than one call of the system does."""
 
+import multiprocessing
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import LocalFileSystem, absolute_path
 from oneemb.storage.snapshot_reader import SnapshotReader, read_snapshot_info
 from tests.storage.test_persistent_table import open_table
 from tests.storage.test_persistent_table_crash import open_table as open_faulty
 from tests.support.faulty_fs import FaultyFileSystem, PowerLoss
+from tests.support.forks import ended_well, in_child
 from tests.support.table_model import check, put_random
 
 
@@ -124,3 +127,31 @@ def test_a_table_stays_where_it_was_opened_when_the_job_changes_its_directory(tm
         list(reader.scan())
     assert os.listdir(tmp_path / "elsewhere") == []
     assert [info.name for info in read_snapshot_info("../t")] == ["b"]
+
+
+def test_a_path_that_cannot_be_is_said_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path, advice in (
+        ("/proc/none", "ENOENT.*choose another path"),
+        (f"{tmp_path}/file/t", "ENOTDIR.*is a file, not a folder; choose another path"),
+        (f"{tmp_path}/{'long' * 100}", "ENAMETOOLONG.*choose a shorter path"),
+    ):
+        with pytest.raises(StorageError, match=advice):
+            open_table(path)
+
+
+def test_a_child_has_no_lock_of_its_parent(tmp_path):
+    fs = LocalFileSystem()
+    locks = [fs.lock(f"{tmp_path}/{n}") for n in range(3)]
+    fs.unlock(locks.pop())  # Nothing is left of it for the child to close.
+    begin, done = multiprocessing.Event(), multiprocessing.Event()
+    child = in_child(lambda: begin.set() or done.wait(60))
+    try:
+        assert begin.wait(60)
+        while locks:
+            fs.unlock(locks.pop())
+        for n in range(3):
+            fs.unlock(fs.lock(f"{tmp_path}/{n}"))  # BlockingIOError if the child still had it
+    finally:
+        done.set()
+        assert ended_well(child) is True
