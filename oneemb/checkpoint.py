@@ -299,11 +299,12 @@ def _read_intent(intent: str) -> dict[str, Any]:
     try:
         with open(intent, "rb") as file:
             found = json.load(file)
-        for one in found["snapshots"].values():
-            one["oneemb_snapshot"], one["oneemb_identity"], found["host"]
+        whole = "host" in found and all(
+            {"oneemb_snapshot", "oneemb_identity"} <= named.keys() for named in found["snapshots"].values()
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # Its writer ended before anything else was made.
-    return found
+        whole = False
+    return found if whole else {}  # Its writer ended before anything else was made.
 
 
 def _undo(intent: str, embeddings: Mapping[str, Any], named_by_file: list[_Named]) -> None:

@@ -1,6 +1,5 @@
 """Rows from and to other tools' files: each format is written and read by its own library on the other side."""
 
-import errno
 import json
 import os
 import sys
