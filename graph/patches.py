@@ -3,6 +3,7 @@
 Invariants:
 - one thread at a time has replacements in place; a second one waits;
 - calls of other threads run the originals meanwhile, and so do those of whoever has kept a replacement for later;
+  loops that they compile wait;
 - when `call_replaced` has returned, or raised at whatever line, every original is back;
 - a child of fork has the originals, but on the thread that is tracing itself.
 """
@@ -15,6 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from oneemb.kernels.jit import compiling
+from oneemb.storage.turns import undisturbed
 
 __all__ = ["Here", "call_replaced"]
 
@@ -63,14 +67,15 @@ def call_replaced(here: Here, replacements: Callable[[], Replacements], function
 def _in_turn(here: Here, replacements: Callable[[], Replacements], function: Callable[[], Any]) -> Any:
     try:
         _ONE_AT_A_TIME.acquire()
-        made = replacements()
-        before = [(owner, name, _read((owner, name))) for owner, name, _ in made]
-        modes = torch._C._len_torch_function_stack()
-        _state.here, _state.before = here, before
-        try:
-            return _call(here, made, before, modes, function)
-        finally:
-            _put_back(here, before, modes)
+        with compiling._lock:  # Numba knows functions of Python by what they are: nobody compiles meanwhile.
+            made = replacements()
+            before = [(owner, name, _read((owner, name))) for owner, name, _ in made]
+            modes = torch._C._len_torch_function_stack()
+            _state.here, _state.before = here, before
+            try:
+                return _call(here, made, before, modes, function)
+            finally:
+                _put_back(here, before, modes)
     finally:
         _end_turn()
 
@@ -140,29 +145,45 @@ def _write(place: Place, value: Any) -> None:
 
 
 class _State:
-    """Whose replacements are in place, and of a fork under way, whether it waits for nobody's any more."""
+    """Whose replacements are in place, and the threads that hold the turn because they fork."""
 
     def __init__(self) -> None:
-        self.here, self.forks = Here(), False
+        self.here = Here()
         self.before: Replacements = []
+        self.forking: set[int] = set()
 
 
 _state = _State()
 
 
+# Registered after the hooks of `turns`, so asked before them: who traces may have to begin a block to come to its end.
+
+
 def _before_fork() -> None:
-    _state.forks = _ONE_AT_A_TIME.acquire(timeout=_FORK_PATIENCE)
+    undisturbed.hold_signals()
+    if _ONE_AT_A_TIME.acquire(timeout=_FORK_PATIENCE):
+        _state.forking.add(threading.get_ident())
 
 
 def _in_parent() -> None:
-    if _state.forks:
+    _let_go()
+    undisturbed.signals_come_later()
+
+
+def _let_go() -> bool:
+    """Whether this thread held the turn because it forks."""
+    held = threading.get_ident() in _state.forking
+    if held:
+        _state.forking.discard(threading.get_ident())
         _ONE_AT_A_TIME.release()
+    return held
 
 
 def _in_child() -> None:
     global _ONE_AT_A_TIME
-    if _state.forks:
-        _ONE_AT_A_TIME.release()
+    held = _let_go()
+    _state.forking.clear()
+    if held:
         return
     _ONE_AT_A_TIME = threading.RLock()  # The other is of a thread that is not there.
     _state.here.end()

@@ -54,9 +54,10 @@ compiling = global_compiler_lock
 
 
 def get_ready_to_compile() -> None:
-    """Let numba look at functions of Python now: it knows them by what they are, and looks when it first compiles."""
-    cpu_target.target_context.refresh()
-    cpu_target.typing_context.refresh()
+    """Let numba look at functions of Python now, before any is replaced: it knows them by what they are."""
+    with compiling:  # which several threads may ask for at once
+        cpu_target.target_context.refresh()
+        cpu_target.typing_context.refresh()
 
 
 def rule(function):

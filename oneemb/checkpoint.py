@@ -14,22 +14,24 @@ Invariants:
 - a file holds numbers, tensors and names only, and is read as such: no code of it runs.
 """
 
+import fcntl
 import glob
 import io
 import json
 import os
 import pickle
 import random
-import socket
 import uuid
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from oneemb.graph.tracer import embeddings_in
+from oneemb.row_files import close_dropped, drop_file
 from oneemb.storage.fs import LocalFileSystem, storage_error
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.turns import undisturbed
@@ -41,6 +43,8 @@ __all__ = ["GraphState", "load_checkpoint", "save_checkpoint"]
 
 _FORMAT = 2
 _PREFIX = "checkpoint-"
+# How the name of the file ends that says what a save is about to make, and its last line.
+_SAVING, _IN_PLACE = ".saving", "in place\n"
 
 # Snapshots that earlier saves to a path have left, from which on each doubling of them is worth a warning.
 _MANY = 8
@@ -61,32 +65,23 @@ def save_checkpoint(graph: "TrainGraph", path: str, keep: int | None) -> None:
     for name, embedding in embeddings.items():
         snapshot = f"{_PREFIX}{graph.steps:012d}-{uuid.uuid4().hex[:8]}" if embedding.store.changes else None
         made[name] = {"oneemb_snapshot": snapshot, "oneemb_identity": None}
-    for left in _left_by_the_dead(path):
-        _undo(left, embeddings, earlier)
-    temporary, intent, in_place = f"{path}.{os.getpid()}.tmp", f"{path}.{os.getpid()}.saving", False
+    for left in glob.glob(f"{glob.escape(path)}.*{_SAVING}"):
+        if not _is_held(left):
+            _undo(left, embeddings)
     try:
-        # Before anything is there: whatever kills this process, the next save knows what to take away.
-        _write(intent, json.dumps({"host": socket.gethostname(), "snapshots": made}).encode())
-        for name, embedding in embeddings.items():
-            snapshot = made[name]["oneemb_snapshot"]
-            if snapshot is not None:
-                # Not through the embedding, which would take the snapshot for the one that its own state_dict names.
-                info = embedding.store.save_snapshot(snapshot, embedding._describe())
-                made[name]["oneemb_identity"] = info.identity
-        # Those that are about to go as well: if that fails, the next save tries again.
-        state = _state_of(graph, made) | {"path": path, "earlier": earlier}
-        _write(temporary, _to_bytes(state))
-        with undisturbed:
-            os.replace(temporary, path)
-            in_place = True  # From here on the file names what was made.
-            os.unlink(intent)
-    except BaseException as error:
-        if not in_place:
-            with undisturbed:
-                _undo(intent, embeddings, [])
-        if isinstance(error, OSError):
-            raise storage_error(error, "write the checkpoint", path) from error
-        raise
+        with _Intent(path, made, embeddings) as intent:
+            for name, embedding in embeddings.items():
+                snapshot = made[name]["oneemb_snapshot"]
+                if snapshot is not None:
+                    # Not through the embedding, which would take the snapshot for the one that its state_dict names.
+                    info = embedding.store.save_snapshot(snapshot, embedding._describe())
+                    made[name]["oneemb_identity"] = info.identity
+            # Those that are about to go as well: if that fails, the next save tries again.
+            state = _state_of(graph, made) | {"path": path, "earlier": earlier}
+            _write(intent.temporary, _to_bytes(state))
+            intent.put_in_place()
+    except OSError as error:
+        raise storage_error(error, "write the checkpoint", path) from error
     LocalFileSystem().sync_directory(os.path.dirname(path))
     for named in over:
         _delete(embeddings, named)
@@ -279,42 +274,95 @@ def _earlier(path: str, embeddings: Mapping[str, Any]) -> list[_Named]:
     return [named for named in (state["embeddings"], *state["earlier"]) if _there(embeddings, named)]
 
 
-def _left_by_the_dead(path: str) -> list[str]:
-    """What saves to this path have written down before they were killed."""
-    found = []
-    for intent in glob.glob(f"{glob.escape(path)}.*.saving"):
-        pid = intent[len(path) + 1 : -len(".saving")]
-        if pid.isdecimal() and _read_intent(intent).get("host") in (None, socket.gethostname()):
+class _Intent:
+    """What a save is about to make, in a file beside the checkpoint that is locked as long as the save goes on.
+
+        {"snapshots": {embedding: {"oneemb_snapshot": name, "oneemb_identity": null}, ...}}
+        in place        added when the checkpoint is written and is about to get its name
+
+    It is there before anything else is: whatever kills the save, the next one knows what to take away. A block that
+    ends in an error takes it away itself.
+    """
+
+    def __init__(self, path: str, made: _Named, embeddings: Mapping[str, Any]):
+        self._target, self._embeddings = path, embeddings
+        self.path = f"{path}.{uuid.uuid4().hex[:8]}{_SAVING}"
+        self.temporary = _temporary_of(self.path)
+        with undisturbed:
+            self._file = open(self.path, "xb")
             try:
-                os.kill(int(pid), 0)
-            except (ProcessLookupError, OverflowError):
-                found.append(intent)
-            except PermissionError:
-                pass  # It lives.
-    return found
+                with suppress(OSError):  # Where a file system has no locks, nobody takes a save for a dead one.
+                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._note(json.dumps({"snapshots": made}) + "\n")
+            except BaseException:
+                drop_file(self._file)
+                raise
+
+    def put_in_place(self) -> None:
+        """Give the checkpoint its name: from then on it names what was made."""
+        with undisturbed:
+            self._note(_IN_PLACE)
+            os.replace(self.temporary, self._target)
+            with suppress(FileNotFoundError):
+                os.unlink(self.path)
+
+    def __enter__(self) -> "_Intent":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        with undisturbed:
+            try:
+                if error is not None:
+                    _undo(self.path, self._embeddings)
+            except (OSError, StorageError) as failed:
+                assert error is not None
+                error.add_note(f"what the save had made could not be taken away, the next one tries again: {failed}")
+            finally:
+                close_dropped(self._file)
+
+    def _note(self, text: str) -> None:
+        self._file.write(text.encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
 
-def _read_intent(intent: str) -> dict[str, Any]:
-    """What a save wrote down: its host, and the snapshots that it would make."""
+def _temporary_of(intent: str) -> str:
+    return f"{intent.removesuffix(_SAVING)}.tmp"
+
+
+def _is_held(intent: str) -> bool:
+    """Whether the save goes on."""
     try:
         with open(intent, "rb") as file:
-            found = json.load(file)
-        whole = "host" in found and all(
-            {"oneemb_snapshot", "oneemb_identity"} <= named.keys() for named in found["snapshots"].values()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        whole = False
-    return found if whole else {}  # Its writer ended before anything else was made.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True  # Or it is gone, or nobody can say.
+    return False
 
 
-def _undo(intent: str, embeddings: Mapping[str, Any], named_by_file: list[_Named]) -> None:
+def _undo(intent: str, embeddings: Mapping[str, Any]) -> None:
     """Take away what a save has made that did not come to its end: snapshots that no file names, and its own files."""
-    kept = {(name, one["oneemb_snapshot"]) for named in named_by_file for name, one in named.items()}
-    made = _read_intent(intent).get("snapshots", {})
-    _delete(embeddings, {name: one for name, one in made.items() if (name, one["oneemb_snapshot"]) not in kept})
-    for path in (f"{intent.removesuffix('.saving')}.tmp", intent):
-        if os.path.lexists(path):
+    made, in_place = _read_intent(intent)
+    temporary = _temporary_of(intent)
+    if not in_place or os.path.lexists(temporary):
+        _delete(embeddings, made)
+    for path in (temporary, intent):
+        with suppress(FileNotFoundError):
             os.unlink(path)
+
+
+def _read_intent(intent: str) -> tuple[_Named, bool]:
+    """The snapshots that a save would make, and whether its checkpoint was about to get its name."""
+    try:
+        with open(intent, "rb") as file:
+            text = file.read().decode()
+        found, _, rest = text.partition("\n")
+        made = json.loads(found)["snapshots"]
+        if all({"oneemb_snapshot", "oneemb_identity"} <= named.keys() for named in made.values()):
+            return made, rest == _IN_PLACE
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return {}, False  # Its writer ended before anything else was made.
 
 
 def _there(embeddings: Mapping[str, Any], named: _Named) -> list[tuple[Any, str]]:

@@ -30,7 +30,8 @@ from oneemb.storage.turns import undisturbed
 
 __all__ = [
     "META_KEY", "SUFFIXES", "Batch", "ColumnFiles", "Columns", "Progress", "RowFile", "RowFileWriter", "checked_batch",
-    "drop_file", "need", "new_files", "pick_columns", "reading", "rows_meta", "suffix_of", "whole_batches",
+    "close_dropped", "drop_file", "need", "new_files", "pick_columns", "reading", "rows_meta", "suffix_of",
+    "whole_batches",
 ]  # fmt: skip
 
 META_KEY = "oneemb"

@@ -169,7 +169,7 @@ class Compactor:
         """
         moved_before = self.done.rows_moved
         while (chunk := self._next_for_save(name, self.done.rows_moved - moved_before)) is not None:
-            undisturbed.let_in_now()
+            undisturbed.raise_interrupt()
             self.move(chunk)
             if chunk in self._live:
                 break
@@ -184,7 +184,7 @@ class Compactor:
             disk = self._disk_bytes()
             for chunk in self._live.chunks():
                 if chunk in self._live and not chunk.snapshots and self._fill(chunk) < _FULL_ENOUGH:
-                    undisturbed.let_in_now()
+                    undisturbed.raise_interrupt()
                     self.move(chunk)
             self._writer.write_out()
             self.done.bytes_freed = disk - self._disk_bytes()
@@ -204,7 +204,7 @@ class Compactor:
         self._moving = chunk
         self._files.hold(chunk)
         try:
-            with self._turns.let_go():
+            with self._turns.others_allowed():
                 keys = read_keys(self._fs, chunk.keys_path, geometry, part)
                 pieces = scan_rows(
                     self._fs, chunk.rows_path, geometry, part.number, keys, live_rows(part.bit_N), _PIECE_ROWS

@@ -624,8 +624,13 @@ class EmbeddingStore:
             self._check_process()
             info = read_snapshot_info(self.plan.persistent_path, name)
             self._check_snapshot(name, info)
-            self._mend()
-            return self._load(name, info)
+            broken = self._mend()
+            try:
+                return self._load(name, info)
+            except BaseException as error:
+                if broken:  # It has no rows now, which is nothing to go on from either.
+                    self.turns.cut_short(error)
+                raise
 
     def _check_snapshot(self, name: str, info: SnapshotInfo) -> None:
         """Raise StorageError unless a snapshot holds rows of this embedding's kind, and no other optimizer's state."""
@@ -704,7 +709,7 @@ class EmbeddingStore:
         begin = self.layout.state_begin
         with SnapshotReader.open(self.plan.persistent_path, name) as reader:
             for table_N, id_N, row_NX in reader.scan():
-                undisturbed.let_in_now()
+                undisturbed.raise_interrupt()
                 row_NW = np.empty((len(id_N), self.layout.row_width), np.float32)
                 row_NW[:, :begin] = row_NX
                 row_NW[:, begin:] = self._state
@@ -785,13 +790,15 @@ class EmbeddingStore:
             if not self.turns.forked:
                 self.threads.close()
 
-    def _mend(self) -> None:
-        """Let a broken store have no rows, and be sound."""
-        if self.turns.broken or self._table is not None and self._table.broken:
+    def _mend(self) -> bool:
+        """Let a broken store have no rows, and be sound. Returns whether it was broken."""
+        broken = self.turns.broken or self._table is not None and self._table.broken
+        if broken:
             if self.built:
                 self._dismantle()
             self._staged.clear()
             self.turns.mended()
+        return broken
 
     def _check_process(self) -> None:
         if self.turns.forked:
@@ -827,7 +834,7 @@ def _read_through(path: str, name: str) -> None:
     """Raise what reading all rows of a snapshot raises."""
     with SnapshotReader.open(path, name) as reader:
         for _ in reader.scan():
-            undisturbed.let_in_now()
+            undisturbed.raise_interrupt()
 
 
 def _memory_bytes() -> int:

@@ -242,7 +242,8 @@ def absolute_path(path: AnyPath) -> str:
 
 def aligned_bytes(size: int) -> np.ndarray:
     """Zeroed memory that begins at a page, as direct reads and writes need it: uint8 [size]."""
-    memory = mmap.mmap(-1, max(size, 1))
+    # Private: what a child of fork has is a copy.
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         # Every page of a direct read or write is looked up and pinned: with few of them that costs less.
         try:

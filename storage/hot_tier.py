@@ -345,7 +345,7 @@ class HotTier:
         try:
             if self._resident:
                 for table_N, id_N, row_NW in self._below.scan():
-                    undisturbed.let_in_now()
+                    undisturbed.raise_interrupt()
                     self._set(self._take_slots(table_N, id_N), table_N, id_N, row_NW, dirty=False)
             self._rows = len(self._below)
         except BaseException:
@@ -517,7 +517,7 @@ class HotTier:
             return
         assert self._below is not None
         for n in range(0, len(slot_N), batch):
-            undisturbed.let_in_now()  # Rows of a batch that is below are clean, the others are as they were.
+            undisturbed.raise_interrupt()  # Rows of a batch that is below are clean, the others are as they were.
             some = slice(n, n + batch)
             row_NW = copy_rows_out(self.row_SW, slot_N[some], threads=self._threads)
             self._below.put(table_N[some], id_N[some], row_NW)

@@ -344,6 +344,7 @@ class OneFlowWriter:
             StorageError: it is not there.
         """
         fs = self._fs
+        self._check_lock()
         self._end_chunk()
         for kind in ("keys", "values"):
             with _doing("sync the folder", f"{self._path}/{kind}"):
@@ -370,6 +371,7 @@ class OneFlowWriter:
 
     def remove_snapshot(self) -> None:
         """Take back what `save` has saved; its rows stay in the chunks, which no call of OneFlow frees."""
+        self._check_lock()
         path = f"{self._path}/snapshots/{self._name}/LIST"
         with _doing("remove the snapshot", path):
             self._fs.remove(path)
@@ -381,7 +383,7 @@ class OneFlowWriter:
         for file in files or ():
             self._fs.close(file)
         made, self._made = self._made, []
-        for path in made:
+        for path in made if self._lock is not None and self._lock.still_there else []:
             try:
                 self._fs.remove(path)
             except OSError:
@@ -389,6 +391,11 @@ class OneFlowWriter:
         if self._lock is not None:
             lock, self._lock = self._lock, None
             lock.release()
+
+    def _check_lock(self) -> None:
+        """Raise StorageError if the folder is this writer's no more."""
+        if self._lock is not None:
+            self._lock.check()
 
     def _make_table(self, geometry: OneFlowGeometry) -> OneFlowGeometry:
         """Write the numbers of a new table, or take those of the one that is there."""
@@ -435,6 +442,7 @@ class OneFlowWriter:
         self._block += blocks
 
     def _begin_chunk(self) -> tuple[int, int]:
+        self._check_lock()
         files = []
         for kind in ("key", "value"):
             path = f"{self._path}/{kind}s/{_chunk_name(kind, self._chunk)}"

@@ -417,9 +417,10 @@ class PersistentTable:
         self._files.close()
 
     def _get_ready_for_fork(self) -> None:
-        """A child has no threads: what they would take into the index has to be there."""
+        """A child has no threads: what they would take into the index, or write, has to be there."""
         if not self._closed:
             self._compactor.settle()
+            self._writer.finish()
 
     def _use(self, live: LiveRows) -> None:
         self._live = live

@@ -162,10 +162,10 @@ class RowWriter:
         Raises:
             StorageError: they are still in memory; call again.
         """
-        self._finish()
+        self.finish()
         if self._filling.rows:
             self._start()
-            self._finish()
+            self.finish()
 
     def seal(self) -> None:
         """Write the rows in memory, and let the next ones begin a new chunk."""
@@ -175,7 +175,7 @@ class RowWriter:
     def drop(self) -> None:
         """Forget the rows in memory and the chunk."""
         try:
-            self._finish()
+            self.finish()
         except StorageError:
             while self._sealed:
                 self._free()
@@ -256,8 +256,8 @@ class RowWriter:
         written = None if self._beside is None else self._beside.submit(self._write, run, before)
         self._sealed.append((run, written))
 
-    def _finish(self) -> None:
-        """Return when every sealed run is on disk.
+    def finish(self) -> None:
+        """Return when every full run is on disk.
 
         Raises:
             StorageError: one is not; the next call tries again.

@@ -47,7 +47,7 @@ def load_live_rows(
         try:
             while (piece := reading.popleft().result()) is not None:
                 reading.append(ahead.submit(next, pieces, None))
-                undisturbed.let_in_now()  # The table's rows are what they were.
+                undisturbed.raise_interrupt()  # The table's rows are what they were.
                 part = piece.part
                 if chunk is None:
                     chunk = files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)

@@ -63,11 +63,15 @@ class SnapshotStore:
         recovery: is told what was found and removed.
         lock: the writer's, which is held and knows what snapshots there were.
         give_up: free what is kept for snapshots that are gone.
+
+    Raises:
+        StorageError: the folder is not the writer's any more, or its directories cannot be read.
     """
 
     def __init__(
         self, fs: FileSystem, path: str, direct: bool, recovery: Recovery, lock: WriterLock, give_up: bool = False
     ):
+        lock.check()  # What is removed below must be this writer's.
         self._fs, self._chunks_path, self._recovery, self._lock = fs, f"{path}/chunks", recovery, lock
         self.files = SnapshotFiles(fs, f"{path}/snapshots")
         records = read_snapshots(self.files, recovery)
@@ -135,7 +139,7 @@ class SnapshotStore:
             StorageError: the snapshot is not there.
             RenameUncertainError: it is there, and may yet go.
         """
-        undisturbed.let_in_now()  # Nothing of the snapshot is there yet.
+        undisturbed.raise_interrupt()  # Nothing of the snapshot is there yet.
         self._lock.check()
         self.chunk_files.sync_all(cut.chunks)  # 2.
         self.chunk_files.sync_names()  # 3.

@@ -9,7 +9,7 @@
 
 Invariants:
 - no signal handler of Python runs between the first and the last line of a turn in the main thread, but where the turn
-  lets it (`undisturbed.let_in_now`);
+  lets it (`undisturbed.raise_interrupt`);
 - a broken object gives out no row.
 """
 
@@ -46,6 +46,9 @@ _FORESEEN = (StorageError, MemoryError, ValueError, TypeError, OSError)
 # is of no use, and says so.
 _FORK_PATIENCE = 60.0
 
+# How long a thread waits for its turn before it looks whether Ctrl-C came, in seconds.
+_SLICE = 0.05
+
 
 class _Undisturbed:
     """`with undisturbed:` holds signals back, and forks by other threads; may be nested.
@@ -60,8 +63,8 @@ class _Undisturbed:
         """Of each signal, the handler that was there when a block began."""
         self._held: dict[int, FrameType | None] = {}
         self._note: Callable[[int, FrameType | None], None] = self._hold
-        self.let_in: BaseException | None = None
-        """What a handler raised where a block let it."""
+        self.interrupt: BaseException | None = None
+        """What a block has let Ctrl-C raise."""
         self._inside: dict[int, int] = {}  # of each thread that is in blocks, in how many
         self._forking: int | None = None  # the thread that is about to
         self._forks_now = False
@@ -69,44 +72,64 @@ class _Undisturbed:
         self._one_fork = threading.Lock()
 
     def __enter__(self) -> None:
-        if threading.get_ident() == threading.main_thread().ident:
-            self._hold_signals()
+        self.hold_signals()
         try:
-            self._hold_forks()
+            self._hold_forks(interruptible=True)
         except BaseException:
             self._let_signals_come()
             raise
 
     def __exit__(self, *error: object) -> None:
+        self._let_forks_come()
+        self._let_signals_come()
+
+    def _let_forks_come(self) -> None:
         me = threading.get_ident()
         depth = self._inside.get(me, 0)
         if depth > 1:
             self._inside[me] = depth - 1
         elif depth == 1:
             del self._inside[me]
-        self._let_signals_come()
 
-    def close_for_fork(self, patience_s: float) -> None:
-        """Let no other thread begin a block, and wait for those that are in one."""
-        with self.forks_let_in():
+    @property
+    def outermost(self) -> bool:
+        """In a block, whether this thread is in no other one."""
+        return self._inside.get(threading.get_ident()) == 1
+
+    def close_for_fork(self, patience_s: float) -> bool:
+        """Begin a block, let no other thread begin one or compile, and wait for those that do.
+
+        Returns:
+            Whether nobody compiles: the lock is then held.
+        """
+        self.hold_signals()
+        self._hold_forks()
+        with self.forks_allowed():
             self._one_fork.acquire()
         me, end = threading.get_ident(), time.monotonic() + patience_s
         self._forked.clear()
         self._forking = me
         while True:
+            # Compilers first: one may yet begin a block, for what the garbage collector closes meanwhile.
             self._forks_now = True
-            if all(thread == me for thread in list(self._inside)) or time.monotonic() > end:
-                return
+            free = compiling._lock.acquire(blocking=False)
+            if free and all(thread == me for thread in list(self._inside)) or time.monotonic() > end:
+                return free
+            if free:
+                compiling._lock.release()
             self._forks_now = False
             time.sleep(1e-4)
 
     def open_after_fork(self) -> None:
+        """The end of that block. Signals that were held come a moment later: see `signals_come_later`."""
         self._forking, self._forks_now = None, False
         self._forked.set()
         self._one_fork.release()
+        self._let_forks_come()
+        self.signals_come_later()
 
     @contextmanager
-    def forks_let_in(self) -> Iterator[None]:
+    def forks_allowed(self) -> Iterator[None]:
         """In a block, where what it changes is in order: other threads may fork. Nothing in a block in another one."""
         me = threading.get_ident()
         if self._inside.get(me) != 1:
@@ -118,18 +141,25 @@ class _Undisturbed:
         finally:
             self._hold_forks(goes_on=True)
 
-    def _hold_forks(self, goes_on: bool = False) -> None:
+    def _hold_forks(self, *, goes_on: bool = False, interruptible: bool = False) -> None:
         """Wait for a fork, and let the next one wait; one that goes on does not wait while others may wait for it."""
         me = threading.get_ident()
         depth = self._inside.get(me, 0)
         # First it is said, then looked: a fork does so too, and one of the two sees the other.
         self._inside[me] = depth + 1
-        while depth == 0 and self._forking not in (None, me) and (self._forks_now or not goes_on):
+        while depth == 0 and self._forking not in (None, me):
+            if not self._forks_now and (goes_on or compiling.is_locked()):  # by this thread
+                break
             del self._inside[me]
-            self._forked.wait(1)
+            self._forked.wait(_SLICE)
+            if interruptible:
+                self.raise_interrupt()
             self._inside[me] = 1
 
-    def _hold_signals(self) -> None:
+    def hold_signals(self) -> None:
+        """In the main thread, hold signals back until as many calls of `signals_come_later`."""
+        if threading.get_ident() != threading.main_thread().ident:
+            return
         if self._depth:
             self._depth += 1
             return
@@ -151,15 +181,23 @@ class _Undisturbed:
             elif self._depth == 1:
                 self._end()
 
+    def signals_come_later(self) -> None:
+        """The end of `hold_signals`; what was held comes a moment later. For hooks, whose errors Python drops."""
+        if threading.get_ident() == threading.main_thread().ident and self._depth == 1 and self._held:
+            numbers = list(self._held)
+            self._held.clear()
+            threading.Timer(0.01, lambda: [os.kill(os.getpid(), number) for number in numbers]).start()
+        self._let_signals_come()
+
     def _end(self) -> None:
         self._depth = 0
-        self.let_in = None
+        self.interrupt = None
         try:
             self._put_back()
         finally:
             self._handle()
 
-    def let_in_now(self) -> None:
+    def raise_interrupt(self) -> None:
         """Raise KeyboardInterrupt if Ctrl-C was held back, where it does no harm.
 
         Handlers of the user's still wait: they may call what is in the middle of something.
@@ -168,8 +206,8 @@ class _Undisturbed:
         if number in self._held and threading.get_ident() == threading.main_thread().ident:
             if self._handlers[number] is signal.default_int_handler:
                 del self._held[number]
-                self.let_in = KeyboardInterrupt()
-                raise self.let_in
+                self.interrupt = KeyboardInterrupt()
+                raise self.interrupt
 
     def start_anew(self) -> None:
         """In a child process, whose only thread is the one that forked: hold nothing back any more."""
@@ -225,7 +263,7 @@ class Turns:
         self._broken: str | None = None
         self._pid = os.getpid()
         self._torn = False
-        with _all_lock:
+        with undisturbed:  # No fork comes while the set is half changed.
             _all.add(self)
 
     def __enter__(self) -> None:
@@ -233,14 +271,21 @@ class Turns:
             self.check(changes=False)  # The turn belongs to a thread that is not there.
         undisturbed.__enter__()
         try:
-            self.waiting += 1
-            try:
-                self.lock.acquire()
-            finally:
-                self.waiting -= 1
+            if not self.lock.acquire(blocking=False):
+                self._wait()
         except BaseException:
             undisturbed.__exit__()
             raise
+
+    def _wait(self) -> None:
+        """Take the lock when others let go of it. Ctrl-C ends that, where nothing has begun."""
+        self.waiting += 1
+        try:
+            while not self.lock.acquire(timeout=_SLICE):
+                if undisturbed.outermost:
+                    undisturbed.raise_interrupt()
+        finally:
+            self.waiting -= 1
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.note(error)
@@ -248,18 +293,18 @@ class Turns:
         undisturbed.__exit__()
 
     @contextmanager
-    def let_go(self) -> Iterator[None]:
+    def others_allowed(self) -> Iterator[None]:
         """Within a turn, not within one in it: let others have turns during a block."""
         self.lock.release()
         try:
-            with undisturbed.forks_let_in():
+            with undisturbed.forks_allowed():
                 yield
         finally:
             self.lock.acquire()
 
     def note(self, error: BaseException | None) -> None:
         """A call has ended, with this error or without: one that nobody foresaw breaks the object."""
-        if error is None or isinstance(error, _FORESEEN) or error is undisturbed.let_in:
+        if error is None or isinstance(error, _FORESEEN) or error is undisturbed.interrupt:
             return
         if type(error).__name__ != "OutOfMemoryError":  # torch's, of a GPU
             self.cut_short(error)
@@ -333,15 +378,14 @@ def whole(objects: Iterable[Turns]) -> Iterator[None]:
 
 # A fork is of the whole process, and signals are too: what they wait for is known here, for all objects.
 _all: "weakref.WeakSet[Turns]" = weakref.WeakSet()
-_all_lock = threading.Lock()
 _held_for_fork: list[Turns] = []
 _torn_for_fork: list[Turns] = []
+_nobody_compiles = False
 
 
 def _before_fork() -> None:
-    undisturbed.__enter__()
-    undisturbed.close_for_fork(_FORK_PATIENCE)
-    _all_lock.acquire()  # An object that is made from here on waits: the child would have half of it.
+    global _nobody_compiles
+    _nobody_compiles = undisturbed.close_for_fork(_FORK_PATIENCE)
     for turns in sorted(_all, key=lambda turns: (turns.rank, id(turns))):
         if turns._torn:
             continue
@@ -352,14 +396,13 @@ def _before_fork() -> None:
         if not whole_now:
             turns._torn = True
             _torn_for_fork.append(turns)
-    compiling.acquire()  # After the rest, since a loop may be compiled within a turn. A child could never get it.
 
 
 def _after_fork() -> None:
-    compiling.release()
     while _held_for_fork:
         _held_for_fork.pop().lock.release()
-    _all_lock.release()
+    if _nobody_compiles:
+        compiling._lock.release()
 
 
 def _in_parent() -> None:
@@ -367,12 +410,13 @@ def _in_parent() -> None:
         _torn_for_fork.pop()._torn = False
     _after_fork()
     undisturbed.open_after_fork()
-    undisturbed.__exit__()
 
 
 def _in_child() -> None:
     _torn_for_fork.clear()
     _after_fork()
+    if not _nobody_compiles:
+        compiling._lock = threading.RLock()  # The other is of a thread that is not there.
     undisturbed.start_anew()
 
 

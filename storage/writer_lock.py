@@ -132,10 +132,10 @@ class WriterLock:
     def release(self) -> None:
         if self._pid == os.getpid():
             try:
-                if self._foreign:
-                    self._fs.truncate(self.path, 0)
-                else:
+                if not self._foreign:
                     self._write_holder(b"")
+                elif self.still_there:
+                    self._fs.truncate(self.path, 0)
             except OSError as error:
                 raise StorageError(f"could not give back the lock: {error}") from error
             finally:

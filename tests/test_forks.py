@@ -365,7 +365,7 @@ def test_a_fork_does_not_wait_for_what_lets_others_have_turns(tmp_path, waits):
 
     def long():
         with object_:
-            with object_.let_go():
+            with object_.others_allowed():
                 begun.set()
                 go_on.wait(20)
             ended.append("long")

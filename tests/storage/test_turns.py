@@ -83,12 +83,12 @@ def test_only_ctrl_c_is_let_in_and_handlers_of_the_users_wait():
         with pytest.raises(KeyboardInterrupt):
             with turns:
                 signal.raise_signal(signal.SIGTERM)
-                undisturbed.let_in_now()
+                undisturbed.raise_interrupt()
                 assert came == []
                 signal.raise_signal(signal.SIGINT)
-                undisturbed.let_in_now()
+                undisturbed.raise_interrupt()
                 raise AssertionError("it was let in")
-        assert came == [signal.SIGTERM] and not turns.broken and undisturbed.let_in is None
+        assert came == [signal.SIGTERM] and not turns.broken and undisturbed.interrupt is None
     finally:
         signal.signal(signal.SIGTERM, before)
 
