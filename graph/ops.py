@@ -26,6 +26,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -509,7 +510,8 @@ def read_ids(
             slot_U = store.admit(unique.table_U, unique.id_U)
             store.release(slot_U)
             slot_N[missing] = slot_U[unique.inverse_N]
-        gather_rows(store.weight_SX, None, slot_N, out_ND, threads=store.threads)
+        with store.writing:
+            gather_rows(store.weight_SX, None, slot_N, out_ND, threads=store.threads)
         if len(missing) and not inserts:
             row_MW = store.read(table_N[missing], id_N[missing])
             out_ND[missing] = store.layout.weights(row_MW)[:, : store.layout.dim]
@@ -702,7 +704,9 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
     group = (groups or {}).get(id(group), group)
     for one in grads.stores:
         one.turns.check(changes=True)
-    with whole(one.turns for one in grads.stores):
+    with whole(one.turns for one in grads.stores), ExitStack() as writing:
+        for one in sorted(grads.stores, key=id):
+            writing.enter_context(one.writing)
         for some, step in _by_step(grads):
             row_optimizer.update(
                 store.weight_SX, store.row_SW, some.slot_U, some.segments or some.grad_UD,

@@ -118,7 +118,9 @@ def trace(root: torch.nn.Module, structure: Structure | None = None, steppers: S
     signature = Signature(root.build)  # type: ignore[arg-type]
     here = Here()
     tracer = _Tracer(root, signature, structure or signature.default_structure(), here)
-    get_ready_to_compile()  # Another thread may want a kernel meanwhile.
+    # What looks at functions of others once, and keeps what it found, has to have looked.
+    get_ready_to_compile()
+    _fill_tables_of_torch()
     try:
         graph = call_replaced(here, lambda: _replacements(tracer, steppers), tracer.record)
     except BuildError:
@@ -137,6 +139,13 @@ def trace(root: torch.nn.Module, structure: Structure | None = None, steppers: S
         ) from error
     _check_constants(graph, tracer.objects)
     return Trace(graph, tracer.objects)
+
+
+def _fill_tables_of_torch() -> None:
+    """What torch.overrides knows of torch's functions it finds out when it is first asked."""
+    for table in (torch.overrides.get_ignored_functions, torch.overrides.get_testing_overrides):
+        table()
+    torch.overrides.get_overridable_functions()
 
 
 class _Proxy(fx.Proxy):

@@ -19,9 +19,10 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from typing import Any
 
-__all__ = ["Threads", "available_cores"]
+__all__ = ["Threads", "available_cores", "submit"]
 
 # A share smaller than this is not worth waking a thread for: a hand-over costs about 20 microseconds.
 _SHARE_MIN = 512
@@ -103,7 +104,7 @@ class Threads:
                     errors.append(error)
 
         self._keep_off_this_core()
-        others = [pool.submit(work) for _ in range(min(self.count, shares) - 1)]
+        others = [submit(pool, work) for _ in range(min(self.count, shares) - 1)]
         try:
             work()
         finally:
@@ -130,6 +131,22 @@ class Threads:
         if self._pool is not None and self._process == os.getpid():
             self._pool.shutdown()
         self._pool = None
+
+
+def submit(pool: Executor, function: Callable[..., Any], *args: Any) -> Future:
+    """`pool.submit`; where the interpreter is about to end and pools take nothing any more, the caller does the work:
+    threads of the user's go on until they end."""
+    try:
+        return pool.submit(function, *args)
+    except RuntimeError as error:
+        if "after interpreter shutdown" not in str(error):
+            raise
+    done: Future = Future()
+    try:
+        done.set_result(function(*args))
+    except BaseException as error:
+        done.set_exception(error)
+    return done
 
 
 def _note_thread(thread_ids: list[int]) -> None:

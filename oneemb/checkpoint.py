@@ -22,7 +22,6 @@ import os
 import pickle
 import random
 import uuid
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -32,8 +31,14 @@ import torch
 
 from oneemb.graph.tracer import embeddings_in
 from oneemb.row_files import close_dropped, drop_file
+from oneemb.storage.errors import (
+    CorruptTableError,
+    FormatVersionError,
+    OtherSnapshotError,
+    SnapshotNotFoundError,
+    StorageError,
+)
 from oneemb.storage.fs import LocalFileSystem, storage_error
-from oneemb.storage.row_store import StorageError
 from oneemb.storage.turns import undisturbed
 
 if TYPE_CHECKING:
@@ -46,15 +51,12 @@ _PREFIX = "checkpoint-"
 # How the name of the file ends that says what a save is about to make, and its last line.
 _SAVING, _IN_PLACE = ".saving", "in place\n"
 
-# Snapshots that earlier saves to a path have left, from which on each doubling of them is worth a warning.
-_MANY = 8
-
 # What names the snapshots of the embeddings, by module: as their `get_extra_state` gives it.
 _Named = dict[str, dict[str, str | None]]
 
 
-def save_checkpoint(graph: "TrainGraph", path: str, keep: int | None) -> None:
-    """Write a checkpoint; see `TrainGraph.save`."""
+def save_checkpoint(graph: "TrainGraph", path: str, keep: int | None) -> int:
+    """Write a checkpoint; see `TrainGraph.save`. Returns how many snapshots of earlier ones are kept."""
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep must be an int of at least 1, or None, got {keep!r}")
     path = os.path.realpath(os.path.expanduser(path))  # what a link leads to is written, not the link
@@ -85,12 +87,7 @@ def save_checkpoint(graph: "TrainGraph", path: str, keep: int | None) -> None:
     LocalFileSystem().sync_directory(os.path.dirname(path))
     for named in over:
         _delete(embeddings, named)
-    if len(kept) >= _MANY and len(kept) & (len(kept) - 1) == 0:
-        warnings.warn(
-            f"{len(kept)} snapshots of earlier checkpoints at {path} are kept, for copies of the file may name them;"
-            " save(path, keep=n) keeps the last n, embedding.delete_snapshot(name) deletes one",
-            stacklevel=3,
-        )
+    return len(kept)
 
 
 def load_checkpoint(graph: "TrainGraph", path: str) -> None:
@@ -111,8 +108,11 @@ class GraphState:
 
     def state_dict(self) -> dict[str, bytes]:
         """The state as one value, which fits whatever the optimizers have made since."""
+        return {"oneemb_graph": self._graph._between_steps(self._to_bytes)}
+
+    def _to_bytes(self) -> bytes:
         named = {name: one.get_extra_state() for name, one in embeddings_in(self._graph).items()}
-        return {"oneemb_graph": _to_bytes(_state_of(self._graph, named))}
+        return _to_bytes(_state_of(self._graph, named))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave.
@@ -120,7 +120,8 @@ class GraphState:
         Raises:
             ValueError, StorageError: it does not fit the graph; nothing has changed.
         """
-        _restore(self._graph, _of_bytes(state_dict["oneemb_graph"], "the state"), "the state")
+        state = _of_bytes(state_dict["oneemb_graph"], "the state")
+        self._graph._between_steps(lambda: _restore(self._graph, state, "the state"))
 
 
 def _state_of(graph: "TrainGraph", snapshots: _Named) -> dict[str, Any]:
@@ -358,9 +359,11 @@ def _read_intent(intent: str) -> tuple[_Named, bool]:
             text = file.read().decode()
         found, _, rest = text.partition("\n")
         made = json.loads(found)["snapshots"]
-        if all({"oneemb_snapshot", "oneemb_identity"} <= named.keys() for named in made.values()):
+        if all(isinstance(named["oneemb_snapshot"], str | None) for named in made.values()):
+            names = {name: named["oneemb_snapshot"] for name, named in made.items()}
+            made = {name: {"oneemb_snapshot": snapshot, "oneemb_identity": None} for name, snapshot in names.items()}
             return made, rest == _IN_PLACE
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     return {}, False  # Its writer ended before anything else was made.
 
@@ -373,8 +376,10 @@ def _there(embeddings: Mapping[str, Any], named: _Named) -> list[tuple[Any, str]
             embedding, snapshot = embeddings[name], str(one["oneemb_snapshot"])
             try:
                 embedding.store.check_snapshot(snapshot, one["oneemb_identity"], "a checkpoint")
-            except StorageError:
+            except (SnapshotNotFoundError, OtherSnapshotError, ValueError):
                 continue
+            except (CorruptTableError, FormatVersionError):
+                pass  # It is there.
             found.append((embedding, snapshot))
     return found
 

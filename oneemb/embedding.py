@@ -236,9 +236,9 @@ class _TableEmbedding(torch.nn.Module):
         Raises:
             StorageError: there is no snapshot of this name.
         """
-        self.store.delete_snapshot(name)
         if self._saved is not None and self._saved[0][_STATE_KEY] == name:
-            self._saved = None
+            self._saved = None  # Before it goes: whatever comes between, no state dict may name it.
+        self.store.delete_snapshot(name)
 
     def snapshots(self) -> list[str]:
         """Names of the snapshots in `persistent_path`, oldest first."""

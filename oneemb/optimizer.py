@@ -9,6 +9,7 @@ from oneemb.embedding import MultiTableEmbedding, MultiTableMultiColumnEmbedding
 from oneemb.graph import ops
 from oneemb.graph.row_optimizers import RowOptimizer, row_optimizer_of
 from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.step_lock import alone
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["Optimizer"]
@@ -66,14 +67,15 @@ class Optimizer:
             g = _group_of(optimizer, embedding)
             self._rows[embedding.store] = row_optimizer_of(optimizer, optimizer.param_groups[g]), g
         attached: list[_Embedding] = []
-        try:
-            for embedding in self.embeddings:
-                embedding.attach(self._rows[embedding.store][0])
-                attached.append(embedding)
-        except BaseException:
-            for embedding in attached:
-                embedding.row_optimizer = None
-            raise
+        with undisturbed:
+            try:
+                for embedding in self.embeddings:
+                    embedding.attach(self._rows[embedding.store][0])
+                    attached.append(embedding)
+            except BaseException:
+                for embedding in attached:
+                    embedding.row_optimizer = None
+                raise
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -96,6 +98,9 @@ class Optimizer:
                 lookups have inserted stay, with their initial values.
             What the torch optimizer or a hook of it raises: no row has changed, dense parameters are as far as it got.
         """
+        alone((embedding.store.step_lock for embedding in self.embeddings), self._step)
+
+    def _step(self) -> None:
         for embedding in self.embeddings:
             embedding.store.turns.check(changes=True)
         leases = [list(embedding.pending) for embedding in self.embeddings]

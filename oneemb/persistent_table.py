@@ -26,6 +26,7 @@ from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_reader import SnapshotReader
 from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
 from oneemb.storage.table_info import need_table
+from oneemb.storage.turns import undisturbed
 
 __all__ = [
     "PersistentTableReader",
@@ -309,24 +310,26 @@ class PersistentTableWriter:
         if self._closed:
             return
         saved: list[_Sink] = []
-        try:
-            for sink in self._sinks:
-                sink.save()
-                saved.append(sink)
-        except BaseException:
-            for sink in saved:
-                with suppress(StorageError):
-                    sink.remove_snapshot()
-            raise
-        finally:
-            self.abandon()
+        with undisturbed:  # A save lets Ctrl-C in, where nothing is there yet.
+            try:
+                for sink in self._sinks:
+                    sink.save()
+                    saved.append(sink)
+            except BaseException:
+                for sink in saved:
+                    with suppress(StorageError):
+                        sink.remove_snapshot()
+                raise
+            finally:
+                self.abandon()
 
     def abandon(self) -> None:
         """Close the files and leave no snapshot."""
-        if not self._closed:
-            self._closed = True
-            for sink in self._sinks:
-                sink.close()
+        with undisturbed:
+            if not self._closed:
+                self._closed = True
+                for sink in self._sinks:
+                    sink.close()
 
     def __enter__(self) -> "PersistentTableWriter":
         return self
@@ -472,13 +475,14 @@ def _open_all(sink: Callable[[int, str], _Sink], paths: list[str]) -> list[_Sink
     if not paths or len(set(map(os.path.realpath, paths))) < len(paths):
         raise ValueError(f"paths must name one folder or several different ones, got {paths}")
     sinks: list[_Sink] = []
-    try:
-        for shard, path in enumerate(paths):
-            sinks.append(sink(shard, path))
-    except BaseException:
-        for opened in sinks:
-            opened.close()
-        raise
+    with undisturbed:
+        try:
+            for shard, path in enumerate(paths):
+                sinks.append(sink(shard, path))
+        except BaseException:
+            for opened in sinks:
+                opened.close()
+            raise
     return sinks
 
 

@@ -6,6 +6,7 @@ Invariants:
 """
 
 import os
+import uuid
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -17,14 +18,12 @@ from oneemb.row_files_numpy import NpyWriter, NpzWriter
 from oneemb.row_files_parquet import ParquetWriter
 from oneemb.row_files_safetensors import SafetensorsWriter
 from oneemb.row_values import state_of, weights_of
+from oneemb.storage.embedding_store import EXPORTED
 from oneemb.storage.fs import absolute_path, storage_error
 from oneemb.storage.snapshot_rows import SnapshotRows
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["export_rows"]
-
-# The rows of a live embedding on their way out: of its snapshots, the one that is made and deleted here.
-_EXPORT = "rows-on-their-way-to-a-file"
 
 
 def export_rows(
@@ -94,21 +93,21 @@ def export_rows(
         raise ValueError("snapshot is for the folder of a table, the source is an embedding; leave it out")
     if table is not None and not 0 <= table < source.num_tables:
         raise ValueError(f"table must be from 0 to {source.num_tables - 1}, those of {source.name!r}, got {table}")
-    store = source.store
+    store, name = source.store, f"{EXPORTED}{uuid.uuid4().hex[:8]}"
     try:
         try:
-            store.save_snapshot(_EXPORT, {}, overwrite=True)
-            return _export(store.plan.persistent_path, _EXPORT, paths, table, with_state, batch_size, progress)
+            store.save_snapshot(name, {})
+            return _export(store.plan.persistent_path, name, paths, table, with_state, batch_size, progress)
         finally:
-            _delete_own(store)
+            _delete_own(store, name)
     finally:
-        _delete_own(store)  # Ctrl-C may have come in place of the first, or in it.
+        _delete_own(store, name)  # Ctrl-C may have come in place of the first, or in it.
 
 
-def _delete_own(store: Any) -> None:
+def _delete_own(store: Any, name: str) -> None:
     with undisturbed:
-        if _EXPORT in store.snapshots():
-            store.delete_snapshot(_EXPORT)
+        if name in store.snapshots():
+            store.delete_snapshot(name)
 
 
 def _export(
@@ -137,7 +136,7 @@ def _export(
                 written += len(id_N)
                 if progress is not None:
                     progress(seen, len(reader))
-            if table is not None and not written and snapshot != _EXPORT:
+            if table is not None and not written and not snapshot.startswith(EXPORTED):
                 there = f"rows of tables {_some(sorted(tables))}" if tables else "no rows"
                 raise ValueError(f"snapshot {snapshot!r} has no rows of table {table}; it has {there}")
             writer.finish()

@@ -210,15 +210,15 @@ def _integers(path: str, name: str, column: np.ndarray, least: int, dtype: Any, 
 
 
 class ColumnFiles:
-    """Columns that grow side by side, for formats that want them one after the other: a hidden folder of raw files.
+    """Columns that grow side by side, for formats that want them one after the other: raw files without a name, so that
+    nothing is left of them however the process ends.
 
     Args:
-        target: the folder lies beside this file.
+        target: they lie on the disk of this file.
     """
 
     def __init__(self, target: str):
-        above = os.path.dirname(os.path.abspath(target))
-        self._folder = tempfile.TemporaryDirectory(prefix=".oneemb-", dir=above, ignore_cleanup_errors=True)
+        self._above = os.path.dirname(os.path.abspath(target))
         self._file: dict[str, IO[bytes]] = {}
         self.dtype: dict[str, np.dtype] = {}
         self.shape: dict[str, tuple[int, ...]] = {}
@@ -227,7 +227,7 @@ class ColumnFiles:
         """Append to each column."""
         for name, array in columns.items():
             if name not in self._file:
-                self._file[name] = open(f"{self._folder.name}/{len(self._file)}", "w+b")
+                self._file[name] = tempfile.TemporaryFile(prefix=".oneemb-", dir=self._above)
                 self.dtype[name], self.shape[name] = array.dtype, (0, *array.shape[1:])
             self._file[name].write(np.ascontiguousarray(array).view(np.uint8).data)
             self.shape[name] = (self.shape[name][0] + len(array), *self.shape[name][1:])
@@ -242,7 +242,6 @@ class ColumnFiles:
         for file in self._file.values():
             close_dropped(file)
         self._file = {}
-        self._folder.cleanup()
 
 
 def drop_file(file: IO[bytes]) -> None:
@@ -264,8 +263,9 @@ def new_files(*paths: str) -> Iterator[list[IO[bytes]]]:
     one of them before all are complete."""
     files: list[IO[bytes]] = []
     try:
-        for path in paths:
-            files.append(open(f"{path}.tmp", "wb"))
+        with undisturbed:
+            for path in paths:
+                files.append(open(f"{path}.tmp", "wb"))
         yield files
         for file in files:
             file.flush()

@@ -2,12 +2,13 @@
 
 Invariants:
 - rows go through in batches: memory does not grow with them, whatever the format;
-- a call that raises leaves no new snapshot; an embedding keeps the rows that came before the error.
+- a call that raises leaves no new snapshot, but where Ctrl-C comes when it is complete; an embedding keeps the rows
+  that came before the error.
 """
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from oneemb.storage.fs import absolute_path
 from oneemb.storage.row_layout import RowLayout
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.turns import undisturbed
 
 __all__ = ["import_rows"]
 
@@ -108,15 +110,18 @@ def import_rows(
         raise ValueError("give snapshot=..., the name of the new snapshot")
     with closing(_open_source(source, columns, with_state)) as rows:
         of_rows = _rows_of(rows, with_state)
-        if live:
-            sink: Any = _IntoEmbedding(target, of_rows, with_state)
-        else:
-            weights = of_rows.layout.dtype if dtype is None else str(dtype).removeprefix("torch.")
-            if weights not in WEIGHTS:
-                raise TypeError(f"dtype must be {', '.join(WEIGHTS)} or None, got {dtype}")
-            sink = _IntoSnapshot(target, str(snapshot), of_rows, weights, physical_block_size)
+        weights = of_rows.layout.dtype if dtype is None else str(dtype).removeprefix("torch.")
+        if weights not in WEIGHTS:
+            raise TypeError(f"dtype must be {', '.join(WEIGHTS)} or None, got {dtype}")
         done = 0
-        with sink:
+        with ExitStack() as opened:
+            sink: Any
+            with undisturbed:  # A path that is locked has to be given back.
+                if live:
+                    sink = _IntoEmbedding(target, of_rows, with_state)
+                else:
+                    sink = _IntoSnapshot(target, str(snapshot), of_rows, weights, physical_block_size)
+                opened.enter_context(sink)
             for batch in rows.scan(batch_size):
                 if batch.table_N is None:
                     batch = batch._replace(table_N=np.full(len(batch.id_N), table, np.int32))

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -19,8 +19,9 @@ from oneemb.graph.pipeline import Plan, Recipe, compile_plan
 from oneemb.graph.prefetch import Prepared, prefetch
 from oneemb.graph.recorder import Profile, stats_table
 from oneemb.graph.text import graph_text
-from oneemb.graph.tracer import REGISTER, embeddings_in, modules_kept_plainly, say_not_registered
+from oneemb.graph.tracer import REGISTER, BuildError, embeddings_in, modules_kept_plainly, say_not_registered
 from oneemb.optimizer import Optimizer
+from oneemb.storage.step_lock import alone
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["EvalGraph", "GraphConfig", "TrainGraph"]
@@ -48,6 +49,12 @@ class GraphConfig:
     accumulation_steps: int = 1
     compile_dense: bool = False
     cuda_graph: bool = False
+
+
+T = TypeVar("T")
+
+# Snapshots that earlier saves to a path have left, from which on each doubling of them is worth a warning.
+_KEPT_MANY = 8
 
 
 class _Graph(torch.nn.Module):
@@ -249,7 +256,7 @@ class _Graph(torch.nn.Module):
 
     def _compute_prepared(self, prepared: Prepared, admitted: Any) -> Any:
         values, structure = prepared.batch
-        return self._step(values, structure, prepared, admitted)
+        return self._whole_step(lambda: self._step(values, structure, prepared, admitted))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on a batch, compiling `build` if this is the first.
@@ -272,7 +279,21 @@ class _Graph(torch.nn.Module):
                 scheduler failed is made and counted.
         """
         values, structure = self._signature.flatten(args, kwargs)
-        return self._step(values, structure, Prepared(None), None)
+        return self._whole_step(lambda: self._step(values, structure, Prepared(None), None))
+
+    def _whole_step(self, call: Callable[[], Any]) -> Any:
+        embeddings = embeddings_in(self).values()
+        for one in embeddings:
+            if one._forward_hooks or one._forward_pre_hooks or one._backward_hooks or one._backward_pre_hooks:
+                raise BuildError(
+                    f"embedding {one.name!r} has hooks, which a graph does not call: its lookups are ops. Put them on a"
+                    " module that build gives the rows to, or remove them"
+                )
+        return alone((one.store.step_lock for one in embeddings), call)
+
+    def _between_steps(self, call: Callable[[], T]) -> T:
+        """What `call` gives, while no other thread is in the middle of a step with an embedding of the graph."""
+        return alone((one.store.step_lock for one in embeddings_in(self).values()), call)
 
     def _step(self, values: list[Any], structure: Structure, prepared: Prepared, admitted: Any) -> Any:
         return self._run_plan(values, structure, prepared, admitted, None)
@@ -388,10 +409,11 @@ class TrainGraph(_Graph):
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm must be above 0, or None, got {clip_grad_norm}")
         embeddings = [one for one in embeddings_in(self).values() if id(one.weight) in held]
-        self.optimizers.append(Optimizer(optimizer, embeddings, skip_nonfinite=skip_nonfinite))
-        self._lr_schedulers.append(lr_scheduler)
-        self._max_norms.append(clip_grad_norm)
-        self._plans.clear()
+        with undisturbed:
+            self.optimizers.append(Optimizer(optimizer, embeddings, skip_nonfinite=skip_nonfinite))
+            self._lr_schedulers.append(lr_scheduler)
+            self._max_norms.append(clip_grad_norm)
+            self._plans.clear()
 
     def _refuse_foreign_embeddings(self, optimizer: torch.optim.Optimizer) -> None:
         own = {id(parameter) for parameter in self.parameters()}
@@ -473,7 +495,13 @@ class TrainGraph(_Graph):
             StorageError, OSError: the disk fails; what was at `path` is still there, or the new checkpoint is and the
                 folder's name of it could not be made durable.
         """
-        save_checkpoint(self, os.fsdecode(path), keep)
+        kept = self._between_steps(lambda: save_checkpoint(self, os.fsdecode(path), keep))
+        if kept >= _KEPT_MANY and kept & (kept - 1) == 0:
+            warnings.warn(
+                f"{kept} snapshots of earlier checkpoints at {os.fsdecode(path)} are kept, for copies of the file may"
+                " name them; save(path, keep=n) keeps the last n, embedding.delete_snapshot(name) deletes one",
+                stacklevel=2,
+            )
 
     def load(self, path: str) -> None:
         """Go on from a checkpoint, bit for bit.
@@ -485,7 +513,7 @@ class TrainGraph(_Graph):
             KeyboardInterrupt, and what else stops a load half way: every call of the graph's embeddings raises
                 `BrokenStoreError` until another load.
         """
-        load_checkpoint(self, os.fsdecode(path))
+        self._between_steps(lambda: load_checkpoint(self, os.fsdecode(path)))
 
     def state(self) -> GraphState:
         """The graph's whole state for torch.distributed.checkpoint: `dcp.save({"graph": graph.state()}, ...)`."""
@@ -520,7 +548,8 @@ class EvalGraph(_Graph):
     """A graph that only evaluates: subclass it, assign modules, write `build`, and call the object.
 
     A call runs its modules in eval mode, whatever mode they are in, makes no gradient and inserts no id: an unknown
-    one reads as its initial value. So a `TrainGraph` and an `EvalGraph` may share modules and be called in turn.
+    one reads as its initial value. So a `TrainGraph` and an `EvalGraph` may share modules; where two threads call them,
+    one waits for the step of the other.
 
     Example:
         >>> import tempfile, torch, oneemb

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from oneemb.kernels.row_blocks import requests_deliver, requests_plan
-from oneemb.kernels.threads import Threads
+from oneemb.kernels.threads import Threads, submit
 from oneemb.storage.fs import FileSystem, aligned_bytes
 from oneemb.storage.geometry import Geometry
 
@@ -192,5 +192,5 @@ class PreadReader:
             fill(0, len(at_Q))
             return
         bounds = [len(at_Q) * i // shares for i in range(shares + 1)]
-        for future in [self._pool.submit(fill, bounds[i], bounds[i + 1]) for i in range(shares)]:
+        for future in [submit(self._pool, fill, bounds[i], bounds[i + 1]) for i in range(shares)]:
             future.result()

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from oneemb.kernels.checksum import xxh64
+from oneemb.kernels.threads import submit
 from oneemb.storage.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, pack_header
 from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
 from oneemb.storage.geometry import Geometry
@@ -235,7 +236,7 @@ class ChunkFiles:
                 self.sync(chunk)
             return
         with ThreadPoolExecutor(min(len(grown), self.sync_threads), thread_name_prefix="oneemb-sync") as beside:
-            for synced in [beside.submit(self.sync, chunk) for chunk in grown]:
+            for synced in [submit(beside, self.sync, chunk) for chunk in grown]:
                 synced.result()
 
     def sync_names(self) -> None:

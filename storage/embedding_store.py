@@ -23,6 +23,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ import numpy as np
 
 from oneemb.kernels.init_rows import InitialRows, init_rows
 from oneemb.kernels.threads import Threads
-from oneemb.storage.errors import SnapshotNotFoundError
+from oneemb.storage.errors import OtherSnapshotError, SnapshotNotFoundError
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.hot_tier import SLOT_OVERHEAD_BYTES, HotTier
 from oneemb.storage.persistent_table import PersistentTable
@@ -39,12 +40,13 @@ from oneemb.storage.row_store import RowStore, StorageError, StoreFullError
 from oneemb.storage.snapshot_file import SnapshotInfo
 from oneemb.storage.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
+from oneemb.storage.step_lock import StepLock, alone
 from oneemb.storage.turns import Turns, undisturbed
 
 if TYPE_CHECKING:
     from oneemb.kernels.launch import Gpu
 
-__all__ = ["EmbeddingStore", "Pins", "Staged", "StorePlan"]
+__all__ = ["EXPORTED", "EmbeddingStore", "Pins", "Staged", "StorePlan"]
 
 # Of the machine's memory, what a store without a capacity may come to use.
 _MEMORY_SHARE = 0.9
@@ -75,6 +77,9 @@ _MEND = "the embedding's load_snapshot(name) goes on from one, its clear() from 
 
 # Holds the rows of a store that is made anew for rows of another width, while it is.
 _REBUILD = "rows-on-their-way-to-another-width"
+
+# How the name begins of the snapshot that holds the rows of an embedding on their way to a file.
+EXPORTED = "rows-on-their-way-to-a-file-"
 
 # How long a stage gives way to those who wait at most, in naps of 20 microseconds: they take turns by then.
 _NAPS_MAX = 500
@@ -122,6 +127,18 @@ def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _between_steps(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a method when no other thread is in the middle of a step."""
+
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        if self.turns.forked:
+            return method(self, *args, **kwargs)  # which says what a child may not
+        return alone((self.step_lock,), lambda: method(self, *args, **kwargs))
+
+    return run
+
+
 def _reading(method: Callable[..., Any]) -> Callable[..., Any]:
     """Runs a method that only reads in a turn. A child of the process that made the store may call it too."""
 
@@ -164,6 +181,10 @@ class EmbeddingStore:
         self.abandoned: deque[Pins] = deque()
         """Those of lookups that were dropped unfinished; `admit` releases them."""
         self.turns = Turns(f"the embedding on {plan.persistent_path}", _MEND, rank=0)
+        self.step_lock = StepLock()
+        """Held by steps, and by whoever takes all rows as they are or puts others in their place; before any turn."""
+        self.writing = threading.Lock()
+        """Held while rows are written in place, or read without a pin; after any turn."""
         self._pins: dict[int, Pins] = {}
         self._initial = initial
         self._state = np.empty(0, np.float32)
@@ -182,6 +203,7 @@ class EmbeddingStore:
         """Whether the tiers are there. Until then there is no row, and every id reads as its initial value."""
         return self._table is not None
 
+    @_between_steps
     @_in_turn
     def build(self, optimizer: str | None, state: np.ndarray) -> None:
         """Make the tiers for rows with this state, or say why those there do not fit.
@@ -193,6 +215,9 @@ class EmbeddingStore:
         Raises:
             StorageError: the path is in use or unusable, or the rows already hold another optimizer's state.
         """
+        self._build(optimizer, state)
+
+    def _build(self, optimizer: str | None, state: np.ndarray) -> None:
         self._check_open()
         if self.built:
             if optimizer is None:
@@ -219,6 +244,10 @@ class EmbeddingStore:
         )
         try:
             self._tiers = self._make_tiers(layout, table)
+            for info in table.snapshots():
+                if info.name.startswith(EXPORTED):  # Whoever wrote that file is dead.
+                    with suppress(StorageError):
+                        table.delete_snapshot(info.name)
         except BaseException:
             table.close()
             raise
@@ -227,6 +256,7 @@ class EmbeddingStore:
         self._finalizer = weakref.finalize(self, _close_dropped, table)
         self._finalizer.atexit = False
 
+    @_between_steps
     @_in_turn
     def move_to(self, gpu: "Gpu | None") -> None:
         """Let the hot tier be on a GPU, or on the host; rows and steps go along.
@@ -276,7 +306,7 @@ class EmbeddingStore:
 
     def _build_and_load(self, optimizer: str | None, state: np.ndarray, gpu: "Gpu | None", rows: int) -> None:
         self.gpu = gpu
-        self.build(optimizer, state)
+        self._build(optimizer, state)
         if rows:
             self.load_snapshot(_REBUILD)
 
@@ -507,7 +537,8 @@ class EmbeddingStore:
         """
         slot_U = self.admit(self.on_tier(table_U), self.on_tier(id_U))
         try:
-            self.row_SW[slot_U, : row_UX.shape[1]] = self.on_tier(row_UX)
+            with self.writing:
+                self.row_SW[slot_U, : row_UX.shape[1]] = self.on_tier(row_UX)
             self.mark_dirty(slot_U)
         finally:
             self.release(slot_U)
@@ -545,7 +576,8 @@ class EmbeddingStore:
         row_UW = np.zeros((len(id_U), self.layout.row_width), np.float32)
         missing = np.arange(len(id_U))
         if self.built:
-            missing = np.flatnonzero(self._tiers[0].get(table_U, id_U, row_UW))
+            with self.writing:
+                missing = np.flatnonzero(self._tiers[0].get(table_U, id_U, row_UW))
         self._begin(row_UW, missing, table_U[missing], id_U[missing])
         return row_UW
 
@@ -563,7 +595,7 @@ class EmbeddingStore:
         """What `read` gives, for `DeviceKeys`: a tensor on the GPU, float32 [U, at least W]; and the keys cut to U."""
         self._check_open()
         if not self.built:
-            self.build(None, np.empty(0, np.float32))
+            self._build(None, np.empty(0, np.float32))
         return self._tiers[0].read(keys, self._begin_on_gpu)
 
     def _begin_rows(self, slot_M: Any, table_M: Any, id_M: Any) -> None:
@@ -587,6 +619,7 @@ class EmbeddingStore:
 
     # ---- snapshots ------------------------------------------------------------------------------------------------
 
+    @_between_steps
     @_in_turn
     def save_snapshot(self, name: str, meta: dict, *, overwrite: bool = False) -> SnapshotInfo:
         """Write every row as it is now, durably, under a name.
@@ -601,12 +634,13 @@ class EmbeddingStore:
             StorageError: the name is taken and `overwrite` is off, or the disk fails; the snapshots there are whole.
         """
         if not self.built:
-            self.build(None, self._state)
+            self._build(None, self._state)
         assert self._table is not None
         self._tiers[0].flush()
         rows = SnapshotRows(self.layout, self.optimizer, tuple(self._state.tolist()), self.step)
         return self._table.save_snapshot(name, rows.to_meta(meta), overwrite=overwrite)
 
+    @_between_steps
     def load_snapshot(self, name: str) -> bool:
         """Start from the rows of a snapshot, forgetting those here. Mends a broken store.
 
@@ -672,7 +706,7 @@ class EmbeddingStore:
                 self._dismantle()
                 replaced = True
             if not self.built or self.optimizer is None and self.layout.state_width == 0:
-                self.build(rows.optimizer, np.array(rows.state, np.float32))
+                self._build(rows.optimizer, np.array(rows.state, np.float32))
             assert self._table is not None
             for tier in self._tiers:
                 tier.check_holds(info.rows)
@@ -735,14 +769,15 @@ class EmbeddingStore:
 
         Raises:
             SnapshotNotFoundError: there is none of that name; the message names those there are.
-            StorageError: it is another one, of another run; the message says which.
+            OtherSnapshotError: it is another one, of another run; the message says which.
+            StorageError: it could not be read.
         """
         try:
             info = read_snapshot_info(self.plan.persistent_path, name)
         except SnapshotNotFoundError as error:
             raise SnapshotNotFoundError(f"{named_by} names a snapshot that is not there: {error}") from error
         if identity is not None and info.identity != identity:
-            raise StorageError(
+            raise OtherSnapshotError(
                 f"{named_by} names the snapshot {name!r} with identity {identity}; the one of that name in"
                 f" {self.plan.persistent_path} is another run's: {info}. Use the persistent_path of the run that saved"
                 f" {named_by}"
@@ -754,12 +789,13 @@ class EmbeddingStore:
 
     def _need_table(self) -> PersistentTable:
         if self._table is None:
-            self.build(None, self._state)
+            self._build(None, self._state)
         assert self._table is not None
         return self._table
 
     # ---- the rest -------------------------------------------------------------------------------------------------
 
+    @_between_steps
     def clear(self) -> None:
         """Forget every row; snapshots stay. Mends a broken store."""
         with self.turns:
@@ -781,6 +817,7 @@ class EmbeddingStore:
             stats["persistent"] = self._table.stats()
         return stats
 
+    @_between_steps
     def close(self) -> None:
         """Free memory, files and the path's lock. Rows that no snapshot holds are gone."""
         with self.turns:

@@ -9,6 +9,7 @@ __all__ = [
     "FormatVersionError",
     "IndexMemoryError",
     "LockedError",
+    "OtherSnapshotError",
     "RowWidthError",
     "SnapshotExistsError",
     "SnapshotNotFoundError",
@@ -39,6 +40,10 @@ class IndexMemoryError(StorageError, MemoryError):
 
 class LockedError(StorageError):
     """Another table object, here or in another process, writes to this path. The message names it."""
+
+
+class OtherSnapshotError(StorageError):
+    """The snapshot of this name is not the one that is meant, but another run's."""
 
 
 class SnapshotNotFoundError(StorageError):

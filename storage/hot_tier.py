@@ -527,6 +527,7 @@ class HotTier:
     def _keys_of(self, chosen_S: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(table, id, slot) of the rows in the chosen slots, in the index's order: what is done with them there is done
         to one part of it after the other."""
+        chosen_S = chosen_S.copy()  # Marks may come while we look, and the arrays have room for those counted here.
         size = int(np.count_nonzero(chosen_S))
         table_V, id_V, slot_V = np.empty(size, np.int32), np.empty(size, np.int64), np.empty(size, np.int64)
         found = 0

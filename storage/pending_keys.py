@@ -18,6 +18,7 @@ from concurrent.futures import Executor, Future, wait
 
 import numpy as np
 
+from oneemb.kernels.threads import submit
 from oneemb.storage.hash_index import HashIndex
 
 __all__ = ["PendingKeys"]
@@ -105,7 +106,7 @@ class PendingKeys:
         if begun is not None:
             assert self._beside is not None
             self._full, self._spare = begun, None
-            self._given = self._beside.submit(self._give, begun, put)
+            self._given = submit(self._beside, self._give, begun, put)
         return True
 
     def note(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from oneemb.kernels.checksum import blocks_sum
 from oneemb.kernels.row_blocks import rows_into_blocks, rows_out_of_blocks
-from oneemb.kernels.threads import Threads
+from oneemb.kernels.threads import Threads, submit
 from oneemb.storage.chunk_files import ChunkEnd, ChunkFile, ChunkFiles, key_record
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import aligned_bytes
@@ -253,7 +253,7 @@ class RowWriter:
         self._filling.follow(run)
         before = self._sealed[-1][1] if self._sealed else None
         assert before is not None or not self._sealed
-        written = None if self._beside is None else self._beside.submit(self._write, run, before)
+        written = None if self._beside is None else submit(self._beside, self._write, run, before)
         self._sealed.append((run, written))
 
     def finish(self) -> None:
@@ -269,13 +269,13 @@ class RowWriter:
         """Return when the oldest sealed run is on disk."""
         run, written = self._sealed[0]
         assert run.chunk is not None
-        try:
-            self._write(run, None) if written is None else written.result()
-        except BaseException:
-            # The writes after it fail too. All are tried again, one after the other, by the next calls.
+        if written is not None and written.exception() is not None:
+            # The writes after it have failed too. All are tried again, one after the other: it may be over by now.
             wait([later for _, later in self._sealed if later is not None])
             self._sealed = deque((run, None) for run, _ in self._sealed)
-            raise
+            written = None
+        if written is None:
+            self._write(run, None)
         self._files.append(run.chunk, run.end)
         self._free()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oneemb.kernels.threads import Threads
+from oneemb.kernels.threads import Threads, submit
 from oneemb.storage.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_paths
 from oneemb.storage.chunk_scan import ChunkKeys, check_header, fill_keys, live_rows, missing_file
 from oneemb.storage.errors import CorruptTableError
@@ -41,12 +41,12 @@ def load_live_rows(
     pieces = _pieces(fs, snapshots, files, record)
     # Pieces are read and checked while the keys of those before go into the index.
     with ThreadPoolExecutor(1, thread_name_prefix="oneemb-load") as ahead:
-        reading = deque(ahead.submit(next, pieces, None) for _ in range(_PIECES_AHEAD))
+        reading = deque(submit(ahead, next, pieces, None) for _ in range(_PIECES_AHEAD))
         live = LiveRows(record.geometry, files, threads, record.info.rows, beside)
         chunk: ChunkFile | None = None
         try:
             while (piece := reading.popleft().result()) is not None:
-                reading.append(ahead.submit(next, pieces, None))
+                reading.append(submit(ahead, next, pieces, None))
                 undisturbed.raise_interrupt()  # The table's rows are what they were.
                 part = piece.part
                 if chunk is None:

@@ -1,0 +1,62 @@
+"""One step at a time: who trains rows, and who wants them as they are between two steps.
+
+A step computes with rows that lie in memory, and changes them there, without a turn (storage/turns.py): others find and
+bring rows meanwhile. What takes all rows as they are, or puts others in their place, waits for the step of another
+thread, and the next step waits for it. So does an evaluation of modules that another thread trains.
+
+Invariants:
+- who holds several locks has taken them in one order, and no turn before;
+- a lock is free again when its block ends, at whatever line an interrupt comes.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+__all__ = ["StepLock", "alone"]
+
+T = TypeVar("T")
+
+# How long who takes a lock often gives way to others that wait for it, in naps of 20 microseconds.
+_NAPS_MAX = 500
+
+
+class StepLock:
+    """The lock of one store's steps."""
+
+    def __init__(self) -> None:
+        self._lock, self._pid = threading.RLock(), os.getpid()
+        self.waiting: set[int] = set()
+
+    @property
+    def lock(self) -> Any:
+        """To be held with `with`. A child of fork has its own: the other may be held by a thread that is not there."""
+        if self._pid != os.getpid():
+            self._lock, self._pid, self.waiting = threading.RLock(), os.getpid(), set()
+        return self._lock
+
+
+def alone(locks: Iterable[StepLock], call: Callable[[], T]) -> T:
+    """What `call` gives, while no other thread holds one of these locks."""
+    return _alone(sorted(locks, key=id), call)
+
+
+def _alone(locks: Sequence[StepLock], call: Callable[[], T]) -> T:
+    if not locks:
+        return call()
+    one, me = locks[0], threading.get_ident()
+    lock = one.lock
+    naps = 0
+    while one.waiting and not lock._is_owned() and naps < _NAPS_MAX:  # They would hardly get it from who has it often.
+        time.sleep(2e-5)
+        naps += 1
+    try:
+        one.waiting.add(me)
+        # The lock itself, not a function of ours: between taking it and its block no interrupt can come.
+        with lock:
+            one.waiting.discard(me)
+            return _alone(locks[1:], call)
+    finally:
+        one.waiting.discard(me)
