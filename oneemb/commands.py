@@ -3,13 +3,14 @@
 Invariants:
 - with --json a command writes one JSON object to the standard output and nothing else there;
 - exit codes: 0 = done, 1 = `check` found contradictions, or the user said no or closed the output, 2 = it could not be
-  done, and the reason is on stderr;
+  done, and the reason is on stderr, 130 = interrupted and 143 = told to end, after what was half done was taken back;
 - what is heavy is loaded by the command that needs it.
 """
 
 import json
 import os
 import re
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["oneemb"]
 
+_INTERRUPTED = 128 + signal.SIGINT
 _FOLDER = click.Path(exists=True, file_okay=False)
 
 
@@ -41,6 +43,9 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(_INTERRUPTED)
         except (StorageError, ValueError, TypeError, ImportError, OSError) as error:
             raise _Failure(_in_options(str(error))) from error
 
