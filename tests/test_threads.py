@@ -1,0 +1,228 @@
+"""One thread trains; others save, export, evaluate and look: both get what they would have got alone."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+import oneemb
+from oneemb.storage.step_lock import StepLock, alone
+from tests.support.models import make_embedding
+
+STEPS = 25
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*snapshots of earlier checkpoints")
+
+
+class Model(oneemb.TrainGraph):
+    def __init__(self, path, store):
+        super().__init__()
+        torch.manual_seed(0)
+        # A third of the rows fits in the caches, so that they move while others want them.
+        self.embedding = make_embedding(path, store=store, tables=2, dim=64, num_threads=2)
+        self.top = torch.nn.Linear(128, 1)
+        self.add_optimizer(torch.optim.Adam(self.parameters(), lr=0.01))
+
+    def build(self, ids, label):
+        logit = self.top(self.embedding(ids).flatten(1)).squeeze(1)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, label)
+        loss.backward()
+        return loss
+
+
+class Score(oneemb.EvalGraph):
+    def __init__(self, model):
+        super().__init__()
+        self.embedding, self.top = model.embedding, model.top
+
+    def build(self, ids):
+        return self.top(self.embedding(ids).flatten(1)).squeeze(1)
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, 6000, (512, 2), generator=generator), torch.randint(0, 2, (512,), generator=generator) * 1.0
+
+
+def state_of(model):
+    """Everything that a checkpoint holds, as bytes."""
+    ids = torch.arange(6000)
+    with torch.no_grad():
+        model.embedding.eval()
+        rows = [model.embedding(ids, torch.full_like(ids, t)).numpy().tobytes() for t in range(2)]
+        model.embedding.train()
+    adam = model.optimizers[0].optimizer.state_dict()["state"]
+    dense = [one[name].numpy().tobytes() for one in adam.values() for name in sorted(one)]
+    return model.steps, model.embedding.stats()["step"], rows, dense, model.top.weight.detach().numpy().tobytes()
+
+
+def beside(call, model):
+    """Train, `call(n)` being called again and again by another thread; returns the losses and how often it was."""
+    errors, called, stop = [], [0], threading.Event()
+
+    def others():
+        try:
+            while not stop.is_set():
+                call(called[0])
+                called[0] += 1
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=others)
+    losses = [model(*batch(0)).item()]  # compiled
+    thread.start()
+    try:
+        losses += [model(*batch(step)).item() for step in range(1, STEPS)]
+    finally:
+        stop.set()
+        thread.join()
+    assert errors == []
+    return losses, called[0]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The states after each step, and the losses."""
+    model = Model(tmp_path_factory.mktemp("alone") / "rows", "device")
+    losses, states = [], []
+    for step in range(STEPS):
+        losses.append(model(*batch(step)).item())
+        states.append(state_of(model))
+    model.embedding.close()
+    return losses, states
+
+
+@pytest.mark.parametrize("store", ["device", "host", "ssd"])
+@pytest.mark.parametrize("what", ["snapshot", "export", "checkpoint", "evaluate", "look"])
+def test_what_another_thread_does_meanwhile_changes_no_number_and_is_of_one_moment(tmp_path, expected, store, what):
+    model = Model(tmp_path / "rows", store)
+    score, ids = Score(model), batch(0)[0]
+    calls = {
+        "snapshot": lambda n: model.embedding.save_snapshot("s", overwrite=True),
+        "export": lambda n: oneemb.export_rows(model.embedding, tmp_path / "x.safetensors", overwrite=True),
+        "checkpoint": lambda n: model.save(tmp_path / f"c{n % 8}", keep=1),
+        "evaluate": lambda n: score(ids),
+        "look": lambda n: model.embedding.stats(),
+    }
+    losses, called = beside(calls[what], model)
+    assert called > 0 and losses == expected[0] and state_of(model) == expected[1][-1]
+    if what == "snapshot":
+        model.embedding.save_snapshot("s", overwrite=True)
+        model.embedding.load_snapshot("s")
+        assert state_of(model)[1:3] == expected[1][-1][1:3]
+    if what == "checkpoint":
+        for n in range(min(called, 8)):
+            model.load(tmp_path / f"c{n}")
+            assert state_of(model) == expected[1][model.steps - 1]
+    model.embedding.close()
+
+
+def test_who_waits_for_the_end_of_a_step_has_the_lock_before_the_next_one():
+    lock, stop, had = StepLock(), threading.Event(), []
+
+    def steps():
+        while not stop.is_set():
+            alone([lock], lambda: sum(range(2000)))
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    for n in range(50):
+        alone([lock], lambda n=n: had.append(n))
+    stop.set()
+    thread.join()
+    assert had == list(range(50)) and lock.waiting == set()
+
+
+def test_locks_of_several_stores_are_taken_in_one_order_and_given_back():
+    locks = [StepLock() for _ in range(4)]
+    done = []
+
+    def use(order):
+        for _ in range(300):
+            alone(order, lambda: done.append(1))
+
+    threads = [threading.Thread(target=use, args=(order,)) for order in (locks, locks[::-1], locks[1:3])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(done) == 900
+    with pytest.raises(KeyError):
+        alone(locks, lambda: {}["none"])
+    thread = threading.Thread(target=use, args=(locks,))
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "an error in the block gives the locks back"
+
+
+def test_training_in_a_thread_goes_on_when_the_main_thread_has_ended(tmp_path):
+    code = f"""
+import sys, threading
+sys.path.insert(0, {os.getcwd()!r})
+import pathlib
+from tests.test_threads import Model, batch
+model = Model(pathlib.Path({str(tmp_path)!r}) / "rows", "ssd")
+def train():
+    threading.main_thread().join()
+    for step in range(30):
+        model(*batch(step))
+    model.save({str(tmp_path / "c")!r})
+    model.embedding.load_snapshot(model.embedding.snapshots()[0])
+    print(model.steps, model.embedding.stats()["step"], flush=True)
+threading.Thread(target=train).start()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stdout == "30 30\n", ended.stderr
+
+
+def test_the_first_graph_that_a_process_traces_is_freed_like_the_others(tmp_path):
+    code = f"""
+import gc, pathlib, sys, weakref
+sys.path.insert(0, {os.getcwd()!r})
+from tests.test_threads import Model, batch
+for turn in range(2):
+    model = Model(pathlib.Path({str(tmp_path)!r}) / "rows", "host")  # LockedError if the one before still lives
+    model(*batch(0))
+    store = weakref.ref(model.embedding.store)
+    del model
+    gc.collect()
+    print(store() is None)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stdout == "True\nTrue\n", ended.stderr
+
+
+def test_a_graph_that_is_dropped_is_freed_here(tmp_path):
+    model = Model(tmp_path / "rows", "device")
+    model(*batch(0))
+    store = weakref.ref(model.embedding.store)
+    del model
+    gc.collect()
+    assert store() is None
+
+
+def test_marks_that_come_while_rows_are_listed_have_room(tmp_path):
+    """The list has room for the rows that were marked when they were counted."""
+    embedding = make_embedding(tmp_path / "rows", store="ssd", dim=4)
+    embedding(torch.arange(200))
+    tier = embedding.store._tiers[0]
+    tier._dirty_S[:] = False
+    tier._dirty_S[:10] = True
+    items = tier._index.items
+
+    def mark_meanwhile():
+        tier._dirty_S[:200] = True
+        return items()
+
+    tier._index.items = mark_meanwhile
+    table_N, id_N, slot_N = tier._keys_of(tier._dirty_S[: tier._used])
+    del tier._index.items
+    assert sorted(slot_N.tolist()) == list(range(10)) and len(table_N) == len(id_N) == 10
+    assert np.array_equal(tier._index.find(table_N, id_N), slot_N)
+    embedding.close()
