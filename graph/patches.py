@@ -67,22 +67,23 @@ def call_replaced(here: Here, replacements: Callable[[], Replacements], function
 def _in_turn(here: Here, replacements: Callable[[], Replacements], function: Callable[[], Any]) -> Any:
     try:
         _ONE_AT_A_TIME.acquire()
-        with compiling._lock:  # Numba knows functions of Python by what they are: nobody compiles meanwhile.
-            made = replacements()
-            before = [(owner, name, _read((owner, name))) for owner, name, _ in made]
-            modes = torch._C._len_torch_function_stack()
-            _state.here, _state.before = here, before
-            try:
-                return _call(here, made, before, modes, function)
-            finally:
-                _put_back(here, before, modes)
+        compiling._lock.acquire()  # Numba knows functions of Python by what they are: nobody compiles meanwhile.
+        made = replacements()
+        before = [(owner, name, _read((owner, name))) for owner, name, _ in made]
+        modes = torch._C._len_torch_function_stack()
+        _state.here, _state.before = here, before
+        try:
+            return _call(here, made, before, modes, function)
+        finally:
+            _put_back(here, before, modes)
     finally:
         _end_turn()
 
 
 def _end_turn() -> None:
-    if _ONE_AT_A_TIME._is_owned():  # type: ignore[attr-defined]
-        _ONE_AT_A_TIME.release()
+    for lock in (compiling._lock, _ONE_AT_A_TIME):
+        if lock._is_owned():
+            lock.release()
 
 
 def _call(here: Here, made: Replacements, before: Replacements, modes: int, function: Callable[[], Any]) -> Any:

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 import warnings
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -19,8 +20,11 @@ import torch
 
 import oneemb
 from oneemb.kernels import jit_cuda
+from oneemb.storage import embedding_store
 from oneemb.storage.embedding_store import _close_dropped
+from oneemb.storage.errors import BrokenStoreError
 from tests.kernels.test_init_rows import uniform_python
+from tests.support.interrupts import AtLine
 from tests.support.models import STORES, make_embedding, reopen, rows_of, store_options
 
 INT64 = torch.iinfo(torch.int64)
@@ -960,3 +964,41 @@ def test_an_interrupt_while_a_dropped_embedding_is_closed_comes_a_moment_later()
     with pytest.raises(KeyboardInterrupt):
         _close_dropped(Table())
         time.sleep(10)
+
+
+@pytest.mark.parametrize("why", ["damaged", "interrupted"])
+def test_a_broken_embedding_stays_so_when_its_next_load_fails(made, monkeypatch, why):
+    embedding = made(store="ssd")
+    embedding(torch.arange(10))
+    embedding.save_snapshot("good")
+    embedding.save_snapshot("other")
+    embedding.store.turns.cut_short(KeyboardInterrupt())
+    error = {"damaged": oneemb.StorageError("damaged"), "interrupted": KeyboardInterrupt()}[why]
+
+    def fail(*args):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(embedding_store.PersistentTable, "load_snapshot", fail)
+        with pytest.raises(type(error)):
+            embedding.load_snapshot("other")
+    with pytest.raises(BrokenStoreError):
+        embedding(torch.arange(10))
+    embedding.load_snapshot("good")
+    assert embedding.stats()["rows"] == 10
+
+
+def test_no_state_dict_names_a_snapshot_that_an_interrupted_call_has_deleted(made):
+    def prepare():
+        embedding = made(f"rows{len(paths)}")
+        paths.append(embedding)
+        embedding(torch.arange(3))
+        embedding.save_snapshot("s")
+        return embedding
+
+    paths = []
+    for at in range(1, 6):
+        embedding = prepare()
+        with suppress(KeyboardInterrupt), AtLine(at, files=[oneemb.embedding.__file__], functions=["delete_snapshot"]):
+            embedding.delete_snapshot("s")
+        assert embedding.get_extra_state()["oneemb_snapshot"] in embedding.snapshots(), at

@@ -3,9 +3,11 @@
 import builtins
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import traceback
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from oneemb.storage import turns
 from oneemb.storage.errors import ForkedProcessError
 from oneemb.storage.persistent_table import PersistentTable
 from oneemb.storage.turns import whole
+from tests.support.models import make_embedding
 from tests.support.table_model import put_random
 
 FORK = multiprocessing.get_context("fork")
@@ -407,3 +410,111 @@ def test_threads_that_fork_at_once_take_turns(model):
     for thread in threads:
         thread.join()
     assert len(found) == 12 and len(set(found)) == 1 and time.monotonic() - before < 50
+
+
+def test_a_child_keeps_what_was_on_its_way_to_the_disk_while_the_parent_goes_on(tmp_path):
+    """Rows that wait in memory for the disk are a copy, though the parent fills that memory anew."""
+    embedding = make_embedding(tmp_path / "rows", store="ssd", dim=64)
+    optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), [embedding])
+    for begin in range(0, len(IDS), 500):
+        train(embedding, optimizer, IDS[begin : begin + 500])
+    expected, go_on = rows(embedding), FORK.Event()
+    found, childs = FORK.Pipe(duplex=False)
+
+    def read():
+        go_on.wait(60)
+        childs.send(rows(embedding) == expected)
+
+    child = FORK.Process(target=read)
+    child.start()
+    for _ in range(3):  # more than all the memory that waits for the disk
+        for begin in range(0, len(IDS), 500):
+            train(embedding, optimizer, IDS[begin : begin + 500])
+    go_on.set()
+    assert found.poll(60) and found.recv() is True
+    child.join()
+    embedding.close()
+
+
+def test_a_child_waits_for_no_thread_that_was_writing_at_the_fork(tmp_path, monkeypatch):
+    """A future's lock, held while its result is set, would stay held in the child."""
+    inside, go_on, set_result = threading.Event(), threading.Event(), Future.set_result
+
+    def slowly(future, result):
+        if threading.current_thread().name.startswith("oneemb-write") and not go_on.is_set():
+            with future._condition:
+                inside.set()
+                go_on.wait(0.5)
+        set_result(future, result)
+
+    monkeypatch.setattr(Future, "set_result", slowly)
+    table = PersistentTable.open(tmp_path / "t", row_width=64, threads=Threads(1))
+    table.put(np.zeros(20000, np.int32), np.arange(20000), np.ones((20000, 64), np.float32))
+    assert inside.wait(60)
+
+    def read():
+        row_UW = np.zeros((5, 64), np.float32)
+        table.get(np.zeros(5, np.int32), np.arange(5), row_UW)
+        return float(row_UW.min())
+
+    assert in_child(read, timeout=20) == 1
+    go_on.set()
+    table.close()
+
+
+def test_what_the_collector_closes_while_a_loop_is_compiled_waits_for_no_fork(tmp_path):
+    """Whoever compiles holds a lock that a fork waits for, and may begin a turn: of a table that is dropped."""
+    table = PersistentTable.open(tmp_path / "t", row_width=4, threads=Threads(1))
+    holds, forking, forked = threading.Event(), threading.Event(), []
+
+    def compile_something():
+        with compiling:
+            holds.set()
+            forking.wait()
+            time.sleep(0.2)
+            table.close()
+
+    def fork():
+        holds.wait()
+        forking.set()
+        forked.append(in_child(lambda: 7))
+
+    threads = [threading.Thread(target=one, daemon=True) for one in (compile_something, fork)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert forked == [7]
+
+
+@pytest.mark.parametrize("what", ["a block", "a trace"])
+def test_ctrl_c_while_a_fork_waits_comes_after_it(what, monkeypatch):
+    begun = threading.Event()
+
+    def stay():
+        begun.set()
+        time.sleep(0.6)
+
+    def block():
+        with whole(()):
+            stay()
+
+    def trace():
+        patches.call_replaced(patches.Here(), lambda: [(Owner, "method", lambda: 2)], stay)
+
+    class Owner:
+        method = staticmethod(lambda: 1)
+
+    assert in_child(lambda: 1) == 1  # a fork before, that found everything free
+    thread = threading.Thread(target=block if what == "a block" else trace)
+    thread.start()
+    begun.wait()
+    interrupt = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(Owner.method() - 1)
+        time.sleep(10)
+    assert os.waitpid(pid, 0)[1] == 0
+    thread.join()

@@ -144,6 +144,7 @@ def free(lock):
 
 def test_an_interrupt_at_any_line_leaves_nothing(root):
     from oneemb.graph.patches import _ONE_AT_A_TIME
+    from oneemb.kernels.jit import compiling
 
     trace_build(root)
     before = places()
@@ -157,6 +158,7 @@ def test_an_interrupt_at_any_line_leaves_nothing(root):
         after = places()
         assert all(after.get(place) == value for place, value in before.items()), lines[i]
         assert torch.overrides._get_current_function_mode_stack() == [] and free(_ONE_AT_A_TIME), lines[i]
+        assert free(compiling._lock), lines[i]
     nothing_is_left(before)
     assert "math" not in graph_text(trace_build(root)) and "sqrt(" in graph_text(trace_build(root))
 

@@ -10,9 +10,11 @@ import pytest
 
 from oneemb.kernels.threads import Threads
 from oneemb.storage.check import check_table
+from oneemb.storage.compact_snapshots import compact_snapshots
 from oneemb.storage.errors import LockedError, StorageError
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.live_rows import LiveRows
+from oneemb.storage.oneflow_table import OneFlowReader, OneFlowWriter, oneflow_snapshots
 from oneemb.storage.persistent_table import PersistentTable
 from tests.support.models import make_embedding
 from tests.support.table_model import check, put_random
@@ -123,3 +125,55 @@ def test_a_folder_below_new_ones_is_there_after_a_loss_of_power(tmp_path, monkey
 def test_two_embeddings_of_one_folder_are_told_apart(tmp_path):
     with open_table(tmp_path / "t"), pytest.raises(LockedError, match=f"process {os.getpid()}"):
         open_table(tmp_path / "t")
+
+
+@pytest.mark.parametrize("end", ["close", "save", "remove_snapshot"])
+def test_a_writer_of_oneflows_tables_takes_nothing_of_who_has_the_folder_now(tmp_path, end):
+    def writer(name, value):
+        made = OneFlowWriter(tmp_path / "t", name, key_bytes=8, value_bytes=8, physical_block_size=512)
+        made.put(np.arange(3), np.full((3, 2), value, np.float32))
+        return made
+
+    before = writer("before", 1.0)
+    if end == "remove_snapshot":
+        before.save()
+    shutil.rmtree(tmp_path / "t")
+    now = writer("now", 2.0)
+    now.save()
+    holder = (tmp_path / "t" / "LOCK").read_bytes()
+    if end != "close":
+        with pytest.raises(StorageError, match="LOCK was removed"):
+            getattr(before, end)()
+    before.close()
+    assert (tmp_path / "t" / "LOCK").read_bytes() == holder
+    now.close()
+    assert oneflow_snapshots(tmp_path / "t") == ["now"]
+    ((id_N, value_NV),) = OneFlowReader(tmp_path / "t", "now").scan()
+    assert id_N.tolist() == [0, 1, 2] and (value_NV == 2).all()
+
+
+def test_a_compaction_takes_nothing_of_who_has_the_folder_now(tmp_path):
+    path, rng = tmp_path / "t", np.random.default_rng(0)
+    with open_table(path, background=False) as table:
+        rows = {}
+        put_random(table, rows, rng, 3000)
+        table.save_snapshot("a", {})
+        put_random(table, rows, rng, 1500)
+        table.save_snapshot("b", {})
+        table.delete_snapshot("a")
+    new = []
+
+    def replace(done, total):
+        if not new:
+            shutil.rmtree(path)
+            own = {}
+            new.extend((open_table(path, background=False), own))
+            put_random(new[0], own, rng, 3000)
+            new[0].save_snapshot("b", {})
+            put_random(new[0], own, rng, 3000)
+            new[0].flush()
+
+    with pytest.raises(StorageError):
+        compact_snapshots(path, progress=replace)
+    check(*new)
+    new[0].close()

@@ -1,8 +1,10 @@
 """What signals, handlers and errors do to a turn."""
 
 import asyncio
+import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -185,3 +187,33 @@ def test_ctrl_c_is_not_lost_where_another_handler_raises_as_a_block_begins(monke
         with undisturbed:
             raise AssertionError("it began")
     assert undisturbed._depth == 0 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_ends_the_wait_for_a_turn_but_not_a_turn():
+    turns, begun, go_on = Turns("the object", "make it anew", rank=0), threading.Event(), threading.Event()
+
+    def stay():
+        with turns:
+            begun.set()
+            go_on.wait(10)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    begun.wait()
+    signals = [threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)) for _ in range(2)]
+    signals[0].start()
+    begin, done = time.monotonic(), []
+    with pytest.raises(KeyboardInterrupt):
+        with turns:
+            done.append(1)
+    assert time.monotonic() - begin < 5 and done == []
+    # Within a block something has begun: the interrupt waits.
+    signals[1].start()
+    threading.Timer(0.6, go_on.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        with undisturbed:
+            with turns:
+                done.append(2)
+            done.append(3)
+    assert done == [2, 3] and turns.waiting == 0
+    thread.join()
