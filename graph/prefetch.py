@@ -14,9 +14,11 @@ Invariants:
 - what was staged and never admitted is unpinned by the thread itself, as its last act, so that nobody is waited for.
 """
 
+import math
 import os
 import sys
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -35,6 +37,8 @@ __all__ = ["Prepared", "prefetch"]
 # Seconds for which a loop that is left waits for its loader. A loader may wait for the loop in turn: the collector
 # closes a forgotten loop on any thread, whatever locks that holds.
 _PATIENCE_S = 30.0
+# How long a signal may have to wait for whoever waits for a batch.
+_SLICE_S = 0.1
 
 
 @dataclass
@@ -129,7 +133,7 @@ class _Worker:
 
     def next(self) -> Prepared:
         """The batch whose turn it is, until `done`."""
-        self._ready.get()
+        _get(self._ready)
         prepared = self._made[0]
         self._ahead.take_over(prepared.mark, (prepared.batch, prepared.values))
         return prepared
@@ -170,7 +174,7 @@ class _Worker:
         # Not by `join` alone, or by `is_alive`: after an interrupt in one of them the thread counts as ended.
         try:
             if not self._gone:
-                self._ended.get(timeout=self._patience_s)
+                _get(self._ended, self._patience_s)
             self._thread.join()
         except Empty:
             if self._patience_s:
@@ -181,6 +185,22 @@ class _Worker:
                     RuntimeWarning,
                     stacklevel=3,
                 )
+
+
+def _get(queue: "SimpleQueue[None]", patience_s: float = math.inf) -> None:
+    """`queue.get`, in slices: a signal that comes while it is about to begin to wait would wait with it.
+
+    Raises:
+        Empty: nothing has come for so many seconds.
+    """
+    end = time.monotonic() + patience_s
+    while True:
+        rest = end - time.monotonic()
+        try:
+            return queue.get(timeout=max(0.0, min(_SLICE_S, rest)))
+        except Empty:
+            if rest <= _SLICE_S:
+                raise
 
 
 def prefetch(

@@ -24,13 +24,13 @@ import random
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from oneemb.graph.tracer import embeddings_in
-from oneemb.row_files import close_dropped, drop_file
+from oneemb.row_files import close_dropped
 from oneemb.storage.errors import (
     CorruptTableError,
     FormatVersionError,
@@ -286,18 +286,10 @@ class _Intent:
     """
 
     def __init__(self, path: str, made: _Named, embeddings: Mapping[str, Any]):
-        self._target, self._embeddings = path, embeddings
+        self._target, self._made, self._embeddings = path, made, embeddings
         self.path = f"{path}.{uuid.uuid4().hex[:8]}{_SAVING}"
         self.temporary = _temporary_of(self.path)
-        with undisturbed:
-            self._file = open(self.path, "xb")
-            try:
-                with suppress(OSError):  # Where a file system has no locks, nobody takes a save for a dead one.
-                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._note(json.dumps({"snapshots": made}) + "\n")
-            except BaseException:
-                drop_file(self._file)
-                raise
+        self._file: IO[bytes] | None = None
 
     def put_in_place(self) -> None:
         """Give the checkpoint its name: from then on it names what was made."""
@@ -308,20 +300,31 @@ class _Intent:
                 os.unlink(self.path)
 
     def __enter__(self) -> "_Intent":
-        return self
+        try:
+            with undisturbed:
+                self._file = open(self.path, "xb")
+                with suppress(OSError):  # Where a file system has no locks, nobody takes a save for a dead one.
+                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._note(json.dumps({"snapshots": self._made}) + "\n")
+            return self
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         with undisturbed:
             try:
-                if error is not None:
+                if error is not None and self._file is not None:
                     _undo(self.path, self._embeddings)
             except (OSError, StorageError) as failed:
                 assert error is not None
                 error.add_note(f"what the save had made could not be taken away, the next one tries again: {failed}")
             finally:
-                close_dropped(self._file)
+                if self._file is not None:
+                    close_dropped(self._file)
 
     def _note(self, text: str) -> None:
+        assert self._file is not None
         self._file.write(text.encode())
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -35,9 +35,9 @@ class Background:
 
     def wait(self) -> None:
         """Return when nothing is running. The caller holds no lock that the job takes."""
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:  # An interrupt may have come before its start.
             self._thread.join()
-            self._thread = None
+        self._thread = None
 
     def raise_error(self) -> None:
         """Raise what ended a job early, as a StorageError, once."""

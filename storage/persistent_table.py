@@ -277,10 +277,10 @@ class PersistentTable:
                 cut.release(self._files)
                 raise
             self._store.hold(record, cut)
-            if not background:
+            if background:
+                self._saves.start(lambda: self._finish_save(record, cut))
+            else:
                 self._finish_save(record, cut)
-        if background:
-            self._saves.start(lambda: self._finish_save(record, cut))
         return record.info
 
     def wait(self) -> None:

@@ -5,10 +5,12 @@ import json
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
 import termios
+import time
 
 import numpy as np
 import pandas
@@ -407,3 +409,37 @@ def test_asking_for_help_loads_neither_torch_nor_numba():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]" and "inspect" in done.stdout
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("what", ["export", "import"])
+def test_a_command_that_is_told_to_end_says_so_and_leaves_nothing(tmp_path, what, number, code):
+    rows = 400_000
+    np.savez(tmp_path / "in.npz", keys=np.arange(rows), values=np.ones((rows, 8), np.float32))
+    oneemb.import_rows(tmp_path / "table", tmp_path / "in.npz", snapshot="there")
+    arguments = {
+        "export": ["export", tmp_path / "table", tmp_path / "out.npz", "--snapshot", "there"],
+        "import": ["import", tmp_path / "in.npz", tmp_path / "table", "--snapshot", "new"],
+    }[what]
+    before = sorted(os.listdir(tmp_path))
+    stopped = 0
+    for delay in (0.5, 1.0, 1.5, 2.0):
+        child = subprocess.Popen([sys.executable, "-m", "oneemb", *map(str, arguments)], stderr=subprocess.PIPE)
+        time.sleep(delay)
+        child.send_signal(number)
+        said = child.communicate(timeout=60)[1].decode()
+        assert child.returncode in (0, code, -number) or "Traceback" in said, said  # the last two: it had not begun
+        stopped += child.returncode == code
+        if child.returncode == 0:
+            break
+        # It may have come when all was done, but for the program's end.
+        assert set(os.listdir(tmp_path)) - {"out.npz"} == set(before)
+        if os.path.exists(tmp_path / "out.npz"):
+            assert len(np.load(tmp_path / "out.npz")["keys"]) == rows
+            os.remove(tmp_path / "out.npz")
+        for snapshot in run_json("inspect", tmp_path / "table")["snapshots"]:
+            assert snapshot["rows"] == rows
+            if snapshot["name"] == "new":
+                run("snapshot", "delete", tmp_path / "table", "new", "--yes")
+    assert stopped
+    assert run_json("check", tmp_path / "table")["sound"]

@@ -831,3 +831,52 @@ def test_files_of_an_export_are_different_ones(tmp_path, embedding):
     with pytest.raises(ValueError, match="a file each"):
         oneemb.export_rows(embedding, [tmp_path / "k.npy", tmp_path / "sub" / ".." / "k.npy"], table=0)
     assert not os.path.exists(tmp_path / "k.npy")
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_an_import_that_is_interrupted_leaves_no_lock_and_all_of_a_snapshot_or_nothing(tmp_path, shards):
+    made = []
+
+    def bring():
+        made.append([tmp_path / f"{len(made)}-{shard}" for shard in range(shards)])
+        oneemb.import_rows(made[-1], (IDS, some_vectors()), snapshot="v")
+
+    lines = count_lines(bring, "signal")
+    for at in some_lines(lines, 25):
+        stopped, place = interrupted(bring, at, "signal")  # whose frames live on, as in a notebook
+        there = [[info.name for info in read_snapshot_info(path)] for path in made[-1] if os.path.isdir(path)]
+        assert there in ([["v"]] * shards, [[]] * len(there)), place
+        oneemb.import_rows(made[-1], (IDS, some_vectors()), snapshot="w")
+
+
+def test_exports_of_one_embedding_at_once_take_nothing_from_each_other(tmp_path, embedding):
+    oneemb.import_rows(embedding, (np.arange(5000), np.ones((5000, 3), np.float32)))
+    inner = []
+
+    def export_another(done, total):
+        if not inner:
+            inner.append(1)
+            oneemb.import_rows(embedding, (np.arange(5000), np.full((5000, 3), 2, np.float32)))
+            oneemb.export_rows(embedding, tmp_path / "b.npz")
+
+    oneemb.export_rows(embedding, tmp_path / "a.npz", progress=export_another, batch_size=512)
+    for name, value in (("a", 1), ("b", 2)):
+        found = load(tmp_path / f"{name}.npz", "npz")["values"]
+        assert found.shape == (5000, 3) and (found == value).all()
+    assert embedding.snapshots() == []
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_a_killed_export_has_left_in_the_table_goes_with_the_next_use_of_it(tmp_path, format):
+    child = os.fork()
+    if child == 0:
+        embedding = make_embedding(tmp_path / "rows")
+        oneemb.import_rows(embedding, (IDS, some_vectors()))
+        oneemb.export_rows(embedding, tmp_path / f"x.{format}", progress=lambda *_: os._exit(9))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert {file.name for file in tmp_path.iterdir()} <= {"rows", f"x.{format}.tmp"}
+    embedding = make_embedding(tmp_path / "rows")
+    assert len(read_snapshot_info(tmp_path / "rows")) == 1
+    embedding(torch.arange(3)[:, None].expand(3, 3))
+    assert embedding.snapshots() == []
+    embedding.close()

@@ -14,6 +14,7 @@ import torch
 import oneemb
 from oneemb.storage.errors import BrokenStoreError
 from tests.support.interrupts import WAYS, count_lines, interrupted, some_lines
+from tests.support.models import make_embedding
 
 IDS = 300
 BATCHES = [torch.from_numpy(np.random.default_rng(t).integers(0, IDS, (40, 2))) for t in range(7)]
@@ -209,3 +210,31 @@ def test_snapshots_that_are_stopped_are_there_or_not(tmp_path, store, states, wa
 @pytest.mark.parametrize("way", WAYS)
 def test_snapshots_that_are_stopped_at_each_line_are_there_or_not(tmp_path, store, states, way):
     check_snapshots(tmp_path, store, states, way, None)
+
+
+def test_an_optimizer_whose_adding_is_interrupted_is_added_or_not(tmp_path):
+    class Graph(oneemb.TrainGraph):
+        def __init__(self, n):
+            super().__init__()
+            self.embedding = make_embedding(tmp_path / f"rows{n}", num_threads=1)
+
+        def build(self, ids):
+            loss = self.embedding(ids).square().sum()
+            loss.backward()
+            return loss
+
+    def add():
+        graph.add_optimizer(torch.optim.SGD(graph.parameters(), lr=1.0))
+
+    graph = Graph(0)
+    lines = count_lines(add, "signal")
+    for n, at in enumerate(some_lines(lines, 12), 1):
+        graph.embedding.close()
+        graph = Graph(n)
+        _, place = interrupted(add, at, "signal")
+        if not graph.optimizers:
+            add()
+        assert len(graph.optimizers) == 1, place
+        graph(torch.tensor([[1]]))
+        assert graph.steps == 1, place
+    graph.embedding.close()

@@ -796,3 +796,21 @@ def test_what_cannot_be_traced_comes_with_what_to_write_in_its_place(code, advic
         return loss
 
     refuses(build, advice)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+def test_hooks_on_an_embedding_are_refused_since_a_graph_would_not_call_them(hook, traced):
+    def build(self, ids, label):
+        loss = loss_of(self, ids, label)
+        loss.backward()
+        return loss
+
+    graph = make_graph(modules_of(), build, sgd)
+    if traced:
+        graph(IDS, LABEL)
+    handle = getattr(graph.embedding, hook)(lambda *args: None)
+    with pytest.raises(oneemb.BuildError, match="has hooks, which a graph does not call.*or remove them"):
+        graph(IDS, LABEL)
+    handle.remove()
+    graph(IDS, LABEL)

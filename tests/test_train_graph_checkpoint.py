@@ -1,5 +1,7 @@
 """A checkpoint is everything the next step depends on, in one file, whole or not at all."""
 
+import errno
+import glob
 import os
 import random
 import shutil
@@ -13,7 +15,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import oneemb
+from oneemb import checkpoint
 from oneemb.storage.errors import BrokenStoreError
+from oneemb.storage.fs import LocalFileSystem
 from tests.support.graph_models import make_graph, rows_of, weights_of
 from tests.support.interrupts import count_lines, interrupted, some_lines
 
@@ -414,4 +418,96 @@ def test_the_file_before_is_not_read_but_for_what_it_names(tmp_path, monkeypatch
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: mapped.append(kwargs["mmap"]) or load(*args, **kwargs))
     graph.save(tmp_path / "c")
     assert mapped == [True]
+    graph.embedding.close()
+
+
+def test_a_snapshot_that_could_not_be_looked_at_for_a_moment_is_not_forgotten(tmp_path, monkeypatch):
+    graph = graph_at(tmp_path / "rows")
+    for _ in range(3):
+        graph(IDS)
+        graph.save(tmp_path / "c", keep=2)
+    before = graph.embedding.snapshots()
+    open_file = LocalFileSystem.open
+
+    def fail(fs, path, **kwargs):
+        if path.endswith(".snapshot"):
+            raise OSError(errno.EMFILE, "Too many open files", path)
+        return open_file(fs, path, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalFileSystem, "open", fail)
+        with pytest.raises(oneemb.StorageError, match="EMFILE"):
+            graph.save(tmp_path / "c", keep=2)
+    assert graph.embedding.snapshots() == before
+    graph(IDS)
+    graph.save(tmp_path / "c", keep=2)
+    assert len(graph.embedding.snapshots()) == 2
+    graph.embedding.close()
+
+
+def test_a_failed_save_whose_traces_stay_says_why_it_failed_and_the_next_one_takes_them_away(tmp_path, monkeypatch):
+    graph = graph_at(tmp_path / "rows")
+    graph(IDS)
+    graph.save(tmp_path / "c", keep=1)
+
+    def full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def broken(name):
+        raise oneemb.StorageError("the device fails for a moment")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "_write", full)
+        patched.setattr(graph.embedding.store, "delete_snapshot", broken)
+        for _ in range(2):  # in one process, whose number does not change
+            with pytest.raises(oneemb.StorageError, match="ENOSPC|for a moment"):
+                graph.save(tmp_path / "c", keep=1)
+    assert len(graph.embedding.snapshots()) >= 2
+    graph.save(tmp_path / "c", keep=1)
+    assert sorted(os.listdir(tmp_path)) == ["c", "rows"] and len(graph.embedding.snapshots()) == 1
+    graph.embedding.close()
+
+
+def test_a_checkpoint_that_was_moved_before_its_save_was_seen_to_have_ended_keeps_its_snapshot(tmp_path):
+    """Killed between the file's rename and the removal of what the save had noted."""
+    code = f"""
+import os, sys
+sys.path.insert(0, {os.getcwd()!r})
+from tests.test_train_graph_checkpoint import IDS, graph_at
+graph = graph_at({str(tmp_path / "rows")!r})
+graph(IDS)
+os.unlink = lambda path: os._exit(9)
+graph.save({str(tmp_path / "c")!r})
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+    os.rename(tmp_path / "c", tmp_path / "best")
+    graph = graph_at(tmp_path / "rows")
+    graph(IDS)
+    graph.save(tmp_path / "c", keep=1)
+    assert sorted(os.listdir(tmp_path)) == ["best", "c", "rows"]
+    graph.load(tmp_path / "best")
+    assert graph.steps == 1
+    graph.embedding.close()
+
+
+def test_what_another_save_is_about_to_make_is_left_to_it(tmp_path, monkeypatch):
+    """Of another process, or thread: it goes on."""
+    graph = graph_at(tmp_path / "rows")
+    graph(IDS)
+    found = []
+
+    def write(path, data):
+        found.append(graph.embedding.snapshots())
+        other = checkpoint._Intent(str(tmp_path / "c"), {}, {}).__enter__()
+        left = glob.glob(f"{tmp_path}/c.*.saving")
+        assert len(left) == 2 and all(checkpoint._is_held(one) for one in left)
+        other.__exit__(None, None, None)
+        assert not checkpoint._is_held(other.path)
+        os.unlink(other.path)
+        honest(path, data)
+
+    honest = checkpoint._write
+    monkeypatch.setattr(checkpoint, "_write", write)
+    graph.save(tmp_path / "c")
+    assert len(found) == 1 and graph.embedding.snapshots() == found[0]
     graph.embedding.close()
