@@ -82,7 +82,7 @@ def _in_turn(here: Here, replacements: Callable[[], Replacements], function: Cal
 
 def _end_turn() -> None:
     for lock in (compiling._lock, _ONE_AT_A_TIME):
-        if lock._is_owned():
+        if lock._is_owned():  # type: ignore[union-attr]
             lock.release()
 
 

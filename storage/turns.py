@@ -186,7 +186,7 @@ class _Undisturbed:
         if threading.get_ident() == threading.main_thread().ident and self._depth == 1 and self._held:
             numbers = list(self._held)
             self._held.clear()
-            threading.Timer(0.01, lambda: [os.kill(os.getpid(), number) for number in numbers]).start()
+            threading.Timer(0.01, _send_again, (numbers,)).start()
         self._let_signals_come()
 
     def _end(self) -> None:
@@ -238,6 +238,11 @@ class _Undisturbed:
                 self._handlers[number](number, frame)
             finally:
                 self._handle()
+
+
+def _send_again(numbers: list[int]) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
 
 
 undisturbed = _Undisturbed()
