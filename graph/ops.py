@@ -25,8 +25,7 @@ eager" is one comparison.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -317,10 +316,10 @@ def admit(
         StoreFullError: a tier is too small for the step, or capacity is reached; nothing of this lookup is inserted.
     """
     _check_place(store, keys)
+    if not store.built:
+        store.build(None, np.empty(0, np.float32))
     stores = store.stores if isinstance(store, MergedStore) else (store,)
     with whole(one.turns for one in stores):  # so that what is pinned has an owner
-        if not store.built:
-            store.build(None, np.empty(0, np.float32))
         if isinstance(store, MergedStore):
             return keys.admit(store, staged)
         if store.gpu is not None:
@@ -704,20 +703,31 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
     group = (groups or {}).get(id(group), group)
     for one in grads.stores:
         one.turns.check(changes=True)
-    with whole(one.turns for one in grads.stores), ExitStack() as writing:
-        for one in sorted(grads.stores, key=id):
-            writing.enter_context(one.writing)
+
+    def write() -> None:
         for some, step in _by_step(grads):
             row_optimizer.update(
                 store.weight_SX, store.row_SW, some.slot_U, some.segments or some.grad_UD,
                 state_begin=store.layout.state_begin, group=group, step=step + 1, threads=store.runner,
             )  # fmt: skip
+
+    with whole(one.turns for one in grads.stores):
+        _holding(sorted((one.writing for one in grads.stores), key=id), write)
         for one in grads.stores:
             one.step += 1
         if isinstance(store, MergedStore):
             store.mark_dirty(grads.table_U, grads.slot_U)
         else:
             store.mark_dirty(grads.slot_U)
+
+
+def _holding(locks: Sequence[Any], call: Callable[[], None]) -> None:
+    """Call with these locks held. Not an ExitStack: an exception that comes within its code would leave one locked."""
+    if not locks:
+        call()
+        return
+    with locks[0]:
+        _holding(locks[1:], call)
 
 
 def _by_step(grads: RowGrads) -> list[tuple[RowGrads, int]]:

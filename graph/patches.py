@@ -3,7 +3,6 @@
 Invariants:
 - one thread at a time has replacements in place; a second one waits;
 - calls of other threads run the originals meanwhile, and so do those of whoever has kept a replacement for later;
-  loops that they compile wait;
 - when `call_replaced` has returned, or raised at whatever line, every original is back;
 - a child of fork has the originals, but on the thread that is tracing itself.
 """
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 
-from oneemb.kernels.jit import compiling
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["Here", "call_replaced"]
@@ -67,7 +65,6 @@ def call_replaced(here: Here, replacements: Callable[[], Replacements], function
 def _in_turn(here: Here, replacements: Callable[[], Replacements], function: Callable[[], Any]) -> Any:
     try:
         _ONE_AT_A_TIME.acquire()
-        compiling._lock.acquire()  # Numba knows functions of Python by what they are: nobody compiles meanwhile.
         made = replacements()
         before = [(owner, name, _read((owner, name))) for owner, name, _ in made]
         modes = torch._C._len_torch_function_stack()
@@ -81,9 +78,8 @@ def _in_turn(here: Here, replacements: Callable[[], Replacements], function: Cal
 
 
 def _end_turn() -> None:
-    for lock in (compiling._lock, _ONE_AT_A_TIME):
-        if lock._is_owned():  # type: ignore[union-attr]
-            lock.release()
+    if _ONE_AT_A_TIME._is_owned():  # type: ignore[attr-defined]
+        _ONE_AT_A_TIME.release()
 
 
 def _call(here: Here, made: Replacements, before: Replacements, modes: int, function: Callable[[], Any]) -> Any:

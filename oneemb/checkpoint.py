@@ -38,7 +38,7 @@ from oneemb.storage.errors import (
     SnapshotNotFoundError,
     StorageError,
 )
-from oneemb.storage.fs import LocalFileSystem, storage_error
+from oneemb.storage.fs import LocalFileSystem, close_in_child, storage_error
 from oneemb.storage.turns import undisturbed
 
 if TYPE_CHECKING:
@@ -303,6 +303,7 @@ class _Intent:
         try:
             with undisturbed:
                 self._file = open(self.path, "xb")
+                close_in_child(self._file)
                 with suppress(OSError):  # Where a file system has no locks, nobody takes a save for a dead one.
                     fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._note(json.dumps({"snapshots": self._made}) + "\n")

@@ -32,6 +32,7 @@ from oneemb.storage.embedding_store import EmbeddingStore, StorePlan
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_file import SnapshotInfo
 from oneemb.storage.snapshot_reader import read_snapshot_info
+from oneemb.storage.step_lock import alone
 
 __all__ = ["MultiTableEmbedding", "MultiTableMultiColumnEmbedding"]
 
@@ -200,6 +201,9 @@ class _TableEmbedding(torch.nn.Module):
             KeyboardInterrupt: the rows here are as they were; or, where some had been replaced, every call raises
                 `BrokenStoreError` until another load.
         """
+        alone((self.store.step_lock,), lambda: self._load(name))
+
+    def _load(self, name: str) -> None:
         info = read_snapshot_info(self.store.plan.persistent_path, name)
         saved = self._check_tables(info)
         whole = self.store.load_snapshot(name)
@@ -210,7 +214,7 @@ class _TableEmbedding(torch.nn.Module):
             warnings.warn(
                 f"snapshot {name!r} was saved with other {' and '.join(changed)}: ids that it does not hold begin as"
                 f" embedding {self.name!r} says, not as they would have begun",
-                stacklevel=2,
+                stacklevel=6,
             )
         self.pending.clear()
         self._saved = ({_STATE_KEY: name, _IDENTITY_KEY: info.identity}, self.store.changes) if whole else None
@@ -288,6 +292,9 @@ class _TableEmbedding(torch.nn.Module):
 
         It also mends an embedding whose calls raise `BrokenStoreError`, as `load_snapshot` does.
         """
+        alone((self.store.step_lock,), self._clear)
+
+    def _clear(self) -> None:
         self.store.clear()
         self.pending.clear()
         self._saved = None

@@ -66,6 +66,9 @@ class Optimizer:
                 raise ValueError(f"embedding {embedding.name!r} has an optimizer already; one trains it")
             g = _group_of(optimizer, embedding)
             self._rows[embedding.store] = row_optimizer_of(optimizer, optimizer.param_groups[g]), g
+        alone((embedding.store.step_lock for embedding in self.embeddings), self._attach)
+
+    def _attach(self) -> None:
         attached: list[_Embedding] = []
         with undisturbed:
             try:

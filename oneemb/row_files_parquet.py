@@ -8,6 +8,7 @@ from typing import IO, Any
 import numpy as np
 
 from oneemb.row_files import META_KEY, Batch, Columns, checked_batch, drop_file, need, pick_columns, reading, rows_meta
+from oneemb.storage.turns import undisturbed
 
 __all__ = ["ParquetRows", "ParquetWriter"]
 
@@ -114,7 +115,8 @@ class ParquetWriter:
         part = arrow.record_batch(list(columns.values()), list(columns))
         if self._writer is None:
             schema = part.schema.with_metadata({META_KEY: json.dumps(self._meta)})
-            self._file = open(f"{self._path}.tmp", "wb")
+            with undisturbed:
+                self._file = open(f"{self._path}.tmp", "wb")
             self._writer = self._parquet.ParquetWriter(self._file, schema, use_dictionary=False)
         if len(part):
             self._writer.write_batch(part)

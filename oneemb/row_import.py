@@ -26,6 +26,7 @@ from oneemb.storage.fs import absolute_path
 from oneemb.storage.row_layout import RowLayout
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.step_lock import alone
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["import_rows"]
@@ -116,12 +117,12 @@ def import_rows(
         done = 0
         with ExitStack() as opened:
             sink: Any
-            with undisturbed:  # A path that is locked has to be given back.
-                if live:
-                    sink = _IntoEmbedding(target, of_rows, with_state)
-                else:
+            if live:
+                sink = opened.enter_context(_IntoEmbedding(target, of_rows, with_state))
+            else:
+                with undisturbed:  # A path that is locked has to be given back.
                     sink = _IntoSnapshot(target, str(snapshot), of_rows, weights, physical_block_size)
-                opened.enter_context(sink)
+                    opened.enter_context(sink)
             for batch in rows.scan(batch_size):
                 if batch.table_N is None:
                     batch = batch._replace(table_N=np.full(len(batch.id_N), table, np.int32))
@@ -321,7 +322,11 @@ class _IntoEmbedding:
         return self
 
     def __exit__(self, kind: type | None, *exception: object) -> None:
-        if kind is None and self._with_state and self._store.step == 0:
+        if kind is None and self._with_state:
+            alone((self._store.step_lock,), self._take_step)
+
+    def _take_step(self) -> None:
+        if self._store.step == 0:
             self._store.step = self._rows.step
 
 

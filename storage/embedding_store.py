@@ -192,7 +192,7 @@ class EmbeddingStore:
         """Where the hot tier is and kernels run; None = on the host. Keys and slots are then tensors there."""
         self._tiers: list[Any] = []
         self._table: PersistentTable | None = None
-        self._closed = False
+        self._closed = self._opened_before = False
         self._staged: set[Staged] = set()
         _check_writable(plan.persistent_path)
 
@@ -244,10 +244,11 @@ class EmbeddingStore:
         )
         try:
             self._tiers = self._make_tiers(layout, table)
-            for info in table.snapshots():
+            for info in () if self._opened_before else table.snapshots():
                 if info.name.startswith(EXPORTED):  # Whoever wrote that file is dead.
                     with suppress(StorageError):
                         table.delete_snapshot(info.name)
+            self._opened_before = True
         except BaseException:
             table.close()
             raise
@@ -528,6 +529,7 @@ class EmbeddingStore:
             staged.held = False
             self._staged.discard(staged)
 
+    @_between_steps
     @_in_turn
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UX: np.ndarray) -> None:
         """Give keys, known or not, these rows; or the first words of them, before those that they have.

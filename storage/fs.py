@@ -21,7 +21,15 @@ import numpy as np
 
 from oneemb.storage.errors import StorageError
 
-__all__ = ["AnyPath", "FileSystem", "LocalFileSystem", "absolute_path", "aligned_bytes", "storage_error"]
+__all__ = [
+    "AnyPath",
+    "FileSystem",
+    "LocalFileSystem",
+    "absolute_path",
+    "aligned_bytes",
+    "close_in_child",
+    "storage_error",
+]
 
 AnyPath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 """A path as callers give it; `absolute_path` makes one for use."""
@@ -224,7 +232,12 @@ class _LockFile:
         self.close()
 
 
-_lock_files: "weakref.WeakSet[_LockFile]" = weakref.WeakSet()
+_lock_files: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def close_in_child(file: Any) -> None:
+    """Let a forked child close this file at once: it holds a lock for a parent that may die."""
+    _lock_files.add(file)
 
 
 def _in_child() -> None:
@@ -242,7 +255,8 @@ def absolute_path(path: AnyPath) -> str:
 
 def aligned_bytes(size: int) -> np.ndarray:
     """Zeroed memory that begins at a page, as direct reads and writes need it: uint8 [size]."""
-    # Private: what a child of fork has is a copy.
+    # Private: what a child of fork has is a copy. Direct reads into such memory beside a fork are safe where nothing
+    # else writes to their pages: forks wait for our reads, and no page belongs to two buffers.
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         # Every page of a direct read or write is looked up and pinned: with few of them that costs less.

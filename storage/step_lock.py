@@ -5,7 +5,8 @@ bring rows meanwhile. What takes all rows as they are, or puts others in their p
 thread, and the next step waits for it. So does an evaluation of modules that another thread trains.
 
 Invariants:
-- who holds several locks has taken them in one order, and no turn before;
+- who holds several locks has taken them in one call, or else others in no other order; and before any turn and any
+  `undisturbed` block, for which a fork would wait;
 - a lock is free again when its block ends, at whatever line an interrupt comes.
 """
 

@@ -96,27 +96,27 @@ class _Undisturbed:
         """In a block, whether this thread is in no other one."""
         return self._inside.get(threading.get_ident()) == 1
 
-    def close_for_fork(self, patience_s: float) -> bool:
-        """Begin a block, let no other thread begin one or compile, and wait for those that do.
-
-        Returns:
-            Whether nobody compiles: the lock is then held.
-        """
+    def close_for_fork(self) -> None:
+        """Begin a block, before a fork. Forks of several threads take turns."""
         self.hold_signals()
         self._hold_forks()
         with self.forks_allowed():
             self._one_fork.acquire()
-        me, end = threading.get_ident(), time.monotonic() + patience_s
         self._forked.clear()
-        self._forking = me
+        self._forking = threading.get_ident()
+
+    def wait_for_others(self, end: float) -> None:
+        """Let no other thread begin a block, when those that are in one, or compile, have ended; or at the time `end`.
+
+        Whoever compiles may begin a block before, for what the garbage collector closes meanwhile.
+        """
         while True:
-            # Compilers first: one may yet begin a block, for what the garbage collector closes meanwhile.
             self._forks_now = True
             free = compiling._lock.acquire(blocking=False)
-            if free and all(thread == me for thread in list(self._inside)) or time.monotonic() > end:
-                return free
             if free:
                 compiling._lock.release()
+            if free and all(thread == self._forking for thread in list(self._inside)) or time.monotonic() > end:
+                return
             self._forks_now = False
             time.sleep(1e-4)
 
@@ -390,7 +390,19 @@ _nobody_compiles = False
 
 def _before_fork() -> None:
     global _nobody_compiles
-    _nobody_compiles = undisturbed.close_for_fork(_FORK_PATIENCE)
+    end = time.monotonic() + _FORK_PATIENCE
+    undisturbed.close_for_fork()
+    while True:
+        undisturbed.wait_for_others(end)
+        _take_turns()
+        # After them, since getting ready may mean that other threads of ours compile. A child could never get it.
+        _nobody_compiles = compiling._lock.acquire(blocking=False)
+        if _nobody_compiles or time.monotonic() > end:
+            return
+        _give_turns_back()
+
+
+def _take_turns() -> None:
     for turns in sorted(_all, key=lambda turns: (turns.rank, id(turns))):
         if turns._torn:
             continue
@@ -403,24 +415,26 @@ def _before_fork() -> None:
             _torn_for_fork.append(turns)
 
 
-def _after_fork() -> None:
+def _give_turns_back() -> None:
     while _held_for_fork:
         _held_for_fork.pop().lock.release()
-    if _nobody_compiles:
-        compiling._lock.release()
+    while _torn_for_fork:
+        _torn_for_fork.pop()._torn = False
 
 
 def _in_parent() -> None:
-    while _torn_for_fork:
-        _torn_for_fork.pop()._torn = False
-    _after_fork()
+    _give_turns_back()
+    if _nobody_compiles:
+        compiling._lock.release()
     undisturbed.open_after_fork()
 
 
 def _in_child() -> None:
     _torn_for_fork.clear()
-    _after_fork()
-    if not _nobody_compiles:
+    _give_turns_back()
+    if _nobody_compiles:
+        compiling._lock.release()
+    else:
         compiling._lock = threading.RLock()  # The other is of a thread that is not there.
     undisturbed.start_anew()
 
