@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import oneemb
+from oneemb import row_export
 from oneemb.storage.step_lock import StepLock, alone
 from tests.support.models import make_embedding
 
@@ -124,19 +126,26 @@ def test_what_another_thread_does_meanwhile_changes_no_number_and_is_of_one_mome
 
 
 def test_who_waits_for_the_end_of_a_step_has_the_lock_before_the_next_one():
-    lock, stop, had = StepLock(), threading.Event(), []
+    lock, stop, steps, waited = StepLock(), threading.Event(), [0], []
 
-    def steps():
+    def step():
+        steps[0] += 1
+        sum(range(20000))
+
+    def train():
         while not stop.is_set():
-            alone([lock], lambda: sum(range(2000)))
+            alone([lock], step)
 
-    thread = threading.Thread(target=steps)
+    thread = threading.Thread(target=train)
     thread.start()
-    for n in range(50):
-        alone([lock], lambda n=n: had.append(n))
+    for _ in range(50):
+        before = steps[0]
+        alone([lock], lambda before=before: waited.append(steps[0] - before))
+        time.sleep(0.002)
     stop.set()
     thread.join()
-    assert had == list(range(50)) and lock.waiting == set()
+    # Without giving way it takes tens of steps, each as long as the interpreter leaves a thread its lock.
+    assert sorted(waited)[25] <= 3 and lock.waiting == set()
 
 
 def test_locks_of_several_stores_are_taken_in_one_order_and_given_back():
@@ -177,7 +186,7 @@ def train():
     print(model.steps, model.embedding.stats()["step"], flush=True)
 threading.Thread(target=train).start()
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ended.stdout == "30 30\n", ended.stderr
 
 
@@ -194,7 +203,7 @@ for turn in range(2):
     gc.collect()
     print(store() is None)
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ended.stdout == "True\nTrue\n", ended.stderr
 
 
@@ -225,4 +234,62 @@ def test_marks_that_come_while_rows_are_listed_have_room(tmp_path):
     del tier._index.items
     assert sorted(slot_N.tolist()) == list(range(10)) and len(table_N) == len(id_N) == 10
     assert np.array_equal(tier._index.find(table_N, id_N), slot_N)
+    embedding.close()
+
+
+def held(lock):
+    """A thread that holds a lock of steps until the event is set."""
+    begun, go_on = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: alone([lock], lambda: (begun.set(), go_on.wait(60))))
+    thread.start()
+    begun.wait()
+    return thread, go_on
+
+
+CALLS = {
+    "import": lambda embedding: oneemb.import_rows(embedding, (np.arange(3), np.ones((3, 4), np.float32))),
+    "save": lambda embedding: embedding.save_snapshot("t"),
+    "load": lambda embedding: embedding.load_snapshot("s"),
+    "clear": lambda embedding: embedding.clear(),
+    "optimizer": lambda embedding: oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), [embedding]),
+    "close": lambda embedding: embedding.close(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_takes_or_replaces_rows_waits_for_the_step_of_another_thread(tmp_path, call):
+    embedding = make_embedding(tmp_path / "rows")
+    embedding(torch.arange(3))
+    embedding.save_snapshot("s")
+
+    class Pending(list):
+        def clear(self):
+            assert embedding.store.step_lock.lock._is_owned(), "a lookup could have come in between"
+            super().clear()
+
+    embedding.pending = Pending(embedding.pending)
+    step, go_on = held(embedding.store.step_lock)
+    thread = threading.Thread(target=CALLS[call], args=(embedding,))
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    go_on.set()
+    thread.join(60)
+    step.join()
+    assert not thread.is_alive()
+    embedding.close()
+
+
+def test_making_the_tiers_anew_leaves_the_snapshot_of_an_export_that_goes_on(tmp_path, monkeypatch):
+    embedding = make_embedding(tmp_path / "rows")
+    oneemb.import_rows(embedding, (np.arange(30), np.ones((30, 4), np.float32)))
+    honest = row_export.make_persistent_table_reader
+
+    def attach_first(*args, **options):
+        oneemb.Optimizer(torch.optim.Adam(embedding.parameters(), lr=1.0), [embedding])
+        return honest(*args, **options)
+
+    monkeypatch.setattr(row_export, "make_persistent_table_reader", attach_first)
+    assert oneemb.export_rows(embedding, tmp_path / "x.npz") == 30
+    assert embedding.snapshots() == []
     embedding.close()

@@ -3,6 +3,8 @@
 import builtins
 import math
 import re
+import sys
+import types
 import warnings
 from collections import OrderedDict
 
@@ -814,3 +816,19 @@ def test_hooks_on_an_embedding_are_refused_since_a_graph_would_not_call_them(hoo
         graph(IDS, LABEL)
     handle.remove()
     graph(IDS, LABEL)
+
+
+def test_functions_of_math_are_recorded_in_helpers_of_other_modules_too():
+    """`math` itself is as it was meanwhile: other threads compile with it."""
+    helpers = types.ModuleType("helpers")
+    exec("import math\nfrom math import log as ln\ndef scale(n): return math.sqrt(n) + ln(n)", vars(helpers))
+
+    def build(self, ids, label):
+        assert sys.modules["math"].sqrt is sqrt
+        loss = loss_of(self, ids, label) * helpers.scale(ids.shape[0])
+        loss.backward()
+        return loss
+
+    sqrt = math.sqrt
+    check_equals_eager(build)
+    assert helpers.math is math and helpers.ln is math.log

@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 
 import numpy as np
@@ -511,3 +512,21 @@ def test_what_another_save_is_about_to_make_is_left_to_it(tmp_path, monkeypatch)
     graph.save(tmp_path / "c")
     assert len(found) == 1 and graph.embedding.snapshots() == found[0]
     graph.embedding.close()
+
+
+def test_a_child_does_not_hold_what_a_save_of_its_parent_is_about_to_make(tmp_path):
+    go_on, told = os.pipe()
+    with checkpoint._Intent(str(tmp_path / "c"), {}, {}) as intent:
+        child = os.fork()
+        if child == 0:
+            os.close(told)
+            os.read(go_on, 1)
+            os._exit(0)
+        assert checkpoint._is_held(intent.path)
+        intent._file.close()  # as the system does when the parent is killed
+        end = time.monotonic() + 30
+        while checkpoint._is_held(intent.path):
+            assert time.monotonic() < end, "the child, which lives, has not let go of it"
+            time.sleep(0.01)
+    os.close(told)
+    os.waitpid(child, 0)
