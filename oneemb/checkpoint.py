@@ -305,7 +305,7 @@ class _Intent:
                 self._file = open(self.path, "xb")
                 close_in_child(self._file)
                 with suppress(OSError):  # Where a file system has no locks, nobody takes a save for a dead one.
-                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(self._file, fcntl.LOCK_EX)
                 self._note(json.dumps({"snapshots": self._made}) + "\n")
             return self
         except BaseException as error:

@@ -409,11 +409,15 @@ class TrainGraph(_Graph):
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm must be above 0, or None, got {clip_grad_norm}")
         embeddings = [one for one in embeddings_in(self).values() if id(one.weight) in held]
-        with undisturbed:
-            self.optimizers.append(Optimizer(optimizer, embeddings, skip_nonfinite=skip_nonfinite))
-            self._lr_schedulers.append(lr_scheduler)
-            self._max_norms.append(clip_grad_norm)
-            self._plans.clear()
+
+        def add() -> None:
+            with undisturbed:
+                self.optimizers.append(Optimizer(optimizer, embeddings, skip_nonfinite=skip_nonfinite))
+                self._lr_schedulers.append(lr_scheduler)
+                self._max_norms.append(clip_grad_norm)
+                self._plans.clear()
+
+        self._between_steps(add)
 
     def _refuse_foreign_embeddings(self, optimizer: torch.optim.Optimizer) -> None:
         own = {id(parameter) for parameter in self.parameters()}
