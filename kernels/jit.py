@@ -21,6 +21,7 @@ bits travel in integer arrays, and the array's dtype says how to read them:
 import functools
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic, overload
 
 __all__ = [
-    "CudaLoop", "compiling", "cpu", "cuda", "external", "float_bits", "from_float32",
+    "CudaLoop", "around_compiling", "compiling", "cpu", "cuda", "external", "float_bits", "from_float32",
     "get_ready_to_compile", "keep_rolled", "lanes_mixed", "load", "move",
     "mul_high", "natural", "prefetch", "prefetch_row", "prefetch_word", "rule", "set_word", "store", "to_float32",
     "uint_as_float", "word_at",
@@ -53,9 +54,21 @@ _OPTIONS = dict(nogil=True, error_model="numpy", fastmath=False)
 compiling = global_compiler_lock
 
 
+class Compiling:
+    """What is done around a compilation, by whoever knows of signals: numba keeps its lock for ever where an interrupt
+    comes within it. storage/turns.py sets it."""
+
+    def __init__(self) -> None:
+        self.begin: Callable[[], None] = lambda: None
+        self.end: Callable[[], None] = lambda: None
+
+
+around_compiling = Compiling()
+
+
 def get_ready_to_compile() -> None:
     """Let numba look at functions of Python now, before any is replaced: it knows them by what they are."""
-    with compiling:  # which several threads may ask for at once
+    with compiling._lock:  # which several threads may ask for at once
         cpu_target.target_context.refresh()
         cpu_target.typing_context.refresh()
 
@@ -190,6 +203,17 @@ def _cached(dispatcher):
         dispatcher._cache = _Cache(dispatcher.py_func)
     except (AttributeError, RuntimeError):  # jit is switched off; no locator found a folder
         pass
+    compile_for_args = getattr(dispatcher, "_compile_for_args", None)
+    if compile_for_args is not None:
+
+        def compile_whole(*args, **kwargs):
+            around_compiling.begin()
+            try:
+                return compile_for_args(*args, **kwargs)
+            finally:
+                around_compiling.end()
+
+        dispatcher._compile_for_args = compile_whole
     return dispatcher
 
 

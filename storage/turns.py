@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-from oneemb.kernels.jit import compiling
+from oneemb.kernels.jit import around_compiling, compiling
 from oneemb.storage.errors import BrokenStoreError, ForkedProcessError
 from oneemb.storage.row_store import StorageError
 
@@ -246,6 +246,7 @@ def _send_again(numbers: list[int]) -> None:
 
 
 undisturbed = _Undisturbed()
+around_compiling.begin, around_compiling.end = undisturbed.hold_signals, undisturbed._let_signals_come
 
 
 class Turns:

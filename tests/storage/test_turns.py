@@ -6,8 +6,10 @@ import signal
 import threading
 import time
 
+import numpy as np
 import pytest
 
+from oneemb.kernels.jit import compiling, cpu
 from oneemb.storage import turns as turns_module
 from oneemb.storage.errors import BrokenStoreError, StorageError
 from oneemb.storage.turns import Turns, undisturbed
@@ -217,3 +219,26 @@ def test_ctrl_c_ends_the_wait_for_a_turn_but_not_a_turn():
             done.append(3)
     assert done == [2, 3] and turns.waiting == 0
     thread.join()
+
+
+def test_ctrl_c_while_a_loop_is_compiled_comes_when_it_is():
+    """Numba would keep its lock for ever, where an interrupt comes between taking it and noting that."""
+
+    @cpu
+    def loop(begin, end, out_N):
+        for n in range(begin, end):
+            out_N[n] = n
+
+    compile_one, out_N = loop.compile, np.zeros(3, np.int64)
+
+    def interrupted_compile(signature):
+        with compiling:
+            os.kill(os.getpid(), signal.SIGINT)
+            return compile_one(signature)
+
+    loop.compile = interrupted_compile
+    with pytest.raises(KeyboardInterrupt):
+        loop(0, 3, out_N)
+    assert len(loop.signatures) == 1 and not compiling.is_locked()
+    loop(0, 3, out_N)
+    assert out_N.tolist() == [0, 1, 2]
