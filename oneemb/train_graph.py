@@ -484,7 +484,7 @@ class TrainGraph(_Graph):
 
         The file holds dense parameters and buffers, the states of optimizers, schedulers and the GradScaler, the
         count of steps and the random generators (of torch, random and numpy). Rows are saved as a snapshot in each
-        embedding's `persistent_path`, which the file names. While it is being saved, `path.<digits>.saving` and
+        embedding's `persistent_path`, which the file names. While it is being saved, `path.<hex>.saving` and
         `.tmp` lie beside it; what a process that was killed has left of a save goes with the next one.
 
         Args:
