@@ -318,10 +318,10 @@ def admit(
     _check_place(store, keys)
     if not store.built:
         store.build(None, np.empty(0, np.float32))
-    stores = store.stores if isinstance(store, MergedStore) else (store,)
-    with whole(one.turns for one in stores):  # so that what is pinned has an owner
-        if isinstance(store, MergedStore):
+    if isinstance(store, MergedStore):
+        with whole(one.turns for one in store.stores):  # so that what is pinned has an owner
             return keys.admit(store, staged)
+    with store.turns, whole((store.turns,)):  # the turn first: Ctrl-C ends a wait for it
         if store.gpu is not None:
             slot_U, unique = store.admit_on_gpu(keys.unique, staged)
             keys = dataclasses.replace(keys, unique=unique)
@@ -362,7 +362,8 @@ class _Gather(torch.autograd.Function):
         store = lease.store
         weight_SX = store.weight_SX
         lease.check_generation()  # Another thread may have closed the store; the slab taken before stays what it is.
-        return _read(store, weight_SX, lease.slot_U, lease.keys, lease.scale_N)
+        with undisturbed, store.writing:  # undisturbed, so that a fork finds no lock held
+            return _read(store, weight_SX, lease.slot_U, lease.keys, lease.scale_N)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -382,10 +383,11 @@ def _grad_of_scales(lease: Lease, grad_PD: torch.Tensor) -> torch.Tensor:
     assert bags is not None
     if store.gpu is not None:
         return cuda_ops.scale_grads(store.weight_SX, lease.slot_U, lease.keys, _bits(grad_PD), store.gpu)
-    out_N = scale_grads(
-        store.weight_SX, lease.slot_U, lease.keys.unique.inverse_N, bags.bag_N, _bits(grad_PD).numpy(),
-        threads=store.threads,
-    )  # fmt: skip
+    with undisturbed, store.writing:
+        out_N = scale_grads(
+            store.weight_SX, lease.slot_U, lease.keys.unique.inverse_N, bags.bag_N, _bits(grad_PD).numpy(),
+            threads=store.threads,
+        )  # fmt: skip
     return torch.from_numpy(out_N)
 
 

@@ -85,7 +85,8 @@ def _end_turn() -> None:
 def _call(here: Here, made: Replacements, before: Replacements, modes: int, function: Callable[[], Any]) -> Any:
     try:
         for owner, name, replacement in made:
-            if callable(replacement):
+            # What tells threads apart by itself says so by its `here`.
+            if callable(replacement) and getattr(replacement, "here", None) is not here:
                 replacement = _here_only(here, replacement, _found((owner, name)))
             _write((owner, name), replacement)
         return function()

@@ -20,11 +20,9 @@ import builtins
 import functools
 import itertools
 import linecache
-import math
 import os
 import sys
 import traceback
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -39,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oneemb.graph import step_ops
 from oneemb.graph.inputs import Signature, Structure
+from oneemb.graph.math_functions import in_place_of_math
 from oneemb.graph.patches import Here, call_replaced
 from oneemb.graph.spec import is_inplace
 from oneemb.kernels.jit import get_ready_to_compile
@@ -66,8 +65,8 @@ class BuildError(RuntimeError):
 # What to do in place of what torch.fx cannot trace, by a part of what it says.
 _INSTEAD = {
     "does not support item assignment": "A traced value takes no x[i] = y: use torch.where, index_put or scatter",
-    "must be real number": "A function that imports math within itself cannot be followed: import it at the head of the"
-    " module",
+    "must be real number": "A function of math cannot be followed that is imported within a function, or kept in a"
+    " default argument, a table or a functools.partial: import it at the head of the module and call it by its name",
     "cannot be interpreted as an integer": "How large a batch is, is not known while it is traced: use torch functions"
     " of whole tensors in place of range and the like",
     "cannot be iterated": "How many values come is not known while they are traced: take them by number, x[0] and x[1],"
@@ -122,20 +121,9 @@ def trace(root: torch.nn.Module, structure: Structure | None = None, steppers: S
     # What looks at functions of others once, and keeps what it found, has to have looked.
     get_ready_to_compile()
     _fill_tables_of_torch()
-    scopes: list[dict[str, Any]] = []
+    tracer = _Tracer(root, signature, structure or signature.default_structure(), Here())
     try:
-        while True:
-            tracer = _Tracer(root, signature, structure or signature.default_structure(), Here())
-            try:
-                graph = call_replaced(
-                    tracer.here, functools.partial(_replacements, tracer, steppers, scopes), tracer.record
-                )
-                break
-            except TypeError as error:
-                scope = _scope_of_math(error)
-                if scope is None or any(scope is one for one in scopes):
-                    raise
-                scopes.append(scope)
+        graph = call_replaced(tracer.here, functools.partial(_replacements, tracer, steppers), tracer.record)
     except BuildError:
         raise
     except Exception as error:
@@ -320,20 +308,7 @@ class _RecordFunctions(TorchFunctionMode):
         return self.tracer.create_proxy("call_function", func, args, kwargs)
 
 
-def _scope_of_math(error: TypeError) -> dict[str, Any] | None:
-    """The globals of the function that gave a traced value to one of math's, if they are the cause of this error."""
-    trace = error.__traceback__
-    if trace is None or "Proxy" not in str(error):
-        return None
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    scope = trace.tb_frame.f_globals
-    return scope if any(True for _ in _of_math(scope)) else None
-
-
-def _replacements(
-    tracer: _Tracer, steppers: Sequence[Any], scopes: Sequence[dict[str, Any]]
-) -> list[tuple[Any, Any, Any]]:
+def _replacements(tracer: _Tracer, steppers: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
     """Everything that is recorded or refused beside torch functions."""
 
     def record(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -418,9 +393,11 @@ def _replacements(
         # What torch has wrapped, so that it is replaced by whatever name it has been imported.
         inside = next(cell for cell in clip.__closure__ if cell.cell_contents is clip.__wrapped__)  # type: ignore
         made.append((inside, None, with_parameters(clip)))
-    recorded = functools.partial(_recorded_if_traced, record=record)
-    for where, name, one in _python_functions(tracer.root, scopes):
-        made.append((where, name, _like_math(tracer.here, recorded) if one is math else recorded(one)))
+    traced = [tracer.root.build, *(one.forward for one in tracer.paths if not tracer.is_leaf_module(one, ""))]
+    made += in_place_of_math(traced, tracer.here, record)
+    for (_, name), scope in list(getattr(fx._symbolic_trace, "_wrapped_fns_to_patch", {}).items()):
+        function = scope[name] if name in scope else getattr(builtins, name)
+        made.append((scope, name, _recorded_if_traced(function, record)))  # what torch.fx.wrap was told of
     tracer.call, tracer.read = torch.nn.Module.__call__, torch.nn.Module.__getattr__
     made.append((torch.nn.Module, "__call__", tracer.called))
     made.append((torch.nn.Module, "__getattr__", tracer.attribute))
@@ -428,41 +405,6 @@ def _replacements(
         # torch.compile asks for it, to say that what it has compiled cannot be traced.
         made.append((fx._symbolic_trace, "_is_fx_tracing_flag", tracer.here))
     return made
-
-
-# Functions of math stay as they are in math itself: numba knows them by what they are, and other threads may compile.
-_MATH = {id(one): one for name, one in vars(math).items() if callable(one) and not name.startswith("_")}
-
-
-def _python_functions(root: torch.nn.Module, scopes: Sequence[dict[str, Any]]) -> Iterator[tuple[Any, str, Any]]:
-    """Functions that are recorded where they are given traced values: those of math, by whatever name the functions
-    that are traced through know them, and what torch.fx.wrap was told of. (dict, name, function or math)
-
-    Args:
-        scopes: globals of more functions that are traced through.
-    """
-    traced = [root.build, *(one.forward for one in root.modules() if not _is_embedding(one) and embeddings_in(one))]
-    all_scopes = {id(scope): scope for scope in (*scopes, *(getattr(one, "__globals__", {}) for one in traced))}
-    for scope in all_scopes.values():
-        yield from ((scope, name, one) for name, one in _of_math(scope))
-    for (_, name), scope in list(getattr(fx._symbolic_trace, "_wrapped_fns_to_patch", {}).items()):
-        yield scope, name, scope[name] if name in scope else getattr(builtins, name)
-
-
-def _of_math(scope: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    return ((name, one) for name, one in list(scope.items()) if one is math or _MATH.get(id(one)) is one)
-
-
-def _like_math(here: Here, recorded: Callable[[Any], Any]) -> types.ModuleType:
-    """What takes the place of math in a module: other threads get its own functions from it."""
-    made = types.ModuleType("math")
-    for name, one in vars(math).items():
-        setattr(made, name, _here_or_not(here, recorded(one), one) if id(one) in _MATH else one)
-    return made
-
-
-def _here_or_not(here: Here, recorded: Any, function: Any) -> Any:
-    return lambda *args, **kwargs: (recorded if here else function)(*args, **kwargs)
 
 
 def _recorded_if_traced(function: Any, record: Callable[..., Any]) -> Callable[..., Any]:

@@ -68,9 +68,13 @@ around_compiling = Compiling()
 
 def get_ready_to_compile() -> None:
     """Let numba look at functions of Python now, before any is replaced: it knows them by what they are."""
-    with compiling._lock:  # which several threads may ask for at once
-        cpu_target.target_context.refresh()
-        cpu_target.typing_context.refresh()
+    around_compiling.begin()
+    try:
+        with compiling._lock:  # which several threads may ask for at once
+            cpu_target.target_context.refresh()
+            cpu_target.typing_context.refresh()
+    finally:
+        around_compiling.end()
 
 
 def rule(function):

@@ -133,14 +133,29 @@ class Threads:
         self._pool = None
 
 
+class _Here(threading.local):
+    submitting = False
+
+
+_here = _Here()
+
+
 def submit(pool: Executor, function: Callable[..., Any], *args: Any) -> Future:
-    """`pool.submit`; where the interpreter is about to end and pools take nothing any more, the caller does the work:
-    threads of the user's go on until they end."""
-    try:
-        return pool.submit(function, *args)
-    except RuntimeError as error:
-        if "after interpreter shutdown" not in str(error):
-            raise
+    """`pool.submit`; the caller does the work itself where
+
+    - the program is about to end and pools take nothing any more: threads of the user's go on until they end, and so do
+      functions that are called at exit;
+    - a signal handler has come into the middle of a call of this function: the pools' locks let nobody in twice.
+    """
+    if not _here.submitting:
+        _here.submitting = True
+        try:
+            return pool.submit(function, *args)
+        except RuntimeError as error:
+            if "cannot schedule new futures after" not in str(error):
+                raise
+        finally:
+            _here.submitting = False
     done: Future = Future()
     try:
         done.set_result(function(*args))

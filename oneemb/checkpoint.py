@@ -67,7 +67,7 @@ def save_checkpoint(graph: "TrainGraph", path: str, keep: int | None) -> int:
     for name, embedding in embeddings.items():
         snapshot = f"{_PREFIX}{graph.steps:012d}-{uuid.uuid4().hex[:8]}" if embedding.store.changes else None
         made[name] = {"oneemb_snapshot": snapshot, "oneemb_identity": None}
-    for left in glob.glob(f"{glob.escape(path)}.*{_SAVING}"):
+    for left in glob.glob(f"{glob.escape(path)}.{'[0-9a-f]' * 8}{_SAVING}"):
         if not _is_held(left):
             _undo(left, embeddings)
     try:
@@ -108,7 +108,7 @@ class GraphState:
 
     def state_dict(self) -> dict[str, bytes]:
         """The state as one value, which fits whatever the optimizers have made since."""
-        return {"oneemb_graph": self._graph._between_steps(self._to_bytes)}
+        return {"oneemb_graph": self._graph._between_steps("state_dict", self._to_bytes)}
 
     def _to_bytes(self) -> bytes:
         named = {name: one.get_extra_state() for name, one in embeddings_in(self._graph).items()}
@@ -121,7 +121,7 @@ class GraphState:
             ValueError, StorageError: it does not fit the graph; nothing has changed.
         """
         state = _of_bytes(state_dict["oneemb_graph"], "the state")
-        self._graph._between_steps(lambda: _restore(self._graph, state, "the state"))
+        self._graph._between_steps("load_state_dict", lambda: _restore(self._graph, state, "the state"))
 
 
 def _state_of(graph: "TrainGraph", snapshots: _Named) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from oneemb.storage.embedding_store import EmbeddingStore, StorePlan
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_file import SnapshotInfo
 from oneemb.storage.snapshot_reader import read_snapshot_info
-from oneemb.storage.step_lock import alone
+from oneemb.storage.step_lock import between_steps
 
 __all__ = ["MultiTableEmbedding", "MultiTableMultiColumnEmbedding"]
 
@@ -201,23 +201,24 @@ class _TableEmbedding(torch.nn.Module):
             KeyboardInterrupt: the rows here are as they were; or, where some had been replaced, every call raises
                 `BrokenStoreError` until another load.
         """
-        alone((self.store.step_lock,), lambda: self._load(name))
+        changed = between_steps((self.store.step_lock,), "load_snapshot", lambda: self._load(name))
+        if changed:
+            warnings.warn(
+                f"snapshot {name!r} was saved with other {' and '.join(changed)}: ids that it does not hold begin as"
+                f" embedding {self.name!r} says, not as they would have begun",
+                stacklevel=2,
+            )
 
-    def _load(self, name: str) -> None:
+    def _load(self, name: str) -> list[str]:
+        """Returns what this embedding has otherwise than the one that saved the snapshot."""
         info = read_snapshot_info(self.store.plan.persistent_path, name)
         saved = self._check_tables(info)
         whole = self.store.load_snapshot(name)
         own = self._describe()
         own["tables"] = own["tables"][: len(saved.get("tables", ()))]
-        changed = [key for key in ("seed", "tables") if key in saved and saved[key] != own[key]]
-        if changed:
-            warnings.warn(
-                f"snapshot {name!r} was saved with other {' and '.join(changed)}: ids that it does not hold begin as"
-                f" embedding {self.name!r} says, not as they would have begun",
-                stacklevel=6,
-            )
         self.pending.clear()
         self._saved = ({_STATE_KEY: name, _IDENTITY_KEY: info.identity}, self.store.changes) if whole else None
+        return [key for key in ("seed", "tables") if key in saved and saved[key] != own[key]]
 
     def check_fits(self, name: str) -> None:
         """Raise StorageError unless `load_snapshot` would find this snapshot, and rows in it that fit."""
@@ -292,7 +293,7 @@ class _TableEmbedding(torch.nn.Module):
 
         It also mends an embedding whose calls raise `BrokenStoreError`, as `load_snapshot` does.
         """
-        alone((self.store.step_lock,), self._clear)
+        between_steps((self.store.step_lock,), "clear", self._clear)
 
     def _clear(self) -> None:
         self.store.clear()

@@ -9,7 +9,7 @@ from oneemb.embedding import MultiTableEmbedding, MultiTableMultiColumnEmbedding
 from oneemb.graph import ops
 from oneemb.graph.row_optimizers import RowOptimizer, row_optimizer_of
 from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.step_lock import alone
+from oneemb.storage.step_lock import alone, in_step
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["Optimizer"]
@@ -101,7 +101,7 @@ class Optimizer:
                 lookups have inserted stay, with their initial values.
             What the torch optimizer or a hook of it raises: no row has changed, dense parameters are as far as it got.
         """
-        alone((embedding.store.step_lock for embedding in self.embeddings), self._step)
+        in_step((embedding.store.step_lock for embedding in self.embeddings), self._step)
 
     def _step(self) -> None:
         for embedding in self.embeddings:

@@ -26,7 +26,7 @@ from oneemb.storage.fs import absolute_path
 from oneemb.storage.row_layout import RowLayout
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_rows import SnapshotRows
-from oneemb.storage.step_lock import alone
+from oneemb.storage.step_lock import between_steps
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["import_rows"]
@@ -114,25 +114,29 @@ def import_rows(
         weights = of_rows.layout.dtype if dtype is None else str(dtype).removeprefix("torch.")
         if weights not in WEIGHTS:
             raise TypeError(f"dtype must be {', '.join(WEIGHTS)} or None, got {dtype}")
-        done = 0
-        with ExitStack() as opened:
-            sink: Any
-            if live:
-                sink = opened.enter_context(_IntoEmbedding(target, of_rows, with_state))
-            else:
-                with undisturbed:  # A path that is locked has to be given back.
-                    sink = _IntoSnapshot(target, str(snapshot), of_rows, weights, physical_block_size)
-                    opened.enter_context(sink)
-            for batch in rows.scan(batch_size):
-                if batch.table_N is None:
-                    batch = batch._replace(table_N=np.full(len(batch.id_N), table, np.int32))
-                if not allow_nonfinite:
-                    _check_finite(batch, names, state)
-                sink.put(batch)
-                done += len(batch.id_N)
-                if progress is not None:
-                    progress(done, rows.size)
-    return done
+
+        def bring() -> int:
+            done = 0
+            with ExitStack() as opened:
+                sink: Any
+                if live:
+                    sink = opened.enter_context(_IntoEmbedding(target, of_rows, with_state))
+                else:
+                    with undisturbed:  # A path that is locked has to be given back.
+                        sink = _IntoSnapshot(target, str(snapshot), of_rows, weights, physical_block_size)
+                        opened.enter_context(sink)
+                for batch in rows.scan(batch_size):
+                    if batch.table_N is None:
+                        batch = batch._replace(table_N=np.full(len(batch.id_N), table, np.int32))
+                    if not allow_nonfinite:
+                        _check_finite(batch, names, state)
+                    sink.put(batch)
+                    done += len(batch.id_N)
+                    if progress is not None:
+                        progress(done, rows.size)
+            return done
+
+        return between_steps((target.store.step_lock,) if live else (), "import_rows", bring)
 
 
 def _open_source(source: Any, columns: Columns, with_state: bool) -> RowFile:
@@ -323,11 +327,8 @@ class _IntoEmbedding:
 
     def __exit__(self, kind: type | None, *exception: object) -> None:
         if kind is None and self._with_state:
-            alone((self._store.step_lock,), self._take_step)
-
-    def _take_step(self) -> None:
-        if self._store.step == 0:
-            self._store.step = self._rows.step
+            if self._store.step == 0:
+                self._store.step = self._rows.step
 
 
 def _check_finite(batch: Batch, values: str | tuple[str, ...], state: str) -> None:

@@ -21,7 +21,7 @@ from oneemb.graph.recorder import Profile, stats_table
 from oneemb.graph.text import graph_text
 from oneemb.graph.tracer import REGISTER, BuildError, embeddings_in, modules_kept_plainly, say_not_registered
 from oneemb.optimizer import Optimizer
-from oneemb.storage.step_lock import alone
+from oneemb.storage.step_lock import between_steps, in_step
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["EvalGraph", "GraphConfig", "TrainGraph"]
@@ -289,11 +289,11 @@ class _Graph(torch.nn.Module):
                     f"embedding {one.name!r} has hooks, which a graph does not call: its lookups are ops. Put them on a"
                     " module that build gives the rows to, or remove them"
                 )
-        return alone((one.store.step_lock for one in embeddings), call)
+        return in_step((one.store.step_lock for one in embeddings), call)
 
-    def _between_steps(self, call: Callable[[], T]) -> T:
-        """What `call` gives, while no other thread is in the middle of a step with an embedding of the graph."""
-        return alone((one.store.step_lock for one in embeddings_in(self).values()), call)
+    def _between_steps(self, what: str, call: Callable[[], T]) -> T:
+        """What `call` gives, while no thread is in the middle of a step with an embedding of the graph."""
+        return between_steps((one.store.step_lock for one in embeddings_in(self).values()), what, call)
 
     def _step(self, values: list[Any], structure: Structure, prepared: Prepared, admitted: Any) -> Any:
         return self._run_plan(values, structure, prepared, admitted, None)
@@ -417,7 +417,7 @@ class TrainGraph(_Graph):
                 self._max_norms.append(clip_grad_norm)
                 self._plans.clear()
 
-        self._between_steps(add)
+        self._between_steps("add_optimizer", add)
 
     def _refuse_foreign_embeddings(self, optimizer: torch.optim.Optimizer) -> None:
         own = {id(parameter) for parameter in self.parameters()}
@@ -494,12 +494,13 @@ class TrainGraph(_Graph):
                 None = all of them, until `delete_snapshot`: each takes the disk space of its own rows.
 
         Raises:
-            RuntimeError: micro-batches are accumulated that no update has used yet.
+            RuntimeError: micro-batches are accumulated that no update has used yet; or a step of this very thread is
+                under way, and a hook, a scheduler or a handler of a signal asks. Between two calls of the graph it can.
             ValueError: there is something at `path` that is no checkpoint; `keep` is below 1.
             StorageError, OSError: the disk fails; what was at `path` is still there, or the new checkpoint is and the
                 folder's name of it could not be made durable.
         """
-        kept = self._between_steps(lambda: save_checkpoint(self, os.fsdecode(path), keep))
+        kept = self._between_steps("save", lambda: save_checkpoint(self, os.fsdecode(path), keep))
         if kept >= _KEPT_MANY and kept & (kept - 1) == 0:
             warnings.warn(
                 f"{kept} snapshots of earlier checkpoints at {os.fsdecode(path)} are kept, for copies of the file may"
@@ -517,7 +518,7 @@ class TrainGraph(_Graph):
             KeyboardInterrupt, and what else stops a load half way: every call of the graph's embeddings raises
                 `BrokenStoreError` until another load.
         """
-        self._between_steps(lambda: load_checkpoint(self, os.fsdecode(path)))
+        self._between_steps("load", lambda: load_checkpoint(self, os.fsdecode(path)))
 
     def state(self) -> GraphState:
         """The graph's whole state for torch.distributed.checkpoint: `dcp.save({"graph": graph.state()}, ...)`."""
@@ -552,8 +553,10 @@ class EvalGraph(_Graph):
     """A graph that only evaluates: subclass it, assign modules, write `build`, and call the object.
 
     A call runs its modules in eval mode, whatever mode they are in, makes no gradient and inserts no id: an unknown
-    one reads as its initial value. So a `TrainGraph` and an `EvalGraph` may share modules; where two threads call them,
-    one waits for the step of the other.
+    one reads as its initial value. So a `TrainGraph` and an `EvalGraph` may share modules. Where two threads call
+    graphs that share an embedding, one waits for the step of the other. Modes of modules are the same for all threads,
+    though: an `EvalGraph` may not run beside eager training of its modules, or beside a graph with which it shares no
+    embedding but other modules; give it copies of those.
 
     Example:
         >>> import tempfile, torch, oneemb

@@ -40,7 +40,7 @@ from oneemb.storage.row_store import RowStore, StorageError, StoreFullError
 from oneemb.storage.snapshot_file import SnapshotInfo
 from oneemb.storage.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
-from oneemb.storage.step_lock import StepLock, alone
+from oneemb.storage.step_lock import StepLock, alone, between_steps
 from oneemb.storage.turns import Turns, undisturbed
 
 if TYPE_CHECKING:
@@ -128,13 +128,13 @@ def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _between_steps(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs a method when no other thread is in the middle of a step."""
+    """Runs a method when no thread is in the middle of a step."""
 
     @functools.wraps(method)
     def run(self, *args, **kwargs):
         if self.turns.forked:
             return method(self, *args, **kwargs)  # which says what a child may not
-        return alone((self.step_lock,), lambda: method(self, *args, **kwargs))
+        return between_steps((self.step_lock,), method.__name__, lambda: method(self, *args, **kwargs))
 
     return run
 
@@ -203,8 +203,6 @@ class EmbeddingStore:
         """Whether the tiers are there. Until then there is no row, and every id reads as its initial value."""
         return self._table is not None
 
-    @_between_steps
-    @_in_turn
     def build(self, optimizer: str | None, state: np.ndarray) -> None:
         """Make the tiers for rows with this state, or say why those there do not fit.
 
@@ -215,6 +213,10 @@ class EmbeddingStore:
         Raises:
             StorageError: the path is in use or unusable, or the rows already hold another optimizer's state.
         """
+        alone((self.step_lock,), lambda: self._build_in_turn(optimizer, state))
+
+    @_in_turn
+    def _build_in_turn(self, optimizer: str | None, state: np.ndarray) -> None:
         self._build(optimizer, state)
 
     def _build(self, optimizer: str | None, state: np.ndarray) -> None:
@@ -243,7 +245,7 @@ class EmbeddingStore:
             mend=_MEND,
         )
         try:
-            self._tiers = self._make_tiers(layout, table)
+            tiers = self._make_tiers(layout, table)
             for info in () if self._opened_before else table.snapshots():
                 if info.name.startswith(EXPORTED):  # Whoever wrote that file is dead.
                     with suppress(StorageError):
@@ -252,7 +254,7 @@ class EmbeddingStore:
         except BaseException:
             table.close()
             raise
-        self._table, self.layout, self._state, self.optimizer = table, layout, state, optimizer
+        self._tiers, self._table, self.layout, self._state, self.optimizer = tiers, table, layout, state, optimizer
         # A store that is dropped gives back its threads, files and lock. At exit the system does.
         self._finalizer = weakref.finalize(self, _close_dropped, table)
         self._finalizer.atexit = False
@@ -339,6 +341,7 @@ class EmbeddingStore:
             return HotTier(
                 name, row_width=layout.row_width, slots=self._slots(layout, budget_bytes), below=below,
                 resident=budget_bytes is None, row_limit=row_limit, policy=plan.cache_policy, threads=self.threads,
+                writing=self.writing,
             )  # fmt: skip
 
         below: RowStore = table
@@ -578,8 +581,7 @@ class EmbeddingStore:
         row_UW = np.zeros((len(id_U), self.layout.row_width), np.float32)
         missing = np.arange(len(id_U))
         if self.built:
-            with self.writing:
-                missing = np.flatnonzero(self._tiers[0].get(table_U, id_U, row_UW))
+            missing = np.flatnonzero(self._tiers[0].get(table_U, id_U, row_UW))
         self._begin(row_UW, missing, table_U[missing], id_U[missing])
         return row_UW
 

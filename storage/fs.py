@@ -14,6 +14,7 @@ import mmap
 import os
 import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -242,7 +243,8 @@ def close_in_child(file: Any) -> None:
 
 def _in_child() -> None:
     for lock in list(_lock_files):
-        lock.close()
+        with suppress(OSError):  # of what a write of the parent's has left in its buffer
+            lock.close()
 
 
 os.register_at_fork(after_in_child=_in_child)

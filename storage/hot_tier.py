@@ -73,6 +73,7 @@ class HotTier:
         row_limit: rows that may be known to this tier and those below together; None = no limit.
         policy: which rows a cache evicts first, "lru" or "lfu" (see the head of this file).
         threads: runs the copies.
+        writing: held by whoever writes rows in place; None = nobody does.
 
     Raises:
         MemoryError: there is no address space for the slots.
@@ -89,6 +90,7 @@ class HotTier:
         row_limit: int | None = None,
         policy: str = "lfu",
         threads: Threads,
+        writing: Any = None,
     ):
         assert (resident or below is not None) and policy in ("lru", "lfu")
         self.name = name
@@ -99,6 +101,7 @@ class HotTier:
         self._resident = resident
         self._row_limit = row_limit
         self._threads = threads
+        self._writing = threading.Lock() if writing is None else writing
         self._index = HashIndex(threads)
         self._policy = policy
         self._score_S = np.zeros(slots, np.float64)
@@ -245,7 +248,8 @@ class HotTier:
     def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
         slot_U = self._index.find(table_U, id_U)
         hit = np.flatnonzero(slot_U >= 0)
-        out_UW[hit] = copy_rows_out(self.row_SW, slot_U[hit], threads=self._threads)
+        with self._writing:
+            out_UW[hit] = copy_rows_out(self.row_SW, slot_U[hit], threads=self._threads)
         self._touch(slot_U[hit])
         missing_U = slot_U < 0
         self._hits += len(hit)

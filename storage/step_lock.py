@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-__all__ = ["StepLock", "alone"]
+__all__ = ["StepLock", "alone", "between_steps", "in_step"]
 
 T = TypeVar("T")
 
@@ -30,6 +30,8 @@ class StepLock:
     def __init__(self) -> None:
         self._lock, self._pid = threading.RLock(), os.getpid()
         self.waiting: set[int] = set()
+        self.stepping = False
+        """Whether who holds it is in the middle of a step."""
 
     @property
     def lock(self) -> Any:
@@ -44,13 +46,52 @@ def alone(locks: Iterable[StepLock], call: Callable[[], T]) -> T:
     return _alone(sorted(locks, key=id), call)
 
 
+def in_step(locks: Iterable[StepLock], step: Callable[[], T]) -> T:
+    """What `step` gives: as `alone`, and until it ends nothing on this thread is between two steps."""
+    locks = tuple(locks)
+
+    def run() -> T:
+        before = [one.stepping for one in locks]
+        try:
+            for one in locks:
+                one.stepping = True
+            return step()
+        finally:
+            for one, stepping in zip(locks, before, strict=True):
+                one.stepping = stepping
+
+    return alone(locks, run)
+
+
+def between_steps(locks: Iterable[StepLock], what: str, call: Callable[[], T]) -> T:
+    """What `call` gives, between two steps of every thread.
+
+    Raises:
+        RuntimeError: it is asked for in the middle of a step of this very thread, by a hook, a scheduler or a handler
+            of a signal; nothing has been done.
+    """
+
+    def run() -> T:
+        if any(one.stepping for one in locks):
+            raise RuntimeError(
+                f"{what} comes in the middle of a step, by a hook, a scheduler or a handler of a signal, where rows and"
+                " parameters are of no one moment; do it between two steps: let the handler set a flag, and look at"
+                " it after each call"
+            )
+        return call()
+
+    locks = tuple(locks)
+    return alone(locks, run)
+
+
 def _alone(locks: Sequence[StepLock], call: Callable[[], T]) -> T:
     if not locks:
         return call()
     one, me = locks[0], threading.get_ident()
     lock = one.lock
+    owned = lock._is_owned()
     naps = 0
-    while one.waiting and not lock._is_owned() and naps < _NAPS_MAX:  # They would hardly get it from who has it often.
+    while one.waiting and not owned and naps < _NAPS_MAX:  # They would hardly get it from who has it often.
         time.sleep(2e-5)
         naps += 1
     try:
@@ -58,6 +99,8 @@ def _alone(locks: Sequence[StepLock], call: Callable[[], T]) -> T:
         # The lock itself, not a function of ours: between taking it and its block no interrupt can come.
         with lock:
             one.waiting.discard(me)
+            if not owned:
+                one.stepping = False  # An interrupt may have ended a step before it could say so.
             return _alone(locks[1:], call)
     finally:
         one.waiting.discard(me)

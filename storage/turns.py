@@ -184,9 +184,14 @@ class _Undisturbed:
     def signals_come_later(self) -> None:
         """The end of `hold_signals`; what was held comes a moment later. For hooks, whose errors Python drops."""
         if threading.get_ident() == threading.main_thread().ident and self._depth == 1 and self._held:
-            numbers = list(self._held)
+            held = dict(self._held)
             self._held.clear()
-            threading.Timer(0.01, _send_again, (numbers,)).start()
+            try:
+                threading.Timer(0.01, _send_again, (list(held),)).start()
+            except BaseException:  # No thread could be started.
+                self._held.update(held)
+                self._let_signals_come()
+                raise
         self._let_signals_come()
 
     def _end(self) -> None:

@@ -867,8 +867,9 @@ def test_a_snapshot_of_another_seed_is_loaded_with_a_warning(tmp_path):
     first.close()
     with pytest.warns(UserWarning, match="starts empty"):
         second = make_embedding(tmp_path, seed=2)
-    with pytest.warns(UserWarning, match="saved with other seed"):
+    with pytest.warns(UserWarning, match="saved with other seed") as warned:
         second.load_snapshot("s")
+    assert warned[0].filename == __file__, "the warning names the line that loads"
     assert second.stats()["rows"] == 3
     second.close()
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -293,3 +294,204 @@ def test_making_the_tiers_anew_leaves_the_snapshot_of_an_export_that_goes_on(tmp
     assert oneemb.export_rows(embedding, tmp_path / "x.npz") == 30
     assert embedding.snapshots() == []
     embedding.close()
+
+
+def test_an_import_with_state_is_whole_beside_a_step_of_another_thread(tmp_path):
+    source = make_embedding(tmp_path / "source")
+    optimizer = oneemb.Optimizer(torch.optim.Adam(source.parameters(), lr=0.1), [source])
+    for _ in range(5):
+        source(torch.arange(10)).sum().backward()
+        optimizer.step()
+    oneemb.export_rows(source, tmp_path / "x.npz", with_state=True)
+    target = make_embedding(tmp_path / "target")
+    optimizer = oneemb.Optimizer(torch.optim.Adam(target.parameters(), lr=0.1), [target])
+
+    def step():
+        target(torch.tensor([99])).sum().backward()
+        optimizer.step()
+
+    steps = []
+
+    def step_meanwhile(done, rows):
+        if done == 5:
+            steps.append(threading.Thread(target=step))
+            steps[0].start()
+            steps[0].join(0.3)
+            assert steps[0].is_alive(), "the step came into the middle of the import"
+
+    oneemb.import_rows(target, tmp_path / "x.npz", with_state=True, batch_size=5, progress=step_meanwhile)
+    steps[0].join(60)
+    assert target.stats()["step"] == 6
+    source.close(), target.close()
+
+
+BAGS = {"offsets": torch.tensor([0, 2, 4])}
+
+
+@pytest.mark.parametrize("store", ["device", "ssd"])
+@pytest.mark.parametrize("how", ["gradient", "bags", "no gradient", "eval"])
+def test_a_lookup_waits_for_the_rows_that_another_thread_is_writing(tmp_path, store, how):
+    embedding = make_embedding(tmp_path / "rows", store=store)
+    oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), [embedding])
+    embedding(torch.arange(4))
+    embedding.train(how != "eval")
+
+    def look():
+        with torch.set_grad_enabled(how in ("gradient", "bags")):
+            embedding(torch.arange(4), **(BAGS if how == "bags" else {}))
+
+    thread = threading.Thread(target=look)
+    with embedding.store.writing:
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive()
+    thread.join(60)
+    assert not thread.is_alive()
+    embedding.close()
+
+
+def test_an_update_does_not_wait_for_rows_that_another_thread_reads_from_disk(tmp_path, monkeypatch):
+    embedding = make_embedding(tmp_path / "rows", store="ssd")
+    embedding(torch.arange(4))
+    table, read = embedding.store._table, []
+    honest = table.get
+
+    def get(*args):
+        read.append(embedding.store.writing.locked())
+        return honest(*args)
+
+    monkeypatch.setattr(table, "get", get)
+    embedding.eval()
+    embedding(torch.arange(100))
+    assert read == [False]
+    embedding.close()
+
+
+def test_ctrl_c_ends_the_wait_of_a_lookup_for_the_turn_of_another_thread(tmp_path):
+    embedding = make_embedding(tmp_path / "rows")
+    oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), [embedding])
+    begun, go_on = threading.Event(), threading.Event()
+
+    def take_a_turn():
+        with embedding.store.turns:
+            begun.set()
+            go_on.wait(60)
+
+    thread = threading.Thread(target=take_a_turn)
+    thread.start()
+    begun.wait()
+    threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,)).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            embedding(torch.arange(4))
+        assert thread.is_alive()
+    finally:
+        go_on.set()
+        thread.join()
+    embedding(torch.arange(4)).sum().backward()
+    assert embedding.store.stats()["device"]["pinned"] == 4
+    embedding.close()
+
+
+@pytest.mark.parametrize("who", ["hook", "scheduler", "signal", "eager hook"])
+def test_a_save_in_the_middle_of_a_step_of_its_own_thread_is_refused(tmp_path, who):
+    model = Model(tmp_path / "rows", "device")
+    optimizer = model.optimizers[0].optimizer
+    if who != "scheduler":
+        model(*batch(0))
+
+    def save(*_):
+        model.save(tmp_path / "c")
+
+    with pytest.raises(RuntimeError, match="save comes in the middle of a step.*let the handler set a flag"):
+        if who == "scheduler":
+            scheduler = torch.optim.lr_scheduler.LambdaLR(model.optimizers[0].optimizer, lambda step: 1.0)
+            scheduler.step = save
+            model._lr_schedulers[0] = scheduler
+            try:
+                model(*batch(1))
+            finally:
+                del scheduler.step
+        elif who == "signal":
+            before = signal.signal(signal.SIGALRM, save)
+            model.top.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGALRM))
+            try:
+                model(*batch(1))
+            finally:
+                signal.signal(signal.SIGALRM, before)
+        else:
+            optimizer.register_step_pre_hook(save)
+            if who == "eager hook":
+                model.embedding(batch(1)[0]).sum().backward()
+            (model.optimizers[0].step if who == "eager hook" else lambda: model(*batch(1)))()
+    assert not (tmp_path / "c").exists() and model.embedding.snapshots() == []
+    save()
+    model.embedding.close()
+
+
+ENDING = """
+import atexit, signal, sys, threading
+sys.path.insert(0, {here!r})
+import torch
+from concurrent.futures import thread as pools
+from tests.test_threads import Model, batch
+model = Model({path!r} + "/rows", {store!r})
+def save(*_):
+    model.save({path!r} + "/c")
+    print("saved", model.steps)
+model(*batch(0))
+"""
+WAYS = {
+    "at exit": "atexit.register(save)",
+    "after the main thread": "threading.Thread(target=lambda: (threading.main_thread().join(), save())).start()",
+    # A signal that comes while a loop of a lookup wakes its threads.
+    "within a lookup": """
+signal.signal(signal.SIGALRM, save)
+honest = pools._WorkItem.__init__
+def init(self, *args, **options):
+    pools._WorkItem.__init__ = honest
+    signal.raise_signal(signal.SIGALRM)
+    honest(self, *args, **options)
+pools._WorkItem.__init__ = init
+model.embedding(batch(0)[0].repeat(200, 1))
+assert pools._WorkItem.__init__ is honest
+""",
+}
+
+
+@pytest.mark.parametrize("store", ["device", "ssd"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_save_as_the_program_ends_or_in_the_middle_of_a_lookup_is_made(tmp_path, store, way):
+    code = ENDING.format(here=os.getcwd(), path=str(tmp_path), store=store) + WAYS[way]
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "saved 1\n"), ended.stderr
+    again = Model(tmp_path / "rows", store)
+    again.load(tmp_path / "c")
+    assert again.steps == 1 and again.embedding.stats()["rows"] > 0
+    again.embedding.close()
+
+
+def test_ctrl_c_while_numba_looks_at_functions_of_python_comes_when_it_has(tmp_path):
+    """Numba's registries are generators, which an interrupt would end for ever: in a process of its own."""
+    code = f"""
+import sys, signal
+sys.path.insert(0, {os.getcwd()!r})
+from oneemb.kernels import jit
+from tests.test_threads import Model, batch
+model = Model({str(tmp_path / "rows")!r}, "device")
+honest, asked = jit.cpu_target.typing_context.refresh, []
+def refresh():
+    if not asked:
+        asked.append(1)
+        signal.raise_signal(signal.SIGINT)
+        asked.append(2)
+    honest()
+jit.cpu_target.typing_context.refresh = refresh
+try:
+    model(*batch(0))
+except KeyboardInterrupt:
+    print(asked)
+model(*batch(0))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "[1, 2]\n"), ended.stderr

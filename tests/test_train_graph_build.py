@@ -4,6 +4,7 @@ import builtins
 import math
 import re
 import sys
+import threading
 import types
 import warnings
 from collections import OrderedDict
@@ -832,3 +833,83 @@ def test_functions_of_math_are_recorded_in_helpers_of_other_modules_too():
     sqrt = math.sqrt
     check_equals_eager(build)
     assert helpers.math is math and helpers.ln is math.log
+
+
+def helpers_of(name, text):
+    """A module of the user's that build calls functions of."""
+    module = types.ModuleType(name)
+    exec(text, vars(module))
+    return module
+
+
+def test_a_helper_that_catches_errors_of_math_is_traced_in_one_go(monkeypatch):
+    text = "import math\ndef size(n):\n    try: return math.log(n)\n    except TypeError: return 1.0"
+    monkeypatch.setitem(sys.modules, "helpers_of_mine", helpers_of("helpers_of_mine", text))
+    runs = []
+
+    def build(self, ids, label):
+        runs.append(1)
+        loss = loss_of(self, ids, label) * sys.modules["helpers_of_mine"].size(ids.shape[0])
+        loss.backward()
+        return loss
+
+    graph = make_graph(modules_of(), build, sgd)
+    first = graph(IDS, LABEL)
+    assert runs == [1], "what build does beside torch it does once"
+    assert first.item() != 0
+    check_equals_eager(build)
+
+
+def test_functions_of_math_take_sizes_and_stand_in_tables():
+    from math import sqrt
+
+    text = "import math\ndef cells(x): return math.prod(x.shape) + math.ldexp(1.0, x.shape[0])"
+    helpers, table = helpers_of("helpers", text), {math.sqrt: 2.0}
+
+    def build(self, ids, label):
+        loss = loss_of(self, ids, label) * helpers.cells(ids) * table[sqrt] * table[math.sqrt] * math.prod(ids.shape)
+        loss.backward()
+        return loss
+
+    check_equals_eager(build)
+
+
+def test_what_numba_compiles_while_a_graph_is_traced_finds_functions_of_math():
+    """On the thread that traces and on another, of a module that names them."""
+    text = """
+import math, numba
+from math import log1p
+@numba.njit
+def feature(x): return math.sqrt(x) + log1p(x)
+@numba.njit
+def other(x): return math.sqrt(x) + log1p(x)
+"""
+    helpers, found = helpers_of("helpers", text), []
+
+    def build(self, ids, label):
+        thread = threading.Thread(target=lambda: found.append(helpers.other(3.0)))
+        thread.start()
+        thread.join()
+        loss = loss_of(self, ids, label) * helpers.feature(3.0) * math.sqrt(ids.shape[0])
+        loss.backward()
+        return loss
+
+    check_equals_eager(build)
+    assert set(found) == {math.sqrt(3.0) + math.log1p(3.0)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["def f(n):\n    import math\n    return math.sqrt(n)", "import math\ndef f(n, g=math.sqrt): return g(n)"],
+    ids=["imported within", "a default"],
+)
+def test_functions_of_math_that_cannot_be_followed_are_refused(text):
+    helpers = helpers_of("helpers", text)
+
+    def build(self, ids, label):
+        loss = loss_of(self, ids, label) * helpers.f(ids.shape[0])
+        loss.backward()
+        return loss
+
+    with pytest.raises(oneemb.BuildError, match="imported within a function, or kept in a default argument"):
+        make_graph(modules_of(), build, sgd)(IDS, LABEL)

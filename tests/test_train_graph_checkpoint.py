@@ -2,6 +2,7 @@
 
 import errno
 import glob
+import json
 import os
 import random
 import shutil
@@ -405,10 +406,25 @@ graph.save({str(tmp_path / "c")!r}, keep=1)
     assert sorted(os.listdir(tmp_path)) == ["c", "rows"] and len(graph.embedding.snapshots()) == 1
     # What lies there and was not written by a save is no reason to delete anything.
     for text in ('["checkpoint"]', '{"snapshots": 7}', '{"host": null, "snapshots": {"embedding": "c"}}', "{", "\0"):
-        (tmp_path / "c.4194305.saving").write_text(text)
+        (tmp_path / "c.01234567.saving").write_text(text)
         graph.save(tmp_path / "c", keep=1)
         assert len(graph.embedding.snapshots()) == 1, text
     graph.embedding.close()
+
+
+def test_what_a_killed_save_of_a_path_that_begins_alike_has_left_is_kept_for_the_next_one_there(tmp_path):
+    graph, other = graph_at(tmp_path / "rows"), graph_at(tmp_path / "rows of another")
+    for one in (graph, other):
+        one(IDS)
+    other.embedding.store.save_snapshot("checkpoint-000000000001-deadbeef", {})
+    named = {"embedding": {"oneemb_snapshot": "checkpoint-000000000001-deadbeef", "oneemb_identity": None}}
+    left = tmp_path / "c.best.0123abcd.saving"
+    left.write_text(json.dumps({"snapshots": named}) + "\n")
+    graph.save(tmp_path / "c", keep=1)
+    assert left.exists()
+    other.save(tmp_path / "c.best", keep=1)
+    assert not left.exists() and len(other.embedding.snapshots()) == 1
+    graph.embedding.close(), other.embedding.close()
 
 
 def test_the_file_before_is_not_read_but_for_what_it_names(tmp_path, monkeypatch):

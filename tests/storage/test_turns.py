@@ -242,3 +242,22 @@ def test_ctrl_c_while_a_loop_is_compiled_comes_when_it_is():
     assert len(loop.signatures) == 1 and not compiling.is_locked()
     loop(0, 3, out_N)
     assert out_N.tolist() == [0, 1, 2]
+
+
+def test_signals_come_though_no_thread_can_be_started_to_send_them_again(monkeypatch):
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda *_: came.append(1))
+    try:
+        handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+        undisturbed.hold_signals()
+        signal.raise_signal(signal.SIGTERM)
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError):
+            patched.setattr(threading.Thread, "start", start)
+            undisturbed.signals_come_later()
+        assert came == [1]
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    finally:
+        signal.signal(signal.SIGTERM, before)

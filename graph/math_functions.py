@@ -1,0 +1,109 @@
+"""Functions of `math` that are given traced values: where modules name them, something stands that records the call.
+
+Python's functions of `math` want numbers and know nothing of torch.fx. So while a graph is traced, every module that
+names `math`, or a function of it, has something else under that name. `math` itself stays as it is.
+
+Invariant: what stands there cannot be told from the original but on the thread that traces, and there by calls with a
+traced value alone. It equals the original and has its hash: numba, which knows functions by what they are, compiles
+what it compiles without it, whichever thread asks; tables of functions find what they hold.
+"""
+
+import inspect
+import math
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from oneemb.graph.patches import Here
+
+__all__ = ["in_place_of_math"]
+
+_FUNCTIONS = {id(one): one for name, one in vars(math).items() if callable(one) and not name.startswith("_")}
+# Packages whose functions get no traced values but through torch's own way of recording them.
+_NOT_SEARCHED = sys.stdlib_module_names - {"test"} | {"torch", "numpy", "numba", "llvmlite", "sympy", "oneemb"}
+
+
+class _Function:
+    """A function of math that is recorded where it is given a traced value."""
+
+    def __init__(self, function: Callable[..., Any], here: Here, record: Callable[..., Any]):
+        self.__wrapped__, self.here, self._record = function, here, record
+        self.__name__, self.__doc__, self.__module__ = function.__name__, function.__doc__, "math"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.here and any(isinstance(leaf, fx.Proxy) for leaf in torch.utils._pytree.tree_leaves((args, kwargs))):
+            return self._record(self.__wrapped__, *args, **kwargs)
+        return self.__wrapped__(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or self.__wrapped__ == other
+
+    def __hash__(self) -> int:
+        return hash(self.__wrapped__)
+
+    def __reduce__(self) -> Any:
+        return getattr, (math, self.__name__)
+
+
+class _Math(types.ModuleType):
+    """What takes the place of math in a module."""
+
+    def __init__(self, here: Here, functions: dict[int, _Function]):
+        super().__init__("math", math.__doc__)
+        self.here = here
+        for name, one in vars(math).items():
+            setattr(self, name, functions.get(id(one), one))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or other is math
+
+    def __hash__(self) -> int:
+        return hash(math)
+
+
+def in_place_of_math(
+    traced: Iterable[Callable[..., Any]], here: Here, record: Callable[..., Any]
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """(globals, name, what takes its place) for each name of math, or of a function of it.
+
+    Args:
+        traced: the methods that are traced through.
+        record: record(function, *args, **kwargs) records a call.
+    """
+    functions = {number: _Function(one, here, record) for number, one in _FUNCTIONS.items()}
+    like_math = _Math(here, functions)
+    for scope in _scopes(traced):
+        for name, one in list(scope.items()):
+            if one is math:
+                yield scope, name, like_math
+            elif id(one) in functions:
+                yield scope, name, functions[id(one)]
+
+
+def _scopes(traced: Iterable[Callable[..., Any]]) -> Iterable[dict[str, Any]]:
+    """The globals of all functions that may be traced through, each once: those of modules, and of what the traced
+    methods name in case it was made by `exec` and the like and is in no module."""
+    found: dict[int, dict[str, Any]] = {}
+
+    def add(scope: dict[str, Any]) -> None:
+        name = scope.get("__name__")
+        if not isinstance(name, str) or name.partition(".")[0] not in _NOT_SEARCHED:
+            found[id(scope)] = scope
+
+    for method in traced:
+        named = inspect.getclosurevars(method) if inspect.ismethod(method) else None
+        if (own := getattr(method, "__globals__", None)) is not None:
+            found[id(own)] = own
+        for one in (*named.globals.values(), *named.nonlocals.values()) if named is not None else ():
+            if isinstance(one, types.FunctionType):
+                add(one.__globals__)
+            elif isinstance(one, types.ModuleType):
+                add(vars(one))
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType):
+            add(vars(module))
+    return found.values()
