@@ -108,13 +108,13 @@ class ChunkFiles:
     def __init__(
         self, fs: FileSystem, directory: str, next_number: int, direct: bool, lock: WriterLock | None = None
     ):  # fmt: skip
-        self.chunks: dict[int, ChunkFile] = {}  # First: whatever stops this, `__del__` asks for it.
+        self._rows_file: OrderedDict[ChunkFile, int] = OrderedDict()
+        self.chunks: dict[int, ChunkFile] = {}
         self._fs = fs
         self._lock = lock
         self.directory = directory
         self._next_number = next_number
         self._direct = direct
-        self._rows_file: OrderedDict[ChunkFile, int] = OrderedDict()
         self._directory_synced = True
         self._unremoved: list[str] = []
         self.files_open_max = _FILES_OPEN_MAX
@@ -284,7 +284,8 @@ class ChunkFiles:
             self._close_chunk(chunk)
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "chunks"):  # It may have been stopped before it had any.
+            self.close()
 
     def _close_chunk(self, chunk: ChunkFile) -> None:
         file = self._rows_file.pop(chunk, None)

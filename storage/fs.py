@@ -230,7 +230,8 @@ class _LockFile:
             os.close(number)
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "number"):  # It may have been stopped before it had one.
+            self.close()
 
 
 _lock_files: "weakref.WeakSet[Any]" = weakref.WeakSet()

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
+from oneemb.storage.aio_reader import AioReader
 from oneemb.storage.check import check_table
+from oneemb.storage.chunk_files import ChunkFiles
 from oneemb.storage.errors import BrokenStoreError
+from oneemb.storage.fs import _LockFile
 from oneemb.storage.persistent_table import PersistentTable
 from tests.support.interrupts import WAYS, count_lines, interrupted, some_lines
 from tests.support.table_model import check, got, note, put_random, random_keys, random_rows, scanned
@@ -147,3 +150,9 @@ def test_a_call_that_is_stopped_is_done_or_not(tmp_path, call, way, background):
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_is_stopped_at_each_line_is_done_or_not(tmp_path, call, way, background):
     check_stopped(tmp_path, call, way, background, 400)
+
+
+@pytest.mark.parametrize("kind", [AioReader, ChunkFiles, _LockFile])
+def test_what_is_stopped_before_it_has_anything_is_dropped_without_a_word(kind):
+    nothing = kind.__new__(kind)
+    del nothing  # what `__del__` raises fails the test
