@@ -35,7 +35,7 @@ class AtLine:
     Where a `with` block ends, Python comes back to its line before it calls `__exit__`: what is raised there by a trace
     would skip the call, which no signal and no other thread can bring about; where a `try` begins, it is in no block
     for a moment. Those lines do not count, nor do, for what is raised, those of storage/turns.py, which decide about
-    such errors.
+    such errors, and those of finalizers.
     """
 
     def __init__(self, at=None, way="signal", *, number=signal.SIGINT, files=PACKAGES, functions=None):
@@ -58,6 +58,8 @@ class AtLine:
         if not frame.f_code.co_filename.startswith(self.files):
             return None
         if self.functions is not None and frame.f_code.co_name not in self.functions:
+            return None
+        if self.way == "raise" and _in_finalizer(frame):
             return None
         entered = set()
 
@@ -105,6 +107,13 @@ def count_lines(call, way):
     with AtLine(way=way) as line:
         call()
     return line.lines
+
+
+def _in_finalizer(frame):
+    """Whether Python would drop what is raised here."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 def some_lines(lines, number, seed=0):
