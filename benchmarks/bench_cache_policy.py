@@ -26,8 +26,9 @@ from pathlib import Path
 import numpy as np
 from _machine import machine, table
 
+from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.threads import Threads
-from oneemb.storage import hot_tier
+from oneemb.storage.tiers import hot_tier
 
 _ROWS, _BATCH = 300_000, 2048
 _SHARES = (0.01, 0.05, 0.2)
@@ -83,12 +84,14 @@ def main() -> None:
 def hit_rate(batches: list[np.ndarray], slots: int, policy: str, half_life: float) -> float:
     hot_tier.HALF_LIFE = half_life
     tier = hot_tier.HotTier(
-        "cache", row_width=4, slots=slots, below=AllRows(), resident=False, policy=policy, threads=Threads(1)
-    )
+        "cache", row_width=4, slots=slots, below=AllRows(), resident=False, policy=policy, begin=lambda *_: None,
+        threads=Threads(1),
+    )  # fmt: skip
+    loops = HostLoops(Threads(1))
     for n, id_U in enumerate(batches):
         if n == len(batches) // 2:
             before = tier.stats()
-        tier.release(tier.admit(np.zeros(len(id_U), np.int32), id_U, lambda *keys: None))
+        tier.release(tier.acquire(loops.distinct_keys(np.zeros(len(id_U), np.int32), id_U))[0])
     hits, misses = (tier.stats()[name] - before[name] for name in ("hits", "misses"))
     return round(hits / (hits + misses), 4)
 

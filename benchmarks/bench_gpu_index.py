@@ -18,8 +18,9 @@ import torch
 from _gpu import about, copy_bandwidth, milliseconds, open_gpu, write
 from _machine import table
 
+from oneemb.kernels.cuda_loops import CudaLoops
 from oneemb.kernels.gather_cuda import copy_rows_out_cuda
-from oneemb.storage.device_tier import DeviceTier
+from oneemb.storage.tiers.device_tier import DeviceTier
 
 
 class Forgetful:
@@ -74,7 +75,10 @@ def main() -> None:
 def measure(gpu, dim: int, load: float, keys: int, slots: int, runs: int) -> tuple[dict[str, float], float]:
     """Milliseconds of each op on `keys` keys in a tier of `slots` slots that is filled to `load`; how full its index
     is."""
-    tier = DeviceTier("device", row_width=dim, slots=slots, below=Forgetful(dim), resident=False, gpu=gpu)
+    loops = CudaLoops(gpu)
+    tier = DeviceTier(
+        "device", row_width=dim, slots=slots, below=Forgetful(dim), resident=False, begin=lambda *_: None, loops=loops
+    )
     generator = torch.Generator(device=gpu.device).manual_seed(0)
 
     def some(first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,17 +90,17 @@ def measure(gpu, dim: int, load: float, keys: int, slots: int, runs: int) -> tup
     def fresh(run: int) -> tuple[torch.Tensor, torch.Tensor]:
         return some(10 * slots + run * keys, 10 * slots + run * keys)
 
+    def acquire(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        tier.release(tier.acquire(loops.distinct_keys(*batch))[0])
+
     filled = int(slots * load)
     for first in range(0, filled, keys):
-        tier.release(tier.admit(*some(first, first), lambda *_: None))
+        acquire(some(first, first))
     batches = [some(0, filled) for _ in range(8)]
 
     def find_and_gather(run: int) -> None:
         slot_U = tier._index.find(*batches[run % 8])
         copy_rows_out_cuda(tier.row_SW, slot_U.clamp(min=0), dim, gpu=gpu)
-
-    def admit(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-        tier.release(tier.admit(*batch, lambda *_: None))
 
     index_load = len(tier._index) / len(tier._index.cell_C2)
     slot_U = tier._index.find(*batches[0])
@@ -106,12 +110,12 @@ def measure(gpu, dim: int, load: float, keys: int, slots: int, runs: int) -> tup
             "find": lambda run: tier._index.find(*batches[run % 8]),
             "find and gather": find_and_gather,
             "torch gather": lambda run: torch.nn.functional.embedding(slot_U, tier.row_SW),
-            "find or insert": lambda run: admit(batches[run % 8]),
+            "find or insert": lambda run: acquire(batches[run % 8]),
         },
         runs,
     )
     # Last, since it takes the keys of the others away.
-    found |= milliseconds(gpu, {"insert and evict": lambda run: admit(fresh(run))}, runs)
+    found |= milliseconds(gpu, {"insert and evict": lambda run: acquire(fresh(run))}, runs)
     tier.close()
     return found, index_load
 

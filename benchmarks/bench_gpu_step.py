@@ -19,7 +19,7 @@ from _machine import table
 
 import oneemb
 from oneemb.kernels import launch
-from oneemb.storage.device_tier import SLOT_OVERHEAD_BYTES
+from oneemb.storage.tiers.device_tier import SLOT_OVERHEAD_BYTES
 
 TABLES = 10
 OPTIMIZERS = {
@@ -87,8 +87,9 @@ def step(
         embedding = oneemb.MultiTableEmbedding(
             "bench", dim, torch.float32, torch.int64, [oneemb.make_table()] * TABLES, options
         )
-        embedding.store.move_to(gpu)
-        if not launch.SIMULATED:
+        if launch.SIMULATED:
+            embedding.store.move_to(torch.device("cuda"))  # where the batches are, though torch knows of no GPU
+        else:
             embedding.to(gpu.device)
         rows_optimizer = oneemb.Optimizer(OPTIMIZERS[optimizer]([embedding.weight]), [embedding])
         grad = torch.randn(*batches[0].shape, dim, device=gpu.device)

@@ -31,11 +31,11 @@ from _machine import interleaved, machine, table
 
 from oneemb.kernels.aio import AIO_NUMBERS
 from oneemb.kernels.threads import Threads
-from oneemb.storage.aio_reader import AioReader
-from oneemb.storage.block_reader import ReadPlan
 from oneemb.storage.fs import LocalFileSystem, aligned_bytes
-from oneemb.storage.geometry import Geometry
-from oneemb.storage.persistent_table import PersistentTable
+from oneemb.storage.table.aio_reader import AioReader
+from oneemb.storage.table.block_reader import ReadPlan
+from oneemb.storage.table.geometry import Geometry
+from oneemb.storage.table.persistent_table import PersistentTable
 
 WIDTH, BATCH, DEPTH, RUN_BYTES = 64, 8192, 128, 4 << 20
 BATCHES_A_ROUND = 4

@@ -3,36 +3,16 @@
 N ids, P bags.
 """
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from oneemb.graph import cuda_ops
+from oneemb.kernels.loops import Loops
 
-__all__ = ["Bags", "bags_of_ids", "check_ids", "check_tables", "tables_of_bags", "tables_of_columns"]
+__all__ = ["bags_of_ids", "check_ids", "check_tables"]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-@dataclass(frozen=True)
-class Bags:
-    """How N ids lie in P bags."""
-
-    offset_P1: Any
-    """int64 [P + 1]: bag p holds the ids from offset_P1[p] to offset_P1[p + 1] - 1"""
-    known_N: Any = None
-    """`bag_N` where it is known: always on a GPU"""
-
-    @functools.cached_property
-    def bag_N(self) -> Any:
-        """int32 [N], int64 on a GPU: the bag of each id"""
-        if self.known_N is not None:
-            return self.known_N
-        return np.repeat(np.arange(len(self.offset_P1) - 1, dtype=np.int32), np.diff(self.offset_P1))
 
 
 def _values(tensor: torch.Tensor) -> Any:
@@ -50,41 +30,25 @@ def check_tables(table_ids: torch.Tensor, num_tables: int) -> None:
         raise ValueError(f"table_ids must be from 0 to {num_tables - 1}, got {low} to {high}")
 
 
-@functools.lru_cache(maxsize=8)
-def tables_of_columns(num_tables: int, ids: int, device: torch.device, stream: int) -> torch.Tensor:
-    """0 to T-1 over and over, int32 [N]: made once for each shape of batch, and only read.
-
-    On a GPU, on one stream: another would not wait for it to be made, nor keep its memory until it is read.
-    """
-    return torch.arange(num_tables, dtype=torch.int32, device=device).repeat(ids // num_tables)
-
-
-def tables_of_bags(
-    offset_P1: torch.Tensor, table_P: torch.Tensor | None, num_tables: int, check: Callable[[], None]
-) -> tuple[Bags, np.ndarray]:
-    """On the CPU: how ids lie in bags, and the table of each id, int32 [N]; `check` is what `bags_of_ids` gave."""
-    check()
-    bags = Bags(offset_P1.numpy())
-    return bags, bags.bag_N % np.int32(num_tables) if table_P is None else table_P.numpy()[bags.bag_N]
-
-
 def bags_of_ids(
     ids: torch.Tensor,
     table_ids: torch.Tensor | None,
     num_tables: int,
     key_type: torch.dtype,
     offsets: torch.Tensor,
+    loops: Loops,
 ) -> tuple[torch.Size, torch.Tensor, torch.Tensor | None, Callable[[], None]]:
-    """The shape that bags of ids give, their offsets and tables, and what checks the values of both."""
+    """The shape that bags of ids give, their offsets and tables, and what checks the values of both.
+
+    Args:
+        loops: those that work where the ids are.
+    """
     check_ids(ids, torch.zeros((), dtype=torch.int64, device=getattr(ids, "device", "cpu")), num_tables, key_type)
     if ids.dim() != 1:
         raise ValueError(f"ids of bags must be {key_type} [N], got {list(ids.shape)}; call ids.reshape(-1)")
     _check_offsets_kind(offsets, ids.device)
     bags = len(offsets) - 1
     offset_P1 = offsets.detach().to(torch.int64).contiguous()
-    on_cpu = offsets.device.type == "cpu"
-    if on_cpu:
-        _check_offsets(offset_P1, len(ids))
     if table_ids is not None:
         given = isinstance(table_ids, torch.Tensor)
         if (
@@ -106,11 +70,10 @@ def bags_of_ids(
         )
     else:
         shape = torch.Size([bags]) if num_tables == 1 else torch.Size([bags // num_tables, num_tables])
-    table_P = None if table_ids is None else cuda_ops.tables_of(table_ids, num_tables).contiguous()
+    table_P = None if table_ids is None else loops.tables(table_ids, num_tables).contiguous()
 
     def check() -> None:
-        if not on_cpu:
-            _check_offsets(offset_P1, len(ids))
+        _check_offsets(offset_P1, len(ids))
         if table_ids is not None:
             check_tables(table_ids, num_tables)
 

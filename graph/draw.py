@@ -77,7 +77,7 @@ def _draw_graph(axes: Any, nodes: Sequence[fx.Node], left: float) -> None:
 
 
 def _color(node: fx.Node) -> str:
-    if node.op == "call_function" and node.target in (STAGES["lowered"] | {ops.stage}) - STAGES["traced"]:
+    if node.op == "call_function" and node.target in (STAGES["lowered"] | {ops.prefetch}) - STAGES["traced"]:
         return _LOOKUP
     if node.op == "call_function" and node.target in STAGES["trained"]:
         return _UPDATE

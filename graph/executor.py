@@ -18,8 +18,8 @@ from torch import fx
 from oneemb.graph import merged_ops, ops, step_ops
 from oneemb.graph.recorder import MEASURES, OpStats, Profile
 from oneemb.graph.spec import CONTEXTS
-from oneemb.storage.embedding_store import Staged
-from oneemb.storage.merged_store import MergedStaged
+from oneemb.storage.merged_store import MergedPrefetched
+from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["Executor"]
@@ -74,8 +74,8 @@ class Executor:
         output = next(node for node in reversed(graph.nodes) if node.op == "output")
         self._result = _value_of(output.args[0], places)
         self._size = len(places)
-        staged = [i for i, step in enumerate(self._steps) if "staged" in step.node.kwargs]
-        self._admitted = staged[-1] if staged else -1
+        prefetched = [i for i, step in enumerate(self._steps) if "prefetched" in step.node.kwargs]
+        self._acquired = prefetched[-1] if prefetched else -1
         commits = [i for i, step in enumerate(self._steps) if step.node.target in (ops.step, ops.update)]
         self._commits = commits[0] if commits else -1
 
@@ -84,14 +84,14 @@ class Executor:
         return [(step.node, step.stats) for step in self._steps if step.node.op != "get_attr"]
 
     def __call__(
-        self, values: Sequence[Any], on_admitted: Callable[[], None] | None = None, profile: Profile | None = None,
+        self, values: Sequence[Any], on_acquired: Callable[[], None] | None = None, profile: Profile | None = None,
         committing: ExitStack | None = None,
     ) -> Any:  # fmt: skip
         """Run the graph.
 
         Args:
             values: its inputs.
-            on_admitted: called when the rows that were staged for this run have been taken over.
+            on_acquired: called when the rows that were prefetched for this run have been taken over.
             profile: where to note each op.
             committing: holds signals back from the first op that changes parameters or rows on, until it is closed.
 
@@ -104,7 +104,7 @@ class Executor:
         left = _Left(env, torch.is_grad_enabled())
         try:
             try:
-                return self._run(env, left, on_admitted, profile, committing)
+                return self._run(env, left, on_acquired, profile, committing)
             except BaseException as error:
                 left.clean_up(error)
                 if left.step is not None:
@@ -115,11 +115,11 @@ class Executor:
             raise
 
     def _run(
-        self, env: _Env, left: "_Left", on_admitted: Callable[[], None] | None, profile: Profile | None,
+        self, env: _Env, left: "_Left", on_acquired: Callable[[], None] | None, profile: Profile | None,
         committing: ExitStack | None,
     ) -> Any:  # fmt: skip
-        if on_admitted is not None and self._admitted < 0:
-            on_admitted()
+        if on_acquired is not None and self._acquired < 0:
+            on_acquired()
         for i, step in enumerate(self._steps):
             left.step = step
             if i == self._commits and committing is not None:
@@ -148,8 +148,8 @@ class Executor:
             env[step.place] = result
             for place in step.dropped:
                 env[place] = None
-            if i == self._admitted and on_admitted is not None:
-                on_admitted()
+            if i == self._acquired and on_acquired is not None:
+                on_acquired()
         result = self._result(env)
         torch.set_grad_enabled(left.grad_enabled)
         return result
@@ -175,9 +175,9 @@ class _Left:
                 self.contexts.pop().__exit__(None, None, None)
             torch.set_grad_enabled(self.grad_enabled)
             for value in self.env:
-                if isinstance(value, Staged | MergedStaged):
+                if isinstance(value, Prefetched | MergedPrefetched):
                     store: Any = value.store
-                    store.unstage(value)
+                    store.unprefetch(value)
             ops.release(self.leases)
 
 

@@ -2,7 +2,7 @@
 
     keys  = unique_merged_keys([(first_table, ids, table_ids, num_tables, offsets), ...], key_type, padding_idx)
     check_merged_pooling(keys, [(p, per_sample_weights, pooling), ...])
-    lease = admit(merged_store, keys)
+    lease = acquire(merged_store, keys)
     rows  = gather_merged(lease, [(p, weight, per_sample_weights, pooling), ...])      a tensor for each
 
 Lookup p is of a store of its own, and lookups are given in the order of the stores in the merged one. Then the order of
@@ -20,13 +20,16 @@ import torch
 
 from oneemb.graph import batch_ids, ops
 from oneemb.kernels import unique_keys as kernel
-from oneemb.kernels.gather import gather
-from oneemb.kernels.pool import pool, scale_grads
+from oneemb.kernels.bags import Bags
+from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.reduce_grads import Segments
-from oneemb.storage.merged_store import MergedStaged, MergedStore
+from oneemb.kernels.threads import Threads
+from oneemb.storage.merged_store import MergedPrefetched, MergedStore
 from oneemb.storage.row_store import StorageError
 
 __all__ = ["MergedKeys", "MergedLease", "check_merged_pooling", "gather_merged", "unique_merged_keys"]
+
+_LOOPS = HostLoops(Threads(1))
 
 Lookup = tuple[int, torch.Tensor, torch.Tensor | None, int, torch.Tensor | None]
 
@@ -39,9 +42,10 @@ class KeysPart:
     shape: torch.Size
     ids: slice
     """Its ids among those of all lookups."""
-    bags: batch_ids.Bags | None
+    bags: Bags | None
     unique: kernel.UniqueKeys
     """Those of all lookups, but for the ids, which are its own."""
+    loops: HostLoops
 
 
 @dataclass(frozen=True)
@@ -53,19 +57,21 @@ class MergedKeys:
     begin_P1: np.ndarray
     """int64 [P + 1]: lookup p has the unique keys from begin_P1[p] to begin_P1[p + 1] - 1"""
 
-    def admit(self, store: MergedStore, staged: MergedStaged | None) -> "MergedLease":
-        """See `oneemb.graph.ops.admit`."""
-        slot_U, slots = store.admit(self.unique.table_U, self.unique.id_U, self._begins(store), staged)
+    loops: HostLoops = _LOOPS
+
+    def acquire(self, store: MergedStore, pending: Any, prefetched: MergedPrefetched | None) -> "MergedLease":
+        """See `oneemb.graph.ops.acquire`."""
+        slot_U, slots = store.acquire(self.unique, self._begins(store), prefetched)
         member_P = np.searchsorted(store.first_table_M1, self._first_tables())
         leases = [
-            ops.Lease(store.stores[m], part, slots[m], store.stores[m].generation)  # type: ignore[arg-type]
+            ops.Lease(store.members[m], part, slots[m], store.members[m].generation)  # type: ignore[arg-type]
             for m, part in zip(member_P.tolist(), self.parts, strict=True)
         ]
         return MergedLease(store, self, slot_U, store.generation, leases)
 
-    def stage(self, store: MergedStore) -> MergedStaged:
-        """See `oneemb.graph.ops.stage`."""
-        return store.stage(self.unique.table_U, self.unique.id_U, self._begins(store))
+    def prefetch(self, store: MergedStore) -> MergedPrefetched:
+        """See `oneemb.graph.ops.prefetch`."""
+        return store.prefetch(self.unique, self._begins(store))
 
     def _begins(self, store: MergedStore) -> np.ndarray:
         return store.begins(self._first_tables(), self.begin_P1)
@@ -111,7 +117,7 @@ class MergedLease:
         unique, parts = self.keys.unique, list(zip(self.keys.parts, self.leases, strict=True))
         got = [ops.over_passes(lease.grads) for lease in self.leases if lease.grads]
         # Where one was summed, and is float32, all are.
-        grad_NX = ops._bits(got[0] if len(got) == 1 else torch.cat(got)).numpy()
+        grad_NX = _LOOPS.array(got[0] if len(got) == 1 else torch.cat(got))
         inverse_N, row_N, scale_N = unique.inverse_N, None, None
         dead = [part for part, lease in parts if not lease.grads]
         if dead:
@@ -195,7 +201,9 @@ def unique_merged_keys(lookups: Sequence[Lookup], key_type: torch.dtype, padding
     assert unique.head_U is not None
     begin_P1 = np.append(np.searchsorted(unique.head_U, begin_P), len(unique.head_U))
     parts = [
-        KeysPart(lookup[0], shape, slice(begin, end), bags, unique._replace(inverse_N=unique.inverse_N[begin:end]))
+        KeysPart(
+            lookup[0], shape, slice(begin, end), bags, unique._replace(inverse_N=unique.inverse_N[begin:end]), _LOOPS
+        )
         for lookup, (_, _, shape, bags), begin, end in zip(lookups, placed, begin_P, end_P, strict=True)
     ]
     return MergedKeys(unique, parts, begin_P1)
@@ -208,13 +216,15 @@ def _placed(
     num_tables: int,
     offsets: torch.Tensor | None,
     key_type: torch.dtype,
-) -> tuple[torch.Tensor, np.ndarray | None, torch.Size, batch_ids.Bags | None]:
+) -> tuple[torch.Tensor, np.ndarray | None, torch.Size, Bags | None]:
     """The ids of a lookup [N], their tables where those are not one column each, the lookup's shape and bags."""
     if isinstance(ids, torch.Tensor) and ids.device.type != "cpu":
         raise ValueError(f"ids must be on the CPU, where the embedding is, got {ids.device}; call ids.cpu()")
     if offsets is not None:
-        shape, offset_P1, table_P, check = batch_ids.bags_of_ids(ids, table_ids, num_tables, key_type, offsets)
-        bags, table_N = batch_ids.tables_of_bags(offset_P1, table_P, num_tables, check)
+        shape, offset_P1, table_P, check = batch_ids.bags_of_ids(ids, table_ids, num_tables, key_type, offsets, _LOOPS)
+        check()
+        bags = Bags(offset_P1.numpy())
+        table_N = bags.bag_N % np.int32(num_tables) if table_P is None else table_P.numpy()[bags.bag_N]
         return ids.detach(), table_N, shape, bags
     batch_ids.check_ids(ids, table_ids, num_tables, key_type)
     tables = None
@@ -276,12 +286,12 @@ class _GatherMerged(torch.autograd.Function):
 def _read(lease: MergedLease, read: tuple[int, ...]) -> list[torch.Tensor]:
     """The weights of each id, or bag, of the lookups p: rows of one array, as tensors that are no views of another."""
     store, keys = lease.store, lease.keys
-    dim, dtype = store.layout.dim, ops._DTYPES[store.layout.dtype]
+    dim, dtype, loops = store.layout.dim, ops._DTYPES[store.layout.dtype], store.loops
     weight_SX, inverse_N = store.weight_SX, keys.unique.inverse_N
     parts = [keys.parts[p] for p in read]
     end_P = list(itertools.accumulate(part.shape.numel() for part in parts))
     all_ND = torch.empty(end_P[-1], dim, dtype=dtype)
-    row_ND = ops._bits(all_ND).numpy()
+    row_ND = loops.array(all_ND)
     first = 0
     # Lookups that lie side by side and are read in the same way are one launch.
     for pooled, group in itertools.groupby(range(len(parts)), lambda i: (read[i] - i, parts[i].bags is not None)):
@@ -289,10 +299,10 @@ def _read(lease: MergedLease, read: tuple[int, ...]) -> list[torch.Tensor]:
         end = end_P[some[-1]]
         ids = slice(parts[some[0]].ids.start, parts[some[-1]].ids.stop)
         if not pooled[1]:
-            gather(weight_SX, lease.slot_U, inverse_N[ids], row_ND[first:end], threads=store.threads)
+            loops.gather(weight_SX, lease.slot_U, inverse_N[ids], row_ND[first:end])
         else:
             offset_P1, scale_N = _pooling(parts, [lease.leases[p] for p in read], some)
-            pool(weight_SX, lease.slot_U, inverse_N[ids], offset_P1, scale_N, row_ND[first:end], threads=store.threads)
+            loops.pool(weight_SX, lease.slot_U, inverse_N[ids], offset_P1, scale_N, row_ND[first:end])
         first = end
     begin_P = [0, *end_P[:-1]]
     return [
@@ -323,11 +333,9 @@ def _pooling(
 def _grad_of_scales(lease: MergedLease, p: int, grad_PD: torch.Tensor) -> torch.Tensor:
     part, store = lease.keys.parts[p], lease.store
     assert part.bags is not None
-    out_N = scale_grads(
-        store.weight_SX, lease.slot_U, part.unique.inverse_N, part.bags.bag_N, ops._bits(grad_PD).numpy(),
-        threads=store.threads,
-    )  # fmt: skip
-    return torch.from_numpy(out_N)
+    inverse_N, bag_N = part.unique.inverse_N, part.bags.bag_N
+    loops, grad_PX = store.loops, store.loops.array(grad_PD)
+    return loops.tensor(loops.scale_grads(store.weight_SX, lease.slot_U, inverse_N, bag_N, grad_PX))
 
 
 def gather_merged(
@@ -340,7 +348,7 @@ def gather_merged(
 
     Raises:
         TypeError, ValueError: as `gather`.
-        StorageError: the rows have been replaced since they were admitted.
+        StorageError: the rows have been replaced since they were acquired.
     """
     lease.check_current()
     for p, _, per_sample_weights, pooling in read:

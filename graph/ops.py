@@ -1,7 +1,7 @@
 """The op vocabulary: what a training step is made of, as plain functions. The living definition of each op.
 
     keys  = unique_keys(ids, table_ids, ...)       which rows, each once
-    lease = admit(store, keys)                     make them resident and pin them
+    lease = acquire(store, keys)                   make them resident and pin them
     rows  = gather(lease, weight)                  their weights, differentiable
     ...                                            dense forward, loss.backward()
     grads = reduce_grads([lease, ...])             sum over equal keys
@@ -11,9 +11,9 @@
     release([lease, ...])                          unpin
     advance([optimizer], [lr_scheduler], go)       the step is made; rates of the next one
 
-    rows  = peek(store, keys)                      in place of admit and gather: reads, inserts nothing
+    rows  = peek(store, keys)                      in place of acquire and gather: reads, inserts nothing
     rows  = read_ids(store, ids, ...)              eager, in place of all that: a lookup that leaves no gradient
-    staged = stage(store, keys)                    ahead of admit(store, keys, staged=staged): reads, inserts nothing
+    prefetched = prefetch(store, keys)             ahead of acquire(store, keys, prefetched=prefetched): inserts nothing
 
 `batch_ids.py` holds what ids, tables and offsets must be, `step_ops.py` what a step does beside its lookups: contexts,
 clipping, loss scales, accumulation. `merged_ops.py` makes one lookup of those of several embeddings, `shuffle_ops.py`
@@ -27,37 +27,36 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from oneemb.graph import batch_ids, cuda_ops
-from oneemb.kernels import unique_keys as kernel
-from oneemb.kernels.gather import gather as gather_rows
-from oneemb.kernels.pool import mean_scales, pool, scale_grads
-from oneemb.kernels.reduce_grads import Segments, largest_magnitude, sum_segments
+from oneemb.graph import batch_ids
+from oneemb.kernels import loops as kernels
+from oneemb.kernels.bags import Bags
+from oneemb.kernels.hash_index import TABLE_MAX
+from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.loops import Array, Loops, Segments, Terms, loops_of
 from oneemb.kernels.threads import Threads
-from oneemb.kernels.unique_by_table import unique_keys_by_table
-from oneemb.storage.embedding_store import EmbeddingStore, Pins, Staged
-from oneemb.storage.merged_store import MergedStaged, MergedStore
+from oneemb.storage.embedding_store import EmbeddingStore, Pins
+from oneemb.storage.merged_store import MergedPrefetched, MergedStore
 from oneemb.storage.row_store import StorageError
+from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed, whole
 
 if TYPE_CHECKING:
     from oneemb.graph.row_optimizers import RowOptimizer
 
 __all__ = [
-    "Keys", "Lease", "NonFiniteGradientError", "RowGrads", "StepOptimizer", "admit", "advance", "check_finite",
-    "check_pooling", "gather", "lookup", "over_passes", "peek", "read_ids", "reduce_grads", "release", "stage", "step",
-    "unique_keys", "update",
+    "Keys", "Lease", "NonFiniteGradientError", "RowGrads", "StepOptimizer", "acquire", "advance", "check_finite",
+    "check_pooling", "gather", "lookup", "over_passes", "peek", "prefetch", "read_ids", "reduce_grads", "release",
+    "step", "unique_keys", "update",
 ]  # fmt: skip
 
-_BITS = {torch.float32: torch.float32, torch.float16: torch.uint16, torch.bfloat16: torch.int16}
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# Sums of float32 whose exact value is below this stay finite, whatever their roundings.
-_SUM_MAX = 2.0**127
 _ORDER = itertools.count()
+T = TypeVar("T")
 _ONE_THREAD = Threads(1)
 
 
@@ -72,31 +71,41 @@ class Keys:
 
     shape: torch.Size
     """That of the ids; of bags, [B, T] or [P]."""
-    unique: Any
-    """`UniqueKeys` of arrays, or `DeviceKeys` of tensors on a GPU; so are the arrays of leases and gradients."""
-    bags: batch_ids.Bags | None = None
+    unique: kernels.Keys
+    bags: Bags | None
+    loops: Loops
+    """Those that work where the ids are."""
+
+    def acquire(self, store: EmbeddingStore, pending: "list[Lease] | None", prefetched: Prefetched | None) -> "Lease":
+        """See the op."""
+        slot_U, unique = store.acquire(self.unique, prefetched)
+        return Lease(store, dataclasses.replace(self, unique=unique), slot_U, store.generation, pending)
+
+    def prefetch(self, store: EmbeddingStore) -> Prefetched:
+        """See the op."""
+        return store.prefetch(self.unique)
 
 
-_NO_KEYS = Keys(torch.Size(()), None)
+_NO_KEYS: Any = Keys(torch.Size(()), None, None, None)  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)
 class Lease:
     """Rows of a batch: resident in the hot tier and pinned, until `release`.
 
-    A lease that is dropped unreleased (a forward pass without a step) is released by the next `admit`. A released one
+    A lease that is dropped unreleased (a forward pass without a step) is released by the next `acquire`. A released one
     holds nothing: a loss that is kept keeps none of a batch's arrays.
     """
 
     store: EmbeddingStore
     keys: Keys
-    slot_U: Any
+    slot_U: Array
     generation: int
     pending: list["Lease"] | None = None
     """Where the lease reports that a gradient has come, for eager mode."""
     grads: list[torch.Tensor] = field(default_factory=list)
     """d loss / d rows, [N, D] or, of bags, [P, D] each, one for each backward pass."""
-    scale_N: Any = None
+    scale_N: Array | None = None
     """By what each id was multiplied on its way into its bag; None = 1."""
     order: int = field(default_factory=lambda: next(_ORDER))
     """Grows from lookup to lookup."""
@@ -149,28 +158,28 @@ class RowGrads:
     Sums of segments are made when something asks for them; an update takes the segments as they are, to the same bits.
     """
 
-    store: Any
+    store: EmbeddingStore | MergedStore
     generation: int
-    table_U: Any
-    id_U: Any
-    slot_U: Any
-    segments: Any
+    table_U: Array
+    id_U: Array
+    slot_U: Array
+    segments: Segments | None
     stores: tuple[EmbeddingStore, ...]
 
     def __init__(
         self,
         store: EmbeddingStore | MergedStore,
         generation: int,
-        table_U: Any,
-        id_U: Any,
-        slot_U: Any,
-        grad_UD: Any = None,
-        finite_U: Any = None,
-        segments: Any = None,
+        table_U: Array,
+        id_U: Array,
+        slot_U: Array,
+        grad_UD: Array | None = None,
+        finite_U: Array | None = None,
+        segments: Segments | None = None,
         stores: tuple[EmbeddingStore, ...] | None = None,
     ):
         given: dict[str, Any] = dict(store=store, generation=generation, table_U=table_U, id_U=id_U, slot_U=slot_U)
-        given |= dict(stores=(store,) if stores is None else stores)
+        given |= dict(stores=store.members if stores is None else stores)
         if grad_UD is not None:
             given |= dict(sums=(grad_UD, finite_U), segments=None)
         else:
@@ -178,32 +187,31 @@ class RowGrads:
         self.__dict__.update(given)
 
     @functools.cached_property
-    def sums(self) -> tuple[Any, Any]:
+    def sums(self) -> tuple[Array, Array]:
         """grad_UD, float32 [U, D], and finite_U, bool [U]: whether a row's sum is finite throughout."""
         assert self.segments is not None
-        if self.store.gpu is not None:
-            return cuda_ops.sum_segments(self.segments, self.store.gpu)
-        return sum_segments(self.segments, threads=self.store.threads)
+        return self.store.loops.sum_segments(self.segments)
 
     @property
-    def grad_UD(self) -> Any:
+    def grad_UD(self) -> Array:
         return self.sums[0]
 
     @property
-    def finite_U(self) -> Any:
+    def finite_U(self) -> Array:
         return self.sums[1]
 
-    @functools.cached_property
-    def all_finite(self) -> bool:
-        """Whether every sum is finite. Segments are summed for it only where their terms are so large as to matter."""
-        if self.segments is not None and self.store.gpu is None:
-            largest = largest_magnitude(self.segments.grad_NX, threads=self.store.threads)
-            if self.segments.scale_N is not None:
-                scale = largest_magnitude(self.segments.scale_N, threads=self.store.threads)
-                largest *= 1.0 if scale < 1.0 else scale  # not max(), which would lose a NaN
-            if largest * max(1, len(self.segments.order_N)) < _SUM_MAX:
-                return True
-        return bool(self.finite_U.all())
+    @property
+    def terms(self) -> Terms:
+        """What the sums are made of."""
+        if self.segments is None:
+            return Terms(self.grad_UD, None, 1)
+        return Terms(self.segments.grad_NX, self.segments.scale_N, len(self.segments.order_N))
+
+    def with_sums(self, grad_UD: Array) -> "RowGrads":
+        """The same rows with other sums."""
+        keys = self.table_U, self.id_U, self.slot_U
+        finite_U = self.store.loops.finite_rows(grad_UD)
+        return RowGrads(self.store, self.generation, *keys, grad_UD, finite_U, stores=self.stores)
 
 
 class StepOptimizer(Protocol):
@@ -243,29 +251,27 @@ def unique_keys(
     Raises:
         TypeError, ValueError: dtype, device, shape or range is not as above.
     """
+    loops = loops_of(ids, threads) if isinstance(ids, torch.Tensor) else HostLoops(threads)
     if offsets is not None:
-        return _unique_keys_of_bags(ids, table_ids, num_tables, key_type, padding_idx, offsets, threads)
-    table_N, id_N, check = _tables_and_ids(ids, table_ids, num_tables, key_type)
-    if (gpu := cuda_ops.gpu_of(ids)) is not None:
-        return Keys(ids.shape, cuda_ops.unique_keys(table_N, id_N, num_tables, padding_idx, gpu, check))
-    return Keys(ids.shape, kernel.unique_keys(table_N.numpy(), id_N.numpy(), padding_id=padding_idx, threads=threads))
+        return _unique_keys_of_bags(ids, table_ids, num_tables, key_type, padding_idx, offsets, loops)
+    table_N, id_N, check = _tables_and_ids(ids, table_ids, num_tables, key_type, loops)
+    unique = loops.unique_keys(table_N, id_N, tables=num_tables, padding_id=padding_idx, check=check)
+    return Keys(ids.shape, unique, None, loops)
 
 
 def _tables_and_ids(
-    ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, key_type: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """table_N, id_N and, of ids on a GPU, what is still to check their tables."""
+    ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, key_type: torch.dtype, loops: Loops
+) -> tuple[Array, Array, Callable[[], None] | None]:
+    """table_N, id_N and what checks the values of `table_ids`."""
     batch_ids.check_ids(ids, table_ids, num_tables, key_type)
-    id_N = ids.detach().reshape(-1).contiguous()
+    id_N = loops.array(ids.detach().reshape(-1).contiguous())
     if table_ids is None:
-        return batch_ids.tables_of_columns(num_tables, len(id_N), ids.device, cuda_ops.stream_of(ids)), id_N, None
+        return loops.tables_of_columns(len(id_N), num_tables), id_N, None
     check = functools.partial(
         batch_ids.check_tables, table_ids if ids.numel() else table_ids.reshape(-1)[:0], num_tables
     )
-    if cuda_ops.gpu_of(ids) is None:
-        check()
-    table_ids = cuda_ops.tables_of(table_ids, num_tables)
-    return table_ids.expand(ids.shape).reshape(-1).contiguous(), id_N, check
+    table_N = loops.tables(table_ids, num_tables).expand(ids.shape).reshape(-1).contiguous()
+    return loops.array(table_N), id_N, check
 
 
 def _unique_keys_of_bags(
@@ -275,34 +281,24 @@ def _unique_keys_of_bags(
     key_type: torch.dtype,
     padding_idx: int | None,
     offsets: torch.Tensor,
-    threads: Threads,
+    loops: Loops,
 ) -> Keys:
-    shape, offset_P1, table_P, check = batch_ids.bags_of_ids(ids, table_ids, num_tables, key_type, offsets)
-    id_N = ids.detach().contiguous()
-    if (gpu := cuda_ops.gpu_of(ids)) is not None:
-        bag_N, table_N, size_2 = cuda_ops.bags_of(offset_P1, table_P, num_tables, len(ids), gpu)
-        unique: Any = cuda_ops.unique_keys(table_N, id_N, num_tables, padding_idx, gpu, check, size_2)
-        return Keys(shape, unique, batch_ids.Bags(offset_P1, bag_N))
-    if table_P is None:
-        check()
-        offset_p1 = offset_P1.numpy()
-        unique = unique_keys_by_table(id_N.numpy(), offset_p1, num_tables, padding_id=padding_idx, threads=threads)
-        return Keys(shape, unique, batch_ids.Bags(offset_p1))
-    bags, table_n = batch_ids.tables_of_bags(offset_P1, table_P, num_tables, check)
-    return Keys(shape, kernel.unique_keys(table_n, id_N.numpy(), padding_id=padding_idx, threads=threads), bags)
+    shape, offset_P1, table_P, check = batch_ids.bags_of_ids(ids, table_ids, num_tables, key_type, offsets, loops)
+    id_N = loops.array(ids.detach().contiguous())
+    unique, bags = loops.unique_keys_of_bags(
+        id_N, loops.array(offset_P1), None if table_P is None else loops.array(table_P), tables=num_tables,
+        padding_id=padding_idx, check=check,
+    )  # fmt: skip
+    return Keys(shape, unique, bags, loops)
 
 
-def stage(store: EmbeddingStore | MergedStore, keys: Any) -> Staged | MergedStaged:
+def prefetch(store: EmbeddingStore | MergedStore, keys: Any) -> Prefetched | MergedPrefetched:
     """Read known rows of a coming lookup and pin them, as far as there is room, on any thread; insert nothing."""
-    if isinstance(store, MergedStore):
-        return keys.stage(store)
-    if store.gpu is not None:
-        return store.stage_on_gpu(keys.unique)
-    return store.stage(keys.unique.table_U, keys.unique.id_U)
+    return keys.prefetch(store)
 
 
-def admit(
-    store: EmbeddingStore | MergedStore, keys: Any, pending: list[Lease] | None = None, staged: Any = None
+def acquire(
+    store: EmbeddingStore | MergedStore, keys: Any, pending: list[Lease] | None = None, prefetched: Any = None
 ) -> Any:
     """Make the rows of these keys resident and pin them; unknown keys are inserted with their initial values.
 
@@ -310,7 +306,7 @@ def admit(
         store, keys: an `EmbeddingStore` and `Keys`, which give a `Lease`; or a `MergedStore` and `MergedKeys`, which
             give a `MergedLease` (see oneemb.graph.merged_ops).
         pending: where the lease reports that a gradient has come, for eager mode.
-        staged: what `stage` gave for these keys.
+        prefetched: what `prefetch` gave for these keys.
 
     Raises:
         StoreFullError: a tier is too small for the step, or capacity is reached; nothing of this lookup is inserted.
@@ -318,24 +314,21 @@ def admit(
     _check_place(store, keys)
     if not store.built:
         store.build(None, np.empty(0, np.float32))
-    if isinstance(store, MergedStore):
-        with whole(one.turns for one in store.stores):  # so that what is pinned has an owner
-            return keys.admit(store, staged)
-    with store.turns, whole((store.turns,)):  # the turn first: Ctrl-C ends a wait for it
-        if store.gpu is not None:
-            slot_U, unique = store.admit_on_gpu(keys.unique, staged)
-            keys = dataclasses.replace(keys, unique=unique)
-        else:
-            slot_U = store.admit(keys.unique.table_U, keys.unique.id_U, staged)
-        return Lease(store, keys, slot_U, store.generation, pending)
+    # The turn first, where it is one: Ctrl-C ends a wait for it. Merged stores take theirs in an order of their own.
+    turns = [store.members[0].turns] if len(store.members) == 1 else []
+
+    def acquire_whole() -> Any:
+        with whole(member.turns for member in store.members):  # so that what is pinned has an owner
+            return keys.acquire(store, pending, prefetched)
+
+    return _holding(turns, acquire_whole)
 
 
 def _check_place(store: EmbeddingStore | MergedStore, keys: Any) -> None:
-    found, wanted = cuda_ops.device_of(keys.unique), None if store.gpu is None else store.gpu.device
-    if found != wanted:
+    if keys.loops.place != store.loops.place:
         raise ValueError(
-            f"ids must be on {wanted or 'the CPU'}, where the embedding is, got {found or 'the CPU'};"
-            f" call ids.to({str(wanted or 'cpu')!r})"
+            f"ids must be on {store.loops.place}, where the embedding is, got {keys.loops.place};"
+            f" call ids.to({str(store.loops.device)!r})"
         )
 
 
@@ -348,9 +341,9 @@ def lookup(
     padding_idx: int | None,
     offsets: torch.Tensor | None = None,
 ) -> Lease:
-    """`unique_keys` and `admit` in one."""
+    """`unique_keys` and `acquire` in one."""
     keys = unique_keys(ids, table_ids, num_tables, key_type, padding_idx, offsets, threads=store.threads)
-    return admit(store, keys)
+    return acquire(store, keys)
 
 
 class _Gather(torch.autograd.Function):
@@ -379,29 +372,22 @@ class _Gather(torch.autograd.Function):
 
 
 def _grad_of_scales(lease: Lease, grad_PD: torch.Tensor) -> torch.Tensor:
-    bags, store = lease.keys.bags, lease.store
+    bags, store, loops = lease.keys.bags, lease.store, lease.store.loops
     assert bags is not None
-    if store.gpu is not None:
-        return cuda_ops.scale_grads(store.weight_SX, lease.slot_U, lease.keys, _bits(grad_PD), store.gpu)
+    inverse_N, grad_PX = lease.keys.unique.inverse_N, loops.array(grad_PD)
     with undisturbed, store.writing:
-        out_N = scale_grads(
-            store.weight_SX, lease.slot_U, lease.keys.unique.inverse_N, bags.bag_N, _bits(grad_PD).numpy(),
-            threads=store.threads,
-        )  # fmt: skip
-    return torch.from_numpy(out_N)
+        return loops.tensor(loops.scale_grads(store.weight_SX, lease.slot_U, inverse_N, bags.bag_N, grad_PX))
 
 
-def _read(store: EmbeddingStore, weight_SX: Any, slot_U: Any, keys: Keys, scale_N: Any) -> torch.Tensor:
+def _read(store: EmbeddingStore, weight_SX: Array, slot_U: Array, keys: Keys, scale_N: Array | None) -> torch.Tensor:
     """The weights of each id, or of each bag, from the rows in slot_U."""
-    if store.gpu is not None:
-        return cuda_ops.read_rows(weight_SX, slot_U, keys, scale_N, store.layout, store.gpu)
-    dim, unique = store.layout.dim, keys.unique
-    out = torch.empty(*keys.shape, dim, dtype=_DTYPES[store.layout.dtype])
-    out_ND = _bits(out).reshape(-1, dim).numpy()
+    loops, dim, inverse_N = store.loops, store.layout.dim, keys.unique.inverse_N
+    out = torch.empty(*keys.shape, dim, dtype=_DTYPES[store.layout.dtype], device=loops.device)
+    out_ND = loops.array(out.view(-1, dim))
     if keys.bags is None:
-        gather_rows(weight_SX, slot_U, unique.inverse_N, out_ND, threads=store.threads)
+        loops.gather(weight_SX, slot_U, inverse_N, out_ND)
     else:
-        pool(weight_SX, slot_U, unique.inverse_N, keys.bags.offset_P1, scale_N, out_ND, threads=store.threads)
+        loops.pool(weight_SX, slot_U, inverse_N, keys.bags.offset_P1, scale_N, out_ND)
     return out
 
 
@@ -440,21 +426,18 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
     if not given or per_sample_weights.dtype != torch.float32 or per_sample_weights.shape != (ids,):
         got = (per_sample_weights.dtype, list(per_sample_weights.shape)) if given else type(per_sample_weights)
         raise TypeError(f"per_sample_weights must be float32, one for each of {ids} ids, got {got}")
-    device = cuda_ops.device_of(keys.unique) or torch.device("cpu")
+    device = keys.loops.device
     if per_sample_weights.device != device:
         raise ValueError(f"per_sample_weights must be on {device}, where ids are, got {per_sample_weights.device}")
 
 
-def _scales(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: EmbeddingStore) -> Any:
+def _scales(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: EmbeddingStore) -> Array | None:
     check_pooling(keys, per_sample_weights, pooling)
     if per_sample_weights is not None:
-        scale_N = per_sample_weights.detach().contiguous()
-        return scale_N if store.gpu is not None else scale_N.numpy()
+        return store.loops.array(per_sample_weights.detach().contiguous())
     if keys.bags is None or pooling == "sum":
         return None
-    if store.gpu is not None:
-        return cuda_ops.mean_scales(keys.bags.offset_P1, keys.unique.inverse_N, store.gpu)
-    return mean_scales(keys.bags.offset_P1, keys.unique.inverse_N, threads=store.threads)
+    return store.loops.mean_scales(keys.bags.offset_P1, keys.unique.inverse_N)
 
 
 def peek(
@@ -462,16 +445,10 @@ def peek(
 ) -> torch.Tensor:
     """What `gather` gives without inserting: an unknown id reads as its initial value. It has no gradient."""
     _check_place(store, keys)
-    unique = keys.unique
-    if store.gpu is not None:  # tables and offsets are checked here, before anything is read by them
-        row_UW, unique = store.read_on_gpu(unique)
-        keys = dataclasses.replace(keys, unique=unique)
-        scale_N = _scales(keys, per_sample_weights, pooling, store)
-        slot_U = torch.arange(len(row_UW), device=row_UW.device)
-        return _read(store, store.layout.weights(row_UW), slot_U, keys, scale_N)
+    row_UW, unique = store.read(keys.unique)  # on a GPU tables and offsets are checked here, before anything uses them
+    keys = dataclasses.replace(keys, unique=unique)
     scale_N = _scales(keys, per_sample_weights, pooling, store)
-    weight_UX = store.layout.weights(store.read(unique.table_U, unique.id_U))
-    return _read(store, weight_UX, np.arange(len(unique.id_U)), keys, scale_N)
+    return _read(store, store.layout.weights(row_UW), store.loops.arange(len(row_UW)), keys, scale_N)
 
 
 def read_ids(
@@ -490,14 +467,18 @@ def read_ids(
     do not, or are on a GPU.
 
     Raises:
-        TypeError, ValueError, StoreFullError: as `unique_keys` and `admit`.
+        TypeError, ValueError, StoreFullError: as `unique_keys` and `acquire`.
     """
-    table_n, id_n, _ = _tables_and_ids(ids, table_ids, num_tables, key_type)
-    if store.gpu is not None or ids.device.type != "cpu":
+    if not store.reads_in_place:
         return None
-    table_N, id_N = table_n.numpy(), id_n.numpy()
+    loops = loops_of(ids, store.threads) if isinstance(ids, torch.Tensor) else store.loops
+    table_N, id_N, check = _tables_and_ids(ids, table_ids, num_tables, key_type, loops)
+    if loops.place != store.loops.place:
+        return None
+    if check is not None:
+        check()
     out = torch.empty(*ids.shape, store.layout.dim, dtype=_DTYPES[store.layout.dtype])
-    out_ND = _bits(out).reshape(-1, store.layout.dim).numpy()
+    out_ND = loops.array(out.view(-1, store.layout.dim))
     with store.turns:  # Nothing is pinned: the rows must be there until they are read.
         slot_N = store.slots_of(table_N, id_N)
         if slot_N is None:
@@ -507,14 +488,14 @@ def read_ids(
             missing = missing[id_N[missing] != padding_idx]
             slot_N[id_N == padding_idx] = -1  # a snapshot of another embedding may have brought it
         if len(missing) and inserts:
-            unique = kernel.unique_keys(table_N[missing], id_N[missing])
-            slot_U = store.admit(unique.table_U, unique.id_U)
+            unique = loops.unique_keys(table_N[missing], id_N[missing], tables=num_tables, padding_id=None, check=None)
+            slot_U, _ = store.acquire(unique)
             store.release(slot_U)
             slot_N[missing] = slot_U[unique.inverse_N]
         with store.writing:
-            gather_rows(store.weight_SX, None, slot_N, out_ND, threads=store.threads)
+            loops.gather(store.weight_SX, None, slot_N, out_ND)
         if len(missing) and not inserts:
-            row_MW = store.read(table_N[missing], id_N[missing])
+            row_MW, _ = store.read(loops.distinct_keys(table_N[missing], id_N[missing]))
             out_ND[missing] = store.layout.weights(row_MW)[:, : store.layout.dim]
     return out
 
@@ -528,20 +509,15 @@ def reduce_grads(leases: Sequence[Lease]) -> RowGrads | None:
     parts = [lease.reduce() for lease in sorted(leases, key=lambda lease: lease.order) if lease.grads]
     if len(parts) < 2:
         return parts[0] if parts else None
-    store, stores = parts[0].store, tuple({one: None for part in parts for one in part.stores})
-    join: Any = np.concatenate if store.gpu is None else torch.cat
-    table_N, id_N = (join([getattr(part, name) for part in parts]) for name in ("table_U", "id_U"))
-    slot_N, grad_ND = (join([getattr(part, name) for part in parts]) for name in ("slot_U", "grad_UD"))
-    if store.gpu is not None:
-        keys = cuda_ops.merged_keys(table_N, id_N, store.gpu)
-        return RowGrads(
-            store, parts[0].generation, keys.table_U, keys.id_U, slot_N[keys.head_U],
-            segments=cuda_ops.segments_of(grad_ND, keys, store.gpu),
-        )  # fmt: skip
-    unique = kernel.unique_keys(table_N, id_N)
+    store, stores = parts[0].store, tuple({member: None for part in parts for member in part.stores})
+    loops = store.loops
+    table_N, id_N, slot_N, grad_ND = (
+        loops.join([getattr(part, name) for part in parts]) for name in ("table_U", "id_U", "slot_U", "grad_UD")
+    )
+    unique = loops.counted(loops.unique_keys(table_N, id_N, tables=TABLE_MAX, padding_id=None, check=None))
     return RowGrads(
         store, parts[0].generation, unique.table_U, unique.id_U, slot_N[unique.head_U],
-        segments=Segments(grad_ND, *unique.occurrences()), stores=stores,
+        segments=loops.segments(unique, None, grad_ND, None), stores=stores,
     )  # fmt: skip
 
 
@@ -557,21 +533,11 @@ def over_passes(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _reduce(lease: Lease) -> RowGrads:
     grad_ND = over_passes(lease.grads)
-    unique, store = lease.keys.unique, lease.store
+    keys, loops = lease.keys, lease.store.loops
     lease.check_generation()
-    if store.gpu is not None:
-        bag_N = None if lease.keys.bags is None else lease.keys.bags.bag_N
-        segments: Any = cuda_ops.segments_of(_bits(grad_ND), unique, store.gpu, bag_N, lease.scale_N)
-    else:
-        segments = segments_of(lease.keys, _bits(grad_ND).numpy(), lease.scale_N, store.threads)
-    return RowGrads(store, lease.generation, unique.table_U, unique.id_U, lease.slot_U, segments=segments)
-
-
-def segments_of(keys: Keys, grad_NX: np.ndarray, scale_N: np.ndarray | None, threads: Threads) -> Segments:
-    """On the CPU: the gradients of ids, or of their bags, to be summed over the occurrences of each key."""
-    if (by_table := keys.unique.by_table) is not None:
-        return Segments(grad_NX, *by_table.occurrences(scale_N, threads=threads))
-    return Segments(grad_NX, *keys.unique.occurrences(None if keys.bags is None else keys.bags.bag_N, scale_N))
+    segments = loops.segments(keys.unique, keys.bags, loops.array(grad_ND), lease.scale_N)
+    unique = keys.unique
+    return RowGrads(lease.store, lease.generation, unique.table_U, unique.id_U, lease.slot_U, segments=segments)
 
 
 def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None], scaler: Any = None) -> bool:
@@ -590,7 +556,7 @@ def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads |
             rows = optimizer.rows_of(grad.stores[0]) if grad is not None else None
             if rows is not None:
                 rows[0].check(rows[1])
-    found = None if _small_on_gpu(optimizers, grads) else _find_nonfinite(optimizers, grads)
+    found = None if _surely_finite(optimizers, grads) else _find_nonfinite(optimizers, grads)
     if found is None:
         return True
     if scaler is None and not all(optimizer.skip_nonfinite for optimizer in optimizers):
@@ -603,11 +569,12 @@ def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads |
     return False
 
 
-def _small_on_gpu(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None]) -> bool:
-    """Whether rows are on a GPU and all gradients are so small there that every sum is finite: one wait for all."""
-    gpu = next((grad.store.gpu for grad in grads if grad is not None and grad.store.gpu is not None), None)
-    if gpu is None or not all(grad is None or grad.store.gpu is not None for grad in grads):
-        return False
+def _surely_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None]) -> bool:
+    """Whether all gradients are so small that every sum must be finite. A GPU is waited for once."""
+    places: dict[str, list[RowGrads]] = {}
+    for grad in grads:
+        if grad is not None:
+            places.setdefault(grad.store.loops.place, []).append(grad)
     dense = [
         parameter.grad
         for optimizer in optimizers
@@ -615,31 +582,22 @@ def _small_on_gpu(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads 
         for parameter in group["params"]
         if parameter.grad is not None
     ]
-    arrays, terms = [], []  # terms[k]: of how many values of arrays[k] a sum may be made
-    for grad in grads:
-        if grad is not None and grad.segments is not None:
-            arrays.append((grad.segments.grad_NX, grad.segments.scale_N))
-            terms.append(len(grad.segments.order_N))
-        elif grad is not None:
-            arrays.append((grad.grad_UD, None))
-            terms.append(1)
-    largest = cuda_ops.magnitudes(arrays, dense, gpu)
-    # Written so that NaN is not below.
-    return largest[-1] < np.inf and all(
-        one * max(1, count) < _SUM_MAX for one, count in zip(largest, terms, strict=False)
-    )
+    for some in places.values():
+        if not some[0].store.loops.surely_finite([grad.terms for grad in some], dense):
+            return False
+        dense = []  # The first has looked at them.
+    return bool(places)
 
 
 def _find_nonfinite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None]) -> str | None:
     for grad in grads:
-        if grad is not None and not grad.all_finite:
-            finite_U = grad.finite_U if grad.store.gpu is None else grad.finite_U.cpu().numpy()
+        if grad is None:
+            continue
+        finite_U = grad.store.loops.to_host(grad.finite_U)
+        if not finite_U.all():
             u = int(np.argmin(finite_U))
             count = int(np.count_nonzero(~finite_U))
-            table, id = int(grad.table_U[u]), int(grad.id_U[u])
-            key = f"id {id} in table {table}"
-            if isinstance(grad.store, MergedStore):
-                key = grad.store.key_said(table, id)
+            key = grad.store.describe_key(int(grad.table_U[u]), int(grad.id_U[u]))
             return f"the gradients of {count} of {len(finite_U)} rows are not finite, the first of them that of {key}"
     for optimizer in optimizers:
         for g, group in enumerate(optimizer.optimizer.param_groups):
@@ -710,26 +668,23 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
         for some, step in _by_step(grads):
             row_optimizer.update(
                 store.weight_SX, store.row_SW, some.slot_U, some.segments or some.grad_UD,
-                state_begin=store.layout.state_begin, group=group, step=step + 1, threads=store.runner,
+                state_begin=store.layout.state_begin, group=group, step=step + 1, loops=store.loops,
             )  # fmt: skip
 
     with whole(one.turns for one in grads.stores):
         _holding(sorted((one.writing for one in grads.stores), key=id), write)
         for one in grads.stores:
             one.step += 1
-        if isinstance(store, MergedStore):
-            store.mark_dirty(grads.table_U, grads.slot_U)
-        else:
-            store.mark_dirty(grads.slot_U)
+        store.mark_dirty(grads.table_U, grads.slot_U)
 
 
-def _holding(locks: Sequence[Any], call: Callable[[], None]) -> None:
-    """Call with these locks held. Not an ExitStack: an exception that comes within its code would leave one locked."""
+def _holding(locks: Sequence[Any], call: Callable[[], T]) -> T:
+    """What `call` gives, with these locks held. Not an ExitStack: an exception that comes within its code would leave
+    one locked."""
     if not locks:
-        call()
-        return
+        return call()
     with locks[0]:
-        _holding(locks[1:], call)
+        return _holding(locks[1:], call)
 
 
 def _by_step(grads: RowGrads) -> list[tuple[RowGrads, int]]:
@@ -737,7 +692,7 @@ def _by_step(grads: RowGrads) -> list[tuple[RowGrads, int]]:
     steps = sorted({one.step for one in grads.stores})
     if len(steps) == 1:
         return [(grads, steps[0])]
-    step_M = np.array([one.step for one in grads.store.stores])
+    step_M = np.array([member.step for member in grads.store.members])
     step_U = step_M[grads.store.members_of(grads.table_U)]
     parts = []
     for step in steps:
@@ -782,7 +737,3 @@ def release(leases: Sequence[Lease]) -> None:
     """Unpin the rows of these leases and drop their gradients."""
     for lease in leases:
         lease.release()
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_BITS[tensor.dtype])

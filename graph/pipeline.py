@@ -231,7 +231,7 @@ def _members(
     alike: dict[Any, list[tuple[str, Any]]] = {}
     for name, embedding in embeddings.items():
         store = embedding.store
-        if store.gpu is not None or recipe.ranks > 1:
+        if not store.loops.merges or recipe.ranks > 1:
             continue
         trained: list[Any] = []
         for i, (optimizer, _) in enumerate(recipe.optimizers):

@@ -7,11 +7,11 @@ On a GPU the worker has a stream of its own (see streams.py), so that this holds
 
 Invariants:
 - what a step gives does not depend on whether, or how far ahead, its batch was prepared;
-- batch t + depth is loaded once the rows of batch t have been admitted, not before;
+- batch t + depth is loaded once the rows of batch t have been acquired, not before;
 - an error of the loader, or of a preparation, is raised by the step whose batch it was, with its traceback;
 - when `prefetch` is closed, which leaving a for loop does, nothing is pinned and the thread has ended; or, where the
   loader gives no batch for long, that will be so once it does;
-- what was staged and never admitted is unpinned by the thread itself, as its last act, so that nobody is waited for.
+- what was prefetched and never acquired is unpinned by the thread itself, as its last act, so that nobody waits.
 """
 
 import math
@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from oneemb.graph.streams import Ahead, alone
-from oneemb.storage.embedding_store import Staged
-from oneemb.storage.merged_store import MergedStaged
+from oneemb.storage.merged_store import MergedPrefetched
+from oneemb.storage.tiers.hot_rows import Prefetched
 
 __all__ = ["Prepared", "prefetch"]
 
@@ -57,11 +57,11 @@ class Prepared:
     """When all of it is there, on GPUs."""
 
     def drop(self) -> None:
-        """Unpin what was staged and never admitted."""
+        """Unpin what was prefetched and never acquired."""
         for value in self.values or ():
-            if isinstance(value, Staged | MergedStaged):
+            if isinstance(value, Prefetched | MergedPrefetched):
                 store: Any = value.store
-                store.unstage(value)
+                store.unprefetch(value)
         self.values = None
 
 
@@ -139,20 +139,20 @@ class _Worker:
         return prepared
 
     def step(self, prepared: Prepared, compute: Callable[[Prepared, Callable[[], None]], Any]) -> Any:
-        """What `compute` gives. Once the rows are admitted one more batch may be prepared."""
+        """What `compute` gives. Once the rows are acquired one more batch may be prepared."""
         told = False
 
-        def admitted() -> None:
+        def acquired() -> None:
             nonlocal told
             if not told:
                 told = True
                 self._permits.put(None)
 
         try:
-            result = compute(prepared, admitted)
+            result = compute(prepared, acquired)
         finally:
             prepared.drop()
-        admitted()
+        acquired()
         return result
 
     def done(self) -> None:
@@ -214,7 +214,7 @@ def prefetch(
 
     Args:
         prepare: of a batch; it calls its second argument with the versions of the buffers it is about to read.
-        compute: runs a step; it calls its second argument once its rows are admitted.
+        compute: runs a step; it calls its second argument once its rows are acquired.
         devices: GPUs that `prepare` works on, beside the current one.
     """
     worker = _Worker(batches, prepare, depth, devices)

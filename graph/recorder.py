@@ -26,7 +26,7 @@ class OpStats:
     calls: int = 0
     ns: int = 0
     rows: int = 0
-    """Ids looked up, or unique rows admitted, reduced or updated."""
+    """Ids looked up, or unique rows acquired, reduced or updated."""
     bytes: int = 0
 
 
@@ -35,13 +35,13 @@ def _measure_unique_keys(args: Any, keys: Any) -> tuple[int, int]:
     return ids, ids * (8 + 8 + 8) + unique * (4 + 8 + 8)
 
 
-def _measure_admit(args: Any, lease: Any) -> tuple[int, int]:
+def _measure_acquire(args: Any, lease: Any) -> tuple[int, int]:
     unique = len(lease.slot_U)
     return unique, unique * (4 + 8 + 8)
 
 
-def _measure_stage(args: Any, staged: Any) -> tuple[int, int]:
-    return len(staged.slot_U), len(staged.slot_U) * (4 + 8 + 8)
+def _measure_prefetch(args: Any, prefetched: Any) -> tuple[int, int]:
+    return len(prefetched.slot_U), len(prefetched.slot_U) * (4 + 8 + 8)
 
 
 def _measure_gather(args: Any, rows: Any) -> tuple[int, int]:
@@ -70,9 +70,9 @@ def _measure_update(args: Any, result: Any) -> tuple[int, int]:
 MEASURES: dict[Any, Callable[[Any, Any], tuple[int, int]]] = {
     ops.unique_keys: _measure_unique_keys,
     merged_ops.unique_merged_keys: _measure_unique_keys,
-    ops.admit: _measure_admit,
-    ops.lookup: _measure_admit,
-    ops.stage: _measure_stage,
+    ops.acquire: _measure_acquire,
+    ops.lookup: _measure_acquire,
+    ops.prefetch: _measure_prefetch,
     ops.gather: _measure_gather,
     merged_ops.gather_merged: _measure_gather_merged,
     ops.peek: _measure_gather,

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oneemb.kernels.reduce_grads import Segments
-from oneemb.kernels.threads import Threads
+from oneemb.kernels.loops import Array, Loops, Segments
 from oneemb.kernels.update_adagrad import update_adagrad
 from oneemb.kernels.update_adam import update_adam, update_sparse_adam
 from oneemb.kernels.update_ftrl import update_ftrl
@@ -51,7 +50,7 @@ class RowOptimizer:
             "smart_decay_adam".
         weight_state: for each state value that every weight has, what it is in a new row.
         row_state: the same for the values that a row has once; they lie after the others.
-        run: (weight_SX, row_SW, slot_U, grad_UD, state_begin=, group=, step=, threads=) -> None.
+        run: (weight_SX, row_SW, slot_U, grad_UD, state_begin=, group=, step=, loops=) -> None.
         check: raises ValueError where the group's options have changed into what the rows cannot follow. Called for
             every row optimizer of a step before any of them runs.
     """
@@ -73,15 +72,15 @@ class RowOptimizer:
 
     def update(
         self,
-        weight_SX: np.ndarray,
-        row_SW: np.ndarray,
-        slot_U: np.ndarray,
-        grad_UD: np.ndarray | Segments,
+        weight_SX: Array,
+        row_SW: Array,
+        slot_U: Array,
+        grad_UD: Array | Segments,
         *,
         state_begin: int,
         group: Group,
         step: int,
-        threads: Threads,
+        loops: Loops,
     ) -> None:
         """Step the rows in slot_U, in place.
 
@@ -90,13 +89,13 @@ class RowOptimizer:
             state_begin: word of a row at which its state begins.
             group: the optimizer's param group as it is now.
             step: the optimizer's global step, from 1.
-            threads: what the update runs on.
+            loops: what the update runs on.
 
         Raises:
             ValueError: the group's options changed into what these rows cannot follow.
         """
         self.check(group)
-        self.run(weight_SX, row_SW, slot_U, grad_UD, state_begin=state_begin, group=group, step=step, threads=threads)
+        self.run(weight_SX, row_SW, slot_U, grad_UD, state_begin=state_begin, group=group, step=step, loops=loops)
 
 
 def row_optimizer_of(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
@@ -163,21 +162,21 @@ def _check_no_momentum(group: Group) -> None:
         )
 
 
-def _run_sgd(*rows, state_begin, group, step, threads):
+def _run_sgd(*rows, state_begin, group, step, loops):
     update_sgd(
         *rows,
         state_begin=state_begin,
         lr=_number(group, "lr"),
         weight_decay=_number(group, "weight_decay"),
-        threads=threads,
+        loops=loops,
     )
 
 
-def _run_sgd_momentum(*rows, state_begin, group, step, threads):
+def _run_sgd_momentum(*rows, state_begin, group, step, loops):
     momentum = _number(group, "momentum")
     if momentum == 0:
         # As in torch: the step is a plain one and the buffers stay as they are.
-        _run_sgd(*rows, state_begin=state_begin, group=group, step=step, threads=threads)
+        _run_sgd(*rows, state_begin=state_begin, group=group, step=step, loops=loops)
         return
     update_sgd_momentum(
         *rows,
@@ -188,7 +187,7 @@ def _run_sgd_momentum(*rows, state_begin, group, step, threads):
         dampening=_number(group, "dampening"),
         nesterov=group["nesterov"],
         weight_decay=_number(group, "weight_decay"),
-        threads=threads,
+        loops=loops,
     )
 
 
@@ -198,7 +197,7 @@ def _adagrad_rows(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimize
     return RowOptimizer("adagrad", (initial,), (), _run_adagrad)
 
 
-def _run_adagrad(*rows, state_begin, group, step, threads):
+def _run_adagrad(*rows, state_begin, group, step, loops):
     update_adagrad(
         *rows,
         state_begin=state_begin,
@@ -207,7 +206,7 @@ def _run_adagrad(*rows, state_begin, group, step, threads):
         lr_decay=_number(group, "lr_decay"),
         eps=_number(group, "eps"),
         weight_decay=_number(group, "weight_decay"),
-        threads=threads,
+        loops=loops,
     )
 
 
@@ -218,7 +217,7 @@ def _adam_rows(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
     return RowOptimizer("adam", (0.0, 0.0), (), _run_adam)
 
 
-def _run_adam(*rows, state_begin, group, step, threads, decoupled_weight_decay=False):
+def _run_adam(*rows, state_begin, group, step, loops, decoupled_weight_decay=False):
     beta1, beta2 = _betas(group)
     update_adam(
         *rows,
@@ -230,19 +229,19 @@ def _run_adam(*rows, state_begin, group, step, threads, decoupled_weight_decay=F
         eps=_number(group, "eps"),
         weight_decay=_number(group, "weight_decay"),
         decoupled_weight_decay=decoupled_weight_decay,
-        threads=threads,
+        loops=loops,
     )
 
 
-def _run_adamw(*rows, state_begin, group, step, threads):
-    _run_adam(*rows, state_begin=state_begin, group=group, step=step, threads=threads, decoupled_weight_decay=True)
+def _run_adamw(*rows, state_begin, group, step, loops):
+    _run_adam(*rows, state_begin=state_begin, group=group, step=step, loops=loops, decoupled_weight_decay=True)
 
 
 def _sparse_adam_rows(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
     return RowOptimizer("sparse_adam", (0.0, 0.0), (), _run_sparse_adam)
 
 
-def _run_sparse_adam(*rows, state_begin, group, step, threads):
+def _run_sparse_adam(*rows, state_begin, group, step, loops):
     beta1, beta2 = _betas(group)
     update_sparse_adam(
         *rows,
@@ -252,7 +251,7 @@ def _run_sparse_adam(*rows, state_begin, group, step, threads):
         beta1=beta1,
         beta2=beta2,
         eps=_number(group, "eps"),
-        threads=threads,
+        loops=loops,
     )
 
 
@@ -262,14 +261,14 @@ def row_wise_adagrad_rows(group: Group) -> RowOptimizer:
     return RowOptimizer("row_wise_adagrad", (), (initial,), _run_row_wise_adagrad)
 
 
-def _run_row_wise_adagrad(*rows, state_begin, group, step, threads):
+def _run_row_wise_adagrad(*rows, state_begin, group, step, loops):
     update_row_wise_adagrad(
         *rows,
         state_begin=state_begin,
         lr=_number(group, "lr"),
         eps=_number(group, "eps"),
         weight_decay=_number(group, "weight_decay"),
-        threads=threads,
+        loops=loops,
     )
 
 
@@ -284,7 +283,7 @@ def _check_ftrl(group: Group) -> None:
         raise ValueError(f"Ftrl divides by lr, so lr must be above 0, got {lr}; let the scheduler end above 0")
 
 
-def _run_ftrl(*rows, state_begin, group, step, threads):
+def _run_ftrl(*rows, state_begin, group, step, loops):
     update_ftrl(
         *rows,
         state_begin=state_begin,
@@ -294,7 +293,7 @@ def _run_ftrl(*rows, state_begin, group, step, threads):
         lambda2=_number(group, "lambda2"),
         beta=_number(group, "beta"),
         weight_decay=_number(group, "weight_decay"),
-        threads=threads,
+        loops=loops,
     )
 
 
@@ -303,7 +302,7 @@ def smart_decay_adam_rows(group: Group) -> RowOptimizer:
     return RowOptimizer("smart_decay_adam", (0.0, 0.0), (0.0,), _run_smart_decay_adam)
 
 
-def _run_smart_decay_adam(*rows, state_begin, group, step, threads):
+def _run_smart_decay_adam(*rows, state_begin, group, step, loops):
     beta1, beta2 = _betas(group)
     update_smart_decay_adam(
         *rows,
@@ -314,7 +313,7 @@ def _run_smart_decay_adam(*rows, state_begin, group, step, threads):
         beta2=beta2,
         eps=_number(group, "eps"),
         weight_decay=_number(group, "weight_decay"),
-        threads=threads,
+        loops=loops,
     )
 
 

@@ -2,7 +2,7 @@
 
     keys   = unique_keys(ids, ...)                 each rank's own
     routed = shuffle_keys(keys, ranks)             to their owners: the unique keys that all ranks ask this one for
-    lease  = admit(store, routed)
+    lease  = acquire(store, routed)
     owned  = gather(lease, weight)                 [asked, D]: a row for each key that a rank asked for
     rows   = shuffle_rows(routed, owned, ...)      back to those who asked, and to their ids; differentiable
                                                    by shuffle_grads: to the owners, who sum over ranks
@@ -22,15 +22,13 @@ from torch import distributed
 
 from oneemb.graph import ops
 from oneemb.kernels import unique_keys as kernel
-from oneemb.kernels.gather import gather
+from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.owner import owner_of
-from oneemb.kernels.pool import mean_scales, pool
-from oneemb.kernels.reduce_grads import sum_segments
 from oneemb.kernels.threads import Threads
 
 __all__ = ["Route", "RoutedKeys", "shuffle_grads", "shuffle_keys", "shuffle_rows"]
 
-_THREADS = Threads(1)
+_LOOPS = HostLoops(Threads(1))
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Route:
 
 @dataclass(frozen=True)
 class RoutedKeys(ops.Keys):
-    """The keys that all ranks ask this one for, as `admit` and `gather` take them: of shape [asked]."""
+    """The keys that all ranks ask this one for, as `acquire` and `gather` take them: of shape [asked]."""
 
     route: Any = None
 
@@ -72,7 +70,7 @@ def shuffle_keys(keys: ops.Keys, ranks: int) -> RoutedKeys:
     key_U2 = torch.from_numpy(np.stack([unique.table_U[order_U], unique.id_U[order_U]], 1))
     key_N2 = _exchange(key_U2, route.sent_R, route.asked_R).numpy()
     table_N, id_N = key_N2[:, 0].astype(np.int32), np.ascontiguousarray(key_N2[:, 1])
-    return RoutedKeys(torch.Size([len(id_N)]), kernel.unique_keys(table_N, id_N), None, route)
+    return RoutedKeys(torch.Size([len(id_N)]), kernel.unique_keys(table_N, id_N), None, keys.loops, route)
 
 
 def _exchange(row_NX: torch.Tensor, sent_R: list[int], received_R: list[int]) -> torch.Tensor:
@@ -99,19 +97,19 @@ class _ShuffleRows(torch.autograd.Function):
         row_UD[route.order_U] = _exchange(owned_ND, route.asked_R, route.sent_R)
         keys, slot_U = route.keys, np.arange(len(row_UD))
         out = torch.empty(*keys.shape, row_UD.shape[1], dtype=row_UD.dtype)
-        weight_UX, out_NX = ops._bits(row_UD).numpy(), ops._bits(out).reshape(-1, row_UD.shape[1]).numpy()
+        weight_UX, out_NX = _LOOPS.array(row_UD), _LOOPS.array(out.view(-1, row_UD.shape[1]))
         if keys.bags is None:
-            gather(weight_UX, slot_U, keys.unique.inverse_N, out_NX, threads=_THREADS)
+            _LOOPS.gather(weight_UX, slot_U, keys.unique.inverse_N, out_NX)
         else:
-            pool(weight_UX, slot_U, keys.unique.inverse_N, keys.bags.offset_P1, scale_N, out_NX, threads=_THREADS)
+            _LOOPS.pool(weight_UX, slot_U, keys.unique.inverse_N, keys.bags.offset_P1, scale_N, out_NX)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         keys = ctx.routed.route.keys
-        grad_NX = ops._bits(grads[0].reshape(-1, grads[0].shape[-1]).contiguous()).numpy()
-        segments = ops.segments_of(keys, grad_NX, ctx.scale_N, _THREADS)
-        grad_UD = torch.from_numpy(sum_segments(segments, threads=_THREADS)[0])
+        grad_NX = _LOOPS.array(grads[0].reshape(-1, grads[0].shape[-1]).contiguous())
+        segments = _LOOPS.segments(keys.unique, keys.bags, grad_NX, ctx.scale_N)
+        grad_UD = torch.from_numpy(_LOOPS.sum_segments(segments)[0])
         # In the dtype of the rows, as autograd wants gradients to be.
         return shuffle_grads(ctx.routed, grad_UD).to(ctx.dtype), None, None
 
@@ -136,5 +134,5 @@ def shuffle_rows(
             raise ValueError("per_sample_weights get no gradient on several ranks; detach them")
         scale_N = per_sample_weights.contiguous().numpy()
     elif keys.bags is not None and pooling == "mean":
-        scale_N = mean_scales(keys.bags.offset_P1, keys.unique.inverse_N, threads=_THREADS)
+        scale_N = _LOOPS.mean_scales(keys.bags.offset_P1, keys.unique.inverse_N)
     return _ShuffleRows.apply(owned, routed, scale_N)

@@ -35,7 +35,7 @@ __all__ = [
 
 UNIQUE = {ops.unique_keys, merged_ops.unique_merged_keys}
 CHECKS = {ops.check_pooling, merged_ops.check_merged_pooling}
-_LOOKUP = {ops.admit, ops.gather, merged_ops.gather_merged, ops.peek, ops.lookup} | UNIQUE | CHECKS
+_LOOKUP = {ops.acquire, ops.gather, merged_ops.gather_merged, ops.peek, ops.lookup} | UNIQUE | CHECKS
 _LOOKUP |= {shuffle_ops.shuffle_keys, shuffle_ops.shuffle_rows}
 CONTEXTS = {step_ops.enter_autocast, step_ops.enter_grad_mode, step_ops.enter_record_function}
 _BUILD = {step_ops.exit_context, step_ops.scale_loss} | CONTEXTS
@@ -45,21 +45,21 @@ _UPDATE = {
     step_ops.clip_grad_norm, step_ops.clip_grad_value, step_ops.update_scale, step_ops.hold, step_ops.take,
     step_ops.drop,
 }  # fmt: skip
-_OURS = _LOOKUP | _BUILD | _CLIP | _UPDATE | {ops.stage}
+_OURS = _LOOKUP | _BUILD | _CLIP | _UPDATE | {ops.prefetch}
 
 STAGES: dict[str, set[Any]] = {
     "traced": _BUILD | _CLIP,
     "lowered": _BUILD | _CLIP | _LOOKUP,
     "trained": _BUILD | _LOOKUP | _UPDATE,
-    "prepare": UNIQUE | {ops.stage},
+    "prepare": UNIQUE | {ops.prefetch},
     "compute": _BUILD | _LOOKUP | _UPDATE,
 }
 """The legal ops of each stage, beside what build itself calls."""
 
 # What the leading arguments of an op are: the op that gives each, or what it is.
 _ARGUMENTS: dict[Any, tuple[Any, ...]] = {
-    ops.stage: ("store", "keys"),
-    ops.admit: ("store", "keys"),
+    ops.prefetch: ("store", "keys"),
+    ops.acquire: ("store", "keys"),
     ops.peek: ("store", "keys"),
     ops.lookup: ("store",),
     ops.gather: ("lease", "weight"),
@@ -75,7 +75,7 @@ _ARGUMENTS: dict[Any, tuple[Any, ...]] = {
 }
 _GIVES: dict[str, set[Any]] = {
     "keys": UNIQUE | {shuffle_ops.shuffle_keys},
-    "lease": {ops.admit, ops.lookup},
+    "lease": {ops.acquire, ops.lookup},
     "go": {ops.check_finite},
 }
 
@@ -98,7 +98,7 @@ def check_stage(graph: fx.Graph, stage: str, embeddings: Mapping[str, Any]) -> N
             released[given] = released.get(given, 0) + 1
     if stage in ("trained", "compute"):
         for node in graph.nodes:
-            if node.target in (ops.admit, ops.lookup):
+            if node.target in (ops.acquire, ops.lookup):
                 assert released.get(node) == 1, f"{node.format_node()}: released {released.get(node, 0)} times"
 
 

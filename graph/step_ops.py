@@ -23,9 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oneemb.graph import cuda_ops
 from oneemb.graph.ops import Lease, RowGrads, StepOptimizer, release
-from oneemb.kernels.row_norms import rows_norm
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 from oneemb.storage.row_store import StorageError
@@ -143,18 +141,16 @@ def clip_grad_value(
     if dense:
         torch.nn.utils.clip_grad_value_(dense, clip_value, foreach)
     bound = np.float32(clip_value)
-    return [None if one is None else _replaced(one, one.grad_UD.clip(-bound, bound)) for one in grads]
+    return [None if one is None else one.with_sums(one.grad_UD.clip(-bound, bound)) for one in grads]
 
 
 def _row_norms(grads: RowGrads, norm_type: float) -> list[float]:
     """The norm of the rows of each store."""
-    if grads.store.gpu is not None:
-        return [cuda_ops.rows_norm(grads.grad_UD, norm_type)]
-    parts = [grads.grad_UD]
-    if isinstance(grads.store, MergedStore):
-        member_U = grads.store.members_of(grads.table_U)
+    store, parts = grads.store, [grads.grad_UD]
+    if len(store.members) > 1:
+        member_U = store.members_of(grads.table_U)
         parts = [grads.grad_UD[member_U == m] for m in np.unique(member_U).tolist()]
-    return [rows_norm(part, norm_type, threads=grads.store.threads) for part in parts]
+    return [store.loops.norm(part, norm_type) for part in parts]
 
 
 def _parameters(parameters: Any) -> list[torch.Tensor]:
@@ -167,14 +163,7 @@ def _multiplied(grads: RowGrads | None, factor: np.float32) -> RowGrads | None:
     if grads is None or factor == 1:
         return grads
     with np.errstate(invalid="ignore", over="ignore"):
-        return _replaced(grads, grads.grad_UD * factor)
-
-
-def _replaced(grads: RowGrads, grad_UD: Any) -> RowGrads:
-    isfinite: Any = np.isfinite if grads.store.gpu is None else torch.isfinite
-    finite_U = isfinite(grad_UD).all(1)
-    keys = grads.table_U, grads.id_U, grads.slot_U
-    return RowGrads(grads.store, grads.generation, *keys, grad_UD, finite_U, stores=grads.stores)
+        return grads.with_sums(grads.grad_UD * factor)
 
 
 class Held:

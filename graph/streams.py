@@ -136,7 +136,7 @@ class Ahead:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those on a GPU among a value's parts: of containers and of dataclasses, such as keys and staged rows."""
+    """Those on a GPU among a value's parts: of containers and of dataclasses, such as keys and prefetched rows."""
     if isinstance(value, torch.Tensor):
         if value.is_cuda:
             yield value

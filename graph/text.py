@@ -1,7 +1,7 @@
 """A graph as text for people: one line an op, in the words of the vocabulary.
 
 keys = unique_keys(ids, None, 2, int64, None)
-lease = admit(embedding.store, keys)
+lease = acquire(embedding.store, keys)
 rows = gather(lease, embedding.weight)
 logit = mlp(rows)
 loss.backward()

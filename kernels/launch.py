@@ -17,7 +17,7 @@ import torch
 from oneemb.kernels import jit_cuda
 from oneemb.kernels.jit import CudaLoop
 
-__all__ = ["SIMULATED", "Gpu", "gpu_of", "vector_width"]
+__all__ = ["SIMULATED", "Gpu", "gpu_at", "gpu_of", "vector_width"]
 
 SIMULATED = jit_cuda.SIMULATED
 
@@ -150,6 +150,19 @@ def gpu_of(tensor: torch.Tensor) -> Gpu | None:
     if SIMULATED:
         return simulated_gpu
     return _gpu_at(tensor.device) if tensor.is_cuda else None
+
+
+def gpu_at(device: torch.device) -> Gpu:
+    """A GPU by torch's name of it: the same object for the same one.
+
+    Raises:
+        RuntimeError, ImportError: as `Gpu`.
+    """
+    if SIMULATED:
+        return simulated_gpu or Gpu(device)
+    if device.index is None:
+        return _gpu_at(Gpu(device).device)
+    return _gpu_at(device)
 
 
 @functools.cache

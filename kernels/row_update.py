@@ -1,4 +1,4 @@
-"""What every row update shares: the call onto the threads, the L2 gradient.
+"""What every row update shares: the L2 gradient, the call onto the threads of a host.
 
 The arrays of an update, the same for every optimizer (see oneemb.storage.row_layout for the row):
 
@@ -14,11 +14,9 @@ What torch computes in Python floats (bias corrections, decayed rates) is comput
 loop and rounded to float32 once, as torch rounds it.
 """
 
-from typing import Any
-
 import numpy as np
 
-from oneemb.kernels.jit import CudaLoop, rule
+from oneemb.kernels.jit import rule
 from oneemb.kernels.reduce_grads import Segments
 from oneemb.kernels.threads import Threads
 
@@ -33,34 +31,25 @@ def l2_grad(w, g, weight_decay):
 
 def run_row_update(
     loop,
-    weight_SX: Any,
-    row_SW: Any,
-    slot_U: Any,
-    grad_UD: Any,
+    weight_SX: np.ndarray,
+    row_SW: np.ndarray,
+    slot_U: np.ndarray,
+    grads: np.ndarray | Segments,
     state_begin: int,
     *scalars,
     state_width: int,
-    threads: Any,
-    on_cuda: CudaLoop,
+    threads: Threads,
 ) -> None:
-    """Run an update's loop over all rows of slot_U; `state_width` words of state are in use.
-
-    `threads` are the CPU's, for its loop, or a `Gpu`, for the loop `on_cuda`; the arrays are where it computes.
-    """
-    if not isinstance(threads, Threads):
-        from oneemb.kernels.row_update_cuda import run_row_update_cuda
-
-        run_row_update_cuda(on_cuda, weight_SX, row_SW, slot_U, grad_UD, state_begin, *scalars, gpu=threads)
-        return
+    """Run an update's loop over all rows of slot_U; `state_width` words of state are in use."""
     assert row_SW.dtype == np.float32 and row_SW.ndim == 2 and row_SW.flags.c_contiguous
     assert weight_SX.dtype in (np.float32, np.uint16, np.int16) and weight_SX.flags.c_contiguous
     assert len(weight_SX) == len(row_SW) and row_SW.shape[1] >= state_begin + state_width
     assert slot_U.dtype == np.int64 and slot_U.ndim == 1 and slot_U.flags.c_contiguous
-    assert grad_UD.shape[0] == len(slot_U)
-    if isinstance(grad_UD, Segments):
-        grads = grad_UD.arrays()
+    assert grads.shape[0] == len(slot_U)
+    if isinstance(grads, Segments):
+        arrays = grads.arrays()
     else:
-        assert grad_UD.dtype == np.float32 and grad_UD.ndim == 2
-        grads = grad_UD, None, None, None
-    assert grads[0].flags.c_contiguous
-    threads.run(loop, len(slot_U), weight_SX, row_SW, slot_U, grads, state_begin, *scalars)
+        assert grads.dtype == np.float32 and grads.ndim == 2
+        arrays = grads, None, None, None
+    assert arrays[0].flags.c_contiguous
+    threads.run(loop, len(slot_U), weight_SX, row_SW, slot_U, arrays, state_begin, *scalars)

@@ -8,14 +8,17 @@ Reference: Duchi, Hazan, Singer. JMLR 12 (2011), in the form and operation order
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
 from oneemb.kernels.reduce_grads import ROWS, Segments, row_grads
-from oneemb.kernels.row_update import l2_grad, run_row_update
+from oneemb.kernels.row_update import l2_grad
 from oneemb.kernels.row_update_cuda import element_update
-from oneemb.kernels.threads import Threads
+
+if TYPE_CHECKING:
+    from oneemb.kernels.loops import Loops
 
 __all__ = ["adagrad", "update_adagrad"]
 
@@ -54,14 +57,14 @@ def update_adagrad(
     lr_decay: float,
     eps: float,
     weight_decay: float,
-    threads: Threads,
+    loops: "Loops",
 ) -> None:
     """One step of Adagrad, in place, on the rows of slot_U; `step` counts from 1 over the whole run.
 
     A new row's state holds the initial accumulator value.
     """
-    run_row_update(
-        _adagrad_cpu, weight_SX, row_SW, slot_U, grad_UD, state_begin,
+    loops.update_rows(
+        _adagrad_cpu, element_update(adagrad, states=1), weight_SX, row_SW, slot_U, grad_UD, state_begin,
         np.float32(lr / (1 + (step - 1) * lr_decay)), np.float32(eps), np.float32(weight_decay),
-        state_width=grad_UD.shape[1], threads=threads, on_cuda=element_update(adagrad, states=1),
+        state_width=grad_UD.shape[1],
     )  # fmt: skip

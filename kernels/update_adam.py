@@ -16,14 +16,17 @@ torch.optim.Adam, AdamW and SparseAdam.
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
 from oneemb.kernels.reduce_grads import ROWS, Segments, row_grads
-from oneemb.kernels.row_update import l2_grad, run_row_update
+from oneemb.kernels.row_update import l2_grad
 from oneemb.kernels.row_update_cuda import element_update
-from oneemb.kernels.threads import Threads
+
+if TYPE_CHECKING:
+    from oneemb.kernels.loops import Loops
 
 __all__ = ["adam", "update_adam", "update_sparse_adam"]
 
@@ -73,14 +76,14 @@ def update_adam(
     eps: float,
     weight_decay: float,
     decoupled_weight_decay: bool,
-    threads: Threads,
+    loops: "Loops",
 ) -> None:
     """One step of Adam, or of AdamW with decoupled_weight_decay, in place, on the rows of slot_U.
 
     `step` counts from 1 over the whole run. A new row's state is zeros.
     """
     _update(
-        weight_SX, row_SW, slot_U, grad_UD, state_begin, beta1, beta2, eps, threads,
+        weight_SX, row_SW, slot_U, grad_UD, state_begin, beta1, beta2, eps, loops,
         rate=lr / (1 - beta1**step),
         correction=(1 - beta2**step) ** 0.5,
         weight_decay=0.0 if decoupled_weight_decay else weight_decay,
@@ -100,27 +103,27 @@ def update_sparse_adam(
     beta1: float,
     beta2: float,
     eps: float,
-    threads: Threads,
+    loops: "Loops",
 ) -> None:
     """One step of SparseAdam, in place, on the rows of slot_U; `step` counts from 1 over the whole run.
 
     A new row's state is zeros.
     """
     _update(
-        weight_SX, row_SW, slot_U, grad_UD, state_begin, beta1, beta2, eps, threads,
+        weight_SX, row_SW, slot_U, grad_UD, state_begin, beta1, beta2, eps, loops,
         rate=lr * math.sqrt(1 - beta2**step) / (1 - beta1**step), correction=1.0, weight_decay=0.0, shrink=1.0,
     )  # fmt: skip
 
 
 def _update(
-    weight_SX, row_SW, slot_U, grad_UD, state_begin, beta1, beta2, eps, threads,
+    weight_SX, row_SW, slot_U, grad_UD, state_begin, beta1, beta2, eps, loops,
     *, rate, correction, weight_decay, shrink,
 ) -> None:  # fmt: skip
-    run_row_update(
-        _adam_cpu, weight_SX, row_SW, slot_U, grad_UD, state_begin,
+    loops.update_rows(
+        _adam_cpu, element_update(adam, states=2), weight_SX, row_SW, slot_U, grad_UD, state_begin,
         np.float32(rate), np.float32(correction), *_lerp(1 - beta1), np.float32(beta2), np.float32(1 - beta2),
         np.float32(eps), np.float32(weight_decay), np.float32(shrink),
-        state_width=2 * grad_UD.shape[1], threads=threads, on_cuda=element_update(adam, states=2),
+        state_width=2 * grad_UD.shape[1],
     )  # fmt: skip
 
 

@@ -13,14 +13,17 @@ initial_accumulator_value and z = 0 for any first weight as in TensorFlow's Ftrl
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
 from oneemb.kernels.reduce_grads import ROWS, Segments, row_grads
-from oneemb.kernels.row_update import l2_grad, run_row_update
+from oneemb.kernels.row_update import l2_grad
 from oneemb.kernels.row_update_cuda import element_update
-from oneemb.kernels.threads import Threads
+
+if TYPE_CHECKING:
+    from oneemb.kernels.loops import Loops
 
 __all__ = ["ftrl", "update_ftrl"]
 
@@ -84,15 +87,15 @@ def update_ftrl(
     lambda2: float,
     beta: float,
     weight_decay: float,
-    threads: Threads,
+    loops: "Loops",
 ) -> None:
     """One step of FTRL-Proximal, in place, on the rows of slot_U. lr must be above 0."""
     assert lr > 0
     power = None if lr_power == -0.5 else np.float32(-lr_power)
-    run_row_update(
-        _ftrl_cpu, weight_SX, row_SW, slot_U, grad_UD, state_begin,
+    loops.update_rows(
+        _ftrl_cpu, element_update(_published if power is None else ftrl, states=2),
+        weight_SX, row_SW, slot_U, grad_UD, state_begin,
         np.float32(lr), power, np.float32(lambda1), np.float32(lambda2),
         np.float32(beta), np.float32(weight_decay),
-        state_width=2 * grad_UD.shape[1], threads=threads,
-        on_cuda=element_update(_published if power is None else ftrl, states=2),
+        state_width=2 * grad_UD.shape[1],
     )  # fmt: skip

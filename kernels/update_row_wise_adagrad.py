@@ -13,6 +13,7 @@ Recommendation Models. ISCA 2022 (arXiv:2104.05158); FBGEMM's EXACT_ROWWISE_ADAG
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,9 +21,11 @@ from oneemb.kernels.jit import cpu, cuda, from_float32, keep_rolled, load, rule,
 from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes, sum_lanes
 from oneemb.kernels.reduce_grads import ROWS, Segments, row_grads
 from oneemb.kernels.reduce_grads_cuda import plus
-from oneemb.kernels.row_update import l2_grad, run_row_update
+from oneemb.kernels.row_update import l2_grad
 from oneemb.kernels.row_update_cuda import given as gradient
-from oneemb.kernels.threads import Threads
+
+if TYPE_CHECKING:
+    from oneemb.kernels.loops import Loops
 
 __all__ = ["row_wise_rate", "row_wise_square", "row_wise_step", "update_row_wise_adagrad"]
 
@@ -137,14 +140,14 @@ def update_row_wise_adagrad(
     lr: float,
     eps: float,
     weight_decay: float,
-    threads: Threads,
+    loops: "Loops",
 ) -> None:
     """One step of row-wise Adagrad, in place, on the rows of slot_U.
 
     A new row's state holds the initial accumulator value.
     """
-    run_row_update(
-        _row_wise_adagrad_cpu, weight_SX, row_SW, slot_U, grad_UD, state_begin,
+    loops.update_rows(
+        _row_wise_adagrad_cpu, row_wise_adagrad_loop, weight_SX, row_SW, slot_U, grad_UD, state_begin,
         np.float32(lr), np.float32(eps), np.float32(weight_decay),
-        state_width=1, threads=threads, on_cuda=row_wise_adagrad_loop,
+        state_width=1,
     )  # fmt: skip

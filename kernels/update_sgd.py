@@ -7,13 +7,17 @@
 Reference: Sutskever, Martens, Dahl, Hinton. ICML 2013, in the form and operation order of torch.optim.SGD.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
 from oneemb.kernels.reduce_grads import ROWS, Segments, row_grads
-from oneemb.kernels.row_update import l2_grad, run_row_update
+from oneemb.kernels.row_update import l2_grad
 from oneemb.kernels.row_update_cuda import element_update
-from oneemb.kernels.threads import Threads
+
+if TYPE_CHECKING:
+    from oneemb.kernels.loops import Loops
 
 __all__ = ["momentum_sgd", "sgd", "update_sgd", "update_sgd_momentum"]
 
@@ -69,13 +73,13 @@ def update_sgd(
     state_begin: int,
     lr: float,
     weight_decay: float,
-    threads: Threads,
+    loops: "Loops",
 ) -> None:
     """One step of SGD without momentum, in place, on the rows of slot_U. It keeps no state and reads none."""
-    run_row_update(
-        _sgd_cpu, weight_SX, row_SW, slot_U, grad_UD, state_begin,
+    loops.update_rows(
+        _sgd_cpu, element_update(sgd, states=0), weight_SX, row_SW, slot_U, grad_UD, state_begin,
         np.float32(lr), np.float32(weight_decay),
-        state_width=0, threads=threads, on_cuda=element_update(sgd, states=0),
+        state_width=0,
     )  # fmt: skip
 
 
@@ -92,7 +96,7 @@ def update_sgd_momentum(
     dampening: float,
     nesterov: bool,
     weight_decay: float,
-    threads: Threads,
+    loops: "Loops",
 ) -> None:
     """One step of SGD with momentum, in place, on the rows of slot_U; `step` counts from 1 over the whole run.
 
@@ -100,9 +104,9 @@ def update_sgd_momentum(
     has had no gradient yet.
     """
     keep, share = (0.0, 1.0) if step == 1 else (momentum, 1 - dampening)
-    run_row_update(
-        _sgd_momentum_cpu, weight_SX, row_SW, slot_U, grad_UD, state_begin,
+    loops.update_rows(
+        _sgd_momentum_cpu, element_update(momentum_sgd, states=1), weight_SX, row_SW, slot_U, grad_UD, state_begin,
         np.float32(lr), np.float32(momentum), np.float32(keep), np.float32(share), bool(nesterov),
         np.float32(weight_decay),
-        state_width=grad_UD.shape[1], threads=threads, on_cuda=element_update(momentum_sgd, states=1),
+        state_width=grad_UD.shape[1],
     )  # fmt: skip

@@ -18,14 +18,17 @@ embedding rows.
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from oneemb.kernels.jit import cpu, cuda, float_bits, from_float32, load, rule, store, to_float32, uint_as_float
 from oneemb.kernels.reduce_grads import ROWS, Segments, row_grads
-from oneemb.kernels.row_update import l2_grad, run_row_update
+from oneemb.kernels.row_update import l2_grad
 from oneemb.kernels.row_update_cuda import given as gradient
-from oneemb.kernels.threads import Threads
+
+if TYPE_CHECKING:
+    from oneemb.kernels.loops import Loops
 
 __all__ = ["STEP_MAX", "smart_decay", "smart_decay_adam", "update_smart_decay_adam"]
 
@@ -141,13 +144,13 @@ def update_smart_decay_adam(
     beta2: float,
     eps: float,
     weight_decay: float,
-    threads: Threads,
+    loops: "Loops",
 ) -> None:
     """One step of SmartDecayAdam, in place, on the rows of slot_U; `step` counts from 1, up to STEP_MAX."""
     assert 1 <= step <= STEP_MAX
-    run_row_update(
-        _smart_decay_adam_cpu, weight_SX, row_SW, slot_U, grad_UD, state_begin,
+    loops.update_rows(
+        _smart_decay_adam_cpu, smart_decay_adam_loop, weight_SX, row_SW, slot_U, grad_UD, state_begin,
         step, float(beta1), float(beta2), np.float32(1 - beta1), np.float32(1 - beta2),
         np.float32(lr), np.float32(eps), np.float32(weight_decay),
-        state_width=2 * grad_UD.shape[1] + 1, threads=threads, on_cuda=smart_decay_adam_loop,
+        state_width=2 * grad_UD.shape[1] + 1,
     )  # fmt: skip

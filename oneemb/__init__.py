@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "embedding": ("MultiTableEmbedding", "MultiTableMultiColumnEmbedding"),
-    "optimizer": ("Optimizer",),
+    "eager": ("Optimizer",),
     "options": (
         "make_cached_host_mem_store_options",
         "make_cached_ssd_store_options",
@@ -23,9 +23,9 @@ _MODULES = {
         "make_trunc_normal_initializer",
         "make_uniform_initializer",
     ),
-    "persistent_table": ("make_persistent_table_reader", "make_persistent_table_writer"),
-    "row_export": ("export_rows",),
-    "row_import": ("import_rows",),
+    "rows.table_io": ("make_persistent_table_reader", "make_persistent_table_writer"),
+    "rows.export_rows": ("export_rows",),
+    "rows.import_rows": ("import_rows",),
     "train_graph": ("EvalGraph", "TrainGraph"),
 }
 _WHERE = {name: f"oneemb.{module}" for module, names in _MODULES.items() for name in names}

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from oneemb.graph.tracer import embeddings_in
-from oneemb.row_files import close_dropped
+from oneemb.rows.files import close_dropped
 from oneemb.storage.errors import (
     CorruptTableError,
     FormatVersionError,

@@ -28,11 +28,12 @@ from oneemb.options import (
     normal_cdf,
     to_json,
 )
-from oneemb.storage.embedding_store import EmbeddingStore, StorePlan
+from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.row_store import StorageError
-from oneemb.storage.snapshot_file import SnapshotInfo
-from oneemb.storage.snapshot_reader import read_snapshot_info
 from oneemb.storage.step_lock import between_steps
+from oneemb.storage.table.snapshot_file import SnapshotInfo
+from oneemb.storage.table.snapshot_reader import read_snapshot_info
+from oneemb.storage.tiers.stack import StorePlan
 
 __all__ = ["MultiTableEmbedding", "MultiTableMultiColumnEmbedding"]
 
@@ -142,7 +143,7 @@ class _TableEmbedding(torch.nn.Module):
         ops.check_pooling(keys, per_sample_weights, pooling)
         if not self.training:
             return ops.peek(self.store, keys, per_sample_weights, pooling)
-        lease = ops.admit(self.store, keys, self.pending)
+        lease = ops.acquire(self.store, keys, self.pending)
         rows = ops.gather(lease, self.weight, per_sample_weights, pooling)
         if not rows.requires_grad:
             ops.release([lease])
@@ -362,17 +363,9 @@ class _TableEmbedding(torch.nn.Module):
                 stacklevel=2,
             )
         if moved.device != self.weight.device:
-            self._move_rows(moved.device)
+            self.store.move_to(moved.device)
         # The weight stands for the rows, whose dtype is fixed.
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
-
-    def _move_rows(self, device: torch.device) -> None:
-        if device.type == "cpu":
-            self.store.move_to(None)
-            return
-        from oneemb.kernels.launch import Gpu
-
-        self.store.move_to(Gpu(device))
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError(f"embedding {self.name!r} cannot be copied: its rows live in {self.store.plan.persistent_path}")

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from oneemb.checkpoint import GraphState, load_checkpoint, save_checkpoint
+from oneemb.eager import Optimizer
 from oneemb.graph import ops, step_ops
 from oneemb.graph.dense import DenseCompiler
 from oneemb.graph.inputs import Signature, Structure
@@ -20,7 +21,6 @@ from oneemb.graph.prefetch import Prepared, prefetch
 from oneemb.graph.recorder import Profile, stats_table
 from oneemb.graph.text import graph_text
 from oneemb.graph.tracer import REGISTER, BuildError, embeddings_in, modules_kept_plainly, say_not_registered
-from oneemb.optimizer import Optimizer
 from oneemb.storage.step_lock import between_steps, in_step
 from oneemb.storage.turns import undisturbed
 
@@ -115,7 +115,7 @@ class _Graph(torch.nn.Module):
 
     def _key(self, structure: Structure) -> Any:
         modes = [
-            (one.training, one.weight.requires_grad, one.store, one.store.layout, one.store.gpu is None)
+            (one.training, one.weight.requires_grad, one.store, one.store.layout, one.store.loops.place)
             for one in embeddings_in(self).values()
         ]
         dense = self.config.compile_dense, self.config.cuda_graph
@@ -237,7 +237,7 @@ class _Graph(torch.nn.Module):
             yield self(*args, **kwargs)
 
     def _run_ahead(self, loader: Iterable[Any], depth: int) -> Generator[Any, None, None]:
-        devices = [one.store.gpu.device for one in embeddings_in(self).values() if one.store.gpu is not None]
+        devices = [one.store.loops.device for one in embeddings_in(self).values()]
         yield from prefetch(loader, self._prepare, self._compute_prepared, depth, devices)
 
     def _prepare(self, batch: Any, follow: Any = None) -> Prepared:
@@ -254,9 +254,9 @@ class _Graph(torch.nn.Module):
         prepared = plan.prepare(values, profile=self._profile_now())
         return Prepared((values, structure), plan, prepared, versions)
 
-    def _compute_prepared(self, prepared: Prepared, admitted: Any) -> Any:
+    def _compute_prepared(self, prepared: Prepared, acquired: Any) -> Any:
         values, structure = prepared.batch
-        return self._whole_step(lambda: self._step(values, structure, prepared, admitted))
+        return self._whole_step(lambda: self._step(values, structure, prepared, acquired))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on a batch, compiling `build` if this is the first.
@@ -295,21 +295,21 @@ class _Graph(torch.nn.Module):
         """What `call` gives, while no thread is in the middle of a step with an embedding of the graph."""
         return between_steps((one.store.step_lock for one in embeddings_in(self).values()), what, call)
 
-    def _step(self, values: list[Any], structure: Structure, prepared: Prepared, admitted: Any) -> Any:
-        return self._run_plan(values, structure, prepared, admitted, None)
+    def _step(self, values: list[Any], structure: Structure, prepared: Prepared, acquired: Any) -> Any:
+        return self._run_plan(values, structure, prepared, acquired, None)
 
     def _run_plan(
-        self, values: list[Any], structure: Structure, prepared: Prepared, admitted: Any, committing: ExitStack | None
+        self, values: list[Any], structure: Structure, prepared: Prepared, acquired: Any, committing: ExitStack | None
     ) -> Any:
         plan = self._plan(structure)
         profile = self._profile_now()
         fits = prepared.plan is not None and prepared.plan.prepared == plan.prepared
         fits = fits and prepared.versions == plan.buffer_versions()
         if fits and plan.compute is not None and prepared.values is not None:
-            result = plan.compute([*values, *prepared.values], admitted, profile, committing)
+            result = plan.compute([*values, *prepared.values], acquired, profile, committing)
         else:
             prepared.drop()
-            result = plan.whole(values, admitted, profile, committing)
+            result = plan.whole(values, acquired, profile, committing)
         if profile is not None:
             profile.step += 1
         return result
@@ -442,16 +442,16 @@ class TrainGraph(_Graph):
         self._scaler = scaler
         self._plans.clear()
 
-    def _step(self, values: list[Any], structure: Structure, prepared: Prepared, admitted: Any) -> Any:
+    def _step(self, values: list[Any], structure: Structure, prepared: Prepared, acquired: Any) -> Any:
         if not self.training:
             with torch.no_grad():
-                return super()._step(values, structure, prepared, admitted)
+                return super()._step(values, structure, prepared, acquired)
         taken = self._taken()
         trained = [embedding for optimizer in self.optimizers for embedding in optimizer.embeddings]
         pending = [len(embedding.pending) for embedding in trained]
         with ExitStack() as committing:  # A step is made as a whole, and counted, or an interrupt comes before it.
             try:
-                result = self._run_plan(values, structure, prepared, admitted, committing)
+                result = self._run_plan(values, structure, prepared, acquired, committing)
             except BaseException:
                 with undisturbed:
                     self._drop_gradients()
@@ -579,13 +579,13 @@ class EvalGraph(_Graph):
     def _key(self, structure: Structure) -> Any:
         return structure, self.config.compile_dense, self.config.cuda_graph
 
-    def _step(self, values: list[Any], structure: Structure, prepared: Prepared, admitted: Any) -> Any:
+    def _step(self, values: list[Any], structure: Structure, prepared: Prepared, acquired: Any) -> Any:
         trained = [module for module in self.modules() if module.training]
         try:
             for module in trained:
                 module.training = False
             with torch.no_grad():
-                return super()._step(values, structure, prepared, admitted)
+                return super()._step(values, structure, prepared, acquired)
         finally:
             with undisturbed:
                 for module in trained:

@@ -1,17 +1,13 @@
-"""All rows of one embedding: its tiers stacked, new rows begun, snapshots saved and loaded.
-
-    device store     hot tier (all rows)   ->  persistent table (snapshots)
-    cached host      hot tier (cache)      ->  host tier (all rows)  ->  persistent table (snapshots)
-    cached SSD       hot tier (cache)     [->  host tier (cache)]    ->  persistent table (all rows)
+"""All rows of one embedding: its tiers, new rows begun, snapshots saved and loaded.
 
 Invariants:
 - the rows known, their values and the snapshots do not depend on which of the three it is, nor on any budget;
 - a snapshot holds every row as it was at the call, the number of steps taken and what the rows mean;
 - `generation` changes whenever slots handed out before mean nothing any more;
-- any thread may call a store. `stage`, which runs ahead of the training loop, changes nothing that anyone can see: not
-  the rows known, their values or the count of changes; and rows it holds give way to a step that needs their slots.
+- any thread may call a store. `prefetch`, which runs ahead of the training loop, changes nothing that anyone can see:
+  not the rows known, their values or the count of changes; and rows it holds give way to a step that needs their slots.
 
-Turns: tiers are searched, filled and evicted from in a turn (storage/turns.py), and a `stage` gives way to whoever
+Turns: tiers are searched, filled and evicted from in a turn (storage/turns.py), and a `prefetch` gives way to whoever
 waits for one between two chunks. `release`, `mark_dirty` and kernels on pinned slots need none, only the pins' lock.
 """
 
@@ -24,54 +20,32 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from oneemb.kernels.init_rows import InitialRows, init_rows
+from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.init_rows import InitialRows
+from oneemb.kernels.loops import Array, Keys, Loops, loops_at
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import OtherSnapshotError, SnapshotNotFoundError
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.hot_tier import SLOT_OVERHEAD_BYTES, HotTier
-from oneemb.storage.persistent_table import PersistentTable
 from oneemb.storage.row_layout import RowLayout
-from oneemb.storage.row_store import RowStore, StorageError, StoreFullError
-from oneemb.storage.snapshot_file import SnapshotInfo
-from oneemb.storage.snapshot_reader import SnapshotReader, read_snapshot_info
+from oneemb.storage.row_store import StorageError, StoreFullError
 from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
 from oneemb.storage.step_lock import StepLock, alone, between_steps
+from oneemb.storage.table.persistent_table import PersistentTable
+from oneemb.storage.table.snapshot_file import SnapshotInfo
+from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
+from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
+from oneemb.storage.tiers.stack import NewRows, StorePlan, check_room, make_tiers
 from oneemb.storage.turns import Turns, undisturbed
 
 if TYPE_CHECKING:
-    from oneemb.kernels.launch import Gpu
+    pass
 
-__all__ = ["EXPORTED", "EmbeddingStore", "Pins", "Staged", "StorePlan"]
-
-# Of the machine's memory, what a store without a capacity may come to use.
-_MEMORY_SHARE = 0.9
-
-
-@dataclass(frozen=True)
-class StorePlan:
-    """Which tiers there are and how large.
-
-    Args:
-        persistent_path: folder of the persistent table.
-        cache_bytes: budget of the hot tier; None = it holds all rows.
-        host_bytes: budget of a host tier under the hot tier; 0 = no host tier, None = it holds all rows.
-        capacity: rows in all at most; None = no limit but the memory's.
-        physical_block_size: 512 or 4096.
-        cache_policy: which rows caches evict first, "lru" or "lfu"; oneemb.storage.hot_tier says what they mean.
-    """
-
-    persistent_path: str
-    cache_bytes: int | None
-    host_bytes: int | None
-    capacity: int | None
-    physical_block_size: int
-    cache_policy: str = "lfu"
-
+__all__ = ["EXPORTED", "EmbeddingStore", "Pins"]
 
 _MEND = "the embedding's load_snapshot(name) goes on from one, its clear() from none"
 
@@ -81,27 +55,11 @@ _REBUILD = "rows-on-their-way-to-another-width"
 # How the name begins of the snapshot that holds the rows of an embedding on their way to a file.
 EXPORTED = "rows-on-their-way-to-a-file-"
 
-# How long a stage gives way to those who wait at most, in naps of 20 microseconds: they take turns by then.
+# How long a prefetch gives way to those who wait at most, in naps of 20 microseconds: they take turns by then.
 _NAPS_MAX = 500
 
 # Rows read ahead at a time, before others may have their turn: enough to keep a disk busy, some 50 ms of its reads.
-_STAGE_CHUNK = 4096
-
-
-@dataclass(eq=False)
-class Staged:
-    """Rows of a coming lookup that are in the hot tier and pinned, until its `admit` takes them over."""
-
-    store: "EmbeddingStore"
-    slot_U: Any
-    """int64 [U]: -1 for a row that is not there yet."""
-    generation: int
-    held: bool = True
-    """Whether the pins are still there."""
-    keys: Any = None
-    """On a GPU, the keys, cut to as many as there are."""
-    missing: int = 0
-    """On a GPU, how many are not there yet."""
+_PREFETCH_CHUNK = 4096
 
 
 class Pins(weakref.ref):
@@ -179,21 +137,20 @@ class EmbeddingStore:
         self.changes = 0
         """Counts what changed the rows: two equal readings mean equal rows."""
         self.abandoned: deque[Pins] = deque()
-        """Those of lookups that were dropped unfinished; `admit` releases them."""
+        """Those of lookups that were dropped unfinished; `acquire` releases them."""
         self.turns = Turns(f"the embedding on {plan.persistent_path}", _MEND, rank=0)
         self.step_lock = StepLock()
         """Held by steps, and by whoever takes all rows as they are or puts others in their place; before any turn."""
         self.writing = threading.Lock()
         """Held while rows are written in place, or read without a pin; after any turn."""
         self._pins: dict[int, Pins] = {}
-        self._initial = initial
-        self._state = np.empty(0, np.float32)
-        self.gpu: Gpu | None = None
-        """Where the hot tier is and kernels run; None = on the host. Keys and slots are then tensors there."""
-        self._tiers: list[Any] = []
+        self.loops: Loops = HostLoops(threads)
+        """Where the hot tier is and loops run. Keys and slots are arrays of theirs."""
+        self._new_rows = NewRows(self.layout, initial, np.empty(0, np.float32), self.loops)
+        self._tiers: list[HotRows] = []
         self._table: PersistentTable | None = None
         self._closed = self._opened_before = False
-        self._staged: set[Staged] = set()
+        self._prefetched: set[Prefetched] = set()
         _check_writable(plan.persistent_path)
 
     # ---- building -------------------------------------------------------------------------------------------------
@@ -225,7 +182,7 @@ class EmbeddingStore:
             if optimizer is None:
                 return
             if len(state) == self.layout.state_width and (self.optimizer in (None, optimizer) or len(state) == 0):
-                self._state, self.optimizer = state, optimizer
+                self._new_rows.state, self.optimizer = state, optimizer
                 return
             if self.layout.state_width and len(self._tiers[0]) or self.step:
                 raise StorageError(
@@ -234,7 +191,7 @@ class EmbeddingStore:
                     " start from another path"
                 )
             # Rows that no optimizer has touched keep their weights and are given its state.
-            self._make_anew(optimizer, state, self.gpu)
+            self._make_anew(optimizer, state, self.loops)
             return
         layout = RowLayout(self.layout.dim, self.layout.dtype, len(state))
         table = PersistentTable.open(
@@ -245,7 +202,8 @@ class EmbeddingStore:
             mend=_MEND,
         )
         try:
-            tiers = self._make_tiers(layout, table)
+            new_rows = NewRows(layout, self._new_rows.initial, state, self.loops)
+            tiers = make_tiers(self.plan, new_rows, table, self.threads, self.writing)
             for info in () if self._opened_before else table.snapshots():
                 if info.name.startswith(EXPORTED):  # Whoever wrote that file is dead.
                     with suppress(StorageError):
@@ -254,42 +212,46 @@ class EmbeddingStore:
         except BaseException:
             table.close()
             raise
-        self._tiers, self._table, self.layout, self._state, self.optimizer = tiers, table, layout, state, optimizer
+        self._tiers, self._table, self._new_rows = tiers, table, new_rows
+        self.layout, self.optimizer = layout, optimizer
         # A store that is dropped gives back its threads, files and lock. At exit the system does.
         self._finalizer = weakref.finalize(self, _close_dropped, table)
         self._finalizer.atexit = False
 
     @_between_steps
     @_in_turn
-    def move_to(self, gpu: "Gpu | None") -> None:
+    def move_to(self, device: torch.device) -> None:
         """Let the hot tier be on a GPU, or on the host; rows and steps go along.
 
         Raises:
             StoreFullError, StorageError: there is no room for the rows, there or on the disk on their way.
+            RuntimeError, ImportError: CUDA cannot be used.
         """
-        if gpu is self.gpu or (gpu is not None and self.gpu is not None and gpu.device == self.gpu.device):
+        loops = loops_at(device, self.threads)
+        if loops.place == self.loops.place:
             return
         self._check_open()
         if not self.built:
-            self.gpu = gpu
+            self.loops = loops
+            self._new_rows = NewRows(self.layout, self._new_rows.initial, self._new_rows.state, loops)
             return
-        self._make_anew(self.optimizer, self._state, gpu)
+        self._make_anew(self.optimizer, self._new_rows.state, loops)
 
-    def _make_anew(self, optimizer: str | None, state: np.ndarray, gpu: "Gpu | None") -> None:
+    def _make_anew(self, optimizer: str | None, state: np.ndarray, loops: Loops) -> None:
         """Make the tiers of rows with this state, there, and bring the rows along; what fails leaves them as they were.
 
         Raises:
             StoreFullError, StorageError: there is no room for the rows, there or on the disk on their way.
         """
-        before = self.optimizer, self._state, self.gpu
+        before = self.optimizer, self._new_rows.state, self.loops
         rows = len(self._tiers[0])
         if rows:
-            self._check_room(rows, RowLayout(self.layout.dim, self.layout.dtype, len(state)), gpu)
+            check_room(self.plan, RowLayout(self.layout.dim, self.layout.dtype, len(state)), loops, rows)
             self.save_snapshot(_REBUILD, {}, overwrite=True)
         try:
             self._dismantle()
             try:
-                self._build_and_load(optimizer, state, gpu, rows)
+                self._build_and_load(optimizer, state, loops, rows)
             except (StorageError, MemoryError, RuntimeError, ValueError):
                 if self.built:
                     self._dismantle()
@@ -307,68 +269,11 @@ class EmbeddingStore:
         if rows:
             self.delete_snapshot(_REBUILD)
 
-    def _build_and_load(self, optimizer: str | None, state: np.ndarray, gpu: "Gpu | None", rows: int) -> None:
-        self.gpu = gpu
+    def _build_and_load(self, optimizer: str | None, state: np.ndarray, loops: Loops, rows: int) -> None:
+        self.loops = loops
         self._build(optimizer, state)
         if rows:
             self.load_snapshot(_REBUILD)
-
-    def _check_room(self, rows: int, layout: RowLayout, gpu: "Gpu | None") -> None:
-        """Raise StoreFullError if a tier that holds all rows could not hold so many of this layout, on the host."""
-        for name, budget_bytes in (("device", self.plan.cache_bytes), ("host", self.plan.host_bytes)):
-            slots = self._slots(layout, budget_bytes)
-            if budget_bytes is None and not (name == "device" and gpu is not None) and rows > slots:
-                raise StoreFullError(
-                    f"the {name} tier has room for {slots} rows of {layout.row_bytes} bytes and must hold all of"
-                    f" {rows}; they are as they were. Give it more memory or capacity, or an optimizer with less state"
-                )
-
-    def _slots(self, layout: RowLayout, budget_bytes: int | None) -> int:
-        """Slots of a tier on the host."""
-        slot_bytes = layout.row_bytes + SLOT_OVERHEAD_BYTES
-        if budget_bytes is not None:
-            return max(budget_bytes // slot_bytes, 1)
-        slots = int(_memory_bytes() * _MEMORY_SHARE) // slot_bytes
-        return max(slots if self.plan.capacity is None else min(slots, self.plan.capacity), 1)
-
-    def _make_tiers(self, layout: RowLayout, table: PersistentTable) -> list[Any]:
-        """The tiers from the hot one down."""
-        plan = self.plan
-
-        def tier(name: str, budget_bytes: int | None, below: RowStore, row_limit: int | None) -> Any:
-            if name == "device" and self.gpu is not None:
-                return self._device_tier(layout, self.gpu, below)
-            return HotTier(
-                name, row_width=layout.row_width, slots=self._slots(layout, budget_bytes), below=below,
-                resident=budget_bytes is None, row_limit=row_limit, policy=plan.cache_policy, threads=self.threads,
-                writing=self.writing,
-            )  # fmt: skip
-
-        below: RowStore = table
-        host = []
-        if plan.host_bytes != 0:
-            host = [tier("host", plan.host_bytes, below, None)]
-            below = host[0]
-        return [tier("device", plan.cache_bytes, below, plan.capacity), *host]
-
-    def _device_tier(self, layout: RowLayout, gpu: "Gpu", below: RowStore) -> Any:
-        """The hot tier on a GPU; None for what it would hold on the host."""
-        from oneemb.kernels.init_rows_cuda import DeviceInitialRows
-        from oneemb.storage import device_tier
-
-        plan = self.plan
-        slot_bytes = -(-layout.row_bytes // 16) * 16 + device_tier.SLOT_OVERHEAD_BYTES
-        budget_bytes = plan.cache_bytes
-        if budget_bytes is None:
-            budget_bytes = int(gpu.free_bytes() * _MEMORY_SHARE)
-        slots = max(budget_bytes // slot_bytes, 1)
-        if plan.cache_bytes is None and plan.capacity is not None:
-            slots = min(slots, plan.capacity)
-        self._device_initial = DeviceInitialRows(self._initial, gpu=gpu)
-        return device_tier.DeviceTier(
-            "device", row_width=layout.row_width, slots=slots, below=below, resident=plan.cache_bytes is None,
-            row_limit=plan.capacity, policy=plan.cache_policy, gpu=gpu,
-        )  # fmt: skip
 
     # ---- rows -----------------------------------------------------------------------------------------------------
 
@@ -386,151 +291,108 @@ class EmbeddingStore:
         return self.layout.weights(self.row_SW)
 
     @property
-    def runner(self) -> Any:
-        """What kernels on the hot tier's rows run on."""
-        return self.threads if self.gpu is None else self.gpu
+    def members(self) -> tuple["EmbeddingStore"]:
+        """The stores that a lookup here is of; see `MergedStore`."""
+        return (self,)
 
-    def on_tier(self, array: np.ndarray) -> Any:
-        """An array where the hot tier is: itself, or a copy on the GPU."""
-        return array if self.gpu is None else self.gpu.put(array)
+    @property
+    def hot(self) -> HotRows:
+        """The hot tier. In a turn only."""
+        return self._tiers[0]
 
-    def admit(self, table_U: np.ndarray, id_U: np.ndarray, staged: Staged | None = None) -> np.ndarray:
+    def acquire(self, keys: Keys, prefetched: Prefetched | None = None) -> tuple[Array, Keys]:
         """Make the rows of these keys resident in the hot tier, beginning new ones, and pin each once more.
 
         Args:
-            staged: what `stage` gave for the same keys; its pins are the caller's from here on.
+            prefetched: what `prefetch` gave for the same keys; its pins are the caller's from here on.
 
         Returns:
-            slot_U, int64 [U]: good until it is released.
+            slot_U, int64 [U], good until it is released; and the keys, cut to as many as there are.
 
         Raises:
             StoreFullError: a tier is too small or capacity is reached; nothing has changed.
+            ValueError: tables or offsets, on a GPU, are not as they must be; nothing has changed.
         """
-        tier = self._tiers[0]
-
-        def rest(slot_U: np.ndarray) -> np.ndarray:
-            missing = np.flatnonzero(slot_U < 0)
-            slot_U[missing] = tier.admit(table_U[missing], id_U[missing], self._begin_rows)
-            return slot_U
-
-        return self._admit(lambda: tier.admit(table_U, id_U, self._begin_rows), rest, staged)
-
-    def admit_on_gpu(self, keys: Any, staged: Staged | None = None) -> tuple[Any, Any]:
-        """As `admit`, for `DeviceKeys`. Gives slot_U and the keys, cut to as many as there are."""
-        tier = self._tiers[0]
-
-        def rest(slot_U: Any) -> tuple[Any, Any]:
-            assert staged is not None
-            if staged.missing:
-                tier.admit_rest(staged.keys, slot_U, self._begin_rows)
-            return slot_U, staged.keys
-
-        return self._admit(lambda: tier.admit_keys(keys, self._begin_rows), rest, staged)
-
-    def _admit(self, plain: Callable[[], Any], rest: Callable[[Any], Any], staged: Staged | None) -> Any:
-        """What `plain`, or after staging `rest(slot_U)`, gives."""
         with self.turns:
             self.turns.check(changes=True)
             self._check_open()
             while self.abandoned:
                 self.release_pins(self.abandoned.popleft(), dropped=True)
-            rows = len(self._tiers[0])
-            found = self._admit_staged(plain, rest, staged)
-            self.changes += len(self._tiers[0]) > rows
+            rows = len(self.hot)
+            found = self._acquire(keys, prefetched)
+            self.changes += len(self.hot) > rows
             return found
 
-    def _admit_staged(self, plain: Callable[[], Any], rest: Callable[[Any], Any], staged: Staged | None) -> Any:
-        if staged is not None and staged.held and staged.generation == self.generation:
-            slot_U, staged.held = staged.slot_U, False
-            self._staged.discard(staged)
-            try:
-                return rest(slot_U)
-            except BaseException as error:
-                if self.gpu is None:  # the tier on a GPU has done so
-                    self.release(slot_U[slot_U >= 0])
-                if not isinstance(error, StoreFullError):
-                    raise
+    def _acquire(self, keys: Keys, prefetched: Prefetched | None) -> tuple[Array, Keys]:
+        if prefetched is not None and self.take(prefetched):
+            with suppress(StoreFullError):
+                if prefetched.missing:
+                    self.hot.acquire_rest(prefetched.keys, prefetched.slot_U)
+                return prefetched.slot_U, prefetched.keys
         try:
-            return plain()
+            return self.hot.acquire(keys)
         except StoreFullError:
-            if not self._staged:
+            if not self._prefetched:
                 raise
-        for other in list(self._staged):
-            self.unstage(other)
-        return plain()
+        for other in list(self._prefetched):
+            self.unprefetch(other)
+        return self.hot.acquire(keys)
 
-    def stage(self, table_U: np.ndarray, id_U: np.ndarray) -> Staged:
-        """Read those rows of a coming lookup that are known, and pin them as far as there is room; begin none."""
-        staged = Staged(self, np.full(len(id_U), -1, np.int64), self.generation)
+    def prefetch(self, keys: Keys) -> Prefetched:
+        """Read those rows of a coming lookup that are known, and pin them as far as there is room; begin none.
+
+        On a GPU it runs on the current stream; a step on another one waits until it is done.
+        """
         with self.turns:
             self.turns.check(changes=True)
+            nothing = Prefetched(self, keys, keys.id_U[:0], self.generation, 0, held=False)
             if not self.built:
-                return staged
-            staged.generation = self.generation
-            staged.slot_U = slot_U = self._tiers[0].pin_resident(table_U, id_U)
-            self._staged.add(staged)
-        missing = np.flatnonzero(slot_U < 0)
-
-        def bring(some: np.ndarray) -> None:
-            # A step may have brought some in since they were looked for.
-            slot_U[some] = self._tiers[0].pin_resident(table_U[some], id_U[some])
-            some = some[slot_U[some] < 0]
-            slot_U[some] = self._tiers[0].bring_known(table_U[some], id_U[some])
-
-        return self._bring_known(staged, missing, bring)
-
-    def stage_on_gpu(self, keys: Any) -> Staged:
-        """As `stage`, for `DeviceKeys`, on the current stream: a step on another one waits until it is done."""
-        staged = Staged(self, keys.id_U[:0], self.generation)
-        with self.turns:
-            self.turns.check(changes=True)
-            staged.held = self.built
-            if not self.built:
-                return staged
-            staged.generation = self.generation
+                return nothing
             try:
-                staged.slot_U, staged.keys, staged.missing = self._tiers[0].pin_resident(keys)
-            except ValueError:  # what is wrong with the keys is for their admission to say
-                staged.held = False
-                return staged
-            self._staged.add(staged)
-        missing = (staged.slot_U < 0).nonzero().reshape(-1) if staged.missing else keys.id_U[:0]
-
-        def bring(some: Any) -> None:
-            staged.missing -= self._tiers[0].bring_known(staged.keys, staged.slot_U, some)
-
-        return self._bring_known(staged, missing, bring)
-
-    def _bring_known(self, staged: Staged, missing: Any, bring: Callable[[Any], None]) -> Staged:
-        """Let `bring` bring the missing rows, some at a time and in turn with others, as far as there is room."""
+                slot_U, keys, missing = self.hot.pin_resident(keys)
+            except ValueError:  # what is wrong with the keys is for `acquire` to say
+                return nothing
+            prefetched = self.hold(keys, slot_U, len(missing))
         try:
-            for begin in range(0, len(missing), _STAGE_CHUNK):
+            for begin in range(0, len(missing), _PREFETCH_CHUNK):
                 naps = 0
                 while self.turns.waiting and naps < _NAPS_MAX:
                     time.sleep(2e-5)
                     naps += 1
                 with self.turns:
                     self.turns.check(changes=True)
-                    if not staged.held or staged.generation != self.generation:
+                    if not prefetched.held or prefetched.generation != self.generation:
                         break
-                    bring(missing[begin : begin + _STAGE_CHUNK])
+                    some = missing[begin : begin + _PREFETCH_CHUNK]
+                    prefetched.missing -= self.hot.bring_known(prefetched.keys, slot_U, some)
         except StoreFullError:
-            pass  # `admit` brings the rest, when those of the batches before have left.
+            pass  # `acquire` brings the rest, when those of the batches before have left.
         except BaseException:
-            self.unstage(staged)
+            self.unprefetch(prefetched)
             raise
-        return staged
+        return prefetched
 
-    def unstage(self, staged: Staged) -> None:
-        """Unpin what `stage` pinned, if no `admit` has taken it over."""
+    def hold(self, keys: Keys, slot_U: Array, missing: int = 0) -> Prefetched:
+        """Note the pins of a coming lookup, in the turn in which they were made."""
+        prefetched = Prefetched(self, keys, slot_U, self.generation, missing)
+        self._prefetched.add(prefetched)
+        return prefetched
+
+    def take(self, prefetched: Prefetched) -> bool:
+        """Let the caller have these pins, in a turn. Returns whether there are any that still mean anything."""
+        if not prefetched.held or prefetched.generation != self.generation:
+            return False
+        prefetched.held = False
+        self._prefetched.discard(prefetched)
+        return True
+
+    def unprefetch(self, prefetched: Prefetched) -> None:
+        """Unpin what `prefetch` pinned, if no `acquire` has taken it over."""
         with self.turns:
-            if staged.held and staged.generation == self.generation and not self.turns.broken:
-                if self.gpu is None:
-                    self.release(staged.slot_U[staged.slot_U >= 0])
-                else:
-                    self._tiers[0].release_staged(staged.slot_U)
-            staged.held = False
-            self._staged.discard(staged)
+            if prefetched.held and prefetched.generation == self.generation and not self.turns.broken:
+                self.release(prefetched.slot_U, elsewhere=True)
+            prefetched.held = False
+            self._prefetched.discard(prefetched)
 
     @_between_steps
     @_in_turn
@@ -540,21 +402,22 @@ class EmbeddingStore:
         Raises:
             StoreFullError: a tier is too small for so many rows at a time, or capacity is reached; nothing has changed.
         """
-        slot_U = self.admit(self.on_tier(table_U), self.on_tier(id_U))
+        put = self.loops.put
+        slot_U, keys = self.acquire(self.loops.distinct_keys(put(table_U), put(id_U)))
         try:
             with self.writing:
-                self.row_SW[slot_U, : row_UX.shape[1]] = self.on_tier(row_UX)
-            self.mark_dirty(slot_U)
+                self.row_SW[slot_U, : row_UX.shape[1]] = put(row_UX)
+            self.mark_dirty(keys.table_U, slot_U)
         finally:
             self.release(slot_U)
 
-    def release(self, slot_U: np.ndarray) -> None:
-        """Unpin slots that `admit` gave, once each."""
+    def release(self, slot_U: Array, *, elsewhere: bool = False) -> None:
+        """Unpin slots that `acquire` gave, once each; see `HotRows.release`."""
         with undisturbed:
-            self._tiers[0].release(slot_U)
+            self.hot.release(slot_U, elsewhere=elsewhere)
 
-    def pin_for(self, owner: Any, slot_U: Any) -> Pins:
-        """Let an object own the pins of slots that `admit` gave: they are released for it when it is dropped."""
+    def pin_for(self, owner: Any, slot_U: Array) -> Pins:
+        """Let an object own the pins of slots that `acquire` gave: they are released for it when it is dropped."""
         pins = Pins(owner, self.abandoned.append)
         pins.slot_U, pins.generation = slot_U, self.generation
         self._pins[id(pins)] = pins
@@ -564,62 +427,52 @@ class EmbeddingStore:
         """Unpin what `pin_for` gave, once, if its slots still mean anything."""
         with undisturbed:
             if self._pins.pop(id(pins), None) is not None and pins.generation == self.generation:
-                tier = self._tiers[0]
-                # On a GPU, pins of a lookup that was dropped may be of another stream's.
-                (tier.release if self.gpu is None or not dropped else tier.release_staged)(pins.slot_U)
+                self.hot.release(pins.slot_U, elsewhere=dropped)
 
-    def mark_dirty(self, slot_U: np.ndarray) -> None:
-        """Say that the rows in these slots have changed."""
+    def mark_dirty(self, table_U: Array, slot_U: Array) -> None:
+        """Say that the rows of keys of these tables, in these slots, have changed."""
         with undisturbed:
-            self._tiers[0].mark_dirty(slot_U)
+            self.hot.mark_dirty(slot_U)
             self.changes += 1
 
     @_reading
-    def read(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """The rows of these keys, the initial row for a key that is not known, which stays unknown: float32 [U, W]."""
-        self._check_open()
-        row_UW = np.zeros((len(id_U), self.layout.row_width), np.float32)
-        missing = np.arange(len(id_U))
-        if self.built:
-            missing = np.flatnonzero(self._tiers[0].get(table_U, id_U, row_UW))
-        self._begin(row_UW, missing, table_U[missing], id_U[missing])
-        return row_UW
+    def read(self, keys: Keys) -> tuple[Array, Keys]:
+        """The rows of these keys: float32 [U, at least W]; and the keys, cut to as many as there are.
 
-    @_reading
-    def slots_of(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray | None:
-        """The slots of rows, for a read in place without a pin: int64 [N], -1 for a key that is not known.
+        A key that is not known stays so and reads as its initial row.
 
-        Keys may be there many times. None where rows move, or are on a GPU: read those of unique keys.
+        Raises:
+            ValueError: tables or offsets, on a GPU, are not as they must be.
         """
         self._check_open()
-        return self._tiers[0].slots_of(table_N, id_N) if self.built and self.gpu is None else None
+        if self.built:
+            return self.hot.read(keys)
+        keys = self.loops.counted(keys)
+        row_UW = self.loops.zeros(len(keys.id_U), self.layout.row_width)
+        self._new_rows(row_UW, self.loops.arange(len(keys.id_U)), keys.table_U, keys.id_U)
+        return row_UW, keys
 
-    @_in_turn
-    def read_on_gpu(self, keys: Any) -> tuple[Any, Any]:
-        """What `read` gives, for `DeviceKeys`: a tensor on the GPU, float32 [U, at least W]; and the keys cut to U."""
+    @_reading
+    def slots_of(self, table_N: Array, id_N: Array) -> Array | None:
+        """The slots of rows, for a read in place without a pin: int64 [N], -1 for a key that is not known.
+
+        Keys may be there many times. None where rows move: read those of unique keys.
+        """
         self._check_open()
-        if not self.built:
-            self._build(None, np.empty(0, np.float32))
-        return self._tiers[0].read(keys, self._begin_on_gpu)
+        return self.hot.slots_of(table_N, id_N) if self.built else None
 
-    def _begin_rows(self, slot_M: Any, table_M: Any, id_M: Any) -> None:
-        begin = self._begin if self.gpu is None else self._begin_on_gpu
-        begin(self.row_SW, slot_M, table_M, id_M)
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether rows lie still, so that `slots_of` gives their slots."""
+        return bool(self._tiers) and self.hot.lies_still
 
-    def _begin_on_gpu(self, row_SW: Any, slot_M: Any, table_M: Any, id_M: Any) -> None:
-        from oneemb.kernels.init_rows_cuda import init_rows_cuda
+    def members_of(self, table_U: Array) -> np.ndarray:
+        """int32 [U], which of `members` each key is of."""
+        return np.zeros(len(table_U), np.int32)
 
-        assert self.gpu is not None
-        init_rows_cuda(
-            self.layout.weights(row_SW), row_SW, slot_M, table_M, id_M, self._device_initial,
-            self.gpu.put(np.asarray(self._state, np.float32)), state_begin=self.layout.state_begin, gpu=self.gpu,
-        )  # fmt: skip
-
-    def _begin(self, row_SW: np.ndarray, slot_M: np.ndarray, table_M: np.ndarray, id_M: np.ndarray) -> None:
-        init_rows(
-            self.layout.weights(row_SW), row_SW, slot_M, table_M, id_M, self._initial, self._state,
-            state_begin=self.layout.state_begin, threads=self.threads,
-        )  # fmt: skip
+    def describe_key(self, table: int, id: int) -> str:
+        """A key as errors name it."""
+        return f"id {id} in table {table}"
 
     # ---- snapshots ------------------------------------------------------------------------------------------------
 
@@ -638,10 +491,10 @@ class EmbeddingStore:
             StorageError: the name is taken and `overwrite` is off, or the disk fails; the snapshots there are whole.
         """
         if not self.built:
-            self._build(None, self._state)
+            self._build(None, self._new_rows.state)
         assert self._table is not None
         self._tiers[0].flush()
-        rows = SnapshotRows(self.layout, self.optimizer, tuple(self._state.tolist()), self.step)
+        rows = SnapshotRows(self.layout, self.optimizer, tuple(self._new_rows.state.tolist()), self.step)
         return self._table.save_snapshot(name, rows.to_meta(meta), overwrite=overwrite)
 
     @_between_steps
@@ -750,7 +603,7 @@ class EmbeddingStore:
                 undisturbed.raise_interrupt()
                 row_NW = np.empty((len(id_N), self.layout.row_width), np.float32)
                 row_NW[:, :begin] = row_NX
-                row_NW[:, begin:] = self._state
+                row_NW[:, begin:] = self._new_rows.state
                 self._table.put(table_N, id_N, row_NW)
 
     @_in_turn
@@ -793,7 +646,7 @@ class EmbeddingStore:
 
     def _need_table(self) -> PersistentTable:
         if self._table is None:
-            self._build(None, self._state)
+            self._build(None, self._new_rows.state)
         assert self._table is not None
         return self._table
 
@@ -837,7 +690,7 @@ class EmbeddingStore:
         if broken:
             if self.built:
                 self._dismantle()
-            self._staged.clear()
+            self._prefetched.clear()
             self.turns.mended()
         return broken
 
@@ -876,17 +729,6 @@ def _read_through(path: str, name: str) -> None:
     with SnapshotReader.open(path, name) as reader:
         for _ in reader.scan():
             undisturbed.raise_interrupt()
-
-
-def _memory_bytes() -> int:
-    """Memory this process may use: the machine's, or what its control group allows."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with open("/sys/fs/cgroup/memory.max") as file:
-            limit = file.read().strip()
-    except OSError:
-        return total
-    return total if limit == "max" else min(total, int(limit))
 
 
 def _check_writable(path: str) -> None:

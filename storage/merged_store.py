@@ -13,6 +13,7 @@ Invariants:
 - a call that raises leaves no pin, in any member.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,22 +21,25 @@ from typing import Any
 
 import numpy as np
 
+from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.loops import Keys
 from oneemb.kernels.merged_index import find_each
 from oneemb.kernels.slot_marks import set_marks
-from oneemb.kernels.threads import Threads
-from oneemb.storage.embedding_store import EmbeddingStore, Staged
+from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.row_layout import RowLayout
+from oneemb.storage.tiers.hot_rows import Prefetched
+from oneemb.storage.tiers.hot_tier import HotTier
 from oneemb.storage.turns import undisturbed
 
-__all__ = ["MergedStaged", "MergedStore"]
+__all__ = ["MergedPrefetched", "MergedStore"]
 
 
 @dataclass(eq=False)
-class MergedStaged:
-    """What was staged of a coming lookup in each member."""
+class MergedPrefetched:
+    """What was prefetched of a coming lookup in each member."""
 
     store: "MergedStore"
-    parts: list[Staged]
+    parts: list[Prefetched]
     slot_U: np.ndarray
     """As many as keys were asked for."""
 
@@ -49,17 +53,16 @@ class MergedStore:
         names: what errors call each.
     """
 
-    gpu = None
-
     def __init__(self, stores: Sequence[EmbeddingStore], tables: Sequence[int], names: Sequence[str]):
-        self.stores = tuple(stores)
+        self.members = tuple(stores)
         self.names = tuple(names)
         self.first_table_M1 = np.concatenate([[0], np.cumsum(tables)]).astype(np.int32)
         """The merged table at which each member's begin, and the end."""
-        self._member_T = np.repeat(np.arange(len(self.stores), dtype=np.int32), tables)
-        self.threads = max((store.threads for store in self.stores), key=lambda threads: threads.count)
+        self._member_T = np.repeat(np.arange(len(self.members), dtype=np.int32), tables)
+        self.threads = max((store.threads for store in self.members), key=lambda threads: threads.count)
         """The most threads that a member may use."""
-        self._in_order = sorted(self.stores, key=lambda store: id(store.turns))
+        self.loops = HostLoops(self.threads)
+        self._in_order = sorted(self.members, key=lambda store: id(store.turns))
         self._slabs: list[np.ndarray] = []
         self._row_VW = np.empty((0, 0), np.float32)
         self._begin_M = np.empty(0, np.int64)
@@ -69,12 +72,7 @@ class MergedStore:
     @property
     def layout(self) -> RowLayout:
         """That of every member."""
-        return self.stores[0].layout
-
-    @property
-    def runner(self) -> Threads:
-        """What kernels on rows run on."""
-        return self.threads
+        return self.members[0].layout
 
     @property
     def row_SW(self) -> np.ndarray:
@@ -90,14 +88,14 @@ class MergedStore:
     @property
     def generation(self) -> int:
         """Changes whenever merged slots handed out before mean nothing any more."""
-        return sum(store.generation for store in self.stores)
+        return sum(store.generation for store in self.members)
 
     def _look_at_slabs(self) -> None:
-        slabs = [store.row_SW for store in self.stores]
+        slabs = [store.row_SW for store in self.members]
         if len(slabs) == len(self._slabs) and all(a is b for a, b in zip(slabs, self._slabs, strict=True)):
             return
         self._row_VW, self._begin_M = _one_array(slabs)
-        self._mark_V, self._mark_begin_M = _one_array([store._tiers[0].dirty_S for store in self.stores])
+        self._mark_V, self._mark_begin_M = _one_array([tier.dirty_S for tier in self._tiers()])
         self._slabs = slabs
 
     # ---- rows -------------------------------------------------------------------------------------------------------
@@ -105,11 +103,11 @@ class MergedStore:
     @property
     def built(self) -> bool:
         """Whether the tiers of every member are there."""
-        return all(store.built for store in self.stores)
+        return all(store.built for store in self.members)
 
     def build(self, optimizer: str | None, state: np.ndarray) -> None:
         """Make the tiers of those members that have none."""
-        for store in self.stores:
+        for store in self.members:
             if not store.built:
                 store.build(optimizer, state)
 
@@ -117,10 +115,10 @@ class MergedStore:
         """Where the keys of each member begin, and the end, [M + 1]; given those of P members that have lookups."""
         return begin_P1[np.searchsorted(first_table_P, self.first_table_M1)]
 
-    def admit(
-        self, table_U: np.ndarray, id_U: np.ndarray, begin_M1: np.ndarray, staged: MergedStaged | None = None
+    def acquire(
+        self, keys: Keys, begin_M1: np.ndarray, prefetched: MergedPrefetched | None = None
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Make the rows of these keys resident and pin each once more; see `EmbeddingStore.admit`.
+        """Make the rows of these keys resident and pin each once more; see `EmbeddingStore.acquire`.
 
         Args:
             begin_M1: where the keys of each member begin, and the end.
@@ -131,25 +129,25 @@ class MergedStore:
         Raises:
             StoreFullError: a member is full; nothing is pinned in any.
         """
-        local_U, begins = self._local(table_U, begin_M1)
-        slots: list[Any] = [None] * len(self.stores)
+        local_U = self._local(keys, begin_M1)
+        parts = self._parts(local_U, keys, begin_M1)
+        slots: list[Any] = [None] * len(self.members)
         m = 0
         try:
             with self._turn():
-                if staged is None:
-                    self._pin_found(slots, local_U, id_U, begin_M1, begins)
+                if prefetched is None:
+                    self._pin_found(slots, local_U, keys.id_U, begin_M1)
                 else:
-                    self._take_over(slots, staged)
-            for m, store in enumerate(self.stores):
+                    self._take_over(slots, prefetched)
+            for m, store in enumerate(self.members):
                 if slots[m] is None:
-                    some = slice(begins[m], begins[m + 1])
-                    slots[m] = store.admit(local_U[some], id_U[some], None if staged is None else staged.parts[m])
+                    slots[m], _ = store.acquire(parts[m], None if prefetched is None else prefetched.parts[m])
         except BaseException as error:
-            for store, slot_U in zip(self.stores, slots, strict=True):
+            for store, slot_U in zip(self.members, slots, strict=True):
                 if slot_U is not None:
                     store.release(slot_U)
-            if staged is not None:
-                self.unstage(staged)
+            if prefetched is not None:
+                self.unprefetch(prefetched)
             self._name(error, m)
             raise
         self._look_at_slabs()
@@ -157,48 +155,47 @@ class MergedStore:
         slot_U += np.repeat(self._begin_M, np.diff(begin_M1))
         return slot_U, slots
 
-    def stage(self, table_U: np.ndarray, id_U: np.ndarray, begin_M1: np.ndarray) -> MergedStaged:
-        """Read known rows of a coming lookup and pin them as far as there is room; see `EmbeddingStore.stage`."""
-        local_U, begins = self._local(table_U, begin_M1)
-        slots: list[Any] = [None] * len(self.stores)
-        found: list[Any] = [None] * len(self.stores)
+    def prefetch(self, keys: Keys, begin_M1: np.ndarray) -> MergedPrefetched:
+        """Read known rows of a coming lookup and pin them as far as there is room; see `EmbeddingStore.prefetch`."""
+        local_U = self._local(keys, begin_M1)
+        parts = self._parts(local_U, keys, begin_M1)
+        slots: list[Any] = [None] * len(self.members)
+        found: list[Any] = [None] * len(self.members)
         m = 0
         try:
             if self.built:
                 with self._turn():
-                    self._pin_found(slots, local_U, id_U, begin_M1, begins)
-                    for m, (store, slot_U) in enumerate(zip(self.stores, slots, strict=True)):
+                    self._pin_found(slots, local_U, keys.id_U, begin_M1)
+                    for m, (store, slot_U) in enumerate(zip(self.members, slots, strict=True)):
                         if slot_U is not None:
-                            found[m] = Staged(store, slot_U, store.generation)
-                            store._staged.add(found[m])
-            for m, (store, part) in enumerate(zip(self.stores, found, strict=True)):
-                some = slice(begins[m], begins[m + 1])
-                found[m] = part or store.stage(local_U[some], id_U[some])
+                            found[m] = store.hold(parts[m], slot_U)
+            for m, (store, part) in enumerate(zip(self.members, found, strict=True)):
+                found[m] = part or store.prefetch(parts[m])
         except BaseException as error:
-            self.unstage(MergedStaged(self, [part for part in found if part is not None], id_U))
+            self.unprefetch(MergedPrefetched(self, [part for part in found if part is not None], keys.id_U))
             self._name(error, m)
             raise
-        return MergedStaged(self, found, np.broadcast_to(np.int64(-1), len(id_U)))
+        return MergedPrefetched(self, found, np.broadcast_to(np.int64(-1), len(keys.id_U)))
 
-    def unstage(self, staged: MergedStaged) -> None:
-        """Unpin what `stage` pinned, if no `admit` has taken it over."""
-        for part in staged.parts:
+    def unprefetch(self, prefetched: MergedPrefetched) -> None:
+        """Unpin what `prefetch` pinned, if no `acquire` has taken it over."""
+        for part in prefetched.parts:
             if part.held:
-                part.store.unstage(part)
+                part.store.unprefetch(part)
 
     def mark_dirty(self, table_U: np.ndarray, slot_U: np.ndarray) -> None:
         """Say that the rows of these keys, of any members, in these merged slots have changed."""
         mark_V, begin_M = self._dirty_marks()
         with undisturbed:
             set_marks(mark_V, slot_U + (begin_M - self._begin_M)[self._member_T[table_U]], True, threads=self.threads)
-            for m in np.flatnonzero(np.bincount(self._member_T[table_U], minlength=len(self.stores))).tolist():
-                self.stores[m].changes += 1
+            for m in np.flatnonzero(np.bincount(self._member_T[table_U], minlength=len(self.members))).tolist():
+                self.members[m].changes += 1
 
     def members_of(self, table_U: np.ndarray) -> np.ndarray:
         """The member that each merged table belongs to: int32 [U]."""
         return self._member_T[table_U]
 
-    def key_said(self, table: int, id: int) -> str:
+    def describe_key(self, table: int, id: int) -> str:
         """A key as errors name it."""
         m = int(self._member_T[table])
         return f"id {id} in table {table - int(self.first_table_M1[m])} of embedding {self.names[m]!r}"
@@ -215,32 +212,38 @@ class MergedStore:
                 store.turns.check(changes=True)
             yield
 
-    def _local(self, table_U: np.ndarray, begin_M1: np.ndarray) -> tuple[np.ndarray, list[int]]:
-        """The tables as the members count them, and where the keys of each begin."""
-        return table_U - np.repeat(self.first_table_M1[:-1], np.diff(begin_M1)), begin_M1.tolist()
+    def _tiers(self) -> list[HotTier]:
+        return [store.hot for store in self.members]  # type: ignore[misc]  # loops that merge are those of the host
 
-    def _pin_found(
-        self, slots: list[Any], local_U: np.ndarray, id_U: np.ndarray, begin_M1: np.ndarray, begins: list[int]
-    ) -> None:
+    def _local(self, keys: Keys, begin_M1: np.ndarray) -> np.ndarray:
+        """The tables of keys as the members count them."""
+        return keys.table_U - np.repeat(self.first_table_M1[:-1], np.diff(begin_M1))
+
+    def _parts(self, local_U: np.ndarray, keys: Keys, begin_M1: np.ndarray) -> list[Keys]:
+        """The keys of each member."""
+        return [
+            self.loops.distinct_keys(local_U[begin:end], keys.id_U[begin:end])
+            for begin, end in itertools.pairwise(begin_M1.tolist())
+        ]
+
+    def _pin_found(self, slots: list[Any], local_U: np.ndarray, id_U: np.ndarray, begin_M1: np.ndarray) -> None:
         """Find the keys of all members in one loop, and pin those of each member of which all are there."""
-        tiers = [store._tiers[0] for store in self.stores]
+        tiers = self._tiers()
         shards = [tier.index.shards for tier in tiers]
         address_MP, cells_MP = (np.array([one[i] for one in shards]) for i in (0, 1))
         slot_U = find_each(address_MP, cells_MP, begin_M1, local_U, id_U, threads=self.threads)
         missing = set(np.searchsorted(begin_M1, np.flatnonzero(slot_U < 0), side="right").tolist())
+        begins = begin_M1.tolist()
         for m, tier in enumerate(tiers):
-            if m + 1 not in missing and not self.stores[m].abandoned:
+            if m + 1 not in missing and not self.members[m].abandoned:
                 slots[m] = slot_U[begins[m] : begins[m + 1]]
                 tier.pin_found(slots[m])
 
-    def _take_over(self, slots: list[Any], staged: MergedStaged) -> None:
-        """Those of each member of which all rows were staged."""
-        for m, (store, part) in enumerate(zip(self.stores, staged.parts, strict=True)):
-            if part.held and part.generation == store.generation and not store.abandoned:
-                if len(part.slot_U) == 0 or part.slot_U.min() >= 0:
-                    part.held = False
-                    store._staged.discard(part)
-                    slots[m] = part.slot_U
+    def _take_over(self, slots: list[Any], prefetched: MergedPrefetched) -> None:
+        """Those of each member of which all rows were prefetched."""
+        for m, (store, part) in enumerate(zip(self.members, prefetched.parts, strict=True)):
+            if part.missing == 0 and not store.abandoned and store.take(part):
+                slots[m] = part.slot_U
 
     def _dirty_marks(self) -> tuple[np.ndarray, np.ndarray]:
         """The dirty marks of all members as one array, and where in it those of each begin."""

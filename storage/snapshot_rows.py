@@ -4,9 +4,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from oneemb.storage.errors import CorruptTableError
-from oneemb.storage.geometry import ROW_WIDTH_MAX
 from oneemb.storage.row_layout import WEIGHTS, RowLayout
 from oneemb.storage.row_store import StorageError
+from oneemb.storage.table.geometry import ROW_WIDTH_MAX
 
 __all__ = ["SnapshotRows", "shard_of"]
 

@@ -18,9 +18,9 @@ import pytest
 from click.testing import CliRunner
 
 import oneemb
-from oneemb.commands import oneemb as command
+from oneemb.cli.commands import oneemb as command
 from oneemb.kernels.threads import Threads
-from oneemb.storage.persistent_table import PersistentTable
+from oneemb.storage.table.persistent_table import PersistentTable
 
 IDS = np.arange(-50, 50)
 
@@ -366,7 +366,7 @@ def test_an_error_of_ours_keeps_its_traceback(path, monkeypatch):
     def wrong(path):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("oneemb.storage.table_info.table_info", wrong)
+    monkeypatch.setattr("oneemb.storage.table.table_info.table_info", wrong)
     result = CliRunner().invoke(command, ["inspect", str(path)])
     assert isinstance(result.exception, ZeroDivisionError)
 
@@ -404,7 +404,7 @@ def test_without_its_libraries_the_command_says_how_to_get_them():
 
 def test_asking_for_help_loads_neither_torch_nor_numba():
     code = (
-        "import sys; from oneemb.commands import oneemb; oneemb(['--help'], standalone_mode=False);"
+        "import sys; from oneemb.cli.commands import oneemb; oneemb(['--help'], standalone_mode=False);"
         "print([m for m in ('torch', 'numba', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -19,8 +19,9 @@ from oneemb.kernels.jit import compiling
 from oneemb.kernels.threads import Threads
 from oneemb.storage import turns
 from oneemb.storage.errors import ForkedProcessError
-from oneemb.storage.persistent_table import PersistentTable
+from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.turns import whole
+from tests.support.keys import read_rows
 from tests.support.models import make_embedding
 from tests.support.table_model import put_random
 
@@ -191,7 +192,7 @@ def test_forks_while_other_threads_train_are_whole(model):
         # Not with eval(), which is the other thread's mode as well.
         table_U, id_U = np.zeros(12000, np.int32), np.arange(12000)
         for _ in range(5):
-            assert in_child(lambda: bool(np.isfinite(embedding.store.read(table_U, id_U)).all()))
+            assert in_child(lambda: bool(np.isfinite(read_rows(embedding.store, table_U, id_U)).all()))
     finally:
         stop.set()
         thread.join()
@@ -401,7 +402,7 @@ def test_threads_that_fork_at_once_take_turns(model):
 
     def fork():
         for _ in range(4):
-            found.append(in_child(lambda: embedding.store.read(table_U, id_U).tobytes()))
+            found.append(in_child(lambda: read_rows(embedding.store, table_U, id_U).tobytes()))
 
     before = time.monotonic()
     threads = [threading.Thread(target=fork) for _ in range(3)]

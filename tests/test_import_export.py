@@ -18,7 +18,7 @@ import torch
 
 import oneemb
 from oneemb.storage.errors import SnapshotExistsError, SnapshotNotFoundError
-from oneemb.storage.snapshot_reader import read_snapshot_info
+from oneemb.storage.table.snapshot_reader import read_snapshot_info
 from tests.support.interrupts import count_lines, interrupted, some_lines
 
 pytestmark = pytest.mark.filterwarnings("ignore:embedding 'e' starts empty")

@@ -14,6 +14,7 @@ import torch
 import oneemb
 from oneemb.storage.errors import BrokenStoreError
 from tests.support.interrupts import WAYS, count_lines, interrupted, some_lines
+from tests.support.keys import distinct
 from tests.support.models import make_embedding
 
 IDS = 300
@@ -79,7 +80,7 @@ class Model:
         """Rows that nobody can release any more."""
         self.optimizer.zero_grad()
         gc.collect()
-        self.embedding.store.release(self.embedding.store.admit(np.zeros(0, np.int32), np.zeros(0, np.int64)))
+        self.embedding.store.release(self.embedding.store.acquire(distinct([], []))[0])
         return self.embedding.stats()["device"]["pinned"]
 
 

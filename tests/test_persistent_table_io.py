@@ -11,7 +11,7 @@ import xxhash
 
 import oneemb
 from oneemb.storage.errors import CorruptTableError, LockedError, SnapshotExistsError, SnapshotNotFoundError
-from oneemb.storage.oneflow_table import OneFlowReader, OneFlowWriter, oneflow_snapshots
+from oneemb.storage.foreign.oneflow_table import OneFlowReader, OneFlowWriter, oneflow_snapshots
 
 pytestmark = pytest.mark.filterwarnings("ignore:embedding 'e' starts empty")
 
@@ -368,7 +368,7 @@ def test_a_part_of_a_sharded_snapshot_is_not_given_for_the_whole(tmp_path):
 
 
 def read_part(path):
-    from oneemb.storage.snapshot_reader import SnapshotReader
+    from oneemb.storage.table.snapshot_reader import SnapshotReader
 
     with SnapshotReader.open(path, "s") as reader:
         return [id for _, id_N, _ in reader.scan() for id in id_N.tolist()]

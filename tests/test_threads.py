@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import oneemb
-from oneemb import row_export
+from oneemb.rows import export_rows as row_export
 from oneemb.storage.step_lock import StepLock, alone
 from tests.support.models import make_embedding
 

@@ -110,7 +110,9 @@ def results(make, build, optimizers, ways, options=None, **kwargs):
     embeddings = [modules[name] for name in NAMES]
     stats = [one.stats() for one in embeddings]
     if make is make_graph:
-        assert not any(one["device"]["pinned"] for one in stats) and not any(one.store._staged for one in embeddings)
+        assert not any(one["device"]["pinned"] for one in stats) and not any(
+            one.store._prefetched for one in embeddings
+        )
     found = got, [rows_of(one) for one in embeddings], weights_of(modules["mlp"]), [one["step"] for one in stats]
     for one in embeddings:
         one.close()
@@ -144,7 +146,7 @@ def test_merged_equals_eager(build, store):
             return got
 
         same(results(make_graph, build, adam, run, store=store), eager)
-        assert "admit(merged_0, unique_merged_keys" in seen[0]
+        assert "acquire(merged_0, unique_merged_keys" in seen[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -249,7 +251,7 @@ def test_only_what_one_group_of_one_optimizer_trains_is_merged():
     graph = make_graph(modules, simple, groups)
     graph(*next(batches_of()))
     assert "(0, getitem, None, 1, None), (1, getitem_1, None, 1, None)" in str(graph)
-    assert "admit(b.store, unique_keys" in str(graph)
+    assert "acquire(b.store, unique_keys" in str(graph)
     same(results(make_graph, simple, groups, CALLS), results(make_eager, simple, groups, CALLS))
 
 
@@ -263,7 +265,7 @@ def test_rows_of_other_widths_are_not_merged(kwargs):
         return got
 
     same(results(make_graph, simple, sgd, run, **kwargs), results(make_eager, simple, sgd, CALLS, **kwargs))
-    assert ("merged_0" in seen[0]) == (kwargs["dims"][1] == 4) and "admit(c.store" in seen[0]
+    assert ("merged_0" in seen[0]) == (kwargs["dims"][1] == 4) and "acquire(c.store" in seen[0]
 
 
 def test_stores_that_are_not_equally_far_take_steps_of_their_own():

@@ -17,6 +17,7 @@ import torch
 import oneemb
 from oneemb.storage.errors import ForkedProcessError
 from tests.support.graph_models import adam, make_embedding, make_graph, rows_of, weights_of
+from tests.support.keys import read_rows
 
 EVENTS = ["end", "break", "raise", "loader fails", "bad batch", "forget", "interrupt", "fork", "save"]
 
@@ -82,12 +83,11 @@ ROWS_MOVED = 3
 def fork(graph):
     """A child that reads rows, and ends. One that is told that the parent has moved rows is forked anew."""
     id_N = np.arange(8000)
-    read = graph.embedding.store.read
-    expected = read(np.zeros(8000, np.int32), id_N).tobytes()
+    expected = read_rows(graph.embedding.store, np.zeros(8000), id_N).tobytes()
 
     def check():
         try:
-            assert read(np.zeros(8000, np.int32), id_N).tobytes() == expected
+            assert read_rows(graph.embedding.store, np.zeros(8000), id_N).tobytes() == expected
         except ForkedProcessError as error:
             assert "has moved rows to other files since" in str(error)
             sys.exit(ROWS_MOVED)
@@ -133,7 +133,7 @@ def soak(steps, seed, folder):
             graph(*batches[taken])
             taken += 1
         for one in (graph.embedding, graph.users):
-            assert one.stats()["device"]["pinned"] == 0 and not one.store._staged
+            assert one.stats()["device"]["pinned"] == 0 and not one.store._prefetched
         for batch in batches[:taken]:
             plain(*batch)
         done += taken

@@ -1,4 +1,4 @@
-"""Makes one op of finding unique keys and admitting their rows."""
+"""Makes one op of finding unique keys and acquiring their rows."""
 
 from torch import fx
 
@@ -11,7 +11,7 @@ __all__ = ["fuse_lookup"]
 def fuse_lookup(graph: fx.Graph) -> fx.Graph:
     """Look up in one op the keys that no other op needs.
 
-    Before:  keys = unique_keys(ids, ...);  lease = admit(store, keys);  rows = gather(lease, weight)
+    Before:  keys = unique_keys(ids, ...);  lease = acquire(store, keys);  rows = gather(lease, weight)
     After:   lease = lookup(store, ids, ...);  rows = gather(lease, weight)
 
     Shared keys stay as they are: they are found once, which saves more. `gather` stays apart, since it is what
@@ -19,7 +19,7 @@ def fuse_lookup(graph: fx.Graph) -> fx.Graph:
     """
     graph = copy_graph(graph)
     for node in list(graph.nodes):
-        if node.target is not ops.admit or len(node.args) != 2 or node.kwargs:
+        if node.target is not ops.acquire or len(node.args) != 2 or node.kwargs:
             continue
         store, keys = node.args
         if keys.target is not ops.unique_keys or len(keys.users) != 1:

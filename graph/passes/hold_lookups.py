@@ -11,11 +11,11 @@ __all__ = ["hold_lookups"]
 def hold_lookups(graph: fx.Graph, held: str) -> fx.Graph:
     """Keep the lookups, with their gradients, for the update to come.
 
-    Before:  lease = admit(store, keys) ...  loss.backward();  return loss
-    After:   lease = admit(store, keys) ...  loss.backward();  hold(held, [lease]);  return loss
+    Before:  lease = acquire(store, keys) ...  loss.backward();  return loss
+    After:   lease = acquire(store, keys) ...  loss.backward();  hold(held, [lease]);  return loss
     """
     graph = copy_graph(graph)
-    leases = [node for node in graph.nodes if node.target in (ops.admit, ops.lookup)]
+    leases = [node for node in graph.nodes if node.target in (ops.acquire, ops.lookup)]
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     with graph.inserting_before(output):
         graph.call_function(step_ops.hold, (graph.get_attr(held), leases))

@@ -51,7 +51,7 @@ def insert_updates(
     graph = copy_graph(graph)
     leases: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target in (ops.admit, ops.lookup):
+        if node.target in (ops.acquire, ops.lookup):
             leases.setdefault(store_of(node), []).append(node)
     clips = [node for node in graph.nodes if node.op == "call_function" and node.target in _CLIPS]
     scaler: Any = next((node.args[0] for node in graph.nodes if node.target is step_ops.scale_loss), None)

@@ -15,7 +15,7 @@ def lower_embeddings(graph: fx.Graph, embeddings: Mapping[str, Any], *, inserts:
     """Say each lookup in the op vocabulary. `embeddings` maps the targets of calls to embedding modules.
 
     Before:  rows = embedding(ids)
-    After:   keys = unique_keys(ids, ...);  lease = admit(store, keys);  rows = gather(lease, weight)
+    After:   keys = unique_keys(ids, ...);  lease = acquire(store, keys);  rows = gather(lease, weight)
 
     An embedding in eval mode inserts nothing, nor does any if `inserts` is off:
 
@@ -24,7 +24,7 @@ def lower_embeddings(graph: fx.Graph, embeddings: Mapping[str, Any], *, inserts:
     Of bags the keys know the offsets, and `gather` and `peek` are told how to pool. What they could refuse is checked
     before any row is inserted:
 
-    After:   keys = unique_keys(ids, ...);  check_pooling(keys, weights, "sum");  lease = admit(store, keys) ...
+    After:   keys = unique_keys(ids, ...);  check_pooling(keys, weights, "sum");  lease = acquire(store, keys) ...
     """
     graph = copy_graph(graph)
     for node in list(graph.nodes):
@@ -44,7 +44,7 @@ def lower_embeddings(graph: fx.Graph, embeddings: Mapping[str, Any], *, inserts:
             if inserts and module.training:
                 if per_sample_weights is not None or pooling not in ("sum", "mean"):
                     graph.call_function(ops.check_pooling, (keys, per_sample_weights, pooling))
-                lease = graph.call_function(ops.admit, (store, keys))
+                lease = graph.call_function(ops.acquire, (store, keys))
                 rows = graph.call_function(ops.gather, (lease, graph.get_attr(f"{node.target}.weight"), *pooled))
             else:
                 rows = graph.call_function(ops.peek, (store, keys, *pooled))

@@ -34,7 +34,7 @@ class _Group:
     first: fx.Node
     prepared: bool
     alone: bool
-    admits: list[fx.Node] = field(default_factory=list)
+    acquires: list[fx.Node] = field(default_factory=list)
     hoisted: set[fx.Node] = field(default_factory=set)
 
 
@@ -48,9 +48,9 @@ def merge_embeddings(
         every: go through merged stores also where no two lookups can be merged, so that lookups of several graphs
             are of the same stores.
 
-    Before:  u1 = unique_keys(x, ...);  lease1 = admit(a.store, u1);  rows1 = gather(lease1, a.weight)
-             u2 = unique_keys(y, ...);  lease2 = admit(b.store, u2);  rows2 = gather(lease2, b.weight)
-    After:   keys = unique_merged_keys(((0, x, ...), (1, y, ...)), ...);  lease = admit(merged, keys)
+    Before:  u1 = unique_keys(x, ...);  lease1 = acquire(a.store, u1);  rows1 = gather(lease1, a.weight)
+             u2 = unique_keys(y, ...);  lease2 = acquire(b.store, u2);  rows2 = gather(lease2, b.weight)
+    After:   keys = unique_merged_keys(((0, x, ...), (1, y, ...)), ...);  lease = acquire(merged, keys)
              rows = gather_merged(lease, ((0, a.weight, ...), (1, b.weight, ...)));  rows1 = rows[0];  rows2 = rows[1]
 
     Exact: a key occurs in one lookup only, so nothing is summed in another order. Lookups whose ids are scaled by what
@@ -63,7 +63,7 @@ def merge_embeddings(
     graph = copy_graph(graph)
     groups = _groups(graph, members, movable_nodes(graph, buffers))
     for merged, some in groups.items():
-        if every or any(len(group.admits) > 1 for group in some):
+        if every or any(len(group.acquires) > 1 for group in some):
             for group in some:
                 _merge(graph, merged, group, members)
     return graph
@@ -77,11 +77,11 @@ def _groups(graph: fx.Graph, members: Mapping[str, Member], movable: set[fx.Node
     for node in graph.nodes:
         if is_inplace(node) or is_backward(node) or is_training_only(node) or node.target in _CONTEXTS:
             closed = {merged: len(some) for merged, some in groups.items()}
-        if node.target is not ops.admit or store_of(node) not in members:
+        if node.target is not ops.acquire or store_of(node) not in members:
             continue
         merged = members[store_of(node)].merged
         some = groups.setdefault(merged, [])
-        same = [i for i, group in enumerate(some) if any(store_of(one) == store_of(node) for one in group.admits)]
+        same = [i for i, group in enumerate(some) if any(store_of(one) == store_of(node) for one in group.acquires)]
         needed = ancestors(set(_inputs(node)))
         prepared = node.args[1] in movable
         alone = any(one not in movable for one in _scales(node))
@@ -92,36 +92,36 @@ def _groups(graph: fx.Graph, members: Mapping[str, Member], movable: set[fx.Node
         else:
             group, late = _Group(node, prepared, alone), set()
             some.append(group)
-        group.admits.append(node)
+        group.acquires.append(node)
         group.hoisted |= late
     return groups
 
 
-def _inputs(admit: fx.Node) -> list[fx.Node]:
+def _inputs(acquire: fx.Node) -> list[fx.Node]:
     """What a lookup is made of, as it is merged: the arguments of its keys, and what scales its ids."""
-    keys: Any = admit.args[1]
-    return [*keys.all_input_nodes, *_scales(admit)]
+    keys: Any = acquire.args[1]
+    return [*keys.all_input_nodes, *_scales(acquire)]
 
 
-def _scales(admit: fx.Node) -> list[fx.Node]:
+def _scales(acquire: fx.Node) -> list[fx.Node]:
     """By what the ids of a lookup are multiplied."""
-    return [one for gather in admit.users for one in gather.args[2:] if isinstance(one, fx.Node)]
+    return [one for gather in acquire.users for one in gather.args[2:] if isinstance(one, fx.Node)]
 
 
 def _merge(graph: fx.Graph, merged: str, group: _Group, members: Mapping[str, Member]) -> None:
-    admits = sorted(group.admits, key=lambda admit: members[store_of(admit)].first_table)
+    acquires = sorted(group.acquires, key=lambda acquire: members[store_of(acquire)].first_table)
     nodes = list(graph.nodes)
     for node in nodes[nodes.index(group.first) :]:
         if node in group.hoisted:
             group.first.prepend(node)
     lookups, read, gathers, lines = [], [], [], {}
-    for p, admit in enumerate(admits):
-        keys: Any = admit.args[1]
+    for p, acquire in enumerate(acquires):
+        keys: Any = acquire.args[1]
         ids, table_ids, num_tables, key_type, padding_idx, *offsets = keys.args
-        first_table = members[store_of(admit)].first_table
+        first_table = members[store_of(acquire)].first_table
         lookups.append((first_table, ids, table_ids, num_tables, offsets[0] if offsets else None))
-        lines[first_table] = admit.meta.get("line", "")
-        for gather in admit.users:
+        lines[first_table] = acquire.meta.get("line", "")
+        for gather in acquire.users:
             _, weight, *pooled = gather.args
             read.append((p, weight, *(pooled or (None, "sum"))))
             gathers.append(gather)
@@ -131,7 +131,7 @@ def _merge(graph: fx.Graph, merged: str, group: _Group, members: Mapping[str, Me
         new = [keys]
         if checked:
             new.append(graph.call_function(merged_ops.check_merged_pooling, (keys, checked)))
-        lease = graph.call_function(ops.admit, (graph.get_attr(merged), keys))
+        lease = graph.call_function(ops.acquire, (graph.get_attr(merged), keys))
         new.append(lease)
         if read:
             of_graph = [(p, graph.get_attr(weight.target), *pooled) for p, weight, *pooled in read]
@@ -145,9 +145,9 @@ def _merge(graph: fx.Graph, merged: str, group: _Group, members: Mapping[str, Me
             node.meta["line"], node.meta["lines"] = group.first.meta.get("line", ""), lines
     for gather in gathers:
         graph.erase_node(gather)
-    for admit in group.admits:
-        keys = admit.args[1]
-        graph.erase_node(admit)
+    for acquire in group.acquires:
+        keys = acquire.args[1]
+        graph.erase_node(acquire)
         if all(user.target in CHECKS for user in keys.users):
             for user in [*keys.users, keys]:
                 graph.erase_node(user)

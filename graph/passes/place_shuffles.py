@@ -11,11 +11,11 @@ __all__ = ["place_shuffles"]
 
 
 def place_shuffles(graph: fx.Graph, ranks: int) -> fx.Graph:
-    """Let each of `ranks` ranks admit and read the rows it owns, for all of them. One rank's graph stays as it is.
+    """Let each of `ranks` ranks acquire and read the rows it owns, for all of them. One rank's graph stays as it is.
 
-    Before:  keys = unique_keys(ids, ...);  lease = admit(store, keys);  rows = gather(lease, weight)
+    Before:  keys = unique_keys(ids, ...);  lease = acquire(store, keys);  rows = gather(lease, weight)
     After:   keys = unique_keys(ids, ...);  routed = shuffle_keys(keys, ranks)
-             lease = admit(store, routed);  owned = gather(lease, weight);  rows = shuffle_rows(routed, owned)
+             lease = acquire(store, routed);  owned = gather(lease, weight);  rows = shuffle_rows(routed, owned)
 
     So for `peek`. Keys that several lookups share are sent once. Rows are pooled by the rank that looked them up;
     gradients go to the owners in the backward pass of `shuffle_rows`, which is `shuffle_grads`.
@@ -25,7 +25,7 @@ def place_shuffles(graph: fx.Graph, ranks: int) -> fx.Graph:
         return graph
     routed: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.target not in (ops.admit, ops.peek):
+        if node.target not in (ops.acquire, ops.peek):
             continue
         store, keys, *pooled = node.args
         if keys not in routed:
@@ -34,7 +34,7 @@ def place_shuffles(graph: fx.Graph, ranks: int) -> fx.Graph:
             routed[keys].meta["line"] = keys.meta.get("line", "")
         node.args = (store, routed[keys])
         reads: Any = [(node, pooled)]
-        if node.target is ops.admit:
+        if node.target is ops.acquire:
             reads = [(gather, gather.args[2:]) for gather in node.users if gather.target is ops.gather]
         for read, how in reads:
             with inserting_for(graph, read.next):

@@ -11,10 +11,10 @@ __all__ = ["remove_dead"]
 def remove_dead(graph: fx.Graph) -> fx.Graph:
     """Leave out nodes that do nothing but give a value which nothing reads.
 
-    Before:  x = ids.float();  lease = admit(store, keys);  rows = gather(lease, weight);  release([lease]);  return y
-    After:   lease = admit(store, keys);  release([lease]);  return y
+    Before:  x = ids.float();  lease = acquire(store, keys);  rows = gather(lease, weight);  release([lease]);  return y
+    After:   lease = acquire(store, keys);  release([lease]);  return y
 
-    An update is kept whatever reads it, and so is an admission: the ids it inserts are there afterwards. So is every
+    An update is kept whatever reads it, and so is an acquisition: the ids it inserts are there afterwards. So is every
     op that this compiler does not know: it might draw random numbers or print.
     """
     graph = copy_graph(graph)

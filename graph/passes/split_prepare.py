@@ -17,12 +17,12 @@ def split_prepare(graph: fx.Graph, buffers: Collection[str] = ()) -> tuple[fx.Gr
         buffers: names of tensors that may be read ahead too; whoever runs the halves sees whether they have changed
             in between.
 
-    Before:   keys = unique_keys(ids, ...);  lease = admit(store, keys);  rows = gather(lease, weight) ...
-    Prepare:  keys = unique_keys(ids, ...);  staged = stage(store, keys);  return (keys, staged)
-    Compute:  lease = admit(store, keys, staged=staged);  rows = gather(lease, weight) ...
+    Before:   keys = unique_keys(ids, ...);  lease = acquire(store, keys);  rows = gather(lease, weight) ...
+    Prepare:  keys = unique_keys(ids, ...);  prefetched = prefetch(store, keys);  return (keys, prefetched)
+    Compute:  lease = acquire(store, keys, prefetched=prefetched);  rows = gather(lease, weight) ...
 
-    Exact: what is prepared is a function of the batch alone, and `stage` changes nothing that can be seen. Rows are
-    inserted by `admit` and read by `gather`, in the second half, when the updates of all steps before are done. An op
+    Exact: what is prepared is a function of the batch alone, and `prefetch` changes nothing that can be seen. Rows are
+    inserted by `acquire` and read by `gather`, in the second half, when the updates of all steps before are done. An op
     is prepared if a lookup needs it, it does nothing but give a value, and nothing before it may have changed its
     inputs in place; so a lookup of ids that the dense part computes is not prepared.
     """
@@ -35,27 +35,27 @@ def split_prepare(graph: fx.Graph, buffers: Collection[str] = ()) -> tuple[fx.Gr
     moved = [node for node in graph.nodes if node in needed and node.op != "placeholder"]
     for node in inputs + moved:
         first[node] = prepare.node_copy(node, first.__getitem__)
-    staged: dict[fx.Node, fx.Node] = {}
+    prefetched: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        if node.target is ops.admit and node.args[1] in first and node.args[1] in moved:
+        if node.target is ops.acquire and node.args[1] in first and node.args[1] in moved:
             store = prepare.get_attr(node.args[0].target)
-            staged[node] = prepare.call_function(ops.stage, (store, first[node.args[1]]))
-            staged[node].meta["line"] = node.meta.get("line", "")
+            prefetched[node] = prepare.call_function(ops.prefetch, (store, first[node.args[1]]))
+            prefetched[node].meta["line"] = node.meta.get("line", "")
     given = [node for node in moved if any(user not in needed for user in node.users)]
-    prepare.output([first[node] for node in given] + list(staged.values()))
+    prepare.output([first[node] for node in given] + list(prefetched.values()))
 
     for node in inputs:
         second[node] = compute.node_copy(node, second.__getitem__)
     for node in given:
         second[node] = compute.placeholder(node.name)
-    handed = {node: compute.placeholder(one.name) for node, one in staged.items()}
+    handed = {node: compute.placeholder(one.name) for node, one in prefetched.items()}
     for node in graph.nodes:
         if node.op == "output":
             compute.output(fx.node.map_arg(node.args[0], second.__getitem__), type_expr=node.type)
         elif node not in second and node not in needed:
             second[node] = compute.node_copy(node, second.__getitem__)
             if node in handed:
-                second[node].kwargs = {**second[node].kwargs, "staged": handed[node]}
+                second[node].kwargs = {**second[node].kwargs, "prefetched": handed[node]}
     return prepare, compute
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from oneemb.kernels.hash_index_cuda import erase_loop, find_loop, home, insert_loop, rehash_loop
-from oneemb.storage.device_index import DeviceIndex
+from oneemb.storage.tiers.device_index import DeviceIndex
 
 INT64 = np.iinfo(np.int64)
 EDGES = [0, -1, 1, INT64.min, INT64.max, INT64.min + 1, 2**32, -(2**32)]

@@ -1,4 +1,4 @@
-"""The device tier: the stores' contract, and admission that evicts by the policy and never what is pinned."""
+"""The device tier: the stores' contract, and acquisition that evicts by the policy and never what is pinned."""
 
 import inspect
 from collections import Counter
@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from oneemb.kernels.cuda_loops import CudaLoops
 from oneemb.kernels.threads import Threads
-from oneemb.storage import device_tier
-from oneemb.storage.device_tier import DeviceTier
-from oneemb.storage.hot_tier import HotTier
 from oneemb.storage.row_store import StoreFullError
+from oneemb.storage.tiers import device_tier
+from oneemb.storage.tiers.device_tier import DeviceTier
+from oneemb.storage.tiers.hot_tier import HotTier
 from tests.support.row_store_suite import SUITE, DictStore, FailingStore, keys_of
 from tests.support.table_model import check, put_random
 
@@ -22,8 +23,8 @@ W = 5
 def tier(gpu):
     def make(below=None, slots=3000, **options):
         return DeviceTier(
-            "device", row_width=W, slots=slots, below=below, resident=options.pop("resident", below is None), gpu=gpu,
-            **options,
+            "device", row_width=W, slots=slots, below=below, resident=options.pop("resident", below is None),
+            begin=None, loops=CudaLoops(gpu), **options,
         )  # fmt: skip
 
     return make
@@ -50,21 +51,25 @@ def test_a_device_tier_keeps_the_contract(tier, kind, check_store):
 
 
 class Model:
-    """A tier whose rows say which key they belong to, and what admission must do to it."""
+    """A tier whose rows say which key they belong to, and what acquisition must do to it."""
 
     def __init__(self, tier, gpu):
         self.tier, self.gpu, self.rows, self.pins, self.begun = tier, gpu, {}, Counter(), []
+        tier._begin = self.begin
 
-    def fill(self, slot_M, table_M, id_M):
+    def begin(self, row_SW, slot_M, table_M, id_M):
         self.begun += zip(table_M.tolist(), id_M.tolist(), strict=True)
         rows = np.stack([row_of(t, i) for t, i in self.begun[-len(slot_M) :]]) if len(slot_M) else np.empty((0, W))
-        self.tier.row_SW[slot_M, :W] = self.gpu.put(rows.astype(np.float32))
+        row_SW[slot_M, :W] = self.gpu.put(rows.astype(np.float32))
 
-    def admit(self, keys, counts=None):
+    def acquire(self, keys, counts=None):
         count_U = None if counts is None else self.gpu.put(np.array(counts, np.int64))
-        slot_U = self.tier.admit(*map(self.gpu.put, keys_of(keys)), self.fill, count_U)
+        slot_U, _ = self.tier.acquire(self.distinct(keys), count_U)
         self.pins.update(keys)
         return slot_U
+
+    def distinct(self, keys):
+        return CudaLoops(self.gpu).distinct_keys(*map(self.gpu.put, keys_of(keys)))
 
     def release(self, keys, slot_U):
         self.tier.release(slot_U)
@@ -81,7 +86,7 @@ def row_of(table, id):
     return np.array([table, id % 1000, 1, 2, 3], np.float32)
 
 
-def test_random_admission_agrees_with_a_dict_and_keeps_what_is_pinned(tier, gpu):
+def test_random_acquisition_agrees_with_a_dict_and_keeps_what_is_pinned(tier, gpu):
     print("seed 1")
     rng = np.random.default_rng(1)
     below = DictStore(W)
@@ -89,7 +94,7 @@ def test_random_admission_agrees_with_a_dict_and_keeps_what_is_pinned(tier, gpu)
     expected, leases = {}, []
     for _ in range(60):
         keys = [(int(i) % 2, int(i)) for i in rng.choice(70, int(rng.integers(1, 9)), replace=False)]
-        slot_U = model.admit(keys)
+        slot_U = model.acquire(keys)
         for key in keys:
             expected.setdefault(key, row_of(*key))
         found = model.tier.row_SW[slot_U, :W].cpu().numpy()
@@ -120,20 +125,20 @@ def test_tiers_of_the_device_and_of_the_host_evict_alike_unless_told_otherwise()
 def test_the_least_recently_used_leave_first(tier, gpu):
     model = Model(tier(DictStore(W), 8, policy="lru"), gpu)
     for i in range(8):
-        model.release([(0, i)], model.admit([(0, i)]))
-    model.release([(0, 0)], model.admit([(0, 0)]))
-    model.admit([(0, 100), (0, 101)])
+        model.release([(0, i)], model.acquire([(0, i)]))
+    model.release([(0, 0)], model.acquire([(0, 0)]))
+    model.acquire([(0, 100), (0, 101)])
     assert model.here([(0, i) for i in range(8)]) == [(0, i) for i in (0, 3, 4, 5, 6, 7)]
 
 
 def test_the_least_often_used_leave_first_by_their_occurrences(tier, gpu):
     model = Model(tier(DictStore(W), 4, policy="lfu"), gpu)
     keys = [(0, i) for i in range(4)]
-    model.release(keys, model.admit(keys, counts=[5, 1, 9, 2]))
-    model.release(keys[1:2], model.admit(keys[1:2], counts=[3]))  # 4 in all
-    model.admit([(0, 50)])
+    model.release(keys, model.acquire(keys, counts=[5, 1, 9, 2]))
+    model.release(keys[1:2], model.acquire(keys[1:2], counts=[3]))  # 4 in all
+    model.acquire([(0, 50)])
     assert model.here(keys) == [(0, 0), (0, 1), (0, 2)]
-    model.admit([(0, 51)])
+    model.acquire([(0, 51)])
     assert model.here(keys) == [(0, 0), (0, 2)]
 
 
@@ -144,7 +149,7 @@ def test_what_was_used_often_leaves_once_other_rows_are(tier, gpu, step, monkeyp
 
     def use(*numbers, counts=None):
         keys = [(0, n) for n in numbers]
-        model.release(keys, model.admit(keys, counts))
+        model.release(keys, model.acquire(keys, counts))
 
     use(0, 1, counts=[100, 100])
     use(2)
@@ -159,22 +164,22 @@ def test_what_was_used_often_leaves_once_other_rows_are(tier, gpu, step, monkeyp
 
 def test_what_is_pinned_stays_whatever_its_score(tier, gpu):
     model = Model(tier(DictStore(W), 4), gpu)
-    slot_U = model.admit([(0, 0), (0, 1)])
+    slot_U = model.acquire([(0, 0), (0, 1)])
     for i in range(2, 12):
-        model.release([(0, i)], model.admit([(0, i)]))
+        model.release([(0, i)], model.acquire([(0, i)]))
     assert model.slots([(0, 0), (0, 1)]) == slot_U.tolist()
-    twice_U = model.admit([(0, 0)])
+    twice_U = model.acquire([(0, 0)])
     model.release([(0, 0), (0, 1)], slot_U)
-    model.admit([(0, i) for i in (20, 21, 22)])
+    model.acquire([(0, i) for i in (20, 21, 22)])
     assert model.slots([(0, 0)]) == twice_U.tolist(), "pinned twice, released once"
 
 
 def test_a_cache_full_of_pins_says_what_it_needs_and_changes_nothing(tier, gpu):
     model = Model(tier(DictStore(W), 4), gpu)
-    slot_U = model.admit([(0, 0), (0, 1), (0, 2)])
+    slot_U = model.acquire([(0, 0), (0, 1), (0, 2)])
     pins = model.tier._pin_S.tolist()
     with pytest.raises(StoreFullError, match="4 slots; 3 of them are in use by this step and 2 more rows"):
-        model.admit([(0, 0), (0, 8), (0, 9)])
+        model.acquire([(0, 0), (0, 8), (0, 9)])
     assert model.tier._pin_S.tolist() == pins and len(model.tier) == 3
     model.release([(0, 0), (0, 1), (0, 2)], slot_U)
     assert model.tier.pinned == 0
@@ -183,13 +188,13 @@ def test_a_cache_full_of_pins_says_what_it_needs_and_changes_nothing(tier, gpu):
 @pytest.mark.parametrize("options", [dict(row_limit=3), dict(slots=3)], ids=str)
 def test_a_full_resident_tier_says_so_and_changes_nothing(tier, gpu, options):
     model = Model(tier(**options), gpu)
-    model.admit([(0, 0), (0, 1)])
+    model.acquire([(0, 0), (0, 1)])
     with pytest.raises(StoreFullError):
-        model.admit([(0, 1), (0, 2), (0, 3)])
+        model.acquire([(0, 1), (0, 2), (0, 3)])
     assert len(model.tier) == 2 and model.tier.pinned == 2
     with pytest.raises(StoreFullError):
         model.tier.check_holds(4)
-    model.admit([(0, 2)])
+    model.acquire([(0, 2)])
 
 
 def test_a_new_row_that_cannot_begin_leaves_no_trace(tier, gpu):
@@ -198,23 +203,25 @@ def test_a_new_row_that_cannot_begin_leaves_no_trace(tier, gpu):
     def fail(*_):
         raise RuntimeError("no row")
 
+    model.tier._begin = fail
     with pytest.raises(RuntimeError, match="no row"):
-        model.tier.admit(*map(gpu.put, keys_of([(0, 1), (0, 2)])), fail)
+        model.acquire([(0, 1), (0, 2)])
+    model.tier._begin = model.begin
     assert len(model.tier) == 0 and model.tier.pinned == 0 and model.here([(0, 1)]) == []
-    model.admit([(0, i) for i in range(4)])
+    model.acquire([(0, i) for i in range(4)])
 
 
 def test_a_store_below_that_fails_while_rows_leave_loses_none(tier, gpu):
     below = FailingStore(DictStore(W))
     model = Model(tier(below, 4), gpu)
     keys = [(0, i) for i in range(4)]
-    model.release(keys, model.admit(keys))
+    model.release(keys, model.acquire(keys))
     below.fail_at = below.calls + 2  # the get passes, the put fails
     with pytest.raises(OSError):
-        model.admit([(0, 9)])
+        model.acquire([(0, 9)])
     below.fail_at = None
     assert model.here(keys) == keys and model.tier.pinned == 0
-    model.admit([(0, 9)])
+    model.acquire([(0, 9)])
     check(model.tier, {key: row_of(*key).tobytes() for key in [*keys, (0, 9)]})
 
 
@@ -231,13 +238,13 @@ def test_rows_survive_a_reload_from_below(tier, gpu):
 
 def test_a_device_out_of_memory_says_what_was_asked_for_and_what_would_fit(tier, gpu, monkeypatch):
     model = Model(tier(), gpu)
-    slot_U = model.admit([(0, 1)])
+    slot_U = model.acquire([(0, 1)])
     limit_memory(model.tier, 1500, monkeypatch)
     with pytest.raises(StoreFullError, match="device tier needs memory for 2001 rows .* cache_budget_mb"):
-        model.admit([(0, i) for i in range(2, 2002)])
+        model.acquire([(0, i) for i in range(2, 2002)])
     assert len(model.tier) == 1 and model.tier.pinned == 1
     assert model.tier.row_SW[slot_U, :W].tolist() == [row_of(0, 1).tolist()]
-    model.admit([(0, i) for i in range(2, 200)])
+    model.acquire([(0, i) for i in range(2, 200)])
 
 
 def limit_memory(tier, slots, monkeypatch):
@@ -255,11 +262,11 @@ def limit_memory(tier, slots, monkeypatch):
 def test_a_slab_grows_by_way_of_the_host_where_the_device_has_no_room_for_both(tier, gpu, monkeypatch):
     model = Model(tier(), gpu)
     keys = [(0, i) for i in range(1000)]
-    model.release(keys, model.admit(keys))
+    model.release(keys, model.acquire(keys))
     for memory, more, slots in [(2200, 1800, 2048), (2900, 2800, 2800)]:  # to twice as many, and to as many as needed
         limit_memory(model.tier, memory, monkeypatch)
         keys = [(0, i) for i in range(more)]
-        slot_U = model.admit(keys)
+        slot_U = model.acquire(keys)
         assert len(model.tier.row_SW) == slots
         found = model.tier.row_SW[slot_U, :W].cpu().numpy()
         assert found.tolist() == [row_of(*key).tolist() for key in keys]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from oneemb.storage.device_tier import _InOrder, _PinnedRows
+from oneemb.storage.tiers.pinned_rows import PinnedRows
+from oneemb.storage.tiers.stream_order import StreamOrder
 
 
 class Stream:
@@ -43,7 +44,7 @@ def on(monkeypatch):
 
 
 def test_a_call_on_another_stream_comes_after_the_one_before_and_keeps_its_memory(on):
-    order = _InOrder(SimpleNamespace(device=torch.device("cuda")))
+    order = StreamOrder(SimpleNamespace(device=torch.device("cuda")))
     arrays = [Array(on.noted)]
     for name in ("compute", "compute", "ahead", "compute"):
         on(name)
@@ -58,7 +59,7 @@ def test_a_call_on_another_stream_comes_after_the_one_before_and_keeps_its_memor
 
 
 def test_a_call_that_fails_is_waited_for_too(on):
-    order = _InOrder(SimpleNamespace(device=torch.device("cuda")))
+    order = StreamOrder(SimpleNamespace(device=torch.device("cuda")))
     on("ahead")
     with pytest.raises(KeyError), order(list):
         raise KeyError
@@ -69,7 +70,7 @@ def test_a_call_that_fails_is_waited_for_too(on):
 
 
 def test_evictions_come_after_the_releases_before_them(on):
-    order = _InOrder(SimpleNamespace(device=torch.device("cuda")))
+    order = StreamOrder(SimpleNamespace(device=torch.device("cuda")))
     on("ahead")
     order.after_releases()
     assert on.noted == []
@@ -81,7 +82,7 @@ def test_evictions_come_after_the_releases_before_them(on):
 
 
 def test_a_release_on_one_stream_hides_none_on_another(on):
-    order = _InOrder(SimpleNamespace(device=torch.device("cuda")))
+    order = StreamOrder(SimpleNamespace(device=torch.device("cuda")))
     for name in ("compute", "ahead", "compute"):
         on(name)
         order.released(Array(on.noted))
@@ -92,7 +93,7 @@ def test_a_release_on_one_stream_hides_none_on_another(on):
 
 
 def test_without_a_gpu_nothing_is_asked_of_streams(on):
-    order = _InOrder(SimpleNamespace(device=torch.device("cpu")))
+    order = StreamOrder(SimpleNamespace(device=torch.device("cpu")))
     on("compute")
     with order(list):
         order.released(Array(on.noted))
@@ -125,7 +126,7 @@ class Mark:
 
 def test_the_buffer_of_a_tier_waits_for_copies_on_its_own_gpu_whichever_is_current(two_gpus):
     rows = np.arange(12, dtype=np.float32).reshape(4, 3)
-    buffer = _PinnedRows(3, SimpleNamespace(device=torch.device("cuda", 1)))
+    buffer = PinnedRows(3, SimpleNamespace(device=torch.device("cuda", 1)))
     assert buffer.to_device(rows).tolist() == rows.tolist()
     assert two_gpus == ["gpu 1 marks"]
     assert buffer.to_host(torch.from_numpy(rows)).tolist() == rows.tolist()

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from oneemb.storage import device_tier
-from oneemb.storage.device_tier import DeviceTier
+from oneemb.kernels.cuda_loops import CudaLoops
+from oneemb.storage.tiers import device_tier
+from oneemb.storage.tiers.device_tier import DeviceTier
 from tests.cuda.conftest import SIMULATED
 from tests.support.row_store_suite import DictStore, keys_of
 
@@ -42,16 +43,24 @@ def streams(gpu):
 @pytest.fixture
 def make(gpu):
     def make(below=None, slots=3000):
-        return DeviceTier("device", row_width=W, slots=slots, below=below, resident=below is None, gpu=gpu)
+        return DeviceTier(
+            "device", row_width=W, slots=slots, below=below, resident=below is None, begin=begin_row,
+            loops=CudaLoops(gpu),
+        )  # fmt: skip
 
     return make
 
 
-def admit(tier, gpu, begin, end):
-    def fill(slot_M, table_M, id_M):
-        tier.row_SW[slot_M, :W] = id_M.to(torch.float32)[:, None].expand(-1, W)
+def begin_row(row_SW, slot_M, table_M, id_M):
+    row_SW[slot_M, :W] = id_M.to(torch.float32)[:, None].expand(-1, W)
 
-    return tier.admit(*map(gpu.put, keys_of([(0, i) for i in range(begin, end)])), fill)
+
+def distinct(gpu, begin, end):
+    return CudaLoops(gpu).distinct_keys(*map(gpu.put, keys_of([(0, i) for i in range(begin, end)])))
+
+
+def acquire(tier, gpu, begin, end):
+    return tier.acquire(distinct(gpu, begin, end))[0]
 
 
 def rows_of(tier, begin, end):
@@ -71,7 +80,7 @@ def test_a_tier_made_on_one_stream_is_there_for_another(make, gpu, streams):
     with streams.on(0, busy=True):
         tier = make()
     with streams.on(1):
-        slot_U = admit(tier, gpu, 0, 40)
+        slot_U = acquire(tier, gpu, 0, 40)
         assert len(set(slot_U.tolist())) == 40 and tier.stats()["new_rows"] == 40
         assert rows_of(tier, 0, 40) == list(range(40))
 
@@ -81,7 +90,7 @@ def test_what_a_step_wrote_on_another_stream_is_read(make, gpu, streams, how):
     below = DictStore(W)
     tier = make(below if how != "scan" else None)
     with streams.on(0):
-        slot_U = admit(tier, gpu, 0, 20)
+        slot_U = acquire(tier, gpu, 0, 20)
     with streams.on(0, busy=True):
         update(tier, slot_U)
     expected = [i + 0.5 for i in range(20)]
@@ -104,12 +113,12 @@ def test_a_slab_that_grows_keeps_what_another_stream_is_still_writing(make, gpu,
     monkeypatch.setattr(device_tier, "_SLOTS_MIN", 64)
     tier = make()
     with streams.on(0):
-        slot_U = admit(tier, gpu, 0, 50)
+        slot_U = acquire(tier, gpu, 0, 50)
     with streams.on(0, busy=True):
         update(tier, slot_U)
     with streams.on(1):
         slab = tier.row_SW
-        other_U = admit(tier, gpu, 50, 130)
+        other_U = acquire(tier, gpu, 50, 130)
         assert tier.row_SW is not slab
     with streams.on(0):  # nor is what this one writes now lost to a copy that is still going on
         update(tier, other_U)
@@ -119,13 +128,12 @@ def test_a_slab_that_grows_keeps_what_another_stream_is_still_writing(make, gpu,
 def test_slots_that_are_released_on_another_stream_are_not_overwritten_before(make, gpu, streams):
     tier = make(DictStore(W))
     with streams.on(0):
-        tier.release(admit(tier, gpu, 0, 32))
-        held = admit(tier, gpu, 0, 1)
-        keys = tier._all_keys(*map(gpu.put, keys_of([(0, i) for i in range(1, 32)])))
-        slot_U, _, missed = tier.pin_resident(keys)
-        assert missed == 0
+        tier.release(acquire(tier, gpu, 0, 32))
+        held = acquire(tier, gpu, 0, 1)
+        slot_U, _, missing = tier.pin_resident(distinct(gpu, 1, 32))
+        assert len(missing) == 0
     with streams.on(1, busy=True):
-        tier.release_staged(slot_U)
+        tier.release(slot_U, elsewhere=True)
     with streams.on(0):
         size = len(slot_U)
         del slot_U
@@ -144,11 +152,11 @@ def test_the_array_of_released_slots_is_kept_for_the_stream_that_reads_it(make, 
             pass
 
     tier, stream, noted = make(), Stream(), []
-    slot_U = admit(tier, gpu, 0, 3)
+    slot_U = acquire(tier, gpu, 0, 3)
     monkeypatch.setattr(tier._order, "_on_gpu", True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, on: noted.append((id(self), on)))
-    tier.release_staged(slot_U)
+    tier.release(slot_U, elsewhere=True)
     assert (id(slot_U), stream) in noted
 
 
@@ -158,7 +166,10 @@ def test_a_tier_need_not_be_on_the_current_gpu():
 
     other = Gpu("cuda:1")
     with torch.cuda.device(0):
-        tier = DeviceTier("device", row_width=W, slots=500, below=DictStore(W), resident=False, gpu=other)
+        tier = DeviceTier(
+            "device", row_width=W, slots=500, below=DictStore(W), resident=False, begin=begin_row,
+            loops=CudaLoops(other),
+        )  # fmt: skip
         for begin in range(0, 3000, 300):
-            update(tier, admit(tier, other, begin, begin + 300))
+            update(tier, acquire(tier, other, begin, begin + 300))
         assert rows_of(tier, 0, 500) == [i + 0.5 for i in range(500)]

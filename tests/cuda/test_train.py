@@ -30,6 +30,15 @@ APART = 1e-5 if not SIMULATED else 0.0
 APART_OF = {"row-wise adagrad": 1e-5}
 
 
+def move_to(store, gpu):
+    """Move a store's rows to the GPU, that of the simulator too."""
+    launch.simulated_gpu, before = gpu if SIMULATED else None, launch.simulated_gpu
+    try:
+        store.move_to(torch.device("cuda") if SIMULATED else gpu.device)
+    finally:
+        launch.simulated_gpu = before
+
+
 @contextlib.contextmanager
 def on_gpu(gpu, *modules):
     """The modules and their batches on the GPU; in the simulator the embedding's rows alone are."""
@@ -41,7 +50,7 @@ def on_gpu(gpu, *modules):
     for module in modules:
         for one in module.modules():
             if hasattr(one, "store"):
-                one.store.move_to(gpu)
+                move_to(one.store, gpu)
     launch.simulated_gpu = gpu
     try:
         yield
@@ -113,7 +122,7 @@ def test_losses_and_rows_are_those_of_the_cpu(gpu, store, optimizer, tmp_path):
 
 
 def test_the_cache_evicts_and_the_losses_do_not_change(gpu, tmp_path, monkeypatch):
-    from oneemb.storage import device_tier
+    from oneemb.storage.tiers import device_tier
 
     expected, expected_rows, _ = train(tmp_path / "cpu", "host", "adam")
     monkeypatch.setattr(device_tier, "SLOT_OVERHEAD_BYTES", 2**20 // 40 - 64)  # so that 40 slots fit in a MiB
@@ -138,7 +147,7 @@ def test_rows_that_are_there_move_along_and_back(gpu, tmp_path):
     with on_gpu(gpu, graph):
         losses += [graph(*batch).item() for batch in batches(gpu)[2:4]]
     if SIMULATED:
-        graph.embedding.store.move_to(None)
+        graph.embedding.store.move_to(torch.device("cpu"))
     else:
         graph.to("cpu")
     losses += [graph(*batch).item() for batch in batches()[4:]]
@@ -218,7 +227,7 @@ def test_ids_elsewhere_than_the_embedding_are_refused(gpu, tmp_path):
     with on_gpu(gpu, embedding):
         launch.simulated_gpu = None
         if SIMULATED:  # ids that count as the CPU's
-            with pytest.raises(ValueError, match="ids must be on cpu, where the embedding is, got the CPU"):
+            with pytest.raises(ValueError, match="ids must be on the simulated GPU, where the embedding is, got the CPU"):
                 embedding(torch.tensor([1]))
         else:
             with pytest.raises(ValueError, match="ids must be on cuda:0, where the embedding is, got the CPU"):
@@ -232,7 +241,7 @@ def test_a_step_launches_no_more_loops_than_it_should(gpu, tmp_path):
         (batch,) = batches(gpu)[:1]
         graph(*batch)
         graph(*batch)
-        at = graph.embedding.store.gpu
+        at = graph.embedding.store.loops.gpu
         before = at.launches
         graph(*batch)
         assert at.launches - before <= 12

@@ -72,8 +72,8 @@ def test_lower_embeddings():
         f"""
 inputs: ids
 unique_keys = unique_keys{KEYS}
-admit = admit(a.store, unique_keys)
-gather = gather(admit, a.weight)
+acquire = acquire(a.store, unique_keys)
+gather = gather(acquire, a.weight)
 sum_1 = gather.sum()
 sum_1.backward()
 return sum_1""",
@@ -90,10 +90,10 @@ def test_share_unique():
         f"""
 inputs: ids
 unique_keys = unique_keys{KEYS}
-admit = admit(a.store, unique_keys)
-gather = gather(admit, a.weight)
-admit_1 = admit(b.store, unique_keys)
-gather_1 = gather(admit_1, b.weight)
+acquire = acquire(a.store, unique_keys)
+gather = gather(acquire, a.weight)
+acquire_1 = acquire(b.store, unique_keys)
+gather_1 = gather(acquire_1, b.weight)
 sum_1 = gather.sum()
 sum_2 = gather_1.sum()
 add = sum_1 + sum_2
@@ -123,10 +123,10 @@ def test_share_unique_of_bags():
 inputs: ids, offsets, scales
 unique_keys = unique_keys(ids, None, 2, int64, None, offsets)
 check_pooling(unique_keys, scales, 'sum')
-admit = admit(a.store, unique_keys)
-gather = gather(admit, a.weight, scales, 'sum')
-admit_1 = admit(b.store, unique_keys)
-gather_1 = gather(admit_1, b.weight, None, 'mean')
+acquire = acquire(a.store, unique_keys)
+gather = gather(acquire, a.weight, scales, 'sum')
+acquire_1 = acquire(b.store, unique_keys)
+gather_1 = gather(acquire_1, b.weight, None, 'mean')
 sum_1 = gather.sum()
 sum_2 = gather_1.sum()
 add = sum_1 + sum_2
@@ -151,14 +151,14 @@ def test_split_prepare_finds_the_keys_of_bags_ahead_and_checks_scales_in_the_ste
     prepare, compute = split_prepare(share_unique(lowered(bags())))
     assert graph_text(prepare).splitlines()[1:] == [
         "unique_keys = unique_keys(ids, None, 2, int64, None, offsets)",
-        "stage = stage(a.store, unique_keys)",
-        "stage_1 = stage(b.store, unique_keys)",
-        "return [unique_keys, stage, stage_1]",
+        "prefetch = prefetch(a.store, unique_keys)",
+        "prefetch_1 = prefetch(b.store, unique_keys)",
+        "return [unique_keys, prefetch, prefetch_1]",
     ]
     assert graph_text(compute).splitlines()[1:4] == [
         "check_pooling(unique_keys, scales, 'sum')",
-        "admit = admit(a.store, unique_keys, staged=stage)",
-        "gather = gather(admit, a.weight, scales, 'sum')",
+        "acquire = acquire(a.store, unique_keys, prefetched=prefetch)",
+        "gather = gather(acquire, a.weight, scales, 'sum')",
     ]
 
 
@@ -179,7 +179,7 @@ def lookups(graph):
     for node in merged.nodes:
         if node.target is merged_ops.unique_merged_keys:
             found.append("".join("abc"[lookup[0] // 2] for lookup in node.args[0]))
-        elif node.target is ops.admit and node.args[0].target != "merged_0":
+        elif node.target is ops.acquire and node.args[0].target != "merged_0":
             found.append(node.args[0].target)
     return found
 
@@ -202,16 +202,16 @@ add = ids + 1
 reshape = add.reshape(-1)
 unique_merged_keys = unique_merged_keys(((0, reshape, None, 2, offsets), (4, ids, None, 2, None)), int64, None)
 check_merged_pooling(unique_merged_keys, ((0, scales, 'sum'),))
-admit_3 = admit(merged_0, unique_merged_keys)
-gather_merged = gather_merged(admit_3, ((0, a.weight, scales, 'sum'), (1, c.weight, None, 'sum')))
+acquire_3 = acquire(merged_0, unique_merged_keys)
+gather_merged = gather_merged(acquire_3, ((0, a.weight, scales, 'sum'), (1, c.weight, None, 'sum')))
 getitem = gather_merged[0]
 getitem_1 = gather_merged[1]
 sum_1 = getitem_1.sum()
 sum_2 = getitem.sum()
 add_1 = sum_1 + sum_2
 unique_keys_2 = unique_keys{KEYS}
-admit_2 = admit(b.store, unique_keys_2)
-gather_2 = gather(admit_2, b.weight)
+acquire_2 = acquire(b.store, unique_keys_2)
+gather_2 = gather(acquire_2, b.weight)
 sum_3 = gather_2.sum()
 add_2 = add_1 + sum_3
 add_2.backward()
@@ -226,8 +226,8 @@ def test_a_merged_lookup_is_prepared_ahead():
     prepare, _ = split_prepare(merge_embeddings(three(build), MEMBERS))
     check_stage(prepare, "prepare", {})
     assert graph_text(prepare).splitlines()[-2:] == [
-        "stage = stage(merged_0, unique_merged_keys)",
-        "return [unique_merged_keys, stage]",
+        "prefetch = prefetch(merged_0, unique_merged_keys)",
+        "return [unique_merged_keys, prefetch]",
     ]
 
 
@@ -308,15 +308,15 @@ def test_insert_updates():
         f"""
 inputs: ids
 unique_keys = unique_keys{KEYS}
-admit = admit(a.store, unique_keys)
-gather = gather(admit, a.weight)
+acquire = acquire(a.store, unique_keys)
+gather = gather(acquire, a.weight)
 sum_1 = gather.sum()
 sum_1.backward()
-reduce_grads = reduce_grads([admit])
+reduce_grads = reduce_grads([acquire])
 check_finite = check_finite([optimizer_0], [reduce_grads])
 step = step(optimizer_0, check_finite)
 update(optimizer_0, reduce_grads, check_finite, step)
-release([admit])
+release([acquire])
 advance([optimizer_0], [None], check_finite)
 return sum_1""",
     )
@@ -330,18 +330,18 @@ def test_insert_updates_sums_the_gradients_of_rows_before_build_clips():
         f"""
 inputs: ids
 unique_keys = unique_keys{KEYS}
-admit = admit(a.store, unique_keys)
-gather = gather(admit, a.weight)
+acquire = acquire(a.store, unique_keys)
+gather = gather(acquire, a.weight)
 sum_1 = gather.sum()
 sum_1.backward()
-reduce_grads = reduce_grads([admit])
+reduce_grads = reduce_grads([acquire])
 clip_grad_norm = clip_grad_norm([mlp.weight, mlp.bias], [reduce_grads], 2.0)
 getitem = clip_grad_norm[0]
 getitem_1 = getitem[0]
 check_finite = check_finite([optimizer_0], [getitem_1])
 step = step(optimizer_0, check_finite)
 update(optimizer_0, getitem_1, check_finite, step)
-release([admit])
+release([acquire])
 advance([optimizer_0], [lr_scheduler_0], check_finite)
 return sum_1""",
     )
@@ -361,7 +361,7 @@ def test_insert_updates_with_all_there_is():
         "sum_1 = gather.sum()",
         "scale_loss = scale_loss(grad_scaler, sum_1)",
         "scale_loss.backward()",
-        "take = take(held, a.store, [admit])",
+        "take = take(held, a.store, [acquire])",
         "reduce_grads = reduce_grads(take)",
         "unscale = unscale(grad_scaler, [optimizer_0], [reduce_grads])",
         "getitem = unscale[0]",
@@ -386,11 +386,11 @@ def test_hold_lookups():
         f"""
 inputs: ids
 unique_keys = unique_keys{KEYS}
-admit = admit(a.store, unique_keys)
-gather = gather(admit, a.weight)
+acquire = acquire(a.store, unique_keys)
+gather = gather(acquire, a.weight)
 sum_1 = gather.sum()
 sum_1.backward()
-hold(held, [admit])
+hold(held, [acquire])
 return sum_1""",
     )
     assert after is not None
@@ -433,18 +433,18 @@ def test_remove_dead_keeps_updates_admissions_random_numbers_and_what_it_does_no
         f"""
 inputs: ids, x
 unique_keys = unique_keys{KEYS}
-admit = admit(a.store, unique_keys)
+acquire = acquire(a.store, unique_keys)
 rand(3)
 dropout(x)
 x.add_(1)
 mlp = mlp(x)
 sum_1 = mlp.sum()
 sum_1.backward()
-reduce_grads = reduce_grads([admit])
+reduce_grads = reduce_grads([acquire])
 check_finite = check_finite([optimizer_0], [reduce_grads])
 step = step(optimizer_0, check_finite)
 update(optimizer_0, reduce_grads, check_finite, step)
-release([admit])
+release([acquire])
 advance([optimizer_0], [None], check_finite)
 return sum_1""",
     )
@@ -465,17 +465,17 @@ def test_split_prepare():
             f"unique_keys = unique_keys{KEYS}",
             "add = ids + 1",
             "unique_keys_1 = unique_keys(add, None, 2, int64, None)",
-            "stage = stage(a.store, unique_keys)",
-            "stage_1 = stage(b.store, unique_keys_1)",
-            "return [unique_keys, unique_keys_1, stage, stage_1]",
+            "prefetch = prefetch(a.store, unique_keys)",
+            "prefetch_1 = prefetch(b.store, unique_keys_1)",
+            "return [unique_keys, unique_keys_1, prefetch, prefetch_1]",
         ]
     )
     assert graph_text(compute).splitlines()[:5] == [
-        "inputs: ids, unique_keys, unique_keys_1, stage, stage_1",
-        "admit = admit(a.store, unique_keys, staged=stage)",
-        "gather = gather(admit, a.weight)",
-        "admit_1 = admit(b.store, unique_keys_1, staged=stage_1)",
-        "gather_1 = gather(admit_1, b.weight)",
+        "inputs: ids, unique_keys, unique_keys_1, prefetch, prefetch_1",
+        "acquire = acquire(a.store, unique_keys, prefetched=prefetch)",
+        "gather = gather(acquire, a.weight)",
+        "acquire_1 = acquire(b.store, unique_keys_1, prefetched=prefetch_1)",
+        "gather_1 = gather(acquire_1, b.weight)",
     ]
 
 
@@ -514,7 +514,7 @@ def test_a_graph_shows_itself():
     graph = simple()
     assert "not compiled yet" in str(graph)
     graph(torch.tensor([[1, 2]]))
-    assert "prepare:" in str(graph) and "stage(a.store, unique_keys)" in str(graph)
+    assert "prepare:" in str(graph) and "prefetch(a.store, unique_keys)" in str(graph)
     assert "update(optimizer_0, reduce_grads, check_finite, step)" in str(graph)
     assert graph.compiled().code.count("ops_update(") == 1
 

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from oneemb.graph.row_optimizers import row_optimizer_of
+from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.threads import Threads
 from oneemb.optim import Ftrl, RowWiseAdagrad, SmartDecayAdam
 
-THREADS = Threads(1)
+LOOPS = HostLoops(Threads(1))
 
 
 def parameter():
@@ -25,7 +26,7 @@ def step(rows, group, number=1, dim=2, weight=1.0, grad=1.0):
     row_SW = np.concatenate([np.full(dim, weight), rows.initial_state(dim)]).astype(np.float32)[None]
     rows.update(
         row_SW, row_SW, np.zeros(1, np.int64), np.full((1, dim), grad, np.float32),
-        state_begin=dim, group=group, step=number, threads=THREADS,
+        state_begin=dim, group=group, step=number, loops=LOOPS,
     )  # fmt: skip
     return row_SW[0]
 
@@ -96,7 +97,7 @@ def test_rows_step_as_a_dense_parameter_does_while_a_scheduler_changes_the_rate(
     slot_U = np.arange(6, dtype=np.int64)
     for number in range(1, 8):
         grad_UD = rng.normal(0, 1, (6, 5)).astype(np.float32)
-        rows.update(row_SW, row_SW, slot_U, grad_UD, state_begin=5, group=group, step=number, threads=THREADS)
+        rows.update(row_SW, row_SW, slot_U, grad_UD, state_begin=5, group=group, step=number, loops=LOOPS)
         grad = torch.from_numpy(grad_UD)
         dense.grad = grad.to_sparse(1) if cls is torch.optim.SparseAdam else grad
         optimizer.step()

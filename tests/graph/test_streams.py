@@ -11,7 +11,7 @@ import torch
 from oneemb.graph import prefetch, streams
 from oneemb.graph.ops import Keys
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
-from oneemb.storage.embedding_store import Staged
+from oneemb.storage.tiers.hot_rows import Prefetched
 from tests.support.interrupts import interrupted
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -97,12 +97,13 @@ def test_a_step_waits_for_what_was_prepared_and_no_memory_of_it_is_given_away(mo
     assert on_gpu == [(id(tensor), "compute") for tensor in tensors]
 
 
-def test_tensors_are_found_in_keys_and_staged_rows_and_nowhere_else(on_gpu):
+def test_tensors_are_found_in_keys_and_prefetched_rows_and_nowhere_else(on_gpu):
     tensors = [torch.zeros(1) for _ in range(8)]
     keys = DeviceKeys(*tensors[:5], check=lambda: None)
     store = SimpleNamespace(row_SW=torch.zeros(1))
     values = [
-        Keys(torch.Size([1]), keys), Staged(store, tensors[5], 0, keys=None), {"a": [tensors[6]]}, (tensors[7], 3, "x"),
+        Keys(torch.Size([1]), keys, None, None), Prefetched(store, None, tensors[5], 0, 0), {"a": [tensors[6]]},
+        (tensors[7], 3, "x"),
         np.zeros(2),
     ]  # fmt: skip
     assert [id(one) for one in streams._tensors(values)] == [id(one) for one in tensors]

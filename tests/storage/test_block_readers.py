@@ -11,12 +11,12 @@ import pytest
 from oneemb.kernels.aio import AIO_NUMBERS
 from oneemb.kernels.checksum import blocks_sum
 from oneemb.kernels.threads import Threads
-from oneemb.storage import aio_reader
-from oneemb.storage.aio_reader import open_reader
-from oneemb.storage.block_reader import PreadReader, plan_reads
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import LocalFileSystem, aligned_bytes, storage_error
-from oneemb.storage.geometry import Geometry
+from oneemb.storage.table import aio_reader
+from oneemb.storage.table.aio_reader import open_reader
+from oneemb.storage.table.block_reader import PreadReader, plan_reads
+from oneemb.storage.table.geometry import Geometry
 from tests.support.forks import ended_well, in_child
 
 APART = 12  # blocks from one read to the next: too far to be read together

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.check import check_table
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.persistent_table import PersistentTable, read_snapshot_info
-from oneemb.storage.snapshot_file import SnapshotFiles
-from oneemb.storage.snapshot_reader import SnapshotReader
-from oneemb.storage.table_info import table_info
+from oneemb.storage.table.check import check_table
+from oneemb.storage.table.persistent_table import PersistentTable, read_snapshot_info
+from oneemb.storage.table.snapshot_file import SnapshotFiles
+from oneemb.storage.table.snapshot_reader import SnapshotReader
+from oneemb.storage.table.table_info import table_info
 from tests.support.table_model import put_random, scanned
 
 THREADS = Threads(1)

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.check import check_table
-from oneemb.storage.compact_snapshots import compact_snapshots
 from oneemb.storage.errors import CorruptTableError, LockedError, StorageError
-from oneemb.storage.persistent_table import PersistentTable
-from oneemb.storage.snapshot_file import SnapshotFiles
-from oneemb.storage.table_info import table_info
+from oneemb.storage.table.check import check_table
+from oneemb.storage.table.compact_snapshots import compact_snapshots
+from oneemb.storage.table.persistent_table import PersistentTable
+from oneemb.storage.table.snapshot_file import SnapshotFiles
+from oneemb.storage.table.table_info import table_info
 from tests.support.faulty_fs import FaultyFileSystem, PowerLoss
 from tests.support.table_model import put_random, scanned
 
@@ -128,7 +128,7 @@ def test_power_is_lost_at_every_call():
 
 
 def test_the_crash_test_notices_a_snapshot_that_is_renamed_before_its_chunks_are_synced(monkeypatch):
-    monkeypatch.setattr("oneemb.storage.chunk_files.ChunkFiles.sync", lambda self, chunk: None)
+    monkeypatch.setattr("oneemb.storage.table.chunk_files.ChunkFiles.sync", lambda self, chunk: None)
     fs = FaultyFileSystem()
     saved = make_table(fs=fs)
     compact_snapshots("/t", fs=fs)

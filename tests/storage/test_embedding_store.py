@@ -5,11 +5,13 @@ import pytest
 
 from oneemb.kernels.init_rows import CONSTANT, UNIFORM, InitialRows
 from oneemb.kernels.threads import Threads
-from oneemb.storage import embedding_store
-from oneemb.storage.embedding_store import EmbeddingStore, StorePlan
+from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import BrokenStoreError
-from oneemb.storage.hot_tier import HotTier
 from oneemb.storage.row_store import StorageError, StoreFullError
+from oneemb.storage.tiers import stack
+from oneemb.storage.tiers.hot_tier import HotTier
+from oneemb.storage.tiers.stack import StorePlan
+from tests.support.keys import distinct
 from tests.support.row_store_suite import keys_of
 
 DIM = 4
@@ -46,19 +48,19 @@ def open_store(tmp_path):
 
 
 def keys(*numbers, table=0):
-    return keys_of([(table, n) for n in numbers])
+    return distinct(*keys_of([(table, n) for n in numbers]))
 
 
 def values(store, *numbers, table=0):
-    return store.read(*keys(*numbers, table=table))
+    return store.read(keys(*numbers, table=table))[0]
 
 
 def train(store, *numbers, value=None, table=0):
     """A step that writes random values, or `value`, into all words of these rows."""
-    slot_U = store.admit(*keys(*numbers, table=table))
+    slot_U = store.acquire(keys(*numbers, table=table))[0]
     rng = np.random.default_rng(list(numbers))
     store.row_SW[slot_U] = rng.normal(size=(len(numbers), store.layout.row_width)) if value is None else value
-    store.mark_dirty(slot_U)
+    store.mark_dirty(None, slot_U)
     store.release(slot_U)
     store.step += 1
 
@@ -149,11 +151,11 @@ def test_changes_count_what_changes_rows(open_store):
         seen.append(store.changes)
         return seen[-1] != seen[-2]
 
-    store.release(store.admit(*keys(1, 2)))
+    store.release(store.acquire(keys(1, 2))[0])
     assert changed()
-    slot_U = store.admit(*keys(1))
+    slot_U = store.acquire(keys(1))[0]
     assert not changed()
-    store.mark_dirty(slot_U)
+    store.mark_dirty(None, slot_U)
     assert changed()
     store.release(slot_U)
     store.save_snapshot("s", {})
@@ -174,7 +176,7 @@ def test_slots_of_before_mean_nothing_after_a_load(call, open_store):
     assert store.generation != generation
 
 
-def test_abandoned_pins_are_released_by_the_next_admit(open_store):
+def test_abandoned_pins_are_released_by_the_next_acquire(open_store):
     store = open_store("ssd")
     store.build(*ADAM)
     store.save_snapshot("before", {})
@@ -183,12 +185,12 @@ def test_abandoned_pins_are_released_by_the_next_admit(open_store):
         pass
 
     dropped, kept, of_old_rows = Owner(), Owner(), Owner()
-    store.pin_for(of_old_rows, store.admit(*keys(7)))
+    store.pin_for(of_old_rows, store.acquire(keys(7))[0])
     store.load_snapshot("before")
-    store.pin_for(dropped, store.admit(*keys(*range(30))))
-    pins = store.pin_for(kept, store.admit(*keys(*range(30, 36))))
+    store.pin_for(dropped, store.acquire(keys(*range(30)))[0])
+    pins = store.pin_for(kept, store.acquire(keys(*range(30, 36)))[0])
     del dropped, of_old_rows
-    store.release(store.admit(*keys(*range(100, 140))))
+    store.release(store.acquire(keys(*range(100, 140)))[0])
     assert store.stats()["device"]["pinned"] == 6
     store.release_pins(pins)
     store.release_pins(pins)
@@ -204,7 +206,7 @@ def test_rows_begun_before_the_optimizer_get_its_state(kind, open_store):
     store = open_store(kind)
     store.build(None, np.empty(0, np.float32))
     for begin in range(0, 300, 30):
-        store.release(store.admit(*keys(*range(begin, begin + 30))))
+        store.release(store.acquire(keys(*range(begin, begin + 30)))[0])
     weights = values(store, *range(300))
     store.build(*ADAGRAD)
     rows = values(store, *range(300))
@@ -218,10 +220,10 @@ def test_an_optimizer_whose_wider_rows_do_not_fit_leaves_the_rows(kind, open_sto
     store = open_store(kind)
     store.build(None, np.empty(0, np.float32))
     for begin in range(0, 500, 25):
-        store.release(store.admit(*keys(*range(begin, begin + 25))))
+        store.release(store.acquire(keys(*range(begin, begin + 25)))[0])
     store.save_snapshot("users", {})
     weights = values(store, *range(500))
-    monkeypatch.setattr(embedding_store, "_memory_bytes", lambda: 500 * 70)  # a row takes 56 bytes now, with state 88
+    monkeypatch.setattr(stack, "_memory_bytes", lambda: 500 * 70)  # a row takes 56 bytes now, with state 88
     with pytest.raises(StoreFullError, match="must hold all of 500"):
         store.build(*ADAM)
     assert store.stats()["rows"] == 500 and store.snapshots() == ["users"]
@@ -236,7 +238,7 @@ def test_an_optimizer_whose_wider_rows_do_not_fit_leaves_the_rows(kind, open_sto
 def test_rows_survive_an_optimizer_that_cannot_be_attached(kind, times, open_store, monkeypatch):
     store = open_store(kind)
     store.build(None, np.empty(0, np.float32))
-    store.release(store.admit(*keys(*range(40))))
+    store.release(store.acquire(keys(*range(40)))[0])
     weights = values(store, *range(40))
     reload, left = HotTier.reload, [times]
 
@@ -255,7 +257,7 @@ def test_rows_survive_an_optimizer_that_cannot_be_attached(kind, times, open_sto
         (name,) = store.snapshots()
         assert any(name in note for note in caught.value.__notes__)
         with pytest.raises(BrokenStoreError, match="load_snapshot"):
-            store.admit(*keys(1))
+            store.acquire(keys(1))[0]
         store.load_snapshot(name)
     assert store.stats()["rows"] == 40 and values(store, *range(40))[:, :DIM].tobytes() == weights.tobytes()
 
@@ -265,7 +267,7 @@ def test_weights_loaded_before_the_optimizer_are_kept(kind, open_store):
     # Saved under another seed, so that rows begun anew would hold other weights.
     pretrained = open_store(kind, seed=2)
     pretrained.build(None, np.empty(0, np.float32))
-    pretrained.release(pretrained.admit(*keys(1, 2, 3)))
+    pretrained.release(pretrained.acquire(keys(1, 2, 3))[0])
     weights = values(pretrained, 1, 2, 3)
     pretrained.save_snapshot("pretrained", {})
     pretrained.close()
@@ -280,7 +282,7 @@ def test_weights_loaded_before_the_optimizer_are_kept(kind, open_store):
 def test_weights_loaded_after_the_optimizer_get_its_state(kind, open_store):
     pretrained = open_store(kind, seed=2)
     pretrained.build(None, np.empty(0, np.float32))
-    pretrained.release(pretrained.admit(*keys(1, 2, 3)))
+    pretrained.release(pretrained.acquire(keys(1, 2, 3))[0])
     weights = values(pretrained, 1, 2, 3)
     pretrained.save_snapshot("pretrained", {})
     pretrained.close()
@@ -297,7 +299,7 @@ def test_a_second_optimizer_is_refused_once_rows_hold_state(open_store):
     store = open_store()
     store.build(*ADAGRAD)
     store.build(*ADAM)  # There is no row yet.
-    store.release(store.admit(*keys(1)))
+    store.release(store.acquire(keys(1))[0])
     store.build(*ADAM)
     with pytest.raises(StorageError, match=r"'adam' \(8 values a row\).*'adagrad' \(4 values\); attach 'adam'"):
         store.build(*ADAGRAD)
@@ -346,7 +348,7 @@ def test_a_snapshot_that_does_not_fit_changes_nothing(kind, wrong, match, open_s
     other = open_store(kind, **wrong)
     if optimizer == ADAM and "capacity" in wrong:
         other.build(None, np.empty(0, np.float32))  # Rows without state are made anew for a snapshot's.
-        other.release(other.admit(*keys(5, 6)))
+        other.release(other.acquire(keys(5, 6))[0])
     else:
         other.build(*optimizer)
         train(other, 5, 6)
@@ -367,7 +369,7 @@ def test_a_damaged_snapshot_leaves_the_rows_as_they_were(kind, with_state, open_
     spoil_a_block(tmp_path / "rows")
     other = open_store(kind)
     other.build(*(ADAM if with_state else (None, np.empty(0, np.float32))))
-    other.release(other.admit(*keys(5, 6)))
+    other.release(other.acquire(keys(5, 6))[0])
     before = everything(other)
     with pytest.raises(StorageError, match="checksum"):
         other.load_snapshot("s")
@@ -384,11 +386,11 @@ def test_capacity_is_the_same_for_every_store(kind, open_store):
     train(store, *range(30))
     before = everything(store)
     with pytest.raises(StoreFullError, match="capacity is 50 rows; 30 are kept and 21 new ones were asked for"):
-        store.admit(*keys(*range(10, 51)))
+        store.acquire(keys(*range(10, 51)))[0]
     assert everything(store) == before
     train(store, *range(20, 50))
     with pytest.raises(StoreFullError, match="50 are kept and 1 new .* at least 51"):
-        store.admit(*keys(0, 1, 99))
+        store.acquire(keys(0, 1, 99))[0]
     train(store, *range(40))
 
 
@@ -399,7 +401,7 @@ def test_a_cache_smaller_than_a_step_names_the_size(kind, open_store):
     train(store, *range(46))
     before = everything(store)
     with pytest.raises(StoreFullError, match="device tier has 46 slots; 46 .* 1 more rows were asked for, 47 in all"):
-        store.admit(*keys(*range(47)))
+        store.acquire(keys(*range(47)))[0]
     assert everything(store) == before
 
 
@@ -413,7 +415,7 @@ def test_a_closed_store_says_so_and_lets_go_of_the_path(open_store):
     store.close()
     store.close()
     for call in (
-        lambda: store.read(*keys(1)),
+        lambda: store.read(keys(1)),
         lambda: store.build(*ADAM),
         lambda: store.save_snapshot("s", {}),
         lambda: store.delete_snapshot("s"),
@@ -442,7 +444,7 @@ def test_a_path_in_use_is_refused_and_the_holder_goes_on(open_store):
 
 
 @pytest.mark.parametrize("kind", PLANS)
-def test_staged_rows_are_taken_over_by_their_lookup(kind, open_store):
+def test_prefetched_rows_are_taken_over_by_their_lookup(kind, open_store):
     store, plain = open_store(kind), open_store(kind, path="plain")
     for one in (store, plain):
         one.build(*ADAM)
@@ -450,39 +452,39 @@ def test_staged_rows_are_taken_over_by_their_lookup(kind, open_store):
         train(one, *range(60, 100))
     changes = store.changes
     numbers = [*range(10, 30), *range(200, 210)]
-    staged = store.stage(*keys(*numbers))
+    prefetched = store.prefetch(keys(*numbers))
     assert store.changes == changes and store.stats()["rows"] == 80
-    assert (staged.slot_U[:20] >= 0).all() and (staged.slot_U[20:] == -1).all()
-    slot_U = store.admit(*keys(*numbers), staged)
+    assert (prefetched.slot_U[:20] >= 0).all() and (prefetched.slot_U[20:] == -1).all()
+    slot_U = store.acquire(keys(*numbers), prefetched)[0]
     assert store.stats()["device"]["pinned"] == 30 and store.stats()["rows"] == 90
-    other_U = plain.admit(*keys(*numbers))
+    other_U = plain.acquire(keys(*numbers))[0]
     assert store.row_SW[slot_U].tobytes() == plain.row_SW[other_U].tobytes()
     store.release(slot_U)
     assert store.stats()["device"]["pinned"] == 0
 
 
 @pytest.mark.parametrize("kind", ["host", "ssd"])
-def test_staged_rows_give_way_to_a_step_that_needs_their_slots(kind, open_store):
+def test_prefetched_rows_give_way_to_a_step_that_needs_their_slots(kind, open_store):
     store = open_store(kind)
     store.build(*ADAM)
     train(store, *range(40))
     train(store, *range(40, 80))
-    staged = store.stage(*keys(*range(30)))
-    slot_U = store.admit(*keys(*range(100, 146)))
-    assert not staged.held
+    prefetched = store.prefetch(keys(*range(30)))
+    slot_U = store.acquire(keys(*range(100, 146)))[0]
+    assert not prefetched.held
     store.release(slot_U)
-    again_U = store.admit(*keys(*range(30)), staged)
+    again_U = store.acquire(keys(*range(30)), prefetched)[0]
     assert values(store, *range(30)).tobytes() == store.row_SW[again_U].tobytes()
     store.release(again_U)
     assert store.stats()["device"]["pinned"] == 0
 
 
-def test_staged_rows_that_nobody_takes_are_let_go(open_store):
+def test_prefetched_rows_that_nobody_takes_are_let_go(open_store):
     store = open_store("ssd")
     store.build(*ADAM)
     train(store, *range(40))
-    staged = store.stage(*keys(*range(40)))
+    prefetched = store.prefetch(keys(*range(40)))
     assert store.stats()["device"]["pinned"] == 40
-    store.unstage(staged)
-    store.unstage(staged)
+    store.unprefetch(prefetched)
+    store.unprefetch(prefetched)
     assert store.stats()["device"]["pinned"] == 0

@@ -9,7 +9,7 @@ import pytest
 
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import LocalFileSystem, absolute_path
-from oneemb.storage.snapshot_reader import SnapshotReader, read_snapshot_info
+from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from tests.storage.test_persistent_table import open_table
 from tests.storage.test_persistent_table_crash import open_table as open_faulty
 from tests.support.faulty_fs import FaultyFileSystem, PowerLoss

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from oneemb.commands import oneemb as command
+from oneemb.cli.commands import oneemb as command
 from oneemb.storage.errors import StorageError
-from oneemb.storage.snapshot_reader import read_snapshot_info
-from oneemb.storage.table_info import table_info
+from oneemb.storage.table.snapshot_reader import read_snapshot_info
+from oneemb.storage.table.table_info import table_info
 from tests.storage.test_persistent_table import open_table
 from tests.storage.test_persistent_table_crash import open_table as open_faulty
 from tests.support.faulty_fs import FaultyFileSystem

@@ -9,17 +9,17 @@ import pytest
 
 from oneemb.kernels.checksum import xxh64
 from oneemb.kernels.threads import Threads
-from oneemb.storage import check as check_module
-from oneemb.storage import chunk_scan
-from oneemb.storage.check import check_table
-from oneemb.storage.compact_snapshots import compact_snapshots
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.persistent_table import PersistentTable
-from oneemb.storage.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.snapshot_rows import SnapshotRows
-from oneemb.storage.table_info import table_info
-from oneemb.storage.writer_lock import known_snapshots
+from oneemb.storage.table import check as check_module
+from oneemb.storage.table import chunk_scan
+from oneemb.storage.table.check import check_table
+from oneemb.storage.table.compact_snapshots import compact_snapshots
+from oneemb.storage.table.persistent_table import PersistentTable
+from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
+from oneemb.storage.table.table_info import table_info
+from oneemb.storage.table.writer_lock import known_snapshots
 from tests.storage.test_persistent_table_damage import open_table, small_table
 from tests.support.table_model import scanned
 

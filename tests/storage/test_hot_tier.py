@@ -20,11 +20,12 @@ from hypothesis.stateful import (
 )
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage import hot_tier
 from oneemb.storage.errors import IndexMemoryError
-from oneemb.storage.hot_tier import HotTier
-from oneemb.storage.persistent_table import PersistentTable
 from oneemb.storage.row_store import StoreFullError
+from oneemb.storage.table.persistent_table import PersistentTable
+from oneemb.storage.tiers import hot_tier
+from oneemb.storage.tiers.hot_tier import HotTier
+from tests.support.keys import distinct
 from tests.support.row_store_suite import SUITE, DictStore, FailingStore, keys_of
 from tests.support.table_model import check, got, note, put_random, random_rows, scanned
 
@@ -160,26 +161,27 @@ def test_the_suite_finds_a_fault_through_a_cache(fault):
     assert faults_found(lambda: cache(_Saboteur(fault), 40))
 
 
-# ---- admitting, evicting, pinning ------------------------------------------------------------------------------------
+# ---- acquiring, evicting, pinning ------------------------------------------------------------------------------------
 
 
 def initial_row(table, id):
-    """The row that `fill_new` gives a key: a function of the key."""
+    """The row that `begin` gives a key: a function of the key."""
     return np.array([table, id % 2**31, id >> 31, 7, -0.0], np.int64).astype(np.float32)
 
 
-def filler(tier, filled=None):
-    def fill_new(slot_M, table_M, id_M):
+def beginner(begun=None):
+    def begin(row_SW, slot_M, table_M, id_M):
         for slot, table, id in zip(slot_M.tolist(), table_M.tolist(), id_M.tolist(), strict=True):
-            tier.row_SW[slot] = initial_row(table, id)
-            if filled is not None:
-                filled.append((table, id))
+            row_SW[slot] = initial_row(table, id)
+            if begun is not None:
+                begun.append((table, id))
 
-    return fill_new
+    return begin
 
 
-def admit(tier, keys, filled=None):
-    return tier.admit(*keys_of(keys), filler(tier, filled))
+def acquire(tier, keys, begun=None):
+    tier._begin = beginner(begun)
+    return tier.acquire(distinct(*keys_of(keys)))[0]
 
 
 def rows_of(keys):
@@ -190,11 +192,11 @@ def ids(*numbers):
     return [(0, n) for n in numbers]
 
 
-def test_new_rows_are_filled_once_and_found_again():
-    tier, filled = resident(slots=10), []
-    slots = admit(tier, ids(1, 2, 3), filled)
-    again = admit(tier, ids(3, 4, 1), filled)
-    assert filled == ids(1, 2, 3, 4)
+def test_new_rows_are_begun_once_and_found_again():
+    tier, begun = resident(slots=10), []
+    slots = acquire(tier, ids(1, 2, 3), begun)
+    again = acquire(tier, ids(3, 4, 1), begun)
+    assert begun == ids(1, 2, 3, 4)
     assert again.tolist()[::2] == [slots[2], slots[0]]
     assert tier.pinned == 4 and tier.stats()["new_rows"] == 4
     check(tier, rows_of(ids(1, 2, 3, 4)))
@@ -203,27 +205,27 @@ def test_new_rows_are_filled_once_and_found_again():
 def test_evicted_dirty_row_is_read_back_bit_for_bit():
     rng, below = np.random.default_rng(0), DictStore(W)
     tier = cache(below, 4)
-    slot_U = admit(tier, ids(1, 2))
+    slot_U = acquire(tier, ids(1, 2))
     tier.row_SW[slot_U] = row_UW = random_rows(rng, 2, W)
     tier.mark_dirty(slot_U)
     tier.release(slot_U)
     for n in range(10, 30, 4):
-        tier.release(admit(tier, ids(*range(n, n + 4))))
+        tier.release(acquire(tier, ids(*range(n, n + 4))))
     assert set(ids(1, 2)) <= set(below.rows) and tier.stats()["evicted"] >= 16
-    slot_U = admit(tier, ids(2, 1))
+    slot_U = acquire(tier, ids(2, 1))
     assert tier.row_SW[slot_U].tobytes() == row_UW[::-1].tobytes()
 
 
 def test_evicted_clean_rows_are_not_written_again():
     below = FailingStore(DictStore(W))
     tier = cache(below, 4)
-    tier.release(admit(tier, ids(1, 2, 3, 4)))
+    tier.release(acquire(tier, ids(1, 2, 3, 4)))
     tier.flush()
     written = tier.stats()["written_down"]
     for n in range(20):
         tier.get(*keys_of(ids(1 + n % 4)), np.empty((1, W), np.float32))
-        tier.release(admit(tier, ids(100)))
-    tier.release(admit(tier, ids(1, 2, 3, 4)))
+        tier.release(acquire(tier, ids(100)))
+    tier.release(acquire(tier, ids(1, 2, 3, 4)))
     assert tier.stats()["written_down"] - written == 1 and below.store.rows[0, 100] == initial_row(0, 100).tobytes()
 
 
@@ -231,12 +233,12 @@ def test_the_least_recently_used_row_is_evicted():
     below = FailingStore(DictStore(W))
     tier = cache(below, 4, policy="lru")
     for key in (1, 2, 3, 4, 1):
-        tier.release(admit(tier, ids(key)))
-    tier.release(admit(tier, ids(5)))  # takes the slot of 2
+        tier.release(acquire(tier, ids(key)))
+    tier.release(acquire(tier, ids(5)))  # takes the slot of 2
     below.fail_at = below.calls + 1  # from here on, a miss would ask the store below
-    tier.release(admit(tier, ids(1, 3, 4, 5)))
+    tier.release(acquire(tier, ids(1, 3, 4, 5)))
     with pytest.raises(OSError):
-        admit(tier, ids(2))
+        acquire(tier, ids(2))
 
 
 class PolicyModel:
@@ -255,7 +257,7 @@ class PolicyModel:
             self.uses.setdefault(key, []).append(self.time)
         self.time += len(keys)
 
-    def admit(self, keys, slot_U, pinned):
+    def acquire(self, keys, slot_U, pinned):
         """Returns the keys that leave."""
         hits = [key for key in keys if key in self.uses]
         misses = [key for key in keys if key not in self.uses]
@@ -283,15 +285,15 @@ def zipf_keys(rng, size, ids):
 @pytest.mark.parametrize("step", [2.0**500, 2.0**3], ids=["scores as they are", "scores brought down often"])
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_the_rows_that_leave_are_those_the_policy_says(policy, step, monkeypatch):
-    monkeypatch.setattr("oneemb.storage.hot_tier._SCORE_STEP", step)
+    monkeypatch.setattr("oneemb.storage.tiers.hot_tier._SCORE_STEP", step)
     rng, left = np.random.default_rng(0), 0
     tier, model = cache(DictStore(W), 48, policy=policy), PolicyModel(48, policy)
     held = []
     for _ in range(400):
         keys = zipf_keys(rng, int(rng.integers(1, 9)), 300)
         rng.shuffle(keys)
-        slot_U = admit(tier, keys)
-        left += len(model.admit(keys, slot_U, {key for other, _ in held for key in other}))
+        slot_U = acquire(tier, keys)
+        left += len(model.acquire(keys, slot_U, {key for other, _ in held for key in other}))
         here = tier._index.find(*keys_of(ids(*range(300)))) >= 0
         assert np.flatnonzero(here).tolist() == sorted(id for _, id in model.uses)
         held.append((keys, slot_U))
@@ -305,7 +307,7 @@ def test_the_model_tells_the_policies_apart():
     for _ in range(100):
         keys = zipf_keys(rng, 8, 300)
         for model in models:
-            model.admit(keys, np.arange(len(keys)), set())
+            model.acquire(keys, np.arange(len(keys)), set())
     assert models[0].uses.keys() != models[1].uses.keys()
 
 
@@ -333,7 +335,7 @@ def test_lfu_misses_less_than_lru_on_zipfs_law():
     for policy in ("lru", "lfu"):
         rng, tier = np.random.default_rng(0), cache(DictStore(W), 500, policy=policy)
         for step in range(300):
-            tier.release(admit(tier, zipf_keys(rng, 128, 20_000)))
+            tier.release(acquire(tier, zipf_keys(rng, 128, 20_000)))
             if step == 100:
                 before = tier.stats()["misses"]
         misses[policy] = tier.stats()["misses"] - before
@@ -344,21 +346,21 @@ def test_rows_used_once_push_out_no_row_that_is_used_often():
     tier = cache(DictStore(W), 64)
     often = ids(*range(20))
     for _ in range(10):
-        tier.release(admit(tier, often))
+        tier.release(acquire(tier, often))
     for begin in range(100, 300, 10):
-        tier.release(admit(tier, ids(*range(begin, begin + 10))))
+        tier.release(acquire(tier, ids(*range(begin, begin + 10))))
     assert (tier._index.find(*keys_of(often)) >= 0).all()
 
 
 def test_rows_that_were_frequent_leave_when_others_are():
     tier = cache(DictStore(W), 64)
     for _ in range(500):
-        tier.release(admit(tier, ids(*range(40))))
+        tier.release(acquire(tier, ids(*range(40))))
     rng = np.random.default_rng(0)
     for _ in range(800):
-        tier.release(admit(tier, ids(*(100 + rng.permutation(60)[:20]).tolist())))
+        tier.release(acquire(tier, ids(*(100 + rng.permutation(60)[:20]).tolist())))
     misses = tier.stats()["misses"]
-    tier.release(admit(tier, ids(*range(100, 160))))
+    tier.release(acquire(tier, ids(*range(100, 160))))
     assert tier.stats()["misses"] - misses < 5
 
 
@@ -366,34 +368,34 @@ def test_rows_that_were_frequent_leave_when_others_are():
 def test_scores_stay_numbers_however_long_a_cache_is_used(policy):
     tier = cache(DictStore(W), 2, policy=policy)
     for n in range(20_000):  # 1,250 half-lives of the cache's scores
-        tier.release(admit(tier, ids(n % 3, 3)))
+        tier.release(acquire(tier, ids(n % 3, 3)))
     assert np.isfinite(tier._score_S).all() and 0 < tier._use_score < 2.0**501
     assert 3 in {id for _, id in (key for key in ids(0, 1, 2, 3) if tier._index.find(*keys_of([key]))[0] >= 0)}
 
 
 def test_pinned_rows_are_neither_evicted_nor_moved():
     rng, tier = np.random.default_rng(0), cache(DictStore(W), 8)
-    slot_U = admit(tier, ids(1, 2, 3))
+    slot_U = acquire(tier, ids(1, 2, 3))
     for n in range(50):
         tier.row_SW[slot_U] = row_UW = random_rows(rng, 3, W)
-        tier.release(admit(tier, ids(*range(10 + 5 * n, 15 + 5 * n))))
+        tier.release(acquire(tier, ids(*range(10 + 5 * n, 15 + 5 * n))))
         out_UW = np.empty((20, W), np.float32)
         tier.get(*keys_of(ids(*range(20, 40))), out_UW)
         assert tier.row_SW[slot_U].tobytes() == row_UW.tobytes()
-        assert admit(tier, ids(1, 2, 3)).tolist() == slot_U.tolist()
+        assert acquire(tier, ids(1, 2, 3)).tolist() == slot_U.tolist()
         tier.release(slot_U)
     assert tier.pinned == 3
 
 
 def test_a_row_pinned_twice_stays_until_it_is_released_twice():
     tier = cache(DictStore(W), 2)
-    slot_U = admit(tier, ids(1))
-    admit(tier, ids(1))
+    slot_U = acquire(tier, ids(1))
+    acquire(tier, ids(1))
     tier.release(slot_U)
     with pytest.raises(StoreFullError):
-        admit(tier, ids(2, 3))
+        acquire(tier, ids(2, 3))
     tier.release(slot_U)
-    assert len(admit(tier, ids(2, 3))) == 2
+    assert len(acquire(tier, ids(2, 3))) == 2
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 16, 33])
@@ -401,7 +403,7 @@ def test_a_cache_takes_as_many_rows_at_once_as_it_has_slots(slots):
     tier = cache(DictStore(W), slots)
     for begin in (0, 1, slots, slots // 2):
         keys = ids(*range(begin, begin + slots))
-        slot_U = admit(tier, keys)
+        slot_U = acquire(tier, keys)
         assert sorted(slot_U.tolist()) == list(range(slots))
         assert [tier.row_SW[slot].tobytes() for slot in slot_U] == list(rows_of(keys).values())
         tier.release(slot_U)
@@ -425,34 +427,34 @@ def state(tier):
 def check_refused(tier, keys, match):
     before = state(tier)
     with pytest.raises(StoreFullError, match=match):
-        admit(tier, keys)
+        acquire(tier, keys)
     assert state(tier) == before
 
 
 def test_a_cache_full_of_pins_names_the_size_that_works():
     tier = cache(DictStore(W), 4)
-    held = admit(tier, ids(1, 2, 3))
+    held = acquire(tier, ids(1, 2, 3))
     check_refused(
         tier,
         ids(2, 3, 4, 5),
         "device tier has 4 slots; 3 of them are in use by this step and 2 more .* 5 in all.* 1 MiB",
     )
-    assert admit(tier, ids(2, 3, 4)).tolist()[:2] == held.tolist()[1:]
+    assert acquire(tier, ids(2, 3, 4)).tolist()[:2] == held.tolist()[1:]
 
 
 def test_more_rows_than_a_cache_has_slots_are_refused():
     tier = cache(DictStore(W), 4)
     check_refused(tier, ids(*range(5)), "4 slots; 0 of them .* 5 more rows were asked for")
-    tier.release(admit(tier, ids(1, 2, 3, 4)))
+    tier.release(acquire(tier, ids(1, 2, 3, 4)))
     check_refused(tier, ids(*range(5)), "4 slots")
     check(tier, rows_of(ids(1, 2, 3, 4)))
 
 
 def test_a_full_resident_tier_refuses_new_rows_and_keeps_serving_old_ones():
     tier = resident(slots=3)
-    tier.release(admit(tier, ids(1, 2)))
+    tier.release(acquire(tier, ids(1, 2)))
     check_refused(tier, ids(2, 3, 4), "3 slots; 2 of them are taken and 2 more")
-    tier.release(admit(tier, ids(2, 3)))
+    tier.release(acquire(tier, ids(2, 3)))
     check_refused(tier, ids(4), "3 slots")
     before = state(tier)
     with pytest.raises(StoreFullError):
@@ -473,40 +475,41 @@ def test_a_full_resident_tier_refuses_new_rows_and_keeps_serving_old_ones():
 )
 def test_capacity_counts_every_row_known_wherever_it_is(make):
     tier = make()
-    tier.release(admit(tier, [(0, 1), (1, 1), (0, 3)]))
+    tier.release(acquire(tier, [(0, 1), (1, 1), (0, 3)]))
     tier.put(*keys_of([(2, 4)]), np.full((1, W), 2, np.float32))
     full = r"capacity is 5 rows; 4 are kept and 2 new ones were asked for \(the first of table 3\).*at least 6, or None"
     check_refused(tier, [(0, 1), (3, 1), (4, 1)], full)
-    tier.release(admit(tier, [(3, 1)]))
-    tier.release(admit(tier, [(0, 1), (2, 4), (3, 1)]))
+    tier.release(acquire(tier, [(3, 1)]))
+    tier.release(acquire(tier, [(0, 1), (2, 4), (3, 1)]))
     check_refused(tier, [(0, 1), (9, 9)], "capacity is 5 rows; 5 are kept and 1 new")
     with pytest.raises(StoreFullError, match="capacity"):
         tier.put(*keys_of([(9, 9)]), np.ones((1, W), np.float32))
     assert len(tier) == 5
     tier.clear()
-    admit(tier, ids(7, 8))
+    acquire(tier, ids(7, 8))
 
 
-def test_a_filler_that_fails_changes_nothing():
+def test_a_beginning_that_fails_changes_nothing():
     for make in (lambda: resident(slots=9), lambda: cache(DictStore(W), 9)):
         tier = make()
-        tier.release(admit(tier, ids(1, 2, 3, 4)))
+        tier.release(acquire(tier, ids(1, 2, 3, 4)))
         before = state(tier)
 
-        def fill_new(slot_M, table_M, id_M):
+        def begin(row_SW, slot_M, table_M, id_M):
             raise KeyboardInterrupt
 
+        tier._begin = begin
         for _ in range(20):  # A slot lost each time would show.
             with pytest.raises(KeyboardInterrupt):
-                tier.admit(*keys_of(ids(1, 5, 6)), fill_new)
+                tier.acquire(distinct(*keys_of(ids(1, 5, 6))))
             assert state(tier) == before
-        assert len(admit(tier, ids(*range(11, 20)) if tier.name != "device" else ids(5, 6, 7, 8, 9))) == 5
+        assert len(acquire(tier, ids(*range(11, 20)) if tier.name != "device" else ids(5, 6, 7, 8, 9))) == 5
         check(tier, rows_of(ids(1, 2, 3, 4, 5, 6, 7, 8, 9)))
 
 
 def test_no_memory_for_the_index_changes_nothing(monkeypatch):
     tier = cache(DictStore(W), 500)
-    tier.release(admit(tier, ids(*range(40))))
+    tier.release(acquire(tier, ids(*range(40))))
     before = state(tier)
 
     def no_memory(*args, **kwargs):
@@ -515,14 +518,14 @@ def test_no_memory_for_the_index_changes_nothing(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("oneemb.storage.hash_index.np.zeros", no_memory)
         with pytest.raises(MemoryError):
-            admit(tier, ids(*range(30, 300)))
+            acquire(tier, ids(*range(30, 300)))
         assert state(tier) == before
     with monkeypatch.context() as patch:
         patch.setattr("oneemb.storage.hash_index._new_cells", no_memory)
         with pytest.raises(IndexMemoryError, match=r"holds 40 keys in \d+ bytes and needs \d+ bytes more"):
-            admit(tier, ids(*range(30, 490)))
+            acquire(tier, ids(*range(30, 490)))
         assert state(tier) == before
-    tier.release(admit(tier, ids(*range(30, 300))))
+    tier.release(acquire(tier, ids(*range(30, 300))))
     check(tier, rows_of(ids(*range(300))))
 
 
@@ -533,7 +536,7 @@ def test_no_memory_for_the_index_changes_nothing(monkeypatch):
 def test_a_reloaded_tier_holds_what_the_store_below_holds(make):
     rng, below, rows = np.random.default_rng(0), DictStore(W), {}
     tier = make(below)
-    admit(tier, ids(1, 2, 3))
+    acquire(tier, ids(1, 2, 3))
     put_random(below, rows, rng, 100)
     tier.reload()
     check(tier, rows)
@@ -560,7 +563,7 @@ def test_a_flush_writes_dirty_rows_once():
     assert below.rows == rows and tier.stats()["written_down"] == 100
     tier.flush()
     assert tier.stats()["written_down"] == 100
-    slot_U = tier.admit(*keys_of(list(rows)[:3]), filler(tier))
+    slot_U = acquire(tier, list(rows)[:3])
     tier.row_SW[slot_U] = 5
     tier.mark_dirty(slot_U)
     note(rows, *keys_of(list(rows)[:3]), np.full((3, W), 5, np.float32))
@@ -577,7 +580,7 @@ def test_a_reload_that_fails_leaves_no_part_of_the_rows():
     rng, below = np.random.default_rng(0), Broken(W)
     put_random(below, {}, rng, 10)
     tier = resident(below)
-    admit(tier, ids(1, 2))
+    acquire(tier, ids(1, 2))
     with pytest.raises(OSError, match="damaged"):
         tier.reload()
     check(tier, {})
@@ -619,7 +622,7 @@ def play(tier, attempt):
     rng, rows = np.random.default_rng(3), {}
 
     def train(*numbers):
-        slot_U = attempt(lambda: admit(tier, ids(*numbers)))
+        slot_U = attempt(lambda: acquire(tier, ids(*numbers)))
         tier.row_SW[slot_U] = row_UW = random_rows(rng, len(numbers), W)
         tier.mark_dirty(slot_U)
         tier.release(slot_U)
@@ -738,30 +741,32 @@ class TierMachine(RuleBasedStateMachine):
             return call(*args)
 
     @rule(keys=_KEYS)
-    def admit(self, keys):
+    def acquire(self, keys):
         if not self.fits(keys):
             before = self.tier.pinned, len(self.tier)
             with pytest.raises(StoreFullError):
-                self.attempt(admit, self.tier, keys)
+                self.attempt(acquire, self.tier, keys)
             assert (self.tier.pinned, len(self.tier)) == before
             return
-        slot_U = self.attempt(admit, self.tier, keys)
+        slot_U = self.attempt(acquire, self.tier, keys)
         for key in keys:
             self.rows.setdefault(key, initial_row(*key).tobytes())
         self.leases.append((keys, slot_U))
 
     @rule(keys=_KEYS)
-    def stage(self, keys):
+    def prefetch(self, keys):
         """Pin what is here and bring what is below, as far as there is room; begin nothing."""
-        slot_U = self.tier.pin_resident(*keys_of(keys))
-        away = np.flatnonzero(slot_U < 0)
+        slot_U, known, away = self.tier.pin_resident(distinct(*keys_of(keys)))
+        assert away.tolist() == np.flatnonzero(slot_U < 0).tolist()
         self.leases.append(([key for key, slot in zip(keys, slot_U, strict=True) if slot >= 0], slot_U[slot_U >= 0]))
         some = [keys[n] for n in away]
         try:
-            slot_M = self.attempt(self.tier.bring_known, *keys_of(some))
+            brought = self.attempt(self.tier.bring_known, known, slot_U, away)
         except StoreFullError:
             return
+        slot_M = slot_U[away]
         assert [slot >= 0 for slot in slot_M] == [key in self.rows for key in some]
+        assert brought == np.count_nonzero(slot_M >= 0)
         self.leases.append(([key for key in some if key in self.rows], slot_M[slot_M >= 0]))
 
     @precondition(lambda self: self.leases)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from oneemb.commands import oneemb as command
-from oneemb.storage.check import check_table
-from oneemb.storage.compact_snapshots import compact_snapshots
+from oneemb.cli.commands import oneemb as command
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.table_info import table_info
-from oneemb.storage.writer_lock import KnownSnapshots, WriterLock, known_snapshots
+from oneemb.storage.table.check import check_table
+from oneemb.storage.table.compact_snapshots import compact_snapshots
+from oneemb.storage.table.table_info import table_info
+from oneemb.storage.table.writer_lock import KnownSnapshots, WriterLock, known_snapshots
 from tests.storage.test_persistent_table import open_table
 from tests.storage.test_persistent_table_crash import (
     World,

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage import hash_index, pending_keys
+from oneemb.storage import hash_index
 from oneemb.storage.errors import IndexMemoryError, StorageError
 from oneemb.storage.hash_index import HashIndex
-from oneemb.storage.pending_keys import PendingKeys
-from oneemb.storage.persistent_table import PersistentTable
+from oneemb.storage.table import pending_keys
+from oneemb.storage.table.pending_keys import PendingKeys
+from oneemb.storage.table.persistent_table import PersistentTable
 from tests.storage.test_persistent_table_states import TableMachine, run
 from tests.support.table_model import check, got, put, put_random, random_rows
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage import chunk_scan, snapshot_load
 from oneemb.storage.errors import (
     FormatVersionError,
     LockedError,
@@ -20,10 +19,11 @@ from oneemb.storage.errors import (
     SnapshotNotFoundError,
     StorageError,
 )
-from oneemb.storage.file_header import SNAPSHOT_MAGIC
 from oneemb.storage.hash_index import HashIndex
-from oneemb.storage.persistent_table import PersistentTable, read_snapshot_info
-from oneemb.storage.snapshot_reader import SnapshotReader
+from oneemb.storage.table import chunk_scan, snapshot_load
+from oneemb.storage.table.file_header import SNAPSHOT_MAGIC
+from oneemb.storage.table.persistent_table import PersistentTable, read_snapshot_info
+from oneemb.storage.table.snapshot_reader import SnapshotReader
 from tests.support.table_model import check, got, put, put_random, random_keys, random_rows, scanned
 
 ROOT = Path(__file__).parents[2]
@@ -319,7 +319,7 @@ def test_a_snapshot_is_read_by_other_processes_while_the_writer_goes_on(tmp_path
         saved = dict(rows)
         script = (
             "import sys, hashlib\n"
-            "from oneemb.storage.snapshot_reader import SnapshotReader\n"
+            "from oneemb.storage.table.snapshot_reader import SnapshotReader\n"
             "from tests.support.table_model import scanned\n"
             f"rows = scanned(SnapshotReader.open({str(tmp_path)!r}, 's'))\n"
             "print(hashlib.sha256(repr(sorted(rows.items())).encode()).hexdigest())\n"

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.compaction import Compactor
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.persistent_table import PersistentTable
+from oneemb.storage.table.compaction import Compactor
+from oneemb.storage.table.persistent_table import PersistentTable
 from tests.support.faulty_fs import FaultyFileSystem
 from tests.support.table_model import check, got, put, put_random, random_rows
 

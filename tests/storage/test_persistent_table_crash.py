@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.persistent_table import PersistentTable
+from oneemb.storage.table.persistent_table import PersistentTable
 from tests.support.faulty_fs import FaultyFileSystem, PowerLoss
 from tests.support.table_model import check, put_random, scanned
 
@@ -197,7 +197,7 @@ def test_a_table_that_skips_a_step_is_found_out(saboteur):
 
 
 def test_a_table_that_frees_chunks_before_the_snapshot_is_gone_is_found_out(monkeypatch):
-    from oneemb.storage.snapshot_store import SnapshotStore
+    from oneemb.storage.table.snapshot_store import SnapshotStore
 
     def delete(self, name):
         self._forget(name)
@@ -209,7 +209,7 @@ def test_a_table_that_frees_chunks_before_the_snapshot_is_gone_is_found_out(monk
 
 
 def test_a_table_that_takes_a_snapshot_off_its_list_after_removing_it_is_found_out(monkeypatch):
-    from oneemb.storage.snapshot_store import SnapshotStore
+    from oneemb.storage.table.snapshot_store import SnapshotStore
 
     def delete(self, name):
         self.files.remove(name)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage import snapshot_load
 from oneemb.storage.errors import CorruptTableError, FormatVersionError
-from oneemb.storage.persistent_table import PersistentTable
-from oneemb.storage.snapshot_reader import SnapshotReader
+from oneemb.storage.table import snapshot_load
+from oneemb.storage.table.persistent_table import PersistentTable
+from oneemb.storage.table.snapshot_reader import SnapshotReader
 from tests.support.faulty_fs import FaultyFileSystem
 from tests.support.table_model import check, got, put_random, scanned
 

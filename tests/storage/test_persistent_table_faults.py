@@ -7,9 +7,9 @@ import shutil
 import numpy as np
 import pytest
 
-from oneemb.storage import row_writer
-from oneemb.storage.chunk_files import ChunkFile
 from oneemb.storage.errors import StorageError
+from oneemb.storage.table import row_writer
+from oneemb.storage.table.chunk_files import ChunkFile
 from tests.storage.test_persistent_table_crash import (
     World,
     clear_and_save,

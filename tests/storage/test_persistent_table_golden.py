@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.persistent_table import PersistentTable
-from oneemb.storage.snapshot_reader import SnapshotReader, read_snapshot_info
+from oneemb.storage.table.persistent_table import PersistentTable
+from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from tests.storage.golden.make_golden import golden_rows, make
 from tests.support.table_model import check, note, scanned
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.aio_reader import AioReader
-from oneemb.storage.check import check_table
-from oneemb.storage.chunk_files import ChunkFiles
 from oneemb.storage.errors import BrokenStoreError
 from oneemb.storage.fs import _LockFile
-from oneemb.storage.persistent_table import PersistentTable
+from oneemb.storage.table.aio_reader import AioReader
+from oneemb.storage.table.check import check_table
+from oneemb.storage.table.chunk_files import ChunkFiles
+from oneemb.storage.table.persistent_table import PersistentTable
 from tests.support.interrupts import WAYS, count_lines, interrupted, some_lines
 from tests.support.table_model import check, got, note, put_random, random_keys, random_rows, scanned
 

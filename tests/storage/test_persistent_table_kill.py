@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.persistent_table import PersistentTable
+from oneemb.storage.table.persistent_table import PersistentTable
 
 WIDTH, KEYS = 16, 4000
 

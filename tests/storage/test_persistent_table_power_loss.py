@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.persistent_table import PersistentTable
+from oneemb.storage.table.persistent_table import PersistentTable
 from tests.support.table_model import put_random, scanned
 
 DISK_MIB = 96

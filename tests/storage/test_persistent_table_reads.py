@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.aio_reader import AioReader, open_reader
-from oneemb.storage.block_reader import PreadReader, plan_reads
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.geometry import Geometry, make_geometry
-from oneemb.storage.persistent_table import PersistentTable
+from oneemb.storage.table.aio_reader import AioReader, open_reader
+from oneemb.storage.table.block_reader import PreadReader, plan_reads
+from oneemb.storage.table.geometry import Geometry, make_geometry
+from oneemb.storage.table.persistent_table import PersistentTable
 from tests.support.faulty_fs import FaultyFileSystem
 from tests.support.table_model import check, got, put_random
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis.stateful import invariant
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage import geometry
-from oneemb.storage.chunk_files import ChunkFiles
-from oneemb.storage.compaction import Compactor
 from oneemb.storage.errors import CorruptTableError
-from oneemb.storage.live_rows import LiveRows
-from oneemb.storage.persistent_table import PersistentTable
+from oneemb.storage.table import geometry
+from oneemb.storage.table.chunk_files import ChunkFiles
+from oneemb.storage.table.compaction import Compactor
+from oneemb.storage.table.live_rows import LiveRows
+from oneemb.storage.table.persistent_table import PersistentTable
 from tests.storage.test_persistent_table_states import TableMachine, run
 from tests.support.faulty_fs import FaultyFileSystem
 from tests.support.table_model import check

@@ -17,8 +17,8 @@ from hypothesis.stateful import (
 
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import SnapshotExistsError, SnapshotNotFoundError
-from oneemb.storage.persistent_table import PersistentTable
-from oneemb.storage.snapshot_reader import SnapshotReader
+from oneemb.storage.table.persistent_table import PersistentTable
+from oneemb.storage.table.snapshot_reader import SnapshotReader
 from tests.support.faulty_fs import FaultyFileSystem
 from tests.support.table_model import check, got, put, random_rows
 

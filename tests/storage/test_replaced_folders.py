@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.check import check_table
-from oneemb.storage.compact_snapshots import compact_snapshots
 from oneemb.storage.errors import LockedError, StorageError
+from oneemb.storage.foreign.oneflow_table import OneFlowReader, OneFlowWriter, oneflow_snapshots
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.live_rows import LiveRows
-from oneemb.storage.oneflow_table import OneFlowReader, OneFlowWriter, oneflow_snapshots
-from oneemb.storage.persistent_table import PersistentTable
+from oneemb.storage.table.check import check_table
+from oneemb.storage.table.compact_snapshots import compact_snapshots
+from oneemb.storage.table.live_rows import LiveRows
+from oneemb.storage.table.persistent_table import PersistentTable
 from tests.support.models import make_embedding
 from tests.support.table_model import check, put_random
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from oneemb.commands import oneemb as command
-from oneemb.storage.check import check_table
-from oneemb.storage.compact_snapshots import compact_snapshots
-from oneemb.storage.snapshot_reader import read_snapshot_info
-from oneemb.storage.table_info import table_info
+from oneemb.cli.commands import oneemb as command
+from oneemb.storage.table.check import check_table
+from oneemb.storage.table.compact_snapshots import compact_snapshots
+from oneemb.storage.table.snapshot_reader import read_snapshot_info
+from oneemb.storage.table.table_info import table_info
 from tests.storage.test_persistent_table import open_table
 from tests.support.models import make_embedding
 from tests.support.table_model import check, put_random

@@ -8,6 +8,7 @@ and a formula in float64 NumPy, written from the reference. Neither imports the 
 import numpy as np
 import torch
 
+from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.threads import Threads
 from oneemb.storage.row_layout import RowLayout
 
@@ -195,7 +196,7 @@ def touched_rows(step, rng, slots=SLOTS):
 def check_update(update, oracle, initial_state, dtype, dim, threads, *, seed=0, close=None):
     """STEPS steps of `update` agree with the oracle, and touch no byte that is not theirs.
 
-    update(weight_SX, row_SW, slot_U, grad_UD, state_begin=, step=, threads=) -> None; close: which columns of the
+    update(weight_SX, row_SW, slot_U, grad_UD, state_begin=, step=, loops=) -> None; close: which columns of the
     state are compared, None = all.
     """
     print(f"seed {seed}")
@@ -208,7 +209,8 @@ def check_update(update, oracle, initial_state, dtype, dim, threads, *, seed=0, 
         slot_U = touched_rows(step, rng)
         grad_UD = rng.normal(0, 1, (len(slot_U), dim)).astype(np.float32)
         before = slab.bytes_outside(slot_U)
-        update(slab.weight_SX, slab.row_SW, slot_U, grad_UD, state_begin=slab.state_begin, step=step, threads=runner)
+        loops = HostLoops(runner)
+        update(slab.weight_SX, slab.row_SW, slot_U, grad_UD, state_begin=slab.state_begin, step=step, loops=loops)
         assert slab.bytes_outside(slot_U) == before, f"step {step} wrote outside its rows"
         oracle.step(step, slot_U, grad_UD)
         oracle.weight_SD = rounded(oracle.weight_SD, dtype)
@@ -241,8 +243,9 @@ def check_threads(update, initial_state, dim=16, slots=4000):
             slot_U = rng.permutation(slots)[: slots - 100 * step].astype(np.int64)
             grad_UD = rng.normal(0, 1, (len(slot_U), dim)).astype(np.float32)
             update(
-                slab.weight_SX, slab.row_SW, slot_U, grad_UD, state_begin=slab.state_begin, step=step, threads=threads
-            )
+                slab.weight_SX, slab.row_SW, slot_U, grad_UD, state_begin=slab.state_begin, step=step,
+                loops=HostLoops(threads),
+            )  # fmt: skip
         threads.close()
         results.append(slab.row_SW.tobytes())
     assert results[0] == results[1] == results[2]
@@ -263,7 +266,7 @@ def check_not_finite(update, initial_state, dim=19):
                     grad_UD[slot, 4] = value
             update(
                 slab.weight_SX, slab.row_SW, slot_U, grad_UD, state_begin=slab.state_begin, step=step,
-                threads=THREADS[1],
+                loops=HostLoops(THREADS[1]),
             )  # fmt: skip
     assert np.isfinite(slabs[False].weight_SD).all()
     assert not np.isfinite(slabs[True].weight_SD[list(bad), 4]).any()

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.persistent_table import PersistentTable
+from oneemb.storage.table.persistent_table import PersistentTable
 
 
 def golden_rows(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

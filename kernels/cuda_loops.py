@@ -1,0 +1,216 @@
+"""Loops on a GPU: `oneemb.kernels.loops.Loops` for tensors on the device.
+
+A step waits for the device twice: its acquisition reads how many unique keys there are, how many of them miss and
+whether tables and offsets are as they must be, in one go, and not at all where a batch prepared ahead has found every
+row; and `surely_finite` reads how large gradients are, those of rows and of dense parameters in one go. That second
+wait could be put off only as far as the dense optimizer's step: torch's optimizers take no answer that is on the
+device, and rows updated before it would have to be taken back, with the step's count and the marks of dirty rows. It
+comes when the whole backward pass has been handed to the device, and costs what launching that step costs. Several
+lookups of one embedding in a step wait once more, for the number of their keys together; so does clipping, for a norm.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from oneemb.kernels import launch, reduce_grads_cuda
+from oneemb.kernels.bags import Bags
+from oneemb.kernels.gather_cuda import gather_cuda
+from oneemb.kernels.host_loops import BITS, SUM_MAX
+from oneemb.kernels.init_rows import InitialRows
+from oneemb.kernels.init_rows_cuda import DeviceInitialRows, init_rows_cuda
+from oneemb.kernels.launch import Gpu
+from oneemb.kernels.pool_cuda import bags_of_cuda, mean_scales_cuda, pool_cuda, scale_grads_cuda
+from oneemb.kernels.reduce_grads_cuda import Segments
+from oneemb.kernels.reduce_grads_cuda import reduce_grads_cuda as sum_segments_cuda
+from oneemb.kernels.row_update_cuda import run_row_update_cuda
+from oneemb.kernels.unique_keys_cuda import DeviceKeys, occurrences, unique_keys_cuda
+
+if TYPE_CHECKING:
+    from oneemb.kernels.loops import Terms
+
+__all__ = ["CudaLoops", "loops_of"]
+
+_OF_BITS = {bits: dtype for dtype, bits in BITS.items()}
+
+
+class CudaLoops:
+    """Loops that run on this GPU. See `oneemb.kernels.loops.Loops` for what each does."""
+
+    merges = False
+
+    def __init__(self, gpu: Gpu):
+        self.gpu = gpu
+        self.device = gpu.device
+        self.place = str(gpu.device) if gpu.device.type == "cuda" else "the simulated GPU"
+
+    # ---- arrays -----------------------------------------------------------------------------------------------------
+
+    def array(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view(BITS[tensor.dtype]) if tensor.dtype in BITS else tensor
+
+    def tensor(self, array: torch.Tensor) -> torch.Tensor:
+        return array
+
+    def put(self, array: np.ndarray) -> torch.Tensor:
+        return self.gpu.put(array)
+
+    def to_host(self, array: torch.Tensor) -> np.ndarray:
+        return array.cpu().numpy()
+
+    def zeros(self, rows: int, width: int) -> torch.Tensor:
+        return self.gpu.full(rows, width, value=0, dtype=torch.float32)
+
+    def arange(self, size: int) -> torch.Tensor:
+        return torch.arange(size, device=self.device)
+
+    def join(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(arrays))
+
+    # ---- keys -------------------------------------------------------------------------------------------------------
+
+    def tables(self, table_ids: torch.Tensor, tables: int) -> torch.Tensor:
+        # Nobody has looked yet: what is no table must not become one by losing its upper bits.
+        if table_ids.dtype == torch.int64:
+            table_ids = table_ids.clamp(-1, tables)
+        return table_ids.detach().to(torch.int32)
+
+    def tables_of_columns(self, ids: int, tables: int) -> torch.Tensor:
+        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        return _tables_of_columns(ids, tables, self.device, stream)
+
+    def unique_keys(
+        self, table_N: torch.Tensor, id_N: torch.Tensor, *, tables: int, padding_id: int | None,
+        check: Callable[[], None] | None,
+    ) -> DeviceKeys:  # fmt: skip
+        return unique_keys_cuda(table_N, id_N, tables=tables, padding_id=padding_id, gpu=self.gpu)._replace(check=check)
+
+    def unique_keys_of_bags(
+        self, id_N: torch.Tensor, offset_P1: torch.Tensor, table_P: torch.Tensor | None, *, tables: int,
+        padding_id: int | None, check: Callable[[], None],
+    ) -> tuple[DeviceKeys, Bags]:  # fmt: skip
+        size_2 = self.gpu.full(2, value=0, dtype=torch.int64)
+        bag_N, table_N = bags_of_cuda(offset_P1, table_P, tables, len(id_N), size_2, gpu=self.gpu)
+        keys = unique_keys_cuda(table_N, id_N, tables=tables, padding_id=padding_id, size_2=size_2, gpu=self.gpu)
+        return keys._replace(check=check), Bags(offset_P1, bag_N)
+
+    def distinct_keys(self, table_U: torch.Tensor, id_U: torch.Tensor) -> DeviceKeys:
+        size_2 = self.gpu.full(2, value=0, dtype=torch.int64)
+        size_2[:1].fill_(len(id_U))
+        none = self.gpu.empty(0, dtype=torch.int64)
+        return DeviceKeys(table_U, id_U, none, size_2, none)
+
+    def counted(self, keys: Any) -> DeviceKeys:
+        size, wrong = self.gpu.read(keys.size_2)
+        if wrong:
+            assert keys.check is not None
+            keys.check()
+            raise AssertionError("the device found tables or offsets to be wrong, and the host does not")
+        return keys.cut(size)
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    def initial_rows(self, initial: InitialRows) -> DeviceInitialRows:
+        return DeviceInitialRows(initial, gpu=self.gpu)
+
+    def init_rows(
+        self, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_M: torch.Tensor, table_M: torch.Tensor,
+        id_M: torch.Tensor, initial: DeviceInitialRows, state: np.ndarray, *, state_begin: int,
+    ) -> None:  # fmt: skip
+        init_rows_cuda(
+            weight_SX, row_SW, slot_M, table_M, id_M, initial, self.gpu.put(np.asarray(state, np.float32)),
+            state_begin=state_begin, gpu=self.gpu,
+        )  # fmt: skip
+
+    def update_rows(
+        self, on_host: Any, on_cuda: Any, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_U: torch.Tensor,
+        grads: Any, state_begin: int, *scalars: Any, state_width: int,
+    ) -> None:  # fmt: skip
+        run_row_update_cuda(on_cuda, weight_SX, row_SW, slot_U, grads, state_begin, *scalars, gpu=self.gpu)
+
+    # ---- forward ----------------------------------------------------------------------------------------------------
+
+    def gather(
+        self, weight_SX: torch.Tensor, slot_U: torch.Tensor, inverse_N: torch.Tensor, out_ND: torch.Tensor
+    ) -> None:
+        gather_cuda(weight_SX, slot_U, inverse_N, out_ND, gpu=self.gpu)
+
+    def pool(
+        self, weight_SX: torch.Tensor, slot_U: torch.Tensor, inverse_N: torch.Tensor, offset_P1: torch.Tensor,
+        scale_N: torch.Tensor | None, out_PD: torch.Tensor,
+    ) -> None:  # fmt: skip
+        pool_cuda(weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PD, gpu=self.gpu)
+
+    def mean_scales(self, offset_P1: torch.Tensor, inverse_N: torch.Tensor) -> torch.Tensor:
+        return mean_scales_cuda(offset_P1, inverse_N, gpu=self.gpu)
+
+    # ---- backward ---------------------------------------------------------------------------------------------------
+
+    def scale_grads(
+        self, weight_SX: torch.Tensor, slot_U: torch.Tensor, inverse_N: torch.Tensor, bag_N: torch.Tensor,
+        grad_PX: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        return scale_grads_cuda(weight_SX, slot_U, inverse_N, bag_N, grad_PX, gpu=self.gpu)
+
+    def segments(self, keys: Any, bags: Bags | None, grad_NX: torch.Tensor, scale_N: torch.Tensor | None) -> Segments:
+        order_N, begin_U1 = occurrences(keys.inverse_N, len(keys.id_U), gpu=self.gpu)
+        bag_N = None if bags is None else bags.bag_N
+        return reduce_grads_cuda.segments_of(grad_NX, order_N, begin_U1, bag_N, scale_N, gpu=self.gpu)
+
+    def sum_segments(self, segments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return sum_segments_cuda(segments, gpu=self.gpu)
+
+    def finite_rows(self, grad_UD: torch.Tensor) -> torch.Tensor:
+        return torch.isfinite(grad_UD).all(1)
+
+    def surely_finite(self, terms: Sequence["Terms"], dense: Sequence[torch.Tensor]) -> bool:
+        found, bounds = [], []
+        for grad_NX, scale_N, number in terms:
+            largest = _largest(grad_NX.view(_OF_BITS[grad_NX.dtype])).double()
+            if scale_N is not None and len(scale_N):
+                largest = largest * _largest(scale_N).double().clamp(min=1)
+            found.append(largest)
+            bounds.append(SUM_MAX / max(1, number))
+        values = [grad._values() if grad.is_sparse else grad for grad in dense]
+        if values := [grad for grad in values if grad.numel()]:
+            found.append(torch.nn.utils.get_total_norm(values, torch.inf))
+            bounds.append(torch.inf)
+        numbers = self.gpu.read(torch.stack([one.to(self.device, torch.float64, non_blocking=True) for one in found]))
+        return all(number < bound for number, bound in zip(numbers, bounds, strict=True))  # which NaN is not
+
+    def norm(self, grad_UD: torch.Tensor, p: float) -> float:
+        """Up to the order of its sum."""
+        return float(torch.linalg.vector_norm(grad_UD, p, dtype=torch.float64))
+
+
+def _largest(array: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(array, torch.inf) if array.numel() else array.new_zeros(())
+
+
+@functools.lru_cache(maxsize=8)
+def _tables_of_columns(ids: int, tables: int, device: torch.device, stream: int) -> torch.Tensor:
+    # For one stream: another would not wait for it to be made, nor keep its memory until it is read.
+    return torch.arange(tables, dtype=torch.int32, device=device).repeat(ids // tables)
+
+
+def loops_at(device: torch.device) -> CudaLoops:
+    """The loops of a GPU.
+
+    Raises:
+        RuntimeError, ImportError: CUDA cannot be used; the message says what to install.
+    """
+    return _loops_at(launch.gpu_at(device))
+
+
+def loops_of(tensor: torch.Tensor) -> CudaLoops | None:
+    """The loops of the GPU that a tensor is on; None where it is on the CPU."""
+    gpu = launch.gpu_of(tensor)
+    return None if gpu is None else _loops_at(gpu)
+
+
+@functools.lru_cache(maxsize=64)
+def _loops_at(gpu: Gpu) -> CudaLoops:
+    return CudaLoops(gpu)

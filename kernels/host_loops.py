@@ -1,0 +1,172 @@
+"""Loops on the host's cores: `oneemb.kernels.loops.Loops` for NumPy arrays."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from oneemb.kernels.bags import Bags
+from oneemb.kernels.gather import gather
+from oneemb.kernels.init_rows import InitialRows, init_rows
+from oneemb.kernels.pool import mean_scales, pool, scale_grads
+from oneemb.kernels.reduce_grads import Segments, largest_magnitude, sum_segments
+from oneemb.kernels.row_norms import rows_norm
+from oneemb.kernels.row_update import run_row_update
+from oneemb.kernels.threads import Threads
+from oneemb.kernels.unique_by_table import unique_keys_by_table
+from oneemb.kernels.unique_keys import UniqueKeys, unique_keys
+
+if TYPE_CHECKING:
+    from oneemb.kernels.loops import Terms
+
+__all__ = ["BITS", "SUM_MAX", "HostLoops"]
+
+BITS = {torch.float32: torch.float32, torch.float16: torch.uint16, torch.bfloat16: torch.int16}
+"""How loops see weights of each dtype."""
+SUM_MAX = 2.0**127
+"""Sums of float32 whose exact value is below this stay finite, whatever their roundings."""
+
+_NO_INVERSE = np.empty(0, np.int32)
+
+
+class HostLoops:
+    """Loops that run on these threads. See `oneemb.kernels.loops.Loops` for what each does."""
+
+    place = "the CPU"
+    device = torch.device("cpu")
+    merges = True
+
+    def __init__(self, threads: Threads):
+        self.threads = threads
+
+    # ---- arrays -----------------------------------------------------------------------------------------------------
+
+    def array(self, tensor: torch.Tensor) -> np.ndarray:
+        return tensor.view(BITS[tensor.dtype]).numpy() if tensor.dtype in BITS else tensor.numpy()
+
+    def tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array)
+
+    def put(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def to_host(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def zeros(self, rows: int, width: int) -> np.ndarray:
+        return np.zeros((rows, width), np.float32)
+
+    def arange(self, size: int) -> np.ndarray:
+        return np.arange(size)
+
+    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(arrays)
+
+    # ---- keys -------------------------------------------------------------------------------------------------------
+
+    def tables(self, table_ids: torch.Tensor, tables: int) -> torch.Tensor:
+        return table_ids.detach().to(torch.int32)
+
+    def tables_of_columns(self, ids: int, tables: int) -> np.ndarray:
+        return _tables_of_columns(ids, tables)
+
+    def unique_keys(
+        self, table_N: np.ndarray, id_N: np.ndarray, *, tables: int, padding_id: int | None,
+        check: Callable[[], None] | None,
+    ) -> UniqueKeys:  # fmt: skip
+        if check is not None:
+            check()
+        return unique_keys(table_N, id_N, padding_id=padding_id, threads=self.threads)
+
+    def unique_keys_of_bags(
+        self, id_N: np.ndarray, offset_P1: np.ndarray, table_P: np.ndarray | None, *, tables: int,
+        padding_id: int | None, check: Callable[[], None],
+    ) -> tuple[UniqueKeys, Bags]:  # fmt: skip
+        check()
+        bags = Bags(offset_P1)
+        if table_P is None:
+            keys = unique_keys_by_table(id_N, offset_P1, tables, padding_id=padding_id, threads=self.threads)
+        else:
+            keys = unique_keys(table_P[bags.bag_N], id_N, padding_id=padding_id, threads=self.threads)
+        return keys, bags
+
+    def distinct_keys(self, table_U: np.ndarray, id_U: np.ndarray) -> UniqueKeys:
+        return UniqueKeys(table_U, id_U, _NO_INVERSE, None)
+
+    def counted(self, keys: Any) -> UniqueKeys:
+        return keys
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    def initial_rows(self, initial: InitialRows) -> InitialRows:
+        return initial
+
+    def init_rows(
+        self, weight_SX: np.ndarray, row_SW: np.ndarray, slot_M: np.ndarray, table_M: np.ndarray, id_M: np.ndarray,
+        initial: InitialRows, state: np.ndarray, *, state_begin: int,
+    ) -> None:  # fmt: skip
+        init_rows(
+            weight_SX, row_SW, slot_M, table_M, id_M, initial, state, state_begin=state_begin, threads=self.threads
+        )
+
+    def update_rows(
+        self, on_host: Any, on_cuda: Any, weight_SX: np.ndarray, row_SW: np.ndarray, slot_U: np.ndarray,
+        grads: Any, state_begin: int, *scalars: Any, state_width: int,
+    ) -> None:  # fmt: skip
+        run_row_update(
+            on_host, weight_SX, row_SW, slot_U, grads, state_begin, *scalars, state_width=state_width,
+            threads=self.threads,
+        )  # fmt: skip
+
+    # ---- forward ----------------------------------------------------------------------------------------------------
+
+    def gather(self, weight_SX: np.ndarray, slot_U: np.ndarray, inverse_N: np.ndarray, out_ND: np.ndarray) -> None:
+        gather(weight_SX, slot_U, inverse_N, out_ND, threads=self.threads)
+
+    def pool(
+        self, weight_SX: np.ndarray, slot_U: np.ndarray, inverse_N: np.ndarray, offset_P1: np.ndarray,
+        scale_N: np.ndarray | None, out_PD: np.ndarray,
+    ) -> None:  # fmt: skip
+        pool(weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PD, threads=self.threads)
+
+    def mean_scales(self, offset_P1: np.ndarray, inverse_N: np.ndarray) -> np.ndarray:
+        return mean_scales(offset_P1, inverse_N, threads=self.threads)
+
+    # ---- backward ---------------------------------------------------------------------------------------------------
+
+    def scale_grads(
+        self, weight_SX: np.ndarray, slot_U: np.ndarray, inverse_N: np.ndarray, bag_N: np.ndarray, grad_PX: np.ndarray
+    ) -> np.ndarray:
+        return scale_grads(weight_SX, slot_U, inverse_N, bag_N, grad_PX, threads=self.threads)
+
+    def segments(self, keys: Any, bags: Bags | None, grad_NX: np.ndarray, scale_N: np.ndarray | None) -> Segments:
+        if keys.by_table is not None:
+            return Segments(grad_NX, *keys.by_table.occurrences(scale_N, threads=self.threads))
+        return Segments(grad_NX, *keys.occurrences(None if bags is None else bags.bag_N, scale_N))
+
+    def sum_segments(self, segments: Any) -> tuple[np.ndarray, np.ndarray]:
+        return sum_segments(segments, threads=self.threads)
+
+    def finite_rows(self, grad_UD: np.ndarray) -> np.ndarray:
+        return np.isfinite(grad_UD).all(1)
+
+    def surely_finite(self, terms: Sequence["Terms"], dense: Sequence[torch.Tensor]) -> bool:
+        for grad_NX, scale_N, number in terms:
+            largest = largest_magnitude(grad_NX, threads=self.threads)
+            if scale_N is not None:
+                scale = largest_magnitude(scale_N, threads=self.threads)
+                largest *= 1.0 if scale < 1.0 else scale  # not max(), which would lose a NaN
+            if not largest * max(1, number) < SUM_MAX:
+                return False
+        # A sum is finite only if its terms are, and costs one pass.
+        return all(bool(torch.isfinite(grad.sum())) for grad in dense)
+
+    def norm(self, grad_UD: np.ndarray, p: float) -> float:
+        return rows_norm(grad_UD, p, threads=self.threads)
+
+
+@functools.lru_cache(maxsize=8)
+def _tables_of_columns(ids: int, tables: int) -> np.ndarray:
+    return np.tile(np.arange(tables, dtype=np.int32), ids // tables)

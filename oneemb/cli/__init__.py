@@ -1,0 +1,34 @@
+"""The command `oneemb`, also `python -m oneemb`. What it can do is in `oneemb.cli.commands`."""
+
+import signal
+import sys
+from typing import Any
+
+__all__ = ["main"]
+
+
+def _end(number: int, frame: Any) -> None:
+    """Ends the program as an error would: what is half done is taken back."""
+    raise SystemExit(128 + number)
+
+
+def main() -> None:
+    """Run the command line.
+
+    Raises:
+        SystemExit: always; 0 = done, 1 = a check found contradictions, 2 = it could not be done, 130 = it was
+            interrupted, 143 = it was told to end.
+    """
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        try:
+            import click  # noqa: F401
+            import tqdm  # noqa: F401
+        except ImportError as error:
+            print(f"the command line needs {error.name}; install it with: pip install 'oneemb[cli]'", file=sys.stderr)
+            raise SystemExit(2) from None
+        from oneemb.cli.commands import oneemb
+
+        oneemb(prog_name="oneemb")
+    except KeyboardInterrupt:  # while something is imported
+        raise SystemExit(128 + signal.SIGINT) from None

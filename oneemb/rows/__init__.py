@@ -1,0 +1,1 @@
+"""Rows in and out, as arrays and as files."""

@@ -1,0 +1,195 @@
+"""Rows of an embedding or a snapshot as files for other tools.
+
+Invariants:
+- rows go through in batches: memory does not grow with them, whatever the format;
+- a call that raises leaves no new file, and one that it was to replace as it was.
+"""
+
+import os
+import uuid
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from oneemb.rows.files import SUFFIXES, Batch, Progress, RowFileWriter, suffix_of, whole_batches
+from oneemb.rows.files_numpy import NpyWriter, NpzWriter
+from oneemb.rows.files_parquet import ParquetWriter
+from oneemb.rows.files_safetensors import SafetensorsWriter
+from oneemb.rows.table_io import PersistentTableReader, make_persistent_table_reader
+from oneemb.rows.values import state_of, weights_of
+from oneemb.storage.embedding_store import EXPORTED
+from oneemb.storage.fs import absolute_path, storage_error
+from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.turns import undisturbed
+
+__all__ = ["export_rows"]
+
+
+def export_rows(
+    source: Any,
+    target: Any,
+    *,
+    snapshot: str | None = None,
+    table: int | None = None,
+    with_state: bool = False,
+    overwrite: bool = False,
+    batch_size: int = 65536,
+    progress: Progress | None = None,
+) -> int:
+    """Write the rows of an embedding, or of a snapshot, to a file.
+
+    The file has columns `keys`, `values` and `tables`, and says what optimizer and dtype its rows have, so that
+    `import_rows` brings them back as they were. NumPy and Parquet have no bfloat16, and Parquet's readers seldom know
+    float16: such weights are written as float32, exactly.
+
+    Args:
+        source: an embedding, whose rows are exported as they are at the call; or the folder of a persistent table, or
+            those of a sharded one.
+        target: a file `.npz`, `.parquet` or `.safetensors`; or files `.npy`: (keys, values), (keys, values, tables)
+            or (keys, values, tables, state).
+        snapshot: which snapshot; only for a folder.
+        table: export this table only, without a column `tables`; None = all. A snapshot must have rows of it, an
+            embedding only the table.
+        with_state: write the optimizer's state too, as a column `state`.
+        overwrite: replace a file that is there, when the new one is complete.
+        batch_size: rows at a time.
+        progress: called with (rows done, rows in all) after each batch.
+
+    Returns:
+        Rows written.
+
+    Raises:
+        ImportError: the format needs a library that is not installed; the message says which.
+        FileExistsError: the target is there, and `overwrite` is off.
+        ValueError: an argument is not as above.
+        StorageError: there is no such snapshot, or its files are not what was written.
+
+    Example:
+        >>> import tempfile, numpy, torch, oneemb
+        >>> folder = tempfile.mkdtemp()
+        >>> with oneemb.make_persistent_table_writer(folder, "vectors", torch.int64, torch.float32, 2) as writer:
+        ...     writer.write(numpy.array([7]), numpy.array([[1, 2]], numpy.float32))
+        >>> oneemb.export_rows(folder, folder + "/vectors.npz", snapshot="vectors")
+        1
+        >>> numpy.load(folder + "/vectors.npz")["values"]
+        array([[1., 2.]], dtype=float32)
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
+    paths = _target_paths(target, table, with_state)
+    for path in paths:
+        if os.path.exists(path) and not overwrite:
+            raise FileExistsError(f"{path} exists; give overwrite=True to replace it, or another name")
+        if os.path.isdir(path):
+            raise ValueError(f"{path} is a folder; give the name of a file")
+        if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+            raise FileNotFoundError(f"{os.path.dirname(os.path.abspath(path))} is not a folder; make it first")
+    if isinstance(source, str | bytes | os.PathLike) or not hasattr(source, "store"):
+        if snapshot is None:
+            raise ValueError("give snapshot=..., the name of the snapshot to export")
+        return _export(source, snapshot, paths, table, with_state, batch_size, progress)
+    if snapshot is not None:
+        raise ValueError("snapshot is for the folder of a table, the source is an embedding; leave it out")
+    if table is not None and not 0 <= table < source.num_tables:
+        raise ValueError(f"table must be from 0 to {source.num_tables - 1}, those of {source.name!r}, got {table}")
+    store, name = source.store, f"{EXPORTED}{uuid.uuid4().hex[:8]}"
+    try:
+        try:
+            store.save_snapshot(name, {})
+            return _export(store.plan.persistent_path, name, paths, table, with_state, batch_size, progress)
+        finally:
+            _delete_own(store, name)
+    finally:
+        _delete_own(store, name)  # Ctrl-C may have come in place of the first, or in it.
+
+
+def _delete_own(store: Any, name: str) -> None:
+    with undisturbed:
+        if name in store.snapshots():
+            store.delete_snapshot(name)
+
+
+def _export(
+    folders: Any, snapshot: str, paths: list[str], table: int | None, with_state: bool, batch_size: int,
+    progress: Progress | None,
+) -> int:  # fmt: skip
+    with make_persistent_table_reader(folders, snapshot, "int64", "float32", batch_size=batch_size) as reader:
+        rows = reader.rows
+        if not with_state:
+            rows = replace(rows, layout=replace(rows.layout, state_width=0), state=(), optimizer=None, step=0)
+        with_state = rows.layout.state_width > 0
+        writer = _open_target(paths, rows)
+        try:
+            # The columns are known even of no rows.
+            writer.write(_piece(reader, np.empty(0, np.int32), np.empty(0, np.int64), None, table, with_state))
+            seen = written = 0
+            tables: set[int] = set()
+            for table_N, id_N, row_NW in whole_batches(reader.scan(), batch_size):
+                seen += len(id_N)
+                if table is not None:
+                    tables.update(np.unique(table_N).tolist())
+                    own = table_N == table
+                    table_N, id_N, row_NW = table_N[own], id_N[own], row_NW[own]
+                if len(id_N):
+                    writer.write(_piece(reader, table_N, id_N, row_NW, table, with_state))
+                written += len(id_N)
+                if progress is not None:
+                    progress(seen, len(reader))
+            if table is not None and not written and not snapshot.startswith(EXPORTED):
+                there = f"rows of tables {_some(sorted(tables))}" if tables else "no rows"
+                raise ValueError(f"snapshot {snapshot!r} has no rows of table {table}; it has {there}")
+            writer.finish()
+        except OSError as error:
+            raise storage_error(error, "write", error.filename or paths[0]) from error
+        finally:
+            writer.abandon()
+    return written
+
+
+def _some(numbers: list[int]) -> str:
+    """The numbers in words, the first of them where they are many."""
+    return ", ".join(map(str, numbers[:20])) + (f" and {len(numbers) - 20} more" if len(numbers) > 20 else "")
+
+
+def _piece(
+    reader: PersistentTableReader, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray | None,
+    table: int | None, with_state: bool,
+) -> Batch:  # fmt: skip
+    layout = reader.rows.layout
+    if row_NW is None:
+        row_NW = np.empty((0, layout.row_width), np.float32)
+    state_NZ = state_of(layout, row_NW) if with_state else None
+    return Batch(table_N if table is None else None, id_N, weights_of(layout, row_NW), state_NZ)
+
+
+def _target_paths(target: Any, table: int | None, with_state: bool) -> list[str]:
+    if isinstance(target, str | bytes | os.PathLike):
+        path = absolute_path(target)
+        if suffix_of(path) not in SUFFIXES:
+            raise ValueError(f"target must end in {', '.join(SUFFIXES)}, or be several files .npy, got {path!r}")
+        return [path]
+    paths = [absolute_path(path) for path in target]
+    if not 2 <= len(paths) <= 4 or any(suffix_of(path) != ".npy" for path in paths):
+        raise ValueError(f"target must be 2 to 4 files .npy, of keys, values, tables and state, got {paths}")
+    if with_state != (len(paths) == 4):
+        raise ValueError(
+            f"state goes to a fourth file .npy, and only with with_state=True; got {len(paths)} files and"
+            f" with_state={with_state}"
+        )
+    if table is not None and len(paths) > 2:
+        raise ValueError(f"of one table there are no table numbers to write, got table={table} and {len(paths)} files")
+    if len({os.path.realpath(path) for path in paths}) < len(paths):
+        raise ValueError(f"keys, values, tables and state go to a file each, got {paths}")
+    return paths
+
+
+def _open_target(paths: list[str], rows: SnapshotRows) -> RowFileWriter:
+    path, meta = paths[0], asdict(rows)
+    if len(paths) > 1:
+        return NpyWriter(paths if rows.layout.state_width else paths[:3])
+    if suffix_of(path) == ".npz":
+        return NpzWriter(path, meta)
+    if suffix_of(path) == ".parquet":
+        return ParquetWriter(path, meta)
+    return SafetensorsWriter(path, meta, rows.layout.dtype == "bfloat16")

@@ -1,0 +1,148 @@
+"""Rows in Parquet: `values` a column of lists of one length, or a column for each weight."""
+
+import json
+import os
+from collections.abc import Iterator
+from typing import IO, Any
+
+import numpy as np
+
+from oneemb.rows.files import META_KEY, Batch, Columns, checked_batch, drop_file, need, pick_columns, reading, rows_meta
+from oneemb.storage.turns import undisturbed
+
+__all__ = ["ParquetRows", "ParquetWriter"]
+
+
+class ParquetRows:
+    """Rows of a Parquet file."""
+
+    def __init__(self, path: str, columns: Columns):
+        parquet = need("pyarrow.parquet", "parquet")
+        self._error = need("pyarrow", "parquet").ArrowException
+        self._path = path
+        self._source = open(path, "rb")  # Arrow itself opens no name that is not UTF-8
+        try:
+            with reading(path, "a Parquet file", self._error):
+                self._file = parquet.ParquetFile(self._source)
+            self._read_schema(columns)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_schema(self, columns: Columns) -> None:
+        schema = self._file.schema_arrow
+        self.size: int | None = self._file.metadata.num_rows
+        self.meta = rows_meta(self._path, (schema.metadata or {}).get(META_KEY.encode(), b"{}"))
+        self._columns = pick_columns(schema.names, columns, self._path, self.meta)
+        first = next(self.scan(1), None)
+        values = self._columns.values
+        if first is not None:
+            self.dim = first.weight_ND.shape[1]
+        elif isinstance(values, str):
+            self.dim = max(1, getattr(schema.field(values).type, "list_size", 1))
+        else:
+            self.dim = len(values)
+        self.state_width = 0 if first is None or first.state_NZ is None else first.state_NZ.shape[1]
+        self.dtype = "float16" if first is not None and first.weight_ND.dtype == np.float16 else "float32"
+
+    def scan(self, batch: int) -> Iterator[Batch]:
+        columns, row = self._columns, 0
+        values = [columns.values] if isinstance(columns.values, str) else list(columns.values)
+        names = [name for name in (columns.keys, columns.tables, columns.state, *values) if name is not None]
+        parts = self._file.iter_batches(batch, columns=names)
+        while True:
+            with reading(self._path, "a Parquet file", self._error):
+                part = next(parts, None)
+            if part is None:
+                break
+            if len(part) == 0:
+                continue
+            keys, tables, state = (
+                None if name is None else self._numbers(part, name)
+                for name in (columns.keys, columns.tables, columns.state)
+            )
+            if isinstance(columns.values, str):
+                value_ND = self._numbers(part, columns.values)
+            else:
+                value_ND = np.stack([self._numbers(part, name) for name in values], axis=1)
+            yield checked_batch(self._path, row, keys, value_ND, tables, state)
+            row += len(part)
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _numbers(self, part: Any, name: str) -> np.ndarray:
+        """A column of numbers as [N], one of lists as [N, D]."""
+        types = need("pyarrow", "parquet").types
+        column = part.column(name)
+        fixed = types.is_fixed_size_list(column.type)
+        is_list = fixed or types.is_list(column.type) or types.is_large_list(column.type)
+        flat = column.flatten() if is_list else column
+        if column.null_count or flat.null_count:
+            raise ValueError(f"{self._path}: column {name!r} has missing values; fill them or leave their rows out")
+        array = flat.to_numpy(zero_copy_only=False)
+        if not is_list:
+            return array
+        if not fixed:
+            length = column.value_lengths().to_numpy(zero_copy_only=False)
+            if (length != length[0]).any():
+                raise ValueError(
+                    f"{self._path}: the lists of column {name!r} must have one length, have {length.min()} to"
+                    f" {length.max()}"
+                )
+        return array.reshape(len(column), len(array) // len(column))
+
+
+class ParquetWriter:
+    """Writes a Parquet file: keys, values, tables and state, the latter two where there are any.
+
+    Weights of float16 and bfloat16 are written as float32, which every reader of Parquet knows.
+    """
+
+    def __init__(self, path: str, meta: dict[str, Any]):
+        self._arrow, self._parquet = need("pyarrow", "parquet"), need("pyarrow.parquet", "parquet")
+        self._path, self._meta = path, meta
+        self._file: IO[bytes] | None = None
+        self._writer: Any = None
+
+    def write(self, batch: Batch) -> None:
+        arrow = self._arrow
+        columns = {"keys": arrow.array(batch.id_N), "values": self._vectors(batch.weight_ND)}
+        if batch.table_N is not None:
+            columns["tables"] = arrow.array(batch.table_N)
+        if batch.state_NZ is not None:
+            columns["state"] = self._vectors(batch.state_NZ)
+        part = arrow.record_batch(list(columns.values()), list(columns))
+        if self._writer is None:
+            schema = part.schema.with_metadata({META_KEY: json.dumps(self._meta)})
+            with undisturbed:
+                self._file = open(f"{self._path}.tmp", "wb")
+            self._writer = self._parquet.ParquetWriter(self._file, schema, use_dictionary=False)
+        if len(part):
+            self._writer.write_batch(part)
+
+    def _vectors(self, array_ND: np.ndarray) -> Any:
+        # A copy, which Arrow may keep.
+        flat = self._arrow.array(array_ND.astype(np.float32).reshape(-1))
+        return self._arrow.FixedSizeListArray.from_arrays(flat, array_ND.shape[1])
+
+    def finish(self) -> None:
+        assert self._file is not None
+        self._writer.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(f"{self._path}.tmp", self._path)
+        self._file = self._writer = None
+
+    def abandon(self) -> None:
+        file, self._file, writer, self._writer = self._file, None, self._writer, None
+        if file is None:
+            return
+        try:
+            if writer is not None:
+                writer.close()
+        except OSError:
+            pass  # It is dropped: that its end cannot be written matters no longer.
+        finally:
+            drop_file(file)

@@ -1,0 +1,354 @@
+"""Rows from files of other tools, arrays and readers: into an embedding, or into a new snapshot.
+
+Invariants:
+- rows go through in batches: memory does not grow with them, whatever the format;
+- a call that raises leaves no new snapshot, but where Ctrl-C comes when it is complete; an embedding keeps the rows
+  that came before the error.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from oneemb.kernels.hash_index import TABLE_MAX
+from oneemb.kernels.unique_keys import unique_keys
+from oneemb.rows.files import SUFFIXES, Batch, Columns, Progress, RowFile, checked_batch, suffix_of, whole_batches
+from oneemb.rows.files_numpy import NpzRows, array_rows, npy_rows
+from oneemb.rows.files_parquet import ParquetRows
+from oneemb.rows.files_safetensors import SafetensorsRows
+from oneemb.rows.table_io import WEIGHTS, PersistentTableReader, PersistentTableWriter, as_list, open_writer
+from oneemb.rows.values import encode_rows, state_of, weights_of
+from oneemb.storage.fs import absolute_path
+from oneemb.storage.row_layout import RowLayout
+from oneemb.storage.row_store import StorageError
+from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.step_lock import between_steps
+from oneemb.storage.turns import undisturbed
+
+__all__ = ["import_rows"]
+
+
+def import_rows(
+    target: Any,
+    source: Any,
+    *,
+    snapshot: str | None = None,
+    keys: str | None = "keys",
+    values: str | Sequence[str] = "values",
+    tables: str | None = None,
+    state: str = "state",
+    table: int = 0,
+    with_state: bool = False,
+    allow_nonfinite: bool = False,
+    dtype: Any = None,
+    physical_block_size: int = 4096,
+    batch_size: int = 65536,
+    progress: Progress | None = None,
+) -> int:
+    """Bring rows into an embedding, or into a new snapshot for an embedding to load.
+
+    In a live embedding the rows' weights take the place of those it has; its other rows stay, and so does optimizer
+    state: new rows get that of new rows. Of equal keys the last one counts.
+
+    Args:
+        target: an embedding; or the folder of a persistent table, or those of a sharded one, for a new snapshot.
+        source: one of
+            - a file `.npz`, `.parquet` or `.safetensors` with columns keys [N] and values [N, D];
+            - files `.npy`: (keys, values), (keys, values, tables) or (keys, values, tables, state); a single file is
+              values whose row numbers are the keys;
+            - arrays or tensors in memory, in the same order;
+            - a `PersistentTableReader`;
+            - an iterable of (keys, values) or (tables, keys, values) arrays, which are the batches.
+        snapshot: name of the new snapshot; only for a folder.
+        keys: the column of keys, in a file; None = the row's number is its key.
+        values: the column of weights; or, in Parquet, the columns of single weights.
+        tables: the column of table numbers; None = "tables" if there is one.
+        state: the column of optimizer state, read with `with_state`.
+        table: the table of all rows, where none are said.
+        with_state: bring the optimizer's state too. The embedding must have the optimizer whose state it is; one that
+            has not trained yet goes on from the source's count of steps.
+        allow_nonfinite: bring weights and state that are infinite or no number as they are; otherwise they are an
+            error, since one of them makes every loss that meets it NaN.
+        dtype: of the rows in a new snapshot: float32, float16 or bfloat16; None = that of the source. An embedding
+            has its own; weights are rounded to nearest even.
+        physical_block_size: bytes of the disk's block for a new snapshot, 512 or 4096.
+        batch_size: rows at a time.
+        progress: called with (rows done, rows in all or None) after each batch.
+
+    Returns:
+        Rows read. Those whose id is the embedding's `padding_idx` are left out, since they read as zeros.
+
+    Raises:
+        ImportError: the format needs a library that is not installed; the message says which.
+        TypeError, ValueError: an argument is not as above, or the source does not hold such rows: another dimension, a
+            key or table that the target cannot have, a weight too large for the dtype, or one that is not finite.
+        StorageError: the target's path is in use, has a snapshot of this name, or fails; or there is no room.
+
+    Example:
+        >>> import tempfile, torch, oneemb
+        >>> embedding = oneemb.MultiTableEmbedding(
+        ...     "words", 2, torch.float32, torch.int64, [oneemb.make_table()],
+        ...     oneemb.make_device_mem_store_options(tempfile.mkdtemp()))
+        >>> oneemb.import_rows(embedding, (torch.tensor([7, 8]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])))
+        2
+        >>> embedding(torch.tensor([8])).tolist()
+        [[3.0, 4.0]]
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
+    if not 0 <= table <= TABLE_MAX:
+        raise ValueError(f"table must be from 0 to {TABLE_MAX}, got {table}")
+    names = values if isinstance(values, str) else tuple(values)
+    columns = Columns(keys, names, tables, state if with_state else None)
+    live = not isinstance(target, str | bytes | os.PathLike) and hasattr(target, "store")
+    if live and (snapshot is not None or dtype is not None):
+        raise ValueError("snapshot and dtype are for the folder of a table, the target is an embedding; leave them out")
+    if not live and not snapshot:
+        raise ValueError("give snapshot=..., the name of the new snapshot")
+    with closing(_open_source(source, columns, with_state)) as rows:
+        of_rows = _rows_of(rows, with_state)
+        weights = of_rows.layout.dtype if dtype is None else str(dtype).removeprefix("torch.")
+        if weights not in WEIGHTS:
+            raise TypeError(f"dtype must be {', '.join(WEIGHTS)} or None, got {dtype}")
+
+        def bring() -> int:
+            done = 0
+            with ExitStack() as opened:
+                sink: Any
+                if live:
+                    sink = opened.enter_context(_IntoEmbedding(target, of_rows, with_state))
+                else:
+                    with undisturbed:  # A path that is locked has to be given back.
+                        sink = _IntoSnapshot(target, str(snapshot), of_rows, weights, physical_block_size)
+                        opened.enter_context(sink)
+                for batch in rows.scan(batch_size):
+                    if batch.table_N is None:
+                        batch = batch._replace(table_N=np.full(len(batch.id_N), table, np.int32))
+                    if not allow_nonfinite:
+                        _check_finite(batch, names, state)
+                    sink.put(batch)
+                    done += len(batch.id_N)
+                    if progress is not None:
+                        progress(done, rows.size)
+            return done
+
+        return between_steps((target.store.step_lock,) if live else (), "import_rows", bring)
+
+
+def _open_source(source: Any, columns: Columns, with_state: bool) -> RowFile:
+    if isinstance(source, PersistentTableReader):
+        return _ReaderRows(source, with_state)
+    if isinstance(source, str | bytes | os.PathLike):
+        path = absolute_path(source)
+        if os.path.isdir(path):
+            raise ValueError(
+                f"{path} is a folder; of a table's snapshot give make_persistent_table_reader({path!r}, ...)"
+            )
+        match suffix_of(path):
+            case ".npz":
+                return NpzRows(path, columns)
+            case ".parquet":
+                return ParquetRows(path, columns)
+            case ".safetensors":
+                return SafetensorsRows(path, columns)
+            case ".npy":
+                if with_state:
+                    raise ValueError("with_state=True needs files of (keys, values, tables, state), got one of values")
+                return npy_rows([path], with_state)
+        raise ValueError(f"source must end in {', '.join(SUFFIXES)} or .npy, got {path!r}")
+    if isinstance(source, list | tuple) and source:
+        if all(isinstance(item, str | bytes | os.PathLike) for item in source):
+            return npy_rows([absolute_path(item) for item in source], with_state)
+        if all(isinstance(item, np.ndarray) or hasattr(item, "detach") for item in source):
+            return array_rows([_as_array(item) for item in source], with_state)
+    if not isinstance(source, Iterable):
+        raise TypeError(
+            f"source must be a file, arrays, a reader or an iterable of batches, got {type(source).__name__}"
+        )
+    if with_state:
+        raise ValueError("with_state=True is for files, arrays and readers; batches hold weights")
+    return _BatchRows(source)
+
+
+def _as_array(array: Any) -> np.ndarray:
+    if isinstance(array, np.ndarray):
+        return array
+    tensor = array.detach().cpu()
+    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
+
+
+class _ReaderRows:
+    """A reader of a persistent table as a file of rows."""
+
+    def __init__(self, reader: PersistentTableReader, with_state: bool):
+        self._reader, self._with_state = reader, with_state
+        layout = reader.rows.layout
+        self.meta = asdict(reader.rows)
+        self.dim, self.dtype = layout.dim, layout.dtype
+        self.state_width = layout.state_width if with_state else 0
+        self.size: int | None = len(reader)
+
+    def scan(self, batch: int) -> Iterator[Batch]:
+        layout = self._reader.rows.layout
+        for table_N, id_N, row_NW in whole_batches(self._reader.scan(), batch):
+            state_NZ = state_of(layout, row_NW) if self.state_width else None
+            yield Batch(table_N, id_N, weights_of(layout, row_NW), state_NZ)
+
+    def close(self) -> None:
+        pass  # It is the caller's.
+
+
+class _BatchRows:
+    """An iterable of batches as a file of rows."""
+
+    def __init__(self, batches: Iterable[Any]):
+        self.meta: dict[str, Any] = {}
+        self.size: int | None = None
+        self.state_width = 0
+        self._batches = self._checked(batches)
+        self._first = next(self._batches, None)
+        weight_ND = np.empty((0, 1), np.float32) if self._first is None else self._first.weight_ND
+        self.dim = weight_ND.shape[1]
+        self.dtype = "float16" if weight_ND.dtype == np.float16 else "float32"
+
+    def _checked(self, batches: Iterable[Any]) -> Iterator[Batch]:
+        row = 0
+        for n, batch in enumerate(batches):
+            if not isinstance(batch, list | tuple) or len(batch) not in (2, 3):
+                raise TypeError(
+                    f"batch {n} must be (keys, values) or (tables, keys, values), got {type(batch).__name__}"
+                )
+            *tables, keys, values = (_as_array(array) for array in batch)
+            yield checked_batch(f"batch {n}", row, keys, values, tables[0] if tables else None, None)
+            row += len(keys)
+
+    def scan(self, batch: int) -> Iterator[Batch]:
+        if self._first is not None:
+            yield self._first
+            yield from self._batches
+
+    def close(self) -> None:
+        pass
+
+
+def _rows_of(rows: RowFile, with_state: bool) -> SnapshotRows:
+    """What the rows of a source are, as far as it says."""
+    known = SnapshotRows(RowLayout(**rows.meta["layout"]), rows.meta["optimizer"], tuple(rows.meta["state"]),
+                         rows.meta["step"]) if rows.meta else None  # fmt: skip
+    dtype = known.layout.dtype if known else rows.dtype
+    layout = RowLayout(rows.dim, dtype, rows.state_width)
+    if known and with_state:
+        if len(known.state) != rows.state_width:
+            raise ValueError(
+                f"the state must have the {len(known.state)} values a row that the source says, has {rows.state_width}"
+            )
+        return replace(known, layout=layout)
+    return SnapshotRows(layout, None, (0.0,) * rows.state_width, 0)
+
+
+class _IntoSnapshot:
+    """Takes rows for a new snapshot."""
+
+    def __init__(self, paths: Any, name: str, rows: SnapshotRows, dtype: str, physical_block_size: int):
+        self._rows = replace(rows, layout=replace(rows.layout, dtype=dtype))
+        value_dtype = np.dtype(np.float32)
+        self._writer: PersistentTableWriter = open_writer(
+            as_list(paths), name, self._rows, np.dtype(np.int64), value_dtype, physical_block_size
+        )
+
+    def put(self, batch: Batch) -> None:
+        layout = self._rows.layout
+        _check_widths(batch, layout, "the rows before it")
+        assert batch.table_N is not None
+        self._writer.put(batch.table_N, batch.id_N, encode_rows(layout, batch.weight_ND, batch.state_NZ))
+
+    def __enter__(self) -> "_IntoSnapshot":
+        return self
+
+    def __exit__(self, kind: type | None, *exception: object) -> None:
+        self._writer.__exit__(kind, *exception)
+
+
+class _IntoEmbedding:
+    """Takes rows for a live embedding."""
+
+    def __init__(self, embedding: Any, rows: SnapshotRows, with_state: bool):
+        self._embedding, self._store, self._rows = embedding, embedding.store, rows
+        if not self._store.built:
+            self._store.build(None, np.empty(0, np.float32))
+        self._with_state = with_state
+        if with_state:
+            self._check_state()
+        # Half of the cache, so that rows of a step that is under way may stay pinned.
+        slots = self._store.stats()["device"]["slots"]
+        self._piece = max(1, slots // 2)
+
+    def _check_state(self) -> None:
+        store, rows = self._store, self._rows
+        if rows.layout.state_width != store.layout.state_width or (
+            rows.optimizer is not None and rows.optimizer != store.optimizer
+        ):
+            raise StorageError(
+                f"the source holds the state of {rows.optimizer!r} ({rows.layout.state_width} values a row), embedding"
+                f" {self._embedding.name!r} that of {store.optimizer!r} ({store.layout.state_width} values); attach"
+                f" {rows.optimizer!r} first, or import without with_state"
+            )
+
+    def put(self, batch: Batch) -> None:
+        store, embedding = self._store, self._embedding
+        layout = replace(store.layout, state_width=self._rows.layout.state_width if self._with_state else 0)
+        _check_widths(batch, layout, f"embedding {embedding.name!r}")
+        table_N, id_N = batch.table_N, batch.id_N
+        assert table_N is not None
+        if len(table_N) and int(table_N.max()) >= embedding.num_tables:
+            raise ValueError(
+                f"tables must be from 0 to {embedding.num_tables - 1}, those of embedding {embedding.name!r}, got"
+                f" {table_N.max()}"
+            )
+        if str(embedding.key_type) == "torch.int32" and len(id_N) and not -(2**31) <= id_N.min() <= id_N.max() < 2**31:
+            raise ValueError(
+                f"keys must fit in the int32 of embedding {embedding.name!r}, got {id_N.min()} to {id_N.max()}"
+            )
+        unique = unique_keys(table_N, id_N, padding_id=embedding.padding_idx)
+        last_U = np.empty(len(unique.id_U), np.int64)
+        there = np.flatnonzero(unique.inverse_N >= 0)
+        last_U[unique.inverse_N[there]] = there
+        row_NW = encode_rows(layout, batch.weight_ND, batch.state_NZ if layout.state_width else None)
+        for begin in range(0, len(last_U), self._piece):
+            u = slice(begin, begin + self._piece)
+            store.put(unique.table_U[u], unique.id_U[u], row_NW[last_U[u]])
+
+    def __enter__(self) -> "_IntoEmbedding":
+        return self
+
+    def __exit__(self, kind: type | None, *exception: object) -> None:
+        if kind is None and self._with_state:
+            if self._store.step == 0:
+                self._store.step = self._rows.step
+
+
+def _check_finite(batch: Batch, values: str | tuple[str, ...], state: str) -> None:
+    """Raise ValueError naming the first weight, or value of the state, that is infinite or no number."""
+    assert batch.table_N is not None
+    for column, number_NX in [(values, batch.weight_ND), (state, batch.state_NZ)]:
+        if number_NX is None or np.isfinite(number_NX).all():
+            continue
+        n, x = np.argwhere(~np.isfinite(number_NX))[0].tolist()
+        where = f"{column}[{x}]" if isinstance(column, str) else column[x]
+        raise ValueError(
+            f"weights must be finite, the row of table {batch.table_N[n]}, id {batch.id_N[n]} has"
+            f" {number_NX[n, x]} in column {where}; mend the source, or give allow_nonfinite=True to bring it as it is"
+        )
+
+
+def _check_widths(batch: Batch, layout: RowLayout, whose: str) -> None:
+    width = 0 if batch.state_NZ is None else batch.state_NZ.shape[1]
+    if batch.weight_ND.shape[1] != layout.dim or layout.state_width not in (0, width):
+        raise ValueError(
+            f"values must be [N, {layout.dim}] and state [N, {layout.state_width}] as those of {whose}, got values"
+            f" [N, {batch.weight_ND.shape[1]}] and state [N, {width}]"
+        )

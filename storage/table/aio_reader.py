@@ -1,0 +1,172 @@
+"""Direct reads at depth by Linux AIO, where the system and the file system have it.
+
+Invariants:
+- while reads are in flight their memory stays and nothing else is put there; `read` leaves none behind;
+- a context is of one process. A child of fork makes one of its own, and memory: what it has from its parent it shares.
+"""
+
+import errno
+import os
+from typing import Any
+
+import numpy as np
+
+from oneemb.kernels.aio import AIO_NUMBERS, BAD_BLOCK, aio_destroy, aio_read, aio_setup
+from oneemb.kernels.checksum import blocks_sum
+from oneemb.kernels.threads import Threads
+from oneemb.storage.errors import StorageError
+from oneemb.storage.fs import FileSystem, aligned_bytes
+from oneemb.storage.table.block_reader import REQUEST_BYTES_MAX, BlockReader, DamagedBlock, PreadReader, ReadPlan
+from oneemb.storage.table.geometry import Geometry
+
+__all__ = ["AioReader", "open_reader"]
+
+_DEPTH = 128
+_PROBE_BYTES = 4096
+
+
+class AioReader:
+    """Keeps up to `depth` direct reads in flight from one thread.
+
+    Args:
+        depth: reads in flight at once.
+
+    Raises:
+        OSError: the system does not let this process do so.
+    """
+
+    name = "aio"
+    direct = True
+
+    def __init__(self, depth: int = _DEPTH):
+        self.depth = depth
+        self._kept: list[np.ndarray] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make what this process reads with."""
+        assert AIO_NUMBERS is not None
+        context_1 = np.zeros(1, np.int64)
+        failed = aio_setup(AIO_NUMBERS[0], self.depth, context_1)
+        if failed:
+            raise OSError(-failed, os.strerror(-failed))
+        self._context: int | None = int(context_1[0])
+        self._process = os.getpid()
+        self._iocb_MX, self._event_KX = np.zeros((2 * self.depth, 8), np.int64), np.zeros((self.depth, 4), np.int64)
+        self._byte_N = np.empty(0, np.uint8)
+
+    def read(
+        self, plan: ReadPlan, file_Q: np.ndarray, offset_Q: np.ndarray, sum_B: np.ndarray, out_UW: np.ndarray
+    ) -> None:
+        if self._context is None or self._process != os.getpid():
+            self._begin()
+        geometry = plan.geometry
+        slot_bytes = max(REQUEST_BYTES_MAX, geometry.block_bytes)
+        if len(self._byte_N) != slot_bytes * len(self._iocb_MX):
+            self._byte_N = aligned_bytes(slot_bytes * len(self._iocb_MX))
+        failed_4 = np.zeros(4, np.int64)
+        assert AIO_NUMBERS is not None and self._context is not None
+        result = aio_read(
+            AIO_NUMBERS[2], AIO_NUMBERS[3], self._context, self.depth, self._iocb_MX, self._event_KX,
+            self._byte_N.view(np.uint64), slot_bytes // 8, file_Q, offset_Q,
+            plan.blocks_Q * geometry.block_bytes, plan.block_Q, plan.first_Q, plan.place_P, plan.to_P,
+            geometry.rows_per_block, geometry.block_words, sum_B, out_UW.view(np.uint32), failed_4,
+        )  # fmt: skip
+        q, p, m, left = failed_4.tolist()
+        if left:
+            self._leave()
+        if result == BAD_BLOCK:
+            skip = plan.place_P[p] // geometry.rows_per_block - plan.block_Q[q]
+            at = int(m * slot_bytes + skip * geometry.block_bytes)
+            raise DamagedBlock(p, self._byte_N[at : at + geometry.block_bytes].copy())
+        if result:
+            raise OSError(-result, os.strerror(-result), q)
+
+    def _leave(self) -> None:
+        """End a context that has reads in flight which nobody can wait for; the next call begins anew."""
+        context, self._context = self._context, None
+        if AIO_NUMBERS is not None and aio_destroy(AIO_NUMBERS[1], context) < 0:
+            self._kept.append(self._byte_N)  # Nothing waits for them: they may yet write there.
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        if self._context is not None and self._process == os.getpid() and AIO_NUMBERS is not None:
+            aio_destroy(AIO_NUMBERS[1], self._context)
+        self._context = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_context"):
+            self.close()
+
+
+def open_reader(io: str, fs: FileSystem, directory: str, block_bytes: int, threads: Threads) -> BlockReader:
+    """The way of reading that `io` names, tried out on a file in the directory.
+
+    Raises:
+        StorageError: it does not work there.
+        ValueError: there is no such way.
+    """
+    if io not in ("auto", "aio", "pread"):
+        raise ValueError(f"io must be 'auto', 'aio' or 'pread', got {io!r}")
+    obstacle = "it was not asked for" if io == "pread" else _obstacle(fs, directory, block_bytes)
+    if obstacle is None:
+        try:
+            return AioReader()
+        except OSError as error:
+            obstacle = _said(error)
+    if io == "aio":
+        raise StorageError(
+            f"io='aio' does not work in {directory} with blocks of {block_bytes} bytes: {obstacle}; use io='auto' or "
+            f"io='pread', or a path on a local disk"
+        )
+    return PreadReader(fs, threads)
+
+
+def _obstacle(fs: FileSystem, directory: str, block_bytes: int) -> str | None:
+    """Why direct reads of such blocks by AIO do not work on files in this directory; None if they do."""
+    if not fs.native or AIO_NUMBERS is None:
+        return "this system has no Linux AIO"
+    path = f"{directory}/probe.tmp"
+    try:
+        try:
+            file = fs.create(path, direct=True)
+        except FileExistsError:
+            fs.remove(path)
+            file = fs.create(path, direct=True)
+        try:
+            return _probe(fs, file, block_bytes)
+        finally:
+            fs.close(file)
+            fs.remove(path)
+    except OSError as error:
+        return _said(error)
+
+
+def _said(error: OSError) -> str:
+    limit = "; the system's limit of such reads, fs.aio-max-nr, is used up" if error.errno == errno.EAGAIN else ""
+    return f"{error.strerror}{limit}"
+
+
+def _probe(fs: FileSystem, file: int, block_bytes: int) -> str | None:
+    """Write a page in blocks, and read each block back the way `AioReader` reads."""
+    geometry = Geometry(block_bytes // 4, block_bytes, 64)
+    blocks = _PROBE_BYTES // block_bytes
+    byte_N = aligned_bytes(_PROBE_BYTES)
+    byte_N[:] = np.arange(_PROBE_BYTES) % 251
+    for begin in range(0, _PROBE_BYTES, block_bytes):
+        fs.write(file, byte_N[begin : begin + block_bytes], begin)
+    sum_B = np.empty(blocks, np.uint32)
+    blocks_sum(0, blocks, byte_N.view(np.uint64), geometry.block_words, sum_B)
+    n = np.arange(blocks)
+    plan = ReadPlan(geometry, n, n, n, np.ones(blocks, np.int64), np.arange(blocks + 1))
+    out_UW = np.empty((blocks, geometry.row_width), np.float32)
+    reader = AioReader(depth=blocks)
+    try:
+        reader.read(plan, np.full(blocks, file), n * block_bytes, sum_B, out_UW)
+    except DamagedBlock:
+        return "it reads other bytes than were written"
+    finally:
+        reader.close()
+    return None if out_UW.tobytes() == byte_N.tobytes() else "it reads other bytes than were written"

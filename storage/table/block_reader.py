@@ -1,0 +1,196 @@
+"""Reads scattered rows from chunk files: requests go out many at a time, blocks are checked, rows copied out.
+
+Requests come sorted by place, each a run of neighbouring blocks, so that no block is read twice.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from oneemb.kernels.row_blocks import requests_deliver, requests_plan
+from oneemb.kernels.threads import Threads, submit
+from oneemb.storage.fs import FileSystem, aligned_bytes
+from oneemb.storage.table.geometry import Geometry
+
+__all__ = ["BlockReader", "DamagedBlock", "PreadReader", "ReadPlan", "plan_reads"]
+
+# Blocks at most this far apart are read together: one larger read costs the device less than two.
+_GAP_BYTES = 4096
+REQUEST_BYTES_MAX = 64 << 10
+_GROUP_BYTES = 8 << 20
+
+
+class DamagedBlock(Exception):
+    """The block of place `place_P[p]` is not what was written. `data` is what it is; short at the end of the file."""
+
+    def __init__(self, p: int, data: np.ndarray):
+        super().__init__()
+        self.p, self.data = p, data
+
+
+@dataclass
+class ReadPlan:
+    """P places in ascending order, cut into Q requests of neighbouring blocks.
+
+    Args:
+        geometry: of the table.
+        place_P: sorted places.
+        to_P: row of the output that each goes to.
+        block_Q: first block, numbered in the whole table.
+        blocks_Q: how many.
+        first_Q: [Q + 1], the first p that each request serves.
+    """
+
+    geometry: Geometry
+    place_P: np.ndarray
+    to_P: np.ndarray
+    block_Q: np.ndarray
+    blocks_Q: np.ndarray
+    first_Q: np.ndarray
+
+    @property
+    def slot_Q(self) -> np.ndarray:
+        """The slot that each request reads from, ascending."""
+        return self.block_Q // self.geometry.blocks_per_slot
+
+    def cut(self, begin: int, end: int) -> "ReadPlan":
+        """The requests begin .. end; `place_P` and `to_P` stay whole."""
+        return ReadPlan(
+            self.geometry, self.place_P, self.to_P, self.block_Q[begin:end], self.blocks_Q[begin:end],
+            self.first_Q[begin : end + 1],
+        )  # fmt: skip
+
+
+def plan_reads(geometry: Geometry, place_N: np.ndarray, to_N: np.ndarray) -> ReadPlan:
+    """The requests that bring the rows at these places to rows `to_N` of an output."""
+    order = np.argsort(place_N)
+    place_P, to_P = place_N[order], to_N[order]
+    size = len(place_P)
+    block_Q, blocks_Q, first_Q = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size + 1, np.int64)
+    blocks_max = max(1, REQUEST_BYTES_MAX // geometry.block_bytes)
+    gap_max = _GAP_BYTES // geometry.block_bytes
+    requests = requests_plan(
+        place_P, geometry.rows_per_block, geometry.blocks_per_slot, blocks_max, gap_max, block_Q, blocks_Q, first_Q
+    )
+    return ReadPlan(geometry, place_P, to_P, block_Q[:requests], blocks_Q[:requests], first_Q[: requests + 1])
+
+
+class BlockReader(Protocol):
+    """One way of reading."""
+
+    name: str
+    direct: bool
+    """Whether the files are to be opened past the system's cache."""
+    depth: int
+    """Reads in flight at once."""
+
+    def read(
+        self, plan: ReadPlan, file_Q: np.ndarray, offset_Q: np.ndarray, sum_B: np.ndarray, out_UW: np.ndarray
+    ) -> None:
+        """Bring the rows of the plan to `out_UW`; request q is at offset_Q[q] of open file file_Q[q].
+
+        Raises:
+            DamagedBlock: a block is not what was written.
+            OSError: the system could not read; `error.filename` is the number of the request.
+        """
+
+    def stats(self) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+class PreadReader:
+    """Plain reads by threads, through the system's cache. Works on every file system.
+
+    Args:
+        fs: reads.
+        threads: checks and copies.
+        depth: threads that read.
+    """
+
+    name = "pread"
+    direct = False
+
+    def __init__(self, fs: FileSystem, threads: Threads, depth: int = 16):
+        self._fs, self._threads, self.depth = fs, threads, depth
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make what this process reads with: a child of fork has no threads, and shares its parent's memory."""
+        self._process = os.getpid()
+        self._pool = ThreadPoolExecutor(self.depth, thread_name_prefix="oneemb-read") if self.depth > 1 else None
+        self._byte_N = np.empty(0, np.uint8)
+
+    def read(
+        self, plan: ReadPlan, file_Q: np.ndarray, offset_Q: np.ndarray, sum_B: np.ndarray, out_UW: np.ndarray
+    ) -> None:
+        if self._process != os.getpid():
+            self._begin()
+        try:
+            self._read(plan, file_Q, offset_Q, sum_B, out_UW)
+        except BaseException:
+            self._byte_N = np.empty(0, np.uint8)  # Reads that are still on their way keep the old memory.
+            raise
+
+    def _read(
+        self, plan: ReadPlan, file_Q: np.ndarray, offset_Q: np.ndarray, sum_B: np.ndarray, out_UW: np.ndarray
+    ) -> None:
+        geometry = plan.geometry
+        end_Q = np.cumsum(plan.blocks_Q) * geometry.block_bytes
+        begin, done = 0, 0
+        while begin < len(end_Q):
+            end = max(begin + 1, int(np.searchsorted(end_Q, done + _GROUP_BYTES, side="right")))
+            part = plan.cut(begin, end)
+            byte_N = self._memory(int(end_Q[end - 1]) - done)
+            at_Q = end_Q[begin:end] - part.blocks_Q * geometry.block_bytes - done
+            self._fill(byte_N, part, begin, file_Q[begin:end], offset_Q[begin:end], at_Q)
+            bad_Q = np.empty(len(at_Q), np.int64)
+            self._threads.run(
+                requests_deliver, len(at_Q), byte_N.view(np.uint64), at_Q // 8, part.block_Q, part.first_Q,
+                part.place_P, part.to_P, geometry.rows_per_block, geometry.block_words, sum_B,
+                out_UW.view(np.uint32), bad_Q, share_min=64,
+            )  # fmt: skip
+            if bad_Q.max(initial=-1) >= 0:
+                q = int(np.argmax(bad_Q >= 0))
+                p = int(bad_Q[q])
+                skip = plan.place_P[p] // geometry.rows_per_block - part.block_Q[q]
+                at = int(at_Q[q] + skip * geometry.block_bytes)
+                raise DamagedBlock(p, byte_N[at : at + geometry.block_bytes])
+            begin, done = end, int(end_Q[end - 1])
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        if self._pool is not None and self._process == os.getpid():
+            self._pool.shutdown()
+
+    def _memory(self, size: int) -> np.ndarray:
+        if len(self._byte_N) < size:
+            self._byte_N = aligned_bytes(max(size, _GROUP_BYTES))
+        return self._byte_N[:size]
+
+    def _fill(self, byte_N, part, first, file_Q, offset_Q, at_Q) -> None:
+        view = memoryview(byte_N)
+        size_Q = part.blocks_Q * part.geometry.block_bytes
+
+        def fill(begin: int, end: int) -> None:
+            for q in range(begin, end):
+                at, size = int(at_Q[q]), int(size_Q[q])
+                try:
+                    got = self._fs.read_into(int(file_Q[q]), view[at : at + size], int(offset_Q[q]))
+                except OSError as error:
+                    error.filename = first + q
+                    raise
+                byte_N[at + got : at + size] = 0
+
+        shares = min(self.depth, len(at_Q) // 8)
+        if shares <= 1 or self._pool is None:
+            fill(0, len(at_Q))
+            return
+        bounds = [len(at_Q) * i // shares for i in range(shares + 1)]
+        for future in [submit(self._pool, fill, bounds[i], bounds[i + 1]) for i in range(shares)]:
+            future.result()

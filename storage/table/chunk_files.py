@@ -1,0 +1,348 @@
+"""The chunk files of a table: made, appended to, synced, held, removed.  FORMAT.md has the bytes.
+
+A chunk is two files, `<number>.rows` and `<number>.keys`. Both are only ever appended to, in runs: a run's blocks
+go to the first, then its keys and the blocks' checksums to the second. Bytes that a run has once filled are not
+written again, so whatever refers to a prefix of a chunk (a snapshot, a scan) can rely on it for ever.
+
+Invariants:
+- a number is never used twice while the files of its earlier use may exist;
+- files are removed when, and only when, nothing holds the chunk any more;
+- a chunk whose sync has failed is `suspect` for good: the system may have dropped its pages, so no new snapshot
+  may rely on it.
+"""
+
+import os
+import re
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from oneemb.kernels.checksum import xxh64
+from oneemb.kernels.threads import submit
+from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
+from oneemb.storage.table.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, pack_header
+from oneemb.storage.table.geometry import Geometry
+from oneemb.storage.table.writer_lock import WriterLock
+
+__all__ = [
+    "EVERY_NUMBER",
+    "ROWS_BEGIN",
+    "ChunkEnd",
+    "ChunkFile",
+    "ChunkFiles",
+    "chunk_numbers",
+    "chunk_paths",
+    "key_record",
+]
+
+# The header of a rows file fills a block of the larger size, so that blocks are aligned for direct reads.
+ROWS_BEGIN = 4096
+# Greater than that of any chunk.
+EVERY_NUMBER = 1 << 62
+_RUN = struct.Struct("<3Q")
+_SUM = struct.Struct("<Q")
+_FILES_OPEN_MAX = 256
+_CHUNK_NAME = re.compile(r"([0-9]{12})\.(?:rows|keys)")
+
+
+class ChunkFile:
+    """One chunk and how far it is written. Only `ChunkFiles` changes one."""
+
+    def __init__(self, number: int, geometry: Geometry, rows_path: str, keys_path: str):
+        self.number = number
+        self.geometry = geometry
+        self.rows_path = rows_path
+        self.keys_path = keys_path
+        self.blocks = 0
+        self.keys_bytes = HEADER_BYTES
+        self.keys_sum = 0
+        self.synced_bytes = 0
+        self.suspect = False
+        self.holds = 0
+        self.snapshots = 0
+        self.rows_out: int | None = None
+        self.keys_out: int | None = None
+
+    @property
+    def full(self) -> bool:
+        return self.blocks == self.geometry.blocks_per_chunk
+
+    @property
+    def end(self) -> "ChunkEnd":
+        return ChunkEnd(self.blocks, self.keys_bytes, self.keys_sum)
+
+    @property
+    def runs_bytes(self) -> int:
+        """Bytes on disk of its runs, in both files."""
+        return self.blocks * self.geometry.block_bytes + self.keys_bytes - HEADER_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk, of both files: headers come with the first run."""
+        return ROWS_BEGIN + HEADER_BYTES + self.runs_bytes if self.blocks else 0
+
+
+class ChunkEnd(NamedTuple):
+    """Where the next run of a chunk goes: after this many blocks and bytes of keys, whose last checksum this is."""
+
+    blocks: int
+    keys_bytes: int
+    keys_sum: int
+
+
+class ChunkFiles:
+    """All chunks of one table.
+
+    Args:
+        fs: where the files are.
+        directory: exists already.
+        next_number: greater than the number of any chunk that is there.
+        direct: whether rows are written and read past the system's cache.
+        lock: the writer's; None = for reading.
+    """
+
+    def __init__(
+        self, fs: FileSystem, directory: str, next_number: int, direct: bool, lock: WriterLock | None = None
+    ):  # fmt: skip
+        self._rows_file: OrderedDict[ChunkFile, int] = OrderedDict()
+        self.chunks: dict[int, ChunkFile] = {}
+        self._fs = fs
+        self._lock = lock
+        self.directory = directory
+        self._next_number = next_number
+        self._direct = direct
+        self._directory_synced = True
+        self._unremoved: list[str] = []
+        self.files_open_max = _FILES_OPEN_MAX
+        self.sync_threads = 1
+        self.keep_below = 0
+        """Files of chunks with a smaller number stay, held or not: a snapshot that cannot be read may need them."""
+        self.bytes_written = 0
+        self.bytes_removed = 0
+        self._process = os.getpid()  # A child of fork lets go of its copy of a hold, and removes no file.
+
+    def create(self, geometry: Geometry) -> ChunkFile:
+        """A new, empty chunk, held once.
+
+        Raises:
+            StorageError: the files could not be made; what was made of them is removed. Or the folder was removed,
+                and another may be in its place.
+        """
+        if self._lock is not None:
+            self._lock.check()
+        rows_path, keys_path = chunk_paths(self.directory, self._next_number)
+        chunk = ChunkFile(self._next_number, geometry, rows_path, keys_path)
+        self._next_number += 1
+        path = rows_path
+        try:
+            chunk.rows_out = self._fs.create(rows_path, direct=self._direct)
+            path = keys_path
+            chunk.keys_out = self._fs.create(keys_path)
+        except OSError as error:
+            self.seal(chunk)
+            self._remove(rows_path)
+            self._remove(keys_path)
+            raise storage_error(error, "make the chunk file", path) from error
+        chunk.keys_sum = xxh64(_header(KEYS_MAGIC, chunk))
+        chunk.holds = 1
+        self._directory_synced = False
+        self.chunks[chunk.number] = chunk
+        return chunk
+
+    def adopt(self, number: int, geometry: Geometry, blocks: int, keys_bytes: int, keys_sum: int) -> ChunkFile:
+        """The chunk of this number as a snapshot describes it, with one hold more. Its files are not looked at."""
+        chunk = self.chunks.get(number)
+        if chunk is None:
+            chunk = self.chunks[number] = ChunkFile(number, geometry, *chunk_paths(self.directory, number))
+        if blocks > chunk.blocks:
+            chunk.blocks, chunk.keys_bytes, chunk.keys_sum = blocks, keys_bytes, keys_sum
+            chunk.synced_bytes = chunk.nbytes
+        chunk.holds += 1
+        return chunk
+
+    def write(self, chunk: ChunkFile, end: ChunkEnd, block_N: np.ndarray, record_N: np.ndarray) -> None:
+        """Write one run to the chunk: blocks in aligned memory, then what `key_record` has made of its keys. The first
+        one brings the headers, so that they cost no one who waits for a new chunk.
+
+        `end` is where it begins: the chunk's own end, or that of a run that was written before and is not appended
+        yet. May run beside everything but another write. The run counts once `append` has been told.
+
+        Raises:
+            StorageError: the run is not written; the next write goes to the same place.
+        """
+        assert chunk.rows_out is not None and chunk.keys_out is not None, "only an open chunk grows"
+        path = chunk.rows_path
+        try:
+            if end.blocks == 0:
+                header_N = aligned_bytes(ROWS_BEGIN)
+                header_N[:HEADER_BYTES] = np.frombuffer(_header(ROWS_MAGIC, chunk), np.uint8)
+                self._fs.write(chunk.rows_out, header_N, 0)
+            self._fs.write(chunk.rows_out, block_N, ROWS_BEGIN + end.blocks * chunk.geometry.block_bytes)
+            path = chunk.keys_path
+            if end.blocks == 0:
+                self._fs.write(chunk.keys_out, _header(KEYS_MAGIC, chunk), 0)
+            self._fs.write(chunk.keys_out, record_N, end.keys_bytes)
+        except OSError as error:
+            raise storage_error(error, "write rows to", path) from error
+
+    def append(self, chunk: ChunkFile, end: ChunkEnd) -> None:
+        """The run that was written up to here is part of the chunk from now on."""
+        before = chunk.nbytes
+        chunk.blocks, chunk.keys_bytes, chunk.keys_sum = end
+        self.bytes_written += chunk.nbytes - before
+
+    def seal(self, chunk: ChunkFile) -> None:
+        """Nothing will be appended to this chunk any more."""
+        for file in (chunk.rows_out, chunk.keys_out):
+            if file is not None:
+                self._close(file)
+        chunk.rows_out = chunk.keys_out = None
+
+    def sync(self, chunk: ChunkFile) -> None:
+        """Return when everything that was appended to the chunk is on the device. May run beside appends.
+
+        Raises:
+            StorageError: it may not be; the chunk is suspect from now on.
+        """
+        assert not chunk.suspect, "another sync cannot make a suspect chunk safe"
+        size = chunk.nbytes
+        if chunk.synced_bytes == size:
+            return
+        for path in (chunk.rows_path, chunk.keys_path):
+            try:
+                file = self._fs.open(path)
+                try:
+                    self._fs.sync(file)
+                finally:
+                    self._fs.close(file)
+            except OSError as error:
+                chunk.suspect = True
+                raise storage_error(error, "sync", path) from error
+        chunk.synced_bytes = size
+
+    def sync_all(self, chunks: Iterable[ChunkFile]) -> None:
+        """`sync` of each. Many at a time, where `sync_threads` allows it, wait for the device together.
+
+        Raises:
+            StorageError: as for `sync`, for one of them.
+        """
+        grown = [chunk for chunk in chunks if chunk.synced_bytes != chunk.nbytes]
+        if len(grown) < 2 or self.sync_threads == 1:
+            for chunk in grown:
+                self.sync(chunk)
+            return
+        with ThreadPoolExecutor(min(len(grown), self.sync_threads), thread_name_prefix="oneemb-sync") as beside:
+            for synced in [submit(beside, self.sync, chunk) for chunk in grown]:
+                synced.result()
+
+    def sync_names(self) -> None:
+        """Return when the names of all chunks are on the device. May run beside `create`."""
+        if self._directory_synced:
+            return
+        self._directory_synced = True
+        try:
+            self._fs.sync_directory(self.directory)
+        except OSError as error:
+            self._directory_synced = False
+            raise storage_error(error, "sync the directory", self.directory) from error
+
+    def hold(self, chunk: ChunkFile) -> None:
+        chunk.holds += 1
+
+    def release(self, chunk: ChunkFile) -> None:
+        """Take one hold back. The last one removes the files."""
+        chunk.holds -= 1
+        if chunk.holds == 0:
+            del self.chunks[chunk.number]
+            self._close_chunk(chunk)
+            if chunk.number < self.keep_below or os.getpid() != self._process:
+                return
+            if self._lock is not None and not self._lock.still_there:
+                return  # Those files are another table's.
+            self.bytes_removed += chunk.nbytes
+            for path in [chunk.rows_path, chunk.keys_path, *self._unremoved]:
+                self._remove(path)
+
+    def rows_file(self, chunk: ChunkFile) -> int:
+        """The open rows file, for reading. It stays open while at most `files_open_max` others are asked for."""
+        file = self._rows_file.pop(chunk, None)
+        if file is None:
+            file = self._fs.open(chunk.rows_path, direct=self._direct)
+            if len(self._rows_file) >= self.files_open_max:
+                self._close(self._rows_file.popitem(last=False)[1])
+        self._rows_file[chunk] = file
+        return file
+
+    def close(self) -> None:
+        """Close all files. Nothing is removed any more: numbers of chunks that are gone are given again from now on."""
+        self.keep_below = EVERY_NUMBER
+        for chunk in self.chunks.values():
+            self._close_chunk(chunk)
+
+    def __del__(self) -> None:
+        if hasattr(self, "chunks"):  # It may have been stopped before it had any.
+            self.close()
+
+    def _close_chunk(self, chunk: ChunkFile) -> None:
+        file = self._rows_file.pop(chunk, None)
+        if file is not None:
+            self._close(file)
+        self.seal(chunk)
+
+    def _close(self, file: int) -> None:
+        try:
+            self._fs.close(file)
+        except OSError:
+            pass  # A file that must be safe is synced before; of others nothing is expected.
+
+    def _remove(self, path: str) -> None:
+        # A file that cannot be removed is tried again with the next one, and by the next open of the table.
+        try:
+            self._fs.remove(path)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            if path not in self._unremoved:
+                self._unremoved.append(path)
+            return
+        if path in self._unremoved:
+            self._unremoved.remove(path)
+
+
+def key_record(end: ChunkEnd, table_N: np.ndarray, id_N: np.ndarray, sum_B: np.ndarray) -> tuple[np.ndarray, ChunkEnd]:
+    """The bytes in the keys file of a run that begins at a chunk's end, uint8, and the end after it.
+
+    Args:
+        end: of the chunk, before the run.
+        table_N, id_N: keys of the run's rows.
+        sum_B: checksums of its blocks.
+    """
+    parts = [np.frombuffer(_RUN.pack(end.blocks, len(id_N), len(sum_B)), np.uint8)]
+    parts += [array.view(np.uint8) for array in (id_N, table_N, sum_B)]
+    size = sum(map(len, parts))
+    record_N = np.empty(size + -size % 8 + _SUM.size, np.uint8)
+    np.concatenate(parts, out=record_N[:size])
+    record_N[size : -_SUM.size] = 0
+    keys_sum = xxh64(record_N[: -_SUM.size], end.keys_sum)
+    _SUM.pack_into(record_N.data, len(record_N) - _SUM.size, keys_sum)
+    return record_N, ChunkEnd(end.blocks + len(sum_B), end.keys_bytes + len(record_N), keys_sum)
+
+
+def _header(magic: bytes, chunk: ChunkFile) -> bytes:
+    geometry = chunk.geometry
+    number_4 = (chunk.number, geometry.row_width, geometry.physical_block_size, geometry.blocks_per_chunk)
+    return pack_header(magic, number_4)
+
+
+def chunk_paths(directory: str, number: int) -> tuple[str, str]:
+    """The rows file and the keys file of a chunk."""
+    return f"{directory}/{number:012d}.rows", f"{directory}/{number:012d}.keys"
+
+
+def chunk_numbers(names: list[str]) -> dict[str, int]:
+    """Of the names in a directory, those of chunk files, with their chunks' numbers."""
+    return {name: int(match[1]) for name in names if (match := _CHUNK_NAME.fullmatch(name))}

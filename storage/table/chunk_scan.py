@@ -1,0 +1,253 @@
+"""Reads the rows of one chunk in the order they lie: for scans, loads, compaction and readers beside a writer.
+
+Invariant: nothing is yielded that has not been compared with its checksum.
+"""
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from oneemb.kernels.checksum import xxh64
+from oneemb.kernels.row_blocks import bits_rows, rows_deliver
+from oneemb.storage.errors import CorruptTableError
+from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
+from oneemb.storage.hash_index import check_tables
+from oneemb.storage.table.chunk_files import ROWS_BEGIN
+from oneemb.storage.table.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, read_header
+from oneemb.storage.table.geometry import Geometry
+from oneemb.storage.table.snapshot_file import ChunkPart
+
+__all__ = ["ChunkKeys", "block_damage", "fill_keys", "live_rows", "read_keys", "scan_rows"]
+
+_RUN = struct.Struct("<3Q")
+_READ_BYTES = 1 << 20
+_KEYS_WINDOW_BYTES = 1 << 20
+
+
+@dataclass
+class ChunkKeys:
+    """The keys of a chunk's rows, by row, and the checksums of its blocks. A row that no run has filled has key 0."""
+
+    table_N: np.ndarray
+    id_N: np.ndarray
+    sum_B: np.ndarray
+
+    @classmethod
+    def empty(cls, geometry: Geometry, part: ChunkPart) -> "ChunkKeys":
+        """Room for the keys of a part, not filled in."""
+        rows = part.blocks * geometry.rows_per_block
+        return cls(np.empty(rows, np.int32), np.empty(rows, np.int64), np.empty(part.blocks, np.uint32))
+
+    def of(self, row_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tables and ids of these rows."""
+        return self.table_N[row_N], self.id_N[row_N]
+
+
+def live_rows(bit_N: np.ndarray) -> np.ndarray:
+    """The rows whose bit is set, ascending: int64."""
+    row_N = np.empty(8 * len(bit_N) + 1, np.int64)
+    return row_N[: bits_rows(bit_N, row_N)]
+
+
+def read_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart) -> ChunkKeys:
+    """The keys of the part's rows, checked against the sum that the part carries.
+
+    Raises:
+        CorruptTableError: the file is not what was written.
+    """
+    keys = ChunkKeys.empty(geometry, part)
+    for _ in fill_keys(fs, path, geometry, part, keys):
+        pass
+    return keys
+
+
+def fill_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart, keys: ChunkKeys) -> Iterator[int]:
+    """Fill in the keys of the part's rows run by run, yielding how many rows are filled. Runs are checked one by one,
+    and before the last is yielded all together against the sum that the part carries.
+
+    Raises:
+        CorruptTableError: the file is not what was written.
+    """
+    try:
+        file = fs.open(path)
+    except FileNotFoundError as error:
+        raise missing_file(path) from error
+    except OSError as error:
+        raise storage_error(error, "read the keys", path) from error
+    try:
+        yield from _fill_open(fs, file, path, geometry, part, keys)
+    except OSError as error:
+        raise storage_error(error, "read the keys", path) from error
+    finally:
+        fs.close(file)
+
+
+def _fill_open(fs, file, path, geometry, part, keys):
+    # A window of the file that moves on, so that its bytes are still in a cache when they are copied out.
+    byte_N, begin, size, ended = np.empty(_KEYS_WINDOW_BYTES, np.uint8), 0, 0, False
+
+    def window(offset: int, length: int) -> np.ndarray:
+        """The part's bytes from an offset on, at least so many unless the file or the part ends before."""
+        nonlocal byte_N, begin, size, ended
+        if offset + length > begin + size and not ended:
+            kept_N = byte_N[offset - begin : size]
+            if length > len(byte_N):
+                byte_N = np.empty(-(-length // 8) * 8, np.uint8)
+            size = len(kept_N)
+            byte_N[:size] = kept_N.copy()
+            begin = offset
+            want = min(len(byte_N), part.keys_bytes - begin) - size
+            got = fs.read_into(file, byte_N.data[size : size + want], begin + size)
+            size, ended = size + got, begin + size + got == part.keys_bytes or got < want
+        return byte_N[offset - begin : size]
+
+    if fs.size(path) < part.keys_bytes:
+        raise _damaged(path, HEADER_BYTES, f"ends before offset {part.keys_bytes}, up to which a snapshot needs it")
+    header_N = window(0, HEADER_BYTES)[:HEADER_BYTES]
+    check_header(header_N, KEYS_MAGIC, path, part.number, geometry)
+    keys_sum = xxh64(header_N)
+    offset, block = HEADER_BYTES, 0
+    while offset < part.keys_bytes:
+        run_N = window(offset, _RUN.size)
+        first, rows, blocks = _RUN.unpack_from(run_N.data) if len(run_N) >= _RUN.size else (block, 0, 0)
+        run_bytes = _RUN.size + -(-(rows * 12 + blocks * 4) // 8) * 8
+        fits = blocks > 0 and block + blocks <= part.blocks and rows <= blocks * geometry.rows_per_block
+        fits = fits and offset + run_bytes + 8 <= part.keys_bytes
+        if first == block and fits:
+            run_N = window(offset, run_bytes + 8)
+        if first != block or not fits or len(run_N) < run_bytes + 8:
+            raise _damaged(path, offset, f"must hold the keys of block {block}, holds {blocks} blocks from {first}")
+        keys_sum = xxh64(run_N[:run_bytes], keys_sum)
+        expected = int(run_N[run_bytes : run_bytes + 8].view(np.uint64)[0])
+        if keys_sum != expected:
+            raise _damaged(path, offset, f"has checksum {keys_sum:016x}, written as {expected:016x}")
+        row, end = block * geometry.rows_per_block, (block + blocks) * geometry.rows_per_block
+        at = _RUN.size
+        keys.id_N[row : row + rows] = run_N[at : at + 8 * rows].view(np.int64)
+        keys.id_N[row + rows : end] = 0
+        at += 8 * rows
+        keys.table_N[row : row + rows] = run_N[at : at + 4 * rows].view(np.int32)
+        keys.table_N[row + rows : end] = 0
+        try:
+            check_tables(keys.table_N[row : row + rows])
+        except ValueError as error:
+            raise _damaged(path, offset, f"holds what no run does: {error}") from error
+        at += 4 * rows
+        keys.sum_B[block : block + blocks] = run_N[at : at + 4 * blocks].view(np.uint32)
+        block += blocks
+        offset += run_bytes + 8
+        if offset < part.keys_bytes:
+            yield end
+    if block != part.blocks or keys_sum != part.keys_sum:
+        raise CorruptTableError(
+            f"{path}: the keys up to offset {part.keys_bytes} are not those that the snapshot was saved with: "
+            f"{block} blocks with checksum {keys_sum:016x}, must be {part.blocks} with {part.keys_sum:016x}; run "
+            f"`oneemb check` on the table"
+        )
+    yield block * geometry.rows_per_block
+
+
+def scan_rows(
+    fs: FileSystem, path: str, geometry: Geometry, number: int, keys: ChunkKeys, row_N: np.ndarray, batch: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """The rows `row_N` of one chunk, ascending, as (table_N, id_N, row_NW), at most `batch` at a time.
+
+    Raises:
+        CorruptTableError: a block is not what was written.
+    """
+    if len(row_N) == 0:
+        return
+    try:
+        file = fs.open(path)
+    except FileNotFoundError as error:
+        raise missing_file(path) from error
+    except OSError as error:
+        raise storage_error(error, "open the rows", path) from error
+    try:
+        yield from _scan_open(fs, file, path, geometry, number, keys, row_N, batch)
+    except OSError as error:
+        raise storage_error(error, "read the rows", path) from error
+    finally:
+        fs.close(file)
+
+
+def _scan_open(fs, file, path, geometry, number, keys, row_N, batch):
+    header = bytearray(HEADER_BYTES)
+    size = fs.read_into(file, memoryview(header), 0)
+    check_header(header[:size], ROWS_MAGIC, path, number, geometry)
+    end, size = ROWS_BEGIN + (int(row_N[-1]) // geometry.rows_per_block + 1) * geometry.block_bytes, fs.size(path)
+    if size < end:
+        raise CorruptTableError(
+            f"{path}: the blocks up to offset {end} are needed, the file ends at offset {size}; restore the file from "
+            f"a copy, or delete the snapshots that need it"
+        )
+    buffer_blocks = max(1, _READ_BYTES // geometry.block_bytes)
+    buffer = aligned_bytes(buffer_blocks * geometry.block_bytes)
+    begin = 0
+    while begin < len(row_N):
+        block = int(row_N[begin]) // geometry.rows_per_block
+        end_row = (block + buffer_blocks) * geometry.rows_per_block
+        end = min(begin + batch, int(np.searchsorted(row_N, end_row)))
+        place_N = row_N[begin:end]
+        blocks = int(place_N[-1]) // geometry.rows_per_block + 1 - block
+        want = blocks * geometry.block_bytes
+        offset = ROWS_BEGIN + block * geometry.block_bytes
+        size = fs.read_into(file, buffer.data[:want], offset)
+        if size != want:
+            raise CorruptTableError(
+                f"{path}: the blocks from offset {offset} on must have {want} bytes, the file ends after {size} of "
+                f"them; restore the file from a copy, or delete the snapshots that need it"
+            )
+        row_NW = np.empty((len(place_N), geometry.row_width), np.float32)
+        to_N = np.arange(len(place_N))
+        bad = rows_deliver(
+            buffer.view(np.uint64), 0, block, place_N, to_N, 0, len(place_N), geometry.rows_per_block,
+            geometry.block_words, keys.sum_B, row_NW.view(np.uint32),
+        )  # fmt: skip
+        if bad < len(place_N):
+            row = int(place_N[bad])
+            block_bad = row // geometry.rows_per_block
+            at = (block_bad - block) * geometry.block_bytes
+            raise block_damage(
+                path, geometry, block_bad, buffer[at : at + geometry.block_bytes], int(keys.sum_B[block_bad]),
+                int(keys.table_N[row]), int(keys.id_N[row]),
+            )  # fmt: skip
+        yield keys.table_N[place_N], keys.id_N[place_N], row_NW
+        begin = end
+
+
+def block_damage(
+    path: str, geometry: Geometry, block: int, data: np.ndarray, expected: int, table: int, id: int
+) -> CorruptTableError:
+    """The error for a block that is not what was written, found when the row of (table, id) was read."""
+    offset = ROWS_BEGIN + block * geometry.block_bytes
+    actual = xxh64(data) & 0xFFFFFFFF
+    return CorruptTableError(
+        f"{path}: block {block} at offset {offset}, which holds the row of table {table}, id {id}, has checksum "
+        f"{actual:08x}, written as {expected:08x}; run `oneemb check` on the table, and load a sound snapshot"
+    )
+
+
+def check_header(header, magic: bytes, path: str, number: int, geometry: Geometry) -> None:
+    """Raise unless this is the header of that chunk."""
+    expected = (number, geometry.row_width, geometry.physical_block_size, geometry.blocks_per_chunk)
+    found = read_header(bytes(header[:HEADER_BYTES]), magic, path)
+    if found != expected:
+        raise CorruptTableError(
+            f"{path}: the header at offset 0 must name (chunk, row width, block size, blocks a chunk) {expected}, it "
+            f"names {found}; the file was swapped with that of another chunk or table"
+        )
+
+
+def missing_file(path: str) -> CorruptTableError:
+    return CorruptTableError(
+        f"{path} is missing, though a snapshot needs it; restore {os.path.basename(path)} from a copy, or delete the "
+        f"snapshots that need it. A reader beside a writer sees this when the writer deletes or overwrites the snapshot"
+    )
+
+
+def _damaged(path: str, offset: int, what: str) -> CorruptTableError:
+    return CorruptTableError(f"{path}: the run of keys at offset {offset} {what}; run `oneemb check` on the table")

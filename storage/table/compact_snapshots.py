@@ -1,0 +1,233 @@
+"""Frees disk at a path that no job uses: rows that snapshots need move out of chunks that are mostly garbage.
+
+While a job runs, chunks that snapshots need stay as they are, with the garbage that a save may leave in them; here they
+are what is compacted. A row that several snapshots share is moved once and shared again.
+
+    1. take the lock, remove what no snapshot needs          4. write each snapshot anew, in place of the old one
+    2. write the rows of sparse chunks to new chunks         5. remove what no snapshot needs any more
+    3. sync those, and the directory of the chunks
+
+Invariant: each snapshot is in one step the old file or the new one, and the chunks of both are whole until all are new;
+so a crash at any moment leaves every snapshot with its rows.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from oneemb.kernels.checksum import blocks_sum
+from oneemb.storage.errors import CorruptTableError, StorageError
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, aligned_bytes
+from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_paths, key_record
+from oneemb.storage.table.chunk_scan import live_rows, read_keys, scan_rows
+from oneemb.storage.table.compaction import CompactionResult
+from oneemb.storage.table.file_header import HEADER_BYTES
+from oneemb.storage.table.geometry import Geometry
+from oneemb.storage.table.recovery import Recovery, lost_text, needed_bytes
+from oneemb.storage.table.snapshot_file import ChunkPart, SnapshotFiles, SnapshotRecord
+from oneemb.storage.table.snapshot_store import SnapshotStore
+from oneemb.storage.table.table_info import chunk_bytes_of, live_bits, need_table
+from oneemb.storage.table.writer_lock import WriterLock
+
+__all__ = ["compact_snapshots"]
+
+# A chunk whose live rows fill this much of it is left as it is.
+_FULL_ENOUGH = 0.95
+_RUN_BYTES = 1 << 22
+# Of a run of keys, beside its rows': its three numbers, its checksum, zeros.
+_RUN_OVERHEAD_BYTES = 48
+
+
+def compact_snapshots(
+    path: AnyPath,
+    *,
+    remove_orphans: bool = False,
+    fs: FileSystem | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> CompactionResult:
+    """Free the disk space at a path that its snapshots do not need.
+
+    Args:
+        path: the table's folder. It needs room for the rows that move.
+        remove_orphans: remove what is kept for snapshots that are gone though nobody has deleted them here.
+        fs: where files are; None = this machine's.
+        progress: called with (rows moved, rows to move).
+
+    Raises:
+        LockedError: a job uses the table.
+        CorruptTableError: a snapshot is not what was written; nothing has changed.
+        StorageError: the disk fails or is full; every snapshot is whole. Or a snapshot is gone, nobody has given it
+            up, and nothing has changed.
+    """
+    fs, path = fs or LocalFileSystem(), absolute_path(path)
+    need_table(fs, path)
+    lock = WriterLock(fs, f"{path}/LOCK")
+    try:
+        recovery = Recovery()
+        store = SnapshotStore(fs, path, False, recovery, lock, give_up=remove_orphans)
+        try:
+            for name, reason in recovery.damaged.items():
+                raise CorruptTableError(f"snapshot {name!r} is damaged: {reason}; nothing was compacted")
+            if recovery.kept or recovery.lost or recovery.lost_more:
+                raise StorageError(
+                    f"{path}: {lost_text(recovery.lost, recovery.lost_more, len(recovery.kept))}; nothing was compacted"
+                )
+            result = _compact(fs, path, store.files, store.chunk_files, progress)
+        except BaseException:
+            store.chunk_files.close()
+            with suppress(StorageError):
+                SnapshotStore(fs, path, False, Recovery(), lock).chunk_files.close()  # Frees what was written.
+            raise
+        store.chunk_files.close()
+        after = Recovery()
+        SnapshotStore(fs, path, False, after, lock).chunk_files.close()  # 5.
+        result.bytes_freed += recovery.removed_bytes + after.removed_bytes
+        return result
+    finally:
+        lock.release()
+
+
+def _compact(
+    fs: FileSystem, path: str, files: SnapshotFiles, chunks: ChunkFiles, progress: Callable[[int, int], None] | None
+) -> CompactionResult:
+    records = sorted((files.read(name) for name in files.names()), key=lambda record: record.info.sequence)
+    live, size = live_bits(files, records), needed_bytes(records)
+    sparse: dict[Geometry, list[int]] = {}
+    rows_to_move = 0
+    for number, (geometry, bit_N) in sorted(live.items()):
+        count = len(live_rows(bit_N))
+        if count * geometry.disk_bytes_per_row < _FULL_ENOUGH * (sum(size[number]) - ROWS_BEGIN - HEADER_BYTES):
+            sparse.setdefault(geometry, []).append(number)
+            rows_to_move += count
+    longest: dict[int, ChunkPart] = {}
+    for record in records:
+        for part in record.parts:
+            if part.number not in longest or part.keys_bytes > longest[part.number].keys_bytes:
+                longest[part.number] = part
+    result = CompactionResult()
+    for geometry, numbers in sparse.items():
+        bits = {number: live[number][1] for number in numbers}
+        count = sum(len(live_rows(bit_N)) for bit_N in bits.values())
+        if _bytes_max(geometry, count) > _FULL_ENOUGH * sum(sum(size[number]) for number in numbers):
+            continue
+        log = _Log(chunks, geometry)
+        for number in numbers:  # 2.
+            rows_path, keys_path = chunk_paths(f"{path}/chunks", number)
+            keys, rows = read_keys(fs, keys_path, geometry, longest[number]), live_rows(bits[number])
+            for table_N, id_N, row_NW in scan_rows(fs, rows_path, geometry, number, keys, rows, 65536):
+                log.put(table_N, id_N, row_NW)
+                result.rows_moved += len(id_N)
+                if progress is not None:
+                    progress(result.rows_moved, rows_to_move)
+            result.chunks += 1
+        log.end()
+        for chunk in log.chunks:  # 3.
+            chunks.sync(chunk)
+        chunks.sync_names()
+        moved = {number: live_rows(bits[number]) for number in numbers}
+        first, begin = {}, 0  # of each old chunk, the number of its first row in the log
+        for number in numbers:
+            first[number], begin = begin, begin + len(moved[number])
+        for record in records:
+            if record.geometry == geometry and any(part.number in moved for part in record.parts):
+                new = _moved(files, record, moved, first, log)
+                files.write(new)  # 4.
+                own = (record.info.bytes - chunk_bytes_of([record]), new.info.bytes - chunk_bytes_of([new]))
+                result.bytes_freed += own[0] - own[1]
+        result.bytes_freed -= sum(chunk.nbytes for chunk in log.chunks)
+    return result
+
+
+def _bytes_max(geometry: Geometry, rows: int) -> int:
+    """Bytes of new chunks with that many rows, at most."""
+    chunks = -(-rows // geometry.rows_per_chunk)
+    runs = rows * geometry.row_bytes // _RUN_BYTES + chunks + 1
+    gaps = chunks * (ROWS_BEGIN + HEADER_BYTES + geometry.block_bytes) + runs * _RUN_OVERHEAD_BYTES
+    return int(rows * geometry.disk_bytes_per_row) + gaps
+
+
+def _moved(
+    files: SnapshotFiles, record: SnapshotRecord, moved: dict[int, np.ndarray], first: dict[int, int], log: "_Log"
+) -> SnapshotRecord:
+    """The same snapshot, with the rows of moved chunks where they are now."""
+    parts, place = [], []
+    for part in record.parts:
+        bit_N = files.read_bits(record, part)
+        if part.number not in moved:
+            parts.append(replace(part, bit_N=bit_N))
+            continue
+        rows = live_rows(bit_N)
+        place.append(first[part.number] + np.searchsorted(moved[part.number], rows))
+    place_N = np.sort(np.concatenate(place))
+    begin = 0
+    for chunk, rows_of_chunk in zip(log.chunks, log.rows, strict=True):
+        own = place_N[(place_N >= begin) & (place_N < begin + rows_of_chunk)] - begin
+        begin += rows_of_chunk
+        if len(own):
+            bit = np.zeros(-(-chunk.blocks * record.geometry.rows_per_block // 64) * 64, bool)
+            bit[own] = True
+            bit_N = np.packbits(bit, bitorder="little")
+            parts.append(ChunkPart(chunk.number, chunk.blocks, chunk.keys_bytes, chunk.keys_sum, len(own), bit_N=bit_N))
+    new = replace(record, parts=parts, info=replace(record.info))
+    new.info.bytes = chunk_bytes_of([new])
+    return new
+
+
+class _Log:
+    """New chunks that fill one after the other. Row n that was put is row n of the log: only its end has a gap."""
+
+    def __init__(self, files: ChunkFiles, geometry: Geometry):
+        self._files, self._geometry = files, geometry
+        self._kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._size = 0
+        self.chunks: list[ChunkFile] = []
+        self.rows: list[int] = []
+        """Rows of each chunk."""
+
+    def put(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
+        self._kept.append((table_N, id_N, row_NW))
+        self._size += len(id_N)
+        if self._size * self._geometry.row_bytes >= _RUN_BYTES:
+            self._write(self._size // self._geometry.rows_per_block * self._geometry.rows_per_block)
+
+    def end(self) -> None:
+        self._write(self._size)
+        for chunk in self.chunks:
+            self._files.seal(chunk)
+
+    def _write(self, size: int) -> None:
+        """Write the first `size` rows that are kept: whole blocks, but at the end."""
+        geometry = self._geometry
+        if self._size == 0:
+            return
+        table_N, id_N, row_NW = (np.concatenate(column) for column in zip(*self._kept, strict=True))
+        begin = 0
+        while begin < size:
+            if not self.chunks or self.chunks[-1].full:
+                self.chunks.append(self._files.create(geometry))
+                self.rows.append(0)
+            room = (geometry.blocks_per_chunk - self.chunks[-1].blocks) * geometry.rows_per_block
+            end = min(begin + room, size)
+            self._append(table_N[begin:end], id_N[begin:end], row_NW[begin:end])
+            begin = end
+        self._kept = [(table_N[size:], id_N[size:], row_NW[size:])]
+        self._size -= size
+
+    def _append(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
+        geometry = self._geometry
+        blocks = -(-len(id_N) // geometry.rows_per_block)
+        byte_N = aligned_bytes(blocks * geometry.block_bytes)
+        # As words, so that no bit is taken for a number.
+        whole_RW = np.zeros((blocks * geometry.rows_per_block, geometry.row_width), np.uint32)
+        whole_RW[: len(id_N)] = row_NW.view(np.uint32)
+        used = geometry.rows_per_block * geometry.row_width
+        byte_N.view(np.uint32).reshape(blocks, -1)[:, :used] = whole_RW.reshape(blocks, -1)
+        sum_B = np.empty(blocks, np.uint32)
+        blocks_sum(0, blocks, byte_N.view(np.uint64), geometry.block_words, sum_B)
+        chunk = self.chunks[-1]
+        record_N, end = key_record(chunk.end, table_N, id_N, sum_B)
+        self._files.write(chunk, chunk.end, byte_N, record_N)
+        self._files.append(chunk, end)
+        self.rows[-1] += len(id_N)

@@ -1,0 +1,334 @@
+"""Frees disk: live rows of chunks that are mostly garbage move to the end of the log, and the chunks go.
+
+A row on disk is live, or only snapshots have it, or it is garbage. A chunk that a snapshot needs is `held`: moving its
+live rows frees it only when the last snapshot that needs it goes. The others are loose: moving theirs frees disk now.
+With live = bytes of live rows, saved = bytes of the rows of all kept snapshots (shared ones counted each time), a =
+`max_space_amplification` and g = min(0.3, a - 1):
+
+    bytes on disk <= max(a * live, (1 + g) * live + saved) + 2 chunks + 1 chunk for each kept snapshot
+
+A save that runs beside the caller is a kept snapshot. Chunks are a sixteenth of the live rows, or the table's smallest.
+So one kept snapshot costs at most 2.3 times the live rows, each further one its own rows, while snapshots go oldest
+first; deleting one from between others may leave 0.24 of its neighbours' rows until they go. A load or a clear lowers
+`live` at once, and what snapshots pin goes with them: 0.24 of their rows at most.
+
+Why that holds. Loose garbage can always be cleaned; garbage in held chunks cannot, and every live row may be
+overwritten before the next save. So it is the save that has to be careful: before it takes its chunks it cleans them
+until they have at most g - s of garbage for each live byte, s = g / 5, and so have all held chunks together. Then
+(1 + g) * live + saved leaves at least s * live for loose garbage in the worst case. A put goes in pieces of half a
+chunk at most, and before a piece loose chunks are cleaned until there is room for it: while there is not, loose chunks
+are less than 1 / (1 + s) live, so one of the sealed ones is, each move frees disk, and the loop ends. Of what is left
+over, one chunk is being written, one is being moved; and a snapshot that holds the chunk being written pins what comes
+to it later. During a save that replaces a snapshot the chunks of both are there, which is what is allowed while every
+row is live once and saved once.
+
+What that costs. The chunk with the least live rows for its size, u of it, is cleaned first: u / (1 - u) rows move for
+each that is freed. So rows are written at most 1 + 1 / s times, 17 at a = 2, and it is far less wherever chunks differ.
+Rows written for each that was put, at a = 2 with one kept snapshot: 1.6 when any share of the table is overwritten
+between saves, in any order, both drawn anew each time. Rows overwritten at random: 1.5 to 1.9 when half the table or
+more is overwritten between saves, 2.4 at a fifth and 2.9 at a twentieth; in order: 1.1. Less cannot be had there: what
+is saved often may hold g - s of garbage, and a log of 1.3 times its live rows, overwritten at random, writes each 2.4
+times. More disk buys it: a = 2.5 writes 1.7 and 1.9 times.
+After many puts a save goes on cleaning, up to a share of what was put: that leaves more room for loose garbage until
+the next save, which is far away where many puts lie between saves.
+
+Invariant: a row that has changed since its chunk was read is not moved: its newer version is elsewhere.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from oneemb.storage.errors import CorruptTableError
+from oneemb.storage.fs import FileSystem
+from oneemb.storage.table.background import Background
+from oneemb.storage.table.chunk_files import ChunkFile, ChunkFiles
+from oneemb.storage.table.chunk_scan import live_rows, read_keys, scan_rows
+from oneemb.storage.table.live_rows import LiveRows
+from oneemb.storage.table.row_writer import RowWriter
+from oneemb.storage.table.snapshot_store import SnapshotStore
+from oneemb.storage.turns import Turns, undisturbed
+
+__all__ = ["CompactionResult", "Compactor"]
+
+_PIECE_ROWS = 4096
+# Chunks above the bound + this much of a chunk are compacted in the background, before it is urgent.
+_EARLY = 0.25
+# On demand, a chunk whose live rows fill this much of it is left as it is.
+_FULL_ENOUGH = 0.95
+# Garbage for each live byte that is allowed beside snapshots, and the part of it that a save leaves to loose chunks.
+_GARBAGE_MAX = 0.3
+_LOOSE_PART = 0.2
+# For each row that was put since the last save, beyond half the live rows, so many may move at a save that need not.
+_MOVED_SHARE = 0.4
+_MOVED_FILL_MAX = 0.98
+
+
+@dataclass
+class CompactionResult:
+    """What compaction did.
+
+    Args:
+        chunks: chunks that were emptied.
+        rows_moved: live rows that were written again.
+        bytes_freed: disk space that became free, less what the rows took elsewhere.
+    """
+
+    chunks: int = 0
+    rows_moved: int = 0
+    bytes_freed: int = 0
+
+
+class Compactor:
+    """Compacts one `LiveRows`; a table makes a new one when it replaces its rows.
+
+    Args:
+        fs: where the chunks are.
+        live: the rows.
+        writer: appends to the log of these rows.
+        store: the snapshots, and the files of all chunks.
+        turns: every call that looks at the rows has one; `move` lets go of its lock, the guard, while it reads.
+        max_space_amplification: above 1.
+        background: None = compaction happens in puts and saves only.
+    """
+
+    def __init__(
+        self, fs: FileSystem, live: LiveRows, writer: RowWriter, store: SnapshotStore, turns: Turns,
+        max_space_amplification: float, background: Background | None,
+    ):  # fmt: skip
+        self._fs, self._live, self._writer, self._store = fs, live, writer, store
+        self._turns, self._guard = turns, turns.lock
+        self._files: ChunkFiles = store.chunk_files
+        self._max_space_amplification = max_space_amplification
+        self._garbage_max = min(_GARBAGE_MAX, max_space_amplification - 1)
+        self._background = background
+        self._stopping = False
+        self._moving: ChunkFile | None = None
+        self._damaged: set[ChunkFile] = set()
+        self._rows_since_save = 0
+        self.done = CompactionResult()
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk that would be begun now."""
+        geometry = self._live.geometry
+        return geometry.disk_bytes(geometry.chunk_blocks(len(self._live.index)))
+
+    @property
+    def piece_rows(self) -> int:
+        """Rows that may be put between two calls of `make_room`."""
+        geometry = self._live.geometry
+        return max(1, geometry.chunk_blocks(len(self._live.index)) * geometry.rows_per_block // 2)
+
+    def loose_bytes(self) -> int:
+        """Bytes of chunks that no snapshot needs, without headers, with what is on its way to them."""
+        return self._bytes_of({chunk for chunk in self._live.chunks() if not chunk.snapshots})
+
+    def live_bytes(self) -> int:
+        """Bytes that the live rows need; less than that while keys are not settled."""
+        return int(len(self._live.index) * self._live.geometry.disk_bytes_per_row)
+
+    def settle(self) -> None:
+        """Take in the keys that were noted, and let go of chunks without live rows, but for those being written."""
+        self._live.settle()
+        for chunk in self._live.dead_chunks():
+            if not self._writer.writes_to(chunk):
+                self._live.remove(chunk)
+
+    def make_room(self, rows: int) -> None:
+        """Keep the bound for so many rows more, here if it is urgent, else in the background. The guard is held.
+
+        Raises:
+            StorageError: rows could not be moved; nothing is lost.
+        """
+        # Keys that are not settled can only lower the excess, so where it is small they need not be.
+        if self._excess() > (1 if self._background is None else _EARLY) and any(self._loose()):
+            self.settle()
+            while self._excess() > 1 and not self._stopping:
+                if self._moving is not None:
+                    self._guard.wait()
+                    self._raise_error()
+                    self.settle()
+                elif not self._compact_one():
+                    break
+            if self._background is not None and not self._background.busy and self._excess() > _EARLY:
+                if self._least(self._loose(), self._full) is not None:
+                    self._background.start(self._run)
+        self._rows_since_save += rows
+
+    def clean_for_save(self, name: str) -> None:
+        """Move rows until the chunks that a snapshot would hold now have no more garbage than it may pin. The guard is
+        held, and free while chunks are read.
+
+        Args:
+            name: of the snapshot, which takes the place of one of that name.
+
+        Raises:
+            StorageError: rows could not be moved; nothing is lost.
+        """
+        moved_before = self.done.rows_moved
+        while (chunk := self._next_for_save(name, self.done.rows_moved - moved_before)) is not None:
+            undisturbed.raise_interrupt()
+            self.move(chunk)
+            if chunk in self._live:
+                break
+        self._rows_since_save = 0
+
+    def compact(self) -> CompactionResult:
+        """Move the rows of every loose chunk that has garbage. The guard is held."""
+        before = self.done
+        self.done = CompactionResult()
+        try:
+            self._writer.seal()
+            disk = self._disk_bytes()
+            for chunk in self._live.chunks():
+                if chunk in self._live and not chunk.snapshots and self._fill(chunk) < _FULL_ENOUGH:
+                    undisturbed.raise_interrupt()
+                    self.move(chunk)
+            self._writer.write_out()
+            self.done.bytes_freed = disk - self._disk_bytes()
+            return self.done
+        finally:
+            self.done = CompactionResult(*(getattr(before, f) + getattr(self.done, f) for f in _FIELDS))
+
+    def move(self, chunk: ChunkFile) -> None:
+        """Move the live rows of a chunk that is not being written to the end of the log, and let go of it. The guard
+        is held once, and free while the chunk is read."""
+        while self._moving is not None:
+            self._guard.wait()
+        self.settle()
+        if chunk not in self._live:
+            return
+        geometry, part = self._live.geometry, self._live.part(chunk)
+        self._moving = chunk
+        self._files.hold(chunk)
+        try:
+            with self._turns.others_allowed():
+                keys = read_keys(self._fs, chunk.keys_path, geometry, part)
+                pieces = scan_rows(
+                    self._fs, chunk.rows_path, geometry, part.number, keys, live_rows(part.bit_N), _PIECE_ROWS
+                )
+                for table_N, id_N, row_NW in pieces:
+                    with self._turns:
+                        if self._stopping:
+                            break
+                        self.settle()
+                        if chunk not in self._live:
+                            break
+                        here = np.flatnonzero(self._live.has_place(chunk, self._live.index.find(table_N, id_N)))
+                        self._append(table_N[here], id_N[here], row_NW[here])
+            if chunk in self._live and self._live.live_of(chunk) == 0:
+                self._live.remove(chunk)
+                self.done.chunks += 1
+        except CorruptTableError:
+            self._damaged.add(chunk)  # It would fail again each time; its sound rows stay where they are.
+            raise
+        finally:
+            self._moving = None
+            self._files.release(chunk)
+            self._guard.notify_all()
+
+    def stop(self) -> None:
+        """End what runs in the background. The guard is held, and let go of meanwhile."""
+        self.stop_soon()
+        while self._moving is not None:
+            self._guard.wait()
+
+    def stop_soon(self) -> None:
+        """Let what runs in the background end; nobody waits for it."""
+        self._stopping = True
+
+    def _append(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
+        if len(id_N):
+            place_N = self._writer.append(table_N, id_N, row_NW)
+            self._live.put(table_N, id_N, place_N)
+            self.done.rows_moved += len(id_N)
+
+    def _run(self) -> None:
+        with self._turns:
+            while not self._stopping and not self._turns.broken and self._moving is None:
+                self.settle()
+                if self._excess() <= _EARLY or not self._compact_one():
+                    break
+
+    def _compact_one(self) -> bool:
+        chunk = self._least(self._loose(), self._full)
+        if chunk is None:
+            return False
+        self.move(chunk)
+        return True
+
+    def _next_for_save(self, name: str, moved: int) -> ChunkFile | None:
+        """The chunk whose live rows are to move before a snapshot takes its chunks, None when none has to. So many rows
+        have moved already."""
+        self.settle()
+        live, loose_garbage = self.live_bytes(), self._garbage_max * _LOOSE_PART
+        full = 1 / (1 + loose_garbage)
+        held_max = (1 + self._garbage_max - loose_garbage) * live
+        spare = (self._max_space_amplification - 1 - loose_garbage) * live
+        kept, kept_rows_bytes = self._store.kept_beside(name)
+        own = [chunk for chunk in self._live.chunks() if chunk not in self._damaged]
+        sealed = [chunk for chunk in own if not self._writer.writes_to(chunk)]
+        # Moving rows out of a chunk that another snapshot needs as well leaves more that is held, and not less.
+        fresh = [chunk for chunk in sealed if chunk not in kept]
+        # Rows that the replaced snapshot needs too are there twice for a while: first there has to be room for that.
+        chunk = self._least(self._loose(), full) if self._excess() > 0 else None
+        if chunk is None and self._bytes_of({*own, *kept}) > max(spare, held_max + kept_rows_bytes):
+            chunk = self._least(fresh, full)
+        if chunk is None and self._bytes_of(own) > max(spare, held_max):
+            chunk = self._least(sealed, full)
+        if chunk is None:
+            chunk = self._least(fresh, _MOVED_FILL_MAX)
+            many = self._rows_since_save - len(self._live.index) / 2
+            if chunk is not None and moved + self._live.live_of(chunk) > _MOVED_SHARE * many:
+                chunk = None
+        return chunk
+
+    @property
+    def _full(self) -> float:
+        """What live rows fill of a chunk at least that a put need not move: see the head."""
+        if self._store.rows_bytes():
+            return 1 / (1 + self._garbage_max * _LOOSE_PART)
+        return (1 + 1 / self._max_space_amplification) / 2
+
+    def _loose(self) -> list[ChunkFile]:
+        """The chunks that no snapshot needs, that are not being written, and that can be read."""
+        return [
+            chunk
+            for chunk in self._live.chunks()
+            if not (chunk.snapshots or self._writer.writes_to(chunk) or chunk in self._damaged)
+        ]
+
+    def _least(self, chunks: Iterable[ChunkFile], full: float) -> ChunkFile | None:
+        """The chunk with the least live rows for its size, if they fill less than this much of it."""
+        fill, _, chunk = min(((self._fill(chunk), chunk.number, chunk) for chunk in chunks), default=(full, 0, None))
+        return chunk if fill < full else None
+
+    def _fill(self, chunk: ChunkFile) -> float:
+        return self._live.live_of(chunk) * self._live.geometry.disk_bytes_per_row / max(1, self._bytes_of([chunk]))
+
+    def _excess(self) -> float:
+        """By how many chunks those on disk are above what is allowed, the next piece of a put included."""
+        geometry = self._live.geometry
+        piece = self.piece_rows * geometry.disk_bytes_per_row
+        # Others are held for a moment only, by a scan or a move.
+        chunks = {chunk for chunk in self._files.chunks.values() if chunk.snapshots or chunk in self._live}
+        live = self.live_bytes()
+        with_snapshots = (1 + self._garbage_max) * live + self._store.rows_bytes()
+        allowed = max(self._max_space_amplification * live, with_snapshots)
+        return (self._bytes_of(chunks) + piece - allowed) / self.chunk_bytes
+
+    def _bytes_of(self, chunks: Collection[ChunkFile]) -> int:
+        """Bytes of chunks without their headers, with what is on its way to them."""
+        return sum(chunk.runs_bytes for chunk in chunks) + self._writer.bytes_to_write(chunks)
+
+    def _disk_bytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self._files.chunks.values())
+
+    def _raise_error(self) -> None:
+        if self._background is not None:
+            self._background.raise_error()
+
+
+_FIELDS = ("chunks", "rows_moved", "bytes_freed")

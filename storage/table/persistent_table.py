@@ -1,0 +1,474 @@
+"""Rows in files: a log of chunks, an index in memory, named snapshots that survive a loss of power.
+
+A put appends; the row's older version becomes garbage, and compaction frees chunks that are mostly garbage. Only
+snapshots outlive the object: opening a path starts empty, and `load_snapshot` resumes.
+
+Invariants, with a crash at any moment:
+- a snapshot exists completely or not at all, and no later call changes it;
+- no byte is given out that was not compared with its checksum;
+- a call that raises leaves the rows as they were, in memory and in every snapshot; a `put` may have kept some of its
+  rows whole.
+
+The steps that make a snapshot durable (2 to 7 are in `SnapshotStore` and `SnapshotFiles`):
+    1. write the rows that are in memory        4. write the manifest under a temporary name    7. sync its directory
+    2. sync the chunks that the snapshot needs  5. sync it
+    3. sync the directory of the chunks         6. rename it
+"""
+
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from oneemb.kernels.threads import Threads
+from oneemb.storage.errors import CorruptTableError, ForkedProcessError, RowWidthError, StorageError
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, storage_error
+from oneemb.storage.hash_index import check_tables
+from oneemb.storage.table.aio_reader import open_reader
+from oneemb.storage.table.background import Background
+from oneemb.storage.table.chunk_scan import live_rows, read_keys, scan_rows
+from oneemb.storage.table.compaction import CompactionResult, Compactor
+from oneemb.storage.table.geometry import Geometry, make_geometry
+from oneemb.storage.table.live_rows import LiveRows
+from oneemb.storage.table.recovery import Recovery
+from oneemb.storage.table.row_reader import RowReader
+from oneemb.storage.table.row_writer import RowWriter
+from oneemb.storage.table.snapshot_file import SnapshotInfo, SnapshotRecord
+from oneemb.storage.table.snapshot_load import load_live_rows
+from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
+from oneemb.storage.table.snapshot_store import Cut, SnapshotStore
+from oneemb.storage.table.writer_lock import WriterLock
+from oneemb.storage.turns import Turns
+
+__all__ = ["PersistentTable", "SnapshotReader", "read_snapshot_info"]
+
+_CHUNK_BYTES = 256 << 20
+# Chunk files that are synced at once, in a table that works beside the caller.
+_SYNC_THREADS = 8
+
+
+class PersistentTable:
+    """A `RowStore` on files. Make one with `open`."""
+
+    def __init__(
+        self, fs: FileSystem, path: str, geometry: Geometry, threads: Threads, max_space_amplification: float, io: str,
+        background: bool, expected_rows: int, mend: str,
+    ):  # fmt: skip
+        self._fs, self._path, self._threads = fs, path, threads
+        self._max_space_amplification = max_space_amplification
+        self._turns = Turns(f"the table at {path}", mend, rank=1)
+        self._closed = False
+        self._rows_moved = 0
+        self._count = dict.fromkeys(("rows_got", "rows_missing", "rows_put"), 0)
+        self.row_width = geometry.row_width
+        self.recovery = Recovery()
+        try:
+            fs.make_directories(path)
+        except OSError as error:
+            raise storage_error(error, "make the directory of the table at", path) from error
+        self._lock = WriterLock(fs, f"{path}/LOCK")
+        try:
+            self.recovery.stale_lock = self._lock.left_by
+            try:
+                # Each syncs the directory above, LOCK's name with it.
+                for directory in (f"{path}/chunks", f"{path}/snapshots"):
+                    fs.make_directories(directory)
+            except OSError as error:
+                raise storage_error(error, "make the directories of the table at", path) from error
+            blocks = open_reader(io, fs, f"{path}/chunks", geometry.physical_block_size, threads)
+            self._store = SnapshotStore(fs, path, blocks.direct, self.recovery, self._lock)
+            self._files = self._store.chunk_files
+            self._files.sync_threads = _SYNC_THREADS if background else 1
+            self._rows = RowReader(blocks, self._files)
+            self._io, self._direct = blocks.name, blocks.direct
+            self._saves = Background("save_snapshot")
+            self._compactions = Background("compaction") if background else None
+            self._writes = ThreadPoolExecutor(1, thread_name_prefix="oneemb-write") if background else None
+            self._settles = ThreadPoolExecutor(1, thread_name_prefix="oneemb-settle") if background else None
+            self._expected_rows = expected_rows
+            self._use(LiveRows(geometry, self._files, threads, expected_rows, self._settles))
+        except BaseException:
+            self._lock.release()
+            raise
+        self._turns.before_fork = weakref.WeakMethod(self._get_ready_for_fork)
+
+    @classmethod
+    def open(
+        cls,
+        path: AnyPath,
+        *,
+        row_width: int,
+        physical_block_size: int = 4096,
+        threads: Threads,
+        max_space_amplification: float = 2.0,
+        chunk_bytes: int = _CHUNK_BYTES,
+        expected_rows: int = 0,
+        io: str = "auto",
+        background: bool = True,
+        fs: FileSystem | None = None,
+        mend: str = "close it, open it again and load one",
+    ) -> "PersistentTable":
+        """The table at a path, empty: `load_snapshot` brings back what was saved.
+
+        Args:
+            path: a directory; it is made where it is not there.
+            row_width: 32-bit words of a row.
+            physical_block_size: bytes that the device reads at once, 512 or 4096. A loaded snapshot brings its own.
+            threads: runs lookups and copies.
+            max_space_amplification: disk space for each byte of live rows while there is no snapshot, beside two
+                chunks. With snapshots it is as much as they need and 0.3 for each byte of live rows, or less if this is
+                below 1.3, beside two chunks and one for each: see `compaction.py`. More disk means fewer writes.
+            chunk_bytes: bytes of rows in a chunk file at most, about. A smaller table has smaller chunks.
+            expected_rows: rows to make room for in the index at once, so that it need not grow; a table may hold more.
+            io: "aio": reads past the system's cache, many at a time; "pread": threads, through the cache; "auto": the
+                first of them that works there.
+            background: write and compact in threads beside the caller; False = in the calls themselves.
+            fs: where files are; None = this machine's.
+            mend: what to do when a call was cut short, for errors.
+
+        Raises:
+            LockedError: another table object writes to this path.
+            StorageError: the path cannot be made, read or written.
+            ValueError: an argument is out of its range.
+        """
+        if max_space_amplification <= 1:
+            raise ValueError(f"max_space_amplification must be above 1, got {max_space_amplification}")
+        geometry = make_geometry(row_width, physical_block_size, chunk_bytes)
+        fs = fs or LocalFileSystem()
+        return cls(
+            fs, absolute_path(path), geometry, threads, max_space_amplification, io, background, expected_rows, mend
+        )
+
+    @property
+    def broken(self) -> bool:
+        """Whether a call was cut short, so that the table is of no use."""
+        return self._turns.broken
+
+    def __len__(self) -> int:
+        with self._turns:
+            self._begin(changes=False)
+            return len(self._live.index)
+
+    def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
+        check_tables(table_U)
+        with self._turns:
+            self._begin(changes=False)
+            place_U = self._live.index.find(table_U, id_U)
+            missing_U = place_U < 0
+            memory_U = self._writer.in_memory(place_U)
+            if memory_U.any():
+                to_N = np.flatnonzero(memory_U)
+                self._writer.read(place_U[to_N], out_UW, to_N)
+            to_N = np.flatnonzero(~(missing_U | memory_U))
+            if len(to_N):
+                try:
+                    self._rows.read(self._live, table_U, id_U, place_U[to_N], to_N, out_UW)
+                except CorruptTableError as error:
+                    if self._turns.forked and isinstance(error.__cause__, FileNotFoundError):
+                        raise ForkedProcessError(
+                            f"the process that made the table at {self._path} has moved rows to other files since this"
+                            f" child of it was forked: {error}; fork anew, or read a snapshot with SnapshotReader"
+                        ) from error
+                    raise
+            self._count["rows_got"] += len(id_U)
+            self._count["rows_missing"] += int(missing_U.sum())
+            return missing_U
+
+    def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        check_tables(table_U)
+        with self._turns:
+            self._begin(changes=False)
+            return self._live.index.find(table_U, id_U) >= 0
+
+    def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
+        if row_UW.shape != (len(id_U), self.row_width) or row_UW.dtype != np.float32:
+            raise ValueError(
+                f"rows must be float32 of shape [{len(id_U)}, {self.row_width}], got {row_UW.dtype} {row_UW.shape}"
+            )
+        check_tables(table_U)
+        row_UW = np.ascontiguousarray(row_UW)
+        with self._turns:
+            self._begin(settle=False)
+            piece = self._compactor.piece_rows
+            for begin in range(0, len(id_U), piece):
+                n = slice(begin, begin + piece)
+                table_N, id_N = table_U[n], id_U[n]
+                self._compactor.make_room(len(id_N))
+                self._begin(settle=False)  # The table may have been closed while rows were moved.
+                # Rows may be taken in only when nothing can fail after it.
+                later = self._live.reserve(table_N, id_N)
+                place_N = self._writer.append(table_N, id_N, row_UW[n])
+                if later:
+                    self._live.note(table_N, id_N, place_N)
+                else:
+                    self._live.put(table_N, id_N, place_N)
+            self._count["rows_put"] += len(id_U)
+
+    def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Every row once, as the rows were when the first batch was asked for: later puts do not show."""
+        with self._turns:
+            self._begin(changes=False)
+            geometry = self._live.geometry
+            place_N, table_N, id_N, row_NW = self._writer.copy()
+            alive = np.flatnonzero(self._live.index.find(table_N, id_N) == place_N)
+            cut = self._cut()
+        try:
+            for begin in range(0, len(alive), batch):
+                n = alive[begin : begin + batch]
+                yield table_N[n], id_N[n], row_NW[n]
+            for part, chunk in zip(cut.parts, cut.chunks, strict=True):
+                keys = read_keys(self._fs, chunk.keys_path, geometry, part)
+                rows = live_rows(part.bit_N)
+                yield from scan_rows(self._fs, chunk.rows_path, geometry, part.number, keys, rows, batch)
+        finally:
+            with self._turns:
+                cut.release(self._files)
+
+    def clear(self) -> None:
+        with self._turns:
+            self._begin(settle=False)
+            self._replace(LiveRows(self._live.geometry, self._files, self._threads, self._expected_rows, self._settles))
+
+    def flush(self) -> None:
+        """Write the rows that are in memory to their chunk. They are durable when a snapshot has been saved."""
+        with self._turns:
+            self._begin(settle=False)
+            self._writer.write_out()
+
+    def save_snapshot(
+        self, name: str, meta: dict[str, Any], *, overwrite: bool = False, background: bool = False
+    ) -> SnapshotInfo:
+        """Keep all rows as they are now under a name. Durable when this returns, and atomic.
+
+        Rows move out of chunks with garbage first, in the call itself, so that the snapshot does not hold that: none
+        where little was overwritten, half of the rows or more where most were.
+
+        Args:
+            name: of the snapshot.
+            meta: any dict that JSON can hold; `load_snapshot` returns it.
+            overwrite: take the place of the snapshot of that name, in one step.
+            background: return when it is certain which rows are saved, and make them durable beside the caller.
+                `wait` returns when they are; an error is raised by the next call.
+
+        Returns:
+            What the snapshot is.
+
+        Raises:
+            SnapshotExistsError: there is one of that name, and `overwrite` is False.
+            StorageError: it could not be made; one of that name is as it was. A damaged chunk whose rows should move is
+                a CorruptTableError once; the next call leaves it as it is.
+        """
+        self._saves.wait()
+        with self._turns:
+            self._begin()
+            self._store.files.path(name)
+            if not overwrite:
+                self._store.must_not_exist(name)
+            self._leave_suspects()
+            self._compactor.clean_for_save(name)
+            self._writer.write_out()  # 1.
+            cut = self._cut()
+            try:
+                record = self._store.describe(name, cut, meta, time.time())
+            except BaseException:
+                cut.release(self._files)
+                raise
+            self._store.hold(record, cut)
+            if background:
+                self._saves.start(lambda: self._finish_save(record, cut))
+            else:
+                self._finish_save(record, cut)
+        return record.info
+
+    def wait(self) -> None:
+        """Return when no save runs in the background. Raises the error of one that has failed."""
+        self._saves.wait()
+        with self._turns:
+            self._begin()
+
+    def load_snapshot(self, name: str) -> dict[str, Any]:
+        """Make the snapshot's rows the table's rows; returns the `meta` it was saved with.
+
+        Raises:
+            SnapshotNotFoundError: there is none of that name.
+            RowWidthError: its rows have another width.
+            CorruptTableError: its files are not what was written; the table's rows are as they were.
+        """
+        self._saves.wait()
+        with self._turns:
+            self._begin(settle=False)
+            record = self._store.files.read(name)
+            if record.geometry.row_width != self.row_width:
+                raise RowWidthError(
+                    f"snapshot {name!r} at {record.path} has rows of {record.geometry.row_width} words, this table has "
+                    f"{self.row_width}; open the table with row_width={record.geometry.row_width}: the same dimension, "
+                    f"dtype and optimizer as when it was saved"
+                )
+            self._reader_for(record.geometry)
+            self._replace(
+                load_live_rows(self._fs, self._store.files, self._files, record, self._threads, self._settles)
+            )
+            return record.info.meta
+
+    def delete_snapshot(self, name: str) -> None:
+        """Remove a snapshot, and the chunks that nothing else needs. Durable when this returns.
+
+        Raises:
+            SnapshotNotFoundError: there is none of that name.
+            StorageError: it could not be removed, or its removal could not be made durable; the message says which.
+        """
+        self._saves.wait()
+        with self._turns:
+            self._begin(settle=False)
+            self._store.delete(name)
+
+    def snapshots(self) -> list[SnapshotInfo]:
+        """The snapshots, oldest first, without one that is still being saved."""
+        with self._turns:
+            self._begin(settle=False, changes=False)
+            return self._store.infos()
+
+    def compact(self) -> CompactionResult:
+        """Move the live rows out of every chunk that has garbage and that no snapshot needs, and free those chunks.
+
+        Garbage in chunks that snapshots need cannot be freed now. Each save keeps it small, and it goes with them.
+
+        Raises:
+            StorageError: rows could not be moved; nothing is lost.
+        """
+        self._saves.wait()
+        with self._turns:
+            self._begin()
+            return self._compactor.compact()
+
+    def stats(self) -> dict[str, Any]:
+        with self._turns:
+            self._begin(changes=False)
+            chunks = self._files.chunks.values()
+            return {
+                "rows": len(self),
+                "physical_block_size": self._live.geometry.physical_block_size,
+                "chunk_bytes": self._compactor.chunk_bytes,
+                "chunks": len(chunks),
+                "snapshots": len(self._store.infos()),
+                "disk_bytes": sum(chunk.nbytes for chunk in chunks),
+                "live_bytes": self._compactor.live_bytes(),
+                "loose_bytes": self._compactor.loose_bytes(),
+                "snapshot_bytes": sum(chunk.nbytes for chunk in chunks if chunk.snapshots),
+                "memory_bytes": self._live.nbytes,
+                "index_bytes": self._live.index.nbytes,
+                "bytes_written": self._files.bytes_written,
+                "bytes_removed": self._files.bytes_removed,
+                "rows_moved": self._rows_moved + self._compactor.done.rows_moved,
+                **self._count,
+                **self._rows.stats(),
+            }
+
+    def close(self) -> None:
+        """Give back the path. Rows that no snapshot holds are gone, and so are their files."""
+        if self._turns.forked:
+            return  # What there is to give back belongs to the process that opened it.
+        self._saves.wait()
+        with self._turns:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                if self._turns.broken:
+                    self._abandon()
+                    return
+                self._compactor.stop()
+                for beside in (self._writes, self._settles):
+                    if beside is not None:
+                        beside.shutdown()
+                self._live.release()
+                self._files.close()
+                self._rows.close()
+            finally:
+                self._lock.release()
+            self._saves.raise_error()
+
+    def __enter__(self) -> "PersistentTable":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _begin(self, *, settle: bool = True, changes: bool = True) -> None:
+        """Every call begins here, in its turn. One that looks at rows settles what puts have noted."""
+        self._turns.check(changes=changes)
+        if self._closed:
+            raise StorageError(f"the table at {self._path} is closed; open it again")
+        self._saves.raise_error()
+        if self._compactions is not None:
+            self._compactions.raise_error()
+        if settle and not self._turns.forked:  # A fork has seen to it, and a child frees no file.
+            self._compactor.settle()
+
+    def _abandon(self) -> None:
+        """Close files of which nobody knows whether they are in use: chunks stay, for the next open to remove."""
+        self._compactor.stop_soon()
+        for beside in (self._writes, self._settles):
+            if beside is not None:
+                beside.shutdown(cancel_futures=True)  # so that no file is closed that is being written
+        self._files.close()
+
+    def _get_ready_for_fork(self) -> None:
+        """A child has no threads: what they would take into the index, or write, has to be there."""
+        if not self._closed:
+            self._compactor.settle()
+            self._writer.finish()
+
+    def _use(self, live: LiveRows) -> None:
+        self._live = live
+        self._writer = RowWriter(live, self._files, self._threads, self._writes)
+        self._compactor = Compactor(
+            self._fs, live, self._writer, self._store, self._turns, self._max_space_amplification,
+            self._compactions,
+        )  # fmt: skip
+
+    def _reader_for(self, geometry: Geometry) -> None:
+        """Make sure that blocks of this size can be read the way the others are."""
+        if geometry.physical_block_size < self._live.geometry.physical_block_size and self._direct:
+            blocks = open_reader(self._io, self._fs, self._files.directory, geometry.physical_block_size, self._threads)
+            blocks.close()
+
+    def _replace(self, live: LiveRows) -> None:
+        """These are the table's rows from now on."""
+        self._compactor.stop()
+        self._rows_moved += self._compactor.done.rows_moved
+        self._writer.drop()
+        old = self._live
+        self._use(live)
+        old.release()
+
+    def _cut(self) -> Cut:
+        """What is live of each chunk on disk now; the chunks are held once more."""
+        cut = Cut(self._live.geometry, [], [])
+        for chunk in self._live.chunks():
+            if chunk.blocks and self._live.live_of(chunk):
+                cut.parts.append(self._live.part(chunk))
+                cut.chunks.append(chunk)
+                self._files.hold(chunk)
+        return cut
+
+    def _leave_suspects(self) -> None:
+        """Move live rows out of chunks whose sync has failed, so that no snapshot relies on those."""
+        for chunk in self._live.chunks():
+            if chunk.suspect:
+                if self._writer.writes_to(chunk):
+                    self._writer.seal()
+                self._compactor.move(chunk)
+
+    def _finish_save(self, record: SnapshotRecord, cut: Cut) -> None:
+        try:
+            self._store.make_durable(record, cut)
+        except BaseException as error:
+            with self._turns:
+                self._store.enter(record, cut, error)
+            raise
+        with self._turns:
+            self._store.enter(record, cut, None)

@@ -1,0 +1,159 @@
+"""What opening a table finds, and what it removes: everything that no snapshot needs.
+
+Invariants:
+- while a snapshot cannot be read, nothing is removed, because nobody knows what it needs;
+- when a snapshot is gone that nobody has deleted here, what is there at that moment stays until somebody gives it up;
+- names that no release gives to a file are nobody's: they are passed over.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from oneemb.storage.errors import SnapshotNotFoundError, StorageError
+from oneemb.storage.fs import FileSystem, storage_error
+from oneemb.storage.table.chunk_files import ROWS_BEGIN, chunk_numbers, chunk_paths
+from oneemb.storage.table.snapshot_file import SnapshotFiles, SnapshotRecord
+from oneemb.storage.table.writer_lock import KnownSnapshots
+
+__all__ = ["Recovery", "find_lost", "lost_text", "needed_bytes", "read_snapshots", "remove_orphans"]
+
+
+@dataclass
+class Recovery:
+    """What the last open of a table found and did.
+
+    Args:
+        snapshots: names of the snapshots that are whole.
+        damaged: snapshots that cannot be read, with the reason; those of a later format are among them.
+        lost: names of snapshots that are gone though nobody has deleted them here.
+        lost_more: how many more such there are, whose names are not known.
+        kept: paths of files that no snapshot needs and that stay, because one that is gone may.
+        removed: paths of files that nothing needed.
+        truncated: paths of files that were cut back to what a snapshot needs.
+        removed_bytes: how much room both gave.
+        stale_lock: who held the lock last and ended without giving it back.
+    """
+
+    snapshots: list[str] = field(default_factory=list)
+    damaged: dict[str, str] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+    lost_more: int = 0
+    kept: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    truncated: list[str] = field(default_factory=list)
+    removed_bytes: int = 0
+    stale_lock: str | None = None
+
+    def __str__(self) -> str:
+        said = [f"snapshots: {', '.join(map(repr, self.snapshots)) or 'none'}"]
+        if self.damaged:
+            said.append(f"damaged snapshots: {', '.join(map(repr, self.damaged))}; nothing was removed")
+        if self.lost or self.lost_more or self.kept:
+            said.append(lost_text(self.lost, self.lost_more, len(self.kept)))
+        if self.removed or self.truncated:
+            said.append(
+                f"removed {len(self.removed)} files and cut back {len(self.truncated)} that no snapshot needs: "
+                f"{self.removed_bytes} bytes"
+            )
+        if self.stale_lock:
+            said.append(f"took over the lock of {self.stale_lock}, which has ended")
+        return "; ".join(said)
+
+
+def find_lost(known: KnownSnapshots | None, there: Collection[str], next_number: int) -> tuple[list[str], int, int]:
+    """Which snapshots are gone, how many more whose names are not known, and the number of the chunk below which no
+    file may be removed for that.
+
+    Args:
+        known: what LOCK says; None = nothing.
+        there: names of the snapshots that are there, damaged ones among them.
+        next_number: greater than that of any chunk that is there.
+    """
+    if known is None:
+        return [], 0, next_number
+    lost, more = known.gone(there)
+    newly = more > known.lost_more or not set(known.lost).issuperset(lost)
+    return lost, more, next_number if newly else known.keep_below
+
+
+def lost_text(lost: list[str], lost_more: int, kept: int) -> str:
+    """What to say of snapshots that are gone, if it is known which, and of the files that are kept for them."""
+    names = [*map(repr, lost), *([f"{lost_more} more"] if lost_more else [])]
+    gone = f"snapshots {', '.join(names)} are gone" if names else "nobody knows which snapshots there were"
+    return (
+        f"{gone}: {kept} files that no snapshot needs are kept; restore the snapshots' files from a copy, or free the "
+        f"disk with `oneemb compact --remove-orphans`"
+    )
+
+
+def read_snapshots(files: SnapshotFiles, recovery: Recovery) -> list[SnapshotRecord]:
+    """All snapshots that are whole, oldest first; the others go to `recovery.damaged`."""
+    records = []
+    for name in files.names():
+        try:
+            records.append(files.read(name))
+        except SnapshotNotFoundError:
+            continue  # A writer has removed it meanwhile, or it is a link to nowhere.
+        except StorageError as error:
+            recovery.damaged[name] = str(error)
+    records.sort(key=lambda record: record.info.sequence)
+    recovery.snapshots = [record.info.name for record in records]
+    return records
+
+
+def remove_orphans(
+    fs: FileSystem, directory: str, files: SnapshotFiles, needed: dict[int, tuple[int, int]], keep_below: int,
+    recovery: Recovery,
+) -> None:  # fmt: skip
+    """Remove files that no snapshot needs, but for those of chunks with a number below `keep_below`.
+
+    Args:
+        needed: by a chunk's number, the bytes needed of its two files.
+    """
+    path = directory
+    try:
+        numbers = chunk_numbers(fs.names(directory))
+        if recovery.damaged:
+            return
+        for path in files.leftovers():
+            _remove(fs, path, recovery)
+        for name, number in sorted(numbers.items()):
+            path = f"{directory}/{name}"
+            size = needed[number][path == chunk_paths(directory, number)[1]] if number in needed else 0
+            try:
+                excess = fs.size(path) - size
+            except FileNotFoundError:
+                continue  # A link to nowhere.
+            if excess <= 0 and number in needed:
+                continue
+            if number < keep_below:
+                recovery.kept.append(path)
+            elif number not in needed:
+                _remove(fs, path, recovery)
+            else:
+                fs.truncate(path, size)
+                recovery.truncated.append(path)
+                recovery.removed_bytes += excess
+    except OSError as error:
+        raise storage_error(error, "remove what no snapshot needs:", path) from error
+
+
+def needed_bytes(records: list[SnapshotRecord]) -> dict[int, tuple[int, int]]:
+    """By chunk number, the bytes of its two files that some snapshot needs."""
+    needed: dict[int, tuple[int, int]] = {}
+    for record in records:
+        for part in record.parts:
+            rows_bytes = ROWS_BEGIN + part.blocks * record.geometry.block_bytes
+            known = needed.get(part.number, (0, 0))
+            needed[part.number] = (max(known[0], rows_bytes), max(known[1], part.keys_bytes))
+    return needed
+
+
+def _remove(fs: FileSystem, path: str, recovery: Recovery) -> None:
+    size = fs.size(path)
+    try:
+        fs.remove(path)
+    except (IsADirectoryError, PermissionError):
+        return  # No release has made it, or not for this user: it is in nobody's way.
+    recovery.removed.append(path)
+    recovery.removed_bytes += size

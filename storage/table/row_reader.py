@@ -1,0 +1,85 @@
+"""Rows of a table by their places: requests to the chunks' files, and what to say when one fails."""
+
+from typing import Any
+
+import numpy as np
+
+from oneemb.storage.fs import storage_error
+from oneemb.storage.table.block_reader import BlockReader, DamagedBlock, plan_reads
+from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles
+from oneemb.storage.table.chunk_scan import block_damage, missing_file
+from oneemb.storage.table.live_rows import LiveRows
+
+__all__ = ["RowReader"]
+
+
+class RowReader:
+    """Reads rows that are on disk.
+
+    Args:
+        blocks: reads and checks blocks.
+        files: opens chunks.
+    """
+
+    def __init__(self, blocks: BlockReader, files: ChunkFiles):
+        self._blocks, self._files = blocks, files
+        self._requests = self._bytes = 0
+
+    def read(
+        self, live: LiveRows, table_U: np.ndarray, id_U: np.ndarray, place_N: np.ndarray, to_N: np.ndarray,
+        out_UW: np.ndarray,
+    ) -> None:  # fmt: skip
+        """out_UW[to_N[n]] = the row at place_N[n], which is that of key to_N[n].
+
+        Raises:
+            CorruptTableError: a block is not what was written.
+            StorageError: the system could not read.
+        """
+        geometry = live.geometry
+        plan = plan_reads(geometry, place_N, to_N)
+        # Of the slots of each request's chunk the first one: it tells the chunks apart, and where they begin.
+        first_Q = live.first_S[plan.slot_Q]
+        offset_Q = ROWS_BEGIN + (plan.block_Q - first_Q * geometry.blocks_per_slot) * geometry.block_bytes
+        begin = 0
+        while begin < len(first_Q):
+            firsts, q_C, chunk_of_q = np.unique(first_Q[begin:], return_index=True, return_inverse=True)
+            many = self._files.files_open_max
+            end = begin + int(q_C[many]) if len(firsts) > many else len(first_Q)
+            file_C = np.array([self._open(live.chunk_in(slot)) for slot in firsts[:many].tolist()], np.int64)
+            file_Q = file_C[chunk_of_q[: end - begin]]
+            try:
+                self._blocks.read(plan.cut(begin, end), file_Q, offset_Q[begin:end], live.sum_B, out_UW)
+            except DamagedBlock as damage:
+                place, u = int(plan.place_P[damage.p]), int(plan.to_P[damage.p])
+                block = place // geometry.rows_per_block
+                chunk = live.chunk_in(block // geometry.blocks_per_slot)
+                raise block_damage(
+                    chunk.rows_path, geometry, block - live.first_block(chunk), damage.data,
+                    int(live.sum_B[block]), int(table_U[u]), int(id_U[u]),
+                ) from None  # fmt: skip
+            except OSError as error:
+                q = begin + (error.filename if isinstance(error.filename, int) else 0)
+                at = f"{live.chunk_in(int(first_Q[q])).rows_path} at offset {offset_Q[q]}"
+                raise storage_error(error, "read rows from", at) from error
+            begin = end
+        self._requests += len(first_Q)
+        self._bytes += int(plan.blocks_Q.sum()) * geometry.block_bytes
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "io": self._blocks.name,
+            "read_depth": self._blocks.depth,
+            "read_requests": self._requests,
+            "bytes_read": self._bytes,
+        }
+
+    def close(self) -> None:
+        self._blocks.close()
+
+    def _open(self, chunk: ChunkFile) -> int:
+        try:
+            return self._files.rows_file(chunk)
+        except FileNotFoundError as error:
+            raise missing_file(chunk.rows_path) from error
+        except OSError as error:
+            raise storage_error(error, "open", chunk.rows_path) from error

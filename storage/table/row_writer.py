@@ -1,0 +1,304 @@
+"""Rows on their way to the end of the newest chunk: gathered in memory, written in long runs.
+
+A few runs of memory take turns: one fills while those before it are written beside the caller, in order. More than two,
+so that neither the disk nor the caller waits for the other when one of them is slow for a moment.
+
+Invariants:
+- a row has its place, and can be read, from the moment it is appended;
+- a failed write loses nothing: the rows stay in memory, and the next call writes them to the same blocks;
+- a failed `append` takes its own rows back. Those of them that a run has already brought to disk stay there as
+  garbage, because nothing points at them;
+- runs are written in order, also from one chunk to the next; while one could not be written, none after it is;
+- a chunk counts a run as its own (`ChunkFiles.append`) in the caller's thread only.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterator
+from concurrent.futures import Executor, Future, wait
+
+import numpy as np
+
+from oneemb.kernels.checksum import blocks_sum
+from oneemb.kernels.row_blocks import rows_into_blocks, rows_out_of_blocks
+from oneemb.kernels.threads import Threads, submit
+from oneemb.storage.errors import StorageError
+from oneemb.storage.fs import aligned_bytes
+from oneemb.storage.table.chunk_files import ChunkEnd, ChunkFile, ChunkFiles, key_record
+from oneemb.storage.table.geometry import Geometry
+from oneemb.storage.table.live_rows import LiveRows
+
+__all__ = ["RowWriter"]
+
+_RUN_BYTES = 4 << 20
+# Runs that may wait for the disk, beside the one that fills.
+_RUNS_SEALED_MAX = 3
+# A share of a copy smaller than this is not worth waking a thread for.
+_SHARE_BYTES_MIN = 2 << 20
+
+
+class _Run:
+    """Memory for one run, and the rows in it, which begin at block `block` of `chunk`."""
+
+    def __init__(self, geometry: Geometry, blocks: int):
+        self.geometry, self.blocks_max = geometry, blocks
+        self.byte_N = aligned_bytes(blocks * geometry.block_bytes)
+        self.word_X = self.byte_N.view(np.uint64)
+        self.sum_B = np.empty(blocks, np.uint32)
+        self.table_N = np.empty(blocks * geometry.rows_per_block, np.int32)
+        self.id_N = np.empty(blocks * geometry.rows_per_block, np.int64)
+        self.rows = 0
+        self.chunk: ChunkFile | None = None
+        # Where the run begins in its chunk, how many blocks that may have, and its first block's number in the table.
+        self.block = self.chunk_blocks = self.chunk_begin = 0
+        # Of a sealed run: its bytes in the keys file, and where in the chunk it begins and ends.
+        self.record_N = np.empty(0, np.uint8)
+        self.begin = self.end = ChunkEnd(0, 0, 0)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.rows // self.geometry.rows_per_block)
+
+    @property
+    def first_place(self) -> int:
+        return (self.chunk_begin + self.block) * self.geometry.rows_per_block
+
+    @property
+    def room(self) -> int:
+        """Rows that still fit into the run and into its chunk."""
+        blocks = min(self.blocks_max, self.chunk_blocks - self.block)
+        return blocks * self.geometry.rows_per_block - self.rows
+
+    def follow(self, run: "_Run") -> None:
+        """Begin, empty, where that run ends."""
+        self.chunk, self.chunk_blocks, self.chunk_begin = run.chunk, run.chunk_blocks, run.chunk_begin
+        self.block, self.rows = run.block + run.blocks, 0
+
+    def take(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray, threads: Threads) -> np.ndarray:
+        """Copy rows in, with the checksums of the blocks that they fill; returns their places."""
+        first, self.rows = self.rows, self.rows + len(id_N)
+        self.table_N[first : self.rows] = table_N
+        self.id_N[first : self.rows] = id_N
+        geometry = self.geometry
+        threads.run(
+            rows_into_blocks, self.blocks - first // geometry.rows_per_block, row_NW.view(np.uint32), self.word_X,
+            first, geometry.rows_per_block, geometry.block_words, self.sum_B,
+            share_min=-(-_SHARE_BYTES_MIN // geometry.block_bytes),
+        )  # fmt: skip
+        return np.arange(self.first_place + first, self.first_place + self.rows)
+
+    def read(self, place_N: np.ndarray, out_UW: np.ndarray, to_N: np.ndarray) -> None:
+        rows_out_of_blocks(
+            0, len(place_N), self.word_X.view(np.uint32), place_N - self.first_place, out_UW.view(np.uint32), to_N,
+            self.geometry.rows_per_block, self.geometry.block_bytes // 4,
+        )  # fmt: skip
+
+    def seal(self, begin: ChunkEnd) -> None:
+        """Zero what the last block has room for, so that every block has its checksum; make the record of the keys."""
+        last = self.blocks - 1
+        rest = self.rows - last * self.geometry.rows_per_block
+        if rest < self.geometry.rows_per_block:
+            words = self.geometry.block_bytes // 4
+            first = last * words + rest * self.geometry.row_width
+            self.word_X.view(np.uint32)[first : (last + 1) * words] = 0
+            blocks_sum(last, last + 1, self.word_X, self.geometry.block_words, self.sum_B)
+        table_N, id_N = self.table_N[: self.rows], self.id_N[: self.rows]
+        self.begin = begin
+        self.record_N, self.end = key_record(begin, table_N, id_N, self.sum_B[: self.blocks])
+
+
+class RowWriter:
+    """Appends rows to the chunks of one `LiveRows`.
+
+    Args:
+        live: gets the slots of new chunks and the checksums of blocks.
+        files: makes and writes the chunks.
+        threads: copies rows and makes the checksums.
+        beside: writes runs; None = the caller's thread does.
+    """
+
+    def __init__(self, live: LiveRows, files: ChunkFiles, threads: Threads, beside: Executor | None):
+        geometry = live.geometry
+        self._live, self._files, self._threads, self._beside = live, files, threads, beside
+        blocks = min(geometry.blocks_per_chunk, max(1, _RUN_BYTES // geometry.block_bytes))
+        self._filling = _Run(geometry, blocks)
+        self._spare = [_Run(geometry, blocks) for _ in range(_RUNS_SEALED_MAX)]
+        # Full runs, oldest first, each with its write beside the caller; None: a call has to write it.
+        self._sealed: deque[tuple[_Run, Future[None] | None]] = deque()
+        self.chunk: ChunkFile | None = None
+
+    def writes_to(self, chunk: ChunkFile) -> bool:
+        """Whether the chunk is being written: it may yet grow."""
+        return chunk is self.chunk or any(run.chunk is chunk for run, _ in self._sealed)
+
+    def bytes_to_write(self, chunks: Collection[ChunkFile]) -> int:
+        """Bytes that rows in memory will take in these chunks, about."""
+        return self._live.geometry.disk_bytes(sum(run.blocks for run in self._runs() if run.chunk in chunks))
+
+    def append(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> np.ndarray:
+        """Take rows in; returns their places, int64 [N].
+
+        Raises:
+            StorageError: a run could not be written, and no row of this call is in.
+        """
+        place_N = np.empty(len(id_N), np.int64)
+        first_run, place, rows = self._filling, self._filling.first_place, self._filling.rows
+        try:
+            done = 0
+            while done < len(id_N):
+                if self.chunk is None or self._filling.room == 0:
+                    self._make_room()
+                n = slice(done, min(done + self._filling.room, len(id_N)))
+                place_N[n] = self._filling.take(table_N[n], id_N[n], row_NW[n], self._threads)
+                done = n.stop
+        except BaseException:
+            same = self._filling is first_run and first_run.first_place == place and rows <= first_run.rows
+            self._filling.rows = rows if same else 0
+            raise
+        return place_N
+
+    def write_out(self) -> None:
+        """Write all rows in memory to the chunk. What the last block has room for stays empty for ever.
+
+        Raises:
+            StorageError: they are still in memory; call again.
+        """
+        self.finish()
+        if self._filling.rows:
+            self._start()
+            self.finish()
+
+    def seal(self) -> None:
+        """Write the rows in memory, and let the next ones begin a new chunk."""
+        self.write_out()
+        self._leave()
+
+    def drop(self) -> None:
+        """Forget the rows in memory and the chunk."""
+        try:
+            self.finish()
+        except StorageError:
+            while self._sealed:
+                self._free()
+        self._filling.rows = 0
+        self.seal()
+
+    def in_memory(self, place_N: np.ndarray) -> np.ndarray:
+        """Whether each place is of a row that `read` brings: bool [N]. True until another call is made."""
+        while self._sealed and _is_written(self._sealed[0][1]):
+            self._finish_one()
+        found = np.zeros(len(place_N), bool)
+        for run in self._runs():
+            found |= (place_N >= run.first_place) & (place_N < run.first_place + run.rows)
+        return found
+
+    def read(self, place_N: np.ndarray, out_UW: np.ndarray, to_N: np.ndarray) -> None:
+        """out_UW[to_N[n]] = the row in memory at place_N[n]."""
+        for run in self._runs():
+            n = np.flatnonzero((place_N >= run.first_place) & (place_N < run.first_place + run.rows))
+            run.read(place_N[n], out_UW, to_N[n])
+
+    def copy(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The rows in memory: their places, tables, ids and weights."""
+        runs = list(self._runs())
+        places = [np.arange(run.first_place, run.first_place + run.rows) for run in runs]
+        place_N = np.concatenate([np.empty(0, np.int64), *places])
+        row_NW = np.empty((len(place_N), self._live.geometry.row_width), np.float32)
+        self.read(place_N, row_NW, np.arange(len(place_N)))
+        table_N = np.concatenate([np.empty(0, np.int32), *(run.table_N[: run.rows] for run in runs)])
+        id_N = np.concatenate([np.empty(0, np.int64), *(run.id_N[: run.rows] for run in runs)])
+        return place_N, table_N, id_N, row_NW
+
+    def _runs(self) -> Iterator[_Run]:
+        yield from (run for run, _ in self._sealed)
+        if self._filling.rows:
+            yield self._filling
+
+    def _make_room(self) -> None:
+        """Let the next rows go to an empty run, of a new chunk where this one is full."""
+        if self._filling.rows:
+            # What has failed is known here at the latest; what is on its way is waited for only without a spare run.
+            while self._sealed and (not self._spare or _has_ended(self._sealed[0][1])):
+                self._finish_one()
+            self._start()
+        if self.chunk is not None and self._filling.room == 0:
+            self._leave()
+        if self.chunk is None:
+            geometry = self._live.geometry
+            blocks = geometry.chunk_blocks(len(self._live.index))
+            chunk = self._files.create(geometry)
+            try:
+                self._live.add(chunk, blocks)
+            except BaseException:
+                self._files.release(chunk)
+                raise
+            run = self._filling
+            run.chunk, run.block, run.chunk_blocks = chunk, 0, blocks
+            run.chunk_begin = self._live.first_block(chunk)
+            self.chunk = chunk
+
+    def _leave(self) -> None:
+        """The next rows begin a new chunk. The files of this one are closed when its last run is in them."""
+        chunk, self.chunk = self.chunk, None
+        if chunk is not None and not self.writes_to(chunk):
+            self._files.seal(chunk)
+
+    def _start(self) -> None:
+        """Begin to write the filling run; a spare one fills next."""
+        run, last = self._filling, self._sealed[-1][0] if self._sealed else None
+        assert run.chunk is not None
+        run.seal(last.end if last is not None and last.chunk is run.chunk else run.chunk.end)
+        begin = run.chunk_begin + run.block
+        self._live.sum_B[begin : begin + run.blocks] = run.sum_B[: run.blocks]
+        self._filling = self._spare.pop()
+        self._filling.follow(run)
+        before = self._sealed[-1][1] if self._sealed else None
+        assert before is not None or not self._sealed
+        written = None if self._beside is None else submit(self._beside, self._write, run, before)
+        self._sealed.append((run, written))
+
+    def finish(self) -> None:
+        """Return when every full run is on disk.
+
+        Raises:
+            StorageError: one is not; the next call tries again.
+        """
+        while self._sealed:
+            self._finish_one()
+
+    def _finish_one(self) -> None:
+        """Return when the oldest sealed run is on disk."""
+        run, written = self._sealed[0]
+        assert run.chunk is not None
+        if written is not None and written.exception() is not None:
+            # The writes after it have failed too. All are tried again, one after the other: it may be over by now.
+            wait([later for _, later in self._sealed if later is not None])
+            self._sealed = deque((run, None) for run, _ in self._sealed)
+            written = None
+        if written is None:
+            self._write(run, None)
+        self._files.append(run.chunk, run.end)
+        self._free()
+
+    def _free(self) -> None:
+        """The memory of the oldest sealed run is a spare one from now on."""
+        run, _ = self._sealed.popleft()
+        run.rows = 0
+        self._spare.append(run)
+        if run.chunk is not None and not self.writes_to(run.chunk):
+            self._files.seal(run.chunk)
+
+    def _write(self, run: _Run, before: Future[None] | None) -> None:
+        """Write a run after the one before, which has ended, or after all that the chunk counts as its own."""
+        assert run.chunk is not None
+        if before is not None:
+            before.result()
+        self._files.write(run.chunk, run.begin, run.byte_N[: run.blocks * run.geometry.block_bytes], run.record_N)
+
+
+def _has_ended(written: Future[None] | None) -> bool:
+    """Whether this write needs no more waiting."""
+    return written is None or written.done()
+
+
+def _is_written(written: Future[None] | None) -> bool:
+    return written is not None and written.done() and written.exception() is None

@@ -1,0 +1,138 @@
+"""Makes a snapshot's rows the rows of a table: the index from the keys files, nothing of the rows themselves."""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from oneemb.kernels.threads import Threads, submit
+from oneemb.storage.errors import CorruptTableError
+from oneemb.storage.fs import FileSystem, storage_error
+from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_paths
+from oneemb.storage.table.chunk_scan import ChunkKeys, check_header, fill_keys, live_rows, missing_file
+from oneemb.storage.table.file_header import HEADER_BYTES, ROWS_MAGIC
+from oneemb.storage.table.geometry import Geometry
+from oneemb.storage.table.live_rows import LiveRows
+from oneemb.storage.table.snapshot_file import ChunkPart, SnapshotFiles, SnapshotRecord
+from oneemb.storage.turns import undisturbed
+
+__all__ = ["load_live_rows"]
+
+_PIECES_AHEAD = 4
+# The more keys go into the index at once, the fewer of its pages are fetched twice.
+_PIECE_ROWS_FIRST = 1 << 17
+_PIECE_ROWS = 1 << 20
+
+
+def load_live_rows(
+    fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: SnapshotRecord, threads: Threads,
+    beside: Executor | None = None,
+) -> LiveRows:  # fmt: skip
+    """The live rows of a table that holds exactly this snapshot.
+
+    Raises:
+        CorruptTableError: a file is not what was written; nothing is held.
+    """
+    for part in record.parts:
+        keys_path = chunk_paths(files.directory, part.number)[1]
+        _check_size(fs, keys_path, part.keys_bytes)  # There are as many keys as memory is taken for.
+    pieces = _pieces(fs, snapshots, files, record)
+    # Pieces are read and checked while the keys of those before go into the index.
+    with ThreadPoolExecutor(1, thread_name_prefix="oneemb-load") as ahead:
+        reading = deque(submit(ahead, next, pieces, None) for _ in range(_PIECES_AHEAD))
+        live = LiveRows(record.geometry, files, threads, record.info.rows, beside)
+        chunk: ChunkFile | None = None
+        try:
+            while (piece := reading.popleft().result()) is not None:
+                reading.append(submit(ahead, next, pieces, None))
+                undisturbed.raise_interrupt()  # The table's rows are what they were.
+                part = piece.part
+                if chunk is None:
+                    chunk = files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
+                    live.add(chunk, chunk.blocks)  # Another snapshot may have more of it.
+                twice = live.load(chunk, piece.table_N, piece.id_N, piece.row_N)
+                if twice is not None:
+                    raise CorruptTableError(
+                        f"{chunk.keys_path}: table {twice[0]}, id {twice[1]} is twice in the snapshot "
+                        f"{record.info.name!r}; run `oneemb check` on the table"
+                    )
+                if piece.bit_N is not None and piece.sum_B is not None:
+                    live.load_chunk(chunk, piece.bit_N, piece.sum_B)
+                    chunk = None
+        except BaseException:
+            live.release()
+            raise
+    return live
+
+
+@dataclass
+class _Piece:
+    """Some of a snapshot's rows in one chunk: their keys and numbers. The last piece of a chunk has none; it comes when
+    the whole keys file has been checked, with all the rows as bits and the checksums of the blocks."""
+
+    part: ChunkPart
+    table_N: np.ndarray
+    id_N: np.ndarray
+    row_N: np.ndarray
+    bit_N: np.ndarray | None = None
+    sum_B: np.ndarray | None = None
+
+
+def _pieces(fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: SnapshotRecord) -> Iterator[_Piece]:
+    """The snapshot's rows, chunk by chunk, few of them at first, so that the index need not wait long."""
+    rows_min = _PIECE_ROWS_FIRST
+    for part in record.parts:
+        rows_path, keys_path = chunk_paths(files.directory, part.number)
+        bit_N = snapshots.read_bits(record, part)
+        row_N = live_rows(bit_N)
+        _check_rows_file(fs, rows_path, record.geometry, part)
+        keys = ChunkKeys.empty(record.geometry, part)
+        begin = 0
+        for filled in fill_keys(fs, keys_path, record.geometry, part, keys):
+            end = int(np.searchsorted(row_N, filled))
+            if end - begin < rows_min and filled < len(keys.id_N):
+                continue
+            rows_min = min(2 * rows_min, _PIECE_ROWS)
+            some_N, begin = row_N[begin:end], end
+            yield _Piece(part, *_keys_of(keys, some_N), some_N)
+        none_N = row_N[:0]
+        yield _Piece(part, *keys.of(none_N), none_N, bit_N, keys.sum_B)
+
+
+def _keys_of(keys: ChunkKeys, row_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The tables and ids of ascending rows: parts of the arrays where no row is left out."""
+    if len(row_N) and row_N[-1] + 1 - row_N[0] == len(row_N):
+        return keys.table_N[row_N[0] : row_N[-1] + 1], keys.id_N[row_N[0] : row_N[-1] + 1]
+    return keys.of(row_N)
+
+
+def _check_rows_file(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart) -> None:
+    """Raise unless the file is there, is that chunk's, and is long enough. Its blocks are checked when read."""
+    header = bytearray(HEADER_BYTES)
+    try:
+        file = fs.open(path)
+        try:
+            size = fs.read_into(file, memoryview(header), 0)
+        finally:
+            fs.close(file)
+        check_header(header[:size], ROWS_MAGIC, path, part.number, geometry)
+    except FileNotFoundError as error:
+        raise missing_file(path) from error
+    except OSError as error:
+        raise storage_error(error, "read", path) from error
+    _check_size(fs, path, ROWS_BEGIN + part.blocks * geometry.block_bytes)
+
+
+def _check_size(fs: FileSystem, path: str, needed: int) -> None:
+    try:
+        size = fs.size(path)
+    except FileNotFoundError as error:
+        raise missing_file(path) from error
+    except OSError as error:
+        raise storage_error(error, "read", path) from error
+    if size < needed:
+        raise CorruptTableError(
+            f"{path} must have {needed} bytes, has {size}; restore it from a copy, or delete the snapshots that need it"
+        )

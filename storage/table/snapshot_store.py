@@ -1,0 +1,259 @@
+"""The snapshots of an open table: which there are, and which chunks they hold.
+
+Invariants:
+- a chunk is held for a snapshot from before the snapshot's file appears until its removal is certain to outlive a
+  loss of power;
+- LOCK names a snapshot only while it is certain to outlive a loss of power: from after step 7 of its save until before
+  its removal begins. So one that LOCK names and that is not there was taken away by somebody else.
+"""
+
+import errno
+import json
+import os
+import socket
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oneemb.storage.errors import SnapshotExistsError, StorageError
+from oneemb.storage.fs import FileSystem, storage_error
+from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_numbers
+from oneemb.storage.table.geometry import Geometry
+from oneemb.storage.table.recovery import Recovery, find_lost, needed_bytes, read_snapshots, remove_orphans
+from oneemb.storage.table.snapshot_file import (
+    ChunkPart,
+    RenameUncertainError,
+    SnapshotFiles,
+    SnapshotInfo,
+    SnapshotRecord,
+)
+from oneemb.storage.table.writer_lock import KnownSnapshots, WriterLock
+from oneemb.storage.turns import undisturbed
+
+__all__ = ["Cut", "SnapshotStore"]
+
+
+@dataclass
+class Cut:
+    """The rows on disk at one moment: for each chunk its live rows; the chunks are held until `release`."""
+
+    geometry: Geometry
+    parts: list[ChunkPart]
+    chunks: list[ChunkFile]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the chunks' files that the cut needs."""
+        block_bytes = self.geometry.block_bytes
+        return sum(ROWS_BEGIN + part.blocks * block_bytes + part.keys_bytes for part in self.parts)
+
+    def release(self, files: ChunkFiles) -> None:
+        for chunk in self.chunks:
+            files.release(chunk)
+        self.chunks = []
+
+
+class SnapshotStore:
+    """Reads the snapshots at a path and frees what they do not need.
+
+    Args:
+        fs: where they are.
+        path: of the table.
+        direct: whether chunks are read and written past the system's cache.
+        recovery: is told what was found and removed.
+        lock: the writer's, which is held and knows what snapshots there were.
+        give_up: free what is kept for snapshots that are gone.
+
+    Raises:
+        StorageError: the folder is not the writer's any more, or its directories cannot be read.
+    """
+
+    def __init__(
+        self, fs: FileSystem, path: str, direct: bool, recovery: Recovery, lock: WriterLock, give_up: bool = False
+    ):
+        lock.check()  # What is removed below must be this writer's.
+        self._fs, self._chunks_path, self._recovery, self._lock = fs, f"{path}/chunks", recovery, lock
+        self.files = SnapshotFiles(fs, f"{path}/snapshots")
+        records = read_snapshots(self.files, recovery)
+        needed = needed_bytes(records)
+        try:
+            # A writer that ended between a rename and its sync has left names that may yet change.
+            fs.sync_directory(self.files.directory)
+            next_number = max([*chunk_numbers(fs.names(self._chunks_path)).values(), *needed, 0]) + 1
+        except OSError as error:
+            raise storage_error(error, "read the directories of the table at", path) from error
+        self._certain = {*recovery.snapshots, *recovery.damaged}
+        self._keep_below = 0
+        if not give_up or recovery.damaged:
+            found = find_lost(lock.known, self._certain, next_number)
+            recovery.lost, recovery.lost_more, self._keep_below = found
+        remove_orphans(fs, self._chunks_path, self.files, needed, self._keep_below, recovery)
+        if lock.keeps_records and not (recovery.kept or recovery.lost or recovery.damaged):
+            self._keep_below = recovery.lost_more = 0
+        self._record_if_possible()
+        self.chunk_files = ChunkFiles(fs, self._chunks_path, next_number, direct, lock)
+        self.chunk_files.keep_below = next_number if recovery.damaged else self._keep_below
+        self._held: dict[str, tuple[SnapshotRecord, list[ChunkFile]]] = {}
+        self._uncertain: list[tuple[SnapshotRecord, list[ChunkFile]]] = []
+        self._saving: list[tuple[SnapshotRecord, list[ChunkFile]]] = []
+        for record in records:
+            self._held[record.info.name] = record, [self._adopt(record, part) for part in record.parts]
+        self._sequence = max((record.info.sequence for record in records), default=0)
+
+    def infos(self) -> list[SnapshotInfo]:
+        """Oldest first."""
+        return [record.info for record, _ in self._held.values()]
+
+    def exists(self, name: str) -> bool:
+        return name in self._held or name in self._recovery.damaged
+
+    def must_not_exist(self, name: str) -> None:
+        if self.exists(name):
+            raise SnapshotExistsError(
+                f"there is a snapshot named {name!r} already, at {self.files.path(name)}; pass overwrite=True to "
+                f"replace it, or delete it, or choose another name"
+            )
+
+    def describe(self, name: str, cut: Cut, meta: dict[str, Any], created: float) -> SnapshotRecord:
+        """The record of a snapshot to be written."""
+        try:
+            meta = json.loads(json.dumps(meta))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"meta must be a dict that JSON can hold: {error}; got {meta!r}") from error
+        if not isinstance(meta, dict):
+            raise TypeError(f"meta must be a dict, got {meta!r}")
+        self._sequence += 1
+        geometry = cut.geometry
+        info = SnapshotInfo(
+            name=name, rows=cut.rows, bytes=cut.nbytes, row_width=geometry.row_width,
+            physical_block_size=geometry.physical_block_size, created=created, sequence=self._sequence, meta=meta,
+            format_version=1, identity=uuid.uuid4().hex,
+            saved_by=f"process {os.getpid()} on host {socket.gethostname()}",
+        )  # fmt: skip
+        return SnapshotRecord(info, geometry, cut.parts, self.files.path(name))
+
+    def make_durable(self, record: SnapshotRecord, cut: Cut) -> None:
+        """Steps 2 to 7 of a save. May run beside a writer that appends to the chunks.
+
+        Raises:
+            StorageError: the snapshot is not there.
+            RenameUncertainError: it is there, and may yet go.
+        """
+        undisturbed.raise_interrupt()  # Nothing of the snapshot is there yet.
+        self._lock.check()
+        self.chunk_files.sync_all(cut.chunks)  # 2.
+        self.chunk_files.sync_names()  # 3.
+        self.files.write(record)  # 4. to 7.
+        self._certain |= {record.info.name, *self._held}
+        self._record_if_possible()
+
+    def hold(self, record: SnapshotRecord, cut: Cut) -> None:
+        """Count the chunks of a cut to the snapshots, for one that is being saved."""
+        for chunk in cut.chunks:
+            chunk.snapshots += 1
+        self._saving.append((record, cut.chunks))
+
+    def rows_bytes(self) -> int:
+        """Bytes that the rows of all snapshots need which hold chunks, those being saved too."""
+        return sum(_rows_bytes(record) for record, _ in [*self._held.values(), *self._uncertain, *self._saving])
+
+    def kept_beside(self, name: str) -> tuple[set[ChunkFile], int]:
+        """The chunks that snapshots hold when the one of this name has gone, and the bytes that their rows need."""
+        kept = [held for other, held in self._held.items() if other != name] + self._uncertain + self._saving
+        return {chunk for _, chunks in kept for chunk in chunks}, sum(_rows_bytes(record) for record, _ in kept)
+
+    def enter(self, record: SnapshotRecord, cut: Cut, error: BaseException | None) -> None:
+        """A save has ended with this error, or without: the snapshot holds the cut's chunks, or nothing does."""
+        name = record.info.name
+        self._saving = [saving for saving in self._saving if saving[0] is not record]
+        for part in record.parts:
+            part.bit_N = np.empty(0, np.uint8)
+        if error is None:
+            self._settle()
+            self._forget(name)
+        elif isinstance(error, RenameUncertainError):
+            self._leave(name)
+        else:
+            self._release(cut.chunks)
+            return
+        self._held[name] = record, cut.chunks
+
+    def delete(self, name: str) -> None:
+        """Remove a snapshot and let its chunks go."""
+        if not self.exists(name):
+            raise self.files.not_found(name)
+        self._lock.check()
+        certain = self._certain
+        self._certain = certain - {name}
+        try:
+            self._record()
+        except OSError as error:
+            # In place a file needs no room but on some file systems; there, the removal has to come first.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                self._certain = certain
+                raise storage_error(error, "write down which snapshots there are in", self._lock.path) from error
+        try:
+            self.files.remove(name)
+        except RenameUncertainError:
+            self._leave(name)
+            raise
+        except StorageError:
+            self._certain = certain
+            raise
+        self._settle()
+        self._forget(name)
+        self._record_if_possible()
+
+    def _record(self) -> None:
+        """Write to LOCK what snapshots there are, durably, unless it says so already."""
+        lost, more = self._recovery.lost, self._recovery.lost_more
+        names = tuple(sorted(self._certain))
+        known = KnownSnapshots(names, len(names), tuple(lost), more, self._keep_below)
+        if known != self._lock.known:
+            self._lock.record(known)
+
+    def _record_if_possible(self) -> None:
+        try:
+            self._record()
+        except OSError:
+            pass  # What LOCK says is out of date and not wrong; the next save or open writes it.
+
+    def _adopt(self, record: SnapshotRecord, part: ChunkPart) -> ChunkFile:
+        chunk = self.chunk_files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
+        chunk.snapshots += 1
+        return chunk
+
+    def _leave(self, name: str) -> None:
+        """There is no snapshot of this name, but a loss of power may bring it back: its chunks stay held."""
+        if name in self._held:
+            self._uncertain.append(self._held.pop(name))
+
+    def _forget(self, name: str) -> None:
+        """There is no snapshot of this name any more, for certain."""
+        if name in self._held:
+            self._release(self._held.pop(name)[1])
+        if self._recovery.damaged.pop(name, None) is not None and not self._recovery.damaged:
+            self.chunk_files.keep_below = self._keep_below
+            in_use = dict.fromkeys(self.chunk_files.chunks, (1 << 62, 1 << 62))
+            remove_orphans(self._fs, self._chunks_path, self.files, in_use, self._keep_below, self._recovery)
+
+    def _settle(self) -> None:
+        """The names of the snapshots are on the device: nothing that was removed can come back."""
+        for _, chunks in self._uncertain:
+            self._release(chunks)
+        self._uncertain = []
+
+    def _release(self, chunks: list[ChunkFile]) -> None:
+        for chunk in chunks:
+            chunk.snapshots -= 1
+            self.chunk_files.release(chunk)
+
+
+def _rows_bytes(record: SnapshotRecord) -> int:
+    return int(record.info.rows * record.geometry.disk_bytes_per_row)

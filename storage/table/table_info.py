@@ -1,0 +1,163 @@
+"""What lies at a table's path, found without taking its lock and without reading rows."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from oneemb.storage.errors import StorageError
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, storage_error
+from oneemb.storage.table.chunk_files import EVERY_NUMBER, chunk_numbers
+from oneemb.storage.table.geometry import Geometry
+from oneemb.storage.table.recovery import Recovery, find_lost, needed_bytes, read_snapshots
+from oneemb.storage.table.snapshot_file import SnapshotFiles, SnapshotInfo, SnapshotRecord
+from oneemb.storage.table.writer_lock import known_snapshots, lock_holder
+
+__all__ = ["TableInfo", "chunk_bytes_of", "live_bits", "lost_and_kept", "need_table", "snapshots_at", "table_info"]
+
+
+@dataclass
+class TableInfo:
+    """What lies at a path.
+
+    Args:
+        snapshots: oldest first.
+        damaged: the snapshots whose files cannot be read, with the reason.
+        holder: who holds the writer's lock, in words; None = nobody.
+        chunks: chunk files, in pairs.
+        disk_bytes: of all files.
+        needed_bytes: of those parts of the files that snapshots need; the rest is a writer's, or left from one.
+        live_bytes: of the rows of snapshots, a row that several share counted once.
+        lost: names of snapshots that are gone though nobody has deleted them here.
+        lost_more: how many more such there are, whose names are not known.
+        kept: files that no snapshot needs and that the next open of the table does not remove.
+    """
+
+    snapshots: list[SnapshotInfo]
+    damaged: dict[str, str]
+    holder: str | None
+    chunks: int
+    disk_bytes: int
+    needed_bytes: int
+    live_bytes: int
+    lost: list[str]
+    lost_more: int
+    kept: list[str]
+
+    @property
+    def garbage_bytes(self) -> int:
+        """What compaction could free at most, and the little that files need beside rows."""
+        return self.disk_bytes - self.live_bytes
+
+
+def table_info(path: AnyPath, fs: FileSystem | None = None) -> TableInfo:
+    """What lies at a path. A live writer may go on meanwhile.
+
+    Raises:
+        StorageError: there is no table, or its files cannot be listed.
+    """
+    fs, path = fs or LocalFileSystem(), absolute_path(path)
+    files, records, damaged = _snapshots(fs, path)
+    live = 0
+    try:
+        for geometry, bit_N in live_bits(files, records).values():
+            live += int(np.unpackbits(bit_N).sum() * geometry.disk_bytes_per_row)
+    except StorageError as error:
+        damaged[""] = str(error)
+    disk = 0
+    chunks: set[int] = set()
+    for directory in ("chunks", "snapshots"):
+        for name in _names(fs, f"{path}/{directory}"):
+            try:
+                disk += fs.size(f"{path}/{directory}/{name}")
+            except FileNotFoundError:
+                continue  # A writer has removed it meanwhile.
+            if directory == "chunks":
+                chunks.update(chunk_numbers([name]).values())
+    # What a snapshot needs beyond chunks is its own file.
+    own = sum(record.info.bytes - chunk_bytes_of([record]) for record in records)
+    needed = chunk_bytes_of(records) + own
+    infos = [record.info for record in records]
+    holder = lock_holder(fs, f"{path}/LOCK")
+    lost, lost_more, kept = lost_and_kept(fs, path, files, needed_bytes(records), holder is not None)
+    return TableInfo(infos, damaged, holder, len(chunks), disk, needed, live, lost, lost_more, kept)
+
+
+def snapshots_at(path: AnyPath, fs: FileSystem | None = None) -> tuple[list[SnapshotInfo], dict[str, str]]:
+    """The snapshots at a path, oldest first, and those that cannot be read, with the reason.
+
+    Raises:
+        StorageError: there is no table, or its files cannot be listed.
+    """
+    _, records, damaged = _snapshots(fs or LocalFileSystem(), absolute_path(path))
+    return [record.info for record in records], damaged
+
+
+def _snapshots(fs: FileSystem, path: str) -> tuple[SnapshotFiles, list[SnapshotRecord], dict[str, str]]:
+    need_table(fs, path)
+    files, recovery = SnapshotFiles(fs, f"{path}/snapshots"), Recovery()
+    return files, read_snapshots(files, recovery), recovery.damaged
+
+
+def lost_and_kept(
+    fs: FileSystem, path: str, files: SnapshotFiles, needed: dict[int, tuple[int, int]], held: bool
+) -> tuple[list[str], int, list[str]]:
+    """What opening the table would find lost, and the paths of the files it would keep for that.
+
+    Args:
+        needed: by a chunk's number, what snapshots need of its files.
+        held: whether a writer has the table; what LOCK says may be changing.
+    """
+    before = {*files.names()}
+    known = known_snapshots(fs, f"{path}/LOCK")
+    if known is None and held:
+        return [], 0, []  # A job of an earlier release.
+    # A snapshot that was saved or deleted meanwhile is in one of both lists.
+    lost, more, keep_below = find_lost(known, before | {*files.names()}, EVERY_NUMBER)
+    numbers = chunk_numbers(_names(fs, f"{path}/chunks"))
+    kept = [name for name, number in sorted(numbers.items()) if number not in needed and number < keep_below]
+    return lost, more, [f"{path}/chunks/{name}" for name in kept]
+
+
+def chunk_bytes_of(records: list[SnapshotRecord]) -> int:
+    """Bytes of chunk files that these snapshots need, shared ones counted once."""
+    return sum(map(sum, needed_bytes(records).values()))
+
+
+def live_bits(files: SnapshotFiles, records: list[SnapshotRecord]) -> dict[int, tuple[Geometry, np.ndarray]]:
+    """By chunk number: its geometry, and the bits of the rows that belong to any of the snapshots.
+
+    Raises:
+        CorruptTableError: a snapshot's list of rows is not what was written.
+    """
+    live: dict[int, tuple[Geometry, np.ndarray]] = {}
+    for record in records:
+        for part in record.parts:
+            bit_N = files.read_bits(record, part)
+            known = live[part.number][1] if part.number in live else np.empty(0, np.uint8)
+            either = np.zeros(max(len(bit_N), len(known)), np.uint8)
+            either[: len(bit_N)] |= bit_N
+            either[: len(known)] |= known
+            live[part.number] = (record.geometry, either)
+    return live
+
+
+def need_table(fs: FileSystem, path: str) -> None:
+    """Raise StorageError unless a table lies there."""
+    for directory in ("chunks", "snapshots"):
+        try:
+            fs.names(f"{path}/{directory}")
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise StorageError(
+                f"{path} is no table of oneemb: it has no folder {directory}; give the folder of one"
+            ) from error
+        except OSError as error:
+            raise storage_error(error, "list", f"{path}/{directory}") from error
+
+
+def _names(fs: FileSystem, directory: str) -> list[str]:
+    try:
+        return fs.names(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise storage_error(error, "list", directory) from error

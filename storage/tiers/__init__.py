@@ -1,0 +1,1 @@
+"""Tiers: rows in the memory of the host or of a GPU."""

@@ -1,0 +1,126 @@
+"""The contract of the hot tier: rows that loops read and write where they are.
+
+    slot_U, keys = tier.acquire(keys)         in memory and pinned, unknown ones begun
+    ...                                       loops on tier.row_SW[slot_U]
+    tier.mark_dirty(slot_U)
+    tier.release(slot_U)
+
+A hot tier is a `RowStore` as well, so that others can stand on it. Keys and slots are arrays of the tier's `Loops`.
+
+Invariants:
+- a slot that is pinned is neither evicted nor moved;
+- a row that differs from the store below, or that the store below does not have, is dirty;
+- a call that raises has changed no row, no pin and no count.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from oneemb.kernels.loops import Array, Keys
+from oneemb.storage.row_store import RowStore
+
+__all__ = ["BeginRows", "HotRows", "Prefetched"]
+
+BeginRows = Callable[[Array, Array, Array, Array], None]
+"""begin(row_SW, slot_M, table_M, id_M) writes the initial rows of keys into these slots of an array of rows."""
+
+
+class HotRows(RowStore, Protocol):
+    """Rows that loops compute on, in place."""
+
+    name: str
+    """What errors and statistics call the tier."""
+    row_SW: Array
+    """float32 [S, at least W]. Read it anew for every use: it moves."""
+
+    lies_still: bool
+    """Whether rows stay in their slots without a pin, so that `slots_of` says where to read them."""
+
+    @property
+    def pinned(self) -> int:
+        """Slots that are pinned now."""
+
+    def acquire(self, keys: Keys) -> tuple[Array, Keys]:
+        """Make the rows of these keys resident, beginning unknown ones, and pin each once more.
+
+        Returns:
+            slot_U, int64 [U], good until it is released; and the keys, cut to as many as there are.
+
+        Raises:
+            StoreFullError: the rows do not fit beside those that are pinned, or there would be too many.
+        """
+
+    def acquire_rest(self, keys: Keys, slot_U: Array) -> None:
+        """Acquire those keys that have no slot yet in slot_U, which `pin_resident` gave.
+
+        Raises:
+            StoreFullError: as `acquire`; nothing of these keys is pinned any more.
+        """
+
+    def pin_resident(self, keys: Keys) -> tuple[Array, Keys, Array]:
+        """Pin the rows of these keys that are here once more.
+
+        Returns:
+            slot_U, -1 for those that are not; the keys, cut to as many as there are; and which of them are not here.
+        """
+
+    def bring_known(self, keys: Keys, slot_U: Array, some: Array) -> int:
+        """Make the rows of some keys resident that a store below has, and pin them; begin none.
+
+        Args:
+            some: int64, which of the keys; none of them has a slot in slot_U, which gets those of the rows brought.
+
+        Returns:
+            How many got a slot.
+
+        Raises:
+            StoreFullError: the rows do not fit beside those that are pinned. None was brought.
+        """
+
+    def read(self, keys: Keys) -> tuple[Array, Keys]:
+        """The rows of these keys, copied: float32 [U, at least W]; and the keys, cut to as many as there are.
+
+        An unknown key stays so and reads as its initial row.
+        """
+
+    def slots_of(self, table_N: Array, id_N: Array) -> Array:
+        """The slots of rows that lie still, to be read in place without a pin: int64 [N], -1 for a key not here.
+
+        Keys may be there many times.
+        """
+
+    def release(self, slot_U: Array, *, elsewhere: bool = False) -> None:
+        """Unpin slots, once each; -1 is none.
+
+        Args:
+            elsewhere: they may have been pinned on another of a GPU's streams.
+        """
+
+    def mark_dirty(self, slot_U: Array) -> None:
+        """Say that loops have changed the rows in these slots."""
+
+    def check_holds(self, rows: int) -> None:
+        """Raise `StoreFullError` if this many rows in all are more than the tier may ever know or hold."""
+
+    def reload(self) -> None:
+        """Forget every row here and start from those of the store below."""
+
+    def only_read(self) -> None:
+        """In a child of fork: keep no row of those that are read."""
+
+
+@dataclass(eq=False)
+class Prefetched:
+    """Rows of a coming lookup that are in the hot tier and pinned, until its `acquire` takes them over."""
+
+    store: Any
+    """The `EmbeddingStore` whose rows they are."""
+    keys: Keys
+    slot_U: Array
+    """int64 [U]: -1 for a row that is not there yet."""
+    generation: int
+    missing: int
+    """How many are not there yet."""
+    held: bool = True
+    """Whether the pins are still there."""

@@ -1,0 +1,546 @@
+"""One level of memory that keeps rows: an index over a slab, with a score, a dirty bit and pins a slot.
+
+The hot tier is the one kernels compute on, in place. The same class keeps a host's memory between a smaller hot tier
+and an SSD, because it is itself a `RowStore`.
+
+Two ways to be:
+- **resident**: holds every row there is; the store below, if any, is only where `flush` writes to. A full one
+  raises `StoreFullError`.
+- **cache** (not resident): holds some rows of the store below and evicts unpinned ones in bulk, those of least score
+  first, writing the dirty ones down before.
+
+The score of a row says how it was used since it came in, by the cache's policy:
+- "lru": the time of its last use; rows that were not used for longest leave first;
+- "lfu": how often it was used, a use counting half as much with every half-life that has passed. This is LRFU (Lee et
+  al. IEEE Transactions on Computers 50(12), 2001). A half-life is as long as it takes to use as many rows as eight
+  times the slots, so it needs no setting: rows that are used once never push out those that are used often, and what
+  was frequent once has left after a while.
+
+Invariants, beside those of hot_rows.py:
+- what a row holds never depends on where it is or was;
+- the slab's address is a multiple of the bytes of a row;
+- one thread at a time calls a tier, except that `release` and `mark_dirty` may run beside any other call: they touch
+  pinned slots only, and the pins' counts have a lock of their own.
+"""
+
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from oneemb.kernels.gather import copy_rows_in, copy_rows_out
+from oneemb.kernels.loops import Keys
+from oneemb.kernels.slot_marks import add_marks, pick_keys, set_marks
+from oneemb.kernels.threads import Threads
+from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.row_store import RowStore
+from oneemb.storage.tiers.hot_rows import BeginRows
+from oneemb.storage.tiers.limits import Counters, Limits
+from oneemb.storage.turns import undisturbed
+
+__all__ = ["HALF_LIFE", "SLOT_OVERHEAD_BYTES", "HotTier"]
+
+# Memory beside the row for each slot of a cache: the index at its usual load, score, pins, dirty bit.
+SLOT_OVERHEAD_BYTES = 40
+
+# Evicting reads the whole index once, so it makes room for this share of the slots at a time.
+_EVICT_SHARE = 1 / 16
+
+# Uses of rows in which a use comes to count half as much, as a multiple of the slots. By bench_cache_policy.py, caches
+# miss least at 8 to 32, on Zipf's law and on real clicks; the faster popularity drifts, the shorter it had better be.
+HALF_LIFE = 8
+
+# Scores are brought down by this factor before they come near the end of float64's range.
+_SCORE_STEP = 2.0**500
+
+# Pins that a resident tier notes before it adds them up.
+_NOTED_MAX = 64
+
+
+class HotTier:
+    """Rows in memory.
+
+    Args:
+        name: what errors and statistics call this tier: "device" or "host".
+        row_width: 32-bit words of a row.
+        slots: rows that fit. Memory is taken as slots are first used.
+        below: the store underneath; None = nothing.
+        resident: whether every row is here (see the head of this file). One with nothing below must be.
+        row_limit: rows that may be known to this tier and those below together; None = no limit.
+        policy: which rows a cache evicts first, "lru" or "lfu" (see the head of this file).
+        begin: writes the rows of keys that no tier has; None where nobody acquires rows here.
+        threads: runs the copies.
+        writing: held by whoever writes rows in place; None = nobody does.
+
+    Raises:
+        MemoryError: there is no address space for the slots.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        row_width: int,
+        slots: int,
+        below: RowStore | None,
+        resident: bool,
+        row_limit: int | None = None,
+        policy: str = "lfu",
+        begin: BeginRows | None = None,
+        threads: Threads,
+        writing: Any = None,
+    ):
+        assert (resident or below is not None) and policy in ("lru", "lfu")
+        self.name = name
+        self.row_width = row_width
+        self.slots = slots
+        self._limits = Limits(name, slots, row_width * 4 + SLOT_OVERHEAD_BYTES, resident, row_limit)
+        self._counters = Counters()
+        self.row_SW = _aligned_rows(slots, row_width)
+        self._below = below
+        self._resident = resident
+        self.lies_still = resident  # rows of a cache are evicted
+        self._begin = begin
+        self._threads = threads
+        self._writing = threading.Lock() if writing is None else writing
+        self._index = HashIndex(threads)
+        self._policy = policy
+        self._score_S = np.zeros(slots, np.float64)
+        self._pin_S = np.zeros(slots, np.int32)
+        # A resident tier evicts nothing and counts pins for its statistics only: it notes them, and adds them up when
+        # they are asked for. Most are taken back before, by the array they were given with.
+        self._noted_pins: list[tuple[np.ndarray, int]] = []
+        self._pin_lock = threading.Lock()  # a slot may be pinned for one batch while another unpins it
+        self._keeps_reads = True  # whether a cache keeps rows that were read from below
+        self._dirty_S = np.zeros(slots, np.bool_)
+        # Dirty bits; and in a cache, pins and scores. What is never written takes no memory.
+        self._mark_bytes = 1 if resident else 13
+        self._freed = np.empty(0, np.int64)  # slots given back, used again before new ones
+        self._used = 0  # slots from here on have never been used
+        # What a use counts now. Old uses are not made to count less, but new ones more: scores of rows used at any two
+        # times compare, and only rows that are used have theirs changed. "lru" counts calls.
+        self._use_score = 1.0
+        self._rows: int | None = 0 if below is None or resident else len(below)  # known here and below; None = unsure
+
+    def __len__(self) -> int:
+        if self._rows is None:
+            rows = len(self._index)
+            if not self._resident and self._below is not None:
+                table_N, id_N, _ = self._keys_of(self._dirty_S[: self._used])
+                rows = len(self._below) + int(np.count_nonzero(~self._below.contains(table_N, id_N)))
+            self._rows = rows
+        return self._rows
+
+    # ---- for kernels: rows to compute on, in place ------------------------------------------------------------
+
+    def acquire(self, keys: Keys) -> tuple[np.ndarray, Keys]:
+        return self._acquire(keys.table_U, keys.id_U), keys
+
+    def acquire_rest(self, keys: Keys, slot_U: np.ndarray) -> None:
+        missing = np.flatnonzero(slot_U < 0)
+        try:
+            slot_U[missing] = self._acquire(keys.table_U[missing], keys.id_U[missing])
+        except BaseException:
+            self.release(slot_U[slot_U >= 0])
+            raise
+
+    def _acquire(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        slot_U = self._index.find(table_U, id_U)
+        missing = np.flatnonzero(slot_U < 0)
+        if len(missing):
+            hit_H = slot_U[slot_U >= 0]
+            self._pin(hit_H, 1)  # so that they are not evicted
+            try:
+                slot_U[missing] = self._bring_in(table_U[missing], id_U[missing])
+            finally:
+                self._pin(hit_H, -1)
+        else:
+            hit_H = slot_U
+        self._pin(slot_U, 1)
+        self._touch(hit_H)
+        self._counters.hits += len(slot_U) - len(missing)
+        self._counters.misses += len(missing)
+        return slot_U
+
+    def pin_resident(self, keys: Keys) -> tuple[np.ndarray, Keys, np.ndarray]:
+        slot_U = self._pin_resident(keys.table_U, keys.id_U)
+        return slot_U, keys, np.flatnonzero(slot_U < 0)
+
+    def _pin_resident(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        slot_U = self._index.find(table_U, id_U)
+        self._pin(slot_U.copy(), 1)
+        hit_H = slot_U[slot_U >= 0]
+        self._touch(hit_H)
+        self._counters.hits += len(hit_H)
+        return slot_U
+
+    def bring_known(self, keys: Keys, slot_U: np.ndarray, some: np.ndarray) -> int:
+        if self._resident or len(some) == 0:
+            return 0
+        assert self._below is not None
+        # A step may have brought some in since they were looked for.
+        slot_U[some] = self._pin_resident(keys.table_U[some], keys.id_U[some])
+        missing = some[slot_U[some] < 0]
+        found = len(some) - len(missing)
+        self._limits.check_fits(len(missing), self._held())
+        table_M, id_M = keys.table_U[missing], keys.id_U[missing]
+        row_MW = np.empty((len(missing), self.row_width), np.float32)
+        old = np.flatnonzero(~self._below.get(table_M, id_M, row_MW))
+        slot_O = self._take_slots(table_M[old], id_M[old])
+        self._set(slot_O, table_M[old], id_M[old], row_MW[old], dirty=False)
+        self._touch(slot_O, first=True)
+        self._pin(slot_O, 1)
+        slot_U[missing[old]] = slot_O
+        self._counters.misses += len(old)
+        return found + len(old)
+
+    def read(self, keys: Keys) -> tuple[np.ndarray, Keys]:
+        row_UW = np.zeros((len(keys.id_U), self.row_width), np.float32)
+        missing = np.flatnonzero(self.get(keys.table_U, keys.id_U, row_UW))
+        assert self._begin is not None
+        self._begin(row_UW, missing, keys.table_U[missing], keys.id_U[missing])
+        return row_UW, keys
+
+    def slots_of(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+        slot_N = self._index.find(table_N, id_N)
+        self._counters.hits += int(np.count_nonzero(slot_N >= 0))
+        return slot_N
+
+    def pin_found(self, slot_U: np.ndarray) -> None:
+        """Pin rows that a loop over several tiers has found in the index, each once more, as `acquire` does.
+
+        The caller may not change `slot_U` afterwards.
+        """
+        self._pin(slot_U, 1)
+        self._touch(slot_U)
+        self._counters.hits += len(slot_U)
+
+    def release(self, slot_U: np.ndarray, *, elsewhere: bool = False) -> None:
+        self._pin(slot_U, -1)
+
+    def mark_dirty(self, slot_U: np.ndarray) -> None:
+        set_marks(self._dirty_S, slot_U, True, threads=self._threads)
+
+    @property
+    def index(self) -> HashIndex:
+        """Where each key's slot is found; it is the tier that changes it."""
+        return self._index
+
+    @property
+    def dirty_S(self) -> np.ndarray:
+        """The dirty bits, for a loop over those of several tiers."""
+        return self._dirty_S
+
+    @property
+    def pinned(self) -> int:
+        with self._pin_lock:
+            self._add_noted_pins()
+        return int(np.count_nonzero(self._pin_S[: self._used]))
+
+    def only_read(self) -> None:
+        # A child of fork may write down no row, and none of the parent's threads is there to give back the lock.
+        self._keeps_reads = False
+        self._pin_lock = threading.Lock()
+
+    # ---- as a store under another tier ------------------------------------------------------------------------
+
+    def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
+        slot_U = self._index.find(table_U, id_U)
+        hit = np.flatnonzero(slot_U >= 0)
+        with self._writing:
+            out_UW[hit] = copy_rows_out(self.row_SW, slot_U[hit], threads=self._threads)
+        self._touch(slot_U[hit])
+        missing_U = slot_U < 0
+        self._counters.hits += len(hit)
+        self._counters.misses += len(missing_U) - len(hit)
+        if self._resident or self._below is None or len(hit) == len(slot_U):
+            return missing_U
+        missing = np.flatnonzero(missing_U)
+        row_MW = np.empty((len(missing), self.row_width), np.float32)
+        absent_M = self._below.get(table_U[missing], id_U[missing], row_MW)
+        found_M = ~absent_M
+        found, row_FW = missing[found_M], row_MW[found_M]
+        out_UW[found] = row_FW
+        missing_U[found] = False
+        # What was read is worth keeping, as far as it fits.
+        kept = min(len(found), self._room()) if self._keeps_reads else 0
+        if kept:
+            slot = self._take_slots(table_U[found[:kept]], id_U[found[:kept]])
+            self._set(slot, table_U[found[:kept]], id_U[found[:kept]], row_FW[:kept], dirty=False)
+            self._touch(slot, first=True)
+        return missing_U
+
+    def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
+        slot_U = self._index.find(table_U, id_U)
+        hit_U = slot_U >= 0
+        new = np.flatnonzero(~hit_U)
+        unknown = len(new)
+        if not self._resident and self._below is not None and unknown:
+            unknown -= int(np.count_nonzero(self._below.contains(table_U[new], id_U[new])))
+        self._limits.check_new(unknown, len(self), int(table_U[new[0]]) if len(new) else None)
+        if self._resident:
+            self._limits.check_fits(len(new), self._held())
+        rows, self._rows = len(self), None  # A failure below may come when some of the new rows are kept already.
+        self._keep(table_U, id_U, row_UW, hit_U, new)
+        self._rows = rows + unknown
+
+    def _keep(
+        self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray, hit_U: np.ndarray, new: np.ndarray
+    ) -> None:
+        fits = min(len(new), self._room())
+        if fits < len(new):  # A cache too small to keep them passes the rest on.
+            rest = new[fits:]
+            assert self._below is not None
+            self._below.put(table_U[rest], id_U[rest], row_UW[rest])
+        slot_F = self._take_slots(table_U[new[:fits]], id_U[new[:fits]])
+        self._set(slot_F, table_U[new[:fits]], id_U[new[:fits]], row_UW[new[:fits]], dirty=True)
+        self._touch(slot_F, first=True)
+        # Making room may have evicted keys that were here when the call began, so they are looked up again.
+        hit = np.flatnonzero(hit_U)
+        slot_H = self._index.find(table_U[hit], id_U[hit])
+        here = slot_H >= 0
+        copy_rows_in(self.row_SW, slot_H[here], row_UW[hit[here]], threads=self._threads)
+        self._dirty_S[slot_H[here]] = True
+        self._touch(slot_H[here])
+        gone = hit[~here]
+        if len(gone):
+            assert self._below is not None
+            self._below.put(table_U[gone], id_U[gone], row_UW[gone])
+
+    def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        here_U = self._index.find(table_U, id_U) >= 0
+        if not self._resident and self._below is not None:
+            away = np.flatnonzero(~here_U)
+            here_U[away] = self._below.contains(table_U[away], id_U[away])
+        return here_U
+
+    def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        if not self._resident:
+            self._write_down()
+            assert self._below is not None
+            yield from self._below.scan(batch)
+            return
+        for table_N, id_N, slot_N in self._index.items(batch):
+            yield table_N, id_N, copy_rows_out(self.row_SW, slot_N, threads=self._threads)
+
+    def flush(self) -> None:
+        if self._below is not None:
+            self._write_down()
+            self._below.flush()
+
+    def check_holds(self, rows: int) -> None:
+        self._limits.check_holds(rows)
+
+    def reload(self) -> None:
+        """Forget every row here and start from those of the store below: a resident tier copies them all, a cache
+        reads each when it is asked for. One that fails leaves the tier empty, never with a part of the rows."""
+        assert self._below is not None
+        self._forget()
+        try:
+            if self._resident:
+                for table_N, id_N, row_NW in self._below.scan():
+                    undisturbed.raise_interrupt()
+                    self._set(self._take_slots(table_N, id_N), table_N, id_N, row_NW, dirty=False)
+            self._rows = len(self._below)
+        except BaseException:
+            self._forget()
+            raise
+
+    def clear(self) -> None:
+        if self._below is not None:
+            self._below.clear()
+        self._forget()
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "rows": len(self._index),
+            "slots": self.slots,
+            "pinned": self.pinned,
+            "dirty": int(np.count_nonzero(self._dirty_S[: self._used])),
+            **self._counters.stats(),
+            "bytes": self._used * (self.row_width * 4 + self._mark_bytes) + self._index.nbytes,
+        }
+
+    def close(self) -> None:
+        self.row_SW = np.zeros((0, self.row_width), np.float32)
+
+    # ---- inside -----------------------------------------------------------------------------------------------
+
+    def _bring_in(self, table_M: np.ndarray, id_M: np.ndarray) -> np.ndarray:
+        """Slots for keys that are not here: rows from below, or else new ones."""
+        size = len(id_M)
+        if size == 0:
+            return np.empty(0, np.int64)
+        old = np.empty(0, np.int64)
+        new = np.arange(size)
+        if self._resident:
+            self._limits.check_new(size, len(self), int(table_M[0]))
+        self._limits.check_fits(size, self._held())
+        if not self._resident:
+            assert self._below is not None
+            row_MW = np.empty((size, self.row_width), np.float32)
+            missing_M = self._below.get(table_M, id_M, row_MW)
+            old, new = np.flatnonzero(~missing_M), np.flatnonzero(missing_M)
+            self._limits.check_new(len(new), len(self), int(table_M[new[0]]) if len(new) else None)
+        rows = len(self)
+        slot_M = self._take_slots(table_M, id_M)
+        try:
+            assert self._begin is not None
+            self._begin(self.row_SW, slot_M[new], table_M[new], id_M[new])
+        except BaseException:
+            self._freed = np.concatenate([self._freed, slot_M])
+            raise
+        if len(old):
+            self._set(slot_M[old], table_M[old], id_M[old], row_MW[old], dirty=False)
+        self._set(slot_M[new], table_M[new], id_M[new], None, dirty=True)
+        self._touch(slot_M, first=True)
+        self._rows = rows + len(new)
+        self._counters.new_rows += len(new)
+        return slot_M
+
+    def _set(
+        self, slot_N: np.ndarray, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray | None, *, dirty: bool
+    ) -> None:
+        """Let keys that are not here live in these slots."""
+        if row_NW is not None:
+            copy_rows_in(self.row_SW, slot_N, np.ascontiguousarray(row_NW), threads=self._threads)
+        self._index.put(table_N, id_N, slot_N)
+        self._dirty_S[slot_N] = dirty
+
+    def _pin(self, slot_U: np.ndarray, count: int) -> None:
+        """Count pins. The caller may not change `slot_U` afterwards."""
+        with self._pin_lock:
+            if not self._resident:
+                add_marks(self._pin_S, slot_U, count, threads=self._threads)
+                return
+            for n, (noted_U, noted) in enumerate(self._noted_pins):
+                if noted_U is slot_U and noted == -count:
+                    del self._noted_pins[n]
+                    return
+            self._noted_pins.append((slot_U, count))
+            if len(self._noted_pins) > _NOTED_MAX:
+                self._add_noted_pins()
+
+    def _add_noted_pins(self) -> None:
+        for slot_U, count in self._noted_pins:
+            add_marks(self._pin_S, slot_U, count, threads=self._threads)
+        self._noted_pins.clear()
+
+    def _touch(self, slot_N: np.ndarray, *, first: bool = False) -> None:
+        """Score a use of the rows in these slots, the first one since they came in or a later one."""
+        if self._resident:
+            return
+        if first or self._policy == "lru":
+            set_marks(self._score_S, slot_N, self._use_score, threads=self._threads)
+        else:
+            add_marks(self._score_S, slot_N, self._use_score, threads=self._threads)
+        if self._policy == "lru":
+            self._use_score += 1.0
+            return
+        self._use_score *= 2.0 ** (len(slot_N) / (HALF_LIFE * self.slots))
+        if self._use_score > _SCORE_STEP:
+            self._score_S[: self._used] /= _SCORE_STEP
+            self._use_score /= _SCORE_STEP
+
+    def _held(self) -> int:
+        """Rows that cannot make room for others: all there are or, in a cache, those that are pinned."""
+        return len(self._index) if self._resident else self.pinned
+
+    def _room(self) -> int:
+        """Rows that could come in: free slots, and in a cache those of rows that could be evicted."""
+        return self.slots - self._held()
+
+    def _take_slots(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+        """Free slots for these keys, evicting for them. The caller has checked that there is room."""
+        size = len(id_N)
+        short = size - (self.slots - len(self._index))
+        if short > 0:
+            self._evict(max(short, int(self.slots * _EVICT_SHARE)))
+        # Put into the index, keys count as taken at once; so room there is made before any slot is handed out.
+        self._index.reserve_keys(table_N, id_N)
+        reused = self._freed[:size]
+        fresh = size - len(reused)
+        slots = np.concatenate([reused, np.arange(self._used, self._used + fresh)])
+        self._freed = self._freed[size:]
+        self._used += fresh
+        return slots
+
+    def _evict(self, count: int) -> None:
+        """Drop the `count` unpinned rows of least score, of equal ones those in lower slots; or all there are."""
+        score_S = self._score_S[: self._used].copy()
+        score_S[self._pin_S[: self._used] > 0] = np.inf
+        score_S[self._freed] = np.inf
+        count = min(count, int(np.count_nonzero(score_S < np.inf)))
+        if count == 0:
+            return
+        bound = _least(score_S, count)
+        victim_S = score_S < bound
+        victim_S[np.flatnonzero(score_S == bound)[: count - np.count_nonzero(victim_S)]] = True
+        table_V, id_V, slot_V = self._keys_of(victim_S)
+        dirty = np.flatnonzero(self._dirty_S[slot_V])
+        self._put_below(table_V[dirty], id_V[dirty], slot_V[dirty])
+        self._index.erase(table_V, id_V)
+        self._freed = np.concatenate([self._freed, slot_V])
+        self._counters.evicted += len(slot_V)
+
+    def _write_down(self) -> None:
+        self._put_below(*self._keys_of(self._dirty_S[: self._used]))
+
+    def _put_below(self, table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray, batch: int = 65536) -> None:
+        if len(slot_N) == 0:
+            return
+        assert self._below is not None
+        for n in range(0, len(slot_N), batch):
+            undisturbed.raise_interrupt()  # Rows of a batch that is below are clean, the others are as they were.
+            some = slice(n, n + batch)
+            row_NW = copy_rows_out(self.row_SW, slot_N[some], threads=self._threads)
+            self._below.put(table_N[some], id_N[some], row_NW)
+            self._dirty_S[slot_N[some]] = False
+        self._counters.written_down += len(slot_N)
+
+    def _keys_of(self, chosen_S: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(table, id, slot) of the rows in the chosen slots, in the index's order: what is done with them there is done
+        to one part of it after the other."""
+        chosen_S = chosen_S.copy()  # Marks may come while we look, and the arrays have room for those counted here.
+        size = int(np.count_nonzero(chosen_S))
+        table_V, id_V, slot_V = np.empty(size, np.int32), np.empty(size, np.int64), np.empty(size, np.int64)
+        found = 0
+        if size:
+            for table_N, id_N, slot_N in self._index.items():
+                found = pick_keys(table_N, id_N, slot_N, chosen_S, table_V, id_V, slot_V, found)
+        return table_V[:found], id_V[:found], slot_V[:found]
+
+    def _forget(self) -> None:
+        self._index.clear()
+        with self._pin_lock:
+            self._noted_pins.clear()
+        self._pin_S[: self._used] = 0
+        self._dirty_S[: self._used] = False
+        self._freed = np.empty(0, np.int64)
+        self._used = 0
+        self._rows = 0
+
+
+def _aligned_rows(slots: int, row_width: int) -> np.ndarray:
+    """Zeros, float32 [S, W], whose address is a multiple of a row's bytes: rows of one width lie a whole number of rows
+    apart, whichever slabs they are in, so that one loop can reach all of them."""
+    # Zeroed lazily by the operating system: an unused slot costs no memory.
+    word_X = np.zeros((slots + 1) * row_width, np.float32)
+    begin = -word_X.ctypes.data % (row_width * 4) // 4
+    return word_X[begin : begin + slots * row_width].reshape(slots, row_width)
+
+
+def _least(score_S: np.ndarray, count: int) -> float:
+    """The score that is number `count` in ascending order.
+
+    A sample says below which score it surely is, and only what lies below is looked at closely.
+    """
+    sample_X = score_S[::16]
+    rank = count // 16 + 4 * math.isqrt(count) + 4
+    if rank < len(sample_X):
+        some_S = score_S[score_S <= np.partition(sample_X, rank)[rank]]
+        if len(some_S) >= count:
+            score_S = some_S
+    return float(np.partition(score_S, count - 1)[count - 1])

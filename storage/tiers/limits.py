@@ -1,0 +1,79 @@
+"""What every tier in memory counts and refuses: how many rows fit, how many there may be, what calls have found."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from oneemb.storage.row_store import StoreFullError
+
+__all__ = ["Counters", "Limits"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many rows a tier may hold.
+
+    Args:
+        name: what errors call the tier.
+        slots: rows that fit.
+        slot_bytes: memory of one, with all that is kept beside the row.
+        resident: whether all rows have to be here.
+        row_limit: rows that may be known to this tier and those below together; None = no limit.
+    """
+
+    name: str
+    slots: int
+    slot_bytes: int
+    resident: bool
+    row_limit: int | None
+
+    def check_fits(self, more: int, held: int) -> None:
+        """Raise `StoreFullError` unless there is room for so many rows more beside those held: all there are where
+        rows are resident, else those that are pinned."""
+        if held + more <= self.slots:
+            return
+        how = "taken" if self.resident else "in use by this step"
+        raise StoreFullError(
+            f"the {self.name} tier has {self.slots} slots; {held} of them are {how} and {more} more rows were asked"
+            f" for, {held + more} in all; give it at least {self.mebibytes(held + more)} MiB, or use fewer ids a step"
+        )
+
+    def check_new(self, more: int, known: int, first_table: int | None) -> None:
+        """Raise `StoreFullError` if so many new rows beside those known are more than there may be."""
+        if self.row_limit is None or more == 0 or known + more <= self.row_limit:
+            return
+        raise StoreFullError(
+            f"capacity is {self.row_limit} rows; {known} are kept and {more} new ones were asked for (the first of"
+            f" table {first_table}); give a capacity of at least {known + more}, or None"
+        )
+
+    def check_holds(self, rows: int) -> None:
+        """Raise `StoreFullError` if so many rows in all may never be known or held."""
+        if self.row_limit is not None and rows > self.row_limit:
+            raise StoreFullError(
+                f"capacity is {self.row_limit} rows, {rows} are to be loaded; give at least {rows}, or None"
+            )
+        if self.resident and rows > self.slots:
+            raise StoreFullError(
+                f"the {self.name} tier has {self.slots} slots and must hold all of {rows} rows; give it at least"
+                f" {self.mebibytes(rows)} MiB"
+            )
+
+    def mebibytes(self, rows: int) -> int:
+        """Memory for so many rows, rounded up."""
+        return math.ceil(rows * self.slot_bytes / 2**20)
+
+
+@dataclass
+class Counters:
+    """What a tier has done since it was made, in rows."""
+
+    hits: int = 0
+    misses: int = 0
+    new_rows: int = 0
+    evicted: int = 0
+    written_down: int = 0
+
+    def stats(self) -> dict[str, Any]:
+        """As `RowStore.stats` has them."""
+        return asdict(self)
