@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from oneemb.graph import merged_ops, ops, step_ops
-from oneemb.graph.recorder import MEASURES, OpStats, Profile
-from oneemb.graph.spec import CONTEXTS
+from oneemb.graph import ops
+from oneemb.graph.ops import OPS
+from oneemb.graph.recorder import OpStats, Profile
 from oneemb.storage.merged_store import MergedPrefetched
 from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed
@@ -37,6 +37,8 @@ class _Step:
     stats: OpStats
     in_context: Callable[[list[Any], Any], Any] | None
     """What a context that is entered or left does to the list of those that are entered."""
+    commits: bool
+    """Whether the op changes what has to be changed as a whole."""
 
 
 class Executor:
@@ -63,21 +65,20 @@ class Executor:
                 continue
             dropped = tuple(places[used] for used in node.all_input_nodes if last_use[used] is node)
             dropped += () if node.users else (places[node],)
-            measured = (MEASURES[node.target], _value_of(node.args, places)) if node.target in MEASURES else None
+            op = OPS.get(node.target) if node.op == "call_function" else None
+            measured = None
+            if op is not None and op.measure is not None:
+                measured = op.measure, _value_of(node.args, places)
             call = _call_of(node, places, find)
-            in_context = None
-            if node.target in CONTEXTS:
-                in_context = list.append
-            elif node.target is step_ops.exit_context:
-                in_context = _leave
-            self._steps.append(_Step(node, call, places[node], dropped, measured, OpStats(), in_context))
+            in_context = _CONTEXT[op.context] if op is not None else None
+            commits = op is not None and op.commits
+            self._steps.append(_Step(node, call, places[node], dropped, measured, OpStats(), in_context, commits))
         output = next(node for node in reversed(graph.nodes) if node.op == "output")
         self._result = _value_of(output.args[0], places)
         self._size = len(places)
         prefetched = [i for i, step in enumerate(self._steps) if "prefetched" in step.node.kwargs]
         self._acquired = prefetched[-1] if prefetched else -1
-        commits = [i for i, step in enumerate(self._steps) if step.node.target in (ops.step, ops.update)]
-        self._commits = commits[0] if commits else -1
+        self._commits = next((i for i, step in enumerate(self._steps) if step.commits), -1)
 
     def stats(self) -> list[tuple[fx.Node, OpStats]]:
         """Each op with its counts and times since it was compiled, in the order they run."""
@@ -136,7 +137,7 @@ class Executor:
             end = time.perf_counter_ns()
             stats.calls += 1
             stats.ns += end - begin
-            if isinstance(result, ops.Lease | merged_ops.MergedLease):
+            if isinstance(result, ops.Lease | ops.MergedLease):
                 left.leases.append(result)
             if step.measured is not None:
                 measure, args = step.measured
@@ -183,6 +184,11 @@ class _Left:
 
 def _leave(contexts: list[Any], _: Any) -> None:
     contexts.pop()
+
+
+_CONTEXT: dict[str | None, Callable[[list[Any], Any], Any] | None] = {
+    None: None, "enter": list.append, "exit": _leave,
+}  # fmt: skip
 
 
 def _add_line(error: BaseException, node: fx.Node) -> None:

@@ -7,16 +7,14 @@ them. Times are those of the thread that ran the op.
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
-from oneemb.graph import merged_ops, ops
 from oneemb.graph.text import node_label
 
-__all__ = ["MEASURES", "OpStats", "Profile", "stats_table"]
+__all__ = ["OpStats", "Profile", "stats_table"]
 
 
 @dataclass
@@ -28,58 +26,6 @@ class OpStats:
     rows: int = 0
     """Ids looked up, or unique rows acquired, reduced or updated."""
     bytes: int = 0
-
-
-def _measure_unique_keys(args: Any, keys: Any) -> tuple[int, int]:
-    ids, unique = len(keys.unique.inverse_N), len(keys.unique.id_U)
-    return ids, ids * (8 + 8 + 8) + unique * (4 + 8 + 8)
-
-
-def _measure_acquire(args: Any, lease: Any) -> tuple[int, int]:
-    unique = len(lease.slot_U)
-    return unique, unique * (4 + 8 + 8)
-
-
-def _measure_prefetch(args: Any, prefetched: Any) -> tuple[int, int]:
-    return len(prefetched.slot_U), len(prefetched.slot_U) * (4 + 8 + 8)
-
-
-def _measure_gather(args: Any, rows: Any) -> tuple[int, int]:
-    return rows.numel() // max(1, rows.shape[-1]), 2 * rows.numel() * rows.element_size()
-
-
-def _measure_gather_merged(args: Any, rows: Any) -> tuple[int, int]:
-    measured = [_measure_gather(args, one) for one in rows]
-    return sum(count for count, _ in measured), sum(size for _, size in measured)
-
-
-def _measure_reduce(args: Any, grads: Any) -> tuple[int, int]:
-    # The sums themselves are made by whoever reads them: an update, row by row, or clipping.
-    return (0, 0) if grads is None else (len(grads.slot_U), 0)
-
-
-def _measure_update(args: Any, result: Any) -> tuple[int, int]:
-    grads, go = args[1], args[2]
-    if grads is None or not go:
-        return 0, 0
-    layout, rows = grads.store.layout, len(grads.slot_U)
-    read = 4 * layout.dim * rows if grads.segments is None else grads.segments.grad_NX.nbytes
-    return rows, read + 2 * layout.row_bytes * rows
-
-
-MEASURES: dict[Any, Callable[[Any, Any], tuple[int, int]]] = {
-    ops.unique_keys: _measure_unique_keys,
-    merged_ops.unique_merged_keys: _measure_unique_keys,
-    ops.acquire: _measure_acquire,
-    ops.lookup: _measure_acquire,
-    ops.prefetch: _measure_prefetch,
-    ops.gather: _measure_gather,
-    merged_ops.gather_merged: _measure_gather_merged,
-    ops.peek: _measure_gather,
-    ops.reduce_grads: _measure_reduce,
-    ops.update: _measure_update,
-}
-"""(rows, bytes) of an op, from its arguments and what it gave."""
 
 
 def stats_table(halves: Iterable[tuple[str, Iterable[tuple[fx.Node, OpStats]]]]) -> str:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from oneemb.graph import merged_ops, ops, shuffle_ops, step_ops
+from oneemb.graph import ops
+from oneemb.graph.ops import OPS
 
 __all__ = [
     "CHECKS",
@@ -33,51 +34,18 @@ __all__ = [
     "is_training_only",
 ]
 
-UNIQUE = {ops.unique_keys, merged_ops.unique_merged_keys}
-CHECKS = {ops.check_pooling, merged_ops.check_merged_pooling}
-_LOOKUP = {ops.acquire, ops.gather, merged_ops.gather_merged, ops.peek, ops.lookup} | UNIQUE | CHECKS
-_LOOKUP |= {shuffle_ops.shuffle_keys, shuffle_ops.shuffle_rows}
-CONTEXTS = {step_ops.enter_autocast, step_ops.enter_grad_mode, step_ops.enter_record_function}
-_BUILD = {step_ops.exit_context, step_ops.scale_loss} | CONTEXTS
+UNIQUE = {function for function, op in OPS.items() if op.gives == "keys" and "prepare" in op.stages}
+CHECKS = {function for function, op in OPS.items() if op.checks}
+CONTEXTS = {function for function, op in OPS.items() if op.context == "enter"}
 _CLIP = {torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_}
-_UPDATE = {
-    ops.reduce_grads, ops.check_finite, ops.step, ops.update, ops.advance, ops.release, step_ops.unscale,
-    step_ops.clip_grad_norm, step_ops.clip_grad_value, step_ops.update_scale, step_ops.hold, step_ops.take,
-    step_ops.drop,
-}  # fmt: skip
-_OURS = _LOOKUP | _BUILD | _CLIP | _UPDATE | {ops.prefetch}
+_STAGES_OF_CLIP = {"traced", "lowered"}
 
 STAGES: dict[str, set[Any]] = {
-    "traced": _BUILD | _CLIP,
-    "lowered": _BUILD | _CLIP | _LOOKUP,
-    "trained": _BUILD | _LOOKUP | _UPDATE,
-    "prepare": UNIQUE | {ops.prefetch},
-    "compute": _BUILD | _LOOKUP | _UPDATE,
+    stage: {function for function, op in OPS.items() if stage in op.stages}
+    | (_CLIP if stage in _STAGES_OF_CLIP else set())
+    for stage in ("traced", "lowered", "trained", "prepare", "compute")
 }
 """The legal ops of each stage, beside what build itself calls."""
-
-# What the leading arguments of an op are: the op that gives each, or what it is.
-_ARGUMENTS: dict[Any, tuple[Any, ...]] = {
-    ops.prefetch: ("store", "keys"),
-    ops.acquire: ("store", "keys"),
-    ops.peek: ("store", "keys"),
-    ops.lookup: ("store",),
-    ops.gather: ("lease", "weight"),
-    merged_ops.gather_merged: ("lease",),
-    shuffle_ops.shuffle_keys: ("keys",),
-    shuffle_ops.shuffle_rows: ("keys",),
-    ops.check_pooling: ("keys",),
-    merged_ops.check_merged_pooling: ("keys",),
-    ops.reduce_grads: ("leases",),
-    ops.check_finite: ("optimizers", "grads_list"),
-    ops.update: ("optimizer", "grads", "go"),
-    ops.release: ("leases",),
-}
-_GIVES: dict[str, set[Any]] = {
-    "keys": UNIQUE | {shuffle_ops.shuffle_keys},
-    "lease": {ops.acquire, ops.lookup},
-    "go": {ops.check_finite},
-}
 
 
 def check_stage(graph: fx.Graph, stage: str, embeddings: Mapping[str, Any]) -> None:
@@ -88,7 +56,7 @@ def check_stage(graph: fx.Graph, stage: str, embeddings: Mapping[str, Any]) -> N
     for node in graph.nodes:
         if node.op == "call_module" and str(node.target) in embeddings:
             assert stage == "traced", f"{node.format_node()}: a lookup that is not lowered, at stage {stage}"
-        if node.op == "call_function" and node.target in _OURS:
+        if node.op == "call_function" and (node.target in OPS or node.target in _CLIP):
             assert node.target in STAGES[stage], f"{node.format_node()}: not legal at stage {stage}"
             _check_arguments(node)
         if is_backward(node):
@@ -98,27 +66,31 @@ def check_stage(graph: fx.Graph, stage: str, embeddings: Mapping[str, Any]) -> N
             released[given] = released.get(given, 0) + 1
     if stage in ("trained", "compute"):
         for node in graph.nodes:
-            if node.target in (ops.acquire, ops.lookup):
+            if _gives(node, "lease"):
                 assert released.get(node) == 1, f"{node.format_node()}: released {released.get(node, 0)} times"
 
 
 def _check_arguments(node: fx.Node) -> None:
     arguments: Any = node.args
-    for argument, what in zip(arguments, _ARGUMENTS.get(node.target, ()), strict=False):
+    takes = OPS[node.target].takes if node.target in OPS else ()
+    for argument, what in zip(arguments, takes, strict=False):
         if what in ("store", "optimizer"):
             assert isinstance(argument, fx.Node) and argument.op == "get_attr", node.format_node()
-        if what in _GIVES:
-            given = isinstance(argument, fx.Node) and (argument.target in _GIVES[what] or argument.op == "placeholder")
-            assert given, f"{node.format_node()}: {argument} is no {what}"
+        if what in ("keys", "lease", "go"):
+            found = isinstance(argument, fx.Node) and (_gives(argument, what) or argument.op == "placeholder")
+            assert found, f"{node.format_node()}: {argument} is no {what}"
         if what == "leases" and not isinstance(argument, fx.Node):
-            assert all(one.target in _GIVES["lease"] for one in argument), node.format_node()
+            assert all(_gives(lease, "lease") for lease in argument), node.format_node()
+
+
+def _gives(node: fx.Node, what: str) -> bool:
+    return node.target in OPS and OPS[node.target].gives == what
 
 
 def _leases_given(node: fx.Node) -> list[fx.Node]:
     """The leases that this node ends, or hands on to another step."""
     arguments: Any = node.args
-    places: dict[Any, int] = {ops.release: 0, step_ops.hold: 1, step_ops.take: 2}
-    place = places.get(node.target)
+    place = OPS[node.target].ends if node.target in OPS else None
     return [] if place is None else list(arguments[place])
 
 
@@ -141,8 +113,8 @@ _PURE_FUNCTIONS = (
             "add sub mul truediv floordiv mod and_ or_ xor lshift rshift neg invert eq ne lt le gt ge getitem".split()
         )
     }
-    | {getattr, ops.gather, merged_ops.gather_merged, ops.peek}
-    | UNIQUE
+    | {getattr}
+    | {function for function, op in OPS.items() if op.pure}
 )
 _PURE_NAMES = frozenset(
     "abs add all any bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor bool cat"
@@ -178,7 +150,7 @@ def is_inplace(node: fx.Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if node.op == "call_method":
         return name.endswith("_") and not name.endswith("__") or name == "__setitem__"
-    if node.op != "call_function" or node.target in _OURS:
+    if node.op != "call_function" or (node.target in OPS or node.target in _CLIP):
         return False
     inplace = name.endswith("_") and not name.endswith("__") or "out" in node.kwargs or node.kwargs.get("inplace")
     return bool(inplace or name in ("setitem", "__setitem__") or node.target in _INPLACE_OPERATORS)

@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oneemb.graph import step_ops
+from oneemb.graph import ops
 from oneemb.graph.inputs import Signature, Structure
 from oneemb.graph.math_functions import in_place_of_math
 from oneemb.graph.patches import Here, call_replaced
@@ -381,7 +381,7 @@ def _replacements(tracer: _Tracer, steppers: Sequence[Any]) -> list[tuple[Any, A
         (
             scaler,
             "scale",
-            lambda self, loss: record(step_ops.scale_loss, tracer.name_object("grad_scaler", self), loss),
+            lambda self, loss: record(ops.scale_loss, tracer.name_object("grad_scaler", self), loss),
         ),
         (scaler, "unscale_", refuse("GradScaler.unscale_", "leave it out: the graph unscales before it clips")),
         (scaler, "step", refuse("GradScaler.step", the_graph_does)),
@@ -477,26 +477,26 @@ def _may_be_a_view(node: fx.Node) -> bool:
 
 def _enter_autocast(autocast: Any, record: Callable[..., Any]) -> Any:
     options = {"dtype": autocast.fast_dtype, "enabled": autocast._enabled, "cache_enabled": autocast._cache_enabled}
-    autocast._oneemb = [*getattr(autocast, "_oneemb", ()), record(step_ops.enter_autocast, autocast.device, **options)]
+    autocast._oneemb = [*getattr(autocast, "_oneemb", ()), record(ops.enter_autocast, autocast.device, **options)]
     return autocast
 
 
 def _enter_record_function(block: Any, record: Callable[..., Any]) -> Any:
-    block._oneemb = [*getattr(block, "_oneemb", ()), record(step_ops.enter_record_function, block.name, block.args)]
+    block._oneemb = [*getattr(block, "_oneemb", ()), record(ops.enter_record_function, block.name, block.args)]
     return block
 
 
 def _enter_grad(context: Any, mode: bool, record: Callable[..., Any]) -> None:
     # torch's clipping functions run in a block of their own, which is part of them.
     inside_torch = sys._getframe(3).f_code.co_filename.endswith("clip_grad.py")
-    entered = None if inside_torch else record(step_ops.enter_grad_mode, mode)
+    entered = None if inside_torch else record(ops.enter_grad_mode, mode)
     context._oneemb = [*getattr(context, "_oneemb", ()), entered]
 
 
 def _leave(context: Any, record: Callable[..., Any]) -> None:
     *context._oneemb, entered = context._oneemb
     if entered is not None:
-        record(step_ops.exit_context, entered)
+        record(ops.exit_context, entered)
 
 
 def _user_line(error: BaseException | None = None) -> str:

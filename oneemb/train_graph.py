@@ -13,7 +13,7 @@ from torch import fx
 
 from oneemb.checkpoint import GraphState, load_checkpoint, save_checkpoint
 from oneemb.eager import Optimizer
-from oneemb.graph import ops, step_ops
+from oneemb.graph import ops
 from oneemb.graph.dense import DenseCompiler
 from oneemb.graph.inputs import Signature, Structure
 from oneemb.graph.pipeline import Plan, Recipe, compile_plan
@@ -367,7 +367,7 @@ class TrainGraph(_Graph):
         self._lr_schedulers: list[Any] = []
         self._max_norms: list[float | None] = []
         self._scaler: Any = None
-        self._held = step_ops.Held()
+        self._held = ops.Held()
         self._merged: dict[Any, Any] = {}
         self._calls = 0  # since the last update
         self.steps = 0
@@ -474,7 +474,7 @@ class TrainGraph(_Graph):
 
     def _drop_gradients(self) -> None:
         """After an error: what this step, and the micro-batches before it, have left."""
-        step_ops.drop(self._held)
+        ops.drop(self._held)
         for one in self.optimizers:
             one.optimizer.zero_grad(set_to_none=True)
         self._calls = 0

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-__all__ = ["StepLock", "alone", "between_steps", "in_step"]
+__all__ = ["StepLock", "alone", "between_steps", "in_step", "while_held"]
 
 T = TypeVar("T")
 
@@ -104,3 +104,12 @@ def _alone(locks: Sequence[StepLock], call: Callable[[], T]) -> T:
             return _alone(locks[1:], call)
     finally:
         one.waiting.discard(me)
+
+
+def while_held(locks: Sequence[Any], call: Callable[[], T]) -> T:
+    """What `call` gives with these locks held. Not an ExitStack: an exception that comes within its code would leave
+    one locked."""
+    if not locks:
+        return call()
+    with locks[0]:
+        return while_held(locks[1:], call)

@@ -155,7 +155,7 @@ def test_a_loop_closed_by_the_collector_under_a_lock_that_its_thread_wants_does_
     (worker,) = threads()
     with graph.embedding.store.turns.lock:
         may_load.set()
-        wait_until_in(worker, "stage", "_turn", "_bring_known")
+        wait_until_in(worker, "prefetch", "_turn")
         del forgotten
         with pytest.warns(RuntimeWarning, match="its loader has given no batch"):
             gc.collect()

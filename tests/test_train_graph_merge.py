@@ -10,6 +10,7 @@ import oneemb
 from oneemb.graph import pipeline
 from oneemb.storage.row_store import StorageError, StoreFullError
 from tests.support.graph_models import adam, make_eager, make_embedding, make_graph, rows_of, sgd, weights_of
+from tests.support.keys import limit_rows
 
 NAMES = ("a", "b", "c")
 
@@ -301,7 +302,7 @@ def test_a_full_store_is_named_with_its_line_and_nothing_stays_pinned():
     modules = modules_of()
     graph = make_graph(modules, simple, adam)
     graph(*next(batches_of()))
-    modules["c"].store._tiers[0]._row_limit = modules["c"].stats()["rows"]
+    limit_rows(modules["c"].store, modules["c"].stats()["rows"])
     before = [one.stats()["step"] for one in map(modules.get, NAMES)]
     for run in (lambda batches: [graph(*batch) for batch in batches], lambda batches: list(graph.run(batches))):
         batches = [(x + 100, y, offsets, scales) for x, y, offsets, scales in batches_of()]

@@ -89,13 +89,13 @@ def test_every_store_and_depth_gives_the_same(store):
 
 
 def test_rows_prepared_ahead_were_prepared():
-    """The branch under test is taken: every batch but the first, at which the graph is compiled, is staged."""
+    """The branch under test is taken: every batch but the first, at which the graph is compiled, is prefetched."""
     graph = graph_of("ssd")
     list(graph.run(batches_of(6, 50, 100)))
     (plan,) = graph._plans.values()
     calls = {node.name: stats.calls for node, stats in plan.prepare.stats()}
-    assert calls["stage"] >= 5
-    assert sum(stats.calls for node, stats in plan.compute.stats() if node.name == "admit") >= 5
+    assert calls["prefetch"] >= 5
+    assert sum(stats.calls for node, stats in plan.compute.stats() if node.name == "acquire") >= 5
 
 
 def test_a_row_staged_before_its_update_is_read_after_it():
@@ -332,7 +332,7 @@ def test_a_profile_prints_as_a_table():
     assert first == "4 of 4 steps noted" and head.split()[:3] == ["half", "op", "calls"]
     (update,) = [line for line in lines if " update(" in line]
     assert update.startswith("compute") and " 4 " in update and update.endswith("%")
-    assert any(line.startswith("prepare") and "stage(" in line for line in lines)
+    assert any(line.startswith("prepare") and "prefetch(" in line for line in lines)
     assert abs(sum(float(line.split()[-1].rstrip("%")) for line in lines) - 100) < 2
     assert repr(profile) == "Profile(steps=4, step=4)"
 
@@ -341,7 +341,7 @@ def test_explain_counts_calls_rows_and_bytes():
     graph = graph_of("ssd")
     list(graph.run(batches_of(8, 50, 100)))
     table = graph.explain()
-    (line,) = [line for line in table.splitlines() if line.startswith("prepare") and "stage(" in line]
+    (line,) = [line for line in table.splitlines() if line.startswith("prepare") and "prefetch(" in line]
     assert int(line.split()[-6]) >= 7
     assert "hit rate" in table and "GB/s" in table
 

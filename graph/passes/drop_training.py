@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import fx
 
-from oneemb.graph import step_ops
+from oneemb.graph import ops
 from oneemb.graph.passes import copy_graph
 from oneemb.graph.spec import is_training_only
 
@@ -23,7 +23,7 @@ def drop_training(graph: fx.Graph) -> fx.Graph:
     for node in reversed(list(graph.nodes)):
         if is_training_only(node):
             _erase(graph, node, None)
-        elif node.target is step_ops.scale_loss:
+        elif node.target is ops.scale_loss:
             _erase(graph, node, node.args[1])
     return graph
 

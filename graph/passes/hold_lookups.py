@@ -2,7 +2,7 @@
 
 from torch import fx
 
-from oneemb.graph import ops, step_ops
+from oneemb.graph import ops
 from oneemb.graph.passes import copy_graph
 
 __all__ = ["hold_lookups"]
@@ -18,5 +18,5 @@ def hold_lookups(graph: fx.Graph, held: str) -> fx.Graph:
     leases = [node for node in graph.nodes if node.target in (ops.acquire, ops.lookup)]
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     with graph.inserting_before(output):
-        graph.call_function(step_ops.hold, (graph.get_attr(held), leases))
+        graph.call_function(ops.hold, (graph.get_attr(held), leases))
     return graph

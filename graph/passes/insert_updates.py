@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from oneemb.graph import ops, step_ops
+from oneemb.graph import ops
 from oneemb.graph.passes import copy_graph, inserting_for, store_of
 
 __all__ = ["insert_updates"]
 
 _CLIPS: dict[Any, Any] = {
-    torch.nn.utils.clip_grad_norm_: step_ops.clip_grad_norm,
-    torch.nn.utils.clip_grad_value_: step_ops.clip_grad_value,
+    torch.nn.utils.clip_grad_norm_: ops.clip_grad_norm,
+    torch.nn.utils.clip_grad_value_: ops.clip_grad_value,
 }
 
 
@@ -54,7 +54,7 @@ def insert_updates(
         if node.target in (ops.acquire, ops.lookup):
             leases.setdefault(store_of(node), []).append(node)
     clips = [node for node in graph.nodes if node.op == "call_function" and node.target in _CLIPS]
-    scaler: Any = next((node.args[0] for node in graph.nodes if node.target is step_ops.scale_loss), None)
+    scaler: Any = next((node.args[0] for node in graph.nodes if node.target is ops.scale_loss), None)
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     with inserting_for(graph, clips[0] if clips else output):
         names = {name: graph.get_attr(name) for name, _ in optimizers}
@@ -64,7 +64,7 @@ def insert_updates(
             grads[store] = graph.call_function(ops.reduce_grads, (taken,))
         if scaler is not None:
             scaler = graph.get_attr(scaler.target)
-            unscaled = graph.call_function(step_ops.unscale, (scaler, list(names.values()), list(grads.values())))
+            unscaled = graph.call_function(ops.unscale, (scaler, list(names.values()), list(grads.values())))
             grads = _unpack(graph, unscaled, grads)
     for clip in clips:
         with inserting_for(graph, clip):
@@ -73,7 +73,7 @@ def insert_updates(
     with graph.inserting_before(output):
         for name, max_norm in (max_norms or {}).items():
             mine = {store: grad for store, grad in grads.items() if trains is None or trains.get(store) == name}
-            clipped = graph.call_function(step_ops.clip_grad_norm, (names[name], list(mine.values()), max_norm))
+            clipped = graph.call_function(ops.clip_grad_norm, (names[name], list(mine.values()), max_norm))
             grads |= _unpack(graph, graph.call_function(operator.getitem, (clipped, 0)), mine)
         arguments = (list(names.values()), list(grads.values()), *([scaler] if scaler is not None else []))
         go = graph.call_function(ops.check_finite, arguments)
@@ -84,9 +84,9 @@ def insert_updates(
                 if trains is None or trains.get(store) == name:
                     graph.call_function(ops.update, (names[name], grad, go, groups[name]))
         if scaler is not None:
-            graph.call_function(step_ops.update_scale, (scaler, go))
+            graph.call_function(ops.update_scale, (scaler, go))
         if held:
-            graph.call_function(step_ops.drop, (graph.get_attr(held),))
+            graph.call_function(ops.drop, (graph.get_attr(held),))
         else:
             graph.call_function(ops.release, ([lease for group in leases.values() for lease in group],))
         schedulers = [graph.get_attr(scheduler) if scheduler else None for _, scheduler in optimizers]
@@ -95,7 +95,7 @@ def insert_updates(
 
 
 def _take(graph: fx.Graph, held: str, store: str, group: list[fx.Node]) -> fx.Node:
-    return graph.call_function(step_ops.take, (graph.get_attr(held), graph.get_attr(store), group))
+    return graph.call_function(ops.take, (graph.get_attr(held), graph.get_attr(store), group))
 
 
 def _unpack(graph: fx.Graph, grads: fx.Node, stores: Mapping[str, fx.Node]) -> dict[str, fx.Node]:

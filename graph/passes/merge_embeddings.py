@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import fx
 
-from oneemb.graph import merged_ops, ops, step_ops
+from oneemb.graph import ops
 from oneemb.graph.passes import copy_graph, store_of
 from oneemb.graph.passes.split_prepare import ancestors, movable_nodes
 from oneemb.graph.spec import CHECKS, is_backward, is_inplace, is_pure, is_training_only
 
 __all__ = ["Member", "merge_embeddings"]
 
-_CONTEXTS = {step_ops.enter_autocast, step_ops.enter_grad_mode, step_ops.exit_context}
+_CONTEXTS = {ops.enter_autocast, ops.enter_grad_mode, ops.exit_context}
 
 
 @dataclass(frozen=True)
@@ -126,16 +126,16 @@ def _merge(graph: fx.Graph, merged: str, group: _Group, members: Mapping[str, Me
             read.append((p, weight, *(pooled or (None, "sum"))))
             gathers.append(gather)
     with graph.inserting_before(group.first):
-        keys = graph.call_function(merged_ops.unique_merged_keys, (tuple(lookups), key_type, padding_idx))
+        keys = graph.call_function(ops.unique_merged_keys, (tuple(lookups), key_type, padding_idx))
         checked = tuple((p, scales, pooling) for p, _, scales, pooling in read if scales is not None)
         new = [keys]
         if checked:
-            new.append(graph.call_function(merged_ops.check_merged_pooling, (keys, checked)))
+            new.append(graph.call_function(ops.check_merged_pooling, (keys, checked)))
         lease = graph.call_function(ops.acquire, (graph.get_attr(merged), keys))
         new.append(lease)
         if read:
             of_graph = [(p, graph.get_attr(weight.target), *pooled) for p, weight, *pooled in read]
-            rows = graph.call_function(merged_ops.gather_merged, (lease, tuple(of_graph)))
+            rows = graph.call_function(ops.gather_merged, (lease, tuple(of_graph)))
             new.append(rows)
             for i, gather in enumerate(gathers):
                 one = graph.call_function(operator.getitem, (rows, i))

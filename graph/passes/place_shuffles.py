@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import fx
 
-from oneemb.graph import ops, shuffle_ops
+from oneemb.graph import ops
 from oneemb.graph.passes import copy_graph, inserting_for
 
 __all__ = ["place_shuffles"]
@@ -30,7 +30,7 @@ def place_shuffles(graph: fx.Graph, ranks: int) -> fx.Graph:
         store, keys, *pooled = node.args
         if keys not in routed:
             with graph.inserting_after(keys):
-                routed[keys] = graph.call_function(shuffle_ops.shuffle_keys, (keys, ranks))
+                routed[keys] = graph.call_function(ops.shuffle_keys, (keys, ranks))
             routed[keys].meta["line"] = keys.meta.get("line", "")
         node.args = (store, routed[keys])
         reads: Any = [(node, pooled)]
@@ -38,7 +38,7 @@ def place_shuffles(graph: fx.Graph, ranks: int) -> fx.Graph:
             reads = [(gather, gather.args[2:]) for gather in node.users if gather.target is ops.gather]
         for read, how in reads:
             with inserting_for(graph, read.next):
-                rows = graph.call_function(shuffle_ops.shuffle_rows, (routed[keys], read, *how))
+                rows = graph.call_function(ops.shuffle_rows, (routed[keys], read, *how))
             rows.meta["line"] = read.meta.get("line", "")
             read.args = read.args[:2]
             read.replace_all_uses_with(rows, delete_user_cb=lambda user, rows=rows: user is not rows)

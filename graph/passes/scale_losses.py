@@ -2,7 +2,7 @@
 
 from torch import fx
 
-from oneemb.graph import step_ops
+from oneemb.graph import ops
 from oneemb.graph.passes import copy_graph, inserting_for
 from oneemb.graph.spec import is_backward
 
@@ -21,6 +21,6 @@ def scale_losses(graph: fx.Graph, scaler: str) -> fx.Graph:
             continue
         loss, *rest = node.args
         with inserting_for(graph, node):
-            scaled = graph.call_function(step_ops.scale_loss, (graph.get_attr(scaler), loss))
+            scaled = graph.call_function(ops.scale_loss, (graph.get_attr(scaler), loss))
         node.args = (scaled, *rest)
     return graph

@@ -5,7 +5,7 @@ import torch
 from torch import fx
 
 import oneemb
-from oneemb.graph import merged_ops, ops, step_ops
+from oneemb.graph import ops
 from oneemb.graph.passes.drop_training import drop_training
 from oneemb.graph.passes.fuse_lookup import fuse_lookup
 from oneemb.graph.passes.hold_lookups import hold_lookups
@@ -177,7 +177,7 @@ def lookups(graph):
     check_stage(merged, "lowered", {})
     found = []
     for node in merged.nodes:
-        if node.target is merged_ops.unique_merged_keys:
+        if node.target is ops.unique_merged_keys:
             found.append("".join("abc"[lookup[0] // 2] for lookup in node.args[0]))
         elif node.target is ops.acquire and node.args[0].target != "merged_0":
             found.append(node.args[0].target)
@@ -276,7 +276,7 @@ def test_lookups_are_merged_only_where_the_first_is():
     assert lookups(three(scaled_by_rows)) == ["ac", "b"]
     assert lookups(three(alone)) == ["a.store", "a.store"]
     every = merge_embeddings(three(alone), MEMBERS, every=True)
-    assert sum(node.target is merged_ops.unique_merged_keys for node in every.nodes) == 2
+    assert sum(node.target is ops.unique_merged_keys for node in every.nodes) == 2
 
 
 @pytest.mark.parametrize("graph", [twice(inplace=True), twice(same=False)], ids=["changed in place", "other ids"])
@@ -503,7 +503,7 @@ def test_the_check_of_stages_refuses_what_is_wrong():
         check_stage(trace_build(simple()), "lowered", embeddings_in(simple()))
     wrong = fx.Graph()
     x = wrong.call_function(torch.rand, (2,))
-    wrong.call_function(step_ops.exit_context, (x,))
+    wrong.call_function(ops.exit_context, (x,))
     wrong.call_function(ops.gather, (x, x))
     wrong.output(None)
     with pytest.raises(AssertionError, match="is no lease"):
@@ -516,7 +516,7 @@ def test_a_graph_shows_itself():
     graph(torch.tensor([[1, 2]]))
     assert "prepare:" in str(graph) and "prefetch(a.store, unique_keys)" in str(graph)
     assert "update(optimizer_0, reduce_grads, check_finite, step)" in str(graph)
-    assert graph.compiled().code.count("ops_update(") == 1
+    assert graph.compiled().code.count("update_update(") == 1
 
 
 def test_every_kind_of_argument_reads_as_python():

@@ -9,9 +9,9 @@ import torch
 from torch import distributed
 
 from oneemb.graph import ops
+from oneemb.graph.ops.shuffle import shuffle_grads, shuffle_keys, shuffle_rows
 from oneemb.graph.passes.place_shuffles import place_shuffles
 from oneemb.graph.pipeline import compile_plan
-from oneemb.graph.shuffle_ops import shuffle_grads, shuffle_keys, shuffle_rows
 from oneemb.graph.spec import check_stage
 from oneemb.graph.text import graph_text
 from oneemb.kernels.owner import owner_of

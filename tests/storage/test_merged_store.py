@@ -1,14 +1,12 @@
 """Several stores taken as one: rows, pins, marks and errors are those of each."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from oneemb.storage.merged_store import MergedStore
 from oneemb.storage.row_store import StoreFullError
 from tests.support.graph_models import make_embedding
-from tests.support.keys import distinct, read_rows
+from tests.support.keys import distinct, limit_rows, read_rows
 
 
 def merged_of(stores=("device", "ssd", "host"), tables=(2, 1, 3), **kwargs):
@@ -27,10 +25,6 @@ def keys_of(merged, ids=40, seed=0):
     keys = sorted({(int(rng.integers(merged.first_table_M1[-1])), int(rng.integers(-50, 50))) for _ in range(ids)})
     table_U, id_U = np.array([t for t, _ in keys], np.int32), np.array([i for _, i in keys], np.int64)
     return table_U, id_U, np.searchsorted(table_U, merged.first_table_M1)
-
-
-def limit_rows(tier, rows):
-    tier._limits = dataclasses.replace(tier._limits, row_limit=rows)
 
 
 def pinned(merged):
@@ -77,7 +71,7 @@ def test_what_was_prefetched_and_never_acquired_is_given_back():
 @pytest.mark.parametrize("prefetched", [False, True])
 def test_a_full_member_leaves_no_pin_in_any_and_is_named(prefetched):
     merged = merged_of()
-    limit_rows(merged.members[1]._tiers[0], 3)
+    limit_rows(merged.members[1], 3)
     table_U, id_U, begin_M1 = keys_of(merged)
     ahead = merged.prefetch(distinct(table_U, id_U), begin_M1) if prefetched else None
     with pytest.raises(StoreFullError, match="capacity is 3 rows") as caught:

@@ -1,5 +1,7 @@
 """Keys as stores and tiers take them."""
 
+import dataclasses
+
 import numpy as np
 
 from oneemb.kernels.host_loops import HostLoops
@@ -16,3 +18,9 @@ def distinct(table_U, id_U):
 def read_rows(store, table_U, id_U):
     """The rows of these keys in a store on the host: float32 [U, W]."""
     return store.read(distinct(table_U, id_U))[0]
+
+
+def limit_rows(store, rows):
+    """Let a store's hot tier know no more rows than these."""
+    (hot, *_) = store._tiers
+    hot._limits = dataclasses.replace(hot._limits, row_limit=rows)

@@ -18,7 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from oneemb.graph import batch_ids, ops
+from oneemb.graph.ops import batch_ids
+from oneemb.graph.ops.grads import RowGrads, over_passes
+from oneemb.graph.ops.keys import measure_unique_keys
+from oneemb.graph.ops.leases import Lease, next_order
+from oneemb.graph.ops.lookup import DTYPES, check_pooling, measure_gather, scales_of
+from oneemb.graph.ops.op import LOOKUP, PREPARE, op
 from oneemb.kernels import unique_keys as kernel
 from oneemb.kernels.bags import Bags
 from oneemb.kernels.host_loops import HostLoops
@@ -64,7 +69,7 @@ class MergedKeys:
         slot_U, slots = store.acquire(self.unique, self._begins(store), prefetched)
         member_P = np.searchsorted(store.first_table_M1, self._first_tables())
         leases = [
-            ops.Lease(store.members[m], part, slots[m], store.members[m].generation)  # type: ignore[arg-type]
+            Lease(store.members[m], part, slots[m], store.members[m].generation)  # type: ignore[arg-type]
             for m, part in zip(member_P.tolist(), self.parts, strict=True)
         ]
         return MergedLease(store, self, slot_U, store.generation, leases)
@@ -93,8 +98,8 @@ class MergedLease:
     slot_U: Any
     """Merged slots; None once released"""
     generation: int
-    leases: list[ops.Lease]
-    order: int = field(default_factory=lambda: next(ops._ORDER))
+    leases: list[Lease]
+    order: int = field(default_factory=next_order)
 
     @property
     def grads(self) -> bool:
@@ -111,11 +116,11 @@ class MergedLease:
             lease.release()
         self.leases, self.keys, self.slot_U = [], None, None
 
-    def reduce(self) -> ops.RowGrads:
+    def reduce(self) -> RowGrads:
         """The gradients that have come, those of each key to be summed; lookups that got none are left out."""
         self.check_current()
         unique, parts = self.keys.unique, list(zip(self.keys.parts, self.leases, strict=True))
-        got = [ops.over_passes(lease.grads) for lease in self.leases if lease.grads]
+        got = [over_passes(lease.grads) for lease in self.leases if lease.grads]
         # Where one was summed, and is float32, all are.
         grad_NX = _LOOPS.array(got[0] if len(got) == 1 else torch.cat(got))
         inverse_N, row_N, scale_N = unique.inverse_N, None, None
@@ -140,7 +145,7 @@ class MergedLease:
             )
             table_U, id_U, slot_U = table_U[u], id_U[u], slot_U[u]
             begin_U1 = np.append(begin_U1[u], begin_U1[-1])  # keys between them occur nowhere now
-        return ops.RowGrads(
+        return RowGrads(
             self.store, self.generation, table_U, id_U, slot_U,
             segments=Segments(grad_NX, order_N, begin_U1, scale_N),
             stores=tuple(lease.store for lease in self.leases if lease.grads),
@@ -168,6 +173,7 @@ def _rows_of_ids(parts: Sequence[KeysPart], ids: int) -> np.ndarray:
     return row_N
 
 
+@op(LOOKUP | PREPARE, gives="keys", pure=True, measure=measure_unique_keys)
 def unique_merged_keys(lookups: Sequence[Lookup], key_type: torch.dtype, padding_idx: int | None) -> MergedKeys:
     """The unique (merged table, id) pairs of several lookups, lookup by lookup in order of first occurrence.
 
@@ -234,6 +240,7 @@ def _placed(
     return ids.detach().reshape(-1), tables, ids.shape, None
 
 
+@op(LOOKUP, takes=("keys",), checks=True)
 def check_merged_pooling(keys: MergedKeys, pooled: Sequence[tuple[int, torch.Tensor | None, str]]) -> None:
     """`check_pooling` of lookups p.
 
@@ -243,7 +250,7 @@ def check_merged_pooling(keys: MergedKeys, pooled: Sequence[tuple[int, torch.Ten
     for p, per_sample_weights, pooling in pooled:
         part = keys.parts[p]
         try:
-            ops.check_pooling(part, per_sample_weights, pooling)  # type: ignore[arg-type]
+            check_pooling(part, per_sample_weights, pooling)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             error.first_table = part.first_table  # type: ignore[union-attr]
             raise
@@ -286,7 +293,7 @@ class _GatherMerged(torch.autograd.Function):
 def _read(lease: MergedLease, read: tuple[int, ...]) -> list[torch.Tensor]:
     """The weights of each id, or bag, of the lookups p: rows of one array, as tensors that are no views of another."""
     store, keys = lease.store, lease.keys
-    dim, dtype, loops = store.layout.dim, ops._DTYPES[store.layout.dtype], store.loops
+    dim, dtype, loops = store.layout.dim, DTYPES[store.layout.dtype], store.loops
     weight_SX, inverse_N = store.weight_SX, keys.unique.inverse_N
     parts = [keys.parts[p] for p in read]
     end_P = list(itertools.accumulate(part.shape.numel() for part in parts))
@@ -312,7 +319,7 @@ def _read(lease: MergedLease, read: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def _pooling(
-    parts: Sequence[KeysPart], leases: Sequence[ops.Lease], some: Sequence[int]
+    parts: Sequence[KeysPart], leases: Sequence[Lease], some: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Offsets and scales of lookups that lie side by side, as of one."""
     start = parts[some[0]].ids.start
@@ -338,6 +345,12 @@ def _grad_of_scales(lease: MergedLease, p: int, grad_PD: torch.Tensor) -> torch.
     return loops.tensor(loops.scale_grads(store.weight_SX, lease.slot_U, inverse_N, bag_N, grad_PX))
 
 
+def _measure_gather_merged(args: Any, rows: Any) -> tuple[int, int]:
+    measured = [measure_gather(args, row) for row in rows]
+    return sum(count for count, _ in measured), sum(size for _, size in measured)
+
+
+@op(LOOKUP, takes=("lease",), pure=True, measure=_measure_gather_merged)
 def gather_merged(
     lease: MergedLease, read: Sequence[tuple[int, torch.Tensor, torch.Tensor | None, str]]
 ) -> tuple[torch.Tensor, ...]:
@@ -354,6 +367,6 @@ def gather_merged(
     for p, _, per_sample_weights, pooling in read:
         part = lease.keys.parts[p]
         one = lease.leases[p]
-        one.scale_N = ops._scales(part, per_sample_weights, pooling, one.store)
+        one.scale_N = scales_of(part, per_sample_weights, pooling, one.store)
     weights, scales = [one[1] for one in read], [one[2] for one in read]
     return _GatherMerged.apply(lease, tuple(one[0] for one in read), *weights, *scales)

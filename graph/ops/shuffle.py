@@ -20,7 +20,9 @@ import numpy as np
 import torch
 from torch import distributed
 
-from oneemb.graph import ops
+from oneemb.graph.ops.leases import Keys
+from oneemb.graph.ops.lookup import check_pooling
+from oneemb.graph.ops.op import LOOKUP, op
 from oneemb.kernels import unique_keys as kernel
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.owner import owner_of
@@ -35,7 +37,7 @@ _LOOPS = HostLoops(Threads(1))
 class Route:
     """How the keys of this rank have gone to their owners."""
 
-    keys: ops.Keys
+    keys: Keys
     """This rank's own."""
     order_U: torch.Tensor
     """int64 [U]: this rank's unique keys, those of owner 0 first."""
@@ -46,13 +48,14 @@ class Route:
 
 
 @dataclass(frozen=True)
-class RoutedKeys(ops.Keys):
+class RoutedKeys(Keys):
     """The keys that all ranks ask this one for, as `acquire` and `gather` take them: of shape [asked]."""
 
     route: Any = None
 
 
-def shuffle_keys(keys: ops.Keys, ranks: int) -> RoutedKeys:
+@op(LOOKUP, takes=("keys",), gives="keys")
+def shuffle_keys(keys: Keys, ranks: int) -> RoutedKeys:
     """Send unique keys to their owners; every one of `ranks` ranks calls it.
 
     Raises:
@@ -114,6 +117,7 @@ class _ShuffleRows(torch.autograd.Function):
         return shuffle_grads(ctx.routed, grad_UD).to(ctx.dtype), None, None
 
 
+@op(LOOKUP, takes=("keys",))
 def shuffle_rows(
     routed: RoutedKeys, owned: torch.Tensor, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
 ) -> torch.Tensor:
@@ -127,7 +131,7 @@ def shuffle_rows(
         TypeError, ValueError: as `gather`; or `per_sample_weights` needs a gradient.
     """
     keys = routed.route.keys
-    ops.check_pooling(keys, per_sample_weights, pooling)
+    check_pooling(keys, per_sample_weights, pooling)
     scale_N = None
     if per_sample_weights is not None:
         if per_sample_weights.requires_grad:

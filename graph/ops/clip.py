@@ -1,17 +1,4 @@
-"""Ops of a step beside its lookups: contexts, loss scales, clipping, accumulation.
-
-    context = enter_autocast(device, ...)           `with torch.autocast(device, ...):` begins
-    context = enter_grad_mode(enabled)              `with torch.no_grad():` or `enable_grad` begins
-    context = enter_record_function(name, args)     `with torch.profiler.record_function(name):` begins
-    exit_context(context)                           ... and ends
-    scaled = scale_loss(scaler, loss)               torch.amp.GradScaler.scale
-    grads = unscale(scaler, [optimizer], [grads])   dense gradients in place, those of rows anew
-    grads, norm = clip_grad_norm(parameters, [grads], max_norm, ...)     dense parameters and rows together
-    grads = clip_grad_value(parameters, [grads], clip_value)
-    update_scale(scaler, go)                        torch.amp.GradScaler.update
-    hold(held, [lease])                             keep a micro-batch's lookups for the update to come
-    leases = take(held, store, [lease])             those kept of this store, and these
-    drop(held)                                      release all that are kept
+"""Loss scales and clipping: what is done to gradients before the step.
 
 Invariant: what clips or unscales the summed gradients of rows leaves its input as it was and gives new ones, so a
 step that is then refused has changed no row.
@@ -23,50 +10,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from oneemb.graph.ops import Lease, RowGrads, StepOptimizer, release
-from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.merged_store import MergedStore
-from oneemb.storage.row_store import StorageError
+from oneemb.graph.ops.grads import RowGrads
+from oneemb.graph.ops.op import BUILD, UPDATE, op
+from oneemb.graph.ops.update import StepOptimizer
 
-__all__ = [
-    "Held", "clip_grad_norm", "clip_grad_value", "drop", "enter_autocast", "enter_grad_mode", "enter_record_function",
-    "exit_context", "hold", "scale_loss", "take", "unscale", "update_scale",
-]  # fmt: skip
+__all__ = ["clip_grad_norm", "clip_grad_value", "scale_loss", "unscale", "update_scale"]
+
 
 Grads = list[RowGrads | None]
 
 
-def enter_autocast(device: str, **options: Any) -> Any:
-    """Enter torch.autocast."""
-    context = torch.autocast(device, **options)
-    context.__enter__()
-    return context
-
-
-def enter_grad_mode(enabled: bool) -> Any:
-    """Enter torch.no_grad or torch.enable_grad."""
-    context = torch.set_grad_enabled(enabled)
-    context.__enter__()
-    return context
-
-
-def enter_record_function(name: str, args: str | None = None) -> Any:
-    """Enter torch.profiler.record_function."""
-    context = torch.autograd.profiler.record_function(name, args)
-    context.__enter__()
-    return context
-
-
-def exit_context(context: Any) -> None:
-    """Leave a context that was entered."""
-    context.__exit__(None, None, None)
-
-
+@op(BUILD)
 def scale_loss(scaler: Any, loss: Any) -> Any:
     """The loss, or losses, times the scaler's scale."""
     return scaler.scale(loss)
 
 
+@op(UPDATE)
 def unscale(scaler: Any, optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None]) -> Grads:
     """Divide gradients by the scale: those of dense parameters in place. Gives those of rows."""
     if not scaler.is_enabled():
@@ -77,6 +37,7 @@ def unscale(scaler: Any, optimizers: Sequence[StepOptimizer], grads: Sequence[Ro
     return [_multiplied(one, np.float32(1.0 / scale)) for one in grads]
 
 
+@op(UPDATE)
 def update_scale(scaler: Any, go: bool) -> None:
     """Let the scaler grow its scale, or shrink it after a step that overflowed."""
     if not scaler.is_enabled():
@@ -88,6 +49,7 @@ def update_scale(scaler: Any, go: bool) -> None:
     scaler.update()
 
 
+@op(UPDATE)
 def clip_grad_norm(
     parameters: Iterable[torch.Tensor] | StepOptimizer,
     grads: Sequence[RowGrads | None],
@@ -129,6 +91,7 @@ def clip_grad_norm(
     return [_multiplied(one, np.float32(float(factor))) for one in grads], norm
 
 
+@op(UPDATE)
 def clip_grad_value(
     parameters: Iterable[torch.Tensor], grads: Sequence[RowGrads | None], clip_value: float, foreach: bool | None = None
 ) -> Grads:
@@ -164,36 +127,3 @@ def _multiplied(grads: RowGrads | None, factor: np.float32) -> RowGrads | None:
         return grads
     with np.errstate(invalid="ignore", over="ignore"):
         return grads.with_sums(grads.grad_UD * factor)
-
-
-class Held:
-    """Lookups of micro-batches whose update is still to come."""
-
-    def __init__(self) -> None:
-        self.leases: list[Lease] = []
-
-
-def hold(held: Held, leases: Sequence[Lease]) -> None:
-    """Keep these lookups for the update to come."""
-    held.leases.extend(leases)
-
-
-def take(held: Held, store: EmbeddingStore | MergedStore, leases: Sequence[Lease]) -> list[Lease]:
-    """The lookups kept of this store, and these, all in `held` until they are released.
-
-    Raises:
-        StorageError: rows of a lookup that is kept, of any store, were replaced or moved since.
-    """
-    hold(held, leases)
-    for lease in held.leases:
-        if lease.grads and lease.generation != lease.store.generation:
-            raise StorageError(
-                "the rows of a lookup were replaced or moved before its update; finish the accumulated steps first"
-            )
-    return [lease for lease in held.leases if lease.store is store]
-
-
-def drop(held: Held) -> None:
-    """Release every lookup that is kept."""
-    release(held.leases)
-    held.leases.clear()
