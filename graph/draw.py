@@ -13,7 +13,7 @@ from oneemb.graph.spec import STAGES
 from oneemb.graph.text import node_label
 
 if TYPE_CHECKING:
-    from oneemb.graph.pipeline import Snapshot
+    from oneemb.graph.pipeline import AfterPass
 
 __all__ = ["draw_history"]
 
@@ -21,7 +21,7 @@ _LOOKUP, _UPDATE, _DENSE, _BUILD = "#cfe3f7", "#f9d9b4", "#eeeeee", "#d9ead3"
 _BOX_WIDTH, _BOX_HEIGHT, _LETTERS = 4.6, 0.62, 62
 
 
-def draw_history(history: Sequence["Snapshot"], path: str) -> None:
+def draw_history(history: Sequence["AfterPass"], path: str) -> None:
     """Write a picture of graphs to a file; its ending says the format.
 
     Raises:

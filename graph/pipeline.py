@@ -39,7 +39,7 @@ from oneemb.graph.tracer import BuildError, embeddings_in, trace
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 
-__all__ = ["Plan", "Recipe", "Snapshot", "compile_graph", "compile_plan"]
+__all__ = ["AfterPass", "Plan", "Recipe", "compile_plan"]
 
 Pass = Callable[[fx.Graph], fx.Graph]
 
@@ -74,7 +74,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class AfterPass:
     """The graph after one pass."""
 
     name: str
@@ -90,14 +90,14 @@ class Plan:
     prepare: Executor | None
     compute: Executor | None
     make_module: Callable[[], fx.GraphModule]
-    history: list[Snapshot] = field(default_factory=list)
+    history: list[AfterPass] = field(default_factory=list)
     """The graph as traced and after each pass."""
     buffers: list[str] = field(default_factory=list)
     """Tensors of the module that the first half reads."""
     find: Callable[[str], Any] | None = None
     """The object that a name of the graph stands for."""
     prepared: str = ""
-    """What the first half makes, as text: a plan whose first half says the same has made what this one takes."""
+    """What the first half makes, as text. Plans with equal first halves share what they have prepared."""
 
     @functools.cached_property
     def module(self) -> fx.GraphModule:
@@ -114,23 +114,11 @@ class Plan:
         return [one for one in (self.whole, self.prepare, self.compute) if one is not None]
 
 
-def compile_graph(root: torch.nn.Module, optimizers: Sequence[tuple[Any, Any]]) -> fx.GraphModule:
-    """Compile `root.build`, for training or, where `root` is in eval mode, for evaluation.
-
-    Args:
-        optimizers: (StepOptimizer, lr_scheduler or None) in the order in which they step.
-
-    Raises:
-        BuildError: `build` cannot be traced, never calls backward, or trains an embedding that has no optimizer.
-    """
-    return compile_plan(root, Recipe(optimizers, trains=root.training)).module
-
-
 def compile_plan(root: torch.nn.Module, recipe: Recipe, structure: Structure | None = None) -> Plan:
     """Compile `root.build`, called with values in this structure.
 
     Raises:
-        BuildError: as `compile_graph`.
+        BuildError: `build` cannot be traced, never calls backward, or trains an embedding that has no optimizer.
     """
     embeddings = embeddings_in(root)
     steppers = [one for pair in recipe.optimizers for one in pair if one is not None]
@@ -147,11 +135,11 @@ def compile_plan(root: torch.nn.Module, recipe: Recipe, structure: Structure | N
         objects |= merged
     find = _finder(root, objects)
 
-    history: list[Snapshot] = []
+    history: list[AfterPass] = []
 
     def keep(name: str, stage: str, graph: fx.Graph) -> fx.Graph:
         check_stage(graph, stage, embeddings)
-        history.append(Snapshot(name, stage, graph))
+        history.append(AfterPass(name, stage, graph))
         return graph
 
     graph = keep("trace", "traced", traced.graph)

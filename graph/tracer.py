@@ -12,7 +12,7 @@ the user's line and what works instead:
                modules, reading .grad, inference_mode, saved tensor hooks, random seeds and states, device blocks,
                changing a named tensor in place, modules and parameters that are no part of the graph
 
-Invariant: nothing of this module is in place once `trace_build` has returned or raised.
+Invariant: nothing of this module is in place once `trace` has returned or raised.
 """
 
 import ast
@@ -45,7 +45,7 @@ from oneemb.storage.embedding_store import EmbeddingStore
 
 __all__ = [
     "REGISTER", "BuildError", "Trace", "embeddings_in", "modules_kept_plainly", "say_not_registered",
-    "trace", "trace_build",
+    "trace",
 ]  # fmt: skip
 
 # Elements of a list or dict that are searched for modules: one that holds data may be long.
@@ -97,15 +97,6 @@ def _is_embedding(module: torch.nn.Module) -> bool:
     return isinstance(module.__dict__.get("store"), EmbeddingStore)
 
 
-def trace_build(root: torch.nn.Module) -> fx.Graph:
-    """The graph of `root.build`: embedding lookups and leaf modules as calls of modules.
-
-    Raises:
-        BuildError: `build` branches on the value of a tensor, or uses something that tracing would lose.
-    """
-    return trace(root).graph
-
-
 def trace(root: torch.nn.Module, structure: Structure | None = None, steppers: Sequence[Any] = ()) -> Trace:
     """Trace `root.build`, called with values in this structure; None = one for each parameter without a default.
 
@@ -113,7 +104,7 @@ def trace(root: torch.nn.Module, structure: Structure | None = None, steppers: S
         steppers: the graph's optimizers and schedulers, whose `step` is not for `build` to call.
 
     Raises:
-        BuildError: as `trace_build`.
+        BuildError: `build` branches on the value of a tensor, or uses something that tracing would lose.
     """
     if any(isinstance(mode, _RecordFunctions) for mode in torch.overrides._get_current_function_mode_stack()):
         raise BuildError(f"build compiles a graph{_user_line()} while it is traced itself; compile that one before")

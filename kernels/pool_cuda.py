@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from oneemb.kernels.jit import cuda, load, rule, store
-from oneemb.kernels.reduce_grads_cuda import owner_of, plus
+from oneemb.kernels.reduce_grads_cuda import plus, segment_of
 
 if TYPE_CHECKING:
     from oneemb.kernels.launch import Gpu
@@ -47,7 +47,7 @@ def bags_loop(offset_P1, table_P, tables, bag_N, table_N, size_2):
     i = cuda.grid(1)
     while i < ids or i <= bags:
         if i < ids:
-            p = owner_of(offset_P1, i)
+            p = segment_of(offset_P1, i)
             bag_N[i] = p
             table_N[i] = table_P[p] if table_P.shape[0] > 0 else p % tables
         if i <= bags:

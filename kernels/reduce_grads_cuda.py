@@ -6,8 +6,6 @@
 Invariant: the order of the sum is a function of the batch alone. Up to 64 occurrences are summed in batch order, as
 on the CPU and to the same bits; a key with more is summed in parts of 64, and the parts in order, so that no thread
 walks the whole chain of a hot key. Both ways of a sum of k terms are within k * 2^-24 * (sum of |g|) of the exact one.
-
-The opt-out, `scatter_grads_cuda`, adds with atomics in whatever order the threads come; it needs no sort.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +18,7 @@ from oneemb.kernels.jit import cuda, float_bits, load, rule, store
 if TYPE_CHECKING:
     from oneemb.kernels.launch import Gpu
 
-__all__ = ["PART", "Segments", "owner_of", "reduce_grads_cuda", "scatter_grads_cuda", "segments_of", "sum_segment"]
+__all__ = ["PART", "Segments", "segment_of", "reduce_grads_cuda", "segments_of", "sum_segment"]
 
 PART = 64
 """Occurrences of a part."""
@@ -71,8 +69,8 @@ def times(x, scale):
 
 
 @cuda.inner
-def owner_of(part_U1, p):
-    """The key whose parts hold part p: the last u with part_U1[u] <= p."""
+def segment_of(part_U1, p):
+    """The segment that holds place p: the last u with part_U1[u] <= p."""
     low = 0
     high = part_U1.shape[0] - 1
     while high - low > 1:
@@ -111,7 +109,7 @@ def sum_parts_loop(grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD):
     parts = part_U1[part_U1.shape[0] - 1]
     p = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while p < parts:
-        u = owner_of(part_U1, p)
+        u = segment_of(part_U1, p)
         begin = begin_U1[u] + (p - part_U1[u]) * PART
         end = min(begin + PART, begin_U1[u + 1])
         d = cuda.threadIdx.x * V
@@ -163,23 +161,6 @@ def reduce_loop(grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, grad_UD, 
         u += cuda.gridDim.x * cuda.blockDim.y
 
 
-@cuda
-def scatter_loop(grad_NX, inverse_N, grad_UD):
-    """Add each id's gradient to its key's with atomics."""
-    x_V = cuda.local.array(V, np.float32)
-    n = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
-    while n < inverse_N.shape[0]:
-        u = inverse_N[n]
-        if u >= 0:
-            d = cuda.threadIdx.x * V
-            while d < grad_UD.shape[1]:
-                load(x_V, grad_NX, n, d)
-                for i in range(V):
-                    cuda.atomic.add(grad_UD, (u, d + i), x_V[i])
-                d += cuda.blockDim.x * V
-        n += cuda.gridDim.x * cuda.blockDim.y
-
-
 def segments_of(
     grad_NX: torch.Tensor,
     order_N: torch.Tensor,
@@ -224,16 +205,3 @@ def reduce_grads_cuda(segments: Segments, *, gpu: "Gpu") -> tuple[torch.Tensor, 
     v = vector_width(dim, segments.grad_NX, segments.part_PD, grad_UD)
     gpu.run_rows(reduce_loop.at(V=v, SCALED=segments.scaled), keys, dim // v, *segments, grad_UD, finite_U)
     return grad_UD, finite_U
-
-
-def scatter_grads_cuda(
-    grad_NX: torch.Tensor, inverse_N: torch.Tensor, keys: int, *, gpu: "Gpu"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same sums in no fixed order: two runs may differ in the last bits."""
-    from oneemb.kernels.launch import vector_width
-
-    dim = grad_NX.shape[1]
-    grad_UD = gpu.full(keys, dim, value=0, dtype=torch.float32)
-    v = vector_width(dim, grad_NX, grad_UD)
-    gpu.run_rows(scatter_loop.at(V=v), grad_NX.shape[0], dim // v, grad_NX, inverse_N, grad_UD)
-    return grad_UD, torch.isfinite(grad_UD).all(1)

@@ -20,6 +20,7 @@ import oneemb
 from oneemb.storage.errors import SnapshotExistsError, SnapshotNotFoundError
 from oneemb.storage.table.snapshot_reader import read_snapshot_info
 from tests.support.interrupts import count_lines, interrupted, some_lines
+from tests.support.keys import read_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:embedding 'e' starts empty")
 
@@ -765,10 +766,10 @@ def test_an_import_that_is_stopped_leaves_no_pin_and_no_row_that_is_not_written_
             was, place = interrupted(bring, at, "signal")
         stopped += was
         assert embedding.stats()["device"]["pinned"] == 0, place
-        read = embedding.store.read(np.zeros(100, np.int32), id_N)
+        read = read_rows(embedding.store, np.zeros(100), id_N)
         embedding.save_snapshot("after", overwrite=True)
         embedding.load_snapshot("after")
-        assert embedding.store.read(np.zeros(100, np.int32), id_N).tobytes() == read.tobytes(), place
+        assert read_rows(embedding.store, np.zeros(100), id_N).tobytes() == read.tobytes(), place
     assert stopped
     embedding.close()
 

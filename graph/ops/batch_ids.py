@@ -66,7 +66,8 @@ def bags_of_ids(
     elif bags % num_tables:
         raise ValueError(
             f"offsets must be of B * {num_tables} bags, those of a sample's {num_tables} tables side by side, got"
-            f" {bags} bags; pass table_ids to say which table each bag is of"
+            f" {bags} bags; pass table_ids to say which table each bag is of, or add where the last bag ends"
+            " (nn.EmbeddingBag's include_last_offset=True)"
         )
     else:
         shape = torch.Size([bags]) if num_tables == 1 else torch.Size([bags // num_tables, num_tables])

@@ -33,12 +33,6 @@ class Background:
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"oneemb-{self._name}", daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Return when nothing is running. The caller holds no lock that the job takes."""
-        if self._thread is not None and self._thread.ident is not None:  # An interrupt may have come before its start.
-            self._thread.join()
-        self._thread = None
-
     def raise_error(self) -> None:
         """Raise what ended a job early, as a StorageError, once."""
         error, self._error = self._error, None

@@ -36,7 +36,7 @@ from oneemb.storage.table.live_rows import LiveRows
 from oneemb.storage.table.recovery import Recovery
 from oneemb.storage.table.row_reader import RowReader
 from oneemb.storage.table.row_writer import RowWriter
-from oneemb.storage.table.snapshot_file import SnapshotInfo, SnapshotRecord
+from oneemb.storage.table.snapshot_file import SnapshotInfo
 from oneemb.storage.table.snapshot_load import load_live_rows
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.table.snapshot_store import Cut, SnapshotStore
@@ -84,7 +84,6 @@ class PersistentTable:
             self._files.sync_threads = _SYNC_THREADS if background else 1
             self._rows = RowReader(blocks, self._files)
             self._io, self._direct = blocks.name, blocks.direct
-            self._saves = Background("save_snapshot")
             self._compactions = Background("compaction") if background else None
             self._writes = ThreadPoolExecutor(1, thread_name_prefix="oneemb-write") if background else None
             self._settles = ThreadPoolExecutor(1, thread_name_prefix="oneemb-settle") if background else None
@@ -238,9 +237,7 @@ class PersistentTable:
             self._begin(settle=False)
             self._writer.write_out()
 
-    def save_snapshot(
-        self, name: str, meta: dict[str, Any], *, overwrite: bool = False, background: bool = False
-    ) -> SnapshotInfo:
+    def save_snapshot(self, name: str, meta: dict[str, Any], *, overwrite: bool = False) -> SnapshotInfo:
         """Keep all rows as they are now under a name. Durable when this returns, and atomic.
 
         Rows move out of chunks with garbage first, in the call itself, so that the snapshot does not hold that: none
@@ -250,8 +247,6 @@ class PersistentTable:
             name: of the snapshot.
             meta: any dict that JSON can hold; `load_snapshot` returns it.
             overwrite: take the place of the snapshot of that name, in one step.
-            background: return when it is certain which rows are saved, and make them durable beside the caller.
-                `wait` returns when they are; an error is raised by the next call.
 
         Returns:
             What the snapshot is.
@@ -261,7 +256,6 @@ class PersistentTable:
             StorageError: it could not be made; one of that name is as it was. A damaged chunk whose rows should move is
                 a CorruptTableError once; the next call leaves it as it is.
         """
-        self._saves.wait()
         with self._turns:
             self._begin()
             self._store.files.path(name)
@@ -277,17 +271,13 @@ class PersistentTable:
                 cut.release(self._files)
                 raise
             self._store.hold(record, cut)
-            if background:
-                self._saves.start(lambda: self._finish_save(record, cut))
-            else:
-                self._finish_save(record, cut)
+            try:
+                self._store.make_durable(record, cut)
+            except BaseException as error:
+                self._store.enter(record, cut, error)
+                raise
+            self._store.enter(record, cut, None)
         return record.info
-
-    def wait(self) -> None:
-        """Return when no save runs in the background. Raises the error of one that has failed."""
-        self._saves.wait()
-        with self._turns:
-            self._begin()
 
     def load_snapshot(self, name: str) -> dict[str, Any]:
         """Make the snapshot's rows the table's rows; returns the `meta` it was saved with.
@@ -297,7 +287,6 @@ class PersistentTable:
             RowWidthError: its rows have another width.
             CorruptTableError: its files are not what was written; the table's rows are as they were.
         """
-        self._saves.wait()
         with self._turns:
             self._begin(settle=False)
             record = self._store.files.read(name)
@@ -320,13 +309,12 @@ class PersistentTable:
             SnapshotNotFoundError: there is none of that name.
             StorageError: it could not be removed, or its removal could not be made durable; the message says which.
         """
-        self._saves.wait()
         with self._turns:
             self._begin(settle=False)
             self._store.delete(name)
 
     def snapshots(self) -> list[SnapshotInfo]:
-        """The snapshots, oldest first, without one that is still being saved."""
+        """The snapshots, oldest first."""
         with self._turns:
             self._begin(settle=False, changes=False)
             return self._store.infos()
@@ -339,7 +327,6 @@ class PersistentTable:
         Raises:
             StorageError: rows could not be moved; nothing is lost.
         """
-        self._saves.wait()
         with self._turns:
             self._begin()
             return self._compactor.compact()
@@ -371,7 +358,6 @@ class PersistentTable:
         """Give back the path. Rows that no snapshot holds are gone, and so are their files."""
         if self._turns.forked:
             return  # What there is to give back belongs to the process that opened it.
-        self._saves.wait()
         with self._turns:
             if self._closed:
                 return
@@ -389,7 +375,6 @@ class PersistentTable:
                 self._rows.close()
             finally:
                 self._lock.release()
-            self._saves.raise_error()
 
     def __enter__(self) -> "PersistentTable":
         return self
@@ -402,7 +387,6 @@ class PersistentTable:
         self._turns.check(changes=changes)
         if self._closed:
             raise StorageError(f"the table at {self._path} is closed; open it again")
-        self._saves.raise_error()
         if self._compactions is not None:
             self._compactions.raise_error()
         if settle and not self._turns.forked:  # A fork has seen to it, and a child frees no file.
@@ -462,13 +446,3 @@ class PersistentTable:
                 if self._writer.writes_to(chunk):
                     self._writer.seal()
                 self._compactor.move(chunk)
-
-    def _finish_save(self, record: SnapshotRecord, cut: Cut) -> None:
-        try:
-            self._store.make_durable(record, cut)
-        except BaseException as error:
-            with self._turns:
-                self._store.enter(record, cut, error)
-            raise
-        with self._turns:
-            self._store.enter(record, cut, None)

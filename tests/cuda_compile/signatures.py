@@ -84,7 +84,6 @@ for dtype, bits in BITS.items():
         CASES[f"sum parts {of}"] = (reduce_grads_cuda.sum_parts_loop.at(V=V), segments)
         CASES[f"sum scaled parts {of}"] = (reduce_grads_cuda.sum_parts_loop.at(V=V, SCALED=True), segments)
         CASES[f"reduce {of}"] = (reduce_grads_cuda.reduce_loop.at(V=V), (*segments, ROWS, array(b1)))
-        CASES[f"scatter {of}"] = (reduce_grads_cuda.scatter_loop.at(V=V), (weights, KEYS, ROWS))
 
 UPDATES = {
     "sgd": (element_update(sgd, 0), (f32, f32)),

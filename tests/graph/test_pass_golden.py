@@ -18,14 +18,14 @@ from oneemb.graph.passes.share_unique import share_unique
 from oneemb.graph.passes.split_prepare import split_prepare
 from oneemb.graph.spec import check_stage
 from oneemb.graph.text import graph_text
-from oneemb.graph.tracer import embeddings_in, trace_build
+from oneemb.graph.tracer import embeddings_in, trace
 from tests.support.graph_models import adam, make_embedding, make_graph, sgd
 
 KEYS = "(ids, None, 2, int64, None)"
 
 
 def lowered(graph, **kwargs):
-    return lower_embeddings(trace_build(graph), embeddings_in(graph), **kwargs)
+    return lower_embeddings(trace(graph).graph, embeddings_in(graph), **kwargs)
 
 
 def check_pass(run, before, stage, expected, embeddings=None):
@@ -67,7 +67,7 @@ def test_lower_embeddings():
     embeddings = embeddings_in(graph)
     check_pass(
         lambda g: lower_embeddings(g, embeddings),
-        trace_build(graph),
+        trace(graph).graph,
         "lowered",
         f"""
 inputs: ids
@@ -79,7 +79,7 @@ sum_1.backward()
 return sum_1""",
         embeddings,
     )
-    assert "peek(a.store, unique_keys)" in graph_text(lower_embeddings(trace_build(graph), embeddings, inserts=False))
+    assert "peek(a.store, unique_keys)" in graph_text(lower_embeddings(trace(graph).graph, embeddings, inserts=False))
 
 
 def test_share_unique():
@@ -500,7 +500,7 @@ def test_the_check_of_stages_refuses_what_is_wrong():
     with pytest.raises(AssertionError, match="released 0 times"):
         check_stage(graph, "trained", {})
     with pytest.raises(AssertionError, match="not lowered"):
-        check_stage(trace_build(simple()), "lowered", embeddings_in(simple()))
+        check_stage(trace(simple()).graph, "lowered", embeddings_in(simple()))
     wrong = fx.Graph()
     x = wrong.call_function(torch.rand, (2,))
     wrong.call_function(ops.exit_context, (x,))

@@ -14,7 +14,7 @@ from torch.utils._device import DeviceContext
 
 from oneemb.graph.patches import Here, call_replaced
 from oneemb.graph.text import graph_text
-from oneemb.graph.tracer import trace_build
+from oneemb.graph.tracer import trace
 from tests.support.models import make_embedding
 
 
@@ -71,7 +71,7 @@ def test_two_threads_trace_in_turn_and_leave_nothing(tmp_path):
             root = Root(tmp_path, f"rows{i}")
             begin.wait()
             for _ in range(40):
-                texts.append(graph_text(trace_build(root)))
+                texts.append(graph_text(trace(root).graph))
             root.embedding.close()
         except BaseException as error:
             errors.append(error)
@@ -100,7 +100,7 @@ def test_two_threads_trace_in_turn_and_leave_nothing(tmp_path):
     nothing_is_left(before)
 
 
-FILES = (call_replaced.__code__.co_filename, trace_build.__code__.co_filename, torch.overrides.__file__)
+FILES = (call_replaced.__code__.co_filename, trace.__code__.co_filename, torch.overrides.__file__)
 
 
 def lines_of(function, raise_at=None):
@@ -145,20 +145,20 @@ def free(lock):
 def test_an_interrupt_at_any_line_leaves_nothing(root):
     from oneemb.graph.patches import _ONE_AT_A_TIME
 
-    trace_build(root)
+    trace(root)
     before = places()
-    lines = lines_of(lambda: trace_build(root))
+    lines = lines_of(lambda: trace(root).graph)
     times = {line: [i for i, one in enumerate(lines) if one == line] for line in lines}
     # Of a line that comes often: where a loop begins, is under way, and ends.
     chosen = {i for all in times.values() for i in (all[0], all[len(all) // 2], all[-1])}
     assert len(times) > 100 and sum(line[0] == FILES[0] for line in times) > 30
     for i in sorted(chosen):
-        lines_of(lambda: trace_build(root), raise_at=i)
+        lines_of(lambda: trace(root).graph, raise_at=i)
         after = places()
         assert all(after.get(place) == value for place, value in before.items()), lines[i]
         assert torch.overrides._get_current_function_mode_stack() == [] and free(_ONE_AT_A_TIME), lines[i]
     nothing_is_left(before)
-    assert "math" not in graph_text(trace_build(root)) and "sqrt(" in graph_text(trace_build(root))
+    assert "math" not in graph_text(trace(root).graph) and "sqrt(" in graph_text(trace(root).graph)
 
 
 def test_a_replacement_that_someone_keeps_is_the_original_afterwards():

@@ -9,7 +9,7 @@ from torch import fx
 
 import oneemb
 from oneemb.graph.text import graph_text
-from oneemb.graph.tracer import BuildError, embeddings_in, trace_build
+from oneemb.graph.tracer import BuildError, embeddings_in, trace
 from tests.support.models import make_embedding
 
 
@@ -35,7 +35,7 @@ def root_of(build, **modules):
 
 
 def traced(build, **modules):
-    return graph_text(trace_build(root_of(build, **modules)))
+    return graph_text(trace(root_of(build, **modules)).graph)
 
 
 class Tower(torch.nn.Module):
@@ -80,7 +80,7 @@ def test_tracing_runs_and_inserts_nothing(made):
         print("the loss is", loss)
         return loss
 
-    trace_build(root_of(build, embedding=embedding))
+    trace(root_of(build, embedding=embedding))
     assert len(calls) == 1 and isinstance(calls[0], fx.Proxy)
     assert not embedding.store.built and torch.equal(torch.get_rng_state(), state)
 
@@ -89,7 +89,7 @@ def test_an_embedding_that_is_shared_has_one_name(made):
     shared = made()
     root = root_of(lambda self, ids: self.one(ids, 1) + self.two(ids, 2), one=Tower(shared), two=Tower(shared))
     assert list(embeddings_in(root)) == ["one.embedding"]
-    text = graph_text(trace_build(root))
+    text = graph_text(trace(root).graph)
     assert text.count("one.embedding(ids)") == 2 and "two.embedding" not in text
 
 
@@ -144,7 +144,7 @@ def test_nodes_remember_the_line_they_are_from(made):
         loss.backward()
         return loss
 
-    graph = trace_build(root_of(build, embedding=made()))
+    graph = trace(root_of(build, embedding=made())).graph
     (node,) = [node for node in graph.nodes if node.target == "sum"]
     first = build.__code__.co_firstlineno
     assert node.meta["line"] == f" at {__file__}:{first + 2}: loss = rows.sum()  # here"
@@ -241,7 +241,7 @@ def test_what_tracing_would_freeze_or_lose_is_refused_at_its_line(made, build):
     first = build.__code__.co_firstlineno
     last = max(line for _, _, line in build.__code__.co_lines() if line)
     with pytest.raises(BuildError) as error:
-        trace_build(root)
+        trace(root)
     lines = [f"{__file__}:{line}:" for line in range(first + 1, last + 1)]
     assert any(line in str(error.value) for line in lines), str(error.value)
 
@@ -254,9 +254,9 @@ def test_a_mistake_of_the_user_is_raised_as_it_is(made):
         raise ValueError("mine")
 
     with pytest.raises(TypeError, match="can only concatenate str"):
-        trace_build(root_of(type_error, embedding=made()))
+        trace(root_of(type_error, embedding=made()))
     with pytest.raises(ValueError, match="mine"):
-        trace_build(root_of(value_error, embedding=made()))
+        trace(root_of(value_error, embedding=made()))
 
 
 # ---- nothing stays ---------------------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def surroundings():
 def test_nothing_stays_in_place_after_tracing(made, build):
     before = surroundings()
     try:
-        trace_build(root_of(build, embedding=made(), linear=torch.nn.Linear(1, 1)))
+        trace(root_of(build, embedding=made(), linear=torch.nn.Linear(1, 1)))
     except BuildError:
         pass
     assert all(one is two for one, two in zip(surroundings(), before, strict=True))

@@ -197,49 +197,6 @@ def test_an_error_in_the_background_is_raised_by_the_next_call_once():
         assert table.stats()["rows_moved"] > 0
 
 
-def test_an_error_of_a_save_in_the_background_is_raised_by_the_next_call():
-    fs, rows, rng = FaultyFileSystem(), {}, np.random.default_rng(0)
-
-    def fail(call, path):
-        if call == "sync":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with open_table("/t", fs=fs) as table:
-        put_random(table, rows, rng, 300)
-        fs.fail = fail
-        table.save_snapshot("s", {}, background=True)
-        with pytest.raises(StorageError, match="could not sync .*EIO"):
-            table.wait()
-        fs.fail = None
-        assert table.snapshots() == []
-        table.save_snapshot("s", {})
-        assert [info.rows for info in table.snapshots()] == [300]
-        check(table, rows)
-
-
-def test_a_save_in_the_background_keeps_the_rows_of_its_call(tmp_path):
-    rng, rows, may_sync = np.random.default_rng(0), {}, threading.Event()
-
-    class HeldSync(LocalFileSystem):
-        def sync(self, file):
-            if threading.current_thread().name.startswith("oneemb-save"):
-                assert may_sync.wait(60), "the call waits for the save"
-            super().sync(file)
-
-    with open_table(tmp_path, fs=HeldSync(), background=False) as table:
-        put_random(table, rows, rng, 2000)
-        table.save_snapshot("s", {"n": 1}, background=True)
-        saved = dict(rows)
-        for _ in range(10):
-            put_random(table, rows, rng, 1000)
-        assert table.snapshots() == [], "the save has not finished"
-        check(table, rows)
-        may_sync.set()
-        table.wait()
-        assert table.load_snapshot("s") == {"n": 1}
-        check(table, saved)
-
-
 def test_a_damaged_chunk_is_reported_once_and_its_sound_rows_stay():
     fs, rows, rng = FaultyFileSystem(), {}, np.random.default_rng(0)
     with open_table("/t", fs=fs, background=False, chunk_bytes=64 * 512) as table:

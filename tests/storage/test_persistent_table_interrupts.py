@@ -74,15 +74,8 @@ class World:
     def clear(self):
         return self.table.clear, {}, self.saved
 
-    def wait(self):
-        def save():
-            self.table.save_snapshot("c", {}, background=True)
-            self.table.wait()
 
-        return save, self.rows, self.saved | {"c": self.rows}
-
-
-CALLS = ["put", "flush", "get", "save", "overwrite", "delete", "load", "compact", "clear", "wait"]
+CALLS = ["put", "flush", "get", "save", "overwrite", "delete", "load", "compact", "clear"]
 
 
 def snapshots(table):

@@ -44,7 +44,7 @@ def train(path):
         while True:
             step += 1
             table.put(*rows_of(step))
-            table.save_snapshot("last", {"step": step}, overwrite=True, background=step % 2 == 0)
+            table.save_snapshot("last", {"step": step}, overwrite=True)
             if step % 3 == 0:
                 table.save_snapshot(f"s{step % 4}", {"step": step}, overwrite=True)
             if step % 5 == 0:
@@ -52,7 +52,6 @@ def train(path):
                 if name in [info.name for info in table.snapshots()]:
                     table.delete_snapshot(name)
             table.compact()
-            table.wait()
             print(step, flush=True)
 
 

@@ -80,18 +80,15 @@ class TableMachine(RuleBasedStateMachine):
     def compact(self):
         self.table.compact()
 
-    @rule(name=NAME, overwrite=st.booleans(), background=st.booleans())
-    def save(self, name, overwrite, background):
+    @rule(name=NAME, overwrite=st.booleans())
+    def save(self, name, overwrite):
         self.count += 1
         if name in self.saved and not overwrite:
             with pytest.raises(SnapshotExistsError):
                 self.table.save_snapshot(name, {"n": self.count})
             return
-        self.table.save_snapshot(name, {"n": self.count}, overwrite=overwrite, background=background)
+        self.table.save_snapshot(name, {"n": self.count}, overwrite=overwrite)
         self.saved[name] = (self.count, dict(self.rows))
-        if background:
-            self._put([(0, n) for n in range(40)])
-            self.table.wait()
 
     @rule(name=NAME)
     def load(self, name):
