@@ -318,9 +318,9 @@ class EmbeddingStore:
             self._check_open()
             while self.abandoned:
                 self.release_pins(self.abandoned.popleft(), dropped=True)
-            rows = len(self.hot)
+            begun = self.hot.begun
             found = self._acquire(keys, prefetched)
-            self.changes += len(self.hot) > rows
+            self.changes += self.hot.begun > begun
             return found
 
     def _acquire(self, keys: Keys, prefetched: Prefetched | None) -> tuple[Array, Keys]:

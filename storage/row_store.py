@@ -1,4 +1,6 @@
-"""What every place that keeps rows can do, so that tiers compose: a tier stands on any `RowStore`.
+"""What places that keep rows can do, so that they compose: a tier stands on any `RowStore`.
+
+A `RowSource` can be read, a `RowStore` written to as well; `Snapshots` are a store's own affair.
 
 Invariants, for every implementation:
 - a row is `row_width` float32 words that nobody below the optimizer reads as numbers; it comes back bit for bit;
@@ -9,11 +11,14 @@ Invariants, for every implementation:
 """
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-__all__ = ["RowStore", "StorageError", "StoreFullError"]
+if TYPE_CHECKING:
+    from oneemb.storage.table.snapshot_file import SnapshotInfo
+
+__all__ = ["RowSource", "RowStore", "Snapshots", "StorageError", "StoreFullError"]
 
 
 class StorageError(RuntimeError):
@@ -24,20 +29,17 @@ class StoreFullError(StorageError):
     """There is no room for a row, and nothing that may make room. The call has changed nothing."""
 
 
-class RowStore(Protocol):
-    """Keeps rows by key."""
+class RowSource(Protocol):
+    """Rows by key, to be read."""
 
     row_width: int
 
     def __len__(self) -> int:
-        """How many rows are kept."""
+        """How many rows there are."""
 
     def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
         """Copy the rows of these keys into `out_UW`; returns missing_U, bool [U]. A missing key's row of `out_UW`
         is left as it was."""
-
-    def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
-        """Keep these rows, in place of those the keys had."""
 
     def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """Whether each key has a row: bool [U]."""
@@ -46,14 +48,40 @@ class RowStore(Protocol):
         """Every row once as (table_N, id_N, row_NW), at most `batch` at a time, in no order that means anything.
         The store must not change meanwhile."""
 
+    def stats(self) -> dict[str, Any]:
+        """Counters since the store was made, and sizes now."""
+
+    def close(self) -> None:
+        """Free what the store holds. Closing twice is fine."""
+
+
+class RowStore(RowSource, Protocol):
+    """Keeps rows by key."""
+
+    def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
+        """Keep these rows, in place of those the keys had."""
+
+    def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """Forget the rows of these keys, here and in every store below; returns whether each had one, bool [U]."""
+
     def clear(self) -> None:
         """Forget every row."""
 
     def flush(self) -> None:
         """Hand every row that a store below does not have yet down to it; return when it has them."""
 
-    def stats(self) -> dict[str, Any]:
-        """Counters since the store was made, and sizes now."""
 
-    def close(self) -> None:
-        """Free what the store holds. Closing twice is fine."""
+class Snapshots(Protocol):
+    """Keeps complete states of all rows, durably, by name. A store may have them or not."""
+
+    def save_snapshot(self, name: str, meta: dict[str, Any], *, overwrite: bool = False) -> "SnapshotInfo":
+        """Keep all rows as they are now; atomic."""
+
+    def load_snapshot(self, name: str) -> dict[str, Any]:
+        """Make a snapshot's rows the rows of the store; returns the `meta` it was saved with."""
+
+    def delete_snapshot(self, name: str) -> None:
+        """Forget a snapshot."""
+
+    def snapshots(self) -> "list[SnapshotInfo]":
+        """Those there are, oldest first."""

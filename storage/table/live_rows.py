@@ -146,6 +146,13 @@ class LiveRows:
         self.settle()
         self._put(table_U, id_U, place_U)
 
+    def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """Forget the rows of these keys: what they were is garbage. Returns whether each had one, bool [U]."""
+        self.settle()
+        place_U = self.index.erase(table_U, id_U)
+        bits_clear(self.bit_N, place_U, self.geometry.rows_per_slot, self.live_S)
+        return place_U >= 0
+
     def note(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
         """The rows of these keys are at these places from the next `settle` on. As many as `reserve` has allowed."""
         self._pending.note(table_U, id_U, place_U)

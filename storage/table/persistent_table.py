@@ -176,6 +176,12 @@ class PersistentTable:
             self._count["rows_missing"] += int(missing_U.sum())
             return missing_U
 
+    def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """As `RowStore.erase`. Snapshots there are keep the rows; those to come do not have them."""
+        with self._turns:
+            self._begin()
+            return self._live.erase(table_U, id_U)
+
     def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         check_tables(table_U)
         with self._turns:

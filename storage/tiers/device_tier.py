@@ -27,7 +27,7 @@ from oneemb.kernels.cuda_loops import CudaLoops
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda
 from oneemb.kernels.slots_cuda import admit_loop, count_pinned_loop, release_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
-from oneemb.storage.row_store import RowStore, StoreFullError
+from oneemb.storage.row_store import RowStore, StorageError, StoreFullError
 from oneemb.storage.tiers.device_index import DeviceIndex
 from oneemb.storage.tiers.hot_rows import BeginRows
 from oneemb.storage.tiers.hot_tier import HALF_LIFE
@@ -107,7 +107,9 @@ class DeviceTier:
         self._order = StreamOrder(gpu)
         self._tick = 0
         self._use_score = _USE_SCORE  # what a use counts now, for "lfu": see oneemb.storage.tiers.hot_tier
-        self._rows: int | None = 0 if below is None or resident else len(below)  # known here and below; None = unsure
+        # Rows known here and below; None = nobody has counted. A store below may be far away: it is asked when somebody
+        # wants to know, or where there is a limit.
+        self._rows: int | None = 0 if below is None or resident else None
         self.row_SW: torch.Tensor
         self._score_S: torch.Tensor
         self._pin_S: torch.Tensor
@@ -239,6 +241,10 @@ class DeviceTier:
         self._dirty_S[slot_U] = True
 
     @property
+    def begun(self) -> int:
+        return self._counters.new_rows
+
+    @property
     def pinned(self) -> int:
         count_1 = self._gpu.full(1, value=0, dtype=torch.int64)
         self._gpu.run(count_pinned_loop, self._used, self._pin_S, self._used, count_1)
@@ -274,15 +280,15 @@ class DeviceTier:
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
         hit_U = _host(self._index.find(self._gpu.put(table_U), self._gpu.put(id_U)) >= 0)
         new = np.flatnonzero(~hit_U)
-        unknown = len(new)
-        if not self._resident and self._below is not None and unknown:
-            unknown -= int(np.count_nonzero(self._below.contains(table_U[new], id_U[new])))
-        self._limits.check_new(unknown, len(self), int(table_U[new[0]]) if len(new) else None)
+        unknown = self._unknown(table_U, id_U, new)
+        if unknown:
+            self._check_new(unknown, int(table_U[new[0]]))
         if self._resident:
             self._limits.check_fits(len(new), self._held())
-        rows, self._rows = len(self), None  # A failure below may come when some of the new rows are kept already.
+        rows, self._rows = self._rows, None  # A failure below may come when some of the new rows are kept already.
         self._keep(table_U, id_U, row_UW, hit_U, new)
-        self._rows = rows + unknown
+        if unknown is not None and rows is not None:
+            self._rows = rows + unknown
 
     def _keep(
         self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray, hit_U: np.ndarray, new: np.ndarray
@@ -308,6 +314,29 @@ class DeviceTier:
         if len(gone):
             assert self._below is not None
             self._below.put(table_U[gone], id_U[gone], row_UW[gone])
+
+    @_in_order
+    def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """As `RowStore.erase`.
+
+        Raises:
+            StorageError: a row is pinned; nothing has changed.
+        """
+        self._order.after_releases()
+        table_H, id_H = self._gpu.put(table_U), self._gpu.put(id_U)
+        slot_U = self._index.find(table_H, id_H)
+        here_U = slot_U >= 0
+        slot_H = slot_U[here_U]
+        if pinned := self._gpu.read((self._pin_S[slot_H] > 0).sum())[0]:
+            raise StorageError(f"{pinned} of the rows to erase are in use by a lookup; erase them between two steps")
+        erased_U = _host(here_U).copy()
+        if self._below is not None:
+            erased_U |= self._below.erase(table_U, id_U)
+        self._index.erase(table_H[here_U], id_H[here_U])
+        self._dirty_S[slot_H] = False
+        self._freed = torch.cat([self._freed, slot_H])
+        self._add_known(-int(np.count_nonzero(erased_U)))
+        return erased_U
 
     @_in_order
     def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
@@ -351,7 +380,7 @@ class DeviceTier:
                 for table_N, id_N, row_NW in self._below.scan():
                     slot_N = self._take_slots(len(id_N))
                     self._set(slot_N, self._gpu.put(table_N), self._gpu.put(id_N), row_NW, dirty=False)
-            self._rows = len(self._below)
+            self._rows = len(self._index) if self._resident else None
         except BaseException:
             self._forget()
             raise
@@ -426,7 +455,7 @@ class DeviceTier:
         new_M = torch.ones(size, dtype=torch.bool, device=self._gpu.device)
         unknown = size
         if self._resident:
-            self._limits.check_new(size, len(self), int(table_M[0]))
+            self._check_new(size, int(table_M[0]))
         self._limits.check_fits(size, self._held())
         row_MW = None
         if not self._resident:
@@ -434,10 +463,10 @@ class DeviceTier:
             row_MW = np.empty((size, self.row_width), np.float32)
             missing_M = self._below.get(_host(table_M), _host(id_M), row_MW)
             unknown = int(np.count_nonzero(missing_M))
-            self._limits.check_new(unknown, len(self), int(_host(table_M)[missing_M][0]) if unknown else None)
+            if unknown:
+                self._check_new(unknown, int(_host(table_M)[missing_M][0]))
             new_M = self._gpu.put(missing_M)
             row_MW = row_MW[~missing_M]
-        rows = len(self)
         slot_M = self._take_slots(size)
         slot_N, table_N, id_N = slot_M[new_M], table_M[new_M], id_M[new_M]
         try:
@@ -452,7 +481,7 @@ class DeviceTier:
         if count_M is not None and self._policy == "lfu":
             self._score_S[slot_M] *= count_M
         self._pin_S[slot_M] = 1
-        self._rows = rows + unknown
+        self._add_known(unknown)
         self._counters.new_rows += unknown
         return slot_M
 
@@ -480,6 +509,22 @@ class DeviceTier:
             some = copy_rows_out_cuda(self.row_SW, slot_N[n : n + _BATCH], self.row_width, gpu=self._gpu)
             row_NW[n : n + _BATCH] = self._bus.to_host(some)
         return row_NW
+
+    def _unknown(self, table_U: np.ndarray, id_U: np.ndarray, new: np.ndarray) -> int | None:
+        """How many of these keys, which are not here, no store below has; None where nobody has to know."""
+        if self._resident or self._below is None or len(new) == 0:
+            return len(new)
+        if self._limits.row_limit is None:
+            return None
+        return len(new) - int(np.count_nonzero(self._below.contains(table_U[new], id_U[new])))
+
+    def _check_new(self, more: int, first_table: int) -> None:
+        if self._limits.row_limit is not None:
+            self._limits.check_new(more, len(self), first_table)
+
+    def _add_known(self, more: int) -> None:
+        if self._rows is not None:
+            self._rows += more
 
     def _held(self) -> int:
         """Rows that cannot make room for others: all there are or, in a cache, those that are pinned."""

@@ -38,6 +38,10 @@ class HotRows(RowStore, Protocol):
     """Whether rows stay in their slots without a pin, so that `slots_of` says where to read them."""
 
     @property
+    def begun(self) -> int:
+        """Rows that `acquire` has begun since the tier was made."""
+
+    @property
     def pinned(self) -> int:
         """Slots that are pinned now."""
 

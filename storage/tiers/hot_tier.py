@@ -35,7 +35,7 @@ from oneemb.kernels.loops import Keys
 from oneemb.kernels.slot_marks import add_marks, pick_keys, set_marks
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
-from oneemb.storage.row_store import RowStore
+from oneemb.storage.row_store import RowStore, StorageError
 from oneemb.storage.tiers.hot_rows import BeginRows
 from oneemb.storage.tiers.limits import Counters, Limits
 from oneemb.storage.turns import undisturbed
@@ -122,7 +122,9 @@ class HotTier:
         # What a use counts now. Old uses are not made to count less, but new ones more: scores of rows used at any two
         # times compare, and only rows that are used have theirs changed. "lru" counts calls.
         self._use_score = 1.0
-        self._rows: int | None = 0 if below is None or resident else len(below)  # known here and below; None = unsure
+        # Rows known here and below; None = nobody has counted. A store below may be far away: it is asked when somebody
+        # wants to know, or where there is a limit.
+        self._rows: int | None = 0 if below is None or resident else None
 
     def __len__(self) -> int:
         if self._rows is None:
@@ -234,6 +236,10 @@ class HotTier:
         return self._dirty_S
 
     @property
+    def begun(self) -> int:
+        return self._counters.new_rows
+
+    @property
     def pinned(self) -> int:
         with self._pin_lock:
             self._add_noted_pins()
@@ -276,15 +282,15 @@ class HotTier:
         slot_U = self._index.find(table_U, id_U)
         hit_U = slot_U >= 0
         new = np.flatnonzero(~hit_U)
-        unknown = len(new)
-        if not self._resident and self._below is not None and unknown:
-            unknown -= int(np.count_nonzero(self._below.contains(table_U[new], id_U[new])))
-        self._limits.check_new(unknown, len(self), int(table_U[new[0]]) if len(new) else None)
+        unknown = self._unknown(table_U, id_U, new)
+        if unknown:
+            self._check_new(unknown, int(table_U[new[0]]))
         if self._resident:
             self._limits.check_fits(len(new), self._held())
-        rows, self._rows = len(self), None  # A failure below may come when some of the new rows are kept already.
+        rows, self._rows = self._rows, None  # A failure below may come when some of the new rows are kept already.
         self._keep(table_U, id_U, row_UW, hit_U, new)
-        self._rows = rows + unknown
+        if unknown is not None and rows is not None:
+            self._rows = rows + unknown
 
     def _keep(
         self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray, hit_U: np.ndarray, new: np.ndarray
@@ -308,6 +314,28 @@ class HotTier:
         if len(gone):
             assert self._below is not None
             self._below.put(table_U[gone], id_U[gone], row_UW[gone])
+
+    def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """As `RowStore.erase`.
+
+        Raises:
+            StorageError: a row is pinned; nothing has changed.
+        """
+        slot_U = self._index.find(table_U, id_U)
+        here = np.flatnonzero(slot_U >= 0)
+        with self._pin_lock:
+            self._add_noted_pins()
+            pinned = int(np.count_nonzero(self._pin_S[slot_U[here]]))
+        if pinned:
+            raise StorageError(f"{pinned} of the rows to erase are in use by a lookup; erase them between two steps")
+        erased_U = slot_U >= 0
+        if self._below is not None:
+            erased_U |= self._below.erase(table_U, id_U)
+        self._index.erase(table_U[here], id_U[here])
+        self._dirty_S[slot_U[here]] = False
+        self._freed = np.concatenate([self._freed, slot_U[here]])
+        self._add_known(-int(np.count_nonzero(erased_U)))
+        return erased_U
 
     def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         here_U = self._index.find(table_U, id_U) >= 0
@@ -343,7 +371,7 @@ class HotTier:
                 for table_N, id_N, row_NW in self._below.scan():
                     undisturbed.raise_interrupt()
                     self._set(self._take_slots(table_N, id_N), table_N, id_N, row_NW, dirty=False)
-            self._rows = len(self._below)
+            self._rows = len(self._index) if self._resident else None
         except BaseException:
             self._forget()
             raise
@@ -376,15 +404,15 @@ class HotTier:
         old = np.empty(0, np.int64)
         new = np.arange(size)
         if self._resident:
-            self._limits.check_new(size, len(self), int(table_M[0]))
+            self._check_new(size, int(table_M[0]))
         self._limits.check_fits(size, self._held())
         if not self._resident:
             assert self._below is not None
             row_MW = np.empty((size, self.row_width), np.float32)
             missing_M = self._below.get(table_M, id_M, row_MW)
             old, new = np.flatnonzero(~missing_M), np.flatnonzero(missing_M)
-            self._limits.check_new(len(new), len(self), int(table_M[new[0]]) if len(new) else None)
-        rows = len(self)
+            if len(new):
+                self._check_new(len(new), int(table_M[new[0]]))
         slot_M = self._take_slots(table_M, id_M)
         try:
             assert self._begin is not None
@@ -396,7 +424,7 @@ class HotTier:
             self._set(slot_M[old], table_M[old], id_M[old], row_MW[old], dirty=False)
         self._set(slot_M[new], table_M[new], id_M[new], None, dirty=True)
         self._touch(slot_M, first=True)
-        self._rows = rows + len(new)
+        self._add_known(len(new))
         self._counters.new_rows += len(new)
         return slot_M
 
@@ -443,6 +471,22 @@ class HotTier:
         if self._use_score > _SCORE_STEP:
             self._score_S[: self._used] /= _SCORE_STEP
             self._use_score /= _SCORE_STEP
+
+    def _unknown(self, table_U: np.ndarray, id_U: np.ndarray, new: np.ndarray) -> int | None:
+        """How many of these keys, which are not here, no store below has; None where nobody has to know."""
+        if self._resident or self._below is None or len(new) == 0:
+            return len(new)
+        if self._limits.row_limit is None:
+            return None
+        return len(new) - int(np.count_nonzero(self._below.contains(table_U[new], id_U[new])))
+
+    def _check_new(self, more: int, first_table: int) -> None:
+        if self._limits.row_limit is not None:
+            self._limits.check_new(more, len(self), first_table)
+
+    def _add_known(self, more: int) -> None:
+        if self._rows is not None:
+            self._rows += more
 
     def _held(self) -> int:
         """Rows that cannot make room for others: all there are or, in a cache, those that are pinned."""

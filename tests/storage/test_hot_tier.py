@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import IndexMemoryError
-from oneemb.storage.row_store import StoreFullError
+from oneemb.storage.row_store import StorageError, StoreFullError
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.tiers import hot_tier
 from oneemb.storage.tiers.hot_tier import HotTier
@@ -126,6 +126,14 @@ class _Saboteur(DictStore):
         if self.fault != "clear does nothing":
             super().clear()
 
+    def erase(self, table_U, id_U):
+        erased_U = super().erase(table_U, id_U)
+        if self.fault == "erase says what it was asked for":
+            return np.ones(len(id_U), np.bool_)
+        if self.fault == "erase takes other tables" and len(id_U):
+            super().erase(1 - table_U, id_U)
+        return erased_U
+
     def flush(self):
         if self.fault == "flush drops a row" and self.rows:
             self.rows.popitem()
@@ -137,6 +145,7 @@ class _Saboteur(DictStore):
 FAULTS = [
     "get writes missing rows", "get quiets NaNs", "put loses the last row", "ids are 32 bits wide", "tables are mixed",
     "put keeps the old row", "scan repeats itself", "clear does nothing", "flush drops a row", "len is one too many",
+    "erase says what it was asked for", "erase takes other tables",
 ]  # fmt: skip
 
 
@@ -159,6 +168,49 @@ def test_the_suite_finds_a_faulty_store(fault):
 @pytest.mark.parametrize("fault", ["get quiets NaNs", "put loses the last row", "put keeps the old row"])
 def test_the_suite_finds_a_fault_through_a_cache(fault):
     assert faults_found(lambda: cache(_Saboteur(fault), 40))
+
+
+def test_a_store_below_that_is_far_away_is_not_asked_what_nobody_has_to_know():
+    class Remote(FailingStore):
+        def __len__(self):
+            raise AssertionError("counting may take long")
+
+        def contains(self, table_U, id_U):
+            raise AssertionError("a question for every put")
+
+    below = Remote(DictStore(W))
+    tier = cache(cache(below, 12, name="host"), 8)
+    for n in range(0, 40, 4):
+        tier.release(acquire(tier, ids(*range(n, n + 4))))
+    tier.erase(*keys_of(ids(0, 39)))
+    tier.flush()
+    assert set(below.store.rows) == set(ids(*range(1, 39)))
+
+
+@pytest.mark.parametrize("make", [lambda: resident(slots=9), lambda: cache(DictStore(W), 9)], ids=["all", "cache"])
+def test_rows_in_use_are_not_erased(make):
+    tier = make()
+    slot_U = acquire(tier, ids(1, 2, 3))
+    before = state(tier)
+    with pytest.raises(StorageError, match="2 of the rows to erase are in use by a lookup"):
+        tier.erase(*keys_of(ids(2, 3, 4)))
+    assert state(tier) == before
+    tier.release(slot_U)
+    assert tier.erase(*keys_of(ids(2, 3, 4))).tolist() == [True, True, False]
+    check(tier, rows_of(ids(1)))
+    assert len(set(acquire(tier, ids(*range(1, 10))).tolist())) == 9, "their slots are used again"
+
+
+def test_an_erasure_that_fails_below_changes_nothing():
+    below = FailingStore(DictStore(W))
+    tier = cache(below, 9)
+    tier.release(acquire(tier, ids(1, 2, 3)))
+    before = state(tier)
+    below.fail_at = below.calls + 1
+    with pytest.raises(OSError):
+        tier.erase(*keys_of(ids(1, 2)))
+    below.fail_at = None
+    assert state(tier) == before
 
 
 # ---- acquiring, evicting, pinning ------------------------------------------------------------------------------------
@@ -792,6 +844,17 @@ class TierMachine(RuleBasedStateMachine):
         row_UW = self.new_rows(len(keys))
         self.attempt(self.tier.put, *keys_of(keys), row_UW)
         note(self.rows, *keys_of(keys), row_UW)
+
+    @rule(keys=_KEYS)
+    def erase(self, keys):
+        held = {key for some, _ in self.leases for key in some}
+        if held & set(keys):
+            with pytest.raises(StorageError):
+                self.attempt(self.tier.erase, *keys_of(keys))
+            return
+        assert self.attempt(self.tier.erase, *keys_of(keys)).tolist() == [key in self.rows for key in keys]
+        for key in keys:
+            self.rows.pop(key, None)
 
     @rule(keys=_KEYS)
     def get(self, keys):

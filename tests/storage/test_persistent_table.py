@@ -131,6 +131,48 @@ def test_a_snapshot_keeps_its_rows_whatever_follows(tmp_path):
             check(reader, expected)
 
 
+@pytest.mark.parametrize("written", [False, True], ids=["in memory", "on disk"])
+def test_erased_rows_stay_away_whatever_is_saved_loaded_and_compacted(tmp_path, written):
+    rng, rows = np.random.default_rng(0), {}
+    with open_table(tmp_path) as table:
+        put_random(table, rows, rng, 2000)
+        table.save_snapshot("before", {})
+        before = dict(rows)
+        put_random(table, rows, rng, 500)
+        if written:
+            table.flush()
+        keys = list(rows)[::2]
+        table_U, id_U = np.array([t for t, _ in keys], np.int32), np.array([i for _, i in keys], np.int64)
+        assert table.erase(table_U, id_U).all() and not table.erase(table_U, id_U).any()
+        for key in keys:
+            del rows[key]
+        check(table, rows)
+        table.save_snapshot("after", {})
+        table.compact()
+        check(table, rows)
+        table.load_snapshot("before")
+        check(table, before)
+        table.load_snapshot("after")
+        check(table, rows)
+        table.delete_snapshot("before")
+        assert table.compact().rows_moved == 0 or table.stats()["rows"] == len(rows)
+        check(table, rows)
+    with open_table(tmp_path) as table:
+        table.load_snapshot("after")
+        check(table, rows)
+
+
+def test_a_table_of_erased_rows_frees_its_disk(tmp_path):
+    rng, rows = np.random.default_rng(0), {}
+    with open_table(tmp_path, background=False) as table:
+        put_random(table, rows, rng, 20_000, ids=20_000)
+        table.flush()
+        table_U, id_U = (np.array(part) for part in zip(*rows, strict=True))
+        table.erase(table_U.astype(np.int32), id_U)
+        table.compact()
+        assert table.stats()["disk_bytes"] < 10_000 and len(table) == 0
+
+
 def test_snapshots_are_listed_in_the_order_of_saving(tmp_path):
     rng, rows = np.random.default_rng(0), {}
     with open_table(tmp_path) as table:

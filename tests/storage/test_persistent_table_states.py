@@ -67,6 +67,13 @@ class TableMachine(RuleBasedStateMachine):
     def get(self, keys):
         assert got(self.table, keys) == [self.rows.get(key) for key in keys]
 
+    @rule(keys=st.lists(KEY, unique=True, max_size=30))
+    def erase(self, keys):
+        table_U, id_U = np.array([t for t, _ in keys], np.int32), np.array([i for _, i in keys], np.int64)
+        assert self.table.erase(table_U, id_U).tolist() == [key in self.rows for key in keys]
+        for key in keys:
+            self.rows.pop(key, None)
+
     @rule()
     def flush(self):
         self.table.flush()

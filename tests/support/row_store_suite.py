@@ -52,6 +52,12 @@ class DictStore:
     def contains(self, table_U, id_U):
         return np.array([key in self.rows for key in zip(table_U.tolist(), id_U.tolist(), strict=True)], np.bool_)
 
+    def erase(self, table_U, id_U):
+        erased_U = self.contains(table_U, id_U)
+        for key in zip(table_U.tolist(), id_U.tolist(), strict=True):
+            self.rows.pop(key, None)
+        return erased_U
+
     def scan(self, batch=65536):
         keys = list(self.rows)
         for n in range(0, len(keys), batch):
@@ -105,6 +111,10 @@ class FailingStore:
         self._count()
         return self.store.contains(table_U, id_U)
 
+    def erase(self, table_U, id_U):
+        self._count()
+        return self.store.erase(table_U, id_U)
+
     def scan(self, batch=65536):
         self._count()
         yield from self.store.scan(batch)
@@ -125,6 +135,14 @@ class FailingStore:
 
 
 # ---- the suite ------------------------------------------------------------------------------------------------------
+
+
+def erase(store, rows, table_U, id_U):
+    """Erase keys in a store and in its model."""
+    keys = list(zip(table_U.tolist(), id_U.tolist(), strict=True))
+    assert store.erase(table_U, id_U).tolist() == [key in rows for key in keys]
+    for key in keys:
+        rows.pop(key, None)
 
 
 @_in_suite
@@ -171,12 +189,42 @@ def contains_tells_keys_that_are_there(open_store):
 
 
 @_in_suite
+def erased_rows_are_gone_and_no_others(open_store):
+    print("seed 11")
+    rng, rows, store = np.random.default_rng(11), {}, open_store()
+    put_random(store, rows, rng, 300, ids=400, tables=2)
+    store.flush()
+    put_random(store, rows, rng, 100, ids=400, tables=2)  # some on their way down, some on both levels
+    for _ in range(3):
+        keys = random_keys(rng, 80, ids=400, tables=2)
+        erase(store, rows, *keys)
+        check(store, rows)
+        assert not store.erase(*keys).any(), "they are gone"
+    store.flush()
+    check(store, rows)
+
+
+@_in_suite
+def an_erased_key_may_come_back_with_another_row(open_store):
+    rng, rows, store = np.random.default_rng(12), {}, open_store()
+    keys = keys_of([(0, i) for i in range(40)])
+    for flushes in (False, True):
+        put(store, rows, *keys, random_rows(rng, 40, store.row_width))
+        if flushes:
+            store.flush()
+        erase(store, rows, *keys)
+        check(store, {})
+        put(store, rows, *keys, random_rows(rng, 40, store.row_width))
+        check(store, rows)
+
+
+@_in_suite
 def calls_without_keys_do_nothing(open_store):
     rng, rows, store = np.random.default_rng(4), {}, open_store()
     none, nothing = keys_of([]), np.empty((0, store.row_width), np.float32)
     for _ in range(2):
         store.put(*none, nothing)
-        assert store.get(*none, nothing).shape == store.contains(*none).shape == (0,)
+        assert store.get(*none, nothing).shape == store.contains(*none).shape == store.erase(*none).shape == (0,)
         check(store, rows)
         put_random(store, rows, rng, 20)
 
@@ -243,8 +291,10 @@ def many_calls_in_any_order_agree_with_a_dict(open_store):
     for step in range(120):
         table_U, id_U = random_keys(rng, int(rng.integers(0, 60)), ids=200, tables=2)
         keys = list(zip(table_U.tolist(), id_U.tolist(), strict=True))
-        call = rng.choice(["put", "put", "get", "contains", "flush", "scan"])
-        if call == "put":
+        call = rng.choice(["put", "put", "get", "contains", "flush", "scan", "erase"])
+        if call == "erase":
+            erase(store, rows, table_U, id_U)
+        elif call == "put":
             put(store, rows, table_U, id_U, random_rows(rng, len(id_U), store.row_width))
         elif call == "get":
             out_UW = np.zeros((len(id_U), store.row_width), np.float32)
