@@ -243,8 +243,7 @@ def kuairand_case(options: argparse.Namespace, path: str) -> dict[str, Any]:
     from baselines import on_embedding_bags
     from dlrm import DLRM, OneEmbLookup
     from kuairand import PADDING
-    from kuairand_dlrm import TrainStep, load, make_optimizers
-    from kuairand_dlrm import parse as parse_demo
+    from kuairand_dlrm import TrainStep, load, make_optimizers, parse as parse_demo
 
     demo = parse_demo([])
     log = load(demo)

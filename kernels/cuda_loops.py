@@ -24,8 +24,7 @@ from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.init_rows_cuda import DeviceInitialRows, init_rows_cuda
 from oneemb.kernels.launch import Gpu
 from oneemb.kernels.pool_cuda import bags_of_cuda, mean_scales_cuda, pool_cuda, scale_grads_cuda
-from oneemb.kernels.reduce_grads_cuda import Segments
-from oneemb.kernels.reduce_grads_cuda import reduce_grads_cuda as sum_segments_cuda
+from oneemb.kernels.reduce_grads_cuda import Segments, reduce_grads_cuda as sum_segments_cuda
 from oneemb.kernels.row_update_cuda import run_row_update_cuda
 from oneemb.kernels.unique_keys_cuda import DeviceKeys, occurrences, unique_keys_cuda
 

@@ -8,9 +8,12 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+import oneemb
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ["kernels", "storage", "graph", "oneemb"]  # each may import those before it
@@ -94,6 +97,151 @@ def test_every_public_name_can_be_loaded():
     import oneemb
 
     assert sorted(oneemb.__all__) == sorted(name for name in oneemb.__all__ if getattr(oneemb, name) is not None)
+
+
+def test_editors_see_the_names_that_the_package_has():
+    stub = ast.parse((ROOT / "oneemb" / "__init__.pyi").read_text())
+    seen = {alias.asname: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == oneemb._WHERE | dict.fromkeys(oneemb._SUBMODULES, "oneemb")
+
+
+# ---- what each file may know of others -------------------------------------------------------------------------------
+
+
+def module_name(path):
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return ".".join(parts if parts[0] == "oneemb" else ["oneemb", *parts])
+
+
+MODULES = {module_name(path): path for path in sources(*PACKAGES)}
+
+
+def test_no_private_name_is_imported_from_another_file():
+    wrong = [
+        (str(path), alias.name)
+        for path in sources(*PACKAGES)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("oneemb")
+        for alias in node.names
+        if alias.name.startswith("_")
+    ]
+    assert not wrong
+
+
+# Of other packages, what has no public name; of ours, what is one thing in two files.
+FOREIGN = {"torch", "fx", "sys", "autocast", "block", "context", "tensor", "grad", "scaler", "module", "kernel"}
+FOREIGN |= {"dispatcher", "caching", "compiling", "lock", "_ONE_AT_A_TIME", "super"}
+OURS = {
+    ("oneemb/checkpoint.py", "graph"),  # the half of a TrainGraph that writes and reads files
+    ("oneemb/checkpoint.py", "embedding"),
+    ("oneemb/train_graph.py", "one"),  # hooks of torch modules
+    ("storage/turns.py", "turns"), ("storage/turns.py", "undisturbed"), ("storage/turns.py", "_torn_for_fork"),
+    ("graph/inputs.py", "other"), ("oneemb/rows/files_numpy.py", "rows"),
+}  # fmt: skip
+
+
+def reach_ins(text, path):
+    """Private attributes of others, as `line: expression`."""
+    for node in ast.walk(ast.parse(text)):
+        private = isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if not private or node.attr == "_replace":  # of a NamedTuple
+            continue
+        owner = node.value
+        while isinstance(owner, ast.Attribute | ast.Call | ast.Subscript):
+            owner = owner.func if isinstance(owner, ast.Call) else owner.value
+        name = owner.id if isinstance(owner, ast.Name) else ""
+        own = isinstance(node.value, ast.Name) and name in ("self", "cls")
+        where = {(path, ast.unparse(node.value).removeprefix("self._")), (path, name)}
+        if not own and name not in FOREIGN and not where & OURS:
+            yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def test_nobody_reaches_into_the_private_parts_of_others():
+    found = {path: list(reach_ins(path.read_text(), str(path.relative_to(ROOT)))) for path in sources(*PACKAGES)}
+    assert not any(found.values()), {path: lines for path, lines in found.items() if lines}
+
+
+def test_a_reach_into_private_parts_is_found():
+    text = "self._own\nself.store._tiers\nstore.turns._torn\n"
+    assert list(reach_ins(text, "storage/planted.py")) == ["2: self.store._tiers", "3: store.turns._torn"]
+
+
+def imported_when_loaded(path):
+    """Modules that importing a file imports: not those within functions, nor those that only types need."""
+    found = set()
+
+    def look(body):
+        for node in body:
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                continue
+            if isinstance(node, ast.ImportFrom) and node.module:
+                whole = {f"{node.module}.{alias.name}" for alias in node.names} & MODULES.keys()
+                found.update(whole or {node.module} & MODULES.keys())
+            elif isinstance(node, ast.If | ast.Try):
+                look(node.body)
+
+    look(ast.parse(path.read_text()).body)
+    return found
+
+
+def circle_in(imports):
+    """Some modules that import each other in a circle, [] if there are none."""
+    done, path = set(), []
+
+    def visit(module):
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module not in done:
+            path.append(module)
+            for other in imports[module]:
+                if circle := visit(other):
+                    return circle
+            done.add(path.pop())
+        return []
+
+    return next((circle for module in imports if (circle := visit(module))), [])
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert not circle_in({module: imported_when_loaded(path) for module, path in MODULES.items()})
+    assert circle_in({"a": ["b"], "b": ["c"], "c": ["b"]}) == ["b", "c", "b"]
+
+
+def test_nothing_is_defined_that_no_file_of_the_packages_names():
+    texts = [re.sub(r"^__all__ = \[.*?\]", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+             for path in sources(*PACKAGES)]  # fmt: skip
+    words = Counter(re.findall(r"\w+", "\n".join(texts)))
+    public = {name for names in oneemb._MODULES.values() for name in names}
+    unused = []
+    for path in sources(*PACKAGES):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and words[node.name] < 2:
+                decorated = any("command" in ast.unparse(one) or "register" in ast.unparse(one)
+                                for one in node.decorator_list)  # fmt: skip
+                if not decorated and node.name not in public | NAMED_BY_OTHERS:
+                    unused.append(f"{path}:{node.lineno}: {node.name}")
+    assert not unused, "\n".join(unused)
+
+
+NAMED_BY_OTHERS = {"__dir__", "compile_ptx"}  # by Python; by the tests that compile for GPUs there are none of here
+
+FILE_CALLS = set("open read pread write pwrite rename replace remove unlink sync fsync listdir scandir stat".split())
+FILE_CALLS |= {"truncate", "ftruncate", "mkdir", "makedirs", "rmdir"}
+
+
+def file_calls(text):
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called == "open" or called.startswith("os.") and called[3:] in FILE_CALLS:
+                yield f"{node.lineno}: {called}"
+
+
+def test_every_file_call_of_the_persistent_table_goes_through_the_file_system():
+    found = {path: list(file_calls(path.read_text())) for path in sources("storage/table")}
+    assert not any(found.values()), "a test cannot fail, tear or lose what these do to files"
+    assert list(file_calls("import os\nopen('a')\nfs.open('a')\nos.fsync(1)\n")) == ["2: open", "4: os.fsync"]
 
 
 # ---- the Pythons it runs on ------------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import scipy.special
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import oneemb
 from oneemb.options import from_json, normal_cdf, to_json

@@ -4,8 +4,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import oneemb
 from tests.support.graph_models import make_eager, make_embedding, make_graph, rows_of, weights_of

@@ -12,8 +12,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.snapshot_rows import SnapshotRows
-from oneemb.storage.table import check as check_module
-from oneemb.storage.table import chunk_scan
+from oneemb.storage.table import check as check_module, chunk_scan
 from oneemb.storage.table.check import check_table
 from oneemb.storage.table.compact_snapshots import compact_snapshots
 from oneemb.storage.table.persistent_table import PersistentTable

@@ -21,12 +21,12 @@ from tests.storage.test_persistent_table_crash import (
     clear_and_save,
     compact,
     delete,
+    open_table as open_faulty,
     overwrite,
     put,
     recover,
     save,
 )
-from tests.storage.test_persistent_table_crash import open_table as open_faulty
 from tests.support.faulty_fs import FaultyFileSystem, PowerLoss
 from tests.support.table_model import check, put_random, scanned
 

@@ -1,0 +1,38 @@
+"""What editors and type checkers see; the package itself loads each name when it is first used."""
+
+from oneemb import nn as nn, optim as optim, options as options
+from oneemb.eager import Optimizer as Optimizer
+from oneemb.embedding import (
+    MultiTableEmbedding as MultiTableEmbedding,
+    MultiTableMultiColumnEmbedding as MultiTableMultiColumnEmbedding,
+)
+from oneemb.graph.ops import NonFiniteGradientError as NonFiniteGradientError
+from oneemb.graph.tracer import BuildError as BuildError
+from oneemb.options import (
+    make_cached_host_mem_store_options as make_cached_host_mem_store_options,
+    make_cached_ssd_store_options as make_cached_ssd_store_options,
+    make_column_options as make_column_options,
+    make_constant_initializer as make_constant_initializer,
+    make_device_mem_store_options as make_device_mem_store_options,
+    make_normal_initializer as make_normal_initializer,
+    make_table as make_table,
+    make_table_options as make_table_options,
+    make_trunc_normal_initializer as make_trunc_normal_initializer,
+    make_uniform_initializer as make_uniform_initializer,
+)
+from oneemb.rows.export_rows import export_rows as export_rows
+from oneemb.rows.import_rows import import_rows as import_rows
+from oneemb.rows.table_io import (
+    make_persistent_table_reader as make_persistent_table_reader,
+    make_persistent_table_writer as make_persistent_table_writer,
+)
+from oneemb.storage.row_store import (
+    StorageError as StorageError,
+    StoreFullError as StoreFullError,
+)
+from oneemb.train_graph import (
+    EvalGraph as EvalGraph,
+    TrainGraph as TrainGraph,
+)
+
+__version__: str
