@@ -98,8 +98,7 @@ def test_damage_is_told_by_each_way_of_reading(tmp_path, io, how):
         with pytest.raises(CorruptTableError, match=str(path)) as raised:
             got(table, rows)
         if how != "gone":
-            offset = 4096 + 512 * 9
-            assert f"block 9 at offset {offset}" in str(raised.value) or "offset" in str(raised.value)
+            assert f"block 9 at offset {4096 + 512 * 9}" in str(raised.value)
         # Mended, everything is read again: no read was left in flight, no memory spoiled.
         if how == "gone":
             os.rename(tmp_path / "elsewhere", path)
