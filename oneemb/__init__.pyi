@@ -22,10 +22,8 @@ from oneemb.options import (
 )
 from oneemb.rows.export_rows import export_rows as export_rows
 from oneemb.rows.import_rows import import_rows as import_rows
-from oneemb.rows.table_io import (
-    make_persistent_table_reader as make_persistent_table_reader,
-    make_persistent_table_writer as make_persistent_table_writer,
-)
+from oneemb.rows.reader import make_persistent_table_reader as make_persistent_table_reader
+from oneemb.rows.writer import make_persistent_table_writer as make_persistent_table_writer
 from oneemb.storage.row_store import (
     StorageError as StorageError,
     StoreFullError as StoreFullError,

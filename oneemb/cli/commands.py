@@ -463,7 +463,7 @@ def import_command(
 
 
 def _table_reader(paths: list[str], name: str | None, embedding_dim: int | None, batch_size: int) -> Any:
-    from oneemb.rows.table_io import make_persistent_table_reader
+    from oneemb.rows.reader import make_persistent_table_reader
     from oneemb.storage.foreign.oneflow_table import is_oneflow_table, read_oneflow_geometry
 
     name = name or _only(paths[0])

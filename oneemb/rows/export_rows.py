@@ -16,7 +16,7 @@ from oneemb.rows.files import SUFFIXES, Batch, Progress, RowFileWriter, suffix_o
 from oneemb.rows.files_numpy import NpyWriter, NpzWriter
 from oneemb.rows.files_parquet import ParquetWriter
 from oneemb.rows.files_safetensors import SafetensorsWriter
-from oneemb.rows.table_io import PersistentTableReader, make_persistent_table_reader
+from oneemb.rows.reader import PersistentTableReader, make_persistent_table_reader
 from oneemb.rows.values import state_of, weights_of
 from oneemb.storage.embedding_store import EXPORTED
 from oneemb.storage.fs import absolute_path, storage_error

@@ -16,14 +16,16 @@ import numpy as np
 
 from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.unique_keys import unique_keys
+from oneemb.rows.arguments import as_list
 from oneemb.rows.files import SUFFIXES, Batch, Columns, Progress, RowFile, checked_batch, suffix_of, whole_batches
 from oneemb.rows.files_numpy import NpzRows, array_rows, npy_rows
 from oneemb.rows.files_parquet import ParquetRows
 from oneemb.rows.files_safetensors import SafetensorsRows
-from oneemb.rows.table_io import WEIGHTS, PersistentTableReader, PersistentTableWriter, as_list, open_writer
+from oneemb.rows.reader import PersistentTableReader
 from oneemb.rows.values import encode_rows, state_of, weights_of
+from oneemb.rows.writer import PersistentTableWriter, open_writer
 from oneemb.storage.fs import absolute_path
-from oneemb.storage.row_layout import RowLayout
+from oneemb.storage.row_layout import WEIGHTS, RowLayout
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_rows import SnapshotRows
 from oneemb.storage.step_lock import between_steps

@@ -1,0 +1,220 @@
+"""Rows of snapshots as NumPy arrays, without an embedding: for serving and analysis.
+
+Invariant: a reader never gives a part of a snapshot for the whole: paths that are missing are an error.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from oneemb.rows.arguments import VALUES, Paths, as_list, check_format, dtype_of, keys_as
+from oneemb.rows.values import state_of, weights_of
+from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError
+from oneemb.storage.foreign.oneflow_table import OneFlowReader, is_oneflow_table
+from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.row_layout import RowLayout
+from oneemb.storage.row_store import StorageError
+from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
+from oneemb.storage.table.snapshot_reader import SnapshotReader
+from oneemb.storage.table.table_info import need_table
+
+__all__ = ["PersistentTableReader", "make_persistent_table_reader"]
+
+_Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+class PersistentTableReader:
+    """Iterates over the rows of a snapshot. Made by `make_persistent_table_reader`."""
+
+    def __init__(
+        self, sources: Sequence["_Source"], rows: SnapshotRows, key_dtype: np.dtype, value_dtype: np.dtype,
+        with_tables: bool, batch_size: int,
+    ):  # fmt: skip
+        self.rows = rows
+        """What the rows are: their layout, and whose optimizer state they hold."""
+        self._sources = sources
+        self._key_dtype = key_dtype
+        self._value_dtype = value_dtype
+        self._with_tables = with_tables
+        self._batch_size = batch_size
+
+    def __len__(self) -> int:
+        """Rows in all."""
+        return sum(len(source) for source in self._sources)
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, ...]]:
+        for table_N, id_N, row_NW in self.scan():
+            keys, values = keys_as(id_N, self._key_dtype), self._values(row_NW)
+            yield (table_N, keys, values) if self._with_tables else (keys, values)
+
+    def scan(self) -> Iterator[_Batch]:
+        """The rows in the words of `rows.layout`: (table_N int32, id_N int64, row_NW float32)."""
+        for source in self._sources:
+            yield from source.scan(self._batch_size)
+
+    def _values(self, row_NW: np.ndarray) -> np.ndarray:
+        layout = self.rows.layout
+        values = np.empty((len(row_NW), layout.storage_dim), self._value_dtype)
+        values[:, : layout.dim] = weights_of(layout, row_NW)
+        values[:, layout.dim :] = state_of(layout, row_NW)
+        return values
+
+    def close(self) -> None:
+        """Close the files."""
+        for source in self._sources:
+            source.close()
+
+    def __enter__(self) -> "PersistentTableReader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def make_persistent_table_reader(
+    paths: Paths,
+    snapshot_name: str,
+    key_type: Any,
+    value_type: Any,
+    storage_dim: int | None = None,
+    physical_block_size: int = 4096,
+    *,
+    with_tables: bool = False,
+    batch_size: int = 65536,
+    embedding_dim: int | None = None,
+    format: str = "oneemb",
+) -> PersistentTableReader:
+    """Read the rows of a snapshot, a batch at a time in constant memory, beside a job that writes.
+
+    Args:
+        paths: the table's folder, or those of a sharded one, in any order.
+        snapshot_name: which snapshot.
+        key_type: int64 or int32, of torch or NumPy. From OneFlow it must be as wide as the table's keys; unsigned keys
+            come as the signed ones of the same bits.
+        value_type: float32, of torch or NumPy; or float16 for float16 rows without optimizer state.
+        storage_dim: values of a row, weights and state; None = as the table says.
+        physical_block_size: taken from the table; here because OneFlow's function has it.
+        with_tables: give (table_ids, keys, values) in place of (keys, values). All rows of OneFlow's are of table 0.
+        batch_size: rows a batch at most.
+        embedding_dim: how many of a row's values are weights, for OneFlow's tables, which do not say; None = all.
+        format: "oneemb", or "oneflow" for a table that OneFlow's one_embedding has written.
+
+    Returns:
+        An iterable, and context manager, of keys [n] and values [n, storage_dim]: the weights, then the state.
+
+    Raises:
+        StorageError: a path has no snapshot of this name, or not with this storage_dim, or paths of a sharded snapshot
+            are missing; while reading, a file is not what was written, or a key does not fit in int32.
+        TypeError, ValueError: an argument is not as above.
+
+    Reference: OneFlow's one_embedding.make_persistent_table_reader.
+    """
+    key_dtype, value_dtype = (
+        dtype_of("key_type", key_type, "int64", "int32"),
+        dtype_of("value_type", value_type, *VALUES),
+    )
+    check_format(format)
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
+    path_list = as_list(paths)
+    if not path_list:
+        raise ValueError("paths must name one folder or more, got none")
+    sources: Sequence[_Source]
+    if format == "oneflow":
+        sources = [_OneFlowSource(path, snapshot_name, key_dtype, embedding_dim) for path in path_list]
+    else:
+        if embedding_dim is not None:
+            raise ValueError("embedding_dim is for tables of OneFlow, this one says what its rows are; leave it out")
+        sources = _snapshot_sources(path_list, snapshot_name)
+    rows = sources[0].rows
+    for source, path in zip(sources, path_list, strict=True):
+        layout = source.rows.layout
+        if layout != rows.layout or storage_dim not in (None, layout.storage_dim):
+            raise StorageError(
+                f"snapshot {snapshot_name!r} in {path} has storage_dim {layout.storage_dim} ({layout.dim}"
+                f" {layout.dtype} weights, {layout.state_width} of state), asked for"
+                f" {storage_dim or rows.layout.storage_dim}; give {layout.storage_dim}, or leave it out"
+            )
+    if value_dtype == np.float16 and (rows.layout.dtype != "float16" or rows.layout.state_width):
+        raise TypeError("value_type float16 would round these rows, read them as float32")
+    return PersistentTableReader(sources, rows, key_dtype, value_dtype, with_tables, batch_size)
+
+
+class _Source(Protocol):
+    """The rows of a snapshot in one path."""
+
+    rows: SnapshotRows
+
+    def __len__(self) -> int: ...
+
+    def scan(self, batch: int) -> Iterator[_Batch]: ...
+
+    def close(self) -> None: ...
+
+
+class _SnapshotSource:
+    def __init__(self, path: str, name: str):
+        try:
+            self._reader = SnapshotReader.open(path, name)
+        except SnapshotNotFoundError as error:
+            if is_oneflow_table(path):
+                raise StorageError(f'{path} holds a table of OneFlow; read it with format="oneflow"') from error
+            try:
+                need_table(LocalFileSystem(), path)
+            except StorageError as nowhere:
+                raise SnapshotNotFoundError(f"no snapshot named {name!r}: {nowhere}") from error
+            raise
+        self.meta = self._reader.info.meta
+        self.rows = SnapshotRows.of_meta(self.meta, name)
+        if self.rows.layout.row_width != self._reader.row_width:
+            raise CorruptTableError(
+                f"snapshot {name!r} in {path} says that its rows are {self.rows.layout}, which take"
+                f" {self.rows.layout.row_width} words, and has rows of {self._reader.row_width} words"
+            )
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def scan(self, batch: int) -> Iterator[_Batch]:
+        return self._reader.scan(batch)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class _OneFlowSource:
+    def __init__(self, path: str, name: str, key_dtype: np.dtype, embedding_dim: int | None):
+        self._reader = OneFlowReader(path, name)
+        key_bytes = self._reader.geometry.key_bytes
+        if key_dtype.itemsize != key_bytes:
+            raise TypeError(f"{path} has keys of {key_bytes} bytes, read them with key_type int{8 * key_bytes}")
+        storage_dim = self._reader.storage_dim
+        dim = storage_dim if embedding_dim is None else embedding_dim
+        if not 1 <= dim <= storage_dim:
+            raise ValueError(f"embedding_dim must be from 1 to {storage_dim}, the values of a row in {path}, got {dim}")
+        state = (0.0,) * (storage_dim - dim)
+        self.rows = SnapshotRows(RowLayout(dim, "float32", len(state)), None, state, 0)
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def scan(self, batch: int) -> Iterator[_Batch]:
+        for id_N, row_NW in self._reader.scan(batch):
+            yield np.zeros(len(id_N), np.int32), id_N, row_NW
+
+    def close(self) -> None:
+        pass  # No file is open between batches.
+
+
+def _snapshot_sources(paths: list[str], name: str) -> list[_SnapshotSource]:
+    """The parts of a snapshot; an error unless these are all paths that it was written to, each once."""
+    sources = [_SnapshotSource(path, name) for path in paths]
+    shards = [shard_of(source.meta, name) for source in sources]
+    number = shards[0][1]
+    if sorted(shard for shard, of in shards if of == number) != list(range(number)):
+        raise StorageError(
+            f"snapshot {name!r} lies in {number} paths and each is needed once, got {len(paths)} that hold the parts"
+            f" {', '.join(f'{shard} of {of}' for shard, of in shards)}: {', '.join(paths)}"
+        )
+    return sources

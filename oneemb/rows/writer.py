@@ -1,0 +1,277 @@
+"""Rows into snapshots as NumPy arrays, without an embedding: for pretrained vectors.
+
+Invariant: a snapshot written to several paths is in all of them or, unless the process ends in the middle, in none.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import numpy as np
+
+from oneemb.kernels.hash_index import TABLE_MAX
+from oneemb.kernels.owner import owner_of
+from oneemb.kernels.threads import Threads
+from oneemb.kernels.unique_keys import unique_keys
+from oneemb.rows.arguments import VALUES, Paths, as_list, check_format, dtype_of, name_of
+from oneemb.rows.values import encode_rows
+from oneemb.storage.errors import SnapshotExistsError
+from oneemb.storage.foreign.oneflow_table import OneFlowWriter, is_oneflow_table, oneflow_owner_of
+from oneemb.storage.row_layout import WEIGHTS, RowLayout
+from oneemb.storage.row_store import StorageError
+from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.table.persistent_table import PersistentTable
+from oneemb.storage.turns import undisturbed
+
+__all__ = ["PersistentTableWriter", "make_persistent_table_writer", "open_writer"]
+
+
+class PersistentTableWriter:
+    """Writes rows and saves them as a snapshot at `close`. Made by `make_persistent_table_writer`."""
+
+    def __init__(
+        self, sinks: Sequence["_Sink"], owner_of: Callable[[np.ndarray, np.ndarray, int], np.ndarray],
+        rows: SnapshotRows, key_dtype: np.dtype, value_dtype: np.dtype, with_tables: bool,
+    ):  # fmt: skip
+        self._sinks = sinks
+        self._owner_of = owner_of
+        self._rows = rows
+        self._key_dtype = key_dtype
+        self._value_dtype = value_dtype
+        self._with_tables = with_tables
+        self._closed = False
+
+    def write(self, keys: np.ndarray, values: np.ndarray, table_ids: np.ndarray | None = None) -> None:
+        """Add rows, or replace those of keys already written. Call it with thousands of rows at once.
+
+        Args:
+            keys: [n] of the writer's key_type; of equal keys the last one counts.
+            values: [n, storage_dim] of the writer's value_type, weights then state.
+            table_ids: integers [n], the table of each key; None = table 0.
+
+        Raises:
+            TypeError, ValueError: an array is not as above, or a weight does not fit in the rows' dtype; nothing was
+                added.
+            StorageError: the disk fails, or the writer is closed.
+        """
+        layout = self._rows.layout
+        keys, values = np.asarray(keys), np.asarray(values)
+        if keys.dtype != self._key_dtype or keys.ndim != 1:
+            raise TypeError(f"keys must be {self._key_dtype} of shape [n], got {keys.dtype} {list(keys.shape)}")
+        if values.dtype != self._value_dtype or values.shape != (len(keys), layout.storage_dim):
+            raise TypeError(
+                f"values must be {self._value_dtype} of shape [{len(keys)}, {layout.storage_dim}], got {values.dtype}"
+                f" {list(values.shape)}"
+            )
+        table_N = np.zeros(len(keys), np.int32)
+        if table_ids is not None:
+            given = np.asarray(table_ids)
+            if given.shape != keys.shape or given.dtype.kind not in "iu":
+                raise TypeError(f"table_ids must be integers of shape [{len(keys)}], got {given.dtype} {given.shape}")
+            if len(given) and (given.min() < 0 or given.max() > TABLE_MAX):
+                raise ValueError(f"table_ids must be from 0 to {TABLE_MAX}, got {given.min()} to {given.max()}")
+            table_N = given.astype(np.int32)
+            if not self._with_tables and table_N.any():
+                raise ValueError(f"a table of OneFlow has no table ids, got {table_N.max()}; write a folder for each")
+        self.put(table_N, keys.astype(np.int64), encode_rows(layout, values[:, : layout.dim], values[:, layout.dim :]))
+
+    def put(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
+        """`write` for rows in the words of their layout."""
+        if self._closed:
+            raise StorageError("the writer is closed, its snapshot is saved; make another one under another name")
+        unique = unique_keys(table_N, id_N)
+        last_U = np.empty(len(unique.id_U), np.int64)
+        last_U[unique.inverse_N] = np.arange(len(id_N))
+        owner_U = self._owner_of(unique.table_U, unique.id_U, len(self._sinks))
+        for s, sink in enumerate(self._sinks):
+            own = np.flatnonzero(owner_U == s)
+            if len(own):
+                sink.put(unique.table_U[own], unique.id_U[own], row_NW[last_U[own]])
+
+    def close(self) -> None:
+        """Save the snapshot, durably, and close the files. Closing twice is fine.
+
+        Raises:
+            StorageError: it could not be saved, and is in none of the paths.
+        """
+        if self._closed:
+            return
+        saved: list[_Sink] = []
+        with undisturbed:  # A save lets Ctrl-C in, where nothing is there yet.
+            try:
+                for sink in self._sinks:
+                    sink.save()
+                    saved.append(sink)
+            except BaseException:
+                for sink in saved:
+                    with suppress(StorageError):
+                        sink.remove_snapshot()
+                raise
+            finally:
+                self.abandon()
+
+    def abandon(self) -> None:
+        """Close the files and leave no snapshot."""
+        with undisturbed:
+            if not self._closed:
+                self._closed = True
+                for sink in self._sinks:
+                    sink.close()
+
+    def __enter__(self) -> "PersistentTableWriter":
+        return self
+
+    def __exit__(self, kind: type | None, *exception: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+
+def make_persistent_table_writer(
+    paths: Paths,
+    snapshot_name: str,
+    key_type: Any,
+    value_type: Any,
+    storage_dim: int,
+    physical_block_size: int = 4096,
+    *,
+    embedding_dim: int | None = None,
+    weight_type: Any = None,
+    format: str = "oneemb",
+) -> PersistentTableWriter:
+    """Write rows to a folder and save them as a snapshot at `close`, for an embedding to load.
+
+    Args:
+        paths: the table's folder, or those of a sharded one: a key goes to the path that owns it.
+        snapshot_name: the snapshot to save.
+        key_type: int64 or int32, of torch or NumPy.
+        value_type: of the values written: float32, or float16 for rows without state; of torch or NumPy.
+        storage_dim: values of a row: weights, then optimizer state if there is any.
+        physical_block_size: bytes of the disk's block, 512 or 4096.
+        embedding_dim: how many of them are weights; None = all.
+        weight_type: dtype of the embedding that will load the rows: float32, float16 or bfloat16, to which weights are
+            rounded; None = value_type.
+        format: "oneemb"; or "oneflow", for OneFlow's one_embedding to read: rows of one table, float32, each `write`
+            on fresh blocks.
+
+    Returns:
+        A writer with `write(keys, values, table_ids=None)`; as a context manager it saves the snapshot at the end of
+        the block, and none if the block raises. It keeps 20 to 30 bytes a key in memory.
+
+    Raises:
+        StorageError: a path is in use or cannot be written to, or has a snapshot of this name.
+        TypeError, ValueError: an argument is not as above.
+
+    Reference: OneFlow's one_embedding.make_persistent_table_writer.
+    """
+    key_dtype, value_dtype = (
+        dtype_of("key_type", key_type, "int64", "int32"),
+        dtype_of("value_type", value_type, *VALUES),
+    )
+    dim = storage_dim if embedding_dim is None else embedding_dim
+    if not 1 <= dim <= storage_dim:
+        raise ValueError(f"embedding_dim must be from 1 to storage_dim={storage_dim}, got {dim}")
+    weights = value_dtype.name if weight_type is None else name_of(weight_type)
+    if weights not in WEIGHTS:
+        raise TypeError(f"weight_type must be {', '.join(WEIGHTS)} or None, got {weight_type}")
+    if value_dtype == np.float16 and storage_dim > dim:
+        raise TypeError("optimizer state is float32: write rows that have state as float32, with weight_type float16")
+    if check_format(format) == "oneflow":
+        if (value_dtype.name, weights) != ("float32", "float32"):
+            raise TypeError(f"OneFlow reads float32 values only, got {value_dtype.name} of {weights} weights")
+        return _oneflow_writer(as_list(paths), snapshot_name, key_dtype, storage_dim, physical_block_size)
+    state = (0.0,) * (storage_dim - dim)
+    rows = SnapshotRows(RowLayout(dim, weights, len(state)), None, state, 0)
+    return open_writer(as_list(paths), snapshot_name, rows, key_dtype, value_dtype, physical_block_size)
+
+
+def open_writer(
+    paths: list[str], name: str, rows: SnapshotRows, key_dtype: np.dtype, value_dtype: np.dtype,
+    physical_block_size: int = 4096,
+) -> PersistentTableWriter:  # fmt: skip
+    """A writer of rows that are known to the last word, such as those of another snapshot."""
+
+    def sink(shard: int, path: str) -> _Sink:
+        if is_oneflow_table(path):
+            raise StorageError(f'{path} holds a table of OneFlow; choose another folder, or give format="oneflow"')
+        meta = rows.to_meta({}) | ({"shard": [shard, len(paths)]} if len(paths) > 1 else {})
+        return _TableSink(path, name, rows.layout, meta, physical_block_size)
+
+    return PersistentTableWriter(_open_all(sink, paths), owner_of, rows, key_dtype, value_dtype, True)
+
+
+def _oneflow_writer(
+    paths: list[str], name: str, key_dtype: np.dtype, storage_dim: int, physical_block_size: int
+) -> PersistentTableWriter:
+    def sink(shard: int, path: str) -> _Sink:
+        return _OneFlowSink(
+            OneFlowWriter(
+                path, name, key_bytes=key_dtype.itemsize, value_bytes=4 * storage_dim,
+                physical_block_size=physical_block_size,
+            )
+        )  # fmt: skip
+
+    def owner_of_key(table_U: np.ndarray, id_U: np.ndarray, owners: int) -> np.ndarray:
+        return oneflow_owner_of(id_U, key_dtype.itemsize, owners)
+
+    rows = SnapshotRows(RowLayout(storage_dim, "float32", 0), None, (), 0)
+    return PersistentTableWriter(_open_all(sink, paths), owner_of_key, rows, key_dtype, np.dtype(np.float32), False)
+
+
+class _Sink(Protocol):
+    """Takes the rows that one path owns."""
+
+    def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None: ...
+
+    def save(self) -> None: ...
+
+    def remove_snapshot(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _TableSink:
+    def __init__(self, path: str, name: str, layout: RowLayout, meta: dict[str, Any], physical_block_size: int):
+        self._name, self._meta = name, meta
+        self._table = PersistentTable.open(
+            path, row_width=layout.row_width, physical_block_size=physical_block_size, threads=Threads(1)
+        )
+        if any(info.name == name for info in self._table.snapshots()):
+            self._table.close()
+            raise SnapshotExistsError(f"{path} has a snapshot {name!r} already; delete it, or take another name")
+        self.put = self._table.put
+        self.close = self._table.close
+
+    def save(self) -> None:
+        self._table.save_snapshot(self._name, self._meta)
+
+    def remove_snapshot(self) -> None:
+        self._table.delete_snapshot(self._name)
+
+
+class _OneFlowSink:
+    def __init__(self, writer: OneFlowWriter):
+        self._writer = writer
+        self.save = writer.save
+        self.remove_snapshot = writer.remove_snapshot
+        self.close = writer.close
+
+    def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
+        self._writer.put(id_U, row_UW)
+
+
+def _open_all(sink: Callable[[int, str], _Sink], paths: list[str]) -> list[_Sink]:
+    if not paths or len(set(map(os.path.realpath, paths))) < len(paths):
+        raise ValueError(f"paths must name one folder or several different ones, got {paths}")
+    sinks: list[_Sink] = []
+    with undisturbed:
+        try:
+            for shard, path in enumerate(paths):
+                sinks.append(sink(shard, path))
+        except BaseException:
+            for opened in sinks:
+                opened.close()
+            raise
+    return sinks
