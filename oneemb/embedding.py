@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from oneemb.graph import ops
+from oneemb.graph.ops.lookup import DTYPES
 from oneemb.graph.row_optimizers import RowOptimizer
 from oneemb.kernels import init_rows
 from oneemb.kernels.hash_index import TABLE_MAX
@@ -37,7 +38,7 @@ from oneemb.storage.tiers.stack import StorePlan
 
 __all__ = ["MultiTableEmbedding", "MultiTableMultiColumnEmbedding"]
 
-_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DEFAULT_INITIALIZER = NormalInitializer(0.0, 0.05)
 _STATE_KEY, _IDENTITY_KEY = "oneemb_snapshot", "oneemb_identity"
 
@@ -71,7 +72,7 @@ class _TableEmbedding(torch.nn.Module):
         self.seed = seed
         self.store = EmbeddingStore(
             dim=self.embedding_dim,
-            dtype=_DTYPES[dtype],
+            dtype=_NAMES[dtype],
             initial=_initial_rows(seed, dim_C, self.tables, default_initializer or _DEFAULT_INITIALIZER),
             plan=_store_plan(store_options),
             threads=Threads(num_threads),
@@ -485,7 +486,7 @@ def _check_arguments(
         raise TypeError(f"name must be a word, got {name!r}")
     if not dim_C or any(isinstance(dim, bool) or not isinstance(dim, int) or dim < 1 for dim in dim_C):
         raise ValueError(f"embedding_dim must be 1 or more, got {list(dim_C)}")
-    if dtype not in _DTYPES:
+    if dtype not in _NAMES:
         raise TypeError(f"dtype must be torch.float32, float16 or bfloat16, got {dtype}")
     if key_type not in (torch.int64, torch.int32):
         raise TypeError(f"key_type must be torch.int64 or torch.int32, got {key_type}")

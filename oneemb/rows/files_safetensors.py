@@ -25,6 +25,7 @@ from oneemb.rows.files import (
     reading,
     rows_meta,
 )
+from oneemb.rows.values import array_of
 
 __all__ = ["SafetensorsRows", "SafetensorsWriter"]
 
@@ -68,17 +69,13 @@ class SafetensorsRows:
     def scan(self, batch: int) -> Iterator[Batch]:
         for begin in range(0, self.size or 0, batch):
             with reading(self._path, "a safetensors file", self._error):
-                part = {role: _array(tensor[begin : begin + batch]) for role, tensor in self._slice.items()}
+                part = {role: array_of(tensor[begin : begin + batch]) for role, tensor in self._slice.items()}
             yield checked_batch(
                 self._path, begin, part.get("keys"), part["values"], part.get("tables"), part.get("state")
             )
 
     def close(self) -> None:
         self._slice, self._file = {}, None
-
-
-def _array(tensor: Any) -> np.ndarray:
-    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
 
 
 class SafetensorsWriter:

@@ -22,7 +22,7 @@ from oneemb.rows.files_numpy import NpzRows, array_rows, npy_rows
 from oneemb.rows.files_parquet import ParquetRows
 from oneemb.rows.files_safetensors import SafetensorsRows
 from oneemb.rows.reader import PersistentTableReader
-from oneemb.rows.values import encode_rows, state_of, weights_of
+from oneemb.rows.values import array_of, encode_rows, state_of, weights_of
 from oneemb.rows.writer import PersistentTableWriter, open_writer
 from oneemb.storage.fs import absolute_path
 from oneemb.storage.row_layout import WEIGHTS, RowLayout
@@ -166,7 +166,7 @@ def _open_source(source: Any, columns: Columns, with_state: bool) -> RowFile:
         if all(isinstance(item, str | bytes | os.PathLike) for item in source):
             return npy_rows([absolute_path(item) for item in source], with_state)
         if all(isinstance(item, np.ndarray) or hasattr(item, "detach") for item in source):
-            return array_rows([_as_array(item) for item in source], with_state)
+            return array_rows([array_of(item) for item in source], with_state)
     if not isinstance(source, Iterable):
         raise TypeError(
             f"source must be a file, arrays, a reader or an iterable of batches, got {type(source).__name__}"
@@ -174,13 +174,6 @@ def _open_source(source: Any, columns: Columns, with_state: bool) -> RowFile:
     if with_state:
         raise ValueError("with_state=True is for files, arrays and readers; batches hold weights")
     return _BatchRows(source)
-
-
-def _as_array(array: Any) -> np.ndarray:
-    if isinstance(array, np.ndarray):
-        return array
-    tensor = array.detach().cpu()
-    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
 
 
 class _ReaderRows:
@@ -224,7 +217,7 @@ class _BatchRows:
                 raise TypeError(
                     f"batch {n} must be (keys, values) or (tables, keys, values), got {type(batch).__name__}"
                 )
-            *tables, keys, values = (_as_array(array) for array in batch)
+            *tables, keys, values = (array_of(array) for array in batch)
             yield checked_batch(f"batch {n}", row, keys, values, tables[0] if tables else None, None)
             row += len(keys)
 

@@ -3,11 +3,13 @@
 Invariant: a weight that does not fit in the rows' dtype is an error, never an infinity.
 """
 
+from typing import Any
+
 import numpy as np
 
 from oneemb.storage.row_layout import RowLayout
 
-__all__ = ["encode_rows", "state_of", "weights_of"]
+__all__ = ["array_of", "encode_rows", "state_of", "weights_of"]
 
 
 def weights_of(layout: RowLayout, row_NW: np.ndarray) -> np.ndarray:
@@ -55,6 +57,14 @@ def encode_rows(layout: RowLayout, weight_ND: np.ndarray, state_NZ: np.ndarray |
     if state_NZ is not None:
         state_of(layout, row_NW)[:] = state_NZ
     return row_NW
+
+
+def array_of(tensor: Any) -> np.ndarray:
+    """A NumPy array, or a tensor of torch as one: bfloat16, which NumPy has not, as float32."""
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
 
 
 def _bfloat16_bits(x: np.ndarray) -> np.ndarray:
