@@ -8,11 +8,11 @@ traced value alone. It equals the original and has its hash: numba, which knows 
 what it compiles without it, whichever thread asks; tables of functions find what they hold.
 """
 
-import inspect
 import math
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -95,15 +95,25 @@ def _scopes(traced: Iterable[Callable[..., Any]]) -> Iterable[dict[str, Any]]:
             found[id(scope)] = scope
 
     for method in traced:
-        named = inspect.getclosurevars(method) if inspect.ismethod(method) else None
         if (own := getattr(method, "__globals__", None)) is not None:
             found[id(own)] = own
-        for one in (*named.globals.values(), *named.nonlocals.values()) if named is not None else ():
-            if isinstance(one, types.FunctionType):
-                add(one.__globals__)
-            elif isinstance(one, types.ModuleType):
-                add(vars(one))
+        for named in _named_by(method):
+            if isinstance(named, types.FunctionType):
+                add(named.__globals__)
+            elif isinstance(named, types.ModuleType):
+                add(vars(named))
     for module in list(sys.modules.values()):
         if isinstance(module, types.ModuleType):
             add(vars(module))
     return found.values()
+
+
+def _named_by(method: Callable[..., Any]) -> Iterator[Any]:
+    """What the names in a function stand for, as far as they do by now."""
+    function = getattr(method, "__func__", method)
+    if not isinstance(function, types.FunctionType):
+        return
+    yield from (function.__globals__.get(name) for name in function.__code__.co_names)
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # It is empty.
+            yield cell.cell_contents

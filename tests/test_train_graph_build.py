@@ -860,6 +860,17 @@ def test_a_helper_that_catches_errors_of_math_is_traced_in_one_go(monkeypatch):
     check_equals_eager(build)
 
 
+def test_a_name_that_build_has_no_value_for_yet_keeps_it_from_nothing():
+    def build(self, ids, label):
+        loss = loss_of(self, ids, label) * math.sqrt(ids.shape[0])
+        loss.backward()
+        return loss if ids is not None else later
+
+    graph = make_graph(modules_of(), build, sgd)
+    graph(IDS, LABEL)
+    later = None
+
+
 def test_functions_of_math_take_sizes_and_stand_in_tables():
     from math import sqrt
 

@@ -111,7 +111,7 @@ def reduce_grads(leases: Sequence["Lease"]) -> RowGrads | None:
     table_N, id_N, slot_N, grad_ND = (
         loops.join([getattr(part, name) for part in parts]) for name in ("table_U", "id_U", "slot_U", "grad_UD")
     )
-    unique = loops.counted(loops.unique_keys(table_N, id_N, tables=TABLE_MAX, padding_id=None, check=None))
+    unique = loops.counted(loops.unique_keys(table_N, id_N, tables=TABLE_MAX + 1, padding_id=None, check=None))
     return RowGrads(
         store, parts[0].generation, unique.table_U, unique.id_U, slot_N[unique.head_U],
         segments=loops.segments(unique, None, grad_ND, None), stores=stores,
