@@ -76,7 +76,7 @@ class Ahead:
     """Made on the thread of the loop, before the worker begins: what is there by then is there for the worker too.
 
     Args:
-        devices: the GPUs that batches are prepared on, beside the current one.
+        devices: those that batches are prepared on; of GPUs the current one counts too, and the CPU has no streams.
         cuda: torch.cuda, or what stands for it in a test.
     """
 
@@ -87,7 +87,8 @@ class Ahead:
         self._versions: Any = None
         if cuda.is_initialized():
             here = torch.device("cuda", cuda.current_device())
-            for device in [*(device for device in devices if device != here), here]:
+            others = [device for device in devices if device.type == "cuda" and device != here]
+            for device in [*others, here]:
                 self._ahead[device], self._loop[device] = cuda.Stream(device), cuda.current_stream(device)
             self.follow()
 

@@ -120,7 +120,7 @@ def test_without_cuda_nothing_is_asked_of_it():
 
 def test_batches_of_an_embedding_on_another_gpu_than_the_current_one_are_made_on_a_stream_of_that_one(on_gpu):
     cuda = Cuda()
-    ahead = streams.Ahead([SECOND, SECOND], cuda)
+    ahead = streams.Ahead([torch.device("cpu"), SECOND, SECOND], cuda)
     with ahead.working():
         assert cuda.current_stream(SECOND).name == "ahead1" and cuda.current_stream(FIRST).name == "ahead"
         assert cuda._here.device == FIRST, "the current device of the loop is that of the worker"
