@@ -121,16 +121,18 @@ def test_ctrl_c_while_the_loader_is_waited_for_and_again_while_the_thread_is():
 
 def test_a_loop_that_is_left_while_its_loader_is_stuck_says_so_and_gives_back_when_it_is_not(monkeypatch):
     monkeypatch.setattr(prefetch, "_PATIENCE_S", 0.05)
-    graph, go_on = graph_of("ssd"), threading.Event()
+    graph, go_on, stuck = graph_of("ssd"), threading.Event(), threading.Event()
     batches = batches_of(3, 20, 60)
 
     def loader():
         yield from batches
+        stuck.set()
         go_on.wait(60)
 
     with pytest.warns(RuntimeWarning, match="its loader has given no batch"):
         for t, _ in enumerate(graph.run(loader(), prefetch_depth=3)):
             if t == 1:
+                assert stuck.wait(60)
                 break
     assert len(threads()) == 1
     go_on.set()
