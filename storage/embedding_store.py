@@ -142,7 +142,7 @@ class EmbeddingStore:
         self.step_lock = StepLock()
         """Held by steps, and by whoever takes all rows as they are or puts others in their place; before any turn."""
         self.writing = threading.Lock()
-        """Held while rows are written in place, or read without a pin; after any turn."""
+        """Held by loops that write rows in place, and by those that read rows which may be written; after any turn."""
         self._pins: dict[int, Pins] = {}
         self.loops: Loops = HostLoops(threads)
         """Where the hot tier is and loops run. Keys and slots are arrays of theirs."""

@@ -2,7 +2,7 @@
 
 A step computes with rows that lie in memory, and changes them there, without a turn (storage/turns.py): others find and
 bring rows meanwhile. What takes all rows as they are, or puts others in their place, waits for the step of another
-thread, and the next step waits for it. So does an evaluation of modules that another thread trains.
+thread, and the next step waits for it. So does an `EvalGraph` that shares an embedding with it.
 
 Invariants:
 - who holds several locks has taken them in one call, or else others in no other order; and before any turn and any

@@ -280,9 +280,9 @@ class DeviceTier:
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
         hit_U = _host(self._index.find(self._gpu.put(table_U), self._gpu.put(id_U)) >= 0)
         new = np.flatnonzero(~hit_U)
-        unknown = self._unknown(table_U, id_U, new)
+        unknown = self._limits.unknown(self._below, table_U, id_U, new)
         if unknown:
-            self._check_new(unknown, int(table_U[new[0]]))
+            self._limits.check_new(unknown, self, int(table_U[new[0]]))
         if self._resident:
             self._limits.check_fits(len(new), self._held())
         rows, self._rows = self._rows, None  # A failure below may come when some of the new rows are kept already.
@@ -455,7 +455,7 @@ class DeviceTier:
         new_M = torch.ones(size, dtype=torch.bool, device=self._gpu.device)
         unknown = size
         if self._resident:
-            self._check_new(size, int(table_M[0]))
+            self._limits.check_new(size, self, int(table_M[0]))
         self._limits.check_fits(size, self._held())
         row_MW = None
         if not self._resident:
@@ -464,7 +464,7 @@ class DeviceTier:
             missing_M = self._below.get(_host(table_M), _host(id_M), row_MW)
             unknown = int(np.count_nonzero(missing_M))
             if unknown:
-                self._check_new(unknown, int(_host(table_M)[missing_M][0]))
+                self._limits.check_new(unknown, self, int(_host(table_M)[missing_M][0]))
             new_M = self._gpu.put(missing_M)
             row_MW = row_MW[~missing_M]
         slot_M = self._take_slots(size)
@@ -509,18 +509,6 @@ class DeviceTier:
             some = copy_rows_out_cuda(self.row_SW, slot_N[n : n + _BATCH], self.row_width, gpu=self._gpu)
             row_NW[n : n + _BATCH] = self._bus.to_host(some)
         return row_NW
-
-    def _unknown(self, table_U: np.ndarray, id_U: np.ndarray, new: np.ndarray) -> int | None:
-        """How many of these keys, which are not here, no store below has; None where nobody has to know."""
-        if self._resident or self._below is None or len(new) == 0:
-            return len(new)
-        if self._limits.row_limit is None:
-            return None
-        return len(new) - int(np.count_nonzero(self._below.contains(table_U[new], id_U[new])))
-
-    def _check_new(self, more: int, first_table: int) -> None:
-        if self._limits.row_limit is not None:
-            self._limits.check_new(more, len(self), first_table)
 
     def _add_known(self, more: int) -> None:
         if self._rows is not None:

@@ -282,9 +282,9 @@ class HotTier:
         slot_U = self._index.find(table_U, id_U)
         hit_U = slot_U >= 0
         new = np.flatnonzero(~hit_U)
-        unknown = self._unknown(table_U, id_U, new)
+        unknown = self._limits.unknown(self._below, table_U, id_U, new)
         if unknown:
-            self._check_new(unknown, int(table_U[new[0]]))
+            self._limits.check_new(unknown, self, int(table_U[new[0]]))
         if self._resident:
             self._limits.check_fits(len(new), self._held())
         rows, self._rows = self._rows, None  # A failure below may come when some of the new rows are kept already.
@@ -404,7 +404,7 @@ class HotTier:
         old = np.empty(0, np.int64)
         new = np.arange(size)
         if self._resident:
-            self._check_new(size, int(table_M[0]))
+            self._limits.check_new(size, self, int(table_M[0]))
         self._limits.check_fits(size, self._held())
         if not self._resident:
             assert self._below is not None
@@ -412,7 +412,7 @@ class HotTier:
             missing_M = self._below.get(table_M, id_M, row_MW)
             old, new = np.flatnonzero(~missing_M), np.flatnonzero(missing_M)
             if len(new):
-                self._check_new(len(new), int(table_M[new[0]]))
+                self._limits.check_new(len(new), self, int(table_M[new[0]]))
         slot_M = self._take_slots(table_M, id_M)
         try:
             assert self._begin is not None
@@ -471,18 +471,6 @@ class HotTier:
         if self._use_score > _SCORE_STEP:
             self._score_S[: self._used] /= _SCORE_STEP
             self._use_score /= _SCORE_STEP
-
-    def _unknown(self, table_U: np.ndarray, id_U: np.ndarray, new: np.ndarray) -> int | None:
-        """How many of these keys, which are not here, no store below has; None where nobody has to know."""
-        if self._resident or self._below is None or len(new) == 0:
-            return len(new)
-        if self._limits.row_limit is None:
-            return None
-        return len(new) - int(np.count_nonzero(self._below.contains(table_U[new], id_U[new])))
-
-    def _check_new(self, more: int, first_table: int) -> None:
-        if self._limits.row_limit is not None:
-            self._limits.check_new(more, len(self), first_table)
 
     def _add_known(self, more: int) -> None:
         if self._rows is not None:

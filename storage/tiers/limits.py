@@ -1,10 +1,13 @@
 """What every tier in memory counts and refuses: how many rows fit, how many there may be, what calls have found."""
 
 import math
+from collections.abc import Sized
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from oneemb.storage.row_store import StoreFullError
+import numpy as np
+
+from oneemb.storage.row_store import RowStore, StoreFullError
 
 __all__ = ["Counters", "Limits"]
 
@@ -38,9 +41,18 @@ class Limits:
             f" for, {held + more} in all; give it at least {self.mebibytes(held + more)} MiB, or use fewer ids a step"
         )
 
-    def check_new(self, more: int, known: int, first_table: int | None) -> None:
-        """Raise `StoreFullError` if so many new rows beside those known are more than there may be."""
-        if self.row_limit is None or more == 0 or known + more <= self.row_limit:
+    def unknown(self, below: RowStore | None, table_U: np.ndarray, id_U: np.ndarray, new: np.ndarray) -> int | None:
+        """How many of the keys that are new here no store below has; None where nobody has to know."""
+        if self.resident or below is None or len(new) == 0:
+            return len(new)
+        if self.row_limit is None:
+            return None
+        return len(new) - int(np.count_nonzero(below.contains(table_U[new], id_U[new])))
+
+    def check_new(self, more: int, tier: Sized, first_table: int) -> None:
+        """Raise `StoreFullError` if so many rows that a tier, and those below it, do not know are more than there may
+        be. The tier is asked how many it knows where there is a limit."""
+        if self.row_limit is None or more == 0 or (known := len(tier)) + more <= self.row_limit:
             return
         raise StoreFullError(
             f"capacity is {self.row_limit} rows; {known} are kept and {more} new ones were asked for (the first of"
