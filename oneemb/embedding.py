@@ -171,7 +171,7 @@ class _TableEmbedding(torch.nn.Module):
         need = row_optimizer.state_width(self.embedding_dim)
         state = np.zeros(_state_width(self.store_options, self.embedding_dim, row_optimizer.name, need), np.float32)
         state[:need] = row_optimizer.initial_state(self.embedding_dim)
-        self.store.build(row_optimizer.name, state)
+        self.store.attach(row_optimizer.name, state)
         self.row_optimizer = row_optimizer
 
     # ---- snapshots --------------------------------------------------------------------------------------------------

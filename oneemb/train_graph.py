@@ -115,7 +115,7 @@ class _Graph(torch.nn.Module):
 
     def _key(self, structure: Structure) -> Any:
         modes = [
-            (one.training, one.weight.requires_grad, one.store, one.store.layout, one.store.loops.place)
+            (one.training, one.weight.requires_grad, one.store, one.store.format, one.store.loops.place)
             for one in embeddings_in(self).values()
         ]
         dense = self.config.compile_dense, self.config.cuda_graph

@@ -181,7 +181,7 @@ def _described(info: "SnapshotInfo") -> dict[str, Any]:
     shard: int | None = None
     shards: int | None = None
     try:
-        rows = asdict(SnapshotRows.of_meta(info.meta, info.name))
+        rows = SnapshotRows.of_meta(info.meta, info.name).described()
         shard, shards = shard_of(info.meta, info.name)
     except StorageError:
         pass  # The rows are another program's, or what the snapshot says of them makes no sense.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from oneemb.storage.fs import absolute_path
-from oneemb.storage.row_layout import WEIGHTS
+from oneemb.storage.row_format import WEIGHTS
 from oneemb.storage.row_store import StorageError
 
 __all__ = ["FORMATS", "VALUES", "Paths", "as_list", "check_format", "dtype_of", "keys_as", "name_of"]

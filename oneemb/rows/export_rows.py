@@ -7,7 +7,7 @@ Invariants:
 
 import os
 import uuid
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -117,8 +117,8 @@ def _export(
     with make_persistent_table_reader(folders, snapshot, "int64", "float32", batch_size=batch_size) as reader:
         rows = reader.rows
         if not with_state:
-            rows = replace(rows, layout=replace(rows.layout, state_width=0), state=(), optimizer=None, step=0)
-        with_state = rows.layout.state_width > 0
+            rows = SnapshotRows(replace(rows.format, optimizer=None, state=()), 0)
+        with_state = rows.format.state_width > 0
         writer = _open_target(paths, rows)
         try:
             # The columns are known even of no rows.
@@ -156,7 +156,7 @@ def _piece(
     reader: PersistentTableReader, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray | None,
     table: int | None, with_state: bool,
 ) -> Batch:  # fmt: skip
-    layout = reader.rows.layout
+    layout = reader.rows.format
     if row_NW is None:
         row_NW = np.empty((0, layout.row_width), np.float32)
     state_NZ = state_of(layout, row_NW) if with_state else None
@@ -185,11 +185,11 @@ def _target_paths(target: Any, table: int | None, with_state: bool) -> list[str]
 
 
 def _open_target(paths: list[str], rows: SnapshotRows) -> RowFileWriter:
-    path, meta = paths[0], asdict(rows)
+    path, meta = paths[0], rows.described()
     if len(paths) > 1:
-        return NpyWriter(paths if rows.layout.state_width else paths[:3])
+        return NpyWriter(paths if rows.format.state_width else paths[:3])
     if suffix_of(path) == ".npz":
         return NpzWriter(path, meta)
     if suffix_of(path) == ".parquet":
         return ParquetWriter(path, meta)
-    return SafetensorsWriter(path, meta, rows.layout.dtype == "bfloat16")
+    return SafetensorsWriter(path, meta, rows.format.dtype == "bfloat16")
