@@ -11,7 +11,8 @@ import sys
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, external
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu, external
 from oneemb.kernels.row_blocks import rows_deliver
 
 __all__ = ["AIO_NUMBERS", "BAD_BLOCK", "aio_destroy", "aio_read", "aio_setup"]
@@ -36,7 +37,7 @@ _usleep = external("usleep", "int32", ["uint32"])
 
 
 @cpu
-def aio_setup(number, depth, context_1):
+def aio_setup(number: Number, depth: Number, context_1: Array) -> Number:
     """Make a context for `depth` reads; 0 or a negative error number."""
     if _syscall(number, depth, context_1.ctypes.data, 0, 0, 0) < 0:
         return -np.int64(_errno_place()[0])
@@ -44,16 +45,17 @@ def aio_setup(number, depth, context_1):
 
 
 @cpu
-def aio_destroy(number, context):
+def aio_destroy(number: Number, context: Number) -> Number:
     """Wait for what is in flight and end the context; below 0 where the system does not know it."""
     return _syscall(number, context, 0, 0, 0, 0)
 
 
 @cpu
 def aio_read(
-    getevents, submit, context, depth, iocb_MX, event_KX, word_X, slot_words,
-    file_Q, offset_Q, bytes_Q, block_Q, first_Q, place_P, to_P, rows_a_block, block_words, sum_B, out_UW, failed_4,
-):  # fmt: skip
+    getevents: Number, submit: Number, context: Number, depth: Number, iocb_MX: Array, event_KX: Array, word_X: Array,
+    slot_words: Number, file_Q: Array, offset_Q: Array, bytes_Q: Array, block_Q: Array, first_Q: Array, place_P: Array,
+    to_P: Array, rows_a_block: Number, block_words: Number, sum_B: Array, out_UW: Array, failed_4: Array,
+) -> Number:  # fmt: skip
     """Read all requests and copy their rows out.
 
     What has landed is checked and copied only after the next reads are on their way, so that the device never waits for

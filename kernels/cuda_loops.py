@@ -11,25 +11,23 @@ lookups of one embedding in a step wait once more, for the number of their keys 
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from oneemb.kernels import launch, reduce_grads_cuda
-from oneemb.kernels.bags import Bags
+from oneemb.kernels.arrays import Bags, RowsOfIds, Terms
 from oneemb.kernels.gather_cuda import gather_cuda
 from oneemb.kernels.host_loops import BITS, SUM_MAX
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.init_rows_cuda import DeviceInitialRows, init_rows_cuda
+from oneemb.kernels.jit import CudaLoop
 from oneemb.kernels.launch import Gpu
 from oneemb.kernels.pool_cuda import bags_of_cuda, mean_scales_cuda, pool_cuda, scale_grads_cuda
 from oneemb.kernels.reduce_grads_cuda import Segments, reduce_grads_cuda as sum_segments_cuda
 from oneemb.kernels.row_update_cuda import run_row_update_cuda
 from oneemb.kernels.unique_keys_cuda import DeviceKeys, occurrences, unique_keys_cuda
-
-if TYPE_CHECKING:
-    from oneemb.kernels.loops import Terms
 
 __all__ = ["CudaLoops", "loops_of"]
 
@@ -57,17 +55,8 @@ class CudaLoops:
     def put(self, array: np.ndarray) -> torch.Tensor:
         return self.gpu.put(array)
 
-    def to_host(self, array: torch.Tensor) -> np.ndarray:
-        return array.cpu().numpy()
-
-    def zeros(self, rows: int, width: int) -> torch.Tensor:
-        return self.gpu.full(rows, width, value=0, dtype=torch.float32)
-
     def arange(self, size: int) -> torch.Tensor:
         return torch.arange(size, device=self.device)
-
-    def join(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(list(arrays))
 
     # ---- keys -------------------------------------------------------------------------------------------------------
 
@@ -125,34 +114,28 @@ class CudaLoops:
         )  # fmt: skip
 
     def update_rows(
-        self, on_host: Any, on_cuda: Any, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_U: torch.Tensor,
-        grads: Any, state_begin: int, *scalars: Any, state_width: int,
+        self, on_host: object, on_cuda: CudaLoop, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_U: torch.Tensor,
+        grads: Any, state_begin: int, *scalars: object, state_width: int,
     ) -> None:  # fmt: skip
         run_row_update_cuda(on_cuda, weight_SX, row_SW, slot_U, grads, state_begin, *scalars, gpu=self.gpu)
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
-    def gather(
-        self, weight_SX: torch.Tensor, slot_U: torch.Tensor, inverse_N: torch.Tensor, out_ND: torch.Tensor
-    ) -> None:
-        gather_cuda(weight_SX, slot_U, inverse_N, out_ND, gpu=self.gpu)
+    def gather(self, rows: RowsOfIds, out_ND: torch.Tensor) -> None:
+        gather_cuda(*rows, out_ND, gpu=self.gpu)
 
     def pool(
-        self, weight_SX: torch.Tensor, slot_U: torch.Tensor, inverse_N: torch.Tensor, offset_P1: torch.Tensor,
-        scale_N: torch.Tensor | None, out_PD: torch.Tensor,
-    ) -> None:  # fmt: skip
-        pool_cuda(weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PD, gpu=self.gpu)
+        self, rows: RowsOfIds, offset_P1: torch.Tensor, scale_N: torch.Tensor | None, out_PD: torch.Tensor
+    ) -> None:
+        pool_cuda(*rows, offset_P1, scale_N, out_PD, gpu=self.gpu)
 
     def mean_scales(self, offset_P1: torch.Tensor, inverse_N: torch.Tensor) -> torch.Tensor:
         return mean_scales_cuda(offset_P1, inverse_N, gpu=self.gpu)
 
     # ---- backward ---------------------------------------------------------------------------------------------------
 
-    def scale_grads(
-        self, weight_SX: torch.Tensor, slot_U: torch.Tensor, inverse_N: torch.Tensor, bag_N: torch.Tensor,
-        grad_PX: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        return scale_grads_cuda(weight_SX, slot_U, inverse_N, bag_N, grad_PX, gpu=self.gpu)
+    def scale_grads(self, rows: RowsOfIds, bag_N: torch.Tensor, grad_PX: torch.Tensor) -> torch.Tensor:
+        return scale_grads_cuda(*rows, bag_N, grad_PX, gpu=self.gpu)
 
     def segments(self, keys: Any, bags: Bags | None, grad_NX: torch.Tensor, scale_N: torch.Tensor | None) -> Segments:
         order_N, begin_U1 = occurrences(keys.inverse_N, len(keys.id_U), gpu=self.gpu)
@@ -162,10 +145,7 @@ class CudaLoops:
     def sum_segments(self, segments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return sum_segments_cuda(segments, gpu=self.gpu)
 
-    def finite_rows(self, grad_UD: torch.Tensor) -> torch.Tensor:
-        return torch.isfinite(grad_UD).all(1)
-
-    def surely_finite(self, terms: Sequence["Terms"], dense: Sequence[torch.Tensor]) -> bool:
+    def surely_finite(self, terms: Sequence[Terms], dense: Sequence[torch.Tensor]) -> bool:
         found, bounds = [], []
         for grad_NX, scale_N, number in terms:
             largest = _largest(grad_NX.view(_OF_BITS[grad_NX.dtype])).double()
@@ -177,7 +157,8 @@ class CudaLoops:
         if values := [grad for grad in values if grad.numel()]:
             found.append(torch.nn.utils.get_total_norm(values, torch.inf))
             bounds.append(torch.inf)
-        numbers = self.gpu.read(torch.stack([one.to(self.device, torch.float64, non_blocking=True) for one in found]))
+        largest_K = torch.stack([largest.to(self.device, torch.float64, non_blocking=True) for largest in found])
+        numbers = self.gpu.read(largest_K)
         return all(number < bound for number, bound in zip(numbers, bounds, strict=True))  # which NaN is not
 
     def norm(self, grad_UD: torch.Tensor, p: float) -> float:

@@ -5,7 +5,9 @@ Copies move bits: what a row means is no matter here.
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, keep_rolled, natural, part, prefetch, prefetch_row
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu, part
+from oneemb.kernels.jit_code import keep_rolled, natural, prefetch, prefetch_row
 from oneemb.kernels.jit_lanes import LANES, move_lanes
 from oneemb.kernels.threads import Threads
 
@@ -16,7 +18,7 @@ _AHEAD = np.uint64(24)
 
 
 @part
-def _copy_row(to_UX, u, from_SX, s, width):
+def _copy_row(to_UX: Array, u: Number, from_SX: Array, s: Number, width: Number) -> None:
     """to_UX[u, :width] = from_SX[s, :width], bit for bit"""
     for x in range(0, width - LANES + 1, LANES):
         keep_rolled()
@@ -26,7 +28,7 @@ def _copy_row(to_UX, u, from_SX, s, width):
 
 
 @cpu
-def _gather_cpu(begin, end, weight_SX, slot_U, inverse_N, out_ND):
+def _gather_cpu(begin: Number, end: Number, weight_SX: Array, slot_U: Array, inverse_N: Array, out_ND: Array) -> None:
     dim = out_ND.shape[1]
     last = natural(end - 1)
     for n in range(natural(begin), natural(end)):
@@ -61,7 +63,7 @@ def gather(
 
 
 @cpu
-def _copy_rows_out_cpu(begin, end, row_SW, slot_U, out_UW):
+def _copy_rows_out_cpu(begin: Number, end: Number, row_SW: Array, slot_U: Array, out_UW: Array) -> None:
     width = row_SW.shape[1]
     for u in range(begin, end):
         prefetch_row(row_SW, slot_U[min(natural(u) + _AHEAD, natural(end - 1))], 0, width)
@@ -77,7 +79,7 @@ def copy_rows_out(row_SW: np.ndarray, slot_U: np.ndarray, *, threads: Threads) -
 
 
 @cpu
-def _copy_rows_in_cpu(begin, end, row_SW, slot_U, row_UW):
+def _copy_rows_in_cpu(begin: Number, end: Number, row_SW: Array, slot_U: Array, row_UW: Array) -> None:
     width = row_SW.shape[1]
     for u in range(begin, end):
         _copy_row(row_SW, slot_U[u], row_UW, u, width)

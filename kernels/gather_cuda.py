@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import cuda, move
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ V = 1  # elements a thread takes at a time; `at(V=...)` sets it
 
 
 @cuda
-def gather_loop(weight_SX, slot_U, inverse_N, out_ND):
+def gather_loop(weight_SX: Array, slot_U: Array, inverse_N: Array, out_ND: Array) -> None:
     """out_ND[n] = weights in slot slot_U[inverse_N[n]], zeros for padding."""
     dim = out_ND.shape[1]
     n = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
@@ -47,7 +48,7 @@ def gather_cuda(
 
 
 @cuda
-def copy_out_loop(row_SW, slot_U, out_UW):
+def copy_out_loop(row_SW: Array, slot_U: Array, out_UW: Array) -> None:
     """out_UW[u] = the row in slot slot_U[u]; a slab's rows may be wider."""
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while u < slot_U.shape[0]:
@@ -59,7 +60,7 @@ def copy_out_loop(row_SW, slot_U, out_UW):
 
 
 @cuda
-def copy_in_loop(row_SW, slot_U, row_UW):
+def copy_in_loop(row_SW: Array, slot_U: Array, row_UW: Array) -> None:
     """The row in slot slot_U[u] = row_UW[u]."""
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while u < slot_U.shape[0]:

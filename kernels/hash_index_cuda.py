@@ -16,8 +16,10 @@ Limits: place below 2^40 - 1, table below 2^23.
 
 import numpy as np
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.hash_index import hash_key
-from oneemb.kernels.jit import cuda, mul_high, rule
+from oneemb.kernels.jit import Number, cuda, rule
+from oneemb.kernels.jit_code import mul_high
 
 __all__ = ["erase_loop", "find_loop", "home", "insert_loop", "items_loop", "rehash_loop", "seek"]
 
@@ -26,13 +28,13 @@ _PLACE_MASK = (1 << 40) - 1
 
 
 @rule
-def home(table, id, cells):
+def home(table: Number, id: Number, cells: Number) -> Number:
     """The cell at which the search for a key begins."""
     return np.int64(mul_high(hash_key(table, id, cells), np.uint64(cells)))
 
 
 @cuda.inner
-def seek(cell_C2, table, id):
+def seek(cell_C2: Array, table: Number, id: Number) -> Number:
     """The cell that holds the key, or -1."""
     cells = cell_C2.shape[0]
     c = home(table, id, cells)
@@ -49,7 +51,7 @@ def seek(cell_C2, table, id):
 
 
 @cuda.inner
-def _claim(cell_C2, table, id, word):
+def _claim(cell_C2: Array, table: Number, id: Number, word: Number) -> Number:
     """Put a key that is not in the index: 1 = in a cell never taken before, 0 = in one given up, -1 = all are taken."""
     cells = cell_C2.shape[0]
     c = home(table, id, cells)
@@ -69,7 +71,7 @@ def _claim(cell_C2, table, id, word):
 
 
 @cuda
-def find_loop(cell_C2, table_U, id_U, size_1, place_U):
+def find_loop(cell_C2: Array, table_U: Array, id_U: Array, size_1: Array, place_U: Array) -> None:
     """place_U[u] = the place of key u, -1 where the index does not hold it, for the first size_1[0] keys."""
     u = cuda.grid(1)
     while u < size_1[0]:
@@ -79,7 +81,7 @@ def find_loop(cell_C2, table_U, id_U, size_1, place_U):
 
 
 @cuda
-def insert_loop(cell_C2, table_U, id_U, place_U, count_2):
+def insert_loop(cell_C2: Array, table_U: Array, id_U: Array, place_U: Array, count_2: Array) -> None:
     """Put keys. count_2: cells that were taken for the first time, and keys for which there was none, are added."""
     u = cuda.grid(1)
     while u < id_U.shape[0]:
@@ -92,7 +94,7 @@ def insert_loop(cell_C2, table_U, id_U, place_U, count_2):
 
 
 @cuda
-def erase_loop(cell_C2, table_U, id_U, old_U):
+def erase_loop(cell_C2: Array, table_U: Array, id_U: Array, old_U: Array) -> None:
     """Take keys out; old_U[u] = the place key u had, -1 if it was not there. No key comes twice."""
     u = cuda.grid(1)
     while u < id_U.shape[0]:
@@ -105,7 +107,7 @@ def erase_loop(cell_C2, table_U, id_U, old_U):
 
 
 @cuda
-def rehash_loop(cell_C2, to_C2, count_2):
+def rehash_loop(cell_C2: Array, to_C2: Array, count_2: Array) -> None:
     """Put all keys of an index into another, empty one; count_2 as for `insert_loop`."""
     c = cuda.grid(1)
     while c < cell_C2.shape[0]:
@@ -117,7 +119,7 @@ def rehash_loop(cell_C2, to_C2, count_2):
 
 
 @cuda
-def items_loop(cell_C2, table_N, id_N, place_N, size_1):
+def items_loop(cell_C2: Array, table_N: Array, id_N: Array, place_N: Array, size_1: Array) -> None:
     """Copy all keys out, in any order; size_1[0] counts them."""
     c = cuda.grid(1)
     while c < cell_C2.shape[0]:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.init_rows import InitialRows, draw
-from oneemb.kernels.jit import cuda, from_float32
+from oneemb.kernels.jit import Number, cuda
+from oneemb.kernels.jit_code import from_float32
 from oneemb.kernels.philox import philox
 
 if TYPE_CHECKING:
@@ -30,7 +32,10 @@ class DeviceInitialRows:
 
 
 @cuda
-def init_loop(weight_SX, row_SW, slot_U, table_U, id_U, seed, kind_TC, param_TC4, end_C, state, state_begin):
+def init_loop(
+    weight_SX: Array, row_SW: Array, slot_U: Array, table_U: Array, id_U: Array, seed: Number, kind_TC: Array,
+    param_TC4: Array, end_C: Array, state: Array, state_begin: Number,
+) -> None:  # fmt: skip
     """Write the weights and state of new rows. A group of threads shares a row, four weights a turn."""
     dim = end_C[end_C.shape[0] - 1]
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y

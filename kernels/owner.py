@@ -5,8 +5,10 @@ Invariant: the answer is a pure function of (table, id, R), the same in every ve
 
 import numpy as np
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.hash_index import hash_key
-from oneemb.kernels.jit import cpu, mul_high
+from oneemb.kernels.jit import Number, cpu
+from oneemb.kernels.jit_code import mul_high
 
 __all__ = ["owner_of"]
 
@@ -15,7 +17,7 @@ _SALT = np.uint64(0x6F776E6572730001)
 
 
 @cpu
-def _owner_of_cpu(table_N, id_N, owners, owner_N):
+def _owner_of_cpu(table_N: Array, id_N: Array, owners: Number, owner_N: Array) -> None:
     for n in range(len(id_N)):
         owner_N[n] = mul_high(hash_key(table_N[n], id_N[n], _SALT), np.uint64(owners))
 

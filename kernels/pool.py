@@ -11,7 +11,9 @@ Reference: torch.nn.EmbeddingBag.
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, keep_rolled, to_float32
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu
+from oneemb.kernels.jit_code import keep_rolled, to_float32
 from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes
 from oneemb.kernels.reduce_grads import sum_rows
 from oneemb.kernels.threads import Threads
@@ -23,7 +25,7 @@ _SHARE_MIN = 64
 
 
 @cpu
-def _mean_scales_cpu(begin, end, offset_P1, inverse_N, scale_N):
+def _mean_scales_cpu(begin: Number, end: Number, offset_P1: Array, inverse_N: Array, scale_N: Array) -> None:
     for p in range(begin, end):
         count = 0
         for n in range(offset_P1[p], offset_P1[p + 1]):
@@ -41,7 +43,10 @@ def mean_scales(offset_P1: np.ndarray, inverse_N: np.ndarray, *, threads: Thread
 
 
 @cpu
-def _pool_cpu(begin, end, weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PX):
+def _pool_cpu(
+    begin: Number, end: Number, weight_SX: Array, slot_U: Array, inverse_N: Array, offset_P1: Array, scale_N: Array,
+    out_PX: Array,
+) -> None:  # fmt: skip
     last = offset_P1[end] - 1
     for p in range(begin, end):
         sum_rows(
@@ -75,7 +80,10 @@ def pool(
 
 
 @cpu
-def _scale_grads_cpu(begin, end, weight_SX, slot_U, inverse_N, bag_N, grad_PX, out_N):
+def _scale_grads_cpu(
+    begin: Number, end: Number, weight_SX: Array, slot_U: Array, inverse_N: Array, bag_N: Array, grad_PX: Array,
+    out_N: Array,
+) -> None:  # fmt: skip
     dim = grad_PX.shape[1]
     rest = dim - dim % LANES
     lane_1L = np.empty((1, LANES), np.float32)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from oneemb.kernels.jit import cuda, load, rule, store
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cuda, load, rule, store
 from oneemb.kernels.reduce_grads_cuda import plus, segment_of
 
 if TYPE_CHECKING:
@@ -26,18 +27,18 @@ _BLOCK_LANES = 256
 
 
 @rule
-def weighed(sum, scale, x):
+def weighed(sum: Number, scale: Number, x: Number) -> Number:
     return sum + scale * x
 
 
 @rule
-def mean_scale(count):
+def mean_scale(count: Number) -> Number:
     """What the weights of each id of a bag are multiplied with for their sum to be the mean."""
     return np.float32(1) / np.float32(max(count, 1))
 
 
 @cuda
-def bags_loop(offset_P1, table_P, tables, bag_N, table_N, size_2):
+def bags_loop(offset_P1: Array, table_P: Array, tables: Number, bag_N: Array, table_N: Array, size_2: Array) -> None:
     """The bag and the table of each id: that of its bag in table_P, or where that is empty the bag modulo `tables`.
 
     size_2[1] turns 1 where offsets do not begin with 0, fall, or do not end with N, or where a table is none.
@@ -78,7 +79,7 @@ def bags_of_cuda(
 
 
 @cuda
-def mean_scales_loop(offset_P1, inverse_N, scale_N):
+def mean_scales_loop(offset_P1: Array, inverse_N: Array, scale_N: Array) -> None:
     """scale_N[n] = 1 / (ids of n's bag that are not padding)."""
     p = cuda.grid(1)
     while p < offset_P1.shape[0] - 1:
@@ -99,7 +100,9 @@ def mean_scales_cuda(offset_P1: torch.Tensor, inverse_N: torch.Tensor, *, gpu: "
 
 
 @cuda
-def pool_loop(weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PD):
+def pool_loop(
+    weight_SX: Array, slot_U: Array, inverse_N: Array, offset_P1: Array, scale_N: Array, out_PD: Array
+) -> None:
     """out_PD[p] = sum of scale_N[n] * weights of id n over the ids of bag p, in batch order, in float32.
 
     scale_N of length 0 stands for ones.
@@ -152,7 +155,9 @@ def pool_cuda(
 
 
 @cuda
-def scale_grads_loop(weight_SX, slot_U, inverse_N, bag_N, grad_PX, out_N):
+def scale_grads_loop(
+    weight_SX: Array, slot_U: Array, inverse_N: Array, bag_N: Array, grad_PX: Array, out_N: Array
+) -> None:
     """out_N[n] = sum over D of the weights of id n times its bag's gradient, in the CPU's order."""
     share = cuda.shared.array(_BLOCK_LANES, np.float32)
     w_V = cuda.local.array(V, np.float32)

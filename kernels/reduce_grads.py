@@ -13,17 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oneemb.kernels.jit import (
-    cpu,
-    float_bits,
-    from_float32,
-    keep_rolled,
-    natural,
-    part,
-    prefetch,
-    prefetch_row,
-    to_float32,
-)
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu, part
+from oneemb.kernels.jit_code import float_bits, from_float32, keep_rolled, natural, prefetch, prefetch_row, to_float32
 from oneemb.kernels.jit_lanes import LANES, WIDE, load_lanes, load_wide, same_lanes, same_wide, store_lanes
 from oneemb.kernels.threads import Threads
 
@@ -71,7 +63,9 @@ class Segments:
 
 
 @part
-def _row_of(row_NX, slot_U, order_N, i, last, d, columns):
+def _row_of(
+    row_NX: Array, slot_U: Array, order_N: Array, i: Number, last: Number, d: Number, columns: Number
+) -> Number:
     """The row of term i, -1 for none; and ask the cache for these columns of the row of a term to come."""
     ahead = np.int64(order_N[min(i + _AHEAD, last)])
     n = np.int64(order_N[i])
@@ -84,7 +78,10 @@ def _row_of(row_NX, slot_U, order_N, i, last, d, columns):
 
 
 @part
-def sum_rows(to_PX, p, zero, row_NX, slot_U, order_N, begin, end, last, scale_N):
+def sum_rows(
+    to_PX: Array, p: Number, zero: Number, row_NX: Array, slot_U: Array, order_N: Array, begin: Number, end: Number,
+    last: Number, scale_N: Array,
+) -> None:  # fmt: skip
     """to_PX[p] = zero + the sum over i from begin to end - 1 of scale_N[i] * row_NX[slot_U[order_N[i]]].
 
     slot_U may be None: order_N says the rows. scale_N may be None: 1. Where order_N[i] is -1, there is nothing to add.
@@ -120,7 +117,9 @@ def sum_rows(to_PX, p, zero, row_NX, slot_U, order_N, begin, end, last, scale_N)
 
 
 @part
-def _row_grad(grad_NX, order_N, begin_U1, scale_N, u, sum_RD, r):
+def _row_grad(
+    grad_NX: Array, order_N: Array, begin_U1: Array, scale_N: Array, u: Number, sum_RD: Array, r: Number
+) -> None:
     if order_N is None:
         for d in range(sum_RD.shape[1]):
             sum_RD[r, d] = to_float32(grad_NX[u, d])
@@ -132,7 +131,7 @@ def _row_grad(grad_NX, order_N, begin_U1, scale_N, u, sum_RD, r):
 
 
 @part
-def row_grads(grads, first, end, row_SW, slot_U, sum_RD):
+def row_grads(grads: tuple, first: Number, end: Number, row_SW: Array, slot_U: Array, sum_RD: Array) -> Number:
     """sum_RD[r] = the gradient of row first + r; for a loop over rows up to `end` that takes ROWS of them at a time.
 
     `grads` are `Segments.arrays()`, or grad_UD and three times None for gradients that are summed already. The cache is
@@ -151,7 +150,7 @@ def row_grads(grads, first, end, row_SW, slot_U, sum_RD):
 
 
 @cpu
-def _reduce_grads_cpu(begin, end, grads, grad_UD, finite_U):
+def _reduce_grads_cpu(begin: Number, end: Number, grads: tuple, grad_UD: Array, finite_U: Array) -> None:
     grad_NX, order_N, begin_U1, scale_N = grads
     for u in range(begin, end):
         _row_grad(grad_NX, order_N, begin_U1, scale_N, u, grad_UD, u)
@@ -186,7 +185,7 @@ def reduce_grads(
 
 
 @cpu
-def _largest_cpu(begin, end, bits_V, magnitude, largest_K):
+def _largest_cpu(begin: Number, end: Number, bits_V: Array, magnitude: Number, largest_K: Array) -> None:
     for k in range(begin, end):
         largest = largest_K[k]
         for bits in bits_V[k * _BLOCK : (k + 1) * _BLOCK]:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from oneemb.kernels.jit import cuda, float_bits, load, rule, store
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cuda, load, rule, store
+from oneemb.kernels.jit_code import float_bits
 
 if TYPE_CHECKING:
     from oneemb.kernels.launch import Gpu
@@ -54,22 +56,22 @@ class Segments(NamedTuple):
 
 
 @rule
-def is_nonfinite(x):
+def is_nonfinite(x: Number) -> Number:
     return (float_bits(x) & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
 
 
 @rule
-def plus(x, y):
+def plus(x: Number, y: Number) -> Number:
     return x + y
 
 
 @rule
-def times(x, scale):
+def times(x: Number, scale: Number) -> Number:
     return x * scale
 
 
 @cuda.inner
-def segment_of(part_U1, p):
+def segment_of(part_U1: Array, p: Number) -> Number:
     """The segment that holds place p: the last u with part_U1[u] <= p."""
     low = 0
     high = part_U1.shape[0] - 1
@@ -83,7 +85,7 @@ def segment_of(part_U1, p):
 
 
 @cuda.inner
-def term(x_V, grad_NX, order_N, scale_N, k, d):
+def term(x_V: Array, grad_NX: Array, order_N: Array, scale_N: Array, k: Number, d: Number) -> None:
     """x_V = what occurrence k adds at weights d .. d + V."""
     load(x_V, grad_NX, order_N[k], d)
     if SCALED:
@@ -92,7 +94,7 @@ def term(x_V, grad_NX, order_N, scale_N, k, d):
 
 
 @cuda
-def count_parts_loop(begin_U1, count_U):
+def count_parts_loop(begin_U1: Array, count_U: Array) -> None:
     """count_U[u] = parts of key u; none where one would do."""
     u = cuda.grid(1)
     while u < count_U.shape[0]:
@@ -102,7 +104,9 @@ def count_parts_loop(begin_U1, count_U):
 
 
 @cuda
-def sum_parts_loop(grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD):
+def sum_parts_loop(
+    grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U1: Array, part_PD: Array
+) -> None:
     """Sum each part in batch order."""
     sum_V = cuda.local.array(V, np.float32)
     x_V = cuda.local.array(V, np.float32)
@@ -125,7 +129,10 @@ def sum_parts_loop(grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD):
 
 
 @cuda.inner
-def sum_segment(sum_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d):
+def sum_segment(
+    sum_V: Array, grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U1: Array, part_PD: Array,
+    u: Number, d: Number,
+) -> None:  # fmt: skip
     """sum_V = the summed gradient of key u at weights d .. d + V."""
     x_V = cuda.local.array(V, np.float32)
     begin = part_U1[u]
@@ -145,7 +152,10 @@ def sum_segment(sum_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u,
 
 
 @cuda
-def reduce_loop(grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, grad_UD, finite_U):
+def reduce_loop(
+    grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U1: Array, part_PD: Array, grad_UD: Array,
+    finite_U: Array,
+) -> None:  # fmt: skip
     """Write each key's sum; finite_U[u] turns 0 where a value of it is not finite."""
     sum_V = cuda.local.array(V, np.float32)
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y

@@ -12,8 +12,9 @@ by place. `sum_B` is indexed by the block's number in the whole table.
 
 import numpy as np
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.checksum import block_sum, low_half, sum_words
-from oneemb.kernels.jit import cpu, rule
+from oneemb.kernels.jit import Number, cpu, rule
 
 __all__ = [
     "bits_clear",
@@ -28,7 +29,7 @@ __all__ = [
 
 
 @rule
-def _copy_words(from_N, begin, to_N, end, width):
+def _copy_words(from_N: Array, begin: Number, to_N: Array, end: Number, width: Number) -> None:
     # Unsigned indexes: a signed one would be tested for counting from the end, which keeps the loop from being a
     # plain copy of memory.
     source, target = np.uint64(begin), np.uint64(end)
@@ -37,7 +38,10 @@ def _copy_words(from_N, begin, to_N, end, width):
 
 
 @cpu
-def rows_into_blocks(begin, end, row_NW, word_X, first, rows_a_block, block_words, sum_B):
+def rows_into_blocks(
+    begin: Number, end: Number, row_NW: Array, word_X: Array, first: Number, rows_a_block: Number, block_words: Number,
+    sum_B: Array,
+) -> None:  # fmt: skip
     """Row n goes to row `first + n` of the blocks at word_X, and each block that is full then gets its checksum.
 
     The range counts blocks, from the one of row `first` on: shares never meet in a block, and a block's checksum is
@@ -57,7 +61,10 @@ def rows_into_blocks(begin, end, row_NW, word_X, first, rows_a_block, block_word
 
 
 @cpu
-def rows_out_of_blocks(begin, end, block_N, place_N, out_UW, to_N, rows_a_block, block_words):
+def rows_out_of_blocks(
+    begin: Number, end: Number, block_N: Array, place_N: Array, out_UW: Array, to_N: Array, rows_a_block: Number,
+    block_words: Number,
+) -> None:  # fmt: skip
     """out_UW[to_N[n]] = row place_N[n] of the blocks, each of `block_words` words of 32 bits."""
     width = out_UW.shape[1]
     out_N = out_UW.ravel()
@@ -68,7 +75,7 @@ def rows_out_of_blocks(begin, end, block_N, place_N, out_UW, to_N, rows_a_block,
 
 
 @cpu
-def bits_set(bit_N, place_N, rows_a_slot, live_S):
+def bits_set(bit_N: Array, place_N: Array, rows_a_slot: Number, live_S: Array) -> None:
     """Mark rows live and count them to their slots."""
     for place in place_N:
         bit_N[place >> 3] |= np.uint8(1 << (place & 7))
@@ -76,7 +83,7 @@ def bits_set(bit_N, place_N, rows_a_slot, live_S):
 
 
 @cpu
-def bits_clear(bit_N, place_N, rows_a_slot, live_S):
+def bits_clear(bit_N: Array, place_N: Array, rows_a_slot: Number, live_S: Array) -> None:
     """Mark rows dead and count them off their slots; a place of -1 is no row."""
     for place in place_N:
         if place >= 0:
@@ -85,7 +92,7 @@ def bits_clear(bit_N, place_N, rows_a_slot, live_S):
 
 
 @cpu
-def bits_rows(bit_N, row_N):
+def bits_rows(bit_N: Array, row_N: Array) -> Number:
     """Write the rows whose bit is set to row_N, ascending, which has room for one more; returns how many."""
     n = 0
     for byte in range(len(bit_N)):
@@ -96,7 +103,10 @@ def bits_rows(bit_N, row_N):
 
 
 @cpu
-def requests_plan(place_P, rows_a_block, blocks_a_slot, blocks_max, gap_max, block_Q, blocks_Q, first_Q):
+def requests_plan(
+    place_P: Array, rows_a_block: Number, blocks_a_slot: Number, blocks_max: Number, gap_max: Number, block_Q: Array,
+    blocks_Q: Array, first_Q: Array,
+) -> Number:  # fmt: skip
     """Cut sorted places into read requests; returns how many.
 
     Blocks that lie at most `gap_max` apart are read in one go, up to `blocks_max` together.
@@ -122,7 +132,10 @@ def requests_plan(place_P, rows_a_block, blocks_a_slot, blocks_max, gap_max, blo
 
 
 @rule
-def rows_deliver(word_X, word_begin, block_first, place_P, to_P, p, p_end, rows_a_block, block_words, sum_B, out_UW):
+def rows_deliver(
+    word_X: Array, word_begin: Number, block_first: Number, place_P: Array, to_P: Array, p: Number, p_end: Number,
+    rows_a_block: Number, block_words: Number, sum_B: Array, out_UW: Array,
+) -> Number:  # fmt: skip
     """Check the blocks of one request, which lie at word_X[word_begin:], and copy their rows out.
 
     Returns the first p whose block is not what was written, or p_end.
@@ -146,8 +159,9 @@ def rows_deliver(word_X, word_begin, block_first, place_P, to_P, p, p_end, rows_
 
 @cpu
 def requests_deliver(
-    begin, end, word_X, word_Q, block_Q, first_Q, place_P, to_P, rows_a_block, block_words, sum_B, out_UW, bad_Q
-):
+    begin: Number, end: Number, word_X: Array, word_Q: Array, block_Q: Array, first_Q: Array, place_P: Array,
+    to_P: Array, rows_a_block: Number, block_words: Number, sum_B: Array, out_UW: Array, bad_Q: Array,
+) -> None:  # fmt: skip
     """Deliver requests that lie in memory; bad_Q[q] = the first p whose block is not what was written, else -1."""
     for q in range(begin, end):
         p_end = first_Q[q + 1]

@@ -16,7 +16,7 @@ loop and rounded to float32 once, as torch rounds it.
 
 import numpy as np
 
-from oneemb.kernels.jit import rule
+from oneemb.kernels.jit import CpuLoop, Number, rule
 from oneemb.kernels.reduce_grads import Segments
 from oneemb.kernels.threads import Threads
 
@@ -24,19 +24,19 @@ __all__ = ["l2_grad", "run_row_update"]
 
 
 @rule
-def l2_grad(w, g, weight_decay):
+def l2_grad(w: Number, g: Number, weight_decay: Number) -> Number:
     """The gradient with L2 decay. Without decay it is g itself, even where w is infinite."""
     return g + weight_decay * w if weight_decay != 0 else g
 
 
 def run_row_update(
-    loop,
+    loop: CpuLoop,
     weight_SX: np.ndarray,
     row_SW: np.ndarray,
     slot_U: np.ndarray,
     grads: np.ndarray | Segments,
     state_begin: int,
-    *scalars,
+    *scalars: object,
     state_width: int,
     threads: Threads,
 ) -> None:

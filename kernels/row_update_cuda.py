@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oneemb.kernels.jit import CudaLoop, cuda, load, store
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import CudaLoop, Number, cuda, load, store
 from oneemb.kernels.reduce_grads_cuda import Segments, sum_segment
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ V = 1
 
 
 @cuda.inner
-def given(g_V, grad_UD, order_N, scale_N, begin_U1, part_U1, part_PD, u, d):
+def given(
+    g_V: Array, grad_UD: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U1: Array, part_PD: Array,
+    u: Number, d: Number,
+) -> None:  # fmt: skip
     """The gradient as it lies in grad_UD."""
     load(g_V, grad_UD, u, d)
 
@@ -37,7 +41,9 @@ gradient = given  # or sum_segment; `at(gradient=...)` sets it
 
 
 @cuda.inner
-def _stateless(weight_SX, row_SW, s, d, state_begin, dim, g_V, scalars):
+def _stateless(
+    weight_SX: Array, row_SW: Array, s: Number, d: Number, state_begin: Number, dim: Number, g_V: Array, scalars: tuple
+) -> None:
     w_V = cuda.local.array(V, np.float32)
     load(w_V, weight_SX, s, d)
     for i in range(V):
@@ -46,7 +52,9 @@ def _stateless(weight_SX, row_SW, s, d, state_begin, dim, g_V, scalars):
 
 
 @cuda.inner
-def _one_state(weight_SX, row_SW, s, d, state_begin, dim, g_V, scalars):
+def _one_state(
+    weight_SX: Array, row_SW: Array, s: Number, d: Number, state_begin: Number, dim: Number, g_V: Array, scalars: tuple
+) -> None:
     w_V = cuda.local.array(V, np.float32)
     x_V = cuda.local.array(V, np.float32)
     load(w_V, weight_SX, s, d)
@@ -58,7 +66,9 @@ def _one_state(weight_SX, row_SW, s, d, state_begin, dim, g_V, scalars):
 
 
 @cuda.inner
-def _two_states(weight_SX, row_SW, s, d, state_begin, dim, g_V, scalars):
+def _two_states(
+    weight_SX: Array, row_SW: Array, s: Number, d: Number, state_begin: Number, dim: Number, g_V: Array, scalars: tuple
+) -> None:
     w_V = cuda.local.array(V, np.float32)
     x_V = cuda.local.array(V, np.float32)
     y_V = cuda.local.array(V, np.float32)
@@ -78,8 +88,9 @@ optimizer: Any = None
 
 @cuda
 def element_loop(
-    weight_SX, row_SW, slot_U, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, go_1, state_begin, scalars
-):
+    weight_SX: Array, row_SW: Array, slot_U: Array, grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array,
+    part_U1: Array, part_PD: Array, go_1: Array, state_begin: Number, scalars: tuple,
+) -> None:  # fmt: skip
     """One step of an optimizer that looks at one weight at a time."""
     g_V = cuda.local.array(V, np.float32)
     dim = grad_NX.shape[1]

@@ -5,7 +5,8 @@ Slots of -1 stand for rows that are not there, and are passed over.
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu
 from oneemb.kernels.threads import Threads
 
 __all__ = ["add_marks", "pick_keys", "set_marks"]
@@ -15,21 +16,24 @@ _SHARE_MIN = 1 << 15
 
 
 @cpu
-def _add_marks_cpu(begin, end, mark_S, slot_U, count):
+def _add_marks_cpu(begin: Number, end: Number, mark_S: Array, slot_U: Array, count: Number) -> None:
     for u in range(begin, end):
         if slot_U[u] >= 0:
             mark_S[slot_U[u]] += count
 
 
 @cpu
-def _set_marks_cpu(begin, end, mark_S, slot_U, value):
+def _set_marks_cpu(begin: Number, end: Number, mark_S: Array, slot_U: Array, value: Number) -> None:
     for u in range(begin, end):
         if slot_U[u] >= 0:
             mark_S[slot_U[u]] = value
 
 
 @cpu
-def _pick_keys_cpu(table_N, id_N, slot_N, chosen_S, table_V, id_V, slot_V, size):
+def _pick_keys_cpu(
+    table_N: Array, id_N: Array, slot_N: Array, chosen_S: Array, table_V: Array, id_V: Array, slot_V: Array,
+    size: Number,
+) -> Number:  # fmt: skip
     for n in range(len(slot_N)):
         if chosen_S[slot_N[n]]:
             table_V[size] = table_N[n]

@@ -20,9 +20,11 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["Threads", "available_cores", "submit"]
+
+_T = TypeVar("_T")
 
 # A share smaller than this is not worth waking a thread for: a hand-over costs about 20 microseconds.
 _SHARE_MIN = 512
@@ -81,7 +83,7 @@ class Threads:
         self._pool, self._process = pool, os.getpid()
         return pool
 
-    def run(self, loop, size: int, *args, share_min: int = _SHARE_MIN) -> None:
+    def run(self, loop: Callable[..., Any], size: int, *args: Any, share_min: int = _SHARE_MIN) -> None:
         """Call `loop(begin, end, *args)` so that the shares cover 0..size exactly once.
 
         An exception in any share is raised here, after all shares have ended.
@@ -140,7 +142,7 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def submit(pool: Executor, function: Callable[..., Any], *args: Any) -> Future:
+def submit(pool: Executor, function: Callable[..., _T], *args: Any) -> Future[_T]:
     """`pool.submit`; the caller does the work itself where
 
     - the program is about to end and pools take nothing any more: threads of the user's go on until they end, and so do
@@ -156,7 +158,7 @@ def submit(pool: Executor, function: Callable[..., Any], *args: Any) -> Future:
                 raise
         finally:
             _here.submitting = False
-    done: Future = Future()
+    done: Future[_T] = Future()
     try:
         done.set_result(function(*args))
     except BaseException as error:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.hash_index_cuda import home
-from oneemb.kernels.jit import cuda
+from oneemb.kernels.jit import Number, cuda
 
 if TYPE_CHECKING:
     from oneemb.kernels.launch import Gpu
@@ -51,7 +52,10 @@ class DeviceKeys(NamedTuple):
 
 
 @cuda
-def claim_loop(table_N, id_N, tables, padded, padding_id, cell_C, cell_N, size_2):
+def claim_loop(
+    table_N: Array, id_N: Array, tables: Number, padded: Number, padding_id: Number, cell_C: Array, cell_N: Array,
+    size_2: Array,
+) -> None:  # fmt: skip
     """cell_N[n] = the cell of the key of id n, -1 for padding; cell_C[c] = its least n.
 
     size_2[1] turns 1 where a table is not one of `tables`.
@@ -84,7 +88,7 @@ def claim_loop(table_N, id_N, tables, padded, padding_id, cell_C, cell_N, size_2
 
 
 @cuda
-def first_loop(cell_C, cell_N, first_N):
+def first_loop(cell_C: Array, cell_N: Array, first_N: Array) -> None:
     """first_N[n] = 1 where id n is the first of its key, else 0."""
     n = cuda.grid(1)
     while n < cell_N.shape[0]:
@@ -93,7 +97,10 @@ def first_loop(cell_C, cell_N, first_N):
 
 
 @cuda
-def collect_loop(table_N, id_N, cell_C, cell_N, rank_N, table_U, id_U, head_U, size_2, inverse_N):
+def collect_loop(
+    table_N: Array, id_N: Array, cell_C: Array, cell_N: Array, rank_N: Array, table_U: Array, id_U: Array,
+    head_U: Array, size_2: Array, inverse_N: Array,
+) -> None:  # fmt: skip
     """Write each key at its rank, and each id's key."""
     n = cuda.grid(1)
     while n < cell_N.shape[0]:
@@ -113,7 +120,7 @@ def collect_loop(table_N, id_N, cell_C, cell_N, rank_N, table_U, id_U, head_U, s
 
 
 @cuda
-def begin_loop(sorted_N, begin_U1):
+def begin_loop(sorted_N: Array, begin_U1: Array) -> None:
     """begin_U1[u] = the first place of u in sorted_N; the place after the last u is where it ends."""
     size = sorted_N.shape[0]
     n = cuda.grid(1)

@@ -25,9 +25,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.init_rows import InitialRows
-from oneemb.kernels.loops import Array, Keys, Loops, loops_at
+from oneemb.kernels.loops import Keys, Loops
+from oneemb.kernels.places import loops_at
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import OtherSnapshotError, SnapshotNotFoundError
 from oneemb.storage.fs import LocalFileSystem
@@ -448,7 +450,7 @@ class EmbeddingStore:
         if self.built:
             return self.hot.read(keys)
         keys = self.loops.counted(keys)
-        row_UW = self.loops.zeros(len(keys.id_U), self.layout.row_width)
+        row_UW = self.loops.put(np.zeros((len(keys.id_U), self.layout.row_width), np.float32))
         self._new_rows(row_UW, self.loops.arange(len(keys.id_U)), keys.table_U, keys.id_U)
         return row_UW, keys
 

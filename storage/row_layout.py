@@ -13,7 +13,7 @@ import numpy as np
 
 __all__ = ["WEIGHTS", "RowLayout"]
 
-# How the weights' bits lie in a NumPy array; see oneemb.kernels.jit.
+# How the weights' bits lie in a NumPy array; see oneemb.kernels.jit_code.
 _BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
 WEIGHTS = tuple(_BITS)
 """The dtypes of weights."""

@@ -173,8 +173,10 @@ class PreadReader:
             self._byte_N = aligned_bytes(max(size, _GROUP_BYTES))
         return self._byte_N[:size]
 
-    def _fill(self, byte_N, part, first, file_Q, offset_Q, at_Q) -> None:
-        view = memoryview(byte_N)
+    def _fill(
+        self, byte_N: np.ndarray, part: ReadPlan, first: int, file_Q: np.ndarray, offset_Q: np.ndarray, at_Q: np.ndarray
+    ) -> None:
+        view = byte_N.data
         size_Q = part.blocks_Q * part.geometry.block_bytes
 
         def fill(begin: int, end: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oneemb.kernels.checksum import xxh64
+from oneemb.kernels.checksum import Buffer, xxh64
 from oneemb.kernels.row_blocks import bits_rows, rows_deliver
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
@@ -85,7 +85,9 @@ def fill_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart, ke
         fs.close(file)
 
 
-def _fill_open(fs, file, path, geometry, part, keys):
+def _fill_open(
+    fs: FileSystem, file: int, path: str, geometry: Geometry, part: ChunkPart, keys: ChunkKeys
+) -> Iterator[int]:
     # A window of the file that moves on, so that its bytes are still in a cache when they are copied out.
     byte_N, begin, size, ended = np.empty(_KEYS_WINDOW_BYTES, np.uint8), 0, 0, False
 
@@ -174,7 +176,16 @@ def scan_rows(
         fs.close(file)
 
 
-def _scan_open(fs, file, path, geometry, number, keys, row_N, batch):
+def _scan_open(
+    fs: FileSystem,
+    file: int,
+    path: str,
+    geometry: Geometry,
+    number: int,
+    keys: ChunkKeys,
+    row_N: np.ndarray,
+    batch: int,
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     header = bytearray(HEADER_BYTES)
     size = fs.read_into(file, memoryview(header), 0)
     check_header(header[:size], ROWS_MAGIC, path, number, geometry)
@@ -231,7 +242,7 @@ def block_damage(
     )
 
 
-def check_header(header, magic: bytes, path: str, number: int, geometry: Geometry) -> None:
+def check_header(header: Buffer, magic: bytes, path: str, number: int, geometry: Geometry) -> None:
     """Raise unless this is the header of that chunk."""
     expected = (number, geometry.row_width, geometry.physical_block_size, geometry.blocks_per_chunk)
     found = read_header(bytes(header[:HEADER_BYTES]), magic, path)

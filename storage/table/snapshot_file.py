@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 
-from oneemb.kernels.checksum import xxh64
+from oneemb.kernels.checksum import Buffer, xxh64
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import FileSystem, storage_error
 from oneemb.storage.table.file_header import HEADER_BYTES, SNAPSHOT_MAGIC, pack_header, read_header
@@ -423,7 +423,7 @@ def _decode(body: bytes, bits_offset: int, path: str, name: str) -> SnapshotReco
     return SnapshotRecord(info, geometry, list(parts.values()), path)
 
 
-def _check(data, size: int, expected: int, path: str, offset: int, what: str) -> None:
+def _check(data: Buffer, size: int, expected: int, path: str, offset: int, what: str) -> None:
     if len(data) != size:
         raise CorruptTableError(
             f"{path}: the {what} at offset {offset} must have {size} bytes, the file ends after {len(data)} of them; "

@@ -14,7 +14,7 @@ from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_pat
 from oneemb.storage.hash_index import check_tables
 from oneemb.storage.table.block_reader import PreadReader
 from oneemb.storage.table.chunk_files import EVERY_NUMBER, ChunkFiles, chunk_paths
-from oneemb.storage.table.chunk_scan import live_rows, read_keys, scan_rows
+from oneemb.storage.table.chunk_scan import ChunkKeys, live_rows, read_keys, scan_rows
 from oneemb.storage.table.live_rows import LiveRows
 from oneemb.storage.table.row_reader import RowReader
 from oneemb.storage.table.snapshot_file import ChunkPart, SnapshotFiles, SnapshotInfo, SnapshotRecord
@@ -121,7 +121,8 @@ class SnapshotReader:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _part(self, part: ChunkPart):
+    def _part(self, part: ChunkPart) -> tuple[np.ndarray, str, ChunkKeys]:
+        """The rows of the snapshot in a chunk, the path of their file and the chunk's keys."""
         rows_path, keys_path = chunk_paths(self._chunks.directory, part.number)
         rows = live_rows(self._files.read_bits(self._record, part))
         return rows, rows_path, read_keys(self._fs, keys_path, self._record.geometry, part)
