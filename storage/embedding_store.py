@@ -38,7 +38,7 @@ from oneemb.storage.row_store import StorageError, StoreFullError
 from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
 from oneemb.storage.step_lock import StepLock, alone, between_steps
 from oneemb.storage.table.persistent_table import PersistentTable
-from oneemb.storage.table.snapshot_file import SnapshotInfo
+from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
 from oneemb.storage.tiers.stack import NewRows, StorePlan, check_room, make_tiers
