@@ -1,8 +1,8 @@
 """XXH64 checksums of whole 64-bit words.  B blocks, X words of a block.
 
 Reference: Collet, xxHash fast digest algorithm, version 0.1.1. Lengths here are multiples of 8 bytes, so the
-parts of the algorithm for a rest of 4 bytes and of single bytes never run; the results are those of XXH64.
-Words are read as the machine has them: files are little-endian, and so must be the machine.
+algorithm's steps for the last 4 bytes and for single bytes are left out; the results are those of XXH64. Words are read
+in the machine's byte order, which must be little-endian as the files are.
 """
 
 import numpy as np

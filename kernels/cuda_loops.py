@@ -1,12 +1,12 @@
 """Loops on a GPU: `oneemb.kernels.loops.Loops` for tensors on the device.
 
-A step waits for the device twice: its acquisition reads how many unique keys there are, how many of them miss and
-whether tables and offsets are as they must be, in one go, and not at all where a batch prepared ahead has found every
-row; and `surely_finite` reads how large gradients are, those of rows and of dense parameters in one go. That second
-wait could be put off only as far as the dense optimizer's step: torch's optimizers take no answer that is on the
-device, and rows updated before it would have to be taken back, with the step's count and the marks of dirty rows. It
-comes when the whole backward pass has been handed to the device, and costs what launching that step costs. Several
-lookups of one embedding in a step wait once more, for the number of their keys together; so does clipping, for a norm.
+A step waits for the device twice. First, its acquisition reads in one go how many unique keys there are, how many of
+them miss, and whether tables and offsets are valid; it does not wait if a batch prepared ahead has found every row.
+Second, `surely_finite` reads in one go how large the gradients of rows and of dense parameters are. That second wait
+could be put off only until the dense optimizer's step: torch's optimizers take no result that is on the device, and
+rows updated before would have to be restored, with the step's count and the dirty bits. It comes after the whole
+backward pass was launched, and costs what launching that step costs. Several lookups of one embedding in a step wait
+once more, for the number of their keys together; so does clipping, for a norm.
 """
 
 import functools
@@ -35,7 +35,10 @@ _OF_BITS = {bits: dtype for dtype, bits in BITS.items()}
 
 
 class CudaLoops:
-    """Loops that run on this GPU. See `oneemb.kernels.loops.Loops` for what each does."""
+    """Loops that run on this GPU. See `oneemb.kernels.loops.Loops` for what each does.
+
+    `keys`, `grads` and `segments` are `Any`: loops take only those that they have given.
+    """
 
     merges = False
 
@@ -61,7 +64,7 @@ class CudaLoops:
     # ---- keys -------------------------------------------------------------------------------------------------------
 
     def tables(self, table_ids: torch.Tensor, tables: int) -> torch.Tensor:
-        # Nobody has looked yet: what is no table must not become one by losing its upper bits.
+        # Values are not checked yet: an invalid table must not become a valid one by losing its upper bits.
         if table_ids.dtype == torch.int64:
             table_ids = table_ids.clamp(-1, tables)
         return table_ids.detach().to(torch.int32)
@@ -162,7 +165,7 @@ class CudaLoops:
         return all(number < bound for number, bound in zip(numbers, bounds, strict=True))  # which NaN is not
 
     def norm(self, grad_UD: torch.Tensor, p: float) -> float:
-        """Up to the order of its sum."""
+        """Not bit for bit the host's: torch sums in another order."""
         return float(torch.linalg.vector_norm(grad_UD, p, dtype=torch.float64))
 
 
@@ -172,7 +175,7 @@ def _largest(array: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _tables_of_columns(ids: int, tables: int, device: torch.device, stream: int) -> torch.Tensor:
-    # For one stream: another would not wait for it to be made, nor keep its memory until it is read.
+    # One for each stream: another stream would not wait until it is written, nor keep its memory until it is read.
     return torch.arange(tables, dtype=torch.int32, device=device).repeat(ids // tables)
 
 

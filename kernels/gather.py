@@ -1,6 +1,6 @@
 """Copies rows between a slab and batch arrays.  S slots, N ids, U unique keys, D weights, W row width.
 
-Copies move bits: what a row means is no matter here.
+Copies move bits, whatever a row means.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from oneemb.kernels.threads import Threads
 
 __all__ = ["copy_rows_in", "copy_rows_out", "gather"]
 
-# Rows asked for ahead of the one at work.
+# Rows that are prefetched ahead of the current one.
 _AHEAD = np.uint64(24)
 
 
@@ -52,7 +52,7 @@ def gather(
 
     Args:
         weight_SX: weights' bits [S, X], X >= D, as `RowLayout.weights` gives them.
-        slot_U: int64 [U]; None = inverse_N says the slots.
+        slot_U: int64 [U]; None = `inverse_N` holds the slots.
         inverse_N: int32 or int64 [N].
         out_ND: [N, D] of the dtype of `weight_SX`.
     """

@@ -1,15 +1,17 @@
 """Open-addressing hash index in shards: (table, id) -> place.  U keys, P shards, C cells of a shard.
 
-A key belongs to the shard that the high bits of its hash name, for ever; a shard is an array of cells of its own, so
-that it grows alone and threads that work on different shards never meet. A cell is two int64: the id, and the table
-and place in one word. Whether a cell is taken is told by the word alone (0 = empty), so every int64 is a legal id:
+The high bits of a key's hash name its shard, which never changes; a shard is an array of cells of its own, so that it
+grows alone and threads that work on different shards never write the same memory. A cell is two int64: the id, and the
+table and place in one word. Whether a cell is taken is told by the word alone (0 = empty), so every int64 is a legal
+id:
 
     cell_C2[c] = (id, table << 40 | place + 1)
 
-Linear probing by lines of four cells, a line of the cache each: the home of a key is a line's first cell, and the four
-are compared at once, since a branch on each would be mispredicted more often than not. The home is `mixed hash * lines
->> 64`, so there may be any number of lines. C takes part in the mixing: keys that are read out of one index in the
-order of its cells arrive in random order at an index of another size, where they would otherwise pile up in one run.
+Linear probing by lines of four cells, each a line of the CPU's cache: the home of a key is a line's first cell, and the
+four are compared at once, since a branch on each would be mispredicted more often than not. The home is `mixed hash *
+lines >> 64`, so there may be any number of lines. C takes part in the mixing: keys that are read out of one index in
+the order of its cells arrive in random order at an index of another size, where they would otherwise pile up in one
+run.
 
 Loops are given the address and the number of cells of each shard: address_P and cells_P, int64 [P]. Addresses are
 multiples of 64, numbers of cells multiples of LINE.
@@ -43,9 +45,9 @@ _PLACE_MASK = np.int64((1 << 40) - 1)
 PLACE_MAX = (1 << 40) - 2
 TABLE_MAX = (1 << 23) - 1
 
-# Keys whose cells are asked for before the first of them is looked at: enough to hide a read from memory.
+# Keys whose cells are prefetched before the first of them is compared: enough to hide a read from memory.
 _AHEAD = 32
-_RING = np.int64(2 * _AHEAD - 1)  # a mask: two blocks of keys are under way, those of a share counted from its begin
+_RING = np.int64(2 * _AHEAD - 1)  # a mask: two groups of keys are in progress, counted from the share's begin
 
 
 @rule
@@ -110,8 +112,8 @@ def _locate(
     address_P: Array, cells_P: Array, table_U: Array, id_U: Array, first: Number, last: Number, hash_K: Array,
     shard_K: Array, home_K: Array, k: Number,
 ) -> None:  # fmt: skip
-    """Find the homes of keys first to last - 1, from place k on, and ask the cache for them."""
-    # A loop of its own: nothing in it branches or looks anything up, so that it runs on whole vectors.
+    """Find the homes of keys first to last - 1, write them from place k on, and prefetch them."""
+    # A loop of its own: without branches and look-ups LLVM vectorizes it.
     for i in range(natural(last - first)):
         u = natural(first) + i
         hash_K[i] = hash_key(np.int64(table_U[u]), np.int64(id_U[u]), np.int64(0))
@@ -129,8 +131,8 @@ def cells_find(
 ) -> None:
     """place_U[u] = the place of key u, -1 where the index does not hold it.
 
-    Keys whose probe goes beyond its first line, one in five, are put off: a branch would be mispredicted, and then wait
-    for the second line with nothing else to do.
+    Keys whose probe goes beyond its first line, one in five, are collected and finished later: a branch on each would
+    be mispredicted, and would then wait for the second line with nothing else to do.
     """
     shard_K, home_K = np.empty(2 * _AHEAD, np.int64), np.empty(2 * _AHEAD, np.int64)
     later_K, hash_K = np.empty(_AHEAD, np.int64), np.empty(_AHEAD, np.uint64)
@@ -198,8 +200,8 @@ def cells_put(
     """Put the cells cell_U2[begin_P1[p]] to cell_U2[begin_P1[p + 1] - 1] into shard p, for shards begin to end - 1.
 
     old_U[order_U[i]] = the place the key of cell i had, -1 if it is new; of equal keys the last one counts.
-    Where order_U is empty it is old_U[i], which takes less time: nothing is written all over memory. New keys are
-    counted in size_P. The caller has made sure that every shard has an empty cell left after its keys are in.
+    Where order_U is empty it is old_U[i], which is faster: writes are sequential. New keys are counted in size_P. The
+    caller has made sure that every shard has an empty cell left after its keys are in.
     """
     home_K = np.empty(_AHEAD, np.int64)
     for p in range(begin, end):
@@ -228,7 +230,7 @@ def cells_move(
 ) -> None:
     """Copy shards shard_G[begin:end] into larger arrays of cells, whatever those hold.
 
-    They are written before anything of them is read: memory that is read first is mapped twice.
+    The new cells are zeroed before they are read: memory that is read first is mapped twice by the system.
     """
     for g in range(begin, end):
         p = shard_G[g]

@@ -1,15 +1,15 @@
 """Open-addressing hash index on the GPU: (table, id) -> place.  U keys, C cells, 16 bytes each.
 
-    cell_C2[c] = (id, table << 40 | place + 1)       word 0 = never taken, word -1 = given up
+    cell_C2[c] = (id, table << 40 | place + 1)       word 0 = never taken, word -1 = erased
 
-The cells are those of oneemb.kernels.hash_index but for cells given up: threads cannot close a hole while others
-probe past it. An inserted key takes a cell that was given up as gladly as one never taken, and the owner of the
-index builds it anew when too few were never taken.
+The cells are those of oneemb.kernels.hash_index, but an erased key leaves a tombstone (word -1): threads cannot close a
+hole while others probe past it. An inserted key takes a tombstone or a cell never taken, whichever comes first; the
+owner of the index rebuilds it when too few cells were never taken.
 
-Invariants: between a key's home and its cell no cell is untaken; the word alone tells whether a cell is taken, so
-every int64 is a legal id. A launch either only reads, only inserts or only erases; what is inserted is not in the
-index and no key comes twice, so a cell is claimed by one compare-and-swap and its id may follow in its own time.
-A loop ends after C cells, even in an index that is full.
+Invariants: between a key's home and its cell every cell was taken once; the word alone tells whether a cell is taken,
+so every int64 is a legal id. A launch either only reads, only inserts or only erases; inserted keys are distinct and
+not in the index, so a cell is claimed by one compare-and-swap, and its id may be written later. A loop ends after C
+cells, even in a full index.
 
 Limits: place below 2^40 - 1, table below 2^23.
 """
@@ -52,12 +52,13 @@ def seek(cell_C2: Array, table: Number, id: Number) -> Number:
 
 @cuda.inner
 def _claim(cell_C2: Array, table: Number, id: Number, word: Number) -> Number:
-    """Put a key that is not in the index: 1 = in a cell never taken before, 0 = in one given up, -1 = all are taken."""
+    """Insert a key that is not in the index: 1 = in a cell never taken before, 0 = in a tombstone, -1 = all are
+    taken."""
     cells = cell_C2.shape[0]
     c = home(table, id, cells)
     for _ in range(cells):
         before = cell_C2[c, 1]
-        # Another thread may take the cell first, or between two looks; whoever swaps has it.
+        # Another thread may take the cell first: the thread whose swap succeeds has it.
         while before <= 0:
             found = cuda.atomic.cas(cell_C2, (c, 1), before, word)
             if found == before:
@@ -82,7 +83,7 @@ def find_loop(cell_C2: Array, table_U: Array, id_U: Array, size_1: Array, place_
 
 @cuda
 def insert_loop(cell_C2: Array, table_U: Array, id_U: Array, place_U: Array, count_2: Array) -> None:
-    """Put keys. count_2: cells that were taken for the first time, and keys for which there was none, are added."""
+    """Insert keys. count_2[0] counts the cells taken for the first time, count_2[1] the keys that found no cell."""
     u = cuda.grid(1)
     while u < id_U.shape[0]:
         taken = _claim(cell_C2, table_U[u], id_U[u], (np.int64(table_U[u]) << _PLACE_BITS) | (place_U[u] + 1))
@@ -95,7 +96,7 @@ def insert_loop(cell_C2: Array, table_U: Array, id_U: Array, place_U: Array, cou
 
 @cuda
 def erase_loop(cell_C2: Array, table_U: Array, id_U: Array, old_U: Array) -> None:
-    """Take keys out; old_U[u] = the place key u had, -1 if it was not there. No key comes twice."""
+    """Erase distinct keys; old_U[u] = the place that key u had, -1 if it was not in the index."""
     u = cuda.grid(1)
     while u < id_U.shape[0]:
         c = seek(cell_C2, table_U[u], id_U[u])
@@ -108,7 +109,7 @@ def erase_loop(cell_C2: Array, table_U: Array, id_U: Array, old_U: Array) -> Non
 
 @cuda
 def rehash_loop(cell_C2: Array, to_C2: Array, count_2: Array) -> None:
-    """Put all keys of an index into another, empty one; count_2 as for `insert_loop`."""
+    """Insert all keys of an index into an empty one; count_2 as for `insert_loop`."""
     c = cuda.grid(1)
     while c < cell_C2.shape[0]:
         word = cell_C2[c, 1]

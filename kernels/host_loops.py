@@ -30,7 +30,10 @@ _NO_INVERSE = np.empty(0, np.int32)
 
 
 class HostLoops:
-    """Loops that run on these threads. See `oneemb.kernels.loops.Loops` for what each does."""
+    """Loops that run on these threads. See `oneemb.kernels.loops.Loops` for what each does.
+
+    `keys`, `grads` and `segments` are `Any`: loops take only those that they have given.
+    """
 
     place = "the CPU"
     device = torch.device("cpu")

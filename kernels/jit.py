@@ -3,13 +3,13 @@
 With jit_code, the few instructions Python lacks, jit_lanes, vectors for CPU loops, and jit_cuda, this is all that
 imports numba.
 
-A **rule** is a scalar function that holds arithmetic (an optimizer step, a hash, a random draw). It has no
+A **rule** is a scalar function with arithmetic: an optimizer step, a hash, a random draw. It has no explicit
 signature, so that a loop of any backend may call it. A **CPU loop** moves data: it takes its range of work
 `begin, end` first and is called through `oneemb.kernels.threads.Threads`, without the interpreter lock.
 
 A **CUDA loop** is one thread's work of a launch, written against numba's `cuda` module under that name, and is
 launched by `oneemb.kernels.launch`. Nothing of CUDA is imported before the first launch: `oneemb.kernels.jit_cuda`
-then gives the names below that are marked so their meaning, on a GPU or in numba's simulator.
+then binds `cuda`, `load`, `store` and `move` to what they mean on a GPU or in numba's simulator.
 """
 
 import functools
@@ -40,18 +40,18 @@ CpuLoop = Callable[..., Any]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# No fastmath: the same numbers on every run. error_model="numpy": a division makes inf or nan, as in torch,
-# instead of a Python exception in the middle of a loop.
+# No fastmath: the same numbers on every run. error_model="numpy": a division by zero gives inf or nan, as in torch, and
+# no Python exception in the middle of a loop.
 _OPTIONS = dict(nogil=True, error_model="numpy", fastmath=False)
 
 
-# Who compiles a loop, or loads one that was compiled, holds this lock of numba's.
+# numba's lock: held while a loop is compiled or loaded.
 compiling = global_compiler_lock
 
 
 class Compiling:
-    """What is done around a compilation, by whoever knows of signals: numba keeps its lock for ever where an interrupt
-    comes within it. storage/turns.py sets it."""
+    """Callbacks before and after a compilation, set by storage/turns.py. They hold signals back: after an interrupt
+    within a compilation numba would never release its lock."""
 
     def __init__(self) -> None:
         self.begin: Callable[[], None] = lambda: None
@@ -62,10 +62,10 @@ around_compiling = Compiling()
 
 
 def get_ready_to_compile() -> None:
-    """Let numba look at functions of Python now, before any is replaced: it knows them by what they are."""
+    """Let numba register Python's functions now, before any is replaced: it recognizes them by identity."""
     around_compiling.begin()
     try:
-        with compiling._lock:  # which several threads may ask for at once
+        with compiling._lock:  # several threads may call this at once
             cpu_target.target_context.refresh()
             cpu_target.typing_context.refresh()
     finally:
@@ -73,7 +73,7 @@ def get_ready_to_compile() -> None:
 
 
 def rule(function: _F) -> _F:
-    """Compile a scalar function that loops may call. Its types are those of its arguments."""
+    """Compile a scalar function that loops may call, for the types of its arguments."""
     return _cached(numba.njit(function, **_OPTIONS))
 
 
@@ -83,12 +83,12 @@ def cpu(function: _F) -> _F:
 
 
 def part(function: _F) -> _F:
-    """Compile a piece of CPU loops into each loop that calls it. Arrays are costly to pass: nothing is called here."""
+    """Compile a part of CPU loops, inlined into each loop that calls it, because passing arrays to a call is slow."""
     return _cached(numba.njit(function, forceinline=True, **_OPTIONS))
 
 
 def external(name: str, result: str, arguments: list[str]) -> Any:
-    """A function of the C library that loops may call. Types are numba's names; `int32*` is a pointer to int32."""
+    """A function of the C library that loops may call. Types are given by numba's names; `int32*` is a pointer."""
 
     def of(type_name: str) -> Any:
         return types.CPointer(of(type_name[:-1])) if type_name.endswith("*") else getattr(types, type_name)
@@ -97,7 +97,7 @@ def external(name: str, result: str, arguments: list[str]) -> Any:
 
 
 class CudaLoop:
-    """A CUDA loop, or a function that CUDA loops call, as its author wrote it; jit_cuda compiles it when it first runs.
+    """A CUDA loop, or a function that CUDA loops call, not compiled yet: jit_cuda does that when it first runs.
 
     `loop.at(V=4)` is the loop with the global name V, and that of each function it calls, bound to 4: a constant of
     the compiled code. A constant may be a rule.
@@ -151,7 +151,7 @@ def move(to: Any, to_row: Any, to_column: Any, array: Any, row: Any, column: Any
 
 @functools.cache
 def _sources_digest() -> str:
-    """Stands for all that compiled code depends on: every kernel's source, and the compiler."""
+    """A digest of all that compiled code depends on: the kernels' sources and the compiler's version."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -161,8 +161,8 @@ def _sources_digest() -> str:
 class _Locator(caching._CacheLocator):
     """Keeps compiled code in the user's cache folder, under the digest of all kernels.
 
-    numba's own locators look at the file of the loop alone and would go on using a loop whose rule, in another file,
-    has changed. Ours also serves an install that cannot be written to, and the same version installed anew.
+    numba's own locators compare the loop's file only, and would go on using a loop after a rule in another file has
+    changed. This one also works for an install that cannot be written to, and for the same version installed again.
     """
 
     def __init__(self, function: Any, file: Any) -> None:
@@ -197,7 +197,7 @@ class _Cache(caching.FunctionCache):
 
 
 def _cached(dispatcher: Any) -> Any:
-    """Let the dispatcher keep its compiled code in a file; without a folder to write to, only in memory."""
+    """Let the dispatcher keep its compiled code in a file; in memory only if there is no folder to write to."""
     try:
         dispatcher._cache = _Cache(dispatcher.py_func)
     except (AttributeError, RuntimeError):  # jit is switched off; no locator found a folder

@@ -1,14 +1,14 @@
-"""The few instructions that Python lacks, for rules and CPU loops: memory by address, prefetches, bits of numbers.
+"""Instructions that Python lacks, for rules and CPU loops: memory by address, prefetches, bits of numbers.
 
-Weights narrower than 32 bits have no arithmetic of their own on CPUs, and numba has no bfloat16 at all. Their
-bits travel in integer arrays, and the array's dtype says how to read them:
+CPUs have no arithmetic for weights narrower than 32 bits, and numba has no bfloat16. Their bits are kept in integer
+arrays, and the array's dtype says how to read them:
 
     float32  ->  float32 weights        uint16  ->  float16 bits        int16  ->  bfloat16 bits
 
 `to_float32` reads a weight of any of the three and `from_float32` rounds to nearest even for storing.
 
-Functions marked `intrinsic` are run by numba while it compiles their caller, with its own types and LLVM's values, for
-which there are no type hints: hence `Any`.
+numba runs functions marked `intrinsic` while it compiles their caller, with numba's types and LLVM's values. Neither
+have type hints, hence `Any`.
 """
 
 from typing import Any, no_type_check
@@ -77,7 +77,7 @@ def mul_high(typingctx: Any, x: Any, y: Any) -> Any:
     return types.uint64(x, y), codegen
 
 
-# Four 64-bit products in one instruction. Without it, vectors would be slower than one number after the other.
+# Whether the CPU has four 64-bit products in one instruction. Without it vectors are slower than single numbers.
 _WIDE_PRODUCTS = llvmlite.binding.get_host_cpu_features().get("avx512dq", False)
 
 
@@ -144,7 +144,7 @@ def lanes_mixed(
 
 @rule
 def natural(x: Number) -> Number:
-    """x, which is not below zero, as an index. Of any other one, numba asks first whether it counts from the end."""
+    """x, which must not be negative, as an index. For a signed index numba adds a test for counting from the end."""
     return np.uint64(x)
 
 
@@ -152,12 +152,12 @@ def natural(x: Number) -> Number:
 def keep_rolled(typingctx: Any) -> Any:
     """Inside a loop: keeps LLVM from unrolling it.
 
-    Of a loop that makes a few turns, each time another number of them, unrolling leaves over several short ones, whose
-    branches no processor foresees.
+    A loop that makes few turns, each time another number of them, would become several short loops whose branches no
+    processor predicts.
     """
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        # No instruction at all. What is convergent may not be made to depend on more conditions than it does.
+        # An empty instruction. LLVM must not make convergent code depend on more conditions, so it does not unroll.
         nothing = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "", "", side_effect=True)
         builder.call(nothing, []).attributes.add("convergent")
         return context.get_dummy_value()
@@ -166,7 +166,7 @@ def keep_rolled(typingctx: Any) -> Any:
 
 
 def _prefetch(builder: Any, address: Any, level: Any) -> None:
-    """Ask the cache of this level, 1 or 2, for the line at an address, an integer."""
+    """Prefetch the line at an address, an integer, into the cache of this level, 1 or 2."""
     pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
     i32 = ir.IntType(32)
     function_type = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
@@ -176,7 +176,7 @@ def _prefetch(builder: Any, address: Any, level: Any) -> None:
 
 @intrinsic
 def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
-    """Ask the first cache for `array[index]` of a 1-D array, which will be read soon."""
+    """Prefetch `array[index]` of a 1-D array into the first-level cache."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         array_type, index_type = sig.args
@@ -191,10 +191,10 @@ def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def prefetch_row(typingctx: Any, array: Any, row: Any, column: Any, columns: Any) -> Any:
-    """Ask the second cache for `array[row, column : column + columns]` of a C-contiguous 2-D array, to be read soon.
+    """Prefetch `array[row, column : column + columns]` of a C-contiguous 2-D array into the second-level cache.
 
-    For every line of it: the processor's own prefetcher starts too late for a short run. And for no nearer cache: the
-    first one can wait for few lines at once, fewer than the rows on their way have.
+    Every line of it, since the processor's own prefetcher starts too late for a short run. Into the second level, since
+    the first one can wait for few lines at once, fewer than the prefetched rows have.
     """
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -203,7 +203,7 @@ def prefetch_row(typingctx: Any, array: Any, row: Any, column: Any, columns: Any
         row_bytes = cgutils.unpack_tuple(builder, view.strides)[0]
         word = row_bytes.type
         row, column, columns = (
-            context.cast(builder, given, kind, types.intp) for given, kind in zip(args[1:], sig.args[1:], strict=True)
+            context.cast(builder, value, kind, types.intp) for value, kind in zip(args[1:], sig.args[1:], strict=True)
         )
         element_bytes = word(array_type.dtype.bitwidth // 8)
         begin = builder.add(builder.ptrtoint(view.data, word), builder.mul(row, row_bytes))
@@ -211,7 +211,7 @@ def prefetch_row(typingctx: Any, array: Any, row: Any, column: Any, columns: Any
         size = builder.mul(columns, element_bytes)
         with cgutils.for_range_slice(builder, word(0), size, word(_LINE_BYTES), intp=word) as (offset, _):
             _prefetch(builder, builder.add(begin, offset), 2)
-        # The last line once more, unless the row begins in the middle of one.
+        # The last line is another one if the row begins in the middle of a line; else it is prefetched twice.
         _prefetch(builder, builder.add(begin, builder.sub(size, word(1))), 2)
         return context.get_dummy_value()
 
@@ -225,7 +225,7 @@ def _word_pointer(builder: Any, address: Any, index: Any) -> Any:
 
 @intrinsic
 def word_at(typingctx: Any, address: Any, index: Any) -> Any:
-    """The int64 that lies `index` words after an address: memory of arrays that are too many to pass to a loop."""
+    """The int64 `index` words after an address: for arrays that are too many to be arguments of a loop."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.load(_word_pointer(builder, *args))
@@ -235,7 +235,7 @@ def word_at(typingctx: Any, address: Any, index: Any) -> Any:
 
 @intrinsic
 def set_word(typingctx: Any, address: Any, index: Any, word: Any) -> Any:
-    """Write the int64 that lies `index` words after an address."""
+    """Write the int64 `index` words after an address."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         builder.store(args[2], _word_pointer(builder, *args[:2]))
@@ -246,7 +246,7 @@ def set_word(typingctx: Any, address: Any, index: Any, word: Any) -> Any:
 
 @intrinsic
 def prefetch_word(typingctx: Any, address: Any, index: Any) -> Any:
-    """Ask the first cache for the word that lies `index` words after an address."""
+    """Prefetch the word `index` words after an address into the first-level cache."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         _prefetch(builder, builder.ptrtoint(_word_pointer(builder, *args), ir.IntType(64)), 1)

@@ -1,13 +1,13 @@
-"""What CUDA loops are made of once they run: on a GPU, in numba's simulator, or compiled for a GPU that is not here.
+"""Compiles CUDA loops: for a GPU, for numba's simulator, or for a GPU that is not in this machine.
 
-Imported at the first launch only. Where NUMBA_ENABLE_CUDASIM=1 is set, numba runs a loop as Python, a thread of the
-machine for each of the grid's, and the names that compilers supply are Python functions; rules stay compiled, so the
-simulator and the CPU compute with the same machine code.
+Imported at the first launch only. With NUMBA_ENABLE_CUDASIM=1 numba runs a loop as Python, with a thread of the machine
+for each CUDA thread, and `load`, `store` and the like are Python functions; rules stay compiled, so the simulator and
+the CPU compute with the same machine code.
 
 Invariants:
-- rules of integers agree with the CPU bit for bit;
-- rules of +, -, *, / and sqrt agree with the CPU bit for bit: a product is never merged into the sum it feeds, which
-  libNVVM does unless it is told not to, and sqrt and division are the exact ones;
+- rules on integers agree with the CPU bit for bit;
+- rules with +, -, *, / and sqrt agree with the CPU bit for bit: products are not contracted with sums, which libNVVM
+  does by default, and sqrt and division are the correctly rounded ones;
 - rules that call log or pow differ from the CPU by the libraries' difference in float64, at most 2 ulp of it.
 """
 
@@ -38,14 +38,14 @@ SIMULATED = bool(numba.config.ENABLE_CUDASIM)
 """Whether loops run in numba's simulator, on arrays in the host's memory."""
 
 COMPILES = not SIMULATED and importlib.util.find_spec("numba_cuda") is not None
-"""Whether loops can be compiled. The module numba.cuda is there without the package too, an older one."""
+"""Whether loops can be compiled. numba.cuda alone proves nothing: numba has an older one without the package."""
 
 _plain = contextvars.ContextVar("_plain", default=False)
 
 
 @contextlib.contextmanager
 def without_contraction() -> Iterator[None]:
-    """What is compiled inside keeps each product apart from the sum it feeds."""
+    """Compile inside without contraction: a product and a sum are rounded one after the other."""
     token = _plain.set(True)
     try:
         yield
@@ -59,7 +59,7 @@ if COMPILES:
     _compile_ir = nvvm.compile_ir
 
     def _compile_ir_plain(llvmir: Any, **options: Any) -> Any:
-        # numba-cuda has no option for this; libNVVM has, and other people's kernels keep its default.
+        # numba-cuda has no option for this, but libNVVM has. Kernels of other packages keep its default.
         if _plain.get():
             options.setdefault("fma", False)
         return _compile_ir(llvmir, **options)
@@ -69,7 +69,7 @@ if COMPILES:
 
 @functools.cache
 def stream_of(handle: int) -> Any:
-    """A stream of torch's, given by its handle, as numba takes it."""
+    """numba's stream object for a torch stream, given by its handle."""
     return cuda.external_stream(handle) if handle else cuda.default_stream()
 
 
@@ -85,7 +85,7 @@ def driver_version() -> int:
 
 
 def simulated_array(array: np.ndarray) -> Any:
-    """An array of the host's as the simulator's device array: the same memory."""
+    """A host array as the simulator's device array, on the same memory."""
     from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
     return FakeCUDAArray(array)
@@ -96,7 +96,7 @@ def simulated_array(array: np.ndarray) -> Any:
 
 @functools.cache
 def bound(loop: CudaLoop, constants: tuple[tuple[str, Any], ...]) -> Any:
-    """The loop's function with the names it uses bound to what they mean here."""
+    """The loop's function with its global names bound to constants and to what they mean on this device."""
     function = loop.function
     names = dict(function.__globals__)
     of = dict(constants)
@@ -143,10 +143,10 @@ def kernel_of(loop: CudaLoop) -> Any:
 
 
 def compile_ptx(loop: CudaLoop, argument_types: tuple, compute_capability: tuple[int, int]) -> str:
-    """The loop as PTX for a GPU that need not be here."""
+    """The loop as PTX for a GPU that need not be in this machine."""
     from numba.cuda import dispatcher
 
-    # Compiling a rule asks the current device for its kind, even when the kind to compile for is given.
+    # Compiling a rule asks the current device for its compute capability, even if one is given.
     device = python_types.SimpleNamespace(compute_capability=compute_capability)
     current, dispatcher.get_current_device = dispatcher.get_current_device, lambda: device
     try:
@@ -164,7 +164,7 @@ def compile_ptx(loop: CudaLoop, argument_types: tuple, compute_capability: tuple
 
 
 class _SimulatedCuda:
-    """numba's `cuda` as the threads of the launch that is running see it, in a loop and in what the loop calls."""
+    """numba's `cuda` in the simulator, for the threads of the running launch."""
 
     def __getattr__(self, name: str) -> Any:
         from numba.cuda.simulator import kernel
@@ -177,9 +177,9 @@ _simulated_cuda = _SimulatedCuda()
 
 @functools.cache
 def _simulated_rule(dispatcher: Any) -> Any:
-    """A rule as loops in Python call it: arrays of the simulator go in as NumPy's, numbers come out with their type.
+    """A rule that loops in Python can call: takes the simulator's arrays, and returns numbers of NumPy's types.
 
-    Compiled functions return Python's numbers, and a float that was float32 would be float64 at its next use.
+    Compiled functions return Python's numbers: a float32 would become a float64 at its next use.
     """
     casts = {types.float32: np.float32, types.float64: np.float64, types.uint64: np.uint64, types.int64: np.int64}
     casts |= {types.uint32: np.uint32, types.int32: np.int32, types.uint16: np.uint16, types.int16: np.int16}
@@ -276,7 +276,8 @@ _WIDE = ir.VectorType(_WORD, 4)  # vectors of 16-bit elements would be moved 8 b
 
 
 def _load_bits(context: Any, builder: Any, kind: Any, array: Any, row: Any, column: Any, width: int) -> Any:
-    """The bits of `width` elements of array[row, column:], each an integer of its size; 16 bytes a time if many."""
+    """The bits of `width` elements of array[row, column:] as integers of their size; several are read 16 bytes at a
+    time."""
     bits = kind.dtype.bitwidth
     element = ir.IntType(bits)
     if width == 1:

@@ -1,14 +1,14 @@
-"""Vectors of 16 float32 for CPU loops that LLVM's own vectorizer does not see through: sums over rows, dot products.
+"""Vectors of 16 float32, for CPU loops that LLVM does not vectorize itself: sums over rows, dot products.
 
     x = load_lanes(row_SX, s, d) * scale       16 weights of row s from column d on, whatever their stored format
     store_lanes(sum_1D, 0, d, x + load_lanes(sum_1D, 0, d))
 
-Lanes are computed on as float32 numbers are, each for itself, so a loop over lanes gives the bits of a loop over
-numbers. Processors with narrower registers use several for one vector. The last `dim % LANES` weights of a row are the
-business of a loop over numbers.
+Arithmetic works on each lane as on a float32 number, so a loop over lanes gives the bits of a loop over numbers.
+Processors with narrower registers use several for one vector. The last `dim % LANES` weights of a row need a loop over
+numbers.
 
-Wide vectors are of 64 numbers, in several registers: a sum over many rows that is kept in one does not go through
-memory from row to row, each time waiting for what was just written.
+Wide vectors have 64 numbers, in several registers: a sum over many rows stays in registers, and need not be read back
+from memory for each row.
 """
 
 import operator
@@ -41,7 +41,7 @@ class _LanesType(types.Type):
         self.count = count
 
     def of(self, element: ir.Type) -> ir.VectorType:
-        """As many of these."""
+        """A vector type of as many elements."""
         return ir.VectorType(element, self.count)
 
     @property
@@ -59,7 +59,7 @@ class _LanesModel(models.PrimitiveModel):
 
 
 def _pointer(context: Any, builder: Any, array_type: Any, place: Any, kind: Any) -> Any:
-    """Where 16 elements from array[row, column] on lie, the three of `place`. Rows are not counted from the end."""
+    """A pointer to a vector that begins at array[row, column], the three of `place`. Indexes must not be negative."""
     array, row, column = place
     view = context.make_array(array_type)(context, builder, array)
     row_bytes = cgutils.unpack_tuple(builder, view.strides)[0]
@@ -98,7 +98,7 @@ def load_lanes(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
 
 @intrinsic
 def load_wide(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
-    """As `load_lanes`, 64 of them."""
+    """As `load_lanes`, for 64 weights."""
     return _load(_wide, array, row, column)
 
 
@@ -144,18 +144,18 @@ def move_lanes(typingctx: Any, to: Any, to_row: Any, to_column: Any, array: Any,
 
 
 def _all(like: Any, number: Any) -> Any:
-    """A vector as `like` is, of one constant."""
+    """A vector of the type of `like`, all of one constant."""
     return like.type([number] * like.type.count)
 
 
 def _same(builder: Any, lanes: Any, number: Any) -> Any:
-    one = builder.insert_element(lanes.numbers(ir.Undefined), number, _I32(0))
-    return builder.shuffle_vector(one, lanes.numbers(ir.Undefined), lanes.of(_I32)([0] * lanes.count))
+    first = builder.insert_element(lanes.numbers(ir.Undefined), number, _I32(0))
+    return builder.shuffle_vector(first, lanes.numbers(ir.Undefined), lanes.of(_I32)([0] * lanes.count))
 
 
 @intrinsic
 def same_lanes(typingctx: Any, number: Any) -> Any:
-    """16 times this float32."""
+    """A vector of this float32, 16 times."""
     if number != types.float32:
         return None
     return _lanes(number), lambda context, builder, sig, args: _same(builder, _lanes, args[0])
@@ -163,7 +163,7 @@ def same_lanes(typingctx: Any, number: Any) -> Any:
 
 @intrinsic
 def same_wide(typingctx: Any, number: Any) -> Any:
-    """64 times this float32."""
+    """A wide vector of this float32, 64 times."""
     if number != types.float32:
         return None
     return _wide(number), lambda context, builder, sig, args: _same(builder, _wide, args[0])
@@ -196,8 +196,8 @@ def _operator(function: Callable[..., Any], instruction: str) -> None:
 
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             both = [
-                _same(builder, lanes, number) if given == types.float32 else number
-                for number, given in zip(args, sig.args, strict=True)
+                _same(builder, lanes, number) if kind == types.float32 else number
+                for number, kind in zip(args, sig.args, strict=True)
             ]
             return getattr(builder, instruction)(*both)
 

@@ -58,11 +58,11 @@ class Segments(Protocol):
 
     @property
     def scale_N(self) -> Array | None:
-        """By what each is multiplied."""
+        """The factor of each."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """U, D: that of the gradients once they are summed."""
+        """(U, D): the shape of the summed gradients."""
 
 
 class Loops(Protocol):

@@ -1,4 +1,4 @@
-"""Which of R owners (ranks, or the paths of a sharded table) keeps a key. Routing, saving and loading all ask here.
+"""Which of R owners (ranks, or the paths of a sharded table) keeps a key: for routing, saving and loading.
 
 Invariant: the answer is a pure function of (table, id, R), the same in every version: snapshots depend on it.
 """
@@ -12,7 +12,7 @@ from oneemb.kernels.jit_code import mul_high
 
 __all__ = ["owner_of"]
 
-# Apart from the salts of hash indexes, which are small numbers: the keys of one owner spread over its whole index.
+# Unlike the salts of hash indexes, which are small numbers: so the keys of one owner spread over its whole index.
 _SALT = np.uint64(0x6F776E6572730001)
 
 

@@ -1,9 +1,9 @@
 """Pools the weights of bags of ids.  N ids in P bags, D weights.
 
     out_PD[p] = sum over the ids n of bag p of scale_N[n] * weights of id n
-    bag p holds the ids offset_P1[p] to offset_P1[p + 1] - 1; an empty bag gives zeros; padding counts for nothing
+    bag p holds the ids offset_P1[p] to offset_P1[p + 1] - 1; an empty bag gives zeros; padding is left out
 
-The sum runs in float32, in batch order, and is rounded once; the rows of the ids are written nowhere. A mean is a sum
+The sum runs in float32, in batch order, and is rounded once; the rows of the ids are not copied. A mean is a sum
 whose scales are 1 / (ids of the bag that are not padding).
 
 Reference: torch.nn.EmbeddingBag.
@@ -20,7 +20,7 @@ from oneemb.kernels.threads import Threads
 
 __all__ = ["mean_scales", "pool", "scale_grads"]
 
-# A bag is several rows of work.
+# The fewest bags worth waking a thread for: a bag has several rows.
 _SHARE_MIN = 64
 
 
@@ -36,7 +36,7 @@ def _mean_scales_cpu(begin: Number, end: Number, offset_P1: Array, inverse_N: Ar
 
 
 def mean_scales(offset_P1: np.ndarray, inverse_N: np.ndarray, *, threads: Threads) -> np.ndarray:
-    """What each id is multiplied with for its bag's sum to be the mean: float32 [N]."""
+    """The scales that make each bag's sum the mean: float32 [N]."""
     scale_N = np.empty(len(inverse_N), np.float32)
     threads.run(_mean_scales_cpu, len(offset_P1) - 1, offset_P1, inverse_N, scale_N, share_min=1 << 14)
     return scale_N

@@ -17,7 +17,7 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import Number, cuda, load, rule, store
 from oneemb.kernels.jit_code import float_bits
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # row updates of the CPU import this file, and must not load CUDA
     from oneemb.kernels.launch import Gpu
 
 __all__ = ["PART", "Segments", "segment_of", "reduce_grads_cuda", "segments_of", "sum_segment"]
@@ -37,7 +37,7 @@ class Segments(NamedTuple):
     order_N: torch.Tensor
     """int64 [N]: the rows of grad_NX, key by key"""
     scale_N: torch.Tensor
-    """float32 [N]: by what each is multiplied, in the order of order_N; of length 0 for ones"""
+    """float32 [N]: the factor of each, in the order of order_N; of length 0 for ones"""
     begin_U1: torch.Tensor
     """int64 [U + 1]: where each key's begin in order_N"""
     part_U1: torch.Tensor
@@ -47,7 +47,7 @@ class Segments(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """U, D: that of the gradients once they are summed."""
+        """(U, D): the shape of the summed gradients."""
         return self.begin_U1.shape[0] - 1, self.grad_NX.shape[1]
 
     @property
@@ -180,13 +180,13 @@ def segments_of(
     *,
     gpu: "Gpu",
 ) -> Segments:
-    """Make the sums of hot keys' parts, so that every key is a short walk.
+    """The gradients by unique key; the parts of keys with many occurrences are summed here already.
 
     Args:
         grad_NX: [N, D], or [P, D] of bags; C-contiguous, bits of float32, float16 (uint16) or bfloat16 (int16).
         order_N, begin_U1: of `oneemb.kernels.unique_keys_cuda.occurrences`.
         bag_N: int64 [N], the row of grad_NX for each id; None = its own.
-        scale_N: float32 [N], by what that is multiplied; None = 1.
+        scale_N: float32 [N], the factor of each id's row; None = 1.
     """
     from oneemb.kernels.launch import vector_width
 
@@ -197,7 +197,7 @@ def segments_of(
     gpu.run(count_parts_loop, keys, begin_U1, count_U)
     part_U1 = gpu.full(keys + 1, value=0, dtype=torch.int64)
     torch.cumsum(count_U, 0, out=part_U1[1:])
-    # More parts than that cannot be: a key with any has more than PART occurrences, and so a part for every half PART.
+    # An upper bound: a key that has parts has more than PART occurrences, so at least PART / 2 for each part.
     part_PD = gpu.empty(2 * size // PART if size > PART else 0, dim, dtype=torch.float32)
     segments = Segments(grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD)
     v = vector_width(dim, grad_NX, part_PD)

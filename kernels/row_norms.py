@@ -2,7 +2,7 @@
 
     part_U[u] = sum of |g|^p over row u, in float64; for p = infinity their maximum
 
-Invariant: a row's part is summed in its order and the parts by one thread, so a norm depends on no number of threads.
+Invariant: a row is summed in order, and the parts by one thread, so a norm does not depend on the number of threads.
 """
 
 import numpy as np

@@ -1,14 +1,14 @@
 """Row updates on the GPU: gradient, optimizer and write-back in one launch, whatever the optimizer.
 
 The arrays are those of oneemb.kernels.row_update, on the device. The gradient comes either summed, float32 [U, D], or
-as `Segments` of the batch's gradients, which are summed on the way into the optimizer and never written anywhere.
+as `Segments` of the batch's gradients, which are summed just before the optimizer uses them and not written to memory.
 
 A group of threads shares a row; each takes V weights at a time, with their state and gradient, as 16 bytes where
 every row is aligned to that. An optimizer whose rule needs nothing but one weight, its state and its gradient is run
 by `element_loop`; the others have loops in their own files.
 
-Invariants: those of oneemb.kernels.row_update; and where go_1[0] is 0, which a check on the device may say, nothing
-is written at all.
+Invariants: those of oneemb.kernels.row_update; and where go_1[0] is 0, which a check on the device may set, nothing is
+written.
 """
 
 import functools
@@ -20,8 +20,10 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import CudaLoop, Number, cuda, load, store
 from oneemb.kernels.reduce_grads_cuda import Segments, sum_segment
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # row updates of the CPU import this file, and must not load CUDA
     import torch
+
+    from oneemb.kernels.launch import Gpu
 
 __all__ = ["element_update", "given", "gradient", "run_row_update_cuda"]
 
@@ -33,7 +35,7 @@ def given(
     g_V: Array, grad_UD: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U1: Array, part_PD: Array,
     u: Number, d: Number,
 ) -> None:  # fmt: skip
-    """The gradient as it lies in grad_UD."""
+    """The gradient, read from grad_UD."""
     load(g_V, grad_UD, u, d)
 
 
@@ -120,7 +122,7 @@ def run_row_update_cuda(
     state_begin: int,
     *scalars: Any,
     go_1: "torch.Tensor | None" = None,
-    gpu: Any,
+    gpu: "Gpu",
 ) -> None:
     """Run an update's loop over all rows of slot_U.
 

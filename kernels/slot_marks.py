@@ -1,6 +1,6 @@
-"""Marks that a tier keeps for each slot: pins, dirty bits, scores.  S slots, U distinct slots, N keys, V chosen ones.
+"""Numbers that a tier keeps for each slot: pins, dirty bits, scores.  S slots, U distinct slots, N keys, V chosen keys.
 
-Slots of -1 stand for rows that are not there, and are passed over.
+A slot of -1 stands for a missing row and is skipped.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from oneemb.kernels.threads import Threads
 
 __all__ = ["add_marks", "pick_keys", "set_marks"]
 
-# Slots that are worth waking a thread for.
+# The fewest slots that are worth waking a thread for.
 _SHARE_MIN = 1 << 15
 
 
@@ -57,9 +57,9 @@ def pick_keys(
     table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray, chosen_S: np.ndarray, table_V: np.ndarray,
     id_V: np.ndarray, slot_V: np.ndarray, size: int,
 ) -> int:  # fmt: skip
-    """Append the keys that live in chosen slots, and these slots, to the first `size` of table_V, id_V and slot_V.
+    """Append the keys whose slots are chosen, and their slots, to the first `size` of table_V, id_V and slot_V.
 
     Returns:
-        How many are there then.
+        The new size.
     """
     return _pick_keys_cpu(table_N, id_N, slot_N, chosen_S, table_V, id_V, slot_V, size)

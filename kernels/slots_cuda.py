@@ -1,4 +1,4 @@
-"""What a lookup does to the slots it finds, on the GPU: pins and scores.  U keys, S slots.
+"""Pins and scores of the slots that a lookup finds, on the GPU.  U keys, S slots.
 
 Invariants: the keys of a launch are distinct, and so are the slots of their rows: no two threads of it write one
 slot; pins are counted with atomics, since a launch on another stream may pin or release the same slot meanwhile.

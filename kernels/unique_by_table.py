@@ -1,13 +1,13 @@
 """Unique keys of a batch of bags, table by table.  T tables, P bags, N ids, U unique keys.
 
-Bag p is of table p % T: those of a sample's tables lie side by side. Keys come table by table, and those of a table in
-the order in which they first occur:
+Bag p is of table p % T: the bags of a sample lie side by side, one for each table. Keys come table by table, and those
+of a table in the order in which they first occur:
 
     T = 2, offset_P1  0 2 3 5 6      table_U  0 0 1 1      inverse_N  0 1 2 0 0 3
            id_N       7 9 7 7 7 8    id_U     7 9 7 8
 
-The keys of a table are the work of one thread, in memory that stays in its cache: J counts ids table by table, in batch
-order within a table, and place_Q1 says where those of each bag lie, Q counting bags table by table.
+One thread finds the keys of a table, in memory that stays in its cache. J counts ids table by table, in batch order
+within a table; Q counts bags table by table; place_Q1 says where the ids of each bag lie among those of J.
 """
 
 from typing import NamedTuple
@@ -22,10 +22,10 @@ from oneemb.kernels.threads import Threads
 
 __all__ = ["KeysByTable", "unique_keys_by_table"]
 
-# Ids whose cells are asked for ahead of the one at work.
+# Ids whose cells are prefetched ahead of the current one.
 _AHEAD = 16
 
-# Ids that are worth waking a thread for.
+# The fewest ids that are worth waking a thread for.
 _SHARE_MIN = 4096
 
 _ONE_THREAD = Threads(1)
@@ -49,7 +49,7 @@ class KeysByTable(NamedTuple):
     key_T1: np.ndarray
     """int64 [T + 1]: the keys of table t are key_T1[t] to key_T1[t + 1] - 1"""
     begin_U1: np.ndarray
-    """int32 [U + 1]: how many ids of keys before come before those of each key"""
+    """int32 [U + 1]: how many ids the keys before each key have in all"""
 
     @property
     def head_U(self) -> np.ndarray:
@@ -135,7 +135,7 @@ def _close_up_cpu(
     begin: Number, end: Number, place_T: Array, key_T1: Array, id_T1: Array, id_V: Array, count_V: Array,
     table_U: Array, id_U: Array, begin_U1: Array,
 ) -> None:  # fmt: skip
-    """Put the keys of tables begin to end - 1 where they belong among all, and their counts on top of those before."""
+    """Copy the keys of tables begin to end - 1 to their place among all keys, and sum up their counts to begin_U1."""
     for t in range(begin, end):
         at = id_T1[t]
         for u in range(key_T1[t], key_T1[t + 1]):
@@ -225,5 +225,5 @@ def unique_keys_by_table(
 
 
 def _tables_min(tables: int, ids: int) -> int:
-    """Of tables, or samples, with so many ids in all: how many are worth waking a thread for."""
+    """The fewest tables (or samples) that are worth waking a thread for, if all have `ids` ids."""
     return 1 + _SHARE_MIN * tables // (ids + 1)

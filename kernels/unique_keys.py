@@ -24,10 +24,10 @@ from oneemb.kernels.threads import Threads
 
 __all__ = ["UniqueKeys", "occurrences", "unique_keys"]
 
-# Ids whose cells are asked for ahead of the one at work.
+# Ids whose cells are prefetched ahead of the current one.
 _AHEAD = 16
 
-# Ids whose hashes are worth waking a thread for.
+# The fewest ids whose hashes are worth waking a thread for.
 _HASH_SHARE_MIN = 1 << 16
 
 _ONE_THREAD = Threads(1)
@@ -43,7 +43,7 @@ class UniqueKeys(NamedTuple):
     inverse_N: np.ndarray
     """int32 [N]: the unique key of each id; -1 for padding"""
     head_U: np.ndarray | None
-    """int32 [U]: the first occurrence of each key; None if nobody may ask"""
+    """int32 [U]: the first occurrence of each key; None for keys that did not come from a batch"""
 
     def occurrences(
         self, bag_N: np.ndarray | None = None, scale_N: np.ndarray | None = None
@@ -54,7 +54,7 @@ class UniqueKeys(NamedTuple):
 
 @cpu
 def _hash_keys_cpu(begin: Number, end: Number, table_N: Array, id_N: Array, hash_N: Array) -> None:
-    # A loop of its own: nothing in it branches, so that it runs on whole vectors.
+    # A loop of its own: without branches LLVM vectorizes it.
     for n in range(begin, end):
         hash_N[n] = hash_key(np.int64(table_N[n]), np.int64(id_N[n]), np.int64(0))
 
@@ -118,7 +118,7 @@ def _occurrences_cpu(
             end_U1[natural(u + 1)] += 1
     for u in range(1, len(end_U1)):
         end_U1[u] += end_U1[u - 1]
-    # Counted from the end of each key's segment down, ends turn into begins.
+    # Filling each segment from its end turns the ends into begins.
     for k in range(natural(1), natural(len(inverse_N) + 1)):
         n = natural(len(inverse_N)) - k
         if inverse_N[n] >= 0:

@@ -46,7 +46,7 @@ def ftrl(
     n_power = _raised(n, power)
     z = z + g - (n_power - _raised(n_before, power)) / lr * w
     w = ((lambda1 if z > 0 else -lambda1) - z) / ((beta + n_power) / lr + lambda2)
-    # Asked this way round so that a NaN stays one.
+    # The comparison is this way round so that NaN stays NaN.
     return np.float32(0) if abs(z) <= lambda1 else w, n, z
 
 
@@ -94,7 +94,7 @@ def update_ftrl(
     weight_decay: float,
     loops: Loops,
 ) -> None:
-    """One step of FTRL-Proximal, in place, on the rows of slot_U. lr must be above 0."""
+    """One step of FTRL-Proximal, in place, on the rows of slot_U. `lr` must be above 0."""
     assert lr > 0
     power = None if lr_power == -0.5 else np.float32(-lr_power)
     loops.update_rows(

@@ -97,7 +97,7 @@ def row_wise_adagrad_loop(
     g_V = cuda.local.array(V, np.float32)
     dim = grad_NX.shape[1]
     lane, lanes, groups = cuda.threadIdx.x, cuda.blockDim.x, cuda.blockDim.y
-    # All threads of a block turn as often, since they wait for each other.
+    # All threads of a block make the same number of turns, since they wait for each other.
     first = cuda.blockIdx.x * groups
     while first < slot_U.shape[0] and go_1[0] != 0:
         u = first + cuda.threadIdx.y
@@ -116,8 +116,8 @@ def row_wise_adagrad_loop(
         if u < slot_U.shape[0]:
             s = slot_U[u]
             square_sum = np.float32(0)
-            for other in range(lanes):
-                square_sum = plus(square_sum, share[own + other])
+            for k in range(lanes):
+                square_sum = plus(square_sum, share[own + k])
             acc, rate = row_wise_rate(row_SW[s, state_begin], square_sum, np.float32(dim), lr, eps)
             d = lane * V
             while d < dim:

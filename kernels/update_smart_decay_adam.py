@@ -106,7 +106,7 @@ def smart_decay_adam_loop(
     v_V = cuda.local.array(V, np.float32)
     dim = grad_NX.shape[1]
     lane, lanes, groups = cuda.threadIdx.x, cuda.blockDim.x, cuda.blockDim.y
-    # All threads of a block turn as often, since they wait for each other.
+    # All threads of a block make the same number of turns, since they wait for each other.
     first = cuda.blockIdx.x * groups
     while first < slot_U.shape[0] and go_1[0] != 0:
         u = first + cuda.threadIdx.y
