@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from oneemb.kernels.loops import Array, Loops, Segments
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.loops import Loops, Segments
 from oneemb.kernels.update_adagrad import update_adagrad
 from oneemb.kernels.update_adam import update_adam, update_sparse_adam
 from oneemb.kernels.update_ftrl import update_ftrl

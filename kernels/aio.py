@@ -1,9 +1,9 @@
-"""Linux AIO from one compiled loop: many direct reads in flight, each checked and copied out as it lands.
+"""Linux AIO from one compiled loop: many direct reads in flight, each checked and copied out when it is complete.
 
-    Q read requests, P places, U rows out, K reads in flight, M slots of memory for what they bring
+    Q read requests, P places, U rows out, K reads in flight, M buffers
 
-The loop keeps K reads in flight by io_submit and io_getevents through libc's syscall(), and does its own work while
-the device does its. Reads past the system's cache need memory, offset and length in whole device blocks.
+The loop keeps K reads in flight by io_submit and io_getevents through libc's syscall(), and checks and copies while the
+device reads. Reads past the system's cache need memory, offset and length in whole device blocks.
 """
 
 import platform
@@ -11,7 +11,8 @@ import sys
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, external
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu, external
 from oneemb.kernels.row_blocks import rows_deliver
 
 __all__ = ["AIO_NUMBERS", "BAD_BLOCK", "aio_destroy", "aio_read", "aio_setup"]
@@ -27,7 +28,7 @@ _IOCB_WORDS = 8  # struct iocb: data, (key, flags), (opcode, priority, file), ad
 
 _EINTR, _EAGAIN, _EINVAL = 4, 11, 22
 
-# A system that takes no read while none is in flight is asked again after 1, 2, 4, ... milliseconds, a second in all.
+# If the system accepts no read while none is in flight, it is asked again after 1, 2, 4, ... ms, for a second in all.
 _REFUSALS_MAX = 10
 
 _syscall = external("syscall", "int64", ["int64"] * 6)
@@ -36,7 +37,7 @@ _usleep = external("usleep", "int32", ["uint32"])
 
 
 @cpu
-def aio_setup(number, depth, context_1):
+def aio_setup(number: Number, depth: Number, context_1: Array) -> Number:
     """Make a context for `depth` reads; 0 or a negative error number."""
     if _syscall(number, depth, context_1.ctypes.data, 0, 0, 0) < 0:
         return -np.int64(_errno_place()[0])
@@ -44,36 +45,38 @@ def aio_setup(number, depth, context_1):
 
 
 @cpu
-def aio_destroy(number, context):
-    """Wait for what is in flight and end the context; below 0 where the system does not know it."""
+def aio_destroy(number: Number, context: Number) -> Number:
+    """Wait for the reads in flight and destroy the context; below 0 if the system does not know it."""
     return _syscall(number, context, 0, 0, 0, 0)
 
 
 @cpu
 def aio_read(
-    getevents, submit, context, depth, iocb_MX, event_KX, word_X, slot_words,
-    file_Q, offset_Q, bytes_Q, block_Q, first_Q, place_P, to_P, rows_a_block, block_words, sum_B, out_UW, failed_4,
-):  # fmt: skip
+    getevents: Number, submit: Number, context: Number, depth: Number, iocb_MX: Array, event_KX: Array, word_X: Array,
+    buffer_words: Number, file_Q: Array, offset_Q: Array, bytes_Q: Array, block_Q: Array, first_Q: Array,
+    place_P: Array, to_P: Array, rows_per_block: Number, block_words: Number, sum_B: Array, out_UW: Array,
+    failed_4: Array,
+) -> Number:  # fmt: skip
     """Read all requests and copy their rows out.
 
-    What has landed is checked and copied only after the next reads are on their way, so that the device never waits for
-    that; hence twice as many slots of memory as reads in flight.
+    Completed reads are checked and copied only after the next reads are submitted, so that the device never waits for
+    that; hence there are twice as many buffers as reads in flight.
 
-    Returns 0; or BAD_BLOCK with failed_4 = (request, p, slot of the memory, 0), or a negative error number with
-    failed_4[0] = request: that of EAGAIN where the system goes on taking no read although none is in flight.
+    Returns 0; or BAD_BLOCK with failed_4 = (request, p, buffer, 0), or a negative error number with
+    failed_4[0] = request: -EAGAIN if the system keeps accepting no read although none is in flight.
 
-    Nothing is in flight afterwards, unless io_getevents itself fails: then failed_4[3] reads are, and may write into
-    `word_X` until the context is destroyed.
+    No read is in flight afterwards, unless io_getevents itself fails: then failed_4[3] reads are, and they may write
+    into `word_X` until the context is destroyed.
     """
-    requests, slots = len(file_Q), len(iocb_MX)
+    requests, buffers = len(file_Q), len(iocb_MX)
     base = word_X.ctypes.data
-    free_M, request_M = np.empty(slots, np.int64), np.empty(slots, np.int64)
-    for m in range(slots):
+    free_M, request_M = np.empty(buffers, np.int64), np.empty(buffers, np.int64)
+    for m in range(buffers):
         free_M[m] = m
-    free = slots
+    free = buffers
     ready_K, landed_K = np.empty(depth, np.int64), np.empty(depth, np.int64)
-    prepared = ready = in_flight = landed = 0  # `ready` reads are prepared and not yet taken by the system.
-    refused = 0  # times in a row that the system took none
+    prepared = ready = in_flight = landed = 0  # `ready` reads are prepared and not yet accepted by the system
+    refused = 0  # times in a row that the system accepted none
     result = np.int64(0)
     while True:
         while in_flight + ready < depth and prepared < requests and result == 0:
@@ -83,7 +86,7 @@ def aio_read(
             iocb_MX[m, 0] = m
             iocb_MX[m, 1] = 0
             iocb_MX[m, 2] = np.int64(file_Q[prepared]) << 32  # opcode 0 is a read, the file is the upper half
-            iocb_MX[m, 3] = base + 8 * slot_words * m
+            iocb_MX[m, 3] = base + 8 * buffer_words * m
             iocb_MX[m, 4] = bytes_Q[prepared]
             iocb_MX[m, 5] = offset_Q[prepared]
             iocb_MX[m, 6] = 0
@@ -108,11 +111,11 @@ def aio_read(
             q = request_M[m]
             if result == 0:
                 p = rows_deliver(
-                    word_X, slot_words * m, block_Q[q], place_P, to_P, first_Q[q], first_Q[q + 1],
-                    rows_a_block, block_words, sum_B, out_UW,
+                    word_X, buffer_words * m, block_Q[q], place_P, to_P, first_Q[q], first_Q[q + 1],
+                    rows_per_block, block_words, sum_B, out_UW,
                 )  # fmt: skip
                 if p < first_Q[q + 1]:
-                    # No read is prepared from now on, so that nothing overwrites the slot.
+                    # No read is prepared from now on, so that nothing overwrites the buffer.
                     result = np.int64(BAD_BLOCK)
                     failed_4[0] = q
                     failed_4[1] = p
@@ -123,10 +126,10 @@ def aio_read(
         if in_flight == 0:
             if result != 0 or ready == 0:
                 break
-            if refused > 0:  # for want of room, which others may give back
+            if refused > 0:  # its limit is reached; other processes may end their reads
                 _usleep(np.uint32(1000 << (refused - 1)))
             continue
-        # Waiting for several at once saves calls; the last ones are waited for one by one.
+        # Waiting for several at once saves system calls; the last ones are waited for one by one.
         least = min(max(1, depth // 8), in_flight)
         events = _syscall(getevents, context, least, depth, event_KX.ctypes.data, 0)
         if events <= 0:
@@ -145,7 +148,7 @@ def aio_read(
             if event_KX[e, 2] < 0 and result == 0:
                 result = event_KX[e, 2]
                 failed_4[0] = q
-            # A read that ends early leaves old bytes after it; their checksums tell, unless they are zeroed.
+            # A short read leaves old bytes in the buffer, which might pass their checksums: they are zeroed.
             for w in range(max(0, event_KX[e, 2]) // 8, bytes_Q[q] // 8):
-                word_X[slot_words * m + w] = 0
+                word_X[buffer_words * m + w] = 0
     return result

@@ -1,15 +1,20 @@
 """XXH64 checksums of whole 64-bit words.  B blocks, X words of a block.
 
 Reference: Collet, xxHash fast digest algorithm, version 0.1.1. Lengths here are multiples of 8 bytes, so the
-parts of the algorithm for a rest of 4 bytes and of single bytes never run; the results are those of XXH64.
-Words are read as the machine has them: files are little-endian, and so must be the machine.
+algorithm's steps for the last 4 bytes and for single bytes are left out; the results are those of XXH64. Words are read
+in the machine's byte order, which must be little-endian as the files are.
 """
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, lanes_mixed, rule
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu, rule
+from oneemb.kernels.jit_code import lanes_mixed
 
-__all__ = ["block_sum", "blocks_sum", "low_half", "sum_words", "xxh64"]
+__all__ = ["Buffer", "block_sum", "blocks_sum", "low_half", "sum_words", "xxh64"]
+
+Buffer = bytes | bytearray | memoryview | np.ndarray
+"""Contiguous bytes, or numbers of any kind."""
 
 _P1 = np.uint64(0x9E3779B185EBCA87)
 _P2 = np.uint64(0xC2B2AE3D27D4EB4F)
@@ -19,22 +24,22 @@ _P5 = np.uint64(0x27D4EB2F165667C5)
 
 
 @rule
-def _rotate(x, bits):
+def _rotate(x: Number, bits: Number) -> Number:
     return (x << np.uint64(bits)) | (x >> np.uint64(64 - bits))
 
 
 @rule
-def _round(lane, word):
+def _round(lane: Number, word: Number) -> Number:
     return _rotate(lane + word * _P2, 31) * _P1
 
 
 @rule
-def _merge(sum, lane):
+def _merge(sum: Number, lane: Number) -> Number:
     return (sum ^ _round(np.uint64(0), lane)) * _P1 + _P4
 
 
 @rule
-def sum_words(word_X, begin, end, seed):
+def sum_words(word_X: Array, begin: Number, end: Number, seed: Number) -> Number:
     """XXH64 of the bytes of word_X[begin:end]."""
     seed = np.uint64(seed)
     x = begin
@@ -56,34 +61,34 @@ def sum_words(word_X, begin, end, seed):
 
 
 @rule
-def low_half(sum):
+def low_half(sum: Number) -> Number:
     """The low 32 bits of a checksum."""
     return np.uint32(sum & np.uint64(0xFFFFFFFF))
 
 
 @rule
-def block_sum(word_X, b, block_words):
+def block_sum(word_X: Array, b: Number, block_words: Number) -> Number:
     """The low half of the XXH64 of block b, with seed 0."""
     return low_half(sum_words(word_X, b * block_words, (b + 1) * block_words, 0))
 
 
 @cpu
-def _xxh64(word_X, seed):
+def _xxh64(word_X: Array, seed: Number) -> Number:
     return sum_words(word_X, 0, len(word_X), seed)
 
 
 @cpu
-def blocks_sum(begin, end, word_X, block_words, sum_B):
+def blocks_sum(begin: Number, end: Number, word_X: Array, block_words: Number, sum_B: Array) -> None:
     """sum_B[b] = the low half of the XXH64 of block b, with seed 0."""
     for b in range(begin, end):
         sum_B[b] = block_sum(word_X, b, block_words)
 
 
-def xxh64(data, seed: int = 0) -> int:
-    """The XXH64 of some bytes, whose number must be a multiple of 8.
+def xxh64(data: Buffer, seed: int = 0) -> int:
+    """The XXH64 of bytes, whose number must be a multiple of 8.
 
     Args:
-        data: any contiguous buffer.
+        data: contiguous.
         seed: 64 bits.
     """
     byte_N = np.frombuffer(data, np.uint8)

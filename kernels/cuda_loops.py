@@ -1,35 +1,33 @@
 """Loops on a GPU: `oneemb.kernels.loops.Loops` for tensors on the device.
 
-A step waits for the device twice: its acquisition reads how many unique keys there are, how many of them miss and
-whether tables and offsets are as they must be, in one go, and not at all where a batch prepared ahead has found every
-row; and `surely_finite` reads how large gradients are, those of rows and of dense parameters in one go. That second
-wait could be put off only as far as the dense optimizer's step: torch's optimizers take no answer that is on the
-device, and rows updated before it would have to be taken back, with the step's count and the marks of dirty rows. It
-comes when the whole backward pass has been handed to the device, and costs what launching that step costs. Several
-lookups of one embedding in a step wait once more, for the number of their keys together; so does clipping, for a norm.
+A step waits for the device twice. First, its acquisition reads in one go how many unique keys there are, how many of
+them miss, and whether tables and offsets are valid; it does not wait if a batch prepared ahead has found every row.
+Second, `surely_finite` reads in one go how large the gradients of rows and of dense parameters are. That second wait
+could be put off only until the dense optimizer's step: torch's optimizers take no result that is on the device, and
+rows updated before would have to be restored, with the step's count and the dirty bits. It comes after the whole
+backward pass was launched, and costs what launching that step costs. Several lookups of one embedding in a step wait
+once more, for the number of their keys together; so does clipping, for a norm.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from oneemb.kernels import launch, reduce_grads_cuda
-from oneemb.kernels.bags import Bags
+from oneemb.kernels.arrays import Bags, RowsOfIds, Terms
 from oneemb.kernels.gather_cuda import gather_cuda
 from oneemb.kernels.host_loops import BITS, SUM_MAX
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.init_rows_cuda import DeviceInitialRows, init_rows_cuda
+from oneemb.kernels.jit import CudaLoop
 from oneemb.kernels.launch import Gpu
 from oneemb.kernels.pool_cuda import bags_of_cuda, mean_scales_cuda, pool_cuda, scale_grads_cuda
 from oneemb.kernels.reduce_grads_cuda import Segments, reduce_grads_cuda as sum_segments_cuda
 from oneemb.kernels.row_update_cuda import run_row_update_cuda
 from oneemb.kernels.unique_keys_cuda import DeviceKeys, occurrences, unique_keys_cuda
-
-if TYPE_CHECKING:
-    from oneemb.kernels.loops import Terms
 
 __all__ = ["CudaLoops", "loops_of"]
 
@@ -37,7 +35,10 @@ _OF_BITS = {bits: dtype for dtype, bits in BITS.items()}
 
 
 class CudaLoops:
-    """Loops that run on this GPU. See `oneemb.kernels.loops.Loops` for what each does."""
+    """Loops that run on this GPU. See `oneemb.kernels.loops.Loops` for what each does.
+
+    `keys`, `grads` and `segments` are `Any`: loops take only those that they have given.
+    """
 
     merges = False
 
@@ -57,22 +58,13 @@ class CudaLoops:
     def put(self, array: np.ndarray) -> torch.Tensor:
         return self.gpu.put(array)
 
-    def to_host(self, array: torch.Tensor) -> np.ndarray:
-        return array.cpu().numpy()
-
-    def zeros(self, rows: int, width: int) -> torch.Tensor:
-        return self.gpu.full(rows, width, value=0, dtype=torch.float32)
-
     def arange(self, size: int) -> torch.Tensor:
         return torch.arange(size, device=self.device)
-
-    def join(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(list(arrays))
 
     # ---- keys -------------------------------------------------------------------------------------------------------
 
     def tables(self, table_ids: torch.Tensor, tables: int) -> torch.Tensor:
-        # Nobody has looked yet: what is no table must not become one by losing its upper bits.
+        # Values are not checked yet: an invalid table must not become a valid one by losing its upper bits.
         if table_ids.dtype == torch.int64:
             table_ids = table_ids.clamp(-1, tables)
         return table_ids.detach().to(torch.int32)
@@ -125,34 +117,28 @@ class CudaLoops:
         )  # fmt: skip
 
     def update_rows(
-        self, on_host: Any, on_cuda: Any, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_U: torch.Tensor,
-        grads: Any, state_begin: int, *scalars: Any, state_width: int,
+        self, on_host: object, on_cuda: CudaLoop, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_U: torch.Tensor,
+        grads: Any, state_begin: int, *scalars: object, state_width: int,
     ) -> None:  # fmt: skip
         run_row_update_cuda(on_cuda, weight_SX, row_SW, slot_U, grads, state_begin, *scalars, gpu=self.gpu)
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
-    def gather(
-        self, weight_SX: torch.Tensor, slot_U: torch.Tensor, inverse_N: torch.Tensor, out_ND: torch.Tensor
-    ) -> None:
-        gather_cuda(weight_SX, slot_U, inverse_N, out_ND, gpu=self.gpu)
+    def gather(self, rows: RowsOfIds, out_ND: torch.Tensor) -> None:
+        gather_cuda(*rows, out_ND, gpu=self.gpu)
 
     def pool(
-        self, weight_SX: torch.Tensor, slot_U: torch.Tensor, inverse_N: torch.Tensor, offset_P1: torch.Tensor,
-        scale_N: torch.Tensor | None, out_PD: torch.Tensor,
-    ) -> None:  # fmt: skip
-        pool_cuda(weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PD, gpu=self.gpu)
+        self, rows: RowsOfIds, offset_P1: torch.Tensor, scale_N: torch.Tensor | None, out_PD: torch.Tensor
+    ) -> None:
+        pool_cuda(*rows, offset_P1, scale_N, out_PD, gpu=self.gpu)
 
     def mean_scales(self, offset_P1: torch.Tensor, inverse_N: torch.Tensor) -> torch.Tensor:
         return mean_scales_cuda(offset_P1, inverse_N, gpu=self.gpu)
 
     # ---- backward ---------------------------------------------------------------------------------------------------
 
-    def scale_grads(
-        self, weight_SX: torch.Tensor, slot_U: torch.Tensor, inverse_N: torch.Tensor, bag_N: torch.Tensor,
-        grad_PX: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        return scale_grads_cuda(weight_SX, slot_U, inverse_N, bag_N, grad_PX, gpu=self.gpu)
+    def scale_grads(self, rows: RowsOfIds, bag_N: torch.Tensor, grad_PX: torch.Tensor) -> torch.Tensor:
+        return scale_grads_cuda(*rows, bag_N, grad_PX, gpu=self.gpu)
 
     def segments(self, keys: Any, bags: Bags | None, grad_NX: torch.Tensor, scale_N: torch.Tensor | None) -> Segments:
         order_N, begin_U1 = occurrences(keys.inverse_N, len(keys.id_U), gpu=self.gpu)
@@ -162,10 +148,7 @@ class CudaLoops:
     def sum_segments(self, segments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return sum_segments_cuda(segments, gpu=self.gpu)
 
-    def finite_rows(self, grad_UD: torch.Tensor) -> torch.Tensor:
-        return torch.isfinite(grad_UD).all(1)
-
-    def surely_finite(self, terms: Sequence["Terms"], dense: Sequence[torch.Tensor]) -> bool:
+    def surely_finite(self, terms: Sequence[Terms], dense: Sequence[torch.Tensor]) -> bool:
         found, bounds = [], []
         for grad_NX, scale_N, number in terms:
             largest = _largest(grad_NX.view(_OF_BITS[grad_NX.dtype])).double()
@@ -177,11 +160,12 @@ class CudaLoops:
         if values := [grad for grad in values if grad.numel()]:
             found.append(torch.nn.utils.get_total_norm(values, torch.inf))
             bounds.append(torch.inf)
-        numbers = self.gpu.read(torch.stack([one.to(self.device, torch.float64, non_blocking=True) for one in found]))
+        largest_K = torch.stack([largest.to(self.device, torch.float64, non_blocking=True) for largest in found])
+        numbers = self.gpu.read(largest_K)
         return all(number < bound for number, bound in zip(numbers, bounds, strict=True))  # which NaN is not
 
     def norm(self, grad_UD: torch.Tensor, p: float) -> float:
-        """Up to the order of its sum."""
+        """Not bit for bit the host's: torch sums in another order."""
         return float(torch.linalg.vector_norm(grad_UD, p, dtype=torch.float64))
 
 
@@ -191,7 +175,7 @@ def _largest(array: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _tables_of_columns(ids: int, tables: int, device: torch.device, stream: int) -> torch.Tensor:
-    # For one stream: another would not wait for it to be made, nor keep its memory until it is read.
+    # One for each stream: another stream would not wait until it is written, nor keep its memory until it is read.
     return torch.arange(tables, dtype=torch.int32, device=device).repeat(ids // tables)
 
 

@@ -1,22 +1,24 @@
 """Copies rows between a slab and batch arrays.  S slots, N ids, U unique keys, D weights, W row width.
 
-Copies move bits: what a row means is no matter here.
+Copies move bits, whatever a row means.
 """
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, keep_rolled, natural, part, prefetch, prefetch_row
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu, part
+from oneemb.kernels.jit_code import keep_rolled, natural, prefetch, prefetch_row
 from oneemb.kernels.jit_lanes import LANES, move_lanes
 from oneemb.kernels.threads import Threads
 
 __all__ = ["copy_rows_in", "copy_rows_out", "gather"]
 
-# Rows asked for ahead of the one at work.
+# Rows that are prefetched ahead of the current one.
 _AHEAD = np.uint64(24)
 
 
 @part
-def _copy_row(to_UX, u, from_SX, s, width):
+def _copy_row(to_UX: Array, u: Number, from_SX: Array, s: Number, width: Number) -> None:
     """to_UX[u, :width] = from_SX[s, :width], bit for bit"""
     for x in range(0, width - LANES + 1, LANES):
         keep_rolled()
@@ -26,7 +28,7 @@ def _copy_row(to_UX, u, from_SX, s, width):
 
 
 @cpu
-def _gather_cpu(begin, end, weight_SX, slot_U, inverse_N, out_ND):
+def _gather_cpu(begin: Number, end: Number, weight_SX: Array, slot_U: Array, inverse_N: Array, out_ND: Array) -> None:
     dim = out_ND.shape[1]
     last = natural(end - 1)
     for n in range(natural(begin), natural(end)):
@@ -50,7 +52,7 @@ def gather(
 
     Args:
         weight_SX: weights' bits [S, X], X >= D, as `RowFormat.weights` gives them.
-        slot_U: int64 [U]; None = inverse_N says the slots.
+        slot_U: int64 [U]; None = `inverse_N` holds the slots.
         inverse_N: int32 or int64 [N].
         out_ND: [N, D] of the dtype of `weight_SX`.
     """
@@ -61,7 +63,7 @@ def gather(
 
 
 @cpu
-def _copy_rows_out_cpu(begin, end, row_SW, slot_U, out_UW):
+def _copy_rows_out_cpu(begin: Number, end: Number, row_SW: Array, slot_U: Array, out_UW: Array) -> None:
     width = row_SW.shape[1]
     for u in range(begin, end):
         prefetch_row(row_SW, slot_U[min(natural(u) + _AHEAD, natural(end - 1))], 0, width)
@@ -77,7 +79,7 @@ def copy_rows_out(row_SW: np.ndarray, slot_U: np.ndarray, *, threads: Threads) -
 
 
 @cpu
-def _copy_rows_in_cpu(begin, end, row_SW, slot_U, row_UW):
+def _copy_rows_in_cpu(begin: Number, end: Number, row_SW: Array, slot_U: Array, row_UW: Array) -> None:
     width = row_SW.shape[1]
     for u in range(begin, end):
         _copy_row(row_SW, slot_U[u], row_UW, u, width)

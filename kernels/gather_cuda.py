@@ -3,14 +3,11 @@
 Copies move bits, 16 bytes at a time where every row is aligned to that. A group of threads shares a row.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import cuda, move
-
-if TYPE_CHECKING:
-    from oneemb.kernels.launch import Gpu
+from oneemb.kernels.launch import Gpu, vector_width
 
 __all__ = ["copy_rows_in_cuda", "copy_rows_out_cuda", "gather_cuda"]
 
@@ -18,7 +15,7 @@ V = 1  # elements a thread takes at a time; `at(V=...)` sets it
 
 
 @cuda
-def gather_loop(weight_SX, slot_U, inverse_N, out_ND):
+def gather_loop(weight_SX: Array, slot_U: Array, inverse_N: Array, out_ND: Array) -> None:
     """out_ND[n] = weights in slot slot_U[inverse_N[n]], zeros for padding."""
     dim = out_ND.shape[1]
     n = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
@@ -36,18 +33,16 @@ def gather_loop(weight_SX, slot_U, inverse_N, out_ND):
 
 
 def gather_cuda(
-    weight_SX: torch.Tensor, slot_U: torch.Tensor, inverse_N: torch.Tensor, out_ND: torch.Tensor, *, gpu: "Gpu"
+    weight_SX: torch.Tensor, slot_U: torch.Tensor, inverse_N: torch.Tensor, out_ND: torch.Tensor, *, gpu: Gpu
 ) -> None:
     """out_ND[n] = the weights in slot `slot_U[inverse_N[n]]`, zeros where `inverse_N[n]` is -1."""
-    from oneemb.kernels.launch import vector_width
-
     size, dim = out_ND.shape
     v = vector_width(dim, weight_SX, out_ND)
     gpu.run_rows(gather_loop.at(V=v), size, dim // v, weight_SX, slot_U, inverse_N, out_ND)
 
 
 @cuda
-def copy_out_loop(row_SW, slot_U, out_UW):
+def copy_out_loop(row_SW: Array, slot_U: Array, out_UW: Array) -> None:
     """out_UW[u] = the row in slot slot_U[u]; a slab's rows may be wider."""
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while u < slot_U.shape[0]:
@@ -59,7 +54,7 @@ def copy_out_loop(row_SW, slot_U, out_UW):
 
 
 @cuda
-def copy_in_loop(row_SW, slot_U, row_UW):
+def copy_in_loop(row_SW: Array, slot_U: Array, row_UW: Array) -> None:
     """The row in slot slot_U[u] = row_UW[u]."""
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while u < slot_U.shape[0]:
@@ -70,10 +65,8 @@ def copy_in_loop(row_SW, slot_U, row_UW):
         u += cuda.gridDim.x * cuda.blockDim.y
 
 
-def copy_rows_out_cuda(row_SW: torch.Tensor, slot_U: torch.Tensor, width: int, *, gpu: "Gpu") -> torch.Tensor:
+def copy_rows_out_cuda(row_SW: torch.Tensor, slot_U: torch.Tensor, width: int, *, gpu: Gpu) -> torch.Tensor:
     """The first `width` words of the rows in these slots: float32 [U, W], on the device."""
-    from oneemb.kernels.launch import vector_width
-
     out_UW = gpu.empty(len(slot_U), width, dtype=torch.float32)
     v = vector_width(width, row_SW, out_UW)
     # As integers, so that no bit is taken for a number.
@@ -83,10 +76,8 @@ def copy_rows_out_cuda(row_SW: torch.Tensor, slot_U: torch.Tensor, width: int, *
     return out_UW
 
 
-def copy_rows_in_cuda(row_SW: torch.Tensor, slot_U: torch.Tensor, row_UW: torch.Tensor, *, gpu: "Gpu") -> None:
+def copy_rows_in_cuda(row_SW: torch.Tensor, slot_U: torch.Tensor, row_UW: torch.Tensor, *, gpu: Gpu) -> None:
     """Put rows, float32 [U, W] on the device, into distinct slots of a slab at least as wide."""
-    from oneemb.kernels.launch import vector_width
-
     width = row_UW.shape[1]
     v = vector_width(width, row_SW, row_UW)
     gpu.run_rows(

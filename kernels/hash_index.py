@@ -1,15 +1,17 @@
 """Open-addressing hash index in shards: (table, id) -> place.  U keys, P shards, C cells of a shard.
 
-A key belongs to the shard that the high bits of its hash name, for ever; a shard is an array of cells of its own, so
-that it grows alone and threads that work on different shards never meet. A cell is two int64: the id, and the table
-and place in one word. Whether a cell is taken is told by the word alone (0 = empty), so every int64 is a legal id:
+The high bits of a key's hash name its shard, which never changes; a shard is an array of cells of its own, so that it
+grows alone and threads that work on different shards never write the same memory. A cell is two int64: the id, and the
+table and place in one word. Whether a cell is taken is told by the word alone (0 = empty), so every int64 is a legal
+id:
 
     cell_C2[c] = (id, table << 40 | place + 1)
 
-Linear probing by lines of four cells, a line of the cache each: the home of a key is a line's first cell, and the four
-are compared at once, since a branch on each would be mispredicted more often than not. The home is `mixed hash * lines
->> 64`, so there may be any number of lines. C takes part in the mixing: keys that are read out of one index in the
-order of its cells arrive in random order at an index of another size, where they would otherwise pile up in one run.
+Linear probing by lines of four cells, each a line of the CPU's cache: the home of a key is a line's first cell, and the
+four are compared at once, since a branch on each would be mispredicted more often than not. The home is `mixed hash *
+lines >> 64`, so there may be any number of lines. C takes part in the mixing: keys that are read out of one index in
+the order of its cells arrive in random order at an index of another size, where they would otherwise pile up in one
+run.
 
 Loops are given the address and the number of cells of each shard: address_P and cells_P, int64 [P]. Addresses are
 multiples of 64, numbers of cells multiples of LINE.
@@ -20,7 +22,9 @@ Limits: place below 2^40 - 1, table below 2^23.
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, mul_high, natural, prefetch_word, rule, set_word, word_at
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu, rule
+from oneemb.kernels.jit_code import mul_high, natural, prefetch_word, set_word, word_at
 
 __all__ = [
     "BLOCK", "LINE", "PLACE_BITS", "PLACE_MAX", "TABLE_MAX", "cells_erase", "cells_find", "cells_items", "cells_move",
@@ -41,13 +45,13 @@ _PLACE_MASK = np.int64((1 << 40) - 1)
 PLACE_MAX = (1 << 40) - 2
 TABLE_MAX = (1 << 23) - 1
 
-# Keys whose cells are asked for before the first of them is looked at: enough to hide a read from memory.
+# Keys whose cells are prefetched before the first of them is compared: enough to hide a read from memory.
 _AHEAD = 32
-_RING = np.int64(2 * _AHEAD - 1)  # a mask: two blocks of keys are under way, those of a share counted from its begin
+_RING = np.int64(2 * _AHEAD - 1)  # a mask: two groups of keys are in progress, counted from the share's begin
 
 
 @rule
-def hash_key(table, id, salt):
+def hash_key(table: Number, id: Number, salt: Number) -> Number:
     """64 well-mixed bits of a key: the finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014), twice."""
     x = np.uint64(salt) + (np.uint64(table) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -59,12 +63,12 @@ def hash_key(table, id, salt):
 
 
 @rule
-def _shard(hash, shards):
+def _shard(hash: Number, shards: Number) -> Number:
     return np.int64(mul_high(hash, np.uint64(shards)))
 
 
 @rule
-def _home(hash, cells):
+def _home(hash: Number, cells: Number) -> Number:
     """The high bits of the hash name the shard, so they are mixed once more before they name a cell of it."""
     x = hash + np.uint64(cells) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
@@ -73,14 +77,14 @@ def _home(hash, cells):
 
 
 @rule
-def _ends(address, c, table, id):
+def _ends(address: Number, c: Number, table: Number, id: Number) -> Number:
     """Whether a probe ends at cell c: it holds the key, or nothing."""
     word = word_at(address, 2 * c + 1)
     return (word == 0) | ((word_at(address, 2 * c) == id) & (word >> _PLACE_BITS == table))
 
 
 @rule
-def _end_of_line(address, c, table, id):
+def _end_of_line(address: Number, c: Number, table: Number, id: Number) -> Number:
     """Where in the line of cells c to c + 3 a probe ends; LINE if it goes on in the next line."""
     first, second = _ends(address, c, table, id), _ends(address, c + 1, table, id)
     third, fourth = _ends(address, c + 2, table, id), _ends(address, c + 3, table, id)
@@ -88,12 +92,12 @@ def _end_of_line(address, c, table, id):
 
 
 @rule
-def _next_line(c, cells):
+def _next_line(c: Number, cells: Number) -> Number:
     return 0 if c + LINE == cells else c + LINE
 
 
 @rule
-def _probe(address, cells, home, table, id):
+def _probe(address: Number, cells: Number, home: Number, table: Number, id: Number) -> Number:
     """The cell that holds the key, or else the empty cell where it belongs."""
     c = home
     while True:
@@ -104,9 +108,12 @@ def _probe(address, cells, home, table, id):
 
 
 @rule
-def _locate(address_P, cells_P, table_U, id_U, first, last, hash_K, shard_K, home_K, k):
-    """Find the homes of keys first to last - 1, from place k on, and ask the cache for them."""
-    # A loop of its own: nothing in it branches or looks anything up, so that it runs on whole vectors.
+def _locate(
+    address_P: Array, cells_P: Array, table_U: Array, id_U: Array, first: Number, last: Number, hash_K: Array,
+    shard_K: Array, home_K: Array, k: Number,
+) -> None:  # fmt: skip
+    """Find the homes of keys first to last - 1, write them from place k on, and prefetch them."""
+    # A loop of its own: without branches and look-ups LLVM vectorizes it.
     for i in range(natural(last - first)):
         u = natural(first) + i
         hash_K[i] = hash_key(np.int64(table_U[u]), np.int64(id_U[u]), np.int64(0))
@@ -119,11 +126,13 @@ def _locate(address_P, cells_P, table_U, id_U, first, last, hash_K, shard_K, hom
 
 
 @cpu
-def cells_find(begin, end, address_P, cells_P, table_U, id_U, place_U):
+def cells_find(
+    begin: Number, end: Number, address_P: Array, cells_P: Array, table_U: Array, id_U: Array, place_U: Array
+) -> None:
     """place_U[u] = the place of key u, -1 where the index does not hold it.
 
-    Keys whose probe goes beyond its first line, one in five, are put off: a branch would be mispredicted, and then wait
-    for the second line with nothing else to do.
+    Keys whose probe goes beyond its first line, one in five, are collected and finished later: a branch on each would
+    be mispredicted, and would then wait for the second line with nothing else to do.
     """
     shard_K, home_K = np.empty(2 * _AHEAD, np.int64), np.empty(2 * _AHEAD, np.int64)
     later_K, hash_K = np.empty(_AHEAD, np.int64), np.empty(_AHEAD, np.uint64)
@@ -153,7 +162,7 @@ def cells_find(begin, end, address_P, cells_P, table_U, id_U, place_U):
 
 
 @cpu
-def count_keys(begin, end, table_U, id_U, shard_U, count_KP):
+def count_keys(begin: Number, end: Number, table_U: Array, id_U: Array, shard_U: Array, count_KP: Array) -> None:
     """Note the shard of each key of blocks begin to end - 1, and add the keys of each shard to the block's counts."""
     for k in range(begin, end):
         for u in range(k * BLOCK, min((k + 1) * BLOCK, len(id_U))):
@@ -163,7 +172,10 @@ def count_keys(begin, end, table_U, id_U, shard_U, count_KP):
 
 
 @cpu
-def order_keys(begin, end, table_U, id_U, place_U, shard_U, next_KP, order_U, cell_U2):
+def order_keys(
+    begin: Number, end: Number, table_U: Array, id_U: Array, place_U: Array, shard_U: Array, next_KP: Array,
+    order_U: Array, cell_U2: Array,
+) -> None:  # fmt: skip
     """Make the cells of the keys of blocks begin to end - 1 and list them shard by shard.
 
     next_KP says where those of each block and shard go; order_U[i] is the key whose cell is cell_U2[i], unless order_U
@@ -181,12 +193,15 @@ def order_keys(begin, end, table_U, id_U, place_U, shard_U, next_KP, order_U, ce
 
 
 @cpu
-def cells_put(begin, end, address_P, cells_P, size_P, begin_P1, order_U, cell_U2, old_U):
+def cells_put(
+    begin: Number, end: Number, address_P: Array, cells_P: Array, size_P: Array, begin_P1: Array, order_U: Array,
+    cell_U2: Array, old_U: Array,
+) -> None:  # fmt: skip
     """Put the cells cell_U2[begin_P1[p]] to cell_U2[begin_P1[p + 1] - 1] into shard p, for shards begin to end - 1.
 
     old_U[order_U[i]] = the place the key of cell i had, -1 if it is new; of equal keys the last one counts.
-    Where order_U is empty it is old_U[i], which takes less time: nothing is written all over memory. New keys are
-    counted in size_P. The caller has made sure that every shard has an empty cell left after its keys are in.
+    Where order_U is empty it is old_U[i], which is faster: writes are sequential. New keys are counted in size_P. The
+    caller has made sure that every shard has an empty cell left after its keys are in.
     """
     home_K = np.empty(_AHEAD, np.int64)
     for p in range(begin, end):
@@ -210,10 +225,12 @@ def cells_put(begin, end, address_P, cells_P, size_P, begin_P1, order_U, cell_U2
 
 
 @cpu
-def cells_move(begin, end, address_P, cells_P, shard_G, address_G, cells_G):
+def cells_move(
+    begin: Number, end: Number, address_P: Array, cells_P: Array, shard_G: Array, address_G: Array, cells_G: Array
+) -> None:
     """Copy shards shard_G[begin:end] into larger arrays of cells, whatever those hold.
 
-    They are written before anything of them is read: memory that is read first is mapped twice.
+    The new cells are zeroed before they are read: memory that is read first is mapped twice by the system.
     """
     for g in range(begin, end):
         p = shard_G[g]
@@ -230,7 +247,7 @@ def cells_move(begin, end, address_P, cells_P, shard_G, address_G, cells_G):
 
 
 @cpu
-def cells_erase(address_P, cells_P, size_P, table_U, id_U, old_U):
+def cells_erase(address_P: Array, cells_P: Array, size_P: Array, table_U: Array, id_U: Array, old_U: Array) -> None:
     """Take the keys out; old_U[u] = the place key u had, -1 if it was not there. Counts them off size_P."""
     for u in range(len(id_U)):
         table, id = np.int64(table_U[u]), np.int64(id_U[u])
@@ -263,7 +280,9 @@ def cells_erase(address_P, cells_P, size_P, table_U, id_U, old_U):
 
 
 @cpu
-def cells_items(address_P, cells_P, p, c, table_N, id_N, place_N):
+def cells_items(
+    address_P: Array, cells_P: Array, p: Number, c: Number, table_N: Array, id_N: Array, place_N: Array
+) -> tuple:
     """Copy taken cells from cell c of shard p on until the arrays are full.
 
     Returns:

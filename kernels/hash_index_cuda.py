@@ -1,23 +1,25 @@
 """Open-addressing hash index on the GPU: (table, id) -> place.  U keys, C cells, 16 bytes each.
 
-    cell_C2[c] = (id, table << 40 | place + 1)       word 0 = never taken, word -1 = given up
+    cell_C2[c] = (id, table << 40 | place + 1)       word 0 = never taken, word -1 = erased
 
-The cells are those of oneemb.kernels.hash_index but for cells given up: threads cannot close a hole while others
-probe past it. An inserted key takes a cell that was given up as gladly as one never taken, and the owner of the
-index builds it anew when too few were never taken.
+The cells are those of oneemb.kernels.hash_index, but an erased key leaves a tombstone (word -1): threads cannot close a
+hole while others probe past it. An inserted key takes a tombstone or a cell never taken, whichever comes first; the
+owner of the index rebuilds it when too few cells were never taken.
 
-Invariants: between a key's home and its cell no cell is untaken; the word alone tells whether a cell is taken, so
-every int64 is a legal id. A launch either only reads, only inserts or only erases; what is inserted is not in the
-index and no key comes twice, so a cell is claimed by one compare-and-swap and its id may follow in its own time.
-A loop ends after C cells, even in an index that is full.
+Invariants: between a key's home and its cell every cell was taken once; the word alone tells whether a cell is taken,
+so every int64 is a legal id. A launch either only reads, only inserts or only erases; inserted keys are distinct and
+not in the index, so a cell is claimed by one compare-and-swap, and its id may be written later. A loop ends after C
+cells, even in a full index.
 
 Limits: place below 2^40 - 1, table below 2^23.
 """
 
 import numpy as np
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.hash_index import hash_key
-from oneemb.kernels.jit import cuda, mul_high, rule
+from oneemb.kernels.jit import Number, cuda, rule
+from oneemb.kernels.jit_code import mul_high
 
 __all__ = ["erase_loop", "find_loop", "home", "insert_loop", "items_loop", "rehash_loop", "seek"]
 
@@ -26,13 +28,13 @@ _PLACE_MASK = (1 << 40) - 1
 
 
 @rule
-def home(table, id, cells):
+def home(table: Number, id: Number, cells: Number) -> Number:
     """The cell at which the search for a key begins."""
     return np.int64(mul_high(hash_key(table, id, cells), np.uint64(cells)))
 
 
 @cuda.inner
-def seek(cell_C2, table, id):
+def seek(cell_C2: Array, table: Number, id: Number) -> Number:
     """The cell that holds the key, or -1."""
     cells = cell_C2.shape[0]
     c = home(table, id, cells)
@@ -49,13 +51,14 @@ def seek(cell_C2, table, id):
 
 
 @cuda.inner
-def _claim(cell_C2, table, id, word):
-    """Put a key that is not in the index: 1 = in a cell never taken before, 0 = in one given up, -1 = all are taken."""
+def _claim(cell_C2: Array, table: Number, id: Number, word: Number) -> Number:
+    """Insert a key that is not in the index: 1 = in a cell never taken before, 0 = in a tombstone, -1 = all are
+    taken."""
     cells = cell_C2.shape[0]
     c = home(table, id, cells)
     for _ in range(cells):
         before = cell_C2[c, 1]
-        # Another thread may take the cell first, or between two looks; whoever swaps has it.
+        # Another thread may take the cell first: the thread whose swap succeeds has it.
         while before <= 0:
             found = cuda.atomic.cas(cell_C2, (c, 1), before, word)
             if found == before:
@@ -69,7 +72,7 @@ def _claim(cell_C2, table, id, word):
 
 
 @cuda
-def find_loop(cell_C2, table_U, id_U, size_1, place_U):
+def find_loop(cell_C2: Array, table_U: Array, id_U: Array, size_1: Array, place_U: Array) -> None:
     """place_U[u] = the place of key u, -1 where the index does not hold it, for the first size_1[0] keys."""
     u = cuda.grid(1)
     while u < size_1[0]:
@@ -79,8 +82,8 @@ def find_loop(cell_C2, table_U, id_U, size_1, place_U):
 
 
 @cuda
-def insert_loop(cell_C2, table_U, id_U, place_U, count_2):
-    """Put keys. count_2: cells that were taken for the first time, and keys for which there was none, are added."""
+def insert_loop(cell_C2: Array, table_U: Array, id_U: Array, place_U: Array, count_2: Array) -> None:
+    """Insert keys. count_2[0] counts the cells taken for the first time, count_2[1] the keys that found no cell."""
     u = cuda.grid(1)
     while u < id_U.shape[0]:
         taken = _claim(cell_C2, table_U[u], id_U[u], (np.int64(table_U[u]) << _PLACE_BITS) | (place_U[u] + 1))
@@ -92,8 +95,8 @@ def insert_loop(cell_C2, table_U, id_U, place_U, count_2):
 
 
 @cuda
-def erase_loop(cell_C2, table_U, id_U, old_U):
-    """Take keys out; old_U[u] = the place key u had, -1 if it was not there. No key comes twice."""
+def erase_loop(cell_C2: Array, table_U: Array, id_U: Array, old_U: Array) -> None:
+    """Erase distinct keys; old_U[u] = the place that key u had, -1 if it was not in the index."""
     u = cuda.grid(1)
     while u < id_U.shape[0]:
         c = seek(cell_C2, table_U[u], id_U[u])
@@ -105,8 +108,8 @@ def erase_loop(cell_C2, table_U, id_U, old_U):
 
 
 @cuda
-def rehash_loop(cell_C2, to_C2, count_2):
-    """Put all keys of an index into another, empty one; count_2 as for `insert_loop`."""
+def rehash_loop(cell_C2: Array, to_C2: Array, count_2: Array) -> None:
+    """Insert all keys of an index into an empty one; count_2 as for `insert_loop`."""
     c = cuda.grid(1)
     while c < cell_C2.shape[0]:
         word = cell_C2[c, 1]
@@ -117,7 +120,7 @@ def rehash_loop(cell_C2, to_C2, count_2):
 
 
 @cuda
-def items_loop(cell_C2, table_N, id_N, place_N, size_1):
+def items_loop(cell_C2: Array, table_N: Array, id_N: Array, place_N: Array, size_1: Array) -> None:
     """Copy all keys out, in any order; size_1[0] counts them."""
     c = cuda.grid(1)
     while c < cell_C2.shape[0]:

@@ -2,24 +2,22 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from oneemb.kernels.bags import Bags
+from oneemb.kernels.arrays import Bags, RowsOfIds, Terms
 from oneemb.kernels.gather import gather
 from oneemb.kernels.init_rows import InitialRows, init_rows
+from oneemb.kernels.jit import CpuLoop
 from oneemb.kernels.pool import mean_scales, pool, scale_grads
 from oneemb.kernels.reduce_grads import Segments, largest_magnitude, sum_segments
 from oneemb.kernels.row_norms import rows_norm
 from oneemb.kernels.row_update import run_row_update
 from oneemb.kernels.threads import Threads
-from oneemb.kernels.unique_by_table import unique_keys_by_table
+from oneemb.kernels.unique_by_table import KeysByTable, unique_keys_by_table
 from oneemb.kernels.unique_keys import UniqueKeys, unique_keys
-
-if TYPE_CHECKING:
-    from oneemb.kernels.loops import Terms
 
 __all__ = ["BITS", "SUM_MAX", "HostLoops"]
 
@@ -32,7 +30,10 @@ _NO_INVERSE = np.empty(0, np.int32)
 
 
 class HostLoops:
-    """Loops that run on these threads. See `oneemb.kernels.loops.Loops` for what each does."""
+    """Loops that run on these threads. See `oneemb.kernels.loops.Loops` for what each does.
+
+    `keys`, `grads` and `segments` are `Any`: loops take only those that they have given.
+    """
 
     place = "the CPU"
     device = torch.device("cpu")
@@ -52,17 +53,8 @@ class HostLoops:
     def put(self, array: np.ndarray) -> np.ndarray:
         return array
 
-    def to_host(self, array: np.ndarray) -> np.ndarray:
-        return array
-
-    def zeros(self, rows: int, width: int) -> np.ndarray:
-        return np.zeros((rows, width), np.float32)
-
     def arange(self, size: int) -> np.ndarray:
         return np.arange(size)
-
-    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        return np.concatenate(arrays)
 
     # ---- keys -------------------------------------------------------------------------------------------------------
 
@@ -83,19 +75,17 @@ class HostLoops:
     def unique_keys_of_bags(
         self, id_N: np.ndarray, offset_P1: np.ndarray, table_P: np.ndarray | None, *, tables: int,
         padding_id: int | None, check: Callable[[], None],
-    ) -> tuple[UniqueKeys, Bags]:  # fmt: skip
+    ) -> tuple[UniqueKeys | KeysByTable, Bags]:  # fmt: skip
         check()
         bags = Bags(offset_P1)
         if table_P is None:
-            keys = unique_keys_by_table(id_N, offset_P1, tables, padding_id=padding_id, threads=self.threads)
-        else:
-            keys = unique_keys(table_P[bags.bag_N], id_N, padding_id=padding_id, threads=self.threads)
-        return keys, bags
+            return unique_keys_by_table(id_N, offset_P1, tables, padding_id=padding_id, threads=self.threads), bags
+        return unique_keys(table_P[bags.bag_N], id_N, padding_id=padding_id, threads=self.threads), bags
 
     def distinct_keys(self, table_U: np.ndarray, id_U: np.ndarray) -> UniqueKeys:
         return UniqueKeys(table_U, id_U, _NO_INVERSE, None)
 
-    def counted(self, keys: Any) -> UniqueKeys:
+    def counted(self, keys: Any) -> UniqueKeys | KeysByTable:
         return keys
 
     # ---- rows -------------------------------------------------------------------------------------------------------
@@ -112,8 +102,8 @@ class HostLoops:
         )
 
     def update_rows(
-        self, on_host: Any, on_cuda: Any, weight_SX: np.ndarray, row_SW: np.ndarray, slot_U: np.ndarray,
-        grads: Any, state_begin: int, *scalars: Any, state_width: int,
+        self, on_host: CpuLoop, on_cuda: object, weight_SX: np.ndarray, row_SW: np.ndarray, slot_U: np.ndarray,
+        grads: Any, state_begin: int, *scalars: object, state_width: int,
     ) -> None:  # fmt: skip
         run_row_update(
             on_host, weight_SX, row_SW, slot_U, grads, state_begin, *scalars, state_width=state_width,
@@ -122,37 +112,29 @@ class HostLoops:
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
-    def gather(self, weight_SX: np.ndarray, slot_U: np.ndarray, inverse_N: np.ndarray, out_ND: np.ndarray) -> None:
-        gather(weight_SX, slot_U, inverse_N, out_ND, threads=self.threads)
+    def gather(self, rows: RowsOfIds, out_ND: np.ndarray) -> None:
+        gather(*rows, out_ND, threads=self.threads)
 
-    def pool(
-        self, weight_SX: np.ndarray, slot_U: np.ndarray, inverse_N: np.ndarray, offset_P1: np.ndarray,
-        scale_N: np.ndarray | None, out_PD: np.ndarray,
-    ) -> None:  # fmt: skip
-        pool(weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PD, threads=self.threads)
+    def pool(self, rows: RowsOfIds, offset_P1: np.ndarray, scale_N: np.ndarray | None, out_PD: np.ndarray) -> None:
+        pool(*rows, offset_P1, scale_N, out_PD, threads=self.threads)
 
     def mean_scales(self, offset_P1: np.ndarray, inverse_N: np.ndarray) -> np.ndarray:
         return mean_scales(offset_P1, inverse_N, threads=self.threads)
 
     # ---- backward ---------------------------------------------------------------------------------------------------
 
-    def scale_grads(
-        self, weight_SX: np.ndarray, slot_U: np.ndarray, inverse_N: np.ndarray, bag_N: np.ndarray, grad_PX: np.ndarray
-    ) -> np.ndarray:
-        return scale_grads(weight_SX, slot_U, inverse_N, bag_N, grad_PX, threads=self.threads)
+    def scale_grads(self, rows: RowsOfIds, bag_N: np.ndarray, grad_PX: np.ndarray) -> np.ndarray:
+        return scale_grads(*rows, bag_N, grad_PX, threads=self.threads)
 
     def segments(self, keys: Any, bags: Bags | None, grad_NX: np.ndarray, scale_N: np.ndarray | None) -> Segments:
-        if keys.by_table is not None:
-            return Segments(grad_NX, *keys.by_table.occurrences(scale_N, threads=self.threads))
+        if isinstance(keys, KeysByTable):
+            return Segments(grad_NX, *keys.occurrences(scale_N, threads=self.threads))
         return Segments(grad_NX, *keys.occurrences(None if bags is None else bags.bag_N, scale_N))
 
     def sum_segments(self, segments: Any) -> tuple[np.ndarray, np.ndarray]:
         return sum_segments(segments, threads=self.threads)
 
-    def finite_rows(self, grad_UD: np.ndarray) -> np.ndarray:
-        return np.isfinite(grad_UD).all(1)
-
-    def surely_finite(self, terms: Sequence["Terms"], dense: Sequence[torch.Tensor]) -> bool:
+    def surely_finite(self, terms: Sequence[Terms], dense: Sequence[torch.Tensor]) -> bool:
         for grad_NX, scale_N, number in terms:
             largest = largest_magnitude(grad_NX, threads=self.threads)
             if scale_N is not None:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, from_float32, rule
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu, rule
+from oneemb.kernels.jit_code import from_float32
 from oneemb.kernels.philox import philox
 from oneemb.kernels.threads import Threads
 
@@ -32,7 +34,7 @@ _UNIT = 2.0**-32
 
 
 @rule
-def normal_quantile(p):
+def normal_quantile(p: Number) -> Number:
     """The standard normal deviate below which a fraction p lies, 0 < p < 1, to about 1e-16.
 
     Reference: Wichura. Algorithm AS 241: the percentage points of the normal distribution. Appl. Stat. 37 (1988).
@@ -68,7 +70,7 @@ def normal_quantile(p):
 
 
 @rule
-def draw(kind, param_4, word):
+def draw(kind: Number, param_4: Array, word: Number) -> Number:
     """One weight, float64, from 32 random bits."""
     if kind == CONSTANT:
         return param_4[0]
@@ -82,8 +84,9 @@ def draw(kind, param_4, word):
 
 @cpu
 def _init_rows_cpu(
-    begin, end, weight_SX, row_SW, slot_U, table_U, id_U, seed, kind_TC, param_TC4, end_C, state, state_begin
-):
+    begin: Number, end: Number, weight_SX: Array, row_SW: Array, slot_U: Array, table_U: Array, id_U: Array,
+    seed: Number, kind_TC: Array, param_TC4: Array, end_C: Array, state: Array, state_begin: Number,
+) -> None:  # fmt: skip
     for u in range(begin, end):
         s = slot_U[u]
         table = table_U[u]

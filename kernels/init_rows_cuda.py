@@ -4,17 +4,15 @@ A thread draws blocks of four weights, as Philox gives them. Constants and unifo
 draws go through log in float64, whose last bit may differ, and differ after rounding to float32 by 1 ulp at most.
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.init_rows import InitialRows, draw
-from oneemb.kernels.jit import cuda, from_float32
+from oneemb.kernels.jit import Number, cuda
+from oneemb.kernels.jit_code import from_float32
+from oneemb.kernels.launch import Gpu
 from oneemb.kernels.philox import philox
-
-if TYPE_CHECKING:
-    from oneemb.kernels.launch import Gpu
 
 __all__ = ["DeviceInitialRows", "init_rows_cuda"]
 
@@ -22,7 +20,7 @@ __all__ = ["DeviceInitialRows", "init_rows_cuda"]
 class DeviceInitialRows:
     """`InitialRows` on the device."""
 
-    def __init__(self, initial: InitialRows, *, gpu: "Gpu"):
+    def __init__(self, initial: InitialRows, *, gpu: Gpu):
         self.seed = np.uint64(initial.seed)
         self.kind_TC = gpu.put(initial.kind_TC)
         self.param_TC4 = gpu.put(initial.param_TC4)
@@ -30,7 +28,10 @@ class DeviceInitialRows:
 
 
 @cuda
-def init_loop(weight_SX, row_SW, slot_U, table_U, id_U, seed, kind_TC, param_TC4, end_C, state, state_begin):
+def init_loop(
+    weight_SX: Array, row_SW: Array, slot_U: Array, table_U: Array, id_U: Array, seed: Number, kind_TC: Array,
+    param_TC4: Array, end_C: Array, state: Array, state_begin: Number,
+) -> None:  # fmt: skip
     """Write the weights and state of new rows. A group of threads shares a row, four weights a turn."""
     dim = end_C[end_C.shape[0] - 1]
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
@@ -68,7 +69,7 @@ def init_rows_cuda(
     state: torch.Tensor,
     *,
     state_begin: int,
-    gpu: "Gpu",
+    gpu: Gpu,
 ) -> None:
     """Write the initial weights and state of keys (table_U int32, id_U int64) into rows slot_U."""
     pieces = max(-(-int(weight_SX.shape[1]) // 4), 1)

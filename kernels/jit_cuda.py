@@ -1,13 +1,13 @@
-"""What CUDA loops are made of once they run: on a GPU, in numba's simulator, or compiled for a GPU that is not here.
+"""Compiles CUDA loops: for a GPU, for numba's simulator, or for a GPU that is not in this machine.
 
-Imported at the first launch only. Where NUMBA_ENABLE_CUDASIM=1 is set, numba runs a loop as Python, a thread of the
-machine for each of the grid's, and the names that compilers supply are Python functions; rules stay compiled, so the
-simulator and the CPU compute with the same machine code.
+Imported at the first launch only. With NUMBA_ENABLE_CUDASIM=1 numba runs a loop as Python, with a thread of the machine
+for each CUDA thread, and `load`, `store` and the like are Python functions; rules stay compiled, so the simulator and
+the CPU compute with the same machine code.
 
 Invariants:
-- rules of integers agree with the CPU bit for bit;
-- rules of +, -, *, / and sqrt agree with the CPU bit for bit: a product is never merged into the sum it feeds, which
-  libNVVM does unless it is told not to, and sqrt and division are the exact ones;
+- rules on integers agree with the CPU bit for bit;
+- rules with +, -, *, / and sqrt agree with the CPU bit for bit: products are not contracted with sums, which libNVVM
+  does by default, and sqrt and division are the correctly rounded ones;
 - rules that call log or pow differ from the CPU by the libraries' difference in float64, at most 2 ulp of it.
 """
 
@@ -16,6 +16,7 @@ import contextvars
 import functools
 import importlib.util
 import types as python_types
+from collections.abc import Iterator
 from typing import Any
 
 import llvmlite.ir as ir
@@ -25,8 +26,8 @@ from numba import cuda, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from oneemb.kernels import jit
-from oneemb.kernels.jit import CudaLoop
+from oneemb.kernels import jit, jit_code
+from oneemb.kernels.jit import CudaLoop, Number
 
 __all__ = [
     "COMPILES", "SIMULATED", "bound", "compile_ptx", "driver_version", "kernel_of", "simulated_array", "stream_of",
@@ -37,14 +38,14 @@ SIMULATED = bool(numba.config.ENABLE_CUDASIM)
 """Whether loops run in numba's simulator, on arrays in the host's memory."""
 
 COMPILES = not SIMULATED and importlib.util.find_spec("numba_cuda") is not None
-"""Whether loops can be compiled. The module numba.cuda is there without the package too, an older one."""
+"""Whether loops can be compiled. numba.cuda alone proves nothing: numba has an older one without the package."""
 
 _plain = contextvars.ContextVar("_plain", default=False)
 
 
 @contextlib.contextmanager
-def without_contraction():
-    """What is compiled inside keeps each product apart from the sum it feeds."""
+def without_contraction() -> Iterator[None]:
+    """Compile inside without contraction: a product and a sum are rounded one after the other."""
     token = _plain.set(True)
     try:
         yield
@@ -57,8 +58,8 @@ if COMPILES:
 
     _compile_ir = nvvm.compile_ir
 
-    def _compile_ir_plain(llvmir, **options):
-        # numba-cuda has no option for this; libNVVM has, and other people's kernels keep its default.
+    def _compile_ir_plain(llvmir: Any, **options: Any) -> Any:
+        # numba-cuda has no option for this, but libNVVM has. Kernels of other packages keep its default.
         if _plain.get():
             options.setdefault("fma", False)
         return _compile_ir(llvmir, **options)
@@ -68,7 +69,7 @@ if COMPILES:
 
 @functools.cache
 def stream_of(handle: int) -> Any:
-    """A stream of torch's, given by its handle, as numba takes it."""
+    """numba's stream object for a torch stream, given by its handle."""
     return cuda.external_stream(handle) if handle else cuda.default_stream()
 
 
@@ -84,7 +85,7 @@ def driver_version() -> int:
 
 
 def simulated_array(array: np.ndarray) -> Any:
-    """An array of the host's as the simulator's device array: the same memory."""
+    """A host array as the simulator's device array, on the same memory."""
     from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
     return FakeCUDAArray(array)
@@ -95,7 +96,7 @@ def simulated_array(array: np.ndarray) -> Any:
 
 @functools.cache
 def bound(loop: CudaLoop, constants: tuple[tuple[str, Any], ...]) -> Any:
-    """The loop's function with the names it uses bound to what they mean here."""
+    """The loop's function with its global names bound to constants and to what they mean on this device."""
     function = loop.function
     names = dict(function.__globals__)
     of = dict(constants)
@@ -105,8 +106,8 @@ def bound(loop: CudaLoop, constants: tuple[tuple[str, Any], ...]) -> Any:
         id(jit.load): _load(width),
         id(jit.store): _store(width),
         id(jit.move): _move(width),
-        id(jit.to_float32): _to_float32,
-        id(jit.from_float32): _from_float32,
+        id(jit_code.to_float32): _to_float32,
+        id(jit_code.from_float32): _from_float32,
     }
     for name in _names_in(function.__code__):
         value = of.get(name, names.get(name))
@@ -123,7 +124,7 @@ def bound(loop: CudaLoop, constants: tuple[tuple[str, Any], ...]) -> Any:
     return clone
 
 
-def _names_in(code) -> set[str]:
+def _names_in(code: python_types.CodeType) -> set[str]:
     inside = [const for const in code.co_consts if isinstance(const, python_types.CodeType)]
     return set(code.co_names).union(*map(_names_in, inside))
 
@@ -142,10 +143,10 @@ def kernel_of(loop: CudaLoop) -> Any:
 
 
 def compile_ptx(loop: CudaLoop, argument_types: tuple, compute_capability: tuple[int, int]) -> str:
-    """The loop as PTX for a GPU that need not be here."""
+    """The loop as PTX for a GPU that need not be in this machine."""
     from numba.cuda import dispatcher
 
-    # Compiling a rule asks the current device for its kind, even when the kind to compile for is given.
+    # Compiling a rule asks the current device for its compute capability, even if one is given.
     device = python_types.SimpleNamespace(compute_capability=compute_capability)
     current, dispatcher.get_current_device = dispatcher.get_current_device, lambda: device
     try:
@@ -163,7 +164,7 @@ def compile_ptx(loop: CudaLoop, argument_types: tuple, compute_capability: tuple
 
 
 class _SimulatedCuda:
-    """numba's `cuda` as the threads of the launch that is running see it, in a loop and in what the loop calls."""
+    """numba's `cuda` in the simulator, for the threads of the running launch."""
 
     def __getattr__(self, name: str) -> Any:
         from numba.cuda.simulator import kernel
@@ -175,15 +176,15 @@ _simulated_cuda = _SimulatedCuda()
 
 
 @functools.cache
-def _simulated_rule(dispatcher):
-    """A rule as loops in Python call it: arrays of the simulator go in as NumPy's, numbers come out with their type.
+def _simulated_rule(dispatcher: Any) -> Any:
+    """A rule that loops in Python can call: takes the simulator's arrays, and returns numbers of NumPy's types.
 
-    Compiled functions return Python's numbers, and a float that was float32 would be float64 at its next use.
+    Compiled functions return Python's numbers: a float32 would become a float64 at its next use.
     """
     casts = {types.float32: np.float32, types.float64: np.float64, types.uint64: np.uint64, types.int64: np.int64}
     casts |= {types.uint32: np.uint32, types.int32: np.int32, types.uint16: np.uint16, types.int16: np.int16}
 
-    def call(*args):
+    def call(*args: Any) -> Any:
         args = tuple(getattr(getattr(arg, "_item", arg), "_ary", arg) for arg in args)
         result = dispatcher(*args)
         kinds = tuple(map(numba.typeof, args))
@@ -193,24 +194,24 @@ def _simulated_rule(dispatcher):
         assert resolved is not None, f"{dispatcher.py_func.__name__} has no version for {kinds}"
         kind = resolved.signature.return_type
         if isinstance(kind, types.BaseTuple):
-            return tuple(casts.get(one, _same)(part) for one, part in zip(kind, result, strict=True))
+            return tuple(casts.get(part_kind, _same)(part) for part_kind, part in zip(kind, result, strict=True))
         return casts.get(kind, _same)(result)
 
     return call
 
 
-def _same(x):
+def _same(x: Any) -> Any:
     return x
 
 
 @jit.rule
-def _weight_to_float(x):
-    return jit.to_float32(x)
+def _weight_to_float(x: Number) -> Number:
+    return jit_code.to_float32(x)
 
 
 @jit.rule
-def _weight_from_float(x, like):
-    return jit.from_float32(x, like)
+def _weight_from_float(x: Number, like: Number) -> Number:
+    return jit_code.from_float32(x, like)
 
 
 # ---- weights of any format -----------------------------------------------------------------------------------------
@@ -221,25 +222,25 @@ if SIMULATED:
 else:
 
     @intrinsic
-    def _to_float32(typingctx, x):
-        """jit.to_float32, as instructions."""
+    def _to_float32(typingctx: Any, x: Any) -> Any:
+        """jit_code.to_float32, as instructions."""
 
-        def codegen(context, builder, sig, args):
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             return _widened(builder, args[0], sig.args[0])
 
         return types.float32(x), codegen
 
     @intrinsic
-    def _from_float32(typingctx, x, like):
-        """jit.from_float32, as instructions."""
+    def _from_float32(typingctx: Any, x: Any, like: Any) -> Any:
+        """jit_code.from_float32, as instructions."""
 
-        def codegen(context, builder, sig, args):
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             return _narrowed(builder, args[0], sig.args[1])
 
         return like(types.float32, like), codegen
 
 
-def _widened(builder, value, kind):
+def _widened(builder: Any, value: Any, kind: Any) -> Any:
     if kind == types.float32:
         return value
     if kind == types.uint16:
@@ -248,7 +249,7 @@ def _widened(builder, value, kind):
     return builder.bitcast(builder.shl(builder.zext(value, _WORD), _WORD(16)), ir.FloatType())
 
 
-def _narrowed(builder, value, kind):
+def _narrowed(builder: Any, value: Any, kind: Any) -> Any:
     if kind == types.float32:
         return value
     if kind == types.uint16:
@@ -261,7 +262,7 @@ def _narrowed(builder, value, kind):
     return builder.select(builder.fcmp_unordered("uno", value, value), short(0x7FC0), rounded)
 
 
-def _pointer(context, builder, kind, array, row, column, element):
+def _pointer(context: Any, builder: Any, kind: Any, array: Any, row: Any, column: Any, element: Any) -> Any:
     """The address of array[row, column] as a pointer to `element`."""
     view = context.make_array(kind)(context, builder, array)
     stride = cgutils.unpack_tuple(builder, view.strides, kind.ndim)
@@ -274,8 +275,9 @@ _WORD = ir.IntType(32)
 _WIDE = ir.VectorType(_WORD, 4)  # vectors of 16-bit elements would be moved 8 bytes at a time
 
 
-def _load_bits(context, builder, kind, array, row, column, width):
-    """The bits of `width` elements of array[row, column:], each an integer of its size; 16 bytes a time if many."""
+def _load_bits(context: Any, builder: Any, kind: Any, array: Any, row: Any, column: Any, width: int) -> Any:
+    """The bits of `width` elements of array[row, column:] as integers of their size; several are read 16 bytes at a
+    time."""
     bits = kind.dtype.bitwidth
     element = ir.IntType(bits)
     if width == 1:
@@ -291,7 +293,7 @@ def _load_bits(context, builder, kind, array, row, column, width):
     return found
 
 
-def _store_bits(context, builder, kind, array, row, column, values):
+def _store_bits(context: Any, builder: Any, kind: Any, array: Any, row: Any, column: Any, values: Any) -> None:
     """The reverse of `_load_bits`."""
     bits = kind.dtype.bitwidth
     if len(values) == 1:
@@ -312,8 +314,8 @@ def _store_bits(context, builder, kind, array, row, column, values):
         builder.store(wide, _pointer(context, builder, kind, array, row, at, _WIDE), align=16)
 
 
-def _simulated_load(width):
-    def load(out_V, array, row, column):
+def _simulated_load(width: int) -> Any:
+    def load(out_V: Any, array: Any, row: Any, column: Any) -> None:
         for i in range(width):
             out_V[i] = _to_float32(array[row, column + i])
 
@@ -321,13 +323,13 @@ def _simulated_load(width):
 
 
 @functools.cache
-def _load(width):
+def _load(width: int) -> Any:
     if SIMULATED:
         return _simulated_load(width)
 
     @intrinsic
-    def load(typingctx, out_V, array, row, column):
-        def codegen(context, builder, sig, args):
+    def load(typingctx: Any, out_V: Any, array: Any, row: Any, column: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             out = context.make_array(sig.args[0])(context, builder, args[0])
             row, column = (context.cast(builder, args[i], sig.args[i], types.intp) for i in (2, 3))
             kind = sig.args[1]
@@ -342,8 +344,8 @@ def _load(width):
     return load
 
 
-def _simulated_store(width):
-    def store(array, row, column, in_V):
+def _simulated_store(width: int) -> Any:
+    def store(array: Any, row: Any, column: Any, in_V: Any) -> None:
         for i in range(width):
             array[row, column + i] = _from_float32(np.float32(in_V[i]), array[row, column + i])
 
@@ -351,13 +353,13 @@ def _simulated_store(width):
 
 
 @functools.cache
-def _store(width):
+def _store(width: int) -> Any:
     if SIMULATED:
         return _simulated_store(width)
 
     @intrinsic
-    def store(typingctx, array, row, column, in_V):
-        def codegen(context, builder, sig, args):
+    def store(typingctx: Any, array: Any, row: Any, column: Any, in_V: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             source = context.make_array(sig.args[3])(context, builder, args[3])
             row, column = (context.cast(builder, args[i], sig.args[i], types.intp) for i in (1, 2))
             kind, values = sig.args[0], []
@@ -372,8 +374,8 @@ def _store(width):
     return store
 
 
-def _simulated_move(width):
-    def move(to, to_row, to_column, array, row, column):
+def _simulated_move(width: int) -> Any:
+    def move(to: Any, to_row: Any, to_column: Any, array: Any, row: Any, column: Any) -> None:
         for i in range(width):
             to[to_row, to_column + i] = array[row, column + i]
 
@@ -381,13 +383,13 @@ def _simulated_move(width):
 
 
 @functools.cache
-def _move(width):
+def _move(width: int) -> Any:
     if SIMULATED:
         return _simulated_move(width)
 
     @intrinsic
-    def move(typingctx, to, to_row, to_column, array, row, column):
-        def codegen(context, builder, sig, args):
+    def move(typingctx: Any, to: Any, to_row: Any, to_column: Any, array: Any, row: Any, column: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             assert sig.args[0].dtype == sig.args[3].dtype
             to_row, to_column, row, column = (
                 context.cast(builder, args[i], sig.args[i], types.intp) for i in (1, 2, 4, 5)

@@ -1,17 +1,19 @@
-"""Vectors of 16 float32 for CPU loops that LLVM's own vectorizer does not see through: sums over rows, dot products.
+"""Vectors of 16 float32, for CPU loops that LLVM does not vectorize itself: sums over rows, dot products.
 
     x = load_lanes(row_SX, s, d) * scale       16 weights of row s from column d on, whatever their stored format
     store_lanes(sum_1D, 0, d, x + load_lanes(sum_1D, 0, d))
 
-Lanes are computed on as float32 numbers are, each for itself, so a loop over lanes gives the bits of a loop over
-numbers. Processors with narrower registers use several for one vector. The last `dim % LANES` weights of a row are the
-business of a loop over numbers.
+Arithmetic works on each lane as on a float32 number, so a loop over lanes gives the bits of a loop over numbers.
+Processors with narrower registers use several for one vector. The last `dim % LANES` weights of a row need a loop over
+numbers.
 
-Wide vectors are of 64 numbers, in several registers: a sum over many rows that is kept in one does not go through
-memory from row to row, each time waiting for what was just written.
+Wide vectors have 64 numbers, in several registers: a sum over many rows stays in registers, and need not be read back
+from memory for each row.
 """
 
 import operator
+from collections.abc import Callable
+from typing import Any, no_type_check
 
 import llvmlite.ir as ir
 from numba import types
@@ -30,7 +32,7 @@ WIDE = 64
 """Numbers of a wide vector."""
 
 _I16, _I32, _I64 = (ir.IntType(bits) for bits in (16, 32, 64))
-_WEIGHTS = (types.float32, types.uint16, types.int16)  # see to_float32 in oneemb.kernels.jit
+_WEIGHTS = (types.float32, types.uint16, types.int16)  # see oneemb.kernels.jit_code
 
 
 class _LanesType(types.Type):
@@ -39,7 +41,7 @@ class _LanesType(types.Type):
         self.count = count
 
     def of(self, element: ir.Type) -> ir.VectorType:
-        """As many of these."""
+        """A vector type of as many elements."""
         return ir.VectorType(element, self.count)
 
     @property
@@ -52,12 +54,12 @@ _lanes, _wide = _LanesType(LANES), _LanesType(WIDE)
 
 @register_model(_LanesType)
 class _LanesModel(models.PrimitiveModel):
-    def __init__(self, manager, lanes_type):
+    def __init__(self, manager: Any, lanes_type: Any) -> None:
         super().__init__(manager, lanes_type, lanes_type.numbers)
 
 
-def _pointer(context, builder, array_type, place, kind):
-    """Where 16 elements from array[row, column] on lie, the three of `place`. Rows are not counted from the end."""
+def _pointer(context: Any, builder: Any, array_type: Any, place: Any, kind: Any) -> Any:
+    """A pointer to a vector that begins at array[row, column], the three of `place`. Indexes must not be negative."""
     array, row, column = place
     view = context.make_array(array_type)(context, builder, array)
     row_bytes = cgutils.unpack_tuple(builder, view.strides)[0]
@@ -66,15 +68,15 @@ def _pointer(context, builder, array_type, place, kind):
     return builder.inttoptr(builder.add(builder.ptrtoint(view.data, _I64), begin), kind.as_pointer())
 
 
-def _is_rows(array, *indexes):
+def _is_rows(array: Any, *indexes: Any) -> bool:
     return isinstance(array, types.Array) and array.ndim == 2 and array.layout == "C" and set(indexes) == {types.int64}
 
 
-def _load(lanes, array, row, column):
+def _load(lanes: _LanesType, array: Any, row: Any, column: Any) -> Any:
     if not _is_rows(array, row, column) or array.dtype not in _WEIGHTS:
         return None
 
-    def codegen(context, builder, sig, args):
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         dtype = sig.args[0].dtype
         kind = lanes.numbers if dtype == types.float32 else lanes.of(_I16)
         loaded = builder.load(_pointer(context, builder, sig.args[0], args, kind), align=dtype.bitwidth // 8)
@@ -89,24 +91,24 @@ def _load(lanes, array, row, column):
 
 
 @intrinsic
-def load_lanes(typingctx, array, row, column):
+def load_lanes(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
     """array[row, column : column + 16] as float32. `array` is C-contiguous, in one of the three formats of weights."""
     return _load(_lanes, array, row, column)
 
 
 @intrinsic
-def load_wide(typingctx, array, row, column):
-    """As `load_lanes`, 64 of them."""
+def load_wide(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
+    """As `load_lanes`, for 64 weights."""
     return _load(_wide, array, row, column)
 
 
 @intrinsic
-def store_lanes(typingctx, array, row, column, x):
+def store_lanes(typingctx: Any, array: Any, row: Any, column: Any, x: Any) -> Any:
     """array[row, column : column + len(x)] = x, in the array's format, rounded to nearest, ties to even."""
     if not _is_rows(array, row, column) or array.dtype not in _WEIGHTS or not isinstance(x, _LanesType):
         return None
 
-    def codegen(context, builder, sig, args):
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         dtype, stored, lanes = sig.args[0].dtype, args[3], sig.args[3]
         halves = lanes.of(_I16)
         if dtype == types.uint16:
@@ -126,12 +128,12 @@ def store_lanes(typingctx, array, row, column, x):
 
 
 @intrinsic
-def move_lanes(typingctx, to, to_row, to_column, array, row, column):
+def move_lanes(typingctx: Any, to: Any, to_row: Any, to_column: Any, array: Any, row: Any, column: Any) -> Any:
     """to[to_row, to_column : to_column + 16] = array[row, column : column + 16], bits of elements of one dtype."""
     if not _is_rows(to, to_row, to_column, row, column) or not _is_rows(array, row) or to.dtype != array.dtype:
         return None
 
-    def codegen(context, builder, sig, args):
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         bits = sig.args[0].dtype.bitwidth
         kind = ir.VectorType(ir.IntType(bits), LANES)
         moved = builder.load(_pointer(context, builder, sig.args[3], args[3:], kind), align=bits // 8)
@@ -141,39 +143,39 @@ def move_lanes(typingctx, to, to_row, to_column, array, row, column):
     return types.void(to, to_row, to_column, array, row, column), codegen
 
 
-def _all(like, number):
-    """A vector as `like` is, of one constant."""
+def _all(like: Any, number: Any) -> Any:
+    """A vector of the type of `like`, all of one constant."""
     return like.type([number] * like.type.count)
 
 
-def _same(builder, lanes, number):
-    one = builder.insert_element(lanes.numbers(ir.Undefined), number, _I32(0))
-    return builder.shuffle_vector(one, lanes.numbers(ir.Undefined), lanes.of(_I32)([0] * lanes.count))
+def _same(builder: Any, lanes: Any, number: Any) -> Any:
+    first = builder.insert_element(lanes.numbers(ir.Undefined), number, _I32(0))
+    return builder.shuffle_vector(first, lanes.numbers(ir.Undefined), lanes.of(_I32)([0] * lanes.count))
 
 
 @intrinsic
-def same_lanes(typingctx, number):
-    """16 times this float32."""
+def same_lanes(typingctx: Any, number: Any) -> Any:
+    """A vector of this float32, 16 times."""
     if number != types.float32:
         return None
     return _lanes(number), lambda context, builder, sig, args: _same(builder, _lanes, args[0])
 
 
 @intrinsic
-def same_wide(typingctx, number):
-    """64 times this float32."""
+def same_wide(typingctx: Any, number: Any) -> Any:
+    """A wide vector of this float32, 64 times."""
     if number != types.float32:
         return None
     return _wide(number), lambda context, builder, sig, args: _same(builder, _wide, args[0])
 
 
 @intrinsic
-def sum_lanes(typingctx, x):
+def sum_lanes(typingctx: Any, x: Any) -> Any:
     """The sum of all lanes: lanes 8 to 15 added to 0 to 7, of the sums 4 to 7 to 0 to 3, and so on."""
     if x != _lanes:
         return None
 
-    def codegen(context, builder, sig, args):
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         rest, lanes = args[0], LANES
         while lanes > 1:
             lanes //= 2
@@ -187,21 +189,22 @@ def sum_lanes(typingctx, x):
     return types.float32(x), codegen
 
 
-def _operator(function, instruction):
+def _operator(function: Callable[..., Any], instruction: str) -> None:
     @intrinsic
-    def of_lanes(typingctx, x, y):
+    def of_lanes(typingctx: Any, x: Any, y: Any) -> Any:
         lanes = x if isinstance(x, _LanesType) else y
 
-        def codegen(context, builder, sig, args):
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             both = [
-                _same(builder, lanes, number) if given == types.float32 else number
-                for number, given in zip(args, sig.args, strict=True)
+                _same(builder, lanes, number) if kind == types.float32 else number
+                for number, kind in zip(args, sig.args, strict=True)
             ]
             return getattr(builder, instruction)(*both)
 
         return lanes(x, y), codegen
 
     @overload(function, inline="always")
+    @no_type_check  # see oneemb.kernels.jit_code
     def of_kinds(x, y):
         vector = x if isinstance(x, _LanesType) else y
         if isinstance(vector, _LanesType) and {x, y} <= {vector, types.float32}:

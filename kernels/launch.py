@@ -1,10 +1,10 @@
 """Launches CUDA loops on torch's tensors: on the current stream of their device, without copies.
 
-Where numba's simulator is switched on (NUMBA_ENABLE_CUDASIM=1), "the device" is the host's memory and a launch runs
-the loop as Python, so that every loop can be tested on a machine without a GPU.
+In numba's simulator (NUMBA_ENABLE_CUDASIM=1) "the device" is the host's memory, and a launch runs the loop as Python,
+so that every loop can be tested on a machine without a GPU.
 
-Invariants: a loop covers its range whatever the shape of the launch, since each of its threads goes on by strides of
-the whole grid; and no result depends on that shape.
+Invariants: a loop covers its range for any shape of the launch, since each of its threads advances by the size of the
+whole grid; and no result depends on that shape.
 """
 
 import functools
@@ -21,11 +21,11 @@ __all__ = ["SIMULATED", "Gpu", "gpu_at", "gpu_of", "vector_width"]
 
 SIMULATED = jit_cuda.SIMULATED
 
-# Threads of a block. In the simulator each is a thread of the machine, made and ended for every block.
+# Threads of a block. In the simulator each is a thread of the machine that lives for one block.
 _BLOCK = 8 if SIMULATED else 256
 _BLOCKS_MAX = 3 if SIMULATED else 1 << 16
 
-_DRIVER_MIN = 13000  # as cuDriverGetVersion counts: that of numba-cuda[cu13]
+_DRIVER_MIN = 13000  # CUDA 13.0 in cuDriverGetVersion's form, which numba-cuda[cu13] needs
 
 _TYPESTR = {
     torch.float32: "<f4", torch.float64: "<f8", torch.int32: "<i4", torch.int64: "<i8", torch.int16: "<i2",
@@ -34,7 +34,7 @@ _TYPESTR = {
 
 
 class _Array:
-    """A tensor of any dtype in the form in which numba takes arrays of others."""
+    """A tensor of any dtype as an array that numba accepts."""
 
     __slots__ = ("__cuda_array_interface__",)
 
@@ -51,12 +51,12 @@ class Gpu:
     """One device, as loops see it.
 
     Args:
-        device: torch's name of it; in the simulator, anything.
+        device: torch's name of it; ignored in the simulator.
 
     Attributes:
         device: where the tensors of loops live: the GPU, or in the simulator the CPU.
         launches: loops launched so far.
-        waits: times that a host thread has waited for numbers of the device so far.
+        waits: how often a host thread has waited for numbers from the device so far.
 
     Raises:
         RuntimeError: PyTorch has no CUDA, there is no GPU or its driver is too old; the message says what to install.
@@ -75,15 +75,15 @@ class Gpu:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of torch's allocator, whatever it holds."""
+        """A tensor on the device, not initialized."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def full(self, *shape: int, value: int | float, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of torch's allocator, filled."""
+        """A tensor on the device, filled with a value."""
         return torch.full(shape, value, dtype=dtype, device=self.device)
 
     def free_bytes(self) -> int:
-        """Memory that could still be had."""
+        """Bytes of device memory that can still be allocated."""
         if SIMULATED:
             return 1 << 24
         held_bytes = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
@@ -94,7 +94,7 @@ class Gpu:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, copy=True)
 
     def read(self, tensor: torch.Tensor) -> list[Any]:
-        """The few numbers of a tensor, int64 or float64, once the current stream has come to them: the host waits."""
+        """The values of a small tensor, int64 or float64. The host waits until the current stream has computed them."""
         self.waits += 1
         if self.device.type != "cuda":
             return tensor.reshape(-1).tolist()
@@ -102,18 +102,18 @@ class Gpu:
         buffer = getattr(self._buffers, name, None)
         if buffer is None or len(buffer) < tensor.numel():
             buffer = torch.empty(max(64, tensor.numel()), dtype=tensor.dtype, pin_memory=True)
-            setattr(self._buffers, name, buffer)  # of this thread, so that nobody else writes it meanwhile
+            setattr(self._buffers, name, buffer)  # one for each thread, so that no other writes it meanwhile
         found = buffer[: tensor.numel()].copy_(tensor.reshape(-1), non_blocking=True)
         torch.cuda.current_stream(self.device).record_event().synchronize()
         return found.tolist()
 
     def wait(self) -> None:
-        """Wait for all that was launched on the device, on any stream."""
+        """Wait for all work that was launched on the device, on any stream."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def run(self, loop: CudaLoop, size: int, *args: Any) -> None:
-        """Launch a loop in which each thread takes one of `size` things at a time."""
+        """Launch a loop in which each thread takes one of `size` items at a time."""
         if size > 0:
             self._launch(loop, min(-(-size // _BLOCK), _BLOCKS_MAX), _BLOCK, args)
 
@@ -142,7 +142,7 @@ class Gpu:
 
 _simulator = threading.Lock()  # it runs one launch at a time
 simulated_gpu: Gpu | None = None
-"""In the simulator, the device on which tensors of the CPU count as lying; None = they are the CPU's. Tests set it."""
+"""In the simulator, the device to which CPU tensors belong; None = they belong to the CPU. Tests set it."""
 
 
 def gpu_of(tensor: torch.Tensor) -> Gpu | None:
@@ -200,8 +200,8 @@ def _simulated(arg: Any) -> Any:
 
 
 def vector_width(dim: int, weight_SX: torch.Tensor, *others: torch.Tensor) -> int:
-    """Weights that a loop may take at a time, V: as many as fill 16 bytes where every row of every array is aligned
-    to that and D is a multiple, else 1."""
+    """V, the weights that a loop may take at a time: as many as fill 16 bytes if every row of every array is aligned to
+    16 bytes and D is a multiple of V; else 1."""
     width = 16 // weight_SX.element_size()
     arrays = (weight_SX, *others)
     if dim % width == 0 and all(a.data_ptr() % 16 == 0 and a.stride(0) * a.element_size() % 16 == 0 for a in arrays):

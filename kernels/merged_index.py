@@ -5,15 +5,19 @@ Keys of one index lie side by side: those of index m from begin_M1[m] to begin_M
 
 import numpy as np
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.hash_index import cells_find
-from oneemb.kernels.jit import cpu
+from oneemb.kernels.jit import Number, cpu
 from oneemb.kernels.threads import Threads
 
 __all__ = ["find_each"]
 
 
 @cpu
-def _find_each_cpu(begin, end, address_MP, cells_MP, begin_M1, table_U, id_U, place_U):
+def _find_each_cpu(
+    begin: Number, end: Number, address_MP: Array, cells_MP: Array, begin_M1: Array, table_U: Array, id_U: Array,
+    place_U: Array,
+) -> None:  # fmt: skip
     for m in range(len(begin_M1) - 1):
         first, last = max(begin, begin_M1[m]), min(end, begin_M1[m + 1])
         if first < last:

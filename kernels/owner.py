@@ -1,21 +1,23 @@
-"""Which of R owners (ranks, or the paths of a sharded table) keeps a key. Routing, saving and loading all ask here.
+"""Which of R owners (ranks, or the paths of a sharded table) keeps a key: for routing, saving and loading.
 
 Invariant: the answer is a pure function of (table, id, R), the same in every version: snapshots depend on it.
 """
 
 import numpy as np
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.hash_index import hash_key
-from oneemb.kernels.jit import cpu, mul_high
+from oneemb.kernels.jit import Number, cpu
+from oneemb.kernels.jit_code import mul_high
 
 __all__ = ["owner_of"]
 
-# Apart from the salts of hash indexes, which are small numbers: the keys of one owner spread over its whole index.
+# Unlike the salts of hash indexes, which are small numbers: so the keys of one owner spread over its whole index.
 _SALT = np.uint64(0x6F776E6572730001)
 
 
 @cpu
-def _owner_of_cpu(table_N, id_N, owners, owner_N):
+def _owner_of_cpu(table_N: Array, id_N: Array, owners: Number, owner_N: Array) -> None:
     for n in range(len(id_N)):
         owner_N[n] = mul_high(hash_key(table_N[n], id_N[n], _SALT), np.uint64(owners))
 

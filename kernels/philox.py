@@ -5,7 +5,7 @@ Reference: Salmon, Moraes, Dror, Shaw. Parallel random numbers: as easy as 1, 2,
 
 import numpy as np
 
-from oneemb.kernels.jit import rule
+from oneemb.kernels.jit import Number, rule
 
 __all__ = ["philox"]
 
@@ -18,7 +18,7 @@ _32 = np.uint64(32)
 
 
 @rule
-def philox(c0, c1, c2, c3, seed):
+def philox(c0: Number, c1: Number, c2: Number, c3: Number, seed: Number) -> tuple:
     """Four random words, each in the low 32 bits of a uint64, for counter words c0..c3 and a 64-bit seed."""
     x0 = np.uint64(c0) & _LOW
     x1 = np.uint64(c1) & _LOW

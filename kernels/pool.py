@@ -1,9 +1,9 @@
 """Pools the weights of bags of ids.  N ids in P bags, D weights.
 
     out_PD[p] = sum over the ids n of bag p of scale_N[n] * weights of id n
-    bag p holds the ids offset_P1[p] to offset_P1[p + 1] - 1; an empty bag gives zeros; padding counts for nothing
+    bag p holds the ids offset_P1[p] to offset_P1[p + 1] - 1; an empty bag gives zeros; padding is left out
 
-The sum runs in float32, in batch order, and is rounded once; the rows of the ids are written nowhere. A mean is a sum
+The sum runs in float32, in batch order, and is rounded once; the rows of the ids are not copied. A mean is a sum
 whose scales are 1 / (ids of the bag that are not padding).
 
 Reference: torch.nn.EmbeddingBag.
@@ -11,19 +11,21 @@ Reference: torch.nn.EmbeddingBag.
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, keep_rolled, to_float32
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu
+from oneemb.kernels.jit_code import keep_rolled, to_float32
 from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes
 from oneemb.kernels.reduce_grads import sum_rows
 from oneemb.kernels.threads import Threads
 
 __all__ = ["mean_scales", "pool", "scale_grads"]
 
-# A bag is several rows of work.
+# The fewest bags worth waking a thread for: a bag has several rows.
 _SHARE_MIN = 64
 
 
 @cpu
-def _mean_scales_cpu(begin, end, offset_P1, inverse_N, scale_N):
+def _mean_scales_cpu(begin: Number, end: Number, offset_P1: Array, inverse_N: Array, scale_N: Array) -> None:
     for p in range(begin, end):
         count = 0
         for n in range(offset_P1[p], offset_P1[p + 1]):
@@ -34,14 +36,17 @@ def _mean_scales_cpu(begin, end, offset_P1, inverse_N, scale_N):
 
 
 def mean_scales(offset_P1: np.ndarray, inverse_N: np.ndarray, *, threads: Threads) -> np.ndarray:
-    """What each id is multiplied with for its bag's sum to be the mean: float32 [N]."""
+    """The scales that make each bag's sum the mean: float32 [N]."""
     scale_N = np.empty(len(inverse_N), np.float32)
     threads.run(_mean_scales_cpu, len(offset_P1) - 1, offset_P1, inverse_N, scale_N, share_min=1 << 14)
     return scale_N
 
 
 @cpu
-def _pool_cpu(begin, end, weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PX):
+def _pool_cpu(
+    begin: Number, end: Number, weight_SX: Array, slot_U: Array, inverse_N: Array, offset_P1: Array, scale_N: Array,
+    out_PX: Array,
+) -> None:  # fmt: skip
     last = offset_P1[end] - 1
     for p in range(begin, end):
         sum_rows(
@@ -75,7 +80,10 @@ def pool(
 
 
 @cpu
-def _scale_grads_cpu(begin, end, weight_SX, slot_U, inverse_N, bag_N, grad_PX, out_N):
+def _scale_grads_cpu(
+    begin: Number, end: Number, weight_SX: Array, slot_U: Array, inverse_N: Array, bag_N: Array, grad_PX: Array,
+    out_N: Array,
+) -> None:  # fmt: skip
     dim = grad_PX.shape[1]
     rest = dim - dim % LANES
     lane_1L = np.empty((1, LANES), np.float32)

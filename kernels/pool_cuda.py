@@ -1,20 +1,17 @@
 """Pools the weights of bags of ids on the GPU, to the bits of oneemb.kernels.pool.  N ids, P bags, D weights.
 
-The rows of the ids are written nowhere: a group of threads walks a bag in batch order, 16 bytes of a row at a time.
-Whether offsets and tables are as they must be is found on the device too, and nobody waits for the answer here: it
-lies beside the number of unique keys, which an admission reads in one go.
+The rows of the ids are not copied: a group of threads walks a bag in batch order, 16 bytes of a row at a time. The
+device also checks offsets and tables. Nothing here waits for the result: it lies beside the number of unique keys, and
+the acquisition reads both in one go.
 """
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from oneemb.kernels.jit import cuda, load, rule, store
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cuda, load, rule, store
+from oneemb.kernels.launch import Gpu, vector_width
 from oneemb.kernels.reduce_grads_cuda import plus, segment_of
-
-if TYPE_CHECKING:
-    from oneemb.kernels.launch import Gpu
 
 __all__ = ["bags_of_cuda", "mean_scales_cuda", "pool_cuda", "scale_grads_cuda"]
 
@@ -26,18 +23,18 @@ _BLOCK_LANES = 256
 
 
 @rule
-def weighed(sum, scale, x):
+def weighed(sum: Number, scale: Number, x: Number) -> Number:
     return sum + scale * x
 
 
 @rule
-def mean_scale(count):
-    """What the weights of each id of a bag are multiplied with for their sum to be the mean."""
+def mean_scale(count: Number) -> Number:
+    """The scale that makes the sum of a bag with this many ids the mean."""
     return np.float32(1) / np.float32(max(count, 1))
 
 
 @cuda
-def bags_loop(offset_P1, table_P, tables, bag_N, table_N, size_2):
+def bags_loop(offset_P1: Array, table_P: Array, tables: Number, bag_N: Array, table_N: Array, size_2: Array) -> None:
     """The bag and the table of each id: that of its bag in table_P, or where that is empty the bag modulo `tables`.
 
     size_2[1] turns 1 where offsets do not begin with 0, fall, or do not end with N, or where a table is none.
@@ -61,15 +58,15 @@ def bags_loop(offset_P1, table_P, tables, bag_N, table_N, size_2):
 
 
 def bags_of_cuda(
-    offset_P1: torch.Tensor, table_P: torch.Tensor | None, tables: int, ids: int, size_2: torch.Tensor, *, gpu: "Gpu"
+    offset_P1: torch.Tensor, table_P: torch.Tensor | None, tables: int, ids: int, size_2: torch.Tensor, *, gpu: Gpu
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The bag, int64 [N], and the table, int32 [N], of each of N = `ids` ids.
 
     Args:
         offset_P1: int64 [P + 1].
         table_P: int32 [P], the table of each bag; None = bag p is of table p % `tables`.
-        size_2: int64 [2]; its second value turns 1 where offsets or tables are not as they must be. What is given for
-            such ids is in range and means nothing.
+        size_2: int64 [2]; its second value turns 1 where offsets or tables are not as they must be. The bags and
+            tables of such ids are in range and mean nothing.
     """
     bag_N, table_N = gpu.empty(ids, dtype=torch.int64), gpu.empty(ids, dtype=torch.int32)
     table_P = gpu.empty(0, dtype=torch.int32) if table_P is None else table_P
@@ -78,7 +75,7 @@ def bags_of_cuda(
 
 
 @cuda
-def mean_scales_loop(offset_P1, inverse_N, scale_N):
+def mean_scales_loop(offset_P1: Array, inverse_N: Array, scale_N: Array) -> None:
     """scale_N[n] = 1 / (ids of n's bag that are not padding)."""
     p = cuda.grid(1)
     while p < offset_P1.shape[0] - 1:
@@ -91,15 +88,17 @@ def mean_scales_loop(offset_P1, inverse_N, scale_N):
         p += cuda.gridsize(1)
 
 
-def mean_scales_cuda(offset_P1: torch.Tensor, inverse_N: torch.Tensor, *, gpu: "Gpu") -> torch.Tensor:
-    """What each id is multiplied with for its bag's sum to be the mean: float32 [N]."""
+def mean_scales_cuda(offset_P1: torch.Tensor, inverse_N: torch.Tensor, *, gpu: Gpu) -> torch.Tensor:
+    """The scales that make each bag's sum the mean: float32 [N]."""
     scale_N = gpu.empty(len(inverse_N), dtype=torch.float32)
     gpu.run(mean_scales_loop, len(offset_P1) - 1, offset_P1, inverse_N, scale_N)
     return scale_N
 
 
 @cuda
-def pool_loop(weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PD):
+def pool_loop(
+    weight_SX: Array, slot_U: Array, inverse_N: Array, offset_P1: Array, scale_N: Array, out_PD: Array
+) -> None:
     """out_PD[p] = sum of scale_N[n] * weights of id n over the ids of bag p, in batch order, in float32.
 
     scale_N of length 0 stands for ones.
@@ -133,18 +132,16 @@ def pool_cuda(
     scale_N: torch.Tensor | None,
     out_PD: torch.Tensor,
     *,
-    gpu: "Gpu",
+    gpu: Gpu,
 ) -> None:
     """The rows of each bag summed in float32, in the order of its ids, rounded once to the dtype of `out_PD`.
 
     Args:
-        inverse_N: int64 [N], the key of each id; -1, padding, counts for nothing.
+        inverse_N: int64 [N], the key of each id; -1 for padding, which is left out.
         offset_P1: int64 [P + 1], where each bag begins among the ids.
-        scale_N: float32 [N], what each row is multiplied with; None = 1.
+        scale_N: float32 [N], the factor of each row; None = 1.
         out_PD: [P, D], bits of float32, float16 or bfloat16, of the dtype of `weight_SX`.
     """
-    from oneemb.kernels.launch import vector_width
-
     bags, dim = out_PD.shape
     v = vector_width(dim, weight_SX, out_PD)
     scale_N = gpu.empty(0, dtype=torch.float32) if scale_N is None else scale_N
@@ -152,7 +149,9 @@ def pool_cuda(
 
 
 @cuda
-def scale_grads_loop(weight_SX, slot_U, inverse_N, bag_N, grad_PX, out_N):
+def scale_grads_loop(
+    weight_SX: Array, slot_U: Array, inverse_N: Array, bag_N: Array, grad_PX: Array, out_N: Array
+) -> None:
     """out_N[n] = sum over D of the weights of id n times its bag's gradient, in the CPU's order."""
     share = cuda.shared.array(_BLOCK_LANES, np.float32)
     w_V = cuda.local.array(V, np.float32)
@@ -160,7 +159,7 @@ def scale_grads_loop(weight_SX, slot_U, inverse_N, bag_N, grad_PX, out_N):
     dim = grad_PX.shape[1]
     groups = cuda.blockDim.y
     own = cuda.threadIdx.y * _LANES
-    # All threads of a block turn as often, since they wait for each other.
+    # All threads of a block make the same number of turns, since they wait for each other.
     first = cuda.blockIdx.x * groups
     while first < out_N.shape[0]:
         n = first + cuda.threadIdx.y
@@ -193,7 +192,7 @@ def scale_grads_cuda(
     bag_N: torch.Tensor,
     grad_PX: torch.Tensor,
     *,
-    gpu: "Gpu",
+    gpu: Gpu,
 ) -> torch.Tensor:
     """The gradient of scale_N: for each id its weights times its bag's gradient, summed over D. float32 [N]"""
     out_N = gpu.empty(len(inverse_N), dtype=torch.float32)

@@ -3,43 +3,36 @@
     sum over the occurrences n of key u, in float32, in batch order:     grad_NX[n]
     where ids were pooled into bags (see oneemb.kernels.pool):           scale_N[n] * grad_PX[bag_N[n]]
 
-`Segments` are gradients that are not summed yet. Row updates take them as they are and walk each key's occurrences
-once, on the way into the optimizer, so that sums are written nowhere; `reduce_grads` is for those who want to see them.
+`Segments` are gradients that are not summed yet. A row update sums each key's gradients itself, just before it uses the
+sum, so that sums are not written to memory; `sum_segments` is for callers that need them.
 
-Invariant: the order of the sum is that of the batch, so the result depends on no number of threads.
+Invariant: sums run in batch order, so the result does not depend on the number of threads.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from oneemb.kernels.jit import (
-    cpu,
-    float_bits,
-    from_float32,
-    keep_rolled,
-    natural,
-    part,
-    prefetch,
-    prefetch_row,
-    to_float32,
-)
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu, part
+from oneemb.kernels.jit_code import float_bits, from_float32, keep_rolled, natural, prefetch, prefetch_row, to_float32
 from oneemb.kernels.jit_lanes import LANES, WIDE, load_lanes, load_wide, same_lanes, same_wide, store_lanes
 from oneemb.kernels.threads import Threads
 
-__all__ = ["ROWS", "Segments", "largest_magnitude", "reduce_grads", "row_grads", "sum_rows", "sum_segments"]
+__all__ = ["ROWS", "Segments", "largest_magnitude", "row_grads", "sum_rows", "sum_segments"]
 
 _EXPONENT = np.uint32(0x7F800000)
 
 ROWS = 16
-"""Rows whose gradients are summed before the first of them is updated: what the update of a row waits for, the end of a
-long chain of operations or a line of memory, would hold up the sum of the next."""
+"""Rows whose gradients are summed before the first of them is updated. The update of one row would otherwise wait, for
+a long chain of operations or for memory, and hold up the sum of the next."""
 
-# Terms of sums, and rows, asked for ahead of the one at work. More of them would wait for each other.
+# Terms of sums, and rows, that are prefetched ahead of the current one. More would exceed what the CPU can have
+# pending.
 _AHEAD = np.uint64(12)
 _ROWS_AHEAD = 8
 
-# Values of which one share finds the largest, and all bits but the sign for each format.
+# Values in which one iteration finds the largest; and for each format, all bits but the sign.
 _BLOCK = 1 << 15
 _MAGNITUDE = {"float32": np.uint32(0x7FFFFFFF), "uint16": np.uint16(0x7FFF), "int16": np.uint16(0x7FFF)}
 
@@ -52,7 +45,7 @@ class Segments:
         grad_NX: [N, D], or [P, D] of bags; C-contiguous, bits of float32, float16 (uint16) or bfloat16 (int16).
         order_N, begin_U1: for each key the rows of `grad_NX` to sum, as `occurrences` in oneemb.kernels.unique_keys
             gives them; with bags, a row may come more than once.
-        scale_N: float32, by what each is multiplied, in the order of `order_N`; None = 1.
+        scale_N: float32, the factor of each, in the order of `order_N`; None = 1.
     """
 
     grad_NX: np.ndarray
@@ -62,7 +55,7 @@ class Segments:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """U, D: that of the gradients once they are summed."""
+        """(U, D): the shape of the summed gradients."""
         return len(self.begin_U1) - 1, self.grad_NX.shape[1]
 
     def arrays(self) -> tuple:
@@ -71,8 +64,10 @@ class Segments:
 
 
 @part
-def _row_of(row_NX, slot_U, order_N, i, last, d, columns):
-    """The row of term i, -1 for none; and ask the cache for these columns of the row of a term to come."""
+def _row_of(
+    row_NX: Array, slot_U: Array, order_N: Array, i: Number, last: Number, d: Number, columns: Number
+) -> Number:
+    """The row of term i, -1 for none. Also prefetches these columns of the row of a later term."""
     ahead = np.int64(order_N[min(i + _AHEAD, last)])
     n = np.int64(order_N[i])
     if slot_U is None:
@@ -84,12 +79,15 @@ def _row_of(row_NX, slot_U, order_N, i, last, d, columns):
 
 
 @part
-def sum_rows(to_PX, p, zero, row_NX, slot_U, order_N, begin, end, last, scale_N):
+def sum_rows(
+    to_PX: Array, p: Number, zero: Number, row_NX: Array, slot_U: Array, order_N: Array, begin: Number, end: Number,
+    last: Number, scale_N: Array,
+) -> None:  # fmt: skip
     """to_PX[p] = zero + the sum over i from begin to end - 1 of scale_N[i] * row_NX[slot_U[order_N[i]]].
 
-    slot_U may be None: order_N says the rows. scale_N may be None: 1. Where order_N[i] is -1, there is nothing to add.
-    The sum is in float32, in this order, and rounded to the format of `to_PX` once. -0.0 is the zero that changes
-    no number at all. Terms up to `last` are there to be asked for ahead.
+    slot_U may be None: `order_N` holds the rows. scale_N may be None: 1. A term with order_N[i] = -1 is left out. The
+    sum runs in float32, in this order, and is rounded once to the format of `to_PX`. A `zero` of -0.0 changes no
+    number, not even -0.0. Terms up to `last` exist and may be prefetched.
     """
     dim = to_PX.shape[1]
     begin, end, last = natural(begin), natural(end), natural(last)
@@ -120,7 +118,9 @@ def sum_rows(to_PX, p, zero, row_NX, slot_U, order_N, begin, end, last, scale_N)
 
 
 @part
-def _row_grad(grad_NX, order_N, begin_U1, scale_N, u, sum_RD, r):
+def _row_grad(
+    grad_NX: Array, order_N: Array, begin_U1: Array, scale_N: Array, u: Number, sum_RD: Array, r: Number
+) -> None:
     if order_N is None:
         for d in range(sum_RD.shape[1]):
             sum_RD[r, d] = to_float32(grad_NX[u, d])
@@ -132,11 +132,11 @@ def _row_grad(grad_NX, order_N, begin_U1, scale_N, u, sum_RD, r):
 
 
 @part
-def row_grads(grads, first, end, row_SW, slot_U, sum_RD):
+def row_grads(grads: tuple, first: Number, end: Number, row_SW: Array, slot_U: Array, sum_RD: Array) -> Number:
     """sum_RD[r] = the gradient of row first + r; for a loop over rows up to `end` that takes ROWS of them at a time.
 
-    `grads` are `Segments.arrays()`, or grad_UD and three times None for gradients that are summed already. The cache is
-    asked for the rows that are to be updated.
+    `grads` is `Segments.arrays()`, or (grad_UD, None, None, None) for gradients that are summed already. Also
+    prefetches the rows that are to be updated.
 
     Returns:
         How many rows there are.
@@ -151,7 +151,7 @@ def row_grads(grads, first, end, row_SW, slot_U, sum_RD):
 
 
 @cpu
-def _reduce_grads_cpu(begin, end, grads, grad_UD, finite_U):
+def _reduce_grads_cpu(begin: Number, end: Number, grads: tuple, grad_UD: Array, finite_U: Array) -> None:
     grad_NX, order_N, begin_U1, scale_N = grads
     for u in range(begin, end):
         _row_grad(grad_NX, order_N, begin_U1, scale_N, u, grad_UD, u)
@@ -173,20 +173,8 @@ def sum_segments(segments: Segments, *, threads: Threads) -> tuple[np.ndarray, n
     return grad_UD, finite_U
 
 
-def reduce_grads(
-    grad_NX: np.ndarray,
-    order_N: np.ndarray,
-    begin_U1: np.ndarray,
-    scale_N: np.ndarray | None = None,
-    *,
-    threads: Threads,
-) -> tuple[np.ndarray, np.ndarray]:
-    """`sum_segments` of `Segments` made of these."""
-    return sum_segments(Segments(grad_NX, order_N, begin_U1, scale_N), threads=threads)
-
-
 @cpu
-def _largest_cpu(begin, end, bits_V, magnitude, largest_K):
+def _largest_cpu(begin: Number, end: Number, bits_V: Array, magnitude: Number, largest_K: Array) -> None:
     for k in range(begin, end):
         largest = largest_K[k]
         for bits in bits_V[k * _BLOCK : (k + 1) * _BLOCK]:

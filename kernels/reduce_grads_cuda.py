@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from oneemb.kernels.jit import cuda, float_bits, load, rule, store
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cuda, load, rule, store
+from oneemb.kernels.jit_code import float_bits
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # row updates of the CPU import this file, and must not load CUDA
     from oneemb.kernels.launch import Gpu
 
 __all__ = ["PART", "Segments", "segment_of", "reduce_grads_cuda", "segments_of", "sum_segment"]
@@ -35,7 +37,7 @@ class Segments(NamedTuple):
     order_N: torch.Tensor
     """int64 [N]: the rows of grad_NX, key by key"""
     scale_N: torch.Tensor
-    """float32 [N]: by what each is multiplied, in the order of order_N; of length 0 for ones"""
+    """float32 [N]: the factor of each, in the order of order_N; of length 0 for ones"""
     begin_U1: torch.Tensor
     """int64 [U + 1]: where each key's begin in order_N"""
     part_U1: torch.Tensor
@@ -45,7 +47,7 @@ class Segments(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """U, D: that of the gradients once they are summed."""
+        """(U, D): the shape of the summed gradients."""
         return self.begin_U1.shape[0] - 1, self.grad_NX.shape[1]
 
     @property
@@ -54,22 +56,22 @@ class Segments(NamedTuple):
 
 
 @rule
-def is_nonfinite(x):
+def is_nonfinite(x: Number) -> Number:
     return (float_bits(x) & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
 
 
 @rule
-def plus(x, y):
+def plus(x: Number, y: Number) -> Number:
     return x + y
 
 
 @rule
-def times(x, scale):
+def times(x: Number, scale: Number) -> Number:
     return x * scale
 
 
 @cuda.inner
-def segment_of(part_U1, p):
+def segment_of(part_U1: Array, p: Number) -> Number:
     """The segment that holds place p: the last u with part_U1[u] <= p."""
     low = 0
     high = part_U1.shape[0] - 1
@@ -83,7 +85,7 @@ def segment_of(part_U1, p):
 
 
 @cuda.inner
-def term(x_V, grad_NX, order_N, scale_N, k, d):
+def term(x_V: Array, grad_NX: Array, order_N: Array, scale_N: Array, k: Number, d: Number) -> None:
     """x_V = what occurrence k adds at weights d .. d + V."""
     load(x_V, grad_NX, order_N[k], d)
     if SCALED:
@@ -92,7 +94,7 @@ def term(x_V, grad_NX, order_N, scale_N, k, d):
 
 
 @cuda
-def count_parts_loop(begin_U1, count_U):
+def count_parts_loop(begin_U1: Array, count_U: Array) -> None:
     """count_U[u] = parts of key u; none where one would do."""
     u = cuda.grid(1)
     while u < count_U.shape[0]:
@@ -102,7 +104,9 @@ def count_parts_loop(begin_U1, count_U):
 
 
 @cuda
-def sum_parts_loop(grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD):
+def sum_parts_loop(
+    grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U1: Array, part_PD: Array
+) -> None:
     """Sum each part in batch order."""
     sum_V = cuda.local.array(V, np.float32)
     x_V = cuda.local.array(V, np.float32)
@@ -125,7 +129,10 @@ def sum_parts_loop(grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD):
 
 
 @cuda.inner
-def sum_segment(sum_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d):
+def sum_segment(
+    sum_V: Array, grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U1: Array, part_PD: Array,
+    u: Number, d: Number,
+) -> None:  # fmt: skip
     """sum_V = the summed gradient of key u at weights d .. d + V."""
     x_V = cuda.local.array(V, np.float32)
     begin = part_U1[u]
@@ -145,7 +152,10 @@ def sum_segment(sum_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u,
 
 
 @cuda
-def reduce_loop(grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, grad_UD, finite_U):
+def reduce_loop(
+    grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U1: Array, part_PD: Array, grad_UD: Array,
+    finite_U: Array,
+) -> None:  # fmt: skip
     """Write each key's sum; finite_U[u] turns 0 where a value of it is not finite."""
     sum_V = cuda.local.array(V, np.float32)
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
@@ -170,13 +180,13 @@ def segments_of(
     *,
     gpu: "Gpu",
 ) -> Segments:
-    """Make the sums of hot keys' parts, so that every key is a short walk.
+    """The gradients by unique key; the parts of keys with many occurrences are summed here already.
 
     Args:
         grad_NX: [N, D], or [P, D] of bags; C-contiguous, bits of float32, float16 (uint16) or bfloat16 (int16).
         order_N, begin_U1: of `oneemb.kernels.unique_keys_cuda.occurrences`.
         bag_N: int64 [N], the row of grad_NX for each id; None = its own.
-        scale_N: float32 [N], by what that is multiplied; None = 1.
+        scale_N: float32 [N], the factor of each id's row; None = 1.
     """
     from oneemb.kernels.launch import vector_width
 
@@ -187,7 +197,7 @@ def segments_of(
     gpu.run(count_parts_loop, keys, begin_U1, count_U)
     part_U1 = gpu.full(keys + 1, value=0, dtype=torch.int64)
     torch.cumsum(count_U, 0, out=part_U1[1:])
-    # More parts than that cannot be: a key with any has more than PART occurrences, and so a part for every half PART.
+    # An upper bound: a key that has parts has more than PART occurrences, so at least PART / 2 for each part.
     part_PD = gpu.empty(2 * size // PART if size > PART else 0, dim, dtype=torch.float32)
     segments = Segments(grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD)
     v = vector_width(dim, grad_NX, part_PD)

@@ -1,19 +1,20 @@
-"""Rows in the blocks of a file: into them, out of them, and which of them are live.
+"""Copies rows into the blocks of a file and out of them, and keeps a bit for each row that is live.
 
     B blocks of X 64-bit words, R rows a block, W words of 32 bits a row, U keys, Q read requests, P places
 
-Rows are moved as uint32, so that no bit of theirs is ever taken for a number. A place is a row's number in the
-whole table; place // R is the number of its block there, and block // blocks_per_slot its slot. Rows of a block lie
-one after the other from its first byte; the rest of the block is zero.
+Rows are moved as uint32, so that no bits are taken for a float. A place is a row's number in the whole table; place //
+R is the number of its block there, and block // blocks_per_extent that of its extent. The rows of a block lie one after
+the other from its first byte; the rest of the block is zero.
 
-A read request is a run of blocks of one slot, and serves the keys `order_P[first_Q[q] : first_Q[q + 1]]`, sorted
-by place. `sum_B` is indexed by the block's number in the whole table.
+A read request is a run of blocks of one extent, and serves the places `place_P[first_Q[q] : first_Q[q + 1]]`, in
+ascending order. `sum_B` is indexed by the block's number in the whole table.
 """
 
 import numpy as np
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.checksum import block_sum, low_half, sum_words
-from oneemb.kernels.jit import cpu, rule
+from oneemb.kernels.jit import Number, cpu, rule
 
 __all__ = [
     "bits_clear",
@@ -28,8 +29,8 @@ __all__ = [
 
 
 @rule
-def _copy_words(from_N, begin, to_N, end, width):
-    # Unsigned indexes: a signed one would be tested for counting from the end, which keeps the loop from being a
+def _copy_words(from_N: Array, begin: Number, to_N: Array, end: Number, width: Number) -> None:
+    # Indexes are unsigned: a signed one may count from the end, and the test for that keeps LLVM from making the loop a
     # plain copy of memory.
     source, target = np.uint64(begin), np.uint64(end)
     for i in range(np.uint64(width)):
@@ -37,55 +38,61 @@ def _copy_words(from_N, begin, to_N, end, width):
 
 
 @cpu
-def rows_into_blocks(begin, end, row_NW, word_X, first, rows_a_block, block_words, sum_B):
+def rows_into_blocks(
+    begin: Number, end: Number, row_NW: Array, word_X: Array, first: Number, rows_per_block: Number,
+    block_words: Number, sum_B: Array,
+) -> None:  # fmt: skip
     """Row n goes to row `first + n` of the blocks at word_X, and each block that is full then gets its checksum.
 
-    The range counts blocks, from the one of row `first` on: shares never meet in a block, and a block's checksum is
-    made while its bytes are in the nearest cache.
+    The range counts blocks, from that of row `first` on: two shares never write one block, and a block's checksum is
+    computed while its bytes are in the CPU's cache.
     """
     width = row_NW.shape[1]
     from_N, to_N = row_NW.ravel(), word_X.view(np.uint32)
-    first_block = first // rows_a_block
+    first_block = first // rows_per_block
     for b in range(first_block + begin, first_block + end):
-        block_row = b * rows_a_block
+        block_row = b * rows_per_block
         r = max(first, block_row)
-        r_end = min(first + len(row_NW), block_row + rows_a_block)
+        r_end = min(first + len(row_NW), block_row + rows_per_block)
         to = 2 * b * block_words + (r - block_row) * width
         _copy_words(from_N, (r - first) * width, to_N, to, (r_end - r) * width)
-        if r_end == block_row + rows_a_block:
+        if r_end == block_row + rows_per_block:
             sum_B[b] = block_sum(word_X, b, block_words)
 
 
 @cpu
-def rows_out_of_blocks(begin, end, block_N, place_N, out_UW, to_N, rows_a_block, block_words):
+def rows_out_of_blocks(
+    begin: Number, end: Number, block_N: Array, place_N: Array, out_UW: Array, to_N: Array, rows_per_block: Number,
+    block_words: Number,
+) -> None:  # fmt: skip
     """out_UW[to_N[n]] = row place_N[n] of the blocks, each of `block_words` words of 32 bits."""
     width = out_UW.shape[1]
     out_N = out_UW.ravel()
     for n in range(begin, end):
-        b = place_N[n] // rows_a_block
-        w = b * block_words + (place_N[n] - b * rows_a_block) * width
+        b = place_N[n] // rows_per_block
+        w = b * block_words + (place_N[n] - b * rows_per_block) * width
         _copy_words(block_N, w, out_N, to_N[n] * width, width)
 
 
 @cpu
-def bits_set(bit_N, place_N, rows_a_slot, live_S):
-    """Mark rows live and count them to their slots."""
+def bits_set(bit_N: Array, place_N: Array, rows_per_extent: Number, live_E: Array) -> None:
+    """Mark rows live, and add them to the counts of their extents."""
     for place in place_N:
         bit_N[place >> 3] |= np.uint8(1 << (place & 7))
-        live_S[place // rows_a_slot] += 1
+        live_E[place // rows_per_extent] += 1
 
 
 @cpu
-def bits_clear(bit_N, place_N, rows_a_slot, live_S):
-    """Mark rows dead and count them off their slots; a place of -1 is no row."""
+def bits_clear(bit_N: Array, place_N: Array, rows_per_extent: Number, live_E: Array) -> None:
+    """Mark rows dead, and take them from the counts of their extents; a place of -1 is no row."""
     for place in place_N:
         if place >= 0:
             bit_N[place >> 3] &= np.uint8(0xFF ^ (1 << (place & 7)))
-            live_S[place // rows_a_slot] -= 1
+            live_E[place // rows_per_extent] -= 1
 
 
 @cpu
-def bits_rows(bit_N, row_N):
+def bits_rows(bit_N: Array, row_N: Array) -> Number:
     """Write the rows whose bit is set to row_N, ascending, which has room for one more; returns how many."""
     n = 0
     for byte in range(len(bit_N)):
@@ -96,21 +103,24 @@ def bits_rows(bit_N, row_N):
 
 
 @cpu
-def requests_plan(place_P, rows_a_block, blocks_a_slot, blocks_max, gap_max, block_Q, blocks_Q, first_Q):
+def requests_plan(
+    place_P: Array, rows_per_block: Number, blocks_per_extent: Number, blocks_max: Number, gap_max: Number,
+    block_Q: Array, blocks_Q: Array, first_Q: Array,
+) -> Number:  # fmt: skip
     """Cut sorted places into read requests; returns how many.
 
     Blocks that lie at most `gap_max` apart are read in one go, up to `blocks_max` together.
     """
     requests = 0
     for p in range(len(place_P)):
-        block = place_P[p] // rows_a_block
+        block = place_P[p] // rows_per_block
         if requests > 0:
             q = requests - 1
             end = block_Q[q] + blocks_Q[q]
             if block < end:
                 continue
             near = block - end <= gap_max and block + 1 - block_Q[q] <= blocks_max
-            if near and block // blocks_a_slot == block_Q[q] // blocks_a_slot:
+            if near and block // blocks_per_extent == block_Q[q] // blocks_per_extent:
                 blocks_Q[q] = block + 1 - block_Q[q]
                 continue
         block_Q[requests] = block
@@ -122,23 +132,26 @@ def requests_plan(place_P, rows_a_block, blocks_a_slot, blocks_max, gap_max, blo
 
 
 @rule
-def rows_deliver(word_X, word_begin, block_first, place_P, to_P, p, p_end, rows_a_block, block_words, sum_B, out_UW):
+def rows_deliver(
+    word_X: Array, word_begin: Number, block_first: Number, place_P: Array, to_P: Array, p: Number, p_end: Number,
+    rows_per_block: Number, block_words: Number, sum_B: Array, out_UW: Array,
+) -> Number:  # fmt: skip
     """Check the blocks of one request, which lie at word_X[word_begin:], and copy their rows out.
 
-    Returns the first p whose block is not what was written, or p_end.
+    Returns the first p whose block is damaged, or p_end.
     """
     width = out_UW.shape[1]
     checked = np.int64(-1)
     row_X = word_X.view(np.uint32)
     out_N = out_UW.ravel()
     while p < p_end:
-        block = place_P[p] // rows_a_block
+        block = place_P[p] // rows_per_block
         begin = word_begin + (block - block_first) * block_words
         if block != checked:
             if low_half(sum_words(word_X, begin, begin + block_words, 0)) != sum_B[block]:
                 return p
             checked = block
-        w = 2 * begin + (place_P[p] - block * rows_a_block) * width
+        w = 2 * begin + (place_P[p] - block * rows_per_block) * width
         _copy_words(row_X, w, out_N, to_P[p] * width, width)
         p += 1
     return p
@@ -146,12 +159,13 @@ def rows_deliver(word_X, word_begin, block_first, place_P, to_P, p, p_end, rows_
 
 @cpu
 def requests_deliver(
-    begin, end, word_X, word_Q, block_Q, first_Q, place_P, to_P, rows_a_block, block_words, sum_B, out_UW, bad_Q
-):
-    """Deliver requests that lie in memory; bad_Q[q] = the first p whose block is not what was written, else -1."""
+    begin: Number, end: Number, word_X: Array, word_Q: Array, block_Q: Array, first_Q: Array, place_P: Array,
+    to_P: Array, rows_per_block: Number, block_words: Number, sum_B: Array, out_UW: Array, bad_Q: Array,
+) -> None:  # fmt: skip
+    """Deliver requests that lie in memory; bad_Q[q] = the first p whose block is damaged, else -1."""
     for q in range(begin, end):
         p_end = first_Q[q + 1]
         p = rows_deliver(
-            word_X, word_Q[q], block_Q[q], place_P, to_P, first_Q[q], p_end, rows_a_block, block_words, sum_B, out_UW
+            word_X, word_Q[q], block_Q[q], place_P, to_P, first_Q[q], p_end, rows_per_block, block_words, sum_B, out_UW
         )
         bad_Q[q] = p if p < p_end else -1

@@ -2,19 +2,20 @@
 
     part_U[u] = sum of |g|^p over row u, in float64; for p = infinity their maximum
 
-Invariant: a row's part is summed in its order and the parts by one thread, so a norm depends on no number of threads.
+Invariant: a row is summed in order, and the parts by one thread, so a norm does not depend on the number of threads.
 """
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu
 from oneemb.kernels.threads import Threads
 
 __all__ = ["rows_norm"]
 
 
 @cpu
-def _row_parts_cpu(begin, end, grad_UD, p, part_U):
+def _row_parts_cpu(begin: Number, end: Number, grad_UD: Array, p: Number, part_U: Array) -> None:
     dim = grad_UD.shape[1]
     for u in range(begin, end):
         part = 0.0

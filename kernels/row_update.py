@@ -1,4 +1,4 @@
-"""What every row update shares: the L2 gradient, the call onto the threads of a host.
+"""What all row updates share: the gradient with L2 decay, and the call of a loop on the host's threads.
 
 The arrays of an update, the same for every optimizer (see oneemb.storage.row_format for the row):
 
@@ -6,7 +6,7 @@ The arrays of an update, the same for every optimizer (see oneemb.storage.row_fo
     weight_SX    the same memory seen as weights' bits (float32, uint16 = float16, int16 = bfloat16)
     slot_U       int64 [U]: the rows to update, each slot at most once
     grad_UD      float32 [U, D], C order: the summed gradient of each row; or `Segments`, gradients still to be summed,
-                 which the loop sums row by row on their way into the optimizer, to the same bits
+                 which the loop sums row by row before it uses them, to the same bits
 
 Invariants: an update writes D weights and the state of the rows in slot_U and no other byte; a row's new value
 depends on that row and its gradient alone, so neither the order of the rows nor the number of threads matters.
@@ -16,7 +16,7 @@ loop and rounded to float32 once, as torch rounds it.
 
 import numpy as np
 
-from oneemb.kernels.jit import rule
+from oneemb.kernels.jit import CpuLoop, Number, rule
 from oneemb.kernels.reduce_grads import Segments
 from oneemb.kernels.threads import Threads
 
@@ -24,19 +24,19 @@ __all__ = ["l2_grad", "run_row_update"]
 
 
 @rule
-def l2_grad(w, g, weight_decay):
+def l2_grad(w: Number, g: Number, weight_decay: Number) -> Number:
     """The gradient with L2 decay. Without decay it is g itself, even where w is infinite."""
     return g + weight_decay * w if weight_decay != 0 else g
 
 
 def run_row_update(
-    loop,
+    loop: CpuLoop,
     weight_SX: np.ndarray,
     row_SW: np.ndarray,
     slot_U: np.ndarray,
     grads: np.ndarray | Segments,
     state_begin: int,
-    *scalars,
+    *scalars: object,
     state_width: int,
     threads: Threads,
 ) -> None:

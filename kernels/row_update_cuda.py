@@ -1,14 +1,14 @@
 """Row updates on the GPU: gradient, optimizer and write-back in one launch, whatever the optimizer.
 
 The arrays are those of oneemb.kernels.row_update, on the device. The gradient comes either summed, float32 [U, D], or
-as `Segments` of the batch's gradients, which are summed on the way into the optimizer and never written anywhere.
+as `Segments` of the batch's gradients, which are summed just before the optimizer uses them and not written to memory.
 
 A group of threads shares a row; each takes V weights at a time, with their state and gradient, as 16 bytes where
 every row is aligned to that. An optimizer whose rule needs nothing but one weight, its state and its gradient is run
 by `element_loop`; the others have loops in their own files.
 
-Invariants: those of oneemb.kernels.row_update; and where go_1[0] is 0, which a check on the device may say, nothing
-is written at all.
+Invariants: those of oneemb.kernels.row_update; and where go_1[0] is 0, which a check on the device may set, nothing is
+written.
 """
 
 import functools
@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oneemb.kernels.jit import CudaLoop, cuda, load, store
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import CudaLoop, Number, cuda, load, store
 from oneemb.kernels.reduce_grads_cuda import Segments, sum_segment
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # row updates of the CPU import this file, and must not load CUDA
     import torch
+
+    from oneemb.kernels.launch import Gpu
 
 __all__ = ["element_update", "given", "gradient", "run_row_update_cuda"]
 
@@ -28,8 +31,11 @@ V = 1
 
 
 @cuda.inner
-def given(g_V, grad_UD, order_N, scale_N, begin_U1, part_U1, part_PD, u, d):
-    """The gradient as it lies in grad_UD."""
+def given(
+    g_V: Array, grad_UD: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U1: Array, part_PD: Array,
+    u: Number, d: Number,
+) -> None:  # fmt: skip
+    """The gradient, read from grad_UD."""
     load(g_V, grad_UD, u, d)
 
 
@@ -37,7 +43,9 @@ gradient = given  # or sum_segment; `at(gradient=...)` sets it
 
 
 @cuda.inner
-def _stateless(weight_SX, row_SW, s, d, state_begin, dim, g_V, scalars):
+def _stateless(
+    weight_SX: Array, row_SW: Array, s: Number, d: Number, state_begin: Number, dim: Number, g_V: Array, scalars: tuple
+) -> None:
     w_V = cuda.local.array(V, np.float32)
     load(w_V, weight_SX, s, d)
     for i in range(V):
@@ -46,7 +54,9 @@ def _stateless(weight_SX, row_SW, s, d, state_begin, dim, g_V, scalars):
 
 
 @cuda.inner
-def _one_state(weight_SX, row_SW, s, d, state_begin, dim, g_V, scalars):
+def _one_state(
+    weight_SX: Array, row_SW: Array, s: Number, d: Number, state_begin: Number, dim: Number, g_V: Array, scalars: tuple
+) -> None:
     w_V = cuda.local.array(V, np.float32)
     x_V = cuda.local.array(V, np.float32)
     load(w_V, weight_SX, s, d)
@@ -58,7 +68,9 @@ def _one_state(weight_SX, row_SW, s, d, state_begin, dim, g_V, scalars):
 
 
 @cuda.inner
-def _two_states(weight_SX, row_SW, s, d, state_begin, dim, g_V, scalars):
+def _two_states(
+    weight_SX: Array, row_SW: Array, s: Number, d: Number, state_begin: Number, dim: Number, g_V: Array, scalars: tuple
+) -> None:
     w_V = cuda.local.array(V, np.float32)
     x_V = cuda.local.array(V, np.float32)
     y_V = cuda.local.array(V, np.float32)
@@ -78,8 +90,9 @@ optimizer: Any = None
 
 @cuda
 def element_loop(
-    weight_SX, row_SW, slot_U, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, go_1, state_begin, scalars
-):
+    weight_SX: Array, row_SW: Array, slot_U: Array, grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array,
+    part_U1: Array, part_PD: Array, go_1: Array, state_begin: Number, scalars: tuple,
+) -> None:  # fmt: skip
     """One step of an optimizer that looks at one weight at a time."""
     g_V = cuda.local.array(V, np.float32)
     dim = grad_NX.shape[1]
@@ -109,7 +122,7 @@ def run_row_update_cuda(
     state_begin: int,
     *scalars: Any,
     go_1: "torch.Tensor | None" = None,
-    gpu: Any,
+    gpu: "Gpu",
 ) -> None:
     """Run an update's loop over all rows of slot_U.
 

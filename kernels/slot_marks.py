@@ -1,35 +1,39 @@
-"""Marks that a tier keeps for each slot: pins, dirty bits, scores.  S slots, U distinct slots, N keys, V chosen ones.
+"""Numbers that a tier keeps for each slot: pins, dirty bits, scores.  S slots, U distinct slots, N keys, V chosen keys.
 
-Slots of -1 stand for rows that are not there, and are passed over.
+A slot of -1 stands for a missing row and is skipped.
 """
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu
 from oneemb.kernels.threads import Threads
 
 __all__ = ["add_marks", "pick_keys", "set_marks"]
 
-# Slots that are worth waking a thread for.
+# The fewest slots that are worth waking a thread for.
 _SHARE_MIN = 1 << 15
 
 
 @cpu
-def _add_marks_cpu(begin, end, mark_S, slot_U, count):
+def _add_marks_cpu(begin: Number, end: Number, mark_S: Array, slot_U: Array, count: Number) -> None:
     for u in range(begin, end):
         if slot_U[u] >= 0:
             mark_S[slot_U[u]] += count
 
 
 @cpu
-def _set_marks_cpu(begin, end, mark_S, slot_U, value):
+def _set_marks_cpu(begin: Number, end: Number, mark_S: Array, slot_U: Array, value: Number) -> None:
     for u in range(begin, end):
         if slot_U[u] >= 0:
             mark_S[slot_U[u]] = value
 
 
 @cpu
-def _pick_keys_cpu(table_N, id_N, slot_N, chosen_S, table_V, id_V, slot_V, size):
+def _pick_keys_cpu(
+    table_N: Array, id_N: Array, slot_N: Array, chosen_S: Array, table_V: Array, id_V: Array, slot_V: Array,
+    size: Number,
+) -> Number:  # fmt: skip
     for n in range(len(slot_N)):
         if chosen_S[slot_N[n]]:
             table_V[size] = table_N[n]
@@ -53,9 +57,9 @@ def pick_keys(
     table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray, chosen_S: np.ndarray, table_V: np.ndarray,
     id_V: np.ndarray, slot_V: np.ndarray, size: int,
 ) -> int:  # fmt: skip
-    """Append the keys that live in chosen slots, and these slots, to the first `size` of table_V, id_V and slot_V.
+    """Append the keys whose slots are chosen, and their slots, to the first `size` of table_V, id_V and slot_V.
 
     Returns:
-        How many are there then.
+        The new size.
     """
     return _pick_keys_cpu(table_N, id_N, slot_N, chosen_S, table_V, id_V, slot_V, size)

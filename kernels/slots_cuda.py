@@ -1,11 +1,12 @@
-"""What a lookup does to the slots it finds, on the GPU: pins and scores.  U keys, S slots.
+"""Pins and scores of the slots that a lookup finds, on the GPU.  U keys, S slots.
 
 Invariants: the keys of a launch are distinct, and so are the slots of their rows: no two threads of it write one
 slot; pins are counted with atomics, since a launch on another stream may pin or release the same slot meanwhile.
 """
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.hash_index_cuda import seek
-from oneemb.kernels.jit import cuda
+from oneemb.kernels.jit import Number, cuda
 
 __all__ = ["admit_loop", "count_pinned_loop", "release_loop"]
 
@@ -13,7 +14,10 @@ _PLACE_MASK = (1 << 40) - 1
 
 
 @cuda
-def admit_loop(cell_C2, table_U, id_U, size_2, pin_S, score_S, pins, tick, count_U, slot_U, count_3):
+def admit_loop(
+    cell_C2: Array, table_U: Array, id_U: Array, size_2: Array, pin_S: Array, score_S: Array, pins: Number,
+    tick: Number, count_U: Array, slot_U: Array, count_3: Array,
+) -> None:  # fmt: skip
     """slot_U[u] = the slot of key u, pinned `pins` times more; -1 where there is none: for the first size_2[0] keys.
 
     A slot's score becomes `tick`, the time of this use; if that is negative it grows by -tick for each of count_U[u]
@@ -44,7 +48,7 @@ def admit_loop(cell_C2, table_U, id_U, size_2, pin_S, score_S, pins, tick, count
 
 
 @cuda
-def release_loop(slot_U, pin_S):
+def release_loop(slot_U: Array, pin_S: Array) -> None:
     """Unpin slots, each once; -1 is none."""
     u = cuda.grid(1)
     while u < slot_U.shape[0]:
@@ -54,7 +58,7 @@ def release_loop(slot_U, pin_S):
 
 
 @cuda
-def count_pinned_loop(pin_S, used, count_1):
+def count_pinned_loop(pin_S: Array, used: Number, count_1: Array) -> None:
     """Add the number of pinned slots among the first `used` to count_1."""
     s = cuda.grid(1)
     while s < used:

@@ -1,14 +1,13 @@
-"""Runs one CPU loop on several cores: contiguous shares of its range, a few for each thread, no lock held.
+"""Runs one CPU loop on several cores, without the interpreter lock: its range is split into a few shares per thread.
 
-Threads take shares as they become free, and the calling one waits for none that has not begun: where other programs
-want the cores too, a thread that does not get to run costs no time.
+Threads take shares as they become free. The calling thread works too, and waits for no thread that has not begun: if
+other programs use the cores, a thread that does not get to run costs no time.
 
-Invariant: which shares there are depends on the range and the number of threads only, and a loop writes nothing
-that another share reads; so results do not depend on scheduling, and loops are written so that they do not
-depend on the number of threads either.
+Invariant: the shares depend on the range and the number of threads only, and a loop writes nothing that another share
+reads; so results do not depend on scheduling. Loops are written so that results do not depend on the shares either.
 
-Linux likes to wake a thread that has slept for some milliseconds on the core of the thread that wakes it, and leaves
-both there for as long as a loop takes; so the threads are kept off the core that calls.
+Linux tends to wake a thread that has slept for some milliseconds on the core of the thread that wakes it, and leaves
+both there for as long as a loop takes; so the threads are kept off the core of the caller.
 
 Why not numba's own parallel loops: two Python threads that enter one at the same time abort the process under its
 default threading layer, the other layers are not there on every machine, and compiling takes three times as long.
@@ -20,14 +19,16 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["Threads", "available_cores", "submit"]
 
-# A share smaller than this is not worth waking a thread for: a hand-over costs about 20 microseconds.
+_T = TypeVar("_T")
+
+# The smallest share worth waking a thread for: that costs about 20 microseconds.
 _SHARE_MIN = 512
 
-# Shares for each thread: more of them even out cores that are not equally fast; each costs some 10 microseconds.
+# Shares for each thread: more of them balance cores of different speed; each costs about 10 microseconds.
 _SHARES = 8
 
 
@@ -37,7 +38,8 @@ def available_cores() -> int:
 
 
 def _find_core() -> Callable[[], int] | None:
-    """What tells the core that calls it; None where there is no telling or no choosing."""
+    """A function that gives the core it is called on; None if the system has none, or lets no thread choose its
+    cores."""
     if not hasattr(os, "sched_setaffinity"):
         return None
     try:
@@ -70,18 +72,18 @@ class Threads:
             self._make_pool()
 
     def _make_pool(self) -> ThreadPoolExecutor:
-        """The threads of this process. A child of fork has none of its parent's, and where one of them held a lock at
-        the fork, that stays held there."""
+        """The threads of this process. A forked child has none of its parent's threads, and locks that they held at the
+        fork stay held in it, so it makes a pool of its own."""
         self._thread_ids: list[int] = []
-        self._kept_off: tuple[int, int] | None = None  # the core, and how many threads it was told to
-        # Threads may not know this object: it ends them by being dropped.
+        self._kept_off: tuple[int, int] | None = None  # the core, and the number of threads kept off it
+        # Threads must not refer to this object: they end when it is garbage collected.
         pool = ThreadPoolExecutor(
             self.count - 1, thread_name_prefix="oneemb-kernel", initializer=_note_thread, initargs=(self._thread_ids,)
         )
         self._pool, self._process = pool, os.getpid()
         return pool
 
-    def run(self, loop, size: int, *args, share_min: int = _SHARE_MIN) -> None:
+    def run(self, loop: Callable[..., Any], size: int, *args: Any, share_min: int = _SHARE_MIN) -> None:
         """Call `loop(begin, end, *args)` so that the shares cover 0..size exactly once.
 
         An exception in any share is raised here, after all shares have ended.
@@ -140,12 +142,11 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def submit(pool: Executor, function: Callable[..., Any], *args: Any) -> Future:
-    """`pool.submit`; the caller does the work itself where
+def submit(pool: Executor, function: Callable[..., _T], *args: Any) -> Future[_T]:
+    """`pool.submit`, but the caller runs the function itself where the pool cannot:
 
-    - the program is about to end and pools take nothing any more: threads of the user's go on until they end, and so do
-      functions that are called at exit;
-    - a signal handler has come into the middle of a call of this function: the pools' locks let nobody in twice.
+    - the interpreter is shutting down and pools accept no work, while the user's threads and exit functions still run;
+    - a signal handler has interrupted a call of this function: the pools' locks are not reentrant.
     """
     if not _here.submitting:
         _here.submitting = True
@@ -156,7 +157,7 @@ def submit(pool: Executor, function: Callable[..., Any], *args: Any) -> Future:
                 raise
         finally:
             _here.submitting = False
-    done: Future = Future()
+    done: Future[_T] = Future()
     try:
         done.set_result(function(*args))
     except BaseException as error:

@@ -1,39 +1,45 @@
 """Unique keys of a batch of bags, table by table.  T tables, P bags, N ids, U unique keys.
 
-Bag p is of table p % T: those of a sample's tables lie side by side. Keys come table by table, and those of a table in
-the order in which they first occur:
+Bag p is of table p % T: the bags of a sample lie side by side, one for each table. Keys come table by table, and those
+of a table in the order in which they first occur:
 
     T = 2, offset_P1  0 2 3 5 6      table_U  0 0 1 1      inverse_N  0 1 2 0 0 3
            id_N       7 9 7 7 7 8    id_U     7 9 7 8
 
-The keys of a table are the work of one thread, in memory that stays in its cache: J counts ids table by table, in batch
-order within a table, and place_Q1 says where those of each bag lie, Q counting bags table by table.
+One thread finds the keys of a table, in memory that stays in its cache. J counts ids table by table, in batch order
+within a table; Q counts bags table by table; place_Q1 says where the ids of each bag lie among those of J.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.hash_index import hash_key
-from oneemb.kernels.jit import cpu, keep_rolled, natural, prefetch
+from oneemb.kernels.jit import Number, cpu
+from oneemb.kernels.jit_code import keep_rolled, natural, prefetch
 from oneemb.kernels.threads import Threads
-from oneemb.kernels.unique_keys import UniqueKeys
 
-__all__ = ["ByTable", "unique_keys_by_table"]
+__all__ = ["KeysByTable", "unique_keys_by_table"]
 
-# Ids whose cells are asked for ahead of the one at work.
+# Ids whose cells are prefetched ahead of the current one.
 _AHEAD = 16
 
-# Ids that are worth waking a thread for.
+# The fewest ids that are worth waking a thread for.
 _SHARE_MIN = 4096
 
 _ONE_THREAD = Threads(1)
 
 
-@dataclass(frozen=True)
-class ByTable:
-    """Where the ids of a batch and their keys lie, table by table."""
+class KeysByTable(NamedTuple):
+    """The unique keys of N ids in bags, table by table, and where ids and keys lie."""
 
+    table_U: np.ndarray
+    """int32 [U]"""
+    id_U: np.ndarray
+    """int64 [U]"""
+    inverse_N: np.ndarray
+    """int32 [N]: the unique key of each id; -1 for padding"""
     offset_P1: np.ndarray
     """int64 [P + 1]: bag p holds the ids from offset_P1[p] to offset_P1[p + 1] - 1"""
     place_Q1: np.ndarray
@@ -43,7 +49,11 @@ class ByTable:
     key_T1: np.ndarray
     """int64 [T + 1]: the keys of table t are key_T1[t] to key_T1[t + 1] - 1"""
     begin_U1: np.ndarray
-    """int32 [U + 1]: how many ids of keys before come before those of each key"""
+    """int32 [U + 1]: how many ids the keys before each key have in all"""
+
+    @property
+    def head_U(self) -> np.ndarray:
+        raise AssertionError("the first occurrences of keys are not known table by table")
 
     def occurrences(
         self, scale_N: np.ndarray | None = None, *, threads: Threads = _ONE_THREAD
@@ -60,7 +70,10 @@ class ByTable:
 
 
 @cpu
-def _find_keys_cpu(begin, end, id_N, offset_P1, place_Q1, tables, padded, padding_id, id_V, count_V, key_J, size_T):
+def _find_keys_cpu(
+    begin: Number, end: Number, id_N: Array, offset_P1: Array, place_Q1: Array, tables: Number, padded: Number,
+    padding_id: Number, id_V: Array, count_V: Array, key_J: Array, size_T: Array,
+) -> None:  # fmt: skip
     """Number the keys of tables begin to end - 1 from 0 in each: key u of table t is id_V[v], v = place of its first
     id + u, and has count_V[v] ids. A table has size_T[t, 0] keys, of size_T[t, 1] ids."""
     samples = (len(place_Q1) - 1) // tables
@@ -118,8 +131,11 @@ def _find_keys_cpu(begin, end, id_N, offset_P1, place_Q1, tables, padded, paddin
 
 
 @cpu
-def _close_up_cpu(begin, end, place_T, key_T1, id_T1, id_V, count_V, table_U, id_U, begin_U1):
-    """Put the keys of tables begin to end - 1 where they belong among all, and their counts on top of those before."""
+def _close_up_cpu(
+    begin: Number, end: Number, place_T: Array, key_T1: Array, id_T1: Array, id_V: Array, count_V: Array,
+    table_U: Array, id_U: Array, begin_U1: Array,
+) -> None:  # fmt: skip
+    """Copy the keys of tables begin to end - 1 to their place among all keys, and sum up their counts to begin_U1."""
     for t in range(begin, end):
         at = id_T1[t]
         for u in range(key_T1[t], key_T1[t + 1]):
@@ -131,7 +147,9 @@ def _close_up_cpu(begin, end, place_T, key_T1, id_T1, id_V, count_V, table_U, id
 
 
 @cpu
-def _inverse_cpu(begin, end, offset_P1, place_Q1, key_J, key_T1, inverse_N):
+def _inverse_cpu(
+    begin: Number, end: Number, offset_P1: Array, place_Q1: Array, key_J: Array, key_T1: Array, inverse_N: Array
+) -> None:
     """inverse_N of the ids in the bags of samples begin to end - 1."""
     tables = len(key_T1) - 1
     samples = (len(place_Q1) - 1) // tables
@@ -146,7 +164,10 @@ def _inverse_cpu(begin, end, offset_P1, place_Q1, key_J, key_T1, inverse_N):
 
 
 @cpu
-def _occurrences_cpu(begin, end, offset_P1, place_Q1, key_J, key_T1, scale_N, next_U, order_N, scale_M):
+def _occurrences_cpu(
+    begin: Number, end: Number, offset_P1: Array, place_Q1: Array, key_J: Array, key_T1: Array, scale_N: Array,
+    next_U: Array, order_N: Array, scale_M: Array,
+) -> None:  # fmt: skip
     """Put the bag of each id of tables begin to end - 1 at the next place of its key."""
     tables = len(key_T1) - 1
     samples = (len(place_Q1) - 1) // tables
@@ -172,7 +193,7 @@ def unique_keys_by_table(
     *,
     padding_id: int | None = None,
     threads: Threads = _ONE_THREAD,
-) -> UniqueKeys:
+) -> KeysByTable:
     """The unique keys among ids, int32 or int64 [N], leaving out those that equal `padding_id`.
 
     `offset_P1`, int64 from 0 up to N, says which ids each bag holds; there are as many bags of each table.
@@ -200,9 +221,9 @@ def unique_keys_by_table(
     threads.run(
         _inverse_cpu, samples, offset_P1, place_Q1, key_J, key_T1, inverse_N, share_min=_tables_min(samples, ids)
     )
-    return UniqueKeys(table_U, id_U, inverse_N, None, ByTable(offset_P1, place_Q1, key_J, key_T1, begin_U1))
+    return KeysByTable(table_U, id_U, inverse_N, offset_P1, place_Q1, key_J, key_T1, begin_U1)
 
 
 def _tables_min(tables: int, ids: int) -> int:
-    """Of tables, or samples, with so many ids in all: how many are worth waking a thread for."""
+    """The fewest tables (or samples) that are worth waking a thread for, if all have `ids` ids."""
     return 1 + _SHARE_MIN * tables // (ids + 1)

@@ -12,23 +12,22 @@ Ids of different tables have no key in common. `oneemb.kernels.unique_by_table` 
 that is laid out table by table.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.hash_index import hash_key
-from oneemb.kernels.jit import cpu, natural, prefetch
+from oneemb.kernels.jit import Number, cpu
+from oneemb.kernels.jit_code import natural, prefetch
 from oneemb.kernels.threads import Threads
-
-if TYPE_CHECKING:
-    from oneemb.kernels.unique_by_table import ByTable
 
 __all__ = ["UniqueKeys", "occurrences", "unique_keys"]
 
-# Ids whose cells are asked for ahead of the one at work.
+# Ids whose cells are prefetched ahead of the current one.
 _AHEAD = 16
 
-# Ids whose hashes are worth waking a thread for.
+# The fewest ids whose hashes are worth waking a thread for.
 _HASH_SHARE_MIN = 1 << 16
 
 _ONE_THREAD = Threads(1)
@@ -44,9 +43,7 @@ class UniqueKeys(NamedTuple):
     inverse_N: np.ndarray
     """int32 [N]: the unique key of each id; -1 for padding"""
     head_U: np.ndarray | None
-    """int32 [U]: the first occurrence of each key; None if they were found table by table"""
-    by_table: "ByTable | None" = None
-    """Where ids and keys lie, if they were found table by table"""
+    """int32 [U]: the first occurrence of each key; None for keys that did not come from a batch"""
 
     def occurrences(
         self, bag_N: np.ndarray | None = None, scale_N: np.ndarray | None = None
@@ -56,14 +53,17 @@ class UniqueKeys(NamedTuple):
 
 
 @cpu
-def _hash_keys_cpu(begin, end, table_N, id_N, hash_N):
-    # A loop of its own: nothing in it branches, so that it runs on whole vectors.
+def _hash_keys_cpu(begin: Number, end: Number, table_N: Array, id_N: Array, hash_N: Array) -> None:
+    # A loop of its own: without branches LLVM vectorizes it.
     for n in range(begin, end):
         hash_N[n] = hash_key(np.int64(table_N[n]), np.int64(id_N[n]), np.int64(0))
 
 
 @cpu
-def _unique_keys_cpu(table_N, id_N, hash_N, padded, padding_id, cell_C, table_U, id_U, inverse_N, head_U):
+def _unique_keys_cpu(
+    table_N: Array, id_N: Array, hash_N: Array, padded: Number, padding_id: Number, cell_C: Array, table_U: Array,
+    id_U: Array, inverse_N: Array, head_U: Array,
+) -> Number:  # fmt: skip
     mask = natural(len(cell_C) - 1)
     size, ids = natural(0), natural(len(id_N))
     for n in range(ids):
@@ -110,13 +110,15 @@ def unique_keys(
 
 
 @cpu
-def _occurrences_cpu(inverse_N, bag_N, scale_N, order_N, end_U1, scale_M):
+def _occurrences_cpu(
+    inverse_N: Array, bag_N: Array, scale_N: Array, order_N: Array, end_U1: Array, scale_M: Array
+) -> None:
     for u in inverse_N:
         if u >= 0:
             end_U1[natural(u + 1)] += 1
     for u in range(1, len(end_U1)):
         end_U1[u] += end_U1[u - 1]
-    # Counted from the end of each key's segment down, ends turn into begins.
+    # Filling each segment from its end turns the ends into begins.
     for k in range(natural(1), natural(len(inverse_N) + 1)):
         n = natural(len(inverse_N)) - k
         if inverse_N[n] >= 0:

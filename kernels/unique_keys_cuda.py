@@ -1,25 +1,24 @@
 """Unique keys of a batch on the GPU: the same keys in the same order as oneemb.kernels.unique_keys.
 
-A scratch table of cells is claimed by compare-and-swap; a cell holds the least occurrence of its key, which the keys
-themselves tell apart, so every int64 is legal and nothing needs to be published in two steps. Ranking those first
-occurrences gives the unique keys in batch order whatever order the threads ran in.
+Keys claim cells of a scratch table by compare-and-swap. A cell holds the first occurrence of its key in the batch, and
+keys are compared by reading the batch there: so every int64 is a legal id, and one atomic write publishes a cell.
+Ranking the first occurrences gives the unique keys in batch order, in whatever order the threads ran.
 
 The occurrences of key u, in batch order:  order_N[begin_U1[u]], ..., order_N[begin_U1[u + 1] - 1]
 
-The arrays of unique keys have room for N; how many there are is known on the device (`size_2`), and so is whether
-the tables of ids were as they must be, so that the next loops can go on without asking.
+The arrays of unique keys have room for N. Their number, and whether the tables of ids are valid, lie on the device
+(`size_2`), so that the next loops need not wait for the host.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.hash_index_cuda import home
-from oneemb.kernels.jit import cuda
-
-if TYPE_CHECKING:
-    from oneemb.kernels.launch import Gpu
+from oneemb.kernels.jit import Number, cuda
+from oneemb.kernels.launch import Gpu
 
 __all__ = ["TABLES_MAX", "DeviceKeys", "occurrences", "unique_keys_cuda"]
 
@@ -39,11 +38,11 @@ class DeviceKeys(NamedTuple):
     head_U: torch.Tensor
     """int64: the first occurrence of each key"""
     size_2: torch.Tensor
-    """int64 [2]: U, and whether tables, or offsets of bags, are not as they must be"""
+    """int64 [2]: U, and 1 if tables, or offsets of bags, are not valid"""
     inverse_N: torch.Tensor
     """int64 [N]: the unique key of each id; -1 for padding"""
     check: Callable[[], object] | None = None
-    """Raises what is wrong with tables and offsets; None = nothing can be."""
+    """Raises what is wrong with tables and offsets; None = nothing can be wrong."""
 
     def cut(self, size: int) -> "DeviceKeys":
         """The same with the room beyond the U = `size` keys cut off."""
@@ -51,7 +50,10 @@ class DeviceKeys(NamedTuple):
 
 
 @cuda
-def claim_loop(table_N, id_N, tables, padded, padding_id, cell_C, cell_N, size_2):
+def claim_loop(
+    table_N: Array, id_N: Array, tables: Number, padded: Number, padding_id: Number, cell_C: Array, cell_N: Array,
+    size_2: Array,
+) -> None:  # fmt: skip
     """cell_N[n] = the cell of the key of id n, -1 for padding; cell_C[c] = its least n.
 
     size_2[1] turns 1 where a table is not one of `tables`.
@@ -66,7 +68,7 @@ def claim_loop(table_N, id_N, tables, padded, padding_id, cell_C, cell_N, size_2
         else:
             c = home(table_N[n], id_N[n], cells)
             while True:
-                # Read first: most ids of a batch are those of a few keys, and a swap is dear where many want one cell.
+                # Read first: most ids of a batch belong to a few keys, and swaps of one cell by many threads are slow.
                 m = cell_C[c]
                 if m == _EMPTY:
                     m = cuda.atomic.cas(cell_C, c, _EMPTY, n)
@@ -84,7 +86,7 @@ def claim_loop(table_N, id_N, tables, padded, padding_id, cell_C, cell_N, size_2
 
 
 @cuda
-def first_loop(cell_C, cell_N, first_N):
+def first_loop(cell_C: Array, cell_N: Array, first_N: Array) -> None:
     """first_N[n] = 1 where id n is the first of its key, else 0."""
     n = cuda.grid(1)
     while n < cell_N.shape[0]:
@@ -93,7 +95,10 @@ def first_loop(cell_C, cell_N, first_N):
 
 
 @cuda
-def collect_loop(table_N, id_N, cell_C, cell_N, rank_N, table_U, id_U, head_U, size_2, inverse_N):
+def collect_loop(
+    table_N: Array, id_N: Array, cell_C: Array, cell_N: Array, rank_N: Array, table_U: Array, id_U: Array,
+    head_U: Array, size_2: Array, inverse_N: Array,
+) -> None:  # fmt: skip
     """Write each key at its rank, and each id's key."""
     n = cuda.grid(1)
     while n < cell_N.shape[0]:
@@ -113,7 +118,7 @@ def collect_loop(table_N, id_N, cell_C, cell_N, rank_N, table_U, id_U, head_U, s
 
 
 @cuda
-def begin_loop(sorted_N, begin_U1):
+def begin_loop(sorted_N: Array, begin_U1: Array) -> None:
     """begin_U1[u] = the first place of u in sorted_N; the place after the last u is where it ends."""
     size = sorted_N.shape[0]
     n = cuda.grid(1)
@@ -133,13 +138,13 @@ def unique_keys_cuda(
     tables: int = TABLES_MAX,
     padding_id: int | None = None,
     size_2: torch.Tensor | None = None,
-    gpu: "Gpu",
+    gpu: Gpu,
 ) -> DeviceKeys:
     """The unique keys among (table_N int32, id_N int32 or int64), leaving out ids that equal `padding_id`.
 
     Args:
-        tables: tables there are; an id of another is noted in `size_2`.
-        size_2: zeros, or what was found wrong before.
+        tables: number of tables; an id of another is noted in `size_2`.
+        size_2: zeros, or the errors found before.
     """
     size = id_N.shape[0]
     cell_C = gpu.full(2 * size + 1, value=_EMPTY, dtype=torch.int64)
@@ -155,7 +160,7 @@ def unique_keys_cuda(
     return DeviceKeys(table_U, id_U, head_U, size_2, inverse_N)
 
 
-def occurrences(inverse_N: torch.Tensor, keys: int, *, gpu: "Gpu") -> tuple[torch.Tensor, torch.Tensor]:
+def occurrences(inverse_N: torch.Tensor, keys: int, *, gpu: Gpu) -> tuple[torch.Tensor, torch.Tensor]:
     """The ids of each of `keys` keys in batch order: order_N int64 [N], begin_U1 int64 [U + 1]."""
     # The sort is stable, so that ids of one key stay in batch order; padding, -1, comes first and is in no range.
     narrow = torch.int32 if keys < 2**31 else torch.int64

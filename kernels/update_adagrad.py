@@ -8,23 +8,22 @@ Reference: Duchi, Hazan, Singer. JMLR 12 (2011), in the form and operation order
 """
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
-from oneemb.kernels.reduce_grads import ROWS, Segments, row_grads
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu, rule
+from oneemb.kernels.jit_code import from_float32, to_float32
+from oneemb.kernels.loops import Loops, Segments
+from oneemb.kernels.reduce_grads import ROWS, row_grads
 from oneemb.kernels.row_update import l2_grad
 from oneemb.kernels.row_update_cuda import element_update
-
-if TYPE_CHECKING:
-    from oneemb.kernels.loops import Loops
 
 __all__ = ["adagrad", "update_adagrad"]
 
 
 @rule
-def adagrad(w, acc, g, clr, eps, weight_decay):
+def adagrad(w: Number, acc: Number, g: Number, clr: Number, eps: Number, weight_decay: Number) -> tuple:
     """Returns w', acc'."""
     g = l2_grad(w, g, weight_decay)
     acc = acc + g * g
@@ -32,7 +31,10 @@ def adagrad(w, acc, g, clr, eps, weight_decay):
 
 
 @cpu
-def _adagrad_cpu(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, clr, eps, weight_decay):
+def _adagrad_cpu(
+    begin: Number, end: Number, weight_SX: Array, row_SW: Array, slot_U: Array, grads: tuple, state_begin: Number,
+    clr: Number, eps: Number, weight_decay: Number,
+) -> None:  # fmt: skip
     dim = grads[0].shape[1]
     g_RD = np.empty((ROWS, dim), np.float32)
     for first in range(begin, end, ROWS):
@@ -46,10 +48,10 @@ def _adagrad_cpu(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, clr,
 
 
 def update_adagrad(
-    weight_SX: np.ndarray,
-    row_SW: np.ndarray,
-    slot_U: np.ndarray,
-    grad_UD: np.ndarray | Segments,
+    weight_SX: Array,
+    row_SW: Array,
+    slot_U: Array,
+    grad_UD: Array | Segments,
     *,
     state_begin: int,
     step: int,
@@ -57,7 +59,7 @@ def update_adagrad(
     lr_decay: float,
     eps: float,
     weight_decay: float,
-    loops: "Loops",
+    loops: Loops,
 ) -> None:
     """One step of Adagrad, in place, on the rows of slot_U; `step` counts from 1 over the whole run.
 

@@ -16,23 +16,25 @@ torch.optim.Adam, AdamW and SparseAdam.
 """
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
-from oneemb.kernels.reduce_grads import ROWS, Segments, row_grads
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu, rule
+from oneemb.kernels.jit_code import from_float32, to_float32
+from oneemb.kernels.loops import Loops, Segments
+from oneemb.kernels.reduce_grads import ROWS, row_grads
 from oneemb.kernels.row_update import l2_grad
 from oneemb.kernels.row_update_cuda import element_update
-
-if TYPE_CHECKING:
-    from oneemb.kernels.loops import Loops
 
 __all__ = ["adam", "update_adam", "update_sparse_adam"]
 
 
 @rule
-def adam(w, m, v, g, rate, correction, from_m, pull, beta2, beta2_rest, eps, weight_decay, shrink):
+def adam(
+    w: Number, m: Number, v: Number, g: Number, rate: Number, correction: Number, from_m: Number, pull: Number,
+    beta2: Number, beta2_rest: Number, eps: Number, weight_decay: Number, shrink: Number,
+) -> tuple:  # fmt: skip
     """from_m, pull: m' = m + pull * (g - m), or else g + pull * (g - m); see `_lerp`. Returns w', m', v'."""
     w = w * shrink
     g = l2_grad(w, g, weight_decay)
@@ -43,9 +45,10 @@ def adam(w, m, v, g, rate, correction, from_m, pull, beta2, beta2_rest, eps, wei
 
 @cpu
 def _adam_cpu(
-    begin, end, weight_SX, row_SW, slot_U, grads, state_begin,
-    rate, correction, from_m, pull, beta2, beta2_rest, eps, weight_decay, shrink,
-):  # fmt: skip
+    begin: Number, end: Number, weight_SX: Array, row_SW: Array, slot_U: Array, grads: tuple, state_begin: Number,
+    rate: Number, correction: Number, from_m: Number, pull: Number, beta2: Number, beta2_rest: Number, eps: Number,
+    weight_decay: Number, shrink: Number,
+) -> None:  # fmt: skip
     dim = grads[0].shape[1]
     g_RD = np.empty((ROWS, dim), np.float32)
     for first in range(begin, end, ROWS):
@@ -63,10 +66,10 @@ def _adam_cpu(
 
 
 def update_adam(
-    weight_SX: np.ndarray,
-    row_SW: np.ndarray,
-    slot_U: np.ndarray,
-    grad_UD: np.ndarray | Segments,
+    weight_SX: Array,
+    row_SW: Array,
+    slot_U: Array,
+    grad_UD: Array | Segments,
     *,
     state_begin: int,
     step: int,
@@ -76,7 +79,7 @@ def update_adam(
     eps: float,
     weight_decay: float,
     decoupled_weight_decay: bool,
-    loops: "Loops",
+    loops: Loops,
 ) -> None:
     """One step of Adam, or of AdamW with decoupled_weight_decay, in place, on the rows of slot_U.
 
@@ -92,10 +95,10 @@ def update_adam(
 
 
 def update_sparse_adam(
-    weight_SX: np.ndarray,
-    row_SW: np.ndarray,
-    slot_U: np.ndarray,
-    grad_UD: np.ndarray | Segments,
+    weight_SX: Array,
+    row_SW: Array,
+    slot_U: Array,
+    grad_UD: Array | Segments,
     *,
     state_begin: int,
     step: int,
@@ -103,7 +106,7 @@ def update_sparse_adam(
     beta1: float,
     beta2: float,
     eps: float,
-    loops: "Loops",
+    loops: Loops,
 ) -> None:
     """One step of SparseAdam, in place, on the rows of slot_U; `step` counts from 1 over the whole run.
 
@@ -116,8 +119,8 @@ def update_sparse_adam(
 
 
 def _update(
-    weight_SX, row_SW, slot_U, grad_UD, state_begin, beta1, beta2, eps, loops,
-    *, rate, correction, weight_decay, shrink,
+    weight_SX: Array, row_SW: Array, slot_U: Array, grad_UD: Array | Segments, state_begin: int, beta1: float,
+    beta2: float, eps: float, loops: Loops, *, rate: float, correction: float, weight_decay: float, shrink: float,
 ) -> None:  # fmt: skip
     loops.update_rows(
         _adam_cpu, element_update(adam, states=2), weight_SX, row_SW, slot_U, grad_UD, state_begin,

@@ -13,23 +13,22 @@ initial_accumulator_value and z = 0 for any first weight as in TensorFlow's Ftrl
 """
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
-from oneemb.kernels.reduce_grads import ROWS, Segments, row_grads
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu, rule
+from oneemb.kernels.jit_code import from_float32, to_float32
+from oneemb.kernels.loops import Loops, Segments
+from oneemb.kernels.reduce_grads import ROWS, row_grads
 from oneemb.kernels.row_update import l2_grad
 from oneemb.kernels.row_update_cuda import element_update
-
-if TYPE_CHECKING:
-    from oneemb.kernels.loops import Loops
 
 __all__ = ["ftrl", "update_ftrl"]
 
 
 @rule
-def _raised(n, power):
+def _raised(n: Number, power: Number) -> Number:
     """n^power; power None is one half, and compiles to a square root, which vectorises."""
     if power is None:
         return math.sqrt(n)
@@ -37,28 +36,34 @@ def _raised(n, power):
 
 
 @rule
-def ftrl(w, n, z, g, lr, power, lambda1, lambda2, beta, weight_decay):
+def ftrl(
+    w: Number, n: Number, z: Number, g: Number, lr: Number, power: Number, lambda1: Number, lambda2: Number,
+    beta: Number, weight_decay: Number,
+) -> tuple:  # fmt: skip
     """Returns w', n', z'."""
     g = l2_grad(w, g, weight_decay)
     n_before, n = n, n + g * g
     n_power = _raised(n, power)
     z = z + g - (n_power - _raised(n_before, power)) / lr * w
     w = ((lambda1 if z > 0 else -lambda1) - z) / ((beta + n_power) / lr + lambda2)
-    # Asked this way round so that a NaN stays one.
+    # The comparison is this way round so that NaN stays NaN.
     return np.float32(0) if abs(z) <= lambda1 else w, n, z
 
 
 @rule
-def _published(w, n, z, g, lr, lambda1, lambda2, beta, weight_decay):
+def _published(
+    w: Number, n: Number, z: Number, g: Number, lr: Number, lambda1: Number, lambda2: Number, beta: Number,
+    weight_decay: Number,
+) -> Number:  # fmt: skip
     """`ftrl` with power None, which cannot be an argument of a launch."""
     return ftrl(w, n, z, g, lr, None, lambda1, lambda2, beta, weight_decay)
 
 
 @cpu
 def _ftrl_cpu(
-    begin, end, weight_SX, row_SW, slot_U, grads, state_begin,
-    lr, power, lambda1, lambda2, beta, weight_decay,
-):  # fmt: skip
+    begin: Number, end: Number, weight_SX: Array, row_SW: Array, slot_U: Array, grads: tuple, state_begin: Number,
+    lr: Number, power: Number, lambda1: Number, lambda2: Number, beta: Number, weight_decay: Number,
+) -> None:  # fmt: skip
     dim = grads[0].shape[1]
     g_RD = np.empty((ROWS, dim), np.float32)
     for first in range(begin, end, ROWS):
@@ -75,10 +80,10 @@ def _ftrl_cpu(
 
 
 def update_ftrl(
-    weight_SX: np.ndarray,
-    row_SW: np.ndarray,
-    slot_U: np.ndarray,
-    grad_UD: np.ndarray | Segments,
+    weight_SX: Array,
+    row_SW: Array,
+    slot_U: Array,
+    grad_UD: Array | Segments,
     *,
     state_begin: int,
     lr: float,
@@ -87,9 +92,9 @@ def update_ftrl(
     lambda2: float,
     beta: float,
     weight_decay: float,
-    loops: "Loops",
+    loops: Loops,
 ) -> None:
-    """One step of FTRL-Proximal, in place, on the rows of slot_U. lr must be above 0."""
+    """One step of FTRL-Proximal, in place, on the rows of slot_U. `lr` must be above 0."""
     assert lr > 0
     power = None if lr_power == -0.5 else np.float32(-lr_power)
     loops.update_rows(

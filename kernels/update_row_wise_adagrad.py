@@ -13,44 +13,46 @@ Recommendation Models. ISCA 2022 (arXiv:2104.05158); FBGEMM's EXACT_ROWWISE_ADAG
 """
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, cuda, from_float32, keep_rolled, load, rule, store, to_float32
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu, cuda, load, rule, store
+from oneemb.kernels.jit_code import from_float32, keep_rolled, to_float32
 from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes, sum_lanes
-from oneemb.kernels.reduce_grads import ROWS, Segments, row_grads
+from oneemb.kernels.loops import Loops, Segments
+from oneemb.kernels.reduce_grads import ROWS, row_grads
 from oneemb.kernels.reduce_grads_cuda import plus
 from oneemb.kernels.row_update import l2_grad
 from oneemb.kernels.row_update_cuda import given as gradient
-
-if TYPE_CHECKING:
-    from oneemb.kernels.loops import Loops
 
 __all__ = ["row_wise_rate", "row_wise_square", "row_wise_step", "update_row_wise_adagrad"]
 
 
 @rule
-def row_wise_square(w, g, weight_decay):
+def row_wise_square(w: Number, g: Number, weight_decay: Number) -> Number:
     """One weight's share of the row's sum of squares."""
     g = l2_grad(w, g, weight_decay)
     return g * g
 
 
 @rule
-def row_wise_rate(acc, square_sum, dim, lr, eps):
+def row_wise_rate(acc: Number, square_sum: Number, dim: Number, lr: Number, eps: Number) -> tuple:
     """Returns acc' and the row's rate."""
     acc = acc + square_sum / dim
     return acc, lr / (math.sqrt(acc) + eps)
 
 
 @rule
-def row_wise_step(w, g, rate, weight_decay):
+def row_wise_step(w: Number, g: Number, rate: Number, weight_decay: Number) -> Number:
     return w - rate * l2_grad(w, g, weight_decay)
 
 
 @cpu
-def _row_wise_adagrad_cpu(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, lr, eps, weight_decay):
+def _row_wise_adagrad_cpu(
+    begin: Number, end: Number, weight_SX: Array, row_SW: Array, slot_U: Array, grads: tuple, state_begin: Number,
+    lr: Number, eps: Number, weight_decay: Number,
+) -> None:  # fmt: skip
     dim = grads[0].shape[1]
     rest = dim - dim % LANES
     g_RD, rate_R = np.empty((ROWS, dim), np.float32), np.empty(ROWS, np.float32)
@@ -86,15 +88,16 @@ _BLOCK_MAX = 256
 
 @cuda
 def row_wise_adagrad_loop(
-    weight_SX, row_SW, slot_U, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, go_1, state_begin, scalars
-):
+    weight_SX: Array, row_SW: Array, slot_U: Array, grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array,
+    part_U1: Array, part_PD: Array, go_1: Array, state_begin: Number, scalars: tuple,
+) -> None:  # fmt: skip
     lr, eps, weight_decay = scalars
     share = cuda.shared.array(_BLOCK_MAX, np.float32)  # each thread's share of its row's sum
     w_V = cuda.local.array(V, np.float32)
     g_V = cuda.local.array(V, np.float32)
     dim = grad_NX.shape[1]
     lane, lanes, groups = cuda.threadIdx.x, cuda.blockDim.x, cuda.blockDim.y
-    # All threads of a block turn as often, since they wait for each other.
+    # All threads of a block make the same number of turns, since they wait for each other.
     first = cuda.blockIdx.x * groups
     while first < slot_U.shape[0] and go_1[0] != 0:
         u = first + cuda.threadIdx.y
@@ -113,8 +116,8 @@ def row_wise_adagrad_loop(
         if u < slot_U.shape[0]:
             s = slot_U[u]
             square_sum = np.float32(0)
-            for other in range(lanes):
-                square_sum = plus(square_sum, share[own + other])
+            for k in range(lanes):
+                square_sum = plus(square_sum, share[own + k])
             acc, rate = row_wise_rate(row_SW[s, state_begin], square_sum, np.float32(dim), lr, eps)
             d = lane * V
             while d < dim:
@@ -131,16 +134,16 @@ def row_wise_adagrad_loop(
 
 
 def update_row_wise_adagrad(
-    weight_SX: np.ndarray,
-    row_SW: np.ndarray,
-    slot_U: np.ndarray,
-    grad_UD: np.ndarray | Segments,
+    weight_SX: Array,
+    row_SW: Array,
+    slot_U: Array,
+    grad_UD: Array | Segments,
     *,
     state_begin: int,
     lr: float,
     eps: float,
     weight_decay: float,
-    loops: "Loops",
+    loops: Loops,
 ) -> None:
     """One step of row-wise Adagrad, in place, on the rows of slot_U.
 

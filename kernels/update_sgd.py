@@ -7,28 +7,29 @@
 Reference: Sutskever, Martens, Dahl, Hinton. ICML 2013, in the form and operation order of torch.optim.SGD.
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from oneemb.kernels.jit import cpu, from_float32, rule, to_float32
-from oneemb.kernels.reduce_grads import ROWS, Segments, row_grads
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu, rule
+from oneemb.kernels.jit_code import from_float32, to_float32
+from oneemb.kernels.loops import Loops, Segments
+from oneemb.kernels.reduce_grads import ROWS, row_grads
 from oneemb.kernels.row_update import l2_grad
 from oneemb.kernels.row_update_cuda import element_update
-
-if TYPE_CHECKING:
-    from oneemb.kernels.loops import Loops
 
 __all__ = ["momentum_sgd", "sgd", "update_sgd", "update_sgd_momentum"]
 
 
 @rule
-def sgd(w, g, lr, weight_decay):
+def sgd(w: Number, g: Number, lr: Number, weight_decay: Number) -> Number:
     return w - lr * l2_grad(w, g, weight_decay)
 
 
 @rule
-def momentum_sgd(w, buf, g, lr, momentum, keep, share, nesterov, weight_decay):
+def momentum_sgd(
+    w: Number, buf: Number, g: Number, lr: Number, momentum: Number, keep: Number, share: Number, nesterov: Number,
+    weight_decay: Number,
+) -> tuple:  # fmt: skip
     """keep, share = momentum, 1 - dampening; or 0, 1 at the first step. Returns w', buf'."""
     g = l2_grad(w, g, weight_decay)
     buf = buf * keep + share * g
@@ -36,7 +37,10 @@ def momentum_sgd(w, buf, g, lr, momentum, keep, share, nesterov, weight_decay):
 
 
 @cpu
-def _sgd_cpu(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, lr, weight_decay):
+def _sgd_cpu(
+    begin: Number, end: Number, weight_SX: Array, row_SW: Array, slot_U: Array, grads: tuple, state_begin: Number,
+    lr: Number, weight_decay: Number,
+) -> None:  # fmt: skip
     dim = grads[0].shape[1]
     g_RD = np.empty((ROWS, dim), np.float32)
     for first in range(begin, end, ROWS):
@@ -48,8 +52,9 @@ def _sgd_cpu(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, lr, weig
 
 @cpu
 def _sgd_momentum_cpu(
-    begin, end, weight_SX, row_SW, slot_U, grads, state_begin, lr, momentum, keep, share, nesterov, weight_decay
-):
+    begin: Number, end: Number, weight_SX: Array, row_SW: Array, slot_U: Array, grads: tuple, state_begin: Number,
+    lr: Number, momentum: Number, keep: Number, share: Number, nesterov: Number, weight_decay: Number,
+) -> None:  # fmt: skip
     dim = grads[0].shape[1]
     g_RD = np.empty((ROWS, dim), np.float32)
     for first in range(begin, end, ROWS):
@@ -65,15 +70,15 @@ def _sgd_momentum_cpu(
 
 
 def update_sgd(
-    weight_SX: np.ndarray,
-    row_SW: np.ndarray,
-    slot_U: np.ndarray,
-    grad_UD: np.ndarray | Segments,
+    weight_SX: Array,
+    row_SW: Array,
+    slot_U: Array,
+    grad_UD: Array | Segments,
     *,
     state_begin: int,
     lr: float,
     weight_decay: float,
-    loops: "Loops",
+    loops: Loops,
 ) -> None:
     """One step of SGD without momentum, in place, on the rows of slot_U. It keeps no state and reads none."""
     loops.update_rows(
@@ -84,10 +89,10 @@ def update_sgd(
 
 
 def update_sgd_momentum(
-    weight_SX: np.ndarray,
-    row_SW: np.ndarray,
-    slot_U: np.ndarray,
-    grad_UD: np.ndarray | Segments,
+    weight_SX: Array,
+    row_SW: Array,
+    slot_U: Array,
+    grad_UD: Array | Segments,
     *,
     state_begin: int,
     step: int,
@@ -96,7 +101,7 @@ def update_sgd_momentum(
     dampening: float,
     nesterov: bool,
     weight_decay: float,
-    loops: "Loops",
+    loops: Loops,
 ) -> None:
     """One step of SGD with momentum, in place, on the rows of slot_U; `step` counts from 1 over the whole run.
 

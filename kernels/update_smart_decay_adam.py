@@ -18,17 +18,16 @@ embedding rows.
 """
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from oneemb.kernels.jit import cpu, cuda, float_bits, from_float32, load, rule, store, to_float32, uint_as_float
-from oneemb.kernels.reduce_grads import ROWS, Segments, row_grads
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu, cuda, load, rule, store
+from oneemb.kernels.jit_code import float_bits, from_float32, to_float32, uint_as_float
+from oneemb.kernels.loops import Loops, Segments
+from oneemb.kernels.reduce_grads import ROWS, row_grads
 from oneemb.kernels.row_update import l2_grad
 from oneemb.kernels.row_update_cuda import given as gradient
-
-if TYPE_CHECKING:
-    from oneemb.kernels.loops import Loops
 
 __all__ = ["STEP_MAX", "smart_decay", "smart_decay_adam", "update_smart_decay_adam"]
 
@@ -36,7 +35,7 @@ STEP_MAX = (1 << 31) - 1
 
 
 @rule
-def smart_decay(skipped, beta1, beta2):
+def smart_decay(skipped: Number, beta1: Number, beta2: Number) -> tuple:
     """beta1^k, beta2^k and catch_up for k = skipped, in float32. The betas are float64."""
     # A snapshot may hold rows of a later step than that of a run which counts from 1 again: k is at least 1.
     k = max(skipped, 1)
@@ -45,7 +44,10 @@ def smart_decay(skipped, beta1, beta2):
 
 
 @rule
-def smart_decay_adam(w, m, v, g, decay1, decay2, catch_up, beta1_rest, beta2_rest, lr, eps, weight_decay):
+def smart_decay_adam(
+    w: Number, m: Number, v: Number, g: Number, decay1: Number, decay2: Number, catch_up: Number, beta1_rest: Number,
+    beta2_rest: Number, lr: Number, eps: Number, weight_decay: Number,
+) -> tuple:  # fmt: skip
     """Returns w', m', v'."""
     g = l2_grad(w, g, weight_decay)
     owed = m * catch_up
@@ -56,9 +58,10 @@ def smart_decay_adam(w, m, v, g, decay1, decay2, catch_up, beta1_rest, beta2_res
 
 @cpu
 def _smart_decay_adam_cpu(
-    begin, end, weight_SX, row_SW, slot_U, grads, state_begin,
-    step, beta1, beta2, beta1_rest, beta2_rest, lr, eps, weight_decay,
-):  # fmt: skip
+    begin: Number, end: Number, weight_SX: Array, row_SW: Array, slot_U: Array, grads: tuple, state_begin: Number,
+    step: Number, beta1: Number, beta2: Number, beta1_rest: Number, beta2_rest: Number, lr: Number, eps: Number,
+    weight_decay: Number,
+) -> None:  # fmt: skip
     dim = grads[0].shape[1]
     g_RD = np.empty((ROWS, dim), np.float32)
     for first in range(begin, end, ROWS):
@@ -82,19 +85,20 @@ V = 1
 
 
 @rule
-def _as_step(x):
+def _as_step(x: Number) -> Number:
     return np.int64(float_bits(x))
 
 
 @rule
-def _as_word(step):
+def _as_word(step: Number) -> Number:
     return uint_as_float(np.uint32(step))
 
 
 @cuda
 def smart_decay_adam_loop(
-    weight_SX, row_SW, slot_U, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, go_1, state_begin, scalars
-):
+    weight_SX: Array, row_SW: Array, slot_U: Array, grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array,
+    part_U1: Array, part_PD: Array, go_1: Array, state_begin: Number, scalars: tuple,
+) -> None:  # fmt: skip
     step, beta1, beta2, beta1_rest, beta2_rest, lr, eps, weight_decay = scalars
     w_V = cuda.local.array(V, np.float32)
     g_V = cuda.local.array(V, np.float32)
@@ -102,7 +106,7 @@ def smart_decay_adam_loop(
     v_V = cuda.local.array(V, np.float32)
     dim = grad_NX.shape[1]
     lane, lanes, groups = cuda.threadIdx.x, cuda.blockDim.x, cuda.blockDim.y
-    # All threads of a block turn as often, since they wait for each other.
+    # All threads of a block make the same number of turns, since they wait for each other.
     first = cuda.blockIdx.x * groups
     while first < slot_U.shape[0] and go_1[0] != 0:
         u = first + cuda.threadIdx.y
@@ -132,10 +136,10 @@ def smart_decay_adam_loop(
 
 
 def update_smart_decay_adam(
-    weight_SX: np.ndarray,
-    row_SW: np.ndarray,
-    slot_U: np.ndarray,
-    grad_UD: np.ndarray | Segments,
+    weight_SX: Array,
+    row_SW: Array,
+    slot_U: Array,
+    grad_UD: Array | Segments,
     *,
     state_begin: int,
     step: int,
@@ -144,7 +148,7 @@ def update_smart_decay_adam(
     beta2: float,
     eps: float,
     weight_decay: float,
-    loops: "Loops",
+    loops: Loops,
 ) -> None:
     """One step of SmartDecayAdam, in place, on the rows of slot_U; `step` counts from 1, up to STEP_MAX."""
     assert 1 <= step <= STEP_MAX

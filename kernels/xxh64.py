@@ -7,14 +7,15 @@ Reference: Collet, xxHash fast digest algorithm, version 0.1.1; OneFlow's one_em
 
 import numpy as np
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.checksum import sum_words
-from oneemb.kernels.jit import cpu
+from oneemb.kernels.jit import Number, cpu
 
 __all__ = ["xxh64_words"]
 
 
 @cpu
-def _xxh64_words_cpu(word_N, seed, sum_N):
+def _xxh64_words_cpu(word_N: Array, seed: Number, sum_N: Array) -> None:
     for n in range(len(word_N)):
         sum_N[n] = sum_words(word_N, n, n + 1, seed)
 

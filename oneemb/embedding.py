@@ -32,7 +32,7 @@ from oneemb.options import (
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.step_lock import between_steps
-from oneemb.storage.table.snapshot_file import SnapshotInfo
+from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.snapshot_reader import read_snapshot_info
 from oneemb.storage.tiers.stack import StorePlan
 

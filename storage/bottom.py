@@ -13,7 +13,7 @@ from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.row_store import RowSource, RowStore
 from oneemb.storage.table.persistent_table import PersistentTable
-from oneemb.storage.table.snapshot_file import SnapshotInfo
+from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 
 __all__ = ["EXPORTED", "Bottom", "TableBottom"]

@@ -25,16 +25,18 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 import torch
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.init_rows import InitialRows
-from oneemb.kernels.loops import Array, Keys, Loops, loops_at
+from oneemb.kernels.loops import Keys, Loops
+from oneemb.kernels.places import loops_at
 from oneemb.kernels.threads import Threads
 from oneemb.storage.bottom import EXPORTED, Bottom, TableBottom
 from oneemb.storage.errors import OtherSnapshotError, SnapshotNotFoundError
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError, StoreFullError
 from oneemb.storage.step_lock import StepLock, alone, between_steps
-from oneemb.storage.table.snapshot_file import SnapshotInfo
+from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiered_rows import TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
 from oneemb.storage.tiers.stack import StorePlan
@@ -407,7 +409,7 @@ class EmbeddingStore:
         if self.built:
             return self.hot.read(keys)
         keys = self.loops.counted(keys)
-        row_UW = self.loops.zeros(len(keys.id_U), self.format.row_width)
+        row_UW = self.loops.put(np.zeros((len(keys.id_U), self.format.row_width), np.float32))
         self._rows.new_rows(row_UW, self.loops.arange(len(keys.id_U)), keys.table_U, keys.id_U)
         return row_UW, keys
 

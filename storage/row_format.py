@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from oneemb.kernels.loops import Array
+from oneemb.kernels.arrays import Array
 
 __all__ = ["WEIGHTS", "RowFormat"]
 
-# How the weights' bits lie in a NumPy array; see oneemb.kernels.jit.
+# How the weights' bits lie in a NumPy array; see oneemb.kernels.jit_code.
 _BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
 WEIGHTS = tuple(_BITS)
 """The dtypes of weights."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 if TYPE_CHECKING:
-    from oneemb.storage.table.snapshot_file import SnapshotInfo
+    from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
 __all__ = ["RowSource", "RowStore", "Snapshots", "StorageError", "StoreFullError"]
 

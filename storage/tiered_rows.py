@@ -27,7 +27,7 @@ from oneemb.storage.bottom import Bottom
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import RowStore, Snapshots, StorageError
 from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
-from oneemb.storage.table.snapshot_file import SnapshotInfo
+from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiers.hot_rows import HotRows
 from oneemb.storage.tiers.stack import NewRows, StorePlan, check_room, make_tiers
 from oneemb.storage.turns import undisturbed

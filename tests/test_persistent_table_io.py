@@ -11,7 +11,9 @@ import xxhash
 
 import oneemb
 from oneemb.storage.errors import CorruptTableError, LockedError, SnapshotExistsError, SnapshotNotFoundError
-from oneemb.storage.foreign.oneflow_table import OneFlowReader, OneFlowWriter, oneflow_snapshots
+from oneemb.storage.foreign.oneflow_reader import OneFlowReader
+from oneemb.storage.foreign.oneflow_table import oneflow_snapshots
+from oneemb.storage.foreign.oneflow_writer import OneFlowWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:embedding 'e' starts empty")
 

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops.op import UPDATE, op
+from oneemb.kernels.arrays import Array, Terms
 from oneemb.kernels.hash_index import TABLE_MAX
-from oneemb.kernels.loops import Array, Segments, Terms
+from oneemb.kernels.loops import Segments
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 
@@ -87,7 +88,8 @@ class RowGrads:
     def with_sums(self, grad_UD: Array) -> "RowGrads":
         """The same rows with other sums."""
         keys = self.table_U, self.id_U, self.slot_U
-        finite_U = self.store.loops.finite_rows(grad_UD)
+        loops = self.store.loops
+        finite_U = loops.array(torch.isfinite(loops.tensor(grad_UD)).all(1))
         return RowGrads(self.store, self.generation, *keys, grad_UD, finite_U, stores=self.stores)
 
 
@@ -109,7 +111,8 @@ def reduce_grads(leases: Sequence["Lease"]) -> RowGrads | None:
     store, stores = parts[0].store, tuple({member: None for part in parts for member in part.stores})
     loops = store.loops
     table_N, id_N, slot_N, grad_ND = (
-        loops.join([getattr(part, name) for part in parts]) for name in ("table_U", "id_U", "slot_U", "grad_UD")
+        loops.array(torch.cat([loops.tensor(getattr(part, name)) for part in parts]))
+        for name in ("table_U", "id_U", "slot_U", "grad_UD")
     )
     unique = loops.counted(loops.unique_keys(table_N, id_N, tables=TABLE_MAX + 1, padding_id=None, check=None))
     return RowGrads(
@@ -191,7 +194,7 @@ def _find_nonfinite(optimizers: Sequence["StepOptimizer"], grads: Sequence[RowGr
     for grad in grads:
         if grad is None:
             continue
-        finite_U = grad.store.loops.to_host(grad.finite_U)
+        finite_U = grad.store.loops.tensor(grad.finite_U).cpu().numpy()
         if not finite_U.all():
             u = int(np.argmin(finite_U))
             count = int(np.count_nonzero(~finite_U))

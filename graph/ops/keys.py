@@ -9,8 +9,10 @@ import torch
 from oneemb.graph.ops import batch_ids
 from oneemb.graph.ops.leases import Keys
 from oneemb.graph.ops.op import LOOKUP, PREPARE, op
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.host_loops import HostLoops
-from oneemb.kernels.loops import Array, Loops, loops_of
+from oneemb.kernels.loops import Loops
+from oneemb.kernels.places import loops_of
 from oneemb.kernels.threads import Threads
 
 __all__ = ["measure_unique_keys", "tables_and_ids", "unique_keys"]

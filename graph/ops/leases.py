@@ -11,8 +11,8 @@ import torch
 from oneemb.graph.ops.grads import RowGrads, reduce_lease
 from oneemb.graph.ops.op import LOOKUP, PREPARE, UPDATE, op
 from oneemb.kernels import loops as kernels
-from oneemb.kernels.bags import Bags
-from oneemb.kernels.loops import Array, Loops
+from oneemb.kernels.arrays import Array, Bags
+from oneemb.kernels.loops import Loops
 from oneemb.storage.embedding_store import EmbeddingStore, Pins
 from oneemb.storage.merged_store import MergedPrefetched, MergedStore
 from oneemb.storage.row_store import StorageError

@@ -9,7 +9,8 @@ import torch
 from oneemb.graph.ops.keys import tables_and_ids, unique_keys
 from oneemb.graph.ops.leases import Keys, Lease, acquire, check_place, measure_acquire
 from oneemb.graph.ops.op import LOOKUP, op
-from oneemb.kernels.loops import Array, loops_of
+from oneemb.kernels.arrays import Array, RowsOfIds
+from oneemb.kernels.places import loops_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.turns import undisturbed
 
@@ -87,18 +88,19 @@ def _grad_of_scales(lease: Lease, grad_PD: torch.Tensor) -> torch.Tensor:
     assert bags is not None
     inverse_N, grad_PX = lease.keys.unique.inverse_N, loops.array(grad_PD)
     with undisturbed, store.writing:
-        return loops.tensor(loops.scale_grads(store.weight_SX, lease.slot_U, inverse_N, bags.bag_N, grad_PX))
+        rows = RowsOfIds(store.weight_SX, lease.slot_U, inverse_N)
+        return loops.tensor(loops.scale_grads(rows, bags.bag_N, grad_PX))
 
 
 def _read(store: EmbeddingStore, weight_SX: Array, slot_U: Array, keys: Keys, scale_N: Array | None) -> torch.Tensor:
     """The weights of each id, or of each bag, from the rows in slot_U."""
-    loops, dim, inverse_N = store.loops, store.format.dim, keys.unique.inverse_N
+    loops, dim, rows = store.loops, store.format.dim, RowsOfIds(weight_SX, slot_U, keys.unique.inverse_N)
     out = torch.empty(*keys.shape, dim, dtype=DTYPES[store.format.dtype], device=loops.device)
     out_ND = loops.array(out.view(-1, dim))
     if keys.bags is None:
-        loops.gather(weight_SX, slot_U, inverse_N, out_ND)
+        loops.gather(rows, out_ND)
     else:
-        loops.pool(weight_SX, slot_U, inverse_N, keys.bags.offset_P1, scale_N, out_ND)
+        loops.pool(rows, keys.bags.offset_P1, scale_N, out_ND)
     return out
 
 
@@ -188,7 +190,7 @@ def read_ids(
             store.release(slot_U)
             slot_N[missing] = slot_U[unique.inverse_N]
         with store.writing:
-            loops.gather(store.weight_SX, None, slot_N, out_ND)
+            loops.gather(RowsOfIds(store.weight_SX, None, slot_N), out_ND)
         if len(missing) and not inserts:
             row_MW, _ = store.read(loops.distinct_keys(table_N[missing], id_N[missing]))
             out_ND[missing] = store.format.weights(row_MW)[:, : store.format.dim]

@@ -25,7 +25,7 @@ from oneemb.graph.ops.leases import Lease, next_order
 from oneemb.graph.ops.lookup import DTYPES, check_pooling, measure_gather, scales_of
 from oneemb.graph.ops.op import LOOKUP, PREPARE, op
 from oneemb.kernels import unique_keys as kernel
-from oneemb.kernels.bags import Bags
+from oneemb.kernels.arrays import Bags, RowsOfIds
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.reduce_grads import Segments
 from oneemb.kernels.threads import Threads
@@ -305,11 +305,12 @@ def _read(lease: MergedLease, read: tuple[int, ...]) -> list[torch.Tensor]:
         some = list(group)
         end = end_P[some[-1]]
         ids = slice(parts[some[0]].ids.start, parts[some[-1]].ids.stop)
+        rows = RowsOfIds(weight_SX, lease.slot_U, inverse_N[ids])
         if not pooled[1]:
-            loops.gather(weight_SX, lease.slot_U, inverse_N[ids], row_ND[first:end])
+            loops.gather(rows, row_ND[first:end])
         else:
             offset_P1, scale_N = _pooling(parts, [lease.leases[p] for p in read], some)
-            loops.pool(weight_SX, lease.slot_U, inverse_N[ids], offset_P1, scale_N, row_ND[first:end])
+            loops.pool(rows, offset_P1, scale_N, row_ND[first:end])
         first = end
     begin_P = [0, *end_P[:-1]]
     return [
@@ -340,9 +341,8 @@ def _pooling(
 def _grad_of_scales(lease: MergedLease, p: int, grad_PD: torch.Tensor) -> torch.Tensor:
     part, store = lease.keys.parts[p], lease.store
     assert part.bags is not None
-    inverse_N, bag_N = part.unique.inverse_N, part.bags.bag_N
-    loops, grad_PX = store.loops, store.loops.array(grad_PD)
-    return loops.tensor(loops.scale_grads(store.weight_SX, lease.slot_U, inverse_N, bag_N, grad_PX))
+    loops, rows = store.loops, RowsOfIds(store.weight_SX, lease.slot_U, part.unique.inverse_N)
+    return loops.tensor(loops.scale_grads(rows, part.bags.bag_N, loops.array(grad_PD)))
 
 
 def _measure_gather_merged(args: Any, rows: Any) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from oneemb.graph.ops.leases import Keys
 from oneemb.graph.ops.lookup import check_pooling
 from oneemb.graph.ops.op import LOOKUP, op
 from oneemb.kernels import unique_keys as kernel
+from oneemb.kernels.arrays import RowsOfIds
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.owner import owner_of
 from oneemb.kernels.threads import Threads
@@ -98,13 +99,14 @@ class _ShuffleRows(torch.autograd.Function):
         route = routed.route
         row_UD = torch.empty(len(route.order_U), owned_ND.shape[1], dtype=owned_ND.dtype)
         row_UD[route.order_U] = _exchange(owned_ND, route.asked_R, route.sent_R)
-        keys, slot_U = route.keys, np.arange(len(row_UD))
+        keys = route.keys
         out = torch.empty(*keys.shape, row_UD.shape[1], dtype=row_UD.dtype)
-        weight_UX, out_NX = _LOOPS.array(row_UD), _LOOPS.array(out.view(-1, row_UD.shape[1]))
+        rows = RowsOfIds(_LOOPS.array(row_UD), np.arange(len(row_UD)), keys.unique.inverse_N)
+        out_NX = _LOOPS.array(out.view(-1, row_UD.shape[1]))
         if keys.bags is None:
-            _LOOPS.gather(weight_UX, slot_U, keys.unique.inverse_N, out_NX)
+            _LOOPS.gather(rows, out_NX)
         else:
-            _LOOPS.pool(weight_UX, slot_U, keys.unique.inverse_N, keys.bags.offset_P1, scale_N, out_NX)
+            _LOOPS.pool(rows, keys.bags.offset_P1, scale_N, out_NX)
         return out
 
     @staticmethod

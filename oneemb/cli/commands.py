@@ -21,7 +21,7 @@ import click
 from tqdm import tqdm
 
 if TYPE_CHECKING:
-    from oneemb.storage.table.snapshot_file import SnapshotInfo
+    from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
 __all__ = ["oneemb"]
 
@@ -152,7 +152,8 @@ def inspect(path: str, as_json: bool) -> None:
 
 
 def _inspect_oneflow(path: str, as_json: bool) -> None:
-    from oneemb.storage.foreign.oneflow_table import OneFlowReader, oneflow_snapshots, read_oneflow_geometry
+    from oneemb.storage.foreign.oneflow_reader import OneFlowReader
+    from oneemb.storage.foreign.oneflow_table import oneflow_snapshots, read_oneflow_geometry
 
     geometry = read_oneflow_geometry(path)
     snapshots: list[dict[str, Any]] = []
@@ -242,7 +243,8 @@ def _check_oneflow(path: str, move: Callable[[int, int], None]) -> Any:
 
     from oneemb.kernels.threads import Threads
     from oneemb.storage.errors import CorruptTableError
-    from oneemb.storage.foreign.oneflow_table import OneFlowReader, oneflow_snapshots
+    from oneemb.storage.foreign.oneflow_reader import OneFlowReader
+    from oneemb.storage.foreign.oneflow_table import oneflow_snapshots
     from oneemb.storage.hash_index import HashIndex
     from oneemb.storage.table.check import CheckResult
 

@@ -11,7 +11,8 @@ import numpy as np
 from oneemb.rows.arguments import VALUES, Paths, as_list, check_format, dtype_of, keys_as
 from oneemb.rows.values import state_of, weights_of
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError
-from oneemb.storage.foreign.oneflow_table import OneFlowReader, is_oneflow_table
+from oneemb.storage.foreign.oneflow_reader import OneFlowReader
+from oneemb.storage.foreign.oneflow_table import is_oneflow_table
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError

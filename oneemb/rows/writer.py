@@ -17,7 +17,8 @@ from oneemb.kernels.unique_keys import unique_keys
 from oneemb.rows.arguments import VALUES, Paths, as_list, check_format, dtype_of, name_of
 from oneemb.rows.values import encode_rows
 from oneemb.storage.errors import SnapshotExistsError
-from oneemb.storage.foreign.oneflow_table import OneFlowWriter, is_oneflow_table, oneflow_owner_of
+from oneemb.storage.foreign.oneflow_table import is_oneflow_table, oneflow_owner_of
+from oneemb.storage.foreign.oneflow_writer import OneFlowWriter
 from oneemb.storage.row_format import WEIGHTS, RowFormat
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_rows import SnapshotRows

@@ -1,8 +1,8 @@
-"""Direct reads at depth by Linux AIO, where the system and the file system have it.
+"""Many direct reads at once by Linux AIO, where the system and the file system support it.
 
 Invariants:
-- while reads are in flight their memory stays and nothing else is put there; `read` leaves none behind;
-- a context is of one process. A child of fork makes one of its own, and memory: what it has from its parent it shares.
+- the buffers of reads in flight are neither freed nor used for anything else; `read` leaves no read in flight;
+- a context and its buffers belong to one process: a forked child makes its own, since it shares its parent's memory.
 """
 
 import errno
@@ -32,7 +32,7 @@ class AioReader:
         depth: reads in flight at once.
 
     Raises:
-        OSError: the system does not let this process do so.
+        OSError: the system does not let this process use AIO.
     """
 
     name = "aio"
@@ -44,7 +44,7 @@ class AioReader:
         self._begin()
 
     def _begin(self) -> None:
-        """Make what this process reads with."""
+        """Make the context and the buffers of this process."""
         assert AIO_NUMBERS is not None
         context_1 = np.zeros(1, np.int64)
         failed = aio_setup(AIO_NUMBERS[0], self.depth, context_1)
@@ -61,14 +61,14 @@ class AioReader:
         if self._context is None or self._process != os.getpid():
             self._begin()
         geometry = plan.geometry
-        slot_bytes = max(REQUEST_BYTES_MAX, geometry.block_bytes)
-        if len(self._byte_N) != slot_bytes * len(self._iocb_MX):
-            self._byte_N = aligned_bytes(slot_bytes * len(self._iocb_MX))
+        buffer_bytes = max(REQUEST_BYTES_MAX, geometry.block_bytes)
+        if len(self._byte_N) != buffer_bytes * len(self._iocb_MX):
+            self._byte_N = aligned_bytes(buffer_bytes * len(self._iocb_MX))
         failed_4 = np.zeros(4, np.int64)
         assert AIO_NUMBERS is not None and self._context is not None
         result = aio_read(
             AIO_NUMBERS[2], AIO_NUMBERS[3], self._context, self.depth, self._iocb_MX, self._event_KX,
-            self._byte_N.view(np.uint64), slot_bytes // 8, file_Q, offset_Q,
+            self._byte_N.view(np.uint64), buffer_bytes // 8, file_Q, offset_Q,
             plan.blocks_Q * geometry.block_bytes, plan.block_Q, plan.first_Q, plan.place_P, plan.to_P,
             geometry.rows_per_block, geometry.block_words, sum_B, out_UW.view(np.uint32), failed_4,
         )  # fmt: skip
@@ -77,16 +77,16 @@ class AioReader:
             self._leave()
         if result == BAD_BLOCK:
             skip = plan.place_P[p] // geometry.rows_per_block - plan.block_Q[q]
-            at = int(m * slot_bytes + skip * geometry.block_bytes)
+            at = int(m * buffer_bytes + skip * geometry.block_bytes)
             raise DamagedBlock(p, self._byte_N[at : at + geometry.block_bytes].copy())
         if result:
             raise OSError(-result, os.strerror(-result), q)
 
     def _leave(self) -> None:
-        """End a context that has reads in flight which nobody can wait for; the next call begins anew."""
+        """Destroy a context whose reads in flight cannot be waited for; the next call makes a new one."""
         context, self._context = self._context, None
         if AIO_NUMBERS is not None and aio_destroy(AIO_NUMBERS[1], context) < 0:
-            self._kept.append(self._byte_N)  # Nothing waits for them: they may yet write there.
+            self._kept.append(self._byte_N)  # The reads were not waited for and may still write into these buffers.
 
     def stats(self) -> dict[str, Any]:
         return {}
@@ -102,11 +102,11 @@ class AioReader:
 
 
 def open_reader(io: str, fs: FileSystem, directory: str, block_bytes: int, threads: Threads) -> BlockReader:
-    """The way of reading that `io` names, tried out on a file in the directory.
+    """The reader that `io` names, tried out on a file in the directory.
 
     Raises:
         StorageError: it does not work there.
-        ValueError: there is no such way.
+        ValueError: `io` is not "auto", "aio" or "pread".
     """
     if io not in ("auto", "aio", "pread"):
         raise ValueError(f"io must be 'auto', 'aio' or 'pread', got {io!r}")
@@ -115,7 +115,7 @@ def open_reader(io: str, fs: FileSystem, directory: str, block_bytes: int, threa
         try:
             return AioReader()
         except OSError as error:
-            obstacle = _said(error)
+            obstacle = _reason(error)
     if io == "aio":
         raise StorageError(
             f"io='aio' does not work in {directory} with blocks of {block_bytes} bytes: {obstacle}; use io='auto' or "
@@ -141,16 +141,16 @@ def _obstacle(fs: FileSystem, directory: str, block_bytes: int) -> str | None:
             fs.close(file)
             fs.remove(path)
     except OSError as error:
-        return _said(error)
+        return _reason(error)
 
 
-def _said(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     limit = "; the system's limit of such reads, fs.aio-max-nr, is used up" if error.errno == errno.EAGAIN else ""
     return f"{error.strerror}{limit}"
 
 
 def _probe(fs: FileSystem, file: int, block_bytes: int) -> str | None:
-    """Write a page in blocks, and read each block back the way `AioReader` reads."""
+    """Write a page in blocks and read each block back with an `AioReader`. Returns why that fails; None if it works."""
     geometry = Geometry(block_bytes // 4, block_bytes, 64)
     blocks = _PROBE_BYTES // block_bytes
     byte_N = aligned_bytes(_PROBE_BYTES)

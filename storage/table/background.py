@@ -1,6 +1,6 @@
-"""Work beside the caller's thread, whose errors the caller gets.
+"""Jobs in a background thread, whose errors are raised in the caller's thread.
 
-Invariants: at most one job runs at a time; an error stays until a call has raised it, once.
+Invariants: at most one job runs at a time; an error is kept until a call has raised it, once.
 """
 
 import threading
@@ -12,10 +12,10 @@ __all__ = ["Background"]
 
 
 class Background:
-    """Runs jobs one after another in a thread that lives as long as a job.
+    """Runs one job at a time, each in a thread of its own.
 
     Args:
-        name: of the work, for errors.
+        name: what the jobs do, for errors.
     """
 
     def __init__(self, name: str):
@@ -28,7 +28,7 @@ class Background:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], None]) -> None:
-        """Run the job beside the caller. Nothing may be running."""
+        """Run the job in the background. No other may be running."""
         assert not self.busy
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"oneemb-{self._name}", daemon=True)
         self._thread.start()

@@ -24,7 +24,7 @@ _GROUP_BYTES = 8 << 20
 
 
 class DamagedBlock(Exception):
-    """The block of place `place_P[p]` is not what was written. `data` is what it is; short at the end of the file."""
+    """The block of place `place_P[p]` is damaged. `data` holds its bytes as read; fewer at the end of the file."""
 
     def __init__(self, p: int, data: np.ndarray):
         super().__init__()
@@ -39,8 +39,8 @@ class ReadPlan:
         geometry: of the table.
         place_P: sorted places.
         to_P: row of the output that each goes to.
-        block_Q: first block, numbered in the whole table.
-        blocks_Q: how many.
+        block_Q: first block of each request, numbered in the whole table.
+        blocks_Q: blocks of each request.
         first_Q: [Q + 1], the first p that each request serves.
     """
 
@@ -52,9 +52,9 @@ class ReadPlan:
     first_Q: np.ndarray
 
     @property
-    def slot_Q(self) -> np.ndarray:
-        """The slot that each request reads from, ascending."""
-        return self.block_Q // self.geometry.blocks_per_slot
+    def extent_Q(self) -> np.ndarray:
+        """The extent that each request reads from, in ascending order."""
+        return self.block_Q // self.geometry.blocks_per_extent
 
     def cut(self, begin: int, end: int) -> "ReadPlan":
         """The requests begin .. end; `place_P` and `to_P` stay whole."""
@@ -73,13 +73,13 @@ def plan_reads(geometry: Geometry, place_N: np.ndarray, to_N: np.ndarray) -> Rea
     blocks_max = max(1, REQUEST_BYTES_MAX // geometry.block_bytes)
     gap_max = _GAP_BYTES // geometry.block_bytes
     requests = requests_plan(
-        place_P, geometry.rows_per_block, geometry.blocks_per_slot, blocks_max, gap_max, block_Q, blocks_Q, first_Q
+        place_P, geometry.rows_per_block, geometry.blocks_per_extent, blocks_max, gap_max, block_Q, blocks_Q, first_Q
     )
     return ReadPlan(geometry, place_P, to_P, block_Q[:requests], blocks_Q[:requests], first_Q[: requests + 1])
 
 
 class BlockReader(Protocol):
-    """One way of reading."""
+    """Reads blocks from chunk files in one way: `PreadReader` or `AioReader`."""
 
     name: str
     direct: bool
@@ -107,8 +107,8 @@ class PreadReader:
 
     Args:
         fs: reads.
-        threads: checks and copies.
-        depth: threads that read.
+        threads: check blocks and copy rows.
+        depth: number of threads that read.
     """
 
     name = "pread"
@@ -119,7 +119,7 @@ class PreadReader:
         self._begin()
 
     def _begin(self) -> None:
-        """Make what this process reads with: a child of fork has no threads, and shares its parent's memory."""
+        """Make this process's threads and buffer: a forked child has no threads, and shares its parent's memory."""
         self._process = os.getpid()
         self._pool = ThreadPoolExecutor(self.depth, thread_name_prefix="oneemb-read") if self.depth > 1 else None
         self._byte_N = np.empty(0, np.uint8)
@@ -132,7 +132,7 @@ class PreadReader:
         try:
             self._read(plan, file_Q, offset_Q, sum_B, out_UW)
         except BaseException:
-            self._byte_N = np.empty(0, np.uint8)  # Reads that are still on their way keep the old memory.
+            self._byte_N = np.empty(0, np.uint8)  # Threads may still be reading into the old buffer.
             raise
 
     def _read(
@@ -173,8 +173,10 @@ class PreadReader:
             self._byte_N = aligned_bytes(max(size, _GROUP_BYTES))
         return self._byte_N[:size]
 
-    def _fill(self, byte_N, part, first, file_Q, offset_Q, at_Q) -> None:
-        view = memoryview(byte_N)
+    def _fill(
+        self, byte_N: np.ndarray, part: ReadPlan, first: int, file_Q: np.ndarray, offset_Q: np.ndarray, at_Q: np.ndarray
+    ) -> None:
+        view = byte_N.data
         size_Q = part.blocks_Q * part.geometry.block_bytes
 
         def fill(begin: int, end: int) -> None:

@@ -1,8 +1,8 @@
-"""Reads everything that the snapshots at a path need, and says what is not what was written.
+"""Reads everything that the snapshots at a path need, and lists what is damaged.
 
 Invariants:
-- nothing is written and no lock is taken, so a live writer may go on; what it removes meanwhile is no contradiction;
-- every byte that a reader of any snapshot could read is compared with its checksum, and every reference followed.
+- nothing is written and no lock is taken, so a live writer may go on; what it removes meanwhile counts as no problem;
+- every byte that a reader of any snapshot could read is compared with its checksum, and every reference is followed.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,8 @@ from oneemb.storage.table.chunk_scan import ChunkKeys, block_damage, check_heade
 from oneemb.storage.table.file_header import HEADER_BYTES, ROWS_MAGIC
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.recovery import lost_text, needed_bytes
-from oneemb.storage.table.snapshot_file import ChunkPart, SnapshotFiles, SnapshotRecord
+from oneemb.storage.table.snapshot_file import SnapshotFiles
+from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotRecord
 from oneemb.storage.table.table_info import lost_and_kept, need_table
 from oneemb.storage.table.writer_lock import lock_holder
 
@@ -35,12 +36,12 @@ class CheckResult:
     """What a check found.
 
     Args:
-        problems: each contradiction, in words that name the file; empty = all is what was written.
-        snapshots: names of those that were checked.
-        rows: rows of all of them, shared ones counted each time.
-        bytes_read: from chunks, each byte once.
+        problems: one text for each problem, which names the file; empty = nothing is damaged.
+        snapshots: names of the snapshots that were checked.
+        rows: rows of all of them; a shared row counts once for each.
+        bytes_read: bytes of chunks that were read, each once.
         unneeded: files that no snapshot needs: a live writer's, or what the next open of the table removes.
-        kept: those of them that it does not remove, because nobody knows which snapshots there were.
+        kept: those of them that it does not remove, because it is not known which snapshots there were.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -161,7 +162,7 @@ class _Check:
             try:
                 rows = live_rows(self._files.read_bits(record, part))
                 if part.number not in sound:
-                    continue  # Said already.
+                    continue  # Reported already.
                 keys = read_keys(self._fs, chunk_paths(f"{self._path}/chunks", part.number)[1], geometry, part)
             except (CorruptTableError, SnapshotNotFoundError) as error:
                 self._problem(error, [name])

@@ -1,14 +1,14 @@
 """The chunk files of a table: made, appended to, synced, held, removed.  FORMAT.md has the bytes.
 
-A chunk is two files, `<number>.rows` and `<number>.keys`. Both are only ever appended to, in runs: a run's blocks
-go to the first, then its keys and the blocks' checksums to the second. Bytes that a run has once filled are not
-written again, so whatever refers to a prefix of a chunk (a snapshot, a scan) can rely on it for ever.
+A chunk is two files, `<number>.rows` and `<number>.keys`. Both are only appended to, in runs: a run's blocks go to the
+first file, then its keys and the blocks' checksums to the second. Bytes that a run has filled are never written again,
+so a prefix of a chunk, which a snapshot or a scan refers to, never changes.
 
 Invariants:
-- a number is never used twice while the files of its earlier use may exist;
-- files are removed when, and only when, nothing holds the chunk any more;
-- a chunk whose sync has failed is `suspect` for good: the system may have dropped its pages, so no new snapshot
-  may rely on it.
+- a number is not used again while files of its earlier use may exist;
+- files are removed when, and only when, the last hold of the chunk is released;
+- a chunk whose sync has failed stays `suspect`: the system may have dropped its pages, so no new snapshot may rely on
+  it.
 """
 
 import os
@@ -41,7 +41,7 @@ __all__ = [
 
 # The header of a rows file fills a block of the larger size, so that blocks are aligned for direct reads.
 ROWS_BEGIN = 4096
-# Greater than that of any chunk.
+# Greater than the number of any chunk.
 EVERY_NUMBER = 1 << 62
 _RUN = struct.Struct("<3Q")
 _SUM = struct.Struct("<Q")
@@ -77,17 +77,17 @@ class ChunkFile:
 
     @property
     def runs_bytes(self) -> int:
-        """Bytes on disk of its runs, in both files."""
+        """Bytes on disk of the chunk's runs, in both files."""
         return self.blocks * self.geometry.block_bytes + self.keys_bytes - HEADER_BYTES
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk, of both files: headers come with the first run."""
+        """Bytes on disk of both files. Headers are written with the first run."""
         return ROWS_BEGIN + HEADER_BYTES + self.runs_bytes if self.blocks else 0
 
 
 class ChunkEnd(NamedTuple):
-    """Where the next run of a chunk goes: after this many blocks and bytes of keys, whose last checksum this is."""
+    """Where the next run of a chunk begins: after how many blocks and bytes of keys, and the last checksum of keys."""
 
     blocks: int
     keys_bytes: int
@@ -99,10 +99,10 @@ class ChunkFiles:
 
     Args:
         fs: where the files are.
-        directory: exists already.
-        next_number: greater than the number of any chunk that is there.
+        directory: of the chunks; it must exist.
+        next_number: greater than the number of any existing chunk.
         direct: whether rows are written and read past the system's cache.
-        lock: the writer's; None = for reading.
+        lock: the writer's; None = for reading only.
     """
 
     def __init__(
@@ -120,17 +120,17 @@ class ChunkFiles:
         self.files_open_max = _FILES_OPEN_MAX
         self.sync_threads = 1
         self.keep_below = 0
-        """Files of chunks with a smaller number stay, held or not: a snapshot that cannot be read may need them."""
+        """Files of chunks with a smaller number are not removed: a snapshot that cannot be read may need them."""
         self.bytes_written = 0
         self.bytes_removed = 0
-        self._process = os.getpid()  # A child of fork lets go of its copy of a hold, and removes no file.
+        self._process = os.getpid()  # A forked child releases its copies of holds, and must remove no file.
 
     def create(self, geometry: Geometry) -> ChunkFile:
         """A new, empty chunk, held once.
 
         Raises:
-            StorageError: the files could not be made; what was made of them is removed. Or the folder was removed,
-                and another may be in its place.
+            StorageError: the files could not be made, and none is left; or the folder was removed, and another may be
+                in its place.
         """
         if self._lock is not None:
             self._lock.check()
@@ -154,7 +154,7 @@ class ChunkFiles:
         return chunk
 
     def adopt(self, number: int, geometry: Geometry, blocks: int, keys_bytes: int, keys_sum: int) -> ChunkFile:
-        """The chunk of this number as a snapshot describes it, with one hold more. Its files are not looked at."""
+        """The chunk of this number as a snapshot describes it, held once more. Its files are not opened."""
         chunk = self.chunks.get(number)
         if chunk is None:
             chunk = self.chunks[number] = ChunkFile(number, geometry, *chunk_paths(self.directory, number))
@@ -165,11 +165,14 @@ class ChunkFiles:
         return chunk
 
     def write(self, chunk: ChunkFile, end: ChunkEnd, block_N: np.ndarray, record_N: np.ndarray) -> None:
-        """Write one run to the chunk: blocks in aligned memory, then what `key_record` has made of its keys. The first
-        one brings the headers, so that they cost no one who waits for a new chunk.
+        """Write one run. It is part of the chunk after `append`. May run beside all calls but another write.
 
-        `end` is where it begins: the chunk's own end, or that of a run that was written before and is not appended
-        yet. May run beside everything but another write. The run counts once `append` has been told.
+        The first run brings the files' headers, so that `create` need not wait for the disk.
+
+        Args:
+            end: where the run begins: the end of the chunk, or of a run that is written and not yet appended.
+            block_N: its blocks, in aligned memory.
+            record_N: what `key_record` made of its keys.
 
         Raises:
             StorageError: the run is not written; the next write goes to the same place.
@@ -190,23 +193,23 @@ class ChunkFiles:
             raise storage_error(error, "write rows to", path) from error
 
     def append(self, chunk: ChunkFile, end: ChunkEnd) -> None:
-        """The run that was written up to here is part of the chunk from now on."""
+        """Make the run that was written up to this end part of the chunk."""
         before = chunk.nbytes
         chunk.blocks, chunk.keys_bytes, chunk.keys_sum = end
         self.bytes_written += chunk.nbytes - before
 
     def seal(self, chunk: ChunkFile) -> None:
-        """Nothing will be appended to this chunk any more."""
+        """Close the files for appending: no run follows."""
         for file in (chunk.rows_out, chunk.keys_out):
             if file is not None:
                 self._close(file)
         chunk.rows_out = chunk.keys_out = None
 
     def sync(self, chunk: ChunkFile) -> None:
-        """Return when everything that was appended to the chunk is on the device. May run beside appends.
+        """Return when all appended runs are on the device. May run beside appends.
 
         Raises:
-            StorageError: it may not be; the chunk is suspect from now on.
+            StorageError: they may not be; the chunk is suspect from now on.
         """
         assert not chunk.suspect, "another sync cannot make a suspect chunk safe"
         size = chunk.nbytes
@@ -225,7 +228,7 @@ class ChunkFiles:
         chunk.synced_bytes = size
 
     def sync_all(self, chunks: Iterable[ChunkFile]) -> None:
-        """`sync` of each. Many at a time, where `sync_threads` allows it, wait for the device together.
+        """`sync` each chunk, up to `sync_threads` at a time.
 
         Raises:
             StorageError: as for `sync`, for one of them.
@@ -254,7 +257,7 @@ class ChunkFiles:
         chunk.holds += 1
 
     def release(self, chunk: ChunkFile) -> None:
-        """Take one hold back. The last one removes the files."""
+        """Release one hold. Releasing the last one removes the files."""
         chunk.holds -= 1
         if chunk.holds == 0:
             del self.chunks[chunk.number]
@@ -262,13 +265,13 @@ class ChunkFiles:
             if chunk.number < self.keep_below or os.getpid() != self._process:
                 return
             if self._lock is not None and not self._lock.still_there:
-                return  # Those files are another table's.
+                return  # The folder was replaced: its files belong to another table.
             self.bytes_removed += chunk.nbytes
             for path in [chunk.rows_path, chunk.keys_path, *self._unremoved]:
                 self._remove(path)
 
     def rows_file(self, chunk: ChunkFile) -> int:
-        """The open rows file, for reading. It stays open while at most `files_open_max` others are asked for."""
+        """The rows file, open for reading. At most `files_open_max` stay open: that used least recently is closed."""
         file = self._rows_file.pop(chunk, None)
         if file is None:
             file = self._fs.open(chunk.rows_path, direct=self._direct)
@@ -278,7 +281,7 @@ class ChunkFiles:
         return file
 
     def close(self) -> None:
-        """Close all files. Nothing is removed any more: numbers of chunks that are gone are given again from now on."""
+        """Close all files. None is removed afterwards: another writer may use the numbers of removed chunks again."""
         self.keep_below = EVERY_NUMBER
         for chunk in self.chunks.values():
             self._close_chunk(chunk)
@@ -297,10 +300,10 @@ class ChunkFiles:
         try:
             self._fs.close(file)
         except OSError:
-            pass  # A file that must be safe is synced before; of others nothing is expected.
+            pass  # Files that must be durable are synced before they are closed.
 
     def _remove(self, path: str) -> None:
-        # A file that cannot be removed is tried again with the next one, and by the next open of the table.
+        # A file that cannot be removed now is tried again at the next removal, and at the next open of the table.
         try:
             self._fs.remove(path)
         except FileNotFoundError:
@@ -314,12 +317,12 @@ class ChunkFiles:
 
 
 def key_record(end: ChunkEnd, table_N: np.ndarray, id_N: np.ndarray, sum_B: np.ndarray) -> tuple[np.ndarray, ChunkEnd]:
-    """The bytes in the keys file of a run that begins at a chunk's end, uint8, and the end after it.
+    """A run's bytes in the keys file, uint8, and the chunk's end after the run.
 
     Args:
         end: of the chunk, before the run.
         table_N, id_N: keys of the run's rows.
-        sum_B: checksums of its blocks.
+        sum_B: checksums of the run's blocks.
     """
     parts = [np.frombuffer(_RUN.pack(end.blocks, len(id_N), len(sum_B)), np.uint8)]
     parts += [array.view(np.uint8) for array in (id_N, table_N, sum_B)]
@@ -344,5 +347,5 @@ def chunk_paths(directory: str, number: int) -> tuple[str, str]:
 
 
 def chunk_numbers(names: list[str]) -> dict[str, int]:
-    """Of the names in a directory, those of chunk files, with their chunks' numbers."""
+    """The chunk's number for each of the names that is a chunk file's."""
     return {name: int(match[1]) for name in names if (match := _CHUNK_NAME.fullmatch(name))}

@@ -1,6 +1,6 @@
 """Reads the rows of one chunk in the order they lie: for scans, loads, compaction and readers beside a writer.
 
-Invariant: nothing is yielded that has not been compared with its checksum.
+Invariant: all that is yielded has been compared with its checksum.
 """
 
 import os
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oneemb.kernels.checksum import xxh64
+from oneemb.kernels.checksum import Buffer, xxh64
 from oneemb.kernels.row_blocks import bits_rows, rows_deliver
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
@@ -18,7 +18,7 @@ from oneemb.storage.hash_index import check_tables
 from oneemb.storage.table.chunk_files import ROWS_BEGIN
 from oneemb.storage.table.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, read_header
 from oneemb.storage.table.geometry import Geometry
-from oneemb.storage.table.snapshot_file import ChunkPart
+from oneemb.storage.table.snapshot_manifest import ChunkPart
 
 __all__ = ["ChunkKeys", "block_damage", "fill_keys", "live_rows", "read_keys", "scan_rows"]
 
@@ -42,7 +42,7 @@ class ChunkKeys:
         return cls(np.empty(rows, np.int32), np.empty(rows, np.int64), np.empty(part.blocks, np.uint32))
 
     def of(self, row_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tables and ids of these rows."""
+        """The tables and ids of these rows."""
         return self.table_N[row_N], self.id_N[row_N]
 
 
@@ -53,7 +53,7 @@ def live_rows(bit_N: np.ndarray) -> np.ndarray:
 
 
 def read_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart) -> ChunkKeys:
-    """The keys of the part's rows, checked against the sum that the part carries.
+    """The keys of the part's rows, checked against the part's sum.
 
     Raises:
         CorruptTableError: the file is not what was written.
@@ -65,8 +65,9 @@ def read_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart) ->
 
 
 def fill_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart, keys: ChunkKeys) -> Iterator[int]:
-    """Fill in the keys of the part's rows run by run, yielding how many rows are filled. Runs are checked one by one,
-    and before the last is yielded all together against the sum that the part carries.
+    """Fill in the keys of the part's rows run by run, and yield how many rows are filled after each run.
+
+    Each run is checked as it is read; all runs together are checked against the part's sum before the last yield.
 
     Raises:
         CorruptTableError: the file is not what was written.
@@ -85,12 +86,14 @@ def fill_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart, ke
         fs.close(file)
 
 
-def _fill_open(fs, file, path, geometry, part, keys):
-    # A window of the file that moves on, so that its bytes are still in a cache when they are copied out.
+def _fill_open(
+    fs: FileSystem, file: int, path: str, geometry: Geometry, part: ChunkPart, keys: ChunkKeys
+) -> Iterator[int]:
+    # A window that moves through the file, small enough that its bytes are still in the CPU's cache when copied out.
     byte_N, begin, size, ended = np.empty(_KEYS_WINDOW_BYTES, np.uint8), 0, 0, False
 
     def window(offset: int, length: int) -> np.ndarray:
-        """The part's bytes from an offset on, at least so many unless the file or the part ends before."""
+        """The part's bytes from an offset on: at least `length`, unless the file or the part ends before."""
         nonlocal byte_N, begin, size, ended
         if offset + length > begin + size and not ended:
             kept_N = byte_N[offset - begin : size]
@@ -174,7 +177,16 @@ def scan_rows(
         fs.close(file)
 
 
-def _scan_open(fs, file, path, geometry, number, keys, row_N, batch):
+def _scan_open(
+    fs: FileSystem,
+    file: int,
+    path: str,
+    geometry: Geometry,
+    number: int,
+    keys: ChunkKeys,
+    row_N: np.ndarray,
+    batch: int,
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     header = bytearray(HEADER_BYTES)
     size = fs.read_into(file, memoryview(header), 0)
     check_header(header[:size], ROWS_MAGIC, path, number, geometry)
@@ -222,7 +234,7 @@ def _scan_open(fs, file, path, geometry, number, keys, row_N, batch):
 def block_damage(
     path: str, geometry: Geometry, block: int, data: np.ndarray, expected: int, table: int, id: int
 ) -> CorruptTableError:
-    """The error for a block that is not what was written, found when the row of (table, id) was read."""
+    """The error for a damaged block, found when the row of (table, id) was read."""
     offset = ROWS_BEGIN + block * geometry.block_bytes
     actual = xxh64(data) & 0xFFFFFFFF
     return CorruptTableError(
@@ -231,7 +243,7 @@ def block_damage(
     )
 
 
-def check_header(header, magic: bytes, path: str, number: int, geometry: Geometry) -> None:
+def check_header(header: Buffer, magic: bytes, path: str, number: int, geometry: Geometry) -> None:
     """Raise unless this is the header of that chunk."""
     expected = (number, geometry.row_width, geometry.physical_block_size, geometry.blocks_per_chunk)
     found = read_header(bytes(header[:HEADER_BYTES]), magic, path)

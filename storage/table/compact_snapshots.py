@@ -1,14 +1,14 @@
 """Frees disk at a path that no job uses: rows that snapshots need move out of chunks that are mostly garbage.
 
-While a job runs, chunks that snapshots need stay as they are, with the garbage that a save may leave in them; here they
-are what is compacted. A row that several snapshots share is moved once and shared again.
+While a job runs, it leaves chunks that snapshots need as they are, with the garbage in them. Those chunks are compacted
+here. A row that several snapshots share is moved once and stays shared.
 
-    1. take the lock, remove what no snapshot needs          4. write each snapshot anew, in place of the old one
+    1. take the lock, remove what no snapshot needs          4. replace each snapshot's file by a new one
     2. write the rows of sparse chunks to new chunks         5. remove what no snapshot needs any more
     3. sync those, and the directory of the chunks
 
-Invariant: each snapshot is in one step the old file or the new one, and the chunks of both are whole until all are new;
-so a crash at any moment leaves every snapshot with its rows.
+Invariant: each snapshot's file is replaced atomically, and the chunks of old and new files are kept until all files are
+new; so a crash at any moment leaves every snapshot with its rows.
 """
 
 from collections.abc import Callable
@@ -26,17 +26,18 @@ from oneemb.storage.table.compaction import CompactionResult
 from oneemb.storage.table.file_header import HEADER_BYTES
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.recovery import Recovery, lost_text, needed_bytes
-from oneemb.storage.table.snapshot_file import ChunkPart, SnapshotFiles, SnapshotRecord
+from oneemb.storage.table.snapshot_file import SnapshotFiles
+from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotRecord
 from oneemb.storage.table.snapshot_store import SnapshotStore
 from oneemb.storage.table.table_info import chunk_bytes_of, live_bits, need_table
 from oneemb.storage.table.writer_lock import WriterLock
 
 __all__ = ["compact_snapshots"]
 
-# A chunk whose live rows fill this much of it is left as it is.
+# A chunk that live rows fill at least this far is left as it is.
 _FULL_ENOUGH = 0.95
 _RUN_BYTES = 1 << 22
-# Of a run of keys, beside its rows': its three numbers, its checksum, zeros.
+# Bytes of a run in the keys file beside its keys: three numbers, its checksum, zeros.
 _RUN_OVERHEAD_BYTES = 48
 
 
@@ -50,16 +51,16 @@ def compact_snapshots(
     """Free the disk space at a path that its snapshots do not need.
 
     Args:
-        path: the table's folder. It needs room for the rows that move.
-        remove_orphans: remove what is kept for snapshots that are gone though nobody has deleted them here.
+        path: the table's folder. Its disk needs room for the rows that move.
+        remove_orphans: also remove the files that are kept for snapshots that were removed by other means than here.
         fs: where files are; None = this machine's.
         progress: called with (rows moved, rows to move).
 
     Raises:
         LockedError: a job uses the table.
         CorruptTableError: a snapshot is not what was written; nothing has changed.
-        StorageError: the disk fails or is full; every snapshot is whole. Or a snapshot is gone, nobody has given it
-            up, and nothing has changed.
+        StorageError: the disk fails or is full; every snapshot is whole. Or a snapshot is missing and was not given up;
+            nothing has changed.
     """
     fs, path = fs or LocalFileSystem(), absolute_path(path)
     need_table(fs, path)
@@ -141,7 +142,7 @@ def _compact(
 
 
 def _bytes_max(geometry: Geometry, rows: int) -> int:
-    """Bytes of new chunks with that many rows, at most."""
+    """The most bytes that new chunks with this many rows take."""
     chunks = -(-rows // geometry.rows_per_chunk)
     runs = rows * geometry.row_bytes // _RUN_BYTES + chunks + 1
     gaps = chunks * (ROWS_BEGIN + HEADER_BYTES + geometry.block_bytes) + runs * _RUN_OVERHEAD_BYTES
@@ -151,7 +152,7 @@ def _bytes_max(geometry: Geometry, rows: int) -> int:
 def _moved(
     files: SnapshotFiles, record: SnapshotRecord, moved: dict[int, np.ndarray], first: dict[int, int], log: "_Log"
 ) -> SnapshotRecord:
-    """The same snapshot, with the rows of moved chunks where they are now."""
+    """The snapshot with the rows of moved chunks at their new places."""
     parts, place = [], []
     for part in record.parts:
         bit_N = files.read_bits(record, part)
@@ -176,7 +177,7 @@ def _moved(
 
 
 class _Log:
-    """New chunks that fill one after the other. Row n that was put is row n of the log: only its end has a gap."""
+    """New chunks that are filled one after the other. The n-th row that is put is row n of the log."""
 
     def __init__(self, files: ChunkFiles, geometry: Geometry):
         self._files, self._geometry = files, geometry
@@ -187,18 +188,20 @@ class _Log:
         """Rows of each chunk."""
 
     def put(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
+        """Add rows; they are written when a run is full."""
         self._kept.append((table_N, id_N, row_NW))
         self._size += len(id_N)
         if self._size * self._geometry.row_bytes >= _RUN_BYTES:
             self._write(self._size // self._geometry.rows_per_block * self._geometry.rows_per_block)
 
     def end(self) -> None:
+        """Write the rows that are left, and close the chunks' files."""
         self._write(self._size)
         for chunk in self.chunks:
             self._files.seal(chunk)
 
     def _write(self, size: int) -> None:
-        """Write the first `size` rows that are kept: whole blocks, but at the end."""
+        """Write the first `size` gathered rows: whole blocks, except at the end of the log."""
         geometry = self._geometry
         if self._size == 0:
             return

@@ -1,38 +1,38 @@
 """Frees disk: live rows of chunks that are mostly garbage move to the end of the log, and the chunks go.
 
-A row on disk is live, or only snapshots have it, or it is garbage. A chunk that a snapshot needs is `held`: moving its
-live rows frees it only when the last snapshot that needs it goes. The others are loose: moving theirs frees disk now.
-With live = bytes of live rows, saved = bytes of the rows of all kept snapshots (shared ones counted each time), a =
-`max_space_amplification` and g = min(0.3, a - 1):
+A row on disk is live, or only snapshots have it, or it is garbage. A chunk that a snapshot needs is **held**: after its
+live rows have moved it is freed only when the last snapshot that needs it goes. The other chunks are **loose**: moving
+their rows frees disk at once. With live = bytes of live rows, saved = bytes of the rows of all kept snapshots (shared
+ones counted each time), a = `max_space_amplification` and g = min(0.3, a - 1):
 
     bytes on disk <= max(a * live, (1 + g) * live + saved) + 2 chunks + 1 chunk for each kept snapshot
 
-A save that runs beside the caller is a kept snapshot. Chunks are a sixteenth of the live rows, or the table's smallest.
-So one kept snapshot costs at most 2.3 times the live rows, each further one its own rows, while snapshots go oldest
-first; deleting one from between others may leave 0.24 of its neighbours' rows until they go. A load or a clear lowers
-`live` at once, and what snapshots pin goes with them: 0.24 of their rows at most.
+A save in the background counts as a kept snapshot. A chunk is a sixteenth of the live rows, or of the smallest size. So
+one kept snapshot costs at most 2.3 times the live rows, and each further one its own rows, if snapshots are deleted
+oldest first; deleting one from between others may leave garbage of 0.24 times its neighbours' rows until they go. A
+load or a clear lowers `live` at once; what snapshots hold then, at most 0.24 times their rows more, goes with them.
 
 Why that holds. Loose garbage can always be cleaned; garbage in held chunks cannot, and every live row may be
-overwritten before the next save. So it is the save that has to be careful: before it takes its chunks it cleans them
-until they have at most g - s of garbage for each live byte, s = g / 5, and so have all held chunks together. Then
-(1 + g) * live + saved leaves at least s * live for loose garbage in the worst case. A put goes in pieces of half a
-chunk at most, and before a piece loose chunks are cleaned until there is room for it: while there is not, loose chunks
-are less than 1 / (1 + s) live, so one of the sealed ones is, each move frees disk, and the loop ends. Of what is left
-over, one chunk is being written, one is being moved; and a snapshot that holds the chunk being written pins what comes
-to it later. During a save that replaces a snapshot the chunks of both are there, which is what is allowed while every
-row is live once and saved once.
+overwritten before the next save. So a save cleans the chunks before it holds them, until they have at most g - s bytes
+of garbage for each live byte, s = g / 5, and so have all held chunks together. Then (1 + g) * live + saved leaves at
+least s * live for loose garbage in the worst case. A put goes in pieces of half a chunk at most, and before a piece
+loose chunks are cleaned until there is room for it: while there is not, loose chunks are less than 1 / (1 + s) live, so
+one of the sealed ones is, each move frees disk, and the loop ends. The 2 chunks more are the one being written and the
+one being moved; the chunk more for each snapshot is there because one that holds the chunk being written also holds
+what is appended to it later. During a save that replaces a snapshot the chunks of both exist, which the bound allows:
+every row is live once and saved once.
 
-What that costs. The chunk with the least live rows for its size, u of it, is cleaned first: u / (1 - u) rows move for
-each that is freed. So rows are written at most 1 + 1 / s times, 17 at a = 2, and it is far less wherever chunks differ.
-Rows written for each that was put, at a = 2 with one kept snapshot: 1.6 when any share of the table is overwritten
-between saves, in any order, both drawn anew each time. Rows overwritten at random: 1.5 to 1.9 when half the table or
-more is overwritten between saves, 2.4 at a fifth and 2.9 at a twentieth; in order: 1.1. Less cannot be had there: what
-is saved often may hold g - s of garbage, and a log of 1.3 times its live rows, overwritten at random, writes each 2.4
-times. More disk buys it: a = 2.5 writes 1.7 and 1.9 times.
-After many puts a save goes on cleaning, up to a share of what was put: that leaves more room for loose garbage until
-the next save, which is far away where many puts lie between saves.
+What that costs. The chunk with the least live rows for its size, a fraction u, is cleaned first: u / (1 - u) rows move
+for each that is freed. So rows are written at most 1 + 1 / s times, 17 at a = 2, and far less where chunks differ. Rows
+written for each that was put, at a = 2 with one kept snapshot: 1.6 when any share of the table is overwritten between
+saves, in any order, both drawn anew each time. Rows overwritten at random: 1.5 to 1.9 when half the table or more is
+overwritten between saves, 2.4 at a fifth and 2.9 at a twentieth; in order: 1.1. It cannot be less there: held chunks
+may have g - s of garbage, and a log of 1.3 times its live rows that is overwritten at random writes each row 2.4 times.
+More disk makes it less: a = 2.5 writes 1.7 and 1.9 times.
+After many puts a save cleans further, by up to a share of what was put: that leaves more room for loose garbage until
+the next save, which is far away if many puts lie between saves.
 
-Invariant: a row that has changed since its chunk was read is not moved: its newer version is elsewhere.
+Invariant: a row that was put again or erased since its chunk was read is not moved.
 """
 
 from collections.abc import Collection, Iterable
@@ -53,14 +53,14 @@ from oneemb.storage.turns import Turns, undisturbed
 __all__ = ["CompactionResult", "Compactor"]
 
 _PIECE_ROWS = 4096
-# Chunks above the bound + this much of a chunk are compacted in the background, before it is urgent.
+# How far the disk may be above the bound, in chunks, before compaction begins in the background.
 _EARLY = 0.25
-# On demand, a chunk whose live rows fill this much of it is left as it is.
+# `compact` leaves a chunk as it is that live rows fill at least this far.
 _FULL_ENOUGH = 0.95
-# Garbage for each live byte that is allowed beside snapshots, and the part of it that a save leaves to loose chunks.
+# g above: garbage for each live byte beside snapshots; and the part of it that a save leaves to loose chunks, s / g.
 _GARBAGE_MAX = 0.3
 _LOOSE_PART = 0.2
-# For each row that was put since the last save, beyond half the live rows, so many may move at a save that need not.
+# A save may move this many rows more than it must for each row put since the last save, beyond half the live rows.
 _MOVED_SHARE = 0.4
 _MOVED_FILL_MAX = 0.98
 
@@ -72,7 +72,7 @@ class CompactionResult:
     Args:
         chunks: chunks that were emptied.
         rows_moved: live rows that were written again.
-        bytes_freed: disk space that became free, less what the rows took elsewhere.
+        bytes_freed: disk space that became free, less what the moved rows take.
     """
 
     chunks: int = 0
@@ -88,7 +88,7 @@ class Compactor:
         live: the rows.
         writer: appends to the log of these rows.
         store: the snapshots, and the files of all chunks.
-        turns: every call that looks at the rows has one; `move` lets go of its lock, the guard, while it reads.
+        turns: every call that uses the rows holds its lock, the guard; `move` releases it while it reads.
         max_space_amplification: above 1.
         background: None = compaction happens in puts and saves only.
     """
@@ -117,32 +117,33 @@ class Compactor:
 
     @property
     def piece_rows(self) -> int:
-        """Rows that may be put between two calls of `make_room`."""
+        """The most rows that may be put between two calls of `make_room`."""
         geometry = self._live.geometry
         return max(1, geometry.chunk_blocks(len(self._live.index)) * geometry.rows_per_block // 2)
 
     def loose_bytes(self) -> int:
-        """Bytes of chunks that no snapshot needs, without headers, with what is on its way to them."""
+        """Bytes of chunks that no snapshot needs, without headers, with the rows still in memory."""
         return self._bytes_of({chunk for chunk in self._live.chunks() if not chunk.snapshots})
 
     def live_bytes(self) -> int:
-        """Bytes that the live rows need; less than that while keys are not settled."""
+        """Bytes that the live rows need; too few while noted keys are not settled."""
         return int(len(self._live.index) * self._live.geometry.disk_bytes_per_row)
 
     def settle(self) -> None:
-        """Take in the keys that were noted, and let go of chunks without live rows, but for those being written."""
+        """Put noted keys into the index, and release chunks without live rows, except those being written."""
         self._live.settle()
         for chunk in self._live.dead_chunks():
             if not self._writer.writes_to(chunk):
                 self._live.remove(chunk)
 
     def make_room(self, rows: int) -> None:
-        """Keep the bound for so many rows more, here if it is urgent, else in the background. The guard is held.
+        """Compact until there is room for this many rows more: here if the bound is reached, else in the background.
+        The guard is held.
 
         Raises:
             StorageError: rows could not be moved; nothing is lost.
         """
-        # Keys that are not settled can only lower the excess, so where it is small they need not be.
+        # Settling can only lower the excess, so while that is small it is not needed.
         if self._excess() > (1 if self._background is None else _EARLY) and any(self._loose()):
             self.settle()
             while self._excess() > 1 and not self._stopping:
@@ -158,11 +159,11 @@ class Compactor:
         self._rows_since_save += rows
 
     def clean_for_save(self, name: str) -> None:
-        """Move rows until the chunks that a snapshot would hold now have no more garbage than it may pin. The guard is
-        held, and free while chunks are read.
+        """Move rows until the chunks that a snapshot would hold have no more garbage than allowed. The guard is held,
+        and released while chunks are read.
 
         Args:
-            name: of the snapshot, which takes the place of one of that name.
+            name: of the snapshot, which replaces the one of that name.
 
         Raises:
             StorageError: rows could not be moved; nothing is lost.
@@ -193,8 +194,8 @@ class Compactor:
             self.done = CompactionResult(*(getattr(before, f) + getattr(self.done, f) for f in _FIELDS))
 
     def move(self, chunk: ChunkFile) -> None:
-        """Move the live rows of a chunk that is not being written to the end of the log, and let go of it. The guard
-        is held once, and free while the chunk is read."""
+        """Move the live rows of a chunk to the end of the log, and release the chunk. It must not be being written. The
+        guard is held once, and released while the chunk is read."""
         while self._moving is not None:
             self._guard.wait()
         self.settle()
@@ -222,7 +223,7 @@ class Compactor:
                 self._live.remove(chunk)
                 self.done.chunks += 1
         except CorruptTableError:
-            self._damaged.add(chunk)  # It would fail again each time; its sound rows stay where they are.
+            self._damaged.add(chunk)  # It would fail each time; its sound rows stay where they are.
             raise
         finally:
             self._moving = None
@@ -230,13 +231,13 @@ class Compactor:
             self._guard.notify_all()
 
     def stop(self) -> None:
-        """End what runs in the background. The guard is held, and let go of meanwhile."""
+        """Stop background compaction and wait for its end. The guard is held, and released meanwhile."""
         self.stop_soon()
         while self._moving is not None:
             self._guard.wait()
 
     def stop_soon(self) -> None:
-        """Let what runs in the background end; nobody waits for it."""
+        """Tell background compaction to stop, without waiting."""
         self._stopping = True
 
     def _append(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
@@ -260,8 +261,11 @@ class Compactor:
         return True
 
     def _next_for_save(self, name: str, moved: int) -> ChunkFile | None:
-        """The chunk whose live rows are to move before a snapshot takes its chunks, None when none has to. So many rows
-        have moved already."""
+        """The next chunk whose live rows must move before a snapshot holds its chunks; None = no more.
+
+        Args:
+            moved: rows that have moved already for this save.
+        """
         self.settle()
         live, loose_garbage = self.live_bytes(), self._garbage_max * _LOOSE_PART
         full = 1 / (1 + loose_garbage)
@@ -270,9 +274,9 @@ class Compactor:
         kept, kept_rows_bytes = self._store.kept_beside(name)
         own = [chunk for chunk in self._live.chunks() if chunk not in self._damaged]
         sealed = [chunk for chunk in own if not self._writer.writes_to(chunk)]
-        # Moving rows out of a chunk that another snapshot needs as well leaves more that is held, and not less.
+        # Moving rows out of a chunk that another snapshot needs too makes held chunks more, not less.
         fresh = [chunk for chunk in sealed if chunk not in kept]
-        # Rows that the replaced snapshot needs too are there twice for a while: first there has to be room for that.
+        # Rows that the replaced snapshot needs too exist twice for a while: room for them is made first.
         chunk = self._least(self._loose(), full) if self._excess() > 0 else None
         if chunk is None and self._bytes_of({*own, *kept}) > max(spare, held_max + kept_rows_bytes):
             chunk = self._least(fresh, full)
@@ -287,13 +291,13 @@ class Compactor:
 
     @property
     def _full(self) -> float:
-        """What live rows fill of a chunk at least that a put need not move: see the head."""
+        """The fill from which on a put does not move a chunk's rows; the file's docstring says why."""
         if self._store.rows_bytes():
             return 1 / (1 + self._garbage_max * _LOOSE_PART)
         return (1 + 1 / self._max_space_amplification) / 2
 
     def _loose(self) -> list[ChunkFile]:
-        """The chunks that no snapshot needs, that are not being written, and that can be read."""
+        """The chunks that no snapshot needs, that are not being written and not damaged."""
         return [
             chunk
             for chunk in self._live.chunks()
@@ -301,7 +305,7 @@ class Compactor:
         ]
 
     def _least(self, chunks: Iterable[ChunkFile], full: float) -> ChunkFile | None:
-        """The chunk with the least live rows for its size, if they fill less than this much of it."""
+        """The chunk with the least live rows for its size, if they fill less than `full` of it."""
         fill, _, chunk = min(((self._fill(chunk), chunk.number, chunk) for chunk in chunks), default=(full, 0, None))
         return chunk if fill < full else None
 
@@ -309,10 +313,10 @@ class Compactor:
         return self._live.live_of(chunk) * self._live.geometry.disk_bytes_per_row / max(1, self._bytes_of([chunk]))
 
     def _excess(self) -> float:
-        """By how many chunks those on disk are above what is allowed, the next piece of a put included."""
+        """How far the disk is above the bound, in chunks, with the next piece of a put."""
         geometry = self._live.geometry
         piece = self.piece_rows * geometry.disk_bytes_per_row
-        # Others are held for a moment only, by a scan or a move.
+        # The other chunks are held only briefly, by a scan or a move.
         chunks = {chunk for chunk in self._files.chunks.values() if chunk.snapshots or chunk in self._live}
         live = self.live_bytes()
         with_snapshots = (1 + self._garbage_max) * live + self._store.rows_bytes()
@@ -320,7 +324,7 @@ class Compactor:
         return (self._bytes_of(chunks) + piece - allowed) / self.chunk_bytes
 
     def _bytes_of(self, chunks: Collection[ChunkFile]) -> int:
-        """Bytes of chunks without their headers, with what is on its way to them."""
+        """Bytes of chunks without headers, with the rows still in memory."""
         return sum(chunk.runs_bytes for chunk in chunks) + self._writer.bytes_to_write(chunks)
 
     def _disk_bytes(self) -> int:

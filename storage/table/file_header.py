@@ -1,6 +1,6 @@
 """The 128 bytes that every file of a table begins with. FORMAT.md says what each of them is.
 
-Invariant for all formats, present and to come: magic, version, release and checksum stay where they are, so that
+Invariant for this format and all later ones: magic, version, release and checksum stay where they are, so that
 any release can tell a damaged file from one that is too new for it.
 """
 
@@ -35,7 +35,7 @@ def read_header(header: bytes, magic: bytes, path: str) -> tuple[int, int, int, 
 
     Raises:
         CorruptTableError: these are not the bytes of a header of this kind.
-        FormatVersionError: the header is sound, its format is another than this release's.
+        FormatVersionError: the header is sound, but of a format that this release does not read.
     """
     if len(header) < HEADER_BYTES:
         raise CorruptTableError(

@@ -1,7 +1,8 @@
 """How rows lie in blocks and blocks in chunks. All live chunks of a table share one geometry.
 
-A chunk is full, and the next one begun, when it holds a sixteenth of the table's rows: what is left of garbage is
-counted in chunks, so a small table has small ones. Its sizes are whole slots, of 1 MiB about.
+A chunk is full when it holds a sixteenth of the table's rows; the next rows begin a new chunk. The garbage that
+compaction leaves is some number of chunks, so a small table has small chunks. The size of a chunk is a whole number of
+**extents**, of about 1 MiB each.
 """
 
 from dataclasses import dataclass
@@ -9,16 +10,16 @@ from functools import cached_property
 
 __all__ = ["ROW_WIDTH_MAX", "Geometry", "geometry_problem", "make_geometry"]
 
-# Rows of a chunk at most: the keys of one chunk are read in one piece.
+# The most rows of a chunk: the keys of one chunk are read in one piece.
 _CHUNK_ROWS_MAX = 1 << 22
-# Blocks of a slot and of a chunk are a multiple of this, so that each begins at a whole word of the table's bits.
+# Blocks of an extent and of a chunk are a multiple of this, so that each begins at a whole word of the table's bits.
 _BLOCKS_MULTIPLE = 64
-# Of a slot, about; the least that a chunk may hold.
-_SLOT_BYTES = 1 << 20
-# A chunk holds this part of the live rows at most.
+# About the size of an extent, which is the least that a chunk may hold.
+_EXTENT_BYTES = 1 << 20
+# A chunk holds at most 1 / _CHUNKS_MIN of the live rows.
 _CHUNKS_MIN = 16
 PHYSICAL_BLOCK_SIZES = (512, 4096)
-# A row of one GiB: far beyond any, and products of sizes stay far below 2^63.
+# A row of one GiB: larger than any in use, and small enough that products of sizes stay below 2^63.
 ROW_WIDTH_MAX = 1 << 28
 
 
@@ -42,7 +43,7 @@ class Geometry:
 
     @cached_property
     def block_bytes(self) -> int:
-        """Bytes of a logical block: the physical one, or as many of them as one row needs."""
+        """Bytes of a logical block: as many physical blocks as one row needs."""
         return -(-self.row_bytes // self.physical_block_size) * self.physical_block_size
 
     @property
@@ -55,13 +56,13 @@ class Geometry:
         return self.block_bytes // self.row_bytes
 
     @property
-    def blocks_per_slot(self) -> int:
-        blocks = max(1, _SLOT_BYTES // (self.block_bytes * _BLOCKS_MULTIPLE)) * _BLOCKS_MULTIPLE
+    def blocks_per_extent(self) -> int:
+        blocks = max(1, _EXTENT_BYTES // (self.block_bytes * _BLOCKS_MULTIPLE)) * _BLOCKS_MULTIPLE
         return min(self.blocks_per_chunk, blocks)
 
     @property
-    def rows_per_slot(self) -> int:
-        return self.rows_per_block * self.blocks_per_slot
+    def rows_per_extent(self) -> int:
+        return self.rows_per_block * self.blocks_per_extent
 
     @property
     def rows_per_chunk(self) -> int:
@@ -73,12 +74,12 @@ class Geometry:
         return (self.block_bytes + 4) / self.rows_per_block + 12
 
     def chunk_blocks(self, rows: int) -> int:
-        """Blocks that a new chunk may have in a table of so many rows."""
-        slots = max(1, rows // (_CHUNKS_MIN * self.rows_per_slot))
-        return min(self.blocks_per_chunk, slots * self.blocks_per_slot)
+        """The most blocks of a new chunk in a table with this many rows."""
+        extents = max(1, rows // (_CHUNKS_MIN * self.rows_per_extent))
+        return min(self.blocks_per_chunk, extents * self.blocks_per_extent)
 
     def disk_bytes(self, blocks: int) -> int:
-        """Bytes on disk of a chunk of so many full blocks, rows and keys."""
+        """Bytes on disk of a chunk with this many full blocks: rows and keys."""
         return int(blocks * self.rows_per_block * self.disk_bytes_per_row)
 
 
@@ -91,16 +92,16 @@ def make_geometry(row_width: int, physical_block_size: int, chunk_bytes: int) ->
     problem = geometry_problem(row_width, physical_block_size, _BLOCKS_MULTIPLE)
     if problem is not None:
         raise ValueError(problem)
-    one = Geometry(row_width, physical_block_size, 1)
+    smallest = Geometry(row_width, physical_block_size, 1)
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}")
-    blocks = min(chunk_bytes // one.block_bytes, _CHUNK_ROWS_MAX // one.rows_per_block)
+    blocks = min(chunk_bytes // smallest.block_bytes, _CHUNK_ROWS_MAX // smallest.rows_per_block)
     blocks = max(1, blocks // _BLOCKS_MULTIPLE) * _BLOCKS_MULTIPLE
     return Geometry(row_width, physical_block_size, blocks)
 
 
 def geometry_problem(row_width: object, physical_block_size: object, blocks_per_chunk: object) -> str | None:
-    """What is wrong with these as the numbers of a geometry; None if nothing is."""
+    """Why these cannot be the numbers of a geometry; None if they can."""
     if type(row_width) is not int or not 1 <= row_width <= ROW_WIDTH_MAX:
         return f"row_width must be at least 1 word of 4 bytes and at most {ROW_WIDTH_MAX}, got {row_width!r}"
     if type(physical_block_size) is not int or physical_block_size not in PHYSICAL_BLOCK_SIZES:

@@ -1,16 +1,16 @@
 """Which rows of which chunks are the table's rows now.
 
-Places are numbered in slots of some blocks each; a chunk takes as many neighbouring slots as it may have blocks. In a
-chunk whose first slot is s, row r has the place `s * rows_per_slot + r`. Slots of chunks that are gone are used again,
-so places stay small however long a table is written to, and a small chunk has few bits and checksums.
+The places of a table are divided into extents: runs of blocks, of about 1 MiB each. A chunk takes as many neighbouring
+extents as its blocks may need. In a chunk whose first extent is e, row r has the place `e * rows_per_extent + r`. The
+extents of removed chunks are used again, so places stay small however long a table is written to. E extents.
 
-Keys that are `noted` go into the index later and many together, which costs half as much a key. Until `settle`
-the index, the bits and the counts are those from before; whoever looks at them settles first.
+Keys that are `noted` go into the index later, many at once, which costs half as much for each key. Until `settle` the
+index, the bits and the counts are the old ones, so every reader of them calls `settle` first.
 
 Invariants, between calls:
-- the index holds a place exactly when the place's bit is set, and `live_S[s]` counts the bits of slot s;
-- each chunk with slots is held, once for that;
-- the index has room for every key that was noted: `settle` needs no memory for it.
+- the index holds a place exactly when the place's bit is set, and `live_E[e]` counts the bits of extent e;
+- each chunk with extents is held once on their account;
+- the index has room for every key that was noted, so `settle` needs no memory for it.
 """
 
 from concurrent.futures import Executor
@@ -23,11 +23,11 @@ from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.table.chunk_files import ChunkFile, ChunkFiles
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.pending_keys import PendingKeys
-from oneemb.storage.table.snapshot_file import ChunkPart
+from oneemb.storage.table.snapshot_manifest import ChunkPart
 
 __all__ = ["LiveRows"]
 
-_SLOTS_MIN = 32
+_EXTENTS_MIN = 32
 
 
 class LiveRows:
@@ -38,101 +38,105 @@ class LiveRows:
         files: holds and releases them.
         threads: runs lookups.
         expected: keys to make room for at once.
-        beside: takes in keys that were noted; None = the caller's thread does.
+        beside: puts noted keys into the index; None = the caller's thread does.
     """
 
     def __init__(
         self, geometry: Geometry, files: ChunkFiles, threads: Threads, expected: int = 0, beside: Executor | None = None
     ):  # fmt: skip
         self.geometry = geometry
-        # Appends are bound by what the index's growth costs; it may take 30 bytes a key in place of 24 for less of it.
+        # The index's growth limits the speed of appends: it may take 30 bytes a key, not 24, to grow less often.
         self.index = HashIndex(threads, expected, growth=2.2)
-        self.first_S = np.empty(0, np.int64)
-        """The first slot of the chunk that has this one, -1 for a slot that no chunk has."""
-        self.live_S = np.empty(0, np.int64)
+        self.first_E = np.empty(0, np.int64)
+        """The first extent of the chunk that this extent belongs to; -1 for a free extent."""
+        self.live_E = np.empty(0, np.int64)
         self.bit_N = np.empty(0, np.uint8)
         self.sum_B = np.empty(0, np.uint32)
-        self._chunk: dict[int, ChunkFile] = {}  # by first slot
-        self._slots: dict[ChunkFile, slice] = {}
+        self._chunk: dict[int, ChunkFile] = {}  # by first extent
+        self._extents: dict[ChunkFile, slice] = {}
         self._files = files
         self._pending = PendingKeys(self.index, beside)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        arrays = (self.first_S, self.live_S, self.bit_N, self.sum_B)
+        arrays = (self.first_E, self.live_E, self.bit_N, self.sum_B)
         return self.index.nbytes + sum(array.nbytes for array in arrays)
 
     def chunks(self) -> list[ChunkFile]:
-        """Those that have slots, oldest first."""
-        return list(self._slots)
+        """The chunks that have extents, oldest first."""
+        return list(self._extents)
 
     def __contains__(self, chunk: ChunkFile) -> bool:
-        return chunk in self._slots
+        return chunk in self._extents
 
-    def chunk_in(self, slot: int) -> ChunkFile:
-        return self._chunk[int(self.first_S[slot])]
+    def chunk_in(self, extent: int) -> ChunkFile:
+        """The chunk that an extent belongs to."""
+        return self._chunk[int(self.first_E[extent])]
 
     def first_block(self, chunk: ChunkFile) -> int:
         """The number in the table of a chunk's first block."""
-        return self._slots[chunk].start * self.geometry.blocks_per_slot
+        return self._extents[chunk].start * self.geometry.blocks_per_extent
 
     def first_place(self, chunk: ChunkFile) -> int:
-        return self._slots[chunk].start * self.geometry.rows_per_slot
+        """The place of a chunk's first row."""
+        return self._extents[chunk].start * self.geometry.rows_per_extent
 
     def has_place(self, chunk: ChunkFile, place_N: np.ndarray) -> np.ndarray:
         """Whether each place is in the chunk: bool [N]."""
-        slots, rows = self._slots[chunk], self.geometry.rows_per_slot
-        return (place_N >= slots.start * rows) & (place_N < slots.stop * rows)
+        extents, rows = self._extents[chunk], self.geometry.rows_per_extent
+        return (place_N >= extents.start * rows) & (place_N < extents.stop * rows)
 
     def live_of(self, chunk: ChunkFile) -> int:
         """How many of the chunk's rows are live."""
-        return int(self.live_S[self._slots[chunk]].sum())
+        return int(self.live_E[self._extents[chunk]].sum())
 
     def dead_chunks(self) -> list[ChunkFile]:
         """The chunks without live rows."""
-        dead = self.first_S[(self.live_S == 0) & (self.first_S >= 0)]
+        dead = self.first_E[(self.live_E == 0) & (self.first_E >= 0)]
+        first_C, extents_C = np.unique(dead, return_counts=True)
         return [
             chunk
-            for first, slots in zip(*(part.tolist() for part in np.unique(dead, return_counts=True)), strict=True)
-            if self._slots[chunk := self._chunk[first]].stop - first == slots
+            for first, extents in zip(first_C.tolist(), extents_C.tolist(), strict=True)
+            if self._extents[chunk := self._chunk[first]].stop - first == extents
         ]
 
     def add(self, chunk: ChunkFile, blocks: int) -> None:
-        """Give a chunk slots for so many blocks; its hold passes over.
+        """Give a chunk extents for this many blocks. The caller's hold of the chunk becomes this object's.
 
         Raises:
-            MemoryError: there is no memory for more slots; nothing has changed.
+            MemoryError: there is no memory for more extents; nothing has changed.
         """
-        size = max(1, -(-blocks // self.geometry.blocks_per_slot))
-        first = self._free_slots(size)
+        size = max(1, -(-blocks // self.geometry.blocks_per_extent))
+        first = self._free_extents(size)
         if first is None:
             self._grow(size)
-            first = self._free_slots(size)
+            first = self._free_extents(size)
             assert first is not None
-        self._slots[chunk] = slice(first, first + size)
+        self._extents[chunk] = slice(first, first + size)
         self._chunk[first] = chunk
-        self.first_S[first : first + size] = first
+        self.first_E[first : first + size] = first
 
     def remove(self, chunk: ChunkFile) -> None:
-        """Take the slots of a chunk without live rows back, and let go of the chunk."""
+        """Free the extents of a chunk without live rows, and release the chunk."""
         assert self.live_of(chunk) == 0
-        slots = self._slots.pop(chunk)
-        del self._chunk[slots.start]
-        self.first_S[slots] = -1
+        extents = self._extents.pop(chunk)
+        del self._chunk[extents.start]
+        self.first_E[extents] = -1
         self._files.release(chunk)
 
     def reserve(self, table_U: np.ndarray, id_U: np.ndarray) -> bool:
-        """Make sure that memory for these keys is there. Returns whether they may be noted, once; else they are `put`.
+        """Take the memory that these keys need. Returns whether the caller may `note` them, once; if not, it must `put`
+        them.
 
         Raises:
-            MemoryError: there is none for those of them that are new; nothing has changed.
+            MemoryError: there is no memory for the new ones among them; nothing has changed.
         """
         try:
             if self._pending.make_room(table_U, id_U, self._put):
                 return True
         except MemoryError:
-            pass  # For a whole list, that is: there may be some for these keys.
+            pass  # There is none for a whole list; there may be enough for these keys.
         self.settle()
         try:
             self.index.reserve_keys(table_U, id_U)
@@ -142,49 +146,51 @@ class LiveRows:
         return False
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
-        """The rows of these keys, which are here or were reserved for, are at these places from now on."""
+        """Set the places of these keys' rows. Each key is in the index already, or was passed to `reserve`."""
         self.settle()
         self._put(table_U, id_U, place_U)
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """Forget the rows of these keys: what they were is garbage. Returns whether each had one, bool [U]."""
+        """Forget the rows of these keys; on disk they become garbage. Returns whether each key had a row: bool [U]."""
         self.settle()
         place_U = self.index.erase(table_U, id_U)
-        bits_clear(self.bit_N, place_U, self.geometry.rows_per_slot, self.live_S)
+        bits_clear(self.bit_N, place_U, self.geometry.rows_per_extent, self.live_E)
         return place_U >= 0
 
     def note(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
-        """The rows of these keys are at these places from the next `settle` on. As many as `reserve` has allowed."""
+        """Set the places of these keys' rows at the next `settle`. `reserve` must have allowed it for these keys."""
         self._pending.note(table_U, id_U, place_U)
 
     def settle(self) -> None:
-        """Take in all keys that were noted."""
+        """Put all noted keys into the index."""
         self._pending.settle(self._put)
 
     def load(
         self, chunk: ChunkFile, table_N: np.ndarray, id_N: np.ndarray, row_N: np.ndarray
     ) -> tuple[int, int] | None:
-        """Take in rows of a chunk that `load_chunk` has taken in.
+        """Add rows of a chunk to the index; `load_chunk` brings the chunk's bits.
 
         Returns:
-            The (table, id) of a key that is here twice now, else None. The index is of no use then.
+            None; or the (table, id) of a key that the index then holds twice: it cannot be used any more.
         """
-        slots = self._slots[chunk]
-        self.live_S[slots] += np.bincount(row_N // self.geometry.rows_per_slot, minlength=slots.stop - slots.start)
+        extents = self._extents[chunk]
+        self.live_E[extents] += np.bincount(
+            row_N // self.geometry.rows_per_extent, minlength=extents.stop - extents.start
+        )
         return self.index.put_new(table_N, id_N, row_N + self.first_place(chunk))
 
     def load_chunk(self, chunk: ChunkFile, bit_N: np.ndarray, sum_B: np.ndarray) -> None:
-        """Take in a chunk with fresh slots: its live rows as bits, its blocks' checksums."""
+        """Set the live rows, as bits, and the blocks' checksums of a chunk whose extents are new."""
         begin = self.first_place(chunk) // 8
         self.bit_N[begin : begin + len(bit_N)] = bit_N
         begin = self.first_block(chunk)
         self.sum_B[begin : begin + len(sum_B)] = sum_B
 
     def part(self, chunk: ChunkFile) -> ChunkPart:
-        """The live rows of one chunk as they are now, of those on disk."""
+        """The live rows of one chunk that are on disk now."""
         rows = chunk.blocks * self.geometry.rows_per_block
-        slots, slot_bytes = self._slots[chunk], self.geometry.rows_per_slot // 8
-        bit_N = self.bit_N[slots.start * slot_bytes : slots.stop * slot_bytes]
+        extents, extent_bytes = self._extents[chunk], self.geometry.rows_per_extent // 8
+        bit_N = self.bit_N[extents.start * extent_bytes : extents.stop * extent_bytes]
         part_N = bit_N[: -(-rows // 64) * 8].copy()
         if rows % 64:
             part_N[rows // 8] &= (1 << rows % 8) - 1
@@ -194,34 +200,34 @@ class LiveRows:
         return ChunkPart(chunk.number, chunk.blocks, chunk.keys_bytes, chunk.keys_sum, size, bit_N=part_N)
 
     def release(self) -> None:
-        """Let go of all chunks. The object is of no use afterwards."""
-        for chunk in self._slots:
+        """Release all chunks. The object cannot be used afterwards."""
+        for chunk in self._extents:
             self._files.release(chunk)
-        self._slots, self._chunk = {}, {}
+        self._extents, self._chunk = {}, {}
 
     def _put(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
-        rows = self.geometry.rows_per_slot
+        rows = self.geometry.rows_per_extent
         old_U = self.index.replace(table_U, id_U, place_U)
-        # New places first: of equal keys in one call, the earlier one's place is an old place of the later one.
-        bits_set(self.bit_N, place_U, rows, self.live_S)
-        bits_clear(self.bit_N, old_U, rows, self.live_S)
+        # New places first: where a key comes twice in one call, the earlier place is the old place of the later one.
+        bits_set(self.bit_N, place_U, rows, self.live_E)
+        bits_clear(self.bit_N, old_U, rows, self.live_E)
 
-    def _free_slots(self, size: int) -> int | None:
-        """The first of so many neighbouring free slots."""
-        free = np.flatnonzero(self.first_S == -1)
+    def _free_extents(self, size: int) -> int | None:
+        """The first of `size` neighbouring free extents; None if there are none."""
+        free = np.flatnonzero(self.first_E == -1)
         runs = np.flatnonzero(free[size - 1 :] - free[: max(0, len(free) - size + 1)] == size - 1)
         return int(free[runs[0]]) if len(runs) else None
 
     def _grow(self, size: int) -> None:
-        """Have so many more slots at least, neighbours."""
-        self._pending.wait()  # It writes to the arrays.
-        old = len(self.first_S)
-        new = max(old + size, old * 3 // 2, _SLOTS_MIN)
-        rows, blocks = self.geometry.rows_per_slot, self.geometry.blocks_per_slot
+        """Add at least `size` neighbouring extents."""
+        self._pending.wait()  # Its thread writes to the arrays.
+        old = len(self.first_E)
+        new = max(old + size, old * 3 // 2, _EXTENTS_MIN)
+        rows, blocks = self.geometry.rows_per_extent, self.geometry.blocks_per_extent
         grown = []
-        for array, per_slot in ((self.live_S, 1), (self.bit_N, rows // 8), (self.sum_B, blocks)):
-            grown.append(np.zeros(new * per_slot, array.dtype))
+        for array, per_extent in ((self.live_E, 1), (self.bit_N, rows // 8), (self.sum_B, blocks)):
+            grown.append(np.zeros(new * per_extent, array.dtype))
             grown[-1][: len(array)] = array
-        first_S = np.full(new, -1, np.int64)
-        first_S[:old] = self.first_S
-        self.first_S, (self.live_S, self.bit_N, self.sum_B) = first_S, grown
+        first_E = np.full(new, -1, np.int64)
+        first_E[:old] = self.first_E
+        self.first_E, (self.live_E, self.bit_N, self.sum_B) = first_E, grown

@@ -1,16 +1,16 @@
-"""Keys on their way into an index, which takes many at once for half of what they cost one batch after the other.
+"""Keys that wait to be put into an index: putting many at once costs half as much as putting them batch by batch.
 
-Two lists of keys take turns: one fills while the index takes in the other, beside the caller where that can be.
+There are two lists of keys: one fills while the other is put into the index, in a background thread if there is one.
 
 Invariants:
-- the index has room for all keys of a list before the first of them is noted, so taking them in needs no memory for
-  cells, and cannot fail for want of it;
-- a key that was noted is in a list until the index has taken it in: what fails is tried again by the next call;
-- keys go in by the order in which they were noted, so of equal keys the last one counts;
-- nothing runs beside the caller but for a list that was full.
+- the index has room for all keys of a list before the first of them is noted, so putting them needs no memory and
+  cannot fail for lack of it;
+- a noted key stays in a list until the index holds it: if a put fails, the next call tries again;
+- keys are put in the order in which they were noted, so of equal keys the last one counts;
+- the background thread is used for full lists only.
 
-That room is beyond what the keys need, so a list is as long as a small part of what the index holds. When the index has
-taken in a list beside the caller, it also grows for the two that follow: the caller finds the room there.
+The index keeps that room unused meanwhile, so a list is no longer than a small part of what the index holds. After the
+background thread has put a list, it also grows the index for the next two lists, so that the caller need not.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from oneemb.storage.hash_index import HashIndex
 
 __all__ = ["PendingKeys"]
 
-# Keys of a list at most: with more of them a key costs little less, and whoever waits for them waits for longer.
+# The most keys of a list: a longer one makes a key little cheaper, and callers wait longer for it.
 _LIST_MAX = 1 << 17
-# A list is at most this part of the keys that the index has room for: room that it may have to spare twice.
+# A list is at most 1 / _LISTS_MIN of the keys that the index has room for: it may have to keep that room twice.
 _LISTS_MIN = 32
-# An index too small for lists of so many keys takes keys in at once: they lie in near caches, and cost little.
+# An index too small for lists of this many keys gets keys at once: it lies in the CPU's cache, and they cost little.
 _LIST_MIN = 1 << 10
 
 _Put = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
@@ -42,48 +42,48 @@ class _List:
         self.place_K = np.empty(room, np.int64)
 
     def give(self, put: _Put) -> None:
-        """Empty the list into the index; if that raises, all keys stay in it."""
+        """Put all keys into the index and empty the list; if that raises, the list keeps all keys."""
         put(self.table_K[: self.size], self.id_K[: self.size], self.place_K[: self.size])
         self.size = 0
 
 
 class PendingKeys:
-    """Keys that were noted, with the places of their rows.
+    """Noted keys, with the places of their rows.
 
-    `put` of the calls below takes keys, tables and places into the index, which has room for them; if it raises, it has
-    changed nothing.
+    The methods take a function `put(table_K, id_K, place_K)` that puts keys into the index, which has room for them; if
+    it raises, it must have changed nothing.
 
     Args:
-        index: is asked for room.
+        index: where the keys go.
         beside: runs `put` for full lists; None = the caller's thread does.
     """
 
     def __init__(self, index: HashIndex, beside: Executor | None):
         self._index, self._beside = index, beside
-        # What each shard of the index holds when all lists but the filling one are in; and what that adds, and the next
-        # keys do.
+        # Keys of each shard of the index once all lists but the filling one are put; keys of the filling list; and keys
+        # of the next `note`.
         self._settled_P = index.sizes_P
         self._noted_P = self._next_P = np.zeros_like(self._settled_P)
-        # Memory is taken when the first keys come: an index that is only read has none.
+        # Lists are made when the first keys come: an index that is only read needs none.
         self._filling: _List | None = None
         self._spare: _List | None = None
-        # The list before, while the index has not taken it in; without a future the next call has to see to it.
+        # The list before, until the index holds it. Without a future, the next call has to put it.
         self._full: _List | None = None
-        self._given: Future[None] | None = None
+        self._putting: Future[None] | None = None
 
     def make_room(self, table_U: np.ndarray, id_U: np.ndarray, put: _Put) -> bool:
-        """Whether these keys can be noted, once: that cannot fail then, nor can taking them in. A list that is too full
-        for them is given to `put`.
+        """Whether these keys may be noted, once; then neither that nor putting them can fail for lack of memory. If the
+        list has too little room for them, it is handed to `put` and a new one begins.
 
         Raises:
-            MemoryError: there is no memory for a list, or for cells for all of its keys; nothing has changed.
+            MemoryError: there is no memory for a list, or for its keys in the index; nothing has changed.
         """
-        # Keys come in any order, those of one shard after another too: what each shard is to hold is counted.
+        # All keys may belong to one shard, so what each shard is to hold is counted.
         size, self._next_P = len(id_U), self._index.key_counts(table_U, id_U)
         fits = self._filling is not None and 0 < self._filling.size and self._filling.size + size <= self._filling.room
         if fits and self._index.has_room(self._settled_P + self._noted_P + self._next_P):
             return True
-        # From here on nothing runs beside, so the index may be asked, and may grow.
+        # From here on the background thread is idle, so the index may be read and may grow.
         self._finish(put)
         if fits:
             self._settled_P = self._index.sizes_P
@@ -106,11 +106,11 @@ class PendingKeys:
         if begun is not None:
             assert self._beside is not None
             self._full, self._spare = begun, None
-            self._given = submit(self._beside, self._give, begun, put)
+            self._putting = submit(self._beside, self._give, begun, put)
         return True
 
     def note(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
-        """Add keys, as many as there is room for."""
+        """Add keys for which `make_room` returned True."""
         filling = self._filling
         assert filling is not None
         begin, end = filling.size, filling.size + len(id_U)
@@ -119,39 +119,39 @@ class PendingKeys:
         self._noted_P = self._noted_P + self._next_P
 
     def settle(self, put: _Put) -> None:
-        """Return when the index has taken in every key."""
+        """Return when the index holds every noted key."""
         self._finish(put)
         if self._filling is not None and self._filling.size:
             self._filling.give(put)
             self._noted_P = np.zeros_like(self._noted_P)
 
     def wait(self) -> None:
-        """Return when nothing runs beside the caller. How it has ended is for the next call to say."""
-        if self._given is not None:
-            wait([self._given])
+        """Return when the background thread is idle. If it failed, the next call raises the error."""
+        if self._putting is not None:
+            wait([self._putting])
 
     def _give(self, full: _List, put: _Put) -> None:
-        """Let the index take in a full list, and grow for the two that follow it."""
+        """Put a full list into the index, and grow the index for the next two lists."""
         full.give(put)
         try:
             self._index.reserve(2 * _list_room(self._index))
         except MemoryError:
-            pass  # The caller asks again, when it begins a list, and tells.
+            pass  # The caller asks again when it begins a list, and raises then.
 
     def _finish(self, put: _Put) -> None:
-        """Return when the index has taken in the list before."""
+        """Return when the index holds the list before."""
         if self._full is None:
             return
         self.wait()
-        given, self._given = self._given, None
-        if given is None:
+        putting, self._putting = self._putting, None
+        if putting is None:
             self._full.give(put)
         else:
-            given.result()
+            putting.result()
         self._full, self._spare = None, self._full
 
 
 def _list_room(index: HashIndex) -> int:
-    """Keys of the next list: a power of two, so that it seldom changes; 0 if keys had better be put at once."""
+    """Keys of the next list: a power of two, so that it seldom changes; 0 if keys should be put at once."""
     room = min(_LIST_MAX, index.capacity // _LISTS_MIN)
     return 1 << (room.bit_length() - 1) if room >= _LIST_MIN else 0

@@ -1,11 +1,11 @@
-"""Rows in files: a log of chunks, an index in memory, named snapshots that survive a loss of power.
+"""The persistent table: a log of chunk files, an index in memory, and named snapshots that survive a loss of power.
 
-A put appends; the row's older version becomes garbage, and compaction frees chunks that are mostly garbage. Only
-snapshots outlive the object: opening a path starts empty, and `load_snapshot` resumes.
+A put appends rows; their older versions become garbage, and compaction frees chunks that are mostly garbage. Only
+snapshots outlive the object: a table that is opened is empty, and `load_snapshot` brings rows back.
 
 Invariants, with a crash at any moment:
 - a snapshot exists completely or not at all, and no later call changes it;
-- no byte is given out that was not compared with its checksum;
+- every byte that is read back was compared with its checksum;
 - a call that raises leaves the rows as they were, in memory and in every snapshot; a `put` may have kept some of its
   rows whole.
 
@@ -36,8 +36,8 @@ from oneemb.storage.table.live_rows import LiveRows
 from oneemb.storage.table.recovery import Recovery
 from oneemb.storage.table.row_reader import RowReader
 from oneemb.storage.table.row_writer import RowWriter
-from oneemb.storage.table.snapshot_file import SnapshotInfo
 from oneemb.storage.table.snapshot_load import load_live_rows
+from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.table.snapshot_store import Cut, SnapshotStore
 from oneemb.storage.table.writer_lock import WriterLock
@@ -46,7 +46,7 @@ from oneemb.storage.turns import Turns
 __all__ = ["PersistentTable", "SnapshotReader", "read_snapshot_info"]
 
 _CHUNK_BYTES = 256 << 20
-# Chunk files that are synced at once, in a table that works beside the caller.
+# Chunk files that are synced at once, in a table with background threads.
 _SYNC_THREADS = 8
 
 
@@ -113,20 +113,20 @@ class PersistentTable:
         """The table at a path, empty: `load_snapshot` brings back what was saved.
 
         Args:
-            path: a directory; it is made where it is not there.
+            path: a directory; it is made if it does not exist.
             row_width: 32-bit words of a row.
             physical_block_size: bytes that the device reads at once, 512 or 4096. A loaded snapshot brings its own.
             threads: runs lookups and copies.
-            max_space_amplification: disk space for each byte of live rows while there is no snapshot, beside two
-                chunks. With snapshots it is as much as they need and 0.3 for each byte of live rows, or less if this is
-                below 1.3, beside two chunks and one for each: see `compaction.py`. More disk means fewer writes.
-            chunk_bytes: bytes of rows in a chunk file at most, about. A smaller table has smaller chunks.
-            expected_rows: rows to make room for in the index at once, so that it need not grow; a table may hold more.
-            io: "aio": reads past the system's cache, many at a time; "pread": threads, through the cache; "auto": the
-                first of them that works there.
-            background: write and compact in threads beside the caller; False = in the calls themselves.
+            max_space_amplification: the most bytes on disk for each byte of live rows while there is no snapshot, plus
+                two chunks. With snapshots: their rows, and 1.3 (or this, if it is less) for each byte of live rows,
+                plus two chunks and one for each snapshot; see `compaction.py`. More disk means fewer writes.
+            chunk_bytes: about the most bytes of rows in a chunk file. A small table has smaller chunks.
+            expected_rows: rows to make room for in the index now, so that it need not grow; a table may hold more.
+            io: "aio": Linux AIO, past the system's cache; "pread": threads, through the cache; "auto": the first of
+                them that works at this path.
+            background: write and compact in background threads; False = in the calls themselves.
             fs: where files are; None = this machine's.
-            mend: what to do when a call was cut short, for errors.
+            mend: what errors advise after a call was cut short.
 
         Raises:
             LockedError: another table object writes to this path.
@@ -143,7 +143,7 @@ class PersistentTable:
 
     @property
     def broken(self) -> bool:
-        """Whether a call was cut short, so that the table is of no use."""
+        """Whether a call was cut short: the table cannot be used any more."""
         return self._turns.broken
 
     def __len__(self) -> int:
@@ -177,7 +177,7 @@ class PersistentTable:
             return missing_U
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """As `RowStore.erase`. Snapshots there are keep the rows; those to come do not have them."""
+        """As `RowStore.erase`. Existing snapshots keep the rows; later ones do not have them."""
         with self._turns:
             self._begin()
             return self._live.erase(table_U, id_U)
@@ -203,7 +203,7 @@ class PersistentTable:
                 table_N, id_N = table_U[n], id_U[n]
                 self._compactor.make_room(len(id_N))
                 self._begin(settle=False)  # The table may have been closed while rows were moved.
-                # Rows may be taken in only when nothing can fail after it.
+                # Memory for the index comes first: after the append nothing may fail.
                 later = self._live.reserve(table_N, id_N)
                 place_N = self._writer.append(table_N, id_N, row_UW[n])
                 if later:
@@ -246,21 +246,21 @@ class PersistentTable:
     def save_snapshot(self, name: str, meta: dict[str, Any], *, overwrite: bool = False) -> SnapshotInfo:
         """Keep all rows as they are now under a name. Durable when this returns, and atomic.
 
-        Rows move out of chunks with garbage first, in the call itself, so that the snapshot does not hold that: none
-        where little was overwritten, half of the rows or more where most were.
+        First the call moves rows out of chunks with garbage, so that the snapshot does not hold that: no rows if few
+        were overwritten, half of the rows or more if most were.
 
         Args:
             name: of the snapshot.
             meta: any dict that JSON can hold; `load_snapshot` returns it.
-            overwrite: take the place of the snapshot of that name, in one step.
+            overwrite: replace the snapshot of that name, atomically.
 
         Returns:
-            What the snapshot is.
+            The snapshot's description.
 
         Raises:
             SnapshotExistsError: there is one of that name, and `overwrite` is False.
-            StorageError: it could not be made; one of that name is as it was. A damaged chunk whose rows should move is
-                a CorruptTableError once; the next call leaves it as it is.
+            StorageError: it could not be made; an older one of that name is unchanged. A damaged chunk whose rows
+                should move raises CorruptTableError once; later calls leave it as it is.
         """
         with self._turns:
             self._begin()
@@ -289,9 +289,9 @@ class PersistentTable:
         """Make the snapshot's rows the table's rows; returns the `meta` it was saved with.
 
         Raises:
-            SnapshotNotFoundError: there is none of that name.
+            SnapshotNotFoundError: there is no snapshot of that name.
             RowWidthError: its rows have another width.
-            CorruptTableError: its files are not what was written; the table's rows are as they were.
+            CorruptTableError: its files are damaged; the table's rows are unchanged.
         """
         with self._turns:
             self._begin(settle=False)
@@ -328,7 +328,8 @@ class PersistentTable:
     def compact(self) -> CompactionResult:
         """Move the live rows out of every chunk that has garbage and that no snapshot needs, and free those chunks.
 
-        Garbage in chunks that snapshots need cannot be freed now. Each save keeps it small, and it goes with them.
+        Garbage in chunks that snapshots need cannot be freed now. Each save keeps it small, and it goes with the
+        snapshots.
 
         Raises:
             StorageError: rows could not be moved; nothing is lost.
@@ -361,9 +362,9 @@ class PersistentTable:
             }
 
     def close(self) -> None:
-        """Give back the path. Rows that no snapshot holds are gone, and so are their files."""
+        """Release the path. Rows that no snapshot holds are lost, and their files are removed."""
         if self._turns.forked:
-            return  # What there is to give back belongs to the process that opened it.
+            return  # The path belongs to the process that opened it.
         with self._turns:
             if self._closed:
                 return
@@ -389,17 +390,17 @@ class PersistentTable:
         self.close()
 
     def _begin(self, *, settle: bool = True, changes: bool = True) -> None:
-        """Every call begins here, in its turn. One that looks at rows settles what puts have noted."""
+        """Checks at the start of every call, in its turn. Calls that use the index settle noted keys first."""
         self._turns.check(changes=changes)
         if self._closed:
             raise StorageError(f"the table at {self._path} is closed; open it again")
         if self._compactions is not None:
             self._compactions.raise_error()
-        if settle and not self._turns.forked:  # A fork has seen to it, and a child frees no file.
+        if settle and not self._turns.forked:  # Keys were settled before the fork, and a child removes no file.
             self._compactor.settle()
 
     def _abandon(self) -> None:
-        """Close files of which nobody knows whether they are in use: chunks stay, for the next open to remove."""
+        """Close a broken table: its state is unknown, so chunk files stay, and the next open removes them."""
         self._compactor.stop_soon()
         for beside in (self._writes, self._settles):
             if beside is not None:
@@ -407,7 +408,7 @@ class PersistentTable:
         self._files.close()
 
     def _get_ready_for_fork(self) -> None:
-        """A child has no threads: what they would take into the index, or write, has to be there."""
+        """Settle and write all that background threads have to do: a forked child has no threads."""
         if not self._closed:
             self._compactor.settle()
             self._writer.finish()
@@ -421,13 +422,13 @@ class PersistentTable:
         )  # fmt: skip
 
     def _reader_for(self, geometry: Geometry) -> None:
-        """Make sure that blocks of this size can be read the way the others are."""
+        """Raise unless blocks of this geometry's size can be read in the way that the table reads."""
         if geometry.physical_block_size < self._live.geometry.physical_block_size and self._direct:
             blocks = open_reader(self._io, self._fs, self._files.directory, geometry.physical_block_size, self._threads)
             blocks.close()
 
     def _replace(self, live: LiveRows) -> None:
-        """These are the table's rows from now on."""
+        """Make these the table's rows, in place of the present ones."""
         self._compactor.stop()
         self._rows_moved += self._compactor.done.rows_moved
         self._writer.drop()
@@ -436,7 +437,7 @@ class PersistentTable:
         old.release()
 
     def _cut(self) -> Cut:
-        """What is live of each chunk on disk now; the chunks are held once more."""
+        """The live rows of each chunk on disk now; the chunks are held once more."""
         cut = Cut(self._live.geometry, [], [])
         for chunk in self._live.chunks():
             if chunk.blocks and self._live.live_of(chunk):
@@ -446,7 +447,7 @@ class PersistentTable:
         return cut
 
     def _leave_suspects(self) -> None:
-        """Move live rows out of chunks whose sync has failed, so that no snapshot relies on those."""
+        """Move live rows out of chunks whose sync has failed, so that no snapshot relies on those chunks."""
         for chunk in self._live.chunks():
             if chunk.suspect:
                 if self._writer.writes_to(chunk):

@@ -1,9 +1,9 @@
 """What opening a table finds, and what it removes: everything that no snapshot needs.
 
 Invariants:
-- while a snapshot cannot be read, nothing is removed, because nobody knows what it needs;
-- when a snapshot is gone that nobody has deleted here, what is there at that moment stays until somebody gives it up;
-- names that no release gives to a file are nobody's: they are passed over.
+- while a snapshot cannot be read, nothing is removed, because it is not known what it needs;
+- when a snapshot is missing that was not deleted here, all files of that moment are kept until the user gives it up;
+- files with names that no release gives to a file are left alone.
 """
 
 from collections.abc import Collection
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from oneemb.storage.errors import SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import FileSystem, storage_error
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, chunk_numbers, chunk_paths
-from oneemb.storage.table.snapshot_file import SnapshotFiles, SnapshotRecord
+from oneemb.storage.table.snapshot_file import SnapshotFiles
+from oneemb.storage.table.snapshot_manifest import SnapshotRecord
 from oneemb.storage.table.writer_lock import KnownSnapshots
 
 __all__ = ["Recovery", "find_lost", "lost_text", "needed_bytes", "read_snapshots", "remove_orphans"]
@@ -25,13 +26,13 @@ class Recovery:
     Args:
         snapshots: names of the snapshots that are whole.
         damaged: snapshots that cannot be read, with the reason; those of a later format are among them.
-        lost: names of snapshots that are gone though nobody has deleted them here.
+        lost: names of snapshots that are missing though they were not deleted here.
         lost_more: how many more such there are, whose names are not known.
-        kept: paths of files that no snapshot needs and that stay, because one that is gone may.
-        removed: paths of files that nothing needed.
+        kept: paths of files that no snapshot needs and that are kept, because a missing one may.
+        removed: paths of files that were removed.
         truncated: paths of files that were cut back to what a snapshot needs.
-        removed_bytes: how much room both gave.
-        stale_lock: who held the lock last and ended without giving it back.
+        removed_bytes: disk space that removing and cutting has freed.
+        stale_lock: the last holder of the lock, if it ended without releasing it.
     """
 
     snapshots: list[str] = field(default_factory=list)
@@ -45,29 +46,29 @@ class Recovery:
     stale_lock: str | None = None
 
     def __str__(self) -> str:
-        said = [f"snapshots: {', '.join(map(repr, self.snapshots)) or 'none'}"]
+        parts = [f"snapshots: {', '.join(map(repr, self.snapshots)) or 'none'}"]
         if self.damaged:
-            said.append(f"damaged snapshots: {', '.join(map(repr, self.damaged))}; nothing was removed")
+            parts.append(f"damaged snapshots: {', '.join(map(repr, self.damaged))}; nothing was removed")
         if self.lost or self.lost_more or self.kept:
-            said.append(lost_text(self.lost, self.lost_more, len(self.kept)))
+            parts.append(lost_text(self.lost, self.lost_more, len(self.kept)))
         if self.removed or self.truncated:
-            said.append(
+            parts.append(
                 f"removed {len(self.removed)} files and cut back {len(self.truncated)} that no snapshot needs: "
                 f"{self.removed_bytes} bytes"
             )
         if self.stale_lock:
-            said.append(f"took over the lock of {self.stale_lock}, which has ended")
-        return "; ".join(said)
+            parts.append(f"took over the lock of {self.stale_lock}, which has ended")
+        return "; ".join(parts)
 
 
 def find_lost(known: KnownSnapshots | None, there: Collection[str], next_number: int) -> tuple[list[str], int, int]:
-    """Which snapshots are gone, how many more whose names are not known, and the number of the chunk below which no
-    file may be removed for that.
+    """Names of missing snapshots, how many more are missing, and the chunk number below which no file may be removed
+    on their account.
 
     Args:
         known: what LOCK says; None = nothing.
-        there: names of the snapshots that are there, damaged ones among them.
-        next_number: greater than that of any chunk that is there.
+        there: names of the existing snapshots, damaged ones included.
+        next_number: greater than the number of any existing chunk.
     """
     if known is None:
         return [], 0, next_number
@@ -77,7 +78,7 @@ def find_lost(known: KnownSnapshots | None, there: Collection[str], next_number:
 
 
 def lost_text(lost: list[str], lost_more: int, kept: int) -> str:
-    """What to say of snapshots that are gone, if it is known which, and of the files that are kept for them."""
+    """The message about missing snapshots, and the files that are kept for them."""
     names = [*map(repr, lost), *([f"{lost_more} more"] if lost_more else [])]
     gone = f"snapshots {', '.join(names)} are gone" if names else "nobody knows which snapshots there were"
     return (
@@ -87,7 +88,7 @@ def lost_text(lost: list[str], lost_more: int, kept: int) -> str:
 
 
 def read_snapshots(files: SnapshotFiles, recovery: Recovery) -> list[SnapshotRecord]:
-    """All snapshots that are whole, oldest first; the others go to `recovery.damaged`."""
+    """All snapshots that can be read, oldest first; the others are noted in `recovery.damaged`."""
     records = []
     for name in files.names():
         try:
@@ -154,6 +155,6 @@ def _remove(fs: FileSystem, path: str, recovery: Recovery) -> None:
     try:
         fs.remove(path)
     except (IsADirectoryError, PermissionError):
-        return  # No release has made it, or not for this user: it is in nobody's way.
+        return  # No release has made it, or it belongs to another user: it does no harm.
     recovery.removed.append(path)
     recovery.removed_bytes += size

@@ -1,4 +1,4 @@
-"""Rows of a table by their places: requests to the chunks' files, and what to say when one fails."""
+"""Reads rows that are on disk by their places, and turns failed reads into errors that name file, block and key."""
 
 from typing import Any
 
@@ -37,22 +37,22 @@ class RowReader:
         """
         geometry = live.geometry
         plan = plan_reads(geometry, place_N, to_N)
-        # Of the slots of each request's chunk the first one: it tells the chunks apart, and where they begin.
-        first_Q = live.first_S[plan.slot_Q]
-        offset_Q = ROWS_BEGIN + (plan.block_Q - first_Q * geometry.blocks_per_slot) * geometry.block_bytes
+        # The first extent of each request's chunk: it identifies the chunk and says where it begins.
+        first_Q = live.first_E[plan.extent_Q]
+        offset_Q = ROWS_BEGIN + (plan.block_Q - first_Q * geometry.blocks_per_extent) * geometry.block_bytes
         begin = 0
         while begin < len(first_Q):
             firsts, q_C, chunk_of_q = np.unique(first_Q[begin:], return_index=True, return_inverse=True)
             many = self._files.files_open_max
             end = begin + int(q_C[many]) if len(firsts) > many else len(first_Q)
-            file_C = np.array([self._open(live.chunk_in(slot)) for slot in firsts[:many].tolist()], np.int64)
+            file_C = np.array([self._open(live.chunk_in(extent)) for extent in firsts[:many].tolist()], np.int64)
             file_Q = file_C[chunk_of_q[: end - begin]]
             try:
                 self._blocks.read(plan.cut(begin, end), file_Q, offset_Q[begin:end], live.sum_B, out_UW)
             except DamagedBlock as damage:
                 place, u = int(plan.place_P[damage.p]), int(plan.to_P[damage.p])
                 block = place // geometry.rows_per_block
-                chunk = live.chunk_in(block // geometry.blocks_per_slot)
+                chunk = live.chunk_in(block // geometry.blocks_per_extent)
                 raise block_damage(
                     chunk.rows_path, geometry, block - live.first_block(chunk), damage.data,
                     int(live.sum_B[block]), int(table_U[u]), int(id_U[u]),

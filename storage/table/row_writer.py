@@ -1,15 +1,15 @@
-"""Rows on their way to the end of the newest chunk: gathered in memory, written in long runs.
+"""Appends rows to the newest chunk: gathers them in memory and writes them in long runs.
 
-A few runs of memory take turns: one fills while those before it are written beside the caller, in order. More than two,
-so that neither the disk nor the caller waits for the other when one of them is slow for a moment.
+There are a few buffers, one for each run: one fills while the full ones before it are written in the background, in
+order. There are more than two, so that disk and caller need not wait for each other when one is slow for a moment.
 
 Invariants:
-- a row has its place, and can be read, from the moment it is appended;
+- a row has its place, and can be read, as soon as it is appended;
 - a failed write loses nothing: the rows stay in memory, and the next call writes them to the same blocks;
-- a failed `append` takes its own rows back. Those of them that a run has already brought to disk stay there as
-  garbage, because nothing points at them;
-- runs are written in order, also from one chunk to the next; while one could not be written, none after it is;
-- a chunk counts a run as its own (`ChunkFiles.append`) in the caller's thread only.
+- a failed `append` takes its own rows back. Those that are on disk already stay there as garbage, because no key
+  points at them;
+- runs are written in order, across chunks too: after a failed one none is written;
+- a run becomes part of its chunk (`ChunkFiles.append`) in the caller's thread only.
 """
 
 from collections import deque
@@ -37,7 +37,7 @@ _SHARE_BYTES_MIN = 2 << 20
 
 
 class _Run:
-    """Memory for one run, and the rows in it, which begin at block `block` of `chunk`."""
+    """The buffer of one run, and the rows in it, which begin at block `block` of `chunk`."""
 
     def __init__(self, geometry: Geometry, blocks: int):
         self.geometry, self.blocks_max = geometry, blocks
@@ -48,9 +48,9 @@ class _Run:
         self.id_N = np.empty(blocks * geometry.rows_per_block, np.int64)
         self.rows = 0
         self.chunk: ChunkFile | None = None
-        # Where the run begins in its chunk, how many blocks that may have, and its first block's number in the table.
+        # The run's first block in its chunk, the most blocks of the chunk, and the chunk's first block in the table.
         self.block = self.chunk_blocks = self.chunk_begin = 0
-        # Of a sealed run: its bytes in the keys file, and where in the chunk it begins and ends.
+        # Only of a sealed run: its bytes in the keys file, and where in the chunk it begins and ends.
         self.record_N = np.empty(0, np.uint8)
         self.begin = self.end = ChunkEnd(0, 0, 0)
 
@@ -93,7 +93,7 @@ class _Run:
         )  # fmt: skip
 
     def seal(self, begin: ChunkEnd) -> None:
-        """Zero what the last block has room for, so that every block has its checksum; make the record of the keys."""
+        """Zero the rest of the last block, so that it has its checksum too, and make the record of the keys."""
         last = self.blocks - 1
         rest = self.rows - last * self.geometry.rows_per_block
         if rest < self.geometry.rows_per_block:
@@ -110,9 +110,9 @@ class RowWriter:
     """Appends rows to the chunks of one `LiveRows`.
 
     Args:
-        live: gets the slots of new chunks and the checksums of blocks.
+        live: is given new chunks and the checksums of blocks.
         files: makes and writes the chunks.
-        threads: copies rows and makes the checksums.
+        threads: copies rows and computes checksums.
         beside: writes runs; None = the caller's thread does.
     """
 
@@ -122,23 +122,23 @@ class RowWriter:
         blocks = min(geometry.blocks_per_chunk, max(1, _RUN_BYTES // geometry.block_bytes))
         self._filling = _Run(geometry, blocks)
         self._spare = [_Run(geometry, blocks) for _ in range(_RUNS_SEALED_MAX)]
-        # Full runs, oldest first, each with its write beside the caller; None: a call has to write it.
+        # Full runs, oldest first, each with the future of its write; None = a call has to write it.
         self._sealed: deque[tuple[_Run, Future[None] | None]] = deque()
         self.chunk: ChunkFile | None = None
 
     def writes_to(self, chunk: ChunkFile) -> bool:
-        """Whether the chunk is being written: it may yet grow."""
+        """Whether the chunk is being written and may still grow."""
         return chunk is self.chunk or any(run.chunk is chunk for run, _ in self._sealed)
 
     def bytes_to_write(self, chunks: Collection[ChunkFile]) -> int:
-        """Bytes that rows in memory will take in these chunks, about."""
+        """About the bytes that rows in memory will take in these chunks."""
         return self._live.geometry.disk_bytes(sum(run.blocks for run in self._runs() if run.chunk in chunks))
 
     def append(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> np.ndarray:
-        """Take rows in; returns their places, int64 [N].
+        """Append rows; returns their places, int64 [N].
 
         Raises:
-            StorageError: a run could not be written, and no row of this call is in.
+            StorageError: a run could not be written; no row of this call is appended.
         """
         place_N = np.empty(len(id_N), np.int64)
         first_run, place, rows = self._filling, self._filling.first_place, self._filling.rows
@@ -157,7 +157,7 @@ class RowWriter:
         return place_N
 
     def write_out(self) -> None:
-        """Write all rows in memory to the chunk. What the last block has room for stays empty for ever.
+        """Write all rows in memory to the chunk. The rest of the last block stays empty.
 
         Raises:
             StorageError: they are still in memory; call again.
@@ -168,7 +168,7 @@ class RowWriter:
             self.finish()
 
     def seal(self) -> None:
-        """Write the rows in memory, and let the next ones begin a new chunk."""
+        """Write the rows in memory; the next ones begin a new chunk."""
         self.write_out()
         self._leave()
 
@@ -183,7 +183,7 @@ class RowWriter:
         self.seal()
 
     def in_memory(self, place_N: np.ndarray) -> np.ndarray:
-        """Whether each place is of a row that `read` brings: bool [N]. True until another call is made."""
+        """Whether each place is that of a row in memory, for `read`: bool [N]. Valid until the next call."""
         while self._sealed and _is_written(self._sealed[0][1]):
             self._finish_one()
         found = np.zeros(len(place_N), bool)
@@ -214,9 +214,9 @@ class RowWriter:
             yield self._filling
 
     def _make_room(self) -> None:
-        """Let the next rows go to an empty run, of a new chunk where this one is full."""
+        """Begin an empty run, in a new chunk if this one is full."""
         if self._filling.rows:
-            # What has failed is known here at the latest; what is on its way is waited for only without a spare run.
+            # Finished writes are checked for errors here; a write in progress is waited for only without a spare run.
             while self._sealed and (not self._spare or _has_ended(self._sealed[0][1])):
                 self._finish_one()
             self._start()
@@ -237,7 +237,7 @@ class RowWriter:
             self.chunk = chunk
 
     def _leave(self) -> None:
-        """The next rows begin a new chunk. The files of this one are closed when its last run is in them."""
+        """Leave the chunk: the next rows begin a new one. Its files are closed when its last run is written."""
         chunk, self.chunk = self.chunk, None
         if chunk is not None and not self.writes_to(chunk):
             self._files.seal(chunk)
@@ -270,7 +270,7 @@ class RowWriter:
         run, written = self._sealed[0]
         assert run.chunk is not None
         if written is not None and written.exception() is not None:
-            # The writes after it have failed too. All are tried again, one after the other: it may be over by now.
+            # The writes after it have failed too. All are tried again in order: the cause may be gone by now.
             wait([later for _, later in self._sealed if later is not None])
             self._sealed = deque((run, None) for run, _ in self._sealed)
             written = None
@@ -280,7 +280,7 @@ class RowWriter:
         self._free()
 
     def _free(self) -> None:
-        """The memory of the oldest sealed run is a spare one from now on."""
+        """Make the oldest sealed run a spare one."""
         run, _ = self._sealed.popleft()
         run.rows = 0
         self._spare.append(run)
@@ -288,7 +288,7 @@ class RowWriter:
             self._files.seal(run.chunk)
 
     def _write(self, run: _Run, before: Future[None] | None) -> None:
-        """Write a run after the one before, which has ended, or after all that the chunk counts as its own."""
+        """Write a run. `before` is the write of the run before it, which must have succeeded; None = there is none."""
         assert run.chunk is not None
         if before is not None:
             before.result()
@@ -296,7 +296,7 @@ class RowWriter:
 
 
 def _has_ended(written: Future[None] | None) -> bool:
-    """Whether this write needs no more waiting."""
+    """Whether this write need not be waited for."""
     return written is None or written.done()
 
 

@@ -1,4 +1,4 @@
-"""Makes a snapshot's rows the rows of a table: the index from the keys files, nothing of the rows themselves."""
+"""Loads a snapshot into a table: builds the index from the keys files, and reads no rows."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -15,7 +15,8 @@ from oneemb.storage.table.chunk_scan import ChunkKeys, check_header, fill_keys, 
 from oneemb.storage.table.file_header import HEADER_BYTES, ROWS_MAGIC
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.live_rows import LiveRows
-from oneemb.storage.table.snapshot_file import ChunkPart, SnapshotFiles, SnapshotRecord
+from oneemb.storage.table.snapshot_file import SnapshotFiles
+from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotRecord
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["load_live_rows"]
@@ -33,11 +34,11 @@ def load_live_rows(
     """The live rows of a table that holds exactly this snapshot.
 
     Raises:
-        CorruptTableError: a file is not what was written; nothing is held.
+        CorruptTableError: a file is damaged; no chunk is held.
     """
     for part in record.parts:
         keys_path = chunk_paths(files.directory, part.number)[1]
-        _check_size(fs, keys_path, part.keys_bytes)  # There are as many keys as memory is taken for.
+        _check_size(fs, keys_path, part.keys_bytes)  # before memory is taken for that many keys
     pieces = _pieces(fs, snapshots, files, record)
     # Pieces are read and checked while the keys of those before go into the index.
     with ThreadPoolExecutor(1, thread_name_prefix="oneemb-load") as ahead:
@@ -47,11 +48,11 @@ def load_live_rows(
         try:
             while (piece := reading.popleft().result()) is not None:
                 reading.append(submit(ahead, next, pieces, None))
-                undisturbed.raise_interrupt()  # The table's rows are what they were.
+                undisturbed.raise_interrupt()  # The table's rows have not changed yet.
                 part = piece.part
                 if chunk is None:
                     chunk = files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
-                    live.add(chunk, chunk.blocks)  # Another snapshot may have more of it.
+                    live.add(chunk, chunk.blocks)  # another snapshot may need more blocks of it
                 twice = live.load(chunk, piece.table_N, piece.id_N, piece.row_N)
                 if twice is not None:
                     raise CorruptTableError(
@@ -69,8 +70,8 @@ def load_live_rows(
 
 @dataclass
 class _Piece:
-    """Some of a snapshot's rows in one chunk: their keys and numbers. The last piece of a chunk has none; it comes when
-    the whole keys file has been checked, with all the rows as bits and the checksums of the blocks."""
+    """Part of a snapshot's rows in one chunk: their keys and row numbers. The last piece of a chunk has no keys: it
+    comes after the whole keys file was checked, and has all rows as bits and the checksums of the blocks."""
 
     part: ChunkPart
     table_N: np.ndarray
@@ -81,7 +82,7 @@ class _Piece:
 
 
 def _pieces(fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: SnapshotRecord) -> Iterator[_Piece]:
-    """The snapshot's rows, chunk by chunk, few of them at first, so that the index need not wait long."""
+    """The snapshot's rows, chunk by chunk. The first pieces are small, so that filling the index begins soon."""
     rows_min = _PIECE_ROWS_FIRST
     for part in record.parts:
         rows_path, keys_path = chunk_paths(files.directory, part.number)
@@ -95,21 +96,21 @@ def _pieces(fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record:
             if end - begin < rows_min and filled < len(keys.id_N):
                 continue
             rows_min = min(2 * rows_min, _PIECE_ROWS)
-            some_N, begin = row_N[begin:end], end
-            yield _Piece(part, *_keys_of(keys, some_N), some_N)
-        none_N = row_N[:0]
-        yield _Piece(part, *keys.of(none_N), none_N, bit_N, keys.sum_B)
+            piece_N, begin = row_N[begin:end], end
+            yield _Piece(part, *_keys_of(keys, piece_N), piece_N)
+        no_row_N = row_N[:0]
+        yield _Piece(part, *keys.of(no_row_N), no_row_N, bit_N, keys.sum_B)
 
 
 def _keys_of(keys: ChunkKeys, row_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The tables and ids of ascending rows: parts of the arrays where no row is left out."""
+    """The tables and ids of ascending rows: views of the arrays if no row is left out."""
     if len(row_N) and row_N[-1] + 1 - row_N[0] == len(row_N):
         return keys.table_N[row_N[0] : row_N[-1] + 1], keys.id_N[row_N[0] : row_N[-1] + 1]
     return keys.of(row_N)
 
 
 def _check_rows_file(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart) -> None:
-    """Raise unless the file is there, is that chunk's, and is long enough. Its blocks are checked when read."""
+    """Raise unless the chunk's rows file exists and is long enough. Its blocks are checked when they are read."""
     header = bytearray(HEADER_BYTES)
     try:
         file = fs.open(path)

@@ -1,6 +1,6 @@
 """Reads snapshots without the writer's lock: beside a live writer, from several processes, on read-only files.
 
-Invariant: nothing is written, and memory does not grow with the rows, except for the index that `get` makes.
+Invariant: nothing is written; memory does not grow with the number of rows, except for the index that `get` makes.
 """
 
 from collections.abc import Iterator
@@ -14,11 +14,12 @@ from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_pat
 from oneemb.storage.hash_index import check_tables
 from oneemb.storage.table.block_reader import PreadReader
 from oneemb.storage.table.chunk_files import EVERY_NUMBER, ChunkFiles, chunk_paths
-from oneemb.storage.table.chunk_scan import live_rows, read_keys, scan_rows
+from oneemb.storage.table.chunk_scan import ChunkKeys, live_rows, read_keys, scan_rows
 from oneemb.storage.table.live_rows import LiveRows
 from oneemb.storage.table.row_reader import RowReader
-from oneemb.storage.table.snapshot_file import ChunkPart, SnapshotFiles, SnapshotInfo, SnapshotRecord
+from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_load import load_live_rows
+from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotInfo, SnapshotRecord
 
 __all__ = ["SnapshotReader", "read_snapshot_info"]
 
@@ -32,20 +33,20 @@ def read_snapshot_info(path: AnyPath, name: None = None, fs: FileSystem | None =
 def read_snapshot_info(
     path: AnyPath, name: str | None = None, fs: FileSystem | None = None
 ) -> SnapshotInfo | list[SnapshotInfo]:
-    """What a snapshot at a path is; without a name, what all are that can be read, oldest first. Takes no lock.
+    """The description of a snapshot at a path; without a name, of all that can be read, oldest first. Takes no lock.
 
     Raises:
         SnapshotNotFoundError: there is none of that name.
-        CorruptTableError: the named snapshot's file is not what was written.
+        CorruptTableError: the named snapshot's file is damaged.
         FormatVersionError: another release wrote it.
     """
     files = SnapshotFiles(fs or LocalFileSystem(), f"{absolute_path(path)}/snapshots")
     if name is not None:
         return files.read(name).info
     found = []
-    for each in files.names():
+    for snapshot in files.names():
         try:
-            found.append(files.read(each).info)
+            found.append(files.read(snapshot).info)
         except StorageError:
             continue  # `table_info` names those that cannot be read, with the reason.
     return sorted(found, key=lambda info: info.sequence)
@@ -69,7 +70,7 @@ class SnapshotReader:
 
         Raises:
             SnapshotNotFoundError: there is none of that name.
-            CorruptTableError: its file is not what was written.
+            CorruptTableError: its file is damaged.
         """
         fs, path = fs or LocalFileSystem(), absolute_path(path)
         return cls(fs, path, SnapshotFiles(fs, f"{path}/snapshots").read(name))
@@ -85,7 +86,7 @@ class SnapshotReader:
         """Every row once as (table_N int32, id_N int64, row_NW float32), at most `batch` at a time.
 
         Raises:
-            CorruptTableError: the files are not what was written, or a writer has removed the snapshot meanwhile.
+            CorruptTableError: the files are damaged, or a writer has removed the snapshot meanwhile.
         """
         geometry = self._record.geometry
         for part in self._record.parts:
@@ -130,7 +131,8 @@ class SnapshotReader:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _part(self, part: ChunkPart):
+    def _part(self, part: ChunkPart) -> tuple[np.ndarray, str, ChunkKeys]:
+        """The rows of the snapshot in a chunk, the path of their file and the chunk's keys."""
         rows_path, keys_path = chunk_paths(self._chunks.directory, part.number)
         rows = live_rows(self._files.read_bits(self._record, part))
         return rows, rows_path, read_keys(self._fs, keys_path, self._record.geometry, part)

@@ -1,10 +1,10 @@
-"""The snapshots of an open table: which there are, and which chunks they hold.
+"""The snapshots of an open table, and the chunks that they hold.
 
 Invariants:
 - a chunk is held for a snapshot from before the snapshot's file appears until its removal is certain to outlive a
   loss of power;
 - LOCK names a snapshot only while it is certain to outlive a loss of power: from after step 7 of its save until before
-  its removal begins. So one that LOCK names and that is not there was taken away by somebody else.
+  its removal begins. So one that LOCK names and that is missing was removed by somebody else.
 """
 
 import errno
@@ -22,13 +22,8 @@ from oneemb.storage.fs import FileSystem, storage_error
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_numbers
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.recovery import Recovery, find_lost, needed_bytes, read_snapshots, remove_orphans
-from oneemb.storage.table.snapshot_file import (
-    ChunkPart,
-    RenameUncertainError,
-    SnapshotFiles,
-    SnapshotInfo,
-    SnapshotRecord,
-)
+from oneemb.storage.table.snapshot_file import RenameUncertainError, SnapshotFiles
+from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotInfo, SnapshotRecord
 from oneemb.storage.table.writer_lock import KnownSnapshots, WriterLock
 from oneemb.storage.turns import undisturbed
 
@@ -37,7 +32,7 @@ __all__ = ["Cut", "SnapshotStore"]
 
 @dataclass
 class Cut:
-    """The rows on disk at one moment: for each chunk its live rows; the chunks are held until `release`."""
+    """The live rows on disk at one moment, chunk by chunk; the chunks are held until `release`."""
 
     geometry: Geometry
     parts: list[ChunkPart]
@@ -49,7 +44,7 @@ class Cut:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the chunks' files that the cut needs."""
+        """Bytes of the chunks' files that these rows need."""
         block_bytes = self.geometry.block_bytes
         return sum(ROWS_BEGIN + part.blocks * block_bytes + part.keys_bytes for part in self.parts)
 
@@ -66,24 +61,24 @@ class SnapshotStore:
         fs: where they are.
         path: of the table.
         direct: whether chunks are read and written past the system's cache.
-        recovery: is told what was found and removed.
-        lock: the writer's, which is held and knows what snapshots there were.
-        give_up: free what is kept for snapshots that are gone.
+        recovery: receives what was found and removed.
+        lock: the writer's; it is held, and has the record of the snapshots.
+        give_up: remove the files that are kept for missing snapshots.
 
     Raises:
-        StorageError: the folder is not the writer's any more, or its directories cannot be read.
+        StorageError: the folder no longer belongs to the writer, or its directories cannot be read.
     """
 
     def __init__(
         self, fs: FileSystem, path: str, direct: bool, recovery: Recovery, lock: WriterLock, give_up: bool = False
     ):
-        lock.check()  # What is removed below must be this writer's.
+        lock.check()  # Files that are removed below must belong to this writer.
         self._fs, self._chunks_path, self._recovery, self._lock = fs, f"{path}/chunks", recovery, lock
         self.files = SnapshotFiles(fs, f"{path}/snapshots")
         records = read_snapshots(self.files, recovery)
         needed = needed_bytes(records)
         try:
-            # A writer that ended between a rename and its sync has left names that may yet change.
+            # A writer that ended between a rename and its sync has left names that a loss of power may still change.
             fs.sync_directory(self.files.directory)
             next_number = max([*chunk_numbers(fs.names(self._chunks_path)).values(), *needed, 0]) + 1
         except OSError as error:
@@ -107,7 +102,7 @@ class SnapshotStore:
         self._sequence = max((record.info.sequence for record in records), default=0)
 
     def infos(self) -> list[SnapshotInfo]:
-        """Oldest first."""
+        """The snapshots, oldest first."""
         return [record.info for record, _ in self._held.values()]
 
     def exists(self, name: str) -> bool:
@@ -142,10 +137,10 @@ class SnapshotStore:
         """Steps 2 to 7 of a save. May run beside a writer that appends to the chunks.
 
         Raises:
-            StorageError: the snapshot is not there.
-            RenameUncertainError: it is there, and may yet go.
+            StorageError: the snapshot does not exist.
+            RenameUncertainError: it exists, but a loss of power may undo that.
         """
-        undisturbed.raise_interrupt()  # Nothing of the snapshot is there yet.
+        undisturbed.raise_interrupt()  # Nothing of the snapshot exists yet.
         self._lock.check()
         self.chunk_files.sync_all(cut.chunks)  # 2.
         self.chunk_files.sync_names()  # 3.
@@ -154,22 +149,22 @@ class SnapshotStore:
         self._record_if_possible()
 
     def hold(self, record: SnapshotRecord, cut: Cut) -> None:
-        """Count the chunks of a cut to the snapshots, for one that is being saved."""
+        """Note that the snapshot being saved needs the chunks of the cut."""
         for chunk in cut.chunks:
             chunk.snapshots += 1
         self._saving.append((record, cut.chunks))
 
     def rows_bytes(self) -> int:
-        """Bytes that the rows of all snapshots need which hold chunks, those being saved too."""
+        """Bytes of the rows of all snapshots that hold chunks, those being saved included."""
         return sum(_rows_bytes(record) for record, _ in [*self._held.values(), *self._uncertain, *self._saving])
 
     def kept_beside(self, name: str) -> tuple[set[ChunkFile], int]:
-        """The chunks that snapshots hold when the one of this name has gone, and the bytes that their rows need."""
+        """The chunks that snapshots hold without the one of this name, and the bytes of those snapshots' rows."""
         kept = [held for other, held in self._held.items() if other != name] + self._uncertain + self._saving
         return {chunk for _, chunks in kept for chunk in chunks}, sum(_rows_bytes(record) for record, _ in kept)
 
     def enter(self, record: SnapshotRecord, cut: Cut, error: BaseException | None) -> None:
-        """A save has ended with this error, or without: the snapshot holds the cut's chunks, or nothing does."""
+        """End a save: without an error the snapshot holds the cut's chunks from now on, else they are released."""
         name = record.info.name
         self._saving = [saving for saving in self._saving if saving[0] is not record]
         for part in record.parts:
@@ -185,7 +180,7 @@ class SnapshotStore:
         self._held[name] = record, cut.chunks
 
     def delete(self, name: str) -> None:
-        """Remove a snapshot and let its chunks go."""
+        """Remove a snapshot and release its chunks."""
         if not self.exists(name):
             raise self.files.not_found(name)
         self._lock.check()
@@ -194,7 +189,7 @@ class SnapshotStore:
         try:
             self._record()
         except OSError as error:
-            # In place a file needs no room but on some file systems; there, the removal has to come first.
+            # Overwriting in place needs room on some file systems; there, the snapshot has to be removed first.
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 self._certain = certain
                 raise storage_error(error, "write down which snapshots there are in", self._lock.path) from error
@@ -211,7 +206,7 @@ class SnapshotStore:
         self._record_if_possible()
 
     def _record(self) -> None:
-        """Write to LOCK what snapshots there are, durably, unless it says so already."""
+        """Write the record of the snapshots to LOCK, durably, unless it is up to date."""
         lost, more = self._recovery.lost, self._recovery.lost_more
         names = tuple(sorted(self._certain))
         known = KnownSnapshots(names, len(names), tuple(lost), more, self._keep_below)
@@ -222,7 +217,7 @@ class SnapshotStore:
         try:
             self._record()
         except OSError:
-            pass  # What LOCK says is out of date and not wrong; the next save or open writes it.
+            pass  # The record in LOCK is old but not wrong; the next save or open writes a new one.
 
     def _adopt(self, record: SnapshotRecord, part: ChunkPart) -> ChunkFile:
         chunk = self.chunk_files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
@@ -230,12 +225,12 @@ class SnapshotStore:
         return chunk
 
     def _leave(self, name: str) -> None:
-        """There is no snapshot of this name, but a loss of power may bring it back: its chunks stay held."""
+        """Keep the chunks of a removed snapshot held: a loss of power may bring it back."""
         if name in self._held:
             self._uncertain.append(self._held.pop(name))
 
     def _forget(self, name: str) -> None:
-        """There is no snapshot of this name any more, for certain."""
+        """Release the chunks of a snapshot that is removed for certain."""
         if name in self._held:
             self._release(self._held.pop(name)[1])
         if self._recovery.damaged.pop(name, None) is not None and not self._recovery.damaged:
@@ -244,7 +239,7 @@ class SnapshotStore:
             remove_orphans(self._fs, self._chunks_path, self.files, in_use, self._keep_below, self._recovery)
 
     def _settle(self) -> None:
-        """The names of the snapshots are on the device: nothing that was removed can come back."""
+        """Release the chunks of snapshots that can no longer come back: the names are on the device."""
         for _, chunks in self._uncertain:
             self._release(chunks)
         self._uncertain = []

@@ -1,4 +1,4 @@
-"""What lies at a table's path, found without taking its lock and without reading rows."""
+"""Describes what lies at a table's path, without taking its lock and without reading rows."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,8 @@ from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_pat
 from oneemb.storage.table.chunk_files import EVERY_NUMBER, chunk_numbers
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.recovery import Recovery, find_lost, needed_bytes, read_snapshots
-from oneemb.storage.table.snapshot_file import SnapshotFiles, SnapshotInfo, SnapshotRecord
+from oneemb.storage.table.snapshot_file import SnapshotFiles
+from oneemb.storage.table.snapshot_manifest import SnapshotInfo, SnapshotRecord
 from oneemb.storage.table.writer_lock import known_snapshots, lock_holder
 
 __all__ = ["TableInfo", "chunk_bytes_of", "live_bits", "lost_and_kept", "need_table", "snapshots_at", "table_info"]
@@ -22,12 +23,12 @@ class TableInfo:
     Args:
         snapshots: oldest first.
         damaged: the snapshots whose files cannot be read, with the reason.
-        holder: who holds the writer's lock, in words; None = nobody.
-        chunks: chunk files, in pairs.
-        disk_bytes: of all files.
-        needed_bytes: of those parts of the files that snapshots need; the rest is a writer's, or left from one.
-        live_bytes: of the rows of snapshots, a row that several share counted once.
-        lost: names of snapshots that are gone though nobody has deleted them here.
+        holder: the holder of the writer's lock, in words; None = nobody holds it.
+        chunks: number of chunks, two files each.
+        disk_bytes: bytes of all files.
+        needed_bytes: bytes that snapshots need; the rest belongs to a writer, or is left from one.
+        live_bytes: bytes of the rows of snapshots; a row that several share counts once.
+        lost: names of snapshots that are missing though they were not deleted here.
         lost_more: how many more such there are, whose names are not known.
         kept: files that no snapshot needs and that the next open of the table does not remove.
     """
@@ -45,7 +46,7 @@ class TableInfo:
 
     @property
     def garbage_bytes(self) -> int:
-        """What compaction could free at most, and the little that files need beside rows."""
+        """The most bytes that compaction could free, with the few that files need beside rows."""
         return self.disk_bytes - self.live_bytes
 
 
@@ -104,14 +105,14 @@ def lost_and_kept(
     """What opening the table would find lost, and the paths of the files it would keep for that.
 
     Args:
-        needed: by a chunk's number, what snapshots need of its files.
-        held: whether a writer has the table; what LOCK says may be changing.
+        needed: by chunk number, the bytes that snapshots need of its two files.
+        held: whether a writer holds the lock, and may be changing the record.
     """
     before = {*files.names()}
     known = known_snapshots(fs, f"{path}/LOCK")
     if known is None and held:
-        return [], 0, []  # A job of an earlier release.
-    # A snapshot that was saved or deleted meanwhile is in one of both lists.
+        return [], 0, []  # A writer of an earlier release, which wrote no records.
+    # A snapshot that was saved or deleted meanwhile is in one of the two lists of names.
     lost, more, keep_below = find_lost(known, before | {*files.names()}, EVERY_NUMBER)
     numbers = chunk_numbers(_names(fs, f"{path}/chunks"))
     kept = [name for name, number in sorted(numbers.items()) if number not in needed and number < keep_below]

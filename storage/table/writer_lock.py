@@ -1,12 +1,13 @@
-"""One writer a path: the lock, the name of its holder, and which snapshots the table has.  FORMAT.md has the bytes.
+"""One writer for each path: the lock, its holder, and a record of the table's snapshots.  FORMAT.md has the bytes.
 
-The system frees the lock when its holder ends, however that comes about. What a dead holder has left in the file
-tells the next one whose work it takes over.
+The system frees the lock when its holder ends, in whatever way. The name that a dead holder has left in the file tells
+the next one whose lock it takes over.
 
 Invariants:
-- the file is one block that is written once and from then on only overwritten, so a full disk keeps nobody out;
+- the file is one block that is written once and from then on only overwritten, so that a full disk keeps no process
+  from taking the lock;
 - a record of the snapshots is on the device before the older one is overwritten: a loss of power leaves one of them;
-- a snapshot that a record names was there, durably, when the record was written.
+- a snapshot that a record names was durable when the record was written.
 """
 
 import json
@@ -25,12 +26,12 @@ __all__ = ["KnownSnapshots", "WriterLock", "known_snapshots", "lock_holder"]
 
 _BLOCK_BYTES = 4096
 _HOLDER_BYTES = 512
-_SLOTS = (512, 2048)
-_SLOT_BYTES = 1536
+_RECORD_BEGINS = (512, 2048)
+_RECORD_BYTES = 1536
 _SUM = struct.Struct("<Q")
-_TEXT_BYTES = _SLOT_BYTES - _SUM.size
+_TEXT_BYTES = _RECORD_BYTES - _SUM.size
 _RECORD_VERSION = 1
-# Of a record, beside names: its numbers, the names of its fields.
+# Bytes of a record beside the names of snapshots: its numbers, the names of its fields.
 _NUMBERS_BYTES = 256
 _NUMBER_MAX = 1 << 62
 
@@ -40,11 +41,11 @@ class KnownSnapshots:
     """What LOCK says of a table's snapshots.
 
     Args:
-        names: of those that must be there, as many as fit.
-        count: how many must be there.
-        lost: names of those that were found gone and that nobody has given up yet, as many as fit.
-        lost_more: how many more such there are, whose names are not known.
-        keep_below: files of chunks with a smaller number stay though no snapshot needs them: a lost one may.
+        names: of snapshots that must exist, as many as fit.
+        count: how many must exist.
+        lost: names of snapshots that were found missing and that the user has not given up yet, as many as fit.
+        lost_more: how many more are missing, whose names are not known.
+        keep_below: files of chunks with a smaller number are kept even if no snapshot needs them: a lost one may.
     """
 
     names: tuple[str, ...] = ()
@@ -54,7 +55,7 @@ class KnownSnapshots:
     keep_below: int = 0
 
     def gone(self, there: Collection[str]) -> tuple[list[str], int]:
-        """Of the snapshots that must be there, or were lost before, those that are not: names, and how many more."""
+        """The missing ones among the snapshots that must exist or were lost before: their names, and how many more."""
         lost = [name for name in self.lost if name not in there]
         gone = [name for name in self.names if name not in there]
         more = max(0, self.count - len(there) - len(gone))
@@ -70,7 +71,7 @@ class WriterLock:
         foreign: the file is of another program's table: it names the holder and is empty after `release`.
 
     Raises:
-        LockedError: another table object has it.
+        LockedError: another table object holds it.
     """
 
     def __init__(self, fs: FileSystem, path: str, foreign: bool = False):
@@ -92,7 +93,7 @@ class WriterLock:
             fs.unlock(self._file)
             raise storage_error(error, "read", path) from error
         self.left_by = _holder_text(block) if _holder_of(block) else None
-        self._sequence, self._slot, self.known, newer = _newest(block)
+        self._sequence, self._position, self.known, newer = _newest(block)
         self.keeps_records = not newer and not foreign
         """Whether records may be written: not over those of a later release."""
         holder = {"pid": self._pid, "host": socket.gethostname(), "since": time.time()}
@@ -100,7 +101,7 @@ class WriterLock:
 
     @property
     def still_there(self) -> bool:
-        """Whether the file at the path is the one that is held: else the folder is not this writer's any more."""
+        """Whether the file at the path is the one that is held; if not, the folder no longer belongs to this writer."""
         return self._fs.still_locks(self._file, self.path)
 
     def check(self) -> None:
@@ -113,21 +114,21 @@ class WriterLock:
             )
 
     def record(self, known: KnownSnapshots) -> None:
-        """Write down what snapshots there are. Durable when this returns.
+        """Write a new record of the snapshots. Durable when this returns.
 
         Raises:
-            OSError: it is not certain that it is; the older record is there.
+            OSError: the new record may not be durable; the older one is.
         """
         if self._pid != os.getpid():
             raise StorageError(f"{self.path} is held by process {self._pid}; a forked child must open its own table")
         if not self.keeps_records:
             return
-        slot = 1 - self._slot
-        self._fs.write(self._file, _pack(known, self._sequence + 1), _SLOTS[slot])
+        position = 1 - self._position
+        self._fs.write(self._file, _pack(known, self._sequence + 1), _RECORD_BEGINS[position])
         self._fs.sync(self._file)
         if self.known is None:
             self._fs.sync_directory(os.path.dirname(self.path))
-        self._sequence, self._slot, self.known = self._sequence + 1, slot, known
+        self._sequence, self._position, self.known = self._sequence + 1, position, known
 
     def release(self) -> None:
         if self._pid == os.getpid():
@@ -148,7 +149,7 @@ class WriterLock:
         try:
             self._fs.write(self._file, data, 0)
         except OSError:
-            pass  # The lock is held without the name: a disk may be too full for the block, and then has to be freed.
+            pass  # The lock is held all the same: a table on a full disk must open, so that space can be freed.
 
 
 def lock_holder(fs: FileSystem, path: str) -> str | None:
@@ -175,10 +176,10 @@ def _read_block(fs: FileSystem, file: int) -> bytes:
 
 
 def _newest(block: bytes) -> tuple[int, int, KnownSnapshots | None, bool]:
-    """The newest record: its sequence, its slot, the record, and whether a later release has written records here."""
-    sequence, slot, known, newer = 0, 1, None, False
-    for n, begin in enumerate(_SLOTS):
-        text, end = block[begin : begin + _TEXT_BYTES], block[begin + _TEXT_BYTES : begin + _SLOT_BYTES]
+    """The newest record: its sequence, its position (0 or 1), the record; and whether a later release wrote one."""
+    sequence, position, known, newer = 0, 1, None, False
+    for n, begin in enumerate(_RECORD_BEGINS):
+        text, end = block[begin : begin + _TEXT_BYTES], block[begin + _TEXT_BYTES : begin + _RECORD_BYTES]
         if len(end) < _SUM.size or _SUM.unpack(end)[0] != xxh64(text):
             continue
         try:
@@ -193,10 +194,10 @@ def _newest(block: bytes) -> tuple[int, int, KnownSnapshots | None, bool]:
                 known = KnownSnapshots(
                     tuple(map(str, fields["snapshots"])), numbers[1], tuple(map(str, fields["lost"])), *numbers[2:]
                 )
-                sequence, slot = numbers[0], n
+                sequence, position = numbers[0], n
         except (ValueError, KeyError, TypeError, RecursionError):
-            continue  # Nor this.
-    return sequence, slot, None if newer else known, newer
+            continue  # No release has written this either.
+    return sequence, position, None if newer else known, newer
 
 
 def _pack(known: KnownSnapshots, sequence: int) -> bytes:

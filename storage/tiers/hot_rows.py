@@ -17,7 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from oneemb.kernels.loops import Array, Keys
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.loops import Keys
 from oneemb.storage.row_store import RowStore
 
 __all__ = ["BeginRows", "HotRows", "Prefetched"]

@@ -12,9 +12,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.init_rows import InitialRows
-from oneemb.kernels.loops import Array, Loops
+from oneemb.kernels.loops import Loops
 from oneemb.kernels.threads import Threads
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import RowStore, StoreFullError

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from oneemb.kernels.reduce_grads import reduce_grads
+from oneemb.kernels.reduce_grads import Segments, sum_segments
 from oneemb.kernels.reduce_grads_cuda import PART, reduce_grads_cuda, segments_of
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
@@ -23,7 +23,7 @@ def reduced(gpu, grad_NX, inverse_N, keys):
 
 def on_cpu(grad_NX, id_N, padding):
     unique = unique_keys(np.zeros(len(id_N), np.int32), id_N, padding_id=padding)
-    return unique.inverse_N, *reduce_grads(grad_NX, *unique.occurrences(), threads=ONE)
+    return unique.inverse_N, *sum_segments(Segments(grad_NX, *unique.occurrences()), threads=ONE)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from oneemb.kernels import jit
+from oneemb.kernels import jit, jit_code
 from oneemb.kernels.checksum import blocks_sum, xxh64
 
 P1, P2, P3, P4, P5 = (
@@ -65,14 +65,14 @@ def test_blocks_have_the_low_half_of_their_own_checksum(block_words):
 
 def lanes(word_X, begin, end, before, bits, after):
     lane_4 = (word_X[0], word_X[1], word_X[2], word_X[3])
-    return jit.lanes_mixed(word_X, np.uint64(begin), np.uint64(end), lane_4, before, bits, after)
+    return jit_code.lanes_mixed(word_X, np.uint64(begin), np.uint64(end), lane_4, before, bits, after)
 
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("end", [5, 9, 101])
 def test_lanes_are_the_same_in_one_register_and_in_four(tmp_path, monkeypatch, wide, end):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(jit, "_WIDE_PRODUCTS", wide)
+    monkeypatch.setattr(jit_code, "_WIDE_PRODUCTS", wide)
     loop = jit.cpu(lanes)
     word_X = np.random.default_rng(end).integers(0, 2**64, 128, dtype=np.uint64)
     got = loop(word_X, 5, end, np.uint64(P2), np.uint64(31), np.uint64(P1))

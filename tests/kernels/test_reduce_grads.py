@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from oneemb.kernels.reduce_grads import Segments, largest_magnitude, reduce_grads, sum_segments
+from oneemb.kernels.reduce_grads import Segments, largest_magnitude, sum_segments
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
 from tests.support.row_updates import SmallShares, to_bits
@@ -36,7 +36,11 @@ def batch(rng, size, ids, dtype, dim, padding_id=None):
     return to_bits(rng.normal(0, 1, (size, dim)), dtype), unique
 
 
-def check_sums(dtype, dim, threads, sums=reduce_grads):
+def sums_of(grad_NX, order_N, begin_U1, scale_N=None, *, threads):
+    return sum_segments(Segments(grad_NX, order_N, begin_U1, scale_N), threads=threads)
+
+
+def check_sums(dtype, dim, threads, sums=sums_of):
     print("seed 0")
     rng = np.random.default_rng(0)
     grad_NX, unique = batch(rng, 400, 60, dtype, dim, padding_id=7)
@@ -63,19 +67,19 @@ def test_a_key_that_fills_the_batch_is_summed_in_batch_order():
     # 2^24 + 1 = 2^24 in float32: a sum in another order, or in pairs, gives another number.
     grad_ND = np.array([[2.0**24]] + [[1.0]] * 1000 + [[-(2.0**24)]], np.float32)
     unique = unique_keys(np.zeros(len(grad_ND), np.int32), np.full(len(grad_ND), -5))
-    grad_UD, _ = reduce_grads(grad_ND, *unique.occurrences(), threads=Threads(2))
+    grad_UD, _ = sums_of(grad_ND, *unique.occurrences(), threads=Threads(2))
     assert grad_UD.tolist() == [[0.0]]
 
 
 def test_a_gradient_of_minus_zero_stays_minus_zero():
     unique = unique_keys(np.zeros(1, np.int32), np.array([1]))
-    grad_UD, _ = reduce_grads(np.array([[-0.0]], np.float32), *unique.occurrences(), threads=Threads(1))
+    grad_UD, _ = sums_of(np.array([[-0.0]], np.float32), *unique.occurrences(), threads=Threads(1))
     assert np.signbit(grad_UD[0, 0])
 
 
 def test_no_keys_give_no_sums():
     unique = unique_keys(np.zeros(3, np.int32), np.full(3, 5), padding_id=5)
-    grad_UD, finite_U = reduce_grads(np.ones((3, 4), np.float32), *unique.occurrences(), threads=Threads(2))
+    grad_UD, finite_U = sums_of(np.ones((3, 4), np.float32), *unique.occurrences(), threads=Threads(2))
     assert grad_UD.shape == (0, 4) and finite_U.shape == (0,)
 
 
@@ -87,14 +91,14 @@ def test_a_value_that_is_not_finite_marks_its_key_only(value, dtype, at):
     unique = unique_keys(np.zeros(9, np.int32), id_N)
     grad_ND = np.ones((9, 5), np.float32)
     grad_ND[at, 4 if at == 8 else 2] = value
-    _, finite_U = reduce_grads(to_bits(grad_ND, dtype), *unique.occurrences(), threads=Threads(1))
+    _, finite_U = sums_of(to_bits(grad_ND, dtype), *unique.occurrences(), threads=Threads(1))
     assert (unique.id_U[~finite_U]).tolist() == [id_N[at]]
 
 
 def test_a_sum_that_overflows_is_not_finite():
     unique = unique_keys(np.zeros(3, np.int32), np.array([1, 2, 1]))
     largest = np.finfo(np.float32).max
-    grad_UD, finite_U = reduce_grads(
+    grad_UD, finite_U = sums_of(
         np.array([[largest], [largest], [largest]], np.float32), *unique.occurrences(), threads=Threads(1)
     )
     assert finite_U.tolist() == [False, True] and np.isinf(grad_UD[0, 0])
@@ -103,14 +107,14 @@ def test_a_sum_that_overflows_is_not_finite():
 def test_half_width_sums_do_not_overflow_where_float32_does_not():
     unique = unique_keys(np.zeros(2, np.int32), np.array([1, 1]))
     grad_NX = to_bits(np.array([[49152.0], [49152.0]]), "float16")
-    grad_UD, finite_U = reduce_grads(grad_NX, *unique.occurrences(), threads=Threads(1))
+    grad_UD, finite_U = sums_of(grad_NX, *unique.occurrences(), threads=Threads(1))
     assert grad_UD.tolist() == [[98304.0]]
     assert finite_U.all()
 
 
 def test_the_oracle_notices_another_order():
     def backwards(grad_NX, order_N, begin_U1, scale_N, threads):
-        grad_UD, finite_U = reduce_grads(grad_NX, order_N, begin_U1, threads=threads)
+        grad_UD, finite_U = sums_of(grad_NX, order_N, begin_U1, threads=threads)
         for u in range(len(grad_UD)):
             segment = order_N[begin_U1[u] : begin_U1[u + 1]]
             grad_UD[u] = np.add.accumulate(grad_NX[segment[::-1]], axis=0)[-1]

@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_by_table import unique_keys_by_table
-from oneemb.kernels.unique_keys import unique_keys
+from oneemb.kernels.unique_keys import occurrences, unique_keys
 
 INT64 = np.iinfo(np.int64)
 INT32 = np.iinfo(np.int32)
@@ -119,7 +119,7 @@ def check_bags(sizes, tables, id_N, padding_id=None, threads=None):
     found = unique_keys_by_table(id_N, offset_P1, tables, padding_id=padding_id, threads=threads)
     assert list(zip(found.table_U.tolist(), found.id_U.tolist(), strict=True)) == list(places)
     inverse_N = np.full(len(id_N), -1)
-    order_N, begin_U1, scale_M = found.by_table.occurrences(scale_N, threads=threads)
+    order_N, begin_U1, scale_M = found.occurrences(scale_N, threads=threads)
     assert order_N.dtype == begin_U1.dtype == np.int32
     assert len(begin_U1) == len(places) + 1 and len(order_N) == len(scale_M) == begin_U1[-1]
     for u, at in enumerate(places.values()):
@@ -127,8 +127,8 @@ def check_bags(sizes, tables, id_N, padding_id=None, threads=None):
         own = slice(begin_U1[u], begin_U1[u + 1])
         assert order_N[own].tolist() == bag_N[at].tolist() and scale_M[own].tolist() == at
     assert found.inverse_N.tolist() == inverse_N.tolist()
-    assert found.occurrences(bag_N)[0].tolist() == order_N.tolist()
-    assert found.by_table.occurrences()[2] is None
+    assert occurrences(found.inverse_N, len(found.id_U), bag_N)[0].tolist() == order_N.tolist()
+    assert found.occurrences()[2] is None
     assert [array.dtype for array in found[:3]] == [np.int32, np.int64, np.int32]
     return found
 

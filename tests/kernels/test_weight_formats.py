@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from oneemb.kernels.jit import cpu, float_bits, from_float32, mul_high, to_float32, uint_as_float
+from oneemb.kernels.jit import cpu
+from oneemb.kernels.jit_code import float_bits, from_float32, mul_high, to_float32, uint_as_float
 
 FORMATS = {"float16": (torch.float16, np.uint16), "bfloat16": (torch.bfloat16, np.int16)}
 ALL_BITS = np.arange(65536, dtype=np.uint16)

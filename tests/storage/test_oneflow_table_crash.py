@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from oneemb.storage.errors import SnapshotNotFoundError, StorageError
-from oneemb.storage.foreign.oneflow_table import OneFlowReader, OneFlowWriter
+from oneemb.storage.foreign.oneflow_reader import OneFlowReader
+from oneemb.storage.foreign.oneflow_writer import OneFlowWriter
 from tests.support.faulty_fs import FaultyFileSystem, PowerLoss
 
 ROWS = {"first": 30, "second": 50}

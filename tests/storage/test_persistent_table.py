@@ -377,15 +377,15 @@ def test_a_snapshot_is_read_by_other_processes_while_the_writer_goes_on(tmp_path
 
 def test_places_above_two_to_the_31_are_kept(tmp_path):
     # Slots are numbered from 2^31 rows on, as in a table of that many rows; nothing of the table's arrays is touched
-    # below, so the memory of the unused slots is never there.
+    # below, so the memory of the unused extents is never there.
     rng, rows = np.random.default_rng(0), {}
     with open_table(tmp_path, row_width=1, chunk_bytes=16 << 20) as table:
         live = table._live
-        slots = 2**31 // live.geometry.rows_per_slot
-        live.live_S = np.zeros(slots + 8, np.int64)
-        live.bit_N = np.zeros((slots + 8) * live.geometry.rows_per_slot // 8, np.uint8)
-        live.sum_B = np.zeros((slots + 8) * live.geometry.blocks_per_slot, np.uint32)
-        live.first_S = np.array([-2] * slots + [-1] * 8)  # neither free nor a chunk's
+        extents = 2**31 // live.geometry.rows_per_extent
+        live.live_E = np.zeros(extents + 8, np.int64)
+        live.bit_N = np.zeros((extents + 8) * live.geometry.rows_per_extent // 8, np.uint8)
+        live.sum_B = np.zeros((extents + 8) * live.geometry.blocks_per_extent, np.uint32)
+        live.first_E = np.array([-2] * extents + [-1] * 8)  # neither free nor a chunk's
         put_random(table, rows, rng, 2000)
         assert len(table) == len(rows)
         assert next(live.index.items())[2].min() >= 2**31

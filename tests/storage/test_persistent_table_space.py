@@ -23,7 +23,7 @@ THREADS = Threads(1)
 WIDTH, BLOCK = 16, 512
 ROWS_A_BLOCK = BLOCK // (4 * WIDTH)
 ROW_BYTES = (BLOCK + 4) / ROWS_A_BLOCK + 12
-SLOT_BYTES = 64 * BLOCK
+EXTENT_BYTES = 64 * BLOCK
 HEADERS_BYTES = 4096 + 128
 
 
@@ -167,8 +167,8 @@ def rows_of(id_U, version_U):
 
 
 @pytest.fixture(autouse=True)
-def small_slots(monkeypatch):
-    monkeypatch.setattr(geometry, "_SLOT_BYTES", SLOT_BYTES)
+def small_extents(monkeypatch):
+    monkeypatch.setattr(geometry, "_EXTENT_BYTES", EXTENT_BYTES)
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["in puts", "beside puts"])
@@ -270,7 +270,7 @@ def test_chunks_are_a_sixteenth_of_the_table_and_memory_follows_what_is_on_disk(
     assert most // 2 <= max(chunk.blocks for chunk in chunks) <= most or len(chunks) == 1
     assert len(chunks) <= 5 * 16
     blocks = sum(chunk.blocks for chunk in chunks)
-    # A bit a row, 4 bytes a block, 16 a slot, for chunks that are gone too; half of it for growth, 32 slots at least.
+    # A bit a row, 4 bytes a block, 16 an extent, of removed chunks too; half of it for growth; at least 32 extents.
     bytes_a_block = ROWS_A_BLOCK / 8 + 4 + 16 / 64
     assert stats["memory_bytes"] - stats["index_bytes"] <= max(32 * 64, 1.5 * (1.5 * blocks + 2 * most)) * bytes_a_block
     job.check_all()
@@ -286,28 +286,28 @@ def test_a_table_that_shrinks_writes_smaller_chunks_again():
     job.check_rows(np.arange(2000))
 
 
-def test_slots_are_neighbours_of_one_chunk_and_are_used_again():
+def test_extents_are_neighbours_of_one_chunk_and_are_used_again():
     rng, model = np.random.default_rng(0), {}
     disk = FaultyFileSystem()
     disk.make_directories("/t")
     files = ChunkFiles(disk, "/t", 0, False)
     live = LiveRows(geometry.make_geometry(WIDTH, BLOCK, 1 << 24), files, THREADS)
-    per_slot = live.geometry.blocks_per_slot
+    per_extent = live.geometry.blocks_per_extent
     for _ in range(400):
         if model and rng.random() < 0.45 or len(model) > 40:
             chunk = list(model)[rng.integers(len(model))]
             del model[chunk]
             live.remove(chunk)
         else:
-            chunk, blocks = files.create(live.geometry), int(rng.integers(1, 6 * per_slot))
+            chunk, blocks = files.create(live.geometry), int(rng.integers(1, 6 * per_extent))
             live.add(chunk, blocks)
-            first = live.first_block(chunk) // per_slot
-            model[chunk] = set(range(first, first + -(-blocks // per_slot)))
-        taken = [slot for slots in model.values() for slot in slots]
+            first = live.first_block(chunk) // per_extent
+            model[chunk] = set(range(first, first + -(-blocks // per_extent)))
+        taken = [extent for extents in model.values() for extent in extents]
         assert len(taken) == len(set(taken)) and set(live.dead_chunks()) == set(model)
-        for chunk, slots in model.items():
-            assert all(live.chunk_in(slot) is chunk for slot in slots)
-    assert len(live.first_S) <= 3 * 40 * 3.5 and set(np.flatnonzero(live.first_S >= 0)) == set(taken)
+        for chunk, extents in model.items():
+            assert all(live.chunk_in(extent) is chunk for extent in extents)
+    assert len(live.first_E) <= 3 * 40 * 3.5 and set(np.flatnonzero(live.first_E >= 0)) == set(taken)
 
 
 def test_a_save_tells_of_a_damaged_chunk_once_and_the_next_one_is_made():
@@ -327,7 +327,7 @@ def test_a_save_tells_of_a_damaged_chunk_once_and_the_next_one_is_made():
 def test_a_snapshot_of_less_of_a_chunk_than_another_has_is_loaded_and_saved_again():
     rng, job = np.random.default_rng(0), Job(40000)
     for n in range(12):
-        job.put(job.ids("scan", 0.01, rng))  # A chunk has room for 2,048 rows, in 4 slots.
+        job.put(job.ids("scan", 0.01, rng))  # A chunk has room for 2,048 rows, in 4 extents.
         job.save(f"s{n}")
     saved = {name: version_K for name, (_, version_K) in job.kept.items()}
     for n in range(12):
@@ -340,7 +340,7 @@ def test_a_snapshot_of_less_of_a_chunk_than_another_has_is_loaded_and_saved_agai
 
 
 class ManySlotsMachine(TableMachine):
-    """Chunks of many slots, half as large as the table."""
+    """Chunks of many extents, half as large as the table."""
 
     def open(self):
         self.table = PersistentTable.open(
@@ -354,7 +354,7 @@ class ManySlotsMachine(TableMachine):
             check(self.table, self.rows, batch=50)
 
 
-def test_any_sequence_of_operations_agrees_with_a_dict_with_chunks_of_many_slots(monkeypatch):
-    monkeypatch.setattr(geometry, "_SLOT_BYTES", 1)
+def test_any_sequence_of_operations_agrees_with_a_dict_with_chunks_of_many_extents(monkeypatch):
+    monkeypatch.setattr(geometry, "_EXTENT_BYTES", 1)
     monkeypatch.setattr(geometry, "_CHUNKS_MIN", 2)
     run(ManySlotsMachine, examples=40, steps=30)
