@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from oneemb.graph.build_error import BuildError
 from oneemb.graph.dense import DenseCompiler
 from oneemb.graph.executor import Executor
 from oneemb.graph.inputs import Structure
+from oneemb.graph.modules import embeddings_in
 from oneemb.graph.passes.drop_training import drop_training
 from oneemb.graph.passes.fuse_lookup import fuse_lookup
 from oneemb.graph.passes.hold_lookups import hold_lookups
@@ -35,7 +37,7 @@ from oneemb.graph.passes.share_unique import share_unique
 from oneemb.graph.passes.split_prepare import split_prepare
 from oneemb.graph.spec import check_stage, is_backward
 from oneemb.graph.text import graph_text
-from oneemb.graph.tracer import BuildError, embeddings_in, trace
+from oneemb.graph.tracer import trace
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 
