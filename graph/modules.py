@@ -1,7 +1,7 @@
 """The modules that a graph is made of: which are embeddings, and which torch does not know to be part of it."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ REGISTER = (
     " ModuleDict"
 )
 
-Embeddings = dict[str, Any]
+Embeddings = Mapping[str, Any]
 """Embedding modules by qualified name. Any: their classes are of the package above, which imports this one."""
 
 

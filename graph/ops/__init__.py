@@ -37,6 +37,7 @@ from oneemb.graph.ops.lookup import (
     read_ids,
     release,
     unique_keys,
+    unprefetch,
 )
 from oneemb.graph.ops.merged import MergedKeys, MergedLease, check_merged_pooling, gather_merged, unique_merged_keys
 from oneemb.graph.ops.op import OPS
@@ -84,6 +85,7 @@ __all__ = [
     "take",
     "unique_keys",
     "unique_merged_keys",
+    "unprefetch",
     "unscale",
     "update",
     "update_scale",

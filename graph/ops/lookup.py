@@ -12,7 +12,7 @@ N ids, U unique keys, P bags, B samples, T tables, D weights of a row, W words o
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -35,7 +35,7 @@ from oneemb.storage.turns import undisturbed
 
 __all__ = [
     "DTYPES", "Keys", "Lease", "acquire", "check_pooling", "gather", "lookup", "measure_gather", "measure_unique_keys",
-    "next_order", "peek", "prefetch", "read_ids", "release", "scales_of", "unique_keys",
+    "next_order", "peek", "prefetch", "read_ids", "release", "scales_of", "unique_keys", "unprefetch",
 ]  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -260,6 +260,15 @@ def acquire(
 def prefetch(store: _Store, keys: AnyKeys[_Store, _Prefetched, object]) -> _Prefetched:
     """Read known rows of a coming lookup and pin them, as far as there is room, on any thread; insert nothing."""
     return keys.prefetch(store)
+
+
+def unprefetch(values: Iterable[object]) -> None:
+    """Unpin, for those of these values that `prefetch` gave, what no `acquire` has taken over."""
+    for value in values:
+        if isinstance(value, Prefetched):
+            value.store.unprefetch(value)
+        elif isinstance(value, MergedPrefetched):
+            value.store.unprefetch(value)
 
 
 @Op(UPDATE, takes=("leases",), ends=0)
