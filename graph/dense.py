@@ -1,11 +1,11 @@
-"""Runs dense modules through torch.compile, or as CUDA graphs, and as they are where that fails.
+"""Runs dense modules through torch.compile or as CUDA graphs; where that fails, as they are.
 
-Invariant: what cannot be compiled or captured costs one warning, which says why, and no step.
+Invariant: a module that cannot be compiled or captured costs one warning, which says why, and no step.
 
-A captured module is replayed with its inputs copied to where they were when it was captured; its gradients come to lie
-where they lay before. So a module is captured only if a step calls it once and runs one backward pass: a second replay
-would overwrite what the first one gave. The rest of a step, whose shapes follow the number of unique keys, is not
-captured.
+A replay copies its inputs into the buffers of the capture, and writes its outputs and gradients where those of the
+capture are. So a module is captured only if a step calls it once and runs one backward pass: a second replay would
+overwrite what the first one gave. The rest of a step is not captured, since its shapes follow the number of unique
+keys.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ WARM_STEPS = 3
 CAPTURES_MAX = 4
 """Kinds of inputs that are captured for a module; each holds memory of its own."""
 
-# Seconds to wait for a thread that prepares batches to be between two of them: it may launch nothing during a capture.
+# Seconds to wait until no thread is preparing a batch: none may launch anything during a capture.
 _PATIENCE_S = 10.0
 _TRIES = 3
 

@@ -106,30 +106,30 @@ class Executor:
         env: _Env = [None] * self._size
         for place, value in zip(self._inputs, values, strict=True):
             env[place] = value
-        left = _Left(env, torch.is_grad_enabled())
+        begun = _Begun(env, torch.is_grad_enabled())
         try:
             try:
-                return self._run(env, left, on_acquired, profile, committing)
+                return self._run(env, begun, on_acquired, profile, committing)
             except BaseException as error:
-                left.clean_up(error)
-                if left.step is not None:
-                    _add_line(error, left.step.node)
+                begun.clean_up(error)
+                if begun.step is not None:
+                    _add_line(error, begun.step.node)
                 raise
         except BaseException as error:
-            left.clean_up(error)  # An interrupt may have come before the first time.
+            begun.clean_up(error)  # An interrupt may have come before the first time.
             raise
 
     def _run(
-        self, env: _Env, left: "_Left", on_acquired: Callable[[], None] | None, profile: Profile | None,
+        self, env: _Env, begun: "_Begun", on_acquired: Callable[[], None] | None, profile: Profile | None,
         committing: ExitStack | None,
     ) -> Any:  # fmt: skip
         if on_acquired is not None and self._acquired < 0:
             on_acquired()
         for i, step in enumerate(self._steps):
-            left.step = step
+            begun.step = step
             if i == self._commits and committing is not None:
                 committing.enter_context(undisturbed)
-                left.committing = True
+                begun.committing = True
             node, stats = step.node, step.stats
             begin = time.perf_counter_ns()
             if step.context is None:
@@ -138,14 +138,14 @@ class Executor:
                 with undisturbed:
                     result = step.call(env)
                     if step.context == "enter":
-                        left.contexts.append(result)
+                        begun.contexts.append(result)
                     else:
-                        left.contexts.pop()
+                        begun.contexts.pop()
             end = time.perf_counter_ns()
             stats.calls += 1
             stats.ns += end - begin
             if isinstance(result, ops.Lease | ops.MergedLease):
-                left.leases.append(result)
+                begun.leases.append(result)
             if step.measured is not None:
                 measure, args = step.measured
                 rows, size = measure(args(env), result)
@@ -159,12 +159,12 @@ class Executor:
             if i == self._acquired and on_acquired is not None:
                 on_acquired()
         result = self._result(env)
-        torch.set_grad_enabled(left.grad_enabled)
+        torch.set_grad_enabled(begun.grad_enabled)
         return result
 
 
-class _Left:
-    """What a run has begun, and what a run that fails has to put in order."""
+class _Begun:
+    """What a run has entered and acquired so far, to be undone if it fails."""
 
     def __init__(self, env: _Env, grad_enabled: bool):
         self.env, self.grad_enabled = env, grad_enabled

@@ -120,6 +120,7 @@ class BuildTracer(fx.Tracer):
         """What takes the place of reading a parameter, buffer or submodule of a module."""
         return self.getattr(name, self.read_original(module, name), self._parameters)
 
+    # Any: so torch.fx types what it calls these two with.
     def create_arg(self, a: Any) -> fx.node.Argument:
         if isinstance(a, torch.nn.Module) and a not in self.paths:
             raise BuildError(f"build uses a module{user_line()}: {say_not_registered(self.root, a)}")

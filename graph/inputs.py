@@ -5,8 +5,8 @@
     structure  batch = {"ids": value, "label": value}, scale = None
 
 Values may differ from call to call, and `build` may not branch on them: tensors, numbers, strings inside a tuple, list
-or dict, and whatever else is not below. A list or tuple of nothing but strings, which is what collating gives, is one
-value.
+or dict, and everything that is no structure. A list or tuple of nothing but strings, as a collate function gives it, is
+one value.
 
 Structure is what `build` may branch on; it is compiled anew when it changes:
 - tuples, lists and dicts, their lengths and keys;
@@ -28,6 +28,8 @@ __all__ = ["Signature", "Structure"]
 
 T = TypeVar("T")
 
+# Any: arguments of `build`, and the values in them, may be of any type.
+
 _Kind = inspect.Parameter
 # Levels of nesting at which strings are structure: of an argument that is one, of *args and **kwargs, of a default.
 _ITSELF, _MEMBERS, _ALL = 1, 2, 1 << 30
@@ -47,7 +49,7 @@ class Structure:
     """
 
     kind: str
-    what: Any  # by kind, as above
+    what: Any  # by kind
     parts: tuple["Structure", ...] = ()
 
     def difference(self, other: "Structure", name: str = "") -> str:

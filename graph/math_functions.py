@@ -84,8 +84,11 @@ def in_place_of_math(
 
 
 def _scopes(traced: Iterable[Callable[..., object]]) -> Iterable[dict[str, object]]:
-    """The globals of all functions that may be traced through, each once: those of modules, and of what the traced
-    methods name in case it was made by `exec` and the like and is in no module."""
+    """The globals of all functions that may be traced through, each once.
+
+    They are those of modules, and those of what the traced methods name: it may have been made by `exec` or the like,
+    and be in no module.
+    """
     found: dict[int, dict[str, object]] = {}
 
     def add(scope: dict[str, object]) -> None:

@@ -1,10 +1,11 @@
-"""Puts replacements in the place of functions of others while one call runs, and takes them out again.
+"""Replaces functions of other packages while one call runs, and restores them.
 
 Invariants:
 - one thread at a time has replacements in place; a second one waits;
-- calls of other threads run the originals meanwhile, and so do those of whoever has kept a replacement for later;
+- meanwhile other threads that call a replacement run the original; a replacement that somebody has kept runs the
+  original once the call is over;
 - when `call_replaced` has returned, or raised at whatever line, every original is back;
-- a child of fork has the originals, but on the thread that is tracing itself.
+- a child of fork has the originals, unless the thread that forked is the one that has replacements in place.
 """
 
 import builtins
@@ -50,9 +51,8 @@ def call_replaced(here: Here, replacements: Callable[[], Sequence[Replacement]],
 
     Args:
         here: which thread they are for, and how long.
-        replacements: gives (object, dict or cell; attribute, key or None; what takes its place). Functions are
-            replaced for `here` alone; other values are replaced for all threads. It is called while no other thread
-            has replacements in place, so what it finds are originals.
+        replacements: gives places and what is to stand there. Functions are replaced for `here` alone, other values
+            for all threads. It is called while no other thread has replacements in place, so it finds originals.
     """
     # Each of the nested calls ends what the one inside it has to end once more, which does no harm: an interrupt may
     # have come while the inner one did it.
@@ -87,7 +87,7 @@ def _call(
 ) -> T:
     try:
         for owner, name, replacement in made:
-            # What tells threads apart by itself says so by its `here`.
+            # A replacement that has `here` as an attribute tells threads apart by itself.
             if callable(replacement) and getattr(replacement, "here", None) is not here:
                 replacement = _here_only(here, replacement, _found(owner, name))
             _write(owner, name, replacement)

@@ -34,10 +34,10 @@ from oneemb.graph.streams import Ahead, Mark, capture_gate
 
 __all__ = ["Prepared", "prefetch"]
 
-# Seconds for which a loop that is left waits for its loader. A loader may wait for the loop in turn: the collector
-# closes a forgotten loop on any thread, whatever locks that holds.
+# Seconds for which a loop that is left waits for its loader. There is a limit since the loader may wait for the loop in
+# turn: the garbage collector closes a forgotten loop on any thread, whatever locks that thread holds.
 _PATIENCE_S = 30.0
-# How long a signal may have to wait for whoever waits for a batch.
+# How long a signal may be delayed while its thread waits for a batch, in seconds.
 _SLICE_S = 0.1
 
 

@@ -8,8 +8,8 @@
 
 A pass that breaks a rule is a bug of ours, so the check asserts.
 
-`is_pure` says which nodes may be left out, moved or shared. It knows by name what it says yes to: an op that it does
-not know might change something, draw random numbers or print.
+`is_pure` says which nodes may be left out, moved or shared: those of the ops that are listed here by name. Any other op
+might change something, draw random numbers or print.
 """
 
 import operator
@@ -83,8 +83,8 @@ def _check_arguments(node: fx.Node) -> None:
             assert all(isinstance(lease, fx.Node) and _gives(lease, "lease") for lease in argument), node.format_node()
 
 
-def _gives(node: fx.Node, what: str) -> bool:
-    return (op := _op_of(node)) is not None and op.gives == what
+def _gives(node: fx.Node, kind: str) -> bool:
+    return (op := _op_of(node)) is not None and op.gives == kind
 
 
 def _op_of(node: fx.Node) -> Op | None:

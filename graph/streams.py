@@ -3,9 +3,9 @@
     worker   prepare stream    copy ids, unique keys, find and read rows of t + 1 | mark        (no wait of the host)
     loop     compute stream    step t                                | wait for the mark | step t + 1
 
-Streams and events are torch's own, not cuda-python's: its allocator has to know that the compute stream still reads
-what was allocated on the other one, or it would hand the memory out again. What both halves change beside that, the
-index and the slots of a cache, the device tier keeps in order by itself.
+Streams and events are torch's own, not cuda-python's: torch's allocator has to know that the compute stream still reads
+what was allocated on the other one, or it would hand the memory out again. The index and the slots of a cache, which
+both halves change, the device tier keeps in order by itself.
 
 Without CUDA all of this does nothing.
 """
@@ -75,8 +75,12 @@ capture_gate = _CaptureGate()
 os.register_at_fork(after_in_child=capture_gate.__init__)  # type: ignore[misc]
 
 
+Stream = Any
+"""torch.cuda.Stream; Any, since those of a test are not torch's, and neither are their events."""
+
+
 class Cuda(Protocol):
-    """What is asked of `torch.cuda`. Streams and events are Any: those of a test are not torch's."""
+    """What is asked of `torch.cuda`, or of what stands for it in a test."""
 
     def is_initialized(self) -> bool:
         """Whether this process uses CUDA."""
@@ -84,14 +88,14 @@ class Cuda(Protocol):
     def current_device(self) -> int:
         """The number of the current GPU."""
 
-    def current_stream(self, device: torch.device) -> Any:
+    def current_stream(self, device: torch.device) -> Stream:
         """The stream that this thread launches to."""
 
-    def stream(self, stream: Any) -> AbstractContextManager[object]:
+    def stream(self, stream: Stream) -> AbstractContextManager[object]:
         """Makes a stream and its device current inside."""
 
     @property
-    def Stream(self) -> Callable[[torch.device], Any]:
+    def Stream(self) -> Callable[[torch.device], Stream]:
         """Makes a stream."""
 
 
@@ -109,8 +113,8 @@ class Ahead:
 
     def __init__(self, devices: Iterable[torch.device] = (), cuda: Cuda = torch.cuda):
         self._cuda = cuda
-        self._ahead: dict[torch.device, Any] = {}
-        self._loop: dict[torch.device, Any] = {}
+        self._ahead: dict[torch.device, Stream] = {}
+        self._loop: dict[torch.device, Stream] = {}
         self._versions: object = None
         if cuda.is_initialized():
             here = torch.device("cuda", cuda.current_device())

@@ -104,7 +104,7 @@ def test_what_nobody_can_hold_back_in_an_update_breaks_every_embedding_of_the_st
     def stop(*_):
         raise SystemExit("now")
 
-    graph.optimizers[0].register_step_pre_hook(stop)
+    graph.optimizers[0].optimizer.register_step_pre_hook(stop)
     with pytest.raises(SystemExit, match="now"):
         graph(IDS)
     for name in ("embedding", "other"):

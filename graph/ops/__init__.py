@@ -1,4 +1,4 @@
-"""The op vocabulary: what a training step is made of, as plain functions. The living definition of each op.
+"""The op vocabulary: what a training step is made of, as plain functions. Each function is the definition of its op.
 
     keys  = unique_keys(ids, table_ids, ...)       which rows, each once
     lease = acquire(store, keys)                   make them resident and pin them
@@ -16,8 +16,9 @@
     prefetched = prefetch(store, keys)             ahead of acquire(store, keys, prefetched=prefetched): inserts nothing
 
 Each file says what it is about; `op.py` says how an op is described.
-Eager mode calls them in this order; the compiler only reorders, merges, fuses and overlaps them, so "compiled equals
-eager" is one comparison.
+
+Eager mode calls the ops in this order. The compiler only reorders, merges, fuses and overlaps them, so a compiled step
+can be compared with an eager one.
 """
 
 from oneemb.graph.ops.accumulate import Held, drop, hold, take

@@ -42,12 +42,9 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 _ONE_THREAD = Threads(1)
 _NO_LOOPS = HostLoops(_ONE_THREAD)
-_ORDER = itertools.count()
 
-
-def next_order() -> int:
-    """Grows from lookup to lookup."""
-    return next(_ORDER)
+next_order = itertools.count().__next__
+"""Gives numbers that grow from lookup to lookup."""
 
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
@@ -77,7 +74,7 @@ class Keys:
 
 
 def measure_unique_keys(args: object, keys: Any) -> tuple[int, int]:
-    """Of keys or merged keys."""
+    """Ids and bytes. Any: the keys are `Keys` or, from another file, `MergedKeys`."""
     ids, unique = len(keys.unique.inverse_N), len(keys.unique.id_U)
     return ids, ids * (8 + 8 + 8) + unique * (4 + 8 + 8)
 
@@ -223,6 +220,7 @@ class AnyKeys(Protocol[_StoreOfKeys, _Prefetched, _Lease]):
 
 
 def _measure_acquire(args: object, lease: Any) -> tuple[int, int]:
+    # Any: a `Lease` or, from another file, a `MergedLease`.
     unique = len(lease.slot_U)
     return unique, unique * (4 + 8 + 8)
 
@@ -258,7 +256,10 @@ def acquire(
 
 @Op(PREPARE, takes=("store", "keys"), measure=_measure_prefetch)
 def prefetch(store: _Store, keys: AnyKeys[_Store, _Prefetched, object]) -> _Prefetched:
-    """Read known rows of a coming lookup and pin them, as far as there is room, on any thread; insert nothing."""
+    """Read the known rows of a coming lookup and pin them, as far as there is room. Insert none.
+
+    Any thread may call it. What it gives is for the `acquire` of the same keys, or for `unprefetch`.
+    """
     return keys.prefetch(store)
 
 
@@ -413,7 +414,7 @@ def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str,
 def peek(
     store: EmbeddingStore, keys: Keys, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
 ) -> torch.Tensor:
-    """What `gather` gives without inserting: an unknown id reads as its initial value. It has no gradient.
+    """What `gather` gives, without a gradient and without inserting: an unknown id reads as its initial value.
 
     Raises:
         TypeError, ValueError: as `gather`; or the ids are not where the embedding is.
@@ -435,10 +436,12 @@ def read_ids(
     *,
     inserts: bool,
 ) -> torch.Tensor | None:
-    """What `peek` gives of ids that are in no bags or, if it `inserts` unknown ones, `gather`; without a gradient.
+    """The weights of ids that are in no bags, without a gradient; None where they cannot be read in this way.
 
-    Where rows lie still, ids need not be made unique to be found and pinned: each is read where it is. None where rows
-    do not, or are on a GPU.
+    Each row is read in its place, without unique keys and pins. That needs rows that lie still, on the host.
+
+    Args:
+        inserts: insert unknown ids, as `gather` does; off, they read as their initial values, as with `peek`.
 
     Raises:
         TypeError, ValueError, StoreFullError: as `unique_keys` and `acquire`.

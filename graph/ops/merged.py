@@ -1,4 +1,4 @@
-"""Lookups of several embeddings as one op: what takes the place of `unique_keys` and `gather` where stores are merged.
+"""Lookups of several embeddings as one op: `unique_keys` and `gather` for merged stores.
 
     keys  = unique_merged_keys([(first_table, ids, table_ids, num_tables, offsets), ...], key_type, padding_idx)
     check_merged_pooling(keys, [(p, per_sample_weights, pooling), ...])

@@ -72,9 +72,9 @@ def insert_updates(
         graph.erase_node(clip)
     with graph.inserting_before(output):
         for name, max_norm in (max_norms or {}).items():
-            mine = {store: grad for store, grad in grads.items() if trains is None or trains.get(store) == name}
-            clipped = graph.call_function(ops.clip_grad_norm, (names[name], list(mine.values()), max_norm))
-            grads |= _unpack(graph, graph.call_function(operator.getitem, (clipped, 0)), mine)
+            own = {store: grad for store, grad in grads.items() if trains is None or trains.get(store) == name}
+            clipped = graph.call_function(ops.clip_grad_norm, (names[name], list(own.values()), max_norm))
+            grads |= _unpack(graph, graph.call_function(operator.getitem, (clipped, 0)), own)
         arguments = [list(names.values()), list(grads.values())]
         go = graph.call_function(ops.check_finite, (*arguments, *([scaler] if scaler is not None else [])))
         # What runs code of the user's comes before rows are updated, or after all that belongs to the step.
@@ -106,18 +106,18 @@ def _clip(graph: fx.Graph, clip: fx.Node, grads: dict[str, fx.Node], merged: Map
     """The gradients of rows after a clip of `build`, which names rows by the weight that stands for them."""
     parameters, *rest = clip.args
     assert isinstance(parameters, list | tuple)
-    mine: dict[str, fx.Node] = {}
+    own: dict[str, fx.Node] = {}
     dense: list[fx.Node] = []
     for parameter in map(node_of, parameters):
         store = f"{str(parameter.target).removesuffix('weight')}store"
         store = store if store in grads else merged.get(store, store)
         if store in grads:
-            mine[store] = grads[store]
+            own[store] = grads[store]
         else:
             dense.append(parameter)
-    clipped = graph.call_function(_CLIPS[clip.target], (dense, list(mine.values()), *rest), dict(clip.kwargs))
+    clipped = graph.call_function(_CLIPS[clip.target], (dense, list(own.values()), *rest), dict(clip.kwargs))
     if clip.target is torch.nn.utils.clip_grad_value_:
-        return grads | _unpack(graph, clipped, mine)
+        return grads | _unpack(graph, clipped, own)
     if clip.users:
         clip.replace_all_uses_with(graph.call_function(operator.getitem, (clipped, 1)))
-    return grads | _unpack(graph, graph.call_function(operator.getitem, (clipped, 0)), mine)
+    return grads | _unpack(graph, graph.call_function(operator.getitem, (clipped, 0)), own)

@@ -12,7 +12,7 @@ __all__ = ["lower_embeddings"]
 
 
 def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool = True) -> fx.Graph:
-    """Say each lookup in the op vocabulary. `embeddings` maps the targets of calls to embedding modules.
+    """Write each lookup as ops. `embeddings` maps the targets of calls to embedding modules.
 
     Before:  rows = embedding(ids)
     After:   keys = unique_keys(ids, ...);  lease = acquire(store, keys);  rows = gather(lease, weight)
@@ -21,8 +21,8 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
 
     After:   keys = unique_keys(ids, ...);  rows = peek(store, keys)
 
-    Of bags the keys know the offsets, and `gather` and `peek` are told how to pool. What they could refuse is checked
-    before any row is inserted:
+    The keys of bags hold their offsets, and `gather` and `peek` are told how to pool. Arguments that these could refuse
+    are checked before any row is inserted:
 
     After:   keys = unique_keys(ids, ...);  check_pooling(keys, weights, "sum");  lease = acquire(store, keys) ...
     """
