@@ -78,7 +78,7 @@ def _in_turn(here: Here, replacements: Callable[[], Sequence[Replacement]], func
 
 
 def _end_turn() -> None:
-    if _ONE_AT_A_TIME._is_owned():  # type: ignore[attr-defined]
+    if _ONE_AT_A_TIME._is_owned():  # type: ignore[attr-defined]  # it has no public name
         _ONE_AT_A_TIME.release()
 
 

@@ -137,7 +137,8 @@ def _gradients(tracer: BuildTracer) -> list[Replacement]:
     ]
     for clip in (torch.nn.utils.clip_grad.clip_grad_norm_, torch.nn.utils.clip_grad.clip_grad_value_):
         # What torch has wrapped, so that it is replaced by whatever name it has been imported.
-        inside = next(cell for cell in clip.__closure__ if cell.cell_contents is clip.__wrapped__)  # type: ignore
+        wrapper: Any = clip  # which typeshed gives neither of the attributes
+        inside = next(cell for cell in wrapper.__closure__ if cell.cell_contents is wrapper.__wrapped__)
         made.append((inside, None, functools.partial(_clip, tracer.record, clip)))
     return made
 

@@ -199,7 +199,7 @@ def unique_merged_keys(lookups: Sequence[Lookup], key_type: torch.dtype, padding
         try:
             batches.append(_batch_of(*lookup, key_type))
         except (TypeError, ValueError) as error:
-            error.first_table = lookup[0]  # type: ignore[union-attr]
+            error.first_table = lookup[0]  # type: ignore[union-attr]  # says which line of `build` it is of
             raise
     end_P = list(itertools.accumulate(len(batch.id_N) for batch in batches))
     begin_P = [0, *end_P[:-1]]
@@ -268,7 +268,7 @@ def check_merged_pooling(keys: MergedKeys, pooled: Sequence[tuple[int, torch.Ten
         try:
             check_pooling(part.keys, per_sample_weights, pooling)
         except (TypeError, ValueError) as error:
-            error.first_table = part.first_table  # type: ignore[union-attr]
+            error.first_table = part.first_table  # type: ignore[union-attr]  # as above
             raise
 
 
