@@ -1,21 +1,21 @@
-"""Runs dense modules through torch.compile, or as CUDA graphs, and as they are where that fails.
+"""Runs dense modules through torch.compile or as CUDA graphs; where that fails, as they are.
 
-Invariant: what cannot be compiled or captured costs one warning, which says why, and no step.
+Invariant: a module that cannot be compiled or captured costs one warning, which says why, and no step.
 
-A captured module is replayed with its inputs copied to where they were when it was captured; its gradients come to lie
-where they lay before. So a module is captured only if a step calls it once and runs one backward pass: a second replay
-would overwrite what the first one gave. The rest of a step, whose shapes follow the number of unique keys, is not
-captured.
+A replay copies its inputs into the buffers of the capture, and writes its outputs and gradients where those of the
+capture are. So a module is captured only if a step calls it once and runs one backward pass: a second replay would
+overwrite what the first one gave. The rest of a step is not captured, since its shapes follow the number of unique
+keys.
 """
 
 import contextlib
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from oneemb.graph.streams import alone
+from oneemb.graph.streams import capture_gate
 
 __all__ = ["CAPTURES_MAX", "WARM_STEPS", "DenseCompiler"]
 
@@ -25,9 +25,12 @@ WARM_STEPS = 3
 CAPTURES_MAX = 4
 """Kinds of inputs that are captured for a module; each holds memory of its own."""
 
-# Seconds to wait for a thread that prepares batches to be between two of them: it may launch nothing during a capture.
+# Seconds to wait until no thread is preparing a batch: none may launch anything during a capture.
 _PATIENCE_S = 10.0
 _TRIES = 3
+
+Call = Callable[..., Any]
+"""A module, or what runs in its place. Any: a user's module gives whatever it likes."""
 
 
 class DenseCompiler:
@@ -41,11 +44,11 @@ class DenseCompiler:
     def __init__(self, compiles: bool = True, captures: bool = False) -> None:
         self._compiles = compiles
         self._captures = captures
-        self._compiled: dict[int, tuple[torch.nn.Module, Callable[..., Any]]] = {}
+        self._compiled: dict[int, tuple[torch.nn.Module, Call]] = {}
         self._captured: dict[int, _Captured] = {}
         self._warned: set[str] = set()
 
-    def of(self, module: torch.nn.Module, why_not_captured: str = "") -> Callable[..., Any]:
+    def of(self, module: torch.nn.Module, why_not_captured: str = "") -> Call:
         """What to call in the module's place.
 
         Args:
@@ -62,15 +65,15 @@ class DenseCompiler:
         captured = self._captured[id(module)]
         return lambda *args, **kwargs: captured.run(call, args, kwargs)
 
-    def _compiled_of(self, module: torch.nn.Module) -> Callable[..., Any]:
+    def _compiled_of(self, module: torch.nn.Module) -> Call:
         if id(module) not in self._compiled:
             self._compiled[id(module)] = module, self._first_call(module)
         return self._compiled[id(module)][1]
 
-    def _first_call(self, module: torch.nn.Module) -> Callable[..., Any]:
-        compiled: Callable[..., Any] = torch.compile(module, dynamic=True)
+    def _first_call(self, module: torch.nn.Module) -> Call:
+        compiled: Call = torch.compile(module, dynamic=True)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             try:
                 result = compiled(*args, **kwargs)
             except Exception as error:
@@ -102,11 +105,11 @@ class _Captured:
         self._module = module
         self._warn = warn
         self._calls: dict[Hashable, int] = {}
-        self._graphs: dict[Hashable, Callable[..., Any]] = {}
+        self._graphs: dict[Hashable, Call] = {}
         self._given_up = False
         self._tries = 0
 
-    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
         """What `call`, the module or what was compiled of it, gives."""
         if self._given_up or not (self._module.training and torch.is_grad_enabled()):
             return call(*args, **kwargs)
@@ -121,7 +124,7 @@ class _Captured:
         # The buffers of a graph are written again by its next replay; what a step gave is the caller's.
         return torch.utils._pytree.tree_map(_cloned, self._graphs[kind](*args))
 
-    def _why_not(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _why_not(self, args: Sequence[Any], kwargs: dict[str, object]) -> str:
         if kwargs or not all(isinstance(arg, torch.Tensor) for arg in args):
             return "takes other arguments than tensors, in order"
         if not all(map(on_gpu, [*args, *self._module.parameters()])):
@@ -132,9 +135,9 @@ class _Captured:
         """Equal where a captured graph may be replayed: shapes, and where parameters lie."""
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         inputs = tuple((arg.shape, arg.dtype, arg.device, arg.requires_grad) for arg in args)
-        return autocast, inputs, tuple((one.data_ptr(), one.requires_grad) for one in self._module.parameters())
+        return autocast, inputs, tuple((p.data_ptr(), p.requires_grad) for p in self._module.parameters())
 
-    def _capture(self, kind: Hashable, call: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> bool:
+    def _capture(self, kind: Hashable, call: Call, args: tuple[torch.Tensor, ...]) -> bool:
         if len(self._graphs) == CAPTURES_MAX:
             self._warn(
                 f"{type(self._module).__name__} is called with inputs of more than {CAPTURES_MAX} shapes; those beyond"
@@ -142,7 +145,7 @@ class _Captured:
             )
             return False
         samples = tuple(arg.detach().clone().requires_grad_(arg.requires_grad) for arg in args)
-        with alone.capturing(_PATIENCE_S) as may:
+        with capture_gate.capturing(_PATIENCE_S) as may:
             if not may:  # perhaps at a later call
                 self._tries += 1
                 if self._tries == _TRIES:
@@ -164,12 +167,12 @@ class _Captured:
 class _Call(torch.nn.Module):
     """A module called through something else; a graph of it leaves the module as it was."""
 
-    def __init__(self, module: torch.nn.Module, call: Callable[..., Any]):
+    def __init__(self, module: torch.nn.Module, call: Call):
         super().__init__()
         self.module = module
         self._call = (call,)  # in a tuple, since a module may be in `call` too and its parameters count once
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: object) -> object:
         return self._call[0](*args)
 
 
@@ -178,7 +181,7 @@ def on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _cloned(value: Any) -> Any:
+def _cloned(value: object) -> object:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -186,7 +189,7 @@ def _cloned(value: Any) -> Any:
 def _unchanged(module: torch.nn.Module) -> Iterator[None]:
     """Buffers and random numbers are afterwards as they were: capturing runs the module a few times."""
     before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    devices = sorted({one.device.index for one in module.parameters() if one.is_cuda})
+    devices = sorted({parameter.device.index for parameter in module.parameters() if parameter.is_cuda})
     try:
         with torch.random.fork_rng(devices):
             yield

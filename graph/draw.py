@@ -4,16 +4,17 @@ An op is a box, top to bottom in the order in which they run; a line runs from w
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import fx
 
 from oneemb.graph import ops
+from oneemb.graph.pipeline import AfterPass
 from oneemb.graph.spec import STAGES
 from oneemb.graph.text import node_label
 
 if TYPE_CHECKING:
-    from oneemb.graph.pipeline import AfterPass
+    from matplotlib.axes import Axes
 
 __all__ = ["draw_history"]
 
@@ -21,7 +22,7 @@ _LOOKUP, _UPDATE, _DENSE, _BUILD = "#cfe3f7", "#f9d9b4", "#eeeeee", "#d9ead3"
 _BOX_WIDTH, _BOX_HEIGHT, _LETTERS = 4.6, 0.62, 62
 
 
-def draw_history(history: Sequence["AfterPass"], path: str) -> None:
+def draw_history(history: Sequence[AfterPass], path: str) -> None:
     """Write a picture of graphs to a file; its ending says the format.
 
     Raises:
@@ -32,7 +33,7 @@ def draw_history(history: Sequence["AfterPass"], path: str) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('drawing needs matplotlib: pip install "oneemb[draw]"') from error
-    shown = [[node for node in one.graph.nodes if node.op != "get_attr"] for one in history]
+    shown = [[node for node in after.graph.nodes if node.op != "get_attr"] for after in history]
     height = max(len(nodes) for nodes in shown) + 2
     figure = Figure(figsize=(len(history) * (_BOX_WIDTH + 1.4) * 0.85, height * 0.42))
     FigureCanvasAgg(figure)
@@ -40,9 +41,9 @@ def draw_history(history: Sequence["AfterPass"], path: str) -> None:
     axes.set_xlim(-0.8, len(history) * (_BOX_WIDTH + 1.4) - 0.6)
     axes.set_ylim(-height, 1)
     axes.axis("off")
-    for column, (one, nodes) in enumerate(zip(history, shown, strict=True)):
+    for column, (after, nodes) in enumerate(zip(history, shown, strict=True)):
         left = column * (_BOX_WIDTH + 1.4)
-        axes.text(left, 0.1, f"{one.name}: {_ops(nodes)} ops", fontsize=9, fontweight="bold")
+        axes.text(left, 0.1, f"{after.name}: {_ops(nodes)} ops", fontsize=9, fontweight="bold")
         _draw_graph(axes, nodes, left)
     figure.savefig(path)
 
@@ -51,7 +52,7 @@ def _ops(nodes: Sequence[fx.Node]) -> int:
     return sum(node.op not in ("placeholder", "output") for node in nodes)
 
 
-def _draw_graph(axes: Any, nodes: Sequence[fx.Node], left: float) -> None:
+def _draw_graph(axes: "Axes", nodes: Sequence[fx.Node], left: float) -> None:
     from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
     row = {node: -1.0 - i for i, node in enumerate(nodes)}

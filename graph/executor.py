@@ -1,14 +1,14 @@
 """Runs a compiled graph, op by op.
 
-Why not the code that torch.fx generates: after an error this one leaves the contexts that the graph entered and
-releases the rows that it holds, says which line of `build` the error belongs to, and it counts and times each op.
+It takes the place of the code that torch.fx generates. After an error it leaves the contexts that the graph entered,
+releases the rows that it holds and says which line of `build` the error belongs to. It counts and times each op.
 
 Invariants: a run that raises leaves nothing pinned and no context entered; a value is dropped after its last use.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,18 @@ from torch import fx
 
 from oneemb.graph import ops
 from oneemb.graph.ops import OPS
+from oneemb.graph.ops.op import Measure
+from oneemb.graph.passes import output_of
 from oneemb.graph.recorder import OpStats, Profile
-from oneemb.storage.merged_store import MergedPrefetched
-from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed
 
-__all__ = ["Executor"]
+__all__ = ["Executor", "Find"]
 
 _Env = list[Any]
+"""The values of a run, each at its node's place. Any: ops take and give values of every kind."""
+
+Find = Callable[[str], Any]
+"""Gives the object that a node names, of whatever class."""
 
 
 @dataclass
@@ -33,10 +37,11 @@ class _Step:
     call: Callable[[_Env], Any]
     place: int
     dropped: tuple[int, ...]
-    measured: tuple[Callable[[Any, Any], tuple[int, int]], Callable[[_Env], Any]] | None
+    measured: tuple[Measure, Callable[[_Env], Any]] | None
+    """How to measure the op, and how to make the arguments for that."""
     stats: OpStats
-    in_context: Callable[[list[Any], Any], Any] | None
-    """What a context that is entered or left does to the list of those that are entered."""
+    context: str | None
+    """"enter" or "exit" """
     commits: bool
     """Whether the op changes what has to be changed as a whole."""
 
@@ -50,7 +55,7 @@ class Executor:
         half: "prepare" or "compute": the row of profiles in which its ops are shown.
     """
 
-    def __init__(self, graph: fx.Graph, find: Callable[[str], Any], half: str = "compute"):
+    def __init__(self, graph: fx.Graph, find: Find, half: str = "compute"):
         self.graph = graph
         self.half = half
         places: dict[fx.Node, int] = {node: i for i, node in enumerate(graph.nodes)}
@@ -70,11 +75,10 @@ class Executor:
             if op is not None and op.measure is not None:
                 measured = op.measure, _value_of(node.args, places)
             call = _call_of(node, places, find)
-            in_context = _CONTEXT[op.context] if op is not None else None
+            context = op.context if op is not None else None
             commits = op is not None and op.commits
-            self._steps.append(_Step(node, call, places[node], dropped, measured, OpStats(), in_context, commits))
-        output = next(node for node in reversed(graph.nodes) if node.op == "output")
-        self._result = _value_of(output.args[0], places)
+            self._steps.append(_Step(node, call, places[node], dropped, measured, OpStats(), context, commits))
+        self._result = _value_of(output_of(graph).args[0], places)
         self._size = len(places)
         prefetched = [i for i, step in enumerate(self._steps) if "prefetched" in step.node.kwargs]
         self._acquired = prefetched[-1] if prefetched else -1
@@ -102,43 +106,46 @@ class Executor:
         env: _Env = [None] * self._size
         for place, value in zip(self._inputs, values, strict=True):
             env[place] = value
-        left = _Left(env, torch.is_grad_enabled())
+        begun = _Begun(env, torch.is_grad_enabled())
         try:
             try:
-                return self._run(env, left, on_acquired, profile, committing)
+                return self._run(env, begun, on_acquired, profile, committing)
             except BaseException as error:
-                left.clean_up(error)
-                if left.step is not None:
-                    _add_line(error, left.step.node)
+                begun.clean_up(error)
+                if begun.step is not None:
+                    _add_line(error, begun.step.node)
                 raise
         except BaseException as error:
-            left.clean_up(error)  # An interrupt may have come before the first time.
+            begun.clean_up(error)  # An interrupt may have come before the first time.
             raise
 
     def _run(
-        self, env: _Env, left: "_Left", on_acquired: Callable[[], None] | None, profile: Profile | None,
+        self, env: _Env, begun: "_Begun", on_acquired: Callable[[], None] | None, profile: Profile | None,
         committing: ExitStack | None,
     ) -> Any:  # fmt: skip
         if on_acquired is not None and self._acquired < 0:
             on_acquired()
         for i, step in enumerate(self._steps):
-            left.step = step
+            begun.step = step
             if i == self._commits and committing is not None:
                 committing.enter_context(undisturbed)
-                left.committing = True
+                begun.committing = True
             node, stats = step.node, step.stats
             begin = time.perf_counter_ns()
-            if step.in_context is None:
+            if step.context is None:
                 result = step.call(env)
             else:
                 with undisturbed:
                     result = step.call(env)
-                    step.in_context(left.contexts, result)
+                    if step.context == "enter":
+                        begun.contexts.append(result)
+                    else:
+                        begun.contexts.pop()
             end = time.perf_counter_ns()
             stats.calls += 1
             stats.ns += end - begin
             if isinstance(result, ops.Lease | ops.MergedLease):
-                left.leases.append(result)
+                begun.leases.append(result)
             if step.measured is not None:
                 measure, args = step.measured
                 rows, size = measure(args(env), result)
@@ -152,17 +159,17 @@ class Executor:
             if i == self._acquired and on_acquired is not None:
                 on_acquired()
         result = self._result(env)
-        torch.set_grad_enabled(left.grad_enabled)
+        torch.set_grad_enabled(begun.grad_enabled)
         return result
 
 
-class _Left:
-    """What a run has begun, and what a run that fails has to put in order."""
+class _Begun:
+    """What a run has entered and acquired so far, to be undone if it fails."""
 
     def __init__(self, env: _Env, grad_enabled: bool):
         self.env, self.grad_enabled = env, grad_enabled
-        self.contexts: list[Any] = []
-        self.leases: list[Any] = []
+        self.contexts: list[AbstractContextManager[object]] = []
+        self.leases: list[ops.Lease | ops.MergedLease] = []
         self.step: _Step | None = None
         self.committing = False
 
@@ -170,25 +177,13 @@ class _Left:
         with undisturbed:
             if self.committing and not isinstance(error, Exception):  # It was not held back, so it may be anywhere.
                 for lease in self.leases:
-                    for one in getattr(lease.store, "stores", (lease.store,)):
-                        one.turns.note(error)
+                    for store in lease.store.members:
+                        store.turns.note(error)
             while self.contexts:
                 self.contexts.pop().__exit__(None, None, None)
             torch.set_grad_enabled(self.grad_enabled)
-            for value in self.env:
-                if isinstance(value, Prefetched | MergedPrefetched):
-                    store: Any = value.store
-                    store.unprefetch(value)
+            ops.unprefetch(self.env)
             ops.release(self.leases)
-
-
-def _leave(contexts: list[Any], _: Any) -> None:
-    contexts.pop()
-
-
-_CONTEXT: dict[str | None, Callable[[list[Any], Any], Any] | None] = {
-    None: None, "enter": list.append, "exit": _leave,
-}  # fmt: skip
 
 
 def _add_line(error: BaseException, node: fx.Node) -> None:
@@ -199,12 +194,13 @@ def _add_line(error: BaseException, node: fx.Node) -> None:
         ops.add_note(error, f"in build{line}")
 
 
-def _call_of(node: fx.Node, places: dict[fx.Node, int], find: Callable[[str], Any]) -> Callable[[_Env], Any]:
-    target: Any = node.target
+def _call_of(node: fx.Node, places: dict[fx.Node, int], find: Find) -> Callable[[_Env], Any]:
+    target = node.target
     if node.op == "get_attr":
-        return lambda env: find(target)
-    constants: list[Any] = []
-    args = [_expression(one, places, constants) for one in node.args]
+        name = str(target)
+        return lambda env: find(name)
+    constants: list[object] = []
+    args = [_expression(argument, places, constants) for argument in node.args]
     args += [f"**{_expression(node.kwargs, places, constants)}"] if node.kwargs else []
     if node.op == "call_module":
         return _compiled(f"find(target)({', '.join(args)})", constants, find=find, target=target)
@@ -213,34 +209,34 @@ def _call_of(node: fx.Node, places: dict[fx.Node, int], find: Callable[[str], An
     return _compiled(f"target({', '.join(args)})", constants, target=target)
 
 
-def _value_of(argument: Any, places: dict[fx.Node, int]) -> Callable[[_Env], Any]:
+def _value_of(argument: object, places: dict[fx.Node, int]) -> Callable[[_Env], Any]:
     """How to make an argument of a node, nested as it may be, from the values there are."""
-    constants: list[Any] = []
+    constants: list[object] = []
     return _compiled(_expression(argument, places, constants), constants)
 
 
-def _compiled(expression: str, constants: list[Any], **names: Any) -> Callable[[_Env], Any]:
+def _compiled(expression: str, constants: list[object], **names: object) -> Callable[[_Env], Any]:
     # As code, since a graph of many small ops would spend as long on their arguments as on the ops.
     return eval(f"lambda env: {expression}", {"constant": constants, **names})
 
 
-def _expression(argument: Any, places: dict[fx.Node, int], constants: list[Any]) -> str:
+def _expression(argument: object, places: dict[fx.Node, int], constants: list[object]) -> str:
     """An argument as Python: `env` holds the values there are, `constant` what is the same in every run."""
 
-    def said(value: Any) -> str:
+    def text(value: object) -> str:
         return _expression(value, places, constants)
 
     if isinstance(argument, fx.Node):
         return f"env[{places[argument]}]"
     if isinstance(argument, dict):
-        return "{" + ", ".join(f"{said(key)}: {said(value)}" for key, value in argument.items()) + "}"
+        return "{" + ", ".join(f"{text(key)}: {text(value)}" for key, value in argument.items()) + "}"
     if isinstance(argument, tuple | list):
-        inside = "".join(f"{said(one)}, " for one in argument)
+        inside = "".join(f"{text(element)}, " for element in argument)
         if hasattr(argument, "_fields"):
-            return f"{said(type(argument))}({inside})"
+            return f"{text(type(argument))}({inside})"
         return f"({inside})" if isinstance(argument, tuple) else f"[{inside}]"
     if isinstance(argument, slice):
-        return f"slice({said(argument.start)}, {said(argument.stop)}, {said(argument.step)})"
+        return f"slice({text(argument.start)}, {text(argument.stop)}, {text(argument.step)})"
     if argument is None or type(argument) in (bool, int):
         return f"({argument!r})"
     constants.append(argument)

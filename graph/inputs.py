@@ -5,8 +5,8 @@
     structure  batch = {"ids": value, "label": value}, scale = None
 
 Values may differ from call to call, and `build` may not branch on them: tensors, numbers, strings inside a tuple, list
-or dict, and whatever else is not below. A list or tuple of nothing but strings, which is what collating gives, is one
-value.
+or dict, and everything that is no structure. A list or tuple of nothing but strings, as a collate function gives it, is
+one value.
 
 Structure is what `build` may branch on; it is compiled anew when it changes:
 - tuples, lists and dicts, their lengths and keys;
@@ -20,14 +20,18 @@ A variable batch size changes no structure.
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 __all__ = ["Signature", "Structure"]
 
+T = TypeVar("T")
+
+# Any: arguments of `build`, and the values in them, may be of any type.
+
 _Kind = inspect.Parameter
-# How deep strings are structure: an argument that is one, those of *args and **kwargs, and all of a default.
+# Levels of nesting at which strings are structure: of an argument that is one, of *args and **kwargs, of a default.
 _ITSELF, _MEMBERS, _ALL = 1, 2, 1 << 30
 
 _CONSTANTS = (type(None), bool, torch.dtype, torch.device)
@@ -39,12 +43,13 @@ class Structure:
 
     Args:
         kind: "value", "constant", "sequence" or "dict".
-        what: a value's name, the constant, the class of a sequence, or the class and keys of a dict.
+        what: a value's name, the class of a constant and the constant, the class of a sequence, or the class and keys
+            of a dict.
         parts: what is nested in it.
     """
 
     kind: str
-    what: Any
+    what: Any  # by kind
     parts: tuple["Structure", ...] = ()
 
     def difference(self, other: "Structure", name: str = "") -> str:
@@ -57,14 +62,14 @@ class Structure:
         if (self.kind, self.what) != (other.kind, other.what) or len(self.parts) != len(other.parts):
             if self.kind == other.kind == "sequence" and self.what is other.what:
                 return f"{name}: a {self.what.__name__} of {len(self.parts)}, then of {len(other.parts)}"
-            return f"{name}: {self._said()}, then {other._said()}"
+            return f"{name}: {self._in_words()}, then {other._in_words()}"
         keys = self.what[1] if self.kind == "dict" else range(len(self.parts))
-        for key, one, two in zip(keys, self.parts, other.parts, strict=True):
-            if said := one.difference(two, f"{name}[{key!r}]" if name else str(key)):
-                return said
+        for key, part, other_part in zip(keys, self.parts, other.parts, strict=True):
+            if difference := part.difference(other_part, f"{name}[{key!r}]" if name else str(key)):
+                return difference
         return ""
 
-    def _said(self) -> str:
+    def _in_words(self) -> str:
         if self.kind == "constant":
             return repr(self.what[1])
         if self.kind == "dict":
@@ -78,7 +83,7 @@ class Structure:
         for part in self.parts:
             yield from part.names()
 
-    def fill(self, values: Iterator[Any]) -> Any:
+    def fill(self, values: Iterator[T]) -> Any:
         """The nested arguments, with these values in them."""
         if self.kind == "value":
             return next(values)
@@ -93,23 +98,23 @@ class Structure:
 class Signature:
     """How `build` takes its arguments."""
 
-    def __init__(self, build: Callable[..., Any]):
+    def __init__(self, build: Callable[..., object]):
         self._signature = inspect.signature(build)
 
-    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Structure]:
+    def flatten(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[list[Any], Structure]:
         """(values, structure) of a call.
 
         Raises:
             TypeError: these are not arguments of `build`.
         """
         bound = self._signature.bind(*args, **kwargs)
-        given = set(bound.arguments)
+        passed = set(bound.arguments)
         bound.apply_defaults()
-        return self._flatten(bound.arguments, given)
+        return self._flatten(bound.arguments, passed)
 
     def default_structure(self) -> Structure:
         """The structure of a call that gives a value to every parameter that must be given, and no other."""
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, object] = {}
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is parameter.VAR_POSITIONAL:
                 arguments[name] = ()
@@ -119,22 +124,22 @@ class Signature:
                 arguments[name] = object() if parameter.default is parameter.empty else parameter.default
         return self._flatten(arguments, set())[1]
 
-    def _flatten(self, arguments: Mapping[str, Any], given: Collection[str]) -> tuple[list[Any], Structure]:
+    def _flatten(self, arguments: Mapping[str, object], passed: Collection[str]) -> tuple[list[Any], Structure]:
         values: list[Any] = []
         parts = []
         for name, argument in arguments.items():
             # *args and **kwargs hold arguments of their own.
             several = self._signature.parameters[name].kind in (_Kind.VAR_POSITIONAL, _Kind.VAR_KEYWORD)
-            words = _ALL if name not in given else _MEMBERS if several else _ITSELF
-            parts.append(_flatten(argument, name, values, words))
+            depth = _ALL if name not in passed else _MEMBERS if several else _ITSELF
+            parts.append(_flatten(argument, name, values, depth))
         return values, Structure("dict", (dict, tuple(arguments)), tuple(parts))
 
-    def call(self, structure: Structure, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def call(self, structure: Structure, values: Sequence[object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) to call `build` with."""
         bound = inspect.BoundArguments(self._signature, structure.fill(iter(values)))
         return bound.args, bound.kwargs
 
-    def spread(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def spread(self, batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) for a batch of a loader: a tuple or list is `build`'s arguments, a dict its arguments by
         name, where `build` can be called so; anything else is its one argument."""
         if isinstance(batch, tuple | list) and self._binds(*batch):
@@ -143,7 +148,7 @@ class Signature:
             return (), dict(batch)
         return (batch,), {}
 
-    def _binds(self, *args: Any, **kwargs: Any) -> bool:
+    def _binds(self, *args: object, **kwargs: object) -> bool:
         try:
             self._signature.bind(*args, **kwargs)
         except TypeError:
@@ -151,30 +156,32 @@ class Signature:
         return True
 
 
-def _flatten(argument: Any, name: str, values: list[Any], words: int) -> Structure:
+def _flatten(argument: Any, name: str, values: list[Any], depth: int) -> Structure:
     """The structure of an argument, whose values go into `values`.
 
     Args:
-        words: how many levels of nesting, from this one, hold strings that are structure.
+        depth: how many levels of nesting, from this one, hold strings that are structure.
     """
-    if isinstance(argument, _CONSTANTS) or words > 0 and isinstance(argument, str):
+    if isinstance(argument, _CONSTANTS) or depth > 0 and isinstance(argument, str):
         # With its class: True and 1 are equal, and are not the same to build.
         return Structure("constant", (type(argument), argument))
-    inside = words - 1
+    inside = depth - 1
     if type(argument) in (tuple, list) or isinstance(argument, tuple) and hasattr(argument, "_fields"):
         if (
             inside <= 0
             and argument
             and type(argument) in (tuple, list)
-            and all(isinstance(one, str) for one in argument)
+            and all(isinstance(element, str) for element in argument)
         ):
             values.append(argument)
             return Structure("value", name)
         names = getattr(argument, "_fields", range(len(argument)))
-        parts = tuple(_flatten(one, f"{name}_{i}", values, inside) for i, one in zip(names, argument, strict=True))
+        parts = tuple(
+            _flatten(element, f"{name}_{i}", values, inside) for i, element in zip(names, argument, strict=True)
+        )
         return Structure("sequence", type(argument), parts)
     if isinstance(argument, dict) and all(isinstance(key, str | int) for key in argument):
-        parts = tuple(_flatten(one, f"{name}_{key}", values, inside) for key, one in argument.items())
+        parts = tuple(_flatten(element, f"{name}_{key}", values, inside) for key, element in argument.items())
         return Structure("dict", (dict, tuple(argument)), parts)
     values.append(argument)
     return Structure("value", name)

@@ -1,11 +1,11 @@
-"""Functions of `math` that are given traced values: where modules name them, something stands that records the call.
+"""Functions of `math` that are given traced values: what replaces them where modules name them, to record the call.
 
 Python's functions of `math` want numbers and know nothing of torch.fx. So while a graph is traced, every module that
-names `math`, or a function of it, has something else under that name. `math` itself stays as it is.
+names `math`, or a function of it, has a replacement under that name. `math` itself stays as it is.
 
-Invariant: what stands there cannot be told from the original but on the thread that traces, and there by calls with a
-traced value alone. It equals the original and has its hash: numba, which knows functions by what they are, compiles
-what it compiles without it, whichever thread asks; tables of functions find what they hold.
+Invariant: a replacement behaves as the original does, except on the thread that traces, and there only in calls with a
+traced value. It equals the original and has its hash. So numba, which knows functions by what they are, compiles the
+same code, whichever thread asks; and tables of functions find what they hold.
 """
 
 import math
@@ -13,16 +13,15 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import fx
 
-from oneemb.graph.patches import Here
+from oneemb.graph.patches import Here, Replacement
 
 __all__ = ["in_place_of_math"]
 
-_FUNCTIONS = {id(one): one for name, one in vars(math).items() if callable(one) and not name.startswith("_")}
+_FUNCTIONS = {id(named): named for name, named in vars(math).items() if callable(named) and not name.startswith("_")}
 # Packages whose functions get no traced values but through torch's own way of recording them.
 _NOT_SEARCHED = sys.stdlib_module_names - {"test"} | {"torch", "numpy", "numba", "llvmlite", "sympy", "oneemb"}
 
@@ -30,11 +29,11 @@ _NOT_SEARCHED = sys.stdlib_module_names - {"test"} | {"torch", "numpy", "numba",
 class _Function:
     """A function of math that is recorded where it is given a traced value."""
 
-    def __init__(self, function: Callable[..., Any], here: Here, record: Callable[..., Any]):
+    def __init__(self, function: Callable[..., object], here: Here, record: Callable[..., fx.Proxy]):
         self.__wrapped__, self.here, self._record = function, here, record
         self.__name__, self.__doc__, self.__module__ = function.__name__, function.__doc__, "math"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if self.here and any(isinstance(leaf, fx.Proxy) for leaf in torch.utils._pytree.tree_leaves((args, kwargs))):
             return self._record(self.__wrapped__, *args, **kwargs)
         return self.__wrapped__(*args, **kwargs)
@@ -45,7 +44,7 @@ class _Function:
     def __hash__(self) -> int:
         return hash(self.__wrapped__)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, str]]:
         return getattr, (math, self.__name__)
 
 
@@ -55,8 +54,8 @@ class _Math(types.ModuleType):
     def __init__(self, here: Here, functions: dict[int, _Function]):
         super().__init__("math", math.__doc__)
         self.here = here
-        for name, one in vars(math).items():
-            setattr(self, name, functions.get(id(one), one))
+        for name, value in vars(math).items():
+            setattr(self, name, functions.get(id(value), value))
 
     def __eq__(self, other: object) -> bool:
         return self is other or other is math
@@ -66,30 +65,33 @@ class _Math(types.ModuleType):
 
 
 def in_place_of_math(
-    traced: Iterable[Callable[..., Any]], here: Here, record: Callable[..., Any]
-) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    traced: Iterable[Callable[..., object]], here: Here, record: Callable[..., fx.Proxy]
+) -> Iterator[Replacement]:
     """(globals, name, what takes its place) for each name of math, or of a function of it.
 
     Args:
         traced: the methods that are traced through.
         record: record(function, *args, **kwargs) records a call.
     """
-    functions = {number: _Function(one, here, record) for number, one in _FUNCTIONS.items()}
+    functions = {number: _Function(function, here, record) for number, function in _FUNCTIONS.items()}
     like_math = _Math(here, functions)
     for scope in _scopes(traced):
-        for name, one in list(scope.items()):
-            if one is math:
+        for name, value in list(scope.items()):
+            if value is math:
                 yield scope, name, like_math
-            elif id(one) in functions:
-                yield scope, name, functions[id(one)]
+            elif id(value) in functions:
+                yield scope, name, functions[id(value)]
 
 
-def _scopes(traced: Iterable[Callable[..., Any]]) -> Iterable[dict[str, Any]]:
-    """The globals of all functions that may be traced through, each once: those of modules, and of what the traced
-    methods name in case it was made by `exec` and the like and is in no module."""
-    found: dict[int, dict[str, Any]] = {}
+def _scopes(traced: Iterable[Callable[..., object]]) -> Iterable[dict[str, object]]:
+    """The globals of all functions that may be traced through, each once.
 
-    def add(scope: dict[str, Any]) -> None:
+    They are those of modules, and those of what the traced methods name: it may have been made by `exec` or the like,
+    and be in no module.
+    """
+    found: dict[int, dict[str, object]] = {}
+
+    def add(scope: dict[str, object]) -> None:
         name = scope.get("__name__")
         if not isinstance(name, str) or name.partition(".")[0] not in _NOT_SEARCHED:
             found[id(scope)] = scope
@@ -108,7 +110,7 @@ def _scopes(traced: Iterable[Callable[..., Any]]) -> Iterable[dict[str, Any]]:
     return found.values()
 
 
-def _named_by(method: Callable[..., Any]) -> Iterator[Any]:
+def _named_by(method: Callable[..., object]) -> Iterator[object]:
     """What the names in a function stand for, as far as they do by now."""
     function = getattr(method, "__func__", method)
     if not isinstance(function, types.FunctionType):

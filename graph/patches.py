@@ -1,10 +1,11 @@
-"""Puts replacements in the place of functions of others while one call runs, and takes them out again.
+"""Replaces functions of other packages while one call runs, and restores them.
 
 Invariants:
 - one thread at a time has replacements in place; a second one waits;
-- calls of other threads run the originals meanwhile, and so do those of whoever has kept a replacement for later;
+- meanwhile other threads that call a replacement run the original; a replacement that somebody has kept runs the
+  original once the call is over;
 - when `call_replaced` has returned, or raised at whatever line, every original is back;
-- a child of fork has the originals, but on the thread that is tracing itself.
+- a child of fork has the originals, unless the thread that forked is the one that has replacements in place.
 """
 
 import builtins
@@ -12,23 +13,23 @@ import os
 import threading
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from oneemb.storage.turns import undisturbed
 
-__all__ = ["Here", "call_replaced"]
+__all__ = ["Here", "Replacement", "call_replaced"]
+
+T = TypeVar("T")
 
 _ONE_AT_A_TIME = threading.RLock()
 _ABSENT = object()
 # How long a fork waits for what another thread traces, in seconds.
 _FORK_PATIENCE = 60.0
 
-Place = tuple[Any, Any]
-"""An object and its attribute, a dict and its key, or a cell and None."""
-Replacements = Sequence[tuple[Any, Any, Any]]
-"""A place, and what stands there."""
+Replacement = tuple[object, str | None, object]
+"""A place, which is an object and its attribute, a dict and its key, or a cell and None; and what stands there."""
 
 
 class Here:
@@ -45,16 +46,15 @@ class Here:
         self._thread = None
 
 
-def call_replaced(here: Here, replacements: Callable[[], Replacements], function: Callable[[], Any]) -> Any:
+def call_replaced(here: Here, replacements: Callable[[], Sequence[Replacement]], function: Callable[[], T]) -> T:
     """What `function` gives, with replacements in place.
 
     Args:
         here: which thread they are for, and how long.
-        replacements: gives (object, dict or cell; attribute, key or None; what takes its place). Functions are
-            replaced for `here` alone; other values are replaced for all threads. It is called while no other thread
-            has replacements in place, so what it finds are originals.
+        replacements: gives places and what is to stand there. Functions are replaced for `here` alone, other values
+            for all threads. It is called while no other thread has replacements in place, so it finds originals.
     """
-    # What ends each of the nested calls is ended by the one around it again, and cannot hurt twice: an interrupt may
+    # Each of the nested calls ends what the one inside it has to end once more, which does no harm: an interrupt may
     # have come while the inner one did it.
     try:
         return _in_turn(here, replacements, function)
@@ -62,11 +62,11 @@ def call_replaced(here: Here, replacements: Callable[[], Replacements], function
         _end_turn()
 
 
-def _in_turn(here: Here, replacements: Callable[[], Replacements], function: Callable[[], Any]) -> Any:
+def _in_turn(here: Here, replacements: Callable[[], Sequence[Replacement]], function: Callable[[], T]) -> T:
     try:
         _ONE_AT_A_TIME.acquire()
         made = replacements()
-        before = [(owner, name, _read((owner, name))) for owner, name, _ in made]
+        before: list[Replacement] = [(owner, name, _read(owner, name)) for owner, name, _ in made]
         modes = torch._C._len_torch_function_stack()
         _state.here, _state.before = here, before
         try:
@@ -78,60 +78,65 @@ def _in_turn(here: Here, replacements: Callable[[], Replacements], function: Cal
 
 
 def _end_turn() -> None:
-    if _ONE_AT_A_TIME._is_owned():  # type: ignore[attr-defined]
+    if _ONE_AT_A_TIME._is_owned():  # type: ignore[attr-defined]  # it has no public name
         _ONE_AT_A_TIME.release()
 
 
-def _call(here: Here, made: Replacements, before: Replacements, modes: int, function: Callable[[], Any]) -> Any:
+def _call(
+    here: Here, made: Sequence[Replacement], before: Sequence[Replacement], modes: int, function: Callable[[], T]
+) -> T:
     try:
         for owner, name, replacement in made:
-            # What tells threads apart by itself says so by its `here`.
+            # A replacement that has `here` as an attribute tells threads apart by itself.
             if callable(replacement) and getattr(replacement, "here", None) is not here:
-                replacement = _here_only(here, replacement, _found((owner, name)))
-            _write((owner, name), replacement)
+                replacement = _here_only(here, replacement, _found(owner, name))
+            _write(owner, name, replacement)
         return function()
     finally:
         _put_back(here, before, modes)
 
 
-def _put_back(here: Here, before: Replacements, modes: int) -> None:
+def _put_back(here: Here, before: Sequence[Replacement], modes: int) -> None:
     here.end()
     for owner, name, original in reversed(before):
-        _write((owner, name), original)
+        _write(owner, name, original)
     _state.before = []
     while torch._C._len_torch_function_stack() > modes:
         torch._C._pop_torch_function_stack()
 
 
-def _here_only(here: Here, replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
+def _here_only(
+    here: Here, replacement: Callable[..., object], original: Callable[..., object]
+) -> Callable[..., object]:
+    def run(*args: object, **kwargs: object) -> object:
         return (replacement if here else original)(*args, **kwargs)
 
     return run
 
 
-def _read(place: Place) -> Any:
+def _read(owner: object, name: str | None) -> object:
     """What stands at a place itself, not what it inherits."""
-    owner, name = place
     if isinstance(owner, types.CellType):
         return owner.cell_contents
+    assert name is not None
     return (owner if isinstance(owner, dict) else vars(owner)).get(name, _ABSENT)
 
 
-def _found(place: Place) -> Any:
-    """What a place gives: what stands there, or is inherited or built in."""
-    owner, name = place
-    own = _read(place)
-    if own is _ABSENT or not isinstance(owner, dict | types.CellType):
-        return getattr(builtins if isinstance(owner, dict) else owner, name)
-    return own
+def _found(owner: object, name: str | None) -> Callable[..., object]:
+    """The function that is found at a place: what stands there, or is inherited or built in."""
+    found = _read(owner, name)
+    if name is not None and (found is _ABSENT or not isinstance(owner, dict)):
+        found = getattr(builtins if isinstance(owner, dict) else owner, name)
+    assert callable(found)
+    return found
 
 
-def _write(place: Place, value: Any) -> None:
-    owner, name = place
+def _write(owner: object, name: str | None, value: object) -> None:
     if isinstance(owner, types.CellType):
         owner.cell_contents = value
-    elif isinstance(owner, dict):
+        return
+    assert name is not None
+    if isinstance(owner, dict):
         if value is not _ABSENT:
             owner[name] = value
         elif name in owner:
@@ -143,24 +148,26 @@ def _write(place: Place, value: Any) -> None:
 
 
 class _State:
-    """Whose replacements are in place, and the threads that hold the turn because they fork."""
+    """Whose replacements are in place, and what stood there before."""
 
     def __init__(self) -> None:
         self.here = Here()
-        self.before: Replacements = []
-        self.forking: set[int] = set()
+        self.before: Sequence[Replacement] = []
+        self.forking: int | None = None
+        """The thread that holds the lock because it forks."""
 
 
 _state = _State()
 
 
-# Registered after the hooks of `turns`, so asked before them: who traces may have to begin a block to come to its end.
+# These hooks are registered after those of `turns`, so they run before them: a thread that traces may have to begin a
+# block, which the hooks of `turns` would not let it, before it gives the lock back.
 
 
 def _before_fork() -> None:
     undisturbed.hold_signals()
     if _ONE_AT_A_TIME.acquire(timeout=_FORK_PATIENCE):
-        _state.forking.add(threading.get_ident())
+        _state.forking = threading.get_ident()
 
 
 def _in_parent() -> None:
@@ -169,24 +176,23 @@ def _in_parent() -> None:
 
 
 def _let_go() -> bool:
-    """Whether this thread held the turn because it forks."""
-    held = threading.get_ident() in _state.forking
+    """Give the lock back, if this thread holds it because it forks. Returns whether it did."""
+    held = _state.forking == threading.get_ident()
     if held:
-        _state.forking.discard(threading.get_ident())
+        _state.forking = None
         _ONE_AT_A_TIME.release()
     return held
 
 
 def _in_child() -> None:
     global _ONE_AT_A_TIME
-    held = _let_go()
-    _state.forking.clear()
-    if held:
+    if _let_go():
         return
-    _ONE_AT_A_TIME = threading.RLock()  # The other is of a thread that is not there.
+    _state.forking = None
+    _ONE_AT_A_TIME = threading.RLock()  # The lock there was is held by a thread that the child does not have.
     _state.here.end()
     for owner, name, original in reversed(_state.before):
-        _write((owner, name), original)
+        _write(owner, name, original)
     _state.before = []
 
 

@@ -12,16 +12,20 @@ Invariant: whatever passes run, in one piece or in two, the numbers are those of
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
+from oneemb.graph.build_error import BuildError
 from oneemb.graph.dense import DenseCompiler
-from oneemb.graph.executor import Executor
+from oneemb.graph.executor import Executor, Find
 from oneemb.graph.inputs import Structure
+from oneemb.graph.modules import Embeddings, embeddings_in
+from oneemb.graph.ops.accumulate import Held
+from oneemb.graph.ops.update import Scheduler, StepOptimizer
 from oneemb.graph.passes.drop_training import drop_training
 from oneemb.graph.passes.fuse_lookup import fuse_lookup
 from oneemb.graph.passes.hold_lookups import hold_lookups
@@ -35,7 +39,7 @@ from oneemb.graph.passes.share_unique import share_unique
 from oneemb.graph.passes.split_prepare import split_prepare
 from oneemb.graph.spec import check_stage, is_backward
 from oneemb.graph.text import graph_text
-from oneemb.graph.tracer import BuildError, embeddings_in, trace
+from oneemb.graph.tracer import trace
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 
@@ -51,7 +55,7 @@ class Recipe:
     """What a compilation depends on beside `build` itself.
 
     Args:
-        optimizers: (StepOptimizer, lr_scheduler or None) in the order in which they step.
+        optimizers: each with its scheduler of the learning rate, or None, in the order in which they step.
         max_norms: for each optimizer, what the norm of its gradients is clipped to; None = it does not clip.
         scaler: a torch.amp.GradScaler that scales every loss; None = `build` does, or nothing does.
         trains: whether there is an update; otherwise nothing is inserted and no gradient is made.
@@ -62,11 +66,11 @@ class Recipe:
         ranks: ranks that share the rows, each with its own store; embeddings are then not merged.
     """
 
-    optimizers: Sequence[tuple[Any, Any]] = ()
+    optimizers: Sequence[tuple[StepOptimizer, Scheduler | None]] = ()
     max_norms: Sequence[float | None] = ()
-    scaler: Any = None
+    scaler: torch.amp.GradScaler | None = None
     trains: bool = True
-    held: Any = None
+    held: Held | None = None
     dense: DenseCompiler | None = None
     updates: bool = True
     merged: dict[tuple[EmbeddingStore, ...], MergedStore] = field(default_factory=dict)
@@ -94,7 +98,7 @@ class Plan:
     """The graph as traced and after each pass."""
     buffers: list[str] = field(default_factory=list)
     """Tensors of the module that the first half reads."""
-    find: Callable[[str], Any] | None = None
+    find: Find | None = None
     """The object that a name of the graph stands for."""
     prepared: str = ""
     """What the first half makes, as text. Plans with equal first halves share what they have prepared."""
@@ -111,7 +115,7 @@ class Plan:
 
     def executors(self) -> list[Executor]:
         """Those there are."""
-        return [one for one in (self.whole, self.prepare, self.compute) if one is not None]
+        return [executor for executor in (self.whole, self.prepare, self.compute) if executor is not None]
 
 
 def compile_plan(root: torch.nn.Module, recipe: Recipe, structure: Structure | None = None) -> Plan:
@@ -121,10 +125,11 @@ def compile_plan(root: torch.nn.Module, recipe: Recipe, structure: Structure | N
         BuildError: `build` cannot be traced, never calls backward, or trains an embedding that has no optimizer.
     """
     embeddings = embeddings_in(root)
-    steppers = [one for pair in recipe.optimizers for one in pair if one is not None]
-    steppers += [one.optimizer for one, _ in recipe.optimizers]
+    steppers: list[object] = []
+    for optimizer, scheduler in recipe.optimizers:
+        steppers += [optimizer, optimizer.optimizer, *([] if scheduler is None else [scheduler])]
     traced = trace(root, structure, steppers)
-    objects = dict(traced.objects)
+    objects: dict[str, object] = dict(traced.objects)
     for i, (optimizer, scheduler) in enumerate(recipe.optimizers):
         objects |= {f"optimizer_{i}": optimizer, f"lr_scheduler_{i}": scheduler}
     objects |= {"held": recipe.held, "grad_scaler": recipe.scaler}
@@ -164,50 +169,66 @@ def compile_plan(root: torch.nn.Module, recipe: Recipe, structure: Structure | N
     )
 
 
+class _Step(NamedTuple):
+    """A pass, and the stage of the graph after it."""
+
+    name: str
+    stage: str
+    apply: Pass
+
+
 def _passes(
-    root: torch.nn.Module, embeddings: Mapping[str, Any], recipe: Recipe, members: Mapping[str, Member]
-) -> Sequence[tuple[str, str, Pass]]:
-    """(name, stage after it, pass) in the order in which they run."""
-    names = [(f"optimizer_{i}", f"lr_scheduler_{i}" if sch else None) for i, (_, sch) in enumerate(recipe.optimizers)]
-    scales = ("scale_losses", "traced", lambda graph: scale_losses(graph, "grad_scaler"))
+    root: torch.nn.Module, embeddings: Embeddings, recipe: Recipe, members: Mapping[str, Member]
+) -> list[_Step]:
+    """In the order in which they run."""
+    names = [
+        (f"optimizer_{i}", None if scheduler is None else f"lr_scheduler_{i}")
+        for i, (_, scheduler) in enumerate(recipe.optimizers)
+    ]
     buffers = {name for name, _ in root.named_buffers(remove_duplicate=False)}
     held = None if recipe.held is None else "held"
-    merges: Pass = lambda graph: merge_embeddings(graph, members, buffers=buffers, every=held is not None)  # noqa: E731
-    shuffles: Pass = lambda graph: place_shuffles(graph, recipe.ranks)  # noqa: E731
-    common: tuple[tuple[str, str, Pass], ...] = (
-        *((scales,) if recipe.trains and recipe.scaler is not None else ()),
-        ("lower_embeddings", "lowered", lambda graph: lower_embeddings(graph, embeddings, inserts=recipe.trains)),
-        *((("merge_embeddings", "lowered", merges),) if members else ()),
-        ("share_unique", "lowered", share_unique),
-        *((("place_shuffles", "lowered", shuffles),) if recipe.ranks > 1 else ()),
-    )
+
+    def lower(graph: fx.Graph) -> fx.Graph:
+        return lower_embeddings(graph, embeddings, inserts=recipe.trains)
+
+    def merge(graph: fx.Graph) -> fx.Graph:
+        return merge_embeddings(graph, members, buffers=buffers, every=held is not None)
+
+    def update(graph: fx.Graph) -> fx.Graph:
+        trains = {
+            f"{name}.store": f"optimizer_{i}"
+            for name, embedding in embeddings.items()
+            for i, (optimizer, _) in enumerate(recipe.optimizers)
+            if optimizer.rows_of(embedding.store)
+        }
+        trains |= {member.merged: trains[store] for store, member in members.items() if store in trains}
+        norms = {name: norm for (name, _), norm in zip(names, recipe.max_norms, strict=False) if norm is not None}
+        merged = {store: member.merged for store, member in members.items()}
+        return insert_updates(graph, names, trains=trains, max_norms=norms, held=held, merged=merged)
+
+    passes = []
+    if recipe.trains and recipe.scaler is not None:
+        passes.append(_Step("scale_losses", "traced", lambda graph: scale_losses(graph, "grad_scaler")))
+    passes.append(_Step("lower_embeddings", "lowered", lower))
+    if members:
+        passes.append(_Step("merge_embeddings", "lowered", merge))
+    passes.append(_Step("share_unique", "lowered", share_unique))
+    if recipe.ranks > 1:
+        passes.append(_Step("place_shuffles", "lowered", lambda graph: place_shuffles(graph, recipe.ranks)))
     if not recipe.trains:
-        return (*common, ("drop_training", "compute", drop_training), ("remove_dead", "compute", remove_dead))
-    if not recipe.updates:
-        end: Pass = lambda graph: hold_lookups(graph, "held")  # noqa: E731
-        return (*common, ("remove_dead", "lowered", remove_dead), ("hold_lookups", "trained", end))
-    trains = {
-        f"{name}.store": f"optimizer_{i}"
-        for name, embedding in embeddings.items()
-        for i, (optimizer, _) in enumerate(recipe.optimizers)
-        if optimizer.rows_of(embedding.store)
-    }
-    trains |= {member.merged: trains[store] for store, member in members.items() if store in trains}
-    max_norms = {name: norm for (name, _), norm in zip(names, recipe.max_norms, strict=False) if norm is not None}
-    merged = {store: member.merged for store, member in members.items()}
-    return (
-        *common,
-        ("remove_dead", "lowered", remove_dead),
-        (
-            "insert_updates",
-            "trained",
-            lambda graph: insert_updates(graph, names, trains=trains, max_norms=max_norms, held=held, merged=merged),
-        ),
-    )
+        passes.append(_Step("drop_training", "compute", drop_training))
+        passes.append(_Step("remove_dead", "compute", remove_dead))
+    else:
+        passes.append(_Step("remove_dead", "lowered", remove_dead))
+        if recipe.updates:
+            passes.append(_Step("insert_updates", "trained", update))
+        else:
+            passes.append(_Step("hold_lookups", "trained", lambda graph: hold_lookups(graph, "held")))
+    return passes
 
 
 def _members(
-    graph: fx.Graph, embeddings: Mapping[str, Any], recipe: Recipe
+    graph: fx.Graph, embeddings: Embeddings, recipe: Recipe
 ) -> tuple[dict[str, Member], dict[str, MergedStore]]:
     """Which stores can be merged, by the names that the graph has for them, and what they are merged in.
 
@@ -216,35 +237,36 @@ def _members(
     """
     clips = [set(node.all_input_nodes) for node in graph.nodes if node.op == "call_function" and node.target in _CLIPS]
     clipped = [{str(node.target) for node in nodes} for nodes in clips]
-    alike: dict[Any, list[tuple[str, Any]]] = {}
+    alike: dict[Hashable, list[str]] = {}
     for name, embedding in embeddings.items():
         store = embedding.store
         if not store.loops.merges or recipe.ranks > 1:
             continue
-        trained: list[Any] = []
+        trained: list[Hashable] = []
         for i, (optimizer, _) in enumerate(recipe.optimizers):
             if (rows := optimizer.rows_of(store)) is not None:
                 trained += [i, rows[0].name, id(rows[1])]
         clipped_by = tuple(f"{name}.weight" in names for names in clipped)
         kind = store.format, embedding.key_type, embedding.padding_idx, tuple(trained), clipped_by
-        alike.setdefault(kind, []).append((name, embedding))
+        alike.setdefault(kind, []).append(name)
     members: dict[str, Member] = {}
     merged: dict[str, MergedStore] = {}
-    for some in alike.values():
-        if len(some) < 2:
+    for names in alike.values():
+        if len(names) < 2:
             continue
-        stores = tuple(embedding.store for _, embedding in some)
-        tables = [embedding.num_tables for _, embedding in some]
+        group = [embeddings[name] for name in names]
+        stores = tuple(embedding.store for embedding in group)
         if stores not in recipe.merged:
-            recipe.merged[stores] = MergedStore(stores, tables, [embedding.name for _, embedding in some])
+            tables, titles = [embedding.num_tables for embedding in group], [embedding.name for embedding in group]
+            recipe.merged[stores] = MergedStore(stores, tables, titles)
         store_name = f"merged_{len(merged)}"
         merged[store_name] = recipe.merged[stores]
-        for (name, _), first_table in zip(some, merged[store_name].first_table_M1.tolist(), strict=False):
+        for name, first_table in zip(names, merged[store_name].first_table_M1.tolist(), strict=False):
             members[f"{name}.store"] = Member(store_name, first_table)
     return members, merged
 
 
-def _running(find: Callable[[str], Any], recipe: Recipe, graph: fx.Graph) -> Callable[[str], Any]:
+def _running(find: Find, recipe: Recipe, graph: fx.Graph) -> Find:
     """`find`, with compiled modules in the place of dense ones."""
     dense = recipe.dense
     if dense is None:
@@ -256,7 +278,7 @@ def _running(find: Callable[[str], Any], recipe: Recipe, graph: fx.Graph) -> Cal
     elif sum(map(is_backward, graph.nodes)) > 1:
         why = "build runs several backward passes"
 
-    def find_compiled(name: str) -> Any:
+    def find_compiled(name: str) -> object:
         found = find(name)
         if not isinstance(found, torch.nn.Module):
             return found
@@ -265,11 +287,11 @@ def _running(find: Callable[[str], Any], recipe: Recipe, graph: fx.Graph) -> Cal
     return find_compiled
 
 
-def _finder(root: torch.nn.Module, objects: Mapping[str, Any]) -> Callable[[str], Any]:
-    def find(name: str) -> Any:
+def _finder(root: torch.nn.Module, objects: Mapping[str, object]) -> Find:
+    def find(name: str) -> object:
         if name in objects:
             return objects[name]
-        found: Any = root
+        found: object = root
         for part in name.split("."):
             found = getattr(found, part)
         return found
@@ -277,12 +299,12 @@ def _finder(root: torch.nn.Module, objects: Mapping[str, Any]) -> Callable[[str]
     return find
 
 
-def _as_module(graph: fx.Graph, find: Callable[[str], Any], name: str) -> fx.GraphModule:
+def _as_module(graph: fx.Graph, find: Find, name: str) -> fx.GraphModule:
     targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
     return fx.GraphModule({target: find(target) for target in targets}, graph, name)
 
 
-def _check_trains(graph: fx.Graph, embeddings: Mapping[str, Any], recipe: Recipe) -> None:
+def _check_trains(graph: fx.Graph, embeddings: Embeddings, recipe: Recipe) -> None:
     backward = [node for node in graph.nodes if is_backward(node)]
     if recipe.optimizers and not backward:
         raise BuildError("build must call loss.backward(), since the graph has an optimizer; add it, or call eval()")

@@ -21,24 +21,31 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from oneemb.graph.streams import Ahead, alone
-from oneemb.storage.merged_store import MergedPrefetched
-from oneemb.storage.tiers.hot_rows import Prefetched
+from oneemb.graph import ops
+from oneemb.graph.pipeline import Plan
+from oneemb.graph.streams import Ahead, Mark, capture_gate
 
 __all__ = ["Prepared", "prefetch"]
 
-# Seconds for which a loop that is left waits for its loader. A loader may wait for the loop in turn: the collector
-# closes a forgotten loop on any thread, whatever locks that holds.
+# Seconds for which a loop that is left waits for its loader. There is a limit since the loader may wait for the loop in
+# turn: the garbage collector closes a forgotten loop on any thread, whatever locks that thread holds.
 _PATIENCE_S = 30.0
-# How long a signal may have to wait for whoever waits for a batch.
+# How long a signal may be delayed while its thread waits for a batch, in seconds.
 _SLICE_S = 0.1
+
+
+Batch = TypeVar("Batch")
+Result = TypeVar("Result")
+
+Follow = Callable[[object], None]
+"""See `Ahead.follow`."""
 
 
 @dataclass
@@ -46,38 +53,37 @@ class Prepared:
     """A batch, with what was made of it ahead of its step."""
 
     batch: Any
-    plan: Any = None
+    """What `prepare` has made of a loader's batch for `compute`."""
+    plan: Plan | None = None
     """What prepared it; None = it is not prepared."""
-    values: list[Any] | None = None
+    values: Sequence[Any] | None = None
+    """What the first half of the plan gave."""
     versions: list[tuple[int, int]] | None = None
     """What `Plan.buffer_versions` said when it was prepared."""
     error: BaseException | None = None
     last: bool = False
-    mark: list[Any] = field(default_factory=list)
+    mark: Mark = field(default_factory=list)
     """When all of it is there, on GPUs."""
 
     def drop(self) -> None:
         """Unpin what was prefetched and never acquired."""
-        for value in self.values or ():
-            if isinstance(value, Prefetched | MergedPrefetched):
-                store: Any = value.store
-                store.unprefetch(value)
+        ops.unprefetch(self.values or ())
         self.values = None
 
 
-class _Worker:
+class _Worker(Generic[Batch]):
     """The thread, and the hand-over of batches.
 
     An interrupt may come at any line of the loop's thread, and the collector may close a loop on any thread, in the
-    middle of any call. So queues say no more than that something has changed: a batch is in `_made` from the moment it
-    is prepared until its step is over, or the thread has dropped it.
+    middle of any call. So queues only signal that something has changed, and hold no batch: a batch is in `_made` from
+    the moment it is prepared until its step is over, or the thread has dropped it.
     """
 
     def __init__(
-        self, batches: Iterable[Any], prepare: Callable[[Any, Any], Prepared], depth: int,
+        self, batches: Iterable[Batch], prepare: Callable[[Batch, Follow], Prepared], depth: int,
         devices: Iterable[torch.device],
     ):  # fmt: skip
-        self._batches: list[Iterable[Any]] = [batches]  # no longer here once the thread iterates over them
+        self._batches: list[Iterable[Batch]] = [batches]  # no longer here once the thread iterates over them
         self._prepare = prepare
         self._made: deque[Prepared] = deque()
         self._ready: SimpleQueue[None] = SimpleQueue()  # as often as a batch was made
@@ -111,7 +117,7 @@ class _Worker:
         try:
             iterator = iter(self._batches.pop())
             while self._wait_for_permit():
-                with alone.working():
+                with capture_gate.preparing():
                     try:
                         batch = next(iterator)
                     except StopIteration:
@@ -138,7 +144,7 @@ class _Worker:
         self._ahead.take_over(prepared.mark, (prepared.batch, prepared.values))
         return prepared
 
-    def step(self, prepared: Prepared, compute: Callable[[Prepared, Callable[[], None]], Any]) -> Any:
+    def step(self, prepared: Prepared, compute: Callable[[Prepared, Callable[[], None]], Result]) -> Result:
         """What `compute` gives. Once the rows are acquired one more batch may be prepared."""
         told = False
 
@@ -204,12 +210,12 @@ def _get(queue: "SimpleQueue[None]", patience_s: float = math.inf) -> None:
 
 
 def prefetch(
-    batches: Iterable[Any],
-    prepare: Callable[[Any, Any], Prepared],
-    compute: Callable[[Prepared, Callable[[], None]], Any],
+    batches: Iterable[Batch],
+    prepare: Callable[[Batch, Follow], Prepared],
+    compute: Callable[[Prepared, Callable[[], None]], Result],
     depth: int,
     devices: Iterable[torch.device] = (),
-) -> Generator[Any, None, None]:
+) -> Generator[Result, None, None]:
     """What `compute` gives for each batch, the batches being loaded and prepared up to `depth` ahead on a thread.
 
     Args:

@@ -33,22 +33,22 @@ def stats_table(halves: Iterable[tuple[str, Iterable[tuple[fx.Node, OpStats]]]])
     lines = []
     total_ns = 0
     for half, stats in halves:
-        for node, one in stats:
-            if one.calls:
-                lines.append((half, node_label(node), one))
-                total_ns += one.ns
+        for node, op in stats:
+            if op.calls:
+                lines.append((half, node_label(node), op))
+                total_ns += op.ns
     table = [("half", "op", "calls", "rows", "MB", "ms a call", "share", "GB/s")]
-    for half, label, one in lines:
-        rate = f"{one.bytes / one.ns:.2f}" if one.bytes and one.ns else ""
+    for half, label, op in lines:
+        rate = f"{op.bytes / op.ns:.2f}" if op.bytes and op.ns else ""
         table.append(
             (
                 half,
                 _short(label),
-                str(one.calls),
-                f"{one.rows:,}" if one.rows else "",
-                f"{one.bytes / 1e6:,.1f}" if one.bytes else "",
-                f"{one.ns / one.calls / 1e6:.3f}",
-                f"{one.ns / max(1, total_ns):.1%}",
+                str(op.calls),
+                f"{op.rows:,}" if op.rows else "",
+                f"{op.bytes / 1e6:,.1f}" if op.bytes else "",
+                f"{op.ns / op.calls / 1e6:.3f}",
+                f"{op.ns / max(1, total_ns):.1%}",
                 rate,
             )
         )

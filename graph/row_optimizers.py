@@ -12,7 +12,7 @@ torch version; an optimizer class is known by itself, never through a base class
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -35,11 +35,19 @@ __all__ = [
 ]
 
 Group = dict[str, Any]
+"""A param group; torch types its options so."""
 
 SUPPORTED = "torch.optim.SGD, Adagrad, Adam, AdamW, SparseAdam; oneemb.optim.Ftrl, RowWiseAdagrad, SmartDecayAdam"
 
 # Options that only choose among torch's own implementations of the same step.
 _IMPLEMENTATION = {"foreach", "fused", "capturable"}
+
+
+class RunUpdate(Protocol):
+    """Steps rows in place; see `RowOptimizer.update`, whose arguments it has."""
+
+    def __call__(self, *rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
+        """`rows` are weight_SX, row_SW, slot_U and grad_UD, the last an array or segments."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class RowOptimizer:
             "smart_decay_adam".
         weight_state: for each state value that every weight has, what it is in a new row.
         row_state: the same for the values that a row has once; they lie after the others.
-        run: (weight_SX, row_SW, slot_U, grad_UD, state_begin=, group=, step=, loops=) -> None.
+        run: steps the rows.
         check: raises ValueError where the group's options have changed into what the rows cannot follow. Called for
             every row optimizer of a step before any of them runs.
     """
@@ -59,7 +67,7 @@ class RowOptimizer:
     name: str
     weight_state: tuple[float, ...]
     row_state: tuple[float, ...]
-    run: Callable[..., None]
+    run: RunUpdate
     check: Callable[[Group], None] = lambda group: None
 
     def state_width(self, dim: int) -> int:
@@ -135,8 +143,9 @@ def row_optimizer_of(optimizer: torch.optim.Optimizer, group: Group) -> RowOptim
     return make(optimizer, group)
 
 
-def _is_off(value: Any) -> bool:
-    return value is None or value is False or (isinstance(value, (int, float)) and value == 0)
+def _is_off(value: object) -> bool:
+    """Whether an option with this value asks for nothing."""
+    return value is None or value is False or (isinstance(value, int | float) and value == 0)
 
 
 def _number(group: Group, option: str) -> float:
@@ -163,7 +172,7 @@ def _check_no_momentum(group: Group) -> None:
         )
 
 
-def _run_sgd(*rows, state_begin, group, step, loops):
+def _run_sgd(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
     update_sgd(
         *rows,
         state_begin=state_begin,
@@ -173,7 +182,7 @@ def _run_sgd(*rows, state_begin, group, step, loops):
     )
 
 
-def _run_sgd_momentum(*rows, state_begin, group, step, loops):
+def _run_sgd_momentum(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
     momentum = _number(group, "momentum")
     if momentum == 0:
         # As in torch: the step is a plain one and the buffers stay as they are.
@@ -198,7 +207,7 @@ def _adagrad_rows(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimize
     return RowOptimizer("adagrad", (initial,), (), _run_adagrad)
 
 
-def _run_adagrad(*rows, state_begin, group, step, loops):
+def _run_adagrad(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
     update_adagrad(
         *rows,
         state_begin=state_begin,
@@ -218,7 +227,9 @@ def _adam_rows(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
     return RowOptimizer("adam", (0.0, 0.0), (), _run_adam)
 
 
-def _run_adam(*rows, state_begin, group, step, loops, decoupled_weight_decay=False):
+def _run_adam(
+    *rows: Array, state_begin: int, group: Group, step: int, loops: Loops, decoupled_weight_decay: bool = False
+) -> None:
     beta1, beta2 = _betas(group)
     update_adam(
         *rows,
@@ -234,7 +245,7 @@ def _run_adam(*rows, state_begin, group, step, loops, decoupled_weight_decay=Fal
     )
 
 
-def _run_adamw(*rows, state_begin, group, step, loops):
+def _run_adamw(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
     _run_adam(*rows, state_begin=state_begin, group=group, step=step, loops=loops, decoupled_weight_decay=True)
 
 
@@ -242,7 +253,7 @@ def _sparse_adam_rows(optimizer: torch.optim.Optimizer, group: Group) -> RowOpti
     return RowOptimizer("sparse_adam", (0.0, 0.0), (), _run_sparse_adam)
 
 
-def _run_sparse_adam(*rows, state_begin, group, step, loops):
+def _run_sparse_adam(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
     beta1, beta2 = _betas(group)
     update_sparse_adam(
         *rows,
@@ -262,7 +273,7 @@ def row_wise_adagrad_rows(group: Group) -> RowOptimizer:
     return RowOptimizer("row_wise_adagrad", (), (initial,), _run_row_wise_adagrad)
 
 
-def _run_row_wise_adagrad(*rows, state_begin, group, step, loops):
+def _run_row_wise_adagrad(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
     update_row_wise_adagrad(
         *rows,
         state_begin=state_begin,
@@ -284,7 +295,7 @@ def _check_ftrl(group: Group) -> None:
         raise ValueError(f"Ftrl divides by lr, so lr must be above 0, got {lr}; let the scheduler end above 0")
 
 
-def _run_ftrl(*rows, state_begin, group, step, loops):
+def _run_ftrl(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
     update_ftrl(
         *rows,
         state_begin=state_begin,
@@ -303,7 +314,7 @@ def smart_decay_adam_rows(group: Group) -> RowOptimizer:
     return RowOptimizer("smart_decay_adam", (0.0, 0.0), (0.0,), _run_smart_decay_adam)
 
 
-def _run_smart_decay_adam(*rows, state_begin, group, step, loops):
+def _run_smart_decay_adam(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
     beta1, beta2 = _betas(group)
     update_smart_decay_adam(
         *rows,

@@ -8,19 +8,19 @@
 
 A pass that breaks a rule is a bug of ours, so the check asserts.
 
-`is_pure` says which nodes may be left out, moved or shared. It knows by name what it says yes to: an op that it does
-not know might change something, draw random numbers or print.
+`is_pure` says which nodes may be left out, moved or shared: those of the ops that are listed here by name. Any other op
+might change something, draw random numbers or print.
 """
 
 import operator
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Container
 
 import torch
 from torch import fx
 
 from oneemb.graph import ops
 from oneemb.graph.ops import OPS
+from oneemb.graph.ops.op import Op
 
 __all__ = [
     "CHECKS",
@@ -40,7 +40,7 @@ CONTEXTS = {function for function, op in OPS.items() if op.context == "enter"}
 _CLIP = {torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_}
 _STAGES_OF_CLIP = {"traced", "lowered"}
 
-STAGES: dict[str, set[Any]] = {
+STAGES: dict[str, set[object]] = {
     stage: {function for function, op in OPS.items() if stage in op.stages}
     | (_CLIP if stage in _STAGES_OF_CLIP else set())
     for stage in ("traced", "lowered", "trained", "prepare", "compute")
@@ -48,7 +48,7 @@ STAGES: dict[str, set[Any]] = {
 """The legal ops of each stage, beside what build itself calls."""
 
 
-def check_stage(graph: fx.Graph, stage: str, embeddings: Mapping[str, Any]) -> None:
+def check_stage(graph: fx.Graph, stage: str, embeddings: Container[str]) -> None:
     """Assert that a graph is well-formed and keeps the rules of its stage."""
     graph.lint()
     released: dict[fx.Node, int] = {}
@@ -62,8 +62,8 @@ def check_stage(graph: fx.Graph, stage: str, embeddings: Mapping[str, Any]) -> N
         if is_backward(node):
             assert not updating, f"{node.format_node()}: gradients that come after they were summed are lost"
         updating |= node.target is ops.reduce_grads
-        for given in _leases_given(node):
-            released[given] = released.get(given, 0) + 1
+        for lease in _ended_leases(node):
+            released[lease] = released.get(lease, 0) + 1
     if stage in ("trained", "compute"):
         for node in graph.nodes:
             if _gives(node, "lease"):
@@ -71,27 +71,34 @@ def check_stage(graph: fx.Graph, stage: str, embeddings: Mapping[str, Any]) -> N
 
 
 def _check_arguments(node: fx.Node) -> None:
-    arguments: Any = node.args
-    takes = OPS[node.target].takes if node.target in OPS else ()
-    for argument, what in zip(arguments, takes, strict=False):
+    takes = op.takes if (op := _op_of(node)) else ()
+    for argument, what in zip(node.args, takes, strict=False):
         if what in ("store", "optimizer"):
             assert isinstance(argument, fx.Node) and argument.op == "get_attr", node.format_node()
         if what in ("keys", "lease", "go"):
             found = isinstance(argument, fx.Node) and (_gives(argument, what) or argument.op == "placeholder")
             assert found, f"{node.format_node()}: {argument} is no {what}"
         if what == "leases" and not isinstance(argument, fx.Node):
-            assert all(_gives(lease, "lease") for lease in argument), node.format_node()
+            assert isinstance(argument, list | tuple), node.format_node()
+            assert all(isinstance(lease, fx.Node) and _gives(lease, "lease") for lease in argument), node.format_node()
 
 
-def _gives(node: fx.Node, what: str) -> bool:
-    return node.target in OPS and OPS[node.target].gives == what
+def _gives(node: fx.Node, kind: str) -> bool:
+    return (op := _op_of(node)) is not None and op.gives == kind
 
 
-def _leases_given(node: fx.Node) -> list[fx.Node]:
-    """The leases that this node ends, or hands on to another step."""
-    arguments: Any = node.args
-    place = OPS[node.target].ends if node.target in OPS else None
-    return [] if place is None else list(arguments[place])
+def _op_of(node: fx.Node) -> Op | None:
+    return OPS.get(node.target) if callable(node.target) else None
+
+
+def _ended_leases(node: fx.Node) -> list[fx.Node]:
+    """The leases that this node releases, or keeps for another step."""
+    op = _op_of(node)
+    if op is None or op.ends is None:
+        return []
+    leases = node.args[op.ends]
+    assert isinstance(leases, list | tuple)
+    return list(leases)
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -150,7 +157,7 @@ def is_inplace(node: fx.Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if node.op == "call_method":
         return name.endswith("_") and not name.endswith("__") or name == "__setitem__"
-    if node.op != "call_function" or (node.target in OPS or node.target in _CLIP):
+    if node.op != "call_function" or node.target in OPS or node.target in _CLIP:
         return False
     inplace = name.endswith("_") and not name.endswith("__") or "out" in node.kwargs or node.kwargs.get("inplace")
     return bool(inplace or name in ("setitem", "__setitem__") or node.target in _INPLACE_OPERATORS)

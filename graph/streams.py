@@ -3,9 +3,9 @@
     worker   prepare stream    copy ids, unique keys, find and read rows of t + 1 | mark        (no wait of the host)
     loop     compute stream    step t                                | wait for the mark | step t + 1
 
-Streams and events are torch's own, not cuda-python's: its allocator has to know that the compute stream still reads
-what was allocated on the other one, or it would hand the memory out again. What both halves change beside that, the
-index and the slots of a cache, the device tier keeps in order by itself.
+Streams and events are torch's own, not cuda-python's: torch's allocator has to know that the compute stream still reads
+what was allocated on the other one, or it would hand the memory out again. The index and the slots of a cache, which
+both halves change, the device tier keeps in order by itself.
 
 Without CUDA all of this does nothing.
 """
@@ -14,81 +14,112 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Ahead", "alone"]
+__all__ = ["Ahead", "capture_gate"]
 
 
-class _Alone:
-    """Keeps threads that prepare batches from launching anything while a CUDA graph is captured, which would spoil it
-    and fail there."""
+class _CaptureGate:
+    """Keeps threads that prepare batches from launching anything while a CUDA graph is captured.
+
+    A launch by another thread would spoil the capture, and fail.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._working = 0
-        self._captures: object | None = None  # who does
+        self._preparing = 0  # threads
+        self._capturing: object | None = None  # stands for the block that captures
 
     @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
+    def preparing(self) -> Iterator[None]:
         """A batch is loaded and prepared inside."""
         with self._changed:
-            self._changed.wait_for(lambda: self._captures is None)
-            self._working += 1
+            self._changed.wait_for(lambda: self._capturing is None)
+            self._preparing += 1
         try:
             yield
         finally:
             with self._changed:
-                self._working -= 1
+                self._preparing -= 1
                 self._changed.notify_all()
 
     @contextlib.contextmanager
     def capturing(self, patience_s: float) -> Iterator[bool]:
-        """Whether a graph may be captured inside: not if batches are being prepared for so long."""
-        me = object()
+        """Whether a graph may be captured inside; no, if batches are still being prepared after `patience_s`."""
+        block = object()
         try:
             try:
                 with self._changed:
-                    may = self._changed.wait_for(lambda: self._working == 0 and self._captures is None, patience_s)
+                    may = self._changed.wait_for(lambda: self._preparing == 0 and self._capturing is None, patience_s)
                     if may:
-                        self._captures = me
+                        self._capturing = block
                 yield may
             finally:
-                self._captured(me)
+                self._captured(block)
         finally:
-            self._captured(me)  # An interrupt may have come in place of the first, or in it.
+            self._captured(block)  # An interrupt may have come in place of the first, or in it.
 
-    def _captured(self, who: object) -> None:
+    def _captured(self, block: object) -> None:
         with self._changed:
-            if self._captures is who:
-                self._captures = None
+            if self._capturing is block:
+                self._capturing = None
             self._changed.notify_all()
 
 
-alone = _Alone()
-# A child of fork has none of the threads that were at it.
-os.register_at_fork(after_in_child=alone.__init__)  # type: ignore[misc]
+capture_gate = _CaptureGate()
+# A child of fork has none of the threads that were preparing or capturing: it begins with an open gate.
+os.register_at_fork(after_in_child=capture_gate.__init__)  # type: ignore[misc]
+
+
+Stream = Any
+"""torch.cuda.Stream; Any, since those of a test are not torch's, and neither are their events."""
+
+
+class Cuda(Protocol):
+    """What is asked of `torch.cuda`, or of what stands for it in a test."""
+
+    def is_initialized(self) -> bool:
+        """Whether this process uses CUDA."""
+
+    def current_device(self) -> int:
+        """The number of the current GPU."""
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """The stream that this thread launches to."""
+
+    def stream(self, stream: Stream) -> AbstractContextManager[object]:
+        """Makes a stream and its device current inside."""
+
+    @property
+    def Stream(self) -> Callable[[torch.device], Stream]:
+        """Makes a stream."""
+
+
+Mark = list[tuple[torch.device, Any]]
+"""Of each device, the event that says when all that was launched is done."""
 
 
 class Ahead:
-    """Made on the thread of the loop, before the worker begins: what is there by then is there for the worker too.
+    """The streams of one loop. Made on its thread before the worker begins: the worker's launches come after it.
 
     Args:
         devices: those that batches are prepared on; of GPUs the current one counts too, and the CPU has no streams.
         cuda: torch.cuda, or what stands for it in a test.
     """
 
-    def __init__(self, devices: Iterable[torch.device] = (), cuda: Any = torch.cuda):
+    def __init__(self, devices: Iterable[torch.device] = (), cuda: Cuda = torch.cuda):
         self._cuda = cuda
-        self._ahead: dict[torch.device, Any] = {}
-        self._loop: dict[torch.device, Any] = {}
-        self._versions: Any = None
+        self._ahead: dict[torch.device, Stream] = {}
+        self._loop: dict[torch.device, Stream] = {}
+        self._versions: object = None
         if cuda.is_initialized():
             here = torch.device("cuda", cuda.current_device())
-            others = [device for device in devices if device.type == "cuda" and device != here]
-            for device in [*others, here]:
+            further = [device for device in devices if device.type == "cuda" and device != here]
+            for device in [*further, here]:
                 self._ahead[device], self._loop[device] = cuda.Stream(device), cuda.current_stream(device)
             self.follow()
 
@@ -100,7 +131,7 @@ class Ahead:
                 entered.enter_context(self._cuda.stream(stream))
             yield
 
-    def follow(self, versions: Any = None) -> None:
+    def follow(self, versions: object = None) -> None:
         """Let what is launched ahead from here on come after all that the loop has launched so far.
 
         Args:
@@ -112,7 +143,7 @@ class Ahead:
                 stream.wait_stream(self._loop[device])
         self._versions = versions
 
-    def mark(self, made: Any) -> list[tuple[torch.device, Any]]:
+    def mark(self, made: object) -> Mark:
         """On the worker's thread: the moment, on each device, at which all that was launched so far is done.
 
         Args:
@@ -121,7 +152,7 @@ class Ahead:
         devices = dict.fromkeys([*self._ahead, *(tensor.device for tensor in _tensors(made))]) if self._ahead else {}
         return [(device, self._cuda.current_stream(device).record_event()) for device in devices]
 
-    def take_over(self, mark: list[tuple[torch.device, Any]], made: Any) -> None:
+    def take_over(self, mark: Mark, made: object) -> None:
         """On the loop's thread: let what is launched from here on use what was made ahead, `made` being its tensors."""
         for device, event in mark:
             self._loop[device] = self._cuda.current_stream(device)
@@ -136,7 +167,7 @@ class Ahead:
             self._cuda.current_stream(device).wait_stream(stream)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: object) -> Iterator[torch.Tensor]:
     """Those on a GPU among a value's parts: of containers and of dataclasses, such as keys and prefetched rows."""
     if isinstance(value, torch.Tensor):
         if value.is_cuda:
@@ -144,7 +175,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
     elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors(one)
+        for element in value:
+            yield from _tensors(element)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from _tensors([getattr(value, one.name) for one in dataclasses.fields(value)])
+        yield from _tensors([getattr(value, field.name) for field in dataclasses.fields(value)])

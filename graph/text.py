@@ -8,8 +8,6 @@ loss.backward()
 return loss
 """
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -25,8 +23,8 @@ def graph_text(graph: fx.Graph) -> str:
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             continue
-        said = node_label(node)
-        lines.append(said if node.op == "output" or not node.users else f"{node.name} = {said}")
+        label = node_label(node)
+        lines.append(label if node.op == "output" or not node.users else f"{node.name} = {label}")
     return "\n".join(lines)
 
 
@@ -52,16 +50,16 @@ def node_label(node: fx.Node) -> str:
     return f"{name}({', '.join(args)})"
 
 
-def _argument(value: Any) -> str:
+def _argument(value: object) -> str:
     if isinstance(value, fx.Node):
         return str(value.target) if value.op == "get_attr" else value.name
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        inside = ", ".join(_argument(one) for one in value)
+        inside = ", ".join(_argument(element) for element in value)
         if isinstance(value, list):
             return f"[{inside}]"
         return f"({inside},)" if len(value) == 1 else f"({inside})"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {_argument(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {_argument(element)}" for key, element in value.items()) + "}"
     if isinstance(value, torch.dtype | torch.device):
         return str(value).removeprefix("torch.")
     if isinstance(value, type) or callable(value):

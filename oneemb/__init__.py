@@ -31,7 +31,7 @@ _MODULES = {
 }
 _WHERE = {name: f"oneemb.{module}" for module, names in _MODULES.items() for name in names}
 _WHERE |= {
-    "BuildError": "oneemb.graph.tracer",
+    "BuildError": "oneemb.graph.build_error",
     "NonFiniteGradientError": "oneemb.graph.ops",
     "StorageError": "oneemb.storage.row_store",
     "StoreFullError": "oneemb.storage.row_store",

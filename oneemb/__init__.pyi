@@ -6,8 +6,8 @@ from oneemb.embedding import (
     MultiTableEmbedding as MultiTableEmbedding,
     MultiTableMultiColumnEmbedding as MultiTableMultiColumnEmbedding,
 )
+from oneemb.graph.build_error import BuildError as BuildError
 from oneemb.graph.ops import NonFiniteGradientError as NonFiniteGradientError
-from oneemb.graph.tracer import BuildError as BuildError
 from oneemb.options import (
     make_cached_host_mem_store_options as make_cached_host_mem_store_options,
     make_cached_ssd_store_options as make_cached_ssd_store_options,

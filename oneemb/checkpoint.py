@@ -29,7 +29,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from oneemb.graph.tracer import embeddings_in
+from oneemb.graph.modules import embeddings_in
 from oneemb.rows.files import close_dropped
 from oneemb.storage.errors import (
     CorruptTableError,

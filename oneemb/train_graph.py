@@ -14,13 +14,14 @@ from torch import fx
 from oneemb.checkpoint import GraphState, load_checkpoint, save_checkpoint
 from oneemb.eager import Optimizer
 from oneemb.graph import ops
+from oneemb.graph.build_error import BuildError
 from oneemb.graph.dense import DenseCompiler
 from oneemb.graph.inputs import Signature, Structure
+from oneemb.graph.modules import REGISTER, embeddings_in, say_not_registered, unregistered_modules
 from oneemb.graph.pipeline import Plan, Recipe, compile_plan
 from oneemb.graph.prefetch import Prepared, prefetch
 from oneemb.graph.recorder import Profile, stats_table
 from oneemb.graph.text import graph_text
-from oneemb.graph.tracer import REGISTER, BuildError, embeddings_in, modules_kept_plainly, say_not_registered
 from oneemb.storage.step_lock import between_steps, in_step
 from oneemb.storage.turns import undisturbed
 
@@ -421,7 +422,7 @@ class TrainGraph(_Graph):
 
     def _refuse_foreign_embeddings(self, optimizer: torch.optim.Optimizer) -> None:
         own = {id(parameter) for parameter in self.parameters()}
-        kept = {id(e.weight): e for _, one in modules_kept_plainly(self) for e in embeddings_in(one).values()}
+        kept = {id(e.weight): e for _, one in unregistered_modules(self) for e in embeddings_in(one).values()}
         for parameter in (one for group in optimizer.param_groups for one in group["params"]):
             if (name := getattr(parameter, "embedding_name", None)) is None or id(parameter) in own:
                 continue

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import oneemb
+from oneemb.storage.errors import BrokenStoreError
 from tests.support.graph_models import make_eager, make_embedding, make_graph, rows_of, weights_of
 
 IDS = torch.tensor([[1, 2], [3, 1]])
@@ -84,6 +85,31 @@ def test_a_scheduler_that_fails_leaves_a_step_that_is_made_and_counted(merged):
         assert all(parameter.grad is None for parameter in fails.parameters())
     assert state_of(all_modules[0]) == state_of(all_modules[1])
     assert fails.steps == works.steps == all_modules[0]["embedding"].stats()["step"] == 4
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_what_nobody_can_hold_back_in_an_update_breaks_every_embedding_of_the_step(merged):
+    """Such as an exception that another thread puts there: it may have come between the rows of two embeddings."""
+    modules = modules_of()
+    modules["other"] = make_embedding("other", dim=4 if merged else 8, seed=1)
+
+    def build(self, ids):
+        loss = self.mlp(self.embedding(ids)).square().sum() + self.other(ids).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    graph = make_graph(modules, build, lambda owner: [adam(owner)])
+    graph(IDS)
+
+    def stop(*_):
+        raise SystemExit("now")
+
+    graph.optimizers[0].optimizer.register_step_pre_hook(stop)
+    with pytest.raises(SystemExit, match="now"):
+        graph(IDS)
+    for name in ("embedding", "other"):
+        with pytest.raises(BrokenStoreError, match="SystemExit: now"):
+            modules[name](IDS)
 
 
 def test_one_scheduler_that_fails_keeps_no_other_from_its_step():

@@ -210,7 +210,7 @@ def test_batches_are_not_prepared_while_a_graph_is_captured(captures):
     capture = torch.cuda.make_graphed_callables
 
     def captured(module, samples):
-        overlaps.append(streams.alone._working)
+        overlaps.append(streams.capture_gate._preparing)
         return capture(module, samples)
 
     torch.cuda.make_graphed_callables = captured  # the fixture restores it
@@ -221,7 +221,7 @@ def test_batches_are_not_prepared_while_a_graph_is_captured(captures):
 def test_a_thread_that_is_never_done_leaves_the_module_as_it_is(captures, monkeypatch):
     monkeypatch.setattr(dense, "_PATIENCE_S", 0.01)
     graph, plain = graph_of(True), graph_of(False)
-    with streams.alone.working():
+    with streams.capture_gate.preparing():
         for step in range(5):
             assert torch.equal(graph(IDS[step], LABEL[step])[0], plain(IDS[step], LABEL[step])[0])
     assert captures == []
@@ -232,7 +232,7 @@ def test_a_thread_that_is_never_done_leaves_the_module_as_it_is(captures, monkey
 def test_a_thread_that_is_never_done_is_not_waited_for_for_ever(captures, monkeypatch):
     monkeypatch.setattr(dense, "_PATIENCE_S", 0.01)
     graph = graph_of(True)
-    with streams.alone.working(), pytest.warns(UserWarning, match="batches were being prepared") as caught:
+    with streams.capture_gate.preparing(), pytest.warns(UserWarning, match="batches were being prepared") as caught:
         for step in range(8):
             graph(IDS[step], LABEL[step])
     graph(IDS[8], LABEL[8])

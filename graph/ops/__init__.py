@@ -1,4 +1,4 @@
-"""The op vocabulary: what a training step is made of, as plain functions. The living definition of each op.
+"""The op vocabulary: what a training step is made of, as plain functions. Each function is the definition of its op.
 
     keys  = unique_keys(ids, table_ids, ...)       which rows, each once
     lease = acquire(store, keys)                   make them resident and pin them
@@ -15,25 +15,38 @@
     rows  = read_ids(store, ids, ...)              eager, in place of all that: a lookup that leaves no gradient
     prefetched = prefetch(store, keys)             ahead of acquire(store, keys, prefetched=prefetched): inserts nothing
 
-Each file says what it is about; `op.py` says how an op is described. `batch_ids.py` holds what ids, tables and offsets
-must be.
-Eager mode calls them in this order; the compiler only reorders, merges, fuses and overlaps them, so "compiled equals
-eager" is one comparison.
+Each file says what it is about; `op.py` says how an op is described.
+
+Eager mode calls the ops in this order. The compiler only reorders, merges, fuses and overlaps them, so a compiled step
+can be compared with an eager one.
 """
 
 from oneemb.graph.ops.accumulate import Held, drop, hold, take
 from oneemb.graph.ops.clip import clip_grad_norm, clip_grad_value, scale_loss, unscale, update_scale
 from oneemb.graph.ops.contexts import enter_autocast, enter_grad_mode, enter_record_function, exit_context
-from oneemb.graph.ops.grads import NonFiniteGradientError, RowGrads, check_finite, over_passes, reduce_grads
-from oneemb.graph.ops.keys import unique_keys
-from oneemb.graph.ops.leases import Keys, Lease, acquire, prefetch, release
-from oneemb.graph.ops.lookup import check_pooling, gather, lookup, peek, read_ids
+from oneemb.graph.ops.finite import NonFiniteGradientError, check_finite
+from oneemb.graph.ops.grads import AnyLease, RowGrads, reduce_grads
+from oneemb.graph.ops.lookup import (
+    Keys,
+    Lease,
+    acquire,
+    check_pooling,
+    gather,
+    lookup,
+    peek,
+    prefetch,
+    read_ids,
+    release,
+    unique_keys,
+    unprefetch,
+)
 from oneemb.graph.ops.merged import MergedKeys, MergedLease, check_merged_pooling, gather_merged, unique_merged_keys
 from oneemb.graph.ops.op import OPS
 from oneemb.graph.ops.shuffle import shuffle_grads, shuffle_keys, shuffle_rows
 from oneemb.graph.ops.update import StepOptimizer, add_note, advance, step, update
 
 __all__ = [
+    "AnyLease",
     "Held",
     "Keys",
     "Lease",
@@ -60,7 +73,6 @@ __all__ = [
     "gather_merged",
     "hold",
     "lookup",
-    "over_passes",
     "peek",
     "prefetch",
     "read_ids",
@@ -74,6 +86,7 @@ __all__ = [
     "take",
     "unique_keys",
     "unique_merged_keys",
+    "unprefetch",
     "unscale",
     "update",
     "update_scale",

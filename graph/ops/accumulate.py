@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from oneemb.graph.ops.leases import Lease, release
-from oneemb.graph.ops.op import UPDATE, op
+from oneemb.graph.ops.grads import AnyLease
+from oneemb.graph.ops.lookup import release
+from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 from oneemb.storage.row_store import StorageError
@@ -15,32 +16,32 @@ class Held:
     """Lookups of micro-batches whose update is still to come."""
 
     def __init__(self) -> None:
-        self.leases: list[Lease] = []
+        self.leases: list[AnyLease] = []
 
 
-@op(UPDATE, ends=1)
-def hold(held: Held, leases: Sequence[Lease]) -> None:
+@Op(UPDATE, ends=1)
+def hold(held: Held, leases: Sequence[AnyLease]) -> None:
     """Keep these lookups for the update to come."""
     held.leases.extend(leases)
 
 
-@op(UPDATE, ends=2)
-def take(held: Held, store: EmbeddingStore | MergedStore, leases: Sequence[Lease]) -> list[Lease]:
-    """The lookups kept of this store, and these, all in `held` until they are released.
+@Op(UPDATE, ends=2)
+def take(held: Held, store: EmbeddingStore | MergedStore, leases: Sequence[AnyLease]) -> list[AnyLease]:
+    """The lookups of this store that were kept, and these. All are in `held` until they are released.
 
     Raises:
         StorageError: rows of a lookup that is kept, of any store, were replaced or moved since.
     """
     hold(held, leases)
     for lease in held.leases:
-        if lease.grads and lease.generation != lease.store.generation:
+        if lease.has_grads and lease.generation != lease.store.generation:
             raise StorageError(
                 "the rows of a lookup were replaced or moved before its update; finish the accumulated steps first"
             )
     return [lease for lease in held.leases if lease.store is store]
 
 
-@op(UPDATE)
+@Op(UPDATE)
 def drop(held: Held) -> None:
     """Release every lookup that is kept."""
     release(held.leases)

@@ -1,117 +1,26 @@
-"""The ids of a lookup: what they, their tables and their offsets must be, and which table each is of.
+"""The ids of a lookup: what they, their tables and their offsets must be, and the table of each as an array.
 
-N ids, P bags.
+N ids, P bags, B samples, T tables.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
+import numpy as np
 import torch
 
+from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Loops
 
-__all__ = ["bags_of_ids", "check_ids", "check_tables"]
+__all__ = ["bags_of_ids", "check_ids", "check_tables", "tables_and_ids"]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-def _values(tensor: torch.Tensor) -> Any:
-    """To compute on: on the CPU as an array, since torch's threads go on spinning on the cores that kernels need."""
-    return tensor.numpy() if tensor.device.type == "cpu" else tensor
-
-
-def check_tables(table_ids: torch.Tensor, num_tables: int) -> None:
-    """Raise ValueError unless all are from 0 to T-1."""
-    low = high = 0
-    if table_ids.numel():
-        known = _values(table_ids)
-        low, high = int(known.min()), int(known.max())
-    if low < 0 or high >= num_tables:
-        raise ValueError(f"table_ids must be from 0 to {num_tables - 1}, got {low} to {high}")
-
-
-def bags_of_ids(
-    ids: torch.Tensor,
-    table_ids: torch.Tensor | None,
-    num_tables: int,
-    key_type: torch.dtype,
-    offsets: torch.Tensor,
-    loops: Loops,
-) -> tuple[torch.Size, torch.Tensor, torch.Tensor | None, Callable[[], None]]:
-    """The shape that bags of ids give, their offsets and tables, and what checks the values of both.
-
-    Args:
-        loops: those that work where the ids are.
-    """
-    check_ids(ids, torch.zeros((), dtype=torch.int64, device=getattr(ids, "device", "cpu")), num_tables, key_type)
-    if ids.dim() != 1:
-        raise ValueError(f"ids of bags must be {key_type} [N], got {list(ids.shape)}; call ids.reshape(-1)")
-    _check_offsets_kind(offsets, ids.device)
-    bags = len(offsets) - 1
-    offset_P1 = offsets.detach().to(torch.int64).contiguous()
-    if table_ids is not None:
-        given = isinstance(table_ids, torch.Tensor)
-        if (
-            not given
-            or table_ids.dtype not in _INTEGERS
-            or table_ids.shape not in ((), (1,), (bags,))
-            or table_ids.device != ids.device
-        ):
-            got = (table_ids.dtype, list(table_ids.shape), str(table_ids.device)) if given else type(table_ids)
-            raise ValueError(
-                f"table_ids must be integers, one for each of {bags} bags or one for all, where ids are, got {got}"
-            )
-        table_ids = table_ids.expand(bags)
-        shape = torch.Size([bags])
-    elif bags % num_tables:
-        raise ValueError(
-            f"offsets must be of B * {num_tables} bags, those of a sample's {num_tables} tables side by side, got"
-            f" {bags} bags; pass table_ids to say which table each bag is of, or add where the last bag ends"
-            " (nn.EmbeddingBag's include_last_offset=True)"
-        )
-    else:
-        shape = torch.Size([bags]) if num_tables == 1 else torch.Size([bags // num_tables, num_tables])
-    table_P = None if table_ids is None else loops.tables(table_ids, num_tables).contiguous()
-
-    def check() -> None:
-        _check_offsets(offset_P1, len(ids))
-        if table_ids is not None:
-            check_tables(table_ids, num_tables)
-
-    return shape, offset_P1, table_P, check
-
-
-def _check_offsets_kind(offsets: torch.Tensor, device: torch.device) -> None:
-    given = isinstance(offsets, torch.Tensor)
-    if not given or offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1 or len(offsets) == 0:
-        got = (offsets.dtype, list(offsets.shape)) if given else type(offsets).__name__
-        raise TypeError(f"offsets must be an int64 tensor of shape [bags + 1], got {got}")
-    if offsets.device != device:
-        raise ValueError(f"offsets must be on {device}, where the ids are, got {offsets.device}")
-
-
-def _check_offsets(offset_P1: torch.Tensor, ids: int) -> None:
-    known_P1 = _values(offset_P1)
-    ordered = bool((known_P1[1:] >= known_P1[:-1]).all())
-    if not ordered or offset_P1[0] != 0 or offset_P1[-1] != ids:
-        raise ValueError(
-            f"offsets must begin with 0, never fall, and end with the number of ids, {ids}; got"
-            f" {offset_P1[:3].tolist()} ... {offset_P1[-1:].tolist()} (nn.EmbeddingBag's include_last_offset=True)"
-        )
 
 
 def check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, key_type: torch.dtype) -> None:
     """Raise TypeError or ValueError unless dtype, device and shape are what a lookup of ids takes."""
     wanted = f"[B, {num_tables}]" if num_tables > 1 and table_ids is None else "any shape"
-    if not isinstance(ids, torch.Tensor):
-        raise TypeError(f"ids must be a tensor of {key_type} of shape {wanted}, got {type(ids).__name__}")
-    if ids.dtype != key_type:
-        raise TypeError(
-            f"ids must be {key_type} of shape {wanted}, got {ids.dtype} {list(ids.shape)};"
-            f" call ids.to({key_type}), or make the embedding with another key_type"
-        )
-    if ids.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"ids must be on the CPU, where the embedding is, got {ids.device}; call ids.cpu()")
+    _check_dtype(ids, key_type, wanted)
     if table_ids is None:
         if num_tables > 1 and (ids.dim() != 2 or ids.shape[1] != num_tables):
             raise ValueError(
@@ -132,3 +41,119 @@ def check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int
         raise ValueError(
             f"table_ids must have the shape of ids, {list(ids.shape)}, or broadcast to it, got {list(table_ids.shape)}"
         )
+
+
+def _check_dtype(ids: torch.Tensor, key_type: torch.dtype, wanted: str) -> None:
+    if not isinstance(ids, torch.Tensor):
+        raise TypeError(f"ids must be a tensor of {key_type} of shape {wanted}, got {type(ids).__name__}")
+    if ids.dtype != key_type:
+        raise TypeError(
+            f"ids must be {key_type} of shape {wanted}, got {ids.dtype} {list(ids.shape)};"
+            f" call ids.to({key_type}), or make the embedding with another key_type"
+        )
+    if ids.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"ids must be on the CPU, where the embedding is, got {ids.device}; call ids.cpu()")
+
+
+def check_tables(table_ids: torch.Tensor, num_tables: int) -> None:
+    """Raise ValueError unless all are from 0 to T-1."""
+    low = high = 0
+    if table_ids.numel():
+        values = _values(table_ids)
+        low, high = int(values.min()), int(values.max())
+    if low < 0 or high >= num_tables:
+        raise ValueError(f"table_ids must be from 0 to {num_tables - 1}, got {low} to {high}")
+
+
+def tables_and_ids(
+    ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, loops: Loops
+) -> tuple[Array, Array, Callable[[], None] | None]:
+    """table_N, id_N and what checks the values of `table_ids`, of ids that `check_ids` has seen."""
+    id_N = loops.array(ids.detach().reshape(-1).contiguous())
+    if table_ids is None:
+        return loops.tables_of_columns(len(id_N), num_tables), id_N, None
+    looked_up = table_ids if ids.numel() else table_ids.reshape(-1)[:0]
+    table_N = loops.tables(table_ids, num_tables).expand(ids.shape).reshape(-1).contiguous()
+    return loops.array(table_N), id_N, functools.partial(check_tables, looked_up, num_tables)
+
+
+def bags_of_ids(
+    ids: torch.Tensor,
+    table_ids: torch.Tensor | None,
+    num_tables: int,
+    key_type: torch.dtype,
+    offsets: torch.Tensor,
+    loops: Loops,
+) -> tuple[torch.Size, torch.Tensor, torch.Tensor | None, Callable[[], None]]:
+    """The shape that bags of ids give, their offsets and tables, and what checks the values of both.
+
+    Args:
+        loops: those that work where the ids are.
+
+    Raises:
+        TypeError, ValueError: dtype, device or shape is not what a lookup of bags takes.
+    """
+    _check_dtype(ids, key_type, "any shape")
+    if ids.dim() != 1:
+        raise ValueError(f"ids of bags must be {key_type} [N], got {list(ids.shape)}; call ids.reshape(-1)")
+    _check_offsets_kind(offsets, ids.device)
+    bags = len(offsets) - 1
+    offset_P1 = offsets.detach().to(torch.int64).contiguous()
+    if table_ids is not None:
+        _check_tables_of_bags(table_ids, bags, ids.device)
+        table_ids = table_ids.expand(bags)
+        shape = torch.Size([bags])
+    elif bags % num_tables:
+        raise ValueError(
+            f"offsets must be of B * {num_tables} bags, those of a sample's {num_tables} tables side by side, got"
+            f" {bags} bags; pass table_ids to say which table each bag is of, or add where the last bag ends"
+            " (nn.EmbeddingBag's include_last_offset=True)"
+        )
+    else:
+        shape = torch.Size([bags]) if num_tables == 1 else torch.Size([bags // num_tables, num_tables])
+    table_P = None if table_ids is None else loops.tables(table_ids, num_tables).contiguous()
+
+    def check() -> None:
+        _check_offsets(offset_P1, len(ids))
+        if table_ids is not None:
+            check_tables(table_ids, num_tables)
+
+    return shape, offset_P1, table_P, check
+
+
+def _check_tables_of_bags(table_ids: torch.Tensor, bags: int, device: torch.device) -> None:
+    is_tensor = isinstance(table_ids, torch.Tensor)
+    if (
+        not is_tensor
+        or table_ids.dtype not in _INTEGERS
+        or table_ids.shape not in ((), (1,), (bags,))
+        or table_ids.device != device
+    ):
+        got = (table_ids.dtype, list(table_ids.shape), str(table_ids.device)) if is_tensor else type(table_ids)
+        raise ValueError(
+            f"table_ids must be integers, one for each of {bags} bags or one for all, where ids are, got {got}"
+        )
+
+
+def _check_offsets_kind(offsets: torch.Tensor, device: torch.device) -> None:
+    is_tensor = isinstance(offsets, torch.Tensor)
+    if not is_tensor or offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1 or len(offsets) == 0:
+        got = (offsets.dtype, list(offsets.shape)) if is_tensor else type(offsets).__name__
+        raise TypeError(f"offsets must be an int64 tensor of shape [bags + 1], got {got}")
+    if offsets.device != device:
+        raise ValueError(f"offsets must be on {device}, where the ids are, got {offsets.device}")
+
+
+def _check_offsets(offset_P1: torch.Tensor, ids: int) -> None:
+    values_P1 = _values(offset_P1)
+    ordered = bool((values_P1[1:] >= values_P1[:-1]).all())
+    if not ordered or offset_P1[0] != 0 or offset_P1[-1] != ids:
+        raise ValueError(
+            f"offsets must begin with 0, never fall, and end with the number of ids, {ids}; got"
+            f" {offset_P1[:3].tolist()} ... {offset_P1[-1:].tolist()} (nn.EmbeddingBag's include_last_offset=True)"
+        )
+
+
+def _values(tensor: torch.Tensor) -> np.ndarray | torch.Tensor:
+    """What to compute on: on the CPU an array, since torch's threads go on spinning on the cores that kernels need."""
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor

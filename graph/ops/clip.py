@@ -5,40 +5,42 @@ step that is then refused has changed no row.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from oneemb.graph.ops.grads import RowGrads
-from oneemb.graph.ops.op import BUILD, UPDATE, op
+from oneemb.graph.ops.op import BUILD, UPDATE, Op
 from oneemb.graph.ops.update import StepOptimizer
 
 __all__ = ["clip_grad_norm", "clip_grad_value", "scale_loss", "unscale", "update_scale"]
 
 
 Grads = list[RowGrads | None]
+Losses = torch.Tensor | Iterable[torch.Tensor]
 
 
-@op(BUILD)
-def scale_loss(scaler: Any, loss: Any) -> Any:
+@Op(BUILD)
+def scale_loss(scaler: torch.amp.GradScaler, loss: Losses) -> Losses:
     """The loss, or losses, times the scaler's scale."""
     return scaler.scale(loss)
 
 
-@op(UPDATE)
-def unscale(scaler: Any, optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None]) -> Grads:
+@Op(UPDATE)
+def unscale(
+    scaler: torch.amp.GradScaler, optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None]
+) -> Grads:
     """Divide gradients by the scale: those of dense parameters in place. Gives those of rows."""
     if not scaler.is_enabled():
         return list(grads)
     for optimizer in optimizers:
         scaler.unscale_(optimizer.optimizer)
     scale = scaler.get_scale()
-    return [_multiplied(one, np.float32(1.0 / scale)) for one in grads]
+    return [_multiplied(grad, np.float32(1.0 / scale)) for grad in grads]
 
 
-@op(UPDATE)
-def update_scale(scaler: Any, go: bool) -> None:
+@Op(UPDATE)
+def update_scale(scaler: torch.amp.GradScaler, go: bool) -> None:
     """Let the scaler grow its scale, or shrink it after a step that overflowed."""
     if not scaler.is_enabled():
         return
@@ -49,7 +51,7 @@ def update_scale(scaler: Any, go: bool) -> None:
     scaler.update()
 
 
-@op(UPDATE)
+@Op(UPDATE)
 def clip_grad_norm(
     parameters: Iterable[torch.Tensor] | StepOptimizer,
     grads: Sequence[RowGrads | None],
@@ -76,7 +78,7 @@ def clip_grad_norm(
     dense = [parameter for parameter in _parameters(parameters) if parameter.grad is not None]
     dense_grads = [parameter.grad for parameter in dense if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(dense_grads, norm_type, False, foreach)
-    row_norms = [norm for one in grads if one is not None for norm in _row_norms(one, float(norm_type))]
+    row_norms = [norm for grad in grads if grad is not None for norm in _row_norms(grad, float(norm_type))]
     row_norms.sort()  # so that the norm does not depend on which stores are merged
     if row_norms:
         norm = torch.linalg.vector_norm(torch.tensor([float(norm), *row_norms], dtype=torch.float64), float(norm_type))
@@ -88,10 +90,10 @@ def clip_grad_norm(
         )
     torch.nn.utils.clip_grads_with_norm_(dense, max_norm, norm, foreach)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    return [_multiplied(one, np.float32(float(factor))) for one in grads], norm
+    return [_multiplied(grad, np.float32(float(factor))) for grad in grads], norm
 
 
-@op(UPDATE)
+@Op(UPDATE)
 def clip_grad_value(
     parameters: Iterable[torch.Tensor], grads: Sequence[RowGrads | None], clip_value: float, foreach: bool | None = None
 ) -> Grads:
@@ -104,7 +106,7 @@ def clip_grad_value(
     if dense:
         torch.nn.utils.clip_grad_value_(dense, clip_value, foreach)
     bound = np.float32(clip_value)
-    return [None if one is None else one.with_sums(one.grad_UD.clip(-bound, bound)) for one in grads]
+    return [None if grad is None else grad.with_sums(grad.grad_UD.clip(-bound, bound)) for grad in grads]
 
 
 def _row_norms(grads: RowGrads, norm_type: float) -> list[float]:
@@ -116,10 +118,10 @@ def _row_norms(grads: RowGrads, norm_type: float) -> list[float]:
     return [store.loops.norm(part, norm_type) for part in parts]
 
 
-def _parameters(parameters: Any) -> list[torch.Tensor]:
-    if hasattr(parameters, "rows_of"):
-        return [one for group in parameters.optimizer.param_groups for one in group["params"]]
-    return list(parameters)
+def _parameters(parameters: Iterable[torch.Tensor] | StepOptimizer) -> list[torch.Tensor]:
+    if isinstance(parameters, Iterable):
+        return list(parameters)
+    return [parameter for group in parameters.optimizer.param_groups for parameter in group["params"]]
 
 
 def _multiplied(grads: RowGrads | None, factor: np.float32) -> RowGrads | None:

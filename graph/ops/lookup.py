@@ -1,30 +1,286 @@
-"""Reading rows: with a gradient, without one, and in place."""
+"""The lookup of a batch of ids: its unique keys, a lease on their rows, and the rows read.
+
+    keys  = unique_keys(ids, ...)      lookup(store, ids, ...) is both of these
+    lease = acquire(store, keys)
+    rows  = gather(lease, weight)
+
+    rows  = peek(store, keys)          without a lease
+    rows  = read_ids(store, ids, ...)  without unique keys either
+
+N ids, U unique keys, P bags, B samples, T tables, D weights of a row, W words of a row.
+"""
 
 import dataclasses
-from typing import Any
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from oneemb.graph.ops.keys import tables_and_ids, unique_keys
-from oneemb.graph.ops.leases import Keys, Lease, acquire, check_place, measure_acquire
-from oneemb.graph.ops.op import LOOKUP, op
-from oneemb.kernels.arrays import Array, RowsOfIds
+from oneemb.graph.ops import batch_ids
+from oneemb.graph.ops.grads import AnyLease, RowGrads, sum_over_passes
+from oneemb.graph.ops.op import LOOKUP, PREPARE, UPDATE, Op
+from oneemb.kernels import loops as kernels
+from oneemb.kernels.arrays import Array, Bags, RowsOfIds
+from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.loops import Loops
 from oneemb.kernels.places import loops_of
-from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.kernels.threads import Threads
+from oneemb.storage.embedding_store import EmbeddingStore, Pins
+from oneemb.storage.merged_store import MergedPrefetched, MergedStore
+from oneemb.storage.row_store import StorageError
+from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed
 
-__all__ = ["DTYPES", "check_pooling", "gather", "lookup", "measure_gather", "peek", "read_ids", "scales_of"]
-
+__all__ = [
+    "DTYPES", "Keys", "Lease", "acquire", "check_pooling", "gather", "lookup", "measure_gather", "measure_unique_keys",
+    "next_order", "peek", "prefetch", "read_ids", "release", "scales_of", "unique_keys", "unprefetch",
+]  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
+_ONE_THREAD = Threads(1)
+_NO_LOOPS = HostLoops(_ONE_THREAD)
 
-def measure_gather(args: Any, rows: Any) -> tuple[int, int]:
-    return rows.numel() // max(1, rows.shape[-1]), 2 * rows.numel() * rows.element_size()
+next_order = itertools.count().__next__
+"""Gives numbers that grow from lookup to lookup."""
 
 
-@op(LOOKUP, takes=("store",), gives="lease", measure=measure_acquire)
+# ---- keys ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The unique keys of a batch of ids and the shape the ids had."""
+
+    shape: torch.Size
+    """That of the ids; of bags, [B, T] or [P]."""
+    unique: kernels.Keys
+    bags: Bags | None
+    loops: Loops
+    """Those that work where the ids are."""
+
+    def acquire(self, store: EmbeddingStore, pending: "list[Lease] | None", prefetched: Prefetched | None) -> "Lease":
+        """See the op."""
+        # In one turn, so that what is pinned has an owner. The turn is the outermost block: Ctrl-C ends a wait for it.
+        with store.turns:
+            slot_U, unique = store.acquire(self.unique, prefetched)
+            return Lease(store, dataclasses.replace(self, unique=unique), slot_U, store.generation, pending)
+
+    def prefetch(self, store: EmbeddingStore) -> Prefetched:
+        """See the op."""
+        return store.prefetch(self.unique)
+
+
+def measure_unique_keys(args: object, keys: Any) -> tuple[int, int]:
+    """Ids and bytes. Any: the keys are `Keys` or, from another file, `MergedKeys`."""
+    ids, unique = len(keys.unique.inverse_N), len(keys.unique.id_U)
+    return ids, ids * (8 + 8 + 8) + unique * (4 + 8 + 8)
+
+
+@Op(LOOKUP | PREPARE, gives="keys", pure=True, measure=measure_unique_keys)
+def unique_keys(
+    ids: torch.Tensor,
+    table_ids: torch.Tensor | None,
+    num_tables: int,
+    key_type: torch.dtype,
+    padding_idx: int | None,
+    offsets: torch.Tensor | None = None,
+    *,
+    threads: Threads = _ONE_THREAD,
+) -> Keys:
+    """The unique (table, id) pairs of a batch, in order of first occurrence, padding left out.
+
+    Of bags, where no `table_ids` are given, they come table by table on the CPU.
+
+    Args:
+        ids: [B, T] of `key_type`: column t is looked up in table t. With one table, or with `table_ids`, any shape.
+        table_ids: integers from 0 to T-1 of a shape that broadcasts to that of `ids`: the table of each id.
+        offsets: integers [P + 1] from 0 to N, none below the one before: `ids` is [N] and bag p holds the ids from
+            offsets[p] to offsets[p + 1] - 1. `table_ids` then says the table of each bag, [P], or of all; without it
+            bags are those of B samples one after another, P = B * T, bag p of table p % T.
+        threads: runs the loops on the CPU.
+
+    Raises:
+        TypeError, ValueError: dtype, device, shape or range is not as above.
+    """
+    loops = loops_of(ids, threads) if isinstance(ids, torch.Tensor) else _NO_LOOPS  # which is refused just below
+    if offsets is None:
+        batch_ids.check_ids(ids, table_ids, num_tables, key_type)
+        table_N, id_N, check = batch_ids.tables_and_ids(ids, table_ids, num_tables, loops)
+        unique = loops.unique_keys(table_N, id_N, tables=num_tables, padding_id=padding_idx, check=check)
+        return Keys(ids.shape, unique, None, loops)
+    shape, offset_P1, table_P, check_bags = batch_ids.bags_of_ids(ids, table_ids, num_tables, key_type, offsets, loops)
+    id_N = loops.array(ids.detach().contiguous())
+    unique, bags = loops.unique_keys_of_bags(
+        id_N, loops.array(offset_P1), None if table_P is None else loops.array(table_P), tables=num_tables,
+        padding_id=padding_idx, check=check_bags,
+    )  # fmt: skip
+    return Keys(shape, unique, bags, loops)
+
+
+# ---- leases ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Lease:
+    """Rows of a batch: resident in the hot tier and pinned, until `release`.
+
+    A lease that is dropped unreleased (a forward pass without a step) is released by the next `acquire`. A released one
+    holds nothing: a loss that is kept keeps none of a batch's arrays.
+    """
+
+    store: EmbeddingStore
+    keys: Keys
+    slot_U: Array
+    generation: int
+    pending: list["Lease"] | None = None
+    """Where the lease reports that a gradient has come, for eager mode."""
+    grads: list[torch.Tensor] = field(default_factory=list)
+    """d loss / d rows, [N, D] or, of bags, [P, D] each, one for each backward pass."""
+    scale_N: Array | None = None
+    """By what each id was multiplied on its way into its bag; None = 1."""
+    order: int = field(default_factory=next_order)
+    """Grows from lookup to lookup."""
+
+    def __post_init__(self) -> None:
+        self._pins: Pins | None = self.store.pin_for(self, self.slot_U)
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether a gradient has come."""
+        return bool(self.grads)
+
+    @property
+    def released(self) -> bool:
+        return self._pins is None
+
+    def reduce(self) -> RowGrads:
+        """The gradients that have come, each key's to be summed."""
+        self.check_generation()
+        keys, loops = self.keys, self.store.loops
+        grad_NX = loops.array(sum_over_passes(self.grads))
+        segments = loops.segments(keys.unique, keys.bags, grad_NX, self.scale_N)
+        unique = keys.unique
+        return RowGrads(self.store, self.generation, unique.table_U, unique.id_U, self.slot_U, segments=segments)
+
+    def release(self) -> None:
+        """Unpin the rows, and drop them and the gradients."""
+        with undisturbed:
+            if self._pins is not None:
+                self.store.release_pins(self._pins)
+            self._pins = self.slot_U = self.scale_N = self.pending = None
+            self.keys = _NO_KEYS
+            self.grads.clear()
+
+    def check_held(self) -> None:
+        """Raise RuntimeError if the rows are held no more, so that no gradient can be left with them."""
+        if self._pins is None:
+            raise RuntimeError(
+                "backward through a lookup of an embedding that is over: a step has updated its rows, or zero_grad has"
+                " dropped them, and other rows may have taken their place. Run every backward pass of a step before"
+                " the step, or look the ids up again"
+            )
+        self.check_generation()
+
+    def check_generation(self) -> None:
+        """Raise StorageError if the slots mean nothing any more."""
+        if self.generation != self.store.generation:
+            raise StorageError(
+                "the rows of a lookup were replaced since (load_snapshot, clear, close, another device); look the ids"
+                " up again"
+            )
+
+
+_NO_KEYS = Keys(
+    torch.Size(()), _NO_LOOPS.distinct_keys(np.empty(0, np.int32), np.empty(0, np.int64)), None, _NO_LOOPS
+)  # fmt: skip
+
+
+# `Keys` are acquired from an `EmbeddingStore`, `MergedKeys` from a `MergedStore`.
+_Store = TypeVar("_Store", EmbeddingStore, MergedStore)
+_StoreOfKeys = TypeVar("_StoreOfKeys", EmbeddingStore, MergedStore, contravariant=True)
+_Prefetched = TypeVar("_Prefetched", Prefetched, MergedPrefetched)
+_Lease = TypeVar("_Lease", covariant=True)
+
+
+class AnyKeys(Protocol[_StoreOfKeys, _Prefetched, _Lease]):
+    """What `Keys` and `MergedKeys` have in common."""
+
+    @property
+    def loops(self) -> Loops:
+        """Those that work where the ids are."""
+
+    def acquire(self, store: _StoreOfKeys, pending: list[Lease] | None, prefetched: _Prefetched | None) -> _Lease:
+        """See the op."""
+
+    def prefetch(self, store: _StoreOfKeys) -> _Prefetched:
+        """See the op."""
+
+
+def _measure_acquire(args: object, lease: Any) -> tuple[int, int]:
+    # Any: a `Lease` or, from another file, a `MergedLease`.
+    unique = len(lease.slot_U)
+    return unique, unique * (4 + 8 + 8)
+
+
+def _measure_prefetch(args: object, prefetched: Prefetched | MergedPrefetched) -> tuple[int, int]:
+    return len(prefetched.slot_U), len(prefetched.slot_U) * (4 + 8 + 8)
+
+
+@Op(LOOKUP, takes=("store", "keys"), gives="lease", measure=_measure_acquire)
+def acquire(
+    store: _Store,
+    keys: AnyKeys[_Store, _Prefetched, _Lease],
+    pending: list[Lease] | None = None,
+    prefetched: _Prefetched | None = None,
+) -> _Lease:
+    """Make the rows of these keys resident and pin them; unknown keys are inserted with their initial values.
+
+    Args:
+        store, keys: an `EmbeddingStore` and `Keys`, which give a `Lease`; or a `MergedStore` and `MergedKeys`, which
+            give a `MergedLease` (see oneemb.graph.ops.merged).
+        pending: where the lease reports that a gradient has come, for eager mode.
+        prefetched: what `prefetch` gave for these keys.
+
+    Raises:
+        StoreFullError: a tier is too small for the step, or capacity is reached; nothing of this lookup is inserted.
+        ValueError: the ids are not where the embedding is.
+    """
+    _check_place(store, keys.loops)
+    if not store.built:
+        store.build()
+    return keys.acquire(store, pending, prefetched)
+
+
+@Op(PREPARE, takes=("store", "keys"), measure=_measure_prefetch)
+def prefetch(store: _Store, keys: AnyKeys[_Store, _Prefetched, object]) -> _Prefetched:
+    """Read the known rows of a coming lookup and pin them, as far as there is room. Insert none.
+
+    Any thread may call it. What it gives is for the `acquire` of the same keys, or for `unprefetch`.
+    """
+    return keys.prefetch(store)
+
+
+def unprefetch(values: Iterable[object]) -> None:
+    """Unpin, for those of these values that `prefetch` gave, what no `acquire` has taken over."""
+    for value in values:
+        if isinstance(value, Prefetched):
+            value.store.unprefetch(value)
+        elif isinstance(value, MergedPrefetched):
+            value.store.unprefetch(value)
+
+
+@Op(UPDATE, takes=("leases",), ends=0)
+def release(leases: Sequence[AnyLease]) -> None:
+    """Unpin the rows of these leases and drop their gradients."""
+    for lease in leases:
+        lease.release()
+
+
+@Op(LOOKUP, takes=("store",), gives="lease", measure=_measure_acquire)
 def lookup(
     store: EmbeddingStore,
     ids: torch.Tensor,
@@ -39,7 +295,22 @@ def lookup(
     return acquire(store, keys)
 
 
-@op(LOOKUP, takes=("lease", "weight"), pure=True, measure=measure_gather)
+def _check_place(store: EmbeddingStore | MergedStore, loops: Loops) -> None:
+    if loops.place != store.loops.place:
+        raise ValueError(
+            f"ids must be on {store.loops.place}, where the embedding is, got {loops.place};"
+            f" call ids.to({str(store.loops.device)!r})"
+        )
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def measure_gather(args: object, rows: torch.Tensor) -> tuple[int, int]:
+    return rows.numel() // max(1, rows.shape[-1]), 2 * rows.numel() * rows.element_size()
+
+
+@Op(LOOKUP, takes=("lease", "weight"), pure=True, measure=measure_gather)
 def gather(
     lease: Lease, weight: torch.Tensor, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
 ) -> torch.Tensor:
@@ -71,7 +342,7 @@ class _Gather(torch.autograd.Function):
             return _read(store, weight_SX, lease.slot_U, lease.keys, lease.scale_N)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, torch.Tensor | None]:
         lease, (grad,) = ctx.lease, grads
         lease.check_held()
         grad_ND = grad.reshape(-1, grad.shape[-1]).contiguous()
@@ -86,10 +357,9 @@ class _Gather(torch.autograd.Function):
 def _grad_of_scales(lease: Lease, grad_PD: torch.Tensor) -> torch.Tensor:
     bags, store, loops = lease.keys.bags, lease.store, lease.store.loops
     assert bags is not None
-    inverse_N, grad_PX = lease.keys.unique.inverse_N, loops.array(grad_PD)
     with undisturbed, store.writing:
-        rows = RowsOfIds(store.weight_SX, lease.slot_U, inverse_N)
-        return loops.tensor(loops.scale_grads(rows, bags.bag_N, grad_PX))
+        rows = RowsOfIds(store.weight_SX, lease.slot_U, lease.keys.unique.inverse_N)
+        return loops.tensor(loops.scale_grads(rows, bags.bag_N, loops.array(grad_PD)))
 
 
 def _read(store: EmbeddingStore, weight_SX: Array, slot_U: Array, keys: Keys, scale_N: Array | None) -> torch.Tensor:
@@ -104,7 +374,7 @@ def _read(store: EmbeddingStore, weight_SX: Array, slot_U: Array, keys: Keys, sc
     return out
 
 
-@op(LOOKUP, takes=("keys",), checks=True)
+@Op(LOOKUP, takes=("keys",), checks=True)
 def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str) -> None:
     """Check what `gather` is going to be given.
 
@@ -118,9 +388,9 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
     if keys.bags is None or pooling != "sum":
         raise ValueError('per_sample_weights are for bags that are summed; pass offsets, and pooling="sum"')
     ids = len(keys.unique.inverse_N)
-    given = isinstance(per_sample_weights, torch.Tensor)
-    if not given or per_sample_weights.dtype != torch.float32 or per_sample_weights.shape != (ids,):
-        got = (per_sample_weights.dtype, list(per_sample_weights.shape)) if given else type(per_sample_weights)
+    is_tensor = isinstance(per_sample_weights, torch.Tensor)
+    if not is_tensor or per_sample_weights.dtype != torch.float32 or per_sample_weights.shape != (ids,):
+        got = (per_sample_weights.dtype, list(per_sample_weights.shape)) if is_tensor else type(per_sample_weights)
         raise TypeError(f"per_sample_weights must be float32, one for each of {ids} ids, got {got}")
     device = keys.loops.device
     if per_sample_weights.device != device:
@@ -128,6 +398,11 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
 
 
 def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: EmbeddingStore) -> Array | None:
+    """By what each id is multiplied on its way into its bag: float32 [N]; None = 1.
+
+    Raises:
+        TypeError, ValueError: as `check_pooling`.
+    """
     check_pooling(keys, per_sample_weights, pooling)
     if per_sample_weights is not None:
         return store.loops.array(per_sample_weights.detach().contiguous())
@@ -136,12 +411,16 @@ def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str,
     return store.loops.mean_scales(keys.bags.offset_P1, keys.unique.inverse_N)
 
 
-@op(LOOKUP, takes=("store", "keys"), pure=True, measure=measure_gather)
+@Op(LOOKUP, takes=("store", "keys"), pure=True, measure=measure_gather)
 def peek(
     store: EmbeddingStore, keys: Keys, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
 ) -> torch.Tensor:
-    """What `gather` gives without inserting: an unknown id reads as its initial value. It has no gradient."""
-    check_place(store, keys)
+    """What `gather` gives, without a gradient and without inserting: an unknown id reads as its initial value.
+
+    Raises:
+        TypeError, ValueError: as `gather`; or the ids are not where the embedding is.
+    """
+    _check_place(store, keys.loops)
     row_UW, unique = store.read(keys.unique)  # on a GPU tables and offsets are checked here, before anything uses them
     keys = dataclasses.replace(keys, unique=unique)
     scale_N = scales_of(keys, per_sample_weights, pooling, store)
@@ -158,20 +437,23 @@ def read_ids(
     *,
     inserts: bool,
 ) -> torch.Tensor | None:
-    """What `peek` gives of ids that are in no bags or, if it `inserts` unknown ones, `gather`; without a gradient.
+    """The weights of ids that are in no bags, without a gradient; None where they cannot be read in this way.
 
-    Where rows lie still, ids need not be made unique to be found and pinned: each is read where it is. None where rows
-    do not, or are on a GPU.
+    Each row is read in its place, without unique keys and pins. That needs rows that lie still, on the host.
+
+    Args:
+        inserts: insert unknown ids, as `gather` does; off, they read as their initial values, as with `peek`.
 
     Raises:
         TypeError, ValueError, StoreFullError: as `unique_keys` and `acquire`.
     """
     if not store.reads_in_place:
         return None
-    loops = loops_of(ids, store.threads) if isinstance(ids, torch.Tensor) else store.loops
-    table_N, id_N, check = tables_and_ids(ids, table_ids, num_tables, key_type, loops)
+    batch_ids.check_ids(ids, table_ids, num_tables, key_type)
+    loops = loops_of(ids, store.threads)
     if loops.place != store.loops.place:
         return None
+    table_N, id_N, check = batch_ids.tables_and_ids(ids, table_ids, num_tables, loops)
     if check is not None:
         check()
     out = torch.empty(*ids.shape, store.format.dim, dtype=DTYPES[store.format.dtype])

@@ -1,4 +1,4 @@
-"""Lookups of several embeddings as one op: what takes the place of `unique_keys` and `gather` where stores are merged.
+"""Lookups of several embeddings as one op: `unique_keys` and `gather` for merged stores.
 
     keys  = unique_merged_keys([(first_table, ids, table_ids, num_tables, offsets), ...], key_type, padding_idx)
     check_merged_pooling(keys, [(p, per_sample_weights, pooling), ...])
@@ -13,17 +13,24 @@ in the order in which a lookup of its own would have summed them.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from oneemb.graph.ops import batch_ids
-from oneemb.graph.ops.grads import RowGrads, over_passes
-from oneemb.graph.ops.keys import measure_unique_keys
-from oneemb.graph.ops.leases import Lease, next_order
-from oneemb.graph.ops.lookup import DTYPES, check_pooling, measure_gather, scales_of
-from oneemb.graph.ops.op import LOOKUP, PREPARE, op
+from oneemb.graph.ops.grads import RowGrads, sum_over_passes
+from oneemb.graph.ops.lookup import (
+    DTYPES,
+    Keys,
+    Lease,
+    check_pooling,
+    measure_gather,
+    measure_unique_keys,
+    next_order,
+    scales_of,
+)
+from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.kernels import unique_keys as kernel
 from oneemb.kernels.arrays import Bags, RowsOfIds
 from oneemb.kernels.host_loops import HostLoops
@@ -31,6 +38,7 @@ from oneemb.kernels.reduce_grads import Segments
 from oneemb.kernels.threads import Threads
 from oneemb.storage.merged_store import MergedPrefetched, MergedStore
 from oneemb.storage.row_store import StorageError
+from oneemb.storage.turns import whole
 
 __all__ = ["MergedKeys", "MergedLease", "check_merged_pooling", "gather_merged", "unique_merged_keys"]
 
@@ -41,16 +49,13 @@ Lookup = tuple[int, torch.Tensor, torch.Tensor | None, int, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class KeysPart:
-    """One lookup's share of merged keys; what checks and scales read of `Keys`."""
+    """One lookup's share of merged keys."""
 
     first_table: int
-    shape: torch.Size
     ids: slice
     """Its ids among those of all lookups."""
-    bags: Bags | None
-    unique: kernel.UniqueKeys
-    """Those of all lookups, but for the ids, which are its own."""
-    loops: HostLoops
+    keys: Keys
+    """Its shape, bags and `inverse_N`; the unique keys are those of all lookups."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +69,18 @@ class MergedKeys:
 
     loops: HostLoops = _LOOPS
 
-    def acquire(self, store: MergedStore, pending: Any, prefetched: MergedPrefetched | None) -> "MergedLease":
-        """See `oneemb.graph.ops.acquire`."""
-        slot_U, slots = store.acquire(self.unique, self._begins(store), prefetched)
-        member_P = np.searchsorted(store.first_table_M1, self._first_tables())
-        leases = [
-            Lease(store.members[m], part, slots[m], store.members[m].generation)  # type: ignore[arg-type]
-            for m, part in zip(member_P.tolist(), self.parts, strict=True)
-        ]
-        return MergedLease(store, self, slot_U, store.generation, leases)
+    def acquire(
+        self, store: MergedStore, pending: list[Lease] | None, prefetched: MergedPrefetched | None
+    ) -> "MergedLease":
+        """See `oneemb.graph.ops.acquire`. Merged keys are no matter of eager mode: `pending` is None."""
+        with whole(member.turns for member in store.members):  # so that what is pinned has an owner
+            slot_U, slots = store.acquire(self.unique, self._begins(store), prefetched)
+            member_P = np.searchsorted(store.first_table_M1, self._first_tables())
+            leases = [
+                Lease(store.members[m], part.keys, slots[m], store.members[m].generation)
+                for m, part in zip(member_P.tolist(), self.parts, strict=True)
+            ]
+            return MergedLease(store, self, slot_U, store.generation, leases)
 
     def prefetch(self, store: MergedStore) -> MergedPrefetched:
         """See `oneemb.graph.ops.prefetch`."""
@@ -89,20 +97,19 @@ class MergedKeys:
 class MergedLease:
     """The rows of several lookups. Each has a lease of its own, which holds its pins and its gradients.
 
-    Once released it holds nothing: a loss that somebody keeps holds it.
+    Once released it holds no array: a loss that somebody keeps refers to it.
     """
 
     store: MergedStore
-    keys: Any
-    """`MergedKeys`; None once released"""
-    slot_U: Any
-    """Merged slots; None once released"""
+    keys: MergedKeys
+    slot_U: np.ndarray
+    """Merged slots."""
     generation: int
     leases: list[Lease]
     order: int = field(default_factory=next_order)
 
     @property
-    def grads(self) -> bool:
+    def has_grads(self) -> bool:
         """Whether any lookup got a gradient."""
         return any(lease.grads for lease in self.leases)
 
@@ -114,13 +121,13 @@ class MergedLease:
         """Unpin the rows and drop the gradients."""
         for lease in self.leases:
             lease.release()
-        self.leases, self.keys, self.slot_U = [], None, None
+        self.leases, self.keys, self.slot_U = [], _NO_KEYS, _NO_SLOTS
 
     def reduce(self) -> RowGrads:
         """The gradients that have come, those of each key to be summed; lookups that got none are left out."""
         self.check_current()
         unique, parts = self.keys.unique, list(zip(self.keys.parts, self.leases, strict=True))
-        got = [over_passes(lease.grads) for lease in self.leases if lease.grads]
+        got = [sum_over_passes(lease.grads) for lease in self.leases if lease.grads]
         # Where one was summed, and is float32, all are.
         grad_NX = _LOOPS.array(got[0] if len(got) == 1 else torch.cat(got))
         inverse_N, row_N, scale_N = unique.inverse_N, None, None
@@ -129,7 +136,7 @@ class MergedLease:
             inverse_N = inverse_N.copy()
             for part in dead:
                 inverse_N[part.ids] = -1
-        if dead or any(part.bags is not None for part in self.keys.parts):
+        if dead or any(part.keys.bags is not None for part in self.keys.parts):
             row_N = _rows_of_ids([part for part, lease in parts if lease.grads], len(inverse_N))
         if any(lease.scale_N is not None for lease in self.leases):
             scale_N = np.ones(len(inverse_N), np.float32)
@@ -141,7 +148,7 @@ class MergedLease:
         if dead:
             begin_P1 = self.keys.begin_P1
             u = np.concatenate(
-                [np.arange(begin_P1[p], begin_P1[p + 1]) for p, (_, one) in enumerate(parts) if one.grads]
+                [np.arange(begin_P1[p], begin_P1[p + 1]) for p, (_, lease) in enumerate(parts) if lease.grads]
             )
             table_U, id_U, slot_U = table_U[u], id_U[u], slot_U[u]
             begin_U1 = np.append(begin_U1[u], begin_U1[-1])  # keys between them occur nowhere now
@@ -160,20 +167,24 @@ class MergedLease:
             )
 
 
+_NO_SLOTS = np.empty(0, np.int64)
+_NO_KEYS = MergedKeys(_LOOPS.distinct_keys(np.empty(0, np.int32), _NO_SLOTS), [], np.zeros(1, np.int64))
+
+
 def _rows_of_ids(parts: Sequence[KeysPart], ids: int) -> np.ndarray:
     """The row of each id among the gradients of these lookups, one after another: int32 [N]."""
     row_N = np.empty(ids, np.int32)
     begin = 0
     for part in parts:
-        if part.bags is None:
+        if part.keys.bags is None:
             row_N[part.ids] = np.arange(begin, begin + part.ids.stop - part.ids.start, dtype=np.int32)
         else:
-            np.add(part.bags.bag_N, np.int32(begin), out=row_N[part.ids])
-        begin += part.shape.numel()
+            np.add(part.keys.bags.bag_N, np.int32(begin), out=row_N[part.ids])
+        begin += part.keys.shape.numel()
     return row_N
 
 
-@op(LOOKUP | PREPARE, gives="keys", pure=True, measure=measure_unique_keys)
+@Op(LOOKUP | PREPARE, gives="keys", pure=True, measure=measure_unique_keys)
 def unique_merged_keys(lookups: Sequence[Lookup], key_type: torch.dtype, padding_idx: int | None) -> MergedKeys:
     """The unique (merged table, id) pairs of several lookups, lookup by lookup in order of first occurrence.
 
@@ -183,47 +194,52 @@ def unique_merged_keys(lookups: Sequence[Lookup], key_type: torch.dtype, padding
     Raises:
         TypeError, ValueError: as `unique_keys`, of any lookup.
     """
-    placed = []
+    batches = []
     for lookup in lookups:
         try:
-            placed.append(_placed(*lookup, key_type))
+            batches.append(_batch_of(*lookup, key_type))
         except (TypeError, ValueError) as error:
-            error.first_table = lookup[0]  # type: ignore[union-attr]
+            error.first_table = lookup[0]  # type: ignore[union-attr]  # says which line of `build` it is of
             raise
-    end_P = list(itertools.accumulate(len(id_N) for id_N, _, _, _ in placed))
+    end_P = list(itertools.accumulate(len(batch.id_N) for batch in batches))
     begin_P = [0, *end_P[:-1]]
     table_N = np.empty(end_P[-1], np.int32)
-    for (first_table, _, _, num_tables, _), (_, table_n, _, _), begin, end in zip(
-        lookups, placed, begin_P, end_P, strict=True
-    ):
-        if table_n is not None:
-            np.add(table_n, np.int32(first_table), out=table_N[begin:end])
+    for (first_table, _, _, num_tables, _), batch, begin, end in zip(lookups, batches, begin_P, end_P, strict=True):
+        if batch.table_N is not None:
+            np.add(batch.table_N, np.int32(first_table), out=table_N[begin:end])
         elif num_tables == 1:
             table_N[begin:end] = first_table
         else:
             table_N[begin:end].reshape(-1, num_tables)[:] = np.arange(first_table, first_table + num_tables)
-    id_N = torch.cat([id_n for id_n, _, _, _ in placed]).numpy()
+    id_N = torch.cat([batch.id_N for batch in batches]).numpy()
     unique = kernel.unique_keys(table_N, id_N, padding_id=padding_idx)
     assert unique.head_U is not None
     begin_P1 = np.append(np.searchsorted(unique.head_U, begin_P), len(unique.head_U))
-    parts = [
-        KeysPart(
-            lookup[0], shape, slice(begin, end), bags, unique._replace(inverse_N=unique.inverse_N[begin:end]), _LOOPS
-        )
-        for lookup, (_, _, shape, bags), begin, end in zip(lookups, placed, begin_P, end_P, strict=True)
-    ]
+    parts = []
+    for lookup, batch, begin, end in zip(lookups, batches, begin_P, end_P, strict=True):
+        own = unique._replace(inverse_N=unique.inverse_N[begin:end])
+        parts.append(KeysPart(lookup[0], slice(begin, end), Keys(batch.shape, own, batch.bags, _LOOPS)))
     return MergedKeys(unique, parts, begin_P1)
 
 
-def _placed(
+class _Batch(NamedTuple):
+    """The ids of one lookup."""
+
+    id_N: torch.Tensor
+    table_N: np.ndarray | None
+    """None where tables are the columns of `shape`."""
+    shape: torch.Size
+    bags: Bags | None
+
+
+def _batch_of(
     first_table: int,
     ids: torch.Tensor,
     table_ids: torch.Tensor | None,
     num_tables: int,
     offsets: torch.Tensor | None,
     key_type: torch.dtype,
-) -> tuple[torch.Tensor, np.ndarray | None, torch.Size, Bags | None]:
-    """The ids of a lookup [N], their tables where those are not one column each, the lookup's shape and bags."""
+) -> _Batch:
     if isinstance(ids, torch.Tensor) and ids.device.type != "cpu":
         raise ValueError(f"ids must be on the CPU, where the embedding is, got {ids.device}; call ids.cpu()")
     if offsets is not None:
@@ -231,16 +247,16 @@ def _placed(
         check()
         bags = Bags(offset_P1.numpy())
         table_N = bags.bag_N % np.int32(num_tables) if table_P is None else table_P.numpy()[bags.bag_N]
-        return ids.detach(), table_N, shape, bags
+        return _Batch(ids.detach(), table_N, shape, bags)
     batch_ids.check_ids(ids, table_ids, num_tables, key_type)
     tables = None
     if table_ids is not None:
         batch_ids.check_tables(table_ids if ids.numel() else table_ids.reshape(-1)[:0], num_tables)
         tables = table_ids.detach().to(torch.int32).expand(ids.shape).reshape(-1).numpy()
-    return ids.detach().reshape(-1), tables, ids.shape, None
+    return _Batch(ids.detach().reshape(-1), tables, ids.shape, None)
 
 
-@op(LOOKUP, takes=("keys",), checks=True)
+@Op(LOOKUP, takes=("keys",), checks=True)
 def check_merged_pooling(keys: MergedKeys, pooled: Sequence[tuple[int, torch.Tensor | None, str]]) -> None:
     """`check_pooling` of lookups p.
 
@@ -250,9 +266,9 @@ def check_merged_pooling(keys: MergedKeys, pooled: Sequence[tuple[int, torch.Ten
     for p, per_sample_weights, pooling in pooled:
         part = keys.parts[p]
         try:
-            check_pooling(part, per_sample_weights, pooling)  # type: ignore[arg-type]
+            check_pooling(part.keys, per_sample_weights, pooling)
         except (TypeError, ValueError) as error:
-            error.first_table = part.first_table  # type: ignore[union-attr]
+            error.first_table = part.first_table  # type: ignore[union-attr]  # as above
             raise
 
 
@@ -260,17 +276,19 @@ class _GatherMerged(torch.autograd.Function):
     """Reads rows forward; backward leaves the gradients of each lookup with its lease."""
 
     @staticmethod
-    def forward(ctx: Any, lease: MergedLease, read: tuple[int, ...], *weights_and_scales: torch.Tensor | None) -> Any:
+    def forward(
+        ctx: Any, lease: MergedLease, read: tuple[int, ...], *weights_and_scales: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
         ctx.lease, ctx.read = lease, read
         ctx.set_materialize_grads(False)
         out = _read(lease, read)
         needs = ctx.needs_input_grad[2:]
-        kept = [one for i, one in enumerate(out) if not needs[i] and not needs[len(out) + i]]
-        ctx.mark_non_differentiable(*kept)
+        constant = [rows for i, rows in enumerate(out) if not needs[i] and not needs[len(out) + i]]
+        ctx.mark_non_differentiable(*constant)
         return tuple(out)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         lease, read, needs = ctx.lease, ctx.read, ctx.needs_input_grad[2:]
         if lease.released:
             raise RuntimeError(
@@ -296,61 +314,59 @@ def _read(lease: MergedLease, read: tuple[int, ...]) -> list[torch.Tensor]:
     dim, dtype, loops = store.format.dim, DTYPES[store.format.dtype], store.loops
     weight_SX, inverse_N = store.weight_SX, keys.unique.inverse_N
     parts = [keys.parts[p] for p in read]
-    end_P = list(itertools.accumulate(part.shape.numel() for part in parts))
+    end_P = list(itertools.accumulate(part.keys.shape.numel() for part in parts))
     all_ND = torch.empty(end_P[-1], dim, dtype=dtype)
     row_ND = loops.array(all_ND)
     first = 0
     # Lookups that lie side by side and are read in the same way are one launch.
-    for pooled, group in itertools.groupby(range(len(parts)), lambda i: (read[i] - i, parts[i].bags is not None)):
-        some = list(group)
-        end = end_P[some[-1]]
-        ids = slice(parts[some[0]].ids.start, parts[some[-1]].ids.stop)
+    for (_, pooled), group in itertools.groupby(
+        range(len(parts)), lambda i: (read[i] - i, parts[i].keys.bags is not None)
+    ):
+        adjacent = list(group)
+        end = end_P[adjacent[-1]]
+        ids = slice(parts[adjacent[0]].ids.start, parts[adjacent[-1]].ids.stop)
         rows = RowsOfIds(weight_SX, lease.slot_U, inverse_N[ids])
-        if not pooled[1]:
+        if not pooled:
             loops.gather(rows, row_ND[first:end])
         else:
-            offset_P1, scale_N = _pooling(parts, [lease.leases[p] for p in read], some)
+            offset_P1, scale_N = _pooling([parts[i] for i in adjacent], [lease.leases[read[i]] for i in adjacent])
             loops.pool(rows, offset_P1, scale_N, row_ND[first:end])
         first = end
     begin_P = [0, *end_P[:-1]]
     return [
-        torch.empty(0, dtype=dtype).set_(all_ND.untyped_storage(), begin * dim, (*part.shape, dim))  # type: ignore[call-overload]
+        torch.empty(0, dtype=dtype).set_(all_ND.untyped_storage(), begin * dim, (*part.keys.shape, dim))  # type: ignore[call-overload]
         for part, begin in zip(parts, begin_P, strict=True)
     ]
 
 
-def _pooling(
-    parts: Sequence[KeysPart], leases: Sequence[Lease], some: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray | None]:
+def _pooling(parts: Sequence[KeysPart], leases: Sequence[Lease]) -> tuple[np.ndarray, np.ndarray | None]:
     """Offsets and scales of lookups that lie side by side, as of one."""
-    start = parts[some[0]].ids.start
-    offsets, scales = [np.zeros(1, np.int64)], []
-    for i in some:
-        part, bags = parts[i], parts[i].bags
-        assert bags is not None
-        offsets.append(bags.offset_P1[1:] + (part.ids.start - start))
-        scales.append(leases[i].scale_N)
-    if all(scale_N is None for scale_N in scales):
+    offsets = [np.zeros(1, np.int64)]
+    for part in parts:
+        assert part.keys.bags is not None
+        offsets.append(part.keys.bags.offset_P1[1:] + (part.ids.start - parts[0].ids.start))
+    if all(lease.scale_N is None for lease in leases):
         return np.concatenate(offsets), None
-    ones = [np.ones(parts[i].ids.stop - parts[i].ids.start, np.float32) for i in some]
-    return np.concatenate(offsets), np.concatenate(
-        [one if scale_N is None else scale_N for one, scale_N in zip(ones, scales, strict=True)]
-    )
+    scales = [
+        np.ones(part.ids.stop - part.ids.start, np.float32) if lease.scale_N is None else lease.scale_N
+        for part, lease in zip(parts, leases, strict=True)
+    ]
+    return np.concatenate(offsets), np.concatenate(scales)
 
 
 def _grad_of_scales(lease: MergedLease, p: int, grad_PD: torch.Tensor) -> torch.Tensor:
-    part, store = lease.keys.parts[p], lease.store
-    assert part.bags is not None
-    loops, rows = store.loops, RowsOfIds(store.weight_SX, lease.slot_U, part.unique.inverse_N)
-    return loops.tensor(loops.scale_grads(rows, part.bags.bag_N, loops.array(grad_PD)))
+    keys, store = lease.keys.parts[p].keys, lease.store
+    assert keys.bags is not None
+    loops, rows = store.loops, RowsOfIds(store.weight_SX, lease.slot_U, keys.unique.inverse_N)
+    return loops.tensor(loops.scale_grads(rows, keys.bags.bag_N, loops.array(grad_PD)))
 
 
-def _measure_gather_merged(args: Any, rows: Any) -> tuple[int, int]:
+def _measure_gather_merged(args: object, rows: Sequence[torch.Tensor]) -> tuple[int, int]:
     measured = [measure_gather(args, row) for row in rows]
     return sum(count for count, _ in measured), sum(size for _, size in measured)
 
 
-@op(LOOKUP, takes=("lease",), pure=True, measure=_measure_gather_merged)
+@Op(LOOKUP, takes=("lease",), pure=True, measure=_measure_gather_merged)
 def gather_merged(
     lease: MergedLease, read: Sequence[tuple[int, torch.Tensor, torch.Tensor | None, str]]
 ) -> tuple[torch.Tensor, ...]:
@@ -365,8 +381,7 @@ def gather_merged(
     """
     lease.check_current()
     for p, _, per_sample_weights, pooling in read:
-        part = lease.keys.parts[p]
-        one = lease.leases[p]
-        one.scale_N = scales_of(part, per_sample_weights, pooling, one.store)
-    weights, scales = [one[1] for one in read], [one[2] for one in read]
-    return _GatherMerged.apply(lease, tuple(one[0] for one in read), *weights, *scales)
+        own = lease.leases[p]
+        own.scale_N = scales_of(own.keys, per_sample_weights, pooling, own.store)
+    lookups, weights, scales, _ = zip(*read, strict=True)
+    return _GatherMerged.apply(lease, lookups, *weights, *scales)

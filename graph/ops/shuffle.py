@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from torch import distributed
 
-from oneemb.graph.ops.leases import Keys
-from oneemb.graph.ops.lookup import check_pooling
-from oneemb.graph.ops.op import LOOKUP, op
+from oneemb.graph.ops.lookup import Keys, check_pooling
+from oneemb.graph.ops.op import LOOKUP, Op
 from oneemb.kernels import unique_keys as kernel
 from oneemb.kernels.arrays import RowsOfIds
 from oneemb.kernels.host_loops import HostLoops
@@ -52,10 +51,10 @@ class Route:
 class RoutedKeys(Keys):
     """The keys that all ranks ask this one for, as `acquire` and `gather` take them: of shape [asked]."""
 
-    route: Any = None
+    route: Route
 
 
-@op(LOOKUP, takes=("keys",), gives="keys")
+@Op(LOOKUP, takes=("keys",), gives="keys")
 def shuffle_keys(keys: Keys, ranks: int) -> RoutedKeys:
     """Send unique keys to their owners; every one of `ranks` ranks calls it.
 
@@ -110,7 +109,7 @@ class _ShuffleRows(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         keys = ctx.routed.route.keys
         grad_NX = _LOOPS.array(grads[0].reshape(-1, grads[0].shape[-1]).contiguous())
         segments = _LOOPS.segments(keys.unique, keys.bags, grad_NX, ctx.scale_N)
@@ -119,7 +118,7 @@ class _ShuffleRows(torch.autograd.Function):
         return shuffle_grads(ctx.routed, grad_UD).to(ctx.dtype), None, None
 
 
-@op(LOOKUP, takes=("keys",))
+@Op(LOOKUP, takes=("keys",))
 def shuffle_rows(
     routed: RoutedKeys, owned: torch.Tensor, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
 ) -> torch.Tensor:

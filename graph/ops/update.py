@@ -1,22 +1,19 @@
 """The step of the optimizer: dense parameters, rows, rates."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from oneemb.graph.ops.grads import RowGrads
-from oneemb.graph.ops.op import UPDATE, op
+from oneemb.graph.ops.op import UPDATE, Op
+from oneemb.graph.row_optimizers import Group, RowOptimizer
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.step_lock import while_held
 from oneemb.storage.turns import whole
 
 __all__ = ["Groups", "StepOptimizer", "add_note", "advance", "step", "update"]
-
-
-if TYPE_CHECKING:
-    from oneemb.graph.row_optimizers import RowOptimizer
 
 
 class StepOptimizer(Protocol):
@@ -27,15 +24,22 @@ class StepOptimizer(Protocol):
     skipped: int
     taken: int
 
-    def rows_of(self, store: EmbeddingStore) -> tuple["RowOptimizer", dict[str, Any]] | None:
+    def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, Group] | None:
         """The row optimizer of a store and its parameter group now; None where the store is not its own."""
 
 
-Groups = dict[int, dict[str, Any]]
+class Scheduler(Protocol):
+    """What ops ask of a learning rate scheduler: those of torch are such."""
+
+    def step(self) -> object:
+        """Set the rates of the next step."""
+
+
+Groups = dict[int, Group]
 """The options of param groups, by the identity of the group."""
 
 
-@op(UPDATE, takes=("optimizer", "go"), commits=True)
+@Op(UPDATE, takes=("optimizer", "go"), commits=True)
 def step(optimizer: StepOptimizer, go: bool) -> Groups:
     """Step the dense parameters. It comes before rows are updated, since it runs what may fail: hooks of the user's.
 
@@ -49,7 +53,7 @@ def step(optimizer: StepOptimizer, go: bool) -> Groups:
     if not go:
         return groups
 
-    def keep(*_: Any) -> None:
+    def keep(*_: object) -> None:
         for group in optimizer.optimizer.param_groups:
             groups[id(group)] = {
                 name: option.clone() if isinstance(option, torch.Tensor) else option
@@ -72,8 +76,8 @@ def step(optimizer: StepOptimizer, go: bool) -> Groups:
     return groups
 
 
-def _measure_update(args: Any, result: Any) -> tuple[int, int]:
-    grads, go = args[1], args[2]
+def _measure_update(args: tuple[object, RowGrads | None, bool, object], result: None) -> tuple[int, int]:
+    _, grads, go, *_ = args
     if grads is None or not go:
         return 0, 0
     layout, rows = grads.store.format, len(grads.slot_U)
@@ -81,7 +85,7 @@ def _measure_update(args: Any, result: Any) -> tuple[int, int]:
     return rows, read + 2 * layout.row_bytes * rows
 
 
-@op(UPDATE, takes=("optimizer", "grads", "go"), commits=True, measure=_measure_update)
+@Op(UPDATE, takes=("optimizer", "grads", "go"), commits=True, measure=_measure_update)
 def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: Groups | None = None) -> None:
     """Apply the optimizer to the rows, in place.
 
@@ -94,40 +98,35 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
         return
     store, (row_optimizer, group) = grads.store, rows
     group = (groups or {}).get(id(group), group)
-    for one in grads.stores:
-        one.turns.check(changes=True)
+    for member in grads.stores:
+        member.turns.check(changes=True)
 
     def write() -> None:
-        for some, step in _by_step(grads):
+        for part, step in _by_step(grads):
             row_optimizer.update(
-                store.weight_SX, store.row_SW, some.slot_U, some.segments or some.grad_UD,
+                store.weight_SX, store.row_SW, part.slot_U, part.segments or part.grad_UD,
                 state_begin=store.format.state_begin, group=group, step=step + 1, loops=store.loops,
             )  # fmt: skip
 
-    with whole(one.turns for one in grads.stores):
-        while_held(sorted((one.writing for one in grads.stores), key=id), write)
-        for one in grads.stores:
-            one.step += 1
+    with whole(member.turns for member in grads.stores):
+        while_held(sorted((member.writing for member in grads.stores), key=id), write)
+        for member in grads.stores:
+            member.step += 1
         store.mark_dirty(grads.table_U, grads.slot_U)
 
 
 def _by_step(grads: RowGrads) -> list[tuple[RowGrads, int]]:
     """The gradients and the steps that their store has made; of merged stores that are not equally far, apart."""
-    steps = sorted({one.step for one in grads.stores})
+    steps = sorted({member.step for member in grads.stores})
     if len(steps) == 1:
         return [(grads, steps[0])]
     step_M = np.array([member.step for member in grads.store.members])
     step_U = step_M[grads.store.members_of(grads.table_U)]
-    parts = []
-    for step in steps:
-        u = np.flatnonzero(step_U == step)
-        keys = grads.table_U[u], grads.id_U[u], grads.slot_U[u]
-        parts.append((RowGrads(grads.store, grads.generation, *keys, grads.grad_UD[u], grads.finite_U[u]), step))
-    return parts
+    return [(grads.rows(np.flatnonzero(step_U == step)), step) for step in steps]
 
 
-@op(UPDATE)
-def advance(optimizers: Sequence[StepOptimizer], lr_schedulers: Sequence[Any], go: bool) -> None:
+@Op(UPDATE)
+def advance(optimizers: Sequence[StepOptimizer], lr_schedulers: Sequence[Scheduler | None], go: bool) -> None:
     """Count the step, drop the gradients of dense parameters, and step the learning rates.
 
     Raises:
@@ -154,5 +153,5 @@ def advance(optimizers: Sequence[StepOptimizer], lr_schedulers: Sequence[Any], g
 
 def add_note(error: BaseException, note: str) -> None:
     """`error.add_note`, once."""
-    if not any(note in one for one in getattr(error, "__notes__", ())):
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]
+    if not any(note in present for present in getattr(error, "__notes__", ())):
+        error.add_note(note)

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import fx
 
-__all__ = ["copy_graph", "inserting_for", "store_of"]
+__all__ = ["copy_graph", "inserting_for", "node_of", "output_of", "store_of"]
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
@@ -14,15 +13,24 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     copy = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     result = copy.graph_copy(graph, values)
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    copy.output(result, type_expr=output.type)
+    copy.output(result, type_expr=output_of(graph).type)
     return copy
 
 
+def output_of(graph: fx.Graph) -> fx.Node:
+    """The node that returns."""
+    return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
+def node_of(argument: fx.node.Argument) -> fx.Node:
+    """An argument that is another node's value."""
+    assert isinstance(argument, fx.Node), argument
+    return argument
+
+
 def store_of(node: fx.Node) -> str:
-    """What names the store of a lookup."""
-    store: Any = node.args[0]
-    return store.target
+    """The name of a lookup's store."""
+    return str(node_of(node.args[0]).target)
 
 
 @contextmanager

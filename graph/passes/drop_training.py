@@ -1,7 +1,5 @@
 """Takes the training out of a graph, for calls in eval mode."""
 
-from typing import Any
-
 from torch import fx
 
 from oneemb.graph import ops
@@ -28,7 +26,7 @@ def drop_training(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def _erase(graph: fx.Graph, node: fx.Node, instead: Any) -> None:
+def _erase(graph: fx.Graph, node: fx.Node, instead: fx.node.Argument) -> None:
     for user in list(node.users):
         user.args = fx.node.map_arg(user.args, lambda arg: instead if arg is node else arg)
         user.kwargs = fx.node.map_arg(user.kwargs, lambda arg: instead if arg is node else arg)

@@ -3,7 +3,7 @@
 from torch import fx
 
 from oneemb.graph import ops
-from oneemb.graph.passes import copy_graph
+from oneemb.graph.passes import copy_graph, output_of
 
 __all__ = ["hold_lookups"]
 
@@ -16,7 +16,6 @@ def hold_lookups(graph: fx.Graph, held: str) -> fx.Graph:
     """
     graph = copy_graph(graph)
     leases = [node for node in graph.nodes if node.target in (ops.acquire, ops.lookup)]
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    with graph.inserting_before(output):
+    with graph.inserting_before(output_of(graph)):
         graph.call_function(ops.hold, (graph.get_attr(held), leases))
     return graph

@@ -1,18 +1,17 @@
 """Ends a training graph with the update of rows and the step of dense parameters."""
 
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import fx
 
 from oneemb.graph import ops
-from oneemb.graph.passes import copy_graph, inserting_for, store_of
+from oneemb.graph.passes import copy_graph, inserting_for, node_of, output_of, store_of
 
 __all__ = ["insert_updates"]
 
-_CLIPS: dict[Any, Any] = {
+_CLIPS: dict[object, Callable[..., object]] = {
     torch.nn.utils.clip_grad_norm_: ops.clip_grad_norm,
     torch.nn.utils.clip_grad_value_: ops.clip_grad_value,
 }
@@ -54,16 +53,17 @@ def insert_updates(
         if node.target in (ops.acquire, ops.lookup):
             leases.setdefault(store_of(node), []).append(node)
     clips = [node for node in graph.nodes if node.op == "call_function" and node.target in _CLIPS]
-    scaler: Any = next((node.args[0] for node in graph.nodes if node.target is ops.scale_loss), None)
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    scaled = next((node for node in graph.nodes if node.target is ops.scale_loss), None)
+    scaler: fx.Node | None = None
+    output = output_of(graph)
     with inserting_for(graph, clips[0] if clips else output):
         names = {name: graph.get_attr(name) for name, _ in optimizers}
         grads: dict[str, fx.Node] = {}
         for store, group in leases.items():
             taken = _take(graph, held, store, group) if held else group
             grads[store] = graph.call_function(ops.reduce_grads, (taken,))
-        if scaler is not None:
-            scaler = graph.get_attr(scaler.target)
+        if scaled is not None:
+            scaler = graph.get_attr(str(node_of(scaled.args[0]).target))
             unscaled = graph.call_function(ops.unscale, (scaler, list(names.values()), list(grads.values())))
             grads = _unpack(graph, unscaled, grads)
     for clip in clips:
@@ -72,11 +72,11 @@ def insert_updates(
         graph.erase_node(clip)
     with graph.inserting_before(output):
         for name, max_norm in (max_norms or {}).items():
-            mine = {store: grad for store, grad in grads.items() if trains is None or trains.get(store) == name}
-            clipped = graph.call_function(ops.clip_grad_norm, (names[name], list(mine.values()), max_norm))
-            grads |= _unpack(graph, graph.call_function(operator.getitem, (clipped, 0)), mine)
-        arguments = (list(names.values()), list(grads.values()), *([scaler] if scaler is not None else []))
-        go = graph.call_function(ops.check_finite, arguments)
+            own = {store: grad for store, grad in grads.items() if trains is None or trains.get(store) == name}
+            clipped = graph.call_function(ops.clip_grad_norm, (names[name], list(own.values()), max_norm))
+            grads |= _unpack(graph, graph.call_function(operator.getitem, (clipped, 0)), own)
+        arguments = [list(names.values()), list(grads.values())]
+        go = graph.call_function(ops.check_finite, (*arguments, *([scaler] if scaler is not None else [])))
         # What runs code of the user's comes before rows are updated, or after all that belongs to the step.
         groups = {name: graph.call_function(ops.step, (names[name], go)) for name, _ in optimizers}
         for name, _ in optimizers:
@@ -104,20 +104,20 @@ def _unpack(graph: fx.Graph, grads: fx.Node, stores: Mapping[str, fx.Node]) -> d
 
 def _clip(graph: fx.Graph, clip: fx.Node, grads: dict[str, fx.Node], merged: Mapping[str, str]) -> dict[str, fx.Node]:
     """The gradients of rows after a clip of `build`, which names rows by the weight that stands for them."""
-    arguments: Any = clip.args
-    parameters, *rest = arguments
-    mine: dict[str, fx.Node] = {}
+    parameters, *rest = clip.args
+    assert isinstance(parameters, list | tuple)
+    own: dict[str, fx.Node] = {}
     dense: list[fx.Node] = []
-    for parameter in parameters:
+    for parameter in map(node_of, parameters):
         store = f"{str(parameter.target).removesuffix('weight')}store"
         store = store if store in grads else merged.get(store, store)
         if store in grads:
-            mine[store] = grads[store]
+            own[store] = grads[store]
         else:
             dense.append(parameter)
-    clipped = graph.call_function(_CLIPS[clip.target], (dense, list(mine.values()), *rest), dict(clip.kwargs))
+    clipped = graph.call_function(_CLIPS[clip.target], (dense, list(own.values()), *rest), dict(clip.kwargs))
     if clip.target is torch.nn.utils.clip_grad_value_:
-        return grads | _unpack(graph, clipped, mine)
+        return grads | _unpack(graph, clipped, own)
     if clip.users:
         clip.replace_all_uses_with(graph.call_function(operator.getitem, (clipped, 1)))
-    return grads | _unpack(graph, graph.call_function(operator.getitem, (clipped, 0)), mine)
+    return grads | _unpack(graph, graph.call_function(operator.getitem, (clipped, 0)), own)

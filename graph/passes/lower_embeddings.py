@@ -1,18 +1,18 @@
 """Turns calls of embedding modules into ops."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
 from torch import fx
 
 from oneemb.graph import ops
+from oneemb.graph.modules import Embeddings
 from oneemb.graph.passes import copy_graph, inserting_for
 
 __all__ = ["lower_embeddings"]
 
 
-def lower_embeddings(graph: fx.Graph, embeddings: Mapping[str, Any], *, inserts: bool = True) -> fx.Graph:
-    """Say each lookup in the op vocabulary. `embeddings` maps the targets of calls to embedding modules.
+def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool = True) -> fx.Graph:
+    """Write each lookup as ops. `embeddings` maps the targets of calls to embedding modules.
 
     Before:  rows = embedding(ids)
     After:   keys = unique_keys(ids, ...);  lease = acquire(store, keys);  rows = gather(lease, weight)
@@ -21,8 +21,8 @@ def lower_embeddings(graph: fx.Graph, embeddings: Mapping[str, Any], *, inserts:
 
     After:   keys = unique_keys(ids, ...);  rows = peek(store, keys)
 
-    Of bags the keys know the offsets, and `gather` and `peek` are told how to pool. What they could refuse is checked
-    before any row is inserted:
+    The keys of bags hold their offsets, and `gather` and `peek` are told how to pool. Arguments that these could refuse
+    are checked before any row is inserted:
 
     After:   keys = unique_keys(ids, ...);  check_pooling(keys, weights, "sum");  lease = acquire(store, keys) ...
     """
@@ -31,19 +31,17 @@ def lower_embeddings(graph: fx.Graph, embeddings: Mapping[str, Any], *, inserts:
         if node.op != "call_module" or node.target not in embeddings:
             continue
         module = embeddings[node.target]
-        ids, table_ids, offsets, *pooled = _lookup_arguments(*node.args, **node.kwargs)
+        call = _Call(*node.args, **node.kwargs)
+        plain = call.per_sample_weights is None and call.pooling in ("sum", "mean")  # nothing that could be refused
+        pooled = () if call.offsets is None and plain else (call.per_sample_weights, call.pooling)
         with inserting_for(graph, node):
             store = graph.get_attr(f"{node.target}.store")
-            key_arguments = [ids, table_ids, module.num_tables, module.key_type, module.padding_idx]
-            per_sample_weights, pooling = pooled
-            if offsets is not None:
-                key_arguments.append(offsets)
-            elif per_sample_weights is None and pooling in ("sum", "mean"):
-                pooled = []
-            keys = graph.call_function(ops.unique_keys, tuple(key_arguments))
+            key_arguments = call.ids, call.table_ids, module.num_tables, module.key_type, module.padding_idx
+            offsets = () if call.offsets is None else (call.offsets,)
+            keys = graph.call_function(ops.unique_keys, (*key_arguments, *offsets))
             if inserts and module.training:
-                if per_sample_weights is not None or pooling not in ("sum", "mean"):
-                    graph.call_function(ops.check_pooling, (keys, per_sample_weights, pooling))
+                if not plain:
+                    graph.call_function(ops.check_pooling, (keys, call.per_sample_weights, call.pooling))
                 lease = graph.call_function(ops.acquire, (store, keys))
                 rows = graph.call_function(ops.gather, (lease, graph.get_attr(f"{node.target}.weight"), *pooled))
             else:
@@ -53,8 +51,11 @@ def lower_embeddings(graph: fx.Graph, embeddings: Mapping[str, Any], *, inserts:
     return graph
 
 
-def _lookup_arguments(
-    ids: Any, table_ids: Any = None, offsets: Any = None, per_sample_weights: Any = None, pooling: str = "sum"
-) -> tuple[Any, ...]:
-    """Those of the module's `forward`."""
-    return ids, table_ids, offsets, per_sample_weights, pooling
+class _Call(NamedTuple):
+    """The arguments of an embedding's `forward`."""
+
+    ids: fx.node.Argument
+    table_ids: fx.node.Argument = None
+    offsets: fx.node.Argument = None
+    per_sample_weights: fx.node.Argument = None
+    pooling: fx.node.Argument = "sum"

@@ -3,12 +3,11 @@
 import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
 from oneemb.graph import ops
-from oneemb.graph.passes import copy_graph, store_of
+from oneemb.graph.passes import copy_graph, node_of, store_of
 from oneemb.graph.passes.split_prepare import ancestors, movable_nodes
 from oneemb.graph.spec import CHECKS, is_backward, is_inplace, is_pure, is_training_only
 
@@ -62,9 +61,9 @@ def merge_embeddings(
     """
     graph = copy_graph(graph)
     groups = _groups(graph, members, movable_nodes(graph, buffers))
-    for merged, some in groups.items():
-        if every or any(len(group.acquires) > 1 for group in some):
-            for group in some:
+    for merged, its_groups in groups.items():
+        if every or any(len(group.acquires) > 1 for group in its_groups):
+            for group in its_groups:
                 _merge(graph, merged, group, members)
     return graph
 
@@ -76,22 +75,24 @@ def _groups(graph: fx.Graph, members: Mapping[str, Member], movable: set[fx.Node
     place = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         if is_inplace(node) or is_backward(node) or is_training_only(node) or node.target in _CONTEXTS:
-            closed = {merged: len(some) for merged, some in groups.items()}
+            closed = {merged: len(its_groups) for merged, its_groups in groups.items()}
         if node.target is not ops.acquire or store_of(node) not in members:
             continue
         merged = members[store_of(node)].merged
-        some = groups.setdefault(merged, [])
-        same = [i for i, group in enumerate(some) if any(store_of(one) == store_of(node) for one in group.acquires)]
+        its_groups = groups.setdefault(merged, [])
+        after_own = [
+            i + 1 for i, group in enumerate(its_groups) if any(store_of(a) == store_of(node) for a in group.acquires)
+        ]
         needed = ancestors(set(_inputs(node)))
         prepared = node.args[1] in movable
-        alone = any(one not in movable for one in _scales(node))
-        for group in some[max([closed.get(merged, 0), *(i + 1 for i in same)]) :]:
-            late = {one for one in needed if place[one] >= place[group.first]}
-            if not (alone or group.alone) and group.prepared == prepared and all(is_pure(one) for one in late):
+        alone = any(scales not in movable for scales in _scales(node))
+        for group in its_groups[max([closed.get(merged, 0), *after_own]) :]:
+            late = {used for used in needed if place[used] >= place[group.first]}
+            if not (alone or group.alone) and group.prepared == prepared and all(map(is_pure, late)):
                 break
         else:
             group, late = _Group(node, prepared, alone), set()
-            some.append(group)
+            its_groups.append(group)
         group.acquires.append(node)
         group.hoisted |= late
     return groups
@@ -99,13 +100,12 @@ def _groups(graph: fx.Graph, members: Mapping[str, Member], movable: set[fx.Node
 
 def _inputs(acquire: fx.Node) -> list[fx.Node]:
     """What a lookup is made of, as it is merged: the arguments of its keys, and what scales its ids."""
-    keys: Any = acquire.args[1]
-    return [*keys.all_input_nodes, *_scales(acquire)]
+    return [*node_of(acquire.args[1]).all_input_nodes, *_scales(acquire)]
 
 
 def _scales(acquire: fx.Node) -> list[fx.Node]:
     """By what the ids of a lookup are multiplied."""
-    return [one for gather in acquire.users for one in gather.args[2:] if isinstance(one, fx.Node)]
+    return [scales for gather in acquire.users for scales in gather.args[2:] if isinstance(scales, fx.Node)]
 
 
 def _merge(graph: fx.Graph, merged: str, group: _Group, members: Mapping[str, Member]) -> None:
@@ -116,14 +116,13 @@ def _merge(graph: fx.Graph, merged: str, group: _Group, members: Mapping[str, Me
             group.first.prepend(node)
     lookups, read, gathers, lines = [], [], [], {}
     for p, acquire in enumerate(acquires):
-        keys: Any = acquire.args[1]
-        ids, table_ids, num_tables, key_type, padding_idx, *offsets = keys.args
+        ids, table_ids, num_tables, key_type, padding_idx, *offsets = node_of(acquire.args[1]).args
         first_table = members[store_of(acquire)].first_table
         lookups.append((first_table, ids, table_ids, num_tables, offsets[0] if offsets else None))
         lines[first_table] = acquire.meta.get("line", "")
         for gather in acquire.users:
             _, weight, *pooled = gather.args
-            read.append((p, weight, *(pooled or (None, "sum"))))
+            read.append((p, node_of(weight), *(pooled or (None, "sum"))))
             gathers.append(gather)
     with graph.inserting_before(group.first):
         keys = graph.call_function(ops.unique_merged_keys, (tuple(lookups), key_type, padding_idx))
@@ -138,15 +137,15 @@ def _merge(graph: fx.Graph, merged: str, group: _Group, members: Mapping[str, Me
             rows = graph.call_function(ops.gather_merged, (lease, tuple(of_graph)))
             new.append(rows)
             for i, gather in enumerate(gathers):
-                one = graph.call_function(operator.getitem, (rows, i))
-                one.meta["line"] = gather.meta.get("line", "")
-                gather.replace_all_uses_with(one)
+                own_rows = graph.call_function(operator.getitem, (rows, i))
+                own_rows.meta["line"] = gather.meta.get("line", "")
+                gather.replace_all_uses_with(own_rows)
         for node in new:
             node.meta["line"], node.meta["lines"] = group.first.meta.get("line", ""), lines
     for gather in gathers:
         graph.erase_node(gather)
     for acquire in group.acquires:
-        keys = acquire.args[1]
+        keys = node_of(acquire.args[1])
         graph.erase_node(acquire)
         if all(user.target in CHECKS for user in keys.users):
             for user in [*keys.users, keys]:

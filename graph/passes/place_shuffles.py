@@ -1,7 +1,5 @@
 """Sends keys to the ranks that own them, and rows back."""
 
-from typing import Any
-
 from torch import fx
 
 from oneemb.graph import ops
@@ -33,9 +31,9 @@ def place_shuffles(graph: fx.Graph, ranks: int) -> fx.Graph:
                 routed[keys] = graph.call_function(ops.shuffle_keys, (keys, ranks))
             routed[keys].meta["line"] = keys.meta.get("line", "")
         node.args = (store, routed[keys])
-        reads: Any = [(node, pooled)]
+        reads = [(node, pooled)]
         if node.target is ops.acquire:
-            reads = [(gather, gather.args[2:]) for gather in node.users if gather.target is ops.gather]
+            reads = [(gather, list(gather.args[2:])) for gather in node.users if gather.target is ops.gather]
         for read, how in reads:
             with inserting_for(graph, read.next):
                 rows = graph.call_function(ops.shuffle_rows, (routed[keys], read, *how))

@@ -9,13 +9,13 @@ __all__ = ["remove_dead"]
 
 
 def remove_dead(graph: fx.Graph) -> fx.Graph:
-    """Leave out nodes that do nothing but give a value which nothing reads.
+    """Leave out nodes that only compute a value, if nothing reads it.
 
     Before:  x = ids.float();  lease = acquire(store, keys);  rows = gather(lease, weight);  release([lease]);  return y
     After:   lease = acquire(store, keys);  release([lease]);  return y
 
-    An update is kept whatever reads it, and so is an acquisition: the ids it inserts are there afterwards. So is every
-    op that this compiler does not know: it might draw random numbers or print.
+    An update is always kept, and so is an acquisition: the ids it inserts are there afterwards. So is every op that
+    this compiler does not know: it might draw random numbers or print.
     """
     graph = copy_graph(graph)
     for node in reversed(list(graph.nodes)):

@@ -11,7 +11,7 @@ __all__ = ["ancestors", "movable_nodes", "split_prepare"]
 
 
 def split_prepare(graph: fx.Graph, buffers: Collection[str] = ()) -> tuple[fx.Graph, fx.Graph]:
-    """Two graphs with the inputs of the one: the second takes the values that the first gives after them.
+    """Two graphs with this one's inputs: one to run ahead, and the rest, which takes the first one's values after them.
 
     Args:
         buffers: names of tensors that may be read ahead too; whoever runs the halves sees whether they have changed
@@ -41,21 +41,21 @@ def split_prepare(graph: fx.Graph, buffers: Collection[str] = ()) -> tuple[fx.Gr
             store = prepare.get_attr(node.args[0].target)
             prefetched[node] = prepare.call_function(ops.prefetch, (store, first[node.args[1]]))
             prefetched[node].meta["line"] = node.meta.get("line", "")
-    given = [node for node in moved if any(user not in needed for user in node.users)]
-    prepare.output([first[node] for node in given] + list(prefetched.values()))
+    handed_on = [node for node in moved if any(user not in needed for user in node.users)]
+    prepare.output([first[node] for node in handed_on] + list(prefetched.values()))
 
     for node in inputs:
         second[node] = compute.node_copy(node, second.__getitem__)
-    for node in given:
+    for node in handed_on:
         second[node] = compute.placeholder(node.name)
-    handed = {node: compute.placeholder(one.name) for node, one in prefetched.items()}
+    taken_over = {node: compute.placeholder(value.name) for node, value in prefetched.items()}
     for node in graph.nodes:
         if node.op == "output":
             compute.output(fx.node.map_arg(node.args[0], second.__getitem__), type_expr=node.type)
         elif node not in second and node not in needed:
             second[node] = compute.node_copy(node, second.__getitem__)
-            if node in handed:
-                second[node].kwargs = {**second[node].kwargs, "prefetched": handed[node]}
+            if node in taken_over:
+                second[node].kwargs = {**second[node].kwargs, "prefetched": taken_over[node]}
     return prepare, compute
 
 
@@ -66,7 +66,7 @@ def movable_nodes(graph: fx.Graph, buffers: Collection[str]) -> set[fx.Node]:
     for node in graph.nodes:
         if is_inplace(node):
             changed |= ancestors(set(node.all_input_nodes))
-        changed_names = {one.target for one in changed if one.op == "get_attr"}
+        changed_names = {named.target for named in changed if named.op == "get_attr"}
         if node.op == "placeholder" or node.op == "get_attr" and node.target in set(buffers) - changed_names:
             movable.add(node)
         elif node.op != "get_attr" and is_pure(node) and node.all_input_nodes:

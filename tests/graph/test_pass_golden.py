@@ -6,6 +6,7 @@ from torch import fx
 
 import oneemb
 from oneemb.graph import ops
+from oneemb.graph.modules import embeddings_in
 from oneemb.graph.passes.drop_training import drop_training
 from oneemb.graph.passes.fuse_lookup import fuse_lookup
 from oneemb.graph.passes.hold_lookups import hold_lookups
@@ -18,7 +19,7 @@ from oneemb.graph.passes.share_unique import share_unique
 from oneemb.graph.passes.split_prepare import split_prepare
 from oneemb.graph.spec import check_stage
 from oneemb.graph.text import graph_text
-from oneemb.graph.tracer import embeddings_in, trace
+from oneemb.graph.tracer import trace
 from tests.support.graph_models import adam, make_embedding, make_graph, sgd
 
 KEYS = "(ids, None, 2, int64, None)"

@@ -12,9 +12,13 @@ import torch
 from torch import fx
 from torch.utils._device import DeviceContext
 
+from oneemb.graph.build_error import user_line
+from oneemb.graph.fx_tracer import BuildTracer
+from oneemb.graph.modules import embeddings_in
 from oneemb.graph.patches import Here, call_replaced
 from oneemb.graph.text import graph_text
 from oneemb.graph.tracer import trace
+from oneemb.graph.tracer_replacements import replacements
 from tests.support.models import make_embedding
 
 
@@ -100,7 +104,8 @@ def test_two_threads_trace_in_turn_and_leave_nothing(tmp_path):
     nothing_is_left(before)
 
 
-FILES = (call_replaced.__code__.co_filename, trace.__code__.co_filename, torch.overrides.__file__)
+OURS = (call_replaced, trace, replacements, BuildTracer.record, user_line, embeddings_in)
+FILES = (*(function.__code__.co_filename for function in OURS), torch.overrides.__file__)
 
 
 def lines_of(function, raise_at=None):

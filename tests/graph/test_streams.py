@@ -159,17 +159,17 @@ def test_a_buffer_that_a_step_has_changed_is_read_ahead_after_that_step():
 
 def test_a_capture_that_is_interrupted_lets_batches_be_prepared():
     for line in range(1, 40):
-        alone = streams._Alone()
+        gate = streams._CaptureGate()
 
-        def capture(alone=alone):
-            with alone.capturing(0.1) as may:
+        def capture(gate=gate):
+            with gate.capturing(0.1) as may:
                 assert may
 
         if not interrupted(capture, line, "signal", files=[streams.__file__])[0]:
             break
-        assert alone._captures is None
-        with alone.working():
+        assert gate._capturing is None
+        with gate.preparing():
             pass
-        with alone.capturing(0.1) as may:
+        with gate.capturing(0.1) as may:
             assert may
     assert line > 8

@@ -8,8 +8,10 @@ import torch
 from torch import fx
 
 import oneemb
+from oneemb.graph.build_error import BuildError
+from oneemb.graph.modules import embeddings_in
 from oneemb.graph.text import graph_text
-from oneemb.graph.tracer import BuildError, embeddings_in, trace
+from oneemb.graph.tracer import trace
 from tests.support.models import make_embedding
 
 

@@ -1,0 +1,67 @@
+"""The modules that a graph is made of: which are embeddings, and which torch does not know to be part of it."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from oneemb.storage.embedding_store import EmbeddingStore
+
+__all__ = [
+    "REGISTER", "Embeddings", "build_of", "embeddings_in", "is_embedding", "say_not_registered", "unregistered_modules",
+]  # fmt: skip
+
+# Elements of a list or dict that are searched for modules: one that holds data may be long.
+_SEARCHED_MAX = 1000
+
+REGISTER = (
+    "assign it to the module, self.name = ..., and keep lists and dicts of modules in torch.nn.ModuleList and"
+    " ModuleDict"
+)
+
+Embeddings = Mapping[str, Any]
+"""Embedding modules by qualified name. Any: their classes are of the package above, which imports this one."""
+
+
+def build_of(root: torch.nn.Module) -> Callable[..., object]:
+    """The method `build`, which the class of every graph has."""
+    return root.build  # type: ignore[return-value]  # for torch an attribute of a module is a tensor or a module
+
+
+def is_embedding(module: torch.nn.Module) -> bool:
+    """Whether a module is an embedding of this library."""
+    return isinstance(module.__dict__.get("store"), EmbeddingStore)
+
+
+def embeddings_in(module: torch.nn.Module) -> Embeddings:
+    """The embedding modules below a module, by qualified name, each once."""
+    return {name: child for name, child in module.named_modules() if is_embedding(child)}
+
+
+def unregistered_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules in plain lists, tuples and dicts of a module, which torch does not know of: (where, module)."""
+    known, own = set(root.modules()), vars(torch.nn.Module())
+    for path, module in root.named_modules():
+        for name, value in list(vars(module).items()):
+            if name not in own:
+                for where, held in _modules_in(value, f"{path}.{name}" if path else name):
+                    if held not in known:
+                        yield where, held
+
+
+def _modules_in(value: object, where: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    if isinstance(value, torch.nn.Module):
+        yield where, value
+    elif isinstance(value, list | tuple | dict):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, element in itertools.islice(pairs, _SEARCHED_MAX):
+            yield from _modules_in(element, f"{where}[{key!r}]")
+
+
+def say_not_registered(root: torch.nn.Module, module: torch.nn.Module) -> str:
+    """That a module is no part of a graph, and what to do."""
+    what = f"embedding {module.name!r}" if is_embedding(module) else type(module).__name__
+    where = next((where for where, held in unregistered_modules(root) if held is module), "")
+    place = f"kept in {where}, a plain list or the like" if where else "reached by a closure, a global or the like"
+    return f"{what} is no part of {type(root).__name__} ({place}), which would not train, move or save it; {REGISTER}"

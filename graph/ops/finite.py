@@ -1,0 +1,91 @@
+"""Whether the gradients of a step are finite."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from oneemb.graph.ops.grads import RowGrads
+from oneemb.graph.ops.op import UPDATE, Op
+from oneemb.graph.ops.update import StepOptimizer
+
+__all__ = ["NonFiniteGradientError", "check_finite"]
+
+
+class NonFiniteGradientError(ArithmeticError):
+    """A gradient holds NaN or infinity. Nothing was updated, no weight, state or count. Ids that lookups of the step
+    have inserted stay, with their initial values."""
+
+
+@Op(UPDATE, takes=("optimizers", "list of grads"), gives="go")
+def check_finite(
+    optimizers: Sequence[StepOptimizer],
+    grads: Sequence[RowGrads | None],
+    scaler: torch.amp.GradScaler | None = None,
+) -> bool:
+    """Whether every gradient of the step is finite, those of dense parameters too, so that the step may be taken.
+
+    Args:
+        scaler: the GradScaler that scaled the losses: a step that overflows is then left out.
+
+    Raises:
+        NonFiniteGradientError: one is not, and its optimizer was not told to skip such steps.
+        ValueError: an optimizer's options have changed into what its rows cannot follow; no weight, state or
+            count has changed.
+    """
+    present = [grad for grad in grads if grad is not None]
+    for optimizer in optimizers:
+        for grad in present:
+            rows = optimizer.rows_of(grad.stores[0])
+            if rows is not None:
+                row_optimizer, group = rows
+                row_optimizer.check(group)
+    found = None if _surely_finite(optimizers, present) else _find_nonfinite(optimizers, present)
+    if found is None:
+        return True
+    if scaler is None and not all(optimizer.skip_nonfinite for optimizer in optimizers):
+        raise NonFiniteGradientError(
+            f"{found}; nothing was updated. Lower the learning rate or clip the gradients, or pass"
+            " skip_nonfinite=True to leave out such steps"
+        )
+    for optimizer in optimizers:
+        optimizer.skipped += 1
+    return False
+
+
+def _surely_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads]) -> bool:
+    """Whether all gradients are so small that every sum must be finite. A GPU is waited for once."""
+    by_place: dict[str, list[RowGrads]] = {}
+    for grad in grads:
+        by_place.setdefault(grad.store.loops.place, []).append(grad)
+    dense: list[torch.Tensor] = [
+        parameter.grad
+        for optimizer in optimizers
+        for group in optimizer.optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+    for there in by_place.values():
+        if not there[0].store.loops.surely_finite([grad.terms for grad in there], dense):
+            return False
+        dense = []  # The first place has looked at them.
+    return bool(by_place)
+
+
+def _find_nonfinite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads]) -> str | None:
+    """What is not finite, in words; None = all is."""
+    for row_grads in grads:
+        finite_U = row_grads.store.loops.tensor(row_grads.finite_U).cpu().numpy()
+        if not finite_U.all():
+            u = int(np.argmin(finite_U))
+            count = int(np.count_nonzero(~finite_U))
+            key = row_grads.store.describe_key(int(row_grads.table_U[u]), int(row_grads.id_U[u]))
+            return f"the gradients of {count} of {len(finite_U)} rows are not finite, the first of them that of {key}"
+    for optimizer in optimizers:
+        for g, group in enumerate(optimizer.optimizer.param_groups):
+            for p, parameter in enumerate(group["params"]):
+                # A sum is finite only if its terms are, and costs one pass; a finite overflow is told apart after it.
+                grad = parameter.grad
+                if grad is not None and not torch.isfinite(grad.sum()) and not torch.isfinite(grad).all():
+                    return f"the gradient of parameter {p} {list(parameter.shape)} of group {g} is not finite"
+    return None
