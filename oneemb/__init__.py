@@ -27,7 +27,8 @@ _MODULES = {
     "rows.writer": ("make_persistent_table_writer",),
     "rows.export_rows": ("export_rows",),
     "rows.import_rows": ("import_rows",),
-    "train_graph": ("EvalGraph", "TrainGraph"),
+    "eval_graph": ("EvalGraph",),
+    "train_graph": ("TrainGraph",),
 }
 _WHERE = {name: f"oneemb.{module}" for module, names in _MODULES.items() for name in names}
 _WHERE |= {

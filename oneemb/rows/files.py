@@ -16,7 +16,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import IO, Any, NamedTuple, Protocol
@@ -24,14 +24,13 @@ from typing import IO, Any, NamedTuple, Protocol
 import numpy as np
 
 from oneemb.kernels.hash_index import TABLE_MAX
+from oneemb.new_files import close_dropped
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_rows import SnapshotRows
-from oneemb.storage.turns import undisturbed
 
 __all__ = [
     "META_KEY", "SUFFIXES", "Batch", "ColumnFiles", "Columns", "Progress", "RowFile", "RowFileWriter", "checked_batch",
-    "close_dropped", "drop_file", "need", "new_files", "pick_columns", "reading", "rows_meta", "suffix_of",
-    "whole_batches",
+    "need", "pick_columns", "reading", "rows_meta", "suffix_of", "whole_batches",
 ]  # fmt: skip
 
 META_KEY = "oneemb"
@@ -242,41 +241,6 @@ class ColumnFiles:
         for file in self._file.values():
             close_dropped(file)
         self._file = {}
-
-
-def drop_file(file: IO[bytes]) -> None:
-    """Close a file and remove it, unless it has another name by now."""
-    close_dropped(file)
-    if os.path.lexists(file.name):
-        os.remove(file.name)
-
-
-def close_dropped(file: IO[bytes]) -> None:
-    """Close a file that nobody will read: on a full disk the rest of it cannot be written, which no longer matters."""
-    with suppress(OSError):
-        file.close()
-
-
-@contextmanager
-def new_files(*paths: str) -> Iterator[list[IO[bytes]]]:
-    """Files that appear under their names, in place of those of these names, when the block ends without an error: not
-    one of them before all are complete."""
-    files: list[IO[bytes]] = []
-    try:
-        with undisturbed:
-            for path in paths:
-                files.append(open(f"{path}.tmp", "wb"))
-        yield files
-        for file in files:
-            file.flush()
-            os.fsync(file.fileno())
-        with undisturbed:  # keys of the one and values of the other would be wrong rows
-            for path in paths:
-                os.replace(f"{path}.tmp", path)
-    finally:
-        with undisturbed:
-            for file in files:
-                drop_file(file)
 
 
 # ---- what importing and exporting share -----------------------------------------------------------------------------

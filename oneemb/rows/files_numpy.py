@@ -14,13 +14,13 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
+from oneemb.new_files import new_files
 from oneemb.rows.files import (
     META_KEY,
     Batch,
     ColumnFiles,
     Columns,
     checked_batch,
-    new_files,
     pick_columns,
     reading,
     rows_meta,

@@ -1,13 +1,13 @@
 """Rows in Parquet: `values` a column of lists of one length, or a column for each weight."""
 
 import json
-import os
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from oneemb.rows.files import META_KEY, Batch, Columns, checked_batch, drop_file, need, pick_columns, reading, rows_meta
+from oneemb.new_files import NewFile, make_durable
+from oneemb.rows.files import META_KEY, Batch, Columns, checked_batch, need, pick_columns, reading, rows_meta
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["ParquetRows", "ParquetWriter"]
@@ -102,7 +102,7 @@ class ParquetWriter:
     def __init__(self, path: str, meta: dict[str, Any]):
         self._arrow, self._parquet = need("pyarrow", "parquet"), need("pyarrow.parquet", "parquet")
         self._path, self._meta = path, meta
-        self._file: IO[bytes] | None = None
+        self._new: NewFile | None = None
         self._writer: Any = None
 
     def write(self, batch: Batch) -> None:
@@ -116,8 +116,8 @@ class ParquetWriter:
         if self._writer is None:
             schema = part.schema.with_metadata({META_KEY: json.dumps(self._meta)})
             with undisturbed:
-                self._file = open(f"{self._path}.tmp", "wb")
-            self._writer = self._parquet.ParquetWriter(self._file, schema, use_dictionary=False)
+                self._new = NewFile(self._path)
+            self._writer = self._parquet.ParquetWriter(self._new.file, schema, use_dictionary=False)
         if len(part):
             self._writer.write_batch(part)
 
@@ -127,22 +127,21 @@ class ParquetWriter:
         return self._arrow.FixedSizeListArray.from_arrays(flat, array_ND.shape[1])
 
     def finish(self) -> None:
-        assert self._file is not None
+        assert self._new is not None
         self._writer.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(f"{self._path}.tmp", self._path)
-        self._file = self._writer = None
+        self._writer = None
+        make_durable(self._new.file)
+        self._new.put_in_place()
+        self.abandon()
 
     def abandon(self) -> None:
-        file, self._file, writer, self._writer = self._file, None, self._writer, None
-        if file is None:
+        new, self._new, writer, self._writer = self._new, None, self._writer, None
+        if new is None:
             return
         try:
             if writer is not None:
                 writer.close()
         except OSError:
-            pass  # It is dropped: that its end cannot be written matters no longer.
+            pass  # The file is removed: that its end cannot be written no longer matters.
         finally:
-            drop_file(file)
+            new.drop()

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from oneemb.new_files import new_files
 from oneemb.rows.files import (
     META_KEY,
     Batch,
@@ -20,7 +21,6 @@ from oneemb.rows.files import (
     Columns,
     checked_batch,
     need,
-    new_files,
     pick_columns,
     reading,
     rows_meta,
