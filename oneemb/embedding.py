@@ -4,7 +4,7 @@ import json
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Never, NotRequired, Self, TypedDict, cast
+from typing import Any, Literal, Never, NotRequired, Self, TypedDict, cast
 
 import numpy as np
 import torch
@@ -110,7 +110,7 @@ class TableEmbedding(torch.nn.Module):
         table_ids: torch.Tensor | None = None,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
-        pooling: str = "sum",
+        pooling: Literal["sum", "mean"] = "sum",
     ) -> torch.Tensor:
         """The rows of ids, one for each id or, with `offsets`, one for each bag of ids.
 

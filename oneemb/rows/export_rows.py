@@ -7,7 +7,7 @@ Invariants:
 
 import os
 import uuid
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -185,11 +185,11 @@ def _target_paths(target: Any, table: int | None, with_state: bool) -> list[str]
 
 
 def _open_target(paths: list[str], rows: SnapshotRows) -> RowFileWriter:
-    path, meta = paths[0], asdict(rows)
+    path = paths[0]
     if len(paths) > 1:
         return NpyWriter(paths if rows.layout.state_width else paths[:3])
     if suffix_of(path) == ".npz":
-        return NpzWriter(path, meta)
+        return NpzWriter(path, rows)
     if suffix_of(path) == ".parquet":
-        return ParquetWriter(path, meta)
-    return SafetensorsWriter(path, meta, rows.layout.dtype == "bfloat16")
+        return ParquetWriter(path, rows)
+    return SafetensorsWriter(path, rows)

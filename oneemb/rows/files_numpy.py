@@ -3,7 +3,6 @@
 Arrays are read and written in pieces, whatever their size; pickled objects are refused.
 """
 
-import json
 import math
 import os
 import zipfile
@@ -16,15 +15,17 @@ import numpy as np
 
 from oneemb.new_files import new_files
 from oneemb.rows.files import (
-    META_KEY,
+    NOTE,
     Batch,
     ColumnFiles,
     Columns,
     checked_batch,
     pick_columns,
+    read_note,
     reading,
-    rows_meta,
+    write_note,
 )
+from oneemb.storage.snapshot_rows import SnapshotRows
 
 __all__ = ["ArrayRows", "NpyWriter", "NpzRows", "NpzWriter", "array_rows", "npy_rows"]
 
@@ -88,8 +89,8 @@ class ArrayRows:
         path: names them in errors.
     """
 
-    def __init__(self, streams: dict[str, _Stream], path: str, meta: dict[str, Any] | None = None):
-        self.meta = meta or {}
+    def __init__(self, streams: dict[str, _Stream], path: str, note: SnapshotRows | None = None):
+        self.note = note
         self._streams, self._path = streams, path
         self._open = ExitStack()
         values = streams["values"]
@@ -157,12 +158,12 @@ class NpzRows(ArrayRows):
             there = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
             if not isinstance(columns.values, str):
                 raise ValueError(f"{path}: values must name one array [N, D], got {columns.values}")
-            meta = {}
-            if META_KEY in there:
-                with reading(path, "an .npz file"), archive.open(f"{META_KEY}.npy") as member:
+            note: SnapshotRows | None = None
+            if NOTE in there:
+                with reading(path, "an .npz file"), archive.open(f"{NOTE}.npy") as member:
                     text = str(np.lib.format.read_array(member, allow_pickle=False))
-                meta = rows_meta(path, text)
-            columns = pick_columns([name for name in there if name != META_KEY], columns, path, meta)
+                note = read_note(path, text)
+            columns = pick_columns([name for name in there if name != NOTE], columns, path, note)
             streams: dict[str, _Stream] = {}
             for role in _ROLES:
                 if (name := getattr(columns, role)) is not None:
@@ -170,7 +171,7 @@ class NpzRows(ArrayRows):
                         member = stack.enter_context(archive.open(f"{name}.npy"))
                         size = archive.getinfo(f"{name}.npy").file_size
                         streams[role] = _NpyStream(member, f"{path}:{name}", size)
-            super().__init__(streams, path, meta)
+            super().__init__(streams, path, note)
             self._open = stack.pop_all()
 
 
@@ -202,17 +203,17 @@ class _NumpyWriter:
 class NpzWriter(_NumpyWriter):
     """Writes an .npz file: an array a column, not compressed."""
 
-    def __init__(self, path: str, meta: dict[str, Any]):
+    def __init__(self, path: str, rows: SnapshotRows):
         super().__init__(path)
-        self._path, self._meta = path, meta
+        self._path, self._rows = path, rows
 
     def finish(self) -> None:
         with new_files(self._path) as (file,), zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
             for name in self._columns.shape:
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                     self._write_npy(name, member)
-            with archive.open(f"{META_KEY}.npy", "w") as member:
-                np.lib.format.write_array(member, np.array(json.dumps(self._meta)), allow_pickle=False)
+            with archive.open(f"{NOTE}.npy", "w") as member:
+                np.lib.format.write_array(member, np.array(write_note(self._rows)), allow_pickle=False)
         self.abandon()
 
 

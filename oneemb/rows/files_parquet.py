@@ -1,13 +1,13 @@
 """Rows in Parquet: `values` a column of lists of one length, or a column for each weight."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from oneemb.new_files import NewFile, make_durable
-from oneemb.rows.files import META_KEY, Batch, Columns, checked_batch, need, pick_columns, reading, rows_meta
+from oneemb.rows.files import NOTE, Batch, Columns, checked_batch, need, pick_columns, read_note, reading, write_note
+from oneemb.storage.snapshot_rows import SnapshotRows
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["ParquetRows", "ParquetWriter"]
@@ -32,8 +32,8 @@ class ParquetRows:
     def _read_schema(self, columns: Columns) -> None:
         schema = self._file.schema_arrow
         self.size: int | None = self._file.metadata.num_rows
-        self.meta = rows_meta(self._path, (schema.metadata or {}).get(META_KEY.encode(), b"{}"))
-        self._columns = pick_columns(schema.names, columns, self._path, self.meta)
+        self.note = read_note(self._path, (schema.metadata or {}).get(NOTE.encode(), b"{}"))
+        self._columns = pick_columns(schema.names, columns, self._path, self.note)
         first = next(self.scan(1), None)
         values = self._columns.values
         if first is not None:
@@ -99,9 +99,9 @@ class ParquetWriter:
     Weights of float16 and bfloat16 are written as float32, which every reader of Parquet knows.
     """
 
-    def __init__(self, path: str, meta: dict[str, Any]):
+    def __init__(self, path: str, rows: SnapshotRows):
         self._arrow, self._parquet = need("pyarrow", "parquet"), need("pyarrow.parquet", "parquet")
-        self._path, self._meta = path, meta
+        self._path, self._rows = path, rows
         self._new: NewFile | None = None
         self._writer: Any = None
 
@@ -114,7 +114,7 @@ class ParquetWriter:
             columns["state"] = self._vectors(batch.state_NZ)
         part = arrow.record_batch(list(columns.values()), list(columns))
         if self._writer is None:
-            schema = part.schema.with_metadata({META_KEY: json.dumps(self._meta)})
+            schema = part.schema.with_metadata({NOTE: write_note(self._rows)})
             with undisturbed:
                 self._new = NewFile(self._path)
             self._writer = self._parquet.ParquetWriter(self._new.file, schema, use_dictionary=False)

@@ -9,7 +9,7 @@ Invariants:
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -182,7 +182,7 @@ class _ReaderRows:
     def __init__(self, reader: PersistentTableReader, with_state: bool):
         self._reader, self._with_state = reader, with_state
         layout = reader.rows.layout
-        self.meta = asdict(reader.rows)
+        self.note: SnapshotRows | None = reader.rows
         self.dim, self.dtype = layout.dim, layout.dtype
         self.state_width = layout.state_width if with_state else 0
         self.size: int | None = len(reader)
@@ -201,7 +201,7 @@ class _BatchRows:
     """An iterable of batches as a file of rows."""
 
     def __init__(self, batches: Iterable[Any]):
-        self.meta: dict[str, Any] = {}
+        self.note: SnapshotRows | None = None
         self.size: int | None = None
         self.state_width = 0
         self._batches = self._checked(batches)
@@ -232,8 +232,7 @@ class _BatchRows:
 
 def _rows_of(rows: RowFile, with_state: bool) -> SnapshotRows:
     """What the rows of a source are, as far as it says."""
-    known = SnapshotRows(RowLayout(**rows.meta["layout"]), rows.meta["optimizer"], tuple(rows.meta["state"]),
-                         rows.meta["step"]) if rows.meta else None  # fmt: skip
+    known = rows.note
     dtype = known.layout.dtype if known else rows.dtype
     layout = RowLayout(rows.dim, dtype, rows.state_width)
     if known and with_state:

@@ -4,11 +4,11 @@ Invariant: a reader never gives a part of a snapshot for the whole: paths that a
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from oneemb.rows.arguments import VALUES, Paths, as_list, check_format, dtype_of, keys_as
+from oneemb.rows.arguments import VALUES, AnyDtype, Format, Paths, as_list, check_format, dtype_of, keys_as
 from oneemb.rows.values import state_of, weights_of
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError
 from oneemb.storage.foreign.oneflow_table import OneFlowReader, is_oneflow_table
@@ -75,15 +75,15 @@ class PersistentTableReader:
 def make_persistent_table_reader(
     paths: Paths,
     snapshot_name: str,
-    key_type: Any,
-    value_type: Any,
+    key_type: AnyDtype,
+    value_type: AnyDtype,
     storage_dim: int | None = None,
     physical_block_size: int = 4096,
     *,
     with_tables: bool = False,
     batch_size: int = 65536,
     embedding_dim: int | None = None,
-    format: str = "oneemb",
+    format: Format = "oneemb",
 ) -> PersistentTableReader:
     """Read the rows of a snapshot, a batch at a time in constant memory, beside a job that writes.
 
@@ -110,10 +110,8 @@ def make_persistent_table_reader(
 
     Reference: OneFlow's one_embedding.make_persistent_table_reader.
     """
-    key_dtype, value_dtype = (
-        dtype_of("key_type", key_type, "int64", "int32"),
-        dtype_of("value_type", value_type, *VALUES),
-    )
+    key_dtype = dtype_of("key_type", key_type, "int64", "int32")
+    value_dtype = dtype_of("value_type", value_type, *VALUES)
     check_format(format)
     if batch_size < 1:
         raise ValueError(f"batch_size must be 1 or more, got {batch_size}")

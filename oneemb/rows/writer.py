@@ -14,7 +14,7 @@ from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.owner import owner_of
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
-from oneemb.rows.arguments import VALUES, Paths, as_list, check_format, dtype_of, name_of
+from oneemb.rows.arguments import VALUES, AnyDtype, Format, Paths, as_list, check_format, dtype_of, name_of
 from oneemb.rows.values import encode_rows
 from oneemb.storage.errors import SnapshotExistsError
 from oneemb.storage.foreign.oneflow_table import OneFlowWriter, is_oneflow_table, oneflow_owner_of
@@ -132,14 +132,14 @@ class PersistentTableWriter:
 def make_persistent_table_writer(
     paths: Paths,
     snapshot_name: str,
-    key_type: Any,
-    value_type: Any,
+    key_type: AnyDtype,
+    value_type: AnyDtype,
     storage_dim: int,
     physical_block_size: int = 4096,
     *,
     embedding_dim: int | None = None,
-    weight_type: Any = None,
-    format: str = "oneemb",
+    weight_type: AnyDtype | None = None,
+    format: Format = "oneemb",
 ) -> PersistentTableWriter:
     """Write rows to a folder and save them as a snapshot at `close`, for an embedding to load.
 
@@ -166,10 +166,8 @@ def make_persistent_table_writer(
 
     Reference: OneFlow's one_embedding.make_persistent_table_writer.
     """
-    key_dtype, value_dtype = (
-        dtype_of("key_type", key_type, "int64", "int32"),
-        dtype_of("value_type", value_type, *VALUES),
-    )
+    key_dtype = dtype_of("key_type", key_type, "int64", "int32")
+    value_dtype = dtype_of("value_type", value_type, *VALUES)
     dim = storage_dim if embedding_dim is None else embedding_dim
     if not 1 <= dim <= storage_dim:
         raise ValueError(f"embedding_dim must be from 1 to storage_dim={storage_dim}, got {dim}")
