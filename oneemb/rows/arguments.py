@@ -12,7 +12,10 @@ from oneemb.storage.row_layout import WEIGHTS
 from oneemb.storage.row_store import StorageError
 
 if TYPE_CHECKING:
-    import torch  # takes a second to import, and is not needed here
+    # Both take a second to import, and readers and writers need neither.
+    import torch
+
+    from oneemb.embedding import TableEmbedding
 
 __all__ = [
     "FORMATS",
@@ -20,6 +23,7 @@ __all__ = [
     "AnyDtype",
     "Format",
     "Paths",
+    "as_embedding",
     "as_list",
     "check_format",
     "dtype_of",
@@ -37,6 +41,13 @@ VALUES = ("float32", "float16")
 def as_list(paths: Paths) -> list[str]:
     """The paths, absolute."""
     return [absolute_path(path) for path in ([paths] if isinstance(paths, str | bytes | os.PathLike) else paths)]
+
+
+def as_embedding(place: "TableEmbedding | Paths") -> "TableEmbedding | None":
+    """The place if it is an embedding, None if it is a folder or several. Does not load torch."""
+    if isinstance(place, str | bytes | os.PathLike) or not hasattr(place, "store"):
+        return None
+    return cast("TableEmbedding", place)
 
 
 def check_format(format: str) -> str:

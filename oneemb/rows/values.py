@@ -3,11 +3,14 @@
 Invariant: a weight that does not fit in the rows' dtype is an error, never an infinity.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from oneemb.storage.row_layout import RowLayout
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["array_of", "encode_rows", "state_of", "weights_of"]
 
@@ -59,11 +62,11 @@ def encode_rows(layout: RowLayout, weight_ND: np.ndarray, state_NZ: np.ndarray |
     return row_NW
 
 
-def array_of(tensor: Any) -> np.ndarray:
-    """A NumPy array, or a tensor of torch as one: bfloat16, which NumPy has not, as float32."""
-    if isinstance(tensor, np.ndarray):
-        return tensor
-    tensor = tensor.detach().cpu()
+def array_of(array: "np.ndarray | torch.Tensor") -> np.ndarray:
+    """A NumPy array, or a tensor of torch as one: bfloat16, which NumPy lacks, as float32."""
+    if isinstance(array, np.ndarray):
+        return array
+    tensor = array.detach().cpu()
     return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
 
 

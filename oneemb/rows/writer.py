@@ -138,7 +138,7 @@ def make_persistent_table_writer(
     physical_block_size: int = 4096,
     *,
     embedding_dim: int | None = None,
-    weight_type: AnyDtype | None = None,
+    weight_type: "AnyDtype | None" = None,
     format: Format = "oneemb",
 ) -> PersistentTableWriter:
     """Write rows to a folder and save them as a snapshot at `close`, for an embedding to load.
