@@ -4,7 +4,6 @@ Names are loaded when they are first used: `import oneemb` itself loads neither 
 """
 
 import importlib
-from typing import Any
 
 __version__ = "0.1.0"
 
@@ -42,7 +41,7 @@ _SUBMODULES = ("nn", "optim", "options")
 __all__ = [*_WHERE, *_SUBMODULES]  # noqa: PLE0604 - all of them are strings
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _WHERE:
         return getattr(importlib.import_module(_WHERE[name]), name)
     if name in _SUBMODULES:

@@ -1,6 +1,6 @@
 """Rows of snapshots as NumPy arrays, without an embedding: for serving and analysis.
 
-Invariant: a reader never gives a part of a snapshot for the whole: paths that are missing are an error.
+Invariant: a reader gives whole snapshots only: it is an error if paths of a sharded one are missing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ class PersistentTableReader:
         with_tables: bool, batch_size: int,
     ):  # fmt: skip
         self.rows = rows
-        """What the rows are: their layout, and whose optimizer state they hold."""
+        """Layout of the rows, and the optimizer whose state they hold."""
         self._sources = sources
         self._key_dtype = key_dtype
         self._value_dtype = value_dtype
@@ -94,7 +94,7 @@ def make_persistent_table_reader(
             come as the signed ones of the same bits.
         value_type: float32, of torch or NumPy; or float16 for float16 rows without optimizer state.
         storage_dim: values of a row, weights and state; None = as the table says.
-        physical_block_size: taken from the table; here because OneFlow's function has it.
+        physical_block_size: ignored, the table says it; OneFlow's function has this argument.
         with_tables: give (table_ids, keys, values) in place of (keys, values). All rows of OneFlow's are of table 0.
         batch_size: rows a batch at most.
         embedding_dim: how many of a row's values are weights, for OneFlow's tables, which do not say; None = all.
@@ -160,8 +160,8 @@ class _SnapshotSource:
                 raise StorageError(f'{path} holds a table of OneFlow; read it with format="oneflow"') from error
             try:
                 need_table(LocalFileSystem(), path)
-            except StorageError as nowhere:
-                raise SnapshotNotFoundError(f"no snapshot named {name!r}: {nowhere}") from error
+            except StorageError as no_table:
+                raise SnapshotNotFoundError(f"no snapshot named {name!r}: {no_table}") from error
             raise
         self.meta = self._reader.info.meta
         self.rows = SnapshotRows.of_meta(self.meta, name)
@@ -206,7 +206,7 @@ class _OneFlowSource:
 
 
 def _snapshot_sources(paths: list[str], name: str) -> list[_SnapshotSource]:
-    """The parts of a snapshot; an error unless these are all paths that it was written to, each once."""
+    """The parts of a snapshot; StorageError unless the paths are all that it was written to, each once."""
     sources = [_SnapshotSource(path, name) for path in paths]
     shards = [shard_of(source.meta, name) for source in sources]
     number = shards[0][1]

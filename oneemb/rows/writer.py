@@ -6,7 +6,7 @@ Invariant: a snapshot written to several paths is in all of them or, unless the 
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -66,18 +66,18 @@ class PersistentTableWriter:
             )
         table_N = np.zeros(len(keys), np.int32)
         if table_ids is not None:
-            given = np.asarray(table_ids)
-            if given.shape != keys.shape or given.dtype.kind not in "iu":
-                raise TypeError(f"table_ids must be integers of shape [{len(keys)}], got {given.dtype} {given.shape}")
-            if len(given) and (given.min() < 0 or given.max() > TABLE_MAX):
-                raise ValueError(f"table_ids must be from 0 to {TABLE_MAX}, got {given.min()} to {given.max()}")
-            table_N = given.astype(np.int32)
+            tables = np.asarray(table_ids)
+            if tables.shape != keys.shape or tables.dtype.kind not in "iu":
+                raise TypeError(f"table_ids must be integers of shape [{len(keys)}], got {tables.dtype} {tables.shape}")
+            if len(tables) and (tables.min() < 0 or tables.max() > TABLE_MAX):
+                raise ValueError(f"table_ids must be from 0 to {TABLE_MAX}, got {tables.min()} to {tables.max()}")
+            table_N = tables.astype(np.int32)
             if not self._with_tables and table_N.any():
                 raise ValueError(f"a table of OneFlow has no table ids, got {table_N.max()}; write a folder for each")
         self.put(table_N, keys.astype(np.int64), encode_rows(layout, values[:, : layout.dim], values[:, layout.dim :]))
 
     def put(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
-        """`write` for rows in the words of their layout."""
+        """Add rows that are words already, as their layout has them: float32 [n, W]; else as `write` does."""
         if self._closed:
             raise StorageError("the writer is closed, its snapshot is saved; make another one under another name")
         unique = unique_keys(table_N, id_N)
@@ -98,7 +98,7 @@ class PersistentTableWriter:
         if self._closed:
             return
         saved: list[_Sink] = []
-        with undisturbed:  # A save lets Ctrl-C in, where nothing is there yet.
+        with undisturbed:  # A save lets Ctrl-C in only while nothing has been saved.
             try:
                 for sink in self._sinks:
                     sink.save()
@@ -157,8 +157,8 @@ def make_persistent_table_writer(
             on fresh blocks.
 
     Returns:
-        A writer with `write(keys, values, table_ids=None)`; as a context manager it saves the snapshot at the end of
-        the block, and none if the block raises. It keeps 20 to 30 bytes a key in memory.
+        A writer with `write(keys, values, table_ids=None)`. As a context manager it saves the snapshot at the end of
+        the block, or none if the block raises. It keeps 20 to 30 bytes for each key in memory.
 
     Raises:
         StorageError: a path is in use or cannot be written to, or has a snapshot of this name.
@@ -189,7 +189,7 @@ def open_writer(
     paths: list[str], name: str, rows: SnapshotRows, key_dtype: np.dtype, value_dtype: np.dtype,
     physical_block_size: int = 4096,
 ) -> PersistentTableWriter:  # fmt: skip
-    """A writer of rows that are known to the last word, such as those of another snapshot."""
+    """A writer of rows whose layout, optimizer and step are known, such as those of another snapshot."""
 
     def sink(shard: int, path: str) -> _Sink:
         if is_oneflow_table(path):
@@ -231,7 +231,7 @@ class _Sink(Protocol):
 
 
 class _TableSink:
-    def __init__(self, path: str, name: str, layout: RowLayout, meta: dict[str, Any], physical_block_size: int):
+    def __init__(self, path: str, name: str, layout: RowLayout, meta: dict[str, object], physical_block_size: int):
         self._name, self._meta = name, meta
         self._table = PersistentTable.open(
             path, row_width=layout.row_width, physical_block_size=physical_block_size, threads=Threads(1)
