@@ -134,7 +134,7 @@ FOREIGN = {"torch", "fx", "sys", "autocast", "block", "context", "tensor", "grad
 FOREIGN |= {"dispatcher", "caching", "compiling", "lock", "_ONE_AT_A_TIME", "super"}
 OURS = {
     ("storage/turns.py", "turns"), ("storage/turns.py", "undisturbed"), ("storage/turns.py", "_torn_for_fork"),
-    ("graph/inputs.py", "other"), ("oneemb/rows/files_numpy.py", "rows"),
+    ("graph/inputs.py", "other"),
 }  # fmt: skip
 
 

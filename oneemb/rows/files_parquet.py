@@ -20,7 +20,7 @@ class ParquetRows:
         parquet = need("pyarrow.parquet", "parquet")
         self._error = need("pyarrow", "parquet").ArrowException
         self._path = path
-        self._source = open(path, "rb")  # Arrow itself opens no name that is not UTF-8
+        self._source = open(path, "rb")  # Arrow itself cannot open a path that is not UTF-8.
         try:
             with reading(path, "a Parquet file", self._error):
                 self._file = parquet.ParquetFile(self._source)
@@ -122,7 +122,7 @@ class ParquetWriter:
             self._writer.write_batch(part)
 
     def _vectors(self, array_ND: np.ndarray) -> Any:
-        # A copy, which Arrow may keep.
+        # `astype` copies: Arrow may keep what it is given.
         flat = self._arrow.array(array_ND.astype(np.float32).reshape(-1))
         return self._arrow.FixedSizeListArray.from_arrays(flat, array_ND.shape[1])
 

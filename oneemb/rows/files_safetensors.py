@@ -43,7 +43,7 @@ class SafetensorsRows:
             raise ValueError(f"{path}: values must name one tensor [N, D], got {columns.values}")
         self._error = library.SafetensorError
         with reading(path, "a safetensors file", self._error):
-            # Torch knows bfloat16, which NumPy does not.
+            # As tensors of torch, since NumPy has no bfloat16.
             self._file: Any = library.safe_open(path, framework="pt")
         self._path = path
         self.note = read_note(path, (self._file.metadata() or {}).get(NOTE, "{}"))
