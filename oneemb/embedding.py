@@ -4,7 +4,7 @@ import json
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Never, NotRequired, Self, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, Never, NotRequired, Self, TypedDict, cast
 
 import numpy as np
 import torch
@@ -157,6 +157,9 @@ class TableEmbedding(torch.nn.Module):
         elif self.row_optimizer is None and self.weight.requires_grad:
             rows.register_hook(self._refuse_gradient)
         return rows
+
+    if TYPE_CHECKING:
+        __call__ = forward  # Editors see `forward` where torch.nn.Module has Callable[..., Any].
 
     def _refuse_gradient(self, grad: torch.Tensor) -> None:
         raise RuntimeError(

@@ -119,8 +119,8 @@ class TrainGraph(CompiledGraph):
                 another optimizer's, or one that needs a metric.
             StorageError: rows hold another optimizer's state, or a path is in use.
         """
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if not any(id(parameter) in held for parameter in self.parameters()):
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not any(id(parameter) in trained for parameter in self.parameters()):
             raise ValueError(
                 f"{type(optimizer).__name__} holds no parameter of this graph; assign the modules before add_optimizer"
             )
@@ -131,7 +131,7 @@ class TrainGraph(CompiledGraph):
             raise ValueError("lr_scheduler must be made on the optimizer it is added with")
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm must be above 0, or None, got {clip_grad_norm}")
-        embeddings = [embedding for embedding in embeddings_of(self).values() if id(embedding.weight) in held]
+        embeddings = [embedding for embedding in embeddings_of(self).values() if id(embedding.weight) in trained]
 
         def add() -> None:
             with undisturbed:
@@ -142,14 +142,14 @@ class TrainGraph(CompiledGraph):
         between_steps(step_locks(self), "add_optimizer", add)
 
     def _refuse_foreign_embeddings(self, optimizer: torch.optim.Optimizer) -> None:
-        own = {id(parameter) for parameter in self.parameters()}
+        registered = {id(parameter) for parameter in self.parameters()}
         unregistered = {
             id(embedding.weight): embedding
             for _, module in modules_kept_plainly(self)
             for embedding in embeddings_of(module).values()
         }
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if (name := getattr(parameter, "embedding_name", None)) is None or id(parameter) in own:
+            if (name := getattr(parameter, "embedding_name", None)) is None or id(parameter) in registered:
                 continue
             if id(parameter) in unregistered:
                 reason = say_not_registered(self, unregistered[id(parameter)])

@@ -1,8 +1,8 @@
-"""Rows of an embedding or a snapshot as files for other tools.
+"""Writes the rows of an embedding or a snapshot to files for other tools.
 
 Invariants:
 - rows go through in batches: memory does not grow with them, whatever the format;
-- a call that raises leaves no new file, and one that it was to replace as it was.
+- a call that raises leaves no new file, and a file that it was to replace stays as it was.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""Rows from files of other tools, arrays and readers: into an embedding, or into a new snapshot.
+"""Brings rows from files of other tools, arrays and readers into an embedding, or into a new snapshot.
 
 Invariants:
 - rows go through in batches: memory does not grow with them, whatever the format;
-- a call that raises leaves no new snapshot, but where Ctrl-C comes when it is complete; an embedding keeps the rows
-  that came before the error.
+- a call that raises leaves no new snapshot, unless Ctrl-C comes when the snapshot is complete; an embedding keeps the
+  rows that were put before the error.
 """
 
 import os
@@ -348,10 +348,10 @@ def _check_finite(batch: Batch, values: str | tuple[str, ...], state: str) -> No
         )
 
 
-def _check_widths(batch: Batch, layout: RowLayout, whose: str) -> None:
+def _check_widths(batch: Batch, layout: RowLayout, owner: str) -> None:
     width = 0 if batch.state_NZ is None else batch.state_NZ.shape[1]
     if batch.weight_ND.shape[1] != layout.dim or layout.state_width not in (0, width):
         raise ValueError(
-            f"values must be [N, {layout.dim}] and state [N, {layout.state_width}] as those of {whose}, got values"
+            f"values must be [N, {layout.dim}] and state [N, {layout.state_width}] as those of {owner}, got values"
             f" [N, {batch.weight_ND.shape[1]}] and state [N, {width}]"
         )

@@ -85,9 +85,9 @@ class PersistentTableWriter:
         last_U[unique.inverse_N] = np.arange(len(id_N))
         owner_U = self._owner_of(unique.table_U, unique.id_U, len(self._sinks))
         for s, sink in enumerate(self._sinks):
-            own = np.flatnonzero(owner_U == s)
-            if len(own):
-                sink.put(unique.table_U[own], unique.id_U[own], row_NW[last_U[own]])
+            owned = np.flatnonzero(owner_U == s)
+            if len(owned):
+                sink.put(unique.table_U[owned], unique.id_U[owned], row_NW[last_U[owned]])
 
     def close(self) -> None:
         """Save the snapshot, durably, and close the files. Closing twice is fine.
