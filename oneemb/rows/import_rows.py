@@ -16,7 +16,7 @@ import numpy as np
 
 from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.unique_keys import unique_keys
-from oneemb.rows.arguments import AnyDtype, Paths, as_embedding, as_list
+from oneemb.rows.arguments import Paths, as_embedding, as_list
 from oneemb.rows.files import SUFFIXES, Batch, Columns, Progress, RowFile, checked_batch, suffix_of, whole_batches
 from oneemb.rows.files_numpy import NpzRows, array_rows, npy_rows
 from oneemb.rows.files_parquet import ParquetRows
@@ -55,7 +55,7 @@ def import_rows(
     table: int = 0,
     with_state: bool = False,
     allow_nonfinite: bool = False,
-    dtype: "AnyDtype | None" = None,
+    dtype: "str | np.dtype | torch.dtype | None" = None,
     physical_block_size: int = 4096,
     batch_size: int = 65536,
     progress: Progress | None = None,
