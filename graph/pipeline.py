@@ -226,7 +226,7 @@ def _members(
             if (rows := optimizer.rows_of(store)) is not None:
                 trained += [i, rows[0].name, id(rows[1])]
         clipped_by = tuple(f"{name}.weight" in names for names in clipped)
-        kind = store.layout, embedding.key_type, embedding.padding_idx, tuple(trained), clipped_by
+        kind = store.format, embedding.key_type, embedding.padding_idx, tuple(trained), clipped_by
         alike.setdefault(kind, []).append((name, embedding))
     members: dict[str, Member] = {}
     merged: dict[str, MergedStore] = {}

@@ -49,7 +49,7 @@ def gather(
     """out_ND[n] = the weights in slot `slot_U[inverse_N[n]]`, zeros where `inverse_N[n]` is -1.
 
     Args:
-        weight_SX: weights' bits [S, X], X >= D, as `RowLayout.weights` gives them.
+        weight_SX: weights' bits [S, X], X >= D, as `RowFormat.weights` gives them.
         slot_U: int64 [U]; None = inverse_N says the slots.
         inverse_N: int32 or int64 [N].
         out_ND: [N, D] of the dtype of `weight_SX`.

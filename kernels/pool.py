@@ -62,7 +62,7 @@ def pool(
     """out_PX[p] = the sum of bag p.
 
     Args:
-        weight_SX: weights' bits [S, X], X >= D, as `RowLayout.weights` gives them.
+        weight_SX: weights' bits [S, X], X >= D, as `RowFormat.weights` gives them.
         slot_U: int64 [U].
         inverse_N: the key of each id; -1 for padding.
         scale_N: float32 [N]; None = 1.

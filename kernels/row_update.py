@@ -1,6 +1,6 @@
 """What every row update shares: the L2 gradient, the call onto the threads of a host.
 
-The arrays of an update, the same for every optimizer (see oneemb.storage.row_layout for the row):
+The arrays of an update, the same for every optimizer (see oneemb.storage.row_format for the row):
 
     row_SW       float32 [S, W], C order: the slab; the optimizer's state begins at word `state_begin`
     weight_SX    the same memory seen as weights' bits (float32, uint16 = float16, int16 = bfloat16)

@@ -38,17 +38,6 @@ class SnapshotName(TypedDict):
     """Of this snapshot alone: names repeat from folder to folder and from run to run."""
 
 
-class _Description(TypedDict):
-    """What an embedding writes about itself into its snapshots."""
-
-    name: str
-    key_type: str
-    tables: list[Any]
-    """As `to_json` has them."""
-    padding_idx: int | None
-    seed: int
-
-
 class TableEmbedding(torch.nn.Module):
     """Base of both embedding modules: T tables whose rows are C columns side by side."""
 
@@ -180,7 +169,7 @@ class TableEmbedding(torch.nn.Module):
         needed = row_optimizer.state_width(self.embedding_dim)
         state = np.zeros(state_width_of(self.store_options, self.embedding_dim, row_optimizer.name, needed), np.float32)
         state[:needed] = row_optimizer.initial_state(self.embedding_dim)
-        self.store.build(row_optimizer.name, state)
+        self.store.attach(row_optimizer.name, state)
         self.row_optimizer = row_optimizer
 
     # ---- snapshots --------------------------------------------------------------------------------------------------
@@ -222,13 +211,12 @@ class TableEmbedding(torch.nn.Module):
             )
 
     def _load(self, name: str) -> list[str]:
-        """Returns which of seed and tables the embedding that saved the snapshot had otherwise."""
+        """Load, and return which of seed and tables differ from those of the embedding that saved the snapshot."""
         info = read_snapshot_info(self.store.plan.persistent_path, name)
         theirs = self._check_tables(info)
         loaded_all = self.store.load_snapshot(name)
-        ours: dict[str, object] = {**self.description()}
-        # Tables that this embedding has more are no difference.
-        ours["tables"] = self.description()["tables"][: len(theirs.get("tables", ()))]
+        ours = self.description()
+        ours["tables"] = ours["tables"][: len(theirs.get("tables", ()))]  # Further tables here are no difference.
         self.pending.clear()
         snapshot: SnapshotName = {"oneemb_snapshot": name, "oneemb_identity": info.identity}
         self._saved = (snapshot, self.store.changes) if loaded_all else None
@@ -241,7 +229,7 @@ class TableEmbedding(torch.nn.Module):
 
     def _check_tables(self, info: SnapshotInfo) -> dict[str, Any]:
         """The description that a snapshot was saved with, {} if it has none; an error if it has too many tables."""
-        description: dict[str, Any] = info.meta.get("embedding") or {}
+        description = info.meta.get("embedding") or {}
         if len(description.get("tables", ())) > self.num_tables:
             raise StorageError(
                 f"snapshot {info.name!r} holds rows of {len(description['tables'])} tables, embedding {self.name!r} has"
@@ -263,7 +251,7 @@ class TableEmbedding(torch.nn.Module):
         """Names of the snapshots in `persistent_path`, oldest first."""
         return self.store.snapshots()
 
-    def description(self) -> _Description:
+    def description(self) -> dict[str, Any]:
         """What snapshots say of the embedding that saved them."""
         return {
             "name": self.name,

@@ -1,7 +1,9 @@
-"""All rows of one embedding: its tiers, new rows begun, snapshots saved and loaded.
+"""The store of one embedding: its rows acquired and prefetched, by any thread; saved and loaded between two steps.
+
+`TieredRows` (tiered_rows.py) keeps the rows; what is here says who may do what with them, and when.
 
 Invariants:
-- the rows known, their values and the snapshots do not depend on which of the three it is, nor on any budget;
+- the rows known, their values and the snapshots do not depend on which tiers there are, nor on any budget;
 - a snapshot holds every row as it was at the call, the number of steps taken and what the rows mean;
 - `generation` changes whenever slots handed out before mean nothing any more;
 - any thread may call a store. `prefetch`, which runs ahead of the training loop, changes nothing that anyone can see:
@@ -11,16 +13,14 @@ Turns: tiers are searched, filled and evicted from in a turn (storage/turns.py),
 waits for one between two chunks. `release`, `mark_dirty` and kernels on pinned slots need none, only the pins' lock.
 """
 
-import _thread
 import functools
-import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -29,31 +29,23 @@ from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.loops import Array, Keys, Loops, loops_at
 from oneemb.kernels.threads import Threads
+from oneemb.storage.bottom import EXPORTED, Bottom, TableBottom
 from oneemb.storage.errors import OtherSnapshotError, SnapshotNotFoundError
-from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.row_layout import RowLayout
+from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError, StoreFullError
-from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
 from oneemb.storage.step_lock import StepLock, alone, between_steps
-from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_file import SnapshotInfo
-from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
+from oneemb.storage.tiered_rows import TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
-from oneemb.storage.tiers.stack import NewRows, StorePlan, check_room, make_tiers
+from oneemb.storage.tiers.stack import StorePlan
 from oneemb.storage.turns import Turns, undisturbed
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["EXPORTED", "EmbeddingStore", "Pins"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _MEND = "the embedding's load_snapshot(name) goes on from one, its clear() from none"
-
-# Holds the rows of a store that is made anew for rows of another width, while it is.
-_REBUILD = "rows-on-their-way-to-another-width"
-
-# How the name begins of the snapshot that holds the rows of an embedding on their way to a file.
-EXPORTED = "rows-on-their-way-to-a-file-"
 
 # How long a prefetch gives way to those who wait at most, in naps of 20 microseconds: they take turns by then.
 _NAPS_MAX = 500
@@ -69,15 +61,18 @@ class Pins(weakref.ref):
     """
 
     __slots__ = ("generation", "slot_U")
-    slot_U: Any
+    slot_U: Array
     generation: int
 
 
-def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
+Method = Callable[Concatenate["EmbeddingStore", P], R]
+
+
+def _in_turn(method: Method[P, R]) -> Method[P, R]:
     """Runs a method that changes the store in a turn."""
 
     @functools.wraps(method)
-    def run(self, *args, **kwargs):
+    def run(self: "EmbeddingStore", /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.turns:
             self.turns.check(changes=True)
             return method(self, *args, **kwargs)
@@ -85,11 +80,11 @@ def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _between_steps(method: Callable[..., Any]) -> Callable[..., Any]:
+def _between_steps(method: Method[P, R]) -> Method[P, R]:
     """Runs a method when no thread is in the middle of a step."""
 
     @functools.wraps(method)
-    def run(self, *args, **kwargs):
+    def run(self: "EmbeddingStore", /, *args: P.args, **kwargs: P.kwargs) -> R:
         if self.turns.forked:
             return method(self, *args, **kwargs)  # which says what a child may not
         return between_steps((self.step_lock,), method.__name__, lambda: method(self, *args, **kwargs))
@@ -97,16 +92,15 @@ def _between_steps(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _reading(method: Callable[..., Any]) -> Callable[..., Any]:
+def _reading(method: Method[P, R]) -> Method[P, R]:
     """Runs a method that only reads in a turn. A child of the process that made the store may call it too."""
 
     @functools.wraps(method)
-    def run(self, *args, **kwargs):
+    def run(self: "EmbeddingStore", /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.turns:
             self.turns.check(changes=False)
             if self.turns.forked:
-                for tier in self._tiers:
-                    tier.only_read()
+                self._rows.only_read()
             return method(self, *args, **kwargs)
 
     return run
@@ -120,106 +114,100 @@ class EmbeddingStore:
         initial: how new rows begin.
         plan: the tiers.
         threads: runs the loops.
+        bottom: what lies below the tiers; None = a persistent table at the plan's path.
 
     Raises:
         StorageError: the path cannot be made or written to.
     """
 
-    def __init__(self, *, dim: int, dtype: str, initial: InitialRows, plan: StorePlan, threads: Threads):
-        self.layout = RowLayout(dim, dtype, 0)
+    def __init__(
+        self, *, dim: int, dtype: str, initial: InitialRows, plan: StorePlan, threads: Threads,
+        bottom: Bottom | None = None,
+    ):  # fmt: skip
+        if bottom is None:
+            bottom = TableBottom(plan.persistent_path, plan.physical_block_size, threads, _MEND)
         self.plan = plan
         self.threads = threads
-        self.generation = 0
         self.step = 0
         """Updates made so far."""
-        self.optimizer: str | None = None
-        """Whose state the rows hold; None = nobody's yet."""
         self.changes = 0
         """Counts what changed the rows: two equal readings mean equal rows."""
         self.abandoned: deque[Pins] = deque()
         """Those of lookups that were dropped unfinished; `acquire` releases them."""
-        self.turns = Turns(f"the embedding on {plan.persistent_path}", _MEND, rank=0)
+        self.turns = Turns(f"the embedding on {bottom.name}", _MEND, rank=0)
         self.step_lock = StepLock()
         """Held by steps, and by whoever takes all rows as they are or puts others in their place; before any turn."""
         self.writing = threading.Lock()
         """Held by loops that write rows in place, and by those that read rows which may be written; after any turn."""
         self._pins: dict[int, Pins] = {}
-        self.loops: Loops = HostLoops(threads)
-        """Where the hot tier is and loops run. Keys and slots are arrays of theirs."""
-        self._new_rows = NewRows(self.layout, initial, np.empty(0, np.float32), self.loops)
-        self._tiers: list[HotRows] = []
-        self._table: PersistentTable | None = None
-        self._closed = self._opened_before = False
+        self._bottom = bottom
+        self._rows = TieredRows(plan, bottom, RowFormat(dim, dtype), initial, HostLoops(threads), threads, self.writing)
+        self._closed = False
         self._prefetched: set[Prefetched] = set()
-        _check_writable(plan.persistent_path)
 
-    # ---- building -------------------------------------------------------------------------------------------------
+    # ---- form and place -----------------------------------------------------------------------------------------
 
     @property
     def built(self) -> bool:
         """Whether the tiers are there. Until then there is no row, and every id reads as its initial value."""
-        return self._table is not None
+        return bool(self._rows.tiers)
 
-    def build(self, optimizer: str | None, state: np.ndarray) -> None:
-        """Make the tiers for rows with this state, or say why those there do not fit.
+    @property
+    def format(self) -> RowFormat:
+        """What a row is made of, and whose state it holds."""
+        return self._rows.new_rows.format
+
+    @property
+    def loops(self) -> Loops:
+        """Those that run where the hot tier is. Keys and slots are arrays of theirs."""
+        return self._rows.new_rows.loops
+
+    @property
+    def generation(self) -> int:
+        """Changes whenever slots handed out before mean nothing any more."""
+        return self._rows.generation
+
+    def build(self) -> None:
+        """Make the tiers, if they are not there, for rows without state until an optimizer is attached.
+
+        Raises:
+            StorageError: the path is in use or unusable.
+        """
+        alone((self.step_lock,), self._build)
+
+    @_in_turn
+    def _build(self) -> None:
+        self._check_open()
+        if not self.built:
+            self._rows.build()
+
+    def attach(self, optimizer: str, state: np.ndarray) -> None:
+        """Let rows carry the state of this optimizer. Those that no optimizer has trained keep their weights.
 
         Args:
-            optimizer: whose state it is; None = rows without state, until an optimizer comes.
             state: float32 [Z], what the state of a new row holds.
 
         Raises:
             StorageError: the path is in use or unusable, or the rows already hold another optimizer's state.
         """
-        alone((self.step_lock,), lambda: self._build_in_turn(optimizer, state))
+        alone((self.step_lock,), lambda: self._attach(optimizer, state))
 
     @_in_turn
-    def _build_in_turn(self, optimizer: str | None, state: np.ndarray) -> None:
-        self._build(optimizer, state)
-
-    def _build(self, optimizer: str | None, state: np.ndarray) -> None:
+    def _attach(self, optimizer: str, state: np.ndarray) -> None:
         self._check_open()
-        if self.built:
-            if optimizer is None:
-                return
-            if len(state) == self.layout.state_width and (self.optimizer in (None, optimizer) or len(state) == 0):
-                self._new_rows.state, self.optimizer = state, optimizer
-                return
-            if self.layout.state_width and len(self._tiers[0]) or self.step:
-                raise StorageError(
-                    f"the rows hold the state of {self.optimizer!r} ({self.layout.state_width} values a row), the"
-                    f" optimizer attached is {optimizer!r} ({len(state)} values); attach {self.optimizer!r}, or"
-                    " start from another path"
-                )
-            # Rows that no optimizer has touched keep their weights and are given its state.
-            self._make_anew(optimizer, state, self.loops)
+        format, before = self.format.with_state(optimizer, state), self.format
+        if not self.built:
+            self._rows.build(format)
             return
-        layout = RowLayout(self.layout.dim, self.layout.dtype, len(state))
-        table = PersistentTable.open(
-            self.plan.persistent_path,
-            row_width=layout.row_width,
-            physical_block_size=self.plan.physical_block_size,
-            threads=self.threads,
-            mend=_MEND,
-        )
-        try:
-            new_rows = NewRows(layout, self._new_rows.initial, state, self.loops)
-            tiers = make_tiers(self.plan, new_rows, table, self.threads, self.writing)
-            for info in () if self._opened_before else table.snapshots():
-                if info.name.startswith(EXPORTED):  # Whoever wrote that file is dead.
-                    with suppress(StorageError):
-                        table.delete_snapshot(info.name)
-            self._opened_before = True
-        except BaseException:
-            table.close()
-            raise
-        self._tiers, self._table, self._new_rows = tiers, table, new_rows
-        self.layout, self.optimizer = layout, optimizer
-        # A store that is dropped gives back its threads, files and lock. At exit the system does.
-        self._finalizer = weakref.finalize(self, _close_dropped, table)
-        self._finalizer.atexit = False
+        fits = format.same_words(before) and (before.optimizer in (None, optimizer) or not format.state)
+        if not fits and (self.step or before.state and len(self._rows)):
+            raise StorageError(
+                f"the rows hold the state of {before.optimizer!r} ({before.state_width} values a row), the optimizer"
+                f" attached is {optimizer!r} ({len(state)} values); attach {before.optimizer!r}, or start from another"
+                " path"
+            )
+        self._relayout(format, self.loops)
 
-    @_between_steps
-    @_in_turn
     def move_to(self, device: torch.device) -> None:
         """Let the hot tier be on a GPU, or on the host; rows and steps go along.
 
@@ -228,67 +216,37 @@ class EmbeddingStore:
             RuntimeError, ImportError: CUDA cannot be used.
         """
         loops = loops_at(device, self.threads)
-        if loops.place == self.loops.place:
-            return
+        if loops.place != self.loops.place:
+            self._move_to(loops)
+
+    @_between_steps
+    @_in_turn
+    def _move_to(self, loops: Loops) -> None:
         self._check_open()
-        if not self.built:
-            self.loops = loops
-            self._new_rows = NewRows(self.layout, self._new_rows.initial, self._new_rows.state, loops)
-            return
-        self._make_anew(self.optimizer, self._new_rows.state, loops)
+        self._relayout(self.format, loops)
 
-    def _make_anew(self, optimizer: str | None, state: np.ndarray, loops: Loops) -> None:
-        """Make the tiers of rows with this state, there, and bring the rows along; what fails leaves them as they were.
-
-        Raises:
-            StoreFullError, StorageError: there is no room for the rows, there or on the disk on their way.
-        """
-        before = self.optimizer, self._new_rows.state, self.loops
-        rows = len(self._tiers[0])
-        if rows:
-            check_room(self.plan, RowLayout(self.layout.dim, self.layout.dtype, len(state)), loops, rows)
-            self.save_snapshot(_REBUILD, {}, overwrite=True)
+    def _relayout(self, format: RowFormat, loops: Loops) -> None:
         try:
-            self._dismantle()
-            try:
-                self._build_and_load(optimizer, state, loops, rows)
-            except (StorageError, MemoryError, RuntimeError, ValueError):
-                if self.built:
-                    self._dismantle()
-                self.turns.mended()
-                self._build_and_load(*before, rows)
-                raise
+            self._rows.relayout(format, loops, self.step)
         except BaseException as error:
-            if not self.built or len(self._tiers[0]) != rows:
+            if not self._rows.whole:
                 self.turns.cut_short(error)
-                error.add_note(f"the rows are in the snapshot {_REBUILD!r} in {self.plan.persistent_path}")
-                raise
-            if rows:
-                self.delete_snapshot(_REBUILD)
             raise
-        if rows:
-            self.delete_snapshot(_REBUILD)
-
-    def _build_and_load(self, optimizer: str | None, state: np.ndarray, loops: Loops, rows: int) -> None:
-        self.loops = loops
-        self._build(optimizer, state)
-        if rows:
-            self.load_snapshot(_REBUILD)
 
     # ---- rows -----------------------------------------------------------------------------------------------------
 
     @property
-    def row_SW(self) -> Any:
+    def row_SW(self) -> Array:
         """The hot tier's slab, float32 [S, W], and on a GPU a tensor [S, at least W]. Read it anew for every use."""
-        tiers = self._tiers
+        tiers = self._rows.tiers
         if not tiers:
-            raise StorageError(f"the embedding on {self.plan.persistent_path} has no rows in memory any more: closed")
+            raise StorageError(f"the embedding on {self._bottom.name} has no rows in memory any more: closed")
         return tiers[0].row_SW
 
     @property
-    def weight_SX(self) -> Any:
+    def weight_SX(self) -> Array:
         """The same memory as weights' bits."""
-        return self.layout.weights(self.row_SW)
+        return self.format.weights(self.row_SW)
 
     @property
     def members(self) -> tuple["EmbeddingStore"]:
@@ -298,7 +256,7 @@ class EmbeddingStore:
     @property
     def hot(self) -> HotRows:
         """The hot tier. In a turn only."""
-        return self._tiers[0]
+        return self._rows.tiers[0]
 
     def acquire(self, keys: Keys, prefetched: Prefetched | None = None) -> tuple[Array, Keys]:
         """Make the rows of these keys resident in the hot tier, beginning new ones, and pin each once more.
@@ -318,25 +276,26 @@ class EmbeddingStore:
             self._check_open()
             while self.abandoned:
                 self.release_pins(self.abandoned.popleft(), dropped=True)
-            begun = self.hot.begun
-            found = self._acquire(keys, prefetched)
-            self.changes += self.hot.begun > begun
+            hot = self.hot
+            begun = hot.begun
+            found = self._acquire(hot, keys, prefetched)
+            self.changes += hot.begun > begun
             return found
 
-    def _acquire(self, keys: Keys, prefetched: Prefetched | None) -> tuple[Array, Keys]:
+    def _acquire(self, hot: HotRows, keys: Keys, prefetched: Prefetched | None) -> tuple[Array, Keys]:
         if prefetched is not None and self.take(prefetched):
             with suppress(StoreFullError):
                 if prefetched.missing:
-                    self.hot.acquire_rest(prefetched.keys, prefetched.slot_U)
+                    hot.acquire_rest(prefetched.keys, prefetched.slot_U)
                 return prefetched.slot_U, prefetched.keys
         try:
-            return self.hot.acquire(keys)
+            return hot.acquire(keys)
         except StoreFullError:
             if not self._prefetched:
                 raise
-        for other in list(self._prefetched):
-            self.unprefetch(other)
-        return self.hot.acquire(keys)
+        for held in list(self._prefetched):
+            self.unprefetch(held)
+        return hot.acquire(keys)
 
     def prefetch(self, keys: Keys) -> Prefetched:
         """Read those rows of a coming lookup that are known, and pin them as far as there is room; begin none.
@@ -363,8 +322,8 @@ class EmbeddingStore:
                     self.turns.check(changes=True)
                     if not prefetched.held or prefetched.generation != self.generation:
                         break
-                    some = missing[begin : begin + _PREFETCH_CHUNK]
-                    prefetched.missing -= self.hot.bring_known(prefetched.keys, slot_U, some)
+                    chunk = missing[begin : begin + _PREFETCH_CHUNK]
+                    prefetched.missing -= self.hot.bring_known(prefetched.keys, slot_U, chunk)
         except StoreFullError:
             pass  # `acquire` brings the rest, when those of the batches before have left.
         except BaseException:
@@ -416,7 +375,7 @@ class EmbeddingStore:
         with undisturbed:
             self.hot.release(slot_U, elsewhere=elsewhere)
 
-    def pin_for(self, owner: Any, slot_U: Array) -> Pins:
+    def pin_for(self, owner: object, slot_U: Array) -> Pins:
         """Let an object own the pins of slots that `acquire` gave: they are released for it when it is dropped."""
         pins = Pins(owner, self.abandoned.append)
         pins.slot_U, pins.generation = slot_U, self.generation
@@ -448,8 +407,8 @@ class EmbeddingStore:
         if self.built:
             return self.hot.read(keys)
         keys = self.loops.counted(keys)
-        row_UW = self.loops.zeros(len(keys.id_U), self.layout.row_width)
-        self._new_rows(row_UW, self.loops.arange(len(keys.id_U)), keys.table_U, keys.id_U)
+        row_UW = self.loops.zeros(len(keys.id_U), self.format.row_width)
+        self._rows.new_rows(row_UW, self.loops.arange(len(keys.id_U)), keys.table_U, keys.id_U)
         return row_UW, keys
 
     @_reading
@@ -464,7 +423,7 @@ class EmbeddingStore:
     @property
     def reads_in_place(self) -> bool:
         """Whether rows lie still, so that `slots_of` gives their slots."""
-        return bool(self._tiers) and self.hot.lies_still
+        return self.built and self.hot.lies_still
 
     def members_of(self, table_U: Array) -> np.ndarray:
         """int32 [U], which of `members` each key is of."""
@@ -478,7 +437,7 @@ class EmbeddingStore:
 
     @_between_steps
     @_in_turn
-    def save_snapshot(self, name: str, meta: dict, *, overwrite: bool = False) -> SnapshotInfo:
+    def save_snapshot(self, name: str, meta: dict[str, Any], *, overwrite: bool = False) -> SnapshotInfo:
         """Write every row as it is now, durably, under a name.
 
         Args:
@@ -490,12 +449,8 @@ class EmbeddingStore:
         Raises:
             StorageError: the name is taken and `overwrite` is off, or the disk fails; the snapshots there are whole.
         """
-        if not self.built:
-            self._build(None, self._new_rows.state)
-        assert self._table is not None
-        self._tiers[0].flush()
-        rows = SnapshotRows(self.layout, self.optimizer, tuple(self._new_rows.state.tolist()), self.step)
-        return self._table.save_snapshot(name, rows.to_meta(meta), overwrite=overwrite)
+        self._check_open()
+        return self._rows.save(name, meta, self.step, overwrite=overwrite)
 
     @_between_steps
     def load_snapshot(self, name: str) -> bool:
@@ -513,109 +468,31 @@ class EmbeddingStore:
         """
         with self.turns:
             self._check_process()
-            info = read_snapshot_info(self.plan.persistent_path, name)
-            self._check_snapshot(name, info)
+            info = self._rows.check_loads(name)
             broken = self._mend()
+            self._check_open()
             try:
-                return self._load(name, info)
+                self.step, same = self._rows.load(info)
             except BaseException as error:
-                if broken:  # It has no rows now, which is nothing to go on from either.
+                if broken or not self._rows.whole:  # Without rows, or with a part of them, there is nothing to go on.
                     self.turns.cut_short(error)
                 raise
+            self.changes += 1
+            return same
 
-    def _check_snapshot(self, name: str, info: SnapshotInfo) -> None:
-        """Raise StorageError unless a snapshot holds rows of this embedding's kind, and no other optimizer's state."""
-        rows = SnapshotRows.of_meta(info.meta, name)
-        if (rows.layout.dim, rows.layout.dtype) != (self.layout.dim, self.layout.dtype):
-            raise StorageError(
-                f"snapshot {name!r} in {self.plan.persistent_path} holds rows of {rows.layout.dim}"
-                f" {rows.layout.dtype} weights, this embedding has {self.layout.dim} {self.layout.dtype}"
-            )
-        shard, shards = shard_of(info.meta, name)
-        if shards != 1:
-            raise StorageError(
-                f"snapshot {name!r} in {self.plan.persistent_path} is part {shard} of {shards} of a sharded one; bring"
-                " all of them into one embedding with oneemb.import_rows"
-            )
-        if self.built and not (self._is_narrower(rows) or self._is_wider(rows)):
-            self._check_state(name, rows)
-
-    def _is_narrower(self, rows: SnapshotRows) -> bool:
-        """Whether rows here have no state yet, and those have."""
-        return self.optimizer is None and self.layout.state_width == 0 < rows.layout.state_width
-
-    def _is_wider(self, rows: SnapshotRows) -> bool:
-        """Whether rows here have state, and those have none."""
-        return rows.layout.state_width == 0 < self.layout.state_width
-
-    def _load(self, name: str, info: SnapshotInfo) -> bool:
-        self._check_open()
-        rows = SnapshotRows.of_meta(info.meta, name)
-        rebuild, widen = self.built and self._is_narrower(rows), self.built and self._is_wider(rows)
-        if self.built and len(self._tiers[0]):
-            # What could go wrong later has to do so while the rows here are still there.
-            self._tiers[0].check_holds(info.rows)
-            if rebuild or widen or None in (self.plan.cache_bytes, self.plan.host_bytes):
-                _read_through(self.plan.persistent_path, name)
-        replaced = False
-        try:
-            if rebuild:
-                self._dismantle()
-                replaced = True
-            if not self.built or self.optimizer is None and self.layout.state_width == 0:
-                self._build(rows.optimizer, np.array(rows.state, np.float32))
-            assert self._table is not None
-            for tier in self._tiers:
-                tier.check_holds(info.rows)
-            if widen:
-                replaced = True
-                self._load_weights(name)
-            else:
-                self._table.load_snapshot(name)
-                replaced = True
-            for tier in reversed(self._tiers):
-                tier.reload()
-        except BaseException as error:
-            if replaced:  # Half of the rows are nothing to go on from.
-                self.turns.cut_short(error)
-            raise
-        self.generation += 1
-        self.changes += 1
-        self.step = 0 if widen else rows.step
-        return not widen
-
-    def _check_state(self, name: str, rows: SnapshotRows) -> None:
-        known = rows.optimizer is not None and rows.layout.state_width > 0
-        if rows.layout == self.layout and not (known and rows.optimizer != self.optimizer):
-            return
-        raise StorageError(
-            f"snapshot {name!r} in {self.plan.persistent_path} holds the state of {rows.optimizer!r}"
-            f" ({rows.layout.state_width} values a row), the optimizer attached is {self.optimizer!r}"
-            f" ({self.layout.state_width} values); attach {rows.optimizer!r}"
-        )
-
-    def _load_weights(self, name: str) -> None:
-        assert self._table is not None
-        self._table.clear()
-        begin = self.layout.state_begin
-        with SnapshotReader.open(self.plan.persistent_path, name) as reader:
-            for table_N, id_N, row_NX in reader.scan():
-                undisturbed.raise_interrupt()
-                row_NW = np.empty((len(id_N), self.layout.row_width), np.float32)
-                row_NW[:, :begin] = row_NX
-                row_NW[:, begin:] = self._new_rows.state
-                self._table.put(table_N, id_N, row_NW)
+    def check_fits(self, name: str) -> None:
+        """Raise StorageError unless `load_snapshot` would find this snapshot, and rows in it that fit."""
+        self._rows.check_loads(name)
 
     @_in_turn
     def delete_snapshot(self, name: str) -> None:
         """Forget a snapshot and free what only it held."""
-        self._need_table().delete_snapshot(name)
+        self._check_open()
+        self._rows.delete(name)
 
     def snapshots(self) -> list[str]:
         """Names of the finished snapshots in the path, oldest first."""
-        if self._table is not None:
-            return [info.name for info in self._table.snapshots()]
-        return [info.name for info in read_snapshot_info(self.plan.persistent_path)]
+        return [info.name for info in self._rows.snapshots()]
 
     def check_snapshot(self, name: str, identity: str | None, named_by: str) -> None:
         """Raise unless the snapshot of this name is there and is the one that is meant.
@@ -630,25 +507,15 @@ class EmbeddingStore:
             StorageError: it could not be read.
         """
         try:
-            info = read_snapshot_info(self.plan.persistent_path, name)
+            info = self._bottom.snapshot(name)
         except SnapshotNotFoundError as error:
             raise SnapshotNotFoundError(f"{named_by} names a snapshot that is not there: {error}") from error
         if identity is not None and info.identity != identity:
             raise OtherSnapshotError(
                 f"{named_by} names the snapshot {name!r} with identity {identity}; the one of that name in"
-                f" {self.plan.persistent_path} is another run's: {info}. Use the persistent_path of the run that saved"
+                f" {self._bottom.name} is another run's: {info}. Use the persistent_path of the run that saved"
                 f" {named_by}"
             )
-
-    def check_fits(self, name: str) -> None:
-        """Raise StorageError unless `load_snapshot` would find this snapshot, and rows in it that fit."""
-        self._check_snapshot(name, read_snapshot_info(self.plan.persistent_path, name))
-
-    def _need_table(self) -> PersistentTable:
-        if self._table is None:
-            self._build(None, self._new_rows.state)
-        assert self._table is not None
-        return self._table
 
     # ---- the rest -------------------------------------------------------------------------------------------------
 
@@ -659,37 +526,29 @@ class EmbeddingStore:
             self._check_process()
             self._check_open()
             self._mend()
-            if self.built:
-                self._tiers[0].clear()
-            self.generation += 1
+            self._rows.clear()
             self.changes += 1
             self.step = 0
 
     @_reading
     def stats(self) -> dict[str, Any]:
         """Sizes now and counters since the store was built, a dict a tier."""
-        stats: dict[str, Any] = {"rows": len(self._tiers[0]) if self.built else 0, "step": self.step}
-        stats.update((tier.name, tier.stats()) for tier in self._tiers)
-        if self._table is not None:
-            stats["persistent"] = self._table.stats()
-        return stats
+        return {"rows": len(self._rows), "step": self.step, **self._rows.stats()}
 
     @_between_steps
     def close(self) -> None:
         """Free memory, files and the path's lock. Rows that no snapshot holds are gone."""
         with self.turns:
             self._closed = True
-            if self.built:
-                self._dismantle()
+            self._rows.dismantle()
             if not self.turns.forked:
                 self.threads.close()
 
     def _mend(self) -> bool:
         """Let a broken store have no rows, and be sound. Returns whether it was broken."""
-        broken = self.turns.broken or self._table is not None and self._table.broken
+        broken = self.turns.broken or self._rows.broken
         if broken:
-            if self.built:
-                self._dismantle()
+            self._rows.dismantle()
             self._prefetched.clear()
             self.turns.mended()
         return broken
@@ -700,43 +559,4 @@ class EmbeddingStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StorageError(f"the embedding on {self.plan.persistent_path} is closed; make it again to go on")
-
-    def _dismantle(self) -> None:
-        tiers, table = self._tiers, self._table
-        assert table is not None
-        self._tiers, self._table = [], None
-        self.generation += 1
-        for tier in tiers:
-            tier.close()
-        table.close()
-        self._finalizer.detach()
-
-
-def _close_dropped(table: PersistentTable) -> None:
-    """Close the table of a store that nobody has any more. The garbage collector may ask for it on any thread."""
-    if threading.current_thread().name.startswith("oneemb-"):  # Which close may have to wait for.
-        threading.Thread(target=table.close, name="close").start()
-        return
-    try:
-        table.close()
-    except KeyboardInterrupt:  # Python drops what is raised here: it comes again, a moment later.
-        threading.Timer(0.01, _thread.interrupt_main).start()
-
-
-def _read_through(path: str, name: str) -> None:
-    """Raise what reading all rows of a snapshot raises."""
-    with SnapshotReader.open(path, name) as reader:
-        for _ in reader.scan():
-            undisturbed.raise_interrupt()
-
-
-def _check_writable(path: str) -> None:
-    try:
-        LocalFileSystem().make_directories(path)
-    except OSError as error:
-        raise StorageError(
-            f"persistent_path {path} cannot be made: {error.strerror}; give a folder that can"
-        ) from error
-    if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
-        raise StorageError(f"persistent_path {path} cannot be written to; give a folder that can, or change its mode")
+            raise StorageError(f"the embedding on {self._bottom.name} is closed; make it again to go on")

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from oneemb.kernels.host_loops import HostLoops
-from oneemb.kernels.loops import Keys
+from oneemb.kernels.loops import Array, Keys
 from oneemb.kernels.merged_index import find_each
 from oneemb.kernels.slot_marks import set_marks
 from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.row_layout import RowLayout
+from oneemb.storage.row_format import RowFormat
 from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.tiers.hot_tier import HotTier
 from oneemb.storage.turns import undisturbed
@@ -45,7 +45,7 @@ class MergedPrefetched:
 
 
 class MergedStore:
-    """Stores of equal row layout, on the host, as one.
+    """Stores of rows of one format, on the host, as one.
 
     Args:
         stores: the members.
@@ -70,9 +70,9 @@ class MergedStore:
     # ---- what loops are given ---------------------------------------------------------------------------------------
 
     @property
-    def layout(self) -> RowLayout:
+    def format(self) -> RowFormat:
         """That of every member."""
-        return self.members[0].layout
+        return self.members[0].format
 
     @property
     def row_SW(self) -> np.ndarray:
@@ -83,7 +83,7 @@ class MergedStore:
     @property
     def weight_SX(self) -> np.ndarray:
         """The same memory as weights' bits."""
-        return self.layout.weights(self.row_SW)
+        return self.format.weights(self.row_SW)
 
     @property
     def generation(self) -> int:
@@ -105,11 +105,10 @@ class MergedStore:
         """Whether the tiers of every member are there."""
         return all(store.built for store in self.members)
 
-    def build(self, optimizer: str | None, state: np.ndarray) -> None:
+    def build(self) -> None:
         """Make the tiers of those members that have none."""
         for store in self.members:
-            if not store.built:
-                store.build(optimizer, state)
+            store.build()
 
     def begins(self, first_table_P: np.ndarray, begin_P1: np.ndarray) -> np.ndarray:
         """Where the keys of each member begin, and the end, [M + 1]; given those of P members that have lookups."""
@@ -131,7 +130,7 @@ class MergedStore:
         """
         local_U = self._local(keys, begin_M1)
         parts = self._parts(local_U, keys, begin_M1)
-        slots: list[Any] = [None] * len(self.members)
+        slots: list[Array] = [None] * len(self.members)  # None: not acquired yet
         m = 0
         try:
             with self._turn():
@@ -159,7 +158,7 @@ class MergedStore:
         """Read known rows of a coming lookup and pin them as far as there is room; see `EmbeddingStore.prefetch`."""
         local_U = self._local(keys, begin_M1)
         parts = self._parts(local_U, keys, begin_M1)
-        slots: list[Any] = [None] * len(self.members)
+        slots: list[Array] = [None] * len(self.members)
         found: list[Any] = [None] * len(self.members)
         m = 0
         try:
@@ -226,11 +225,11 @@ class MergedStore:
             for begin, end in itertools.pairwise(begin_M1.tolist())
         ]
 
-    def _pin_found(self, slots: list[Any], local_U: np.ndarray, id_U: np.ndarray, begin_M1: np.ndarray) -> None:
+    def _pin_found(self, slots: list[Array], local_U: np.ndarray, id_U: np.ndarray, begin_M1: np.ndarray) -> None:
         """Find the keys of all members in one loop, and pin those of each member of which all are there."""
         tiers = self._tiers()
         shards = [tier.index.shards for tier in tiers]
-        address_MP, cells_MP = (np.array([one[i] for one in shards]) for i in (0, 1))
+        address_MP, cells_MP = (np.array([shard[i] for shard in shards]) for i in (0, 1))
         slot_U = find_each(address_MP, cells_MP, begin_M1, local_U, id_U, threads=self.threads)
         missing = set(np.searchsorted(begin_M1, np.flatnonzero(slot_U < 0), side="right").tolist())
         begins = begin_M1.tolist()
@@ -239,7 +238,7 @@ class MergedStore:
                 slots[m] = slot_U[begins[m] : begins[m + 1]]
                 tier.pin_found(slots[m])
 
-    def _take_over(self, slots: list[Any], prefetched: MergedPrefetched) -> None:
+    def _take_over(self, slots: list[Array], prefetched: MergedPrefetched) -> None:
         """Those of each member of which all rows were prefetched."""
         for m, (store, part) in enumerate(zip(self.members, prefetched.parts, strict=True)):
             if part.missing == 0 and not store.abandoned and store.take(part):
@@ -266,14 +265,14 @@ class _Memory:
 
 def _one_array(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """An array over the memory of all parts, [S, ...] each, and the row of it at which each begins: int64 [M]."""
-    one = parts[0]
+    first = parts[0]
     address_M = np.array([part.ctypes.data for part in parts], np.int64)
-    lowest, row_bytes = int(address_M.min()), one.strides[0]
+    lowest, row_bytes = int(address_M.min()), first.strides[0]
     assert all(
-        part.flags.c_contiguous and part.shape[1:] == one.shape[1:] and part.dtype == one.dtype for part in parts
+        part.flags.c_contiguous and part.shape[1:] == first.shape[1:] and part.dtype == first.dtype for part in parts
     )
     assert not np.any((address_M - lowest) % row_bytes)
     begin_M = (address_M - lowest) // row_bytes
     rows = max(begin + len(part) for begin, part in zip(begin_M.tolist(), parts, strict=True))
-    memory: Any = _Memory(lowest, (rows, *one.shape[1:]), one.dtype.str, parts)
+    memory: Any = _Memory(lowest, (rows, *first.shape[1:]), first.dtype.str, parts)
     return np.asarray(memory), begin_M

@@ -11,7 +11,7 @@ Invariants, for every implementation:
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -32,7 +32,9 @@ class StoreFullError(StorageError):
 class RowSource(Protocol):
     """Rows by key, to be read."""
 
-    row_width: int
+    @property
+    def row_width(self) -> int:
+        """32-bit words of a row, W."""
 
     def __len__(self) -> int:
         """How many rows there are."""
@@ -47,9 +49,6 @@ class RowSource(Protocol):
     def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Every row once as (table_N, id_N, row_NW), at most `batch` at a time, in no order that means anything.
         The store must not change meanwhile."""
-
-    def stats(self) -> dict[str, Any]:
-        """Counters since the store was made, and sizes now."""
 
     def close(self) -> None:
         """Free what the store holds. Closing twice is fine."""
@@ -70,7 +69,11 @@ class RowStore(RowSource, Protocol):
     def flush(self) -> None:
         """Hand every row that a store below does not have yet down to it; return when it has them."""
 
+    def stats(self) -> dict[str, Any]:
+        """Counters since the store was made, and sizes now."""
 
+
+@runtime_checkable
 class Snapshots(Protocol):
     """Keeps complete states of all rows, durably, by name. A store may have them or not."""
 

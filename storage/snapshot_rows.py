@@ -1,10 +1,10 @@
 """What the rows of a snapshot are: kept in its `meta`, so that whoever reads it knows what the words mean."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from oneemb.storage.errors import CorruptTableError
-from oneemb.storage.row_layout import WEIGHTS, RowLayout
+from oneemb.storage.row_format import WEIGHTS, RowFormat
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.table.geometry import ROW_WIDTH_MAX
 
@@ -15,23 +15,29 @@ _STEP_MAX = 1 << 62
 
 @dataclass(frozen=True)
 class SnapshotRows:
-    """Rows of one layout, and how far their training has come.
+    """What the rows of a snapshot are, and how far their training has come.
 
     Args:
-        layout: how a row lies in its words.
-        optimizer: whose state follows the weights; None = nobody's, or not known.
-        state: what the state of a new row holds, `layout.state_width` values.
+        format: of a row.
         step: updates made so far.
     """
 
-    layout: RowLayout
-    optimizer: str | None
-    state: tuple[float, ...]
+    format: RowFormat
     step: int
+
+    def described(self) -> dict[str, Any]:
+        """This as JSON can hold it."""
+        row = self.format
+        return {
+            "layout": {"dim": row.dim, "dtype": row.dtype, "state_width": row.state_width},
+            "optimizer": row.optimizer,
+            "state": row.state,
+            "step": self.step,
+        }
 
     def to_meta(self, embedding: dict[str, Any]) -> dict[str, Any]:
         """The snapshot's `meta`: this, and what the embedding says of itself."""
-        return {"rows": asdict(self), "embedding": embedding}
+        return {"rows": self.described(), "embedding": embedding}
 
     @classmethod
     def of_meta(cls, meta: dict[str, Any], name: str) -> "SnapshotRows":
@@ -56,7 +62,7 @@ class SnapshotRows:
         _need(isinstance(state, list | tuple) and len(state) == layout["state_width"], name, state)
         _need(all(type(value) in (int, float) for value in state), name, state)
         _need(_number(step, 0, _STEP_MAX), name, step)
-        return cls(RowLayout(**layout), optimizer, tuple(state), step)
+        return cls(RowFormat(layout["dim"], layout["dtype"], optimizer, tuple(state)), step)
 
 
 def shard_of(meta: dict[str, Any], name: str) -> tuple[int, int]:

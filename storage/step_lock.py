@@ -1,13 +1,13 @@
-"""One step at a time: who trains rows, and who wants them as they are between two steps.
+"""The lock of a store's training steps, which saves, loads and evaluations of other threads take too.
 
-A step computes with rows that lie in memory, and changes them there, without a turn (storage/turns.py): others find and
-bring rows meanwhile. What takes all rows as they are, or puts others in their place, waits for the step of another
-thread, and the next step waits for it. So does an `EvalGraph` that shares an embedding with it.
+A step computes on rows in the hot tier and changes them there without holding a turn (storage/turns.py), so that other
+threads can prepare batches meanwhile. What reads or replaces all rows (save, export, load, import, clear, an
+`EvalGraph`) has to run between two steps: it holds this lock, as a step does.
 
 Invariants:
-- who holds several locks has taken them in one call, or else others in no other order; and before any turn and any
-  `undisturbed` block, for which a fork would wait;
-- a lock is free again when its block ends, at whatever line an interrupt comes.
+- several locks are taken in one call, which sorts them: so two threads cannot wait for each other. They are taken
+  before any turn and any `undisturbed` block, since a fork waits for those;
+- a lock is free again when its block ends, whatever line an interrupt comes at.
 """
 
 import os
@@ -20,7 +20,7 @@ __all__ = ["StepLock", "alone", "between_steps", "in_step", "while_held"]
 
 T = TypeVar("T")
 
-# How long who takes a lock often gives way to others that wait for it, in naps of 20 microseconds.
+# Naps of 20 microseconds at most, in which a thread that takes a lock lets waiting ones go first.
 _NAPS_MAX = 500
 
 
@@ -35,36 +35,37 @@ class StepLock:
 
     @property
     def lock(self) -> Any:
-        """To be held with `with`. A child of fork has its own: the other may be held by a thread that is not there."""
+        """A context manager. A child of fork gets a new lock: the old one may be held by a thread that is not there."""
         if self._pid != os.getpid():
             self._lock, self._pid, self.waiting = threading.RLock(), os.getpid(), set()
         return self._lock
 
 
 def alone(locks: Iterable[StepLock], call: Callable[[], T]) -> T:
-    """What `call` gives, while no other thread holds one of these locks."""
+    """Run `call` with these locks held; returns what it gives."""
     return _alone(sorted(locks, key=id), call)
 
 
 def in_step(locks: Iterable[StepLock], step: Callable[[], T]) -> T:
-    """What `step` gives: as `alone`, and until it ends nothing on this thread is between two steps."""
+    """Run a training step with these locks held; returns what it gives. Until it ends, `between_steps` on this thread
+    raises."""
     locks = tuple(locks)
 
     def run() -> T:
-        before = [one.stepping for one in locks]
+        before = [lock.stepping for lock in locks]
         try:
-            for one in locks:
-                one.stepping = True
+            for lock in locks:
+                lock.stepping = True
             return step()
         finally:
-            for one, stepping in zip(locks, before, strict=True):
-                one.stepping = stepping
+            for lock, stepping in zip(locks, before, strict=True):
+                lock.stepping = stepping
 
     return alone(locks, run)
 
 
 def between_steps(locks: Iterable[StepLock], what: str, call: Callable[[], T]) -> T:
-    """What `call` gives, between two steps of every thread.
+    """Run `call` with these locks held and no step under way on any thread; returns what it gives.
 
     Raises:
         RuntimeError: it is asked for in the middle of a step of this very thread, by a hook, a scheduler or a handler
@@ -72,7 +73,7 @@ def between_steps(locks: Iterable[StepLock], what: str, call: Callable[[], T]) -
     """
 
     def run() -> T:
-        if any(one.stepping for one in locks):
+        if any(lock.stepping for lock in locks):
             raise RuntimeError(
                 f"{what} comes in the middle of a step, by a hook, a scheduler or a handler of a signal, where rows and"
                 " parameters are of no one moment; do it between two steps: let the handler set a flag, and look at"
@@ -87,28 +88,29 @@ def between_steps(locks: Iterable[StepLock], what: str, call: Callable[[], T]) -
 def _alone(locks: Sequence[StepLock], call: Callable[[], T]) -> T:
     if not locks:
         return call()
-    one, me = locks[0], threading.get_ident()
-    lock = one.lock
+    first, me = locks[0], threading.get_ident()
+    lock = first.lock
     owned = lock._is_owned()
     naps = 0
-    while one.waiting and not owned and naps < _NAPS_MAX:  # They would hardly get it from who has it often.
+    # Python's locks are not fair: a thread that takes it again and again would leave others waiting.
+    while first.waiting and not owned and naps < _NAPS_MAX:
         time.sleep(2e-5)
         naps += 1
     try:
-        one.waiting.add(me)
-        # The lock itself, not a function of ours: between taking it and its block no interrupt can come.
+        first.waiting.add(me)
+        # `with` on the lock itself: no interrupt can come between taking it and the block.
         with lock:
-            one.waiting.discard(me)
+            first.waiting.discard(me)
             if not owned:
-                one.stepping = False  # An interrupt may have ended a step before it could say so.
+                first.stepping = False  # An interrupt may have ended a step before it could say so.
             return _alone(locks[1:], call)
     finally:
-        one.waiting.discard(me)
+        first.waiting.discard(me)
 
 
 def while_held(locks: Sequence[Any], call: Callable[[], T]) -> T:
-    """What `call` gives with these locks held. Not an ExitStack: an exception that comes within its code would leave
-    one locked."""
+    """Run `call` with these locks held; returns what it gives. Not an ExitStack: an interrupt within its own code would
+    leave a lock taken."""
     if not locks:
         return call()
     with locks[0]:

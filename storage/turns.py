@@ -1,9 +1,11 @@
-"""Calls on one object, one at a time and each whole: what signals, unforeseen errors and forks may do to them.
+"""Makes calls on an object atomic: one at a time, and whole in spite of signals, unforeseen errors and forks.
 
-    signals     KeyboardInterrupt, and whatever else a handler of the main thread does, comes before a call or after
-                it: `undisturbed` holds signals back while a block runs, and handles them when it has ended
-    errors      a call that ends in an error which nobody raises on purpose has stopped anywhere; the object is broken
-                from then on, and says so, until it is told that its rows are new
+A *turn* is the time in which one thread has the object for itself: `with turns:`, a reentrant lock that also handles
+
+    signals     Python's signal handlers (Ctrl-C raises KeyboardInterrupt) run before a turn or after it: `undisturbed`
+                holds signals back while a block runs, and handles them when it has ended
+    errors      after an error that no code raises on purpose the object may be in any state: it is *broken*, and
+                raises BrokenStoreError, until it is told that its rows are new
     forks       a child process has a copy of the object and shares its files: it may read, not change. A fork waits
                 for the `undisturbed` blocks of other threads, so that the copy is whole; each turn is such a block
 
@@ -16,7 +18,8 @@ Invariants:
 # The functions of `signal` without its enums, which take ten times as long.
 import _signal  # type: ignore[import-not-found]
 
-# What these hold during a fork has to be free while we wait for other threads: who registers first is asked last.
+# Imported first, so that their fork hooks are registered before ours and run after them: the locks they hold during a
+# fork must be free while ours wait for other threads.
 import concurrent.futures.thread  # noqa: F401
 import logging  # noqa: F401
 import os
@@ -39,7 +42,7 @@ __all__ = ["Turns", "undisturbed", "whole"]
 # SIGCHLD: its handler in torch's data loader raises when a worker has died.
 _NUMBERS = sorted({int(number) for number in signal.valid_signals() if number < 32}, key=lambda n: n != signal.SIGINT)
 
-# What calls raise on purpose, or what the system makes them raise: they have put everything in order before.
+# Errors that calls raise on purpose or that the system raises in them: the calls have cleaned up before.
 _FORESEEN = (StorageError, MemoryError, ValueError, TypeError, OSError)
 
 # How long a fork waits for a call that is under way, in seconds. A child's copy of an object whose turn it did not get
@@ -97,7 +100,7 @@ class _Undisturbed:
         return self._inside.get(threading.get_ident()) == 1
 
     def close_for_fork(self) -> None:
-        """Begin a block, before a fork. Forks of several threads take turns."""
+        """Begin a block before a fork. Only one thread forks at a time."""
         self.hold_signals()
         self._hold_forks()
         with self.forks_allowed():
@@ -106,9 +109,10 @@ class _Undisturbed:
         self._forking = threading.get_ident()
 
     def wait_for_others(self, end: float) -> None:
-        """Let no other thread begin a block, when those that are in one, or compile, have ended; or at the time `end`.
+        """Wait until no other thread is in a block or compiles, or until the time `end`; then no other thread may begin
+        a block.
 
-        Whoever compiles may begin a block before, for what the garbage collector closes meanwhile.
+        Until then a thread that compiles may begin one: the garbage collector may close a table in the middle of it.
         """
         while True:
             self._forks_now = True
@@ -130,7 +134,8 @@ class _Undisturbed:
 
     @contextmanager
     def forks_allowed(self) -> Iterator[None]:
-        """In a block, where what it changes is in order: other threads may fork. Nothing in a block in another one."""
+        """Within a block, at a point where its data is consistent: other threads may fork. Does nothing in a nested
+        block."""
         me = threading.get_ident()
         if self._inside.get(me) != 1:
             yield
@@ -142,10 +147,11 @@ class _Undisturbed:
             self._hold_forks(goes_on=True)
 
     def _hold_forks(self, *, goes_on: bool = False, interruptible: bool = False) -> None:
-        """Wait for a fork, and let the next one wait; one that goes on does not wait while others may wait for it."""
+        """Wait for a fork that is under way, and make the next one wait. A block that goes on (`goes_on`) does not wait
+        until the fork really begins: other threads may be waiting for it."""
         me = threading.get_ident()
         depth = self._inside.get(me, 0)
-        # First it is said, then looked: a fork does so too, and one of the two sees the other.
+        # Write, then read; a fork does the same, so at least one of the two sees the other.
         self._inside[me] = depth + 1
         while depth == 0 and self._forking not in (None, me):
             if not self._forks_now and (goes_on or compiling.is_locked()):  # by this thread
@@ -215,7 +221,7 @@ class _Undisturbed:
                 raise self.interrupt
 
     def start_anew(self) -> None:
-        """In a child process, whose only thread is the one that forked: hold nothing back any more."""
+        """In a child process, whose only thread is the one that forked: forget what was held back."""
         self._inside = {}
         self._forking, self._forks_now = None, False
         self._forked, self._one_fork = threading.Event(), threading.Lock()
@@ -314,14 +320,14 @@ class Turns:
             self.lock.acquire()
 
     def note(self, error: BaseException | None) -> None:
-        """A call has ended, with this error or without: one that nobody foresaw breaks the object."""
+        """Note that a call has ended, with this error or without one: an unforeseen error breaks the object."""
         if error is None or isinstance(error, _FORESEEN) or error is undisturbed.interrupt:
             return
         if type(error).__name__ != "OutOfMemoryError":  # torch's, of a GPU
             self.cut_short(error)
 
     def cut_short(self, error: BaseException) -> None:
-        """This error has ended a call half way: what the object holds may be wrong from now on."""
+        """Mark the object broken: this error has ended a call half way, so what it holds may be wrong."""
         self._broken = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
     @property
@@ -356,7 +362,7 @@ class Turns:
             )
 
     def mended(self) -> None:
-        """What the object holds is new, and sound."""
+        """Mark the object whole again: what it holds is new."""
         self._broken = None
 
     def get_ready_for_fork(self) -> bool:

@@ -22,9 +22,9 @@ import torch
 import oneemb
 from oneemb.kernels import jit_cuda
 from oneemb.stats import EmbeddingStats, TableStats, TierStats
-from oneemb.storage import embedding_store
-from oneemb.storage.embedding_store import _close_dropped
 from oneemb.storage.errors import BrokenStoreError
+from oneemb.storage.table.persistent_table import PersistentTable
+from oneemb.storage.tiered_rows import _close_dropped
 from tests.kernels.test_init_rows import uniform_python
 from tests.support.interrupts import AtLine
 from tests.support.models import STORES, make_embedding, reopen, rows_of, store_options
@@ -1001,7 +1001,7 @@ def test_a_broken_embedding_stays_so_when_its_next_load_fails(made, monkeypatch,
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(embedding_store.PersistentTable, "load_snapshot", fail)
+        patched.setattr(PersistentTable, "load_snapshot", fail)
         with pytest.raises(type(error)):
             embedding.load_snapshot("other")
     with pytest.raises(BrokenStoreError):

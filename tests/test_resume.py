@@ -77,7 +77,7 @@ def test_each_optimizer_has_the_state_it_says(tmp_path):
     widths = {}
     for name in OPTIMIZERS:
         job = Job(tmp_path / name, name)
-        widths[name] = job.embedding.store.layout.state_width
+        widths[name] = job.embedding.store.format.state_width
         job.embedding.close()
     assert widths == {
         "sgd": 0, "momentum": 8, "adagrad": 8, "adam": 16, "adamw": 16, "sparse adam": 16, "row-wise adagrad": 1,

@@ -221,7 +221,7 @@ def test_marks_that_come_while_rows_are_listed_have_room(tmp_path):
     """The list has room for the rows that were marked when they were counted."""
     embedding = make_embedding(tmp_path / "rows", store="ssd", dim=4)
     embedding(torch.arange(200))
-    tier = embedding.store._tiers[0]
+    tier = embedding.store.hot
     tier._dirty_S[:] = False
     tier._dirty_S[:10] = True
     items = tier._index.items
@@ -353,7 +353,7 @@ def test_a_lookup_waits_for_the_rows_that_another_thread_is_writing(tmp_path, st
 def test_an_update_does_not_wait_for_rows_that_another_thread_reads_from_disk(tmp_path, monkeypatch):
     embedding = make_embedding(tmp_path / "rows", store="ssd")
     embedding(torch.arange(4))
-    table, read = embedding.store._table, []
+    table, read = embedding.store._rows._store, []
     honest = table.get
 
     def get(*args):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from oneemb.graph.ops.grads import RowGrads, reduce_lease
@@ -142,7 +141,7 @@ def acquire(
     """
     check_place(store, keys)
     if not store.built:
-        store.build(None, np.empty(0, np.float32))
+        store.build()
     # The turn first, where it is one: Ctrl-C ends a wait for it. Merged stores take theirs in an order of their own.
     turns = [store.members[0].turns] if len(store.members) == 1 else []
 

@@ -92,8 +92,8 @@ def _grad_of_scales(lease: Lease, grad_PD: torch.Tensor) -> torch.Tensor:
 
 def _read(store: EmbeddingStore, weight_SX: Array, slot_U: Array, keys: Keys, scale_N: Array | None) -> torch.Tensor:
     """The weights of each id, or of each bag, from the rows in slot_U."""
-    loops, dim, inverse_N = store.loops, store.layout.dim, keys.unique.inverse_N
-    out = torch.empty(*keys.shape, dim, dtype=DTYPES[store.layout.dtype], device=loops.device)
+    loops, dim, inverse_N = store.loops, store.format.dim, keys.unique.inverse_N
+    out = torch.empty(*keys.shape, dim, dtype=DTYPES[store.format.dtype], device=loops.device)
     out_ND = loops.array(out.view(-1, dim))
     if keys.bags is None:
         loops.gather(weight_SX, slot_U, inverse_N, out_ND)
@@ -143,7 +143,7 @@ def peek(
     row_UW, unique = store.read(keys.unique)  # on a GPU tables and offsets are checked here, before anything uses them
     keys = dataclasses.replace(keys, unique=unique)
     scale_N = scales_of(keys, per_sample_weights, pooling, store)
-    return _read(store, store.layout.weights(row_UW), store.loops.arange(len(row_UW)), keys, scale_N)
+    return _read(store, store.format.weights(row_UW), store.loops.arange(len(row_UW)), keys, scale_N)
 
 
 def read_ids(
@@ -172,8 +172,8 @@ def read_ids(
         return None
     if check is not None:
         check()
-    out = torch.empty(*ids.shape, store.layout.dim, dtype=DTYPES[store.layout.dtype])
-    out_ND = loops.array(out.view(-1, store.layout.dim))
+    out = torch.empty(*ids.shape, store.format.dim, dtype=DTYPES[store.format.dtype])
+    out_ND = loops.array(out.view(-1, store.format.dim))
     with store.turns:  # Nothing is pinned: the rows must be there until they are read.
         slot_N = store.slots_of(table_N, id_N)
         if slot_N is None:
@@ -191,5 +191,5 @@ def read_ids(
             loops.gather(store.weight_SX, None, slot_N, out_ND)
         if len(missing) and not inserts:
             row_MW, _ = store.read(loops.distinct_keys(table_N[missing], id_N[missing]))
-            out_ND[missing] = store.layout.weights(row_MW)[:, : store.layout.dim]
+            out_ND[missing] = store.format.weights(row_MW)[:, : store.format.dim]
     return out

@@ -293,7 +293,7 @@ class _GatherMerged(torch.autograd.Function):
 def _read(lease: MergedLease, read: tuple[int, ...]) -> list[torch.Tensor]:
     """The weights of each id, or bag, of the lookups p: rows of one array, as tensors that are no views of another."""
     store, keys = lease.store, lease.keys
-    dim, dtype, loops = store.layout.dim, DTYPES[store.layout.dtype], store.loops
+    dim, dtype, loops = store.format.dim, DTYPES[store.format.dtype], store.loops
     weight_SX, inverse_N = store.weight_SX, keys.unique.inverse_N
     parts = [keys.parts[p] for p in read]
     end_P = list(itertools.accumulate(part.shape.numel() for part in parts))

@@ -76,7 +76,7 @@ def _measure_update(args: Any, result: Any) -> tuple[int, int]:
     grads, go = args[1], args[2]
     if grads is None or not go:
         return 0, 0
-    layout, rows = grads.store.layout, len(grads.slot_U)
+    layout, rows = grads.store.format, len(grads.slot_U)
     read = 4 * layout.dim * rows if grads.segments is None else grads.segments.grad_NX.nbytes
     return rows, read + 2 * layout.row_bytes * rows
 
@@ -101,7 +101,7 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
         for some, step in _by_step(grads):
             row_optimizer.update(
                 store.weight_SX, store.row_SW, some.slot_U, some.segments or some.grad_UD,
-                state_begin=store.layout.state_begin, group=group, step=step + 1, loops=store.loops,
+                state_begin=store.format.state_begin, group=group, step=step + 1, loops=store.loops,
             )  # fmt: skip
 
     with whole(one.turns for one in grads.stores):

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from oneemb.storage.fs import AnyPath, absolute_path
-from oneemb.storage.row_layout import WEIGHTS
+from oneemb.storage.row_format import WEIGHTS
 from oneemb.storage.row_store import StorageError
 
 if TYPE_CHECKING:

@@ -122,8 +122,8 @@ def _export(
     with make_persistent_table_reader(folders, snapshot, "int64", "float32", batch_size=batch_size) as reader:
         rows = reader.rows
         if not with_state:
-            rows = replace(rows, layout=replace(rows.layout, state_width=0), state=(), optimizer=None, step=0)
-        with_state = rows.layout.state_width > 0
+            rows = SnapshotRows(replace(rows.format, optimizer=None, state=()), 0)
+        with_state = rows.format.state_width > 0
         writer = _open_target(paths, rows)
         try:
             # A file without rows has columns too.
@@ -161,7 +161,7 @@ def _batch(
     reader: PersistentTableReader, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray | None,
     table: int | None, with_state: bool,
 ) -> Batch:  # fmt: skip
-    layout = reader.rows.layout
+    layout = reader.rows.format
     if row_NW is None:
         row_NW = np.empty((0, layout.row_width), np.float32)
     state_NZ = state_of(layout, row_NW) if with_state else None
@@ -192,7 +192,7 @@ def _target_paths(target: Paths, table: int | None, with_state: bool) -> list[st
 def _open_target(paths: list[str], rows: SnapshotRows) -> RowFileWriter:
     path = paths[0]
     if len(paths) > 1:
-        return NpyWriter(paths if rows.layout.state_width else paths[:3])
+        return NpyWriter(paths if rows.format.state_width else paths[:3])
     if suffix_of(path) == ".npz":
         return NpzWriter(path, rows)
     if suffix_of(path) == ".parquet":

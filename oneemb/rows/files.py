@@ -17,7 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import ModuleType
 from typing import IO, NamedTuple, Protocol
 
@@ -141,7 +141,7 @@ def reading(path: str, expected: str, *errors: type[Exception]) -> Iterator[None
 
 def write_note(rows: SnapshotRows) -> str:
     """The note of a file of these rows."""
-    return json.dumps(asdict(rows))
+    return json.dumps(rows.described())
 
 
 def read_note(path: str, text: str | bytes) -> SnapshotRows | None:
@@ -167,7 +167,7 @@ def pick_columns(there: Sequence[str], columns: Columns, path: str, note: Snapsh
         ValueError: one is missing; the message names those there are.
     """
     tables = columns.tables or ("tables" if "tables" in there else None)
-    state = None if note is not None and note.layout.state_width == 0 else columns.state
+    state = None if note is not None and note.format.state_width == 0 else columns.state
     values = [columns.values] if isinstance(columns.values, str) else list(columns.values)
     for what, name in [
         ("keys", columns.keys), ("tables", tables), ("state", state), *(("values", name) for name in values)

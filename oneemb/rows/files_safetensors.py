@@ -92,7 +92,7 @@ class SafetensorsWriter:
 
     def write(self, batch: Batch) -> None:
         columns = {"keys": batch.id_N, "values": batch.weight_ND}
-        if self._rows.layout.dtype == "bfloat16":
+        if self._rows.format.dtype == "bfloat16":
             # The weights are exact in bfloat16: the lower half of their bits is zero.
             weight_ND = np.ascontiguousarray(batch.weight_ND)
             columns["values"] = (weight_ND.view(np.uint32) >> 16).astype(np.uint16)

@@ -25,7 +25,7 @@ from oneemb.rows.reader import PersistentTableReader
 from oneemb.rows.values import array_of, encode_rows, state_of, weights_of
 from oneemb.rows.writer import PersistentTableWriter, open_writer
 from oneemb.storage.fs import AnyPath, absolute_path
-from oneemb.storage.row_layout import WEIGHTS, RowLayout
+from oneemb.storage.row_format import WEIGHTS, RowFormat
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_rows import SnapshotRows
 from oneemb.storage.step_lock import between_steps
@@ -122,7 +122,7 @@ def import_rows(
         raise ValueError("give snapshot=..., the name of the new snapshot")
     with closing(_open_source(source, columns, with_state)) as rows:
         description = _description_of(rows, with_state)
-        weight_dtype = description.layout.dtype if dtype is None else str(dtype).removeprefix("torch.")
+        weight_dtype = description.format.dtype if dtype is None else str(dtype).removeprefix("torch.")
         if weight_dtype not in WEIGHTS:
             raise TypeError(f"dtype must be {', '.join(WEIGHTS)} or None, got {dtype}")
 
@@ -191,14 +191,14 @@ class _ReaderRows:
 
     def __init__(self, reader: PersistentTableReader, with_state: bool):
         self._reader, self._with_state = reader, with_state
-        layout = reader.rows.layout
+        layout = reader.rows.format
         self.note: SnapshotRows | None = reader.rows
         self.dim, self.dtype = layout.dim, layout.dtype
         self.state_width = layout.state_width if with_state else 0
         self.size: int | None = len(reader)
 
     def scan(self, batch: int) -> Iterator[Batch]:
-        layout = self._reader.rows.layout
+        layout = self._reader.rows.format
         for table_N, id_N, row_NW in whole_batches(self._reader.scan(), batch):
             state_NZ = state_of(layout, row_NW) if self.state_width else None
             yield Batch(table_N, id_N, weights_of(layout, row_NW), state_NZ)
@@ -243,29 +243,29 @@ class _BatchRows:
 def _description_of(rows: RowFile, with_state: bool) -> SnapshotRows:
     """What the rows of a source are, as far as the source says."""
     known = rows.note
-    dtype = known.layout.dtype if known else rows.dtype
-    layout = RowLayout(rows.dim, dtype, rows.state_width)
+    dtype = known.format.dtype if known else rows.dtype
     if known and with_state:
-        if len(known.state) != rows.state_width:
+        if known.format.state_width != rows.state_width:
             raise ValueError(
-                f"the state must have the {len(known.state)} values a row that the source says, has {rows.state_width}"
+                f"the state must have the {known.format.state_width} values a row that the source says, has"
+                f" {rows.state_width}"
             )
-        return replace(known, layout=layout)
-    return SnapshotRows(layout, None, (0.0,) * rows.state_width, 0)
+        return replace(known, format=replace(known.format, dim=rows.dim))
+    return SnapshotRows(RowFormat(rows.dim, dtype, None, (0.0,) * rows.state_width), 0)
 
 
 class _IntoSnapshot:
     """Takes rows for a new snapshot."""
 
     def __init__(self, paths: list[str], name: str, rows: SnapshotRows, dtype: str, physical_block_size: int):
-        self._rows = replace(rows, layout=replace(rows.layout, dtype=dtype))
+        self._rows = replace(rows, format=replace(rows.format, dtype=dtype))
         value_dtype = np.dtype(np.float32)
         self._writer: PersistentTableWriter = open_writer(
             paths, name, self._rows, np.dtype(np.int64), value_dtype, physical_block_size
         )
 
     def put(self, batch: Batch) -> None:
-        layout = self._rows.layout
+        layout = self._rows.format
         _check_widths(batch, layout, "the rows before it")
         assert batch.table_N is not None
         self._writer.put(batch.table_N, batch.id_N, encode_rows(layout, batch.weight_ND, batch.state_NZ))
@@ -282,8 +282,7 @@ class _IntoEmbedding:
 
     def __init__(self, embedding: "TableEmbedding", rows: SnapshotRows, with_state: bool):
         self._embedding, self._store, self._rows = embedding, embedding.store, rows
-        if not self._store.built:
-            self._store.build(None, np.empty(0, np.float32))
+        self._store.build()
         self._with_state = with_state
         if with_state:
             self._check_state()
@@ -292,18 +291,18 @@ class _IntoEmbedding:
 
     def _check_state(self) -> None:
         store, rows = self._store, self._rows
-        if rows.layout.state_width != store.layout.state_width or (
-            rows.optimizer is not None and rows.optimizer != store.optimizer
+        if rows.format.state_width != store.format.state_width or (
+            rows.format.optimizer is not None and rows.format.optimizer != store.format.optimizer
         ):
             raise StorageError(
-                f"the source holds the state of {rows.optimizer!r} ({rows.layout.state_width} values a row), embedding"
-                f" {self._embedding.name!r} that of {store.optimizer!r} ({store.layout.state_width} values); attach"
-                f" {rows.optimizer!r} first, or import without with_state"
+                f"the source holds the state of {rows.format.optimizer!r} ({rows.format.state_width} values a row),"
+                f" embedding {self._embedding.name!r} that of {store.format.optimizer!r} ({store.format.state_width}"
+                f" values); attach {rows.format.optimizer!r} first, or import without with_state"
             )
 
     def put(self, batch: Batch) -> None:
         store, embedding = self._store, self._embedding
-        layout = replace(store.layout, state_width=self._rows.layout.state_width if self._with_state else 0)
+        layout = replace(store.format, state=self._rows.format.state if self._with_state else ())
         _check_widths(batch, layout, f"embedding {embedding.name!r}")
         table_N, id_N = batch.table_N, batch.id_N
         assert table_N is not None
@@ -348,7 +347,7 @@ def _check_finite(batch: Batch, values: str | tuple[str, ...], state: str) -> No
         )
 
 
-def _check_widths(batch: Batch, layout: RowLayout, owner: str) -> None:
+def _check_widths(batch: Batch, layout: RowFormat, owner: str) -> None:
     width = 0 if batch.state_NZ is None else batch.state_NZ.shape[1]
     if batch.weight_ND.shape[1] != layout.dim or layout.state_width not in (0, width):
         raise ValueError(

@@ -13,7 +13,7 @@ from oneemb.rows.values import state_of, weights_of
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError
 from oneemb.storage.foreign.oneflow_table import OneFlowReader, is_oneflow_table
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.row_layout import RowLayout
+from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
 from oneemb.storage.table.snapshot_reader import SnapshotReader
@@ -49,12 +49,12 @@ class PersistentTableReader:
             yield (table_N, keys, values) if self._with_tables else (keys, values)
 
     def scan(self) -> Iterator[_Batch]:
-        """The rows in the words of `rows.layout`: (table_N int32, id_N int64, row_NW float32)."""
+        """The rows in the words of `rows.format`: (table_N int32, id_N int64, row_NW float32)."""
         for source in self._sources:
             yield from source.scan(self._batch_size)
 
     def _values(self, row_NW: np.ndarray) -> np.ndarray:
-        layout = self.rows.layout
+        layout = self.rows.format
         values = np.empty((len(row_NW), layout.storage_dim), self._value_dtype)
         values[:, : layout.dim] = weights_of(layout, row_NW)
         values[:, layout.dim :] = state_of(layout, row_NW)
@@ -127,14 +127,14 @@ def make_persistent_table_reader(
         sources = _snapshot_sources(path_list, snapshot_name)
     rows = sources[0].rows
     for source, path in zip(sources, path_list, strict=True):
-        layout = source.rows.layout
-        if layout != rows.layout or storage_dim not in (None, layout.storage_dim):
+        layout = source.rows.format
+        if not layout.same_words(rows.format) or storage_dim not in (None, layout.storage_dim):
             raise StorageError(
                 f"snapshot {snapshot_name!r} in {path} has storage_dim {layout.storage_dim} ({layout.dim}"
                 f" {layout.dtype} weights, {layout.state_width} of state), asked for"
-                f" {storage_dim or rows.layout.storage_dim}; give {layout.storage_dim}, or leave it out"
+                f" {storage_dim or rows.format.storage_dim}; give {layout.storage_dim}, or leave it out"
             )
-    if value_dtype == np.float16 and (rows.layout.dtype != "float16" or rows.layout.state_width):
+    if value_dtype == np.float16 and (rows.format.dtype != "float16" or rows.format.state_width):
         raise TypeError("value_type float16 would round these rows, read them as float32")
     return PersistentTableReader(sources, rows, key_dtype, value_dtype, with_tables, batch_size)
 
@@ -165,10 +165,10 @@ class _SnapshotSource:
             raise
         self.meta = self._reader.info.meta
         self.rows = SnapshotRows.of_meta(self.meta, name)
-        if self.rows.layout.row_width != self._reader.row_width:
+        if self.rows.format.row_width != self._reader.row_width:
             raise CorruptTableError(
-                f"snapshot {name!r} in {path} says that its rows are {self.rows.layout}, which take"
-                f" {self.rows.layout.row_width} words, and has rows of {self._reader.row_width} words"
+                f"snapshot {name!r} in {path} says that its rows are {self.rows.format}, which take"
+                f" {self.rows.format.row_width} words, and has rows of {self._reader.row_width} words"
             )
 
     def __len__(self) -> int:
@@ -191,8 +191,7 @@ class _OneFlowSource:
         dim = storage_dim if embedding_dim is None else embedding_dim
         if not 1 <= dim <= storage_dim:
             raise ValueError(f"embedding_dim must be from 1 to {storage_dim}, the values of a row in {path}, got {dim}")
-        state = (0.0,) * (storage_dim - dim)
-        self.rows = SnapshotRows(RowLayout(dim, "float32", len(state)), None, state, 0)
+        self.rows = SnapshotRows(RowFormat(dim, "float32", None, (0.0,) * (storage_dim - dim)), 0)
 
     def __len__(self) -> int:
         return len(self._reader)

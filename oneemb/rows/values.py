@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from oneemb.storage.row_layout import RowLayout
+from oneemb.storage.row_format import RowFormat
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["array_of", "encode_rows", "state_of", "weights_of"]
 
 
-def weights_of(layout: RowLayout, row_NW: np.ndarray) -> np.ndarray:
+def weights_of(layout: RowFormat, row_NW: np.ndarray) -> np.ndarray:
     """The weights of rows, exactly: [N, D], float16 for float16 rows and float32 for others. May share memory."""
     bits_ND = layout.weights(row_NW)[:, : layout.dim]
     if layout.dtype == "float16":
@@ -25,12 +25,12 @@ def weights_of(layout: RowLayout, row_NW: np.ndarray) -> np.ndarray:
     return bits_ND
 
 
-def state_of(layout: RowLayout, row_NW: np.ndarray) -> np.ndarray:
+def state_of(layout: RowFormat, row_NW: np.ndarray) -> np.ndarray:
     """The optimizer state of rows: float32 [N, Z]. Shares their memory."""
     return row_NW[:, layout.state_begin :]
 
 
-def encode_rows(layout: RowLayout, weight_ND: np.ndarray, state_NZ: np.ndarray | None = None) -> np.ndarray:
+def encode_rows(layout: RowFormat, weight_ND: np.ndarray, state_NZ: np.ndarray | None = None) -> np.ndarray:
     """Rows with these weights, rounded to nearest even, and this state: float32 [N, W].
 
     Args:

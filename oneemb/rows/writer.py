@@ -18,7 +18,7 @@ from oneemb.rows.arguments import VALUES, AnyDtype, Format, Paths, as_list, chec
 from oneemb.rows.values import encode_rows
 from oneemb.storage.errors import SnapshotExistsError
 from oneemb.storage.foreign.oneflow_table import OneFlowWriter, is_oneflow_table, oneflow_owner_of
-from oneemb.storage.row_layout import WEIGHTS, RowLayout
+from oneemb.storage.row_format import WEIGHTS, RowFormat
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_rows import SnapshotRows
 from oneemb.storage.table.persistent_table import PersistentTable
@@ -55,7 +55,7 @@ class PersistentTableWriter:
                 added.
             StorageError: the disk fails, or the writer is closed.
         """
-        layout = self._rows.layout
+        layout = self._rows.format
         keys, values = np.asarray(keys), np.asarray(values)
         if keys.dtype != self._key_dtype or keys.ndim != 1:
             raise TypeError(f"keys must be {self._key_dtype} of shape [n], got {keys.dtype} {list(keys.shape)}")
@@ -180,8 +180,7 @@ def make_persistent_table_writer(
         if (value_dtype.name, weights) != ("float32", "float32"):
             raise TypeError(f"OneFlow reads float32 values only, got {value_dtype.name} of {weights} weights")
         return _oneflow_writer(as_list(paths), snapshot_name, key_dtype, storage_dim, physical_block_size)
-    state = (0.0,) * (storage_dim - dim)
-    rows = SnapshotRows(RowLayout(dim, weights, len(state)), None, state, 0)
+    rows = SnapshotRows(RowFormat(dim, weights, None, (0.0,) * (storage_dim - dim)), 0)
     return open_writer(as_list(paths), snapshot_name, rows, key_dtype, value_dtype, physical_block_size)
 
 
@@ -195,7 +194,7 @@ def open_writer(
         if is_oneflow_table(path):
             raise StorageError(f'{path} holds a table of OneFlow; choose another folder, or give format="oneflow"')
         meta = rows.to_meta({}) | ({"shard": [shard, len(paths)]} if len(paths) > 1 else {})
-        return _TableSink(path, name, rows.layout, meta, physical_block_size)
+        return _TableSink(path, name, rows.format, meta, physical_block_size)
 
     return PersistentTableWriter(_open_all(sink, paths), owner_of, rows, key_dtype, value_dtype, True)
 
@@ -214,7 +213,7 @@ def _oneflow_writer(
     def owner_of_key(table_U: np.ndarray, id_U: np.ndarray, owners: int) -> np.ndarray:
         return oneflow_owner_of(id_U, key_dtype.itemsize, owners)
 
-    rows = SnapshotRows(RowLayout(storage_dim, "float32", 0), None, (), 0)
+    rows = SnapshotRows(RowFormat(storage_dim, "float32"), 0)
     return PersistentTableWriter(_open_all(sink, paths), owner_of_key, rows, key_dtype, np.dtype(np.float32), False)
 
 
@@ -231,7 +230,7 @@ class _Sink(Protocol):
 
 
 class _TableSink:
-    def __init__(self, path: str, name: str, layout: RowLayout, meta: dict[str, object], physical_block_size: int):
+    def __init__(self, path: str, name: str, layout: RowFormat, meta: dict[str, object], physical_block_size: int):
         self._name, self._meta = name, meta
         self._table = PersistentTable.open(
             path, row_width=layout.row_width, physical_block_size=physical_block_size, threads=Threads(1)

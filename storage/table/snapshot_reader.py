@@ -101,13 +101,22 @@ class SnapshotReader:
             ValueError: a table is out of the range of tables.
         """
         check_tables(table_U)
-        if self._live is None:
-            self._live = load_live_rows(self._fs, self._files, self._chunks, self._record, Threads(1))
-        place_U = self._live.index.find(table_U, id_U)
+        live = self._find_keys()
+        place_U = live.index.find(table_U, id_U)
         to_N = np.flatnonzero(place_U >= 0)
         if len(to_N):
-            self._rows.read(self._live, table_U, id_U, place_U[to_N], to_N, out_UW)
+            self._rows.read(live, table_U, id_U, place_U[to_N], to_N, out_UW)
         return place_U < 0
+
+    def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """Whether each key has a row: bool [U]. Makes the index as `get` does, and raises as it does."""
+        check_tables(table_U)
+        return self._find_keys().index.find(table_U, id_U) >= 0
+
+    def _find_keys(self) -> LiveRows:
+        if self._live is None:
+            self._live = load_live_rows(self._fs, self._files, self._chunks, self._record, Threads(1))
+        return self._live
 
     def close(self) -> None:
         """Free the index and close the files."""

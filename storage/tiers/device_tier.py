@@ -18,7 +18,7 @@ Streams and events are torch's and not cuda-python's: its allocator must know wh
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -47,15 +47,18 @@ _EVICT_SHARE = 1 / 16
 _USE_SCORE = 256.0
 _SCORE_STEP = 1 << 20
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _SLOTS_MIN = 1024
 _BATCH = 65536
 
 
-def _in_order(method: Callable[..., Any]) -> Callable[..., Any]:
+def _in_order(method: "Callable[Concatenate[DeviceTier, P], R]") -> "Callable[Concatenate[DeviceTier, P], R]":
     """Runs a method of the tier after all that was asked of it before, on any stream."""
 
     @functools.wraps(method)
-    def run(self, *args, **kwargs):
+    def run(self: "DeviceTier", /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._order(self._arrays):
             return method(self, *args, **kwargs)
 
@@ -170,19 +173,19 @@ class DeviceTier:
         return slot_U, keys, missing
 
     @_in_order
-    def bring_known(self, keys: DeviceKeys, slot_U: torch.Tensor, some: torch.Tensor) -> int:
+    def bring_known(self, keys: DeviceKeys, slot_U: torch.Tensor, wanted: torch.Tensor) -> int:
         """As `HotRows.bring_known`. No slots are made for rows: that moves those which steps may be using on other
         streams. Where there are none, `StoreFullError` says so."""
-        if self._resident or len(some) == 0:
+        if self._resident or len(wanted) == 0:
             return 0
         assert self._below is not None
         # Steps may have brought some in since they were looked for.
-        distinct = self._loops.distinct_keys(keys.table_U[some], keys.id_U[some])
+        distinct = self._loops.distinct_keys(keys.table_U[wanted], keys.id_U[wanted])
         slot_M, _, missed = self._find_and_pin(distinct, 1, None)
-        slot_U[some] = slot_M
-        found = len(some) - missed
+        slot_U[wanted] = slot_M
+        found = len(wanted) - missed
         self._counters.hits += found
-        missing = some[torch.nonzero(slot_M < 0).reshape(-1)] if found else some
+        missing = wanted[torch.nonzero(slot_M < 0).reshape(-1)] if found else wanted
         self._limits.check_fits(missed, self._held())
         table_M, id_M = keys.table_U[missing], keys.id_U[missing]
         row_MW = np.empty((missed, self.row_width), np.float32)
@@ -356,10 +359,10 @@ class DeviceTier:
         with self._order(self._arrays):
             table_N, id_N, slot_N = self._index.items()
         for n in range(0, len(slot_N), batch):
-            some = slice(n, n + batch)
+            batch_N = slice(n, n + batch)
             with self._order(self._arrays):
                 self._order.after_releases()
-                found = _host(table_N[some]).copy(), _host(id_N[some]).copy(), self._rows_out(slot_N[some])
+                found = _host(table_N[batch_N]).copy(), _host(id_N[batch_N]).copy(), self._rows_out(slot_N[batch_N])
             yield found
 
     @_in_order
@@ -506,8 +509,8 @@ class DeviceTier:
     def _rows_out(self, slot_N: torch.Tensor) -> np.ndarray:
         row_NW = np.empty((len(slot_N), self.row_width), np.float32)
         for n in range(0, len(slot_N), _BATCH):
-            some = copy_rows_out_cuda(self.row_SW, slot_N[n : n + _BATCH], self.row_width, gpu=self._gpu)
-            row_NW[n : n + _BATCH] = self._bus.to_host(some)
+            row_SW = copy_rows_out_cuda(self.row_SW, slot_N[n : n + _BATCH], self.row_width, gpu=self._gpu)
+            row_NW[n : n + _BATCH] = self._bus.to_host(row_SW)
         return row_NW
 
     def _add_known(self, more: int) -> None:
@@ -617,10 +620,10 @@ class DeviceTier:
             return
         assert self._below is not None
         for n in range(0, len(slot_N), _BATCH):
-            some = slot_N[n : n + _BATCH]
-            table_N, id_N, _ = self._keys_of(some)
-            self._below.put(_host(table_N).copy(), _host(id_N).copy(), self._rows_out(some))
-            self._dirty_S[some] = False
+            slot_B = slot_N[n : n + _BATCH]
+            table_N, id_N, _ = self._keys_of(slot_B)
+            self._below.put(_host(table_N).copy(), _host(id_N).copy(), self._rows_out(slot_B))
+            self._dirty_S[slot_B] = False
         self._counters.written_down += len(slot_N)
 
     def _keys_of(self, slot_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -69,11 +69,11 @@ class HotRows(RowStore, Protocol):
             slot_U, -1 for those that are not; the keys, cut to as many as there are; and which of them are not here.
         """
 
-    def bring_known(self, keys: Keys, slot_U: Array, some: Array) -> int:
+    def bring_known(self, keys: Keys, slot_U: Array, wanted: Array) -> int:
         """Make the rows of some keys resident that a store below has, and pin them; begin none.
 
         Args:
-            some: int64, which of the keys; none of them has a slot in slot_U, which gets those of the rows brought.
+            wanted: int64, which of the keys; none of them has a slot in slot_U, which gets those of the rows brought.
 
         Returns:
             How many got a slot.

@@ -26,6 +26,7 @@ Invariants, beside those of hot_rows.py:
 import math
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,7 @@ class HotTier:
         policy: str = "lfu",
         begin: BeginRows | None = None,
         threads: Threads,
-        writing: Any = None,
+        writing: AbstractContextManager[Any] | None = None,
     ):
         assert (resident or below is not None) and policy in ("lru", "lfu")
         self.name = name
@@ -178,14 +179,14 @@ class HotTier:
         self._counters.hits += len(hit_H)
         return slot_U
 
-    def bring_known(self, keys: Keys, slot_U: np.ndarray, some: np.ndarray) -> int:
-        if self._resident or len(some) == 0:
+    def bring_known(self, keys: Keys, slot_U: np.ndarray, wanted: np.ndarray) -> int:
+        if self._resident or len(wanted) == 0:
             return 0
         assert self._below is not None
         # A step may have brought some in since they were looked for.
-        slot_U[some] = self._pin_resident(keys.table_U[some], keys.id_U[some])
-        missing = some[slot_U[some] < 0]
-        found = len(some) - len(missing)
+        slot_U[wanted] = self._pin_resident(keys.table_U[wanted], keys.id_U[wanted])
+        missing = wanted[slot_U[wanted] < 0]
+        found = len(wanted) - len(missing)
         self._limits.check_fits(len(missing), self._held())
         table_M, id_M = keys.table_U[missing], keys.id_U[missing]
         row_MW = np.empty((len(missing), self.row_width), np.float32)
@@ -526,10 +527,10 @@ class HotTier:
         assert self._below is not None
         for n in range(0, len(slot_N), batch):
             undisturbed.raise_interrupt()  # Rows of a batch that is below are clean, the others are as they were.
-            some = slice(n, n + batch)
-            row_NW = copy_rows_out(self.row_SW, slot_N[some], threads=self._threads)
-            self._below.put(table_N[some], id_N[some], row_NW)
-            self._dirty_S[slot_N[some]] = False
+            batch_N = slice(n, n + batch)
+            row_NW = copy_rows_out(self.row_SW, slot_N[batch_N], threads=self._threads)
+            self._below.put(table_N[batch_N], id_N[batch_N], row_NW)
+            self._dirty_S[slot_N[batch_N]] = False
         self._counters.written_down += len(slot_N)
 
     def _keys_of(self, chosen_S: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -6,8 +6,9 @@ cached SSD       hot tier (cache)     [->  host tier (cache)]    ->  persistent 
 """
 
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.loops import Array, Loops
 from oneemb.kernels.threads import Threads
-from oneemb.storage.row_layout import RowLayout
+from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import RowStore, StoreFullError
 from oneemb.storage.tiers.hot_rows import HotRows
 from oneemb.storage.tiers.hot_tier import SLOT_OVERHEAD_BYTES, HotTier
@@ -51,49 +52,63 @@ class NewRows:
     """How rows begin: a `BeginRows`.
 
     Args:
-        state: float32 [Z], what their optimizer's state holds.
+        format: of a row; another one of the same words may take its place.
+        initial: how weights begin.
+        loops: write them.
     """
 
-    def __init__(self, layout: RowLayout, initial: InitialRows, state: np.ndarray, loops: Loops):
-        self.layout = layout
+    def __init__(self, format: RowFormat, initial: InitialRows, loops: Loops):
+        self.format = format
         self.initial = initial
-        self.state = state
         self.loops = loops
         self._initial = loops.initial_rows(initial)
 
     def __call__(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:
         self.loops.init_rows(
-            self.layout.weights(row_SW), row_SW, slot_M, table_M, id_M, self._initial, self.state,
-            state_begin=self.layout.state_begin,
+            self.format.weights(row_SW), row_SW, slot_M, table_M, id_M, self._initial,
+            np.array(self.format.state, np.float32), state_begin=self.format.state_begin,
         )  # fmt: skip
 
 
-def make_tiers(plan: StorePlan, begin: NewRows, table: RowStore, threads: Threads, writing: Any) -> list[HotRows]:
-    """The tiers from the hot one, where the loops of `begin` run, down to the one above the persistent table.
+def make_tiers(
+    plan: StorePlan, begin: NewRows, bottom: RowStore, threads: Threads, writing: AbstractContextManager[Any]
+) -> list[HotRows]:
+    """The tiers from the hot one, where the loops of `begin` run, down to the one above the store at the bottom.
+
+    Tiers that hold all rows copy those that are there already.
 
     Args:
         threads: runs what is done on the host.
         writing: the lock that is held by whoever writes rows in place.
+
+    Raises:
+        StoreFullError: the rows there are do not fit.
+        MemoryError, OutOfMemoryError: there is no memory for a tier, or for the rows there are.
     """
-    below, host = table, []
+    below, host = bottom, []
     if plan.host_bytes != 0:
-        host = [_host_tier("host", plan, plan.host_bytes, begin.layout, below, None, None, threads, None)]
+        host = [_host_tier("host", plan, plan.host_bytes, begin.format, below, None, None, threads, None)]
         below = host[0]
     if isinstance(begin.loops, HostLoops):
         hot: HotRows = _host_tier(
-            "device", plan, plan.cache_bytes, begin.layout, below, plan.capacity, begin, threads, writing
+            "device", plan, plan.cache_bytes, begin.format, below, plan.capacity, begin, threads, writing
         )
     else:
         hot = _device_tier(plan, begin, below)
-    return [hot, *host]
+    tiers: list[HotRows] = [hot, *host]
+    if None in (plan.cache_bytes, plan.host_bytes) and (rows := len(bottom)):
+        for tier in reversed(tiers):
+            tier.check_holds(rows)
+            tier.reload()
+    return tiers
 
 
 def _host_tier(
-    name: str, plan: StorePlan, budget_bytes: int | None, layout: RowLayout, below: RowStore, row_limit: int | None,
-    begin: NewRows | None, threads: Threads, writing: Any,
+    name: str, plan: StorePlan, budget_bytes: int | None, format: RowFormat, below: RowStore, row_limit: int | None,
+    begin: NewRows | None, threads: Threads, writing: AbstractContextManager[Any] | None,
 ) -> HotTier:  # fmt: skip
     return HotTier(
-        name, row_width=layout.row_width, slots=_host_slots(plan, layout, budget_bytes), below=below,
+        name, row_width=format.row_width, slots=_host_slots(plan, format, budget_bytes), below=below,
         resident=budget_bytes is None, row_limit=row_limit, policy=plan.cache_policy, begin=begin, threads=threads,
         writing=writing,
     )  # fmt: skip
@@ -104,33 +119,35 @@ def _device_tier(plan: StorePlan, begin: NewRows, below: RowStore) -> HotRows:
     from oneemb.storage.tiers import device_tier
 
     assert isinstance(begin.loops, CudaLoops)
-    slot_bytes = -(-begin.layout.row_bytes // 16) * 16 + device_tier.SLOT_OVERHEAD_BYTES
+    slot_bytes = -(-begin.format.row_bytes // 16) * 16 + device_tier.SLOT_OVERHEAD_BYTES
     budget_bytes = plan.cache_bytes
     if budget_bytes is None:
         budget_bytes = int(begin.loops.gpu.free_bytes() * _MEMORY_SHARE)
     slots = max(budget_bytes // slot_bytes, 1)
     if plan.cache_bytes is None and plan.capacity is not None:
         slots = min(slots, plan.capacity)
-    return device_tier.DeviceTier(
-        "device", row_width=begin.layout.row_width, slots=slots, below=below, resident=plan.cache_bytes is None,
+    tier = device_tier.DeviceTier(
+        "device", row_width=begin.format.row_width, slots=slots, below=below, resident=plan.cache_bytes is None,
         row_limit=plan.capacity, policy=plan.cache_policy, begin=begin, loops=begin.loops,
     )  # fmt: skip
+    # It takes the keys that its loops make, which are tensors; no caller has others.
+    return cast(HotRows, tier)
 
 
-def check_room(plan: StorePlan, layout: RowLayout, loops: Loops, rows: int) -> None:
-    """Raise StoreFullError if a tier on the host that holds all rows could not hold so many of this layout."""
+def check_room(plan: StorePlan, format: RowFormat, loops: Loops, rows: int) -> None:
+    """Raise StoreFullError if a tier on the host that holds all rows could not hold so many of this format."""
     for name, budget_bytes in (("device", plan.cache_bytes), ("host", plan.host_bytes)):
-        slots = _host_slots(plan, layout, budget_bytes)
+        slots = _host_slots(plan, format, budget_bytes)
         on_host = name == "host" or isinstance(loops, HostLoops)
         if budget_bytes is None and on_host and rows > slots:
             raise StoreFullError(
-                f"the {name} tier has room for {slots} rows of {layout.row_bytes} bytes and must hold all of"
+                f"the {name} tier has room for {slots} rows of {format.row_bytes} bytes and must hold all of"
                 f" {rows}; they are as they were. Give it more memory or capacity, or an optimizer with less state"
             )
 
 
-def _host_slots(plan: StorePlan, layout: RowLayout, budget_bytes: int | None) -> int:
-    slot_bytes = layout.row_bytes + SLOT_OVERHEAD_BYTES
+def _host_slots(plan: StorePlan, format: RowFormat, budget_bytes: int | None) -> int:
+    slot_bytes = format.row_bytes + SLOT_OVERHEAD_BYTES
     if budget_bytes is not None:
         return max(budget_bytes // slot_bytes, 1)
     slots = int(_memory_bytes() * _MEMORY_SHARE) // slot_bytes

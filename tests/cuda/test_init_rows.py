@@ -9,7 +9,7 @@ import torch
 from oneemb.kernels.init_rows import CONSTANT, NORMAL, TRUNC_NORMAL, UNIFORM, InitialRows, init_rows
 from oneemb.kernels.init_rows_cuda import DeviceInitialRows, init_rows_cuda
 from oneemb.kernels.threads import Threads
-from oneemb.storage.row_layout import RowLayout
+from oneemb.storage.row_format import RowFormat
 
 BITS = {"float32": torch.float32, "float16": torch.uint16, "bfloat16": torch.int16}
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
@@ -23,7 +23,7 @@ def test_new_rows_are_those_of_the_cpu(gpu, end_C, dtype):
     param_TC4 = np.tile(np.array([0.25, 0.5, 0.1, 0.9]), (4, len(end_C), 1))
     initial = InitialRows(2**63 + 5, kind_TC, param_TC4, np.array(end_C, np.int64))
     state = np.array([0.5, -1.0, 0.0], np.float32)
-    layout = RowLayout(end_C[-1], dtype, len(state))
+    layout = RowFormat(end_C[-1], dtype, None, tuple(state))
     table_U = np.array([0, 1, 2, 3, 3], np.int32)
     id_U = np.array([0, -1, 2**63 - 1, -(2**63), 7])
     slot_U = np.array([5, 0, 2, 4, 1])

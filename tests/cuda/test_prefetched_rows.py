@@ -20,7 +20,7 @@ def store(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(device_tier, "SLOT_OVERHEAD_BYTES", 2**20 // SLOTS - 16)
     monkeypatch.setattr(device_tier, "_SLOTS_MIN", SLOTS)
     embedding = make_embedding(tmp_path, store="host", dim=4)
-    embedding.store.build(None, np.empty(0, np.float32))
+    embedding.store.build()
     move_to(embedding.store, gpu)
     for begin in (0, 50):
         acquire(embedding.store, gpu, begin, begin + 50, release=True)
@@ -93,7 +93,7 @@ def test_a_batch_with_no_room_is_prefetched_in_part_and_acquired_later(store, gp
 
 
 def test_rows_that_a_step_brings_in_while_they_are_prefetched_are_those_of_the_step(store, gpu, monkeypatch):
-    tier, steps = store._tiers[0], []
+    tier, steps = store.hot, []
     acquire(store, gpu, 50, 100, release=True)  # the first of all are not here
     look = tier.pin_resident
 
@@ -117,7 +117,7 @@ def test_prefetching_takes_no_memory_while_steps_may_use_what_is_there(gpu, tmp_
     monkeypatch.setattr(device_tier, "_SLOTS_MIN", 8)
     embedding = make_embedding(tmp_path, store="host", dim=4)
     store = embedding.store
-    store.build(None, np.empty(0, np.float32))
+    store.build()
     move_to(store, gpu)
     acquire(store, gpu, 0, 40, release=True)
     store.save_snapshot("rows", {})
@@ -132,7 +132,7 @@ def test_prefetching_takes_no_memory_while_steps_may_use_what_is_there(gpu, tmp_
 
 
 def test_rows_of_a_lookup_that_was_dropped_are_released_after_it_on_whatever_stream(store, gpu, monkeypatch):
-    tier, ordered = store._tiers[0], []
+    tier, ordered = store.hot, []
     release = tier._release_in_order
     monkeypatch.setattr(tier, "_release_in_order", lambda slot_U: ordered.append(release(slot_U)))
 

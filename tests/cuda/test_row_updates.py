@@ -72,10 +72,10 @@ def slab_for(optimizer, dim, dtype, *, padded, slots=12):
     rows = row_optimizer_of(optimizer, optimizer.param_groups[0])
     slab = Slab(dim, dtype, rows.initial_state(dim), seed=3, slots=slots)
     if padded:  # rows begin at multiples of 16 bytes, as a device tier lays them out
-        width = -(-slab.layout.row_width // 4) * 4
+        width = -(-slab.format.row_width // 4) * 4
         row_SW = np.zeros((slots, width), np.float32)
-        row_SW[:, : slab.layout.row_width] = slab.row_SW[:, : slab.layout.row_width]
-        slab.row_SW, slab.weight_SX = row_SW, slab.layout.weights(row_SW)
+        row_SW[:, : slab.format.row_width] = slab.row_SW[:, : slab.format.row_width]
+        slab.row_SW, slab.weight_SX = row_SW, slab.format.weights(row_SW)
     return slab
 
 

@@ -117,7 +117,7 @@ def graph_of():
 def rows_after(stores):
     found = {}
     for store in stores:
-        for table_N, id_N, row_NW in store._tiers[0].scan():
+        for table_N, id_N, row_NW in store.hot.scan():
             found |= {(t, i): row for t, i, row in zip(table_N.tolist(), id_N.tolist(), row_NW, strict=True)}
     return found
 

@@ -5,7 +5,7 @@ import pytest
 
 from oneemb.kernels.gather import copy_rows_in, copy_rows_out, gather
 from oneemb.kernels.threads import Threads
-from oneemb.storage.row_layout import RowLayout
+from oneemb.storage.row_format import RowFormat
 from tests.support.row_updates import SmallShares
 
 # Dims: one weight; an odd one, which in half width shares its word with padding; whole vectors; one left over.
@@ -27,7 +27,7 @@ def gather_numpy(weight_SX, slot_U, inverse_N, dim):
 def check_gather(dtype, dim, threads, size=300, slots=50, wrong=None):
     print("seed 0")
     rng = np.random.default_rng(0)
-    layout = RowLayout(dim, dtype, 2)
+    layout = RowFormat(dim, dtype, None, (0.0, 0.0))
     row_SW = random_bits(rng, slots, layout.row_width)
     before = row_SW.tobytes()
     weight_SX = layout.weights(row_SW)

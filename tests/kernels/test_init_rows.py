@@ -13,7 +13,7 @@ import scipy.stats
 import torch
 
 from oneemb.kernels.init_rows import CONSTANT, NORMAL, TRUNC_NORMAL, UNIFORM, InitialRows, init_rows, normal_quantile
-from oneemb.storage.row_layout import RowLayout
+from oneemb.storage.row_format import RowFormat
 from tests.kernels.test_philox import philox_python
 from tests.support.row_updates import SmallShares, to_bits
 
@@ -45,7 +45,7 @@ def initial_rows(seed, columns_T, end_C):
 
 def begin_rows(initial, table_U, id_U, *, dtype="float32", state=(), count=1):
     """Rows in a slab of other slots, written in a random order of slots."""
-    layout = RowLayout(int(initial.end_C[-1]), dtype, len(state))
+    layout = RowFormat(int(initial.end_C[-1]), dtype, None, tuple(state))
     slots = len(id_U) + 5
     rng = np.random.default_rng(9)
     row_SW = rng.integers(0, 2**32, (slots, layout.row_width), dtype=np.uint32).view(np.float32)

@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 
+from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.init_rows import CONSTANT, UNIFORM, InitialRows
 from oneemb.kernels.threads import Threads
+from oneemb.storage import embedding_store
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import BrokenStoreError
 from oneemb.storage.row_store import StorageError, StoreFullError
@@ -12,7 +15,7 @@ from oneemb.storage.tiers import stack
 from oneemb.storage.tiers.hot_tier import HotTier
 from oneemb.storage.tiers.stack import StorePlan
 from tests.support.keys import distinct
-from tests.support.row_store_suite import keys_of
+from tests.support.row_store_suite import DictBottom, keys_of
 
 DIM = 4
 KIB = 1 << 10
@@ -32,13 +35,17 @@ SGD = "sgd", np.empty(0, np.float32)
 def open_store(tmp_path):
     opened = []
 
-    def open_store(kind="device", *, seed=1, capacity=None, path="rows", dim=DIM, dtype="float32", threads=2):
+    def open_store(
+        kind="device", *, seed=1, capacity=None, path="rows", dim=DIM, dtype="float32", threads=2, bottom=None
+    ):
         initial = InitialRows(
             seed, np.array([[UNIFORM], [CONSTANT]]), np.array([[[-1, 1, 0, 0]], [[0.5, 0, 0, 0]]], np.float64),
             np.array([dim], np.int64),
         )  # fmt: skip
         plan = StorePlan(str(tmp_path / path), capacity=capacity, physical_block_size=512, **PLANS[kind])
-        store = EmbeddingStore(dim=dim, dtype=dtype, initial=initial, plan=plan, threads=Threads(threads))
+        store = EmbeddingStore(
+            dim=dim, dtype=dtype, initial=initial, plan=plan, threads=Threads(threads), bottom=bottom
+        )
         opened.append(store)
         return store
 
@@ -59,14 +66,14 @@ def train(store, *numbers, value=None, table=0):
     """A step that writes random values, or `value`, into all words of these rows."""
     slot_U = store.acquire(keys(*numbers, table=table))[0]
     rng = np.random.default_rng(list(numbers))
-    store.row_SW[slot_U] = rng.normal(size=(len(numbers), store.layout.row_width)) if value is None else value
+    store.row_SW[slot_U] = rng.normal(size=(len(numbers), store.format.row_width)) if value is None else value
     store.mark_dirty(None, slot_U)
     store.release(slot_U)
     store.step += 1
 
 
 def everything(store, up_to=400):
-    return store.stats()["rows"], store.step, store.optimizer, values(store, *range(up_to)).tobytes()
+    return store.stats()["rows"], store.step, store.format.optimizer, values(store, *range(up_to)).tobytes()
 
 
 def spoil_a_block(path):
@@ -83,7 +90,7 @@ def test_a_store_holds_no_row_and_no_file_before_it_is_built(kind, open_store, t
     assert not store.built and store.stats()["rows"] == 0 and store.snapshots() == []
     assert list((tmp_path / "rows").iterdir()) == []
     other = open_store(kind)
-    other.build(*ADAM)
+    other.attach(*ADAM)
     initial = values(other, 5, -9)
     assert values(store, 5, -9).tobytes() == np.ascontiguousarray(initial[:, :DIM]).tobytes()
     assert (initial[:, DIM:] == 0).all() and other.stats()["rows"] == 0
@@ -94,7 +101,7 @@ def test_rows_are_the_same_on_every_store(kind, open_store):
     one, two = open_store("device", path="one"), open_store(kind, path="two")
     rng = np.random.default_rng(0)
     for store in (one, two):
-        store.build(*ADAGRAD)
+        store.attach(*ADAGRAD)
     for step in range(40):
         numbers = rng.permutation(300)[:30].tolist()
         for store in (one, two):
@@ -118,7 +125,7 @@ def test_rows_are_the_same_on_every_store(kind, open_store):
 @pytest.mark.parametrize("loaded_by", PLANS)
 def test_a_snapshot_of_any_store_loads_into_any_other(saved_by, loaded_by, open_store):
     store = open_store(saved_by)
-    store.build(*ADAM)
+    store.attach(*ADAM)
     for begin in range(0, 200, 40):
         train(store, *range(begin, begin + 40))
     store.save_snapshot("s", {"a": 1})
@@ -135,7 +142,7 @@ def test_a_snapshot_of_any_store_loads_into_any_other(saved_by, loaded_by, open_
 @pytest.mark.parametrize("kind", PLANS)
 def test_a_read_inserts_nothing_and_changes_nothing(kind, open_store):
     store = open_store(kind)
-    store.build(*ADAM)
+    store.attach(*ADAM)
     train(store, 1, 2)
     changes = store.changes
     assert values(store, 1, 2, 3, 4)[2:].tobytes() == values(store, 3, 4).tobytes()
@@ -144,7 +151,7 @@ def test_a_read_inserts_nothing_and_changes_nothing(kind, open_store):
 
 def test_changes_count_what_changes_rows(open_store):
     store = open_store()
-    store.build(*ADAM)
+    store.attach(*ADAM)
     seen = [store.changes]
 
     def changed():
@@ -169,7 +176,7 @@ def test_changes_count_what_changes_rows(open_store):
 @pytest.mark.parametrize("call", ["load", "clear"])
 def test_slots_of_before_mean_nothing_after_a_load(call, open_store):
     store = open_store()
-    store.build(*ADAM)
+    store.attach(*ADAM)
     store.save_snapshot("s", {})
     generation = store.generation
     store.load_snapshot("s") if call == "load" else store.clear()
@@ -178,7 +185,7 @@ def test_slots_of_before_mean_nothing_after_a_load(call, open_store):
 
 def test_abandoned_pins_are_released_by_the_next_acquire(open_store):
     store = open_store("ssd")
-    store.build(*ADAM)
+    store.attach(*ADAM)
     store.save_snapshot("before", {})
 
     class Owner:
@@ -204,11 +211,11 @@ def test_abandoned_pins_are_released_by_the_next_acquire(open_store):
 def test_rows_begun_before_the_optimizer_get_its_state(kind, open_store):
     # More rows than the cache has slots: they cannot be brought in at once.
     store = open_store(kind)
-    store.build(None, np.empty(0, np.float32))
+    store.build()
     for begin in range(0, 300, 30):
         store.release(store.acquire(keys(*range(begin, begin + 30)))[0])
     weights = values(store, *range(300))
-    store.build(*ADAGRAD)
+    store.attach(*ADAGRAD)
     rows = values(store, *range(300))
     assert store.stats()["rows"] == 300
     assert rows[:, :DIM].tobytes() == weights.tobytes() and (rows[:, DIM:] == np.float32(0.1)).all()
@@ -218,18 +225,18 @@ def test_rows_begun_before_the_optimizer_get_its_state(kind, open_store):
 @pytest.mark.parametrize("kind", ["device", "host"])
 def test_an_optimizer_whose_wider_rows_do_not_fit_leaves_the_rows(kind, open_store, monkeypatch):
     store = open_store(kind)
-    store.build(None, np.empty(0, np.float32))
+    store.build()
     for begin in range(0, 500, 25):
         store.release(store.acquire(keys(*range(begin, begin + 25)))[0])
     store.save_snapshot("users", {})
     weights = values(store, *range(500))
     monkeypatch.setattr(stack, "_memory_bytes", lambda: 500 * 70)  # a row takes 56 bytes now, with state 88
     with pytest.raises(StoreFullError, match="must hold all of 500"):
-        store.build(*ADAM)
+        store.attach(*ADAM)
     assert store.stats()["rows"] == 500 and store.snapshots() == ["users"]
     assert values(store, *range(500)).tobytes() == weights.tobytes()
     monkeypatch.undo()
-    store.build(*ADAM)
+    store.attach(*ADAM)
     assert values(store, *range(500))[:, :DIM].tobytes() == weights.tobytes() and store.snapshots() == ["users"]
 
 
@@ -237,7 +244,7 @@ def test_an_optimizer_whose_wider_rows_do_not_fit_leaves_the_rows(kind, open_sto
 @pytest.mark.parametrize("kind", PLANS)
 def test_rows_survive_an_optimizer_that_cannot_be_attached(kind, times, open_store, monkeypatch):
     store = open_store(kind)
-    store.build(None, np.empty(0, np.float32))
+    store.build()
     store.release(store.acquire(keys(*range(40)))[0])
     weights = values(store, *range(40))
     reload, left = HotTier.reload, [times]
@@ -250,9 +257,9 @@ def test_rows_survive_an_optimizer_that_cannot_be_attached(kind, times, open_sto
 
     monkeypatch.setattr(HotTier, "reload", fail)
     with pytest.raises(StorageError, match="the disk fails") as caught:
-        store.build(*ADAM)
+        store.attach(*ADAM)
     if times == 1:
-        assert store.snapshots() == [] and store.layout.state_width == 0
+        assert store.snapshots() == [] and store.format.state_width == 0
     else:  # There was no way back either: the store says so, and where the rows are.
         (name,) = store.snapshots()
         assert any(name in note for note in caught.value.__notes__)
@@ -266,14 +273,14 @@ def test_rows_survive_an_optimizer_that_cannot_be_attached(kind, times, open_sto
 def test_weights_loaded_before_the_optimizer_are_kept(kind, open_store):
     # Saved under another seed, so that rows begun anew would hold other weights.
     pretrained = open_store(kind, seed=2)
-    pretrained.build(None, np.empty(0, np.float32))
+    pretrained.build()
     pretrained.release(pretrained.acquire(keys(1, 2, 3))[0])
     weights = values(pretrained, 1, 2, 3)
     pretrained.save_snapshot("pretrained", {})
     pretrained.close()
     store = open_store(kind, seed=1)
     store.load_snapshot("pretrained")
-    store.build(*ADAM)
+    store.attach(*ADAM)
     assert values(store, 1, 2, 3)[:, :DIM].tobytes() == weights.tobytes()
     assert store.snapshots() == ["pretrained"] and store.stats()["rows"] == 3
 
@@ -281,13 +288,13 @@ def test_weights_loaded_before_the_optimizer_are_kept(kind, open_store):
 @pytest.mark.parametrize("kind", PLANS)
 def test_weights_loaded_after_the_optimizer_get_its_state(kind, open_store):
     pretrained = open_store(kind, seed=2)
-    pretrained.build(None, np.empty(0, np.float32))
+    pretrained.build()
     pretrained.release(pretrained.acquire(keys(1, 2, 3))[0])
     weights = values(pretrained, 1, 2, 3)
     pretrained.save_snapshot("pretrained", {})
     pretrained.close()
     store = open_store(kind)
-    store.build(*ADAGRAD)
+    store.attach(*ADAGRAD)
     train(store, 1, 50)
     assert not store.load_snapshot("pretrained")
     rows = values(store, 1, 2, 3)
@@ -297,32 +304,32 @@ def test_weights_loaded_after_the_optimizer_get_its_state(kind, open_store):
 
 def test_a_second_optimizer_is_refused_once_rows_hold_state(open_store):
     store = open_store()
-    store.build(*ADAGRAD)
-    store.build(*ADAM)  # There is no row yet.
+    store.attach(*ADAGRAD)
+    store.attach(*ADAM)  # There is no row yet.
     store.release(store.acquire(keys(1))[0])
-    store.build(*ADAM)
+    store.attach(*ADAM)
     with pytest.raises(StorageError, match=r"'adam' \(8 values a row\).*'adagrad' \(4 values\); attach 'adam'"):
-        store.build(*ADAGRAD)
+        store.attach(*ADAGRAD)
     trained = open_store(path="sgd")
-    trained.build(*SGD)
+    trained.attach(*SGD)
     train(trained, 1)
     with pytest.raises(StorageError, match="'sgd'.*'adam'"):
-        trained.build(*ADAM)
+        trained.attach(*ADAM)
 
 
 def test_a_snapshot_says_whose_state_it_holds(open_store):
     store = open_store()
-    store.build(*ADAM)
+    store.attach(*ADAM)
     train(store, 1, 2)
     store.save_snapshot("s", {})
     expected = everything(store)
     store.close()
     other = open_store()
     other.load_snapshot("s")
-    other.build(*ADAM)
+    other.attach(*ADAM)
     assert everything(other) == expected
     with pytest.raises(StorageError, match="'adam'.*'adagrad'"):
-        other.build(*ADAGRAD)
+        other.attach(*ADAGRAD)
 
 
 @pytest.mark.parametrize("kind", PLANS)
@@ -339,7 +346,7 @@ def test_a_snapshot_says_whose_state_it_holds(open_store):
 )
 def test_a_snapshot_that_does_not_fit_changes_nothing(kind, wrong, match, open_store):
     store = open_store(kind)
-    store.build(*ADAM)
+    store.attach(*ADAM)
     train(store, *range(30))
     store.save_snapshot("s", {})
     store.close()
@@ -347,10 +354,10 @@ def test_a_snapshot_that_does_not_fit_changes_nothing(kind, wrong, match, open_s
     name, optimizer = wrong.pop("name", "s"), wrong.pop("optimizer", ADAM)
     other = open_store(kind, **wrong)
     if optimizer == ADAM and "capacity" in wrong:
-        other.build(None, np.empty(0, np.float32))  # Rows without state are made anew for a snapshot's.
+        other.build()  # Rows without state are made anew for a snapshot's.
         other.release(other.acquire(keys(5, 6))[0])
     else:
-        other.build(*optimizer)
+        other.attach(*optimizer)
         train(other, 5, 6)
     before = everything(other)
     with pytest.raises(StorageError, match=match):
@@ -362,13 +369,16 @@ def test_a_snapshot_that_does_not_fit_changes_nothing(kind, wrong, match, open_s
 @pytest.mark.parametrize("kind", ["device", "host"])
 def test_a_damaged_snapshot_leaves_the_rows_as_they_were(kind, with_state, open_store, tmp_path):
     store = open_store(kind)
-    store.build(*ADAM)
+    store.attach(*ADAM)
     train(store, *range(30))
     store.save_snapshot("s", {})
     store.close()
     spoil_a_block(tmp_path / "rows")
     other = open_store(kind)
-    other.build(*(ADAM if with_state else (None, np.empty(0, np.float32))))
+    if with_state:
+        other.attach(*ADAM)
+    else:
+        other.build()
     other.release(other.acquire(keys(5, 6))[0])
     before = everything(other)
     with pytest.raises(StorageError, match="checksum"):
@@ -382,7 +392,7 @@ def test_a_damaged_snapshot_leaves_the_rows_as_they_were(kind, with_state, open_
 @pytest.mark.parametrize("kind", PLANS)
 def test_capacity_is_the_same_for_every_store(kind, open_store):
     store = open_store(kind, capacity=50)
-    store.build(*ADAM)
+    store.attach(*ADAM)
     train(store, *range(30))
     before = everything(store)
     with pytest.raises(StoreFullError, match="capacity is 50 rows; 30 are kept and 21 new ones were asked for"):
@@ -397,7 +407,7 @@ def test_capacity_is_the_same_for_every_store(kind, open_store):
 @pytest.mark.parametrize("kind", ["host", "ssd", "ssd, host cache"])
 def test_a_cache_smaller_than_a_step_names_the_size(kind, open_store):
     store = open_store(kind)
-    store.build(*ADAM)
+    store.attach(*ADAM)
     train(store, *range(46))
     before = everything(store)
     with pytest.raises(StoreFullError, match="device tier has 46 slots; 46 .* 1 more rows were asked for, 47 in all"):
@@ -410,33 +420,33 @@ def test_a_cache_smaller_than_a_step_names_the_size(kind, open_store):
 
 def test_a_closed_store_says_so_and_lets_go_of_the_path(open_store):
     store = open_store()
-    store.build(*ADAM)
+    store.attach(*ADAM)
     train(store, 1)
     store.close()
     store.close()
     for call in (
         lambda: store.read(keys(1)),
-        lambda: store.build(*ADAM),
+        lambda: store.attach(*ADAM),
         lambda: store.save_snapshot("s", {}),
         lambda: store.delete_snapshot("s"),
     ):
         with pytest.raises(StorageError, match="is closed; make it again"):
             call()
-    open_store().build(*ADAM)
+    open_store().attach(*ADAM)
 
 
 def test_a_path_in_use_is_refused_and_the_holder_goes_on(open_store):
     store = open_store()
-    store.build(*ADAM)
+    store.attach(*ADAM)
     train(store, 1)
     before = everything(store)
     second = open_store()
     with pytest.raises(StorageError, match="process"):
-        second.build(*ADAM)
+        second.attach(*ADAM)
     assert not second.built
     train(store, 2)
     store.close()
-    second.build(*ADAM)
+    second.attach(*ADAM)
     assert before != everything(second)
 
 
@@ -447,7 +457,7 @@ def test_a_path_in_use_is_refused_and_the_holder_goes_on(open_store):
 def test_prefetched_rows_are_taken_over_by_their_lookup(kind, open_store):
     store, plain = open_store(kind), open_store(kind, path="plain")
     for one in (store, plain):
-        one.build(*ADAM)
+        one.attach(*ADAM)
         train(one, *range(40))
         train(one, *range(60, 100))
     changes = store.changes
@@ -466,7 +476,7 @@ def test_prefetched_rows_are_taken_over_by_their_lookup(kind, open_store):
 @pytest.mark.parametrize("kind", ["host", "ssd"])
 def test_prefetched_rows_give_way_to_a_step_that_needs_their_slots(kind, open_store):
     store = open_store(kind)
-    store.build(*ADAM)
+    store.attach(*ADAM)
     train(store, *range(40))
     train(store, *range(40, 80))
     prefetched = store.prefetch(keys(*range(30)))
@@ -481,10 +491,133 @@ def test_prefetched_rows_give_way_to_a_step_that_needs_their_slots(kind, open_st
 
 def test_prefetched_rows_that_nobody_takes_are_let_go(open_store):
     store = open_store("ssd")
-    store.build(*ADAM)
+    store.attach(*ADAM)
     train(store, *range(40))
     prefetched = store.prefetch(keys(*range(40)))
     assert store.stats()["device"]["pinned"] == 40
     store.unprefetch(prefetched)
     store.unprefetch(prefetched)
     assert store.stats()["device"]["pinned"] == 0
+
+
+# ---- a store at the bottom that is no persistent table --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_rows_on_any_row_store_are_those_on_a_persistent_table(kind, open_store):
+    bottom = DictBottom()
+    one, two = open_store(kind, path="table"), open_store(kind, path="dict", bottom=bottom)
+    for store in (one, two):
+        store.attach(*ADAM)
+        for begin in range(0, 200, 40):
+            train(store, *range(begin, begin + 40))
+    assert everything(one) == everything(two)
+    two.hot.flush()
+    assert len(bottom.stores[3 * DIM]) == 200
+    with pytest.raises(StorageError, match="a dict keeps no snapshots"):
+        two.save_snapshot("s", {})
+    with pytest.raises(StorageError, match="a dict keeps no snapshots"):
+        two.load_snapshot("s")
+    assert two.snapshots() == [] and everything(one) == everything(two)
+    for store in (one, two):
+        store.clear()
+    assert everything(one) == everything(two) and len(bottom.stores[3 * DIM]) == 0
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_rows_that_the_store_below_keeps_are_there_when_it_is_opened_again(kind, open_store):
+    bottom = DictBottom()
+    store = open_store(kind, bottom=bottom)
+    store.attach(*ADAM)
+    for begin in range(0, 100, 20):
+        train(store, *range(begin, begin + 20))
+    store.hot.flush()
+    _, _, optimizer, rows = everything(store)
+    store.close()
+    again = open_store(kind, bottom=bottom)
+    again.attach(*ADAM)
+    assert everything(again) == (100, 0, optimizer, rows)
+
+
+def test_rows_that_the_store_below_keeps_must_fit_where_all_of_them_have_to(open_store):
+    bottom = DictBottom()
+    store = open_store(bottom=bottom)
+    store.attach(*ADAM)
+    train(store, *range(100))
+    store.hot.flush()
+    store.close()
+    with pytest.raises(StoreFullError, match="capacity is 99 rows, 100 are to be loaded"):
+        open_store(bottom=bottom, capacity=99).attach(*ADAM)
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_rows_on_a_store_without_snapshots_keep_their_width(kind, open_store):
+    store = open_store(kind, bottom=DictBottom())
+    store.build()
+    store.attach(*ADAGRAD)  # There is no row yet.
+    store.attach(*ADAM)
+    train(store, *range(20))
+    rows = open_store(kind, path="other", bottom=DictBottom())
+    rows.build()
+    rows.release(rows.acquire(keys(*range(20)))[0])
+    before = everything(rows)
+    with pytest.raises(StorageError, match="attach the optimizer before the first lookup"):
+        rows.attach(*ADAM)
+    assert everything(rows) == before
+    rows.attach(*SGD)
+    assert everything(rows)[2:] == ("sgd", before[3])
+
+
+class ElsewhereLoops(HostLoops):
+    """Loops of another place, which is the host as well."""
+
+    place = "elsewhere"
+
+
+@pytest.mark.parametrize("bottom", [None, DictBottom])
+@pytest.mark.parametrize("kind", PLANS)
+def test_rows_move_to_another_place_whatever_is_below(kind, bottom, open_store, monkeypatch):
+    monkeypatch.setattr(embedding_store, "loops_at", lambda device, threads: ElsewhereLoops(threads))
+    store = open_store(kind, bottom=bottom and bottom())
+    store.attach(*ADAM)
+    for begin in range(0, 200, 40):
+        train(store, *range(begin, begin + 40))
+    before, generation = everything(store), store.generation
+    store.move_to(torch.device("meta"))
+    assert store.loops.place == "elsewhere" and everything(store) == before and store.generation != generation
+    train(store, *range(20))
+    assert store.stats()["rows"] == 200 and store.snapshots() == []
+
+
+@pytest.mark.parametrize("error", [StorageError("fails"), MemoryError("fails"), KeyboardInterrupt("fails")])
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("kind", PLANS)
+def test_rows_that_cannot_move_stay(kind, times, error, open_store, monkeypatch):
+    monkeypatch.setattr(embedding_store, "loops_at", lambda device, threads: ElsewhereLoops(threads))
+    store = open_store(kind)
+    store.attach(*ADAM)
+    train(store, *range(40))
+    before = everything(store)
+    make, left = stack.HotTier, [times]
+
+    def make_or_fail(*args, **kwargs):
+        if left[0]:
+            left[0] -= 1
+            raise error
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(stack, "HotTier", make_or_fail)
+    with pytest.raises(type(error), match="fails") as caught:
+        store.move_to(torch.device("meta"))
+    if times == 2:
+        with pytest.raises(BrokenStoreError):
+            store.acquire(keys(1))
+    if times == 2 or isinstance(error, KeyboardInterrupt):  # from another thread: nobody knows where it came
+        (name,) = store.snapshots() if times == 2 else [None]
+        if name is not None:
+            assert any(name in note for note in caught.value.__notes__)
+            store.load_snapshot(name)
+            assert everything(store) == before
+        return
+    assert everything(store) == before and store.snapshots() == [] and store.loops.place == "the CPU"
+    train(store, *range(30, 45))

@@ -15,7 +15,7 @@ def merged_of(stores=("device", "ssd", "host"), tables=(2, 1, 3), **kwargs):
         for m, (store, count) in enumerate(zip(stores, tables, strict=True))
     ]
     merged = MergedStore([one.store for one in embeddings], tables, [one.name for one in embeddings])
-    merged.build(None, np.empty(0, np.float32))
+    merged.build()
     return merged
 
 
@@ -50,7 +50,7 @@ def test_merged_slots_are_the_rows_of_each_member(prefetched):
         merged.mark_dirty(table_U, slot_U)
         for m, store in enumerate(merged.members):
             some = slice(begin_M1[m], begin_M1[m + 1])
-            assert store._tiers[0].dirty_S[slots[m]].all()
+            assert store.hot.dirty_S[slots[m]].all()
             read = read_rows(store, table_U[some] - merged.first_table_M1[m], id_U[some])[:, 0]
             np.testing.assert_array_equal(read, np.arange(begin_M1[m], begin_M1[m + 1]))
             store.release(slots[m])
@@ -85,8 +85,8 @@ def test_a_slab_made_anew_is_seen():
     table_U, id_U, begin_M1 = np.array([0, 1], np.int32), np.array([7, 7]), np.array([0, 1, 2])
     merged.acquire(distinct(table_U, id_U), begin_M1)
     generation = merged.generation
-    merged.members[0]._dismantle()
-    merged.build(None, np.empty(0, np.float32))
+    merged.members[0]._rows.dismantle()
+    merged.build()
     assert merged.generation > generation
     slot_U, _ = merged.acquire(distinct(table_U, id_U), begin_M1)
     for m, store in enumerate(merged.members):

@@ -21,7 +21,7 @@ def make_store(kind="ssd", capacity=None, cache_mb=1, dim=8):
     else:
         options = oneemb.make_device_mem_store_options(path, capacity=capacity or 10**5)
     embedding = oneemb.MultiTableEmbedding("e", dim, torch.float32, torch.int64, [oneemb.make_table()], options)
-    embedding.store.build(None, np.empty(0, np.float32))
+    embedding.store.build()
     return embedding.store
 
 
@@ -144,9 +144,9 @@ def test_prefetching_beside_training_reads_no_stale_row():
 def test_rows_that_a_step_brings_in_while_they_are_prefetched_are_those_of_the_step(monkeypatch):
     store = make_store("host")
     store.release(store.acquire(keys(0, 100))[0])
-    store._tiers[0].flush()
-    store._tiers[0].reload()  # all rows are below, none in the cache
-    look, steps = store._tiers[0].pin_resident, []
+    store.hot.flush()
+    store.hot.reload()  # all rows are below, none in the cache
+    look, steps = store.hot.pin_resident, []
 
     def look_and_be_overtaken(*some):
         found = look(*some)
@@ -157,7 +157,7 @@ def test_rows_that_a_step_brings_in_while_they_are_prefetched_are_those_of_the_s
             store.release(steps[0])
         return found
 
-    monkeypatch.setattr(store._tiers[0], "pin_resident", look_and_be_overtaken)
+    monkeypatch.setattr(store.hot, "pin_resident", look_and_be_overtaken)
     slot_U = store.acquire(keys(0, 30), store.prefetch(keys(0, 30)))[0]
     assert steps and (store.row_SW[slot_U[10:20]] == 7).all() and (slot_U[10:20] == steps[0]).all()
     store.release(slot_U)

@@ -86,8 +86,8 @@ def test_a_table_that_cannot_be_made_gives_its_lock_back(tmp_path, monkeypatch):
 
 def test_a_table_that_the_collector_closes_on_a_thread_of_its_own_is_closed(tmp_path):
     embedding = make_embedding(tmp_path / "e")
-    embedding.store.build(None, np.empty(0, np.float32))
-    path, table = embedding.store.plan.persistent_path, embedding.store._table
+    embedding.store.build()
+    path, table = embedding.store.plan.persistent_path, embedding.store._rows._store
     ended = threading.Event()
 
     def job():
@@ -108,7 +108,7 @@ def test_a_table_that_the_collector_closes_on_a_thread_of_its_own_is_closed(tmp_
         if thread.name == "close":
             thread.join(20)
     again = make_embedding(path)
-    again.store.build(None, np.empty(0, np.float32))  # not LockedError
+    again.store.build()  # not LockedError
     again.close()
 
 

@@ -87,9 +87,9 @@ def make_eager(
 
 def rows_of(embedding: oneemb.MultiTableEmbedding) -> dict[tuple[int, int], bytes]:
     """Every row, weights and state, by key."""
-    embedding.store._tiers[0].flush()
+    embedding.store.hot.flush()
     found = {}
-    for table_N, id_N, row_NW in embedding.store._tiers[0].scan():
+    for table_N, id_N, row_NW in embedding.store.hot.scan():
         for t, i, row in zip(table_N.tolist(), id_N.tolist(), row_NW, strict=True):
             found[t, i] = row.tobytes()
     return found

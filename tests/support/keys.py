@@ -22,5 +22,5 @@ def read_rows(store, table_U, id_U):
 
 def limit_rows(store, rows):
     """Let a store's hot tier know no more rows than these."""
-    (hot, *_) = store._tiers
+    hot = store.hot
     hot._limits = dataclasses.replace(hot._limits, row_limit=rows)

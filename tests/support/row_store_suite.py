@@ -6,6 +6,7 @@ gives a new, empty store each time; the oracle is a dict.
 
 import numpy as np
 
+from oneemb.storage.row_store import StorageError
 from tests.support.table_model import check, note, put, put_random, random_keys, random_rows, scanned
 
 INT64 = np.iinfo(np.int64)
@@ -75,6 +76,28 @@ class DictStore:
 
     def close(self):
         pass
+
+
+class DictBottom:
+    """A `Bottom` whose stores are those of `make(row_width)`, made once a width; without snapshots."""
+
+    name = "a dict"
+
+    def __init__(self, make=DictStore):
+        self.make, self.stores = make, {}
+
+    def open(self, row_width):
+        if row_width not in self.stores:
+            self.stores[row_width] = self.make(row_width)
+        return self.stores[row_width]
+
+    def snapshots(self):
+        return []
+
+    def snapshot(self, name):
+        raise StorageError("a dict keeps no snapshots")
+
+    read = snapshot
 
 
 class FailingStore:

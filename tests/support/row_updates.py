@@ -10,7 +10,7 @@ import torch
 
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.threads import Threads
-from oneemb.storage.row_layout import RowLayout
+from oneemb.storage.row_format import RowFormat
 
 STEPS = 50
 SLOTS = 24
@@ -77,11 +77,11 @@ class Slab:
     def __init__(self, dim, dtype, initial_state, seed, slots=SLOTS):
         rng = np.random.default_rng(seed)
         self.dim, self.dtype = dim, dtype
-        self.layout = RowLayout(dim, dtype, len(initial_state))
-        width = self.layout.row_width + SPARE_WORDS
+        self.format = RowFormat(dim, dtype, None, tuple(initial_state))
+        width = self.format.row_width + SPARE_WORDS
         self.row_SW = rng.integers(0, 1 << 32, (slots, width), np.uint32).view(np.float32)
-        self.weight_SX = self.layout.weights(self.row_SW)
-        self.state_begin = self.layout.state_begin
+        self.weight_SX = self.format.weights(self.row_SW)
+        self.state_begin = self.format.state_begin
         weight_SD = rounded(rng.normal(0, 1, (slots, dim)).astype(np.float32), dtype)
         self.weight_SX[:, :dim] = to_bits(weight_SD, dtype)
         self.state_SK[:] = np.asarray(initial_state, np.float32)
@@ -95,16 +95,16 @@ class Slab:
 
     @property
     def state_SK(self):
-        return self.row_SW[:, self.state_begin : self.state_begin + self.layout.state_width]
+        return self.row_SW[:, self.state_begin : self.state_begin + self.format.state_width]
 
     def bytes_outside(self, slot_U):
         """Every byte of the slab that an update of these rows has no business with."""
         copy = Slab.__new__(Slab)
         copy.__dict__.update(self.__dict__)
         copy.row_SW = self.row_SW.copy()
-        copy.weight_SX = self.layout.weights(copy.row_SW)
+        copy.weight_SX = self.format.weights(copy.row_SW)
         copy.weight_SX[slot_U, : self.dim] = 0
-        copy.row_SW[slot_U, self.state_begin : self.state_begin + self.layout.state_width] = 0
+        copy.row_SW[slot_U, self.state_begin : self.state_begin + self.format.state_width] = 0
         return copy.row_SW.tobytes()
 
 

@@ -6,12 +6,13 @@ words   state_begin .. row_width     the optimizer's state, float32 whatever the
                                      gradients underflow in float16
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-__all__ = ["WEIGHTS", "RowLayout"]
+from oneemb.kernels.loops import Array
+
+__all__ = ["WEIGHTS", "RowFormat"]
 
 # How the weights' bits lie in a NumPy array; see oneemb.kernels.jit.
 _BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
@@ -20,18 +21,25 @@ WEIGHTS = tuple(_BITS)
 
 
 @dataclass(frozen=True)
-class RowLayout:
-    """The record of a row.
+class RowFormat:
+    """What the words of a row are, and whose state they hold.
 
     Args:
         dim: weights of a row, D.
-        dtype: "float32", "float16" or "bfloat16".
-        state_width: float32 values of optimizer state after the weights.
+        dtype: of the weights, "float32", "float16" or "bfloat16".
+        optimizer: whose state follows the weights; None = nobody's, or not known.
+        state: what the state of a new row holds, a float32 value each.
     """
 
     dim: int
     dtype: str
-    state_width: int
+    optimizer: str | None = None
+    state: tuple[float, ...] = ()
+
+    @property
+    def state_width(self) -> int:
+        """Words of state."""
+        return len(self.state)
 
     @property
     def state_begin(self) -> int:
@@ -52,7 +60,19 @@ class RowLayout:
         """Values of a row: weights and state."""
         return self.dim + self.state_width
 
-    def weights(self, row_NW: Any) -> Any:
+    def with_state(self, optimizer: str | None, state: np.ndarray) -> "RowFormat":
+        """The same weights with the state of this optimizer; `state` is float32 [Z]."""
+        return replace(self, optimizer=optimizer, state=tuple(state.tolist()))
+
+    def same_weights(self, other: "RowFormat") -> bool:
+        """Whether rows of both begin with the same kind of weights."""
+        return (self.dim, self.dtype) == (other.dim, other.dtype)
+
+    def same_words(self, other: "RowFormat") -> bool:
+        """Whether rows of both have their weights and as much state in the same words."""
+        return self.same_weights(other) and self.state_width == other.state_width
+
+    def weights(self, row_NW: Array) -> Array:
         """The same memory as an array [N, X] of weights' bits, the first `dim` of each row being the weights.
 
         Of an array it is an array, of a tensor a tensor.

@@ -1,0 +1,115 @@
+"""What lies below an embedding's tiers: a `RowStore` that is opened once the width of a row is known.
+
+`TableBottom` is a persistent table in a folder. Any other `RowStore` will do: one that has no snapshots (see
+`oneemb.storage.row_store.Snapshots`) refuses to save and load, and rows in it keep the width with which they began.
+"""
+
+import os
+from contextlib import suppress
+from typing import Protocol
+
+from oneemb.kernels.threads import Threads
+from oneemb.storage.errors import StorageError
+from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.row_store import RowSource, RowStore
+from oneemb.storage.table.persistent_table import PersistentTable
+from oneemb.storage.table.snapshot_file import SnapshotInfo
+from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
+
+__all__ = ["EXPORTED", "Bottom", "TableBottom"]
+
+EXPORTED = "rows-on-their-way-to-a-file-"
+"""How the name of a snapshot begins that holds the rows of an embedding while they are written to a file."""
+
+
+class Bottom(Protocol):
+    """Opens the store at the bottom, and reads the snapshots it keeps without opening it."""
+
+    name: str
+    """What errors call it."""
+
+    def open(self, row_width: int) -> RowStore:
+        """The store for rows of this width.
+
+        Raises:
+            StorageError: it cannot be opened.
+        """
+
+    def snapshots(self) -> list[SnapshotInfo]:
+        """Those there are, oldest first; none where the store keeps none."""
+
+    def snapshot(self, name: str) -> SnapshotInfo:
+        """What a snapshot is.
+
+        Raises:
+            SnapshotNotFoundError: there is none of that name.
+            StorageError: it cannot be read, or the store keeps none.
+        """
+
+    def read(self, name: str) -> RowSource:
+        """The rows of a snapshot; raises as `snapshot`."""
+
+
+class TableBottom:
+    """A persistent table in a folder, which is made if it is not there.
+
+    Args:
+        path: the folder.
+        physical_block_size: 512 or 4096.
+        threads: runs lookups and copies.
+        mend: what to do when a call on the table was cut short, for errors.
+
+    Raises:
+        StorageError: the folder cannot be made or written to.
+    """
+
+    def __init__(self, path: str, physical_block_size: int, threads: Threads, mend: str):
+        self.name = path
+        self._physical_block_size = physical_block_size
+        self._threads = threads
+        self._mend = mend
+        self._swept = False
+        _check_writable(path)
+
+    def open(self, row_width: int) -> PersistentTable:
+        table = PersistentTable.open(
+            self.name,
+            row_width=row_width,
+            physical_block_size=self._physical_block_size,
+            threads=self._threads,
+            mend=self._mend,
+        )
+        try:
+            self._sweep(table)
+        except BaseException:
+            table.close()
+            raise
+        return table
+
+    def _sweep(self, table: PersistentTable) -> None:
+        """Delete what exports of processes that died have left, the first time this one holds the table's lock."""
+        for info in () if self._swept else table.snapshots():
+            if info.name.startswith(EXPORTED):
+                with suppress(StorageError):
+                    table.delete_snapshot(info.name)
+        self._swept = True
+
+    def snapshots(self) -> list[SnapshotInfo]:
+        return read_snapshot_info(self.name)
+
+    def snapshot(self, name: str) -> SnapshotInfo:
+        return read_snapshot_info(self.name, name)
+
+    def read(self, name: str) -> SnapshotReader:
+        return SnapshotReader.open(self.name, name)
+
+
+def _check_writable(path: str) -> None:
+    try:
+        LocalFileSystem().make_directories(path)
+    except OSError as error:
+        raise StorageError(
+            f"persistent_path {path} cannot be made: {error.strerror}; give a folder that can"
+        ) from error
+    if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
+        raise StorageError(f"persistent_path {path} cannot be written to; give a folder that can, or change its mode")

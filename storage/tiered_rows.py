@@ -1,0 +1,357 @@
+"""The rows of an embedding in their tiers: made, saved, loaded, and given another form.
+
+Until `build` there are no tiers: the optimizer decides how wide a row is. `relayout` gives rows that are there another
+form (the state of an optimizer that comes later) or another place (a GPU).
+
+Invariants:
+- `relayout` succeeds, or leaves rows, form, place and snapshots as they were;
+- `load` succeeds, or leaves the rows as they were, or says by `whole` that a part of them is gone;
+- `generation` changes whenever slots handed out before mean nothing any more.
+
+Nothing here is thread-safe: `EmbeddingStore` calls it in a turn.
+"""
+
+import _thread
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from oneemb.kernels.init_rows import InitialRows
+from oneemb.kernels.loops import Loops
+from oneemb.kernels.threads import Threads
+from oneemb.storage.bottom import Bottom
+from oneemb.storage.row_format import RowFormat
+from oneemb.storage.row_store import RowStore, Snapshots, StorageError
+from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
+from oneemb.storage.table.snapshot_file import SnapshotInfo
+from oneemb.storage.tiers.hot_rows import HotRows
+from oneemb.storage.tiers.stack import NewRows, StorePlan, check_room, make_tiers
+from oneemb.storage.turns import undisturbed
+
+__all__ = ["TieredRows"]
+
+# The snapshot that holds rows while they are given another width.
+_RELAYOUT = "rows-on-their-way-to-another-width"
+
+
+class TieredRows:
+    """The rows of an embedding.
+
+    Args:
+        plan: which tiers there are.
+        bottom: what lies below them.
+        format: of a row, as long as no optimizer has come.
+        initial: how weights begin.
+        loops: of the hot tier.
+        threads: runs what is done on the host.
+        writing: the lock that is held by whoever writes rows in place.
+    """
+
+    def __init__(
+        self, plan: StorePlan, bottom: Bottom, format: RowFormat, initial: InitialRows, loops: Loops, threads: Threads,
+        writing: AbstractContextManager[Any],
+    ):  # fmt: skip
+        self._plan, self._bottom, self._threads, self._writing = plan, bottom, threads, writing
+        self.new_rows = NewRows(format, initial, loops)
+        """How rows begin: their form, and the loops of the hot tier."""
+        self.generation = 0
+        self.whole = True
+        """False when a call was cut short and a part of the rows is gone, until `dismantle`."""
+        self.tiers: list[HotRows] = []
+        """Those in memory, the hot one first. Empty until `build`."""
+        self._store: RowStore | None = None
+
+    # ---- tiers ------------------------------------------------------------------------------------------------------
+
+    @property
+    def built(self) -> bool:
+        """Whether the tiers are there."""
+        return bool(self.tiers)
+
+    @property
+    def hot(self) -> HotRows:
+        """The hot tier of a built one."""
+        return self.tiers[0]
+
+    @property
+    def format(self) -> RowFormat:
+        return self.new_rows.format
+
+    @property
+    def loops(self) -> Loops:
+        return self.new_rows.loops
+
+    def __len__(self) -> int:
+        return len(self.hot) if self.tiers else 0
+
+    def build(self, format: RowFormat | None = None) -> None:
+        """Make the tiers, without a row, for rows of this format; None = of the present one.
+
+        Raises:
+            StorageError: the store at the bottom cannot be opened.
+        """
+        self._open(self.new_rows if format is None else self._new_rows(format, self.loops))
+
+    def relayout(self, format: RowFormat, loops: Loops, step: int) -> None:
+        """Let rows have this format, and the hot tier be where these loops run. Rows that have no state are given that
+        of new ones.
+
+        Args:
+            step: updates made so far.
+
+        Raises:
+            StoreFullError, StorageError: there is no room for the rows, there or on the disk on their way, or they
+                cannot be given another width. They are as they were.
+        """
+        before, after = self.new_rows, self._new_rows(format, loops)
+        if not self.built:
+            self.new_rows = after
+            return
+        if format.same_words(before.format) and loops is before.loops:
+            before.format = format
+            return
+        rows = len(self)
+        check_room(self._plan, format, loops, rows)
+        saved = rows > 0 and not format.same_words(before.format)
+        if saved:
+            self.save(_RELAYOUT, {}, step, overwrite=True)
+        try:
+            self._change(after, saved)
+        except BaseException as error:
+            try:
+                self._change(before, saved)
+            except BaseException:
+                self.whole = False
+                if not saved and isinstance(self._store, Snapshots):
+                    self._save(self._store, _RELAYOUT, {}, step, overwrite=True)
+                error.add_note(f"the rows are in the snapshot {_RELAYOUT!r} in {self._bottom.name}")
+                raise error from None
+            if saved:
+                self.delete(_RELAYOUT)
+            raise
+        if saved:
+            self.delete(_RELAYOUT)
+
+    def _change(self, new_rows: NewRows, saved: bool) -> None:
+        """Make the tiers anew, and bring the rows along."""
+        if self._store is not None and self._store.row_width == new_rows.format.row_width:
+            if self.tiers:
+                self.hot.flush()
+            self._drop_tiers()
+            self.tiers = make_tiers(self._plan, new_rows, self._store, self._threads, self._writing)
+            self.new_rows = new_rows
+            return
+        self.dismantle()
+        self._open(new_rows)
+        if saved:
+            self._load_saved()
+
+    def _load_saved(self) -> None:
+        info = self._bottom.snapshot(_RELAYOUT)
+        if SnapshotRows.of_meta(info.meta, _RELAYOUT).format.same_words(self.format):
+            self._snapshots().load_snapshot(_RELAYOUT)
+        else:
+            self._load_weights(_RELAYOUT)
+        self._reload()
+
+    def _new_rows(self, format: RowFormat, loops: Loops) -> NewRows:
+        return NewRows(format, self.new_rows.initial, loops)
+
+    def _open(self, new_rows: NewRows) -> None:
+        store = self._bottom.open(new_rows.format.row_width)
+        try:
+            tiers = make_tiers(self._plan, new_rows, store, self._threads, self._writing)
+        except BaseException:
+            store.close()
+            raise
+        self.new_rows, self.tiers, self._store = new_rows, tiers, store
+        # Rows that are dropped give back their threads, files and lock. At exit the system does.
+        self._finalizer = weakref.finalize(self, _close_dropped, store)
+        self._finalizer.atexit = False
+
+    def _reload(self) -> None:
+        for tier in reversed(self.tiers):
+            tier.reload()
+
+    def _drop_tiers(self) -> None:
+        tiers, self.tiers = self.tiers, []
+        self.generation += 1
+        for tier in tiers:
+            tier.close()
+
+    def dismantle(self) -> None:
+        """Have no tiers any more. Rows that no snapshot holds are gone, unless the store at the bottom keeps them."""
+        store, self._store = self._store, None
+        self.whole = True
+        self._drop_tiers()
+        if store is not None:
+            store.close()
+            self._finalizer.detach()
+
+    def clear(self) -> None:
+        """Forget every row; snapshots stay."""
+        if self.built:
+            self.hot.clear()
+        self.generation += 1
+
+    def only_read(self) -> None:
+        """In a child of fork: keep no row of those that are read."""
+        for tier in self.tiers:
+            tier.only_read()
+
+    @property
+    def broken(self) -> bool:
+        """Whether the store at the bottom is of no use, since a call on it was cut short."""
+        return getattr(self._store, "broken", False)
+
+    def stats(self) -> dict[str, Any]:
+        """Sizes now and counters since the tiers were made, a dict a tier."""
+        stats: dict[str, Any] = {tier.name: tier.stats() for tier in self.tiers}
+        if self._store is not None:
+            stats["persistent"] = self._store.stats()
+        return stats
+
+    # ---- snapshots --------------------------------------------------------------------------------------------------
+
+    def _snapshots(self) -> Snapshots:
+        """The store at the bottom as one that keeps snapshots.
+
+        Raises:
+            StorageError: it is none.
+        """
+        if not self.built:
+            self.build()
+        if not isinstance(self._store, Snapshots):
+            raise StorageError(
+                f"{self._bottom.name} keeps no snapshots, which saving and loading rows, and giving them the state of"
+                " another optimizer, need; use a persistent table, or attach the optimizer before the first lookup"
+            )
+        return self._store
+
+    def save(self, name: str, meta: dict[str, Any], step: int, *, overwrite: bool = False) -> SnapshotInfo:
+        """Write every row, durably, under a name; see `EmbeddingStore.save_snapshot`."""
+        snapshots = self._snapshots()
+        self.hot.flush()
+        return self._save(snapshots, name, meta, step, overwrite=overwrite)
+
+    def _save(
+        self, snapshots: Snapshots, name: str, meta: dict[str, Any], step: int, *, overwrite: bool
+    ) -> SnapshotInfo:
+        return snapshots.save_snapshot(name, SnapshotRows(self.format, step).to_meta(meta), overwrite=overwrite)
+
+    def delete(self, name: str) -> None:
+        """Forget a snapshot and free what only it held."""
+        self._snapshots().delete_snapshot(name)
+
+    def snapshots(self) -> list[SnapshotInfo]:
+        """The finished ones, oldest first."""
+        if isinstance(self._store, Snapshots):
+            return self._store.snapshots()
+        return self._bottom.snapshots()
+
+    def check_loads(self, name: str) -> SnapshotInfo:
+        """Raise StorageError unless a snapshot is there and `load` finds rows of this embedding's kind in it."""
+        info = self._bottom.snapshot(name)
+        where, format = f"snapshot {name!r} in {self._bottom.name}", SnapshotRows.of_meta(info.meta, name).format
+        if not format.same_weights(self.format):
+            raise StorageError(
+                f"{where} holds rows of {format.dim} {format.dtype} weights, this embedding has {self.format.dim}"
+                f" {self.format.dtype}"
+            )
+        shard, shards = shard_of(info.meta, name)
+        if shards != 1:
+            raise StorageError(
+                f"{where} is part {shard} of {shards} of a sharded one; bring all of them into one embedding with"
+                " oneemb.import_rows"
+            )
+        if self.built and not (self._is_narrower(format) or self._is_wider(format)):
+            known = format.optimizer is not None and format.state_width > 0
+            if not format.same_words(self.format) or known and format.optimizer != self.format.optimizer:
+                raise StorageError(
+                    f"{where} holds the state of {format.optimizer!r} ({format.state_width} values a row), the"
+                    f" optimizer attached is {self.format.optimizer!r} ({self.format.state_width} values); attach"
+                    f" {format.optimizer!r}"
+                )
+        return info
+
+    def _is_narrower(self, format: RowFormat) -> bool:
+        """Whether rows here have no state yet, and those have."""
+        return self.format.optimizer is None and self.format.state_width == 0 < format.state_width
+
+    def _is_wider(self, format: RowFormat) -> bool:
+        """Whether rows here have state, and those have none."""
+        return format.state_width == 0 < self.format.state_width
+
+    def load(self, info: SnapshotInfo) -> tuple[int, bool]:
+        """Start from the rows of a snapshot that `check_loads` has found; see `EmbeddingStore.load_snapshot`.
+
+        Returns:
+            The updates made so far, and whether the rows are now those of the snapshot, rather than with state added.
+        """
+        name, rows = info.name, SnapshotRows.of_meta(info.meta, info.name)
+        narrower, wider = self.built and self._is_narrower(rows.format), self.built and self._is_wider(rows.format)
+        if len(self):
+            # What could go wrong later has to do so while the rows here are still there.
+            self.hot.check_holds(info.rows)
+            if narrower or wider or None in (self._plan.cache_bytes, self._plan.host_bytes):
+                for _ in self._scan(name):
+                    pass
+        replaced = False
+        try:
+            if narrower:
+                replaced = True
+                self.dismantle()
+            if not self.built:
+                self.build(rows.format)
+            elif self.format.optimizer is None and self.format.state_width == 0:
+                self.new_rows.format = rows.format
+            for tier in self.tiers:
+                tier.check_holds(info.rows)
+            if wider:
+                replaced = True
+                self._load_weights(name)
+            else:
+                self._snapshots().load_snapshot(name)
+                replaced = True
+            self._reload()
+        except BaseException:
+            self.whole = not replaced  # Half of the rows are nothing to go on from.
+            raise
+        self.generation += 1
+        return 0 if wider else rows.step, not wider
+
+    def _load_weights(self, name: str) -> None:
+        """Start from rows without state, which are given that of new rows."""
+        assert self._store is not None
+        self._store.clear()
+        begin = self.format.state_begin
+        for table_N, id_N, row_NX in self._scan(name):
+            row_NW = np.empty((len(id_N), self.format.row_width), np.float32)
+            row_NW[:, :begin] = row_NX
+            row_NW[:, begin:] = self.format.state
+            self._store.put(table_N, id_N, row_NW)
+
+    def _scan(self, name: str) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """All rows of a snapshot. Ctrl-C comes between two parts."""
+        reader = self._bottom.read(name)
+        try:
+            for part in reader.scan():
+                undisturbed.raise_interrupt()
+                yield part
+        finally:
+            reader.close()
+
+
+def _close_dropped(store: RowStore) -> None:
+    """Close the store of rows that nobody has any more. The garbage collector may ask for it on any thread."""
+    if threading.current_thread().name.startswith("oneemb-"):  # Which close may have to wait for.
+        threading.Thread(target=store.close, name="close").start()
+        return
+    try:
+        store.close()
+    except KeyboardInterrupt:  # Python drops what is raised here: it comes again, a moment later.
+        threading.Timer(0.01, _thread.interrupt_main).start()
