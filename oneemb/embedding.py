@@ -214,12 +214,12 @@ class TableEmbedding(torch.nn.Module):
         """Load, and return which of seed and tables differ from those of the embedding that saved the snapshot."""
         info = read_snapshot_info(self.store.plan.persistent_path, name)
         theirs = self._check_tables(info)
-        loaded_all = self.store.load_snapshot(name)
+        as_saved = self.store.load_snapshot(name)
         ours = self.description()
         ours["tables"] = ours["tables"][: len(theirs.get("tables", ()))]  # Further tables here are no difference.
         self.pending.clear()
         snapshot: SnapshotName = {"oneemb_snapshot": name, "oneemb_identity": info.identity}
-        self._saved = (snapshot, self.store.changes) if loaded_all else None
+        self._saved = (snapshot, self.store.changes) if as_saved else None
         return [key for key in ("seed", "tables") if key in theirs and theirs[key] != ours[key]]
 
     def check_fits(self, name: str) -> None:
