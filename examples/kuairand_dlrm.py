@@ -32,6 +32,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from tqdm import tqdm
 
 import oneemb
+from oneemb.stats import EmbeddingStats, TierStats
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TABLES = "kuairand_tables"
@@ -212,9 +213,9 @@ def scores(log: ClickLog, probability: np.ndarray) -> dict[str, float]:
 
 
 def report(
-    epoch: int, epochs: int, figures: dict[str, float], examples_per_s: float, before: dict, stats: dict
+    epoch: int, epochs: int, figures: dict[str, float], examples_per_s: float, before: TierStats, stats: EmbeddingStats
 ) -> None:
-    hits, misses = (stats["device"][count] - before[count] for count in ("hits", "misses"))
+    hits, misses = stats["device"]["hits"] - before["hits"], stats["device"]["misses"] - before["misses"]
     print(
         f"epoch {epoch + 1}/{epochs}  loss {figures['loss']:.6f}  AUC {figures['auc']:.4f}"
         f"  logloss {figures['logloss']:.4f}  {examples_per_s:,.0f} examples/s  cache hits {hits / (hits + misses):.1%}"

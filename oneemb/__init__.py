@@ -4,7 +4,6 @@ Names are loaded when they are first used: `import oneemb` itself loads neither 
 """
 
 import importlib
-from typing import Any
 
 __version__ = "0.1.0"
 
@@ -27,7 +26,8 @@ _MODULES = {
     "rows.writer": ("make_persistent_table_writer",),
     "rows.export_rows": ("export_rows",),
     "rows.import_rows": ("import_rows",),
-    "train_graph": ("EvalGraph", "TrainGraph"),
+    "eval_graph": ("EvalGraph",),
+    "train_graph": ("TrainGraph",),
 }
 _WHERE = {name: f"oneemb.{module}" for module, names in _MODULES.items() for name in names}
 _WHERE |= {
@@ -41,7 +41,7 @@ _SUBMODULES = ("nn", "optim", "options")
 __all__ = [*_WHERE, *_SUBMODULES]  # noqa: PLE0604 - all of them are strings
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _WHERE:
         return getattr(importlib.import_module(_WHERE[name]), name)
     if name in _SUBMODULES:

@@ -6,6 +6,7 @@ from oneemb.embedding import (
     MultiTableEmbedding as MultiTableEmbedding,
     MultiTableMultiColumnEmbedding as MultiTableMultiColumnEmbedding,
 )
+from oneemb.eval_graph import EvalGraph as EvalGraph
 from oneemb.graph.build_error import BuildError as BuildError
 from oneemb.graph.ops import NonFiniteGradientError as NonFiniteGradientError
 from oneemb.options import (
@@ -28,9 +29,6 @@ from oneemb.storage.row_store import (
     StorageError as StorageError,
     StoreFullError as StoreFullError,
 )
-from oneemb.train_graph import (
-    EvalGraph as EvalGraph,
-    TrainGraph as TrainGraph,
-)
+from oneemb.train_graph import TrainGraph as TrainGraph
 
 __version__: str

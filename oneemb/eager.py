@@ -1,11 +1,11 @@
-"""Joins a torch optimizer with embeddings: the rows' update and the dense parameters' step are one."""
+"""Joins a torch optimizer with embeddings: the update of rows and the step of dense parameters are one."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from oneemb.embedding import MultiTableEmbedding, MultiTableMultiColumnEmbedding
+from oneemb.embedding import TableEmbedding
 from oneemb.graph import ops
 from oneemb.graph.row_optimizers import RowOptimizer, row_optimizer_of
 from oneemb.storage.embedding_store import EmbeddingStore
@@ -14,22 +14,20 @@ from oneemb.storage.turns import undisturbed
 
 __all__ = ["Optimizer"]
 
-_Embedding = MultiTableEmbedding | MultiTableMultiColumnEmbedding
-
 
 class Optimizer:
-    """A torch optimizer that steps the rows of embeddings too. For eager training; `TrainGraph` makes its own.
+    """A torch optimizer that steps the rows of embeddings too, for eager training. `TrainGraph` makes its own.
 
-    The rows that a step looked up are updated as the optimizer's class would update them, with the hyperparameters
-    of the group that holds `embedding.weight`, read anew at each step; other rows are not touched. The optimizer's
-    count of steps is the embedding's.
+    The rows that were looked up since the last step are updated as the optimizer's class would update them, with the
+    hyperparameters that the group with `embedding.weight` has at this step; other rows are not touched. Where the
+    update rule counts steps, it uses the embedding's count.
 
     Args:
         optimizer: a torch optimizer of one of the supported classes; its groups hold `embedding.weight` of each
             embedding, and dense parameters or none.
-        embeddings: the embeddings it trains. Each has one optimizer.
-        skip_nonfinite: leave out a step in which a gradient is NaN or infinite, dense parameters included, and count
-            it in `skipped`, in place of raising `NonFiniteGradientError`.
+        embeddings: the embeddings it trains. An embedding has one optimizer only.
+        skip_nonfinite: skip a step in which a gradient is NaN or infinite, dense parameters included, and count it in
+            `skipped`, instead of raising `NonFiniteGradientError`.
 
     Raises:
         ValueError: an embedding is in no group, is given twice or has an optimizer already; or the class, or an option
@@ -49,15 +47,15 @@ class Optimizer:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, embeddings: Sequence[_Embedding], *, skip_nonfinite: bool = False
+        self, optimizer: torch.optim.Optimizer, embeddings: Sequence[TableEmbedding], *, skip_nonfinite: bool = False
     ):
         self.optimizer = optimizer
         self.embeddings = tuple(embeddings)
         self.skip_nonfinite = skip_nonfinite
         self.skipped = 0
-        """Steps left out because a gradient was not finite."""
+        """Steps that were skipped because a gradient was not finite."""
         self.taken = 0
-        """Steps made since this object was."""
+        """Steps made by this object."""
         self._rows: dict[EmbeddingStore, tuple[RowOptimizer, int]] = {}
         for embedding in self.embeddings:
             if embedding.store in self._rows:
@@ -69,7 +67,7 @@ class Optimizer:
         alone((embedding.store.step_lock for embedding in self.embeddings), self._attach)
 
     def _attach(self) -> None:
-        attached: list[_Embedding] = []
+        attached: list[TableEmbedding] = []
         with undisturbed:
             try:
                 for embedding in self.embeddings:
@@ -86,20 +84,20 @@ class Optimizer:
         return self.optimizer.param_groups
 
     def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, dict[str, Any]] | None:
-        """The row optimizer of a store and its parameter group as it is now; None for a store that is not here."""
+        """The row optimizer of a store and its parameter group as it is now; None if it is not trained here."""
         if store not in self._rows:
             return None
         row_optimizer, g = self._rows[store]
         return row_optimizer, self.optimizer.param_groups[g]
 
-    @torch._disable_dynamo  # as a lookup is
+    @torch._disable_dynamo  # torch.compile stays out of it, as out of a lookup
     def step(self) -> None:
         """Update the dense parameters and the rows looked up since the last step.
 
         Raises:
             NonFiniteGradientError: a gradient is NaN or infinite; no weight, state or count has changed. Ids that the
                 lookups have inserted stay, with their initial values.
-            What the torch optimizer or a hook of it raises: no row has changed, dense parameters are as far as it got.
+            What the torch optimizer or a hook of it raises: no row has changed; dense parameters may have.
         """
         in_step((embedding.store.step_lock for embedding in self.embeddings), self._step)
 
@@ -107,9 +105,9 @@ class Optimizer:
         for embedding in self.embeddings:
             embedding.store.turns.check(changes=True)
         leases = [list(embedding.pending) for embedding in self.embeddings]
-        grads = [ops.reduce_grads(some) for some in leases]
+        grads = [ops.reduce_grads(leases_of_embedding) for leases_of_embedding in leases]
         go = ops.check_finite([self], grads)
-        with undisturbed:  # an interrupt comes before the step or after all of it
+        with undisturbed:  # An interrupt comes before the step or after all of it.
             try:
                 groups = ops.step(self, go)
                 for grad in grads:
@@ -117,7 +115,8 @@ class Optimizer:
                 self.taken += go
                 self._drop_gradients()
             except BaseException as error:
-                if not isinstance(error, Exception):  # It was not held back, so it may be between rows and the others.
+                # Nothing holds such an exception back: it may have come between the update of rows and of parameters.
+                if not isinstance(error, Exception):
                     for embedding in self.embeddings:
                         embedding.store.turns.note(error)
                 raise
@@ -135,7 +134,7 @@ class Optimizer:
                 embedding.pending.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The torch optimizer's state; that of rows is in the embeddings' snapshots."""
+        """The torch optimizer's state; the state of rows is in the snapshots of embeddings."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -143,7 +142,7 @@ class Optimizer:
         self.optimizer.load_state_dict(state_dict)
 
 
-def _group_of(optimizer: torch.optim.Optimizer, embedding: _Embedding) -> int:
+def _group_of(optimizer: torch.optim.Optimizer, embedding: TableEmbedding) -> int:
     for g, group in enumerate(optimizer.param_groups):
         if any(parameter is embedding.weight for parameter in group["params"]):
             return g

@@ -4,47 +4,42 @@ import json
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Never, NotRequired, Self, TypedDict, cast
 
 import numpy as np
 import torch
 
+from oneemb.embedding_arguments import DTYPE_NAMES, check_arguments, initial_rows, state_width_of, store_plan
 from oneemb.graph import ops
-from oneemb.graph.ops.lookup import DTYPES
+from oneemb.graph.modules import embeddings_in
 from oneemb.graph.row_optimizers import RowOptimizer
-from oneemb.kernels import init_rows
-from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.threads import Threads
-from oneemb.options import (
-    CachedSsdStoreOptions,
-    ColumnOptions,
-    ConstantInitializer,
-    DeviceMemStoreOptions,
-    Initializer,
-    NormalInitializer,
-    StoreOptions,
-    TableOptions,
-    TruncNormalInitializer,
-    UniformInitializer,
-    normal_cdf,
-    to_json,
-)
+from oneemb.options import Initializer, NormalInitializer, StoreOptions, TableOptions, to_json
+from oneemb.stats import EmbeddingStats
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.step_lock import between_steps
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.snapshot_reader import read_snapshot_info
-from oneemb.storage.tiers.stack import StorePlan
 
-__all__ = ["MultiTableEmbedding", "MultiTableMultiColumnEmbedding"]
+__all__ = [
+    "MultiTableEmbedding", "MultiTableMultiColumnEmbedding", "SnapshotName", "TableEmbedding", "embeddings_of",
+]  # fmt: skip
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DEFAULT_INITIALIZER = NormalInitializer(0.0, 0.05)
-_STATE_KEY, _IDENTITY_KEY = "oneemb_snapshot", "oneemb_identity"
 
 
-class _TableEmbedding(torch.nn.Module):
-    """What both embedding modules are: T tables whose rows are C columns side by side."""
+class SnapshotName(TypedDict):
+    """What a state dict holds of an embedding's rows: the snapshot that has them."""
+
+    oneemb_snapshot: str | None
+    """None = there are no rows."""
+    oneemb_identity: NotRequired[str | None]
+    """Of this snapshot alone: names repeat from folder to folder and from run to run."""
+
+
+class TableEmbedding(torch.nn.Module):
+    """Base of both embedding modules: T tables whose rows are C columns side by side."""
 
     def __init__(
         self,
@@ -60,7 +55,7 @@ class _TableEmbedding(torch.nn.Module):
         num_threads: int | None,
     ):
         super().__init__()
-        _check_arguments(name, dim_C, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed)
+        check_arguments(name, dim_C, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed)
         self.name = name
         self.embedding_dim = sum(dim_C)
         self.dtype = dtype
@@ -72,20 +67,20 @@ class _TableEmbedding(torch.nn.Module):
         self.seed = seed
         self.store = EmbeddingStore(
             dim=self.embedding_dim,
-            dtype=_NAMES[dtype],
-            initial=_initial_rows(seed, dim_C, self.tables, default_initializer or _DEFAULT_INITIALIZER),
-            plan=_store_plan(store_options),
+            dtype=DTYPE_NAMES[dtype],
+            initial=initial_rows(seed, dim_C, self.tables, default_initializer or _DEFAULT_INITIALIZER),
+            plan=store_plan(store_options),
             threads=Threads(num_threads),
         )
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        """Stands for all rows in parameter lists, so that any torch optimizer can be made on it; never has a grad."""
+        """Stands for all rows in parameter lists, so that a torch optimizer can be given it; never has a grad."""
         self.weight.embedding_name = name  # type: ignore[attr-defined]
         self.row_optimizer: RowOptimizer | None = None
-        """Whose state the rows hold; set by `oneemb.Optimizer` and `TrainGraph.add_optimizer`."""
+        """How the rows are updated; set by `oneemb.Optimizer` and `TrainGraph.add_optimizer`."""
         self.pending: list[ops.Lease] = []
-        """Lookups whose gradient has come and whose update has not, in the order the gradients came."""
-        self._saved: tuple[dict[str, str], int] | None = None
-        """What names the snapshot that holds the rows as they are, and at which change."""
+        """Lookups that have a gradient and wait for their update, in the order in which the gradients came."""
+        self._saved: tuple[SnapshotName, int] | None = None
+        """The snapshot saved or loaded last, and the store's count of changes then."""
         if existing := self.store.snapshots():
             warnings.warn(
                 f"embedding {name!r} starts empty, though {self.store.plan.persistent_path} holds the snapshots"
@@ -95,8 +90,8 @@ class _TableEmbedding(torch.nn.Module):
 
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
-    # A model around it may be compiled: torch.compile goes around the lookup, and not into the loops below it. This is
-    # torch.compiler.disable, as torch.optim has it: what takes a second to import is imported by the first call.
+    # torch.compile of a model around the embedding must not look into the loops of a lookup. This decorator is
+    # torch.compiler.disable as torch.optim uses it: the import, which takes a second, is left to the first call.
     @torch._disable_dynamo
     def forward(
         self,
@@ -104,32 +99,32 @@ class _TableEmbedding(torch.nn.Module):
         table_ids: torch.Tensor | None = None,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
-        pooling: str = "sum",
+        pooling: Literal["sum", "mean"] = "sum",
     ) -> torch.Tensor:
-        """Look ids up, one by one or, with `offsets`, pooled in bags.
+        """The rows of ids, one for each id or, with `offsets`, one for each bag of ids.
 
-        In training mode unknown ids are inserted, beginning with their initial values; in eval mode they read as
-        those same values and nothing is inserted.
+        In training mode unknown ids are inserted with their initial values; in eval mode they read as the same values
+        and nothing is inserted.
 
         Args:
-            ids: integers of `key_type`, where the embedding is. Shape [B, T]: column t is looked up in table t. With
-                one table, or with `table_ids`, any shape. Every integer is legal.
-                With `offsets`, [N].
+            ids: integers of `key_type`, on the device of the embedding. Shape [B, T]: column t is looked up in table
+                t. With one table, or with `table_ids`, any shape. With `offsets`, [N]. Every integer is legal.
             table_ids: the table, 0 to T-1, of each id: integers of the shape of `ids` or one that broadcasts to it.
                 With `offsets`, the table of each bag, [P], or one for all bags.
             offsets: int64 [P + 1], from 0 to N: bag p holds ids[offsets[p]:offsets[p + 1]], any number of ids.
                 Without `table_ids` bags lie sample by sample: P = B * T, and bag p is looked up in table p % T.
             per_sample_weights: float32 [N]; each id's weights are multiplied by it before a sum. It gets a gradient.
-            pooling: "sum" or "mean" of a bag's ids. Those equal to `padding_idx` count for nothing.
+            pooling: "sum" or "mean" of a bag's ids. Those equal to `padding_idx` are left out.
 
         Returns:
             [*ids.shape, D] of the embedding's dtype, which `model.half()` and the like do not change; zeros where an id
-            equals `padding_idx`. Of bags, [B, T, D], or [P, D] with `table_ids` or one table; zeros for an empty bag.
-            A bag's rows are summed in float32 and rounded once.
+            equals `padding_idx`. For bags [B, T, D], or [P, D] with `table_ids` or one table; zeros for an empty bag.
+            The rows of a bag are summed in float32 and rounded once.
 
         Raises:
             TypeError, ValueError: dtype, device, shape or range is not as above; nothing was inserted.
-            StoreFullError: the rows of the step do not fit in the cache, or capacity is reached; nothing was inserted.
+            StoreFullError: the rows of the step do not fit in the cache, or the store's capacity is reached; nothing
+                was inserted.
         """
         has_gradient = self.training and torch.is_grad_enabled() and self.weight.requires_grad
         if not has_gradient and offsets is None and per_sample_weights is None and pooling == "sum":
@@ -152,6 +147,9 @@ class _TableEmbedding(torch.nn.Module):
             rows.register_hook(self._refuse_gradient)
         return rows
 
+    if TYPE_CHECKING:
+        __call__ = forward  # Editors see `forward` where torch.nn.Module has Callable[..., Any].
+
     def _refuse_gradient(self, grad: torch.Tensor) -> None:
         raise RuntimeError(
             f"a gradient reached embedding {self.name!r}, which has no optimizer; make one with"
@@ -168,9 +166,9 @@ class _TableEmbedding(torch.nn.Module):
             ValueError: `size_factor` or `storage_dim` of the store options is too small for it.
             StorageError: the rows already hold another optimizer's state, or the path is in use.
         """
-        need = row_optimizer.state_width(self.embedding_dim)
-        state = np.zeros(_state_width(self.store_options, self.embedding_dim, row_optimizer.name, need), np.float32)
-        state[:need] = row_optimizer.initial_state(self.embedding_dim)
+        needed = row_optimizer.state_width(self.embedding_dim)
+        state = np.zeros(state_width_of(self.store_options, self.embedding_dim, row_optimizer.name, needed), np.float32)
+        state[:needed] = row_optimizer.initial_state(self.embedding_dim)
         self.store.attach(row_optimizer.name, state)
         self.row_optimizer = row_optimizer
 
@@ -179,28 +177,29 @@ class _TableEmbedding(torch.nn.Module):
     def save_snapshot(self, name: str, *, overwrite: bool = False) -> None:
         """Save all rows and the optimizer's state, durably, under a name in `persistent_path`.
 
-        The snapshot is there as a whole when the call returns, or not at all. Later training does not change it.
+        When the call returns, the snapshot is complete; if it raises, there is none. Later training does not change it.
 
         Args:
-            name: any text; it names a file, percent-encoded.
+            name: any text; percent-encoded it is the name of a file.
             overwrite: replace a snapshot of this name, atomically.
 
         Raises:
-            StorageError: the name is taken or not a name, or the disk fails; the snapshots there are whole.
+            StorageError: the name is taken or cannot be a name, or the disk fails; the snapshots there stay whole.
         """
         changes = self.store.changes
-        info = self.store.save_snapshot(name, self._describe(), overwrite=overwrite)
-        self._saved = {_STATE_KEY: info.name, _IDENTITY_KEY: info.identity}, changes
+        info = self.store.save_snapshot(name, self.description(), overwrite=overwrite)
+        self._saved = {"oneemb_snapshot": info.name, "oneemb_identity": info.identity}, changes
 
     def load_snapshot(self, name: str) -> None:
-        """Go on from a snapshot: its rows, optimizer state and step take the place of those here.
+        """Go on from a snapshot: its rows, optimizer state and step replace those of the embedding.
 
-        A snapshot without state, such as pretrained vectors, gets the state of new rows and begins at step 0.
+        If the snapshot has no state, such as one of pretrained vectors, its rows get the state of new rows, and the
+        embedding begins at step 0.
 
         Raises:
             StorageError: there is no snapshot of this name (the message names those there are), or its rows have
-                another width, dtype or optimizer, or are of more tables; the rows here are as they were.
-            KeyboardInterrupt: the rows here are as they were; or, where some had been replaced, every call raises
+                another width, dtype or optimizer, or are of more tables; the embedding's rows are as they were.
+            KeyboardInterrupt: the embedding's rows are as they were; or, if some had been replaced, every call raises
                 `BrokenStoreError` until another load.
         """
         changed = between_steps((self.store.step_lock,), "load_snapshot", lambda: self._load(name))
@@ -212,30 +211,31 @@ class _TableEmbedding(torch.nn.Module):
             )
 
     def _load(self, name: str) -> list[str]:
-        """Returns what this embedding has otherwise than the one that saved the snapshot."""
+        """Load, and return which of seed and tables differ from those of the embedding that saved the snapshot."""
         info = read_snapshot_info(self.store.plan.persistent_path, name)
-        saved = self._check_tables(info)
-        whole = self.store.load_snapshot(name)
-        own = self._describe()
-        own["tables"] = own["tables"][: len(saved.get("tables", ()))]
+        theirs = self._check_tables(info)
+        as_saved = self.store.load_snapshot(name)
+        ours = self.description()
+        ours["tables"] = ours["tables"][: len(theirs.get("tables", ()))]  # Further tables here are no difference.
         self.pending.clear()
-        self._saved = ({_STATE_KEY: name, _IDENTITY_KEY: info.identity}, self.store.changes) if whole else None
-        return [key for key in ("seed", "tables") if key in saved and saved[key] != own[key]]
+        snapshot: SnapshotName = {"oneemb_snapshot": name, "oneemb_identity": info.identity}
+        self._saved = (snapshot, self.store.changes) if as_saved else None
+        return [key for key in ("seed", "tables") if key in theirs and theirs[key] != ours[key]]
 
     def check_fits(self, name: str) -> None:
-        """Raise StorageError unless `load_snapshot` would find this snapshot, and rows in it that fit."""
+        """Raise StorageError unless there is a snapshot of this name whose rows fit, as `load_snapshot` does."""
         self._check_tables(read_snapshot_info(self.store.plan.persistent_path, name))
         self.store.check_fits(name)
 
     def _check_tables(self, info: SnapshotInfo) -> dict[str, Any]:
-        """What the embedding that saved a snapshot said of itself, if it had no more tables than this one."""
-        saved = info.meta.get("embedding") or {}
-        if len(saved.get("tables", ())) > self.num_tables:
+        """The description that a snapshot was saved with, {} if it has none; an error if it has too many tables."""
+        description = info.meta.get("embedding") or {}
+        if len(description.get("tables", ())) > self.num_tables:
             raise StorageError(
-                f"snapshot {info.name!r} holds rows of {len(saved['tables'])} tables, embedding {self.name!r} has"
+                f"snapshot {info.name!r} holds rows of {len(description['tables'])} tables, embedding {self.name!r} has"
                 f" {self.num_tables}; make it with all of them"
             )
-        return saved
+        return description
 
     def delete_snapshot(self, name: str) -> None:
         """Delete a snapshot and free the disk space only it used.
@@ -243,15 +243,16 @@ class _TableEmbedding(torch.nn.Module):
         Raises:
             StorageError: there is no snapshot of this name.
         """
-        if self._saved is not None and self._saved[0][_STATE_KEY] == name:
-            self._saved = None  # Before it goes: whatever comes between, no state dict may name it.
+        if self._saved is not None and self._saved[0]["oneemb_snapshot"] == name:
+            self._saved = None  # First of all: no state dict may name a snapshot that is gone, whatever interrupts.
         self.store.delete_snapshot(name)
 
     def snapshots(self) -> list[str]:
         """Names of the snapshots in `persistent_path`, oldest first."""
         return self.store.snapshots()
 
-    def _describe(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
+        """What snapshots say of the embedding that saved them."""
         return {
             "name": self.name,
             "key_type": str(self.key_type).removeprefix("torch."),
@@ -260,40 +261,40 @@ class _TableEmbedding(torch.nn.Module):
             "seed": self.seed,
         }
 
-    def get_extra_state(self) -> dict[str, str | None]:
-        """What `state_dict()` carries for the rows: name and identity of a snapshot that holds them as they are now.
+    def get_extra_state(self) -> SnapshotName:
+        """What `state_dict()` holds of the rows: name and identity of a snapshot that has them as they are now.
 
-        Saves one, named `state-<step>-<digits>`, unless the last one saved or loaded still holds them. None of them is
-        deleted by itself, as a state dict that someone keeps, or has written to a file, may name any of them: delete
-        with `delete_snapshot` those that no such state dict needs any more.
+        Saves one, named `state-<step>-<digits>`, unless the last one saved or loaded still has the rows as they are.
+        These snapshots stay until `delete_snapshot`: a state dict that is kept, or was written to a file, may name any
+        of them.
         """
         if self.store.changes == 0:
-            return {_STATE_KEY: None}
+            return {"oneemb_snapshot": None}
         if self._saved is None or self._saved[1] != self.store.changes:
             self.save_snapshot(f"state-{self.store.step:012d}-{uuid.uuid4().hex[:8]}")
         assert self._saved is not None
-        return dict(self._saved[0])
+        return self._saved[0].copy()
 
-    def set_extra_state(self, state: dict[str, str | None]) -> None:
+    def set_extra_state(self, state: SnapshotName) -> None:
         """Load the snapshot that a state dict names.
 
         Raises:
             StorageError: it is not in `persistent_path`, or the one of that name there is another run's; the message
                 says what is there.
         """
-        name = state[_STATE_KEY]
+        name = state["oneemb_snapshot"]
         if name is None:
             self.clear()
         else:
-            self.store.check_snapshot(name, state.get(_IDENTITY_KEY), f"a state dict of embedding {self.name!r}")
+            self.store.check_snapshot(name, state.get("oneemb_identity"), f"a state dict of embedding {self.name!r}")
             self.load_snapshot(name)
 
-    # ---- the rest ---------------------------------------------------------------------------------------------------
+    # ---- rows, counters, memory -------------------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Forget every row and the optimizer's steps: all ids are new again. Snapshots stay.
 
-        It also mends an embedding whose calls raise `BrokenStoreError`, as `load_snapshot` does.
+        An embedding whose calls raise `BrokenStoreError` can be used again afterwards, as after `load_snapshot`.
         """
         between_steps((self.store.step_lock,), "clear", self._clear)
 
@@ -302,7 +303,7 @@ class _TableEmbedding(torch.nn.Module):
         self.pending.clear()
         self._saved = None
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> EmbeddingStats:
         """Sizes now and counters since the tiers were made.
 
         Returns:
@@ -311,8 +312,8 @@ class _TableEmbedding(torch.nn.Module):
         """
         stats = self.store.stats()
         hot = stats.get("device", {"hits": 0, "misses": 0})
-        stats["hit_rate"] = hot["hits"] / max(1, hot["hits"] + hot["misses"])
-        return stats
+        hit_rate = hot["hits"] / max(1, hot["hits"] + hot["misses"])
+        return cast(EmbeddingStats, {**stats, "hit_rate": hit_rate})
 
     def close(self) -> None:
         """Free memory, files and the lock on `persistent_path`. Rows that no snapshot holds are gone."""
@@ -325,7 +326,7 @@ class _TableEmbedding(torch.nn.Module):
         )
 
     def check_apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """What a conversion of the module, such as `to` or `half`, makes of the weight. Changes nothing.
+        """The weight as a conversion of the module, such as `to` or `half`, would make it. Changes nothing.
 
         Raises:
             RuntimeError, NotImplementedError: rows cannot be moved where the conversion moves its parameters.
@@ -333,7 +334,7 @@ class _TableEmbedding(torch.nn.Module):
         moved, failure = self.weight.detach(), None
         try:
             moved = fn(moved)
-        except (AssertionError, RuntimeError) as error:  # A torch without the device that was asked for.
+        except (AssertionError, RuntimeError) as error:  # This build of torch lacks the device that was asked for.
             failure = error
         if failure is not None:
             raise RuntimeError(f"embedding {self.name!r} cannot move: {_why_no_gpu(failure)}") from failure
@@ -348,11 +349,11 @@ class _TableEmbedding(torch.nn.Module):
             )
         return moved
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         try:
             moved = self.check_apply(fn)
-        except RuntimeError as error:  # and NotImplementedError, which is one
-            # torch converts a model part by part, and asks nobody before it begins. A graph does.
+        except RuntimeError as error:  # NotImplementedError is one too.
+            # torch converts a model module by module and cannot ask all of them first, as a graph does.
             raise type(error)(
                 f"{error}. Parts of the model that come before this embedding, if any do, are converted already; those"
                 " on meta have lost their values: load them again"
@@ -365,17 +366,22 @@ class _TableEmbedding(torch.nn.Module):
             )
         if moved.device != self.weight.device:
             self.store.move_to(moved.device)
-        # The weight stands for the rows, whose dtype is fixed.
+        # The weight keeps its dtype, as the rows that it stands for keep theirs.
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: object) -> Never:
         raise TypeError(f"embedding {self.name!r} cannot be copied: its rows live in {self.store.plan.persistent_path}")
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Never:
         raise TypeError(f"embedding {self.name!r} cannot be pickled; save its state_dict(), which names a snapshot")
 
 
-class MultiTableEmbedding(_TableEmbedding):
+def embeddings_of(module: torch.nn.Module) -> dict[str, TableEmbedding]:
+    """The embeddings below a module, by qualified name, each once."""
+    return cast(dict[str, TableEmbedding], embeddings_in(module))  # The graph package cannot import this class.
+
+
+class MultiTableEmbedding(TableEmbedding):
     """Embedding tables of one width, keyed by (table, id), that grow with the ids they meet.
 
     Args:
@@ -427,7 +433,7 @@ class MultiTableEmbedding(_TableEmbedding):
         )  # fmt: skip
 
 
-class MultiTableMultiColumnEmbedding(_TableEmbedding):
+class MultiTableMultiColumnEmbedding(TableEmbedding):
     """Embedding tables whose rows are several columns side by side, each with an initializer of its own.
 
     Args:
@@ -469,129 +475,3 @@ def _why_no_gpu(failure: BaseException) -> str:
     except (ImportError, RuntimeError) as reason:
         return str(reason)
     return str(failure)
-
-
-def _check_arguments(
-    name: str,
-    dim_C: Sequence[int],
-    dtype: torch.dtype,
-    key_type: torch.dtype,
-    tables: Sequence[TableOptions],
-    store_options: StoreOptions,
-    default_initializer: Initializer | None,
-    padding_idx: int | None,
-    seed: int,
-) -> None:
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"name must be a word, got {name!r}")
-    if not dim_C or any(isinstance(dim, bool) or not isinstance(dim, int) or dim < 1 for dim in dim_C):
-        raise ValueError(f"embedding_dim must be 1 or more, got {list(dim_C)}")
-    if dtype not in _NAMES:
-        raise TypeError(f"dtype must be torch.float32, float16 or bfloat16, got {dtype}")
-    if key_type not in (torch.int64, torch.int32):
-        raise TypeError(f"key_type must be torch.int64 or torch.int32, got {key_type}")
-    if not tables or not all(isinstance(table, TableOptions) for table in tables):
-        raise TypeError(f"tables must be a list of one or more oneemb.make_table(...), got {tables!r}")
-    if len(tables) > TABLE_MAX + 1:
-        raise ValueError(f"an embedding has at most {TABLE_MAX + 1} tables, got {len(tables)}")
-    for t, table in enumerate(tables):
-        if len(table.columns) not in (1, len(dim_C)):
-            raise ValueError(f"table {t} has {len(table.columns)} columns, embedding_dim has {len(dim_C)}")
-        for column in table.columns:
-            if column.initializer is not None:
-                _check_range(f"table {t}", column.initializer, dtype)
-    if default_initializer is not None:
-        if not isinstance(default_initializer, Initializer):
-            raise TypeError(
-                f"default_initializer must be made by one of oneemb.make_*_initializer, got {default_initializer!r}"
-            )
-        _check_range("default_initializer", default_initializer, dtype)
-    if not isinstance(store_options, StoreOptions):
-        raise TypeError(f"store_options must be made by one of oneemb.make_*_store_options, got {store_options!r}")
-    if len(store_options.persistent_path) != 1:
-        raise ValueError(
-            f"persistent_path names {len(store_options.persistent_path)} folders, one a rank; this job has 1 rank"
-        )
-    limits = torch.iinfo(key_type)
-    if padding_idx is not None and (isinstance(padding_idx, bool) or not isinstance(padding_idx, int)):
-        raise TypeError(f"padding_idx must be an int or None, got {padding_idx!r}")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed must be an int, got {seed!r}")
-    if padding_idx is not None and not limits.min <= padding_idx <= limits.max:
-        raise ValueError(f"padding_idx must be a {key_type}, got {padding_idx}")
-    if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"seed must fit in 64 bits, got {seed}")
-
-
-def _initial_rows(
-    seed: int, dim_C: Sequence[int], tables: Sequence[TableOptions], default: Initializer
-) -> init_rows.InitialRows:
-    kind_TC = np.empty((len(tables), len(dim_C)), np.int64)
-    param_TC4 = np.zeros((len(tables), len(dim_C), 4))
-    for t, table in enumerate(tables):
-        for c in range(len(dim_C)):
-            column: ColumnOptions = table.columns[c if len(table.columns) > 1 else 0]
-            kind_TC[t, c], params = _encode(column.initializer or default)
-            param_TC4[t, c, : len(params)] = params
-    return init_rows.InitialRows(seed % 2**64, kind_TC, param_TC4, np.cumsum(dim_C, dtype=np.int64))
-
-
-def _encode(initializer: Initializer) -> tuple[int, list[float]]:
-    match initializer:
-        case ConstantInitializer(value):
-            return init_rows.CONSTANT, [value]
-        case UniformInitializer(low, high):
-            return init_rows.UNIFORM, [low, high]
-        case NormalInitializer(mean, std):
-            return init_rows.NORMAL, [mean, std]
-        case TruncNormalInitializer(mean, std, a, b):
-            return init_rows.TRUNC_NORMAL, [mean, std, *(normal_cdf((bound - mean) / std) for bound in (a, b))]
-
-
-def _check_range(what: str, initializer: Initializer, dtype: torch.dtype) -> None:
-    """Raise ValueError if weights may begin infinite: float16 ends at 65504."""
-    match initializer:
-        case ConstantInitializer(value):
-            largest = abs(value)
-        case UniformInitializer(low, high):
-            largest = max(abs(low), abs(high))
-        case NormalInitializer(mean, std):
-            largest = abs(mean) + 7 * std  # No draw from 32 bits lies farther out.
-        case TruncNormalInitializer(_, _, a, b):
-            largest = max(abs(a), abs(b))
-    if largest > torch.finfo(dtype).max:
-        raise ValueError(
-            f"{what} begins with weights up to {largest:g}, {dtype} holds at most {torch.finfo(dtype).max:g}; choose a"
-            " narrower initializer or another dtype"
-        )
-
-
-def _store_plan(options: StoreOptions) -> StorePlan:
-    cache_bytes = None if isinstance(options, DeviceMemStoreOptions) else options.cache_budget_mb * 2**20
-    if isinstance(options, CachedSsdStoreOptions):
-        host_bytes: int | None = options.host_cache_budget_mb * 2**20
-    else:
-        host_bytes = 0 if isinstance(options, DeviceMemStoreOptions) else None
-    (path,) = options.persistent_path
-    policy = "lfu" if isinstance(options, DeviceMemStoreOptions) else options.cache_policy
-    return StorePlan(path, cache_bytes, host_bytes, options.capacity, options.physical_block_size, policy)
-
-
-def _state_width(options: StoreOptions, dim: int, optimizer: str, need: int) -> int:
-    """Values of state a row has room for: as given, or as needed."""
-    if options.storage_dim is not None:
-        if options.storage_dim < dim + need:
-            raise ValueError(
-                f"storage_dim={options.storage_dim} is too small for {optimizer!r}: rows of {dim} weights need"
-                f" storage_dim={dim + need}; give that, or leave it out"
-            )
-        return options.storage_dim - dim
-    if options.size_factor is not None:
-        factor = -(-(dim + need) // dim)
-        if options.size_factor < factor:
-            raise ValueError(
-                f"size_factor={options.size_factor} is too small for {optimizer!r}: rows of {dim} weights need"
-                f" size_factor={factor}; give that, or leave it out"
-            )
-        return (options.size_factor - 1) * dim
-    return need

@@ -1,15 +1,15 @@
 """Optimizers that torch.optim lacks: Ftrl, RowWiseAdagrad, SmartDecayAdam.
 
-Each steps ordinary dense parameters in plain torch operations, and says through `row_optimizer` how the rows of an
-embedding are stepped, so one optimizer object may hold both. A row of an embedding that has a gradient at every
-step moves as a row of a dense parameter does.
+Each steps dense parameters in plain torch operations; its `row_optimizer` tells how the rows of an embedding are
+stepped, so one optimizer may hold both. A row of an embedding that has a gradient at every step is updated as a row of
+a dense parameter is.
 
 State of a dense parameter has the parameter's dtype, as in torch.optim; state of an embedding's row is float32.
 """
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -17,14 +17,17 @@ from oneemb.graph.row_optimizers import RowOptimizer, ftrl_rows, row_wise_adagra
 
 __all__ = ["Ftrl", "RowWiseAdagrad", "SmartDecayAdam"]
 
-Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+# A param group of torch.optim: the parameters, and options of any type.
+_Group = dict[str, Any]
+_Params = Iterable[torch.Tensor] | Iterable[_Group]
+T = TypeVar("T")
 
 
 class _Optimizer(torch.optim.Optimizer):
-    """Walks over the groups and their parameters; a subclass checks a group and steps one parameter."""
+    """Steps each parameter of each group; a subclass checks a group's options and steps a single parameter."""
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group. Options that it does not give are those of the constructor.
+    def add_param_group(self, param_group: _Group) -> None:
+        """Add a param group. Options that it lacks are those of the constructor.
 
         Raises:
             ValueError: an option is out of range.
@@ -32,8 +35,14 @@ class _Optimizer(torch.optim.Optimizer):
         self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], T]) -> T: ...
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], T] | None = None) -> T | None:
         """Step every parameter that has a gradient.
 
         Args:
@@ -65,13 +74,13 @@ class _Optimizer(torch.optim.Optimizer):
                 self._step(param, grad, self.state[param], group)
         return loss
 
-    def _check(self, group: dict[str, Any]) -> None:
+    def _check(self, group: _Group) -> None:
         raise NotImplementedError
 
-    def _begin(self, group: dict[str, Any]) -> None:
-        """Called once a step for each group, before its parameters."""
+    def _begin(self, group: _Group) -> None:
+        """Called at each step for each group, before its parameters are stepped."""
 
-    def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
         raise NotImplementedError
 
 
@@ -107,7 +116,7 @@ class RowWiseAdagrad(_Optimizer):
 
     def __init__(
         self,
-        params: Params,
+        params: _Params,
         lr: float = 1e-2,
         weight_decay: float = 0.0,
         initial_accumulator_value: float = 0.0,
@@ -116,15 +125,15 @@ class RowWiseAdagrad(_Optimizer):
         defaults = dict(lr=lr, weight_decay=weight_decay, initial_accumulator_value=initial_accumulator_value, eps=eps)
         super().__init__(params, defaults)
 
-    def row_optimizer(self, group: dict[str, Any]) -> RowOptimizer:
+    def row_optimizer(self, group: _Group) -> RowOptimizer:
         """How an embedding's rows in this group are stepped."""
         return row_wise_adagrad_rows(group)
 
-    def _check(self, group: dict[str, Any]) -> None:
+    def _check(self, group: _Group) -> None:
         for option in ("lr", "weight_decay", "initial_accumulator_value", "eps"):
             _check_at_least_0(self, group, option)
 
-    def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
         if not state:
             state["acc"] = param.new_full(param.shape[:1], group["initial_accumulator_value"])
         acc = state["acc"]
@@ -140,8 +149,8 @@ class Ftrl(_Optimizer):
         z' = z + g - (n'^p - n^p) / lr * w                               p = -lr_power
         w' = (sign(z') * lambda1 - z') / ((beta + n'^p) / lr + lambda2)  where |z'| > lambda1, else 0
 
-    The weight is a function of z and n, and z starts at 0, which stands for the weight 0: what a weight is before
-    its first step counts in that step only. Embeddings trained with Ftrl are best initialised with small values.
+    The weight is a function of z and n, and z begins at 0, which stands for the weight 0: the initial value of a weight
+    matters in its first step only. Embeddings trained with Ftrl are best initialised with small values.
 
     Args:
         params: parameters, or dicts that define groups of them.
@@ -162,7 +171,7 @@ class Ftrl(_Optimizer):
 
     def __init__(
         self,
-        params: Params,
+        params: _Params,
         lr: float = 1e-3,
         weight_decay: float = 0.0,
         lr_power: float = -0.5,
@@ -182,11 +191,11 @@ class Ftrl(_Optimizer):
         )
         super().__init__(params, defaults)
 
-    def row_optimizer(self, group: dict[str, Any]) -> RowOptimizer:
+    def row_optimizer(self, group: _Group) -> RowOptimizer:
         """How an embedding's rows in this group are stepped."""
         return ftrl_rows(group)
 
-    def _check(self, group: dict[str, Any]) -> None:
+    def _check(self, group: _Group) -> None:
         for option in ("weight_decay", "initial_accumulator_value", "lambda1", "lambda2", "beta"):
             _check_at_least_0(self, group, option)
         if not (group["lr"] > 0 and math.isfinite(group["lr"])):
@@ -194,13 +203,13 @@ class Ftrl(_Optimizer):
         if not -math.inf < group["lr_power"] <= 0:
             raise ValueError(f"Ftrl: lr_power must be at most 0 and finite, got {group['lr_power']}")
 
-    def _begin(self, group: dict[str, Any]) -> None:
+    def _begin(self, group: _Group) -> None:
         if not group["lr"] > 0:
             raise ValueError(
                 f"Ftrl divides by lr, so lr must be above 0, got {group['lr']}; let the scheduler end above 0"
             )
 
-    def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
         if not state:
             state["n"] = torch.full_like(param, group["initial_accumulator_value"])
             state["z"] = torch.zeros_like(param)
@@ -215,7 +224,7 @@ class Ftrl(_Optimizer):
 
 
 class SmartDecayAdam(_Optimizer):
-    """Adam for rows that have a gradient now and then: a row catches up with the steps that it sat out.
+    """Adam for rows that rarely have a gradient: a row catches up with the steps at which it had none.
 
     With k = the steps since the row's last gradient:
 
@@ -242,7 +251,7 @@ class SmartDecayAdam(_Optimizer):
 
     def __init__(
         self,
-        params: Params,
+        params: _Params,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -250,21 +259,21 @@ class SmartDecayAdam(_Optimizer):
     ):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
-    def row_optimizer(self, group: dict[str, Any]) -> RowOptimizer:
+    def row_optimizer(self, group: _Group) -> RowOptimizer:
         """How an embedding's rows in this group are stepped."""
         return smart_decay_adam_rows(group)
 
-    def _check(self, group: dict[str, Any]) -> None:
+    def _check(self, group: _Group) -> None:
         for option in ("lr", "eps", "weight_decay"):
             _check_at_least_0(self, group, option)
         for i, beta in enumerate(group["betas"]):
             if not 0 <= beta < 1:
                 raise ValueError(f"SmartDecayAdam: betas[{i}] must be at least 0 and below 1, got {beta}")
 
-    def _begin(self, group: dict[str, Any]) -> None:
+    def _begin(self, group: _Group) -> None:
         group["step"] = group.get("step", 0) + 1
 
-    def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
         if not state:
             state["last_step"] = 0
             state["m"] = torch.zeros_like(param)
@@ -278,7 +287,7 @@ class SmartDecayAdam(_Optimizer):
         param.addcdiv_(m + owed, v.sqrt().add_(group["eps"]), value=-group["lr"])
 
 
-def _check_at_least_0(optimizer: torch.optim.Optimizer, group: dict[str, Any], option: str) -> None:
+def _check_at_least_0(optimizer: torch.optim.Optimizer, group: _Group, option: str) -> None:
     value = group[option]
     if not 0 <= value < math.inf:
         raise ValueError(f"{type(optimizer).__name__}: {option} must be at least 0 and finite, got {value}")

@@ -1,10 +1,10 @@
-"""What users say about tables and stores: frozen, checked when made, and equal after a trip through JSON.
+"""Options of tables and stores: immutable, checked when they are made, and equal when they come back from JSON.
 
     tables = [make_table(make_normal_initializer(std=0.01)) for _ in range(26)]
     store = make_cached_ssd_store_options(cache_budget_mb=4096, persistent_path="/nvme/items")
 
-Names and arguments are OneEmbedding's. `size_factor` and `storage_dim` may be left out: the optimizer says how much
-state a row needs.
+Names and arguments are those of OneFlow's one_embedding. `size_factor` and `storage_dim` may be left out: the optimizer
+says how much state a row needs.
 """
 
 import json
@@ -12,13 +12,13 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from typing import Any, Literal, cast
 
-from oneemb.storage.fs import absolute_path
+from oneemb.storage.fs import AnyPath, absolute_path
 
 __all__ = [
-    "CachedHostMemStoreOptions", "CachedSsdStoreOptions", "ColumnOptions", "ConstantInitializer",
-    "DeviceMemStoreOptions", "Initializer", "NormalInitializer", "StoreOptions", "TableOptions",
+    "CachePolicy", "CachedHostMemStoreOptions", "CachedSsdStoreOptions", "ColumnOptions", "ConstantInitializer",
+    "DeviceMemStoreOptions", "Initializer", "NormalInitializer", "Options", "StoreOptions", "TableOptions",
     "TruncNormalInitializer", "UniformInitializer", "from_json", "make_cached_host_mem_store_options",
     "make_cached_ssd_store_options", "make_column_options", "make_constant_initializer",
     "make_device_mem_store_options", "make_normal_initializer", "make_table", "make_table_options",
@@ -67,7 +67,7 @@ class NormalInitializer:
 
 @dataclass(frozen=True)
 class TruncNormalInitializer:
-    """Weights begin normal with this mean and standard deviation, given that they lie between `a` and `b`."""
+    """Weights begin normal with this mean and standard deviation, truncated to values from `a` to `b`."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -130,7 +130,7 @@ def make_trunc_normal_initializer(
 
 @dataclass(frozen=True)
 class ColumnOptions:
-    """One column of a row and how its weights begin; None = the embedding's default initializer."""
+    """One column of a row: how its weights begin. None = by the embedding's default initializer."""
 
     initializer: Initializer | None = None
 
@@ -141,7 +141,7 @@ class ColumnOptions:
 
 @dataclass(frozen=True)
 class TableOptions:
-    """One logical table: its columns, one unless the embedding is a MultiTableMultiColumnEmbedding."""
+    """One logical table: its columns, a single one except for MultiTableMultiColumnEmbedding."""
 
     columns: tuple[ColumnOptions, ...]
 
@@ -183,10 +183,12 @@ make_table = make_table_options
 
 # ---- stores ---------------------------------------------------------------------------------------------------------
 
+CachePolicy = Literal["lfu", "lru"]
+
 
 @dataclass(frozen=True)
 class DeviceMemStoreOptions:
-    """Every row in device memory; the path holds snapshots. Made by `make_device_mem_store_options`."""
+    """All rows in device memory; the path holds snapshots. Made by `make_device_mem_store_options`."""
 
     persistent_path: tuple[str, ...]
     capacity: int | None = None
@@ -209,10 +211,11 @@ class CachedHostMemStoreOptions:
     size_factor: int | None = None
     storage_dim: int | None = None
     physical_block_size: int = 4096
-    cache_policy: str = "lfu"
+    cache_policy: CachePolicy = "lfu"
 
     def __post_init__(self) -> None:
         _check_store(self)
+        _check_cache(self)
 
 
 @dataclass(frozen=True)
@@ -227,14 +230,16 @@ class CachedSsdStoreOptions:
     storage_dim: int | None = None
     physical_block_size: int = 4096
     host_cache_budget_mb: int = 0
-    cache_policy: str = "lfu"
+    cache_policy: CachePolicy = "lfu"
 
     def __post_init__(self) -> None:
         _check_store(self)
+        _check_cache(self)
 
 
 StoreOptions = DeviceMemStoreOptions | CachedHostMemStoreOptions | CachedSsdStoreOptions
-_Paths = str | bytes | os.PathLike | Sequence[str | bytes | os.PathLike]
+Options = Initializer | ColumnOptions | TableOptions | StoreOptions
+_Paths = AnyPath | Sequence[AnyPath]
 
 
 def make_device_mem_store_options(
@@ -244,15 +249,15 @@ def make_device_mem_store_options(
     storage_dim: int | None = None,
     physical_block_size: int = 4096,
 ) -> DeviceMemStoreOptions:
-    """Keep every row in device memory (main memory on a CPU).
+    """Options of a store that keeps every row in device memory (main memory on a CPU).
 
     Args:
-        persistent_path: folder for snapshots, made if it is not there; or a list of them, one a rank.
+        persistent_path: folder for snapshots, made if it does not exist; or a list of folders, one for each rank.
         capacity: rows of all tables together at most; None = as many as the memory holds. Memory is taken as rows
             come, not at once.
-        size_factor: values of a row as a multiple of its weights. None = what the optimizer needs; if it is given
-            and the optimizer needs more, attaching the optimizer is an error that says how much.
-        storage_dim: values of a row, in place of size_factor; -1 is None.
+        size_factor: values of a row as a multiple of its weights. None = what the optimizer needs. If it is too small
+            for the optimizer, attaching the optimizer is an error that says how much is needed.
+        storage_dim: values of a row, an alternative to size_factor; -1 is None.
         physical_block_size: bytes of the disk's block, 512 or 4096.
 
     Raises:
@@ -268,16 +273,16 @@ def make_cached_host_mem_store_options(
     size_factor: int | None = None,
     storage_dim: int | None = None,
     physical_block_size: int = 4096,
-    cache_policy: str = "lfu",
+    cache_policy: CachePolicy = "lfu",
 ) -> CachedHostMemStoreOptions:
-    """Keep every row in host memory and those in use in a device cache.
+    """Options of a store that keeps every row in host memory, and the rows in use in a device cache.
 
     Args:
-        cache_budget_mb: MiB of device memory for the cache, everything in it counted. The rows of one step must fit.
-        cache_policy: which rows leave the cache for others: "lfu" = those used least often, where a use counts half
-            as much once eight times as many rows were used as the cache holds; "lru" = those not used for longest.
-            No value depends on it. "lfu" reads less from below unless the ids that are popular are others every few
-            hundred steps.
+        cache_budget_mb: MiB of device memory for the cache, its index included. The rows of one step must fit.
+        cache_policy: which rows are evicted from the cache: "lfu" = those used least often, where the weight of a use
+            halves each time eight times as many rows have been used as the cache holds; "lru" = those not used for
+            longest. No value depends on it. "lfu" reads less from the store below unless the popular ids change every
+            few hundred steps.
 
     The other arguments and errors are those of `make_device_mem_store_options`.
     """
@@ -295,12 +300,12 @@ def make_cached_ssd_store_options(
     storage_dim: int | None = None,
     physical_block_size: int = 4096,
     host_cache_budget_mb: int = 0,
-    cache_policy: str = "lfu",
+    cache_policy: CachePolicy = "lfu",
 ) -> CachedSsdStoreOptions:
-    """Keep rows on an SSD and those in use in a device cache, with a host cache between if it has a budget.
+    """Options of a store that keeps rows on an SSD, and the rows in use in a device cache and perhaps a host cache.
 
     Args:
-        cache_budget_mb: MiB of device memory for the cache, everything in it counted. The rows of one step must fit.
+        cache_budget_mb: MiB of device memory for the cache, its index included. The rows of one step must fit.
         persistent_path: folder of the persistent table, on the SSD.
         host_cache_budget_mb: MiB of host memory for a second cache; 0 = none.
         cache_policy: of both caches, as in `make_cached_host_mem_store_options`.
@@ -324,7 +329,7 @@ _TYPES = {
 }  # fmt: skip
 
 
-def to_json(options: Any) -> str:
+def to_json(options: Options | Sequence[Options]) -> str:
     """The options, or a list of them, as JSON text that `from_json` reads.
 
     >>> to_json(make_constant_initializer(0.5))
@@ -333,58 +338,61 @@ def to_json(options: Any) -> str:
     return json.dumps(_to_tree(options))
 
 
-def from_json(text: str) -> Any:
-    """The options that `to_json` wrote; equal to them.
+def from_json(text: str) -> Options | list[Options]:
+    """Options equal to those that `to_json` wrote.
 
     Raises:
         ValueError: the text is not what `to_json` writes.
     """
-    return _from_tree(json.loads(text))
+    return cast(Options | list[Options], _from_tree(json.loads(text)))
 
 
-def _to_tree(value: Any) -> Any:
-    if type(value).__name__ in _TYPES:
+def _to_tree(value: object) -> object:
+    if isinstance(value, Options):
         tree = {field.name: _to_tree(getattr(value, field.name)) for field in fields(value)}
         return {"type": type(value).__name__, **tree}
     return [_to_tree(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _from_tree(tree: Any) -> Any:
+def _from_tree(tree: object) -> object:
     if isinstance(tree, dict):
         kind = _TYPES.get(str(tree.get("type")))
-        names = {field.name: field.default is MISSING for field in fields(kind)} if kind else {}
-        given = tree.keys() - {"type"}
-        if kind is None or not given <= names.keys() or not given >= {name for name in names if names[name]}:
+        is_required = {field.name: field.default is MISSING for field in fields(kind)} if kind else {}
+        names = tree.keys() - {"type"}
+        required = {name for name in is_required if is_required[name]}
+        if kind is None or not required <= names <= is_required.keys():
             raise ValueError(f"not an option of oneemb: {json.dumps(tree)}")
-        return kind(**{name: _as_tuple(_from_tree(item)) for name, item in tree.items() if name != "type"})
+        # Each class checks its arguments itself.
+        arguments: dict[str, Any] = {name: _as_tuple(_from_tree(tree[name])) for name in names}
+        return kind(**arguments)
     return [_from_tree(item) for item in tree] if isinstance(tree, list) else tree
 
 
-def _as_tuple(value: Any) -> Any:
+def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _paths(path: _Paths) -> tuple[Any, ...]:
-    return (path,) if isinstance(path, str | bytes | os.PathLike) else tuple(path)
+def _paths(paths: _Paths) -> tuple[str, ...]:
+    """The paths as a tuple; `_check_store` looks at what they are, and makes them strings."""
+    return cast(tuple[str, ...], (paths,) if isinstance(paths, str | bytes | os.PathLike) else tuple(paths))
 
 
-def _check_store(options: Any) -> None:
-    if type(options.storage_dim) is int and options.storage_dim == -1:  # what OneEmbedding has for "derive it"
+def _check_store(options: StoreOptions) -> None:
+    if type(options.storage_dim) is int and options.storage_dim == -1:  # OneFlow's value for "derive it"
         object.__setattr__(options, "storage_dim", None)
     paths = options.persistent_path
-    several = isinstance(paths, list | tuple) and len(paths) > 0
-    if not several or not all(isinstance(path, str | bytes | os.PathLike) and os.fspath(path) for path in paths):
+    is_list = isinstance(paths, list | tuple) and len(paths) > 0
+    if not is_list or not all(isinstance(path, str | bytes | os.PathLike) and os.fspath(path) for path in paths):
         raise TypeError(f"persistent_path must name a folder, or one for each rank, got {paths!r}")
-    # A job that changes its directory later means the folders of now.
+    # Relative paths are of the current directory, which the job may change later.
     object.__setattr__(options, "persistent_path", tuple(map(absolute_path, paths)))
-    for name in ("cache_budget_mb", "capacity", "size_factor", "storage_dim"):
-        value = getattr(options, name, None)
-        if value is not None or name == "cache_budget_mb" and hasattr(options, name):
+    for name in ("capacity", "size_factor", "storage_dim"):
+        value = getattr(options, name)
+        if value is not None:
             _check_int(name, value, 1)
-    _check_int("host_cache_budget_mb", getattr(options, "host_cache_budget_mb", 0), 0)
     if options.size_factor is not None and options.storage_dim is not None:
         raise ValueError(
             f"give size_factor or storage_dim, not both, got {options.size_factor} and {options.storage_dim};"
@@ -392,19 +400,24 @@ def _check_store(options: Any) -> None:
         )
     if options.physical_block_size not in (512, 4096):
         raise ValueError(f"physical_block_size must be 512 or 4096 bytes, got {options.physical_block_size}")
-    policy = getattr(options, "cache_policy", "lfu")
-    if policy not in ("lru", "lfu"):
-        raise ValueError(f'cache_policy must be "lru" or "lfu", got {policy!r}')
 
 
-def _check_int(name: str, value: Any, least: int) -> None:
+def _check_cache(options: CachedHostMemStoreOptions | CachedSsdStoreOptions) -> None:
+    _check_int("cache_budget_mb", options.cache_budget_mb, 1)
+    if isinstance(options, CachedSsdStoreOptions):
+        _check_int("host_cache_budget_mb", options.host_cache_budget_mb, 0)
+    if options.cache_policy not in ("lru", "lfu"):
+        raise ValueError(f'cache_policy must be "lru" or "lfu", got {options.cache_policy!r}')
+
+
+def _check_int(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def _check_finite(options: Any, *names: str) -> None:
+def _check_finite(options: Initializer, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from contextlib import suppress
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ import torch
 
 import oneemb
 from oneemb.kernels import jit_cuda
+from oneemb.stats import EmbeddingStats, TableStats, TierStats
 from oneemb.storage.errors import BrokenStoreError
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.tiered_rows import _close_dropped
@@ -768,6 +770,25 @@ def test_stats_tell_rows_steps_and_hits(made):
     stats = embedding.stats()
     assert (stats["rows"], stats["step"], stats["hit_rate"]) == (100, 4, 0.75)
     assert stats["device"]["hits"] == 300 and stats["device"]["misses"] == 100
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_stats_have_the_keys_and_types_that_editors_see(made, store):
+    embedding = made(store=store)
+    assert embedding.stats().keys() == {"rows", "step", "hit_rate"}, "before the first lookup"
+    embedding(torch.arange(4))
+    stats = embedding.stats()
+    check_typed(stats, EmbeddingStats)
+    for tier in stats.keys() & {"device", "host"}:
+        check_typed(stats[tier], TierStats)
+    check_typed(stats["persistent"], TableStats)
+
+
+def check_typed(found, kind):
+    types = get_type_hints(kind)
+    assert kind.__required_keys__ <= found.keys() <= types.keys()
+    for key in kind.__required_keys__:
+        assert type(found[key]) is types[key], key
 
 
 def test_lookups_without_gradient_count_ids_that_are_found(made):

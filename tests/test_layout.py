@@ -133,11 +133,8 @@ def test_no_private_name_is_imported_from_another_file():
 FOREIGN = {"torch", "fx", "sys", "autocast", "block", "context", "tensor", "grad", "scaler", "module", "kernel"}
 FOREIGN |= {"dispatcher", "caching", "compiling", "lock", "_ONE_AT_A_TIME", "super"}
 OURS = {
-    ("oneemb/checkpoint.py", "graph"),  # the half of a TrainGraph that writes and reads files
-    ("oneemb/checkpoint.py", "embedding"),
-    ("oneemb/train_graph.py", "one"),  # hooks of torch modules
     ("storage/turns.py", "turns"), ("storage/turns.py", "undisturbed"), ("storage/turns.py", "_torn_for_fork"),
-    ("graph/inputs.py", "other"), ("oneemb/rows/files_numpy.py", "rows"),
+    ("graph/inputs.py", "other"),
 }  # fmt: skip
 
 

@@ -138,7 +138,7 @@ def test_a_scaler_goes_on_after_a_scheduler_that_failed():
     with pytest.raises(KeyError):
         graph(IDS)
     graph(IDS)
-    assert graph.steps == 2 and graph._scaler.get_scale() == 16.0
+    assert graph.steps == 2 and graph._train_state.scaler.get_scale() == 16.0
 
 
 @pytest.mark.parametrize("make", [make_graph, make_eager])

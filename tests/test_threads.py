@@ -407,7 +407,7 @@ def test_a_save_in_the_middle_of_a_step_of_its_own_thread_is_refused(tmp_path, w
         if who == "scheduler":
             scheduler = torch.optim.lr_scheduler.LambdaLR(model.optimizers[0].optimizer, lambda step: 1.0)
             scheduler.step = save
-            model._lr_schedulers[0] = scheduler
+            model._train_state.lr_schedulers[0] = scheduler
             try:
                 model(*batch(1))
             finally:

@@ -92,7 +92,7 @@ def test_an_overflow_of_either_kind_skips_both(where):
     graph(IDS, LABEL)
     assert graph.embedding.stats()["step"] == 0 and graph.optimizers[0].skipped == 2
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(graph.mlp), strict=True))
-    assert graph._scaler.get_scale() == 2.0**8
+    assert graph._train_state.scaler.get_scale() == 2.0**8
 
 
 def test_scaling_in_build_clipping_and_autocast_go_together():
@@ -131,7 +131,7 @@ def test_a_scaler_with_rows_only():
     graph = make_graph({"embedding": make_embedding()}, build, sgd)
     graph.set_grad_scaler(scaler_of())
     losses = [graph(IDS) for _ in range(4)]
-    assert losses[-1] < losses[0] and graph._scaler.get_scale() == 2.0**11
+    assert losses[-1] < losses[0] and graph._train_state.scaler.get_scale() == 2.0**11
 
 
 def test_a_disabled_scaler_does_nothing():

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.flop_counter import FlopCounterMode
 
 import oneemb
-from oneemb.train_graph import PLANS_MAX
+from oneemb.compiled_graph import PLANS_MAX
 from tests.support.graph_models import adam, make_eager, make_embedding, make_graph, rows_of, sgd, weights_of
 
 IDS = torch.tensor([[1, 2], [3, 4], [1, 4]])
@@ -645,7 +645,7 @@ def test_steps_and_schedules_are_the_graphs_business():
 
     def scheduler_step(self, ids, label):
         loss_of(self, ids, label).backward()
-        self._lr_schedulers[0].step()
+        self._train_state.lr_schedulers[0].step()
 
     def with_scheduler(owner):
         optimizer = torch.optim.SGD(owner.parameters(), lr=0.1)

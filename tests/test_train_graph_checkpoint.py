@@ -82,7 +82,12 @@ def test_a_loaded_graph_goes_on_bit_for_bit(tmp_path, way):
         graph.save(tmp_path / "checkpoint")
     else:
         dcp.save({"graph": graph.state()}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
-    expected = [graph(IDS + step) for step in range(4)], state_of(graph), graph.steps, graph._scaler.get_scale()
+    expected = (
+        [graph(IDS + step) for step in range(4)],
+        state_of(graph),
+        graph.steps,
+        graph._train_state.scaler.get_scale(),
+    )
     graph.embedding.close()
 
     again = graph_at(tmp_path / "rows")
@@ -92,7 +97,7 @@ def test_a_loaded_graph_goes_on_bit_for_bit(tmp_path, way):
     else:
         dcp.load({"graph": again.state()}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     assert again.steps == 3
-    got = [again(IDS + step) for step in range(4)], state_of(again), again.steps, again._scaler.get_scale()
+    got = [again(IDS + step) for step in range(4)], state_of(again), again.steps, again._train_state.scaler.get_scale()
     assert got == expected
 
 

@@ -2,13 +2,13 @@
 
 import signal
 import sys
-from typing import Any
+from types import FrameType
 
 __all__ = ["main"]
 
 
-def _end(number: int, frame: Any) -> None:
-    """Ends the program as an error would: what is half done is taken back."""
+def _end(number: int, frame: FrameType | None) -> None:
+    """End the program as an error would, so that what is half done is undone."""
     raise SystemExit(128 + number)
 
 

@@ -1,18 +1,39 @@
-"""What readers and writers of persistent tables are given: paths, formats, dtypes."""
+"""Arguments of readers and writers of persistent tables: paths, formats, dtypes."""
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import numpy as np
+import numpy.typing as npt
 
-from oneemb.storage.fs import absolute_path
+from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.row_format import WEIGHTS
 from oneemb.storage.row_store import StorageError
 
-__all__ = ["FORMATS", "VALUES", "Paths", "as_list", "check_format", "dtype_of", "keys_as", "name_of"]
+if TYPE_CHECKING:
+    # Both take a second to import, and readers and writers need neither.
+    import torch
 
-Paths = str | bytes | os.PathLike | Sequence[str | bytes | os.PathLike]
+    from oneemb.embedding import TableEmbedding
+
+__all__ = [
+    "FORMATS",
+    "VALUES",
+    "AnyDtype",
+    "Format",
+    "Paths",
+    "as_embedding",
+    "as_list",
+    "check_format",
+    "dtype_of",
+    "keys_as",
+    "name_of",
+]
+
+AnyDtype: TypeAlias = "npt.DTypeLike | torch.dtype"
+Paths = AnyPath | Sequence[AnyPath]
+Format = Literal["oneemb", "oneflow"]
 FORMATS = ("oneemb", "oneflow")
 VALUES = ("float32", "float16")
 
@@ -22,29 +43,38 @@ def as_list(paths: Paths) -> list[str]:
     return [absolute_path(path) for path in ([paths] if isinstance(paths, str | bytes | os.PathLike) else paths)]
 
 
+def as_embedding(place: "TableEmbedding | Paths") -> "TableEmbedding | None":
+    """The place if it is an embedding, None if it is a folder or several. Does not load torch."""
+    if isinstance(place, str | bytes | os.PathLike) or not hasattr(place, "store"):
+        return None
+    return cast("TableEmbedding", place)
+
+
 def check_format(format: str) -> str:
-    """The format, if there is one of that name."""
+    """The format; ValueError if there is none of this name."""
     if format not in FORMATS:
         raise ValueError(f"format must be {' or '.join(map(repr, FORMATS))}, got {format!r}")
     return format
 
 
-def name_of(given: Any) -> str:
+def name_of(dtype: AnyDtype) -> str:
     """The name of a dtype of torch or NumPy. Does not load torch."""
-    text = str(given)
-    return text.removeprefix("torch.") if text.startswith("torch.") or text in WEIGHTS else np.dtype(given).name
+    text = str(dtype)
+    if text.startswith("torch.") or text in WEIGHTS:
+        return text.removeprefix("torch.")
+    return np.dtype(cast(npt.DTypeLike, dtype)).name
 
 
-def dtype_of(what: str, given: Any, *allowed: str) -> np.dtype:
-    """A dtype, if it is one of those allowed."""
-    name = name_of(given)
+def dtype_of(argument: str, dtype: AnyDtype, *allowed: str) -> np.dtype:
+    """The dtype as NumPy's; TypeError unless it is one of those allowed."""
+    name = name_of(dtype)
     if name not in allowed:
-        raise TypeError(f"{what} must be {' or '.join(allowed)}, got {given}")
+        raise TypeError(f"{argument} must be {' or '.join(allowed)}, got {dtype}")
     return np.dtype(name)
 
 
 def keys_as(id_N: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Ids in the dtype that was asked for; an id that does not fit is an error."""
+    """Ids in the dtype that was asked for; StorageError if one does not fit."""
     if dtype == np.int32 and len(id_N) and not -(2**31) <= id_N.min() <= id_N.max() < 2**31:
         raise StorageError(f"keys from {id_N.min()} to {id_N.max()} do not fit in int32; read them as int64")
     return id_N.astype(dtype)

@@ -1,24 +1,26 @@
-"""Rows of an embedding or a snapshot as files for other tools.
+"""Writes the rows of an embedding or a snapshot to files for other tools.
 
 Invariants:
 - rows go through in batches: memory does not grow with them, whatever the format;
-- a call that raises leaves no new file, and one that it was to replace as it was.
+- a call that raises leaves no new file, and a file that it was to replace stays as it was.
 """
 
 import os
 import uuid
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 import numpy as np
 
+from oneemb.embedding import TableEmbedding
+from oneemb.rows.arguments import Paths, as_embedding
 from oneemb.rows.files import SUFFIXES, Batch, Progress, RowFileWriter, suffix_of, whole_batches
 from oneemb.rows.files_numpy import NpyWriter, NpzWriter
 from oneemb.rows.files_parquet import ParquetWriter
 from oneemb.rows.files_safetensors import SafetensorsWriter
 from oneemb.rows.reader import PersistentTableReader, make_persistent_table_reader
 from oneemb.rows.values import state_of, weights_of
-from oneemb.storage.embedding_store import EXPORTED
+from oneemb.storage.embedding_store import EXPORTED, EmbeddingStore
 from oneemb.storage.fs import absolute_path, storage_error
 from oneemb.storage.snapshot_rows import SnapshotRows
 from oneemb.storage.turns import undisturbed
@@ -27,8 +29,8 @@ __all__ = ["export_rows"]
 
 
 def export_rows(
-    source: Any,
-    target: Any,
+    source: TableEmbedding | Paths,
+    target: Paths,
     *,
     snapshot: str | None = None,
     table: int | None = None,
@@ -45,14 +47,14 @@ def export_rows(
 
     Args:
         source: an embedding, whose rows are exported as they are at the call; or the folder of a persistent table, or
-            those of a sharded one.
+            the folders of a sharded one.
         target: a file `.npz`, `.parquet` or `.safetensors`; or files `.npy`: (keys, values), (keys, values, tables)
             or (keys, values, tables, state).
         snapshot: which snapshot; only for a folder.
-        table: export this table only, without a column `tables`; None = all. A snapshot must have rows of it, an
-            embedding only the table.
+        table: export this table only, without a column `tables`; None = all. A snapshot must have rows of this table;
+            in an embedding it may be empty.
         with_state: write the optimizer's state too, as a column `state`.
-        overwrite: replace a file that is there, when the new one is complete.
+        overwrite: replace an existing file, when the new one is complete.
         batch_size: rows at a time.
         progress: called with (rows done, rows in all) after each batch.
 
@@ -61,7 +63,7 @@ def export_rows(
 
     Raises:
         ImportError: the format needs a library that is not installed; the message says which.
-        FileExistsError: the target is there, and `overwrite` is off.
+        FileExistsError: the target exists, and `overwrite` is off.
         ValueError: an argument is not as above.
         StorageError: there is no such snapshot, or its files are not what was written.
 
@@ -85,33 +87,36 @@ def export_rows(
             raise ValueError(f"{path} is a folder; give the name of a file")
         if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
             raise FileNotFoundError(f"{os.path.dirname(os.path.abspath(path))} is not a folder; make it first")
-    if isinstance(source, str | bytes | os.PathLike) or not hasattr(source, "store"):
+    embedding = as_embedding(source)
+    if embedding is None:
         if snapshot is None:
             raise ValueError("give snapshot=..., the name of the snapshot to export")
-        return _export(source, snapshot, paths, table, with_state, batch_size, progress)
+        return _export(cast(Paths, source), snapshot, paths, table, with_state, batch_size, progress)
     if snapshot is not None:
         raise ValueError("snapshot is for the folder of a table, the source is an embedding; leave it out")
-    if table is not None and not 0 <= table < source.num_tables:
-        raise ValueError(f"table must be from 0 to {source.num_tables - 1}, those of {source.name!r}, got {table}")
-    store, name = source.store, f"{EXPORTED}{uuid.uuid4().hex[:8]}"
+    if table is not None and not 0 <= table < embedding.num_tables:
+        raise ValueError(
+            f"table must be from 0 to {embedding.num_tables - 1}, those of {embedding.name!r}, got {table}"
+        )
+    store, name = embedding.store, f"{EXPORTED}{uuid.uuid4().hex[:8]}"
     try:
         try:
             store.save_snapshot(name, {})
             return _export(store.plan.persistent_path, name, paths, table, with_state, batch_size, progress)
         finally:
-            _delete_own(store, name)
+            _delete_if_there(store, name)
     finally:
-        _delete_own(store, name)  # Ctrl-C may have come in place of the first, or in it.
+        _delete_if_there(store, name)  # Ctrl-C may have come before the first call, or in the middle of it.
 
 
-def _delete_own(store: Any, name: str) -> None:
+def _delete_if_there(store: EmbeddingStore, name: str) -> None:
     with undisturbed:
         if name in store.snapshots():
             store.delete_snapshot(name)
 
 
 def _export(
-    folders: Any, snapshot: str, paths: list[str], table: int | None, with_state: bool, batch_size: int,
+    folders: Paths, snapshot: str, paths: list[str], table: int | None, with_state: bool, batch_size: int,
     progress: Progress | None,
 ) -> int:  # fmt: skip
     with make_persistent_table_reader(folders, snapshot, "int64", "float32", batch_size=batch_size) as reader:
@@ -121,24 +126,24 @@ def _export(
         with_state = rows.format.state_width > 0
         writer = _open_target(paths, rows)
         try:
-            # The columns are known even of no rows.
-            writer.write(_piece(reader, np.empty(0, np.int32), np.empty(0, np.int64), None, table, with_state))
+            # A file without rows has columns too.
+            writer.write(_batch(reader, np.empty(0, np.int32), np.empty(0, np.int64), None, table, with_state))
             seen = written = 0
             tables: set[int] = set()
             for table_N, id_N, row_NW in whole_batches(reader.scan(), batch_size):
                 seen += len(id_N)
                 if table is not None:
                     tables.update(np.unique(table_N).tolist())
-                    own = table_N == table
-                    table_N, id_N, row_NW = table_N[own], id_N[own], row_NW[own]
+                    wanted = table_N == table
+                    table_N, id_N, row_NW = table_N[wanted], id_N[wanted], row_NW[wanted]
                 if len(id_N):
-                    writer.write(_piece(reader, table_N, id_N, row_NW, table, with_state))
+                    writer.write(_batch(reader, table_N, id_N, row_NW, table, with_state))
                 written += len(id_N)
                 if progress is not None:
                     progress(seen, len(reader))
             if table is not None and not written and not snapshot.startswith(EXPORTED):
-                there = f"rows of tables {_some(sorted(tables))}" if tables else "no rows"
-                raise ValueError(f"snapshot {snapshot!r} has no rows of table {table}; it has {there}")
+                present = f"rows of tables {_first_20(sorted(tables))}" if tables else "no rows"
+                raise ValueError(f"snapshot {snapshot!r} has no rows of table {table}; it has {present}")
             writer.finish()
         except OSError as error:
             raise storage_error(error, "write", error.filename or paths[0]) from error
@@ -147,23 +152,23 @@ def _export(
     return written
 
 
-def _some(numbers: list[int]) -> str:
-    """The numbers in words, the first of them where they are many."""
+def _first_20(numbers: list[int]) -> str:
+    """The numbers as text, at most 20 of them."""
     return ", ".join(map(str, numbers[:20])) + (f" and {len(numbers) - 20} more" if len(numbers) > 20 else "")
 
 
-def _piece(
+def _batch(
     reader: PersistentTableReader, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray | None,
     table: int | None, with_state: bool,
 ) -> Batch:  # fmt: skip
-    layout = reader.rows.format
+    row_format = reader.rows.format
     if row_NW is None:
-        row_NW = np.empty((0, layout.row_width), np.float32)
-    state_NZ = state_of(layout, row_NW) if with_state else None
-    return Batch(table_N if table is None else None, id_N, weights_of(layout, row_NW), state_NZ)
+        row_NW = np.empty((0, row_format.row_width), np.float32)
+    state_NZ = state_of(row_format, row_NW) if with_state else None
+    return Batch(table_N if table is None else None, id_N, weights_of(row_format, row_NW), state_NZ)
 
 
-def _target_paths(target: Any, table: int | None, with_state: bool) -> list[str]:
+def _target_paths(target: Paths, table: int | None, with_state: bool) -> list[str]:
     if isinstance(target, str | bytes | os.PathLike):
         path = absolute_path(target)
         if suffix_of(path) not in SUFFIXES:
@@ -185,11 +190,11 @@ def _target_paths(target: Any, table: int | None, with_state: bool) -> list[str]
 
 
 def _open_target(paths: list[str], rows: SnapshotRows) -> RowFileWriter:
-    path, meta = paths[0], rows.described()
+    path = paths[0]
     if len(paths) > 1:
         return NpyWriter(paths if rows.format.state_width else paths[:3])
     if suffix_of(path) == ".npz":
-        return NpzWriter(path, meta)
+        return NpzWriter(path, rows)
     if suffix_of(path) == ".parquet":
-        return ParquetWriter(path, meta)
-    return SafetensorsWriter(path, meta, rows.format.dtype == "bfloat16")
+        return ParquetWriter(path, rows)
+    return SafetensorsWriter(path, rows)

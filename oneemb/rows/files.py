@@ -1,11 +1,11 @@
-"""What every kind of file of rows is: columns of keys, values, tables and state, read and written in batches.
+"""What the formats of files of rows have in common: columns of keys, values, tables and state, read in batches.
 
     tables  int32 [N]      which table a key is of          values  float [N, D]     the weights
     keys    int64 [N]                                       state   float32 [N, Z]   the optimizer's state
 
 Invariants:
 - what a reader gives has been checked: integers that fit, as many rows in each column, no missing values;
-- a file that is written appears under its name by a rename, complete; an existing one is untouched until then.
+- a file that is written takes its path by a rename, when it is complete; an existing one is untouched until then.
 """
 
 import importlib
@@ -16,26 +16,26 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, NamedTuple, Protocol
 
 import numpy as np
 
 from oneemb.kernels.hash_index import TABLE_MAX
+from oneemb.new_files import close_dropped
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_rows import SnapshotRows
-from oneemb.storage.turns import undisturbed
 
 __all__ = [
-    "META_KEY", "SUFFIXES", "Batch", "ColumnFiles", "Columns", "Progress", "RowFile", "RowFileWriter", "checked_batch",
-    "close_dropped", "drop_file", "need", "new_files", "pick_columns", "reading", "rows_meta", "suffix_of",
-    "whole_batches",
+    "NOTE", "SUFFIXES", "Batch", "ColumnFiles", "Columns", "Progress", "RowFile", "RowFileWriter", "checked_batch",
+    "need", "pick_columns", "reading", "read_note", "suffix_of",
+    "whole_batches", "write_note",
 ]  # fmt: skip
 
-META_KEY = "oneemb"
-"""Where a file keeps, as JSON, what its rows are."""
+NOTE = "oneemb"
+"""The name under which a file keeps its note: what its rows are, as JSON."""
 
 _READ_ERRORS = (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, TypeError)
 
@@ -43,7 +43,7 @@ _COPY_BYTES = 1 << 20
 
 
 class Batch(NamedTuple):
-    """Some rows of a file."""
+    """Consecutive rows of a file."""
 
     table_N: np.ndarray | None
     """int32 [N]; None where the file has no tables"""
@@ -75,18 +75,19 @@ class Columns:
 class RowFile(Protocol):
     """A file of rows, open for reading."""
 
-    meta: dict[str, Any]
-    """What `export_rows` wrote of the rows; empty for other files."""
+    note: SnapshotRows | None
+    """What `export_rows` noted of the rows; None in files of others."""
     dtype: str
-    """Of the weights: "float32", "float16" or "bfloat16"; what is wider counts as float32."""
+    """Of the weights: "float32", "float16" or "bfloat16"; wider ones are read as float32."""
     dim: int
     """Weights of a row."""
     state_width: int
     """Values of state of a row, 0 where it is not wanted."""
     size: int | None
-    """Rows in all; None = nobody has counted them."""
+    """Rows in all; None = not known."""
 
-    def scan(self, batch: int) -> Iterator[Batch]: ...
+    def scan(self, batch: int) -> Iterator[Batch]:
+        """All rows, at most so many at a time; an iterable of batches keeps its own sizes."""
 
     def close(self) -> None: ...
 
@@ -97,17 +98,17 @@ class RowFileWriter(Protocol):
     def write(self, batch: Batch) -> None: ...
 
     def finish(self) -> None:
-        """Give the file its name."""
+        """Let the complete file take its path."""
 
     def abandon(self) -> None:
-        """Leave nothing. After `finish` it does nothing."""
+        """Leave nothing behind. After `finish` it does nothing."""
 
 
 def need(module: str, extra: str) -> ModuleType:
-    """A library that is not installed with oneemb itself.
+    """A module of a library that oneemb does not install by itself.
 
     Raises:
-        ImportError: it is not there; the message says how to get it.
+        ImportError: it is not installed; the message says how to install it.
     """
     try:
         return importlib.import_module(module)
@@ -118,16 +119,16 @@ def need(module: str, extra: str) -> ModuleType:
 
 @contextmanager
 def reading(path: str, expected: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turns what a library raises for bytes that are no such file, or not all of one, into an error that names it.
+    """Turns what a library raises for a file of another format, or a part of a file, into an error that names the file.
 
     Args:
-        path: of the file.
+        path: the file.
         expected: what it must be, in words.
-        errors: those of the library.
+        errors: exceptions of the library.
 
     Raises:
-        ValueError: the file is another, cut short or damaged.
-        FileNotFoundError, PermissionError: as they come.
+        ValueError: the file has another format, or is cut short or damaged.
+        FileNotFoundError, PermissionError: unchanged.
     """
     caught: tuple[type[Exception], ...] = (*_READ_ERRORS, *errors)
     try:
@@ -138,32 +139,35 @@ def reading(path: str, expected: str, *errors: type[Exception]) -> Iterator[None
         raise ValueError(f"{path} is not {expected}, or it is cut short or damaged: {error}") from error
 
 
-def rows_meta(path: str, text: str | bytes) -> dict[str, Any]:
-    """What a file says of its rows; empty if it says nothing.
+def write_note(rows: SnapshotRows) -> str:
+    """The note of a file of these rows."""
+    return json.dumps(rows.described())
+
+
+def read_note(path: str, text: str | bytes) -> SnapshotRows | None:
+    """What `write_note` wrote; None of an empty note.
 
     Raises:
-        ValueError: it says what `export_rows` does not.
+        ValueError: it is not what `write_note` writes.
     """
     try:
-        meta = json.loads(text)
-        if meta != {}:
-            SnapshotRows.of_meta({"rows": meta}, os.path.basename(path))
+        rows = json.loads(text)
+        return None if rows == {} else SnapshotRows.of_meta({"rows": rows}, os.path.basename(path))
     except (ValueError, RecursionError, StorageError) as error:
         raise ValueError(
-            f"{path}: its note {META_KEY!r} must say what its rows are, as export_rows writes it: {error}; remove the"
+            f"{path}: its note {NOTE!r} must say what its rows are, as export_rows writes it: {error}; remove the"
             f" note, or export the rows again"
         ) from error
-    return meta
 
 
-def pick_columns(there: Sequence[str], columns: Columns, path: str, meta: dict[str, Any]) -> Columns:
-    """The columns as they are in the file, whose `meta` may say that its rows have no state.
+def pick_columns(there: Sequence[str], columns: Columns, path: str, note: SnapshotRows | None) -> Columns:
+    """The columns as they are in the file, whose note may say that its rows have no state.
 
     Raises:
         ValueError: one is missing; the message names those there are.
     """
     tables = columns.tables or ("tables" if "tables" in there else None)
-    state = None if meta and meta["layout"]["state_width"] == 0 else columns.state
+    state = None if note is not None and note.format.state_width == 0 else columns.state
     values = [columns.values] if isinstance(columns.values, str) else list(columns.values)
     for what, name in [
         ("keys", columns.keys), ("tables", tables), ("state", state), *(("values", name) for name in values)
@@ -181,7 +185,7 @@ def checked_batch(
     path: str, first: int, keys: np.ndarray | None, values: np.ndarray, tables: np.ndarray | None,
     state: np.ndarray | None,
 ) -> Batch:  # fmt: skip
-    """The batch of these columns' rows, which begin at row `first` of the file.
+    """These columns as a batch, whose first row is row `first` of the file.
 
     Raises:
         ValueError: they are not what a file of rows holds.
@@ -200,7 +204,9 @@ def checked_batch(
     return Batch(table_N, id_N, values, None if state is None else state.astype(np.float32, copy=False))
 
 
-def _integers(path: str, name: str, column: np.ndarray, least: int, dtype: Any, most: int | None = None) -> np.ndarray:
+def _integers(
+    path: str, name: str, column: np.ndarray, least: int, dtype: type[np.integer], most: int | None = None
+) -> np.ndarray:
     if column.ndim != 1 or column.dtype.kind not in "iu":
         raise ValueError(f"{path}: {name} must be integers [N], got {column.dtype} {list(column.shape)}")
     most = np.iinfo(dtype).max if most is None else most
@@ -210,15 +216,16 @@ def _integers(path: str, name: str, column: np.ndarray, least: int, dtype: Any, 
 
 
 class ColumnFiles:
-    """Columns that grow side by side, for formats that want them one after the other: raw files without a name, so that
-    nothing is left of them however the process ends.
+    """Columns that grow side by side, for formats that store them one after the other.
+
+    They are raw files without a name: nothing is left of them, however the process ends.
 
     Args:
-        target: they lie on the disk of this file.
+        target: the file that they are for; they lie on the same disk.
     """
 
     def __init__(self, target: str):
-        self._above = os.path.dirname(os.path.abspath(target))
+        self._folder = os.path.dirname(os.path.abspath(target))
         self._file: dict[str, IO[bytes]] = {}
         self.dtype: dict[str, np.dtype] = {}
         self.shape: dict[str, tuple[int, ...]] = {}
@@ -227,7 +234,7 @@ class ColumnFiles:
         """Append to each column."""
         for name, array in columns.items():
             if name not in self._file:
-                self._file[name] = tempfile.TemporaryFile(prefix=".oneemb-", dir=self._above)
+                self._file[name] = tempfile.TemporaryFile(prefix=".oneemb-", dir=self._folder)
                 self.dtype[name], self.shape[name] = array.dtype, (0, *array.shape[1:])
             self._file[name].write(np.ascontiguousarray(array).view(np.uint8).data)
             self.shape[name] = (self.shape[name][0] + len(array), *self.shape[name][1:])
@@ -238,45 +245,10 @@ class ColumnFiles:
         shutil.copyfileobj(self._file[name], out, _COPY_BYTES)
 
     def remove(self) -> None:
-        """Removing twice is fine."""
+        """Remove the files. Removing twice is fine."""
         for file in self._file.values():
             close_dropped(file)
         self._file = {}
-
-
-def drop_file(file: IO[bytes]) -> None:
-    """Close a file and remove it, unless it has another name by now."""
-    close_dropped(file)
-    if os.path.lexists(file.name):
-        os.remove(file.name)
-
-
-def close_dropped(file: IO[bytes]) -> None:
-    """Close a file that nobody will read: on a full disk the rest of it cannot be written, which no longer matters."""
-    with suppress(OSError):
-        file.close()
-
-
-@contextmanager
-def new_files(*paths: str) -> Iterator[list[IO[bytes]]]:
-    """Files that appear under their names, in place of those of these names, when the block ends without an error: not
-    one of them before all are complete."""
-    files: list[IO[bytes]] = []
-    try:
-        with undisturbed:
-            for path in paths:
-                files.append(open(f"{path}.tmp", "wb"))
-        yield files
-        for file in files:
-            file.flush()
-            os.fsync(file.fileno())
-        with undisturbed:  # keys of the one and values of the other would be wrong rows
-            for path in paths:
-                os.replace(f"{path}.tmp", path)
-    finally:
-        with undisturbed:
-            for file in files:
-                drop_file(file)
 
 
 # ---- what importing and exporting share -----------------------------------------------------------------------------
@@ -286,22 +258,28 @@ Progress = Callable[[int, int | None], None]
 
 
 def suffix_of(path: str) -> str:
+    """Which format a path says, such as ".npz"."""
     return os.path.splitext(path)[1].lower()
 
 
 def whole_batches(
-    pieces: Iterable[tuple[np.ndarray, ...]], batch_size: int
+    pieces: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]], batch_size: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """The same rows, `batch_size` at a time or nearly so."""
-    kept: list[tuple[np.ndarray, ...]] = []
+    kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     size = 0
     for piece in pieces:
         if kept and size + len(piece[0]) > batch_size:
-            table_N, id_N, row_NW = (np.concatenate(column) for column in zip(*kept, strict=True))
-            yield table_N, id_N, row_NW
+            yield _joined(kept)
             kept, size = [], 0
         kept.append(piece)
         size += len(piece[0])
     if kept:
-        table_N, id_N, row_NW = (np.concatenate(column) for column in zip(*kept, strict=True))
-        yield table_N, id_N, row_NW
+        yield _joined(kept)
+
+
+def _joined(
+    pieces: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    table_N, id_N, row_NW = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    return table_N, id_N, row_NW

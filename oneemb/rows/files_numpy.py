@@ -3,35 +3,40 @@
 Arrays are read and written in pieces, whatever their size; pickled objects are refused.
 """
 
-import json
 import math
 import os
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from tokenize import TokenError
-from typing import IO, Any, Protocol
+from typing import IO, Protocol, TypeVar
 
 import numpy as np
 
+from oneemb.new_files import new_files
 from oneemb.rows.files import (
-    META_KEY,
+    NOTE,
     Batch,
     ColumnFiles,
     Columns,
     checked_batch,
-    new_files,
     pick_columns,
+    read_note,
     reading,
-    rows_meta,
+    write_note,
 )
+from oneemb.storage.snapshot_rows import SnapshotRows
 
 __all__ = ["ArrayRows", "NpyWriter", "NpzRows", "NpzWriter", "array_rows", "npy_rows"]
+
+T = TypeVar("T")
 
 _ROLES = ("keys", "values", "tables", "state")
 
 
 class _Stream(Protocol):
+    """An array that is read from its first row to its last."""
+
     shape: tuple[int, ...]
     dtype: np.dtype
 
@@ -39,7 +44,7 @@ class _Stream(Protocol):
 
 
 class _NpyStream:
-    """An .npy file of so many bytes, read from its first row to its last."""
+    """An .npy file of `size` bytes, read from its first row to its last."""
 
     def __init__(self, file: IO[bytes], path: str, size: int):
         self._file, self._path = file, path
@@ -55,7 +60,7 @@ class _NpyStream:
             raise ValueError(f"{path} holds pickled Python objects, which are never loaded; save an array of numbers")
         if fortran and len(self.shape) > 1:
             raise ValueError(f"{path} lies column after column; save np.ascontiguousarray(array)")
-        # What a header says is believed as far as there are bytes for it.
+        # A damaged header may say any shape: it is believed only if the file has as many bytes.
         row_bytes, left = math.prod(self.shape[1:]) * self.dtype.itemsize, size - file.tell()
         if min(self.shape, default=0) < 0 or math.prod(self.shape) * self.dtype.itemsize > left:
             raise ValueError(
@@ -81,17 +86,19 @@ class _ArrayStream:
 
 
 class ArrayRows:
-    """Rows of arrays.
+    """Rows whose columns are arrays, in memory or in files.
 
     Args:
-        streams: by role: "values", and of "keys", "tables" and "state" those there are.
+        streams: the arrays by role: "values", and those there are of "keys", "tables" and "state".
         path: names them in errors.
+        files: open files that they lie in; `close` closes them. If this raises, they stay the caller's.
     """
 
-    def __init__(self, streams: dict[str, _Stream], path: str, meta: dict[str, Any] | None = None):
-        self.meta = meta or {}
+    def __init__(
+        self, streams: dict[str, _Stream], path: str, note: SnapshotRows | None = None, files: ExitStack | None = None
+    ):
+        self.note = note
         self._streams, self._path = streams, path
-        self._open = ExitStack()
         values = streams["values"]
         if len(values.shape) != 2:
             raise ValueError(f"{path}: values must be floating-point [N, D], got {values.dtype} {list(values.shape)}")
@@ -105,6 +112,7 @@ class ArrayRows:
         self.dim = values.shape[1]
         self.dtype = "float16" if values.dtype == np.float16 else "float32"
         self.state_width = streams["state"].shape[1] if "state" in streams and len(streams["state"].shape) == 2 else 0
+        self._files = ExitStack() if files is None else files.pop_all()
 
     def scan(self, batch: int) -> Iterator[Batch]:
         size = self._streams["values"].shape[0]
@@ -117,7 +125,7 @@ class ArrayRows:
             )
 
     def close(self) -> None:
-        self._open.close()
+        self._files.close()
 
 
 def array_rows(arrays: Sequence[np.ndarray], with_state: bool) -> ArrayRows:
@@ -134,12 +142,11 @@ def npy_rows(paths: Sequence[str], with_state: bool) -> ArrayRows:
             with reading(path, "an .npy file of numbers"):
                 file = stack.enter_context(open(path, "rb"))
                 streams[role] = _NpyStream(file, path, os.fstat(file.fileno()).st_size)
-        rows = ArrayRows(streams, ", ".join(path for _, path in roles))
-        rows._open = stack.pop_all()
-    return rows
+        return ArrayRows(streams, ", ".join(path for _, path in roles), files=stack)
 
 
-def _roles(items: Sequence[Any], with_state: bool) -> list[tuple[str, Any]]:
+def _roles(items: Sequence[T], with_state: bool) -> list[tuple[str, T]]:
+    """Each item with what it holds."""
     if not 2 <= len(items) <= 4:
         raise ValueError(f"give (keys, values), (keys, values, tables) or (keys, values, tables, state), got {items}")
     if with_state and len(items) < 4:
@@ -157,12 +164,12 @@ class NpzRows(ArrayRows):
             there = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
             if not isinstance(columns.values, str):
                 raise ValueError(f"{path}: values must name one array [N, D], got {columns.values}")
-            meta = {}
-            if META_KEY in there:
-                with reading(path, "an .npz file"), archive.open(f"{META_KEY}.npy") as member:
+            note: SnapshotRows | None = None
+            if NOTE in there:
+                with reading(path, "an .npz file"), archive.open(f"{NOTE}.npy") as member:
                     text = str(np.lib.format.read_array(member, allow_pickle=False))
-                meta = rows_meta(path, text)
-            columns = pick_columns([name for name in there if name != META_KEY], columns, path, meta)
+                note = read_note(path, text)
+            columns = pick_columns([name for name in there if name != NOTE], columns, path, note)
             streams: dict[str, _Stream] = {}
             for role in _ROLES:
                 if (name := getattr(columns, role)) is not None:
@@ -170,8 +177,7 @@ class NpzRows(ArrayRows):
                         member = stack.enter_context(archive.open(f"{name}.npy"))
                         size = archive.getinfo(f"{name}.npy").file_size
                         streams[role] = _NpyStream(member, f"{path}:{name}", size)
-            super().__init__(streams, path, meta)
-            self._open = stack.pop_all()
+            super().__init__(streams, path, note, files=stack)
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------
@@ -202,22 +208,22 @@ class _NumpyWriter:
 class NpzWriter(_NumpyWriter):
     """Writes an .npz file: an array a column, not compressed."""
 
-    def __init__(self, path: str, meta: dict[str, Any]):
+    def __init__(self, path: str, rows: SnapshotRows):
         super().__init__(path)
-        self._path, self._meta = path, meta
+        self._path, self._rows = path, rows
 
     def finish(self) -> None:
         with new_files(self._path) as (file,), zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
             for name in self._columns.shape:
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                     self._write_npy(name, member)
-            with archive.open(f"{META_KEY}.npy", "w") as member:
-                np.lib.format.write_array(member, np.array(json.dumps(self._meta)), allow_pickle=False)
+            with archive.open(f"{NOTE}.npy", "w") as member:
+                np.lib.format.write_array(member, np.array(write_note(self._rows)), allow_pickle=False)
         self.abandon()
 
 
 class NpyWriter(_NumpyWriter):
-    """Writes an .npy file for each of keys, values, and of tables and state those that are named."""
+    """Writes an .npy file for each column: keys, values, and tables and state if there are paths for them."""
 
     def __init__(self, paths: Sequence[str]):
         super().__init__(paths[0])

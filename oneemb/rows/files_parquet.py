@@ -1,13 +1,13 @@
 """Rows in Parquet: `values` a column of lists of one length, or a column for each weight."""
 
-import json
-import os
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from oneemb.rows.files import META_KEY, Batch, Columns, checked_batch, drop_file, need, pick_columns, reading, rows_meta
+from oneemb.new_files import NewFile, make_durable
+from oneemb.rows.files import NOTE, Batch, Columns, checked_batch, need, pick_columns, read_note, reading, write_note
+from oneemb.storage.snapshot_rows import SnapshotRows
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["ParquetRows", "ParquetWriter"]
@@ -20,7 +20,7 @@ class ParquetRows:
         parquet = need("pyarrow.parquet", "parquet")
         self._error = need("pyarrow", "parquet").ArrowException
         self._path = path
-        self._source = open(path, "rb")  # Arrow itself opens no name that is not UTF-8
+        self._source = open(path, "rb")  # Arrow itself cannot open a path that is not UTF-8.
         try:
             with reading(path, "a Parquet file", self._error):
                 self._file = parquet.ParquetFile(self._source)
@@ -32,8 +32,8 @@ class ParquetRows:
     def _read_schema(self, columns: Columns) -> None:
         schema = self._file.schema_arrow
         self.size: int | None = self._file.metadata.num_rows
-        self.meta = rows_meta(self._path, (schema.metadata or {}).get(META_KEY.encode(), b"{}"))
-        self._columns = pick_columns(schema.names, columns, self._path, self.meta)
+        self.note = read_note(self._path, (schema.metadata or {}).get(NOTE.encode(), b"{}"))
+        self._columns = pick_columns(schema.names, columns, self._path, self.note)
         first = next(self.scan(1), None)
         values = self._columns.values
         if first is not None:
@@ -99,10 +99,10 @@ class ParquetWriter:
     Weights of float16 and bfloat16 are written as float32, which every reader of Parquet knows.
     """
 
-    def __init__(self, path: str, meta: dict[str, Any]):
+    def __init__(self, path: str, rows: SnapshotRows):
         self._arrow, self._parquet = need("pyarrow", "parquet"), need("pyarrow.parquet", "parquet")
-        self._path, self._meta = path, meta
-        self._file: IO[bytes] | None = None
+        self._path, self._rows = path, rows
+        self._new: NewFile | None = None
         self._writer: Any = None
 
     def write(self, batch: Batch) -> None:
@@ -114,35 +114,34 @@ class ParquetWriter:
             columns["state"] = self._vectors(batch.state_NZ)
         part = arrow.record_batch(list(columns.values()), list(columns))
         if self._writer is None:
-            schema = part.schema.with_metadata({META_KEY: json.dumps(self._meta)})
+            schema = part.schema.with_metadata({NOTE: write_note(self._rows)})
             with undisturbed:
-                self._file = open(f"{self._path}.tmp", "wb")
-            self._writer = self._parquet.ParquetWriter(self._file, schema, use_dictionary=False)
+                self._new = NewFile(self._path)
+            self._writer = self._parquet.ParquetWriter(self._new.file, schema, use_dictionary=False)
         if len(part):
             self._writer.write_batch(part)
 
     def _vectors(self, array_ND: np.ndarray) -> Any:
-        # A copy, which Arrow may keep.
+        # `astype` copies: Arrow may keep what it is given.
         flat = self._arrow.array(array_ND.astype(np.float32).reshape(-1))
         return self._arrow.FixedSizeListArray.from_arrays(flat, array_ND.shape[1])
 
     def finish(self) -> None:
-        assert self._file is not None
+        assert self._new is not None
         self._writer.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(f"{self._path}.tmp", self._path)
-        self._file = self._writer = None
+        self._writer = None
+        make_durable(self._new.file)
+        self._new.put_in_place()
+        self.abandon()
 
     def abandon(self) -> None:
-        file, self._file, writer, self._writer = self._file, None, self._writer, None
-        if file is None:
+        new, self._new, writer, self._writer = self._new, None, self._writer, None
+        if new is None:
             return
         try:
             if writer is not None:
                 writer.close()
         except OSError:
-            pass  # It is dropped: that its end cannot be written matters no longer.
+            pass  # The file is removed: that its end cannot be written no longer matters.
         finally:
-            drop_file(file)
+            new.drop()

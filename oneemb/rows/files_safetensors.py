@@ -13,19 +13,21 @@ from typing import Any
 
 import numpy as np
 
+from oneemb.new_files import new_files
 from oneemb.rows.files import (
-    META_KEY,
+    NOTE,
     Batch,
     ColumnFiles,
     Columns,
     checked_batch,
     need,
-    new_files,
     pick_columns,
+    read_note,
     reading,
-    rows_meta,
+    write_note,
 )
 from oneemb.rows.values import array_of
+from oneemb.storage.snapshot_rows import SnapshotRows
 
 __all__ = ["SafetensorsRows", "SafetensorsWriter"]
 
@@ -41,11 +43,11 @@ class SafetensorsRows:
             raise ValueError(f"{path}: values must name one tensor [N, D], got {columns.values}")
         self._error = library.SafetensorError
         with reading(path, "a safetensors file", self._error):
-            # Torch knows bfloat16, which NumPy does not.
+            # As tensors of torch, since NumPy has no bfloat16.
             self._file: Any = library.safe_open(path, framework="pt")
         self._path = path
-        self.meta = rows_meta(path, (self._file.metadata() or {}).get(META_KEY, "{}"))
-        self._columns = pick_columns(sorted(self._file.keys()), columns, path, self.meta)
+        self.note = read_note(path, (self._file.metadata() or {}).get(NOTE, "{}"))
+        self._columns = pick_columns(sorted(self._file.keys()), columns, path, self.note)
         roles = ("keys", "values", "tables", "state")
         self._slice = {
             role: self._file.get_slice(name) for role in roles if (name := getattr(self._columns, role)) is not None
@@ -81,17 +83,16 @@ class SafetensorsRows:
 class SafetensorsWriter:
     """Writes a safetensors file of keys, values, tables and state, the latter two where there are any.
 
-    Args:
-        bfloat16: whether the weights, which come as float32, are those of bfloat16 rows.
+    Weights of bfloat16 rows, which come as float32, are written as bfloat16.
     """
 
-    def __init__(self, path: str, meta: dict[str, Any], bfloat16: bool):
-        self._path, self._meta, self._bfloat16 = path, meta, bfloat16
+    def __init__(self, path: str, rows: SnapshotRows):
+        self._path, self._rows = path, rows
         self._columns = ColumnFiles(path)
 
     def write(self, batch: Batch) -> None:
         columns = {"keys": batch.id_N, "values": batch.weight_ND}
-        if self._bfloat16:
+        if self._rows.format.dtype == "bfloat16":
             # The weights are exact in bfloat16: the lower half of their bits is zero.
             weight_ND = np.ascontiguousarray(batch.weight_ND)
             columns["values"] = (weight_ND.view(np.uint32) >> 16).astype(np.uint16)
@@ -105,7 +106,7 @@ class SafetensorsWriter:
         columns = self._columns
         # Wide numbers first, so that each tensor begins at a multiple of its numbers' size.
         names = sorted(columns.shape, key=lambda name: -columns.dtype[name].itemsize)
-        header: dict[str, Any] = {"__metadata__": {META_KEY: json.dumps(self._meta)}}
+        header: dict[str, Any] = {"__metadata__": {NOTE: write_note(self._rows)}}
         offset = 0
         for name in names:
             size = int(np.prod(columns.shape[name])) * columns.dtype[name].itemsize

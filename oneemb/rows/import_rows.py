@@ -1,22 +1,22 @@
-"""Rows from files of other tools, arrays and readers: into an embedding, or into a new snapshot.
+"""Brings rows from files of other tools, arrays and readers into an embedding, or into a new snapshot.
 
 Invariants:
 - rows go through in batches: memory does not grow with them, whatever the format;
-- a call that raises leaves no new snapshot, but where Ctrl-C comes when it is complete; an embedding keeps the rows
-  that came before the error.
+- a call that raises leaves no new snapshot, unless Ctrl-C comes when the snapshot is complete; an embedding keeps the
+  rows that were put before the error.
 """
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 
 from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.unique_keys import unique_keys
-from oneemb.rows.arguments import as_list
+from oneemb.rows.arguments import Paths, as_embedding, as_list
 from oneemb.rows.files import SUFFIXES, Batch, Columns, Progress, RowFile, checked_batch, suffix_of, whole_batches
 from oneemb.rows.files_numpy import NpzRows, array_rows, npy_rows
 from oneemb.rows.files_parquet import ParquetRows
@@ -24,19 +24,28 @@ from oneemb.rows.files_safetensors import SafetensorsRows
 from oneemb.rows.reader import PersistentTableReader
 from oneemb.rows.values import array_of, encode_rows, state_of, weights_of
 from oneemb.rows.writer import PersistentTableWriter, open_writer
-from oneemb.storage.fs import absolute_path
+from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.row_format import WEIGHTS, RowFormat
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_rows import SnapshotRows
 from oneemb.storage.step_lock import between_steps
 from oneemb.storage.turns import undisturbed
 
-__all__ = ["import_rows"]
+if TYPE_CHECKING:
+    # They take a second to import, which an import into a folder does not need.
+    import torch
+
+    from oneemb.embedding import TableEmbedding
+
+__all__ = ["Source", "import_rows"]
+
+_Arrays: TypeAlias = "Sequence[np.ndarray | torch.Tensor]"
+Source: TypeAlias = "AnyPath | Sequence[AnyPath] | PersistentTableReader | _Arrays | Iterable[_Arrays]"
 
 
 def import_rows(
-    target: Any,
-    source: Any,
+    target: "TableEmbedding | Paths",
+    source: Source,
     *,
     snapshot: str | None = None,
     keys: str | None = "keys",
@@ -46,7 +55,7 @@ def import_rows(
     table: int = 0,
     with_state: bool = False,
     allow_nonfinite: bool = False,
-    dtype: Any = None,
+    dtype: "str | np.dtype | torch.dtype | None" = None,
     physical_block_size: int = 4096,
     batch_size: int = 65536,
     progress: Progress | None = None,
@@ -57,12 +66,12 @@ def import_rows(
     state: new rows get that of new rows. Of equal keys the last one counts.
 
     Args:
-        target: an embedding; or the folder of a persistent table, or those of a sharded one, for a new snapshot.
+        target: an embedding; or, for a new snapshot, the folder of a persistent table or the folders of a sharded one.
         source: one of
             - a file `.npz`, `.parquet` or `.safetensors` with columns keys [N] and values [N, D];
             - files `.npy`: (keys, values), (keys, values, tables) or (keys, values, tables, state); a single file is
               values whose row numbers are the keys;
-            - arrays or tensors in memory, in the same order;
+            - arrays or tensors in memory, in the order of files `.npy`;
             - a `PersistentTableReader`;
             - an iterable of (keys, values) or (tables, keys, values) arrays, which are the batches.
         snapshot: name of the new snapshot; only for a folder.
@@ -70,11 +79,11 @@ def import_rows(
         values: the column of weights; or, in Parquet, the columns of single weights.
         tables: the column of table numbers; None = "tables" if there is one.
         state: the column of optimizer state, read with `with_state`.
-        table: the table of all rows, where none are said.
-        with_state: bring the optimizer's state too. The embedding must have the optimizer whose state it is; one that
-            has not trained yet goes on from the source's count of steps.
-        allow_nonfinite: bring weights and state that are infinite or no number as they are; otherwise they are an
-            error, since one of them makes every loss that meets it NaN.
+        table: the table of all rows, if the source has no table numbers.
+        with_state: bring the optimizer's state too. The embedding must have the optimizer whose state it is; if it has
+            not trained yet, it goes on from the source's count of steps.
+        allow_nonfinite: bring weights and state that are infinite or NaN as they are. Without it they are an error:
+            a single one makes every loss that it is part of NaN.
         dtype: of the rows in a new snapshot: float32, float16 or bfloat16; None = that of the source. An embedding
             has its own; weights are rounded to nearest even.
         physical_block_size: bytes of the disk's block for a new snapshot, 512 or 4096.
@@ -106,26 +115,27 @@ def import_rows(
         raise ValueError(f"table must be from 0 to {TABLE_MAX}, got {table}")
     names = values if isinstance(values, str) else tuple(values)
     columns = Columns(keys, names, tables, state if with_state else None)
-    live = not isinstance(target, str | bytes | os.PathLike) and hasattr(target, "store")
-    if live and (snapshot is not None or dtype is not None):
+    embedding = as_embedding(target)
+    if embedding is not None and (snapshot is not None or dtype is not None):
         raise ValueError("snapshot and dtype are for the folder of a table, the target is an embedding; leave them out")
-    if not live and not snapshot:
+    if embedding is None and not snapshot:
         raise ValueError("give snapshot=..., the name of the new snapshot")
     with closing(_open_source(source, columns, with_state)) as rows:
-        of_rows = _rows_of(rows, with_state)
-        weights = of_rows.format.dtype if dtype is None else str(dtype).removeprefix("torch.")
-        if weights not in WEIGHTS:
+        description = _description_of(rows, with_state)
+        weight_dtype = description.format.dtype if dtype is None else str(dtype).removeprefix("torch.")
+        if weight_dtype not in WEIGHTS:
             raise TypeError(f"dtype must be {', '.join(WEIGHTS)} or None, got {dtype}")
 
         def bring() -> int:
             done = 0
             with ExitStack() as opened:
-                sink: Any
-                if live:
-                    sink = opened.enter_context(_IntoEmbedding(target, of_rows, with_state))
+                sink: _IntoEmbedding | _IntoSnapshot
+                if embedding is not None:
+                    sink = opened.enter_context(_IntoEmbedding(embedding, description, with_state))
                 else:
-                    with undisturbed:  # A path that is locked has to be given back.
-                        sink = _IntoSnapshot(target, str(snapshot), of_rows, weights, physical_block_size)
+                    paths = as_list(cast(Paths, target))
+                    with undisturbed:  # The sink locks the paths: an interrupt may not come before its context begins.
+                        sink = _IntoSnapshot(paths, str(snapshot), description, weight_dtype, physical_block_size)
                         opened.enter_context(sink)
                 for batch in rows.scan(batch_size):
                     if batch.table_N is None:
@@ -138,10 +148,10 @@ def import_rows(
                         progress(done, rows.size)
             return done
 
-        return between_steps((target.store.step_lock,) if live else (), "import_rows", bring)
+        return between_steps(() if embedding is None else (embedding.store.step_lock,), "import_rows", bring)
 
 
-def _open_source(source: Any, columns: Columns, with_state: bool) -> RowFile:
+def _open_source(source: Source, columns: Columns, with_state: bool) -> RowFile:
     if isinstance(source, PersistentTableReader):
         return _ReaderRows(source, with_state)
     if isinstance(source, str | bytes | os.PathLike):
@@ -164,16 +174,16 @@ def _open_source(source: Any, columns: Columns, with_state: bool) -> RowFile:
         raise ValueError(f"source must end in {', '.join(SUFFIXES)} or .npy, got {path!r}")
     if isinstance(source, list | tuple) and source:
         if all(isinstance(item, str | bytes | os.PathLike) for item in source):
-            return npy_rows([absolute_path(item) for item in source], with_state)
+            return npy_rows(as_list(cast(Sequence[AnyPath], source)), with_state)
         if all(isinstance(item, np.ndarray) or hasattr(item, "detach") for item in source):
-            return array_rows([array_of(item) for item in source], with_state)
+            return array_rows([array_of(array) for array in cast(_Arrays, source)], with_state)
     if not isinstance(source, Iterable):
         raise TypeError(
             f"source must be a file, arrays, a reader or an iterable of batches, got {type(source).__name__}"
         )
     if with_state:
         raise ValueError("with_state=True is for files, arrays and readers; batches hold weights")
-    return _BatchRows(source)
+    return _BatchRows(cast(Iterable[_Arrays], source))
 
 
 class _ReaderRows:
@@ -181,27 +191,27 @@ class _ReaderRows:
 
     def __init__(self, reader: PersistentTableReader, with_state: bool):
         self._reader, self._with_state = reader, with_state
-        layout = reader.rows.format
-        self.meta = reader.rows.described()
-        self.dim, self.dtype = layout.dim, layout.dtype
-        self.state_width = layout.state_width if with_state else 0
+        row_format = reader.rows.format
+        self.note: SnapshotRows | None = reader.rows
+        self.dim, self.dtype = row_format.dim, row_format.dtype
+        self.state_width = row_format.state_width if with_state else 0
         self.size: int | None = len(reader)
 
     def scan(self, batch: int) -> Iterator[Batch]:
-        layout = self._reader.rows.format
+        row_format = self._reader.rows.format
         for table_N, id_N, row_NW in whole_batches(self._reader.scan(), batch):
-            state_NZ = state_of(layout, row_NW) if self.state_width else None
-            yield Batch(table_N, id_N, weights_of(layout, row_NW), state_NZ)
+            state_NZ = state_of(row_format, row_NW) if self.state_width else None
+            yield Batch(table_N, id_N, weights_of(row_format, row_NW), state_NZ)
 
     def close(self) -> None:
-        pass  # It is the caller's.
+        pass  # The caller closes the reader.
 
 
 class _BatchRows:
     """An iterable of batches as a file of rows."""
 
-    def __init__(self, batches: Iterable[Any]):
-        self.meta: dict[str, Any] = {}
+    def __init__(self, batches: Iterable[_Arrays]):
+        self.note: SnapshotRows | None = None
         self.size: int | None = None
         self.state_width = 0
         self._batches = self._checked(batches)
@@ -210,7 +220,7 @@ class _BatchRows:
         self.dim = weight_ND.shape[1]
         self.dtype = "float16" if weight_ND.dtype == np.float16 else "float32"
 
-    def _checked(self, batches: Iterable[Any]) -> Iterator[Batch]:
+    def _checked(self, batches: Iterable[_Arrays]) -> Iterator[Batch]:
         row = 0
         for n, batch in enumerate(batches):
             if not isinstance(batch, list | tuple) or len(batch) not in (2, 3):
@@ -230,9 +240,9 @@ class _BatchRows:
         pass
 
 
-def _rows_of(rows: RowFile, with_state: bool) -> SnapshotRows:
-    """What the rows of a source are, as far as it says."""
-    known = SnapshotRows.of_meta({"rows": rows.meta}, "source") if rows.meta else None
+def _description_of(rows: RowFile, with_state: bool) -> SnapshotRows:
+    """What the rows of a source are, as far as the source says."""
+    known = rows.note
     dtype = known.format.dtype if known else rows.dtype
     if known and with_state:
         if known.format.state_width != rows.state_width:
@@ -247,18 +257,18 @@ def _rows_of(rows: RowFile, with_state: bool) -> SnapshotRows:
 class _IntoSnapshot:
     """Takes rows for a new snapshot."""
 
-    def __init__(self, paths: Any, name: str, rows: SnapshotRows, dtype: str, physical_block_size: int):
+    def __init__(self, paths: list[str], name: str, rows: SnapshotRows, dtype: str, physical_block_size: int):
         self._rows = replace(rows, format=replace(rows.format, dtype=dtype))
         value_dtype = np.dtype(np.float32)
         self._writer: PersistentTableWriter = open_writer(
-            as_list(paths), name, self._rows, np.dtype(np.int64), value_dtype, physical_block_size
+            paths, name, self._rows, np.dtype(np.int64), value_dtype, physical_block_size
         )
 
     def put(self, batch: Batch) -> None:
-        layout = self._rows.format
-        _check_widths(batch, layout, "the rows before it")
+        row_format = self._rows.format
+        _check_widths(batch, row_format, "the rows before it")
         assert batch.table_N is not None
-        self._writer.put(batch.table_N, batch.id_N, encode_rows(layout, batch.weight_ND, batch.state_NZ))
+        self._writer.put(batch.table_N, batch.id_N, encode_rows(row_format, batch.weight_ND, batch.state_NZ))
 
     def __enter__(self) -> "_IntoSnapshot":
         return self
@@ -270,15 +280,14 @@ class _IntoSnapshot:
 class _IntoEmbedding:
     """Takes rows for a live embedding."""
 
-    def __init__(self, embedding: Any, rows: SnapshotRows, with_state: bool):
+    def __init__(self, embedding: "TableEmbedding", rows: SnapshotRows, with_state: bool):
         self._embedding, self._store, self._rows = embedding, embedding.store, rows
         self._store.build()
         self._with_state = with_state
         if with_state:
             self._check_state()
-        # Half of the cache, so that rows of a step that is under way may stay pinned.
-        slots = self._store.stats()["device"]["slots"]
-        self._piece = max(1, slots // 2)
+        # At most half of the cache is put at once, so that the rows of a running step can stay pinned.
+        self._put_max = max(1, self._store.stats()["device"]["slots"] // 2)
 
     def _check_state(self) -> None:
         store, rows = self._store, self._rows
@@ -293,9 +302,8 @@ class _IntoEmbedding:
 
     def put(self, batch: Batch) -> None:
         store, embedding = self._store, self._embedding
-        state = self._rows.format.state if self._with_state else ()
-        layout = replace(store.format, state=state)
-        _check_widths(batch, layout, f"embedding {embedding.name!r}")
+        row_format = replace(store.format, state=self._rows.format.state if self._with_state else ())
+        _check_widths(batch, row_format, f"embedding {embedding.name!r}")
         table_N, id_N = batch.table_N, batch.id_N
         assert table_N is not None
         if len(table_N) and int(table_N.max()) >= embedding.num_tables:
@@ -309,11 +317,11 @@ class _IntoEmbedding:
             )
         unique = unique_keys(table_N, id_N, padding_id=embedding.padding_idx)
         last_U = np.empty(len(unique.id_U), np.int64)
-        there = np.flatnonzero(unique.inverse_N >= 0)
-        last_U[unique.inverse_N[there]] = there
-        row_NW = encode_rows(layout, batch.weight_ND, batch.state_NZ if layout.state_width else None)
-        for begin in range(0, len(last_U), self._piece):
-            u = slice(begin, begin + self._piece)
+        not_padding = np.flatnonzero(unique.inverse_N >= 0)
+        last_U[unique.inverse_N[not_padding]] = not_padding
+        row_NW = encode_rows(row_format, batch.weight_ND, batch.state_NZ if row_format.state_width else None)
+        for begin in range(0, len(last_U), self._put_max):
+            u = slice(begin, begin + self._put_max)
             store.put(unique.table_U[u], unique.id_U[u], row_NW[last_U[u]])
 
     def __enter__(self) -> "_IntoEmbedding":
@@ -326,7 +334,7 @@ class _IntoEmbedding:
 
 
 def _check_finite(batch: Batch, values: str | tuple[str, ...], state: str) -> None:
-    """Raise ValueError naming the first weight, or value of the state, that is infinite or no number."""
+    """Raise ValueError naming the first weight, or value of the state, that is infinite or NaN."""
     assert batch.table_N is not None
     for column, number_NX in [(values, batch.weight_ND), (state, batch.state_NZ)]:
         if number_NX is None or np.isfinite(number_NX).all():
@@ -339,10 +347,10 @@ def _check_finite(batch: Batch, values: str | tuple[str, ...], state: str) -> No
         )
 
 
-def _check_widths(batch: Batch, layout: RowFormat, whose: str) -> None:
+def _check_widths(batch: Batch, row_format: RowFormat, owner: str) -> None:
     width = 0 if batch.state_NZ is None else batch.state_NZ.shape[1]
-    if batch.weight_ND.shape[1] != layout.dim or layout.state_width not in (0, width):
+    if batch.weight_ND.shape[1] != row_format.dim or row_format.state_width not in (0, width):
         raise ValueError(
-            f"values must be [N, {layout.dim}] and state [N, {layout.state_width}] as those of {whose}, got values"
+            f"values must be [N, {row_format.dim}] and state [N, {row_format.state_width}] as those of {owner}, got values"
             f" [N, {batch.weight_ND.shape[1]}] and state [N, {width}]"
         )

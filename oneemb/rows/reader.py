@@ -1,14 +1,14 @@
 """Rows of snapshots as NumPy arrays, without an embedding: for serving and analysis.
 
-Invariant: a reader never gives a part of a snapshot for the whole: paths that are missing are an error.
+Invariant: a reader gives whole snapshots only: it is an error if paths of a sharded one are missing.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from oneemb.rows.arguments import VALUES, Paths, as_list, check_format, dtype_of, keys_as
+from oneemb.rows.arguments import VALUES, AnyDtype, Format, Paths, as_list, check_format, dtype_of, keys_as
 from oneemb.rows.values import state_of, weights_of
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError
 from oneemb.storage.foreign.oneflow_reader import OneFlowReader
@@ -33,7 +33,7 @@ class PersistentTableReader:
         with_tables: bool, batch_size: int,
     ):  # fmt: skip
         self.rows = rows
-        """What the rows are: their layout, and whose optimizer state they hold."""
+        """Layout of the rows, and the optimizer whose state they hold."""
         self._sources = sources
         self._key_dtype = key_dtype
         self._value_dtype = value_dtype
@@ -55,10 +55,10 @@ class PersistentTableReader:
             yield from source.scan(self._batch_size)
 
     def _values(self, row_NW: np.ndarray) -> np.ndarray:
-        layout = self.rows.format
-        values = np.empty((len(row_NW), layout.storage_dim), self._value_dtype)
-        values[:, : layout.dim] = weights_of(layout, row_NW)
-        values[:, layout.dim :] = state_of(layout, row_NW)
+        row_format = self.rows.format
+        values = np.empty((len(row_NW), row_format.storage_dim), self._value_dtype)
+        values[:, : row_format.dim] = weights_of(row_format, row_NW)
+        values[:, row_format.dim :] = state_of(row_format, row_NW)
         return values
 
     def close(self) -> None:
@@ -76,15 +76,15 @@ class PersistentTableReader:
 def make_persistent_table_reader(
     paths: Paths,
     snapshot_name: str,
-    key_type: Any,
-    value_type: Any,
+    key_type: AnyDtype,
+    value_type: AnyDtype,
     storage_dim: int | None = None,
     physical_block_size: int = 4096,
     *,
     with_tables: bool = False,
     batch_size: int = 65536,
     embedding_dim: int | None = None,
-    format: str = "oneemb",
+    format: Format = "oneemb",
 ) -> PersistentTableReader:
     """Read the rows of a snapshot, a batch at a time in constant memory, beside a job that writes.
 
@@ -95,7 +95,7 @@ def make_persistent_table_reader(
             come as the signed ones of the same bits.
         value_type: float32, of torch or NumPy; or float16 for float16 rows without optimizer state.
         storage_dim: values of a row, weights and state; None = as the table says.
-        physical_block_size: taken from the table; here because OneFlow's function has it.
+        physical_block_size: ignored, the table says it; OneFlow's function has this argument.
         with_tables: give (table_ids, keys, values) in place of (keys, values). All rows of OneFlow's are of table 0.
         batch_size: rows a batch at most.
         embedding_dim: how many of a row's values are weights, for OneFlow's tables, which do not say; None = all.
@@ -111,10 +111,8 @@ def make_persistent_table_reader(
 
     Reference: OneFlow's one_embedding.make_persistent_table_reader.
     """
-    key_dtype, value_dtype = (
-        dtype_of("key_type", key_type, "int64", "int32"),
-        dtype_of("value_type", value_type, *VALUES),
-    )
+    key_dtype = dtype_of("key_type", key_type, "int64", "int32")
+    value_dtype = dtype_of("value_type", value_type, *VALUES)
     check_format(format)
     if batch_size < 1:
         raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
@@ -130,12 +128,12 @@ def make_persistent_table_reader(
         sources = _snapshot_sources(path_list, snapshot_name)
     rows = sources[0].rows
     for source, path in zip(sources, path_list, strict=True):
-        layout = source.rows.format
-        if not layout.same_words(rows.format) or storage_dim not in (None, layout.storage_dim):
+        row_format = source.rows.format
+        if not row_format.same_words(rows.format) or storage_dim not in (None, row_format.storage_dim):
             raise StorageError(
-                f"snapshot {snapshot_name!r} in {path} has storage_dim {layout.storage_dim} ({layout.dim}"
-                f" {layout.dtype} weights, {layout.state_width} of state), asked for"
-                f" {storage_dim or rows.format.storage_dim}; give {layout.storage_dim}, or leave it out"
+                f"snapshot {snapshot_name!r} in {path} has storage_dim {row_format.storage_dim} ({row_format.dim}"
+                f" {row_format.dtype} weights, {row_format.state_width} of state), asked for"
+                f" {storage_dim or rows.format.storage_dim}; give {row_format.storage_dim}, or leave it out"
             )
     if value_dtype == np.float16 and (rows.format.dtype != "float16" or rows.format.state_width):
         raise TypeError("value_type float16 would round these rows, read them as float32")
@@ -163,8 +161,8 @@ class _SnapshotSource:
                 raise StorageError(f'{path} holds a table of OneFlow; read it with format="oneflow"') from error
             try:
                 need_table(LocalFileSystem(), path)
-            except StorageError as nowhere:
-                raise SnapshotNotFoundError(f"no snapshot named {name!r}: {nowhere}") from error
+            except StorageError as no_table:
+                raise SnapshotNotFoundError(f"no snapshot named {name!r}: {no_table}") from error
             raise
         self.meta = self._reader.info.meta
         self.rows = SnapshotRows.of_meta(self.meta, name)
@@ -208,7 +206,7 @@ class _OneFlowSource:
 
 
 def _snapshot_sources(paths: list[str], name: str) -> list[_SnapshotSource]:
-    """The parts of a snapshot; an error unless these are all paths that it was written to, each once."""
+    """The parts of a snapshot; StorageError unless the paths are all that it was written to, each once."""
     sources = [_SnapshotSource(path, name) for path in paths]
     shards = [shard_of(source.meta, name) for source in sources]
     number = shards[0][1]

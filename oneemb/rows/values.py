@@ -3,31 +3,34 @@
 Invariant: a weight that does not fit in the rows' dtype is an error, never an infinity.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from oneemb.storage.row_format import RowFormat
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["array_of", "encode_rows", "state_of", "weights_of"]
 
 
-def weights_of(layout: RowFormat, row_NW: np.ndarray) -> np.ndarray:
+def weights_of(row_format: RowFormat, row_NW: np.ndarray) -> np.ndarray:
     """The weights of rows, exactly: [N, D], float16 for float16 rows and float32 for others. May share memory."""
-    bits_ND = layout.weights(row_NW)[:, : layout.dim]
-    if layout.dtype == "float16":
+    bits_ND = row_format.weights(row_NW)[:, : row_format.dim]
+    if row_format.dtype == "float16":
         return bits_ND.view(np.float16)
-    if layout.dtype == "bfloat16":
+    if row_format.dtype == "bfloat16":
         return (bits_ND.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return bits_ND
 
 
-def state_of(layout: RowFormat, row_NW: np.ndarray) -> np.ndarray:
+def state_of(row_format: RowFormat, row_NW: np.ndarray) -> np.ndarray:
     """The optimizer state of rows: float32 [N, Z]. Shares their memory."""
-    return row_NW[:, layout.state_begin :]
+    return row_NW[:, row_format.state_begin :]
 
 
-def encode_rows(layout: RowFormat, weight_ND: np.ndarray, state_NZ: np.ndarray | None = None) -> np.ndarray:
+def encode_rows(row_format: RowFormat, weight_ND: np.ndarray, state_NZ: np.ndarray | None = None) -> np.ndarray:
     """Rows with these weights, rounded to nearest even, and this state: float32 [N, W].
 
     Args:
@@ -37,33 +40,33 @@ def encode_rows(layout: RowFormat, weight_ND: np.ndarray, state_NZ: np.ndarray |
     Raises:
         ValueError: a finite weight is too large for the rows' dtype.
     """
-    row_NW = np.zeros((len(weight_ND), layout.row_width), np.float32)
-    out_ND = layout.weights(row_NW)[:, : layout.dim]
+    row_NW = np.zeros((len(weight_ND), row_format.row_width), np.float32)
+    out_ND = row_format.weights(row_NW)[:, : row_format.dim]
     with np.errstate(over="ignore"):
-        if layout.dtype == "float16":
+        if row_format.dtype == "float16":
             stored_ND = weight_ND.astype(np.float16)
             out_ND[:] = stored_ND.view(np.uint16)
-        elif layout.dtype == "bfloat16":
+        elif row_format.dtype == "bfloat16":
             out_ND[:] = _bfloat16_bits(weight_ND.astype(np.float32)).view(np.int16)
-            stored_ND = weights_of(layout, row_NW)
+            stored_ND = weights_of(row_format, row_NW)
         else:
             stored_ND = weight_ND.astype(np.float32)
             out_ND[:] = stored_ND
     lost = np.isinf(stored_ND) & np.isfinite(weight_ND)
     if lost.any():
         raise ValueError(
-            f"weights must fit in {layout.dtype}, got {weight_ND[lost][0]} among them; keep these rows as float32"
+            f"weights must fit in {row_format.dtype}, got {weight_ND[lost][0]} among them; keep these rows as float32"
         )
     if state_NZ is not None:
-        state_of(layout, row_NW)[:] = state_NZ
+        state_of(row_format, row_NW)[:] = state_NZ
     return row_NW
 
 
-def array_of(tensor: Any) -> np.ndarray:
-    """A NumPy array, or a tensor of torch as one: bfloat16, which NumPy has not, as float32."""
-    if isinstance(tensor, np.ndarray):
-        return tensor
-    tensor = tensor.detach().cpu()
+def array_of(array: "np.ndarray | torch.Tensor") -> np.ndarray:
+    """A NumPy array, or a tensor of torch as one: bfloat16, which NumPy lacks, as float32."""
+    if isinstance(array, np.ndarray):
+        return array
+    tensor = array.detach().cpu()
     return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
 
 

@@ -6,7 +6,7 @@ Invariant: a snapshot written to several paths is in all of them or, unless the 
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.owner import owner_of
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
-from oneemb.rows.arguments import VALUES, Paths, as_list, check_format, dtype_of, name_of
+from oneemb.rows.arguments import VALUES, AnyDtype, Format, Paths, as_list, check_format, dtype_of, name_of
 from oneemb.rows.values import encode_rows
 from oneemb.storage.errors import SnapshotExistsError
 from oneemb.storage.foreign.oneflow_table import is_oneflow_table, oneflow_owner_of
@@ -56,29 +56,33 @@ class PersistentTableWriter:
                 added.
             StorageError: the disk fails, or the writer is closed.
         """
-        layout = self._rows.format
+        row_format = self._rows.format
         keys, values = np.asarray(keys), np.asarray(values)
         if keys.dtype != self._key_dtype or keys.ndim != 1:
             raise TypeError(f"keys must be {self._key_dtype} of shape [n], got {keys.dtype} {list(keys.shape)}")
-        if values.dtype != self._value_dtype or values.shape != (len(keys), layout.storage_dim):
+        if values.dtype != self._value_dtype or values.shape != (len(keys), row_format.storage_dim):
             raise TypeError(
-                f"values must be {self._value_dtype} of shape [{len(keys)}, {layout.storage_dim}], got {values.dtype}"
+                f"values must be {self._value_dtype} of shape [{len(keys)}, {row_format.storage_dim}], got {values.dtype}"
                 f" {list(values.shape)}"
             )
         table_N = np.zeros(len(keys), np.int32)
         if table_ids is not None:
-            given = np.asarray(table_ids)
-            if given.shape != keys.shape or given.dtype.kind not in "iu":
-                raise TypeError(f"table_ids must be integers of shape [{len(keys)}], got {given.dtype} {given.shape}")
-            if len(given) and (given.min() < 0 or given.max() > TABLE_MAX):
-                raise ValueError(f"table_ids must be from 0 to {TABLE_MAX}, got {given.min()} to {given.max()}")
-            table_N = given.astype(np.int32)
+            tables = np.asarray(table_ids)
+            if tables.shape != keys.shape or tables.dtype.kind not in "iu":
+                raise TypeError(f"table_ids must be integers of shape [{len(keys)}], got {tables.dtype} {tables.shape}")
+            if len(tables) and (tables.min() < 0 or tables.max() > TABLE_MAX):
+                raise ValueError(f"table_ids must be from 0 to {TABLE_MAX}, got {tables.min()} to {tables.max()}")
+            table_N = tables.astype(np.int32)
             if not self._with_tables and table_N.any():
                 raise ValueError(f"a table of OneFlow has no table ids, got {table_N.max()}; write a folder for each")
-        self.put(table_N, keys.astype(np.int64), encode_rows(layout, values[:, : layout.dim], values[:, layout.dim :]))
+        self.put(
+            table_N,
+            keys.astype(np.int64),
+            encode_rows(row_format, values[:, : row_format.dim], values[:, row_format.dim :]),
+        )
 
     def put(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
-        """`write` for rows in the words of their layout."""
+        """Add rows in the words of their format, float32 [n, W]; else as `write` does."""
         if self._closed:
             raise StorageError("the writer is closed, its snapshot is saved; make another one under another name")
         unique = unique_keys(table_N, id_N)
@@ -86,9 +90,9 @@ class PersistentTableWriter:
         last_U[unique.inverse_N] = np.arange(len(id_N))
         owner_U = self._owner_of(unique.table_U, unique.id_U, len(self._sinks))
         for s, sink in enumerate(self._sinks):
-            own = np.flatnonzero(owner_U == s)
-            if len(own):
-                sink.put(unique.table_U[own], unique.id_U[own], row_NW[last_U[own]])
+            owned = np.flatnonzero(owner_U == s)
+            if len(owned):
+                sink.put(unique.table_U[owned], unique.id_U[owned], row_NW[last_U[owned]])
 
     def close(self) -> None:
         """Save the snapshot, durably, and close the files. Closing twice is fine.
@@ -99,7 +103,7 @@ class PersistentTableWriter:
         if self._closed:
             return
         saved: list[_Sink] = []
-        with undisturbed:  # A save lets Ctrl-C in, where nothing is there yet.
+        with undisturbed:  # A save lets Ctrl-C in only while nothing has been saved.
             try:
                 for sink in self._sinks:
                     sink.save()
@@ -133,14 +137,14 @@ class PersistentTableWriter:
 def make_persistent_table_writer(
     paths: Paths,
     snapshot_name: str,
-    key_type: Any,
-    value_type: Any,
+    key_type: AnyDtype,
+    value_type: AnyDtype,
     storage_dim: int,
     physical_block_size: int = 4096,
     *,
     embedding_dim: int | None = None,
-    weight_type: Any = None,
-    format: str = "oneemb",
+    weight_type: "AnyDtype | None" = None,
+    format: Format = "oneemb",
 ) -> PersistentTableWriter:
     """Write rows to a folder and save them as a snapshot at `close`, for an embedding to load.
 
@@ -158,8 +162,8 @@ def make_persistent_table_writer(
             on fresh blocks.
 
     Returns:
-        A writer with `write(keys, values, table_ids=None)`; as a context manager it saves the snapshot at the end of
-        the block, and none if the block raises. It keeps 20 to 30 bytes a key in memory.
+        A writer with `write(keys, values, table_ids=None)`. As a context manager it saves the snapshot at the end of
+        the block, or none if the block raises. It keeps 20 to 30 bytes for each key in memory.
 
     Raises:
         StorageError: a path is in use or cannot be written to, or has a snapshot of this name.
@@ -167,10 +171,8 @@ def make_persistent_table_writer(
 
     Reference: OneFlow's one_embedding.make_persistent_table_writer.
     """
-    key_dtype, value_dtype = (
-        dtype_of("key_type", key_type, "int64", "int32"),
-        dtype_of("value_type", value_type, *VALUES),
-    )
+    key_dtype = dtype_of("key_type", key_type, "int64", "int32")
+    value_dtype = dtype_of("value_type", value_type, *VALUES)
     dim = storage_dim if embedding_dim is None else embedding_dim
     if not 1 <= dim <= storage_dim:
         raise ValueError(f"embedding_dim must be from 1 to storage_dim={storage_dim}, got {dim}")
@@ -191,7 +193,7 @@ def open_writer(
     paths: list[str], name: str, rows: SnapshotRows, key_dtype: np.dtype, value_dtype: np.dtype,
     physical_block_size: int = 4096,
 ) -> PersistentTableWriter:  # fmt: skip
-    """A writer of rows that are known to the last word, such as those of another snapshot."""
+    """A writer of rows whose format and step are known, such as those of another snapshot."""
 
     def sink(shard: int, path: str) -> _Sink:
         if is_oneflow_table(path):
@@ -233,10 +235,10 @@ class _Sink(Protocol):
 
 
 class _TableSink:
-    def __init__(self, path: str, name: str, layout: RowFormat, meta: dict[str, Any], physical_block_size: int):
+    def __init__(self, path: str, name: str, row_format: RowFormat, meta: dict[str, object], physical_block_size: int):
         self._name, self._meta = name, meta
         self._table = PersistentTable.open(
-            path, row_width=layout.row_width, physical_block_size=physical_block_size, threads=Threads(1)
+            path, row_width=row_format.row_width, physical_block_size=physical_block_size, threads=Threads(1)
         )
         if any(info.name == name for info in self._table.snapshots()):
             self._table.close()

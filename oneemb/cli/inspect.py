@@ -1,0 +1,150 @@
+"""The command `inspect`: what a table holds."""
+
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, TypedDict
+
+import click
+
+from oneemb.cli.output import FOLDER, json_option, size_text, table_lines, tell
+
+if TYPE_CHECKING:
+    from oneemb.storage.table.snapshot_manifest import SnapshotInfo
+
+__all__ = ["inspect"]
+
+
+@click.command()
+@click.argument("path", type=FOLDER)
+@json_option
+def inspect(path: str, as_json: bool) -> None:
+    """Show what a table holds.
+
+    The snapshots at PATH, the disk they take, and who writes there. Reads only, beside a job that writes too.
+    """
+    from oneemb.storage.foreign.oneflow_table import is_oneflow_table
+    from oneemb.storage.table.recovery import lost_text
+    from oneemb.storage.table.table_info import table_info
+
+    if is_oneflow_table(path):
+        _inspect_oneflow(path, as_json)
+        return
+    info = table_info(path)
+    snapshots = [_described(snapshot) for snapshot in info.snapshots]
+    unsaved = info.disk_bytes - info.needed_bytes
+    result = {
+        "path": path,
+        "format": "oneemb",
+        "format_version": max((snapshot.format_version for snapshot in info.snapshots), default=None),
+        "holder": info.holder,
+        "chunks": info.chunks,
+        "disk_bytes": info.disk_bytes,
+        "live_bytes": info.live_bytes,
+        "garbage_bytes": info.garbage_bytes,
+        "unsaved_bytes": unsaved,
+        "snapshots": snapshots,
+        "damaged": info.damaged,
+        "lost": info.lost,
+        "lost_more": info.lost_more,
+        "kept": info.kept,
+    }
+    columns = ("name", "rows", "weights", "state", "optimizer", "step", "bytes", "saved")
+    rows = [
+        (
+            saved["name"], f"{saved['rows']:,}", f"{saved['dim']} {saved['dtype']}" if saved["dim"] else "-",
+            str(saved["state_width"]), saved["optimizer"] or "-", str(saved["step"]), size_text(saved["bytes"]),
+            saved["created"],
+        )
+        for saved in snapshots
+    ]  # fmt: skip
+    version = f" {result['format_version']}" if snapshots else ""
+    tell(
+        as_json,
+        result,
+        f"{path}: a table of oneemb, format{version or ' not known yet'}; "
+        + (f"held by {info.holder}" if info.holder else "nobody writes to it"),
+        f"{size_text(info.disk_bytes)} on disk in {info.chunks} chunks: {size_text(info.live_bytes)} of rows in"
+        f" snapshots, {size_text(info.garbage_bytes)} of garbage and lists; {size_text(unsaved)} in no snapshot",
+        *table_lines(columns, rows, "no snapshots"),
+        *(f"damaged: {reason}" for reason in info.damaged.values()),
+        *([f"lost: {lost_text(info.lost, info.lost_more, len(info.kept))}"]
+          if info.lost or info.lost_more or info.kept else []),
+    )  # fmt: skip
+
+
+def _inspect_oneflow(path: str, as_json: bool) -> None:
+    from oneemb.storage.foreign.oneflow_reader import OneFlowReader
+    from oneemb.storage.foreign.oneflow_table import oneflow_snapshots, read_oneflow_geometry
+
+    geometry = read_oneflow_geometry(path)
+    snapshots = []
+    damaged = {}
+    for name in oneflow_snapshots(path):
+        try:
+            snapshots.append((name, len(OneFlowReader(path, name))))
+        except RuntimeError as error:
+            damaged[name] = str(error)
+    result = {
+        "path": path,
+        "format": "oneflow",
+        **asdict(geometry),
+        "snapshots": [{"name": name, "rows": rows} for name, rows in snapshots],
+        "damaged": damaged,
+    }
+    tell(
+        as_json,
+        result,
+        f"{path}: a table of OneFlow, keys of {geometry.key_bytes} bytes, rows of {geometry.value_bytes // 4} float32,"
+        f" blocks of {geometry.block_bytes} bytes",
+        *table_lines(("name", "rows"), [(name, f"{rows:,}") for name, rows in snapshots], "no snapshots"),
+        *(f"damaged: {reason}" for reason in damaged.values()),
+    )
+
+
+class _Snapshot(TypedDict):
+    """A snapshot in the result of `inspect`."""
+
+    name: str
+    rows: int
+    dim: int | None
+    dtype: str | None
+    state_width: int | None
+    optimizer: str | None
+    step: int | None
+    bytes: int
+    created: str
+    row_width: int
+    physical_block_size: int
+    format_version: int
+    shard: int | None
+    shards: int | None
+
+
+def _described(info: "SnapshotInfo") -> _Snapshot:
+    from oneemb.storage.errors import StorageError
+    from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
+
+    rows: SnapshotRows | None = None
+    shard: int | None = None
+    shards: int | None = None
+    try:
+        rows = SnapshotRows.of_meta(info.meta, info.name)
+        shard, shards = shard_of(info.meta, info.name)
+    except StorageError:
+        pass  # Another program wrote the rows, or their description makes no sense.
+    return {
+        "name": info.name,
+        "rows": info.rows,
+        "dim": rows.format.dim if rows else None,
+        "dtype": rows.format.dtype if rows else None,
+        "state_width": rows.format.state_width if rows else None,
+        "optimizer": rows.format.optimizer if rows else None,
+        "step": rows.step if rows else None,
+        "bytes": info.bytes,
+        "created": datetime.fromtimestamp(info.created, UTC).isoformat(timespec="seconds"),
+        "row_width": info.row_width,
+        "physical_block_size": info.physical_block_size,
+        "format_version": info.format_version,
+        "shard": shard,
+        "shards": shards,
+    }

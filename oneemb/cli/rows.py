@@ -1,0 +1,121 @@
+"""The commands `export` and `import`: rows into files, and from files or other tables into a new snapshot."""
+
+import os
+from typing import TYPE_CHECKING
+
+import click
+
+from oneemb.cli.output import FOLDER, json_option, progress_bar, size_text, tell
+from oneemb.cli.snapshots import only_snapshot
+
+if TYPE_CHECKING:
+    from oneemb.rows.import_rows import Source
+    from oneemb.rows.reader import PersistentTableReader
+
+__all__ = ["export_command", "import_command"]
+
+
+@click.command("export")
+@click.argument("path", type=FOLDER)
+@click.argument("target", nargs=-1, required=True, type=click.Path(dir_okay=False))
+@click.option("--snapshot", "name", help="Which snapshot; without it, the only one.")
+@click.option("--shard", multiple=True, type=FOLDER, help="Another folder of a sharded snapshot; may be repeated.")
+@click.option("--table", type=click.IntRange(0), help="Export this table only.")
+@click.option("--with-state", is_flag=True, help="Write the optimizer's state too.")
+@click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
+@click.option("--batch-size", default=65536, show_default=True, help="Rows at a time.")
+@json_option
+def export_command(
+    path: str, target: tuple[str, ...], name: str | None, shard: tuple[str, ...], table: int | None, with_state: bool,
+    overwrite: bool, batch_size: int, as_json: bool,
+) -> None:  # fmt: skip
+    """Write a snapshot's rows to files.
+
+    The snapshot is one of the table at PATH. TARGET is a file .npz, .parquet or .safetensors; or files .npy of keys,
+    values, and of tables and state if they are wanted.
+    """
+    from oneemb.rows.export_rows import export_rows
+
+    name = name or only_snapshot(path)
+    with progress_bar(as_json, "exporting", "rows") as move:
+        rows = export_rows(
+            [path, *shard], target[0] if len(target) == 1 else target, snapshot=name, table=table,
+            with_state=with_state, overwrite=overwrite, batch_size=batch_size, progress=move,
+        )  # fmt: skip
+    size = sum(os.path.getsize(file) for file in target)
+    tell(
+        as_json,
+        {"path": path, "snapshot": name, "target": list(target), "rows": rows, "bytes": size},
+        f"{rows:,} rows of {name!r} are in {', '.join(target)}, {size_text(size)}",
+    )
+
+
+@click.command("import")
+@click.argument("source", nargs=-1, required=True, type=click.Path(exists=True))
+@click.argument("path", type=click.Path(file_okay=False))
+@click.option("--snapshot", "name", required=True, help="Name of the new snapshot.")
+@click.option("--shard", multiple=True, type=click.Path(file_okay=False), help="Another folder to shard the rows over.")
+@click.option("--keys", default="keys", show_default=True, help="Column of keys.")
+@click.option("--row-numbers", is_flag=True, help="The number of each row is its key.")
+@click.option(
+    "--values", multiple=True, default=["values"], show_default=True, help="Column of weights; may be repeated."
+)
+@click.option("--tables", help="Column of table numbers; without it, 'tables' if there is one.")
+@click.option("--table", default=0, show_default=True, type=click.IntRange(0), help="Table of rows that do not say.")
+@click.option("--state", default="state", show_default=True, help="Column of the optimizer's state.")
+@click.option("--with-state", is_flag=True, help="Bring the optimizer's state too.")
+@click.option("--allow-nonfinite", is_flag=True, help="Bring weights that are infinite or no number as they are.")
+@click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="Of the rows; else the source's.")
+@click.option(
+    "--block-size", default="4096", show_default=True, type=click.Choice(["512", "4096"]), help="Of the disk."
+)
+@click.option("--from-snapshot", help="Of a table of OneFlow or oneemb, which snapshot; without it, the only one.")
+@click.option("--embedding-dim", type=click.IntRange(1), help="Weights of a row of OneFlow's; the rest is state.")
+@click.option("--batch-size", default=65536, show_default=True, help="Rows at a time.")
+@json_option
+def import_command(
+    source: tuple[str, ...], path: str, name: str, shard: tuple[str, ...], keys: str, row_numbers: bool,
+    values: tuple[str, ...], tables: str | None, table: int, state: str, with_state: bool, allow_nonfinite: bool,
+    dtype: str | None, block_size: str, from_snapshot: str | None, embedding_dim: int | None, batch_size: int,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Make a snapshot of rows in files.
+
+    The snapshot is a new one of the table at PATH, which is made if it is not there. SOURCE is a file .npz, .parquet or
+    .safetensors; files .npy of keys, values, and of tables and state if there are any; one file .npy of values, whose
+    row numbers are the keys; or the folders of a table of OneFlow or oneemb.
+    """
+    from oneemb.rows.import_rows import import_rows
+
+    rows_of: Source = source[0] if len(source) == 1 else source
+    if os.path.isdir(source[0]):
+        rows_of = _table_reader(list(source), from_snapshot, embedding_dim, batch_size)
+    elif from_snapshot is not None or embedding_dim is not None:
+        raise click.UsageError("--from-snapshot and --embedding-dim are for folders of tables")
+    with progress_bar(as_json, "importing", "rows") as move:
+        rows = import_rows(
+            [path, *shard], rows_of, snapshot=name, keys=None if row_numbers else keys,
+            values=values[0] if len(values) == 1 else values, tables=tables, table=table, state=state,
+            with_state=with_state, allow_nonfinite=allow_nonfinite, dtype=dtype,
+            physical_block_size=int(block_size), batch_size=batch_size, progress=move,
+        )  # fmt: skip
+    tell(
+        as_json,
+        {"source": list(source), "path": path, "snapshot": name, "rows": rows},
+        f"{rows:,} rows are in snapshot {name!r} of {path}",
+    )
+
+
+def _table_reader(
+    paths: list[str], name: str | None, embedding_dim: int | None, batch_size: int
+) -> "PersistentTableReader":
+    from oneemb.rows.reader import make_persistent_table_reader
+    from oneemb.storage.foreign.oneflow_table import is_oneflow_table, read_oneflow_geometry
+
+    name = name or only_snapshot(paths[0])
+    if not is_oneflow_table(paths[0]):
+        return make_persistent_table_reader(paths, name, "int64", "float32", batch_size=batch_size)
+    key_type = f"int{8 * read_oneflow_geometry(paths[0]).key_bytes}"
+    return make_persistent_table_reader(
+        paths, name, key_type, "float32", batch_size=batch_size, embedding_dim=embedding_dim, format="oneflow"
+    )

@@ -1,0 +1,162 @@
+"""The arguments of an embedding: checked, and turned into what storage and kernels take."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from oneemb.graph.ops.lookup import DTYPES
+from oneemb.kernels import init_rows
+from oneemb.kernels.hash_index import TABLE_MAX
+from oneemb.options import (
+    CachedHostMemStoreOptions,
+    CachedSsdStoreOptions,
+    ConstantInitializer,
+    DeviceMemStoreOptions,
+    Initializer,
+    NormalInitializer,
+    StoreOptions,
+    TableOptions,
+    TruncNormalInitializer,
+    UniformInitializer,
+    normal_cdf,
+)
+from oneemb.storage.tiers.stack import StorePlan
+
+__all__ = ["DTYPE_NAMES", "check_arguments", "initial_rows", "state_width_of", "store_plan"]
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The dtypes of rows, with the names that storage has for them."""
+
+
+def check_arguments(
+    name: str,
+    dim_C: Sequence[int],
+    dtype: torch.dtype,
+    key_type: torch.dtype,
+    tables: Sequence[TableOptions],
+    store_options: StoreOptions,
+    default_initializer: Initializer | None,
+    padding_idx: int | None,
+    seed: int,
+) -> None:
+    """Raise TypeError or ValueError unless an embedding can be made of these, as `MultiTableEmbedding` says."""
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be a word, got {name!r}")
+    if not dim_C or any(isinstance(dim, bool) or not isinstance(dim, int) or dim < 1 for dim in dim_C):
+        raise ValueError(f"embedding_dim must be 1 or more, got {list(dim_C)}")
+    if dtype not in DTYPE_NAMES:
+        raise TypeError(f"dtype must be torch.float32, float16 or bfloat16, got {dtype}")
+    if key_type not in (torch.int64, torch.int32):
+        raise TypeError(f"key_type must be torch.int64 or torch.int32, got {key_type}")
+    if not tables or not all(isinstance(table, TableOptions) for table in tables):
+        raise TypeError(f"tables must be a list of one or more oneemb.make_table(...), got {tables!r}")
+    if len(tables) > TABLE_MAX + 1:
+        raise ValueError(f"an embedding has at most {TABLE_MAX + 1} tables, got {len(tables)}")
+    for t, table in enumerate(tables):
+        if len(table.columns) not in (1, len(dim_C)):
+            raise ValueError(f"table {t} has {len(table.columns)} columns, embedding_dim has {len(dim_C)}")
+        for column in table.columns:
+            if column.initializer is not None:
+                _check_range(f"table {t}", column.initializer, dtype)
+    if default_initializer is not None:
+        if not isinstance(default_initializer, Initializer):
+            raise TypeError(
+                f"default_initializer must be made by one of oneemb.make_*_initializer, got {default_initializer!r}"
+            )
+        _check_range("default_initializer", default_initializer, dtype)
+    if not isinstance(store_options, StoreOptions):
+        raise TypeError(f"store_options must be made by one of oneemb.make_*_store_options, got {store_options!r}")
+    if len(store_options.persistent_path) != 1:
+        raise ValueError(
+            f"persistent_path names {len(store_options.persistent_path)} folders, one a rank; this job has 1 rank"
+        )
+    limits = torch.iinfo(key_type)
+    if padding_idx is not None and (isinstance(padding_idx, bool) or not isinstance(padding_idx, int)):
+        raise TypeError(f"padding_idx must be an int or None, got {padding_idx!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an int, got {seed!r}")
+    if padding_idx is not None and not limits.min <= padding_idx <= limits.max:
+        raise ValueError(f"padding_idx must be a {key_type}, got {padding_idx}")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed must fit in 64 bits, got {seed}")
+
+
+def initial_rows(
+    seed: int, dim_C: Sequence[int], tables: Sequence[TableOptions], default: Initializer
+) -> init_rows.InitialRows:
+    """What begins new rows: for each table and column the kind of its initializer and that one's parameters."""
+    kind_TC = np.empty((len(tables), len(dim_C)), np.int64)
+    param_TC4 = np.zeros((len(tables), len(dim_C), 4))
+    for t, table in enumerate(tables):
+        for c in range(len(dim_C)):
+            column = table.columns[c if len(table.columns) > 1 else 0]
+            kind_TC[t, c], params = _encode(column.initializer or default)
+            param_TC4[t, c, : len(params)] = params
+    return init_rows.InitialRows(seed % 2**64, kind_TC, param_TC4, np.cumsum(dim_C, dtype=np.int64))
+
+
+def _encode(initializer: Initializer) -> tuple[int, list[float]]:
+    match initializer:
+        case ConstantInitializer(value):
+            return init_rows.CONSTANT, [value]
+        case UniformInitializer(low, high):
+            return init_rows.UNIFORM, [low, high]
+        case NormalInitializer(mean, std):
+            return init_rows.NORMAL, [mean, std]
+        case TruncNormalInitializer(mean, std, a, b):
+            return init_rows.TRUNC_NORMAL, [mean, std, *(normal_cdf((bound - mean) / std) for bound in (a, b))]
+
+
+def _check_range(what: str, initializer: Initializer, dtype: torch.dtype) -> None:
+    """Raise ValueError if weights may begin infinite: float16 ends at 65504."""
+    match initializer:
+        case ConstantInitializer(value):
+            largest = abs(value)
+        case UniformInitializer(low, high):
+            largest = max(abs(low), abs(high))
+        case NormalInitializer(mean, std):
+            largest = abs(mean) + 7 * std  # No draw from 32 bits lies farther out.
+        case TruncNormalInitializer(_, _, a, b):
+            largest = max(abs(a), abs(b))
+    if largest > torch.finfo(dtype).max:
+        raise ValueError(
+            f"{what} begins with weights up to {largest:g}, {dtype} holds at most {torch.finfo(dtype).max:g}; choose a"
+            " narrower initializer or another dtype"
+        )
+
+
+def store_plan(options: StoreOptions) -> StorePlan:
+    """What the store of these options is built of."""
+    cache_bytes: int | None
+    host_bytes: int | None
+    match options:
+        case DeviceMemStoreOptions():
+            cache_bytes, host_bytes, policy = None, 0, "lfu"
+        case CachedHostMemStoreOptions():
+            cache_bytes, host_bytes, policy = options.cache_budget_mb * 2**20, None, options.cache_policy
+        case CachedSsdStoreOptions():
+            cache_bytes, host_bytes = options.cache_budget_mb * 2**20, options.host_cache_budget_mb * 2**20
+            policy = options.cache_policy
+    (path,) = options.persistent_path
+    return StorePlan(path, cache_bytes, host_bytes, options.capacity, options.physical_block_size, policy)
+
+
+def state_width_of(options: StoreOptions, dim: int, optimizer: str, needed: int) -> int:
+    """Values of state that a row has room for: what the options say, else the `needed` values of the optimizer."""
+    if options.storage_dim is not None:
+        if options.storage_dim < dim + needed:
+            raise ValueError(
+                f"storage_dim={options.storage_dim} is too small for {optimizer!r}: rows of {dim} weights need"
+                f" storage_dim={dim + needed}; give that, or leave it out"
+            )
+        return options.storage_dim - dim
+    if options.size_factor is not None:
+        factor = -(-(dim + needed) // dim)
+        if options.size_factor < factor:
+            raise ValueError(
+                f"size_factor={options.size_factor} is too small for {optimizer!r}: rows of {dim} weights need"
+                f" size_factor={factor}; give that, or leave it out"
+            )
+        return (options.size_factor - 1) * dim
+    return needed

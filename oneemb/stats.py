@@ -1,0 +1,68 @@
+"""What `embedding.stats()` gives: sizes now, and counters since the tiers were made."""
+
+from typing import NotRequired, TypedDict
+
+__all__ = ["EmbeddingStats", "TableStats", "TierStats"]
+
+
+class TierStats(TypedDict):
+    """One tier in memory."""
+
+    rows: int
+    slots: int
+    """Places for rows."""
+    pinned: int
+    """Slots held for lookups whose update is still to come."""
+    dirty: int
+    """Rows that have changed since they were written to the store below."""
+    hits: int
+    """Unique keys found; in lookups without gradient on the device store, ids."""
+    misses: int
+    new_rows: int
+    evicted: int
+    written_down: int
+    """Rows written to the store below."""
+    bytes: int
+    """Memory of the rows and of their index."""
+
+
+class TableStats(TypedDict):
+    """The persistent table."""
+
+    rows: int
+    physical_block_size: int
+    chunk_bytes: int
+    chunks: int
+    snapshots: int
+    disk_bytes: int
+    live_bytes: int
+    loose_bytes: int
+    snapshot_bytes: int
+    memory_bytes: int
+    index_bytes: int
+    bytes_written: int
+    bytes_removed: int
+    rows_moved: int
+    rows_got: int
+    rows_missing: int
+    rows_put: int
+    io: str
+    """How blocks are read."""
+    read_depth: int
+    """Reads in flight at most."""
+    read_requests: int
+    bytes_read: int
+
+
+class EmbeddingStats(TypedDict):
+    """An embedding, with a dict for each place that keeps its rows. There are none before the first lookup."""
+
+    rows: int
+    """Known ids of all tables."""
+    step: int
+    """Updates made."""
+    hit_rate: float
+    """Share of unique keys found in the hot tier; of ids, in lookups without gradient on the device store."""
+    device: NotRequired[TierStats]
+    host: NotRequired[TierStats]
+    persistent: NotRequired[TableStats]

@@ -1,0 +1,55 @@
+"""What a training graph keeps from call to call beside its modules: optimizers, the scaler, what is not updated yet."""
+
+from typing import Any, Protocol
+
+import torch
+
+from oneemb.eager import Optimizer
+from oneemb.graph import ops
+
+__all__ = ["LearningRateScheduler", "TrainState"]
+
+
+class LearningRateScheduler(Protocol):
+    """What a graph asks of a scheduler; those of torch.optim.lr_scheduler are such."""
+
+    def step(self) -> object: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
+
+
+class TrainState:
+    """The optimizers of a graph, in the order in which they step, and how far training has come."""
+
+    def __init__(self) -> None:
+        self.optimizers: list[Optimizer] = []
+        self.lr_schedulers: list[LearningRateScheduler | None] = []
+        """One for each optimizer."""
+        self.max_norms: list[float | None] = []
+        """What each optimizer's gradients are clipped to; None = they are not clipped."""
+        self.scaler: torch.amp.GradScaler | None = None
+        self.held = ops.Held()
+        """Lookups of micro-batches, until the update that uses their gradients."""
+        self.micro_batches = 0
+        """Calls since the last update."""
+        self.steps = 0
+        """Updates made or skipped."""
+
+    def add(self, optimizer: Optimizer, lr_scheduler: LearningRateScheduler | None, max_norm: float | None) -> None:
+        """Let this optimizer step after those there are."""
+        self.optimizers.append(optimizer)
+        self.lr_schedulers.append(lr_scheduler)
+        self.max_norms.append(max_norm)
+
+    def updates_made(self) -> int:
+        """Updates that optimizers have made; those that were skipped do not count."""
+        return sum(optimizer.taken for optimizer in self.optimizers)
+
+    def drop_gradients(self) -> None:
+        """Drop every gradient that no update has used, of rows and dense parameters, of all micro-batches so far."""
+        ops.drop(self.held)
+        for optimizer in self.optimizers:
+            optimizer.optimizer.zero_grad(set_to_none=True)
+        self.micro_batches = 0
