@@ -351,6 +351,6 @@ def _check_widths(batch: Batch, row_format: RowFormat, owner: str) -> None:
     width = 0 if batch.state_NZ is None else batch.state_NZ.shape[1]
     if batch.weight_ND.shape[1] != row_format.dim or row_format.state_width not in (0, width):
         raise ValueError(
-            f"values must be [N, {row_format.dim}] and state [N, {row_format.state_width}] as those of {owner}, got values"
-            f" [N, {batch.weight_ND.shape[1]}] and state [N, {width}]"
+            f"values must be [N, {row_format.dim}] and state [N, {row_format.state_width}] as those of {owner}, got"
+            f" values [N, {batch.weight_ND.shape[1]}] and state [N, {width}]"
         )

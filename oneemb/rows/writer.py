@@ -62,8 +62,8 @@ class PersistentTableWriter:
             raise TypeError(f"keys must be {self._key_dtype} of shape [n], got {keys.dtype} {list(keys.shape)}")
         if values.dtype != self._value_dtype or values.shape != (len(keys), row_format.storage_dim):
             raise TypeError(
-                f"values must be {self._value_dtype} of shape [{len(keys)}, {row_format.storage_dim}], got {values.dtype}"
-                f" {list(values.shape)}"
+                f"values must be {self._value_dtype} of shape [{len(keys)}, {row_format.storage_dim}], got"
+                f" {values.dtype} {list(values.shape)}"
             )
         table_N = np.zeros(len(keys), np.int32)
         if table_ids is not None:
