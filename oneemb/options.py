@@ -344,7 +344,10 @@ def from_json(text: str) -> Options | list[Options]:
     Raises:
         ValueError: the text is not what `to_json` writes.
     """
-    return cast(Options | list[Options], _from_tree(json.loads(text)))
+    found = _from_tree(json.loads(text))
+    if not all(isinstance(option, Options) for option in (found if isinstance(found, list) else [found])):
+        raise ValueError(f"not an option of oneemb: {text}")
+    return cast(Options | list[Options], found)
 
 
 def _to_tree(value: object) -> object:

@@ -197,6 +197,12 @@ def test_compressed_npz_and_float16_and_bfloat16_are_read_exactly(tmp_path):
         assert snapshot_rows(tmp_path / dtype, "s") == expected_rows(np.zeros(7, np.int64), IDS, values)
 
 
+@pytest.mark.parametrize("dtype", ["float16", torch.float16, np.float16, np.dtype(np.float16)])
+def test_the_dtype_of_a_snapshot_may_be_of_torch_or_of_numpy(tmp_path, dtype):
+    oneemb.import_rows(tmp_path / "t", (IDS, some_vectors(dtype=np.float16)), snapshot="s", dtype=dtype)
+    assert read_snapshot_info(tmp_path / "t", "s").meta["rows"]["layout"]["dtype"] == "float16"
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_are_rounded_to_nearest_even_as_torch_does(tmp_path, dtype):
     bits = np.random.default_rng(1).integers(0, 2**32, (4000, 3), dtype=np.uint32)

@@ -261,8 +261,11 @@ def test_json_is_checked_as_the_functions_are():
         {"type": "ConstantInitializer", "value": 1.0, "seed": 3},
         {"type": "ConstantInitializer"},
         {"type": ["ConstantInitializer"]},
+        5,
+        [1],
+        None,
     ],
-    ids=["unknown type", "no type", "unknown field", "missing field", "type is a list"],
+    ids=["unknown type", "no type", "unknown field", "missing field", "type is a list", "5", "[1]", "null"],
 )
 def test_text_that_is_not_of_options_is_refused(tree):
     with pytest.raises(ValueError, match="not an option of oneemb"):

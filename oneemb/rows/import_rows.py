@@ -16,7 +16,7 @@ import numpy as np
 
 from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.unique_keys import unique_keys
-from oneemb.rows.arguments import Paths, as_embedding, as_list
+from oneemb.rows.arguments import AnyDtype, Paths, as_embedding, as_list, name_of
 from oneemb.rows.files import SUFFIXES, Batch, Columns, Progress, RowFile, checked_batch, suffix_of, whole_batches
 from oneemb.rows.files_numpy import NpzRows, array_rows, npy_rows
 from oneemb.rows.files_parquet import ParquetRows
@@ -55,7 +55,7 @@ def import_rows(
     table: int = 0,
     with_state: bool = False,
     allow_nonfinite: bool = False,
-    dtype: "str | np.dtype | torch.dtype | None" = None,
+    dtype: AnyDtype | None = None,
     physical_block_size: int = 4096,
     batch_size: int = 65536,
     progress: Progress | None = None,
@@ -122,7 +122,7 @@ def import_rows(
         raise ValueError("give snapshot=..., the name of the new snapshot")
     with closing(_open_source(source, columns, with_state)) as rows:
         description = _description_of(rows, with_state)
-        weight_dtype = description.format.dtype if dtype is None else str(dtype).removeprefix("torch.")
+        weight_dtype = description.format.dtype if dtype is None else name_of(dtype)
         if weight_dtype not in WEIGHTS:
             raise TypeError(f"dtype must be {', '.join(WEIGHTS)} or None, got {dtype}")
 
