@@ -55,7 +55,7 @@ def import_rows(
     table: int = 0,
     with_state: bool = False,
     allow_nonfinite: bool = False,
-    dtype: AnyDtype | None = None,
+    dtype: "AnyDtype | None" = None,
     physical_block_size: int = 4096,
     batch_size: int = 65536,
     progress: Progress | None = None,
