@@ -49,10 +49,10 @@ def admit_loop(
 
 @cuda
 def release_loop(slot_U: Array, pin_S: Array) -> None:
-    """Unpin slots, each once; -1 is none."""
+    """Unpin slots, each once; -1 is none, and slots beyond those there are belong to rows that were dropped."""
     u = cuda.grid(1)
     while u < slot_U.shape[0]:
-        if slot_U[u] >= 0:
+        if 0 <= slot_U[u] < pin_S.shape[0]:
             cuda.atomic.sub(pin_S, slot_U[u], 1)
         u += cuda.gridsize(1)
 

@@ -108,7 +108,11 @@ class CompiledGraph(torch.nn.Module):
 
     def _key(self, structure: Structure) -> tuple[Structure, Hashable]:
         """What a plan is compiled for. Calls with equal keys share a plan."""
-        return structure, (self._dense_options(), self._recipe_key())
+        lookups = [
+            (embedding.store, embedding.num_tables, embedding.key_type, embedding.padding_idx)
+            for embedding in embeddings_of(self).values()
+        ]
+        return structure, (self._dense_options(), tuple(lookups), self._recipe_key())
 
     def _recipe(self) -> Recipe:
         raise NotImplementedError

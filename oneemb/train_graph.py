@@ -255,8 +255,7 @@ class TrainGraph(CompiledGraph):
     def _recipe_key(self) -> Hashable:
         embeddings = [
             (
-                embedding.training, embedding.weight.requires_grad, embedding.store, embedding.store.format,
-                embedding.store.loops.place,
+                embedding.training, embedding.weight.requires_grad, embedding.store.format, embedding.store.loops.place,
             )
             for embedding in embeddings_of(self).values()
         ]  # fmt: skip

@@ -27,6 +27,8 @@ class Bottom(Protocol):
 
     name: str
     """What errors call it."""
+    keeps_rows: bool
+    """Whether the store has its rows again when it is opened again; one that does not begins without any."""
 
     def open(self, row_width: int) -> RowStore:
         """The store for rows of this width.
@@ -62,6 +64,8 @@ class TableBottom:
     Raises:
         StorageError: the folder cannot be made or written to.
     """
+
+    keeps_rows = False  # A snapshot is loaded, or there are none.
 
     def __init__(self, path: str, physical_block_size: int, threads: Threads, mend: str):
         self.name = path

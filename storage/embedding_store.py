@@ -151,7 +151,7 @@ class EmbeddingStore:
 
     @property
     def built(self) -> bool:
-        """Whether the tiers are there. Until then there is no row, and every id reads as its initial value."""
+        """Whether the tiers are there. Until then no row is known here, and every id reads as its initial value."""
         return bool(self._rows.tiers)
 
     @property
@@ -406,6 +406,8 @@ class EmbeddingStore:
             ValueError: tables or offsets, on a GPU, are not as they must be.
         """
         self._check_open()
+        if not self.built and self._bottom.keeps_rows:
+            self._rows.build()
         if self.built:
             return self.hot.read(keys)
         keys = self.loops.counted(keys)
@@ -420,7 +422,7 @@ class EmbeddingStore:
         Keys may be there many times. None where rows move: read those of unique keys.
         """
         self._check_open()
-        return self.hot.slots_of(table_N, id_N) if self.built else None
+        return self.hot.slots_of(table_N, id_N) if self.reads_in_place else None
 
     @property
     def reads_in_place(self) -> bool:
@@ -528,6 +530,8 @@ class EmbeddingStore:
             self._check_process()
             self._check_open()
             self._mend()
+            if self._bottom.keeps_rows and not self.built:
+                self._rows.build()
             self._rows.clear()
             self.changes += 1
             self.step = 0

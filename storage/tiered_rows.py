@@ -13,6 +13,8 @@ Nothing here is thread-safe: `EmbeddingStore` calls it in a turn.
 
 import _thread
 import threading
+import uuid
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -34,8 +36,11 @@ from oneemb.storage.turns import undisturbed
 
 __all__ = ["TieredRows"]
 
-# The snapshot that holds rows while they are given another width.
-_RELAYOUT = "rows-on-their-way-to-another-width"
+
+def _rescue_name() -> str:
+    """Of the snapshot that holds rows while they are given another width. It is left where a process is killed then,
+    and where rows are nowhere else: so no two have one name."""
+    return f"rows-before-a-relayout-{uuid.uuid4().hex[:8]}"
 
 
 class TieredRows:
@@ -105,8 +110,19 @@ class TieredRows:
 
         Raises:
             StoreFullError, StorageError: there is no room for the rows, there or on the disk on their way, or they
-                cannot be given another width. They are as they were.
+                cannot be given another width; or what else has failed. The rows are as they were; or, where `whole` is
+                False now, in the snapshot that a note names.
         """
+        try:
+            self._relayout(format, loops, step)
+        except (StorageError, MemoryError):
+            raise
+        except Exception as error:  # of CUDA, for instance: the rows are as they were
+            if not self.whole:
+                raise
+            raise StorageError(f"the rows in {self._bottom.name} could not be moved: {error}") from error
+
+    def _relayout(self, format: RowFormat, loops: Loops, step: int) -> None:
         before, after = self.new_rows, self._new_rows(format, loops)
         if not self.built:
             self.new_rows = after
@@ -114,49 +130,71 @@ class TieredRows:
         if format.same_words(before.format) and loops is before.loops:
             before.format = format
             return
-        rows = len(self)
-        check_room(self._plan, format, loops, rows)
-        saved = rows > 0 and not format.same_words(before.format)
-        if saved:
-            self.save(_RELAYOUT, {}, step, overwrite=True)
+        check_room(self._plan, format, loops, len(self))
+        saved: str | None = None
+        if format.same_words(before.format):
+            self.hot.flush()  # The store at the bottom has all rows, and keeps them.
+        elif len(self):
+            saved = _rescue_name()
+            self.save(saved, {}, step)
         try:
             self._change(after, saved)
         except BaseException as error:
             try:
                 self._change(before, saved)
-            except BaseException:
+            except BaseException as second:
                 self.whole = False
-                if not saved and isinstance(self._store, Snapshots):
-                    self._save(self._store, _RELAYOUT, {}, step, overwrite=True)
-                error.add_note(f"the rows are in the snapshot {_RELAYOUT!r} in {self._bottom.name}")
-                raise error from None
-            if saved:
-                self.delete(_RELAYOUT)
+                self._say_where_rows_are(error, second, saved, step)
+                raise error from second
+            self._delete_rescue(saved)
             raise
-        if saved:
-            self.delete(_RELAYOUT)
+        self._delete_rescue(saved)
 
-    def _change(self, new_rows: NewRows, saved: bool) -> None:
-        """Make the tiers anew, and bring the rows along."""
+    def _change(self, new_rows: NewRows, saved: str | None) -> None:
+        """Make the tiers anew, and bring the rows along: from the store at the bottom, or from the snapshot `saved`."""
         if self._store is not None and self._store.row_width == new_rows.format.row_width:
-            if self.tiers:
-                self.hot.flush()
             self._drop_tiers()
             self.tiers = make_tiers(self._plan, new_rows, self._store, self._threads, self._writing)
             self.new_rows = new_rows
             return
         self.dismantle()
         self._open(new_rows)
-        if saved:
-            self._load_saved()
+        if saved is not None:
+            self._load_saved(saved)
 
-    def _load_saved(self) -> None:
-        info = self._bottom.snapshot(_RELAYOUT)
-        if SnapshotRows.of_meta(info.meta, _RELAYOUT).format.same_words(self.format):
-            self._snapshots().load_snapshot(_RELAYOUT)
+    def _load_saved(self, name: str) -> None:
+        if SnapshotRows.of_meta(self._bottom.snapshot(name).meta, name).format.same_words(self.format):
+            self._snapshots().load_snapshot(name)
         else:
-            self._load_weights(_RELAYOUT)
+            self._load_weights(name)
         self._reload()
+
+    def _say_where_rows_are(self, error: BaseException, second: BaseException, saved: str | None, step: int) -> None:
+        """Rows that are in no tier any more: save them if they are in no snapshot yet."""
+        error.add_note(f"the rows could not be brought back to where they were either: {second}")
+        if saved is None and isinstance(self._store, Snapshots):
+            name = _rescue_name()
+            try:
+                self._save(self._store, name, {}, step, overwrite=False)
+            except Exception as third:
+                error.add_note(f"nor could they be saved: {third}")
+                return
+            saved = name
+        if saved is not None:
+            error.add_note(f"the rows are in the snapshot {saved!r} in {self._bottom.name}")
+
+    def _delete_rescue(self, saved: str | None) -> None:
+        """The rows are where they should be. Nothing fails because of a snapshot that is left."""
+        if saved is None:
+            return
+        try:
+            self.delete(saved)
+        except Exception as error:
+            warnings.warn(
+                f"the snapshot {saved!r} is not needed any more and could not be deleted: {error}; delete it with"
+                " delete_snapshot",
+                stacklevel=2,
+            )
 
     def _new_rows(self, format: RowFormat, loops: Loops) -> NewRows:
         return NewRows(format, self.new_rows.initial, loops)
@@ -194,9 +232,9 @@ class TieredRows:
 
     def clear(self) -> None:
         """Forget every row; snapshots stay."""
+        self.generation += 1
         if self.built:
             self.hot.clear()
-        self.generation += 1
 
     def only_read(self) -> None:
         """In a child of fork: keep no row of those that are read."""
@@ -317,11 +355,11 @@ class TieredRows:
             else:
                 self._snapshots().load_snapshot(name)
                 replaced = True
+            self.generation += 1
             self._reload()
         except BaseException:
             self.whole = not replaced  # Half of the rows are nothing to go on from.
             raise
-        self.generation += 1
         return 0 if wider else rows.step, not wider
 
     def _load_weights(self, name: str) -> None:

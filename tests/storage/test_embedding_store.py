@@ -1,5 +1,8 @@
 """The stacked tiers: rows known and snapshots are the same on every store; what fails leaves the rows as they were."""
 
+import inspect
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +14,7 @@ from oneemb.storage import embedding_store
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import BrokenStoreError
 from oneemb.storage.row_store import StorageError, StoreFullError
+from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.tiers import stack
 from oneemb.storage.tiers.hot_tier import HotTier
 from oneemb.storage.tiers.stack import StorePlan
@@ -589,35 +593,101 @@ def test_rows_move_to_another_place_whatever_is_below(kind, bottom, open_store, 
     assert store.stats()["rows"] == 200 and store.snapshots() == []
 
 
-@pytest.mark.parametrize("error", [StorageError("fails"), MemoryError("fails"), KeyboardInterrupt("fails")])
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("kind", PLANS)
-def test_rows_that_cannot_move_stay(kind, times, error, open_store, monkeypatch):
+_CALLS = ("put", "flush", "save_snapshot", "load_snapshot", "delete_snapshot", "scan", "clear", "open")
+
+
+class FailingCalls:
+    """Lets calls of persistent tables and tiers fail, from the `first` on and as many as `times`."""
+
+    def __init__(self, monkeypatch, error, first, times):
+        self.error, self.first, self.times, self.calls = error, first, times, 0
+        for name in _CALLS:
+            self._count(monkeypatch, PersistentTable, name)
+        self._count(monkeypatch, stack, "HotTier")
+
+    def _count(self, monkeypatch, owner, name):
+        original = inspect.getattr_static(owner, name)
+        call = original.__func__ if isinstance(original, classmethod) else original
+
+        def counted(*args, **kwargs):
+            self.calls += 1
+            if self.first <= self.calls < self.first + self.times:
+                raise self.error
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, classmethod(counted) if isinstance(original, classmethod) else counted)
+
+
+@pytest.mark.parametrize("times", [1, 2, 100])
+@pytest.mark.parametrize("error", [StorageError("it fails"), RuntimeError("it fails")])
+@pytest.mark.parametrize("what", ["move", "attach"])
+@pytest.mark.parametrize("kind", ["device", "host", "ssd"])
+def test_rows_are_where_they_were_or_where_the_error_says(kind, what, error, times, open_store, monkeypatch):
     monkeypatch.setattr(embedding_store, "loops_at", lambda device, threads: ElsewhereLoops(threads))
-    store = open_store(kind)
+    first = 0
+    while True:
+        first += 1
+        store = open_store(kind, path=f"{first}")
+        if what == "move":
+            store.attach(*ADAM)
+            train(store, *range(40))
+        else:
+            store.build()
+            store.release(store.acquire(keys(*range(40)))[0])
+        store.save_snapshot("there", {})
+        before, weights = everything(store), values(store, *range(40))[:, :DIM]
+        error.__notes__ = []
+        raised = None
+        with monkeypatch.context() as patched, warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            failing = FailingCalls(patched, error, first, times)
+            try:
+                store.move_to(torch.device("meta")) if what == "move" else store.attach(*ADAM)
+            except BaseException as caught:
+                raised = caught
+        done = failing.calls < first
+        if raised is None:  # What fails after the rows are where they should be is worth a warning only.
+            assert done or "could not be deleted" in str(warned[0].message)
+            assert store.format.state_width == 2 * DIM and store.stats()["rows"] == 40
+        elif not store.turns.broken:
+            assert everything(store) == before and store.loops.place == "the CPU"
+            assert "there" in store.snapshots() and (len(store.snapshots()) == 1 or warned)
+            train(store, *range(30, 45))
+        else:
+            noted = [note for note in getattr(raised, "__notes__", ()) if "the rows are in the snapshot" in note]
+            if noted:
+                (name,) = set(store.snapshots()) - {"there"}
+                assert name in noted[0]
+                store.load_snapshot(name)
+                assert (store.stats()["rows"], store.step) == before[:2]
+                assert values(store, *range(40))[:, :DIM].tobytes() == weights.tobytes()
+            else:
+                assert times == 100 and any("nor could they be saved" in note for note in raised.__notes__)
+        store.close()
+        if done:
+            break
+    assert first > 2
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_rows_that_the_store_below_keeps_are_read_and_cleared_before_anything_is_acquired(kind, open_store):
+    bottom = DictBottom()
+    store = open_store(kind, bottom=bottom)
+    store.build()
+    store.release(store.acquire(keys(*range(20)))[0])
+    store.put(*keys_of([(0, 3)]), np.full((1, DIM), 7, np.float32))
+    store.hot.flush()
+    store.close()
+    again = open_store(kind, bottom=bottom)
+    assert values(again, 3)[0, 0] == 7 and again.stats()["rows"] == 20
+    again.close()
+    third = open_store(kind, bottom=bottom)
+    third.clear()
+    assert third.stats()["rows"] == 0 and len(bottom.stores[DIM]) == 0
+
+
+def test_no_slots_are_given_where_rows_move(open_store):
+    store = open_store("ssd")
     store.attach(*ADAM)
-    train(store, *range(40))
-    before = everything(store)
-    make, left = stack.HotTier, [times]
-
-    def make_or_fail(*args, **kwargs):
-        if left[0]:
-            left[0] -= 1
-            raise error
-        return make(*args, **kwargs)
-
-    monkeypatch.setattr(stack, "HotTier", make_or_fail)
-    with pytest.raises(type(error), match="fails") as caught:
-        store.move_to(torch.device("meta"))
-    if times == 2:
-        with pytest.raises(BrokenStoreError):
-            store.acquire(keys(1))
-    if times == 2 or isinstance(error, KeyboardInterrupt):  # from another thread: nobody knows where it came
-        (name,) = store.snapshots() if times == 2 else [None]
-        if name is not None:
-            assert any(name in note for note in caught.value.__notes__)
-            store.load_snapshot(name)
-            assert everything(store) == before
-        return
-    assert everything(store) == before and store.snapshots() == [] and store.loops.place == "the CPU"
-    train(store, *range(30, 45))
+    train(store, 1, 2)
+    assert not store.reads_in_place and store.slots_of(*keys_of([(0, 1), (0, 2)])) is None
