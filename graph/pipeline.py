@@ -62,7 +62,8 @@ class Recipe:
         held: where lookups of micro-batches are kept; None = every call updates.
         dense: what runs dense modules; None = they run as they are.
         updates: whether this call ends with the update of all micro-batches since the last one.
-        merged: the merged stores made so far, by their members: plans that hold lookups for each other share them.
+        merged: the merged stores made so far, by their members. Plans of one graph share them, since lookups that are
+            accumulated cross plans.
         ranks: ranks that share the rows, each with its own store; embeddings are then not merged.
     """
 

@@ -36,7 +36,8 @@ __all__ = [
 
 UNIQUE = {function for function, op in OPS.items() if op.gives == "keys" and "prepare" in op.stages}
 CHECKS = {function for function, op in OPS.items() if op.checks}
-CONTEXTS = {function for function, op in OPS.items() if op.context == "enter"}
+CONTEXTS = {function for function, op in OPS.items() if op.context} - {ops.enter_record_function}
+"""Ops that begin or end a block that changes numbers: autocast, grad mode."""
 _CLIP = {torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_}
 _STAGES_OF_CLIP = {"traced", "lowered"}
 

@@ -13,7 +13,8 @@ __all__ = ["Array", "Bags", "RowsOfIds", "Terms"]
 
 Array = Any
 """A NumPy array where loops run on the host, a tensor on the device where they run on a GPU. The two have no type in
-common, and no code looks inside one without its `Loops`."""
+common. Code above the kernels hands them to `Loops`, and does itself only what is written alike for both: arithmetic,
+comparison, indexing by an array."""
 
 
 @dataclass(frozen=True)

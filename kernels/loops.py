@@ -68,7 +68,7 @@ class Segments(Protocol):
 class Loops(Protocol):
     """The loops of one place, with the arrays they work on.
 
-    `place` is what errors call it: "the CPU" or the device's name; two loops of one place take each other's arrays.
+    `place` is what errors call it: "the CPU" or the device's name. Loops of one place may exchange arrays.
     Tensors have to be on `device`. `merges` says whether one loop can run over the rows of several slabs.
     """
 

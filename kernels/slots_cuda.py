@@ -8,13 +8,13 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.hash_index_cuda import seek
 from oneemb.kernels.jit import Number, cuda
 
-__all__ = ["admit_loop", "count_pinned_loop", "release_loop"]
+__all__ = ["acquire_loop", "count_pinned_loop", "release_loop"]
 
 _PLACE_MASK = (1 << 40) - 1
 
 
 @cuda
-def admit_loop(
+def acquire_loop(
     cell_C2: Array, table_U: Array, id_U: Array, size_2: Array, pin_S: Array, score_S: Array, pins: Number,
     tick: Number, count_U: Array, slot_U: Array, count_3: Array,
 ) -> None:  # fmt: skip

@@ -148,7 +148,7 @@ def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None) 
             for name, embedding in embeddings.items():
                 snapshot = made[name]["oneemb_snapshot"]
                 if snapshot is not None:
-                    # Not through the embedding: its state_dict would name this snapshot from then on.
+                    # Not embedding.save_snapshot: state_dict() would name this snapshot from then on.
                     info = embedding.store.save_snapshot(snapshot, embedding.description())
                     made[name]["oneemb_identity"] = info.identity
             # The superfluous ones are named too: if their deletion fails, the next save tries again.

@@ -69,7 +69,7 @@ class RowFormat:
         return (self.dim, self.dtype) == (other.dim, other.dtype)
 
     def same_words(self, other: "RowFormat") -> bool:
-        """Whether rows of both have their weights and as much state in the same words."""
+        """Whether a row of one format is a row of the other: the same weights, and as much state."""
         return self.same_weights(other) and self.state_width == other.state_width
 
     def weights(self, row_NW: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What places that keep rows can do, so that they compose: a tier stands on any `RowStore`.
+"""The contract of a store of rows. Tiers stack because each of them stands on any `RowStore`.
 
 A `RowSource` can be read, a `RowStore` written to as well; `Snapshots` are a store's own affair.
 

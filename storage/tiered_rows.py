@@ -306,7 +306,7 @@ class TieredRows:
                 f"{where} is part {shard} of {shards} of a sharded one; bring all of them into one embedding with"
                 " oneemb.import_rows"
             )
-        if self.built and not (self._is_narrower(format) or self._is_wider(format)):
+        if self.built and not (self._lacks_state_of(format) or self._adds_state_to(format)):
             known = format.optimizer is not None and format.state_width > 0
             if not format.same_words(self.format) or known and format.optimizer != self.format.optimizer:
                 raise StorageError(
@@ -316,11 +316,11 @@ class TieredRows:
                 )
         return info
 
-    def _is_narrower(self, format: RowFormat) -> bool:
+    def _lacks_state_of(self, format: RowFormat) -> bool:
         """Whether rows here have no state yet, and those have."""
         return self.format.optimizer is None and self.format.state_width == 0 < format.state_width
 
-    def _is_wider(self, format: RowFormat) -> bool:
+    def _adds_state_to(self, format: RowFormat) -> bool:
         """Whether rows here have state, and those have none."""
         return format.state_width == 0 < self.format.state_width
 
@@ -328,10 +328,13 @@ class TieredRows:
         """Start from the rows of a snapshot that `check_loads` has found; see `EmbeddingStore.load_snapshot`.
 
         Returns:
-            The updates made so far, and whether the rows are now those of the snapshot, rather than with state added.
+            The updates made so far; and False if the rows were given state that the snapshot lacks.
         """
         name, rows = info.name, SnapshotRows.of_meta(info.meta, info.name)
-        narrower, wider = self.built and self._is_narrower(rows.format), self.built and self._is_wider(rows.format)
+        narrower, wider = (
+            self.built and self._lacks_state_of(rows.format),
+            self.built and self._adds_state_to(rows.format),
+        )
         if len(self):
             # What could go wrong later has to do so while the rows here are still there.
             self.hot.check_holds(info.rows)

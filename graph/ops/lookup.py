@@ -35,8 +35,8 @@ from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed
 
 __all__ = [
-    "DTYPES", "Keys", "Lease", "acquire", "check_pooling", "gather", "lookup", "measure_gather", "measure_unique_keys",
-    "next_order", "peek", "prefetch", "read_ids", "release", "scales_of", "unique_keys", "unprefetch",
+    "DTYPES", "Keys", "Lease", "REPLACED", "acquire", "check_pooling", "gather", "lookup", "measure_gather",
+    "measure_unique_keys", "next_order", "peek", "prefetch", "read_ids", "release", "scales_of", "unique_keys", "unprefetch",
 ]  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -46,6 +46,12 @@ _NO_LOOPS = HostLoops(_ONE_THREAD)
 
 next_order = itertools.count().__next__
 """Gives numbers that grow from lookup to lookup."""
+
+
+REPLACED = (
+    "the rows of a lookup were replaced since (load_snapshot, clear, close, another device); look the ids up again"
+)
+"""What a lookup says whose slots mean nothing any more."""
 
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
@@ -188,10 +194,7 @@ class Lease:
     def check_generation(self) -> None:
         """Raise StorageError if the slots mean nothing any more."""
         if self.generation != self.store.generation:
-            raise StorageError(
-                "the rows of a lookup were replaced since (load_snapshot, clear, close, another device); look the ids"
-                " up again"
-            )
+            raise StorageError(REPLACED)
 
 
 _NO_KEYS = Keys(

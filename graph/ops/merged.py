@@ -22,6 +22,7 @@ from oneemb.graph.ops import batch_ids
 from oneemb.graph.ops.grads import RowGrads, sum_over_passes
 from oneemb.graph.ops.lookup import (
     DTYPES,
+    REPLACED,
     Keys,
     Lease,
     check_pooling,
@@ -159,12 +160,9 @@ class MergedLease:
         )  # fmt: skip
 
     def check_current(self) -> None:
-        """Raise StorageError if the rows of a lookup that got a gradient have been replaced."""
+        """Raise StorageError if the rows of a member have been replaced."""
         if self.generation != self.store.generation:
-            raise StorageError(
-                "the rows of a lookup were replaced (load_snapshot, clear) before its update; look up again after"
-                " loading"
-            )
+            raise StorageError(REPLACED)
 
 
 _NO_SLOTS = np.empty(0, np.int64)

@@ -9,11 +9,9 @@ from torch import fx
 from oneemb.graph import ops
 from oneemb.graph.passes import copy_graph, node_of, store_of
 from oneemb.graph.passes.split_prepare import ancestors, movable_nodes
-from oneemb.graph.spec import CHECKS, is_backward, is_inplace, is_pure, is_training_only
+from oneemb.graph.spec import CHECKS, CONTEXTS, is_backward, is_inplace, is_pure, is_training_only
 
 __all__ = ["Member", "merge_embeddings"]
-
-_CONTEXTS = {ops.enter_autocast, ops.enter_grad_mode, ops.exit_context}
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,8 @@ def merge_embeddings(
     may get a gradient are left alone: theirs would be added to others in another order.
 
     A lookup is made where the first of its group is, if all it needs can be computed there, and no op lies between that
-    may change its ids in place, that takes gradients, or that begins or ends a context. A store has one lookup in a
-    group at most; its lookups keep their order.
+    may change its ids in place, that takes gradients, or that begins or ends autocast or a grad mode. A store has one
+    lookup in a group at most; its lookups keep their order.
     """
     graph = copy_graph(graph)
     groups = _groups(graph, members, movable_nodes(graph, buffers))
@@ -74,7 +72,7 @@ def _groups(graph: fx.Graph, members: Mapping[str, Member], movable: set[fx.Node
     closed: dict[str, int] = {}  # the groups of each merged store that no further lookup may join
     place = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        if is_inplace(node) or is_backward(node) or is_training_only(node) or node.target in _CONTEXTS:
+        if is_inplace(node) or is_backward(node) or is_training_only(node) or node.target in CONTEXTS:
             closed = {merged: len(its_groups) for merged, its_groups in groups.items()}
         if node.target is not ops.acquire or store_of(node) not in members:
             continue

@@ -10,7 +10,7 @@ Invariants, beside those of hot_rows.py:
   offsets were as they must be; one whose rows were all prefetched does not wait;
 - everything runs on torch's current stream. Calls that search, fill or evict come on the device in the order in which
   the host made them, on whatever streams (stream_order.py). Between them steps read and write rows in pinned slots, and
-  release them, on streams of their own: staging moves no array that they use, and takes no slot that is pinned. What
+  release them, on streams of their own: prefetching moves no array that they use, and takes no slot that is pinned. What
   moves those arrays, or gives them back, waits for the whole device before and after.
 
 Streams and events are torch's and not cuda-python's: its allocator must know which stream still uses what is freed.
@@ -25,7 +25,7 @@ import torch
 
 from oneemb.kernels.cuda_loops import CudaLoops
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda
-from oneemb.kernels.slots_cuda import admit_loop, count_pinned_loop, release_loop
+from oneemb.kernels.slots_cuda import acquire_loop, count_pinned_loop, release_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
 from oneemb.storage.row_store import RowStore, StorageError, StoreFullError
 from oneemb.storage.tiers.device_index import DeviceIndex
@@ -428,7 +428,7 @@ class DeviceTier:
         self._tick += 1
         count_U = self._gpu.empty(0, dtype=torch.int64) if count_U is None else count_U
         self._gpu.run(
-            admit_loop, len(slot_U), self._index.cell_C2, keys.table_U, keys.id_U, keys.size_2, self._pin_S,
+            acquire_loop, len(slot_U), self._index.cell_C2, keys.table_U, keys.id_U, keys.size_2, self._pin_S,
             self._score_S, pins, self._tick if self._policy == "lru" else -int(self._use_score), count_U, slot_U,
             count_3,
         )  # fmt: skip

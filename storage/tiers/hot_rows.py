@@ -10,7 +10,7 @@ A hot tier is a `RowStore` as well, so that others can stand on it. Keys and slo
 Invariants:
 - a slot that is pinned is neither evicted nor moved;
 - a row that differs from the store below, or that the store below does not have, is dirty;
-- a call that raises has changed no row, no pin and no count.
+- a call that raises has changed no row, no pin and no count, unless it says so.
 """
 
 from collections.abc import Callable
@@ -60,18 +60,18 @@ class HotRows(RowStore, Protocol):
         """Acquire those keys that have no slot yet in slot_U, which `pin_resident` gave.
 
         Raises:
-            StoreFullError: as `acquire`; nothing of these keys is pinned any more.
+            StoreFullError: as `acquire`; the pins that `pin_resident` made are gone too.
         """
 
     def pin_resident(self, keys: Keys) -> tuple[Array, Keys, Array]:
-        """Pin the rows of these keys that are here once more.
+        """Add a pin to each row of these keys that is resident.
 
         Returns:
             slot_U, -1 for those that are not; the keys, cut to as many as there are; and which of them are not here.
         """
 
     def bring_known(self, keys: Keys, slot_U: Array, wanted: Array) -> int:
-        """Make the rows of some keys resident that a store below has, and pin them; begin none.
+        """Fetch and pin the rows of the `wanted` keys that a store below has; begin none.
 
         Args:
             wanted: int64, which of the keys; none of them has a slot in slot_U, which gets those of the rows brought.
@@ -109,7 +109,7 @@ class HotRows(RowStore, Protocol):
         """Raise `StoreFullError` if this many rows in all are more than the tier may ever know or hold."""
 
     def reload(self) -> None:
-        """Forget every row here and start from those of the store below."""
+        """Forget every row here and start from those of the store below. One that raises leaves the tier empty."""
 
     def only_read(self) -> None:
         """In a child of fork: keep no row of those that are read."""

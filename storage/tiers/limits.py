@@ -42,7 +42,7 @@ class Limits:
         )
 
     def unknown(self, below: RowStore | None, table_U: np.ndarray, id_U: np.ndarray, new: np.ndarray) -> int | None:
-        """How many of the keys that are new here no store below has; None where nobody has to know."""
+        """How many of the `new` keys the store below lacks too; None if no limit needs it."""
         if self.resident or below is None or len(new) == 0:
             return len(new)
         if self.row_limit is None:
@@ -50,8 +50,7 @@ class Limits:
         return len(new) - int(np.count_nonzero(below.contains(table_U[new], id_U[new])))
 
     def check_new(self, more: int, tier: Sized, first_table: int) -> None:
-        """Raise `StoreFullError` if so many rows that a tier, and those below it, do not know are more than there may
-        be. The tier is asked how many it knows where there is a limit."""
+        """Raise `StoreFullError` if `more` new rows would exceed the row limit, beside those that the tier knows."""
         if self.row_limit is None or more == 0 or (known := len(tier)) + more <= self.row_limit:
             return
         raise StoreFullError(

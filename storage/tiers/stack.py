@@ -50,7 +50,7 @@ class StorePlan:
 
 
 class NewRows:
-    """How rows begin: a `BeginRows`.
+    """Initializes new rows; a `BeginRows`.
 
     Args:
         format: of a row; another one of the same words may take its place.

@@ -51,7 +51,7 @@ CASES = {
     "rehash": (hash_index_cuda.rehash_loop, (CELLS, CELLS, KEYS)),
     "items": (hash_index_cuda.items_loop, (CELLS, array(i32), KEYS, KEYS, KEYS)),
     "admit": (
-        slots_cuda.admit_loop,
+        slots_cuda.acquire_loop,
         (CELLS, array(i32), KEYS, KEYS, array(i32), KEYS, i64, i64, KEYS, KEYS, KEYS),
     ),
     "release": (slots_cuda.release_loop, (KEYS, array(i32))),

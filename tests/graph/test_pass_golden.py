@@ -413,7 +413,7 @@ return sum_1""",
     )
 
 
-def test_remove_dead_keeps_updates_admissions_random_numbers_and_what_it_does_not_know():
+def test_remove_dead_keeps_updates_acquisitions_random_numbers_and_what_it_does_not_know():
     def build(self, ids, x):
         self.a(ids)
         x.float()

@@ -81,7 +81,7 @@ def test_a_step_waits_for_what_was_prepared_and_no_memory_of_it_is_given_away(mo
         made.append(torch.zeros(2))
         return prefetch.Prepared(batch, values=[made[-1]])
 
-    def compute(prepared, admitted):
+    def compute(prepared, acquired):
         cuda.happened.append(f"compute {prepared.batch[0]} on {cuda.current_stream(FIRST).name}")
         return prepared.batch[0]
 

@@ -454,7 +454,7 @@ def test_a_path_in_use_is_refused_and_the_holder_goes_on(open_store):
     assert before != everything(second)
 
 
-# ---- staging ahead ---------------------------------------------------------------------------------------------------
+# ---- prefetching ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", PLANS)
