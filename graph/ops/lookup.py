@@ -36,7 +36,8 @@ from oneemb.storage.turns import undisturbed
 
 __all__ = [
     "DTYPES", "Keys", "Lease", "REPLACED", "acquire", "check_pooling", "gather", "lookup", "measure_gather",
-    "measure_unique_keys", "next_order", "peek", "prefetch", "read_ids", "release", "scales_of", "unique_keys", "unprefetch",
+    "measure_unique_keys", "next_order", "peek", "prefetch", "read_ids", "release", "scales_of", "unique_keys",
+    "unprefetch",
 ]  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
