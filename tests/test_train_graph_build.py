@@ -392,6 +392,29 @@ def test_eval_mode_runs_no_update_and_an_eval_graph_any_time():
     assert all(torch.equal(a, b) for a, b in zip(before[1], weights_of(graph.mlp), strict=True))
 
 
+def test_an_evaluation_follows_an_embedding_that_is_exchanged(tmp_path):
+    def embedding_of(name, padding_idx):
+        return oneemb.MultiTableEmbedding(
+            name, 4, torch.float32, torch.int64, [oneemb.make_table()],
+            oneemb.make_device_mem_store_options(str(tmp_path / name)), padding_idx=padding_idx,
+        )  # fmt: skip
+
+    class Score(oneemb.EvalGraph):
+        def __init__(self):
+            super().__init__()
+            self.embedding = embedding_of("a", None)
+
+        def build(self, ids):
+            return self.embedding(ids)
+
+    score = Score()
+    assert score(torch.tensor([7])).abs().sum() > 0
+    score.embedding = embedding_of("b", 7)
+    assert score(torch.tensor([7])).abs().sum() == 0
+    score.embedding.padding_idx = None
+    assert score(torch.tensor([7])).abs().sum() > 0
+
+
 def test_constants_are_read_as_they_are_at_each_call():
     weights, array, generator = torch.ones(3), np.ones(3, np.float32), torch.Generator().manual_seed(3)
 
