@@ -44,6 +44,20 @@ class AppendsNumbers(AppendsToAList):
 
 
 @today(WRONG, PROXY)
+class AppendsForLong(AppendsToAList):
+    """A list that is longer at each step must not mean another compilation at each."""
+
+    def batches(self):
+        return super().batches() * 8
+
+    def build(self, ids, label):
+        loss = self.loss(ids, label) / (len(self.losses) + 1)
+        self.losses.append(loss.detach())
+        loss.backward()
+        return loss
+
+
+@today(WRONG, PROXY)
 class SetsInADict(Idiom):
     def setup(self):
         super().setup()

@@ -24,6 +24,22 @@ class AttributeNumber(Idiom):
 
 
 @today(WRONG, STALE)
+class AttributeOfManyValues(Idiom):
+    """More values than a graph keeps plans."""
+
+    def batches(self):
+        return super().batches() * 8
+
+    def between(self, step):
+        self.warmup = str(step)
+
+    def build(self, ids, label):
+        loss = self.loss(ids, label) * min(1.0, int(self.warmup) / 30)
+        loss.backward()
+        return loss
+
+
+@today(WRONG, STALE)
 class AttributeFlag(Idiom):
     def between(self, step):
         self.warm = step < 2
