@@ -1,0 +1,442 @@
+"""Losses, backward passes, and what hooks into them."""
+
+import copy
+
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits as bce
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils.checkpoint import checkpoint
+
+from tests.build_corpus.idiom import CRASH, EQUAL, REFUSED, WRONG, Idiom, today
+
+
+class Reverse(torch.autograd.Function):
+    """Gradient reversal."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -ctx.scale * grad, None
+
+
+@today(EQUAL)
+class SeveralLosses(Idiom):
+    def build(self, ids, label):
+        rows = self.embedding(ids)
+        losses = [self.loss(ids, label), rows.square().mean(), rows.abs().mean()]
+        for loss in losses:
+            loss.backward(retain_graph=True)
+        return losses
+
+
+@today(EQUAL)
+class WeighsLosses(Idiom):
+    """Uncertainty weights, which are parameters."""
+
+    def setup(self):
+        super().setup()
+        self.log_variance = torch.nn.Parameter(torch.zeros(2))
+
+    def build(self, ids, label):
+        losses = torch.stack([self.loss(ids, label), self.embedding(ids).square().mean()])
+        total = (torch.exp(-self.log_variance) * losses + self.log_variance).sum()
+        total.backward()
+        return total, losses.detach()
+
+
+@today(EQUAL)
+class AutogradBackward(Idiom):
+    def build(self, ids, label):
+        logit = self.logit(ids)
+        torch.autograd.backward([logit], [torch.sigmoid(logit.detach()) - label])
+        return logit
+
+
+@today(EQUAL)
+class BackwardWithAGradient(Idiom):
+    def build(self, ids, label):
+        loss = (self.logit(ids) - label).square()
+        loss.backward(gradient=torch.ones_like(loss) / loss.numel())
+        return loss.detach()
+
+
+@today(EQUAL)
+class BackwardIsConditional(Idiom):
+    def build(self, ids, label):
+        loss = self.loss(ids, label)
+        if self.training and loss.requires_grad is not None:
+            loss.backward()
+        return loss
+
+
+@today(EQUAL)
+class GradientPenalty(Idiom):
+    """Through the dense layers: their input's gradient, differentiated once more."""
+
+    def build(self, ids, label):
+        x = self.embedding(ids).flatten(1)
+        logit = self.mlp(x).squeeze(1)
+        (grad,) = torch.autograd.grad(logit.sum(), x, create_graph=True)
+        loss = (logit - label).square().mean() + 0.1 * (grad.norm(dim=1) - 1).square().mean()
+        loss.backward()
+        return loss
+
+
+@today(EQUAL)
+class DetachAndNoGrad(Idiom):
+    def build(self, ids, label):
+        with torch.no_grad():
+            target = self.logit(ids)
+        loss = self.loss(ids, label) + (self.logit(ids.detach()) - target.detach() - 1).square().mean()
+        loss.backward()
+        return loss
+
+
+@torch.no_grad()
+def frozen(model, ids):
+    return model.logit(ids).sigmoid()
+
+
+@today(EQUAL)
+class NoGradAsADecorator(Idiom):
+    def build(self, ids, label):
+        loss = self.loss(ids, 0.5 * label + 0.5 * frozen(self, ids))
+        loss.backward()
+        return loss
+
+
+@today(REFUSED, "inference_mode")
+class InferenceMode(Idiom):
+    def build(self, ids, label):
+        with torch.inference_mode():
+            shown = self.mlp(torch.ones(1, 8)).clone()
+        loss = self.loss(ids, label)
+        loss.backward()
+        return loss, shown
+
+
+@today(EQUAL)
+class StraightThrough(Idiom):
+    def build(self, ids, label):
+        x = self.embedding(ids).flatten(1)
+        x = x + (x.sign() * 0.1 - x).detach()
+        loss = (self.mlp(x).squeeze(1) - label).square().mean()
+        loss.backward()
+        return loss
+
+
+@today(WRONG, "its forward is traced, and its backward lost")
+class CustomFunction(Idiom):
+    def build(self, ids, label):
+        x = Reverse.apply(self.embedding(ids).flatten(1), 0.5)
+        loss = (self.mlp(x).squeeze(1) - label).square().mean()
+        loss.backward()
+        return loss
+
+
+class ReverseModule(torch.nn.Module):
+    def forward(self, x):
+        return Reverse.apply(x, 0.5)
+
+
+@today(EQUAL)
+class CustomFunctionInAModule(Idiom):
+    def setup(self):
+        super().setup()
+        self.reverse = ReverseModule()
+
+    def build(self, ids, label):
+        loss = (self.mlp(self.reverse(self.embedding(ids)).flatten(1)).squeeze(1) - label).square().mean()
+        loss.backward()
+        return loss
+
+
+@today(REFUSED, "checkpoint sets saved tensor hooks")
+class CheckpointOfAModule(Idiom):
+    def build(self, ids, label):
+        x = self.embedding(ids).flatten(1)
+        loss = (checkpoint(self.mlp, x, use_reentrant=False).squeeze(1) - label).square().mean()
+        loss.backward()
+        return loss
+
+
+@today(CRASH, "checkpoint sees no tensor that needs a gradient, and drops it")
+class ReentrantCheckpoint(Idiom):
+    def build(self, ids, label):
+        x = self.embedding(ids).flatten(1)
+        loss = (checkpoint(self.mlp, x, use_reentrant=True).squeeze(1) - label).square().mean()
+        loss.backward()
+        return loss
+
+
+@today(REFUSED, "checkpoint sets saved tensor hooks")
+class CheckpointWithDropout(Idiom):
+    def setup(self):
+        super().setup()
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def build(self, ids, label):
+        def tower(x):
+            return self.mlp(self.dropout(x))
+
+        x = self.embedding(ids).flatten(1)
+        loss = (checkpoint(tower, x, use_reentrant=False).squeeze(1) - label).square().mean()
+        loss.backward()
+        return loss
+
+
+@today(REFUSED, "a function is no part of a graph")
+class HookOnRows(Idiom):
+    def build(self, ids, label):
+        rows = self.embedding(ids)
+        rows.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        loss = (self.mlp(rows.flatten(1)).squeeze(1) - label).square().mean()
+        loss.backward()
+        return loss
+
+
+@today(REFUSED, "a method is no part of a graph")
+class HookOnATensor(Idiom):
+    def setup(self):
+        super().setup()
+        self.norms = []
+
+    def note(self, grad):
+        self.norms.append(grad.norm())
+
+    def build(self, ids, label):
+        logit = self.logit(ids)
+        logit.register_hook(self.note)
+        loss = (logit - label).square().mean()
+        loss.backward()
+        return loss
+
+    def seen(self):
+        return self.norms
+
+
+@today(EQUAL)
+class HookOnAParameter(Idiom):
+    def setup(self):
+        super().setup()
+        self.mlp.layers[0].weight.register_hook(lambda grad: grad * 0.5)
+
+    def build(self, ids, label):
+        loss = self.loss(ids, label)
+        loss.backward()
+        return loss
+
+
+@today(EQUAL)
+class HooksOnADenseModule(Idiom):
+    def setup(self):
+        super().setup()
+        self.shapes = []
+        self.mlp.register_forward_hook(lambda module, args, out: out * 2)
+        self.mlp.register_full_backward_hook(lambda module, grad_in, grad_out: self.shapes.append(grad_out[0].shape[0]))
+
+    def build(self, ids, label):
+        loss = self.loss(ids, label)
+        loss.backward()
+        return loss
+
+    def seen(self):
+        return self.shapes
+
+
+@today(REFUSED, "hooks on an embedding")
+class HookOnAnEmbedding(Idiom):
+    refused_outside = True
+
+    def setup(self):
+        super().setup()
+        self.embedding.register_forward_hook(lambda module, args, out: out * 2)
+
+    def build(self, ids, label):
+        loss = self.loss(ids, label)
+        loss.backward()
+        return loss
+
+
+@today(REFUSED, "saved tensor hooks")
+class SavedTensorHooks(Idiom):
+    def build(self, ids, label):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            loss = self.loss(ids, label)
+        loss.backward()
+        return loss
+
+
+@today(EQUAL)
+class RetainGrad(Idiom):
+    """The gradient of a value, read after backward."""
+
+    def build(self, ids, label):
+        x = self.embedding(ids).flatten(1)
+        x.retain_grad()
+        loss = (self.mlp(x).squeeze(1) - label).square().mean()
+        loss.backward()
+        return loss, x.grad.norm()
+
+
+@today(REFUSED, ".grad of a parameter")
+class ReadsGradients(Idiom):
+    def build(self, ids, label):
+        loss = self.loss(ids, label)
+        loss.backward()
+        return loss, sum(p.grad.norm() for p in self.mlp.parameters())
+
+
+@today(REFUSED, ".grad of a parameter")
+class ChangesGradients(Idiom):
+    def build(self, ids, label):
+        loss = self.loss(ids, label)
+        loss.backward()
+        for parameter in self.mlp.parameters():
+            parameter.grad.mul_(0.5)
+        return loss
+
+
+@today(EQUAL)
+class ClipsDenseParameters(Idiom):
+    def build(self, ids, label):
+        loss = 10 * self.loss(ids, label)
+        loss.backward()
+        norm = clip_grad_norm_(self.mlp.parameters(), 0.1)
+        clip_grad_value_(self.mlp.parameters(), 0.05)
+        return loss, norm
+
+
+class Clips(Idiom):
+    """Against torch alone, with a dense table that begins with the same rows."""
+
+    tolerance = 1e-4
+
+    def setup(self):
+        super().setup()
+        self.embedding.eval()
+        rows = self.embedding(torch.arange(20).view(-1, 1).expand(-1, 2))
+        self.embedding.train()
+        table = torch.nn.Embedding.from_pretrained(rows.transpose(0, 1).flatten(0, 1), freeze=False)
+        self.plain = table, copy.deepcopy(self.mlp)
+
+    def batches(self):
+        self.given = super().batches()
+        return self.given
+
+    def trained_by(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+    def clip(self, parameters):
+        raise NotImplementedError
+
+    def build(self, ids, label):
+        loss = 20 * self.loss(ids, label)
+        loss.backward()
+        self.clip(self.parameters())
+        return loss
+
+    def oracle(self):
+        table, mlp = self.plain
+        parameters = [*table.parameters(), *mlp.parameters()]
+        optimizer, losses = torch.optim.SGD(parameters, lr=0.1), []
+        for ids, label in self.given:
+            rows = table(ids + torch.tensor([0, 20]))
+            loss = 20 * bce(mlp(rows.flatten(1)).squeeze(1), label)
+            optimizer.zero_grad()
+            loss.backward()
+            self.clip(parameters)
+            optimizer.step()
+            losses.append(loss)
+        return losses
+
+
+@today(EQUAL)
+class ClipsTheNorm(Clips):
+    def clip(self, parameters):
+        clip_grad_norm_(parameters, 0.5)
+
+
+@today(EQUAL)
+class ClipsValues(Clips):
+    def clip(self, parameters):
+        clip_grad_value_(list(parameters), 0.3)
+
+
+@today(EQUAL)
+class Accumulates(Idiom):
+    def setup(self):
+        super().setup()
+        self.config.accumulation_steps = 2
+
+    def build(self, ids, label):
+        loss = self.loss(ids, label) / 2
+        loss.backward()
+        return loss
+
+
+@today(WRONG, "what was accumulated is dropped where accumulation_steps becomes 1")
+class AccumulationThatChanges(Accumulates):
+    def between(self, step):
+        self.config.accumulation_steps = 3 if step < 2 else 1
+
+
+@today(EQUAL)
+class Autocast(Idiom):
+    def build(self, ids, label):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logit = self.logit(ids)
+            half = logit @ logit
+        loss = (logit.float() - label).square().mean() + 0.01 * half.float()
+        loss.backward()
+        return loss, logit.detach()
+
+
+@today(WRONG, "the block has the option that it had when build was traced")
+class AutocastOnAndOff(Idiom):
+    def between(self, step):
+        self.half = step % 2 == 0
+
+    def build(self, ids, label):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.half):
+            logit = self.logit(ids)
+        loss = (logit.float() - label).square().mean()
+        loss.backward()
+        return loss
+
+
+@today(EQUAL)
+class ZeroGradFirst(Idiom):
+    def build(self, ids, label):
+        self.zero_grad()
+        loss = self.loss(ids, label)
+        loss.backward()
+        return loss
+
+
+@today(EQUAL)
+class PenaltyOnWeights(Idiom):
+    def build(self, ids, label):
+        penalty = sum(p.square().sum() for name, p in self.mlp.named_parameters() if "weight" in name)
+        loss = self.loss(ids, label) + 0.01 * penalty
+        loss.backward()
+        return loss
+
+
+@today(EQUAL)
+class PenaltyOnRows(Idiom):
+    def build(self, ids, label):
+        rows = self.embedding(ids)
+        loss = (self.mlp(rows.flatten(1)).squeeze(1) - label).square().mean() + 0.01 * rows.square().sum()
+        loss.backward()
+        return loss
+
+
+@today(EQUAL)
+class ReturnsNothing(Idiom):
+    def build(self, ids, label):
+        self.loss(ids, label).backward()
