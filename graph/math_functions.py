@@ -86,36 +86,59 @@ def in_place_of_math(
 def _scopes(traced: Iterable[Callable[..., object]]) -> Iterable[dict[str, object]]:
     """The globals of all functions that may be traced through, each once.
 
-    They are those of modules, and those of what the traced methods name: it may have been made by `exec` or the like,
-    and be in no module.
+    They are those of modules, and those of functions that the traced methods call, directly or through others: code
+    that was made by `exec`, or loaded as a plugin, is in no module that Python knows.
     """
     found: dict[int, dict[str, object]] = {}
 
-    def add(scope: dict[str, object]) -> None:
+    def add(scope: dict[str, object]) -> bool:
         name = scope.get("__name__")
-        if not isinstance(name, str) or name.partition(".")[0] not in _NOT_SEARCHED:
+        searched = not isinstance(name, str) or name.partition(".")[0] not in _NOT_SEARCHED
+        if searched:
             found[id(scope)] = scope
+        return searched
 
-    for method in traced:
-        if (own := getattr(method, "__globals__", None)) is not None:
-            found[id(own)] = own
-        for named in _named_by(method):
-            if isinstance(named, types.FunctionType):
-                add(named.__globals__)
-            elif isinstance(named, types.ModuleType):
-                add(vars(named))
+    pending: list[object] = list(traced)
+    for method in pending:  # whatever package they are of
+        found |= {id(scope): scope for scope in [getattr(method, "__globals__", None)] if scope is not None}
+    seen: set[int] = set()
+    while pending:
+        function = pending.pop()
+        function = getattr(function, "__func__", function)
+        if id(function) in seen or not isinstance(function, types.FunctionType):
+            continue
+        seen.add(id(function))
+        if not add(function.__globals__) and id(function.__globals__) not in found:
+            continue
+        names = _names_in(function.__code__)
+        for value in _values_named_by(function, names):
+            if isinstance(value, types.ModuleType):
+                add(vars(value))
+            pending += _functions_of(value, names)
     for module in list(sys.modules.values()):
         if isinstance(module, types.ModuleType):
             add(vars(module))
     return found.values()
 
 
-def _named_by(method: Callable[..., object]) -> Iterator[object]:
+def _names_in(code: types.CodeType) -> set[str]:
+    """The names of globals and attributes that a function uses, and those of functions in it."""
+    inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _values_named_by(function: types.FunctionType, names: set[str]) -> Iterator[object]:
     """What the names in a function stand for, as far as they do by now."""
-    function = getattr(method, "__func__", method)
-    if not isinstance(function, types.FunctionType):
-        return
-    yield from (function.__globals__.get(name) for name in function.__code__.co_names)
+    yield from (function.__globals__[name] for name in names if name in function.__globals__)
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # It is empty.
             yield cell.cell_contents
+
+
+def _functions_of(value: object, names: set[str]) -> list[object]:
+    """The functions that code with these names may call when it has this value: itself, or its attributes."""
+    if isinstance(value, types.FunctionType | types.MethodType):
+        return [value]
+    owners = (value, *value.__mro__) if isinstance(value, type) else (value, *type(value).__mro__)
+    spaces = [vars(owner) for owner in owners if hasattr(owner, "__dict__")]
+    return [space[name] for space in spaces for name in (*names, "__call__", "forward") if name in space]

@@ -67,16 +67,14 @@ class Optimizer:
         alone((embedding.store.step_lock for embedding in self.embeddings), self._attach)
 
     def _attach(self) -> None:
-        attached: list[TableEmbedding] = []
-        with undisturbed:
-            try:
+        try:
+            with undisturbed:
                 for embedding in self.embeddings:
                     embedding.attach(self._rows[embedding.store][0])
-                    attached.append(embedding)
-            except BaseException:
-                for embedding in attached:
-                    embedding.row_optimizer = None
-                raise
+        except BaseException:  # Ctrl-C, which comes when the block has ended, too: nobody gets this object.
+            for embedding in self.embeddings:
+                embedding.row_optimizer = None
+            raise
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

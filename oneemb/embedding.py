@@ -20,7 +20,6 @@ from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.step_lock import between_steps
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
-from oneemb.storage.table.snapshot_reader import read_snapshot_info
 
 __all__ = [
     "MultiTableEmbedding", "MultiTableMultiColumnEmbedding", "SnapshotName", "TableEmbedding", "embeddings_of",
@@ -212,7 +211,7 @@ class TableEmbedding(torch.nn.Module):
 
     def _load(self, name: str) -> list[str]:
         """Load, and return which of seed and tables differ from those of the embedding that saved the snapshot."""
-        info = read_snapshot_info(self.store.plan.persistent_path, name)
+        info = self.store.snapshot(name)
         theirs = self._check_tables(info)
         as_saved = self.store.load_snapshot(name)
         ours = self.description()
@@ -224,7 +223,7 @@ class TableEmbedding(torch.nn.Module):
 
     def check_fits(self, name: str) -> None:
         """Raise StorageError unless there is a snapshot of this name whose rows fit, as `load_snapshot` does."""
-        self._check_tables(read_snapshot_info(self.store.plan.persistent_path, name))
+        self._check_tables(self.store.snapshot(name))
         self.store.check_fits(name)
 
     def _check_tables(self, info: SnapshotInfo) -> dict[str, Any]:

@@ -494,6 +494,15 @@ class EmbeddingStore:
         self._check_open()
         self._rows.delete(name)
 
+    def snapshot(self, name: str) -> SnapshotInfo:
+        """What a snapshot is.
+
+        Raises:
+            SnapshotNotFoundError: there is none of that name; the message names those there are.
+            StorageError: it could not be read, or the store below keeps none.
+        """
+        return self._bottom.snapshot(name)
+
     def snapshots(self) -> list[str]:
         """Names of the finished snapshots in the path, oldest first."""
         return [info.name for info in self._rows.snapshots()]
@@ -511,7 +520,7 @@ class EmbeddingStore:
             StorageError: it could not be read.
         """
         try:
-            info = self._bottom.snapshot(name)
+            info = self.snapshot(name)
         except SnapshotNotFoundError as error:
             raise SnapshotNotFoundError(f"{named_by} names a snapshot that is not there: {error}") from error
         if identity is not None and info.identity != identity:

@@ -865,6 +865,25 @@ def helpers_of(name, text):
     return module
 
 
+def test_functions_of_math_are_recorded_where_helpers_call_helpers_of_no_module():
+    """As code loaded as a plugin does, which is not among the modules that Python knows."""
+    plugin = helpers_of("plugin", "import math\ndef root(n): return math.sqrt(n)\nclass Scale:\n"
+                        "    def __call__(self, n): return math.log(n) + root(n)")  # fmt: skip
+    between = helpers_of("between", "def scale(n): return scale_of(n)")
+    between.scale_of = plugin.Scale()
+
+    def middle(n):
+        return between.scale(n)
+
+    def build(self, ids, label):
+        loss = loss_of(self, ids, label) * middle(ids.shape[0])
+        loss.backward()
+        return loss
+
+    check_equals_eager(build)
+    assert plugin.math is math
+
+
 def test_a_helper_that_catches_errors_of_math_is_traced_in_one_go(monkeypatch):
     text = "import math\ndef size(n):\n    try: return math.log(n)\n    except TypeError: return 1.0"
     monkeypatch.setitem(sys.modules, "helpers_of_mine", helpers_of("helpers_of_mine", text))
