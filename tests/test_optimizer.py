@@ -7,6 +7,8 @@ rows that had no gradient (momentum, Adam's moments), those are put back: rows o
 import copy
 import gc
 import math
+import os
+import signal
 import tracemalloc
 
 import pytest
@@ -704,3 +706,21 @@ def test_state_that_names_no_optimizer_is_taken_by_one_of_its_width(made, tmp_pa
     optimizer.step()
     expected = values[:, :DIM] - 0.1 / ((values[:, DIM:] + 1).sqrt() + 1e-10)
     torch.testing.assert_close(rows_of(embedding, torch.arange(4)), expected, rtol=1e-6, atol=0)
+
+
+def test_an_interrupt_at_the_end_of_attaching_leaves_an_embedding_that_can_be_attached(made, monkeypatch):
+    embedding = made()
+    attach = embedding.attach
+
+    def attach_and_interrupt(row_optimizer):
+        attach(row_optimizer)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(embedding, "attach", attach_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            oneemb.Optimizer(torch.optim.Adam(embedding.parameters()), [embedding])
+    optimizer = oneemb.Optimizer(torch.optim.Adam(embedding.parameters()), [embedding])
+    embedding(torch.arange(3)).sum().backward()
+    optimizer.step()
+    assert embedding.stats()["step"] == 1
