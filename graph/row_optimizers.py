@@ -7,12 +7,14 @@ rows of one step are updated. Rates, betas and the like are read from the param 
 learning rate scheduler works; what decides the width of a row (the class, whether there is momentum) is fixed.
 
 Invariant: an option that changes what the optimizer computes is either followed or refused by name, in every
-torch version; an optimizer class is known by itself, never through a base class whose step it may override.
+torch version and whenever it changes: rows and dense parameters never step by different options.
+Invariant: an optimizer class is known by itself, never through a base class whose step it may override.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -132,20 +134,104 @@ def row_optimizer_of(optimizer: torch.optim.Optimizer, group: Group) -> RowOptim
             f"embedding rows cannot be stepped by {cls.__module__}.{cls.__qualname__}; supported are {SUPPORTED}, "
             "those classes themselves and not subclasses, which may step differently"
         )
-    options, make = _TORCH[cls]
-    for option in optimizer.defaults:
-        value = group.get(option, optimizer.defaults[option])
-        if option not in options and option not in _IMPLEMENTATION and not _is_off(value):
-            raise ValueError(
-                f"torch.optim.{cls.__name__}({option}={value!r}) is not supported on embedding rows; "
-                f"leave {option} at its default"
-            )
-    return make(optimizer, group)
+    rows = _TORCH[cls](optimizer, group)
+    known = rows.options | set(rows.wider) | set(rows.fixed) | _IMPLEMENTATION | {"maximize"}
+    check = _Check(
+        cls.__name__,
+        refused=tuple(option for option in optimizer.defaults if option not in known),
+        without=tuple(option for option in rows.wider if _is_off(group.get(option))),
+        fixed={option: group[option] for option in rows.fixed},
+    )
+    check({**optimizer.defaults, **group})
+    wider = [option for option in rows.wider if option not in check.without]
+    run = partial(_run_signed, rows.run) if "maximize" in optimizer.defaults else rows.run
+    return RowOptimizer("_".join([rows.name, *wider]), rows.state + (0.0,) * len(wider), (), run, check)
+
+
+class _TorchRows(NamedTuple):
+    """How rows follow the options of a class of torch.optim. `maximize` is followed for every class that has it.
+
+    Args:
+        name: of the row optimizer, to which those options of `wider` are added that are on.
+        options: those that `run` reads at every step.
+        run: steps the rows.
+        state: for each state value that every weight has, what it is in a new row.
+        wider: options each of which gives every weight one state value more, 0 in a new row, in this order. None can be
+            turned on later. `run` reads them too; one that is turned off must not move the state of others.
+        fixed: options that must stay as they are.
+    """
+
+    name: str
+    options: set[str]
+    run: RunUpdate
+    state: tuple[float, ...] = ()
+    wider: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Check:
+    """Raises where a group of a class of torch.optim asks for what its rows cannot follow.
+
+    Args:
+        cls: the name of the class.
+        refused: options that must be off.
+        without: options that must stay off, since the rows have no room for their state.
+        fixed: options that must keep these values.
+    """
+
+    cls: str
+    refused: tuple[str, ...]
+    without: tuple[str, ...]
+    fixed: Group
+
+    def __call__(self, group: Group) -> None:
+        for option in self.refused:
+            if not _is_off(group.get(option)):
+                raise ValueError(
+                    f"torch.optim.{self.cls}({option}={group[option]!r}) is not supported on embedding rows; "
+                    f"leave {option} at its default"
+                )
+        for option in self.without:
+            if not _is_off(group.get(option)):
+                raise ValueError(
+                    f"{option} is now {group[option]}, but it was off when the rows were laid out and they have no "
+                    f"room for its state; construct torch.optim.{self.cls} with {option}={group[option]!r}"
+                )
+        for option, value in self.fixed.items():
+            if _plain(group[option]) != _plain(value):
+                raise ValueError(
+                    f"{option} must stay {value!r}, which it was when the rows were laid out, got {group[option]!r}; "
+                    f"set it back, or construct torch.optim.{self.cls} with {option}={group[option]!r}"
+                )
+
+
+def _run_signed(
+    run: RunUpdate,
+    weight_SX: Array,
+    row_SW: Array,
+    slot_U: Array,
+    grad_UD: Array | Segments,
+    *,
+    state_begin: int,
+    group: Group,
+    step: int,
+    loops: Loops,
+) -> None:
+    """Steps rows up their gradients where the group says `maximize`, whatever the optimizer."""
+    if group.get("maximize", False):
+        grad_UD = loops.negated(grad_UD)
+    run(weight_SX, row_SW, slot_U, grad_UD, state_begin=state_begin, group=group, step=step, loops=loops)
 
 
 def _is_off(value: object) -> bool:
     """Whether an option with this value asks for nothing."""
     return value is None or value is False or (isinstance(value, int | float) and value == 0)
+
+
+def _plain(value: Any) -> Any:
+    """An option's value to compare: state dicts may hold a list for a tuple."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _number(group: Group, option: str) -> float:
@@ -158,35 +244,17 @@ def _betas(group: Group) -> tuple[float, float]:
     return float(beta1), float(beta2)
 
 
-def _sgd_rows(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
-    if _number(group, "momentum") == 0:
-        return RowOptimizer("sgd", (), (), _run_sgd, _check_no_momentum)
-    return RowOptimizer("sgd_momentum", (0.0,), (), _run_sgd_momentum)
-
-
-def _check_no_momentum(group: Group) -> None:
-    if _number(group, "momentum") != 0:
-        raise ValueError(
-            f"momentum is now {group['momentum']}, but it was 0 when the rows were laid out and they have no room "
-            "for a momentum buffer; construct the optimizer with a momentum above 0"
-        )
-
-
 def _run_sgd(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
-    update_sgd(
-        *rows,
-        state_begin=state_begin,
-        lr=_number(group, "lr"),
-        weight_decay=_number(group, "weight_decay"),
-        loops=loops,
-    )
-
-
-def _run_sgd_momentum(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
     momentum = _number(group, "momentum")
     if momentum == 0:
-        # As in torch: the step is a plain one and the buffers stay as they are.
-        _run_sgd(*rows, state_begin=state_begin, group=group, step=step, loops=loops)
+        # Where there was momentum before, buffers stay as they are, as in torch.
+        update_sgd(
+            *rows,
+            state_begin=state_begin,
+            lr=_number(group, "lr"),
+            weight_decay=_number(group, "weight_decay"),
+            loops=loops,
+        )
         return
     update_sgd_momentum(
         *rows,
@@ -199,12 +267,6 @@ def _run_sgd_momentum(*rows: Array, state_begin: int, group: Group, step: int, l
         weight_decay=_number(group, "weight_decay"),
         loops=loops,
     )
-
-
-def _adagrad_rows(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
-    # torch.optim.Adagrad fills the sums of every group with the value given to its constructor.
-    initial = _number(optimizer.defaults, "initial_accumulator_value")
-    return RowOptimizer("adagrad", (initial,), (), _run_adagrad)
 
 
 def _run_adagrad(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
@@ -220,13 +282,6 @@ def _run_adagrad(*rows: Array, state_begin: int, group: Group, step: int, loops:
     )
 
 
-def _adam_rows(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
-    # Since torch 2.7 AdamW is Adam with this option; before, the class alone tells.
-    if type(optimizer) is torch.optim.AdamW or group.get("decoupled_weight_decay", False):
-        return RowOptimizer("adamw", (0.0, 0.0), (), _run_adamw)
-    return RowOptimizer("adam", (0.0, 0.0), (), _run_adam)
-
-
 def _run_adam(
     *rows: Array, state_begin: int, group: Group, step: int, loops: Loops, decoupled_weight_decay: bool = False
 ) -> None:
@@ -240,17 +295,10 @@ def _run_adam(
         beta2=beta2,
         eps=_number(group, "eps"),
         weight_decay=_number(group, "weight_decay"),
-        decoupled_weight_decay=decoupled_weight_decay,
+        decoupled_weight_decay=group.get("decoupled_weight_decay", decoupled_weight_decay),
+        amsgrad=group["amsgrad"],
         loops=loops,
     )
-
-
-def _run_adamw(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
-    _run_adam(*rows, state_begin=state_begin, group=group, step=step, loops=loops, decoupled_weight_decay=True)
-
-
-def _sparse_adam_rows(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
-    return RowOptimizer("sparse_adam", (0.0, 0.0), (), _run_sparse_adam)
 
 
 def _run_sparse_adam(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
@@ -329,11 +377,33 @@ def _run_smart_decay_adam(*rows: Array, state_begin: int, group: Group, step: in
     )
 
 
-# For each class of torch.optim: the options that are followed, and how its rows are made.
-_TORCH: dict[type, tuple[set[str], Callable[[torch.optim.Optimizer, Group], RowOptimizer]]] = {
-    torch.optim.SGD: ({"lr", "momentum", "dampening", "nesterov", "weight_decay"}, _sgd_rows),
-    torch.optim.Adagrad: ({"lr", "lr_decay", "weight_decay", "eps", "initial_accumulator_value"}, _adagrad_rows),
-    torch.optim.Adam: ({"lr", "betas", "eps", "weight_decay", "decoupled_weight_decay"}, _adam_rows),
-    torch.optim.AdamW: ({"lr", "betas", "eps", "weight_decay", "decoupled_weight_decay"}, _adam_rows),
-    torch.optim.SparseAdam: ({"lr", "betas", "eps"}, _sparse_adam_rows),
+def _sgd_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
+    return _TorchRows("sgd", {"lr", "dampening", "nesterov", "weight_decay"}, _run_sgd, wider=("momentum",))
+
+
+def _adagrad_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
+    # torch.optim.Adagrad fills the sums of every group with the value given to its constructor.
+    initial = _number(optimizer.defaults, "initial_accumulator_value")
+    options = {"lr", "lr_decay", "weight_decay", "eps", "initial_accumulator_value"}
+    return _TorchRows("adagrad", options, _run_adagrad, (initial,))
+
+
+def _adam_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
+    # Since torch 2.7 AdamW is Adam with this option; before, the class alone tells.
+    decoupled = group.get("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
+    run = partial(_run_adam, decoupled_weight_decay=decoupled)
+    options = {"lr", "betas", "eps", "weight_decay", "decoupled_weight_decay"}
+    return _TorchRows("adamw" if decoupled else "adam", options, run, (0.0, 0.0), wider=("amsgrad",))
+
+
+def _sparse_adam_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
+    return _TorchRows("sparse_adam", {"lr", "betas", "eps"}, _run_sparse_adam, (0.0, 0.0))
+
+
+_TORCH: dict[type, Callable[[torch.optim.Optimizer, Group], _TorchRows]] = {
+    torch.optim.SGD: _sgd_rows,
+    torch.optim.Adagrad: _adagrad_rows,
+    torch.optim.Adam: _adam_rows,
+    torch.optim.AdamW: _adam_rows,
+    torch.optim.SparseAdam: _sparse_adam_rows,
 }

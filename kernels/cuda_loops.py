@@ -122,6 +122,13 @@ class CudaLoops:
     ) -> None:  # fmt: skip
         run_row_update_cuda(on_cuda, weight_SX, row_SW, slot_U, grads, state_begin, *scalars, gpu=self.gpu)
 
+    def negated(self, grads: Any) -> Any:
+        if not isinstance(grads, Segments):
+            return -grads
+        grad_NX = grads.grad_NX
+        negated_NX = -grad_NX.view(_OF_BITS.get(grad_NX.dtype, grad_NX.dtype))
+        return grads._replace(grad_NX=negated_NX.view(grad_NX.dtype), part_PD=-grads.part_PD)
+
     # ---- forward ----------------------------------------------------------------------------------------------------
 
     def gather(self, rows: RowsOfIds, out_ND: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,16 @@ class HostLoops:
             on_host, weight_SX, row_SW, slot_U, grads, state_begin, *scalars, state_width=state_width,
             threads=self.threads,
         )  # fmt: skip
+
+    def negated(self, grads: Any) -> Any:
+        if not isinstance(grads, Segments):
+            return -grads
+        grad_NX = grads.grad_NX
+        if grad_NX.dtype == np.float32:
+            return replace(grads, grad_NX=-grad_NX)
+        # Half-width numbers are integers that hold their bits, of which the highest is the sign.
+        bits_NX = grad_NX.view(np.uint16) ^ np.uint16(1 << 15)
+        return replace(grads, grad_NX=bits_NX.view(grad_NX.dtype))
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 

@@ -133,6 +133,9 @@ class Loops(Protocol):
     ) -> None:  # fmt: skip
         """Run an optimizer's loop for the host, or that for GPUs, over the rows of slot_U."""
 
+    def negated(self, grads: Array | Segments) -> Array | Segments:
+        """The gradients, summed or not, with the other sign: copies, in the same formats."""
+
     # ---- forward
     def gather(self, rows: RowsOfIds, out_ND: Array) -> None:
         """out_ND[n] = the weights of id n; zeros for padding."""

@@ -1,4 +1,4 @@
-"""What all row updates share: the gradient with L2 decay, and the call of a loop on the host's threads.
+"""What row updates share: rules that torch's optimizers use, and the call of a loop on the host's threads.
 
 The arrays of an update, the same for every optimizer (see oneemb.storage.row_format for the row):
 
@@ -20,13 +20,32 @@ from oneemb.kernels.jit import CpuLoop, Number, rule
 from oneemb.kernels.reduce_grads import Segments
 from oneemb.kernels.threads import Threads
 
-__all__ = ["l2_grad", "run_row_update"]
+__all__ = ["l2_grad", "lerp", "lerp_scalars", "maximum", "run_row_update"]
 
 
 @rule
 def l2_grad(w: Number, g: Number, weight_decay: Number) -> Number:
     """The gradient with L2 decay. Without decay it is g itself, even where w is infinite."""
     return g + weight_decay * w if weight_decay != 0 else g
+
+
+@rule
+def lerp(x: Number, y: Number, from_x: Number, pull: Number) -> Number:
+    """x + pull * (y - x), or else y + pull * (y - x); see `lerp_scalars`."""
+    return (x if from_x else y) + pull * (y - x)
+
+
+def lerp_scalars(share: float) -> tuple[bool, np.float32]:
+    """How torch.lerp goes `share` of the way from x to y: it starts from the nearer of the two."""
+    pull = np.float32(share)
+    from_x = bool(pull < np.float32(0.5))
+    return from_x, pull if from_x else pull - np.float32(1)
+
+
+@rule
+def maximum(x: Number, y: Number) -> Number:
+    """The larger of two; NaN where either is, as torch.maximum has it."""
+    return x if x >= y or x != x else y
 
 
 def run_row_update(

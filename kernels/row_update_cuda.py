@@ -84,6 +84,26 @@ def _two_states(
     store(row_SW, s, state_begin + dim + d, y_V)
 
 
+@cuda.inner
+def _three_states(
+    weight_SX: Array, row_SW: Array, s: Number, d: Number, state_begin: Number, dim: Number, g_V: Array, scalars: tuple
+) -> None:
+    w_V = cuda.local.array(V, np.float32)
+    x_V = cuda.local.array(V, np.float32)
+    y_V = cuda.local.array(V, np.float32)
+    z_V = cuda.local.array(V, np.float32)
+    load(w_V, weight_SX, s, d)
+    load(x_V, row_SW, s, state_begin + d)
+    load(y_V, row_SW, s, state_begin + dim + d)
+    load(z_V, row_SW, s, state_begin + 2 * dim + d)
+    for i in range(V):
+        w_V[i], x_V[i], y_V[i], z_V[i] = optimizer(w_V[i], x_V[i], y_V[i], z_V[i], g_V[i], *scalars)
+    store(weight_SX, s, d, w_V)
+    store(row_SW, s, state_begin + d, x_V)
+    store(row_SW, s, state_begin + dim + d, y_V)
+    store(row_SW, s, state_begin + 2 * dim + d, z_V)
+
+
 elements = _stateless  # `at(elements=..., optimizer=...)` sets both
 optimizer: Any = None
 
@@ -110,7 +130,7 @@ def element_loop(
 @functools.cache
 def element_update(rule: Any, states: int) -> CudaLoop:
     """The loop for rule(w, *state, g, *scalars) -> w, *state with this many states a weight."""
-    return element_loop.at(optimizer=rule, elements=(_stateless, _one_state, _two_states)[states])
+    return element_loop.at(optimizer=rule, elements=(_stateless, _one_state, _two_states, _three_states)[states])
 
 
 def run_row_update_cuda(

@@ -47,6 +47,8 @@ OPTIMIZERS = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.05),
     "adam, options": lambda params: torch.optim.Adam(params, lr=0.05, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.01),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.05, weight_decay=0.1),
+    "adam, amsgrad": lambda params: torch.optim.Adam(params, lr=0.05, betas=(0.9, 0.5), amsgrad=True, maximize=True),
+    "adamw, amsgrad": lambda params: torch.optim.AdamW(params, lr=0.05, betas=(0.9, 0.5), amsgrad=True),
     "sparse adam": lambda params: torch.optim.SparseAdam(params, lr=0.05),
     "row-wise adagrad": lambda params: oneemb.optim.RowWiseAdagrad(params, lr=0.1, initial_accumulator_value=0.01),
     "ftrl": lambda params: oneemb.optim.Ftrl(params, lr=0.1, lambda1=0.01, lambda2=0.02, beta=0.5),
@@ -532,11 +534,8 @@ def test_an_optimizer_that_one_row_is_too_narrow_for_can_be_made_again(made):
 @pytest.mark.parametrize(
     ("make", "option"),
     [
-        (lambda params: torch.optim.SGD(params, lr=0.1, maximize=True), "maximize=True"),
-        (lambda params: torch.optim.Adam(params, amsgrad=True), "amsgrad=True"),
-        (lambda params: torch.optim.AdamW(params, maximize=True), "maximize=True"),
-        (lambda params: torch.optim.Adagrad(params, maximize=True), "maximize=True"),
-        (lambda params: torch.optim.Adam([{"params": params, "amsgrad": True}]), "amsgrad=True"),
+        (lambda params: torch.optim.SGD(params, lr=0.1, differentiable=True), "differentiable=True"),
+        (lambda params: torch.optim.Adam([{"params": params, "differentiable": True}]), "differentiable=True"),
     ],
 )
 def test_options_that_rows_cannot_follow_are_refused_by_name(made, make, option):
@@ -546,12 +545,48 @@ def test_options_that_rows_cannot_follow_are_refused_by_name(made, make, option)
     assert embedding.row_optimizer is None and not embedding.store.built
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pooled", [False, True])
+def test_rows_that_are_maximized_go_up_what_others_go_down(made, dtype, pooled):
+    up, down = made("up", dtype=dtype), made("down", dtype=dtype)
+    makes = [lambda params: torch.optim.SGD(params, lr=0.1), lambda params: torch.optim.SGD(params, 0.1, maximize=True)]
+    offsets = dict(offsets=torch.tensor([0, 3, 5])) if pooled else {}
+    ids = torch.tensor([1, 2, 1, 3, 1])
+    for embedding, make, sign in zip((down, up), makes, (1, -1), strict=True):
+        optimizer = oneemb.Optimizer(make(embedding.parameters()), [embedding])
+        for _ in range(3):
+            rows = embedding(ids, **offsets)
+            (sign * rows * torch.arange(1, 1 + DIM)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(rows_of(up, range(4)), rows_of(down, range(4)))
+
+
+@pytest.mark.parametrize(
+    "make, change, message",
+    [
+        (torch.optim.Adam, dict(amsgrad=True), "amsgrad is now True"),
+        (torch.optim.SGD, dict(momentum=0.9), "momentum is now 0.9"),
+    ],
+)
+def test_a_change_that_rows_cannot_follow_is_refused_before_anything_changes(made, make, change, message):
+    embedding, dense = made(), torch.nn.Linear(DIM, 1)
+    optimizer = oneemb.Optimizer(make([*embedding.parameters(), *dense.parameters()], lr=0.1), [embedding])
+    before = rows_of(embedding, [1]), dense.weight.detach().clone()
+    dense(embedding(torch.tensor([1]))).sum().backward()
+    optimizer.param_groups[0].update(change)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert torch.equal(rows_of(embedding, [1]), before[0]) and torch.equal(dense.weight, before[1])
+    assert embedding.stats()["step"] == 0
+
+
 def test_classes_that_rows_cannot_follow_are_refused_by_name(made):
     class MyAdam(torch.optim.Adam):
         pass
 
     embedding = made()
-    for cls in (torch.optim.RMSprop, MyAdam):
+    for cls in (torch.optim.Rprop, MyAdam):
         with pytest.raises(TypeError, match=f"cannot be stepped by .*{cls.__name__}"):
             oneemb.Optimizer(cls(embedding.parameters()), [embedding])
 

@@ -822,8 +822,8 @@ def test_a_graph_without_build_says_so(made):
             "lr_scheduler must be made on the optimizer it is added with",
         ),
         (
-            lambda graph: graph.add_optimizer(torch.optim.Adam(graph.parameters(), amsgrad=True)),
-            "amsgrad=True.* is not supported",
+            lambda graph: graph.add_optimizer(torch.optim.Adam(graph.parameters(), differentiable=True)),
+            "differentiable=True.* is not supported",
         ),
         (
             lambda graph: [graph.add_optimizer(torch.optim.SGD(graph.parameters(), lr=0.1)) for _ in range(2)],

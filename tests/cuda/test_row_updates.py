@@ -28,6 +28,7 @@ OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.01),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
     "adam, far lerp": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.4, 0.9)),
+    "adam, amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.9, 0.5), amsgrad=True, maximize=True),
     "sparse adam": lambda p: torch.optim.SparseAdam(p, lr=0.1),
     "ftrl": lambda p: Ftrl(p, lr=0.1, lambda1=0.01),
     "ftrl, another power": lambda p: Ftrl(p, lr=0.1, lr_power=-0.7),
@@ -125,8 +126,9 @@ def test_a_fused_update_is_the_sum_and_then_the_update(gpu, name, dim, dtype):
     check_rows(row_SW.cpu().numpy(), slab, dim, slab, name)
 
 
-def test_a_fused_update_sums_the_parts_of_a_hot_key(gpu):
-    optimizer = OPTIMIZERS["adagrad"]([torch.nn.Parameter(torch.zeros(1))])
+@pytest.mark.parametrize("name", ["adagrad", "adam, amsgrad"])  # one of them goes up its gradients
+def test_a_fused_update_sums_the_parts_of_a_hot_key(gpu, name):
+    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1))])
     slab = slab_for(optimizer, 4, "float32", padded=True)
     row_SW = gpu.put(slab.row_SW)
     inverse_N = np.array([0] * (2 * PART + 3) + [1], np.int64)

@@ -19,7 +19,7 @@ from oneemb.kernels import (
 from oneemb.kernels.reduce_grads_cuda import sum_segment
 from oneemb.kernels.row_update_cuda import element_update, given
 from oneemb.kernels.update_adagrad import adagrad
-from oneemb.kernels.update_adam import adam
+from oneemb.kernels.update_adam import adam, amsgrad
 from oneemb.kernels.update_ftrl import _published, ftrl
 from oneemb.kernels.update_row_wise_adagrad import row_wise_adagrad_loop
 from oneemb.kernels.update_sgd import momentum_sgd, sgd
@@ -90,6 +90,7 @@ UPDATES = {
     "momentum": (element_update(momentum_sgd, 1), (f32, f32, f32, f32, b1, f32)),
     "adagrad": (element_update(adagrad, 1), (f32, f32, f32)),
     "adam": (element_update(adam, 2), (f32, f32, b1, f32, f32, f32, f32, f32, f32)),
+    "amsgrad": (element_update(amsgrad, 3), (f32, f32, b1, f32, f32, f32, f32, f32, f32)),
     "ftrl": (element_update(_published, 2), (f32, f32, f32, f32, f32)),
     "ftrl power": (element_update(ftrl, 2), (f32, f32, f32, f32, f32, f32)),
     "row-wise adagrad": (row_wise_adagrad_loop, (f32, f32, f32)),

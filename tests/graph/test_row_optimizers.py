@@ -40,6 +40,8 @@ def step(rows, group, number=1, dim=2, weight=1.0, grad=1.0):
         (torch.optim.Adam, dict(), "adam", [0] * 6),
         (torch.optim.Adam, dict(foreach=True, capturable=True), "adam", [0] * 6),
         (torch.optim.AdamW, dict(), "adamw", [0] * 6),
+        (torch.optim.Adam, dict(amsgrad=True), "adam_amsgrad", [0] * 9),
+        (torch.optim.AdamW, dict(amsgrad=True, maximize=True), "adamw_amsgrad", [0] * 9),
         (torch.optim.SparseAdam, dict(), "sparse_adam", [0] * 6),
         (RowWiseAdagrad, dict(initial_accumulator_value=0.25), "row_wise_adagrad", [0.25]),
         (Ftrl, dict(initial_accumulator_value=0.5), "ftrl", [0.5, 0.5, 0.5, 0, 0, 0]),
@@ -77,6 +79,8 @@ FOLLOWED = [
     (torch.optim.Adagrad, dict(lr=0.3, lr_decay=0.5, weight_decay=0.1, initial_accumulator_value=0.2, eps=0.1)),
     (torch.optim.Adam, dict(lr=0.3, betas=(0.8, 0.9), eps=0.1, weight_decay=0.1)),
     (torch.optim.AdamW, dict(lr=0.3, betas=(0.8, 0.9), eps=0.1, weight_decay=0.1)),
+    (torch.optim.Adam, dict(lr=0.3, betas=(0.8, 0.4), weight_decay=0.1, amsgrad=True)),
+    (torch.optim.AdamW, dict(lr=0.3, betas=(0.8, 0.4), weight_decay=0.1, amsgrad=True)),
     (torch.optim.SparseAdam, dict(lr=0.3, betas=(0.8, 0.9), eps=0.1)),
     (RowWiseAdagrad, dict(lr=0.3, weight_decay=0.1, initial_accumulator_value=0.2, eps=0.1)),
     (Ftrl, dict(lr=0.3, lr_power=-0.6, lambda1=0.1, lambda2=0.2, beta=0.3, weight_decay=0.1)),
@@ -84,8 +88,9 @@ FOLLOWED = [
 ]
 
 
-@pytest.mark.parametrize("cls, options", FOLLOWED, ids=str)
-def test_rows_step_as_a_dense_parameter_does_while_a_scheduler_changes_the_rate(cls, options):
+def rows_and_dense(cls, options, change=None, steps=7):
+    """The weights of six rows and those of a dense parameter after as many steps, at the middle of which the group's
+    options change; a scheduler changes the rate at each."""
     rng = np.random.default_rng(1)
     weight_SD = rng.normal(0, 1, (6, 5)).astype(np.float32)
     dense = torch.nn.Parameter(torch.from_numpy(weight_SD.copy()))
@@ -95,14 +100,70 @@ def test_rows_step_as_a_dense_parameter_does_while_a_scheduler_changes_the_rate(
     rows = row_optimizer_of(optimizer, group)
     row_SW = np.concatenate([weight_SD, np.tile(rows.initial_state(5), (6, 1))], axis=1)
     slot_U = np.arange(6, dtype=np.int64)
-    for number in range(1, 8):
+    for number in range(1, steps + 1):
+        if number == steps // 2:
+            group.update(change or {})
         grad_UD = rng.normal(0, 1, (6, 5)).astype(np.float32)
         rows.update(row_SW, row_SW, slot_U, grad_UD, state_begin=5, group=group, step=number, loops=LOOPS)
         grad = torch.from_numpy(grad_UD)
         dense.grad = grad.to_sparse(1) if cls is torch.optim.SparseAdam else grad
         optimizer.step()
         scheduler.step()
-    np.testing.assert_allclose(row_SW[:, :5], dense.detach().numpy(), rtol=1e-6, atol=1e-6)
+    return row_SW[:, :5], dense.detach().numpy()
+
+
+@pytest.mark.parametrize("cls, options", FOLLOWED, ids=str)
+def test_rows_step_as_a_dense_parameter_does_while_a_scheduler_changes_the_rate(cls, options):
+    found, expected = rows_and_dense(cls, options)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+# Options that are set in a group after its optimizer was made, and that rows follow.
+CHANGES = [
+    *((cls, options, dict(maximize=True)) for cls, options in FOLLOWED if cls.__module__.startswith("torch.")),
+    (torch.optim.SGD, dict(lr=0.3, momentum=0.8), dict(momentum=0.0)),
+    (torch.optim.SGD, dict(lr=0.3, momentum=0.8), dict(momentum=0.5, dampening=0.1, maximize=True)),
+    (torch.optim.SGD, dict(lr=0.3, momentum=0.8), dict(nesterov=True)),
+    (torch.optim.Adam, dict(lr=0.3, weight_decay=0.1), dict(decoupled_weight_decay=True)),
+    (torch.optim.Adam, dict(lr=0.3, betas=(0.8, 0.9)), dict(betas=(0.5, 0.6), eps=0.1, weight_decay=0.1)),
+    (torch.optim.Adam, dict(lr=0.3, betas=(0.8, 0.4), amsgrad=True), dict(amsgrad=False)),
+    (torch.optim.AdamW, dict(lr=0.3, weight_decay=0.1), dict(decoupled_weight_decay=False)),
+]
+
+
+@pytest.mark.parametrize("cls, options, change", CHANGES, ids=str)
+def test_an_option_that_changes_reaches_rows_as_it_reaches_dense_parameters(cls, options, change):
+    if any(option not in cls([parameter()], **options).defaults for option in change):
+        pytest.skip("this torch does not have the option here")
+    found, expected = rows_and_dense(cls, options, change)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    assert not np.allclose(found, rows_and_dense(cls, options)[0], rtol=1e-3)
+
+
+# Options for which the rows of an optimizer that was made without them have no state, or that are not for rows.
+REFUSED_CHANGES = [
+    (torch.optim.SGD, dict(lr=0.1), dict(momentum=0.9), "momentum is now 0.9, but it was off"),
+    (torch.optim.Adam, dict(), dict(amsgrad=True), "amsgrad is now True, but it was off"),
+    (torch.optim.AdamW, dict(), dict(amsgrad=True), "amsgrad is now True, but it was off"),
+    (torch.optim.Adam, dict(), dict(differentiable=True), r"Adam\(differentiable=True\) is not supported"),
+]
+
+
+@pytest.mark.parametrize("cls, options, change, message", REFUSED_CHANGES, ids=str)
+def test_an_option_that_changes_into_what_rows_cannot_follow_is_refused_before_the_step(cls, options, change, message):
+    rows, group = rows_of(cls, **options)
+    rows.check(group)
+    group.update(change)
+    for refuse in (rows.check, lambda group: step(rows, group)):
+        with pytest.raises(ValueError, match=message):
+            refuse(group)
+
+
+def test_an_option_that_only_some_classes_have_is_not_followed_where_dense_parameters_ignore_it():
+    rows, group = rows_of(RowWiseAdagrad, lr=0.1)
+    expected = step(rows, group)
+    group["maximize"] = True
+    assert step(rows, group).tolist() == expected.tolist()
 
 
 def test_a_tensor_lr_is_read_as_a_number():
@@ -114,15 +175,10 @@ def test_a_tensor_lr_is_read_as_a_number():
 @pytest.mark.parametrize(
     "cls, option",
     [
-        (torch.optim.SGD, "maximize"),
         (torch.optim.SGD, "differentiable"),
-        (torch.optim.Adagrad, "maximize"),
         (torch.optim.Adagrad, "differentiable"),
-        (torch.optim.Adam, "maximize"),
-        (torch.optim.Adam, "amsgrad"),
         (torch.optim.Adam, "differentiable"),
-        (torch.optim.AdamW, "amsgrad"),
-        (torch.optim.SparseAdam, "maximize"),
+        (torch.optim.AdamW, "differentiable"),
     ],
 )
 def test_an_option_that_is_not_supported_is_refused_by_name(cls, option):
@@ -132,9 +188,9 @@ def test_an_option_that_is_not_supported_is_refused_by_name(cls, option):
 
 def test_an_option_that_only_one_group_sets_is_refused_there():
     first, second = parameter(), parameter()
-    optimizer = torch.optim.Adam([{"params": [first]}, {"params": [second], "amsgrad": True}])
+    optimizer = torch.optim.Adam([{"params": [first]}, {"params": [second], "differentiable": True}])
     assert row_optimizer_of(optimizer, optimizer.param_groups[0]).name == "adam"
-    with pytest.raises(ValueError, match="amsgrad"):
+    with pytest.raises(ValueError, match="differentiable"):
         row_optimizer_of(optimizer, optimizer.param_groups[1])
 
 
@@ -162,17 +218,10 @@ class MyFtrl(Ftrl):
     pass
 
 
-@pytest.mark.parametrize("cls", [torch.optim.RMSprop, MySGD, MyFtrl])
+@pytest.mark.parametrize("cls", [torch.optim.Rprop, MySGD, MyFtrl])
 def test_another_class_is_refused_with_the_list_of_those_supported(cls):
     with pytest.raises(TypeError, match=rf"{cls.__name__}.*SGD, Adagrad, Adam, AdamW, SparseAdam.*SmartDecayAdam"):
         rows_of(cls, lr=0.1)
-
-
-def test_momentum_that_a_scheduler_turns_on_is_an_error():
-    rows, group = rows_of(torch.optim.SGD, lr=0.1)
-    group["momentum"] = 0.9
-    with pytest.raises(ValueError, match="momentum is now 0.9"):
-        step(rows, group)
 
 
 def test_momentum_that_a_scheduler_turns_off_leaves_the_buffer_alone():

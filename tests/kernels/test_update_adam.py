@@ -18,10 +18,10 @@ def kernel(**options):
     return partial(update_adam, **{**ADAM, "decoupled_weight_decay": False, **options})
 
 
-def oracle(cls=torch.optim.Adam, **options):
+def oracle(cls=torch.optim.Adam, more_keys=(), **options):
     options = {**ADAM, **options}
     options["betas"] = options.pop("beta1"), options.pop("beta2")
-    return TorchOracle(lambda params: cls(params, **options), KEYS)
+    return TorchOracle(lambda params: cls(params, **options), (*KEYS, *more_keys))
 
 
 def sparse_oracle(**options):
@@ -62,6 +62,18 @@ def test_adamw_equals_torch_on_the_touched_rows(dtype, dim, threads):
 )
 def test_adam_options_equal_torch(options):
     check_update(kernel(**options), oracle(**options), zeros(65), "float32", 65, 1)
+
+
+@pytest.mark.parametrize("dtype, dim, threads", [("float32", 7, 2), ("float32", 64, 1), ("float16", 65, 1)])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_amsgrad_equals_torch_on_the_touched_rows(decoupled, dtype, dim, threads):
+    options = dict(weight_decay=0.1, beta2=0.5)  # where v falls as often as it rises
+    cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+    check_update(
+        kernel(**options, amsgrad=True, decoupled_weight_decay=decoupled),
+        oracle(cls, ("max_exp_avg_sq",), **options, amsgrad=True),
+        np.zeros(3 * dim), dtype, dim, threads,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype, dim, threads", CASES)
@@ -131,7 +143,9 @@ def test_a_stray_write_is_noticed():
 
 def test_bits_do_not_depend_on_the_number_of_threads():
     check_threads(kernel(weight_decay=0.01), zeros(16))
+    check_threads(kernel(amsgrad=True), np.zeros(48))
 
 
 def test_gradients_that_are_not_finite_spoil_their_own_rows_only():
     check_not_finite(kernel(), zeros(19))
+    check_not_finite(kernel(amsgrad=True), np.zeros(57))
