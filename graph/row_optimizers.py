@@ -21,9 +21,14 @@ import torch
 
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Loops, Segments
+from oneemb.kernels.update_adadelta import update_adadelta
 from oneemb.kernels.update_adagrad import update_adagrad
 from oneemb.kernels.update_adam import update_adam, update_sparse_adam
+from oneemb.kernels.update_adamax import update_adamax
 from oneemb.kernels.update_ftrl import update_ftrl
+from oneemb.kernels.update_nadam import update_nadam
+from oneemb.kernels.update_radam import update_radam
+from oneemb.kernels.update_rmsprop import update_rmsprop
 from oneemb.kernels.update_row_wise_adagrad import update_row_wise_adagrad
 from oneemb.kernels.update_sgd import update_sgd, update_sgd_momentum
 from oneemb.kernels.update_smart_decay_adam import update_smart_decay_adam
@@ -39,8 +44,10 @@ __all__ = [
 Group = dict[str, Any]
 """A param group; torch types its options so."""
 
-SUPPORTED = "torch.optim.SGD, Adagrad, Adam, AdamW, SparseAdam; oneemb.optim.Ftrl, RowWiseAdagrad, SmartDecayAdam"
-
+SUPPORTED = (
+    "torch.optim.SGD, Adagrad, Adam, AdamW, SparseAdam, NAdam, RAdam, Adamax, Adadelta, RMSprop; oneemb.optim.Ftrl, "
+    "RowWiseAdagrad, SmartDecayAdam"
+)
 # Options that only choose among torch's own implementations of the same step.
 _IMPLEMENTATION = {"foreach", "fused", "capturable"}
 
@@ -301,6 +308,80 @@ def _run_adam(
     )
 
 
+def _run_nadam(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
+    beta1, beta2 = _betas(group)
+    update_nadam(
+        *rows,
+        state_begin=state_begin,
+        step=step,
+        lr=_number(group, "lr"),
+        beta1=beta1,
+        beta2=beta2,
+        eps=_number(group, "eps"),
+        weight_decay=_number(group, "weight_decay"),
+        momentum_decay=_number(group, "momentum_decay"),
+        decoupled_weight_decay=group["decoupled_weight_decay"],
+        loops=loops,
+    )
+
+
+def _run_radam(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
+    beta1, beta2 = _betas(group)
+    update_radam(
+        *rows,
+        state_begin=state_begin,
+        step=step,
+        lr=_number(group, "lr"),
+        beta1=beta1,
+        beta2=beta2,
+        eps=_number(group, "eps"),
+        weight_decay=_number(group, "weight_decay"),
+        decoupled_weight_decay=group["decoupled_weight_decay"],
+        loops=loops,
+    )
+
+
+def _run_adamax(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
+    beta1, beta2 = _betas(group)
+    update_adamax(
+        *rows,
+        state_begin=state_begin,
+        step=step,
+        lr=_number(group, "lr"),
+        beta1=beta1,
+        beta2=beta2,
+        eps=_number(group, "eps"),
+        weight_decay=_number(group, "weight_decay"),
+        loops=loops,
+    )
+
+
+def _run_adadelta(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
+    update_adadelta(
+        *rows,
+        state_begin=state_begin,
+        lr=_number(group, "lr"),
+        rho=_number(group, "rho"),
+        eps=_number(group, "eps"),
+        weight_decay=_number(group, "weight_decay"),
+        loops=loops,
+    )
+
+
+def _run_rmsprop(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
+    update_rmsprop(
+        *rows,
+        state_begin=state_begin,
+        lr=_number(group, "lr"),
+        alpha=_number(group, "alpha"),
+        eps=_number(group, "eps"),
+        weight_decay=_number(group, "weight_decay"),
+        momentum=_number(group, "momentum"),
+        centered=group["centered"],
+        loops=loops,
+    )
+
+
 def _run_sparse_adam(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
     beta1, beta2 = _betas(group)
     update_sparse_adam(
@@ -400,10 +481,40 @@ def _sparse_adam_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchR
     return _TorchRows("sparse_adam", {"lr", "betas", "eps"}, _run_sparse_adam, (0.0, 0.0))
 
 
+def _nadam_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
+    # torch multiplies a number of every step so far; rows compute it anew, which takes that those options stay.
+    options = {"lr", "eps", "weight_decay", "decoupled_weight_decay"}
+    return _TorchRows("nadam", options, _run_nadam, (0.0, 0.0), fixed=("betas", "momentum_decay"))
+
+
+def _radam_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
+    options = {"lr", "betas", "eps", "weight_decay", "decoupled_weight_decay"}
+    return _TorchRows("radam", options, _run_radam, (0.0, 0.0))
+
+
+def _adamax_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
+    return _TorchRows("adamax", {"lr", "betas", "eps", "weight_decay"}, _run_adamax, (0.0, 0.0))
+
+
+def _adadelta_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
+    return _TorchRows("adadelta", {"lr", "rho", "eps", "weight_decay"}, _run_adadelta, (0.0, 0.0))
+
+
+def _rmsprop_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
+    # Momentum may be turned off, since its state is the last; without `centered` it would lie elsewhere.
+    options = {"lr", "alpha", "eps", "weight_decay"}
+    return _TorchRows("rmsprop", options, _run_rmsprop, (0.0,), wider=("centered", "momentum"), fixed=("centered",))
+
+
 _TORCH: dict[type, Callable[[torch.optim.Optimizer, Group], _TorchRows]] = {
     torch.optim.SGD: _sgd_rows,
     torch.optim.Adagrad: _adagrad_rows,
     torch.optim.Adam: _adam_rows,
     torch.optim.AdamW: _adam_rows,
     torch.optim.SparseAdam: _sparse_adam_rows,
+    torch.optim.NAdam: _nadam_rows,
+    torch.optim.RAdam: _radam_rows,
+    torch.optim.Adamax: _adamax_rows,
+    torch.optim.Adadelta: _adadelta_rows,
+    torch.optim.RMSprop: _rmsprop_rows,
 }

@@ -15,6 +15,12 @@ OPTIMIZERS = {
     "adam": lambda ps: torch.optim.Adam(ps, lr=0.01),
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
     "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.1),
+    "amsgrad": lambda ps: torch.optim.Adam(ps, lr=0.01, amsgrad=True, maximize=True),
+    "nadam": lambda ps: torch.optim.NAdam(ps, lr=0.01),
+    "radam": lambda ps: torch.optim.RAdam(ps, lr=0.01),
+    "adamax": lambda ps: torch.optim.Adamax(ps, lr=0.01),
+    "adadelta": lambda ps: torch.optim.Adadelta(ps, lr=0.5),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.5),
     "ftrl": lambda ps: oneemb.optim.Ftrl(ps, lr=0.1),
     "smart": lambda ps: oneemb.optim.SmartDecayAdam(ps, lr=0.01),
 }

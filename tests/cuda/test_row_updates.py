@@ -30,6 +30,14 @@ OPTIMIZERS = {
     "adam, far lerp": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.4, 0.9)),
     "adam, amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.9, 0.5), amsgrad=True, maximize=True),
     "sparse adam": lambda p: torch.optim.SparseAdam(p, lr=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1, weight_decay=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.1, weight_decay=0.01, decoupled_weight_decay=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1, weight_decay=0.01),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5, weight_decay=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, weight_decay=0.01),
+    "rmsprop, momentum": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.8),
+    "rmsprop, centered": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True),
+    "rmsprop, centered, momentum": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.8, centered=True),
     "ftrl": lambda p: Ftrl(p, lr=0.1, lambda1=0.01),
     "ftrl, another power": lambda p: Ftrl(p, lr=0.1, lr_power=-0.7),
     "smart decay adam": lambda p: SmartDecayAdam(p, lr=0.1),
@@ -97,7 +105,7 @@ def test_rows_are_those_of_the_cpu(gpu, name, dim, dtype):
     for padded in (True, False):
         slab = slab_for(optimizer, dim, dtype, padded=padded)
         row_SW = gpu.put(slab.row_SW)
-        for step in (1, 2, 5):
+        for step in (1, 2, 6):  # RAdam is rectified from the sixth on
             slot_U = rng.permutation(12)[: 3 + step].astype(np.int64)
             grad_UD = rng.normal(0, 1, (len(slot_U), dim)).astype(np.float32)
             on_cpu(optimizer, slab, slot_U, grad_UD, step)

@@ -21,6 +21,8 @@ OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
     "adam": lambda params: torch.optim.Adam(params, lr=0.02),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.02),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5, centered=True, eps=0.1),
     "row-wise adagrad": lambda params: oneemb.optim.RowWiseAdagrad(params, lr=0.05),
     "smart decay adam": lambda params: oneemb.optim.SmartDecayAdam(params, lr=0.02),
 }

@@ -18,9 +18,14 @@ from oneemb.kernels import (
 )
 from oneemb.kernels.reduce_grads_cuda import sum_segment
 from oneemb.kernels.row_update_cuda import element_update, given
+from oneemb.kernels.update_adadelta import adadelta
 from oneemb.kernels.update_adagrad import adagrad
 from oneemb.kernels.update_adam import adam, amsgrad
+from oneemb.kernels.update_adamax import adamax
 from oneemb.kernels.update_ftrl import _published, ftrl
+from oneemb.kernels.update_nadam import nadam
+from oneemb.kernels.update_radam import radam
+from oneemb.kernels.update_rmsprop import rmsprop, rmsprop_centered, rmsprop_momentum, rmsprop_momentum_centered
 from oneemb.kernels.update_row_wise_adagrad import row_wise_adagrad_loop
 from oneemb.kernels.update_sgd import momentum_sgd, sgd
 from oneemb.kernels.update_smart_decay_adam import smart_decay_adam_loop
@@ -85,12 +90,22 @@ for dtype, bits in BITS.items():
         CASES[f"sum scaled parts {of}"] = (reduce_grads_cuda.sum_parts_loop.at(V=V, SCALED=True), segments)
         CASES[f"reduce {of}"] = (reduce_grads_cuda.reduce_loop.at(V=V), (*segments, ROWS, array(b1)))
 
+RMSPROP = (f32, f32, f32, b1, f32, f32, f32, f32, b1)
+
 UPDATES = {
     "sgd": (element_update(sgd, 0), (f32, f32)),
     "momentum": (element_update(momentum_sgd, 1), (f32, f32, f32, f32, b1, f32)),
     "adagrad": (element_update(adagrad, 1), (f32, f32, f32)),
     "adam": (element_update(adam, 2), (f32, f32, b1, f32, f32, f32, f32, f32, f32)),
     "amsgrad": (element_update(amsgrad, 3), (f32, f32, b1, f32, f32, f32, f32, f32, f32)),
+    "nadam": (element_update(nadam, 2), (b1, f32, f32, f32, f32, f32, f32, f32, f32, f32)),
+    "radam": (element_update(radam, 2), (b1, f32, f32, f32, f32, f32, f32, f32, f32, f32, b1, f32)),
+    "adamax": (element_update(adamax, 2), (b1, f32, f32, f32, f32, f32)),
+    "adadelta": (element_update(adadelta, 2), (f32, f32, f32, f32, f32)),
+    "rmsprop": (element_update(rmsprop, 1), RMSPROP),
+    "rmsprop, momentum": (element_update(rmsprop_momentum, 2), RMSPROP),
+    "rmsprop, centered": (element_update(rmsprop_centered, 2), RMSPROP),
+    "rmsprop, both": (element_update(rmsprop_momentum_centered, 3), RMSPROP),
     "ftrl": (element_update(_published, 2), (f32, f32, f32, f32, f32)),
     "ftrl power": (element_update(ftrl, 2), (f32, f32, f32, f32, f32, f32)),
     "row-wise adagrad": (row_wise_adagrad_loop, (f32, f32, f32)),

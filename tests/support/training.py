@@ -16,6 +16,12 @@ OPTIMIZERS = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.02),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.02, weight_decay=0.05),
     "sparse adam": lambda params: torch.optim.SparseAdam(params[:1], lr=0.02),  # It steps no dense parameters.
+    "amsgrad": lambda params: torch.optim.Adam(params, lr=0.02, amsgrad=True),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.02),
+    "radam": lambda params: torch.optim.RAdam(params, lr=0.02),
+    "adamax": lambda params: torch.optim.Adamax(params, lr=0.02),
+    "adadelta": lambda params: torch.optim.Adadelta(params, lr=0.5),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5, centered=True, eps=0.1),
     "row-wise adagrad": lambda params: oneemb.optim.RowWiseAdagrad(params, lr=0.05),
     "ftrl": lambda params: oneemb.optim.Ftrl(params, lr=0.05, lambda1=0.001, beta=1.0),
     "smart decay adam": lambda params: oneemb.optim.SmartDecayAdam(params, lr=0.02),
