@@ -26,7 +26,10 @@ from oneemb.kernels.update_adagrad import update_adagrad
 from oneemb.kernels.update_adam import update_adam, update_sparse_adam
 from oneemb.kernels.update_adamax import update_adamax
 from oneemb.kernels.update_ftrl import update_ftrl
+from oneemb.kernels.update_lamb import update_lamb
+from oneemb.kernels.update_lars import update_lars
 from oneemb.kernels.update_nadam import update_nadam
+from oneemb.kernels.update_partial_row_wise_adam import update_partial_row_wise_adam
 from oneemb.kernels.update_radam import update_radam
 from oneemb.kernels.update_rmsprop import update_rmsprop
 from oneemb.kernels.update_row_wise_adagrad import update_row_wise_adagrad
@@ -36,6 +39,9 @@ from oneemb.kernels.update_smart_decay_adam import update_smart_decay_adam
 __all__ = [
     "RowOptimizer",
     "ftrl_rows",
+    "lamb_rows",
+    "lars_rows",
+    "partial_row_wise_adam_rows",
     "row_optimizer_of",
     "row_wise_adagrad_rows",
     "smart_decay_adam_rows",
@@ -46,7 +52,7 @@ Group = dict[str, Any]
 
 SUPPORTED = (
     "torch.optim.SGD, Adagrad, Adam, AdamW, SparseAdam, NAdam, RAdam, Adamax, Adadelta, RMSprop; oneemb.optim.Ftrl, "
-    "RowWiseAdagrad, SmartDecayAdam"
+    "Lamb, Lars, PartialRowWiseAdam, RowWiseAdagrad, SmartDecayAdam"
 )
 # Options that only choose among torch's own implementations of the same step.
 _IMPLEMENTATION = {"foreach", "fused", "capturable"}
@@ -64,8 +70,8 @@ class RowOptimizer:
     """The update of an embedding's rows by one optimizer.
 
     Args:
-        name: "sgd", "sgd_momentum", "adagrad", "row_wise_adagrad", "adam", "adamw", "sparse_adam", "ftrl" or
-            "smart_decay_adam".
+        name: of the class in small letters, "row_wise_adagrad", with the options that make its rows wider:
+            "sgd_momentum", "adam_amsgrad". Rows on disk are known by it.
         weight_state: for each state value that every weight has, what it is in a new row.
         row_state: the same for the values that a row has once; they lie after the others.
         run: steps the rows.
@@ -341,9 +347,12 @@ def _run_radam(*rows: Array, state_begin: int, group: Group, step: int, loops: L
     )
 
 
-def _run_adamax(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
+def _run_with_betas(
+    update: Callable[..., None], *rows: Array, state_begin: int, group: Group, step: int, loops: Loops
+) -> None:
+    """For an update that has Adam's options and no other."""
     beta1, beta2 = _betas(group)
-    update_adamax(
+    update(
         *rows,
         state_begin=state_begin,
         step=step,
@@ -440,19 +449,33 @@ def _run_ftrl(*rows: Array, state_begin: int, group: Group, step: int, loops: Lo
 
 def smart_decay_adam_rows(group: Group) -> RowOptimizer:
     """Rows stepped by oneemb.optim.SmartDecayAdam."""
-    return RowOptimizer("smart_decay_adam", (0.0, 0.0), (0.0,), _run_smart_decay_adam)
+    run = partial(_run_with_betas, update_smart_decay_adam)
+    return RowOptimizer("smart_decay_adam", (0.0, 0.0), (0.0,), run)
 
 
-def _run_smart_decay_adam(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
-    beta1, beta2 = _betas(group)
-    update_smart_decay_adam(
+def lamb_rows(group: Group) -> RowOptimizer:
+    """Rows stepped by oneemb.optim.Lamb."""
+    return RowOptimizer("lamb", (0.0, 0.0), (), partial(_run_with_betas, update_lamb))
+
+
+def partial_row_wise_adam_rows(group: Group) -> RowOptimizer:
+    """Rows stepped by oneemb.optim.PartialRowWiseAdam."""
+    run = partial(_run_with_betas, update_partial_row_wise_adam)
+    return RowOptimizer("partial_row_wise_adam", (0.0,), (0.0,), run)
+
+
+def lars_rows(group: Group) -> RowOptimizer:
+    """Rows stepped by oneemb.optim.Lars."""
+    return RowOptimizer("lars", (0.0,), (), _run_lars)
+
+
+def _run_lars(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
+    update_lars(
         *rows,
         state_begin=state_begin,
-        step=step,
         lr=_number(group, "lr"),
-        beta1=beta1,
-        beta2=beta2,
-        eps=_number(group, "eps"),
+        eta=_number(group, "eta"),
+        momentum=_number(group, "momentum"),
         weight_decay=_number(group, "weight_decay"),
         loops=loops,
     )
@@ -493,7 +516,9 @@ def _radam_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
 
 
 def _adamax_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
-    return _TorchRows("adamax", {"lr", "betas", "eps", "weight_decay"}, _run_adamax, (0.0, 0.0))
+    return _TorchRows(
+        "adamax", {"lr", "betas", "eps", "weight_decay"}, partial(_run_with_betas, update_adamax), (0.0, 0.0)
+    )
 
 
 def _adadelta_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:

@@ -5,7 +5,7 @@ as `Segments` of the batch's gradients, which are summed just before the optimiz
 
 A group of threads shares a row; each takes V weights at a time, with their state and gradient, as 16 bytes where
 every row is aligned to that. An optimizer whose rule needs nothing but one weight, its state and its gradient is run
-by `element_loop`; the others have loops in their own files.
+by `element_loop`; one that first needs two sums over the row by `row_loop`; the others have loops in their own files.
 
 Invariants: those of oneemb.kernels.row_update; and where go_1[0] is 0, which a check on the device may set, nothing is
 written.
@@ -18,14 +18,14 @@ import numpy as np
 
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import CudaLoop, Number, cuda, load, store
-from oneemb.kernels.reduce_grads_cuda import Segments, sum_segment
+from oneemb.kernels.reduce_grads_cuda import Segments, plus, sum_segment
 
 if TYPE_CHECKING:  # row updates of the CPU import this file, and must not load CUDA
     import torch
 
     from oneemb.kernels.launch import Gpu
 
-__all__ = ["element_update", "given", "gradient", "run_row_update_cuda"]
+__all__ = ["element_update", "given", "gradient", "row_update", "run_row_update_cuda"]
 
 V = 1
 
@@ -131,6 +131,141 @@ def element_loop(
 def element_update(rule: Any, states: int) -> CudaLoop:
     """The loop for rule(w, *state, g, *scalars) -> w, *state with this many states a weight."""
     return element_loop.at(optimizer=rule, elements=(_stateless, _one_state, _two_states, _three_states)[states])
+
+
+# ---- optimizers that need sums over the row --------------------------------------------------------------------------
+
+
+@cuda.inner
+def _shares_of_weights(
+    weight_SX: Array, row_SW: Array, s: Number, d: Number, state_begin: Number, dim: Number, g_V: Array, scalars: tuple,
+    sum_2: Array,
+) -> None:  # fmt: skip
+    """sum_2 += what V weights add to the row's two sums, of the weights and gradients."""
+    w_V = cuda.local.array(V, np.float32)
+    load(w_V, weight_SX, s, d)
+    for i in range(V):
+        x, y = shares(w_V[i], g_V[i], *scalars)
+        sum_2[0] = plus(sum_2[0], x)
+        sum_2[1] = plus(sum_2[1], y)
+
+
+@cuda.inner
+def _shares_of_two_states(
+    weight_SX: Array, row_SW: Array, s: Number, d: Number, state_begin: Number, dim: Number, g_V: Array, scalars: tuple,
+    sum_2: Array,
+) -> None:  # fmt: skip
+    """The same of weights, two states a weight, and gradients."""
+    w_V = cuda.local.array(V, np.float32)
+    x_V = cuda.local.array(V, np.float32)
+    y_V = cuda.local.array(V, np.float32)
+    load(w_V, weight_SX, s, d)
+    load(x_V, row_SW, s, state_begin + d)
+    load(y_V, row_SW, s, state_begin + dim + d)
+    for i in range(V):
+        x, y = shares(w_V[i], x_V[i], y_V[i], g_V[i], *scalars)
+        sum_2[0] = plus(sum_2[0], x)
+        sum_2[1] = plus(sum_2[1], y)
+
+
+@cuda.inner
+def _no_state(row_SW: Array, s: Number, at: Number) -> Number:
+    return np.float32(0)
+
+
+@cuda.inner
+def _keep_nothing(row_SW: Array, s: Number, at: Number, x: Number) -> None:
+    return
+
+
+@cuda.inner
+def _state_at(row_SW: Array, s: Number, at: Number) -> Number:
+    return row_SW[s, at]
+
+
+@cuda.inner
+def _keep_at(row_SW: Array, s: Number, at: Number, x: Number) -> None:
+    row_SW[s, at] = x
+
+
+# `at` of `row_update` sets these.
+add_shares = _shares_of_weights
+row_state = _no_state
+keep_row_state = _keep_nothing
+shares: Any = None
+rate_of: Any = None
+STATES = 0
+_BLOCK_MAX = 256
+
+
+@cuda
+def row_loop(
+    weight_SX: Array, row_SW: Array, slot_U: Array, grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array,
+    part_U1: Array, part_PD: Array, go_1: Array, state_begin: Number, scalars: tuple,
+) -> None:  # fmt: skip
+    """One step of an optimizer that needs two sums over a row before it steps the row's weights one by one."""
+    share_x = cuda.shared.array(_BLOCK_MAX, np.float32)  # each thread's shares of its row's sums
+    share_y = cuda.shared.array(_BLOCK_MAX, np.float32)
+    sum_2 = cuda.local.array(2, np.float32)
+    g_V = cuda.local.array(V, np.float32)
+    dim = grad_NX.shape[1]
+    at = state_begin + STATES * dim
+    lane, lanes, groups = cuda.threadIdx.x, cuda.blockDim.x, cuda.blockDim.y
+    # All threads of a block make the same number of turns, since they wait for each other.
+    first = cuda.blockIdx.x * groups
+    while first < slot_U.shape[0] and go_1[0] != 0:
+        u = first + cuda.threadIdx.y
+        own = cuda.threadIdx.y * lanes
+        if u < slot_U.shape[0]:
+            sum_2[0] = np.float32(0)
+            sum_2[1] = np.float32(0)
+            d = lane * V
+            while d < dim:
+                gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
+                add_shares(weight_SX, row_SW, slot_U[u], d, state_begin, dim, g_V, scalars, sum_2)
+                d += lanes * V
+            share_x[own + lane] = sum_2[0]
+            share_y[own + lane] = sum_2[1]
+        cuda.syncthreads()
+        if u < slot_U.shape[0]:
+            s = slot_U[u]
+            sum_2[0] = np.float32(0)
+            sum_2[1] = np.float32(0)
+            for k in range(lanes):
+                sum_2[0] = plus(sum_2[0], share_x[own + k])
+                sum_2[1] = plus(sum_2[1], share_y[own + k])
+            kept, rate = rate_of(sum_2[0], sum_2[1], np.float32(dim), row_state(row_SW, s, at), *scalars)
+            d = lane * V
+            while d < dim:
+                gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
+                elements(weight_SX, row_SW, s, d, state_begin, dim, g_V, (rate,) + scalars)  # noqa: RUF005
+                d += lanes * V
+        cuda.syncthreads()  # the row's state has been read by all, and so have the shares
+        if u < slot_U.shape[0] and lane == 0:
+            keep_row_state(row_SW, slot_U[u], at, kept)
+        first += cuda.gridDim.x * groups
+
+
+@functools.cache
+def row_update(shares: Any, rate_of: Any, rule: Any, *, states: int, of_states: bool, row_state: bool) -> CudaLoop:
+    """The loop for an optimizer with this many states a weight, and one a row where `row_state`.
+
+    Args:
+        shares: (w, g, *scalars), or (w, *state, g, *scalars) with of_states, -> what a weight adds to two sums.
+        rate_of: (sum, sum, dim, row state, *scalars) -> row state, rate. The row state of rows that have none is 0.
+        rule: (w, *state, g, rate, *scalars) -> w, *state.
+    """
+    assert states == 2 or not of_states
+    kept = dict(row_state=_state_at, keep_row_state=_keep_at) if row_state else {}
+    return row_loop.at(
+        shares=shares,
+        rate_of=rate_of,
+        optimizer=rule,
+        STATES=states,
+        elements=(_stateless, _one_state, _two_states, _three_states)[states],
+        add_shares=_shares_of_two_states if of_states else _shares_of_weights,
+        **kept,
+    )
 
 
 def run_row_update_cuda(

@@ -66,7 +66,7 @@ def _nadam_cpu(
 
 
 def _mu_product(step: int, beta1: float, momentum_decay: float) -> float:
-    # Every factor is at most beta1: where some are left out the product is below 2^-60, and 1 - product does not show it.
+    # Every factor is at most beta1: where some are left out the product is below 2^-60, too little for 1 - product.
     terms = min(step, 1 + int(42 / (1 - beta1)))
     return float(np.prod(beta1 * (1 - 0.5 * 0.96 ** (np.arange(1, terms + 1) * momentum_decay))))
 

@@ -1,4 +1,4 @@
-"""Optimizers that torch.optim lacks: Ftrl, RowWiseAdagrad, SmartDecayAdam.
+"""Optimizers that torch.optim lacks: Ftrl, Lamb, Lars, PartialRowWiseAdam, RowWiseAdagrad, SmartDecayAdam.
 
 Each steps dense parameters in plain torch operations; its `row_optimizer` tells how the rows of an embedding are
 stepped, so one optimizer may hold both. A row of an embedding that has a gradient at every step is updated as a row of
@@ -13,9 +13,17 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from oneemb.graph.row_optimizers import RowOptimizer, ftrl_rows, row_wise_adagrad_rows, smart_decay_adam_rows
+from oneemb.graph.row_optimizers import (
+    RowOptimizer,
+    ftrl_rows,
+    lamb_rows,
+    lars_rows,
+    partial_row_wise_adam_rows,
+    row_wise_adagrad_rows,
+    smart_decay_adam_rows,
+)
 
-__all__ = ["Ftrl", "RowWiseAdagrad", "SmartDecayAdam"]
+__all__ = ["Ftrl", "Lamb", "Lars", "PartialRowWiseAdam", "RowWiseAdagrad", "SmartDecayAdam"]
 
 # A param group of torch.optim: the parameters, and options of any type.
 _Group = dict[str, Any]
@@ -68,10 +76,7 @@ class _Optimizer(torch.optim.Optimizer):
                         f"{type(self).__name__} steps dense gradients, got a sparse one; construct the module with "
                         "sparse=False, or keep its rows in an oneemb embedding"
                     )
-                grad = param.grad
-                if group["weight_decay"] != 0:
-                    grad = grad.add(param, alpha=group["weight_decay"])
-                self._step(param, grad, self.state[param], group)
+                self._step(param, param.grad, self.state[param], group)
         return loss
 
     def _check(self, group: _Group) -> None:
@@ -134,12 +139,13 @@ class RowWiseAdagrad(_Optimizer):
             _check_at_least_0(self, group, option)
 
     def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
+        grad = _l2_grad(param, grad, group)
         if not state:
             state["acc"] = param.new_full(param.shape[:1], group["initial_accumulator_value"])
         acc = state["acc"]
-        acc.add_(grad.square().mean(dim=tuple(range(1, grad.ndim))) if grad.ndim > 1 else grad.square())
+        acc.add_(_row_means(grad.square()))
         rate = group["lr"] / (acc.sqrt() + group["eps"])
-        param.addcmul_(grad, rate.reshape(rate.shape + (1,) * (grad.ndim - rate.ndim)), value=-1)
+        param.addcmul_(grad, _per_row(rate, grad), value=-1)
 
 
 class Ftrl(_Optimizer):
@@ -210,6 +216,7 @@ class Ftrl(_Optimizer):
             )
 
     def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
+        grad = _l2_grad(param, grad, group)
         if not state:
             state["n"] = torch.full_like(param, group["initial_accumulator_value"])
             state["z"] = torch.zeros_like(param)
@@ -266,14 +273,13 @@ class SmartDecayAdam(_Optimizer):
     def _check(self, group: _Group) -> None:
         for option in ("lr", "eps", "weight_decay"):
             _check_at_least_0(self, group, option)
-        for i, beta in enumerate(group["betas"]):
-            if not 0 <= beta < 1:
-                raise ValueError(f"SmartDecayAdam: betas[{i}] must be at least 0 and below 1, got {beta}")
+        _check_betas(self, group)
 
     def _begin(self, group: _Group) -> None:
         group["step"] = group.get("step", 0) + 1
 
     def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
+        grad = _l2_grad(param, grad, group)
         if not state:
             state["last_step"] = 0
             state["m"] = torch.zeros_like(param)
@@ -285,6 +291,205 @@ class SmartDecayAdam(_Optimizer):
         m.mul_(beta1**skipped).add_(grad, alpha=1 - beta1)
         v.mul_(beta2**skipped).addcmul_(grad, grad, value=1 - beta2)
         param.addcdiv_(m + owed, v.sqrt().add_(group["eps"]), value=-group["lr"])
+
+
+class PartialRowWiseAdam(_Optimizer):
+    """Adam with one second moment a row instead of one a weight.
+
+        m' = beta1 * m + (1 - beta1) * g
+        v' = beta2 * v + (1 - beta2) * mean(g * g over the row)
+        w' = w - lr * (m' / (1 - beta1^t) / (sqrt(v' / (1 - beta2^t)) + eps) + weight_decay * w)
+
+    A row is a row of an embedding, or an index of a dense parameter's dimension 0. t counts the steps at which a dense
+    parameter had a gradient; for rows of an embedding it is the step of the embedding, and a row that has no gradient
+    in a step is neither decayed nor moved.
+
+    Args:
+        params: parameters, or dicts that define groups of them.
+        lr: learning rate, at least 0.
+        betas: decay of m and of v, each at least 0 and below 1.
+        eps: added to the root of v, at least 0.
+        weight_decay: decoupled decay, a share of the weight and of lr; at least 0.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Reference: FBGEMM's PARTIAL_ROWWISE_ADAM.
+    """
+
+    def __init__(
+        self,
+        params: _Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    def row_optimizer(self, group: _Group) -> RowOptimizer:
+        """How an embedding's rows in this group are stepped."""
+        return partial_row_wise_adam_rows(group)
+
+    def _check(self, group: _Group) -> None:
+        for option in ("lr", "eps", "weight_decay"):
+            _check_at_least_0(self, group, option)
+        _check_betas(self, group)
+
+    def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
+        if not state:
+            state["step"] = 0
+            state["m"] = torch.zeros_like(param)
+            state["v"] = param.new_zeros(param.shape[:1])
+        state["step"] += 1
+        m, v = state["m"], state["v"]
+        (beta1, beta2), step = group["betas"], state["step"]
+        m.mul_(beta1).add_(grad, alpha=1 - beta1)
+        v.mul_(beta2).add_(_row_means(grad.square()), alpha=1 - beta2)
+        root = (v / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        move = (m / (1 - beta1**step)).div_(_per_row(root, m)).add_(param, alpha=group["weight_decay"])
+        param.sub_(move, alpha=group["lr"])
+
+
+class Lamb(_Optimizer):
+    """Adam whose step has the length of the row's weights, times lr.
+
+        m' = beta1 * m + (1 - beta1) * g
+        v' = beta2 * v + (1 - beta2) * g * g
+        r  = m' / (1 - beta1^t) / (sqrt(v' / (1 - beta2^t)) + eps) + weight_decay * w
+        w' = w - lr * |w| / |r| * r                            |.| = the root of the sum of squares over the row
+
+    A row is a row of an embedding, or an index of a dense parameter's dimension 0. Where r is 0 the row stays as it is.
+    A row of zeros stays one for ever: initialise rows with other values. t counts the steps at which a dense parameter
+    had a gradient; for rows of an embedding it is the step of the embedding, and a row that has no gradient in a step
+    is neither decayed nor moved.
+
+    Args:
+        params: parameters, or dicts that define groups of them.
+        lr: learning rate, at least 0.
+        betas: decay of m and of v, each at least 0 and below 1.
+        eps: added to the root of v, at least 0.
+        weight_decay: decay that is part of r, at least 0.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Reference: You et al. Large Batch Optimization for Deep Learning. ICLR 2020; FBGEMM's LAMB, where a row whose r is 0
+        becomes NaN.
+    """
+
+    def __init__(
+        self,
+        params: _Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    def row_optimizer(self, group: _Group) -> RowOptimizer:
+        """How an embedding's rows in this group are stepped."""
+        return lamb_rows(group)
+
+    def _check(self, group: _Group) -> None:
+        for option in ("lr", "eps", "weight_decay"):
+            _check_at_least_0(self, group, option)
+        _check_betas(self, group)
+
+    def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
+        if not state:
+            state["step"] = 0
+            state["m"] = torch.zeros_like(param)
+            state["v"] = torch.zeros_like(param)
+        state["step"] += 1
+        m, v = state["m"], state["v"]
+        (beta1, beta2), step = group["betas"], state["step"]
+        m.mul_(beta1).add_(grad, alpha=1 - beta1)
+        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        root = (v / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        r = (m / (1 - beta1**step)).div_(root).add_(param, alpha=group["weight_decay"])
+        r_norm = _row_norms(r)
+        ratio = torch.where(r_norm != 0, _row_norms(param) / r_norm, torch.zeros_like(r_norm))
+        param.addcmul_(r, _per_row(ratio, r), value=-group["lr"])
+
+
+class Lars(_Optimizer):
+    """SGD with momentum at a rate of each row's own, which follows from how long its weights and gradient are.
+
+        rate = lr * eta * |w| / (|g| + weight_decay * |w|)     |.| = the root of the sum of squares over the row
+        buf' = momentum * buf + rate * (g + weight_decay * w)
+        w'   = w - buf'
+
+    A row is a row of an embedding, or an index of a dense parameter's dimension 0. The rate is 0 where it would be
+    0 / 0. A row of zeros stays one for ever: initialise rows with other values.
+
+    Args:
+        params: parameters, or dicts that define groups of them.
+        lr: learning rate, at least 0.
+        momentum: what is kept of the buffer per step, at least 0.
+        eta: the trust coefficient, a factor of the rate; at least 0.
+        weight_decay: L2 penalty, at least 0.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Reference: You, Gitman, Ginsburg. Large Batch Training of Convolutional Networks (arXiv:1708.03888); FBGEMM's
+        LARS_SGD, whose rate is NaN where it is 0 / 0.
+    """
+
+    def __init__(
+        self,
+        params: _Params,
+        lr: float = 1e-2,
+        momentum: float = 0.9,
+        eta: float = 1e-3,
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(params, dict(lr=lr, momentum=momentum, eta=eta, weight_decay=weight_decay))
+
+    def row_optimizer(self, group: _Group) -> RowOptimizer:
+        """How an embedding's rows in this group are stepped."""
+        return lars_rows(group)
+
+    def _check(self, group: _Group) -> None:
+        for option in ("lr", "momentum", "eta", "weight_decay"):
+            _check_at_least_0(self, group, option)
+
+    def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
+        if not state:
+            state["buf"] = torch.zeros_like(param)
+        buf = state["buf"]
+        w_norm = _row_norms(param)
+        norm = _row_norms(grad) + group["weight_decay"] * w_norm
+        rate = torch.where(norm != 0, group["lr"] * group["eta"] * w_norm / norm, torch.zeros_like(norm))
+        buf.mul_(group["momentum"]).add_(_l2_grad(param, grad, group) * _per_row(rate, grad))
+        param.sub_(buf)
+
+
+def _l2_grad(param: torch.Tensor, grad: torch.Tensor, group: _Group) -> torch.Tensor:
+    return grad.add(param, alpha=group["weight_decay"]) if group["weight_decay"] != 0 else grad
+
+
+def _row_means(x: torch.Tensor) -> torch.Tensor:
+    """The mean over each index of dimension 0."""
+    return x.mean(dim=tuple(range(1, x.ndim))) if x.ndim > 1 else x
+
+
+def _row_norms(x: torch.Tensor) -> torch.Tensor:
+    """The root of the sum of squares over each index of dimension 0."""
+    return torch.linalg.vector_norm(x, dim=tuple(range(1, x.ndim))) if x.ndim > 1 else x.abs()
+
+
+def _per_row(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A number for each index of dimension 0, shaped so that it broadcasts over the others."""
+    return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
+
+
+def _check_betas(optimizer: torch.optim.Optimizer, group: _Group) -> None:
+    for i, beta in enumerate(group["betas"]):
+        if not 0 <= beta < 1:
+            raise ValueError(f"{type(optimizer).__name__}: betas[{i}] must be at least 0 and below 1, got {beta}")
 
 
 def _check_at_least_0(optimizer: torch.optim.Optimizer, group: _Group, option: str) -> None:

@@ -1,4 +1,4 @@
-"""Ftrl, RowWiseAdagrad and SmartDecayAdam on dense parameters: formulas in float64, arguments, state dicts."""
+"""The classes of oneemb.optim on dense parameters: formulas in float64, arguments, state dicts."""
 
 import copy
 import io
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from oneemb.optim import Ftrl, RowWiseAdagrad, SmartDecayAdam
+from oneemb.optim import Ftrl, Lamb, Lars, PartialRowWiseAdam, RowWiseAdagrad, SmartDecayAdam
 
 STEPS = 50
 
@@ -41,6 +41,41 @@ def smart_decay_adam(w, state, g, step):
     return w - lr * (state["m"] + owed) / (np.sqrt(state["v"]) + eps)
 
 
+def of_rows(function, x):
+    """A number of each index of dimension 0, shaped so that it broadcasts over the others."""
+    return function(x.reshape(len(x), -1)).reshape((-1,) + (1,) * (x.ndim - 1))
+
+
+def norms(x):
+    return of_rows(lambda rows: np.linalg.norm(rows, axis=1), x)
+
+
+def partial_row_wise_adam(w, state, g, step):
+    lr, beta1, beta2, eps, weight_decay = 0.05, 0.8, 0.95, 1e-3, 0.05
+    t = state["t"] = state.get("t", 0) + 1
+    state["m"] = beta1 * state.get("m", 0.0) + (1 - beta1) * g
+    mean = of_rows(lambda rows: np.mean(rows**2, axis=1), g)
+    state["v"] = beta2 * state.get("v", 0.0) + (1 - beta2) * mean
+    m_hat, v_hat = state["m"] / (1 - beta1**t), state["v"] / (1 - beta2**t)
+    return w - lr * (m_hat / (np.sqrt(v_hat) + eps) + weight_decay * w)
+
+
+def lamb(w, state, g, step):
+    lr, beta1, beta2, eps, weight_decay = 0.05, 0.8, 0.95, 1e-3, 0.05
+    t = state["t"] = state.get("t", 0) + 1
+    state["m"] = beta1 * state.get("m", 0.0) + (1 - beta1) * g
+    state["v"] = beta2 * state.get("v", 0.0) + (1 - beta2) * g**2
+    r = state["m"] / (1 - beta1**t) / (np.sqrt(state["v"] / (1 - beta2**t)) + eps) + weight_decay * w
+    return w - lr * norms(w) / norms(r) * r
+
+
+def lars(w, state, g, step):
+    lr, momentum, eta, weight_decay = 0.5, 0.8, 0.1, 0.05
+    rate = lr * eta * norms(w) / (norms(g) + weight_decay * norms(w))
+    state["buf"] = momentum * state.get("buf", 0.0) + rate * (g + weight_decay * w)
+    return w - state["buf"]
+
+
 CASES = {
     "row_wise_adagrad": (
         lambda params: RowWiseAdagrad(params, lr=0.1, eps=1e-3, weight_decay=0.05, initial_accumulator_value=0.2),
@@ -56,6 +91,12 @@ CASES = {
         lambda params: SmartDecayAdam(params, lr=0.01, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.05),
         smart_decay_adam,
     ),
+    "partial_row_wise_adam": (
+        lambda params: PartialRowWiseAdam(params, lr=0.05, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.05),
+        partial_row_wise_adam,
+    ),
+    "lamb": (lambda params: Lamb(params, lr=0.05, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.05), lamb),
+    "lars": (lambda params: Lars(params, lr=0.5, momentum=0.8, eta=0.1, weight_decay=0.05), lars),
 }  # fmt: skip
 
 
@@ -103,6 +144,13 @@ def test_row_wise_adagrad_of_a_vector_is_torch_adagrad():
     train(ours, RowWiseAdagrad([ours], lr=0.1, weight_decay=0.1), gradients(6))
     train(theirs, torch.optim.Adagrad([theirs], lr=0.1, weight_decay=0.1), gradients(6))
     np.testing.assert_allclose(ours.detach().numpy(), theirs.detach().numpy(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("cls", [Lamb, Lars])
+def test_a_row_whose_rate_would_be_0_by_0_stays_as_it_is(cls):
+    param = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [0.0, 0.0]]))
+    train(param, cls([param], lr=0.1), [np.zeros((2, 2))])
+    assert param.tolist() == [[1.0, 2.0], [0.0, 0.0]]
 
 
 def test_ftrl_sets_weights_to_exactly_zero():
@@ -196,6 +244,12 @@ def test_a_sparse_gradient_is_refused(case):
         (SmartDecayAdam, dict(betas=(1.0, 0.9))),
         (SmartDecayAdam, dict(betas=(0.9, -0.1))),
         (SmartDecayAdam, dict(weight_decay=-0.1)),
+        (PartialRowWiseAdam, dict(lr=-0.1)),
+        (PartialRowWiseAdam, dict(betas=(0.9, 1.0))),
+        (Lamb, dict(eps=-0.1)),
+        (Lamb, dict(betas=(-0.1, 0.9))),
+        (Lars, dict(eta=-0.1)),
+        (Lars, dict(momentum=float("nan"))),
     ],
     ids=str,
 )

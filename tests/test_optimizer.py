@@ -59,6 +59,9 @@ OPTIMIZERS = {
     "rmsprop, centered": lambda params: torch.optim.RMSprop(params, lr=0.01, eps=0.1, momentum=0.5, centered=True),
     "row-wise adagrad": lambda params: oneemb.optim.RowWiseAdagrad(params, lr=0.1, initial_accumulator_value=0.01),
     "ftrl": lambda params: oneemb.optim.Ftrl(params, lr=0.1, lambda1=0.01, lambda2=0.02, beta=0.5),
+    "lamb": lambda params: oneemb.optim.Lamb(params, lr=0.02, weight_decay=0.1),
+    "lars": lambda params: oneemb.optim.Lars(params, lr=0.1, eta=0.1, weight_decay=0.01),
+    "partial row-wise adam": lambda params: oneemb.optim.PartialRowWiseAdam(params, lr=0.05, weight_decay=0.1),
     "smart decay adam": lambda params: oneemb.optim.SmartDecayAdam(params, lr=0.05),
 }
 # It counts the steps that a row sat out, where a dense parameter has one count for all its rows: here every row takes

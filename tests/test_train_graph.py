@@ -177,6 +177,9 @@ OPTIMIZERS = {
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5, centered=True, eps=0.1),
     "row-wise adagrad": lambda params: oneemb.optim.RowWiseAdagrad(params, lr=0.1),
     "ftrl": lambda params: oneemb.optim.Ftrl(params, lr=0.1),
+    "lamb": lambda params: oneemb.optim.Lamb(params, lr=0.02),
+    "lars": lambda params: oneemb.optim.Lars(params, lr=0.1, eta=0.1),
+    "partial row-wise adam": lambda params: oneemb.optim.PartialRowWiseAdam(params, lr=0.05),
     "smart decay adam": lambda params: oneemb.optim.SmartDecayAdam(params, lr=0.05),
 }
 

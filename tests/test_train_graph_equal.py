@@ -22,6 +22,9 @@ OPTIMIZERS = {
     "adadelta": lambda ps: torch.optim.Adadelta(ps, lr=0.5),
     "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.5),
     "ftrl": lambda ps: oneemb.optim.Ftrl(ps, lr=0.1),
+    "lamb": lambda ps: oneemb.optim.Lamb(ps, lr=0.01),
+    "lars": lambda ps: oneemb.optim.Lars(ps, lr=0.1, eta=0.1),
+    "partial": lambda ps: oneemb.optim.PartialRowWiseAdam(ps, lr=0.01),
     "smart": lambda ps: oneemb.optim.SmartDecayAdam(ps, lr=0.01),
 }
 

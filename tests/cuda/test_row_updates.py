@@ -12,7 +12,7 @@ from oneemb.kernels.row_update_cuda import element_update, run_row_update_cuda
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys_cuda import occurrences
 from oneemb.kernels.update_adagrad import adagrad
-from oneemb.optim import Ftrl, RowWiseAdagrad, SmartDecayAdam
+from oneemb.optim import Ftrl, Lamb, Lars, PartialRowWiseAdam, RowWiseAdagrad, SmartDecayAdam
 from tests.cuda.conftest import SIMULATED
 from tests.support.row_updates import Slab, to_bits
 
@@ -40,12 +40,16 @@ OPTIMIZERS = {
     "rmsprop, centered, momentum": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.8, centered=True),
     "ftrl": lambda p: Ftrl(p, lr=0.1, lambda1=0.01),
     "ftrl, another power": lambda p: Ftrl(p, lr=0.1, lr_power=-0.7),
+    "lamb": lambda p: Lamb(p, lr=0.1, weight_decay=0.01),
+    "lars": lambda p: Lars(p, lr=1.0, eta=0.1, weight_decay=0.01),
+    "partial row-wise adam": lambda p: PartialRowWiseAdam(p, lr=0.1, weight_decay=0.01),
     "smart decay adam": lambda p: SmartDecayAdam(p, lr=0.1),
 }
 
-# name -> how far a value may lie from the CPU's, as a share of it. The mean of squares is summed in another order, and
-# powers of float32 are another library's on a GPU.
-APART = {"row-wise adagrad": 4e-6} | ({} if SIMULATED else {"ftrl, another power": 1e-5})
+# name -> how far a value may lie from the CPU's, as a share of it. Squares are summed in another order, and powers of
+# float32 are another library's on a GPU.
+SUMMED = ("row-wise adagrad", "lamb", "lars", "partial row-wise adam")
+APART = dict.fromkeys(SUMMED, 4e-6) | ({} if SIMULATED else {"ftrl, another power": 1e-5})
 
 DIMS = [
     5,  # no dimension of vectors
@@ -54,7 +58,7 @@ DIMS = [
 ODD = [
     ("adagrad", 1),  # one thread a row
     ("adagrad", 40),  # more vectors than a group has threads here, where groups are small
-    ("row-wise adagrad", 40),
+    *((name, 40) for name in SUMMED),
     ("smart decay adam", 40),
 ]
 
@@ -147,7 +151,7 @@ def test_a_fused_update_sums_the_parts_of_a_hot_key(gpu, name):
     assert row_SW.cpu().numpy().tobytes() == slab.row_SW.tobytes()
 
 
-@pytest.mark.parametrize("name", ["adagrad", "row-wise adagrad", "smart decay adam"])
+@pytest.mark.parametrize("name", ["adagrad", "row-wise adagrad", "partial row-wise adam", "smart decay adam"])
 def test_nothing_is_written_when_the_device_says_so(gpu, name):
     optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1))])
     slab = slab_for(optimizer, 8, "float32", padded=True)

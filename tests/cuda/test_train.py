@@ -1,7 +1,8 @@
 """Training with the hot tier on a GPU: losses equal to the CPU's, on every kind of store, compiled and eager.
 
 In the simulator dense layers stay on the CPU, so losses differ only by what the loops of CUDA compute otherwise: sums
-of more than 64 gradients of one key, and the mean of squares of row-wise Adagrad. Without those they are the same bits.
+of more than 64 gradients of one key, and sums of squares over a row, as row-wise Adagrad needs. Without those they are
+the same bits.
 """
 
 import contextlib
@@ -24,12 +25,13 @@ OPTIMIZERS = {
     "nadam": lambda params: torch.optim.NAdam(params, lr=0.02),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5, centered=True, eps=0.1),
     "row-wise adagrad": lambda params: oneemb.optim.RowWiseAdagrad(params, lr=0.05),
+    "lamb": lambda params: oneemb.optim.Lamb(params, lr=0.02),
     "smart decay adam": lambda params: oneemb.optim.SmartDecayAdam(params, lr=0.02),
 }
 
 # Shares of the loss.
 APART = 1e-5 if not SIMULATED else 0.0
-APART_OF = {"row-wise adagrad": 1e-5}
+APART_OF = {"row-wise adagrad": 1e-5, "lamb": 1e-5}
 
 
 def move_to(store, gpu):

@@ -17,13 +17,20 @@ from oneemb.kernels import (
     unique_keys_cuda,
 )
 from oneemb.kernels.reduce_grads_cuda import sum_segment
-from oneemb.kernels.row_update_cuda import element_update, given
+from oneemb.kernels.row_update_cuda import element_update, given, row_update
 from oneemb.kernels.update_adadelta import adadelta
 from oneemb.kernels.update_adagrad import adagrad
 from oneemb.kernels.update_adam import adam, amsgrad
 from oneemb.kernels.update_adamax import adamax
 from oneemb.kernels.update_ftrl import _published, ftrl
+from oneemb.kernels.update_lamb import lamb, lamb_rate, lamb_squares
+from oneemb.kernels.update_lars import lars, lars_rate, lars_squares
 from oneemb.kernels.update_nadam import nadam
+from oneemb.kernels.update_partial_row_wise_adam import (
+    partial_row_wise_adam,
+    partial_row_wise_root,
+    partial_row_wise_square,
+)
 from oneemb.kernels.update_radam import radam
 from oneemb.kernels.update_rmsprop import rmsprop, rmsprop_centered, rmsprop_momentum, rmsprop_momentum_centered
 from oneemb.kernels.update_row_wise_adagrad import row_wise_adagrad_loop
@@ -109,6 +116,22 @@ UPDATES = {
     "ftrl": (element_update(_published, 2), (f32, f32, f32, f32, f32)),
     "ftrl power": (element_update(ftrl, 2), (f32, f32, f32, f32, f32, f32)),
     "row-wise adagrad": (row_wise_adagrad_loop, (f32, f32, f32)),
+    "lamb": (
+        row_update(lamb_squares, lamb_rate, lamb, states=2, of_states=True, row_state=False),
+        (f32, f32, f32, f32, f32, f32, f32, f32, f32),
+    ),
+    "lars": (row_update(lars_squares, lars_rate, lars, states=1, of_states=False, row_state=False), (f32, f32, f32)),
+    "partial row-wise adam": (
+        row_update(
+            partial_row_wise_square,
+            partial_row_wise_root,
+            partial_row_wise_adam,
+            states=1,
+            of_states=False,
+            row_state=True,
+        ),
+        (f32, f32, f32, f32, f32, f32, f32, f32, f32),
+    ),
     "smart decay adam": (smart_decay_adam_loop, (i64, f64, f64, f32, f32, f32, f32, f32)),
 }
 

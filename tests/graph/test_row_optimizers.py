@@ -7,7 +7,7 @@ import torch
 from oneemb.graph.row_optimizers import row_optimizer_of
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.threads import Threads
-from oneemb.optim import Ftrl, RowWiseAdagrad, SmartDecayAdam
+from oneemb.optim import Ftrl, Lamb, Lars, PartialRowWiseAdam, RowWiseAdagrad, SmartDecayAdam
 
 LOOPS = HostLoops(Threads(1))
 
@@ -54,6 +54,9 @@ def step(rows, group, number=1, dim=2, weight=1.0, grad=1.0):
         (RowWiseAdagrad, dict(initial_accumulator_value=0.25), "row_wise_adagrad", [0.25]),
         (Ftrl, dict(initial_accumulator_value=0.5), "ftrl", [0.5, 0.5, 0.5, 0, 0, 0]),
         (SmartDecayAdam, dict(), "smart_decay_adam", [0] * 7),
+        (Lamb, dict(), "lamb", [0] * 6),
+        (Lars, dict(), "lars", [0] * 3),
+        (PartialRowWiseAdam, dict(), "partial_row_wise_adam", [0] * 4),
     ],
     ids=str,
 )
@@ -101,6 +104,9 @@ FOLLOWED = [
     (RowWiseAdagrad, dict(lr=0.3, weight_decay=0.1, initial_accumulator_value=0.2, eps=0.1)),
     (Ftrl, dict(lr=0.3, lr_power=-0.6, lambda1=0.1, lambda2=0.2, beta=0.3, weight_decay=0.1)),
     (SmartDecayAdam, dict(lr=0.3, betas=(0.8, 0.9), eps=0.1, weight_decay=0.1)),
+    (Lamb, dict(lr=0.3, betas=(0.8, 0.9), eps=0.1, weight_decay=0.1)),
+    (Lars, dict(lr=0.3, momentum=0.8, eta=0.5, weight_decay=0.1)),
+    (PartialRowWiseAdam, dict(lr=0.3, betas=(0.8, 0.9), eps=0.1, weight_decay=0.1)),
 ]
 
 
