@@ -81,5 +81,6 @@ def test_each_optimizer_has_the_state_it_says(tmp_path):
         job.embedding.close()
     assert widths == {
         "sgd": 0, "momentum": 8, "adagrad": 8, "adam": 16, "adamw": 16, "sparse adam": 16, "row-wise adagrad": 1,
-        "ftrl": 16, "smart decay adam": 17,
+        "amsgrad": 24, "nadam": 16, "radam": 16, "adamax": 16, "adadelta": 16, "rmsprop": 24, "ftrl": 16, "lamb": 16,
+        "lars": 8, "partial row-wise adam": 9, "smart decay adam": 17,
     }  # fmt: skip
