@@ -46,7 +46,7 @@ def test_rmsprop_equals_torch_on_the_touched_rows(form, dtype, dim, threads):
 
 @pytest.mark.parametrize(
     "options",
-    [dict(weight_decay=0.1), dict(eps=0.1), dict(alpha=0.3, eps=0.1, weight_decay=0.01), dict(lr=0.0)],
+    [dict(weight_decay=0.1), dict(eps=0.1), dict(alpha=0.7, eps=0.1, weight_decay=0.01), dict(lr=0.0)],
     ids=str,
 )
 @pytest.mark.parametrize("form", FORMS, ids=str)
