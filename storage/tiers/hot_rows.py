@@ -120,7 +120,7 @@ class Prefetched:
     """Rows of a coming lookup that are in the hot tier and pinned, until its `acquire` takes them over."""
 
     store: Any
-    """The `EmbeddingStore` whose rows they are."""
+    """The `EmbeddingStore` whose rows they are; Any, since that class imports this one."""
     keys: Keys
     slot_U: Array
     """int64 [U]: -1 for a row that is not there yet."""
