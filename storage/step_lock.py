@@ -35,7 +35,8 @@ class StepLock:
 
     @property
     def lock(self) -> Any:
-        """A context manager; Any, since threading.RLock is no type in Python 3.11. A child of fork gets a new lock: the old one may be held by a thread that is not there."""
+        """A context manager; Any, since threading.RLock is no type in Python 3.11. A child of fork gets a new lock: the
+        old one may be held by a thread that is not there."""
         if self._pid != os.getpid():
             self._lock, self._pid, self.waiting = threading.RLock(), os.getpid(), set()
         return self._lock
