@@ -37,6 +37,7 @@ from oneemb.kernels.update_sgd import update_sgd, update_sgd_momentum
 from oneemb.kernels.update_smart_decay_adam import update_smart_decay_adam
 
 __all__ = [
+    "SAME_STATE",
     "RowOptimizer",
     "ftrl_rows",
     "lamb_rows",
@@ -50,10 +51,14 @@ __all__ = [
 Group = dict[str, Any]
 """A param group; torch types its options so."""
 
+SAME_STATE = ("adam", "adamw", "sparse_adam")
+"""Row optimizers whose state is the same two values for each weight: the moments of its gradient."""
+
 SUPPORTED = (
     "torch.optim.SGD, Adagrad, Adam, AdamW, SparseAdam, NAdam, RAdam, Adamax, Adadelta, RMSprop; oneemb.optim.Ftrl, "
     "Lamb, Lars, PartialRowWiseAdam, RowWiseAdagrad, SmartDecayAdam"
 )
+
 # Options that only choose among torch's own implementations of the same step.
 _IMPLEMENTATION = {"foreach", "fused", "capturable"}
 

@@ -25,6 +25,7 @@ from oneemb.graph.ops.op import Op
 __all__ = [
     "CHECKS",
     "CONTEXTS",
+    "LEASES",
     "STAGES",
     "UNIQUE",
     "check_stage",
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 UNIQUE = {function for function, op in OPS.items() if op.gives == "keys" and "prepare" in op.stages}
+LEASES = {function for function, op in OPS.items() if op.gives == "lease"}
 CHECKS = {function for function, op in OPS.items() if op.checks}
 CONTEXTS = {function for function, op in OPS.items() if op.context} - {ops.enter_record_function}
 """Ops that begin or end a block that changes numbers: autocast, grad mode."""

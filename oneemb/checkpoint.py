@@ -32,6 +32,7 @@ import torch
 from oneemb.compiled_graph import CompiledGraph, step_locks
 from oneemb.embedding import SnapshotName, TableEmbedding, embeddings_of
 from oneemb.new_files import close_dropped, make_durable
+from oneemb.row_step import embedding_of
 from oneemb.storage.errors import (
     CorruptTableError,
     FormatVersionError,
@@ -191,8 +192,10 @@ def _state_of(graph: CompiledGraph, train: TrainState, snapshots: _Snapshots) ->
 
 
 def _tensors(graph: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and the buffers that modules want saved."""
-    found: dict[str, torch.Tensor] = dict(graph.named_parameters())
+    """Parameters, but for weights that stand for rows, and the buffers that modules want saved."""
+    found: dict[str, torch.Tensor] = {
+        name: parameter for name, parameter in graph.named_parameters() if embedding_of(parameter) is None
+    }
     for prefix, module in graph.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -264,7 +267,8 @@ def _check_fits(
         raise ValueError(f"{where} has format {state.get('format')!r}, this version of oneemb reads {_FORMAT}")
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     saved = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state["tensors"].items()}
-    for name in sorted({*shapes, *saved}):
+    hold_nothing = {f"{name}.weight" for name in embeddings}
+    for name in sorted({*shapes, *saved} - hold_nothing):
         if shapes.get(name) != saved.get(name):
             raise ValueError(
                 f"{where} does not fit: {name} is {saved.get(name)} there, {shapes.get(name)} in the graph"

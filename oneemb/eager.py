@@ -1,21 +1,23 @@
 """Joins a torch optimizer with embeddings: the update of rows and the step of dense parameters are one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from oneemb.embedding import TableEmbedding
 from oneemb.graph import ops
-from oneemb.graph.row_optimizers import RowOptimizer, row_optimizer_of
+from oneemb.graph.row_grad import RowGrad
+from oneemb.graph.row_optimizers import Group, RowOptimizer
+from oneemb.row_step import RowStep, TrainedRows, attach, row_weights
 from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.step_lock import alone, in_step
+from oneemb.storage.step_lock import in_step
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["Optimizer"]
 
 
-class Optimizer:
+class Optimizer(torch.optim.Optimizer):
     """A torch optimizer that steps the rows of embeddings too, for eager training. `TrainGraph` makes its own.
 
     The rows that were looked up since the last step are updated as the optimizer's class would update them, with the
@@ -28,6 +30,9 @@ class Optimizer:
         embeddings: the embeddings it trains. An embedding has one optimizer only.
         skip_nonfinite: skip a step in which a gradient is NaN or infinite, dense parameters included, and count it in
             `skipped`, instead of raising `NonFiniteGradientError`.
+        fused: update the rows of an embedding in the backward pass, as soon as their gradient has come: no step is
+            needed for them, and no gradient is kept. One backward pass is one step; clipping, a GradScaler and
+            accumulation need gradients that are kept, and are refused.
 
     Raises:
         ValueError: an embedding is in no group, is given twice or has an optimizer already; or the class, or an option
@@ -47,89 +52,163 @@ class Optimizer:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, embeddings: Sequence[TableEmbedding], *, skip_nonfinite: bool = False
+        self,
+        optimizer: torch.optim.Optimizer,
+        embeddings: Sequence[TableEmbedding] | None = None,
+        *,
+        skip_nonfinite: bool = False,
+        fused: bool = False,
     ):
-        self.optimizer = optimizer
-        self.embeddings = tuple(embeddings)
-        self.skip_nonfinite = skip_nonfinite
-        self.skipped = 0
-        """Steps that were skipped because a gradient was not finite."""
-        self.taken = 0
-        """Steps made by this object."""
-        self._rows: dict[EmbeddingStore, tuple[RowOptimizer, int]] = {}
-        for embedding in self.embeddings:
-            if embedding.store in self._rows:
+        self._inner: torch.optim.Optimizer | None = None
+        super().__init__([torch.empty(0)], {})  # whose groups and state nobody sees: see below
+        self._inner = optimizer
+        self.steps_rows_itself = True
+        groups: dict[TrainedRows, int] = {}
+        held = {embedding: g for g, embedding in row_weights(optimizer)}
+        for embedding in held if embeddings is None else embeddings:
+            if embedding in groups:
                 raise ValueError(f"embedding {embedding.name!r} is given twice; its rows would be stepped twice")
-            if embedding.row_optimizer is not None:
-                raise ValueError(f"embedding {embedding.name!r} has an optimizer already; one trains it")
-            g = _group_of(optimizer, embedding)
-            self._rows[embedding.store] = row_optimizer_of(optimizer, optimizer.param_groups[g]), g
-        alone((embedding.store.step_lock for embedding in self.embeddings), self._attach)
-
-    def _attach(self) -> None:
-        try:
-            with undisturbed:
-                for embedding in self.embeddings:
-                    embedding.attach(self._rows[embedding.store][0])
-        except BaseException:  # Ctrl-C, which comes when the block has ended, too: nobody gets this object.
+            if embedding not in held:
+                raise ValueError(
+                    f"no group of {type(optimizer).__name__} holds the weight of embedding {embedding.name!r}; make the"
+                    " optimizer on embedding.parameters()"
+                )
+            groups[embedding] = held[embedding]
+        self.embeddings = tuple(groups)
+        self._group_of = {embedding.store: g for embedding, g in groups.items()}
+        self._row_step = RowStep(optimizer, skip_nonfinite)
+        attach(optimizer, groups)
+        if fused:
             for embedding in self.embeddings:
-                embedding.row_optimizer = None
-            raise
+                embedding.weight.register_post_accumulate_grad_hook(self._row_step.step_in_backward)
+
+    # What schedulers, loggers and trainers look at is the torch optimizer's.
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The torch optimizer's groups."""
-        return self.optimizer.param_groups
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer."""
+        assert self._inner is not None
+        return self._inner
 
-    def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, dict[str, Any]] | None:
-        """The row optimizer of a store and its parameter group as it is now; None if it is not trained here."""
-        if store not in self._rows:
+    @property
+    def param_groups(self) -> list[Group]:
+        """The torch optimizer's groups."""
+        return self._own_groups if self._inner is None else self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[Group]) -> None:
+        if self._inner is None:
+            self._own_groups = groups
+        else:
+            self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The torch optimizer's state of dense parameters; that of rows is in the rows."""
+        return self._own_state if self._inner is None else self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._inner is None:
+            self._own_state = state
+        else:
+            self.optimizer.state = state
+
+    @property
+    def skip_nonfinite(self) -> bool:
+        """Whether steps whose gradients are not finite are left out, rather than refused."""
+        return self._row_step.skip_nonfinite
+
+    @skip_nonfinite.setter
+    def skip_nonfinite(self, skip: bool) -> None:
+        self._row_step.skip_nonfinite = skip
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were left out because a gradient was not finite."""
+        return self._row_step.skipped
+
+    @skipped.setter
+    def skipped(self, skipped: int) -> None:
+        self._row_step.skipped = skipped
+
+    @property
+    def taken(self) -> int:
+        """Steps made by this object."""
+        return self._row_step.taken
+
+    @taken.setter
+    def taken(self, taken: int) -> None:
+        self._row_step.taken = taken
+
+    def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, Group] | None:
+        """The row optimizer of a store and its parameter group now; None if it is not trained here."""
+        if store not in self._group_of:
             return None
-        row_optimizer, g = self._rows[store]
-        return row_optimizer, self.optimizer.param_groups[g]
+        embedding = next(embedding for embedding in self.embeddings if embedding.store is store)
+        assert embedding.row_optimizer is not None
+        return embedding.row_optimizer, self.optimizer.param_groups[self._group_of[store]]
 
     @torch._disable_dynamo  # torch.compile stays out of it, as out of a lookup
-    def step(self) -> None:
-        """Update the dense parameters and the rows looked up since the last step.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the dense parameters and the rows that have a gradient. Gradients stay until `zero_grad`.
+
+        Args:
+            closure: computes the loss and its gradients before the step.
+
+        Returns:
+            What the closure gave.
 
         Raises:
             NonFiniteGradientError: a gradient is NaN or infinite; no weight, state or count has changed. Ids that the
                 lookups have inserted stay, with their initial values.
             What the torch optimizer or a hook of it raises: no row has changed; dense parameters may have.
         """
-        in_step((embedding.store.step_lock for embedding in self.embeddings), self._step)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        stores = {embedding.store: None for embedding in self.embeddings}
+        stores |= {embedding.store: None for _, embedding in row_weights(self.optimizer)}
+        in_step((store.step_lock for store in stores), self._step)
+        return loss
 
     def _step(self) -> None:
         for embedding in self.embeddings:
             embedding.store.turns.check(changes=True)
-        leases = [list(embedding.pending) for embedding in self.embeddings]
-        grads = [ops.reduce_grads(leases_of_embedding) for leases_of_embedding in leases]
-        go = ops.check_finite([self], grads)
-        with undisturbed:  # An interrupt comes before the step or after all of it.
-            try:
-                groups = ops.step(self, go)
-                for grad in grads:
-                    ops.update(self, grad, go, groups)
-                self.taken += go
-                self._drop_gradients()
-            except BaseException as error:
-                # Nothing holds such an exception back: it may have come between the update of rows and of parameters.
-                if not isinstance(error, Exception):
-                    for embedding in self.embeddings:
-                        embedding.store.turns.note(error)
-                raise
+        rows = self._row_step
+        rows.take_grads()
+        try:
+            grads, go = rows.reduce()
+            with undisturbed:  # An interrupt comes before the step or after all of it.
+                try:
+                    groups = ops.step(self, go)
+                    rows.update(grads, go, groups)
+                    self.taken += go
+                except BaseException as error:
+                    if not isinstance(error, Exception):  # It was not held back: some rows may be updated, others not.
+                        for embedding in self.embeddings:
+                            embedding.store.turns.note(error)
+                    raise
+        finally:
+            rows.put_back()
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of rows and dense parameters."""
-        self._drop_gradients()
+        with undisturbed:
+            for _, embedding in row_weights(self.optimizer):
+                if isinstance(embedding.weight.grad, RowGrad):
+                    embedding.weight.grad.unpin()
+                    embedding.weight.grad = None
         self.optimizer.zero_grad(set_to_none)
 
-    def _drop_gradients(self) -> None:
-        for embedding in self.embeddings:
-            with undisturbed:
-                ops.release(embedding.pending)
-                embedding.pending.clear()
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the torch optimizer. Embeddings whose weights it holds are attached at the next step."""
+        if self._inner is None:
+            super().add_param_group(param_group)
+        else:
+            self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """The torch optimizer's state; the state of rows is in the snapshots of embeddings."""
@@ -138,13 +217,3 @@ class Optimizer:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave."""
         self.optimizer.load_state_dict(state_dict)
-
-
-def _group_of(optimizer: torch.optim.Optimizer, embedding: TableEmbedding) -> int:
-    for g, group in enumerate(optimizer.param_groups):
-        if any(parameter is embedding.weight for parameter in group["params"]):
-            return g
-    raise ValueError(
-        f"no group of {type(optimizer).__name__} holds the weight of embedding {embedding.name!r}; make the optimizer"
-        " on embedding.parameters()"
-    )

@@ -3,16 +3,19 @@
 import json
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Never, NotRequired, Self, TypedDict, cast
 
 import numpy as np
 import torch
 
+import oneemb.row_step  # noqa: F401  # so that torch optimizers train rows
 from oneemb.embedding_arguments import DTYPE_NAMES, check_arguments, initial_rows, state_width_of, store_plan
 from oneemb.graph import ops
 from oneemb.graph.modules import embeddings_in
-from oneemb.graph.row_optimizers import RowOptimizer
+from oneemb.graph.row_grad import gather_with_grad, refuse_dense
+from oneemb.graph.row_optimizers import SAME_STATE, RowOptimizer
 from oneemb.kernels.threads import Threads
 from oneemb.options import Initializer, NormalInitializer, StoreOptions, TableOptions, to_json
 from oneemb.stats import EmbeddingStats
@@ -71,13 +74,14 @@ class TableEmbedding(torch.nn.Module):
             plan=store_plan(store_options),
             threads=Threads(num_threads),
         )
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        """Stands for all rows in parameter lists, so that a torch optimizer can be given it; never has a grad."""
-        self.weight.embedding_name = name  # type: ignore[attr-defined]
+        self.weight = torch.nn.Parameter(torch.empty(0, self.embedding_dim))
+        """Stands for all rows in parameter lists, [0, D]: it holds none. Its gradient is a `RowGrad`."""
+        self.weight.embedding = weakref.ref(self)  # type: ignore[attr-defined]
+        self.weight.register_hook(refuse_dense)
         self.row_optimizer: RowOptimizer | None = None
-        """How the rows are updated; set by `oneemb.Optimizer` and `TrainGraph.add_optimizer`."""
-        self.pending: list[ops.Lease] = []
-        """Lookups that have a gradient and wait for their update, in the order in which the gradients came."""
+        """How the rows are updated; set by the first step of a torch optimizer, `oneemb.Optimizer` or
+        `TrainGraph.add_optimizer`."""
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._saved: tuple[SnapshotName, int] | None = None
         """The snapshot saved or loaded last, and the store's count of changes then."""
         if existing := self.store.snapshots():
@@ -125,7 +129,14 @@ class TableEmbedding(torch.nn.Module):
             StoreFullError: the rows of the step do not fit in the cache, or the store's capacity is reached; nothing
                 was inserted.
         """
-        has_gradient = self.training and torch.is_grad_enabled() and self.weight.requires_grad
+        has_gradient = torch.is_grad_enabled() and self.weight.requires_grad
+        if not self.training and self.store.turns.forked:
+            has_gradient = False  # A child of fork may read rows, not train them.
+        if has_gradient and _in_ddp(self.weight):
+            raise RuntimeError(
+                f"embedding {self.name!r} is inside DistributedDataParallel, which would leave each rank with rows of"
+                " its own; wrap the dense modules alone, and look ids up outside of them"
+            )
         if not has_gradient and offsets is None and per_sample_weights is None and pooling == "sum":
             read = ops.read_ids(
                 self.store, ids, table_ids, self.num_tables, self.key_type, self.padding_idx, inserts=self.training
@@ -136,29 +147,46 @@ class TableEmbedding(torch.nn.Module):
             ids, table_ids, self.num_tables, self.key_type, self.padding_idx, offsets, threads=self.store.threads
         )
         ops.check_pooling(keys, per_sample_weights, pooling)
-        if not self.training:
+        if not self.training and not has_gradient:
             return ops.peek(self.store, keys, per_sample_weights, pooling)
-        lease = ops.acquire(self.store, keys, self.pending)
-        rows = ops.gather(lease, self.weight, per_sample_weights, pooling)
+        lease = ops.acquire(self.store, keys) if self.training else ops.acquire_later(self.store, keys)
+        rows = gather_with_grad(lease, self.weight, per_sample_weights, pooling)
         if not rows.requires_grad:
             ops.release([lease])
-        elif self.row_optimizer is None and self.weight.requires_grad:
-            rows.register_hook(self._refuse_gradient)
         return rows
 
     if TYPE_CHECKING:
         __call__ = forward  # Editors see `forward` where torch.nn.Module has Callable[..., Any].
 
-    def _refuse_gradient(self, grad: torch.Tensor) -> None:
-        raise RuntimeError(
-            f"a gradient reached embedding {self.name!r}, which has no optimizer; make one with"
-            " oneemb.Optimizer(torch_optimizer, [embedding]) or TrainGraph.add_optimizer before the lookup, or freeze"
-            " the embedding with requires_grad_(False)"
-        )
-
     # ---- optimizer --------------------------------------------------------------------------------------------------
 
-    def attach(self, row_optimizer: RowOptimizer) -> None:
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer that trains the rows; None = there is none, or it is gone."""
+        return None if self._optimizer is None else self._optimizer()
+
+    def detach_optimizer(self, state: str = "keep") -> None:
+        """Let another optimizer, or another graph's, train the rows from now on.
+
+        Args:
+            state: what becomes of the optimizer's state. "keep": an optimizer of the same class goes on with it;
+                "drop": rows lose it, and any optimizer begins anew, at step 0; "adam", "adamw" or "sparse_adam", for
+                rows of one of these three: another of them goes on with the moments.
+
+        Raises:
+            ValueError: `state` is none of these.
+            StorageError: there is no room for the rows on the disk on their way; they are as they were.
+        """
+        name = self.store.format.optimizer
+        if state not in ("keep", "drop") and not (state in SAME_STATE and (name is None or name in SAME_STATE)):
+            raise ValueError(
+                f"state must be 'keep', 'drop' or, for rows of Adam, one of {', '.join(SAME_STATE)}, got {state!r} for"
+                f" rows of {name!r}"
+            )
+        self.store.detach(state)
+        self.row_optimizer = self._optimizer = None
+
+    def attach(self, row_optimizer: RowOptimizer, optimizer: torch.optim.Optimizer) -> None:
         """Give every row the state of this optimizer. Users call `oneemb.Optimizer` or `TrainGraph.add_optimizer`.
 
         Raises:
@@ -169,7 +197,7 @@ class TableEmbedding(torch.nn.Module):
         state = np.zeros(state_width_of(self.store_options, self.embedding_dim, row_optimizer.name, needed), np.float32)
         state[:needed] = row_optimizer.initial_state(self.embedding_dim)
         self.store.attach(row_optimizer.name, state)
-        self.row_optimizer = row_optimizer
+        self.row_optimizer, self._optimizer = row_optimizer, weakref.ref(optimizer)
 
     # ---- snapshots --------------------------------------------------------------------------------------------------
 
@@ -189,11 +217,14 @@ class TableEmbedding(torch.nn.Module):
         info = self.store.save_snapshot(name, self.description(), overwrite=overwrite)
         self._saved = {"oneemb_snapshot": info.name, "oneemb_identity": info.identity}, changes
 
-    def load_snapshot(self, name: str) -> None:
+    def load_snapshot(self, name: str, *, weights_only: bool = False) -> None:
         """Go on from a snapshot: its rows, optimizer state and step replace those of the embedding.
 
         If the snapshot has no state, such as one of pretrained vectors, its rows get the state of new rows, and the
         embedding begins at step 0.
+
+        Args:
+            weights_only: do so with any snapshot, whatever optimizer's state it has.
 
         Raises:
             StorageError: there is no snapshot of this name (the message names those there are), or its rows have
@@ -201,7 +232,7 @@ class TableEmbedding(torch.nn.Module):
             KeyboardInterrupt: the embedding's rows are as they were; or, if some had been replaced, every call raises
                 `BrokenStoreError` until another load.
         """
-        changed = between_steps((self.store.step_lock,), "load_snapshot", lambda: self._load(name))
+        changed = between_steps((self.store.step_lock,), "load_snapshot", lambda: self._load(name, weights_only))
         if changed:
             warnings.warn(
                 f"snapshot {name!r} was saved with other {' and '.join(changed)}: ids that it does not hold begin as"
@@ -209,14 +240,14 @@ class TableEmbedding(torch.nn.Module):
                 stacklevel=2,
             )
 
-    def _load(self, name: str) -> list[str]:
+    def _load(self, name: str, weights_only: bool = False) -> list[str]:
         """Load, and return which of seed and tables differ from those of the embedding that saved the snapshot."""
         info = self.store.snapshot(name)
         theirs = self._check_tables(info)
-        as_saved = self.store.load_snapshot(name)
+        as_saved = self.store.load_snapshot(name, weights_only=weights_only)
         ours = self.description()
         ours["tables"] = ours["tables"][: len(theirs.get("tables", ()))]  # Further tables here are no difference.
-        self.pending.clear()
+        self.weight.grad = None
         snapshot: SnapshotName = {"oneemb_snapshot": name, "oneemb_identity": info.identity}
         self._saved = (snapshot, self.store.changes) if as_saved else None
         return [key for key in ("seed", "tables") if key in theirs and theirs[key] != ours[key]]
@@ -260,6 +291,15 @@ class TableEmbedding(torch.nn.Module):
             "seed": self.seed,
         }
 
+    # The weight holds nothing: it is in no state dict, and one that is in an older one is passed over.
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[f"{prefix}weight"]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict({**state_dict, f"{prefix}weight": self.weight.detach()}, prefix, *args)
+
     def get_extra_state(self) -> SnapshotName:
         """What `state_dict()` holds of the rows: name and identity of a snapshot that has them as they are now.
 
@@ -299,7 +339,7 @@ class TableEmbedding(torch.nn.Module):
 
     def _clear(self) -> None:
         self.store.clear()
-        self.pending.clear()
+        self.weight.grad = None
         self._saved = None
 
     def stats(self) -> EmbeddingStats:
@@ -342,7 +382,7 @@ class TableEmbedding(torch.nn.Module):
                 f"embedding {self.name!r} runs on the CPU and on GPUs of NVIDIA, asked to move to {moved.device}; keep"
                 " it on the CPU and move its output: embedding(ids).to(device)"
             )
-        if moved.device != self.weight.device and self.pending:
+        if moved.device != self.weight.device and self.weight.grad is not None:
             raise RuntimeError(
                 f"embedding {self.name!r} holds lookups whose update is still to come; step the optimizer, then move it"
             )
@@ -463,6 +503,12 @@ class MultiTableMultiColumnEmbedding(TableEmbedding):
             name, embedding_dim, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
             num_threads,
         )  # fmt: skip
+
+
+def _in_ddp(weight: torch.Tensor) -> bool:
+    """Whether DistributedDataParallel runs, and counts this weight among those whose gradients it sums over ranks."""
+    ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    return ddp is not None and any(parameter is weight for parameter in ddp._module_parameters)
 
 
 def _why_no_gpu(failure: BaseException) -> str:

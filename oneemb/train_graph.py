@@ -12,11 +12,11 @@ from oneemb.checkpoint import GraphState, load_checkpoint, save_checkpoint
 from oneemb.compiled_graph import CompiledGraph, OnAcquired, step_locks
 from oneemb.eager import Optimizer
 from oneemb.embedding import embeddings_of
-from oneemb.graph import ops
 from oneemb.graph.inputs import Structure
 from oneemb.graph.modules import REGISTER, say_not_registered, unregistered_modules
 from oneemb.graph.pipeline import Recipe
 from oneemb.graph.prefetch import Prepared
+from oneemb.row_step import embedding_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.fs import AnyPath
 from oneemb.storage.merged_store import MergedStore
@@ -149,14 +149,15 @@ class TrainGraph(CompiledGraph):
             for embedding in embeddings_of(module).values()
         }
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if (name := getattr(parameter, "embedding_name", None)) is None or id(parameter) in registered:
+            embedding = embedding_of(parameter)
+            if embedding is None or id(parameter) in registered:
                 continue
             if id(parameter) in unregistered:
                 reason = say_not_registered(self, unregistered[id(parameter)])
             else:
                 reason = (
-                    f"embedding {name!r} is no part of {type(self).__name__}, which would not update its rows;"
-                    f" {REGISTER}"
+                    f"embedding {embedding.name!r} is no part of {type(self).__name__}, which would not update its"
+                    f" rows; {REGISTER}"
                 )
             raise ValueError(f"{type(optimizer).__name__} holds the weight of an embedding: {reason}")
 
@@ -176,8 +177,6 @@ class TrainGraph(CompiledGraph):
                 return super()._step(values, structure, prepared, on_acquired)
         state = self._train_state
         updates_before = state.updates_made()
-        trained = [embedding for optimizer in state.optimizers for embedding in optimizer.embeddings]
-        pending_before = [len(embedding.pending) for embedding in trained]
         with ExitStack() as committing:  # An interrupt comes before the update, or after the step has been counted.
             try:
                 result = self._run_plan(values, structure, prepared, on_acquired, committing)
@@ -188,14 +187,6 @@ class TrainGraph(CompiledGraph):
                 raise
             state.micro_batches = (state.micro_batches + 1) % self._accumulation()
             state.steps += state.micro_batches == 0
-        for embedding, count in zip(trained, pending_before, strict=True):
-            if len(embedding.pending) > count:
-                ops.release(embedding.pending[count:])
-                del embedding.pending[count:]
-                raise RuntimeError(
-                    f"a module that build calls looks embedding {embedding.name!r} up by a closure, a global or the"
-                    f" like: the graph does not see it, so this step has not updated those rows; {REGISTER}"
-                )
         return result
 
     def save(self, path: AnyPath, *, keep: int | None = None) -> None:

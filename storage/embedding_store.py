@@ -20,6 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -134,6 +135,8 @@ class EmbeddingStore:
         """Updates made so far."""
         self.changes = 0
         """Counts what changed the rows: two equal readings mean equal rows."""
+        self.replaced = 0
+        """Counts how often other rows have taken the place of those that were looked up, or none have."""
         self.abandoned: deque[Pins] = deque()
         """Those of lookups that were dropped unfinished; `acquire` releases them."""
         self.turns = Turns(f"the embedding on {bottom.name}", _MEND, rank=0)
@@ -210,6 +213,28 @@ class EmbeddingStore:
             )
         self._relayout(format, self.loops)
 
+    def detach(self, state: str) -> None:
+        """Let another optimizer be attached to rows that one has trained.
+
+        Args:
+            state: "keep": one of the same name, which goes on with the state; "drop": any, which begins anew, at step
+                0; or the name of an optimizer whose state is the same values, which goes on with them.
+
+        Raises:
+            StoreFullError, StorageError: there is no room for the rows on the disk on their way; they are as they were.
+        """
+        alone((self.step_lock,), lambda: self._detach(state))
+
+    @_in_turn
+    def _detach(self, state: str) -> None:
+        self._check_open()
+        if state == "drop":
+            self._relayout(self.format.with_state(None, np.empty(0, np.float32)), self.loops)
+            self.step = 0
+            self.changes += 1
+        elif state != "keep" and self.format.state:
+            self._relayout(replace(self.format, optimizer=state), self.loops)
+
     def move_to(self, device: torch.device) -> None:
         """Let the hot tier be on a GPU, or on the host; rows and steps go along.
 
@@ -226,6 +251,7 @@ class EmbeddingStore:
     def _move_to(self, loops: Loops) -> None:
         self._check_open()
         self._relayout(self.format, loops)
+        self.replaced += 1
 
     def _relayout(self, format: RowFormat, loops: Loops) -> None:
         try:
@@ -276,13 +302,16 @@ class EmbeddingStore:
         with self.turns:
             self.turns.check(changes=True)
             self._check_open()
-            while self.abandoned:
-                self.release_pins(self.abandoned.popleft(), dropped=True)
+            self._release_abandoned()
             hot = self.hot
             begun = hot.begun
             found = self._acquire(hot, keys, prefetched)
             self.changes += hot.begun > begun
             return found
+
+    def _release_abandoned(self) -> None:
+        while self.abandoned:
+            self.release_pins(self.abandoned.popleft(), dropped=True)
 
     def _acquire(self, hot: HotRows, keys: Keys, prefetched: Prefetched | None) -> tuple[Array, Keys]:
         if prefetched is not None and self.take(prefetched):
@@ -457,11 +486,14 @@ class EmbeddingStore:
         return self._rows.save(name, meta, self.step, overwrite=overwrite)
 
     @_between_steps
-    def load_snapshot(self, name: str) -> bool:
+    def load_snapshot(self, name: str, *, weights_only: bool = False) -> bool:
         """Start from the rows of a snapshot, forgetting those here. Mends a broken store.
 
         A snapshot of rows without state, such as pretrained vectors, is given the state of new rows and begins at
         step 0.
+
+        Args:
+            weights_only: leave the state in the snapshot: rows are given that of new ones, and begin at step 0.
 
         Returns:
             Whether the rows are now what the snapshot holds, rather than those with state added.
@@ -472,11 +504,12 @@ class EmbeddingStore:
         """
         with self.turns:
             self._check_process()
-            info = self._rows.check_loads(name)
+            info = self._rows.check_loads(name, weights_only)
             broken = self._mend()
             self._check_open()
             try:
-                self.step, same = self._rows.load(info)
+                self.replaced += 1
+                self.step, same = self._rows.load(info, weights_only)
             except BaseException as error:
                 if broken or not self._rows.whole:  # Without rows, or with a part of them, there is nothing to go on.
                     self.turns.cut_short(error)
@@ -543,11 +576,14 @@ class EmbeddingStore:
                 self._rows.build()
             self._rows.clear()
             self.changes += 1
+            self.replaced += 1
             self.step = 0
 
     @_reading
     def stats(self) -> dict[str, Any]:
         """Sizes now and counters since the store was built, a dict a tier."""
+        if self.built and not self.turns.forked:
+            self._release_abandoned()
         return {"rows": len(self._rows), "step": self.step, **self._rows.stats()}
 
     @_between_steps
@@ -555,6 +591,7 @@ class EmbeddingStore:
         """Free memory, files and the path's lock. Rows that no snapshot holds are gone."""
         with self.turns:
             self._closed = True
+            self.replaced += 1
             self._rows.dismantle()
             if not self.turns.forked:
                 self.threads.close()

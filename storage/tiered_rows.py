@@ -291,7 +291,7 @@ class TieredRows:
             return self._store.snapshots()
         return self._bottom.snapshots()
 
-    def check_loads(self, name: str) -> SnapshotInfo:
+    def check_loads(self, name: str, weights_only: bool = False) -> SnapshotInfo:
         """Raise StorageError unless a snapshot is there and `load` finds rows of this embedding's kind in it."""
         info = self._bottom.snapshot(name)
         where, format = f"snapshot {name!r} in {self._bottom.name}", SnapshotRows.of_meta(info.meta, name).format
@@ -306,7 +306,7 @@ class TieredRows:
                 f"{where} is part {shard} of {shards} of a sharded one; bring all of them into one embedding with"
                 " oneemb.import_rows"
             )
-        if self.built and not (self._lacks_state_of(format) or self._adds_state_to(format)):
+        if self.built and not (weights_only or self._lacks_state_of(format) or self._adds_state_to(format)):
             known = format.optimizer is not None and format.state_width > 0
             if not format.same_words(self.format) or known and format.optimizer != self.format.optimizer:
                 raise StorageError(
@@ -324,17 +324,17 @@ class TieredRows:
         """Whether rows here have state, and those have none."""
         return format.state_width == 0 < self.format.state_width
 
-    def load(self, info: SnapshotInfo) -> tuple[int, bool]:
+    def load(self, info: SnapshotInfo, weights_only: bool = False) -> tuple[int, bool]:
         """Start from the rows of a snapshot that `check_loads` has found; see `EmbeddingStore.load_snapshot`.
 
         Returns:
             The updates made so far; and False if the rows were given state that the snapshot lacks.
         """
         name, rows = info.name, SnapshotRows.of_meta(info.meta, info.name)
-        narrower, wider = (
-            self.built and self._lacks_state_of(rows.format),
-            self.built and self._adds_state_to(rows.format),
-        )
+        if weights_only and not self.built:
+            self.build()
+        narrower = self.built and not weights_only and self._lacks_state_of(rows.format)
+        wider = self.built and (self._adds_state_to(rows.format) or weights_only and rows.format.state_width > 0)
         if len(self):
             # What could go wrong later has to do so while the rows here are still there.
             self.hot.check_holds(info.rows)
@@ -348,7 +348,7 @@ class TieredRows:
                 self.dismantle()
             if not self.built:
                 self.build(rows.format)
-            elif self.format.optimizer is None and self.format.state_width == 0:
+            elif self.format.optimizer is None and self.format.state_width == 0 and not weights_only:
                 self.new_rows.format = rows.format
             for tier in self.tiers:
                 tier.check_holds(info.rows)
@@ -366,13 +366,13 @@ class TieredRows:
         return 0 if wider else rows.step, not wider
 
     def _load_weights(self, name: str) -> None:
-        """Start from rows without state, which are given that of new rows."""
+        """Start from the weights of a snapshot, which are given the state of new rows."""
         assert self._store is not None
         self._store.clear()
         begin = self.format.state_begin
         for table_N, id_N, row_NX in self._scan(name):
             row_NW = np.empty((len(id_N), self.format.row_width), np.float32)
-            row_NW[:, :begin] = row_NX
+            row_NW[:, :begin] = row_NX[:, :begin]
             row_NW[:, begin:] = self.format.state
             self._store.put(table_N, id_N, row_NW)
 

@@ -62,7 +62,7 @@ def train(embedding, optimizer, ids):
 def rows(embedding, ids=IDS):
     embedding.eval()
     try:
-        return embedding(ids).numpy().tobytes()
+        return embedding(ids).detach().numpy().tobytes()
     finally:
         embedding.train()
 
@@ -226,11 +226,13 @@ def test_a_step_of_a_lookup_from_before_the_fork_is_refused_in_the_child(model):
     def step():
         try:
             optimizer.step()
+            optimizer.zero_grad()
         except ForkedProcessError as error:
             return str(error)
 
     assert "belongs to process" in in_child(step)
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def test_a_scan_that_a_child_closes_leaves_the_parents_files(tmp_path):

@@ -70,7 +70,7 @@ class Model:
         """All rows, dense weights, and the steps made: known ids that hold their initial values are as unknown ones."""
         self.embedding.eval()
         try:
-            rows = self.embedding(torch.arange(IDS)[:, None].expand(IDS, 2).contiguous()).numpy().tobytes()
+            rows = self.embedding(torch.arange(IDS)[:, None].expand(IDS, 2).contiguous()).detach().numpy().tobytes()
         finally:
             self.embedding.train()
         dense = [parameter.detach().numpy().tobytes() for parameter in self.dense.parameters()]

@@ -54,6 +54,7 @@ def test_bags_equal_embedding_bag_forward_and_after_a_step(tmp_path, mode, threa
     out.backward(grad.reshape(out.shape))
     expected.backward(grad)
     optimizer.step()
+    optimizer.zero_grad()
     module_optimizer.step()
     expected_rows = module.weight.detach().reshape(TABLES, VOCABULARY, DIM).transpose(0, 1)
     torch.testing.assert_close(rows_after(embedding, TABLES), expected_rows)
@@ -73,6 +74,7 @@ def test_per_sample_weights_equal_embedding_bag_with_their_gradient(tmp_path):
     expected.square().sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
     optimizer.step()
+    optimizer.zero_grad()
     module_optimizer.step()
     expected_rows = module.weight.detach().reshape(TABLES, VOCABULARY, DIM).transpose(0, 1)
     torch.testing.assert_close(rows_after(embedding, TABLES), expected_rows, rtol=1e-4, atol=1e-4)
@@ -130,6 +132,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(tmp_path):
         out = embedding(ids, offsets=offsets, pooling="mean")
         out.square().sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
         after.append((out.detach(), rows_after(embedding, TABLES)))
     assert all(torch.equal(x, y) for other in after[1:] for x, y in zip(after[0], other, strict=True))
 
@@ -168,6 +171,7 @@ def test_a_train_graph_pools_as_the_eager_step_does(tmp_path, mode):
         loss = embedding(ids, offsets=offsets, pooling=mode).square().sum()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         assert graph(ids, offsets).item() == loss.item()
     assert torch.equal(rows_after(embedding, TABLES), rows_after(compiled, TABLES))
 

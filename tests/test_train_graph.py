@@ -99,6 +99,7 @@ class Model:
         result = self.build(self.eager, *args, **kwargs)
         for optimizer, scheduler in self.joined:
             optimizer.step()
+            optimizer.zero_grad()
             if scheduler is not None:
                 scheduler.step()
         for optimizer, _ in self.joined:
@@ -523,15 +524,16 @@ def test_freezing_between_steps_freezes(made):
     model.check_state()
 
 
-def test_an_embedding_alone_in_eval_mode_is_read_only(made):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_embedding_in_eval_mode_is_trained_unless_it_is_frozen(made, frozen):
     model = Model(made, plain, plain_build)
     model.step(*next(batches()))
     rows = model.graph.embedding.stats()["rows"], known_rows(model.graph.embedding)
     for owner in (model.graph, model.eager):
-        owner.embedding.eval()
+        owner.embedding.eval().requires_grad_(not frozen)
     for ids, label in batches():
         model.step(ids, label)
-    assert rows == (model.graph.embedding.stats()["rows"], known_rows(model.graph.embedding))
+    assert frozen == (rows == (model.graph.embedding.stats()["rows"], known_rows(model.graph.embedding)))
     model.check_state()
 
 

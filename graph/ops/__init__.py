@@ -30,6 +30,7 @@ from oneemb.graph.ops.lookup import (
     Keys,
     Lease,
     acquire,
+    acquire_later,
     check_pooling,
     gather,
     lookup,
@@ -43,10 +44,11 @@ from oneemb.graph.ops.lookup import (
 from oneemb.graph.ops.merged import MergedKeys, MergedLease, check_merged_pooling, gather_merged, unique_merged_keys
 from oneemb.graph.ops.op import OPS
 from oneemb.graph.ops.shuffle import shuffle_grads, shuffle_keys, shuffle_rows
-from oneemb.graph.ops.update import StepOptimizer, add_note, advance, step, update
+from oneemb.graph.ops.update import Groups, StepOptimizer, add_note, advance, options_of, step, update
 
 __all__ = [
     "AnyLease",
+    "Groups",
     "Held",
     "Keys",
     "Lease",
@@ -74,6 +76,7 @@ __all__ = [
     "hold",
     "lookup",
     "peek",
+    "options_of",
     "prefetch",
     "read_ids",
     "reduce_grads",
@@ -84,6 +87,7 @@ __all__ = [
     "shuffle_rows",
     "step",
     "take",
+    "acquire_later",
     "unique_keys",
     "unique_merged_keys",
     "unprefetch",

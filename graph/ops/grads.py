@@ -12,7 +12,7 @@ from oneemb.kernels.loops import Segments
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 
-__all__ = ["AnyLease", "RowGrads", "reduce_grads", "sum_over_passes"]
+__all__ = ["AnyLease", "RowGrads", "join_grads", "reduce_grads", "sum_over_passes"]
 
 
 class RowGrads:
@@ -78,6 +78,11 @@ class RowGrads:
         keys = self.table_U, self.id_U, self.slot_U
         return RowGrads(self.store, self.generation, *keys, sums=sums, stores=self.stores)
 
+    def with_slots(self, slot_U: Array, generation: int) -> "RowGrads":
+        """The same gradients of the same keys, whose rows are in other slots now."""
+        keys = self.table_U, self.id_U, slot_U
+        return RowGrads(self.store, generation, *keys, sums=self.sums, stores=self.stores)
+
     def rows(self, u: Array) -> "RowGrads":
         """The gradients of the keys `u` alone, which may be of any store here."""
         keys = self.table_U[u], self.id_U[u], self.slot_U[u]
@@ -119,7 +124,11 @@ def reduce_grads(leases: Sequence[AnyLease]) -> RowGrads | None:
     The sum runs in float32: over the backward passes of an id in the order they came, over the ids of a lookup in batch
     order, then over lookups in the order they were made.
     """
-    parts = [lease.reduce() for lease in sorted(leases, key=lambda lease: lease.order) if lease.has_grads]
+    return join_grads([lease.reduce() for lease in sorted(leases, key=lambda lease: lease.order) if lease.has_grads])
+
+
+def join_grads(parts: Sequence[RowGrads]) -> RowGrads | None:
+    """Gradients of rows of one store, those of equal keys to be summed in this order; None if there are none."""
     if len(parts) < 2:
         return parts[0] if parts else None
     store, stores = parts[0].store, tuple({member: None for part in parts for member in part.stores})

@@ -35,9 +35,9 @@ from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed
 
 __all__ = [
-    "DTYPES", "Keys", "Lease", "REPLACED", "acquire", "check_pooling", "gather", "lookup", "measure_gather",
-    "measure_unique_keys", "next_order", "peek", "prefetch", "read_ids", "release", "scales_of", "unique_keys",
-    "unprefetch",
+    "DTYPES", "Keys", "Lease", "REPLACED", "acquire", "acquire_later", "check_pooling", "gather", "lookup",
+    "measure_gather", "measure_unique_keys", "next_order", "peek", "prefetch", "read_ids", "release", "scales_of",
+    "unique_keys", "unprefetch",
 ]  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -69,12 +69,11 @@ class Keys:
     loops: Loops
     """Those that work where the ids are."""
 
-    def acquire(self, store: EmbeddingStore, pending: "list[Lease] | None", prefetched: Prefetched | None) -> "Lease":
+    def acquire(self, store: EmbeddingStore, prefetched: Prefetched | None) -> "Lease":
         """See the op."""
-        # In one turn, so that what is pinned has an owner. The turn is the outermost block: Ctrl-C ends a wait for it.
-        with store.turns:
-            slot_U, unique = store.acquire(self.unique, prefetched)
-            return Lease(store, dataclasses.replace(self, unique=unique), slot_U, store.generation, pending)
+        lease = Lease(store, self)
+        lease.pin(prefetched)
+        return lease
 
     def prefetch(self, store: EmbeddingStore) -> Prefetched:
         """See the op."""
@@ -133,68 +132,137 @@ def unique_keys(
 
 @dataclass(eq=False)
 class Lease:
-    """Rows of a batch: resident in the hot tier and pinned, until `release`.
+    """Rows of a lookup: resident in the hot tier and pinned, from `pin` to `unpin` or `release`.
 
-    A lease that is dropped unreleased (a forward pass without a step) is released by the next `acquire`. A released one
-    holds nothing: a loss that is kept keeps none of a batch's arrays.
+    A lease that is dropped (a forward pass without a step) is unpinned by the next `acquire`. A released one holds
+    nothing: a loss that is kept keeps none of a batch's arrays.
     """
 
     store: EmbeddingStore
     keys: Keys
-    slot_U: Array
-    generation: int
-    pending: list["Lease"] | None = None
-    """Where the lease reports that a gradient has come, for eager mode."""
+    slot_U: Array | None = None
+    generation: int = -1
+    """The store's when the rows were pinned."""
     grads: list[torch.Tensor] = field(default_factory=list)
-    """d loss / d rows, [N, D] or, of bags, [P, D] each, one for each backward pass."""
+    """d loss / d rows, [N, D] or, of bags, [P, D] each, one for each backward pass of a graph."""
     scale_N: Array | None = None
     """By what each id was multiplied on its way into its bag; None = 1."""
     order: int = field(default_factory=next_order)
     """Grows from lookup to lookup."""
 
     def __post_init__(self) -> None:
-        self._pins: Pins | None = self.store.pin_for(self, self.slot_U)
+        self._replaced = self.store.replaced
+        self._pins: Pins | None = None
+        self.released = False
+        if self.slot_U is not None:
+            self._pins, self.generation = self.store.pin_for(self, self.slot_U), self.store.generation
+
+    @classmethod
+    def of_keys(cls, store: EmbeddingStore, table_U: Array, id_U: Array) -> "Lease":
+        """The rows of these distinct keys, pinned."""
+        unique = store.loops.distinct_keys(table_U, id_U)
+        lease = cls(store, Keys(torch.Size((len(id_U),)), unique, None, store.loops))
+        lease.pin()
+        return lease
 
     @property
     def has_grads(self) -> bool:
-        """Whether a gradient has come."""
+        """Whether a gradient has come, in a graph."""
         return bool(self.grads)
 
     @property
-    def released(self) -> bool:
-        return self._pins is None
+    def is_pinned(self) -> bool:
+        """Whether the rows are in their slots."""
+        return self._pins is not None and self.generation == self.store.generation
 
-    def reduce(self) -> RowGrads:
-        """The gradients that have come, each key's to be summed."""
-        self.check_generation()
-        keys, loops = self.keys, self.store.loops
-        grad_NX = loops.array(sum_over_passes(self.grads))
-        segments = loops.segments(keys.unique, keys.bags, grad_NX, self.scale_N)
-        unique = keys.unique
+    def pin(self, prefetched: Prefetched | None = None) -> None:
+        """Make the rows resident and pin them, if they are not; unknown ones are inserted.
+
+        Raises:
+            StoreFullError: they do not fit.
+            StorageError: they were replaced since the lookup.
+        """
+        if self.is_pinned:
+            return
+        self.check_not_replaced()
+        # In one turn, so that what is pinned has an owner. The turn is the outermost block: Ctrl-C ends a wait for it.
+        with self.store.turns:
+            self.slot_U, unique = self.store.acquire(self.keys.unique, prefetched)
+            self.keys = dataclasses.replace(self.keys, unique=unique)
+            self.generation, self._pins = self.store.generation, self.store.pin_for(self, self.slot_U)
+
+    def unpin(self) -> None:
+        """Let the rows be evicted; `pin` brings them back."""
+        with undisturbed:
+            if self._pins is not None:
+                self.store.release_pins(self._pins)
+            self._pins = self.slot_U = None
+
+    def reduce(self, grads: Sequence[torch.Tensor] | None = None) -> RowGrads:
+        """The gradients that have come, each key's to be summed.
+
+        Args:
+            grads: of the backward passes; None = those that came in a graph.
+        """
+        if grads is None:
+            self.pin()
+            self.check_generation()
+        keys, unique, loops = self.keys, self.keys.unique, self.store.loops
+        grad_NX = loops.array(sum_over_passes(self.grads if grads is None else grads))
+        segments = loops.segments(unique, keys.bags, grad_NX, self.scale_N)
         return RowGrads(self.store, self.generation, unique.table_U, unique.id_U, self.slot_U, segments=segments)
+
+    def read(self) -> torch.Tensor:
+        """The weights of each id, or of each bag, as they are now."""
+        store, weight_SX, slot_U = self.store, None, self.slot_U
+        if slot_U is None:
+            row_UW, unique = store.read(self.keys.unique)
+            self.keys = dataclasses.replace(self.keys, unique=unique)
+            return _read(store, store.format.weights(row_UW), store.loops.arange(len(row_UW)), self.keys, self.scale_N)
+        weight_SX = store.weight_SX
+        self.check_generation()  # Another thread may have closed the store; the slab taken before stays what it is.
+        with undisturbed, store.writing:  # undisturbed, so that a fork finds no lock held
+            return _read(store, weight_SX, slot_U, self.keys, self.scale_N)
+
+    def grad_of_scales(self, grad_PD: torch.Tensor) -> torch.Tensor:
+        """The gradient of `per_sample_weights`, float32 [N], from that of bags."""
+        store, keys, loops = self.store, self.keys, self.store.loops
+        assert keys.bags is not None
+        if self.slot_U is None:
+            row_UW, _ = store.read(keys.unique)
+            rows = RowsOfIds(store.format.weights(row_UW), loops.arange(len(row_UW)), keys.unique.inverse_N)
+            return loops.tensor(loops.scale_grads(rows, keys.bags.bag_N, loops.array(grad_PD)))
+        with undisturbed, store.writing:
+            rows = RowsOfIds(store.weight_SX, self.slot_U, keys.unique.inverse_N)
+            return loops.tensor(loops.scale_grads(rows, keys.bags.bag_N, loops.array(grad_PD)))
 
     def release(self) -> None:
         """Unpin the rows, and drop them and the gradients."""
         with undisturbed:
-            if self._pins is not None:
-                self.store.release_pins(self._pins)
-            self._pins = self.slot_U = self.scale_N = self.pending = None
+            self.unpin()
+            self.released = True
+            self.scale_N = None
             self.keys = _NO_KEYS
             self.grads.clear()
 
     def check_held(self) -> None:
         """Raise RuntimeError if the rows are held no more, so that no gradient can be left with them."""
-        if self._pins is None:
+        if self.released:
             raise RuntimeError(
                 "backward through a lookup of an embedding that is over: a step has updated its rows, or zero_grad has"
                 " dropped them, and other rows may have taken their place. Run every backward pass of a step before"
                 " the step, or look the ids up again"
             )
-        self.check_generation()
+        self.check_not_replaced()
 
     def check_generation(self) -> None:
         """Raise StorageError if the slots mean nothing any more."""
         if self.generation != self.store.generation:
+            raise StorageError(REPLACED)
+
+    def check_not_replaced(self) -> None:
+        """Raise StorageError if other rows have taken the place of those that were looked up."""
+        if self._replaced != self.store.replaced:
             raise StorageError(REPLACED)
 
 
@@ -217,7 +285,7 @@ class AnyKeys(Protocol[_StoreOfKeys, _Prefetched, _Lease]):
     def loops(self) -> Loops:
         """Those that work where the ids are."""
 
-    def acquire(self, store: _StoreOfKeys, pending: list[Lease] | None, prefetched: _Prefetched | None) -> _Lease:
+    def acquire(self, store: _StoreOfKeys, prefetched: _Prefetched | None) -> _Lease:
         """See the op."""
 
     def prefetch(self, store: _StoreOfKeys) -> _Prefetched:
@@ -238,7 +306,6 @@ def _measure_prefetch(args: object, prefetched: Prefetched | MergedPrefetched) -
 def acquire(
     store: _Store,
     keys: AnyKeys[_Store, _Prefetched, _Lease],
-    pending: list[Lease] | None = None,
     prefetched: _Prefetched | None = None,
 ) -> _Lease:
     """Make the rows of these keys resident and pin them; unknown keys are inserted with their initial values.
@@ -246,7 +313,6 @@ def acquire(
     Args:
         store, keys: an `EmbeddingStore` and `Keys`, which give a `Lease`; or a `MergedStore` and `MergedKeys`, which
             give a `MergedLease` (see oneemb.graph.ops.merged).
-        pending: where the lease reports that a gradient has come, for eager mode.
         prefetched: what `prefetch` gave for these keys.
 
     Raises:
@@ -256,7 +322,20 @@ def acquire(
     _check_place(store, keys.loops)
     if not store.built:
         store.build()
-    return keys.acquire(store, pending, prefetched)
+    return keys.acquire(store, prefetched)
+
+
+@Op(LOOKUP, takes=("store", "keys"), gives="lease")
+def acquire_later(store: EmbeddingStore, keys: Keys) -> Lease:
+    """The lookup of an embedding in eval mode that may get a gradient: rows are read as they are, unknown ones as they
+    begin, and acquired by the step that trains them.
+
+    Raises:
+        ValueError: the ids are not where the embedding is.
+    """
+    _check_place(store, keys.loops)
+    # On a GPU tables and offsets are checked here, before anything uses them.
+    return Lease(store, dataclasses.replace(keys, unique=keys.loops.counted(keys.unique)))
 
 
 @Op(PREPARE, takes=("store", "keys"), measure=_measure_prefetch)
@@ -339,11 +418,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, lease: Lease, scales: torch.Tensor | None) -> torch.Tensor:
         ctx.lease = lease
-        store = lease.store
-        weight_SX = store.weight_SX
-        lease.check_generation()  # Another thread may have closed the store; the slab taken before stays what it is.
-        with undisturbed, store.writing:  # undisturbed, so that a fork finds no lock held
-            return _read(store, weight_SX, lease.slot_U, lease.keys, lease.scale_N)
+        return lease.read()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, torch.Tensor | None]:
@@ -352,18 +427,8 @@ class _Gather(torch.autograd.Function):
         grad_ND = grad.reshape(-1, grad.shape[-1]).contiguous()
         if ctx.needs_input_grad[0]:
             with undisturbed:
-                if lease.pending is not None and not lease.grads:
-                    lease.pending.append(lease)
                 lease.grads.append(grad_ND)
-        return None, None, _grad_of_scales(lease, grad_ND) if ctx.needs_input_grad[2] else None
-
-
-def _grad_of_scales(lease: Lease, grad_PD: torch.Tensor) -> torch.Tensor:
-    bags, store, loops = lease.keys.bags, lease.store, lease.store.loops
-    assert bags is not None
-    with undisturbed, store.writing:
-        rows = RowsOfIds(store.weight_SX, lease.slot_U, lease.keys.unique.inverse_N)
-        return loops.tensor(loops.scale_grads(rows, bags.bag_N, loops.array(grad_PD)))
+        return None, None, lease.grad_of_scales(grad_ND) if ctx.needs_input_grad[2] else None
 
 
 def _read(store: EmbeddingStore, weight_SX: Array, slot_U: Array, keys: Keys, scale_N: Array | None) -> torch.Tensor:

@@ -70,15 +70,13 @@ class MergedKeys:
 
     loops: HostLoops = _LOOPS
 
-    def acquire(
-        self, store: MergedStore, pending: list[Lease] | None, prefetched: MergedPrefetched | None
-    ) -> "MergedLease":
-        """See `oneemb.graph.ops.acquire`. Merged keys are no matter of eager mode: `pending` is None."""
+    def acquire(self, store: MergedStore, prefetched: MergedPrefetched | None) -> "MergedLease":
+        """See `oneemb.graph.ops.acquire`."""
         with whole(member.turns for member in store.members):  # so that what is pinned has an owner
             slot_U, slots = store.acquire(self.unique, self._begins(store), prefetched)
             member_P = np.searchsorted(store.first_table_M1, self._first_tables())
             leases = [
-                Lease(store.members[m], part.keys, slots[m], store.members[m].generation)
+                Lease(store.members[m], part.keys, slots[m])
                 for m, part in zip(member_P.tolist(), self.parts, strict=True)
             ]
             return MergedLease(store, self, slot_U, store.generation, leases)

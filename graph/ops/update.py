@@ -6,6 +6,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from oneemb.graph.modules import REGISTER
 from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.graph.row_optimizers import Group, RowOptimizer
@@ -13,16 +14,19 @@ from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.step_lock import while_held
 from oneemb.storage.turns import whole
 
-__all__ = ["Groups", "StepOptimizer", "add_note", "advance", "step", "update"]
+__all__ = ["Groups", "StepOptimizer", "add_note", "advance", "options_of", "step", "update"]
 
 
 class StepOptimizer(Protocol):
     """What ops ask of an optimizer: `oneemb.Optimizer` is one."""
 
-    optimizer: torch.optim.Optimizer
     skip_nonfinite: bool
     skipped: int
     taken: int
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer."""
 
     def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, Group] | None:
         """The row optimizer of a store and its parameter group now; None where the store is not its own."""
@@ -39,6 +43,30 @@ Groups = dict[int, Group]
 """The options of param groups, by the identity of the group."""
 
 
+def options_of(optimizer: torch.optim.Optimizer) -> Groups:
+    """The options of each param group as they are now."""
+    return {
+        id(group): {
+            name: option.clone() if isinstance(option, torch.Tensor) else option
+            for name, option in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    }
+
+
+def _refuse_hidden_lookups(optimizer: torch.optim.Optimizer) -> None:
+    """In a graph the gradients of rows are with its leases, and in eager mode they have been taken out of weights: one
+    that is still there is of a lookup that the graph did not see."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and (embedding := getattr(parameter, "embedding", None)) is not None:
+                raise RuntimeError(
+                    f"a module that build calls looks embedding {embedding().name!r} up by a closure, a global or the"
+                    f" like: the graph does not see it, and would not update those rows; {REGISTER}"
+                )
+
+
 @Op(UPDATE, takes=("optimizer", "go"), commits=True)
 def step(optimizer: StepOptimizer, go: bool) -> Groups:
     """Step the dense parameters. It comes before rows are updated, since it runs what may fail: hooks of the user's.
@@ -52,14 +80,10 @@ def step(optimizer: StepOptimizer, go: bool) -> Groups:
     groups: Groups = {}
     if not go:
         return groups
+    _refuse_hidden_lookups(optimizer.optimizer)
 
     def keep(*_: object) -> None:
-        for group in optimizer.optimizer.param_groups:
-            groups[id(group)] = {
-                name: option.clone() if isinstance(option, torch.Tensor) else option
-                for name, option in group.items()
-                if name != "params"
-            }
+        groups.update(options_of(optimizer.optimizer))
 
     handle = optimizer.optimizer.register_step_pre_hook(keep)  # after those that there are
     try:

@@ -8,6 +8,7 @@ from torch import fx
 
 from oneemb.graph import ops
 from oneemb.graph.passes import copy_graph, inserting_for, node_of, output_of, store_of
+from oneemb.graph.spec import LEASES
 
 __all__ = ["insert_updates"]
 
@@ -50,7 +51,7 @@ def insert_updates(
     graph = copy_graph(graph)
     leases: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target in (ops.acquire, ops.lookup):
+        if node.target in LEASES:
             leases.setdefault(store_of(node), []).append(node)
     clips = [node for node in graph.nodes if node.op == "call_function" and node.target in _CLIPS]
     scaled = next((node for node in graph.nodes if node.target is ops.scale_loss), None)

@@ -17,8 +17,10 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
     Before:  rows = embedding(ids)
     After:   keys = unique_keys(ids, ...);  lease = acquire(store, keys);  rows = gather(lease, weight)
 
-    An embedding in eval mode inserts nothing, nor does any if `inserts` is off:
+    An embedding in eval mode inserts nothing before the step that trains it. A frozen one never does, nor does any if
+    `inserts` is off:
 
+    After:   keys = unique_keys(ids, ...);  lease = acquire_later(store, keys);  rows = gather(lease, weight)
     After:   keys = unique_keys(ids, ...);  rows = peek(store, keys)
 
     The keys of bags hold their offsets, and `gather` and `peek` are told how to pool. Arguments that these could refuse
@@ -39,10 +41,10 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
             key_arguments = call.ids, call.table_ids, module.num_tables, module.key_type, module.padding_idx
             offsets = () if call.offsets is None else (call.offsets,)
             keys = graph.call_function(ops.unique_keys, (*key_arguments, *offsets))
-            if inserts and module.training:
+            if inserts and (module.training or module.weight.requires_grad):
                 if not plain:
                     graph.call_function(ops.check_pooling, (keys, call.per_sample_weights, call.pooling))
-                lease = graph.call_function(ops.acquire, (store, keys))
+                lease = graph.call_function(ops.acquire if module.training else ops.acquire_later, (store, keys))
                 rows = graph.call_function(ops.gather, (lease, graph.get_attr(f"{node.target}.weight"), *pooled))
             else:
                 rows = graph.call_function(ops.peek, (store, keys, *pooled))

@@ -47,6 +47,7 @@ class Noted(TorchDispatchMode):
 def a_step(gpu, embedding, optimizer, ids):
     embedding(ids).backward(gradient(ids))
     optimizer.step()
+    optimizer.zero_grad()
 
 
 @functools.cache

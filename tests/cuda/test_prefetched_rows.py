@@ -142,7 +142,7 @@ def test_rows_of_a_lookup_that_was_dropped_are_released_after_it_on_whatever_str
     lookup = Lookup()
     store.pin_for(lookup, acquire(store, gpu, 60, 70))
     del lookup
-    assert pinned(store) == 10
+    assert tier.pinned == 10
     slot_U = acquire(store, gpu, 60, 62)
     assert pinned(store) == 2 and len(ordered) == 1
     store.release(slot_U)

@@ -204,6 +204,7 @@ def test_eager_steps_of_two_lookups_sum_their_gradients(gpu, tmp_path):
                 b = embedding(torch.tensor([[2, 9]], device=device))
                 (a.sum() + 2 * b.sum()).backward()
                 optimizer.step()
+                optimizer.zero_grad()
             embedding.eval()
             results.append(embedding(torch.tensor([1, 2, 9, 77], device=device)).detach().cpu())
         assert embedding.stats()["device"]["pinned"] == 0

@@ -76,6 +76,7 @@ def make_eager(
         result = build(owner, *args, **kwargs)
         for optimizer, scheduler in joined:
             optimizer.step()
+            optimizer.zero_grad()
             if scheduler is not None:
                 scheduler.step()
         for optimizer, _ in joined:

@@ -1,0 +1,381 @@
+"""The gradient of an embedding's rows, as autograd carries it: the gradient of `embedding.weight`.
+
+A `RowGrad` has the weight's shape, [0, D], and holds what backward passes have left for each lookup. torch's own tools
+(accumulation, zero_grad, clipping, GradScaler, autograd.grad, hooks) act on it through the few aten ops handled here,
+as they would on the dense gradient of a table: one that is zero but for the rows that were looked up.
+
+    op                                 what it does
+    detach, clone, add, zero_          keeps the passes, joins those of two, drops them
+    norm                               the norm of the summed gradients of rows
+    mul, div, neg, clamp by a number   the gradients of rows, summed first, as a dense gradient is
+    another op that only reads         gets the summed values, float32 [U, D], and gives a plain tensor
+    anything else                      is an error that names the op
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from oneemb.graph.ops.grads import RowGrads, join_grads
+from oneemb.graph.ops.lookup import Lease, scales_of
+from oneemb.storage.embedding_store import EmbeddingStore
+
+__all__ = ["RowGrad", "gather_with_grad", "refuse_dense"]
+
+aten = torch.ops.aten
+
+
+class Pass(NamedTuple):
+    """What one backward pass has left for one lookup."""
+
+    lease: Lease
+    grad_NX: torch.Tensor
+    """d loss / d rows of the lookup: [N, D], or of bags [P, D]."""
+
+
+class RowGrad(torch.Tensor):
+    """The gradient of all rows of one embedding, zero but for rows that were looked up.
+
+    `row_keys()` and `row_values()` give it as plain tensors.
+    """
+
+    store: EmbeddingStore
+    passes: list[Pass]
+    summed: RowGrads | None
+    """A gradient that is summed already, beside the passes."""
+    holders: list[Lease]
+    """Those that pin the rows of `summed`."""
+    spent: bool = False
+    """Whether the rows have been updated in the backward pass, so that nothing can be done to their gradient any more.
+    It holds none."""
+
+    @staticmethod
+    def __new__(
+        cls,
+        store: EmbeddingStore,
+        passes: Iterable[Pass] = (),
+        summed: RowGrads | None = None,
+        holders: Iterable[Lease] = (),
+    ) -> "RowGrad":
+        grad = torch.Tensor._make_wrapper_subclass(
+            cls, (0, store.format.dim), dtype=torch.float32, device=store.loops.device
+        )
+        grad.store, grad.passes, grad.summed, grad.holders = store, list(passes), summed, list(holders)
+        return grad
+
+    def __init__(self, *args: object, **kwargs: object):
+        super().__init__()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own subclasses
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch names an argument that nobody gives
+        return f"RowGrad({len(self.passes)} backward passes{', summed ones' if self.summed else ''})"
+
+    # ---- values -----------------------------------------------------------------------------------------------------
+
+    def reduce(self) -> RowGrads | None:
+        """The gradient of each row, to be summed; None if there is none. Its slots are those of rows at the lookup."""
+        grads_of: dict[Lease, list[torch.Tensor]] = {}
+        for lease, grad_NX in self.passes:
+            grads_of.setdefault(lease, []).append(grad_NX)
+        parts = [] if self.summed is None else [self.summed]
+        parts += [lease.reduce(grads_of[lease]) for lease in sorted(grads_of, key=lambda lease: lease.order)]
+        return join_grads(parts)
+
+    def row_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tables, int32 [U], and ids, int64 [U], of the rows that have a gradient."""
+        grads, loops = self.reduce(), self.store.loops
+        if grads is None:
+            return torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
+        return loops.tensor(grads.table_U), loops.tensor(grads.id_U)
+
+    def row_values(self) -> torch.Tensor:
+        """Their gradients, float32 [U, D]."""
+        grads = self.reduce()
+        if grads is None:
+            return torch.empty(0, self.shape[1], device=self.device)
+        return self.store.loops.tensor(grads.grad_UD)
+
+    def acquire(self) -> RowGrads | None:
+        """The gradient of each row, to be summed, with the slot of each: rows are resident and pinned until `unpin`.
+
+        Raises:
+            StoreFullError: they do not fit any more; nothing has changed.
+            StorageError: rows were replaced since the lookup (load_snapshot, clear).
+        """
+        for lease in dict.fromkeys(lease for lease, _ in self.passes):
+            lease.pin()
+        if self.summed is not None and not all(lease.is_pinned for lease in self.holders):
+            lease = Lease.of_keys(self.store, self.summed.table_U, self.summed.id_U)
+            self.summed, self.holders = self.summed.with_slots(lease.slot_U, lease.generation), [lease]
+        return self.reduce()
+
+    def unpin(self) -> None:
+        """Let the rows be evicted. The gradient stays what it is."""
+        for lease in {**dict.fromkeys(lease for lease, _ in self.passes), **dict.fromkeys(self.holders)}:
+            lease.unpin()
+
+    def set_values(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Let the gradient of each row be what `change` gives for all, float32 [U, D]."""
+        grads = self.reduce()
+        if grads is not None:
+            loops = self.store.loops
+            with np.errstate(invalid="ignore", over="ignore"):
+                self.summed = grads.with_sums(loops.array(change(loops.tensor(grads.grad_UD))))
+            self.holders = list(dict.fromkeys([*self.holders, *(lease for lease, _ in self.passes)]))
+            self.passes = []
+
+    def copy_of(self) -> "RowGrad":
+        copy = RowGrad(self.store, self.passes, self.summed, self.holders)
+        copy.spent = self.spent
+        return copy
+
+    def spend(self) -> None:
+        """Unpin the rows, which have been updated, and hold nothing any more."""
+        self.unpin()
+        self.drop()
+        self.spent = True
+
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "RowGrad":
+        copy = self.copy_of()
+        copy.set_values(change)
+        return copy
+
+    def join(self, other: "RowGrad") -> None:
+        """Add what the other holds."""
+        self.spent = self.spent and other.spent
+        self.passes = self.passes + other.passes
+        self.summed = join_grads([grads for grads in (self.summed, other.summed) if grads is not None])
+        self.holders = self.holders + other.holders
+
+    def drop(self) -> None:
+        """Hold nothing any more."""
+        self.passes, self.summed, self.holders = [], None, []
+
+    # ---- dispatch ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own is of another kind
+        cls, op: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if op not in _OF_SPENT and any(isinstance(value, RowGrad) and value.spent for value in _flat(args)):
+            raise RuntimeError(
+                "the rows of an embedding were updated in the backward pass (fused=True): their gradient cannot be"
+                " clipped, unscaled or looked at any more; make oneemb.Optimizer without fused"
+            )
+        handler = _HANDLERS.get(op)
+        if handler is not None:
+            return handler(*args, **(kwargs or {}))
+        foreach = _FOREACH.get(op)
+        if foreach is not None:
+            return _each(op, foreach, *args, **(kwargs or {}))
+        tensors = {id(value): value for value in (*args, *(kwargs or {}).values()) if _holds_tensor(value)}
+        if not op._schema.is_mutable and len(tensors) == 1:  # perhaps twice: isfinite compares it with itself
+            values = {key: grad.row_values() for key, grad in tensors.items() if isinstance(grad, RowGrad)}
+            return op(*(values.get(id(value), value) for value in args), **(kwargs or {}))
+        raise NotImplementedError(
+            f"{op} is not known on the gradient of an embedding's rows: it is no dense tensor. grad.row_keys() and"
+            " grad.row_values() give it as such; clip_grad_norm_, clip_grad_value_, GradScaler and multiplication by a"
+            " number work on it; a regulariser is a loss of the rows that a lookup gives, not of embedding.weight"
+        )
+
+
+def _flat(args: Iterable[Any]) -> Iterator[Any]:
+    for value in args:
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
+
+
+def _holds_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor) for item in value)
+    )
+
+
+def refuse_dense(grad: torch.Tensor | None) -> None:
+    """A hook of `embedding.weight`: raise unless this is the gradient of rows, or none, as in a graph."""
+    if grad is not None and not isinstance(grad, RowGrad):
+        raise RuntimeError(
+            "a dense gradient reached embedding.weight, which holds no row and stands for all of them: a regulariser is"
+            " a loss of the rows that a lookup gives (embedding(ids).square().sum()), or the optimizer's weight_decay"
+        )
+
+
+def _number(value: Any) -> float:
+    """A factor: a Python number, or a tensor of one element."""
+    if isinstance(value, torch.Tensor) and (isinstance(value, RowGrad) or value.numel() != 1):
+        raise NotImplementedError("the gradient of an embedding's rows can be multiplied by a number, not by a tensor")
+    return float(value)
+
+
+def _add(left: Any, right: Any, *, alpha: float = 1) -> RowGrad:
+    if not isinstance(left, RowGrad):
+        left, right = right, left
+    total = left.copy_of()
+    return _add_(total, right, alpha=alpha)
+
+
+def _add_(left: Any, right: Any, *, alpha: float = 1) -> RowGrad:
+    refuse_dense(left)
+    refuse_dense(right)
+    left.join(right if alpha == 1 else _mul(right, alpha))
+    return left
+
+
+def _mul(grad: Any, factor: Any) -> RowGrad:
+    if not isinstance(grad, RowGrad):
+        grad, factor = factor, grad
+    return _mul_(grad.copy_of(), factor)
+
+
+def _mul_(grad: RowGrad, factor: Any) -> RowGrad:
+    if (number := _number(factor)) != 1:
+        grad.set_values(lambda grad_UD: grad_UD * np.float32(number).item())
+    return grad
+
+
+def _div_(grad: RowGrad, divisor: Any) -> RowGrad:
+    number = _number(divisor)
+    grad.set_values(lambda grad_UD: grad_UD / number)
+    return grad
+
+
+def _zero_(grad: RowGrad) -> RowGrad:
+    grad.drop()
+    return grad
+
+
+def _norm(grad: RowGrad, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
+    if dim is not None or keepdim:
+        raise NotImplementedError(
+            "the norm of an embedding's rows is one of all values; use grad.row_values() for others"
+        )
+    grads = grad.reduce()
+    norm = 0.0 if grads is None else grad.store.loops.norm(grads.grad_UD, float(ord))
+    return torch.tensor(norm, dtype=dtype or torch.float32, device=grad.device)
+
+
+def _clamp_(grad: RowGrad, min: float | None = None, max: float | None = None) -> RowGrad:
+    grad.set_values(lambda grad_UD: grad_UD.clamp(min, max))
+    return grad
+
+
+def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """GradScaler's: divide by the scale, and note whether a value is not finite."""
+    dense = [grad for grad in grads if not isinstance(grad, RowGrad)]
+    if dense:
+        aten._amp_foreach_non_finite_check_and_unscale_(dense, found_inf, inv_scale)
+    for grad in grads:
+        if isinstance(grad, RowGrad):
+            if not bool(torch.isfinite(grad.row_values()).all()):
+                found_inf.fill_(1.0)
+            _mul_(grad, inv_scale)
+
+
+def _each(op: Any, one: Callable[..., Any], tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """A `_foreach` op: the gradients of rows by themselves, the others together."""
+    given: list[Any] = [None] * len(tensors)
+    dense = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, RowGrad)]
+    # A list beside the tensors has an argument for each of them.
+    lists = [isinstance(arg, list | tuple) for arg in args]
+    if dense:
+        picked = [[arg[i] for i in dense] if is_list else arg for arg, is_list in zip(args, lists, strict=True)]
+        for i, result in zip(dense, op([tensors[i] for i in dense], *picked, **kwargs) or dense, strict=True):
+            given[i] = result
+    for i, tensor in enumerate(tensors):
+        if isinstance(tensor, RowGrad):
+            given[i] = one(
+                tensor, *(arg[i] if is_list else arg for arg, is_list in zip(args, lists, strict=True)), **kwargs
+            )
+    return None if op._schema.is_mutable else given
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: RowGrad.copy_of,
+    aten.alias.default: RowGrad.copy_of,
+    aten.clone.default: lambda grad, **_: grad.copy_of(),
+    aten.add.Tensor: _add,
+    aten.add_.Tensor: _add_,
+    aten.mul.Tensor: _mul,
+    aten.mul.Scalar: _mul,
+    aten.mul_.Tensor: _mul_,
+    aten.mul_.Scalar: _mul_,
+    aten.div.Tensor: lambda grad, divisor: _div_(grad.copy_of(), divisor),
+    aten.div.Scalar: lambda grad, divisor: _div_(grad.copy_of(), divisor),
+    aten.div_.Tensor: _div_,
+    aten.div_.Scalar: _div_,
+    aten.neg.default: lambda grad: _mul(grad, -1.0),
+    aten.zero_.default: _zero_,
+    aten.zeros_like.default: lambda grad, **_: RowGrad(grad.store),
+    aten.linalg_vector_norm.default: _norm,
+    aten.clamp_.default: _clamp_,
+    aten.clamp.default: lambda grad, min=None, max=None: _clamp_(grad.copy_of(), min, max),
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}
+"""What each op does to gradients of rows."""
+
+_OF_SPENT = {
+    aten.detach.default, aten.alias.default, aten.clone.default, aten.add.Tensor, aten.add_.Tensor, aten.zero_.default,
+    aten._foreach_zero_.default,
+}  # fmt: skip
+"""What is done to a gradient that is spent: it gives way to the next one."""
+
+_FOREACH: dict[Any, Callable[..., Any]] = {
+    aten._foreach_norm.Scalar: _norm,
+    aten._foreach_mul.Tensor: _mul,
+    aten._foreach_mul.Scalar: _mul,
+    aten._foreach_mul_.Tensor: _mul_,
+    aten._foreach_mul_.Scalar: _mul_,
+    aten._foreach_mul_.ScalarList: _mul_,
+    aten._foreach_div_.Tensor: _div_,
+    aten._foreach_div_.Scalar: _div_,
+    aten._foreach_clamp_min_.Scalar: lambda grad, min: _clamp_(grad, min, None),
+    aten._foreach_clamp_max_.Scalar: lambda grad, max: _clamp_(grad, None, max),
+    aten._foreach_zero_.default: _zero_,
+}
+"""What they do to each of a list."""
+
+
+# ---- where gradients come from --------------------------------------------------------------------------------------
+
+
+def gather_with_grad(
+    lease: Lease, weight: torch.Tensor, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
+) -> torch.Tensor:
+    """The rows of a lookup, as `ops.gather`; a backward pass through them gives `weight` a `RowGrad`.
+
+    The rows need not be pinned: then they are read as they are, and inserted by the step that trains them.
+    """
+    lease.scale_N = scales_of(lease.keys, per_sample_weights, pooling, lease.store)
+    return _Gather.apply(weight, lease, per_sample_weights)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, lease: Lease, scales: torch.Tensor | None) -> torch.Tensor:
+        ctx.lease = lease
+        return lease.read()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[RowGrad | None, None, torch.Tensor | None]:
+        lease, (grad,) = ctx.lease, grads
+        if lease is None:
+            raise RuntimeError(
+                "backward through a lookup of an embedding for the second time, whose rows were let go after the first;"
+                " pass retain_graph=True to the first, or look the ids up again"
+            )
+        if torch.is_grad_enabled() and ctx.needs_input_grad[0]:
+            raise RuntimeError(
+                "the gradient of an embedding's rows has no gradient itself: leave out create_graph=True, or take the"
+                " gradient with respect to what the lookup gave, torch.autograd.grad(loss, rows, create_graph=True)"
+            )
+        lease.check_not_replaced()
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.lease = None  # A loss that is kept keeps none of the lookup's arrays.
+        grad_NX = grad.detach().reshape(-1, grad.shape[-1]).contiguous()
+        row_grad = RowGrad(lease.store, [Pass(lease, grad_NX)]) if ctx.needs_input_grad[0] else None
+        return row_grad, None, lease.grad_of_scales(grad_NX) if ctx.needs_input_grad[2] else None

@@ -1,0 +1,459 @@
+"""Row gradients in autograd: what torch's own tools do to the table of an `nn.Embedding` they do to rows."""
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+import oneemb
+from oneemb.graph.row_grad import RowGrad
+from tests.support.models import make_embedding
+
+IDS, DIM, STEPS = 20, 4, 6
+STORES = ["device", "ssd"]
+
+
+class Pair:
+    """The same model twice: with rows of oneemb and with nn.Embedding, each with an optimizer of torch's own."""
+
+    def __init__(self, path, make=lambda parameters: torch.optim.SGD(parameters, lr=0.5), store="device", joined=False):
+        torch.manual_seed(0)
+        self.rows = make_embedding(path / "rows", dim=DIM, store=store)
+        self.table = torch.nn.Embedding(IDS, DIM)
+        with torch.no_grad():
+            self.table.weight.copy_(self.rows.eval()(torch.arange(IDS)))
+        self.rows.train()
+        self.heads = [torch.nn.Linear(DIM, 1), torch.nn.Linear(DIM, 1)]
+        self.heads[1].load_state_dict(self.heads[0].state_dict())
+        self.models = list(zip((self.rows, self.table), self.heads, strict=True))
+        self.optimizers = [make(self.parameters(i)) for i in (0, 1)]
+        if joined:
+            self.optimizers[0] = oneemb.Optimizer(self.optimizers[0])
+
+    def parameters(self, i):
+        embedding, head = self.models[i]
+        return [embedding.weight, *head.parameters()]
+
+    def loss(self, i, ids, scale=1.0):
+        embedding, head = self.models[i]
+        return head(embedding(ids)).square().mean() * scale
+
+    def check(self):
+        with torch.no_grad():
+            rows = self.rows.eval()(torch.arange(IDS))
+        self.rows.train()
+        torch.testing.assert_close(rows, self.table.weight.detach(), rtol=1e-5, atol=1e-6)
+        for mine, its in zip(*(head.parameters() for head in self.heads), strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
+
+
+def batches(seed=1, size=7):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, IDS, (size,), generator=generator) for _ in range(STEPS)]
+
+
+def plain(pair, i, optimizer, ids):
+    optimizer.zero_grad()
+    pair.loss(i, ids).backward()
+    optimizer.step()
+
+
+def clipped(pair, i, optimizer, ids):
+    optimizer.zero_grad()
+    pair.loss(i, ids, 100.0).backward()
+    pair.norms[i].append(clip_grad_norm_(pair.parameters(i), 0.3))
+    optimizer.step()
+
+
+def clipped_without_foreach(pair, i, optimizer, ids):
+    optimizer.zero_grad()
+    pair.loss(i, ids, 100.0).backward()
+    pair.norms[i].append(clip_grad_norm_(pair.parameters(i), 0.3, foreach=False))
+    optimizer.step()
+
+
+def clipped_by_value(pair, i, optimizer, ids):
+    optimizer.zero_grad()
+    pair.loss(i, ids, 100.0).backward()
+    clip_grad_value_(pair.parameters(i), 0.01)
+    optimizer.step()
+
+
+def clipped_by_the_largest(pair, i, optimizer, ids):
+    optimizer.zero_grad()
+    pair.loss(i, ids, 100.0).backward()
+    pair.norms[i].append(get_total_norm([p.grad for p in pair.parameters(i)], float("inf")))
+    clip_grad_norm_(pair.parameters(i), 0.3, norm_type=float("inf"))
+    optimizer.step()
+
+
+def accumulated(pair, i, optimizer, ids):
+    optimizer.zero_grad()
+    for part in ids.split(2):
+        pair.loss(i, part, 0.25).backward()
+    optimizer.step()
+
+
+def never_zeroed(pair, i, optimizer, ids):
+    pair.loss(i, ids, 0.1).backward()
+    optimizer.step()
+
+
+def stepped_twice(pair, i, optimizer, ids):
+    optimizer.zero_grad()
+    pair.loss(i, ids).backward()
+    optimizer.step()
+    optimizer.step()
+
+
+def zeroed_by_the_model(pair, i, optimizer, ids):
+    for module in pair.models[i]:
+        module.zero_grad()
+    pair.loss(i, ids).backward()
+    optimizer.step()
+
+
+def zeroed_in_place(pair, i, optimizer, ids):
+    pair.loss(i, ids).backward()
+    optimizer.zero_grad(set_to_none=False)
+    pair.loss(i, ids).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def looked_at_by_autograd_grad(pair, i, optimizer, ids):
+    optimizer.zero_grad()
+    loss = pair.loss(i, ids)
+    seen = torch.autograd.grad(loss, pair.parameters(i), retain_graph=True)
+    pair.norms[i].append(get_total_norm(seen))
+    loss.backward()
+    optimizer.step()
+
+
+def hooked(pair, i, optimizer, ids):
+    optimizer.zero_grad()
+    handle = pair.parameters(i)[0].register_hook(lambda grad: grad * 3)
+    pair.loss(i, ids).backward()
+    handle.remove()
+    optimizer.step()
+
+
+def checkpointed(pair, i, optimizer, ids):
+    optimizer.zero_grad()
+    torch.utils.checkpoint.checkpoint(pair.loss, i, ids, use_reentrant=False).backward()
+    optimizer.step()
+
+
+def closure(pair, i, optimizer, ids):
+    def compute():
+        optimizer.zero_grad()
+        loss = pair.loss(i, ids)
+        loss.backward()
+        return loss
+
+    pair.norms[i].append(optimizer.step(compute))
+
+
+def averaged_by_hand(pair, i, optimizer, ids):
+    optimizer.zero_grad()
+    pair.loss(i, ids).backward()
+    for parameter in pair.parameters(i):
+        parameter.grad /= 4
+        parameter.grad.mul_(torch.tensor(2.0))
+    optimizer.step()
+
+
+def retained(pair, i, optimizer, ids):
+    optimizer.zero_grad()
+    loss = pair.loss(i, ids)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+
+
+LOOPS = [
+    plain, clipped, clipped_without_foreach, clipped_by_value, clipped_by_the_largest, accumulated, never_zeroed,
+    stepped_twice, zeroed_by_the_model, zeroed_in_place, looked_at_by_autograd_grad, hooked, checkpointed, closure,
+    averaged_by_hand, retained,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["torch's own", "oneemb.Optimizer"])
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_a_loop_of_torch_trains_rows_as_a_table(tmp_path, loop, store, joined):
+    pair = Pair(tmp_path, store=store, joined=joined)
+    pair.norms = [], []
+    for ids in batches():
+        for i, optimizer in enumerate(pair.optimizers):
+            loop(pair, i, optimizer, ids)
+        pair.check()
+    for mine, its in zip(*pair.norms, strict=True):
+        torch.testing.assert_close(mine.detach(), its.detach(), rtol=1e-5, atol=1e-6)
+    assert pair.rows.stats()["step"] == STEPS * (2 if loop is stepped_twice else 1)
+    pair.optimizers[0].zero_grad()
+    assert pair.rows.weight.grad is None or not pair.rows.weight.grad.passes
+    assert pair.rows.stats()["device"]["pinned"] == 0
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["torch's own", "oneemb.Optimizer"])
+def test_a_grad_scaler_unscales_rows_and_skips_what_overflows(tmp_path, joined):
+    pair = Pair(tmp_path, joined=joined)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in pair.models]
+    for step, ids in enumerate(batches()):
+        for i, (optimizer, scaler) in enumerate(zip(pair.optimizers, scalers, strict=True)):
+            optimizer.zero_grad()
+            loss = pair.loss(i, ids, float("inf") if step == 3 else 1.0)
+            scaler.scale(loss).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+                clip_grad_norm_(pair.parameters(i), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        pair.check()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert pair.rows.stats()["step"] == STEPS - 1
+
+
+def test_rows_are_trained_in_eval_mode_too_and_inserted_by_the_step(tmp_path):
+    pair = Pair(tmp_path)
+    pair.rows.eval()
+    for ids in batches():
+        for i, optimizer in enumerate(pair.optimizers):
+            optimizer.zero_grad()
+            loss = pair.loss(i, ids)
+            known = pair.rows.stats()["rows"]
+            loss.backward()
+            assert pair.rows.stats()["rows"] == known
+            optimizer.step()
+    pair.check()
+    assert pair.rows.stats()["rows"] == len({id for ids in batches() for id in ids.tolist()})
+
+
+def test_a_scheduler_takes_the_joined_optimizer(tmp_path):
+    pair = Pair(tmp_path, joined=True)
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in pair.optimizers]
+    for ids in batches():
+        for i, (optimizer, scheduler) in enumerate(zip(pair.optimizers, schedulers, strict=True)):
+            plain(pair, i, optimizer, ids)
+            scheduler.step()
+    pair.check()
+    assert isinstance(pair.optimizers[0], torch.optim.Optimizer)
+
+
+def test_an_optimizer_that_comes_with_the_first_step_gives_rows_their_state(tmp_path):
+    pair = Pair(tmp_path, lambda parameters: torch.optim.Adagrad(parameters, lr=0.1), store="ssd")
+    for ids in batches():
+        for i, optimizer in enumerate(pair.optimizers):
+            plain(pair, i, optimizer, ids)
+    pair.check()
+    assert pair.rows.store.format.optimizer == "adagrad" and pair.rows.optimizer is pair.optimizers[0]
+
+
+def test_a_step_that_raises_keeps_the_gradients(tmp_path):
+    pair = Pair(tmp_path)
+    (ids, *_) = batches()
+    for i, optimizer in enumerate(pair.optimizers):
+        optimizer.zero_grad()
+        pair.loss(i, ids).backward()
+
+        def fail(*args):
+            raise RuntimeError("of a hook")
+
+        handle = optimizer.register_step_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="of a hook"):
+            optimizer.step()
+        handle.remove()
+    assert pair.rows.stats()["step"] == 0
+    for optimizer in pair.optimizers:
+        optimizer.step()
+    pair.check()
+
+
+def test_the_gradient_is_given_as_plain_tensors(tmp_path):
+    pair = Pair(tmp_path)
+    ids = torch.tensor([3, 5, 3])
+    for i in (0, 1):
+        pair.loss(i, ids).backward()
+    grad = pair.rows.weight.grad
+    assert isinstance(grad, RowGrad) and grad.shape == pair.rows.weight.shape
+    tables, found = grad.row_keys()
+    assert tables.tolist() == [0, 0] and found.tolist() == [3, 5]
+    torch.testing.assert_close(grad.row_values(), pair.table.weight.grad[[3, 5]])
+    torch.testing.assert_close(grad.abs().max(), pair.table.weight.grad.abs().max())
+    assert torch.isfinite(grad).all() and "1 backward passes" in repr(grad)
+
+
+def regularised(embedding):
+    return embedding.weight.square().sum()
+
+
+def with_a_second_derivative(embedding):
+    return embedding(torch.tensor([1])).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("use", "match"),
+    [
+        (lambda e: e.weight.square().sum().backward(), "a regulariser is a loss of the rows"),
+        (lambda e: (e(torch.tensor([1])).sum() + e.weight.sum()).backward(), "a dense gradient reached"),
+        (lambda e: e(torch.tensor([1])).square().sum().backward(create_graph=True), "leave out create_graph=True"),
+        (lambda e: e(torch.tensor([1])).sum().backward() or e.weight.grad.copy_(torch.zeros(0, DIM)), "is not known"),
+        (lambda e: e(torch.tensor([1])).sum().backward() or e.weight.grad * torch.ones(DIM), "by a number"),
+    ],
+    ids=["regulariser", "regulariser beside a lookup", "create_graph", "copy_", "times a tensor"],
+)
+def test_what_rows_cannot_do_is_refused_with_what_to_do(tmp_path, use, match):
+    with pytest.raises((RuntimeError, NotImplementedError), match=match):
+        use(make_embedding(tmp_path / "rows", dim=DIM))
+
+
+def test_rows_of_one_embedding_are_trained_by_one_optimizer(tmp_path):
+    embedding = make_embedding(tmp_path / "rows", dim=DIM)
+    first, second = (torch.optim.SGD([embedding.weight], lr=0.1) for _ in range(2))
+    embedding(torch.tensor([1])).sum().backward()
+    first.step()
+    with pytest.raises(ValueError, match="is trained by another SGD"):
+        second.step()
+    embedding.detach_optimizer()
+    second.step()
+    assert embedding.stats()["step"] == 2
+
+
+# ---- an optimizer leaves, another comes -----------------------------------------------------------------------------
+
+
+def trained_with_adam(path, store="device", make=torch.optim.Adam):
+    pair = Pair(path, lambda parameters: make(parameters, lr=0.1), store=store)
+    for _ in range(STEPS):
+        for i, optimizer in enumerate(pair.optimizers):
+            plain(pair, i, optimizer, torch.arange(IDS))
+    return pair
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_an_optimizer_of_the_same_class_goes_on_with_the_state(tmp_path, store):
+    pair = trained_with_adam(tmp_path, store)
+    pair.rows.detach_optimizer()
+    states = [optimizer.state_dict() for optimizer in pair.optimizers]
+    pair.optimizers = [torch.optim.Adam(pair.parameters(i), lr=0.1) for i in (0, 1)]
+    for optimizer, state in zip(pair.optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
+    for i, optimizer in enumerate(pair.optimizers):
+        plain(pair, i, optimizer, torch.arange(IDS))
+    pair.check()
+    assert pair.rows.stats()["step"] == STEPS + 1
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_state_that_is_dropped_begins_anew_with_any_optimizer(tmp_path, store):
+    pair = trained_with_adam(tmp_path, store)
+    with pytest.raises(ValueError, match="is trained by another Adam"):
+        plain(pair, 0, torch.optim.Adagrad(pair.parameters(0), lr=0.1), torch.arange(IDS))
+    pair.rows.detach_optimizer(state="drop")
+    assert pair.rows.store.format.state_width == 0 and pair.rows.stats()["step"] == 0
+    pair.optimizers = [torch.optim.Adagrad(pair.parameters(i), lr=0.1) for i in (0, 1)]
+    for ids in batches():
+        for i, optimizer in enumerate(pair.optimizers):
+            plain(pair, i, optimizer, ids)
+    pair.check()
+
+
+def test_adamw_goes_on_with_the_moments_of_adam(tmp_path):
+    pair = trained_with_adam(tmp_path)
+    with pytest.raises(ValueError, match="state must be 'keep', 'drop' or"):
+        pair.rows.detach_optimizer(state="adagrad")
+    pair.rows.detach_optimizer(state="adamw")
+    after = [torch.optim.AdamW(pair.parameters(i), lr=0.1) for i in (0, 1)]
+    state = pair.optimizers[1].state_dict()
+    after[1].load_state_dict({"state": state["state"], "param_groups": after[1].state_dict()["param_groups"]})
+    before = pair.optimizers[0].state_dict()
+    after[0].load_state_dict({"state": before["state"], "param_groups": after[0].state_dict()["param_groups"]})
+    for i, optimizer in enumerate(after):
+        plain(pair, i, optimizer, torch.arange(IDS))
+    pair.check()
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("attached", [False, True])
+def test_weights_alone_are_loaded_from_a_snapshot_of_any_optimizer(tmp_path, store, attached):
+    pair = trained_with_adam(tmp_path / "trained", store)
+    pair.rows.save_snapshot("s")
+    expected = pair.rows(torch.arange(IDS)).detach().clone()
+    pair.rows.close()
+    other = Pair(tmp_path / "trained", lambda parameters: torch.optim.Adagrad(parameters, lr=0.1), store=store)
+    if attached:
+        plain(other, 0, other.optimizers[0], torch.arange(3))
+        with pytest.raises(oneemb.StorageError, match="holds the state of 'adam'"):
+            other.rows.load_snapshot("s")
+    other.rows.load_snapshot("s", weights_only=True)
+    assert torch.equal(other.rows(torch.arange(IDS)), expected) and other.rows.stats()["step"] == 0
+    plain(other, 0, other.optimizers[0], torch.arange(3))
+    assert other.rows.store.format.optimizer == "adagrad" and other.rows.stats()["step"] == 1
+
+
+def test_a_state_dict_holds_no_weight_and_may_be_mapped(tmp_path):
+    pair = Pair(tmp_path)
+    plain(pair, 0, pair.optimizers[0], torch.arange(IDS))
+    model = torch.nn.Sequential(pair.rows, pair.heads[0])
+    state = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in model.state_dict().items()
+    }
+    assert "0.weight" not in state
+    expected = pair.rows(torch.arange(IDS)).detach().clone()
+    plain(pair, 0, pair.optimizers[0], torch.arange(IDS))
+    model.load_state_dict({**state, "0.weight": torch.zeros(1)})
+    assert torch.equal(pair.rows(torch.arange(IDS)), expected)
+    assert sum(parameter.numel() for parameter in model.parameters()) == DIM + 1 and pair.rows.weight.ndim == 2
+
+
+# ---- a step in the backward pass ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_fused_rows_are_updated_in_backward_with_the_bits_of_a_step(tmp_path, store):
+    embeddings = [make_embedding(tmp_path / name, dim=DIM, store=store) for name in "ab"]
+    optimizers = [
+        oneemb.Optimizer(torch.optim.Adam(embedding.parameters(), lr=0.1), [embedding], fused=fused)
+        for embedding, fused in zip(embeddings, (False, True), strict=True)
+    ]
+    for ids in batches():
+        for embedding in embeddings:
+            embedding(ids).square().sum().backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    rows = [embedding.eval()(torch.arange(IDS)) for embedding in embeddings]
+    assert torch.equal(*rows) and embeddings[1].stats()["step"] == STEPS == optimizers[1].taken
+    assert embeddings[1].stats()["device"]["pinned"] == 0
+    optimizers[1].step()  # There is nothing left to step.
+    assert embeddings[1].stats()["step"] == STEPS
+
+
+def test_what_needs_a_gradient_after_a_fused_step_is_refused(tmp_path):
+    embedding = make_embedding(tmp_path / "rows", dim=DIM)
+    optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), [embedding], fused=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match=r"updated in the backward pass \(fused=True\)"):
+        clip_grad_norm_(embedding.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match="fused=True"):
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(1))
+        scaler.unscale_(optimizer)
+    embedding(torch.tensor([1])).sum().backward()
+    optimizer.zero_grad()
+    assert embedding.stats()["step"] == 2 and embedding.weight.grad is None
+
+
+def test_an_embedding_inside_ddp_is_refused(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(make_embedding(tmp_path / "rows", dim=DIM), torch.nn.Linear(DIM, 1))
+        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(RuntimeError, match="is inside DistributedDataParallel"):
+            ddp(torch.tensor([1, 2]))
+        with torch.no_grad():
+            assert ddp(torch.tensor([1, 2])).shape == (2, 1)
+        head = torch.nn.parallel.DistributedDataParallel(model[1])
+        head(model[0](torch.tensor([1, 2]))).sum().backward()
+        assert isinstance(model[0].weight.grad, RowGrad)
+    finally:
+        torch.distributed.destroy_process_group()
