@@ -157,6 +157,7 @@ class RowGrad(torch.Tensor):
     # ---- dispatch ---------------------------------------------------------------------------------------------------
 
     @classmethod
+    @torch._disable_dynamo
     def __torch_dispatch__(  # type: ignore[override]  # torch's own is of another kind
         cls, op: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -361,6 +362,7 @@ class _Gather(torch.autograd.Function):
         return lease.read()
 
     @staticmethod
+    @torch._disable_dynamo  # torch.compile stays out of it, as out of a lookup
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[RowGrad | None, None, torch.Tensor | None]:
         lease, (grad,) = ctx.lease, grads
         if lease is None:
