@@ -130,6 +130,7 @@ class Oneemb:
         rows = self._forward(i)
         rows.backward(self._grad)
         self._optimizer.step()
+        self._optimizer.zero_grad()
         return rows
 
     def close(self) -> None:
