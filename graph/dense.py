@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from oneemb.graph.build_error import BuildError, user_line
+from oneemb.graph.modules import embeddings_in, is_embedding
 from oneemb.graph.streams import capture_gate
 
 __all__ = ["CAPTURES_MAX", "WARM_STEPS", "DenseCompiler"]
@@ -48,6 +50,53 @@ class DenseCompiler:
         self._captured: dict[int, _Captured] = {}
         self._warned: set[str] = set()
 
+    def refuse_second_pass(self) -> None:
+        """A step is about to run its second backward pass: capture nothing.
+
+        Raises:
+            BuildError: a module has been captured, and would lose the gradients of the first pass.
+        """
+        if any(captured.is_used for captured in self._captured.values()):
+            raise BuildError(
+                f"build runs several backward passes{user_line()}, and a module that is replayed as a CUDA graph keeps"
+                " the gradients of one; set config.cuda_graph = False"
+            )
+        for captured in self._captured.values():
+            captured.give_up("build runs several backward passes")
+
+    @contextlib.contextmanager
+    def in_place_of(self, root: torch.nn.Module, why_not_captured: str = "") -> Iterator[None]:
+        """Calls of dense modules inside run what `of` gives for them.
+
+        Args:
+            root: the module whose outermost submodules without an embedding are meant.
+            why_not_captured: what forbids a capture; empty = nothing does.
+        """
+        modules = list(_dense_modules(root))
+        calls: dict[torch.nn.Module, int] = dict.fromkeys(modules, 0)
+
+        def call_of(module: torch.nn.Module) -> Call:
+            def run(*args: object, **kwargs: object) -> object:
+                calls[module] += 1
+                why = why_not_captured or ("build calls it more than once" if calls[module] > 1 else "")
+                module._compiled_call_impl = None  # type: ignore[assignment]  # inside, the module itself is called
+                try:
+                    return self.of(module, why)(*args, **kwargs)
+                finally:
+                    module._compiled_call_impl = run  # type: ignore[assignment]
+
+            return run
+
+        before = {module: module._compiled_call_impl for module in modules}
+        try:
+            for module in modules:
+                if before[module] is None:  # not compiled by the user
+                    module._compiled_call_impl = call_of(module)  # type: ignore[assignment]  # as Module.compile does
+            yield
+        finally:
+            for module, call in before.items():
+                module._compiled_call_impl = call
+
     def of(self, module: torch.nn.Module, why_not_captured: str = "") -> Call:
         """What to call in the module's place.
 
@@ -57,12 +106,12 @@ class DenseCompiler:
         call = self._compiled_of(module) if self._compiles else module
         if not self._captures:
             return call
-        if why_not_captured:
-            self._warn("cuda_graph", f"{type(module).__name__} runs without one: {why_not_captured}")
-            return call
         if id(module) not in self._captured:
             self._captured[id(module)] = _Captured(module, lambda why: self._warn("cuda_graph", why))
         captured = self._captured[id(module)]
+        if why_not_captured:
+            captured.give_up(why_not_captured)
+            return call
         return lambda *args, **kwargs: captured.run(call, args, kwargs)
 
     def _compiled_of(self, module: torch.nn.Module) -> Call:
@@ -114,7 +163,7 @@ class _Captured:
         if self._given_up or not (self._module.training and torch.is_grad_enabled()):
             return call(*args, **kwargs)
         if why := self._why_not(args, kwargs):
-            self._give_up(why)
+            self.give_up(why)
             return call(*args, **kwargs)
         kind = self._kind(args)
         if kind not in self._graphs:
@@ -149,17 +198,25 @@ class _Captured:
             if not may:  # perhaps at a later call
                 self._tries += 1
                 if self._tries == _TRIES:
-                    self._give_up("batches were being prepared whenever it was to be captured")
+                    self.give_up("batches were being prepared whenever it was to be captured")
                 return False
             try:
                 with _unchanged(self._module), _without_autocast_cache():
                     self._graphs[kind] = torch.cuda.make_graphed_callables(_Call(self._module, call), samples)
             except Exception as error:
-                self._give_up(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
+                self.give_up(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
                 return False
         return True
 
-    def _give_up(self, why: str) -> None:
+    @property
+    def is_used(self) -> bool:
+        """Whether a graph is replayed."""
+        return bool(self._graphs) and not self._given_up
+
+    def give_up(self, why: str) -> None:
+        """Run the module as it is from now on."""
+        if self._given_up:
+            return
         self._given_up = True
         self._warn(f"{type(self._module).__name__} runs without one: {why}")
 
@@ -174,6 +231,16 @@ class _Call(torch.nn.Module):
 
     def forward(self, *args: object) -> object:
         return self._call[0](*args)
+
+
+def _dense_modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The outermost modules below a module that hold no embedding; of lists and dicts, their elements."""
+    for module in root.children():
+        if embeddings_in(module) or isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
+            if not is_embedding(module):
+                yield from _dense_modules(module)
+        else:
+            yield module
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from oneemb.graph import ops
-from oneemb.graph.pipeline import AfterPass
+from oneemb.graph.plan import AfterPass
 from oneemb.graph.spec import STAGES
 from oneemb.graph.text import node_label
 

@@ -1,18 +1,16 @@
 """Runs a compiled graph, op by op.
 
-It takes the place of the code that torch.fx generates. After an error it leaves the contexts that the graph entered,
-releases the rows that it holds and says which line of `build` the error belongs to. It counts and times each op.
+It takes the place of the code that torch.fx generates: after an error it unpins the rows that it holds, and it counts
+and times each op.
 
-Invariants: a run that raises leaves nothing pinned and no context entered; a value is dropped after its last use.
+Invariants: a run that raises leaves nothing pinned; a value is dropped after its last use.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from oneemb.graph import ops
@@ -20,6 +18,7 @@ from oneemb.graph.ops import OPS
 from oneemb.graph.ops.op import Measure
 from oneemb.graph.passes import output_of
 from oneemb.graph.recorder import OpStats, Profile
+from oneemb.graph.text import node_label
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["Executor", "Find"]
@@ -33,17 +32,13 @@ Find = Callable[[str], Any]
 
 @dataclass
 class _Step:
-    node: fx.Node
+    label: str
     call: Callable[[_Env], Any]
     place: int
     dropped: tuple[int, ...]
     measured: tuple[Measure, Callable[[_Env], Any]] | None
     """How to measure the op, and how to make the arguments for that."""
     stats: OpStats
-    context: str | None
-    """"enter" or "exit" """
-    commits: bool
-    """Whether the op changes what has to be changed as a whole."""
 
 
 class Executor:
@@ -75,30 +70,20 @@ class Executor:
             if op is not None and op.measure is not None:
                 measured = op.measure, _value_of(node.args, places)
             call = _call_of(node, places, find)
-            context = op.context if op is not None else None
-            commits = op is not None and op.commits
-            self._steps.append(_Step(node, call, places[node], dropped, measured, OpStats(), context, commits))
+            self._steps.append(_Step(node_label(node), call, places[node], dropped, measured, OpStats()))
         self._result = _value_of(output_of(graph).args[0], places)
         self._size = len(places)
-        prefetched = [i for i, step in enumerate(self._steps) if "prefetched" in step.node.kwargs]
-        self._acquired = prefetched[-1] if prefetched else -1
-        self._commits = next((i for i, step in enumerate(self._steps) if step.commits), -1)
 
-    def stats(self) -> list[tuple[fx.Node, OpStats]]:
+    def stats(self) -> list[tuple[str, OpStats]]:
         """Each op with its counts and times since it was compiled, in the order they run."""
-        return [(step.node, step.stats) for step in self._steps if step.node.op != "get_attr"]
+        return [(step.label, step.stats) for step in self._steps]
 
-    def __call__(
-        self, values: Sequence[Any], on_acquired: Callable[[], None] | None = None, profile: Profile | None = None,
-        committing: ExitStack | None = None,
-    ) -> Any:  # fmt: skip
+    def __call__(self, values: Sequence[Any], profile: Profile | None = None) -> Any:
         """Run the graph.
 
         Args:
             values: its inputs.
-            on_acquired: called when the rows that were prefetched for this run have been taken over.
             profile: where to note each op.
-            committing: holds signals back from the first op that changes parameters or rows on, until it is closed.
 
         Returns:
             What the graph returns.
@@ -106,92 +91,34 @@ class Executor:
         env: _Env = [None] * self._size
         for place, value in zip(self._inputs, values, strict=True):
             env[place] = value
-        begun = _Begun(env, torch.is_grad_enabled())
+        reserved: list[ops.Reserved | ops.MergedReserved] = []
         try:
-            try:
-                return self._run(env, begun, on_acquired, profile, committing)
-            except BaseException as error:
-                begun.clean_up(error)
-                if begun.step is not None:
-                    _add_line(error, begun.step.node)
-                raise
-        except BaseException as error:
-            begun.clean_up(error)  # An interrupt may have come before the first time.
+            return self._run(env, reserved, profile)
+        except BaseException:
+            with undisturbed:
+                ops.unprefetch(env)
+                for lookup in reserved:
+                    lookup.drop()
             raise
 
-    def _run(
-        self, env: _Env, begun: "_Begun", on_acquired: Callable[[], None] | None, profile: Profile | None,
-        committing: ExitStack | None,
-    ) -> Any:  # fmt: skip
-        if on_acquired is not None and self._acquired < 0:
-            on_acquired()
-        for i, step in enumerate(self._steps):
-            begun.step = step
-            if i == self._commits and committing is not None:
-                committing.enter_context(undisturbed)
-                begun.committing = True
-            node, stats = step.node, step.stats
+    def _run(self, env: _Env, reserved: list[ops.Reserved | ops.MergedReserved], profile: Profile | None) -> Any:
+        for step in self._steps:
             begin = time.perf_counter_ns()
-            if step.context is None:
-                result = step.call(env)
-            else:
-                with undisturbed:
-                    result = step.call(env)
-                    if step.context == "enter":
-                        begun.contexts.append(result)
-                    else:
-                        begun.contexts.pop()
+            result = step.call(env)
             end = time.perf_counter_ns()
-            stats.calls += 1
-            stats.ns += end - begin
-            if isinstance(result, ops.Lease | ops.MergedLease):
-                begun.leases.append(result)
+            if isinstance(result, ops.Reserved | ops.MergedReserved):
+                reserved.append(result)
+            rows = size = 0
             if step.measured is not None:
                 measure, args = step.measured
                 rows, size = measure(args(env), result)
-                stats.rows += rows
-                stats.bytes += size
+            step.stats.add(end - begin, rows, size)
             if profile is not None:
-                profile.note(self.half, node, begin, end)
+                profile.note(self.half, step.label, begin, end)
             env[step.place] = result
             for place in step.dropped:
                 env[place] = None
-            if i == self._acquired and on_acquired is not None:
-                on_acquired()
-        result = self._result(env)
-        torch.set_grad_enabled(begun.grad_enabled)
-        return result
-
-
-class _Begun:
-    """What a run has entered and acquired so far, to be undone if it fails."""
-
-    def __init__(self, env: _Env, grad_enabled: bool):
-        self.env, self.grad_enabled = env, grad_enabled
-        self.contexts: list[AbstractContextManager[object]] = []
-        self.leases: list[ops.Lease | ops.MergedLease] = []
-        self.step: _Step | None = None
-        self.committing = False
-
-    def clean_up(self, error: BaseException) -> None:
-        with undisturbed:
-            if self.committing and not isinstance(error, Exception):  # It was not held back, so it may be anywhere.
-                for lease in self.leases:
-                    for store in lease.store.members:
-                        store.turns.note(error)
-            while self.contexts:
-                self.contexts.pop().__exit__(None, None, None)
-            torch.set_grad_enabled(self.grad_enabled)
-            ops.unprefetch(self.env)
-            ops.release(self.leases)
-
-
-def _add_line(error: BaseException, node: fx.Node) -> None:
-    """Say which line of `build` an error belongs to."""
-    lines = node.meta.get("lines", {})  # of an op that stands for several, by what its errors say they are of
-    line = lines.get(getattr(error, "first_table", None), node.meta.get("line", ""))
-    if line:
-        ops.add_note(error, f"in build{line}")
+        return self._result(env)
 
 
 def _call_of(node: fx.Node, places: dict[fx.Node, int], find: Find) -> Callable[[_Env], Any]:

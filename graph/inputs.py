@@ -19,7 +19,7 @@ A variable batch size changes no structure.
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -44,7 +44,7 @@ class Structure:
     Args:
         kind: "value", "constant", "sequence" or "dict".
         what: a value's name, the class of a constant and the constant, the class of a sequence, or the class and keys
-            of a dict.
+            of a dict or dataclass.
         parts: what is nested in it.
     """
 
@@ -83,17 +83,6 @@ class Structure:
         for part in self.parts:
             yield from part.names()
 
-    def fill(self, values: Iterator[T]) -> Any:
-        """The nested arguments, with these values in them."""
-        if self.kind == "value":
-            return next(values)
-        if self.kind == "constant":
-            return self.what[1]
-        parts = [part.fill(values) for part in self.parts]
-        if self.kind == "dict":
-            return dict(zip(self.what[1], parts, strict=True))
-        return self.what(*parts) if hasattr(self.what, "_fields") else self.what(parts)
-
 
 class Signature:
     """How `build` takes its arguments."""
@@ -112,18 +101,6 @@ class Signature:
         bound.apply_defaults()
         return self._flatten(bound.arguments, passed)
 
-    def default_structure(self) -> Structure:
-        """The structure of a call that gives a value to every parameter that must be given, and no other."""
-        arguments: dict[str, object] = {}
-        for name, parameter in self._signature.parameters.items():
-            if parameter.kind is parameter.VAR_POSITIONAL:
-                arguments[name] = ()
-            elif parameter.kind is parameter.VAR_KEYWORD:
-                arguments[name] = {}
-            else:
-                arguments[name] = object() if parameter.default is parameter.empty else parameter.default
-        return self._flatten(arguments, set())[1]
-
     def _flatten(self, arguments: Mapping[str, object], passed: Collection[str]) -> tuple[list[Any], Structure]:
         values: list[Any] = []
         parts = []
@@ -133,11 +110,6 @@ class Signature:
             depth = _ALL if name not in passed else _MEMBERS if several else _ITSELF
             parts.append(_flatten(argument, name, values, depth))
         return values, Structure("dict", (dict, tuple(arguments)), tuple(parts))
-
-    def call(self, structure: Structure, values: Sequence[object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) to call `build` with."""
-        bound = inspect.BoundArguments(self._signature, structure.fill(iter(values)))
-        return bound.args, bound.kwargs
 
     def spread(self, batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) for a batch of a loader: a tuple or list is `build`'s arguments, a dict its arguments by
@@ -183,5 +155,9 @@ def _flatten(argument: Any, name: str, values: list[Any], depth: int) -> Structu
     if isinstance(argument, dict) and all(isinstance(key, str | int) for key in argument):
         parts = tuple(_flatten(element, f"{name}_{key}", values, inside) for key, element in argument.items())
         return Structure("dict", (dict, tuple(argument)), parts)
+    if is_dataclass(argument) and not isinstance(argument, type):
+        held = [field.name for field in fields(argument)]
+        parts = tuple(_flatten(getattr(argument, key), f"{name}_{key}", values, inside) for key in held)
+        return Structure("dict", (type(argument), tuple(held)), parts)
     values.append(argument)
     return Structure("value", name)

@@ -29,7 +29,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from oneemb.graph import ops
-from oneemb.graph.pipeline import Plan
+from oneemb.graph.plan import Plan
 from oneemb.graph.streams import Ahead, Mark, capture_gate
 
 __all__ = ["Prepared", "prefetch"]
@@ -59,7 +59,7 @@ class Prepared:
     values: Sequence[Any] | None = None
     """What the first half of the plan gave."""
     versions: list[tuple[int, int]] | None = None
-    """What `Plan.buffer_versions` said when it was prepared."""
+    """What `Plan.versions` said when it was prepared."""
     error: BaseException | None = None
     last: bool = False
     mark: Mark = field(default_factory=list)

@@ -7,14 +7,16 @@ them. Times are those of the thread that ran the op.
 import json
 import os
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from torch import fx
+from oneemb.graph.ops.op import OPS
 
-from oneemb.graph.text import node_label
+__all__ = ["OpStats", "Profile", "StepStats", "stats_table"]
 
-__all__ = ["OpStats", "Profile", "stats_table"]
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -27,15 +29,22 @@ class OpStats:
     """Ids looked up, or unique rows acquired, reduced or updated."""
     bytes: int = 0
 
+    def add(self, ns: int, rows: int = 0, size: int = 0) -> None:
+        """Count one call."""
+        self.calls += 1
+        self.ns += ns
+        self.rows += rows
+        self.bytes += size
 
-def stats_table(halves: Iterable[tuple[str, Iterable[tuple[fx.Node, OpStats]]]]) -> str:
+
+def stats_table(halves: Iterable[tuple[str, Iterable[tuple[str, OpStats]]]]) -> str:
     """A table for people: one line an op, those of each half in the order they run."""
     lines = []
     total_ns = 0
     for half, stats in halves:
-        for node, op in stats:
+        for label, op in stats:
             if op.calls:
-                lines.append((half, node_label(node), op))
+                lines.append((half, label, op))
                 total_ns += op.ns
     table = [("half", "op", "calls", "rows", "MB", "ms a call", "share", "GB/s")]
     for half, label, op in lines:
@@ -92,11 +101,10 @@ class Profile:
         """Whether all steps are noted."""
         return self.step >= self.steps
 
-    def note(self, half: str, node: fx.Node, begin_ns: int, end_ns: int) -> None:
+    def note(self, half: str, op: str, begin_ns: int, end_ns: int) -> None:
         """Note one op."""
-        if node.op != "get_attr":
-            with self._lock:
-                self.events.append((half, node_label(node), self.step, begin_ns, end_ns))
+        with self._lock:
+            self.events.append((half, op, self.step, begin_ns, end_ns))
 
     def __str__(self) -> str:
         """The table that `print` shows: a line for each op, in the order in which they first ran."""
@@ -137,3 +145,27 @@ class Profile:
         ]
         with open(path, "w") as file:
             json.dump({"traceEvents": named + events, "displayTimeUnit": "ms"}, file)
+
+
+class StepStats:
+    """Counts and times what a step does beside its graphs: `build`, and the ops of the update."""
+
+    def __init__(self) -> None:
+        self.profile: Profile | None = None
+        """Where to note each op as well."""
+        self._stats: dict[str, OpStats] = {}
+
+    def call(self, label: str, function: Callable[..., Result], /, *args: object, **kwargs: object) -> Result:
+        """What a function gives."""
+        begin = time.perf_counter_ns()
+        result = function(*args, **kwargs)
+        end = time.perf_counter_ns()
+        measure = op.measure if (op := OPS.get(function)) is not None else None
+        self._stats.setdefault(label, OpStats()).add(end - begin, *(measure(args, result) if measure else ()))
+        if self.profile is not None:
+            self.profile.note("compute", label, begin, end)
+        return result
+
+    def stats(self) -> list[tuple[str, OpStats]]:
+        """Each op with its counts and times, in the order in which they first ran."""
+        return list(self._stats.items())

@@ -1,29 +1,36 @@
-"""What training and evaluation graphs share: `build` traced, compiled for each structure of inputs, run and shown."""
+"""What training and evaluation graphs share: `build` called, its lookups made ahead of it, and shown."""
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Hashable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import fx
 
 from oneemb.embedding import embeddings_of
-from oneemb.graph.build_error import BuildError
+from oneemb.graph.building import Building, Expected
 from oneemb.graph.dense import DenseCompiler
 from oneemb.graph.inputs import Signature, Structure
-from oneemb.graph.pipeline import Plan, Recipe, compile_plan
+from oneemb.graph.modules import embeddings_in
+from oneemb.graph.ops.update import StepOptimizer
+from oneemb.graph.plan import Merged, Plan, compile_plan
 from oneemb.graph.prefetch import Prepared, prefetch
-from oneemb.graph.recorder import Profile, stats_table
+from oneemb.graph.recorder import Profile, StepStats, stats_table
+from oneemb.graph.tape import Tape
 from oneemb.graph.text import graph_text
 from oneemb.storage.step_lock import StepLock, in_step
 
 __all__ = ["PLANS_MAX", "CompiledGraph", "GraphConfig", "OnAcquired", "step_locks"]
 
 PLANS_MAX = 16
-"""Compiled steps that a graph keeps: those used last."""
+"""Plans that a graph keeps: those used last."""
+
+RECORDED_MAX = 8
+"""How often the lookups of one structure of inputs are recorded. A step that makes others than expected is recorded
+anew; where that happens more often, lookups are made when `build` asks for them."""
 
 # Called when the rows that were prefetched for a step are the step's own.
 OnAcquired = Callable[[], None]
@@ -50,14 +57,40 @@ class GraphConfig:
     cuda_graph: bool = False
 
 
+class _Batch(NamedTuple):
+    """The arguments of a call of `build`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    values: list[Any]
+    """What is nested in them, see `oneemb.graph.inputs`."""
+    structure: Structure
+
+
+class _Known:
+    """What is known of the lookups of one structure of inputs."""
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        """None = they are to be recorded."""
+        self.recorded = 0
+
+    def look_back(self, building: Building, plan: Plan) -> None:
+        """Have the lookups recorded anew if a step made others than were made ahead."""
+        if self.recorded < RECORDED_MAX and (building.in_vain or building.others > plan.others):
+            self.plan = None
+
+
 class CompiledGraph(torch.nn.Module):
     """Base of `TrainGraph` and `EvalGraph`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.config = GraphConfig()
-        self._plans: OrderedDict[tuple[Structure, Hashable], Plan] = OrderedDict()  # that used last is the last
-        self._dropped_plans = 0
+        self._known: OrderedDict[tuple[Structure, Hashable], _Known] = OrderedDict()  # that used last is the last
+        self._dropped = 0
+        self._merged: Merged = {}
+        self._stats = StepStats()
         self._profile: Profile | None = None
         self._latest: Plan | None = None
         self._dense: dict[tuple[bool, bool], DenseCompiler | None] = {}
@@ -70,32 +103,35 @@ class CompiledGraph(torch.nn.Module):
     # ---- compiling --------------------------------------------------------------------------------------------------
 
     def compiled(self) -> fx.GraphModule:
-        """The graph that the next call runs; `.code` and `.graph` show it.
+        """The lookups of the last call, as they are made ahead of `build`; `.code` and `.graph` show them.
 
-        A graph is compiled anew when modules are exchanged, frozen, unfrozen or switched between training and eval
-        mode, when rows have moved or their state has another width, and for inputs of another nesting. Other shapes
-        of inputs need no compilation.
+        The first call with inputs of a nesting records how the ids of its lookups come from the batch, and they are
+        compiled for the calls after it. They are compiled anew when modules are exchanged, frozen, unfrozen or switched
+        between training and eval mode, when rows have moved or their state has another width, for inputs of another
+        nesting, and when `build` has looked up other ids than these.
+
+        Raises:
+            RuntimeError: nothing is compiled yet.
         """
-        return self._plan(None).module
+        if self._latest is None:
+            raise RuntimeError("nothing is compiled yet: call the graph with a batch first")
+        return self._latest.as_module(type(self).__name__)
 
-    def _plan(self, structure: Structure | None) -> Plan:
-        structure = structure or self._signature.default_structure()
+    def _known_of(self, structure: Structure) -> _Known:
         key = self._key(structure)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = compile_plan(self, self._recipe(), structure)
+        known = self._known.get(key)
+        if known is None:
             self._make_room(structure)
-            self._plans[key] = plan
-        self._plans.move_to_end(key)
-        self._latest = plan
-        return plan
+            known = self._known[key] = _Known()
+        self._known.move_to_end(key)
+        return known
 
     def _make_room(self, structure: Structure) -> None:
         """Drop the least recently used plan if `PLANS_MAX` are kept; the first time, with a warning."""
-        if len(self._plans) < PLANS_MAX:
+        if len(self._known) < PLANS_MAX:
             return
-        before: Structure = next(reversed(self._plans))[0]
-        if self._dropped_plans == 0:
+        before: Structure = next(reversed(self._known))[0]
+        if self._dropped == 0:
             changed = before.difference(structure) or "the state of modules, between training, eval, frozen and others"
             warnings.warn(
                 f"{type(self).__name__} has been compiled {PLANS_MAX + 1} times, for inputs of as many structures, and"
@@ -103,29 +139,30 @@ class CompiledGraph(torch.nn.Module):
                 " from call to call as tensors, or inside a tuple, list or dict of a fixed length",
                 stacklevel=2,
             )
-        self._plans.popitem(last=False)
-        self._dropped_plans += 1
+        self._known.popitem(last=False)
+        self._dropped += 1
 
     def _key(self, structure: Structure) -> tuple[Structure, Hashable]:
         """What a plan is compiled for. Calls with equal keys share a plan."""
         lookups = [
-            (embedding.store, embedding.num_tables, embedding.key_type, embedding.padding_idx)
+            (
+                embedding.store, embedding.num_tables, embedding.key_type, embedding.padding_idx, embedding.training,
+                embedding.weight.requires_grad, embedding.store.format, embedding.store.loops.place,
+            )
             for embedding in embeddings_of(self).values()
-        ]
-        return structure, (self._dense_options(), tuple(lookups), self._recipe_key())
+        ]  # fmt: skip
+        return structure, (self._inserts(), tuple(lookups))
 
-    def _recipe(self) -> Recipe:
-        raise NotImplementedError
+    def _inserts(self) -> bool:
+        """Whether lookups may insert rows and get a gradient."""
+        return False
 
-    def _recipe_key(self) -> Hashable:
-        """What the recipe depends on, the options of dense modules left out."""
-        raise NotImplementedError
-
-    def _dense_options(self) -> tuple[bool, bool]:
-        return self.config.compile_dense, self.config.cuda_graph
+    def _trainers(self) -> Sequence[StepOptimizer]:
+        """The optimizers that train the graph's embeddings."""
+        return ()
 
     def _dense_compiler(self) -> DenseCompiler | None:
-        options = self._dense_options()
+        options = self.config.compile_dense, self.config.cuda_graph
         if options not in self._dense:
             self._dense[options] = DenseCompiler(*options) if any(options) else None
         return self._dense[options]
@@ -139,29 +176,35 @@ class CompiledGraph(torch.nn.Module):
     # ---- showing ----------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        """The compiled graph as text: its ops, in two halves where part of it can run ahead of its step."""
+        """The compiled lookups as text: what can run ahead of a step, and what is made in it before `build`."""
         plan = self._latest
         if plan is None:
-            return f"{self!r}\nnot compiled yet: call the graph, or compiled()"
-        traced, compiled = _count_ops(plan.history[0].graph), _count_ops(plan.whole.graph)
-        parts = [f"{type(self).__name__}: {traced} ops traced, {compiled} compiled"]
-        if plan.prepare is None or plan.compute is None:
-            parts.append(_indented("step", plan.whole.graph))
-        else:
-            parts += [_indented("prepare", plan.prepare.graph), _indented("compute", plan.compute.graph)]
-        return "\n".join(parts)
+            return f"{self!r}\nnothing is compiled yet: call the graph with a batch"
+        recorded, lowered = (_count_ops(after.graph) for after in (plan.history[0], plan.history[-3]))
+        return "\n".join(
+            [
+                f"{type(self).__name__}: {recorded} ops recorded, {lowered} compiled",
+                _indented("prepare", plan.prepare.graph),
+                _indented("lookup", plan.lookup.graph),
+                f"build: Python; {plan.others} lookups of ids that are not known before",
+            ]
+        )
 
     def explain(self) -> str:
-        """Where the time went since the graph was compiled: a table with a line for each op.
+        """Where the time went since the graph was made: a table with a line for each op, and one for `build`.
 
         The prepare half runs on a thread of its own, beside the compute half: it costs time only where it takes longer.
-        Bytes and GB/s count the rows and gradients that an op must move; of a dense module only the time is known.
+        Bytes and GB/s count the rows and gradients that an op must move; of `build` only the time is known, and the
+        lookups that it makes itself are part of it.
         The 16 plans that were used last are in the table; where more were compiled, a line says how many are left out.
         """
-        executors = [executor for plan in list(self._plans.values()) for executor in plan.executors()]
-        text = stats_table([(executor.half, executor.stats()) for executor in executors])
-        if self._dropped_plans:
-            text += f"\nwithout what {self._dropped_plans} plans have done, which gave way to others"
+        plans = [known.plan for known in list(self._known.values()) if known.plan is not None]
+        executors = [executor for plan in plans for executor in plan.executors()]
+        text = stats_table(
+            [*((executor.half, executor.stats()) for executor in executors), ("compute", self._stats.stats())]
+        )
+        if self._dropped:
+            text += f"\nwithout what {self._dropped} plans have done, which gave way to others"
         caches = ["embedding  step  hit rate  rows in cache  evicted  written down"]
         for name, embedding in embeddings_of(self).items():
             stats = embedding.stats()
@@ -171,7 +214,7 @@ class CompiledGraph(torch.nn.Module):
         return text + "\n\n" + "\n".join(caches)
 
     def draw(self, path: str) -> None:
-        """Draw the graph as it was traced and as each pass left it, side by side.
+        """Draw the lookups as they were recorded and as each pass left them, side by side.
 
         Args:
             path: the file to write; its suffix chooses the format: svg, png or pdf.
@@ -183,7 +226,7 @@ class CompiledGraph(torch.nn.Module):
         from oneemb.graph.draw import draw_history
 
         if self._latest is None:
-            raise RuntimeError("the graph is not compiled yet: call it, or compiled(), before draw()")
+            raise RuntimeError("nothing is compiled yet: call the graph with a batch before draw()")
         draw_history(self._latest.history, path)
 
     def profile(self, steps: int) -> Profile:
@@ -239,93 +282,116 @@ class CompiledGraph(torch.nn.Module):
         devices = [embedding.store.loops.device for embedding in embeddings_of(self).values()]
         yield from prefetch(loader, self._prepare, self._compute_prepared, depth, devices)
 
+    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Batch:
+        return _Batch(args, kwargs, *self._signature.flatten(args, kwargs))
+
     def _prepare(self, batch: Any, follow: Callable[[list[tuple[int, int]]], object] | None = None) -> Prepared:
         """A batch with what can be computed ahead of its step; runs on the worker.
 
-        Only plans that exist are used: the thread that calls the graph does the tracing.
+        Only plans that exist are used: the thread that calls the graph records and compiles them.
 
         Args:
-            follow: told the versions of the buffers that preparing is about to read.
+            follow: told the versions of the tensors that preparing is about to read.
         """
-        signature = self._signature
-        args, kwargs = signature.spread(batch)
-        values, structure = signature.flatten(args, kwargs)
-        plan = self._plans.get(self._key(structure))
-        if plan is None or plan.prepare is None:
-            return Prepared((values, structure))
-        versions = plan.buffer_versions()
+        spread = self._batch(*self._signature.spread(batch))
+        known = self._known.get(self._key(spread.structure))
+        plan = None if known is None else known.plan
+        if plan is None:
+            return Prepared(spread)
+        versions = plan.versions()
         if versions and follow is not None:
-            follow(versions)  # A kernel that changes a buffer is launched before the buffer's version changes.
-        prepared = plan.prepare(values, profile=self._active_profile())
-        return Prepared((values, structure), plan, prepared, versions)
+            follow(versions)  # A kernel that changes a tensor is launched before the tensor's version changes.
+        try:
+            values = plan.prepare(spread.values, self._active_profile())
+        except Exception:  # What is wrong with the batch, `build` will say, in its line.
+            return Prepared(spread)
+        return Prepared(spread, plan, values, versions)
 
-    def _compute_prepared(self, prepared: Prepared, on_acquired: OnAcquired) -> Any:
-        values, structure = prepared.batch
-        return self._whole_step(lambda: self._step(values, structure, prepared, on_acquired))
+    def _compute_prepared(self, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
+        return in_step(step_locks(self), lambda: self._step(prepared.batch, prepared, on_acquired))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step on a batch, compiling `build` if this is the first.
+        """Run one step on a batch.
 
         Args:
-            args, kwargs: those of `build`. From call to call, shapes of tensors, numbers, and strings inside a tuple,
-                list or dict may differ: `build` may hand them on and may not branch on them. `build` is compiled anew
-                for another nesting of tuples, lists and dicts, and for other values of what it may branch on: None,
-                True, False, dtypes, devices, and a string that is an argument of its own (mode="train"). The 16
-                compiled graphs that were used last are kept.
+            args, kwargs: those of `build`.
 
         Returns:
             What `build` returns.
 
         Raises:
-            BuildError: `build` cannot be compiled.
+            BuildError: `build` does what has no place in a graph; the message says what, and where.
             NonFiniteGradientError: a gradient is NaN or infinite; no weight, state or count has changed. Ids that the
                 lookups have inserted stay, with their initial values.
-            What a hook, an optimizer or a scheduler raises: a note says what was updated before. A step whose
+            What `build`, a hook, an optimizer or a scheduler raises: a note says what was updated before. A step whose
                 scheduler failed has been made and is counted.
         """
-        values, structure = self._signature.flatten(args, kwargs)
-        return self._whole_step(lambda: self._step(values, structure, Prepared(None), None))
+        batch = self._batch(args, kwargs)
+        return in_step(step_locks(self), lambda: self._step(batch, Prepared(None), None))
 
-    def _whole_step(self, step: Callable[[], Any]) -> Any:
-        for embedding in embeddings_of(self).values():
-            if _has_hooks(embedding):
-                raise BuildError(
-                    f"embedding {embedding.name!r} has hooks, which a graph does not call: its lookups are ops. Put"
-                    " them on a module that build gives the rows to, or remove them"
-                )
-        return in_step(step_locks(self), step)
+    def _step(self, batch: _Batch, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
+        return self._run_build(batch, prepared, on_acquired, [])
 
-    def _step(self, values: list[Any], structure: Structure, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
-        return self._run_plan(values, structure, prepared, on_acquired, None)
-
-    def _run_plan(
-        self, values: list[Any], structure: Structure, prepared: Prepared, on_acquired: OnAcquired | None,
-        committing: ExitStack | None,
+    def _run_build(
+        self, batch: _Batch, prepared: Prepared, on_acquired: OnAcquired | None, expected: list[Expected],
+        **surrounding: Any,
     ) -> Any:  # fmt: skip
-        plan = self._plan(structure)
-        profile = self._active_profile()
-        fits = prepared.plan is not None and prepared.plan.prepared == plan.prepared
-        fits = fits and prepared.versions == plan.buffer_versions()
-        if fits and plan.compute is not None and prepared.values is not None:
-            result = plan.compute([*values, *prepared.values], on_acquired, profile, committing)
-        else:
+        """What `build` gives.
+
+        Args:
+            expected: the lookups that it is expected to make are added to this list.
+            surrounding: of `Building`.
+        """
+        self._stats.profile = profile = self._active_profile()
+        known = self._known_of(batch.structure)
+        names = {embedding.store: name for name, embedding in embeddings_of(self).items()}
+        tape, plan = None, known.plan
+        if plan is None and known.recorded < RECORDED_MAX:
+            tape = Tape(batch.values, list(batch.structure.names()))
+        if plan is None:
             prepared.drop()
-            result = plan.whole(values, on_acquired, profile, committing)
+        else:
+            expected += self._expect(plan, batch, prepared, profile)
+        all_made = on_acquired or (lambda: None)
+        with self._dense_modules(), Building(names, expected, all_made, tape, **surrounding) as building:
+            result = self._stats.call("build", self.build, *batch.args, **batch.kwargs)
+        if tape is not None:
+            known.recorded += 1
+            known.plan = compile_plan(
+                tape, embeddings_in(self), self._trainers(), self._merged, inserts=self._inserts()
+            )
+        elif plan is not None:
+            known.look_back(building, plan)
+        self._latest = known.plan or self._latest
         if profile is not None:
             profile.step += 1
         return result
+
+    def _expect(self, plan: Plan, batch: _Batch, prepared: Prepared, profile: Profile | None) -> list[Expected]:
+        """The lookups that `build` is expected to make."""
+        fits = prepared.plan is plan and prepared.values is not None and prepared.versions == plan.versions()
+        if not fits:
+            prepared.drop()
+        try:
+            expected = plan.expect(batch.values, prepared.values if fits else None, profile)
+        except Exception:  # `build` will make them as in eager mode; what is wrong it will say, in its line.
+            prepared.drop()
+            return []
+        prepared.values = None  # its rows are the lookups' own
+        return expected
+
+    def _dense_modules(self) -> AbstractContextManager[object]:
+        dense = self._dense_compiler()
+        return nullcontext() if dense is None else dense.in_place_of(self, self._why_not_captured())
+
+    def _why_not_captured(self) -> str:
+        """What forbids that dense modules are captured as CUDA graphs; empty = nothing does."""
+        return ""
 
 
 def step_locks(graph: torch.nn.Module) -> list[StepLock]:
     """The locks of the stores of all embeddings below a module."""
     return [embedding.store.step_lock for embedding in embeddings_of(graph).values()]
-
-
-def _has_hooks(module: torch.nn.Module) -> bool:
-    hooks = (
-        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
-    )  # fmt: skip
-    return any(hooks)
 
 
 def _count_ops(graph: fx.Graph) -> int:

@@ -7,14 +7,14 @@ import torch
 
 from oneemb.embedding import TableEmbedding
 from oneemb.graph import ops
-from oneemb.graph.row_grad import RowGrad
+from oneemb.graph.recorder import StepStats
 from oneemb.graph.row_optimizers import Group, RowOptimizer
 from oneemb.row_step import RowStep, TrainedRows, attach, row_weights
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.step_lock import in_step
 from oneemb.storage.turns import undisturbed
 
-__all__ = ["Optimizer"]
+__all__ = ["Optimizer", "step_together"]
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -76,11 +76,12 @@ class Optimizer(torch.optim.Optimizer):
             groups[embedding] = held[embedding]
         self.embeddings = tuple(groups)
         self._group_of = {embedding.store: g for embedding, g in groups.items()}
-        self._row_step = RowStep(optimizer, skip_nonfinite)
+        self.row_step = RowStep(optimizer, skip_nonfinite)
+        """What this optimizer does to rows."""
         attach(optimizer, groups)
         if fused:
             for embedding in self.embeddings:
-                embedding.weight.register_post_accumulate_grad_hook(self._row_step.step_in_backward)
+                embedding.weight.register_post_accumulate_grad_hook(self.row_step.step_in_backward)
 
     # What schedulers, loggers and trainers look at is the torch optimizer's.
 
@@ -117,29 +118,29 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def skip_nonfinite(self) -> bool:
         """Whether steps whose gradients are not finite are left out, rather than refused."""
-        return self._row_step.skip_nonfinite
+        return self.row_step.skip_nonfinite
 
     @skip_nonfinite.setter
     def skip_nonfinite(self, skip: bool) -> None:
-        self._row_step.skip_nonfinite = skip
+        self.row_step.skip_nonfinite = skip
 
     @property
     def skipped(self) -> int:
         """Steps that were left out because a gradient was not finite."""
-        return self._row_step.skipped
+        return self.row_step.skipped
 
     @skipped.setter
     def skipped(self, skipped: int) -> None:
-        self._row_step.skipped = skipped
+        self.row_step.skipped = skipped
 
     @property
     def taken(self) -> int:
         """Steps made by this object."""
-        return self._row_step.taken
+        return self.row_step.taken
 
     @taken.setter
     def taken(self, taken: int) -> None:
-        self._row_step.taken = taken
+        self.row_step.taken = taken
 
     def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, Group] | None:
         """The row optimizer of a store and its parameter group now; None if it is not trained here."""
@@ -170,36 +171,16 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         stores = {embedding.store: None for embedding in self.embeddings}
         stores |= {embedding.store: None for _, embedding in row_weights(self.optimizer)}
-        in_step((store.step_lock for store in stores), self._step)
+        in_step((store.step_lock for store in stores), lambda: step_together([self]))
         return loss
-
-    def _step(self) -> None:
-        for embedding in self.embeddings:
-            embedding.store.turns.check(changes=True)
-        rows = self._row_step
-        try:
-            rows.take_grads()
-            grads, go = rows.reduce()
-            with undisturbed:  # An interrupt comes before the step or after all of it.
-                try:
-                    groups = ops.step(self, go)
-                    rows.update(grads, go, groups)
-                    self.taken += go
-                except BaseException as error:
-                    if not isinstance(error, Exception):  # It was not held back: some rows may be updated, others not.
-                        for embedding in self.embeddings:
-                            embedding.store.turns.note(error)
-                    raise
-        finally:
-            rows.put_back()
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of rows and dense parameters."""
         with undisturbed:
-            self._row_step.put_back()  # what a step has left that was stopped
+            self.row_step.put_back()  # what a step has left that was stopped
             for _, embedding in row_weights(self.optimizer):
-                if isinstance(embedding.weight.grad, RowGrad):
+                if isinstance(embedding.weight.grad, ops.RowGrad):
                     embedding.weight.grad.unpin()
                     embedding.weight.grad = None
         self.optimizer.zero_grad(set_to_none)
@@ -218,3 +199,57 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave."""
         self.optimizer.load_state_dict(state_dict)
+
+
+def step_together(
+    optimizers: Sequence[Optimizer],
+    scaler: torch.amp.GradScaler | None = None,
+    *,
+    commit: Callable[[], object] = lambda: None,
+    stats: StepStats | None = None,
+) -> bool:
+    """Make one step of several optimizers, dense parameters and rows: all of it or, if a gradient is not finite, none.
+
+    Args:
+        scaler: the GradScaler that has scaled and unscaled the gradients: a step that overflows is then left out.
+        commit: called before the first change.
+        stats: counts and times each op.
+
+    Returns:
+        Whether the step was made.
+
+    Raises:
+        NonFiniteGradientError: a gradient is NaN or infinite; nothing has changed.
+        What a torch optimizer or a hook of it raises: no row has changed; dense parameters may have.
+    """
+    call = (stats or StepStats()).call
+    for optimizer in optimizers:
+        for embedding in optimizer.embeddings:
+            embedding.store.turns.check(changes=True)
+    rows = [optimizer.row_step for optimizer in optimizers]
+    try:
+        for row_step in rows:
+            row_step.take_grads()
+        grads = [call("reduce_grads", row_step.reduce) for row_step in rows]
+        go = call("check_finite", ops.check_finite, rows, [grad for each in grads for grad in each], scaler)
+        commit()
+        with undisturbed:  # An interrupt comes before the step or after all of it.
+            try:
+                options = [call(f"step({_name(row_step)})", ops.step, row_step, go) for row_step in rows]
+                for row_step, its_grads, its_options in zip(rows, grads, options, strict=True):
+                    call(f"update({_name(row_step)})", row_step.update, its_grads, go, its_options)
+                    row_step.taken += go
+            except BaseException as error:
+                if not isinstance(error, Exception):  # It was not held back: some rows may be updated, others not.
+                    for optimizer in optimizers:
+                        for embedding in optimizer.embeddings:
+                            embedding.store.turns.note(error)
+                raise
+    finally:
+        for row_step in rows:
+            row_step.put_back()
+    return go
+
+
+def _name(row_step: RowStep) -> str:
+    return type(row_step.optimizer).__name__

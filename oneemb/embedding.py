@@ -13,8 +13,8 @@ import torch
 import oneemb.row_step  # noqa: F401  # so that torch optimizers train rows
 from oneemb.embedding_arguments import DTYPE_NAMES, check_arguments, initial_rows, state_width_of, store_plan
 from oneemb.graph import ops
+from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in
-from oneemb.graph.row_grad import gather_with_grad, refuse_dense
 from oneemb.graph.row_optimizers import SAME_STATE, RowOptimizer
 from oneemb.kernels.threads import Threads
 from oneemb.options import Initializer, NormalInitializer, StoreOptions, TableOptions, to_json
@@ -77,7 +77,7 @@ class TableEmbedding(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(0, self.embedding_dim))
         """Stands for all rows in parameter lists, [0, D]: it holds none. Its gradient is a `RowGrad`."""
         self.weight.embedding = weakref.ref(self)  # type: ignore[attr-defined]
-        self.weight.register_hook(refuse_dense)
+        self.weight.register_hook(ops.refuse_dense)
         self.row_optimizer: RowOptimizer | None = None
         """How the rows are updated; set by the first step of a torch optimizer, `oneemb.Optimizer` or
         `TrainGraph.add_optimizer`."""
@@ -137,6 +137,24 @@ class TableEmbedding(torch.nn.Module):
                 f"embedding {self.name!r} is inside DistributedDataParallel, which would leave each rank with rows of"
                 " its own; wrap the dense modules alone, and look ids up outside of them"
             )
+        arguments: dict[str, Any] = {
+            "ids": ids, "table_ids": table_ids, "offsets": offsets, "per_sample_weights": per_sample_weights,
+            "pooling": pooling,
+        }  # fmt: skip
+        building = building_now()
+        if building is None:
+            return self._look_up(has_gradient, **arguments)
+        return building.look_up(self, arguments, has_gradient, lambda: self._look_up(has_gradient, **arguments))
+
+    def _look_up(
+        self,
+        has_gradient: bool,
+        ids: torch.Tensor,
+        table_ids: torch.Tensor | None,
+        offsets: torch.Tensor | None,
+        per_sample_weights: torch.Tensor | None,
+        pooling: str,
+    ) -> torch.Tensor:
         if not has_gradient and offsets is None and per_sample_weights is None and pooling == "sum":
             read = ops.read_ids(
                 self.store, ids, table_ids, self.num_tables, self.key_type, self.padding_idx, inserts=self.training
@@ -150,9 +168,10 @@ class TableEmbedding(torch.nn.Module):
         if not self.training and not has_gradient:
             return ops.peek(self.store, keys, per_sample_weights, pooling)
         lease = ops.acquire(self.store, keys) if self.training else ops.acquire_later(self.store, keys)
-        rows = gather_with_grad(lease, self.weight, per_sample_weights, pooling)
-        if not rows.requires_grad:
-            ops.release([lease])
+        rows = ops.gather(lease, per_sample_weights, pooling)
+        if has_gradient:
+            return ops.with_grad(rows, lease, self.weight, per_sample_weights)
+        lease.unpin()
         return rows
 
     if TYPE_CHECKING:

@@ -5,8 +5,6 @@ from typing import Any
 import torch
 
 from oneemb.compiled_graph import CompiledGraph, OnAcquired
-from oneemb.graph.inputs import Structure
-from oneemb.graph.pipeline import Recipe
 from oneemb.graph.prefetch import Prepared
 from oneemb.storage.turns import undisturbed
 
@@ -37,19 +35,13 @@ class EvalGraph(CompiledGraph):
         (torch.Size([2]), 0)
     """
 
-    def _recipe(self) -> Recipe:
-        return Recipe(trains=False, dense=self._dense_compiler())
-
-    def _recipe_key(self) -> None:
-        return None
-
-    def _step(self, values: list[Any], structure: Structure, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
+    def _step(self, batch: Any, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
         in_training_mode = [module for module in self.modules() if module.training]
         try:
             for module in in_training_mode:
                 module.training = False
             with torch.no_grad():
-                return super()._step(values, structure, prepared, on_acquired)
+                return super()._step(batch, prepared, on_acquired)
         finally:
             with undisturbed:
                 for module in in_training_mode:

@@ -18,7 +18,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from oneemb.graph import ops
-from oneemb.graph.row_grad import RowGrad
 from oneemb.graph.row_optimizers import Group, RowOptimizer, row_optimizer_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.step_lock import alone, in_step
@@ -64,7 +63,7 @@ def row_weights(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Trained
 
 
 def _has_grad(weight: torch.Tensor) -> bool:
-    return isinstance(weight.grad, RowGrad) and not weight.grad.spent
+    return isinstance(weight.grad, ops.RowGrad) and not weight.grad.spent
 
 
 def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, int]) -> None:
@@ -108,9 +107,9 @@ class RowStep:
         self.optimizer = optimizer
         self.skip_nonfinite = skip_nonfinite
         self.skipped = self.taken = 0
-        self.grads: list[tuple[TrainedRows, RowGrad]] = []
+        self.grads: list[tuple[TrainedRows, ops.RowGrad]] = []
         """The gradients that have been taken out of weights."""
-        self._spent: list[tuple[TrainedRows, RowGrad]] = []
+        self._spent: list[tuple[TrainedRows, ops.RowGrad]] = []
         """Those too, of rows that were updated in the backward pass."""
         self._groups: dict[EmbeddingStore, int] = {}
         self._options: ops.Groups = {}
@@ -142,7 +141,7 @@ class RowStep:
             self._groups[embedding.store] = g
         for _, embedding in row_weights(self.optimizer):
             grad = embedding.weight.grad
-            if isinstance(grad, RowGrad):
+            if isinstance(grad, ops.RowGrad):
                 (self._spent if grad.spent else self.grads).append((embedding, grad))
                 embedding.weight.grad = None
 
@@ -153,19 +152,19 @@ class RowStep:
                 embedding.weight.grad = grad
         self.grads, self._spent = [], []
 
-    def reduce(self) -> tuple[list[ops.RowGrads | None], bool]:
-        """The gradients of rows, to be summed, with rows pinned; and whether the step is to be made.
+    def reduce(self) -> list[ops.RowGrads]:
+        """The gradients of rows, to be summed, with rows pinned until `update` or `put_back`.
 
         Raises:
-            NonFiniteGradientError: a gradient is not finite, and such steps are not skipped.
             StoreFullError: the rows of the step do not fit.
         """
-        for embedding, _ in self.grads:
+        of_group: dict[int, list[ops.RowGrad]] = {}  # one group's options are those of all rows that are updated as one
+        for embedding, grad in self.grads:
             embedding.store.turns.check(changes=True)
-        grads = [grad.acquire() for _, grad in self.grads]
-        return grads, ops.check_finite([self], grads)
+            of_group.setdefault(self._groups[embedding.store], []).append(grad)
+        return [grads for group in of_group.values() for grads in ops.reduce_grads(group)]
 
-    def update(self, grads: list[ops.RowGrads | None], go: bool, options: ops.Groups) -> None:
+    def update(self, grads: list[ops.RowGrads], go: bool, options: ops.Groups) -> None:
         """Update the rows, let them be evicted, and give the weights their gradients back: as torch's, they stay until
         `zero_grad`."""
         for grad in grads:
@@ -177,7 +176,7 @@ class RowStep:
     def step_in_backward(self, weight: torch.Tensor) -> None:
         """A hook of a weight, called when its gradient has come: update the rows."""
         row_grad = weight.grad
-        assert isinstance(row_grad, RowGrad)
+        assert isinstance(row_grad, ops.RowGrad)
         try:
             self.take_grads()
             locks = [embedding.store.step_lock for embedding, _ in self.grads]
@@ -187,7 +186,8 @@ class RowStep:
         row_grad.spend()
 
     def _update_now(self) -> None:
-        grads, go = self.reduce()
+        grads = self.reduce()
+        go = ops.check_finite([self], grads)
         with undisturbed:
             self.update(grads, go, ops.options_of(self.optimizer))
             self.taken += go
@@ -205,7 +205,8 @@ class _Hooked(RowStep):
             self.put_back()
             return
         try:
-            self._reduced, go = self.reduce()
+            self._reduced = self.reduce()
+            ops.check_finite([self], self._reduced)
         except BaseException:
             self.put_back()
             raise

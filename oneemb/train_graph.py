@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,16 +10,16 @@ import torch
 
 from oneemb.checkpoint import GraphState, load_checkpoint, save_checkpoint
 from oneemb.compiled_graph import CompiledGraph, OnAcquired, step_locks
-from oneemb.eager import Optimizer
+from oneemb.eager import Optimizer, step_together
 from oneemb.embedding import embeddings_of
-from oneemb.graph.inputs import Structure
+from oneemb.graph import ops
+from oneemb.graph.build_error import BuildError
+from oneemb.graph.building import Expected
 from oneemb.graph.modules import REGISTER, say_not_registered, unregistered_modules
-from oneemb.graph.pipeline import Recipe
 from oneemb.graph.prefetch import Prepared
 from oneemb.row_step import embedding_of
-from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.scaling import Scaling
 from oneemb.storage.fs import AnyPath
-from oneemb.storage.merged_store import MergedStore
 from oneemb.storage.step_lock import between_steps
 from oneemb.storage.turns import undisturbed
 from oneemb.train_state import LearningRateScheduler, TrainState
@@ -80,7 +80,6 @@ class TrainGraph(CompiledGraph):
     def __init__(self) -> None:
         super().__init__()
         self._train_state = TrainState()
-        self._merged: dict[tuple[EmbeddingStore, ...], MergedStore] = {}
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -137,7 +136,7 @@ class TrainGraph(CompiledGraph):
             with undisturbed:
                 joined = Optimizer(optimizer, embeddings, skip_nonfinite=skip_nonfinite)
                 self._train_state.add(joined, lr_scheduler, clip_grad_norm)
-                self._plans.clear()
+                self._known.clear()
 
         between_steps(step_locks(self), "add_optimizer", add)
 
@@ -169,25 +168,86 @@ class TrainGraph(CompiledGraph):
         `scaler.scale(loss).backward()` itself.
         """
         self._train_state.scaler = scaler
-        self._plans.clear()
 
-    def _step(self, values: list[Any], structure: Structure, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
+    def _step(self, batch: Any, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
+        expected: list[Expected] = []
         if not self.training:
             with torch.no_grad():
-                return super()._step(values, structure, prepared, on_acquired)
+                return self._run_build(batch, prepared, on_acquired, expected, backward=_no_backward)
         state = self._train_state
         updates_before = state.updates_made()
+        kept: list[Expected] = []
         with ExitStack() as committing:  # An interrupt comes before the update, or after the step has been counted.
             try:
-                result = self._run_plan(values, structure, prepared, on_acquired, committing)
+                with Scaling(self, state.scaler, self._on_second_pass()) as scaling:
+                    steppers = [optimizer.optimizer for optimizer in state.optimizers]
+                    result = self._run_build(
+                        batch, prepared, on_acquired, expected, backward=scaling.backward, steppers=steppers
+                    )
+                self._check_trained(scaling)
+                if self._updates_now():
+                    self._update(scaling.scaler, committing)
+                else:
+                    kept = [lookup for lookup in expected if lookup.has_grad]
             except BaseException:
                 with undisturbed:
                     state.drop_gradients()
                     state.steps += state.updates_made() > updates_before  # a scheduler failed, after the update
                 raise
+            finally:
+                with undisturbed:
+                    for lookup in expected:
+                        if lookup not in kept:
+                            lookup.drop()
             state.micro_batches = (state.micro_batches + 1) % self._accumulation()
             state.steps += state.micro_batches == 0
         return result
+
+    def _why_not_captured(self) -> str:
+        return "gradients are accumulated over several calls" if self._accumulation() > 1 else ""
+
+    def _on_second_pass(self) -> Callable[[], None] | None:
+        """What to do before a second backward pass of one step: a replayed module would overwrite its gradients."""
+        dense = self._dense_compiler()
+        return dense.refuse_second_pass if dense is not None and self.config.cuda_graph else None
+
+    def _check_trained(self, scaling: Scaling) -> None:
+        """Raise BuildError if gradients have come that no optimizer of the graph uses."""
+        state = self._train_state
+        scaling.check(self.parameters())
+        trained = {store for optimizer in state.optimizers for store in (e.store for e in optimizer.embeddings)}
+        for embedding in embeddings_of(self).values():
+            if embedding.weight.grad is not None and embedding.store not in trained and embedding.optimizer is None:
+                raise BuildError(
+                    f"embedding {embedding.name!r} is looked up in build and no optimizer of the graph trains it; give"
+                    " its parameters to add_optimizer, or freeze it with requires_grad_(False)"
+                )
+        if state.optimizers and state.steps == state.micro_batches == 0 and not self._has_gradients():
+            warnings.warn(
+                f"{type(self).__name__}: the first step's build has left no gradient, so nothing is trained by it; call"
+                " loss.backward() in build",
+                stacklevel=4,
+            )
+
+    def _has_gradients(self) -> bool:
+        groups = [group for optimizer in self._train_state.optimizers for group in optimizer.param_groups]
+        return any(parameter.grad is not None for group in groups for parameter in group["params"])
+
+    def _update(self, scaler: torch.amp.GradScaler | None, committing: ExitStack) -> None:
+        """Step all optimizers with the gradients there are."""
+        state, call = self._train_state, self._stats.call
+        if scaler is not None:
+            call("unscale", ops.unscale, scaler, state.optimizers)
+        for optimizer, max_norm in zip(state.optimizers, state.max_norms, strict=True):
+            if max_norm is not None:
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                call("clip_grad_norm_", torch.nn.utils.clip_grad_norm_, parameters, max_norm)
+        go = step_together(
+            state.optimizers, scaler, commit=lambda: committing.enter_context(undisturbed), stats=self._stats
+        )
+        if scaler is not None:
+            call("update_scale", ops.update_scale, scaler, go)
+        call("advance", ops.advance, state.optimizers, state.lr_schedulers, go)
 
     def save(self, path: AnyPath, *, keep: int | None = None) -> None:
         """Write a checkpoint: everything that the next step depends on, in one file, as a whole or not at all.
@@ -243,24 +303,12 @@ class TrainGraph(CompiledGraph):
     def _updates_now(self) -> bool:
         return self._train_state.micro_batches + 1 >= self._accumulation()
 
-    def _recipe_key(self) -> Hashable:
-        embeddings = [
-            (
-                embedding.training, embedding.weight.requires_grad, embedding.store.format, embedding.store.loops.place,
-            )
-            for embedding in embeddings_of(self).values()
-        ]  # fmt: skip
-        return self.training, tuple(embeddings), self._accumulation() > 1, self._updates_now()
+    def _inserts(self) -> bool:
+        return self.training
 
-    def _recipe(self) -> Recipe:
-        state = self._train_state
-        return Recipe(
-            list(zip(state.optimizers, state.lr_schedulers, strict=True)),
-            state.max_norms,
-            state.scaler,
-            trains=self.training,
-            held=state.held if self._accumulation() > 1 else None,
-            dense=self._dense_compiler(),
-            updates=self._updates_now(),
-            merged=self._merged,
-        )
+    def _trainers(self) -> Sequence[Optimizer]:
+        return self._train_state.optimizers
+
+
+def _no_backward(*args: object, **kwargs: object) -> None:
+    """`Tensor.backward` in evaluation."""

@@ -5,7 +5,6 @@ from typing import Any, Protocol
 import torch
 
 from oneemb.eager import Optimizer
-from oneemb.graph import ops
 
 __all__ = ["LearningRateScheduler", "TrainState"]
 
@@ -30,8 +29,6 @@ class TrainState:
         self.max_norms: list[float | None] = []
         """What each optimizer's gradients are clipped to; None = they are not clipped."""
         self.scaler: torch.amp.GradScaler | None = None
-        self.held = ops.Held()
-        """Lookups of micro-batches, until the update that uses their gradients."""
         self.micro_batches = 0
         """Calls since the last update."""
         self.steps = 0
@@ -49,7 +46,6 @@ class TrainState:
 
     def drop_gradients(self) -> None:
         """Drop every gradient that no update has used, of rows and dense parameters, of all micro-batches so far."""
-        ops.drop(self.held)
         for optimizer in self.optimizers:
-            optimizer.optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)
         self.micro_batches = 0

@@ -115,45 +115,47 @@ class MergedStore:
         """Where the keys of each member begin, and the end, [M + 1]; given those of P members that have lookups."""
         return begin_P1[np.searchsorted(first_table_P, self.first_table_M1)]
 
-    def acquire(
+    def acquire_found(
         self, keys: Keys, begin_M1: np.ndarray, prefetched: MergedPrefetched | None = None
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Make the rows of these keys resident and pin each once more; see `EmbeddingStore.acquire`.
+    ) -> list[Array | None]:
+        """Pin the rows of each member of which all keys are known, once more. Nothing is inserted.
 
         Args:
             begin_M1: where the keys of each member begin, and the end.
 
         Returns:
-            The merged slots, int64 [U]; and each member's own, which are pinned there.
-
-        Raises:
-            StoreFullError: a member is full; nothing is pinned in any.
+            The slots in each member; None for one that lacks a key, whose rows `acquire_rest` acquires.
         """
         local_U = self._local(keys, begin_M1)
-        parts = self._parts(local_U, keys, begin_M1)
-        slots: list[Array] = [None] * len(self.members)  # None: not acquired yet
-        m = 0
+        slots: list[Array | None] = [None] * len(self.members)
+        with self._turn():
+            if prefetched is None:
+                self._pin_found(slots, local_U, keys.id_U, begin_M1)
+            else:
+                self._take_over(slots, prefetched)
+        return slots
+
+    def acquire_rest(
+        self, m: int, keys: Keys, begin_M1: np.ndarray, prefetched: MergedPrefetched | None = None
+    ) -> Array:
+        """Make the rows of one member's keys resident and pin each once more; see `EmbeddingStore.acquire`.
+
+        Raises:
+            StoreFullError: the member is full; nothing has changed.
+        """
+        part = self._parts(self._local(keys, begin_M1), keys, begin_M1)[m]
         try:
-            with self._turn():
-                if prefetched is None:
-                    self._pin_found(slots, local_U, keys.id_U, begin_M1)
-                else:
-                    self._take_over(slots, prefetched)
-            for m, store in enumerate(self.members):
-                if slots[m] is None:
-                    slots[m], _ = store.acquire(parts[m], None if prefetched is None else prefetched.parts[m])
+            return self.members[m].acquire(part, None if prefetched is None else prefetched.parts[m])[0]
         except BaseException as error:
-            for store, slot_U in zip(self.members, slots, strict=True):
-                if slot_U is not None:
-                    store.release(slot_U)
-            if prefetched is not None:
-                self.unprefetch(prefetched)
             self._name(error, m)
             raise
+
+    def merged_slots(self, members: Sequence[int], slots: Sequence[Array]) -> np.ndarray:
+        """Merged slots of these members' own: int64, one member's after another."""
         self._look_at_slabs()
         slot_U = np.concatenate(slots)
-        slot_U += np.repeat(self._begin_M, np.diff(begin_M1))
-        return slot_U, slots
+        slot_U += np.repeat(self._begin_M[members], [len(own) for own in slots])
+        return slot_U
 
     def prefetch(self, keys: Keys, begin_M1: np.ndarray) -> MergedPrefetched:
         """Read known rows of a coming lookup and pin them as far as there is room; see `EmbeddingStore.prefetch`."""
@@ -226,7 +228,7 @@ class MergedStore:
             for begin, end in itertools.pairwise(begin_M1.tolist())
         ]
 
-    def _pin_found(self, slots: list[Array], local_U: np.ndarray, id_U: np.ndarray, begin_M1: np.ndarray) -> None:
+    def _pin_found(self, slots: list[Array | None], local_U: np.ndarray, id_U: np.ndarray, begin_M1: np.ndarray) -> None:
         """Find the keys of all members in one loop, and pin those of each member of which all are there."""
         tiers = self._tiers()
         shards = [tier.index.shards for tier in tiers]
@@ -239,7 +241,7 @@ class MergedStore:
                 slots[m] = slot_U[begins[m] : begins[m + 1]]
                 tier.pin_found(slots[m])
 
-    def _take_over(self, slots: list[Array], prefetched: MergedPrefetched) -> None:
+    def _take_over(self, slots: list[Array | None], prefetched: MergedPrefetched) -> None:
         """Those of each member of which all rows were prefetched."""
         for m, (store, part) in enumerate(zip(self.members, prefetched.parts, strict=True)):
             if part.missing == 0 and not store.abandoned and store.take(part):

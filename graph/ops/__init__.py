@@ -2,13 +2,13 @@
 
     keys  = unique_keys(ids, table_ids, ...)       which rows, each once
     lease = acquire(store, keys)                   make them resident and pin them
-    rows  = gather(lease, weight)                  their weights, differentiable
+    rows  = gather(lease)                          their weights
+    rows  = with_grad(rows, lease, weight)         the same, differentiable: backward gives weight a RowGrad
     ...                                            dense forward, loss.backward()
-    grads = reduce_grads([lease, ...])             sum over equal keys
-    go    = check_finite([optimizer], [grads])     whether to take the step
+    grads = reduce_grads([weight.grad, ...])       sum over equal keys
+    go    = check_finite([optimizer], grads)       whether to take the step
     groups = step(optimizer, go)                   the dense parameters' optimizer, with its hooks
-    update(optimizer, grads, go, groups)           the rows' optimizer, in place
-    release([lease, ...])                          unpin
+    update(optimizer, grad, go, groups)            the rows' optimizer, in place, for each of grads
     advance([optimizer], [lr_scheduler], go)       the step is made; rates of the next one
 
     rows  = peek(store, keys)                      in place of acquire and gather: reads, inserts nothing
@@ -21,77 +21,41 @@ Eager mode calls the ops in this order. The compiler only reorders, merges, fuse
 can be compared with an eager one.
 """
 
-from oneemb.graph.ops.accumulate import Held, drop, hold, take
-from oneemb.graph.ops.clip import clip_grad_norm, clip_grad_value, scale_loss, unscale, update_scale
-from oneemb.graph.ops.contexts import enter_autocast, enter_grad_mode, enter_record_function, exit_context
 from oneemb.graph.ops.finite import NonFiniteGradientError, check_finite
-from oneemb.graph.ops.grads import AnyLease, RowGrads, reduce_grads
+from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.ops.lookup import (
     Keys,
     Lease,
+    Reserved,
     acquire,
     acquire_later,
     check_pooling,
     gather,
-    lookup,
     peek,
     prefetch,
     read_ids,
-    release,
+    reserve,
     unique_keys,
     unprefetch,
 )
-from oneemb.graph.ops.merged import MergedKeys, MergedLease, check_merged_pooling, gather_merged, unique_merged_keys
+from oneemb.graph.ops.merged import (
+    MergedKeys,
+    MergedReserved,
+    check_merged_pooling,
+    gather_merged,
+    part_of,
+    unique_merged_keys,
+)
 from oneemb.graph.ops.op import OPS
+from oneemb.graph.ops.row_grad import RowGrad, reduce_grads, refuse_dense, with_grad
+from oneemb.graph.ops.scale import unscale, update_scale
 from oneemb.graph.ops.shuffle import shuffle_grads, shuffle_keys, shuffle_rows
 from oneemb.graph.ops.update import Groups, StepOptimizer, add_note, advance, options_of, step, update
 
 __all__ = [
-    "AnyLease",
-    "Groups",
-    "Held",
-    "Keys",
-    "Lease",
-    "MergedKeys",
-    "MergedLease",
-    "NonFiniteGradientError",
-    "OPS",
-    "RowGrads",
-    "StepOptimizer",
-    "acquire",
-    "add_note",
-    "advance",
-    "check_finite",
-    "check_merged_pooling",
-    "check_pooling",
-    "clip_grad_norm",
-    "clip_grad_value",
-    "drop",
-    "enter_autocast",
-    "enter_grad_mode",
-    "enter_record_function",
-    "exit_context",
-    "gather",
-    "gather_merged",
-    "hold",
-    "lookup",
-    "peek",
-    "options_of",
-    "prefetch",
-    "read_ids",
-    "reduce_grads",
-    "release",
-    "scale_loss",
-    "shuffle_grads",
-    "shuffle_keys",
-    "shuffle_rows",
-    "step",
-    "take",
-    "acquire_later",
-    "unique_keys",
-    "unique_merged_keys",
-    "unprefetch",
-    "unscale",
-    "update",
-    "update_scale",
-]
+    "Groups", "Keys", "Lease", "MergedKeys", "MergedReserved", "NonFiniteGradientError", "OPS", "Reserved", "RowGrad", "RowGrads",
+    "StepOptimizer", "acquire", "acquire_later", "add_note", "advance", "check_finite", "check_merged_pooling",
+    "check_pooling", "gather", "gather_merged", "part_of", "options_of", "peek", "prefetch", "read_ids", "reduce_grads",
+    "refuse_dense", "reserve", "shuffle_grads", "shuffle_keys", "shuffle_rows", "step", "unique_keys", "unique_merged_keys",
+    "unprefetch", "unscale", "update", "update_scale", "with_grad",
+]  # fmt: skip

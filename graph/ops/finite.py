@@ -17,7 +17,7 @@ class NonFiniteGradientError(ArithmeticError):
     have inserted stay, with their initial values."""
 
 
-@Op(UPDATE, takes=("optimizers", "list of grads"), gives="go")
+@Op(UPDATE)
 def check_finite(
     optimizers: Sequence[StepOptimizer],
     grads: Sequence[RowGrads | None],

@@ -1,18 +1,16 @@
 """Gradients of rows, summed for each key."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
-from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.kernels.arrays import Array, Terms
 from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.loops import Segments
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 
-__all__ = ["AnyLease", "RowGrads", "join_grads", "reduce_grads", "sum_over_passes"]
+__all__ = ["RowGrads", "join_grads", "sum_over_passes"]
 
 
 class RowGrads:
@@ -87,44 +85,6 @@ class RowGrads:
         """The gradients of the keys `u` alone, which may be of any store here."""
         keys = self.table_U[u], self.id_U[u], self.slot_U[u]
         return RowGrads(self.store, self.generation, *keys, sums=(self.grad_UD[u], self.finite_U[u]))
-
-
-class AnyLease(Protocol):
-    """What `Lease` and `MergedLease` have in common: rows of lookups, and the gradients that have come for them."""
-
-    generation: int
-    """The store's when the rows were acquired."""
-    order: int
-    """Grows from lookup to lookup."""
-
-    @property
-    def store(self) -> EmbeddingStore | MergedStore:
-        """Whose rows they are."""
-
-    @property
-    def has_grads(self) -> bool:
-        """Whether any gradient has come."""
-
-    def reduce(self) -> RowGrads:
-        """The gradients that have come, each key's to be summed."""
-
-    def release(self) -> None:
-        """Unpin the rows, and drop them and the gradients."""
-
-
-def _measure_reduce(args: object, grads: RowGrads | None) -> tuple[int, int]:
-    # The sums themselves are made by whoever reads them: an update, row by row, or clipping.
-    return (0, 0) if grads is None else (len(grads.slot_U), 0)
-
-
-@Op(UPDATE, takes=("leases",), measure=_measure_reduce)
-def reduce_grads(leases: Sequence[AnyLease]) -> RowGrads | None:
-    """Sum the gradients of equal keys over all lookups of one store in a step. None if no lookup got a gradient.
-
-    The sum runs in float32: over the backward passes of an id in the order they came, over the ids of a lookup in batch
-    order, then over lookups in the order they were made.
-    """
-    return join_grads([lease.reduce() for lease in sorted(leases, key=lambda lease: lease.order) if lease.has_grads])
 
 
 def join_grads(parts: Sequence[RowGrads]) -> RowGrads | None:

@@ -1,8 +1,8 @@
 """The lookup of a batch of ids: its unique keys, a lease on their rows, and the rows read.
 
-    keys  = unique_keys(ids, ...)      lookup(store, ids, ...) is both of these
-    lease = acquire(store, keys)
-    rows  = gather(lease, weight)
+    keys  = unique_keys(ids, ...)
+    lease = acquire(store, keys)       or, for a lookup that is only expected, reserve(store, keys).acquire()
+    rows  = gather(lease)
 
     rows  = peek(store, keys)          without a lease
     rows  = read_ids(store, ids, ...)  without unique keys either
@@ -13,15 +13,15 @@ N ids, U unique keys, P bags, B samples, T tables, D weights of a row, W words o
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from oneemb.graph.ops import batch_ids
-from oneemb.graph.ops.grads import AnyLease, RowGrads, sum_over_passes
-from oneemb.graph.ops.op import LOOKUP, PREPARE, UPDATE, Op
+from oneemb.graph.ops.grads import RowGrads, sum_over_passes
+from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.kernels import loops as kernels
 from oneemb.kernels.arrays import Array, Bags, RowsOfIds
 from oneemb.kernels.host_loops import HostLoops
@@ -35,9 +35,8 @@ from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed
 
 __all__ = [
-    "DTYPES", "Keys", "Lease", "REPLACED", "acquire", "acquire_later", "check_pooling", "gather", "lookup",
-    "measure_gather", "measure_unique_keys", "next_order", "peek", "prefetch", "read_ids", "release", "scales_of",
-    "unique_keys", "unprefetch",
+    "DTYPES", "Keys", "Lease", "REPLACED", "acquire", "acquire_later", "check_pooling", "gather",
+    "measure_gather", "measure_unique_keys", "peek", "prefetch", "read_ids", "reserve", "scales_of", "unique_keys", "unprefetch",
 ]  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -69,15 +68,13 @@ class Keys:
     loops: Loops
     """Those that work where the ids are."""
 
-    def acquire(self, store: EmbeddingStore, prefetched: Prefetched | None) -> "Lease":
-        """See the op."""
-        lease = Lease(store, self)
-        lease.pin(prefetched)
-        return lease
-
     def prefetch(self, store: EmbeddingStore) -> Prefetched:
         """See the op."""
         return store.prefetch(self.unique)
+
+    def reserve(self, store: EmbeddingStore, prefetched: Prefetched | None) -> "Reserved":
+        """See the op."""
+        return Reserved(store, self, prefetched)
 
 
 def measure_unique_keys(args: object, keys: Any) -> tuple[int, int]:
@@ -86,7 +83,7 @@ def measure_unique_keys(args: object, keys: Any) -> tuple[int, int]:
     return ids, ids * (8 + 8 + 8) + unique * (4 + 8 + 8)
 
 
-@Op(LOOKUP | PREPARE, gives="keys", pure=True, measure=measure_unique_keys)
+@Op(PREPARE, gives="keys", measure=measure_unique_keys)
 def unique_keys(
     ids: torch.Tensor,
     table_ids: torch.Tensor | None,
@@ -130,32 +127,57 @@ def unique_keys(
 # ---- leases ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class Lease:
-    """Rows of a lookup: resident in the hot tier and pinned, from `pin` to `unpin` or `release`.
+class SharedRows(Protocol):
+    """The rows of several lookups, that of a lease among them."""
 
-    A lease that is dropped (a forward pass without a step) is unpinned by the next `acquire`. A released one holds
-    nothing: a loss that is kept keeps none of a batch's arrays.
+    def own_keys(self, p: int) -> Keys:
+        """The keys of lookup p, as if it were alone."""
+
+
+class Lease:
+    """Rows of a lookup: resident in the hot tier and pinned, from `pin` to `unpin`.
+
+    A lease that is dropped (a forward pass without a step) is unpinned by the next `acquire`.
+
+    Args:
+        store: whose rows they are.
+        keys: of the lookup; None = those that `shared` gives.
+        slot_U: where the rows are, pinned; None = they are not pinned yet.
+        shared: (rows, p): of a merged lookup, the rows of all and which of them this is.
     """
 
-    store: EmbeddingStore
-    keys: Keys
-    slot_U: Array | None = None
-    generation: int = -1
-    """The store's when the rows were pinned."""
-    grads: list[torch.Tensor] = field(default_factory=list)
-    """d loss / d rows, [N, D] or, of bags, [P, D] each, one for each backward pass of a graph."""
-    scale_N: Array | None = None
-    """By what each id was multiplied on its way into its bag; None = 1."""
-    order: int = field(default_factory=next_order)
-    """Grows from lookup to lookup."""
-
-    def __post_init__(self) -> None:
-        self._replaced = self.store.replaced
+    def __init__(
+        self,
+        store: EmbeddingStore,
+        keys: Keys | None,
+        slot_U: Array | None = None,
+        shared: tuple[SharedRows, int] | None = None,
+    ):
+        self.store = store
+        self.slot_U = slot_U
+        self.shared = shared
+        self.generation = -1
+        """The store's when the rows were pinned."""
+        self.scale_N: Array | None = None
+        """By what each id was multiplied on its way into its bag; None = 1."""
+        self.has_grad = False
+        """Whether a gradient has come."""
+        self.order = next_order()
+        """Grows from lookup to lookup."""
+        self._keys = keys
+        self._replaced = store.replaced
         self._pins: Pins | None = None
-        self.released = False
-        if self.slot_U is not None:
-            self._pins, self.generation = self.store.pin_for(self, self.slot_U), self.store.generation
+        if slot_U is not None:
+            self._pins, self.generation = store.pin_for(self, slot_U), store.generation
+
+    @property
+    def keys(self) -> Keys:
+        """The keys of the lookup."""
+        if self._keys is None:
+            assert self.shared is not None
+            rows, p = self.shared
+            self._keys = rows.own_keys(p)
+        return self._keys
 
     @classmethod
     def of_keys(cls, store: EmbeddingStore, table_U: Array, id_U: Array) -> "Lease":
@@ -166,14 +188,22 @@ class Lease:
         return lease
 
     @property
-    def has_grads(self) -> bool:
-        """Whether a gradient has come, in a graph."""
-        return bool(self.grads)
-
-    @property
     def is_pinned(self) -> bool:
         """Whether the rows are in their slots."""
         return self._pins is not None and self.generation == self.store.generation
+
+    def acquire(self) -> "Lease":
+        """This, as what is reserved gives it: a lease that is pinned later."""
+        return self
+
+    def drop(self) -> None:
+        """Unpin the rows."""
+        self.unpin()
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the rows that were looked up can still be read."""
+        return self._replaced == self.store.replaced and (self.slot_U is None or self.is_pinned)
 
     def pin(self, prefetched: Prefetched | None = None) -> None:
         """Make the rows resident and pin them, if they are not; unknown ones are inserted.
@@ -188,7 +218,7 @@ class Lease:
         # In one turn, so that what is pinned has an owner. The turn is the outermost block: Ctrl-C ends a wait for it.
         with self.store.turns:
             self.slot_U, unique = self.store.acquire(self.keys.unique, prefetched)
-            self.keys = dataclasses.replace(self.keys, unique=unique)
+            self._keys = dataclasses.replace(self.keys, unique=unique)
             self.generation, self._pins = self.store.generation, self.store.pin_for(self, self.slot_U)
 
     def unpin(self) -> None:
@@ -198,17 +228,10 @@ class Lease:
                 self.store.release_pins(self._pins)
             self._pins = self.slot_U = None
 
-    def reduce(self, grads: Sequence[torch.Tensor] | None = None) -> RowGrads:
-        """The gradients that have come, each key's to be summed.
-
-        Args:
-            grads: of the backward passes; None = those that came in a graph.
-        """
-        if grads is None:
-            self.pin()
-            self.check_generation()
+    def reduce(self, grads: Sequence[torch.Tensor]) -> RowGrads:
+        """These gradients, of one backward pass each, those of each key to be summed."""
         keys, unique, loops = self.keys, self.keys.unique, self.store.loops
-        grad_NX = loops.array(sum_over_passes(self.grads if grads is None else grads))
+        grad_NX = loops.array(sum_over_passes(grads))
         segments = loops.segments(unique, keys.bags, grad_NX, self.scale_N)
         return RowGrads(self.store, self.generation, unique.table_U, unique.id_U, self.slot_U, segments=segments)
 
@@ -217,7 +240,7 @@ class Lease:
         store, weight_SX, slot_U = self.store, None, self.slot_U
         if slot_U is None:
             row_UW, unique = store.read(self.keys.unique)
-            self.keys = dataclasses.replace(self.keys, unique=unique)
+            self._keys = dataclasses.replace(self.keys, unique=unique)
             return _read(store, store.format.weights(row_UW), store.loops.arange(len(row_UW)), self.keys, self.scale_N)
         weight_SX = store.weight_SX
         self.check_generation()  # Another thread may have closed the store; the slab taken before stays what it is.
@@ -236,25 +259,6 @@ class Lease:
             rows = RowsOfIds(store.weight_SX, self.slot_U, keys.unique.inverse_N)
             return loops.tensor(loops.scale_grads(rows, keys.bags.bag_N, loops.array(grad_PD)))
 
-    def release(self) -> None:
-        """Unpin the rows, and drop them and the gradients."""
-        with undisturbed:
-            self.unpin()
-            self.released = True
-            self.scale_N = None
-            self.keys = _NO_KEYS
-            self.grads.clear()
-
-    def check_held(self) -> None:
-        """Raise RuntimeError if the rows are held no more, so that no gradient can be left with them."""
-        if self.released:
-            raise RuntimeError(
-                "backward through a lookup of an embedding that is over: a step has updated its rows, or zero_grad has"
-                " dropped them, and other rows may have taken their place. Run every backward pass of a step before"
-                " the step, or look the ids up again"
-            )
-        self.check_not_replaced()
-
     def check_generation(self) -> None:
         """Raise StorageError if the slots mean nothing any more."""
         if self.generation != self.store.generation:
@@ -266,53 +270,60 @@ class Lease:
             raise StorageError(REPLACED)
 
 
-_NO_KEYS = Keys(
-    torch.Size(()), _NO_LOOPS.distinct_keys(np.empty(0, np.int32), np.empty(0, np.int64)), None, _NO_LOOPS
-)  # fmt: skip
+class Reserved:
+    """A lookup that a step is expected to make. Nothing is inserted before it does."""
+
+    def __init__(self, store: EmbeddingStore, keys: Keys, prefetched: Prefetched | None):
+        self._store, self._keys, self._prefetched = store, keys, prefetched
+        self._lease: Lease | None = None
+
+    def acquire(self) -> Lease:
+        """The rows, pinned; unknown keys are inserted.
+
+        Raises:
+            StoreFullError: they do not fit; nothing is inserted.
+        """
+        if self._lease is None:
+            self._lease = acquire(self._store, self._keys, self._prefetched)
+        return self._lease
+
+    def drop(self) -> None:
+        """Unpin the rows."""
+        if self._lease is not None:
+            self._lease.unpin()
+        elif self._prefetched is not None:
+            self._store.unprefetch(self._prefetched)
 
 
-# `Keys` are acquired from an `EmbeddingStore`, `MergedKeys` from a `MergedStore`.
+# `Keys` are of an `EmbeddingStore`, `MergedKeys` of a `MergedStore`.
 _Store = TypeVar("_Store", EmbeddingStore, MergedStore)
 _StoreOfKeys = TypeVar("_StoreOfKeys", EmbeddingStore, MergedStore, contravariant=True)
 _Prefetched = TypeVar("_Prefetched", Prefetched, MergedPrefetched)
-_Lease = TypeVar("_Lease", covariant=True)
+_Reserved = TypeVar("_Reserved", covariant=True)
 
 
-class AnyKeys(Protocol[_StoreOfKeys, _Prefetched, _Lease]):
+class AnyKeys(Protocol[_StoreOfKeys, _Prefetched, _Reserved]):
     """What `Keys` and `MergedKeys` have in common."""
 
     @property
     def loops(self) -> Loops:
         """Those that work where the ids are."""
 
-    def acquire(self, store: _StoreOfKeys, prefetched: _Prefetched | None) -> _Lease:
+    def reserve(self, store: _StoreOfKeys, prefetched: _Prefetched | None) -> _Reserved:
         """See the op."""
 
     def prefetch(self, store: _StoreOfKeys) -> _Prefetched:
         """See the op."""
 
 
-def _measure_acquire(args: object, lease: Any) -> tuple[int, int]:
-    # Any: a `Lease` or, from another file, a `MergedLease`.
-    unique = len(lease.slot_U)
-    return unique, unique * (4 + 8 + 8)
-
-
 def _measure_prefetch(args: object, prefetched: Prefetched | MergedPrefetched) -> tuple[int, int]:
     return len(prefetched.slot_U), len(prefetched.slot_U) * (4 + 8 + 8)
 
 
-@Op(LOOKUP, takes=("store", "keys"), gives="lease", measure=_measure_acquire)
-def acquire(
-    store: _Store,
-    keys: AnyKeys[_Store, _Prefetched, _Lease],
-    prefetched: _Prefetched | None = None,
-) -> _Lease:
+def acquire(store: EmbeddingStore, keys: Keys, prefetched: Prefetched | None = None) -> Lease:
     """Make the rows of these keys resident and pin them; unknown keys are inserted with their initial values.
 
     Args:
-        store, keys: an `EmbeddingStore` and `Keys`, which give a `Lease`; or a `MergedStore` and `MergedKeys`, which
-            give a `MergedLease` (see oneemb.graph.ops.merged).
         prefetched: what `prefetch` gave for these keys.
 
     Raises:
@@ -322,7 +333,29 @@ def acquire(
     _check_place(store, keys.loops)
     if not store.built:
         store.build()
-    return keys.acquire(store, prefetched)
+    lease = Lease(store, keys)
+    lease.pin(prefetched)
+    return lease
+
+
+@Op(LOOKUP, takes=("store", "keys"))
+def reserve(
+    store: _Store, keys: AnyKeys[_Store, _Prefetched, _Reserved], prefetched: _Prefetched | None = None
+) -> _Reserved:
+    """A lookup, or several, that `build` is expected to make: `acquire` of what this gives makes it.
+
+    Args:
+        store, keys: an `EmbeddingStore` and `Keys`, or a `MergedStore` and `MergedKeys`, of which rows of known keys
+            are pinned at once.
+        prefetched: what `prefetch` gave for these keys.
+
+    Raises:
+        ValueError: the ids are not where the embedding is.
+    """
+    _check_place(store, keys.loops)
+    if not store.built:
+        store.build()
+    return keys.reserve(store, prefetched)
 
 
 @Op(LOOKUP, takes=("store", "keys"), gives="lease")
@@ -356,28 +389,6 @@ def unprefetch(values: Iterable[object]) -> None:
             value.store.unprefetch(value)
 
 
-@Op(UPDATE, takes=("leases",), ends=0)
-def release(leases: Sequence[AnyLease]) -> None:
-    """Unpin the rows of these leases and drop their gradients."""
-    for lease in leases:
-        lease.release()
-
-
-@Op(LOOKUP, takes=("store",), gives="lease", measure=_measure_acquire)
-def lookup(
-    store: EmbeddingStore,
-    ids: torch.Tensor,
-    table_ids: torch.Tensor | None,
-    num_tables: int,
-    key_type: torch.dtype,
-    padding_idx: int | None,
-    offsets: torch.Tensor | None = None,
-) -> Lease:
-    """`unique_keys` and `acquire` in one."""
-    keys = unique_keys(ids, table_ids, num_tables, key_type, padding_idx, offsets, threads=store.threads)
-    return acquire(store, keys)
-
-
 def _check_place(store: EmbeddingStore | MergedStore, loops: Loops) -> None:
     if loops.place != store.loops.place:
         raise ValueError(
@@ -393,13 +404,11 @@ def measure_gather(args: object, rows: torch.Tensor) -> tuple[int, int]:
     return rows.numel() // max(1, rows.shape[-1]), 2 * rows.numel() * rows.element_size()
 
 
-@Op(LOOKUP, takes=("lease", "weight"), pure=True, measure=measure_gather)
-def gather(
-    lease: Lease, weight: torch.Tensor, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
-) -> torch.Tensor:
+@Op(LOOKUP, takes=("lease",), measure=measure_gather)
+def gather(lease: Lease, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum") -> torch.Tensor:
     """The weights of each id, zeros for padding: [*shape of ids, D], of the store's dtype; of bags, those pooled.
 
-    Its gradient is left with the lease, for `reduce_grads`; `weight`, which stands for all rows, gets none.
+    They have no gradient: see `with_grad`. Rows that are not pinned are read as they are.
 
     Args:
         per_sample_weights: float32 [N], by what the weights of each id are multiplied before a sum.
@@ -409,26 +418,7 @@ def gather(
         TypeError, ValueError: `per_sample_weights` is not as above, or given for a mean or for ids in no bags.
     """
     lease.scale_N = scales_of(lease.keys, per_sample_weights, pooling, lease.store)
-    return _Gather.apply(weight, lease, per_sample_weights)
-
-
-class _Gather(torch.autograd.Function):
-    """Reads rows forward; backward leaves their gradient with the lease. `weight` only ties it to autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, lease: Lease, scales: torch.Tensor | None) -> torch.Tensor:
-        ctx.lease = lease
-        return lease.read()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, torch.Tensor | None]:
-        lease, (grad,) = ctx.lease, grads
-        lease.check_held()
-        grad_ND = grad.reshape(-1, grad.shape[-1]).contiguous()
-        if ctx.needs_input_grad[0]:
-            with undisturbed:
-                lease.grads.append(grad_ND)
-        return None, None, lease.grad_of_scales(grad_ND) if ctx.needs_input_grad[2] else None
+    return lease.read()
 
 
 def _read(store: EmbeddingStore, weight_SX: Array, slot_U: Array, keys: Keys, scale_N: Array | None) -> torch.Tensor:
@@ -443,7 +433,7 @@ def _read(store: EmbeddingStore, weight_SX: Array, slot_U: Array, keys: Keys, sc
     return out
 
 
-@Op(LOOKUP, takes=("keys",), checks=True)
+@Op(PREPARE, takes=("keys",))
 def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str) -> None:
     """Check what `gather` is going to be given.
 
@@ -480,7 +470,7 @@ def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str,
     return store.loops.mean_scales(keys.bags.offset_P1, keys.unique.inverse_N)
 
 
-@Op(LOOKUP, takes=("store", "keys"), pure=True, measure=measure_gather)
+@Op(LOOKUP, takes=("store", "keys"), measure=measure_gather)
 def peek(
     store: EmbeddingStore, keys: Keys, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
 ) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
     keys  = unique_merged_keys([(first_table, ids, table_ids, num_tables, offsets), ...], key_type, padding_idx)
     check_merged_pooling(keys, [(p, per_sample_weights, pooling), ...])
-    lease = acquire(merged_store, keys)
-    rows  = gather_merged(lease, [(p, weight, per_sample_weights, pooling), ...])      a tensor for each
+    reserved = reserve(merged_store, keys)
+    rows  = gather_merged(reserved, [(p, per_sample_weights, pooling), ...])   a tensor for each
+    lease = part_of(reserved, p).acquire()
 
 Lookup p is of a store of its own, and lookups are given in the order of the stores in the merged one. Then the order of
 first occurrence puts the keys of a store side by side, and each key occurs in one lookup only: its gradients are summed
@@ -11,9 +12,9 @@ in the order in which a lookup of its own would have summed them.
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,13 +23,11 @@ from oneemb.graph.ops import batch_ids
 from oneemb.graph.ops.grads import RowGrads, sum_over_passes
 from oneemb.graph.ops.lookup import (
     DTYPES,
-    REPLACED,
     Keys,
     Lease,
     check_pooling,
     measure_gather,
     measure_unique_keys,
-    next_order,
     scales_of,
 )
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
@@ -38,10 +37,12 @@ from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.reduce_grads import Segments
 from oneemb.kernels.threads import Threads
 from oneemb.storage.merged_store import MergedPrefetched, MergedStore
-from oneemb.storage.row_store import StorageError
 from oneemb.storage.turns import whole
 
-__all__ = ["MergedKeys", "MergedLease", "check_merged_pooling", "gather_merged", "unique_merged_keys"]
+__all__ = [
+    "MergedKeys", "MergedReserved", "MergedRows", "check_merged_pooling", "gather_merged", "part_of",
+    "unique_merged_keys",
+]  # fmt: skip
 
 _LOOPS = HostLoops(Threads(1))
 
@@ -57,6 +58,8 @@ class KeysPart:
     """Its ids among those of all lookups."""
     keys: Keys
     """Its shape, bags and `inverse_N`; the unique keys are those of all lookups."""
+    unique: slice
+    """Its unique keys among those of all lookups."""
 
 
 @dataclass(frozen=True)
@@ -70,101 +73,135 @@ class MergedKeys:
 
     loops: HostLoops = _LOOPS
 
-    def acquire(self, store: MergedStore, prefetched: MergedPrefetched | None) -> "MergedLease":
-        """See `oneemb.graph.ops.acquire`."""
-        with whole(member.turns for member in store.members):  # so that what is pinned has an owner
-            slot_U, slots = store.acquire(self.unique, self._begins(store), prefetched)
-            member_P = np.searchsorted(store.first_table_M1, self._first_tables())
-            leases = [
-                Lease(store.members[m], part.keys, slots[m])
-                for m, part in zip(member_P.tolist(), self.parts, strict=True)
-            ]
-            return MergedLease(store, self, slot_U, store.generation, leases)
+    def reserve(self, store: MergedStore, prefetched: MergedPrefetched | None) -> "MergedReserved":
+        """See `oneemb.graph.ops.reserve`."""
+        return MergedReserved(MergedRows(store, self), prefetched)
 
     def prefetch(self, store: MergedStore) -> MergedPrefetched:
         """See `oneemb.graph.ops.prefetch`."""
-        return store.prefetch(self.unique, self._begins(store))
-
-    def _begins(self, store: MergedStore) -> np.ndarray:
-        return store.begins(self._first_tables(), self.begin_P1)
-
-    def _first_tables(self) -> np.ndarray:
-        return np.array([part.first_table for part in self.parts], np.int32)
+        return store.prefetch(self.unique, MergedRows(store, self).begin_M1)
 
 
-@dataclass(eq=False)
-class MergedLease:
-    """The rows of several lookups. Each has a lease of its own, which holds its pins and its gradients.
+class MergedRows:
+    """The keys of several lookups and the stores they are of. Each lookup has a lease of its own, with its pins."""
 
-    Once released it holds no array: a loss that somebody keeps refers to it.
-    """
+    def __init__(self, store: MergedStore, keys: MergedKeys):
+        self.store = store
+        self.keys = keys
+        first_tables = np.array([part.first_table for part in keys.parts], np.int32)
+        self.member_P = np.searchsorted(store.first_table_M1, first_tables).tolist()
+        """The member of each lookup."""
+        self.begin_M1 = store.begins(first_tables, keys.begin_P1)
+        """Where the keys of each member begin, and the end."""
 
-    store: MergedStore
-    keys: MergedKeys
-    slot_U: np.ndarray
-    """Merged slots."""
-    generation: int
-    leases: list[Lease]
-    order: int = field(default_factory=next_order)
+    def own_keys(self, p: int) -> Keys:
+        """The keys of lookup p, as `unique_keys` gives them."""
+        part, unique = self.keys.parts[p], self.keys.unique
+        inverse_N = np.where(part.keys.unique.inverse_N < 0, -1, part.keys.unique.inverse_N - part.unique.start)
+        assert unique.head_U is not None
+        own = kernel.UniqueKeys(
+            unique.table_U[part.unique] - np.int32(part.first_table),
+            unique.id_U[part.unique],
+            inverse_N.astype(np.int32),
+            unique.head_U[part.unique] - part.ids.start,
+        )
+        return Keys(part.keys.shape, own, part.keys.bags, self.store.members[self.member_P[p]].loops)
 
-    @property
-    def has_grads(self) -> bool:
-        """Whether any lookup got a gradient."""
-        return any(lease.grads for lease in self.leases)
+    def reduce(self, grads: Mapping[int, tuple[Lease, Sequence[torch.Tensor]]]) -> RowGrads:
+        """The gradients of some lookups, of one backward pass each, those of each key to be summed.
 
-    @property
-    def released(self) -> bool:
-        return all(lease.released for lease in self.leases)
-
-    def release(self) -> None:
-        """Unpin the rows and drop the gradients."""
-        for lease in self.leases:
-            lease.release()
-        self.leases, self.keys, self.slot_U = [], _NO_KEYS, _NO_SLOTS
-
-    def reduce(self) -> RowGrads:
-        """The gradients that have come, those of each key to be summed; lookups that got none are left out."""
-        self.check_current()
-        unique, parts = self.keys.unique, list(zip(self.keys.parts, self.leases, strict=True))
-        got = [sum_over_passes(lease.grads) for lease in self.leases if lease.grads]
+        Args:
+            grads: by lookup, its lease, which is pinned, and its gradients.
+        """
+        unique, parts = self.keys.unique, self.keys.parts
+        live = sorted(grads)
+        got = [sum_over_passes(grads[p][1]) for p in live]
         # Where one was summed, and is float32, all are.
         grad_NX = _LOOPS.array(got[0] if len(got) == 1 else torch.cat(got))
         inverse_N, row_N, scale_N = unique.inverse_N, None, None
-        dead = [part for part, lease in parts if not lease.grads]
+        dead = [part for p, part in enumerate(parts) if p not in grads]
         if dead:
             inverse_N = inverse_N.copy()
             for part in dead:
                 inverse_N[part.ids] = -1
-        if dead or any(part.keys.bags is not None for part in self.keys.parts):
-            row_N = _rows_of_ids([part for part, lease in parts if lease.grads], len(inverse_N))
-        if any(lease.scale_N is not None for lease in self.leases):
+        if dead or any(part.keys.bags is not None for part in parts):
+            row_N = _rows_of_ids([parts[p] for p in live], len(inverse_N))
+        if any(lease.scale_N is not None for lease, _ in grads.values()):
             scale_N = np.ones(len(inverse_N), np.float32)
-            for part, lease in parts:
+            for p, (lease, _) in grads.items():
                 if lease.scale_N is not None:
-                    scale_N[part.ids] = lease.scale_N
+                    scale_N[parts[p].ids] = lease.scale_N
         order_N, begin_U1, scale_N = kernel.occurrences(inverse_N, len(unique.id_U), row_N, scale_N)
-        table_U, id_U, slot_U = unique.table_U, unique.id_U, self.slot_U
+        table_U, id_U = unique.table_U, unique.id_U
+        slot_U = self.store.merged_slots([self.member_P[p] for p in live], [grads[p][0].slot_U for p in live])
         if dead:
-            begin_P1 = self.keys.begin_P1
-            u = np.concatenate(
-                [np.arange(begin_P1[p], begin_P1[p + 1]) for p, (_, lease) in enumerate(parts) if lease.grads]
-            )
-            table_U, id_U, slot_U = table_U[u], id_U[u], slot_U[u]
+            u = np.concatenate([np.arange(parts[p].unique.start, parts[p].unique.stop) for p in live])
+            table_U, id_U = table_U[u], id_U[u]
             begin_U1 = np.append(begin_U1[u], begin_U1[-1])  # keys between them occur nowhere now
         return RowGrads(
-            self.store, self.generation, table_U, id_U, slot_U,
+            self.store, self.store.generation, table_U, id_U, slot_U,
             segments=Segments(grad_NX, order_N, begin_U1, scale_N),
-            stores=tuple(lease.store for lease in self.leases if lease.grads),
+            stores=tuple(grads[p][0].store for p in live),
         )  # fmt: skip
 
-    def check_current(self) -> None:
-        """Raise StorageError if the rows of a member have been replaced."""
-        if self.generation != self.store.generation:
-            raise StorageError(REPLACED)
+
+class MergedReserved:
+    """Several lookups that a step is expected to make. Rows are pinned of those whose keys are all known."""
+
+    def __init__(self, rows: MergedRows, prefetched: MergedPrefetched | None):
+        self.rows = rows
+        self._prefetched = prefetched
+        with whole(member.turns for member in rows.store.members):  # so that what is pinned has an owner
+            slots = rows.store.acquire_found(rows.keys.unique, rows.begin_M1, prefetched)
+            self.leases: list[Lease | None] = [
+                None if slots[m] is None else Lease(rows.store.members[m], None, slots[m], (rows, p))
+                for p, m in enumerate(rows.member_P)
+            ]
+            """Of each lookup; None = it has unknown keys, and is not acquired yet."""
+
+    def acquire(self, p: int) -> Lease:
+        """The rows of lookup p, pinned; unknown keys are inserted.
+
+        Raises:
+            StoreFullError: they do not fit; nothing is inserted.
+        """
+        lease = self.leases[p]
+        if lease is None:
+            rows, m = self.rows, self.rows.member_P[p]
+            store = rows.store.members[m]
+            with store.turns:
+                slot_U = rows.store.acquire_rest(m, rows.keys.unique, rows.begin_M1, self._prefetched)
+                lease = self.leases[p] = Lease(store, None, slot_U, (rows, p))
+        return lease
+
+    def drop(self, p: int | None = None) -> None:
+        """Unpin the rows of lookup p; None = of all."""
+        if p is None:
+            for each in range(len(self.leases)):
+                self.drop(each)
+            return
+        if (lease := self.leases[p]) is not None:
+            lease.unpin()
+        elif self._prefetched is not None:
+            part = self._prefetched.parts[self.rows.member_P[p]]
+            if part.held:
+                part.store.unprefetch(part)
 
 
-_NO_SLOTS = np.empty(0, np.int64)
-_NO_KEYS = MergedKeys(_LOOPS.distinct_keys(np.empty(0, np.int32), _NO_SLOTS), [], np.zeros(1, np.int64))
+@dataclass(frozen=True)
+class ReservedPart:
+    """One of several lookups that were reserved."""
+
+    reserved: MergedReserved
+    p: int
+
+    def acquire(self) -> Lease:
+        """See `Reserved`."""
+        return self.reserved.acquire(self.p)
+
+    def drop(self) -> None:
+        """See `Reserved`."""
+        self.reserved.drop(self.p)
 
 
 def _rows_of_ids(parts: Sequence[KeysPart], ids: int) -> np.ndarray:
@@ -180,7 +217,7 @@ def _rows_of_ids(parts: Sequence[KeysPart], ids: int) -> np.ndarray:
     return row_N
 
 
-@Op(LOOKUP | PREPARE, gives="keys", pure=True, measure=measure_unique_keys)
+@Op(PREPARE, gives="keys", measure=measure_unique_keys)
 def unique_merged_keys(lookups: Sequence[Lookup], key_type: torch.dtype, padding_idx: int | None) -> MergedKeys:
     """The unique (merged table, id) pairs of several lookups, lookup by lookup in order of first occurrence.
 
@@ -214,7 +251,9 @@ def unique_merged_keys(lookups: Sequence[Lookup], key_type: torch.dtype, padding
     parts = []
     for lookup, batch, begin, end in zip(lookups, batches, begin_P, end_P, strict=True):
         own = unique._replace(inverse_N=unique.inverse_N[begin:end])
-        parts.append(KeysPart(lookup[0], slice(begin, end), Keys(batch.shape, own, batch.bags, _LOOPS)))
+        keys = Keys(batch.shape, own, batch.bags, _LOOPS)
+        p = len(parts)
+        parts.append(KeysPart(lookup[0], slice(begin, end), keys, slice(int(begin_P1[p]), int(begin_P1[p + 1]))))
     return MergedKeys(unique, parts, begin_P1)
 
 
@@ -252,7 +291,7 @@ def _batch_of(
     return _Batch(ids.detach().reshape(-1), tables, ids.shape, None)
 
 
-@Op(LOOKUP, takes=("keys",), checks=True)
+@Op(PREPARE, takes=("keys",))
 def check_merged_pooling(keys: MergedKeys, pooled: Sequence[tuple[int, torch.Tensor | None, str]]) -> None:
     """`check_pooling` of lookups p.
 
@@ -268,48 +307,20 @@ def check_merged_pooling(keys: MergedKeys, pooled: Sequence[tuple[int, torch.Ten
             raise
 
 
-class _GatherMerged(torch.autograd.Function):
-    """Reads rows forward; backward leaves the gradients of each lookup with its lease."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, lease: MergedLease, read: tuple[int, ...], *weights_and_scales: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.lease, ctx.read = lease, read
-        ctx.set_materialize_grads(False)
-        out = _read(lease, read)
-        needs = ctx.needs_input_grad[2:]
-        constant = [rows for i, rows in enumerate(out) if not needs[i] and not needs[len(out) + i]]
-        ctx.mark_non_differentiable(*constant)
-        return tuple(out)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        lease, read, needs = ctx.lease, ctx.read, ctx.needs_input_grad[2:]
-        if lease.released:
-            raise RuntimeError(
-                "a gradient reached a lookup after its step, whose update could not use it; call backward on every loss"
-                " in build"
-            )
-        scale_grads: list[torch.Tensor | None] = [None] * len(read)
-        for i, (p, grad) in enumerate(zip(read, grads, strict=True)):
-            if grad is None:
-                continue
-            lease.leases[p].check_held()
-            grad_ND = grad.reshape(-1, grad.shape[-1])
-            if needs[i]:
-                lease.leases[p].grads.append(grad_ND)
-            if needs[len(read) + i]:
-                scale_grads[i] = _grad_of_scales(lease, p, grad_ND.contiguous())
-        return None, None, *([None] * len(read)), *scale_grads
-
-
-def _read(lease: MergedLease, read: tuple[int, ...]) -> list[torch.Tensor]:
+def _read(reserved: MergedReserved, read: Sequence[int]) -> list[torch.Tensor]:
     """The weights of each id, or bag, of the lookups p: rows of one array, as tensors that are no views of another."""
-    store, keys = lease.store, lease.keys
+    store, keys = reserved.rows.store, reserved.rows.keys
     dim, dtype, loops = store.format.dim, DTYPES[store.format.dtype], store.loops
-    weight_SX, inverse_N = store.weight_SX, keys.unique.inverse_N
+    leases = [reserved.acquire(p) for p in read]
     parts = [keys.parts[p] for p in read]
+    slot_U = np.empty(len(keys.unique.id_U), np.int64)
+    merged_U = store.merged_slots([reserved.rows.member_P[p] for p in read], [lease.slot_U for lease in leases])
+    begin = 0
+    for part in parts:
+        end = begin + part.unique.stop - part.unique.start
+        slot_U[part.unique] = merged_U[begin:end]
+        begin = end
+    weight_SX, inverse_N = store.weight_SX, keys.unique.inverse_N
     end_P = list(itertools.accumulate(part.keys.shape.numel() for part in parts))
     all_ND = torch.empty(end_P[-1], dim, dtype=dtype)
     row_ND = loops.array(all_ND)
@@ -321,11 +332,11 @@ def _read(lease: MergedLease, read: tuple[int, ...]) -> list[torch.Tensor]:
         adjacent = list(group)
         end = end_P[adjacent[-1]]
         ids = slice(parts[adjacent[0]].ids.start, parts[adjacent[-1]].ids.stop)
-        rows = RowsOfIds(weight_SX, lease.slot_U, inverse_N[ids])
+        rows = RowsOfIds(weight_SX, slot_U, inverse_N[ids])
         if not pooled:
             loops.gather(rows, row_ND[first:end])
         else:
-            offset_P1, scale_N = _pooling([parts[i] for i in adjacent], [lease.leases[read[i]] for i in adjacent])
+            offset_P1, scale_N = _pooling([parts[i] for i in adjacent], [leases[i] for i in adjacent])
             loops.pool(rows, offset_P1, scale_N, row_ND[first:end])
         first = end
     begin_P = [0, *end_P[:-1]]
@@ -350,34 +361,34 @@ def _pooling(parts: Sequence[KeysPart], leases: Sequence[Lease]) -> tuple[np.nda
     return np.concatenate(offsets), np.concatenate(scales)
 
 
-def _grad_of_scales(lease: MergedLease, p: int, grad_PD: torch.Tensor) -> torch.Tensor:
-    keys, store = lease.keys.parts[p].keys, lease.store
-    assert keys.bags is not None
-    loops, rows = store.loops, RowsOfIds(store.weight_SX, lease.slot_U, keys.unique.inverse_N)
-    return loops.tensor(loops.scale_grads(rows, keys.bags.bag_N, loops.array(grad_PD)))
+@Op(LOOKUP, takes=("reserved",))
+def part_of(reserved: MergedReserved, p: int) -> ReservedPart:
+    """Lookup p of several."""
+    return ReservedPart(reserved, p)
 
 
-def _measure_gather_merged(args: object, rows: Sequence[torch.Tensor]) -> tuple[int, int]:
-    measured = [measure_gather(args, row) for row in rows]
+def _measure_gather_merged(args: object, rows: Sequence[torch.Tensor | None]) -> tuple[int, int]:
+    measured = [measure_gather(args, row) for row in rows if row is not None]
     return sum(count for count, _ in measured), sum(size for _, size in measured)
 
 
-@Op(LOOKUP, takes=("lease",), pure=True, measure=_measure_gather_merged)
+@Op(LOOKUP, takes=("reserved",), measure=_measure_gather_merged)
 def gather_merged(
-    lease: MergedLease, read: Sequence[tuple[int, torch.Tensor, torch.Tensor | None, str]]
-) -> tuple[torch.Tensor, ...]:
-    """What `gather` gives of each of these lookups, from one loop over the rows of all.
+    reserved: MergedReserved, read: Sequence[tuple[int, torch.Tensor | None, str]]
+) -> tuple[torch.Tensor | None, ...]:
+    """What `gather` gives of each of these lookups, from one loop over the rows of all; None for those that have
+    unknown keys.
 
     Args:
-        read: (p, weight, per_sample_weights, pooling) of each, p growing; see `gather`.
+        read: (p, per_sample_weights, pooling) of each, p growing; see `gather`.
 
     Raises:
         TypeError, ValueError: as `gather`.
-        StorageError: the rows have been replaced since they were acquired.
     """
-    lease.check_current()
-    for p, _, per_sample_weights, pooling in read:
-        own = lease.leases[p]
-        own.scale_N = scales_of(own.keys, per_sample_weights, pooling, own.store)
-    lookups, weights, scales, _ = zip(*read, strict=True)
-    return _GatherMerged.apply(lease, lookups, *weights, *scales)
+    found = []
+    for p, per_sample_weights, pooling in read:
+        if (own := reserved.leases[p]) is not None:
+            own.scale_N = scales_of(reserved.rows.keys.parts[p].keys, per_sample_weights, pooling, own.store)
+            found.append(p)
+    rows = dict(zip(found, _read(reserved, found), strict=True)) if found else {}
+    return tuple(rows.get(p) for p, _, _ in read)

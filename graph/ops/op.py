@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-__all__ = ["BUILD", "LOOKUP", "OPS", "PREPARE", "UPDATE", "Measure", "Op"]
+__all__ = ["LOOKUP", "OPS", "PREPARE", "UPDATE", "Measure", "Op"]
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -18,10 +18,9 @@ Measure = Callable[[Any, Any], tuple[int, int]]
 """(rows, bytes) of a call, from its arguments and its result. Any: each op has arguments and a result of its own."""
 
 # Stages of a graph's compilation at which an op is legal; oneemb.graph.spec says what they are.
-PREPARE = frozenset({"prepare"})
-LOOKUP = frozenset({"lowered", "trained", "compute"})
-BUILD = LOOKUP | {"traced"}
-UPDATE = frozenset({"trained", "compute"})
+LOOKUP = frozenset({"lowered", "lookup"})
+PREPARE = frozenset({"lowered", "prepare"})
+UPDATE: frozenset[str] = frozenset()  # in no graph: what comes after `build`
 
 
 @dataclass(frozen=True)
@@ -30,25 +29,15 @@ class Op:
 
     Args:
         stages: at which it is legal.
-        takes: what its leading arguments are: "store", "optimizer" (objects that the graph names); "keys", "lease",
-            "go" (given by an op that gives them); "leases" (a list of them); or a word for people.
-        gives: "keys", "lease" or "go", for ops that take them.
-        pure: whether all it does is compute its result, so that it may be left out, moved or shared.
-        checks: whether all it does is raise what is wrong with its arguments.
-        context: "enter" or "exit", of a block of `build`.
-        ends: which of its arguments is a list of leases that it releases or keeps for another step.
-        commits: whether what it changes has to be changed as a whole.
+        takes: what its leading arguments are: "store" (an object that the graph names); "keys", "lease" (given by an
+            op that gives them); or a word for people.
+        gives: "keys" or "lease", for ops that take them.
         measure: rows and bytes of a call, for statistics.
     """
 
     stages: frozenset[str]
     takes: tuple[str, ...] = ()
     gives: str | None = None
-    pure: bool = False
-    checks: bool = False
-    context: str | None = None
-    ends: int | None = None
-    commits: bool = False
     measure: Measure | None = None
 
     def __call__(self, function: Function) -> Function:

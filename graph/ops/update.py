@@ -6,7 +6,6 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from oneemb.graph.modules import REGISTER
 from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.graph.row_optimizers import Group, RowOptimizer
@@ -55,19 +54,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> Groups:
     }
 
 
-def _refuse_hidden_lookups(optimizer: torch.optim.Optimizer) -> None:
-    """In a graph the gradients of rows are with its leases, and in eager mode they have been taken out of weights: one
-    that is still there is of a lookup that the graph did not see."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None and (embedding := getattr(parameter, "embedding", None)) is not None:
-                raise RuntimeError(
-                    f"a module that build calls looks embedding {embedding().name!r} up by a closure, a global or the"
-                    f" like: the graph does not see it, and would not update those rows; {REGISTER}"
-                )
-
-
-@Op(UPDATE, takes=("optimizer", "go"), commits=True)
+@Op(UPDATE)
 def step(optimizer: StepOptimizer, go: bool) -> Groups:
     """Step the dense parameters. It comes before rows are updated, since it runs what may fail: hooks of the user's.
 
@@ -80,7 +67,6 @@ def step(optimizer: StepOptimizer, go: bool) -> Groups:
     groups: Groups = {}
     if not go:
         return groups
-    _refuse_hidden_lookups(optimizer.optimizer)
 
     def keep(*_: object) -> None:
         groups.update(options_of(optimizer.optimizer))
@@ -109,7 +95,7 @@ def _measure_update(args: tuple[object, RowGrads | None, bool, object], result: 
     return rows, read + 2 * layout.row_bytes * rows
 
 
-@Op(UPDATE, takes=("optimizer", "grads", "go"), commits=True, measure=_measure_update)
+@Op(UPDATE, measure=_measure_update)
 def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: Groups | None = None) -> None:
     """Apply the optimizer to the rows, in place.
 
@@ -151,13 +137,12 @@ def _by_step(grads: RowGrads) -> list[tuple[RowGrads, int]]:
 
 @Op(UPDATE)
 def advance(optimizers: Sequence[StepOptimizer], lr_schedulers: Sequence[Scheduler | None], go: bool) -> None:
-    """Count the step, drop the gradients of dense parameters, and step the learning rates.
+    """Drop the gradients, and step the learning rates.
 
     Raises:
         What a scheduler raises, once the others have been stepped; the step is made and counted.
     """
     for optimizer in optimizers:
-        optimizer.taken += go
         optimizer.optimizer.zero_grad(set_to_none=True)
     failed: Exception | None = None
     for scheduler in lr_schedulers if go else ():

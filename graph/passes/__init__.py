@@ -1,11 +1,8 @@
 """Passes: each a pure function from graph to graph, in a file of its own."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from torch import fx
 
-__all__ = ["copy_graph", "inserting_for", "node_of", "output_of", "store_of"]
+__all__ = ["copy_graph", "node_of", "output_of", "store_of"]
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
@@ -31,13 +28,3 @@ def node_of(argument: fx.node.Argument) -> fx.Node:
 def store_of(node: fx.Node) -> str:
     """The name of a lookup's store."""
     return str(node_of(node.args[0]).target)
-
-
-@contextmanager
-def inserting_for(graph: fx.Graph, node: fx.Node) -> Iterator[None]:
-    """New nodes go before `node` and stand for the same line of the user's."""
-    before = set(graph.nodes)
-    with graph.inserting_before(node):
-        yield
-    for new in set(graph.nodes) - before:
-        new.meta.setdefault("line", node.meta.get("line", ""))

@@ -6,7 +6,7 @@ from torch import fx
 
 from oneemb.graph import ops
 from oneemb.graph.modules import Embeddings
-from oneemb.graph.passes import copy_graph, inserting_for
+from oneemb.graph.passes import copy_graph, output_of
 
 __all__ = ["lower_embeddings"]
 
@@ -14,42 +14,60 @@ __all__ = ["lower_embeddings"]
 def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool = True) -> fx.Graph:
     """Write each lookup as ops. `embeddings` maps the targets of calls to embedding modules.
 
-    Before:  rows = embedding(ids)
-    After:   keys = unique_keys(ids, ...);  lease = acquire(store, keys);  rows = gather(lease, weight)
+    Before:  rows = embedding(ids);  return (rows,)
+    After:   kept = ids.clone();  keys = unique_keys(kept, ...);  reserved = reserve(store, keys)
+             return (("embedding", kept, None, None, reserved, None, None, "sum"),)
+
+    What is returned of a lookup are the arguments of `Made`. Ids are copied since `build` may change them in place
+    before it looks them up. Rows are acquired and read when it does: what it does not look up must not be inserted.
 
     An embedding in eval mode inserts nothing before the step that trains it. A frozen one never does, nor does any if
-    `inserts` is off:
+    `inserts` is off. Their rows are read at once:
 
-    After:   keys = unique_keys(ids, ...);  lease = acquire_later(store, keys);  rows = gather(lease, weight)
-    After:   keys = unique_keys(ids, ...);  rows = peek(store, keys)
+    After:   keys = unique_keys(kept, ...);  lease = acquire_later(store, keys);  rows = gather(lease)
+    After:   keys = unique_keys(kept, ...);  rows = peek(store, keys)
 
     The keys of bags hold their offsets, and `gather` and `peek` are told how to pool. Arguments that these could refuse
     are checked before any row is inserted:
 
-    After:   keys = unique_keys(ids, ...);  check_pooling(keys, weights, "sum");  lease = acquire(store, keys) ...
+    After:   keys = unique_keys(kept, ...);  check_pooling(keys, weights, "sum");  reserved = reserve(store, keys) ...
     """
     graph = copy_graph(graph)
+    output = output_of(graph)
+    kept: dict[fx.node.Argument, fx.Node] = {}
+    made: list[fx.node.Argument] = []
+
+    def keep(argument: fx.node.Argument) -> fx.node.Argument:
+        if isinstance(argument, fx.Node) and argument not in kept:
+            kept[argument] = graph.call_method("clone", (argument,))
+        return kept.get(argument) if isinstance(argument, fx.Node) else argument
+
     for node in list(graph.nodes):
         if node.op != "call_module" or node.target not in embeddings:
             continue
         module = embeddings[node.target]
-        call = _Call(*node.args, **node.kwargs)
-        plain = call.per_sample_weights is None and call.pooling in ("sum", "mean")  # nothing that could be refused
-        pooled = () if call.offsets is None and plain else (call.per_sample_weights, call.pooling)
-        with inserting_for(graph, node):
+        with graph.inserting_before(node):
+            call = _Call(**{name: keep(argument) for name, argument in node.kwargs.items()})
             store = graph.get_attr(f"{node.target}.store")
             key_arguments = call.ids, call.table_ids, module.num_tables, module.key_type, module.padding_idx
             offsets = () if call.offsets is None else (call.offsets,)
             keys = graph.call_function(ops.unique_keys, (*key_arguments, *offsets))
+            plain = call.per_sample_weights is None and call.pooling in ("sum", "mean")  # what nothing refuses
+            if not plain and call.pooling is not None:
+                graph.call_function(ops.check_pooling, (keys, call.per_sample_weights, call.pooling))
+            pooled = () if call.offsets is None and plain else (call.per_sample_weights, call.pooling)
+            lease = rows = None
             if inserts and (module.training or module.weight.requires_grad):
-                if not plain:
-                    graph.call_function(ops.check_pooling, (keys, call.per_sample_weights, call.pooling))
-                lease = graph.call_function(ops.acquire if module.training else ops.acquire_later, (store, keys))
-                rows = graph.call_function(ops.gather, (lease, graph.get_attr(f"{node.target}.weight"), *pooled))
-            else:
+                lease = graph.call_function(ops.reserve if module.training else ops.acquire_later, (store, keys))
+                if call.pooling is not None and not module.training:
+                    rows = graph.call_function(ops.gather, (lease, *pooled))
+            elif call.pooling is not None:
                 rows = graph.call_function(ops.peek, (store, keys, *pooled))
-        node.replace_all_uses_with(rows)
-        graph.erase_node(node)
+        made.append((str(node.target), *call[:3], lease, rows, *call[3:]))
+    output.args = (tuple(made),)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_module" and node.target in embeddings:
+            graph.erase_node(node)
     return graph
 
 
@@ -60,4 +78,5 @@ class _Call(NamedTuple):
     table_ids: fx.node.Argument = None
     offsets: fx.node.Argument = None
     per_sample_weights: fx.node.Argument = None
-    pooling: fx.node.Argument = "sum"
+    pooling: fx.node.Argument = None
+    """None = ids are pooled by weights that are not known before `build`."""

@@ -1,15 +1,14 @@
 """Makes one lookup of those of several embeddings."""
 
 import operator
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
 
 from torch import fx
 
 from oneemb.graph import ops
-from oneemb.graph.passes import copy_graph, node_of, store_of
-from oneemb.graph.passes.split_prepare import ancestors, movable_nodes
-from oneemb.graph.spec import CHECKS, CONTEXTS, is_backward, is_inplace, is_pure, is_training_only
+from oneemb.graph.passes import copy_graph, node_of, output_of, store_of
 
 __all__ = ["Member", "merge_embeddings"]
 
@@ -24,127 +23,73 @@ class Member:
     """The merged table at which the store's tables begin."""
 
 
-@dataclass(eq=False)
-class _Group:
-    """Lookups to merge, of a store each."""
-
-    first: fx.Node
-    prepared: bool
-    alone: bool
-    acquires: list[fx.Node] = field(default_factory=list)
-    hoisted: set[fx.Node] = field(default_factory=set)
-
-
-def merge_embeddings(
-    graph: fx.Graph, members: Mapping[str, Member], *, buffers: Collection[str] = (), every: bool = False
-) -> fx.Graph:
+def merge_embeddings(graph: fx.Graph, members: Mapping[str, Member]) -> fx.Graph:
     """Look up and, after it, update the rows of several stores at once. `members` says which are merged in what.
 
-    Args:
-        buffers: as in `split_prepare`: what can be prepared ahead is not merged with what cannot.
-        every: go through merged stores also where no two lookups can be merged, so that lookups of several graphs
-            are of the same stores.
+    Before:  u1 = unique_keys(x, ...);  reserved1 = reserve(a.store, u1)
+             u2 = unique_keys(y, ...);  reserved2 = reserve(b.store, u2)
+             return (("a", x, None, None, reserved1, None, None, "sum"), ...)
+    After:   keys = unique_merged_keys(((0, x, ...), (1, y, ...)), ...);  reserved = reserve(merged, keys)
+             reserved1 = part_of(reserved, 0);  reserved2 = part_of(reserved, 1)
+             rows = gather_merged(reserved, ((0, None, "sum"), (1, None, "sum")));  rows1 = rows[0];  rows2 = rows[1]
+             return (("a", x, None, None, reserved1, rows1, None, "sum"), ...)
 
-    Before:  u1 = unique_keys(x, ...);  lease1 = acquire(a.store, u1);  rows1 = gather(lease1, a.weight)
-             u2 = unique_keys(y, ...);  lease2 = acquire(b.store, u2);  rows2 = gather(lease2, b.weight)
-    After:   keys = unique_merged_keys(((0, x, ...), (1, y, ...)), ...);  lease = acquire(merged, keys)
-             rows = gather_merged(lease, ((0, a.weight, ...), (1, b.weight, ...)));  rows1 = rows[0];  rows2 = rows[1]
+    Exact: a key occurs in one lookup only, so nothing is summed in another order.
 
-    Exact: a key occurs in one lookup only, so nothing is summed in another order. Lookups whose ids are scaled by what
-    may get a gradient are left alone: theirs would be added to others in another order.
-
-    A lookup is made where the first of its group is, if all it needs can be computed there, and no op lies between that
-    may change its ids in place, that takes gradients, or that begins or ends autocast or a grad mode. A store has one
-    lookup in a group at most; its lookups keep their order.
+    A lookup is made where the last of its group is. A store has one lookup in a group at most; its lookups keep their
+    order.
     """
     graph = copy_graph(graph)
-    groups = _groups(graph, members, movable_nodes(graph, buffers))
-    for merged, its_groups in groups.items():
-        if every or any(len(group.acquires) > 1 for group in its_groups):
-            for group in its_groups:
-                _merge(graph, merged, group, members)
+    groups: dict[tuple[str, int], list[fx.Node]] = {}
+    lookups: dict[str, int] = {}  # of a store so far
+    for node in graph.nodes:
+        if node.target is ops.reserve and (store := store_of(node)) in members:
+            groups.setdefault((members[store].merged, lookups.get(store, 0)), []).append(node)
+            lookups[store] = lookups.get(store, 0) + 1
+    for (merged, _), reserves in groups.items():
+        if len(reserves) > 1:
+            _merge(graph, merged, reserves, members)
     return graph
 
 
-def _groups(graph: fx.Graph, members: Mapping[str, Member], movable: set[fx.Node]) -> dict[str, list[_Group]]:
-    """The groups of each merged store, in the order in which they are looked up."""
-    groups: dict[str, list[_Group]] = {}
-    closed: dict[str, int] = {}  # the groups of each merged store that no further lookup may join
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        if is_inplace(node) or is_backward(node) or is_training_only(node) or node.target in CONTEXTS:
-            closed = {merged: len(its_groups) for merged, its_groups in groups.items()}
-        if node.target is not ops.acquire or store_of(node) not in members:
-            continue
-        merged = members[store_of(node)].merged
-        its_groups = groups.setdefault(merged, [])
-        after_own = [
-            i + 1 for i, group in enumerate(its_groups) if any(store_of(a) == store_of(node) for a in group.acquires)
-        ]
-        needed = ancestors(set(_inputs(node)))
-        prepared = node.args[1] in movable
-        alone = any(scales not in movable for scales in _scales(node))
-        for group in its_groups[max([closed.get(merged, 0), *after_own]) :]:
-            late = {used for used in needed if place[used] >= place[group.first]}
-            if not (alone or group.alone) and group.prepared == prepared and all(map(is_pure, late)):
-                break
-        else:
-            group, late = _Group(node, prepared, alone), set()
-            its_groups.append(group)
-        group.acquires.append(node)
-        group.hoisted |= late
-    return groups
-
-
-def _inputs(acquire: fx.Node) -> list[fx.Node]:
-    """What a lookup is made of, as it is merged: the arguments of its keys, and what scales its ids."""
-    return [*node_of(acquire.args[1]).all_input_nodes, *_scales(acquire)]
-
-
-def _scales(acquire: fx.Node) -> list[fx.Node]:
-    """By what the ids of a lookup are multiplied."""
-    return [scales for gather in acquire.users for scales in gather.args[2:] if isinstance(scales, fx.Node)]
-
-
-def _merge(graph: fx.Graph, merged: str, group: _Group, members: Mapping[str, Member]) -> None:
-    acquires = sorted(group.acquires, key=lambda acquire: members[store_of(acquire)].first_table)
-    nodes = list(graph.nodes)
-    for node in nodes[nodes.index(group.first) :]:
-        if node in group.hoisted:
-            group.first.prepend(node)
-    lookups, read, gathers, lines = [], [], [], {}
-    for p, acquire in enumerate(acquires):
-        ids, table_ids, num_tables, key_type, padding_idx, *offsets = node_of(acquire.args[1]).args
-        first_table = members[store_of(acquire)].first_table
-        lookups.append((first_table, ids, table_ids, num_tables, offsets[0] if offsets else None))
-        lines[first_table] = acquire.meta.get("line", "")
-        for gather in acquire.users:
-            _, weight, *pooled = gather.args
-            read.append((p, node_of(weight), *(pooled or (None, "sum"))))
-            gathers.append(gather)
-    with graph.inserting_before(group.first):
-        keys = graph.call_function(ops.unique_merged_keys, (tuple(lookups), key_type, padding_idx))
-        checked = tuple((p, scales, pooling) for p, _, scales, pooling in read if scales is not None)
-        new = [keys]
+def _merge(graph: fx.Graph, merged: str, reserves: list[fx.Node], members: Mapping[str, Member]) -> None:
+    output = output_of(graph)
+    made = [list(cast(tuple[fx.node.Argument, ...], lookup)) for lookup in cast(tuple[object, ...], output.args[0])]
+    last = reserves[-1]
+    reserves = sorted(reserves, key=lambda reserve: members[store_of(reserve)].first_table)
+    looked_up: list[fx.node.Argument] = []
+    checked: list[fx.node.Argument] = []
+    read: list[fx.node.Argument] = []
+    reads: list[list[fx.node.Argument]] = []
+    for p, reserve in enumerate(reserves):
+        ids, table_ids, num_tables, key_type, padding_idx, *offsets = node_of(reserve.args[1]).args
+        looked_up.append((members[store_of(reserve)].first_table, ids, table_ids, num_tables, *(offsets or [None])))
+        for check in [user for user in node_of(reserve.args[1]).users if user.target is ops.check_pooling]:
+            checked.append((p, *check.args[1:]))
+            graph.erase_node(check)
+        lookup = next(lookup for lookup in made if lookup[_RESERVED] is reserve)
+        *_, per_sample_weights, pooling = lookup
+        if pooling is not None:
+            read.append((p, per_sample_weights, pooling))
+            reads.append(lookup)
+    with graph.inserting_before(last):
+        keys = graph.call_function(ops.unique_merged_keys, (tuple(looked_up), key_type, padding_idx))
         if checked:
-            new.append(graph.call_function(ops.check_merged_pooling, (keys, checked)))
-        lease = graph.call_function(ops.acquire, (graph.get_attr(merged), keys))
-        new.append(lease)
-        if read:
-            of_graph = [(p, graph.get_attr(weight.target), *pooled) for p, weight, *pooled in read]
-            rows = graph.call_function(ops.gather_merged, (lease, tuple(of_graph)))
-            new.append(rows)
-            for i, gather in enumerate(gathers):
-                own_rows = graph.call_function(operator.getitem, (rows, i))
-                own_rows.meta["line"] = gather.meta.get("line", "")
-                gather.replace_all_uses_with(own_rows)
-        for node in new:
-            node.meta["line"], node.meta["lines"] = group.first.meta.get("line", ""), lines
-    for gather in gathers:
-        graph.erase_node(gather)
-    for acquire in group.acquires:
-        keys = node_of(acquire.args[1])
-        graph.erase_node(acquire)
-        if all(user.target in CHECKS for user in keys.users):
-            for user in [*keys.users, keys]:
-                graph.erase_node(user)
+            graph.call_function(ops.check_merged_pooling, (keys, tuple(checked)))
+        together = graph.call_function(ops.reserve, (graph.get_attr(merged), keys))
+        for p, reserve in enumerate(reserves):
+            lookup = next(lookup for lookup in made if lookup[_RESERVED] is reserve)
+            lookup[_RESERVED] = graph.call_function(ops.part_of, (together, p))
+        rows = graph.call_function(ops.gather_merged, (together, tuple(read))) if read else None
+        for i, lookup in enumerate(reads):
+            lookup[_ROWS] = graph.call_function(operator.getitem, (rows, i))
+    output.args = (tuple(map(tuple, made)),)
+    for reserve in reserves:
+        unique = node_of(reserve.args[1])
+        graph.erase_node(reserve)
+        for unused in (unique, node_of(reserve.args[0])):
+            if not unused.users:
+                graph.erase_node(unused)
+
+
+_RESERVED, _ROWS = 4, 5  # of what is returned of a lookup

@@ -2,8 +2,8 @@
 
 from torch import fx
 
+from oneemb.graph import ops
 from oneemb.graph.passes import copy_graph
-from oneemb.graph.spec import UNIQUE, is_inplace
 
 __all__ = ["share_unique"]
 
@@ -14,16 +14,14 @@ def share_unique(graph: fx.Graph) -> fx.Graph:
     Before:  u1 = unique_keys(ids, None, 2, int64, None);  u2 = unique_keys(ids, None, 2, int64, None)
     After:   u1 = unique_keys(ids, None, 2, int64, None);  every user of u2 reads u1
 
-    Exact: keys are a function of the arguments alone. Not shared across an op that may change the ids in place.
+    Exact: keys are a function of the arguments alone.
     """
     graph = copy_graph(graph)
-    first: dict[tuple, fx.Node] = {}
+    first: dict[tuple[object, ...], fx.Node] = {}
     for node in list(graph.nodes):
-        if is_inplace(node):
-            first.clear()
-        if node.target not in UNIQUE:
+        if node.target is not ops.unique_keys and node.target is not ops.unique_merged_keys:
             continue
-        shared = first.setdefault((node.args, tuple(node.kwargs.items())), node)
+        shared = first.setdefault((node.target, node.args), node)
         if shared is not node:
             node.replace_all_uses_with(shared)
             graph.erase_node(node)

@@ -19,10 +19,13 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops.grads import RowGrads, join_grads
-from oneemb.graph.ops.lookup import Lease, scales_of
+from oneemb.graph.ops.lookup import Lease
+from oneemb.graph.ops.merged import MergedRows
+from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.merged_store import MergedStore
 
-__all__ = ["RowGrad", "gather_with_grad", "refuse_dense"]
+__all__ = ["RowGrad", "reduce_grads", "refuse_dense", "with_grad"]
 
 aten = torch.ops.aten
 
@@ -111,6 +114,12 @@ class RowGrad(torch.Tensor):
             lease = Lease.of_keys(self.store, self.summed.table_U, self.summed.id_U)
             self.summed, self.holders = self.summed.with_slots(lease.slot_U, lease.generation), [lease]
         return self.reduce()
+
+    def merged_in(self) -> MergedStore | None:
+        """The merged store whose lookups gave all of this, with their rows still pinned; None if there is none."""
+        stores = {lease.shared[0].store for lease, _ in self.passes if lease.shared is not None and lease.is_pinned}
+        whole = self.summed is None and all(lease.shared is not None and lease.is_pinned for lease, _ in self.passes)
+        return stores.pop() if whole and len(stores) == 1 else None
 
     def unpin(self) -> None:
         """Let the rows be evicted. The gradient stays what it is."""
@@ -341,29 +350,34 @@ _FOREACH: dict[Any, Callable[..., Any]] = {
 """What they do to each of a list."""
 
 
-# ---- where gradients come from --------------------------------------------------------------------------------------
+# ---- where gradients come from, and where they go ------------------------------------------------------------------
 
 
-def gather_with_grad(
-    lease: Lease, weight: torch.Tensor, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
+def with_grad(
+    rows: torch.Tensor, lease: Lease, weight: torch.Tensor, per_sample_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The rows of a lookup, as `ops.gather`; a backward pass through them gives `weight` a `RowGrad`.
+    """What `gather` gave of a lookup, differentiable: a backward pass through it gives `weight` a `RowGrad`.
 
-    The rows need not be pinned: then they are read as they are, and inserted by the step that trains them.
+    The rows need not be pinned: those of an embedding in eval mode are inserted by the step that trains them.
     """
-    lease.scale_N = scales_of(lease.keys, per_sample_weights, pooling, lease.store)
-    return _Gather.apply(weight, lease, per_sample_weights)
+    return _WithGrad.apply(weight, per_sample_weights, lease, _Rows(rows))
 
 
-class _Gather(torch.autograd.Function):
+class _Rows(NamedTuple):
+    """Rows that autograd takes for new ones: a tensor that it knows as an input must not change in place."""
+
+    tensor: torch.Tensor
+
+
+class _WithGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, lease: Lease, scales: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, scales: torch.Tensor | None, lease: Lease, rows: _Rows) -> torch.Tensor:
         ctx.lease = lease
-        return lease.read()
+        return rows.tensor
 
     @staticmethod
     @torch._disable_dynamo  # torch.compile stays out of it, as out of a lookup
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[RowGrad | None, None, torch.Tensor | None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[RowGrad | None, torch.Tensor | None, None, None]:
         lease, (grad,) = ctx.lease, grads
         if lease is None:
             raise RuntimeError(
@@ -379,5 +393,49 @@ class _Gather(torch.autograd.Function):
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.lease = None  # A loss that is kept keeps none of the lookup's arrays.
         grad_NX = grad.detach().reshape(-1, grad.shape[-1]).contiguous()
+        lease.has_grad = True
         row_grad = RowGrad(lease.store, [Pass(lease, grad_NX)]) if ctx.needs_input_grad[0] else None
-        return row_grad, None, lease.grad_of_scales(grad_NX) if ctx.needs_input_grad[2] else None
+        return row_grad, lease.grad_of_scales(grad_NX) if ctx.needs_input_grad[1] else None, None, None
+
+
+def _measure_reduce(args: object, grads: Sequence[RowGrads]) -> tuple[int, int]:
+    # The sums themselves are made by whoever reads them: an update, row by row, or clipping.
+    return sum(len(grad.slot_U) for grad in grads), 0
+
+
+@Op(UPDATE, measure=_measure_reduce)
+def reduce_grads(row_grads: Sequence[RowGrad]) -> list[RowGrads]:
+    """The gradients of rows, those of equal keys to be summed, with the slot of each: rows are resident and pinned
+    until `unpin`. Those of embeddings whose lookups were merged are one.
+
+    The sum runs in float32: over the backward passes of an id in the order they came, over the ids of a lookup in batch
+    order, then over lookups in the order they were made.
+
+    Args:
+        row_grads: of one embedding each, trained by one group of one optimizer where their lookups were merged.
+
+    Raises:
+        StoreFullError: rows that were let go do not fit any more; nothing has changed.
+        StorageError: rows were replaced since the lookup (load_snapshot, clear).
+    """
+    merged: dict[MergedStore, list[RowGrad]] = {}
+    alone: list[RowGrad] = []
+    for row_grad in row_grads:
+        store = row_grad.merged_in()
+        (alone if store is None else merged.setdefault(store, [])).append(row_grad)
+    reduced = [join_grads(_parts(group)) for group in merged.values()]
+    reduced += [row_grad.acquire() for row_grad in alone]
+    return [grads for grads in reduced if grads is not None]
+
+
+def _parts(group: Sequence[RowGrad]) -> list[RowGrads]:
+    """The gradients of each merged lookup, in the order in which they were made."""
+    lookups: dict[MergedRows, dict[int, tuple[Lease, list[torch.Tensor]]]] = {}
+    for row_grad in group:
+        for lease, grad_NX in row_grad.passes:
+            assert lease.shared is not None
+            rows, p = lease.shared
+            assert isinstance(rows, MergedRows)
+            lookups.setdefault(rows, {}).setdefault(p, (lease, []))[1].append(grad_NX)
+    in_order = sorted(lookups.items(), key=lambda lookup: min(lease.order for lease, _ in lookup[1].values()))
+    return [rows.reduce(grads) for rows, grads in in_order]

@@ -1,0 +1,224 @@
+"""What surrounds a call of `build`: the lookups that it is expected to make, or what records them.
+
+    with Building(...):
+        build(self, batch)
+            self.embedding(ids)       Building.look_up: is it expected, with these ids? Then its rows are at hand;
+            loss.backward()           otherwise it is made as in eager mode
+
+Invariant: a lookup gives and inserts what it does in eager mode, whether it was expected or not: the ids that `build`
+asks for are compared with those that were expected, value by value.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from oneemb.graph import ops
+from oneemb.graph.build_error import BuildError, user_line
+from oneemb.graph.modules import REGISTER
+from oneemb.graph.tape import Tape
+from oneemb.storage.embedding_store import EmbeddingStore
+
+__all__ = ["Building", "Expected", "building_now"]
+
+
+class LooksUp(Protocol):
+    """What a graph asks of an embedding module."""
+
+    name: str
+    store: EmbeddingStore
+    weight: torch.nn.Parameter
+    training: bool
+
+
+class AnyReserved(Protocol):
+    """A lookup that may be made: rows that `acquire` gives, or is going to give."""
+
+    def acquire(self) -> ops.Lease:
+        """The rows, pinned; unknown keys are inserted."""
+
+    def drop(self) -> None:
+        """Unpin the rows."""
+
+
+@dataclass(eq=False)
+class Expected:
+    """A lookup that `build` is expected to make.
+
+    Args:
+        embedding: its name in the graph.
+        ids, table_ids, offsets: what it is to look up; tensors that nobody else has.
+        reserved: its rows; None = they were read without a lease, for an embedding that is not trained.
+        rows: what was read; None = nothing yet.
+        per_sample_weights, pooling: what it was read with.
+        changes: the store's when the rows were read.
+    """
+
+    embedding: str
+    ids: torch.Tensor
+    table_ids: torch.Tensor | None
+    offsets: torch.Tensor | None
+    reserved: AnyReserved | None
+    rows: torch.Tensor | None
+    per_sample_weights: torch.Tensor | None
+    pooling: str | None
+    changes: int
+    lease: ops.Lease | None = None
+    """Of the lookup, once it is made."""
+
+    def is_of(self, ids: torch.Tensor, table_ids: torch.Tensor | None, offsets: torch.Tensor | None) -> bool:
+        """Whether this is the lookup of these."""
+        return _same(ids, self.ids) and _same(table_ids, self.table_ids) and _same(offsets, self.offsets)
+
+    def read(
+        self, store: EmbeddingStore, per_sample_weights: torch.Tensor | None, pooling: str
+    ) -> torch.Tensor | None:
+        """The rows as they are now; None if they cannot be had from what was reserved."""
+        same = pooling == self.pooling and _same(per_sample_weights, self.per_sample_weights)
+        if self.rows is not None and same and store.changes == self.changes:
+            return self.rows
+        if self.lease is None or not self.lease.is_valid:
+            return None
+        return ops.gather(self.lease, per_sample_weights, pooling)
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether a gradient has come for the rows."""
+        return self.lease is not None and self.lease.has_grad
+
+    def drop(self) -> None:
+        """Unpin the rows."""
+        if self.reserved is not None:
+            self.reserved.drop()
+
+
+def _same(given: Any, guessed: torch.Tensor | None) -> bool:
+    # Any: what a user gives; what is no tensor is refused by the lookup itself.
+    if given is None or guessed is None:
+        return given is guessed
+    alike = isinstance(given, torch.Tensor) and given.dtype == guessed.dtype and given.device == guessed.device
+    return alike and not given.requires_grad and given.shape == guessed.shape and torch.equal(given, guessed)
+
+
+class Building:
+    """A call of `build` on this thread, while it is entered.
+
+    Args:
+        names: the names of the graph's embeddings.
+        expected: the lookups that `build` is expected to make.
+        on_all_made: called once none of them is expected any more.
+        tape: records lookups; None = it is known already which are made.
+        backward: called in place of `Tensor.backward`, with its arguments; None = it is left alone.
+        steppers: optimizers that the graph itself steps.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[EmbeddingStore, str],
+        expected: Sequence[Expected] = (),
+        on_all_made: Callable[[], object] = lambda: None,
+        tape: Tape | None = None,
+        backward: Callable[..., None] | None = None,
+        steppers: Sequence[torch.optim.Optimizer] = (),
+    ):
+        self.steppers = steppers
+        self.others = 0
+        """Lookups that were not expected."""
+        self._names = names
+        self._expected: dict[str, list[Expected]] = {}
+        for lookup in expected:
+            self._expected.setdefault(lookup.embedding, []).append(lookup)
+        self._on_all_made = on_all_made
+        self._tape = tape
+        self._mode = None if backward is None else _Backward(backward)
+        self._outer: Building | None = None
+        if not expected:
+            on_all_made()
+
+    def __enter__(self) -> "Building":
+        self._outer = getattr(_local, "building", None)
+        _local.building = self
+        for mode in (self._mode, self._tape):
+            if mode is not None:
+                mode.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for mode in (self._tape, self._mode):
+            if mode is not None:
+                mode.__exit__(None, None, None)
+        _local.building = self._outer
+
+    def look_up(
+        self, embedding: LooksUp, arguments: dict[str, Any], has_gradient: bool, now: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """The rows of a lookup.
+
+        Args:
+            arguments: of the embedding's forward, by name.
+            has_gradient: whether a gradient may come.
+            now: makes the lookup.
+
+        Raises:
+            BuildError: the embedding is to be trained and is no part of the graph.
+        """
+        name = self._names.get(embedding.store)
+        if name is None:
+            if has_gradient:
+                raise BuildError(
+                    f"embedding {embedding.name!r}, looked up{user_line()}, is no part of the graph, which would not"
+                    f" train its rows; {REGISTER}, or freeze it with requires_grad_(False)"
+                )
+            return now()
+        if self._tape is not None:
+            return self._tape.lookup(name, arguments, now)
+        lookup = self._take(name, arguments)
+        if lookup is not None:
+            lease = lookup.lease = None if lookup.reserved is None else lookup.reserved.acquire()
+            scales = arguments["per_sample_weights"]
+            rows = lookup.read(embedding.store, scales, arguments["pooling"])
+            if rows is not None and (lease is not None or not has_gradient):
+                return ops.with_grad(rows, lease, embedding.weight, scales) if lease and has_gradient else rows.detach()
+        self.others += 1
+        return now()
+
+    def _take(self, name: str, arguments: dict[str, Any]) -> Expected | None:
+        """The lookup that was expected."""
+        waiting = self._expected.get(name, [])
+        for lookup in waiting:
+            if lookup.is_of(arguments["ids"], arguments["table_ids"], arguments["offsets"]):
+                waiting.remove(lookup)
+                if not self.in_vain:
+                    self._on_all_made()
+                return lookup
+        return None
+
+    @property
+    def in_vain(self) -> int:
+        """Lookups that were expected and not made."""
+        return sum(map(len, self._expected.values()))
+
+
+class _Backward(TorchFunctionMode):
+    def __init__(self, backward: Callable[..., None]):
+        super().__init__()
+        self._call = backward
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.backward:
+            return self._call(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+_local = threading.local()
+
+
+def building_now() -> Building | None:
+    """The call of `build` that this thread is in."""
+    return getattr(_local, "building", None)

@@ -1,0 +1,29 @@
+"""What a GradScaler does to the gradients of a step that several optimizers share."""
+
+from collections.abc import Sequence
+
+import torch
+
+from oneemb.graph.ops.op import UPDATE, Op
+from oneemb.graph.ops.update import StepOptimizer
+
+__all__ = ["unscale", "update_scale"]
+
+
+@Op(UPDATE)
+def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[StepOptimizer]) -> None:
+    """Divide gradients by the scale, those of dense parameters and of rows, in place."""
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer.optimizer)
+
+
+@Op(UPDATE)
+def update_scale(scaler: torch.amp.GradScaler, go: bool) -> None:
+    """Let the scaler grow its scale, or shrink it after a step that overflowed."""
+    if not scaler.is_enabled():
+        return
+    states = scaler._per_optimizer_states
+    for state in states.values():
+        # One answer for the whole step: one optimizer's gradients may have overflowed, or there are none.
+        state["found_inf_per_device"] = {torch.device("cpu"): torch.full((), 0.0 if go else 1.0)}
+    scaler.update()

@@ -1,0 +1,170 @@
+"""Compiles the lookups that a step of `build` was seen to make, as one ordered list of passes.
+
+    recorded -> lower_embeddings -> [merge_embeddings] -> share_unique
+             -> split_prepare       in two halves, of which the first may run while the step before computes
+
+Invariant: whatever passes run, the rows are those of eager mode.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from oneemb.graph.building import Expected
+from oneemb.graph.executor import Executor, Find
+from oneemb.graph.modules import Embeddings
+from oneemb.graph.ops.update import StepOptimizer
+from oneemb.graph.passes.lower_embeddings import lower_embeddings
+from oneemb.graph.passes.merge_embeddings import Member, merge_embeddings
+from oneemb.graph.passes.share_unique import share_unique
+from oneemb.graph.passes.split_prepare import split_prepare
+from oneemb.graph.recorder import Profile
+from oneemb.graph.spec import check_stage
+from oneemb.graph.tape import Tape
+from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.merged_store import MergedStore
+
+__all__ = ["AfterPass", "Merged", "Plan", "compile_plan"]
+
+Merged = dict[tuple[EmbeddingStore, ...], MergedStore]
+"""Merged stores by their members."""
+
+
+class AfterPass(NamedTuple):
+    """The graph after one pass."""
+
+    name: str
+    stage: str
+    graph: fx.Graph
+
+
+@dataclass(eq=False)
+class Plan:
+    """The lookups of a step, compiled.
+
+    Args:
+        whole: the lookups of a batch, from its values.
+        prepare: the half that may run ahead, from the values too.
+        lookup: the other half, from what the first one gives.
+        history: the graph as recorded and after each pass.
+        constants: the tensors from outside the batch that the first half reads.
+        others: lookups of a step that cannot be made ahead.
+        find: the object that a name of the graph stands for.
+    """
+
+    whole: Executor
+    prepare: Executor
+    lookup: Executor
+    history: list[AfterPass]
+    constants: dict[str, torch.Tensor]
+    others: int
+    find: Find
+
+    def versions(self) -> list[tuple[int, int]]:
+        """Equal readings mean that the tensors which the first half reads have not changed."""
+        return [(id(tensor), tensor._version) for tensor in self.constants.values()]
+
+    def expect(self, values: Sequence[Any], prepared: Sequence[Any] | None, profile: Profile | None) -> list[Expected]:
+        """The lookups that `build` is expected to make of a batch.
+
+        Args:
+            values: of the batch.
+            prepared: what the first half gave for them; None = it did not run.
+        """
+        found = self.whole(values, profile) if prepared is None else self.lookup(prepared, profile)
+        return [Expected(*lookup, changes=self.find(f"{lookup[0]}.store").changes) for lookup in found]
+
+    def executors(self) -> list[Executor]:
+        """All there are."""
+        return [self.whole, self.prepare, self.lookup]
+
+    def as_module(self, name: str) -> fx.GraphModule:
+        """The lookups in one piece, to look at."""
+        graph = self.history[-3].graph
+        targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+        return fx.GraphModule({target: self.find(target) for target in targets}, graph, name)
+
+
+def compile_plan(
+    tape: Tape,
+    embeddings: Embeddings,
+    trainers: Sequence[StepOptimizer],
+    merged: Merged,
+    *,
+    inserts: bool,
+) -> Plan:
+    """Compile what a tape has recorded.
+
+    Args:
+        embeddings: those of the graph.
+        trainers: the optimizers that train them.
+        merged: the merged stores made so far.
+        inserts: whether lookups may insert rows and get a gradient.
+    """
+    history: list[AfterPass] = []
+
+    def keep(name: str, stage: str, graph: fx.Graph) -> fx.Graph:
+        check_stage(graph, stage, embeddings)
+        history.append(AfterPass(name, stage, graph))
+        return graph
+
+    graph = keep("record", "recorded", tape.graph())
+    graph = keep("lower_embeddings", "lowered", lower_embeddings(graph, embeddings, inserts=inserts))
+    members, objects = _members(embeddings, trainers, merged)
+    if members:
+        graph = keep("merge_embeddings", "lowered", merge_embeddings(graph, members))
+    graph = keep("share_unique", "lowered", share_unique(graph))
+    prepare, lookup = split_prepare(graph)
+    keep("split_prepare, prepare", "prepare", prepare)
+    keep("split_prepare, lookup", "lookup", lookup)
+    find = _finder(embeddings, {**objects, **tape.constants})
+    executors = Executor(graph, find), Executor(prepare, find, "prepare"), Executor(lookup, find)
+    return Plan(*executors, history, tape.constants, tape.others, find)
+
+
+def _members(
+    embeddings: Embeddings, trainers: Sequence[StepOptimizer], merged: Merged
+) -> tuple[dict[str, Member], dict[str, MergedStore]]:
+    """Which stores can be merged, by the names that the graph has for them, and what they are merged in.
+
+    Those on the host whose rows are alike and are trained by one group of one optimizer, whether they are looked up or
+    not: so every plan of these modules merges the same.
+    """
+    alike: dict[Hashable, list[str]] = {}
+    for name, embedding in embeddings.items():
+        store = embedding.store
+        if not store.loops.merges or not embedding.training:
+            continue
+        trained: list[Hashable] = []
+        for i, trainer in enumerate(trainers):
+            if (rows := trainer.rows_of(store)) is not None:
+                trained += [i, rows[0].name, id(rows[1])]
+        kind = store.format, embedding.key_type, embedding.padding_idx, tuple(trained)
+        alike.setdefault(kind, []).append(name)
+    members: dict[str, Member] = {}
+    objects: dict[str, MergedStore] = {}
+    for names in alike.values():
+        if len(names) < 2:
+            continue
+        group = [embeddings[name] for name in names]
+        stores = tuple(embedding.store for embedding in group)
+        if stores not in merged:
+            tables, titles = [embedding.num_tables for embedding in group], [embedding.name for embedding in group]
+            merged[stores] = MergedStore(stores, tables, titles)
+        store_name = f"merged_{len(objects)}"
+        objects[store_name] = merged[stores]
+        for name, first_table in zip(names, objects[store_name].first_table_M1.tolist(), strict=False):
+            members[f"{name}.store"] = Member(store_name, first_table)
+    return members, objects
+
+
+def _finder(embeddings: Embeddings, objects: Mapping[str, object]) -> Callable[[str], Any]:
+    def find(name: str) -> object:
+        if name in objects:
+            return objects[name]
+        return embeddings[name.removesuffix(".store")].store
+
+    return find

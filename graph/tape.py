@@ -1,0 +1,209 @@
+"""Records how the ids of lookups come from a batch, so that a coming batch's can be looked up before `build` asks.
+
+    build(self, batch)                        recorded
+        ids = batch["ids"][:, :2] % 1000      getitem = batch_ids[:, :2];  remainder = getitem % 1000
+        rows = self.embedding(ids)            embedding = embedding(remainder)
+
+What is recorded is a guess: it holds where `build` does in the next step what it did in this one. Whoever uses it
+compares the ids that `build` asks for with those that were guessed, so a wrong guess costs time and no number. So the
+tape may be simple. It follows torch's functions from the tensors, arrays and lists of a batch on, and gives an object
+up where it changes in place, depends on random numbers or on a gradient, or comes from anything else.
+"""
+
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Tape"]
+
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    f"__{name}__": getattr(operator, name)
+    for name in "getitem add sub mul truediv floordiv mod lshift rshift neg invert eq ne lt le gt ge".split()
+} | {"__and__": operator.and_, "__or__": operator.or_, "__xor__": operator.xor}
+
+
+class _Unknown(Exception):
+    """A value that the tape does not follow."""
+
+
+class Tape(TorchFunctionMode):
+    """Records the torch functions that are called while it is entered, and the lookups it is told of.
+
+    Args:
+        values: the values of the batch.
+        names: what to call them.
+    """
+
+    def __init__(self, values: Sequence[object], names: Sequence[str]):
+        super().__init__()
+        self.constants: dict[str, torch.Tensor] = {}
+        """Tensors from outside the batch, by the names that the graph has for them."""
+        self.others = 0
+        """Lookups whose ids do not come from the batch alone."""
+        self._graph = fx.Graph()
+        self._lookups: list[fx.Node] = []
+        self._known: dict[int, tuple[object, int, fx.Node]] = {}
+        """By identity: the objects that come from the batch alone, with the version in which they do."""
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+        """Tensors that were made since and come from anything else."""
+        self._sizes: list[tuple[int, fx.Node]] = []
+        self._paused = False
+        inputs = [self._graph.placeholder(name) for name in names]
+        for value, node in zip(values, inputs, strict=True):
+            self._learn(value, node)
+        first = next((i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.ndim), None)
+        if first is not None:
+            size = self._graph.call_method("size", (inputs[first], 0))
+            self._sizes.append((values[first].shape[0], size))  # type: ignore[attr-defined]  # a tensor: see `first`
+        self._sizes += [(value, node) for value, node in zip(values, inputs, strict=True) if type(value) is int]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        known = [value for value in _leaves((args, kwargs)) if id(value) in self._known]
+        if self._paused or not known:
+            result = func(*args, **kwargs)
+            self._forget(result)
+            return result
+        try:
+            call = self._call(func, args, kwargs)
+        except _Unknown:
+            call = None
+        before = torch.get_rng_state(), [_version(value) for value in known]
+        result = func(*args, **kwargs)
+        pure = torch.equal(before[0], torch.get_rng_state()) and before[1] == [_version(value) for value in known]
+        if call is None or not pure:
+            self._forget(result)
+        else:
+            self._learn_result(call, result)
+        return result
+
+    def lookup(self, name: str, arguments: Mapping[str, object], look_up: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `look_up` gives, not recorded itself; the lookup is, if its ids come from the batch.
+
+        Args:
+            name: of the embedding.
+            arguments: of its forward.
+        """
+        self._paused = True
+        try:
+            self._note(name, arguments)
+            rows = look_up()
+        finally:
+            self._paused = False
+        self._forget(rows)
+        return rows
+
+    def _note(self, name: str, arguments: Mapping[str, object]) -> None:
+        try:
+            given = {key: self._argument(arguments[key]) for key in ("ids", "table_ids", "offsets")}
+        except _Unknown:
+            self.others += 1
+            return
+        try:
+            pooled = {key: self._argument(arguments[key]) for key in ("per_sample_weights", "pooling")}
+        except _Unknown:
+            pooled = {"pooling": None}  # by weights that nobody knows before
+        self._lookups.append(self._graph.call_module(name, kwargs=given | pooled))
+
+    def graph(self) -> fx.Graph:
+        """What was recorded: a graph that gives what each lookup gave, without what none of them needs."""
+        self._graph.output(tuple(self._lookups))
+        for node in reversed(list(self._graph.nodes)):
+            if not node.users and node.op not in ("placeholder", "output"):
+                self._graph.erase_node(node)
+        used = {str(node.target) for node in self._graph.nodes if node.op == "get_attr"}
+        self.constants = {name: tensor for name, tensor in self.constants.items() if name in used}
+        self._known.clear()
+        self._made.clear()
+        return self._graph
+
+    # ---- objects ----------------------------------------------------------------------------------------------------
+
+    def _learn(self, value: object, node: fx.Node) -> None:
+        if isinstance(value, torch.Tensor | np.ndarray | list):
+            self._known[id(value)] = value, _version(value), node
+
+    def _forget(self, result: object) -> None:
+        for value in _leaves(result):
+            if isinstance(value, torch.Tensor):
+                self._known.pop(id(value), None)
+                self._made[id(value)] = weakref.ref(value)
+
+    def _learn_result(self, call: tuple[str, Any, tuple[Any, ...], dict[str, Any]], result: object) -> None:
+        several = isinstance(result, tuple | list) and any(isinstance(value, torch.Tensor) for value in result)
+        if not several and not isinstance(result, torch.Tensor | np.ndarray | list):
+            return  # A number is what it is: see `_argument`.
+        node = self._graph.create_node(*call)
+        if not several:
+            self._learn(result, node)
+            return
+        for i, value in enumerate(result):  # type: ignore[arg-type]  # a tuple or list
+            self._learn(value, self._graph.call_function(operator.getitem, (node, i)))
+
+    def _call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
+        """A node's kind, target and arguments."""
+        arguments = map_aggregate(args, self._argument), map_aggregate(kwargs, self._argument)
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return "call_function", getattr, (arguments[0][0], func.__self__.__name__), {}  # type: ignore[attr-defined]
+        if name in _OPERATORS:
+            return "call_function", _OPERATORS[name], *arguments
+        if getattr(torch.Tensor, name, None) is func:
+            return "call_method", name, *arguments
+        return "call_function", func, *arguments
+
+    def _argument(self, value: Any) -> Any:
+        """What stands for a value in the graph.
+
+        Raises:
+            _Unknown: it cannot be known before `build` runs.
+        """
+        if (known := self._known.get(id(value))) is not None:
+            _, version, node = known
+            if _version(value) != version:
+                raise _Unknown
+            return node
+        if isinstance(value, torch.Tensor):
+            made = self._made.get(id(value))
+            if value.requires_grad or made is not None and made() is value:
+                raise _Unknown
+            name = f"constant_{len(self.constants)}"
+            self.constants[name] = value
+            return self._graph.get_attr(name)
+        if type(value) is int:  # Most often a size that equals that of the batch is that size.
+            return next((node for size, node in self._sizes if size == value), value)
+        if value is None or isinstance(value, _CONSTANT):
+            return value
+        raise _Unknown
+
+
+_CONSTANT = (
+    bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis),
+    np.dtype, np.generic,
+)  # fmt: skip
+
+
+def _version(value: object) -> int:
+    return value._version if isinstance(value, torch.Tensor) else 0
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """A value, or what is nested in it. A list may also be a value of a batch."""
+    yield value
+    if isinstance(value, tuple | list):
+        for part in value:
+            yield from _leaves(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _leaves(part)
+    elif isinstance(value, slice):
+        yield from (value.start, value.stop, value.step)

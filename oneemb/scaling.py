@@ -1,0 +1,82 @@
+"""Watches the losses of a call of `build`: whether a GradScaler scales them, and how often gradients are taken."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from oneemb.graph.build_error import BuildError, user_line
+
+__all__ = ["Scaling"]
+
+
+class Scaling:
+    """Has every loss scaled that `build` calls `backward` on, while it is entered, if a scaler is given.
+
+    If `build` itself calls `scale` of a GradScaler that is an attribute of the graph or of a module in it, that one
+    is taken, and nothing is scaled twice.
+
+    Args:
+        graph: the graph.
+        given: what `set_grad_scaler` was given.
+        on_second_pass: called before a second backward pass; None = any number is fine.
+    """
+
+    def __init__(
+        self,
+        graph: torch.nn.Module,
+        given: torch.amp.GradScaler | None,
+        on_second_pass: Callable[[], None] | None = None,
+    ):
+        self.scaler = given
+        """What has scaled the losses; None = nothing has."""
+        self._given = given
+        self._on_second_pass = on_second_pass
+        self._passes = 0
+        self._by_build = False
+        self._watched: dict[torch.amp.GradScaler, None] = {} if given is None else {given: None}
+        for module in graph.modules():
+            for value in vars(module).values():
+                if isinstance(value, torch.amp.GradScaler):
+                    self._watched[value] = None
+
+    def __enter__(self) -> "Scaling":
+        for scaler in self._watched:
+            scaler.scale = self._noting(scaler, scaler.scale)  # type: ignore[method-assign]  # hides the class's
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for scaler in self._watched:
+            vars(scaler).pop("scale", None)
+
+    def _noting(self, scaler: torch.amp.GradScaler, scale: Callable[..., Any]) -> Callable[..., Any]:
+        def note_and_scale(outputs: Any) -> Any:
+            if self.scaler is not None and self.scaler is not scaler:
+                raise BuildError(f"build scales its losses with two GradScalers{user_line()}; use one")
+            self.scaler, self._by_build = scaler, True
+            return scale(outputs)
+
+        return note_and_scale
+
+    @property
+    def backward(self) -> Callable[..., None] | None:
+        """What to call in place of `Tensor.backward`; None = it can be left alone."""
+        return self._backward if self._given is not None or self._on_second_pass else None
+
+    def _backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self._passes += 1
+        if self._passes == 2 and self._on_second_pass is not None:
+            self._on_second_pass()
+        if self._given is not None and not self._by_build:
+            loss = type(self._given).scale(self._given, loss)
+        loss.backward(*args, **kwargs)
+
+    def check(self, parameters: Iterator[torch.nn.Parameter]) -> None:
+        """Raise BuildError if gradients have come that are not scaled, though they should be."""
+        if self._given is None or self._passes or self._by_build or not self._given.is_enabled():
+            return
+        if any(parameter.grad is not None for parameter in parameters):
+            raise BuildError(
+                "build takes gradients by torch.autograd.backward, which set_grad_scaler does not see; call"
+                " loss.backward(), or scale the losses by scaler.scale(loss)"
+            )
