@@ -85,9 +85,9 @@ def _merge(graph: fx.Graph, merged: str, reserves: list[fx.Node], members: Mappi
             lookup[_ROWS] = graph.call_function(operator.getitem, (rows, i))
     output.args = (tuple(map(tuple, made)),)
     for reserve in reserves:
-        unique = node_of(reserve.args[1])
+        arguments = [node_of(argument) for argument in reserve.args]
         graph.erase_node(reserve)
-        for unused in (unique, node_of(reserve.args[0])):
+        for unused in arguments:
             if not unused.users:
                 graph.erase_node(unused)
 
