@@ -155,7 +155,7 @@ class Loops(Protocol):
         """The gradient of the scales: float32 [N]."""
 
     def spread_max_grads(self, offset_P1: Array, argmax_PD: Array, grad_PX: Array, out_NX: Array) -> None:
-        """out_NX, zeros before, = the gradients of ids, from those of bags that `pool_max` gave."""
+        """out_NX[n] = the gradient of id n: that of its bag where `pool_max` took the id's number, zero elsewhere."""
 
     def segments(self, keys: Keys, bags: Bags | None, grad_NX: Array, scale_N: Array | None) -> Segments:
         """The gradients of ids, or where `bags` are given those of their bags, by unique key."""

@@ -137,17 +137,22 @@ def pool_max(
 def _spread_max_grads_cpu(
     begin: Number, end: Number, offset_P1: Array, argmax_PD: Array, grad_PX: Array, out_NX: Array
 ) -> None:
+    zero = grad_PX.dtype.type(0)
     for p in range(natural(begin), natural(end)):
-        for d in range(natural(grad_PX.shape[1])):
-            if argmax_PD[p, d] >= 0:
-                out_NX[natural(offset_P1[p] + argmax_PD[p, d]), d] = grad_PX[p, d]
+        for n in range(natural(offset_P1[p]), natural(offset_P1[p + natural(1)])):
+            keep_rolled()
+            place = np.int32(n - natural(offset_P1[p]))
+            for d in range(natural(grad_PX.shape[1])):
+                out_NX[n, d] = grad_PX[p, d] if argmax_PD[p, d] == place else zero
 
 
 def spread_max_grads(
     offset_P1: np.ndarray, argmax_PD: np.ndarray, grad_PX: np.ndarray, out_NX: np.ndarray, *, threads: Threads
 ) -> None:
-    """out_NX, zeros before, = the gradients of ids from those of their bags' maxima, bits of one of the three formats:
-    each number goes to the id that `argmax_PD` says."""
+    """out_NX = the gradients of ids from those of their bags' maxima, bits of one of the three formats.
+
+    Each number goes to the id that `argmax_PD` says; the others get zeros.
+    """
     threads.run(_spread_max_grads_cpu, len(grad_PX), offset_P1, argmax_PD, grad_PX, out_NX, share_min=_SHARE_MIN)
 
 

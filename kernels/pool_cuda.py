@@ -208,24 +208,34 @@ def pool_max_cuda(
 
 @cuda
 def spread_max_grads_loop(offset_P1: Array, argmax_PD: Array, grad_PX: Array, out_NX: Array) -> None:
-    """Each number of grad_PX to the id of its bag that argmax_PD says."""
+    """out_NX[n] = of the gradient of n's bag, the numbers whose maximum n gave; zeros for the others."""
+    grad_V = cuda.local.array(V, np.float32)
+    place_V = cuda.local.array(V, np.int32)
+    x_V = cuda.local.array(V, np.float32)
     dim = grad_PX.shape[1]
     p = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while p < grad_PX.shape[0]:
-        d = cuda.threadIdx.x
+        begin = offset_P1[p]
+        d = cuda.threadIdx.x * V
         while d < dim:
-            place = argmax_PD[p, d]
-            if place >= 0:
-                out_NX[offset_P1[p] + place, d] = grad_PX[p, d]
-            d += cuda.blockDim.x
+            load(grad_V, grad_PX, p, d)
+            for i in range(V):
+                place_V[i] = argmax_PD[p, d + i]
+            for n in range(begin, offset_P1[p + 1]):
+                for i in range(V):
+                    x_V[i] = grad_V[i] if place_V[i] == n - begin else np.float32(0)
+                store(out_NX, n, d, x_V)
+            d += cuda.blockDim.x * V
         p += cuda.gridDim.x * cuda.blockDim.y
 
 
 def spread_max_grads_cuda(
     offset_P1: torch.Tensor, argmax_PD: torch.Tensor, grad_PX: torch.Tensor, out_NX: torch.Tensor, *, gpu: Gpu
 ) -> None:
-    """out_NX, zeros before, = the gradients of ids from those of their bags' maxima, in any of the formats."""
-    gpu.run_rows(spread_max_grads_loop, *grad_PX.shape, offset_P1, argmax_PD, grad_PX, out_NX)
+    """out_NX = the gradients of ids from those of their bags' maxima, bits of one of the three formats."""
+    bags, dim = grad_PX.shape
+    v = vector_width(dim, grad_PX, out_NX)
+    gpu.run_rows(spread_max_grads_loop.at(V=v), bags, dim // v, offset_P1, argmax_PD, grad_PX, out_NX)
 
 
 @cuda

@@ -480,7 +480,7 @@ def _read(
 def spread_max_grads(keys: Keys, argmax_PD: Array, grad_PD: torch.Tensor, loops: Loops) -> torch.Tensor:
     """The gradients of ids, [N, D], from those of their bags' maxima: each number goes to the id that gave it."""
     assert keys.bags is not None
-    grad_ND = grad_PD.new_zeros(len(keys.unique.inverse_N), grad_PD.shape[1])
+    grad_ND = grad_PD.new_empty(len(keys.unique.inverse_N), grad_PD.shape[1])
     loops.spread_max_grads(keys.bags.offset_P1, argmax_PD, loops.array(grad_PD), loops.array(grad_ND))
     return grad_ND
 

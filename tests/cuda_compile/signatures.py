@@ -85,10 +85,6 @@ for dtype, bits in BITS.items():
         pool_cuda.scale_grads_loop,
         (weights, KEYS, KEYS, KEYS, weights, array(f32)),
     )
-    CASES[f"spread max grads {dtype}"] = (
-        pool_cuda.spread_max_grads_loop,
-        (KEYS, array(i32, 2), weights, weights),
-    )
     for V in (VECTORS[dtype], 1):
         of = f"{dtype} x{V}"
         segments = (weights, KEYS, array(f32), KEYS, KEYS, ROWS)
@@ -100,6 +96,10 @@ for dtype, bits in BITS.items():
         CASES[f"pool max {of}"] = (
             pool_cuda.pool_max_loop.at(V=V),
             (weights, KEYS, KEYS, KEYS, weights, array(i32, 2)),
+        )
+        CASES[f"spread max grads {of}"] = (
+            pool_cuda.spread_max_grads_loop.at(V=V),
+            (KEYS, array(i32, 2), weights, weights),
         )
         CASES[f"sum parts {of}"] = (reduce_grads_cuda.sum_parts_loop.at(V=V), segments)
         CASES[f"sum scaled parts {of}"] = (reduce_grads_cuda.sum_parts_loop.at(V=V, SCALED=True), segments)

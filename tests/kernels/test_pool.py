@@ -75,6 +75,6 @@ def test_the_first_of_the_greatest_numbers_is_the_maximum_of_a_bag(dtype, dim):
         out_PX, argmax_PD = np.full((50, dim), 7, weight_SX.dtype), np.full((50, dim), 7, np.int32)
         pool_max(weight_SX, slot_U, inverse_N, offset_P1, out_PX, argmax_PD, threads=threads)
         assert out_PX.tobytes() == expected_PX.tobytes() and (argmax_PD == argmax).all()
-        grad_ND = np.zeros_like(expected_ND)
+        grad_ND = np.full_like(expected_ND, 7)
         spread_max_grads(offset_P1, argmax_PD, grad_PX, grad_ND, threads=threads)
         assert grad_ND.tobytes() == expected_ND.tobytes()
