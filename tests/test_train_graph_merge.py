@@ -52,7 +52,7 @@ def pooled(self, x, y, offsets, scales):
 def maxima(self, x, y, offsets, scales):
     """b has no gradient in one pass, and its bags lie beside those of a."""
     a = self.a(x.reshape(-1), None, offsets, pooling="max")
-    b = self.b(y.reshape(-1), torch.arange(6) % 2, offsets, pooling="max")
+    b = self.b(y.reshape(-1), offsets[1:] % 2, offsets, pooling="max")
     c = self.c(x.reshape(-1), None, offsets, scales)
     loss = self.mlp(torch.cat([a, b, c], 1)).square().mean()
     loss.backward(retain_graph=True)

@@ -36,7 +36,7 @@ from oneemb.storage.turns import undisturbed
 
 __all__ = [
     "DTYPES", "Keys", "Lease", "POOLINGS", "REPLACED", "acquire", "acquire_later", "check_pooling", "gather", "lookup",
-    "measure_gather", "measure_unique_keys", "next_order", "peek", "prefetch", "read_ids", "release", "scales_of",
+    "measure_gather", "measure_unique_keys", "next_order", "peek", "prefetch", "read_ids", "release",
     "spread_max_grads", "unique_keys", "unprefetch",
 ]  # fmt: skip
 
@@ -151,6 +151,7 @@ class Lease:
     scale_N: Array | None = None
     """By what each id was multiplied on its way into its bag; None = 1."""
     pooling: str = "sum"
+    """What a bag gives: one of `POOLINGS`."""
     argmax_PD: Array | None = None
     """Of bags that gave their maximum, the place in the bag of the id that each number is of: see `Loops.pool_max`."""
     order: int = field(default_factory=next_order)
@@ -188,7 +189,7 @@ class Lease:
 
     def pool_by(self, per_sample_weights: torch.Tensor | None, pooling: str) -> None:
         """Say what `read` gives of bags; see `gather`."""
-        self.scale_N = scales_of(self.keys, per_sample_weights, pooling, self.store)
+        self.scale_N = _scales_of(self.keys, per_sample_weights, pooling, self.store)
         self.pooling = pooling
 
     def pin(self, prefetched: Prefetched | None = None) -> None:
@@ -508,7 +509,9 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
         raise ValueError(f"per_sample_weights must be on {device}, where ids are, got {per_sample_weights.device}")
 
 
-def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: EmbeddingStore) -> Array | None:
+def _scales_of(
+    keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: EmbeddingStore
+) -> Array | None:
     """By what each id is multiplied on its way into its bag: float32 [N]; None = 1.
 
     Raises:
@@ -534,7 +537,7 @@ def peek(
     _check_place(store, keys.loops)
     row_UW, unique = store.read(keys.unique)  # on a GPU tables and offsets are checked here, before anything uses them
     keys = dataclasses.replace(keys, unique=unique)
-    scale_N = scales_of(keys, per_sample_weights, pooling, store)
+    scale_N = _scales_of(keys, per_sample_weights, pooling, store)
     weight_UX, slot_U = store.format.weights(row_UW), store.loops.arange(len(row_UW))
     return _read(store, weight_UX, slot_U, keys, scale_N, pooling)[0]
 
