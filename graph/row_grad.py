@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops.grads import RowGrads, join_grads
-from oneemb.graph.ops.lookup import Lease, scales_of
+from oneemb.graph.ops.lookup import Lease
 from oneemb.storage.embedding_store import EmbeddingStore
 
 __all__ = ["RowGrad", "gather_with_grad", "refuse_dense"]
@@ -351,7 +351,7 @@ def gather_with_grad(
 
     The rows need not be pinned: then they are read as they are, and inserted by the step that trains them.
     """
-    lease.scale_N = scales_of(lease.keys, per_sample_weights, pooling, lease.store)
+    lease.pool_by(per_sample_weights, pooling)
     return _Gather.apply(weight, lease, per_sample_weights)
 
 
