@@ -74,9 +74,7 @@ class Expected:
         """Whether this is the lookup of these."""
         return _same(ids, self.ids) and _same(table_ids, self.table_ids) and _same(offsets, self.offsets)
 
-    def read(
-        self, store: EmbeddingStore, per_sample_weights: torch.Tensor | None, pooling: str
-    ) -> torch.Tensor | None:
+    def read(self, store: EmbeddingStore, per_sample_weights: torch.Tensor | None, pooling: str) -> torch.Tensor | None:
         """The rows as they are now; None if they cannot be had from what was reserved."""
         same = pooling == self.pooling and _same(per_sample_weights, self.per_sample_weights)
         if self.rows is not None and same and store.changes == self.changes:

@@ -228,7 +228,9 @@ class MergedStore:
             for begin, end in itertools.pairwise(begin_M1.tolist())
         ]
 
-    def _pin_found(self, slots: list[Array | None], local_U: np.ndarray, id_U: np.ndarray, begin_M1: np.ndarray) -> None:
+    def _pin_found(
+        self, slots: list[Array | None], local_U: np.ndarray, id_U: np.ndarray, begin_M1: np.ndarray
+    ) -> None:
         """Find the keys of all members in one loop, and pin those of each member of which all are there."""
         tiers = self._tiers()
         shards = [tier.index.shards for tier in tiers]

@@ -24,6 +24,7 @@ can be compared with an eager one.
 from oneemb.graph.ops.finite import NonFiniteGradientError, check_finite
 from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.ops.lookup import (
+    POOLINGS,
     Keys,
     Lease,
     Reserved,
@@ -53,9 +54,9 @@ from oneemb.graph.ops.shuffle import shuffle_grads, shuffle_keys, shuffle_rows
 from oneemb.graph.ops.update import Groups, StepOptimizer, add_note, advance, options_of, step, update
 
 __all__ = [
-    "Groups", "Keys", "Lease", "MergedKeys", "MergedReserved", "NonFiniteGradientError", "OPS", "Reserved", "RowGrad", "RowGrads",
-    "StepOptimizer", "acquire", "acquire_later", "add_note", "advance", "check_finite", "check_merged_pooling",
-    "check_pooling", "gather", "gather_merged", "part_of", "options_of", "peek", "prefetch", "read_ids", "reduce_grads",
-    "refuse_dense", "reserve", "shuffle_grads", "shuffle_keys", "shuffle_rows", "step", "unique_keys", "unique_merged_keys",
-    "unprefetch", "unscale", "update", "update_scale", "with_grad",
+    "Groups", "Keys", "Lease", "MergedKeys", "MergedReserved", "NonFiniteGradientError", "OPS", "POOLINGS", "Reserved",
+    "RowGrad", "RowGrads", "StepOptimizer", "acquire", "acquire_later", "add_note", "advance", "check_finite",
+    "check_merged_pooling", "check_pooling", "gather", "gather_merged", "options_of", "part_of", "peek", "prefetch",
+    "read_ids", "reduce_grads", "refuse_dense", "reserve", "shuffle_grads", "shuffle_keys", "shuffle_rows", "step",
+    "unique_keys", "unique_merged_keys", "unprefetch", "unscale", "update", "update_scale", "with_grad",
 ]  # fmt: skip

@@ -35,11 +35,15 @@ from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed
 
 __all__ = [
-    "DTYPES", "Keys", "Lease", "REPLACED", "acquire", "acquire_later", "check_pooling", "gather",
-    "measure_gather", "measure_unique_keys", "peek", "prefetch", "read_ids", "reserve", "scales_of", "unique_keys", "unprefetch",
+    "DTYPES", "Keys", "Lease", "POOLINGS", "REPLACED", "Reserved", "acquire", "acquire_later", "check_pooling",
+    "gather", "measure_gather", "measure_unique_keys", "peek", "prefetch", "read_ids", "reserve", "spread_max_grads",
+    "unique_keys", "unprefetch",
 ]  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+POOLINGS = ("sum", "mean", "max")
+"""What a bag may give of its ids."""
 
 _ONE_THREAD = Threads(1)
 _NO_LOOPS = HostLoops(_ONE_THREAD)
@@ -160,6 +164,11 @@ class Lease:
         """The store's when the rows were pinned."""
         self.scale_N: Array | None = None
         """By what each id was multiplied on its way into its bag; None = 1."""
+        self.pooling = "sum"
+        """What a bag gives: one of `POOLINGS`."""
+        self.argmax_PD: Array | None = None
+        """Of bags that gave their maximum, the place in the bag of the id that each number is of: see
+        `Loops.pool_max`."""
         self.has_grad = False
         """Whether a gradient has come."""
         self.order = next_order()
@@ -205,6 +214,11 @@ class Lease:
         """Whether the rows that were looked up can still be read."""
         return self._replaced == self.store.replaced and (self.slot_U is None or self.is_pinned)
 
+    def pool_by(self, keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str) -> None:
+        """Say what `read` gives of bags; see `gather`. `keys` are the lookup's own, or its part of merged ones."""
+        self.scale_N = _scales_of(keys, per_sample_weights, pooling, self.store)
+        self.pooling = pooling
+
     def pin(self, prefetched: Prefetched | None = None) -> None:
         """Make the rows resident and pin them, if they are not; unknown ones are inserted.
 
@@ -230,22 +244,34 @@ class Lease:
 
     def reduce(self, grads: Sequence[torch.Tensor]) -> RowGrads:
         """These gradients, of one backward pass each, those of each key to be summed."""
-        keys, unique, loops = self.keys, self.keys.unique, self.store.loops
-        grad_NX = loops.array(sum_over_passes(grads))
-        segments = loops.segments(unique, keys.bags, grad_NX, self.scale_N)
+        unique, loops = self.keys.unique, self.store.loops
+        grad_NX = loops.array(self.sum_passes(grads))
+        bags = self.keys.bags if self.argmax_PD is None else None
+        segments = loops.segments(unique, bags, grad_NX, self.scale_N)
         return RowGrads(self.store, self.generation, unique.table_U, unique.id_U, self.slot_U, segments=segments)
+
+    def sum_passes(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The gradients of ids, [N, D], or of bags that gave a sum, [P, D], summed over backward passes."""
+        grad_NX = sum_over_passes(grads)
+        if self.argmax_PD is None:
+            return grad_NX
+        return spread_max_grads(self.keys, self.argmax_PD, grad_NX, self.store.loops)
 
     def read(self) -> torch.Tensor:
         """The weights of each id, or of each bag, as they are now."""
-        store, weight_SX, slot_U = self.store, None, self.slot_U
+        store, slot_U = self.store, self.slot_U
         if slot_U is None:
             row_UW, unique = store.read(self.keys.unique)
             self._keys = dataclasses.replace(self.keys, unique=unique)
-            return _read(store, store.format.weights(row_UW), store.loops.arange(len(row_UW)), self.keys, self.scale_N)
+            return self._read(store.format.weights(row_UW), store.loops.arange(len(row_UW)))
         weight_SX = store.weight_SX
         self.check_generation()  # Another thread may have closed the store; the slab taken before stays what it is.
         with undisturbed, store.writing:  # undisturbed, so that a fork finds no lock held
-            return _read(store, weight_SX, slot_U, self.keys, self.scale_N)
+            return self._read(weight_SX, slot_U)
+
+    def _read(self, weight_SX: Array, slot_U: Array) -> torch.Tensor:
+        out, self.argmax_PD = _read(self.store, weight_SX, slot_U, self.keys, self.scale_N, self.pooling)
+        return out
 
     def grad_of_scales(self, grad_PD: torch.Tensor) -> torch.Tensor:
         """The gradient of `per_sample_weights`, float32 [N], from that of bags."""
@@ -412,25 +438,40 @@ def gather(lease: Lease, per_sample_weights: torch.Tensor | None = None, pooling
 
     Args:
         per_sample_weights: float32 [N], by what the weights of each id are multiplied before a sum.
-        pooling: "sum" or "mean", what a bag gives.
+        pooling: "sum", "mean" or elementwise "max", what a bag gives. The gradient of a maximum is that of the id that
+            gave it, the first of several; a NaN is one where the first id of the bag has it.
 
     Raises:
-        TypeError, ValueError: `per_sample_weights` is not as above, or given for a mean or for ids in no bags.
+        TypeError, ValueError: `per_sample_weights` is not as above, or given for another pooling or ids in no bags.
     """
-    lease.scale_N = scales_of(lease.keys, per_sample_weights, pooling, lease.store)
+    lease.pool_by(lease.keys, per_sample_weights, pooling)
     return lease.read()
 
 
-def _read(store: EmbeddingStore, weight_SX: Array, slot_U: Array, keys: Keys, scale_N: Array | None) -> torch.Tensor:
-    """The weights of each id, or of each bag, from the rows in slot_U."""
+def _read(
+    store: EmbeddingStore, weight_SX: Array, slot_U: Array, keys: Keys, scale_N: Array | None, pooling: str
+) -> tuple[torch.Tensor, Array | None]:
+    """The weights of each id, or of each bag, from the rows in slot_U; and the `argmax_PD` of a maximum."""
     loops, dim, rows = store.loops, store.format.dim, RowsOfIds(weight_SX, slot_U, keys.unique.inverse_N)
     out = torch.empty(*keys.shape, dim, dtype=DTYPES[store.format.dtype], device=loops.device)
     out_ND = loops.array(out.view(-1, dim))
+    argmax_PD = None
     if keys.bags is None:
         loops.gather(rows, out_ND)
+    elif pooling == "max":
+        argmax_PD = loops.array(torch.empty(out_ND.shape, dtype=torch.int32, device=loops.device))
+        loops.pool_max(rows, keys.bags.offset_P1, out_ND, argmax_PD)
     else:
         loops.pool(rows, keys.bags.offset_P1, scale_N, out_ND)
-    return out
+    return out, argmax_PD
+
+
+def spread_max_grads(keys: Keys, argmax_PD: Array, grad_PD: torch.Tensor, loops: Loops) -> torch.Tensor:
+    """The gradients of ids, [N, D], from those of their bags' maxima: each number goes to the id that gave it."""
+    assert keys.bags is not None
+    grad_ND = grad_PD.new_empty(len(keys.unique.inverse_N), grad_PD.shape[1])
+    loops.spread_max_grads(keys.bags.offset_P1, argmax_PD, loops.array(grad_PD), loops.array(grad_ND))
+    return grad_ND
 
 
 @Op(PREPARE, takes=("keys",))
@@ -440,8 +481,8 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
     Raises:
         TypeError, ValueError: it would refuse it.
     """
-    if pooling not in ("sum", "mean"):
-        raise ValueError(f'pooling must be "sum" or "mean", got {pooling!r}')
+    if pooling not in POOLINGS:
+        raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')
     if per_sample_weights is None:
         return
     if keys.bags is None or pooling != "sum":
@@ -456,7 +497,9 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
         raise ValueError(f"per_sample_weights must be on {device}, where ids are, got {per_sample_weights.device}")
 
 
-def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: EmbeddingStore) -> Array | None:
+def _scales_of(
+    keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: EmbeddingStore
+) -> Array | None:
     """By what each id is multiplied on its way into its bag: float32 [N]; None = 1.
 
     Raises:
@@ -465,7 +508,7 @@ def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str,
     check_pooling(keys, per_sample_weights, pooling)
     if per_sample_weights is not None:
         return store.loops.array(per_sample_weights.detach().contiguous())
-    if keys.bags is None or pooling == "sum":
+    if keys.bags is None or pooling != "mean":
         return None
     return store.loops.mean_scales(keys.bags.offset_P1, keys.unique.inverse_N)
 
@@ -482,8 +525,9 @@ def peek(
     _check_place(store, keys.loops)
     row_UW, unique = store.read(keys.unique)  # on a GPU tables and offsets are checked here, before anything uses them
     keys = dataclasses.replace(keys, unique=unique)
-    scale_N = scales_of(keys, per_sample_weights, pooling, store)
-    return _read(store, store.format.weights(row_UW), store.loops.arange(len(row_UW)), keys, scale_N)
+    scale_N = _scales_of(keys, per_sample_weights, pooling, store)
+    weight_UX, slot_U = store.format.weights(row_UW), store.loops.arange(len(row_UW))
+    return _read(store, weight_UX, slot_U, keys, scale_N, pooling)[0]
 
 
 def read_ids(

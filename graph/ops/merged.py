@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops import batch_ids
-from oneemb.graph.ops.grads import RowGrads, sum_over_passes
+from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.ops.lookup import (
     DTYPES,
     Keys,
@@ -28,7 +28,6 @@ from oneemb.graph.ops.lookup import (
     check_pooling,
     measure_gather,
     measure_unique_keys,
-    scales_of,
 )
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.kernels import unique_keys as kernel
@@ -115,7 +114,7 @@ class MergedRows:
         """
         unique, parts = self.keys.unique, self.keys.parts
         live = sorted(grads)
-        got = [sum_over_passes(grads[p][1]) for p in live]
+        got = [grads[p][0].sum_passes(grads[p][1]) for p in live]
         # Where one was summed, and is float32, all are.
         grad_NX = _LOOPS.array(got[0] if len(got) == 1 else torch.cat(got))
         inverse_N, row_N, scale_N = unique.inverse_N, None, None
@@ -124,8 +123,9 @@ class MergedRows:
             inverse_N = inverse_N.copy()
             for part in dead:
                 inverse_N[part.ids] = -1
-        if dead or any(part.keys.bags is not None for part in parts):
-            row_N = _rows_of_ids([parts[p] for p in live], len(inverse_N))
+        bags_P = [None if grads[p][0].argmax_PD is not None else parts[p].keys.bags for p in live]
+        if dead or any(bags is not None for bags in bags_P):
+            row_N = _rows_of_ids([(parts[p].ids, bags) for p, bags in zip(live, bags_P, strict=True)], len(inverse_N))
         if any(lease.scale_N is not None for lease, _ in grads.values()):
             scale_N = np.ones(len(inverse_N), np.float32)
             for p, (lease, _) in grads.items():
@@ -204,16 +204,18 @@ class ReservedPart:
         self.reserved.drop(self.p)
 
 
-def _rows_of_ids(parts: Sequence[KeysPart], ids: int) -> np.ndarray:
-    """The row of each id among the gradients of these lookups, one after another: int32 [N]."""
+def _rows_of_ids(parts: Sequence[tuple[slice, Bags | None]], ids: int) -> np.ndarray:
+    """The row of each id among the gradients of these lookups, of ids or of bags, one after another: int32 [N]."""
     row_N = np.empty(ids, np.int32)
     begin = 0
-    for part in parts:
-        if part.keys.bags is None:
-            row_N[part.ids] = np.arange(begin, begin + part.ids.stop - part.ids.start, dtype=np.int32)
+    for own, bags in parts:
+        if bags is None:
+            end = begin + own.stop - own.start
+            row_N[own] = np.arange(begin, end, dtype=np.int32)
         else:
-            np.add(part.keys.bags.bag_N, np.int32(begin), out=row_N[part.ids])
-        begin += part.keys.shape.numel()
+            end = begin + len(bags.offset_P1) - 1
+            np.add(bags.bag_N, np.int32(begin), out=row_N[own])
+        begin = end
     return row_N
 
 
@@ -322,12 +324,13 @@ def _read(reserved: MergedReserved, read: Sequence[int]) -> list[torch.Tensor]:
         begin = end
     weight_SX, inverse_N = store.weight_SX, keys.unique.inverse_N
     end_P = list(itertools.accumulate(part.keys.shape.numel() for part in parts))
+    begin_P = [0, *end_P[:-1]]
     all_ND = torch.empty(end_P[-1], dim, dtype=dtype)
     row_ND = loops.array(all_ND)
     first = 0
     # Lookups that lie side by side and are read in the same way are one launch.
-    for (_, pooled), group in itertools.groupby(
-        range(len(parts)), lambda i: (read[i] - i, parts[i].keys.bags is not None)
+    for (_, pooled, takes_max), group in itertools.groupby(
+        range(len(parts)), lambda i: (read[i] - i, parts[i].keys.bags is not None, leases[i].pooling == "max")
     ):
         adjacent = list(group)
         end = end_P[adjacent[-1]]
@@ -337,9 +340,14 @@ def _read(reserved: MergedReserved, read: Sequence[int]) -> list[torch.Tensor]:
             loops.gather(rows, row_ND[first:end])
         else:
             offset_P1, scale_N = _pooling([parts[i] for i in adjacent], [leases[i] for i in adjacent])
-            loops.pool(rows, offset_P1, scale_N, row_ND[first:end])
+            if takes_max:
+                argmax_PD = np.empty((end - first, dim), np.int32)
+                loops.pool_max(rows, offset_P1, row_ND[first:end], argmax_PD)
+                for i in adjacent:
+                    leases[i].argmax_PD = argmax_PD[begin_P[i] - first : end_P[i] - first]
+            else:
+                loops.pool(rows, offset_P1, scale_N, row_ND[first:end])
         first = end
-    begin_P = [0, *end_P[:-1]]
     return [
         torch.empty(0, dtype=dtype).set_(all_ND.untyped_storage(), begin * dim, (*part.keys.shape, dim))  # type: ignore[call-overload]
         for part, begin in zip(parts, begin_P, strict=True)
@@ -388,7 +396,7 @@ def gather_merged(
     found = []
     for p, per_sample_weights, pooling in read:
         if (own := reserved.leases[p]) is not None:
-            own.scale_N = scales_of(reserved.rows.keys.parts[p].keys, per_sample_weights, pooling, own.store)
+            own.pool_by(reserved.rows.keys.parts[p].keys, per_sample_weights, pooling)
             found.append(p)
     rows = dict(zip(found, _read(reserved, found), strict=True)) if found else {}
     return tuple(rows.get(p) for p, _, _ in read)

@@ -52,7 +52,7 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
             key_arguments = call.ids, call.table_ids, module.num_tables, module.key_type, module.padding_idx
             offsets = () if call.offsets is None else (call.offsets,)
             keys = graph.call_function(ops.unique_keys, (*key_arguments, *offsets))
-            plain = call.per_sample_weights is None and call.pooling in ("sum", "mean")  # what nothing refuses
+            plain = call.per_sample_weights is None and call.pooling in ops.POOLINGS  # what nothing refuses
             if not plain and call.pooling is not None:
                 graph.call_function(ops.check_pooling, (keys, call.per_sample_weights, call.pooling))
             pooled = () if call.offsets is None and plain else (call.per_sample_weights, call.pooling)
