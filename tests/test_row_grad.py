@@ -5,7 +5,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import oneemb
-from oneemb.graph.row_grad import RowGrad
+from oneemb.graph.ops.row_grad import RowGrad
 from tests.support.models import make_embedding
 
 IDS, DIM, STEPS = 20, 4, 6
