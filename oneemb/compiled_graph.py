@@ -14,7 +14,6 @@ from oneemb.embedding import embeddings_of
 from oneemb.graph.building import Building, Expected
 from oneemb.graph.dense import DenseCompiler
 from oneemb.graph.inputs import Signature, Structure
-from oneemb.graph.modules import embeddings_in
 from oneemb.graph.ops.update import StepOptimizer
 from oneemb.graph.plan import Merged, Plan, compile_plan
 from oneemb.graph.prefetch import Prepared, prefetch
@@ -357,9 +356,7 @@ class CompiledGraph(torch.nn.Module):
             result = self._stats.call("build", self.build, *batch.args, **batch.kwargs)
         if tape is not None:
             known.recorded += 1
-            known.plan = compile_plan(
-                tape, embeddings_in(self), self._trainers(), self._merged, inserts=self._inserts()
-            )
+            known.plan = compile_plan(tape, self, self._trainers(), self._merged, inserts=self._inserts())
         elif plan is not None:
             known.look_back(building, plan)
         self._latest = known.plan or self._latest
