@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import fx
 
-from oneemb.embedding import embeddings_of
+from oneemb.embedding import TableEmbedding, embeddings_of
 from oneemb.graph.building import Building, Expected
 from oneemb.graph.dense import DenseCompiler
 from oneemb.graph.inputs import Signature, Structure
@@ -22,7 +22,7 @@ from oneemb.graph.tape import Tape
 from oneemb.graph.text import graph_text
 from oneemb.storage.step_lock import StepLock, in_step
 
-__all__ = ["PLANS_MAX", "CompiledGraph", "GraphConfig", "OnAcquired", "step_locks"]
+__all__ = ["Batch", "PLANS_MAX", "CompiledGraph", "GraphConfig", "OnAcquired", "step_locks"]
 
 PLANS_MAX = 16
 """Plans that a graph keeps: those used last."""
@@ -56,8 +56,10 @@ class GraphConfig:
     cuda_graph: bool = False
 
 
-class _Batch(NamedTuple):
-    """The arguments of a call of `build`."""
+class Batch(NamedTuple):
+    """The arguments of a call of `build`, and the graph's embeddings now."""
+
+    embeddings: dict[str, TableEmbedding]
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -116,11 +118,11 @@ class CompiledGraph(torch.nn.Module):
             raise RuntimeError("nothing is compiled yet: call the graph with a batch first")
         return self._latest.as_module(type(self).__name__)
 
-    def _known_of(self, structure: Structure) -> _Known:
-        key = self._key(structure)
+    def _known_of(self, batch: Batch) -> _Known:
+        key = self._key(batch)
         known = self._known.get(key)
         if known is None:
-            self._make_room(structure)
+            self._make_room(batch.structure)
             known = self._known[key] = _Known()
         self._known.move_to_end(key)
         return known
@@ -141,16 +143,16 @@ class CompiledGraph(torch.nn.Module):
         self._known.popitem(last=False)
         self._dropped += 1
 
-    def _key(self, structure: Structure) -> tuple[Structure, Hashable]:
+    def _key(self, batch: Batch) -> tuple[Structure, Hashable]:
         """What a plan is compiled for. Calls with equal keys share a plan."""
         lookups = [
             (
                 embedding.store, embedding.num_tables, embedding.key_type, embedding.padding_idx, embedding.training,
                 embedding.weight.requires_grad, embedding.store.format, embedding.store.loops.place,
             )
-            for embedding in embeddings_of(self).values()
+            for embedding in batch.embeddings.values()
         ]  # fmt: skip
-        return structure, (self._inserts(), tuple(lookups))
+        return batch.structure, (self._inserts(), tuple(lookups))
 
     def _inserts(self) -> bool:
         """Whether lookups may insert rows and get a gradient."""
@@ -281,8 +283,8 @@ class CompiledGraph(torch.nn.Module):
         devices = [embedding.store.loops.device for embedding in embeddings_of(self).values()]
         yield from prefetch(loader, self._prepare, self._compute_prepared, depth, devices)
 
-    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Batch:
-        return _Batch(args, kwargs, *self._signature.flatten(args, kwargs))
+    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+        return Batch(embeddings_of(self), args, kwargs, *self._signature.flatten(args, kwargs))
 
     def _prepare(self, batch: Any, follow: Callable[[list[tuple[int, int]]], object] | None = None) -> Prepared:
         """A batch with what can be computed ahead of its step; runs on the worker.
@@ -293,7 +295,7 @@ class CompiledGraph(torch.nn.Module):
             follow: told the versions of the tensors that preparing is about to read.
         """
         spread = self._batch(*self._signature.spread(batch))
-        known = self._known.get(self._key(spread.structure))
+        known = self._known.get(self._key(spread))
         plan = None if known is None else known.plan
         if plan is None:
             return Prepared(spread)
@@ -307,7 +309,7 @@ class CompiledGraph(torch.nn.Module):
         return Prepared(spread, plan, values, versions)
 
     def _compute_prepared(self, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
-        return in_step(step_locks(self), lambda: self._step(prepared.batch, prepared, on_acquired))
+        return self._in_step(prepared.batch, lambda: self._step(prepared.batch, prepared, on_acquired))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on a batch.
@@ -326,13 +328,16 @@ class CompiledGraph(torch.nn.Module):
                 scheduler failed has been made and is counted.
         """
         batch = self._batch(args, kwargs)
-        return in_step(step_locks(self), lambda: self._step(batch, Prepared(None), None))
+        return self._in_step(batch, lambda: self._step(batch, Prepared(None), None))
 
-    def _step(self, batch: _Batch, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
+    def _in_step(self, batch: Batch, step: Callable[[], Any]) -> Any:
+        return in_step([embedding.store.step_lock for embedding in batch.embeddings.values()], step)
+
+    def _step(self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
         return self._run_build(batch, prepared, on_acquired, [])
 
     def _run_build(
-        self, batch: _Batch, prepared: Prepared, on_acquired: OnAcquired | None, expected: list[Expected],
+        self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None, expected: list[Expected],
         **surrounding: Any,
     ) -> Any:  # fmt: skip
         """What `build` gives.
@@ -342,8 +347,8 @@ class CompiledGraph(torch.nn.Module):
             surrounding: of `Building`.
         """
         self._stats.profile = profile = self._active_profile()
-        known = self._known_of(batch.structure)
-        names = {embedding.store: name for name, embedding in embeddings_of(self).items()}
+        known = self._known_of(batch)
+        names = {embedding.store: name for name, embedding in batch.embeddings.items()}
         tape, plan = None, known.plan
         if plan is None and known.recorded < RECORDED_MAX:
             tape = Tape(batch.values, list(batch.structure.names()))
@@ -364,7 +369,7 @@ class CompiledGraph(torch.nn.Module):
             profile.step += 1
         return result
 
-    def _expect(self, plan: Plan, batch: _Batch, prepared: Prepared, profile: Profile | None) -> list[Expected]:
+    def _expect(self, plan: Plan, batch: Batch, prepared: Prepared, profile: Profile | None) -> list[Expected]:
         """The lookups that `build` is expected to make."""
         fits = prepared.plan is plan and prepared.values is not None and prepared.versions == plan.versions()
         if not fits:
