@@ -75,7 +75,7 @@ class Plan:
             prepared: what the first half gave for them; None = it did not run.
         """
         found = self.whole(values, profile) if prepared is None else self.lookup(prepared, profile)
-        return [Expected(*lookup, changes=self.find(f"{lookup[0]}.store").changes) for lookup in found]
+        return [Expected(self.find(f"{lookup[0]}.store").changes, *lookup) for lookup in found]
 
     def executors(self) -> list[Executor]:
         """All there are."""

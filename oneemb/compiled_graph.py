@@ -1,7 +1,7 @@
 """What training and evaluation graphs share: `build` called, its lookups made ahead of it, and shown."""
 
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -27,9 +27,11 @@ __all__ = ["Batch", "PLANS_MAX", "CompiledGraph", "GraphConfig", "OnAcquired", "
 PLANS_MAX = 16
 """Plans that a graph keeps: those used last."""
 
-RECORDED_MAX = 8
-"""How often the lookups of one structure of inputs are recorded. A step that makes others than expected is recorded
-anew; where that happens more often, lookups are made when `build` asks for them."""
+RECORDED_MAX = 32
+"""How often the lookups of one structure of inputs are recorded: anew after a step that has made others."""
+
+MISSED_MAX = 3
+"""How often an embedding may be looked up with other ids than were expected, before none are expected any more."""
 
 # Called when the rows that were prefetched for a step are the step's own.
 OnAcquired = Callable[[], None]
@@ -75,10 +77,22 @@ class _Known:
         self.plan: Plan | None = None
         """None = they are to be recorded."""
         self.recorded = 0
+        self.missed: Counter[str] = Counter()
+        """How often a lookup of each embedding was expected in vain."""
+
+    def tape(self, batch: Batch) -> Tape | None:
+        """What to record the lookups with; None = they are recorded, or were too often."""
+        if self.plan is not None or self.recorded == RECORDED_MAX:
+            return None
+        self.recorded += 1
+        left_out = [name for name, missed in self.missed.items() if missed >= MISSED_MAX]
+        return Tape(batch.values, list(batch.structure.names()), left_out)
 
     def look_back(self, building: Building, plan: Plan) -> None:
-        """Have the lookups recorded anew if a step made others than were made ahead."""
-        if self.recorded < RECORDED_MAX and (building.in_vain or building.others > plan.others):
+        """Have the lookups recorded anew if a step has made others than were expected."""
+        in_vain = building.in_vain
+        self.missed.update(in_vain)
+        if in_vain or building.others > plan.others:
             self.plan = None
 
 
@@ -349,9 +363,7 @@ class CompiledGraph(torch.nn.Module):
         self._stats.profile = profile = self._active_profile()
         known = self._known_of(batch)
         names = {embedding.store: name for name, embedding in batch.embeddings.items()}
-        tape, plan = None, known.plan
-        if plan is None and known.recorded < RECORDED_MAX:
-            tape = Tape(batch.values, list(batch.structure.names()))
+        tape, plan = known.tape(batch), known.plan
         if plan is None:
             prepared.drop()
         else:
@@ -360,7 +372,6 @@ class CompiledGraph(torch.nn.Module):
         with self._dense_modules(), Building(names, expected, all_made, tape, **surrounding) as building:
             result = self._stats.call("build", self.build, *batch.args, **batch.kwargs)
         if tape is not None:
-            known.recorded += 1
             known.plan = compile_plan(tape, self, self._trainers(), self._merged, inserts=self._inserts())
         elif plan is not None:
             known.look_back(building, plan)

@@ -4,7 +4,6 @@ import gc
 import threading
 import time
 import traceback
-import traceback
 
 import numpy as np
 import pytest
