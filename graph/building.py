@@ -1,7 +1,6 @@
 """What surrounds a call of `build`: the lookups that it is expected to make, or what records them.
 
-    with Building(...):
-        build(self, batch)
+    Building(...).call(build, batch)
             self.embedding(ids)       Building.look_up: is it expected, with these ids? Then its rows are at hand;
             loss.backward()           otherwise it is made as in eager mode
 
@@ -9,7 +8,7 @@ Invariant: a lookup gives and inserts what it does in eager mode, whether it was
 asks for are compared with those that were expected, value by value.
 """
 
-import threading
+import contextvars
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -103,7 +102,7 @@ def _same(given: Any, guessed: torch.Tensor | None) -> bool:
 
 
 class Building:
-    """A call of `build` on this thread, while it is entered.
+    """A call of `build`.
 
     Args:
         names: the names of the graph's embeddings.
@@ -131,25 +130,21 @@ class Building:
         for lookup in expected:
             self._expected.setdefault(lookup.embedding, []).append(lookup)
         self._on_all_made = on_all_made
-        self._tape = tape
-        self._mode = None if backward is None else _Backward(backward)
-        self._outer: Building | None = None
+        self.tape = tape
+        self.backward = backward
         if not expected:
             on_all_made()
 
-    def __enter__(self) -> "Building":
-        self._outer = getattr(_local, "building", None)
-        _local.building = self
-        for mode in (self._mode, self._tape):
-            if mode is not None:
-                mode.__enter__()
-        return self
+    def call(self, build: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        """What `build` gives. Whatever interrupts it, nothing stays in place: Python ends the context by itself."""
+        return contextvars.copy_context().run(self._call, build, args, kwargs)
 
-    def __exit__(self, *error: object) -> None:
-        for mode in (self._tape, self._mode):
-            if mode is not None:
-                mode.__exit__(None, None, None)
-        _local.building = self._outer
+    def _call(self, build: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        _building.set(self)
+        if self.tape is None and self.backward is None:
+            return build(*args, **kwargs)
+        with _Mode(self):
+            return build(*args, **kwargs)
 
     def look_up(
         self, embedding: LooksUp, arguments: dict[str, Any], has_gradient: bool, now: Callable[[], torch.Tensor]
@@ -172,8 +167,8 @@ class Building:
                     f" train its rows; {REGISTER}, or freeze it with requires_grad_(False)"
                 )
             return now()
-        if self._tape is not None:
-            return self._tape.lookup(name, arguments, now)
+        if self.tape is not None:
+            return self.tape.lookup(name, arguments, now)
         lookup = self._take(name, arguments)
         if lookup is not None:
             lease = lookup.lease = None if lookup.reserved is None else lookup.reserved.acquire()
@@ -201,22 +196,27 @@ class Building:
         return [name for name, lookups in self._expected.items() if lookups]
 
 
-class _Backward(TorchFunctionMode):
-    def __init__(self, backward: Callable[..., None]):
+class _Mode(TorchFunctionMode):
+    """Sees the torch functions that `build` calls."""
+
+    def __init__(self, building: Building):
         super().__init__()
-        self._call = backward
+        self._building = building
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.Tensor.backward:
-            return self._call(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        building, kwargs = self._building, kwargs or {}
+        if building_now() is not building:  # An interrupt has ended it while torch took the mode away.
+            return func(*args, **kwargs)
+        if func is torch.Tensor.backward and building.backward is not None:
+            return building.backward(*args, **kwargs)
+        return func(*args, **kwargs) if building.tape is None else building.tape.call(func, args, kwargs)
 
 
-_local = threading.local()
+_building: contextvars.ContextVar[Building] = contextvars.ContextVar("building")
 
 
 def building_now() -> Building | None:
     """The call of `build` that this thread is in."""
-    return getattr(_local, "building", None)
+    return _building.get(None)
