@@ -103,6 +103,18 @@ class Optimizer(torch.optim.Optimizer):
             self.optimizer.param_groups = groups
 
     @property
+    def defaults(self) -> dict[str, Any]:
+        """The torch optimizer's options for groups that say nothing else."""
+        return self._own_defaults if self._inner is None else self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        if self._inner is None:
+            self._own_defaults = defaults
+        else:
+            self.optimizer.defaults = defaults
+
+    @property
     def state(self) -> Any:
         """The torch optimizer's state of dense parameters; that of rows is in the rows."""
         return self._own_state if self._inner is None else self.optimizer.state

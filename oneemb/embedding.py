@@ -5,7 +5,7 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Never, NotRequired, Self, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, Never, Self, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from oneemb.graph.modules import embeddings_in
 from oneemb.graph.row_grad import gather_with_grad, refuse_dense
 from oneemb.graph.row_optimizers import SAME_STATE, RowOptimizer
 from oneemb.kernels.threads import Threads
+from oneemb.named_snapshot import SnapshotName, decode, encode
 from oneemb.options import Initializer, NormalInitializer, StoreOptions, TableOptions, to_json
 from oneemb.stats import EmbeddingStats
 from oneemb.storage.embedding_store import EmbeddingStore
@@ -24,20 +25,9 @@ from oneemb.storage.row_store import StorageError
 from oneemb.storage.step_lock import between_steps
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
-__all__ = [
-    "MultiTableEmbedding", "MultiTableMultiColumnEmbedding", "SnapshotName", "TableEmbedding", "embeddings_of",
-]  # fmt: skip
+__all__ = ["MultiTableEmbedding", "MultiTableMultiColumnEmbedding", "TableEmbedding", "embeddings_of"]
 
 _DEFAULT_INITIALIZER = NormalInitializer(0.0, 0.05)
-
-
-class SnapshotName(TypedDict):
-    """What a state dict holds of an embedding's rows: the snapshot that has them."""
-
-    oneemb_snapshot: str | None
-    """None = there are no rows."""
-    oneemb_identity: NotRequired[str | None]
-    """Of this snapshot alone: names repeat from folder to folder and from run to run."""
 
 
 class TableEmbedding(torch.nn.Module):
@@ -300,13 +290,20 @@ class TableEmbedding(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict({**state_dict, f"{prefix}weight": self.weight.detach()}, prefix, *args)
 
-    def get_extra_state(self) -> SnapshotName:
+    def get_extra_state(self) -> torch.Tensor:
         """What `state_dict()` holds of the rows: name and identity of a snapshot that has them as they are now.
 
         Saves one, named `state-<step>-<digits>`, unless the last one saved or loaded still has the rows as they are.
         These snapshots stay until `delete_snapshot`: a state dict that is kept, or was written to a file, may name any
-        of them.
+        of them. `oneemb.snapshot_name` gives the name.
+
+        Returns:
+            uint8 [1024], of which a copy says the same.
         """
+        return encode(self.named_snapshot())
+
+    def named_snapshot(self) -> SnapshotName:
+        """The same as a dict."""
         if self.store.changes == 0:
             return {"oneemb_snapshot": None}
         if self._saved is None or self._saved[1] != self.store.changes:
@@ -314,18 +311,23 @@ class TableEmbedding(torch.nn.Module):
         assert self._saved is not None
         return self._saved[0].copy()
 
-    def set_extra_state(self, state: SnapshotName) -> None:
+    def set_extra_state(self, state: torch.Tensor) -> None:
         """Load the snapshot that a state dict names.
 
         Raises:
+            ValueError: it names none.
             StorageError: it is not in `persistent_path`, or the one of that name there is another run's; the message
                 says what is there.
         """
-        name = state["oneemb_snapshot"]
+        self.load_named(decode(state))
+
+    def load_named(self, snapshot: SnapshotName) -> None:
+        """The same with what `named_snapshot` gave."""
+        name = snapshot["oneemb_snapshot"]
         if name is None:
             self.clear()
         else:
-            self.store.check_snapshot(name, state.get("oneemb_identity"), f"a state dict of embedding {self.name!r}")
+            self.store.check_snapshot(name, snapshot.get("oneemb_identity"), f"a state dict of embedding {self.name!r}")
             self.load_snapshot(name)
 
     # ---- rows, counters, memory -------------------------------------------------------------------------------------
