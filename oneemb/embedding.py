@@ -1,6 +1,8 @@
 """Embedding modules: what users assign to a model and look ids up in."""
 
+import dataclasses
 import json
+import os
 import uuid
 import warnings
 import weakref
@@ -21,6 +23,7 @@ from oneemb.named_snapshot import SnapshotName, decode, encode
 from oneemb.options import Initializer, NormalInitializer, StoreOptions, TableOptions, to_json
 from oneemb.stats import EmbeddingStats
 from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.step_lock import between_steps
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
@@ -45,16 +48,20 @@ class TableEmbedding(torch.nn.Module):
         padding_idx: int | None,
         seed: int,
         num_threads: int | None,
+        *,
+        starts_empty: bool = True,
     ):
         super().__init__()
         check_arguments(name, dim_C, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed)
         self.name = name
+        self.column_dims = tuple(dim_C)
         self.embedding_dim = sum(dim_C)
         self.dtype = dtype
         self.key_type = key_type
         self.tables = tuple(tables)
         self.num_tables = len(self.tables)
         self.store_options = store_options
+        self.default_initializer = default_initializer
         self.padding_idx = padding_idx
         self.seed = seed
         self.store = EmbeddingStore(
@@ -74,7 +81,7 @@ class TableEmbedding(torch.nn.Module):
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._saved: tuple[SnapshotName, int] | None = None
         """The snapshot saved or loaded last, and the store's count of changes then."""
-        if existing := self.store.snapshots():
+        if starts_empty and (existing := self.store.snapshots()):
             warnings.warn(
                 f"embedding {name!r} starts empty, though {self.store.plan.persistent_path} holds the snapshots"
                 f" {', '.join(map(repr, existing))}; load_snapshot(name) goes on from one",
@@ -330,6 +337,42 @@ class TableEmbedding(torch.nn.Module):
             self.store.check_snapshot(name, snapshot.get("oneemb_identity"), f"a state dict of embedding {self.name!r}")
             self.load_snapshot(name)
 
+    # ---- copies -----------------------------------------------------------------------------------------------------
+
+    def copy_to(self, persistent_path: AnyPath, *, weights_only: bool = False) -> Self:
+        """An embedding of its own at another path, with the options of this one and its rows as they are now.
+
+        It has the optimizer's state and the step too, and no optimizer: one of the same class goes on with them. The
+        snapshots of this embedding stay with it.
+
+        Args:
+            persistent_path: the folder of the copy's rows.
+            weights_only: leave the optimizer's state behind: any optimizer begins anew, at step 0.
+
+        Raises:
+            ValueError: it is the path of this embedding.
+            StorageError: the path is in use, cannot be made or written to, or its disk has no room for the rows.
+        """
+        options = dataclasses.replace(self.store_options, persistent_path=(absolute_path(persistent_path),))
+        if os.path.realpath(*options.persistent_path) == os.path.realpath(self.store.plan.persistent_path):
+            raise ValueError(
+                f"a copy of embedding {self.name!r} needs a path of its own, got that of its rows,"
+                f" {self.store.plan.persistent_path}"
+            )
+        copy = type(self).__new__(type(self))
+        TableEmbedding.__init__(
+            copy, self.name, self.column_dims, self.dtype, self.key_type, self.tables, options,
+            self.default_initializer, self.padding_idx, self.seed, self.store.threads.count, starts_empty=False,
+        )  # fmt: skip
+        try:
+            copy.to(self.weight.device).train(self.training)
+            copy.weight.requires_grad_(self.weight.requires_grad)
+            copy.store.copy_from(self.store, with_state=not weights_only)
+        except BaseException:
+            copy.close()
+            raise
+        return copy
+
     # ---- rows, counters, memory -------------------------------------------------------------------------------------
 
     def clear(self) -> None:
@@ -411,7 +454,11 @@ class TableEmbedding(torch.nn.Module):
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
 
     def __deepcopy__(self, memo: object) -> Never:
-        raise TypeError(f"embedding {self.name!r} cannot be copied: its rows live in {self.store.plan.persistent_path}")
+        raise TypeError(
+            f"embedding {self.name!r} cannot be copied by copy.deepcopy: its rows live in"
+            f" {self.store.plan.persistent_path}, and a copy needs a path of its own: embedding.copy_to(path). Copy and"
+            " average (AveragedModel) the dense modules alone; oneemb.AveragedEmbedding averages rows"
+        )
 
     def __reduce_ex__(self, protocol: object) -> Never:
         raise TypeError(f"embedding {self.name!r} cannot be pickled; save its state_dict(), which names a snapshot")

@@ -401,6 +401,29 @@ class EmbeddingStore:
         finally:
             self.release(slot_U)
 
+    def copy_from(self, source: "EmbeddingStore", *, with_state: bool) -> None:
+        """Have the rows of another store as they are now, and its step. This one is new, and has none.
+
+        Args:
+            with_state: have the optimizer's state too; off, the rows have none and begin at step 0.
+
+        Raises:
+            StorageError: the path is in use or unusable, or has no room for them.
+        """
+
+        def copy() -> None:
+            with source.turns, self.turns:
+                source.turns.check(changes=True)
+                source._check_open()
+                if source._bottom.keeps_rows and not source.built:
+                    source._rows.build()
+                if source.built:
+                    self._rows.copy_from(source._rows, with_state=with_state)
+                    self.step = source.step if with_state else 0
+                    self.changes += 1
+
+        between_steps((source.step_lock,), "copy_to", copy)
+
     def release(self, slot_U: Array, *, elsewhere: bool = False) -> None:
         """Unpin slots that `acquire` gave, once each; see `HotRows.release`."""
         with undisturbed:

@@ -376,6 +376,25 @@ class TieredRows:
             row_NW[:, begin:] = self.format.state
             self._store.put(table_N, id_N, row_NW)
 
+    def copy_from(self, source: "TieredRows", *, with_state: bool) -> None:
+        """Make the tiers, for rows as those of `source`, and have all of them. There are none here yet.
+
+        Args:
+            with_state: have their optimizer's state too.
+
+        Raises:
+            StorageError: the store at the bottom cannot be opened, or has no room for them.
+        """
+        format = source.format
+        self.build(format if with_state else format.with_state(None, np.empty(0, np.float32)))
+        assert self._store is not None
+        for tier in self.tiers:
+            tier.check_holds(len(source))
+        for table_N, id_N, row_NW in source.hot.scan():
+            undisturbed.raise_interrupt()
+            self._store.put(table_N, id_N, np.ascontiguousarray(row_NW[:, : self.format.row_width]))
+        self._reload()
+
     def _scan(self, name: str) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """All rows of a snapshot. Ctrl-C comes between two parts."""
         reader = self._bottom.read(name)
