@@ -8,6 +8,7 @@ import importlib
 __version__ = "0.1.0"
 
 _MODULES = {
+    "averaged": ("AveragedEmbedding",),
     "embedding": ("MultiTableEmbedding", "MultiTableMultiColumnEmbedding"),
     "eager": ("Optimizer",),
     "options": (

@@ -7,7 +7,7 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Never, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Never, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,13 +22,13 @@ from oneemb.kernels.threads import Threads
 from oneemb.named_snapshot import SnapshotName, decode, encode
 from oneemb.options import Initializer, NormalInitializer, StoreOptions, TableOptions, to_json
 from oneemb.stats import EmbeddingStats
-from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.embedding_store import ChangeRows, EmbeddingStore
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.step_lock import between_steps
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
-__all__ = ["MultiTableEmbedding", "MultiTableMultiColumnEmbedding", "TableEmbedding", "embeddings_of"]
+__all__ = ["MultiTableEmbedding", "MultiTableMultiColumnEmbedding", "TableEmbedding", "copied", "embeddings_of"]
 
 _DEFAULT_INITIALIZER = NormalInitializer(0.0, 0.05)
 
@@ -353,25 +353,7 @@ class TableEmbedding(torch.nn.Module):
             ValueError: it is the path of this embedding.
             StorageError: the path is in use, cannot be made or written to, or its disk has no room for the rows.
         """
-        options = dataclasses.replace(self.store_options, persistent_path=(absolute_path(persistent_path),))
-        if os.path.realpath(*options.persistent_path) == os.path.realpath(self.store.plan.persistent_path):
-            raise ValueError(
-                f"a copy of embedding {self.name!r} needs a path of its own, got that of its rows,"
-                f" {self.store.plan.persistent_path}"
-            )
-        copy = type(self).__new__(type(self))
-        TableEmbedding.__init__(
-            copy, self.name, self.column_dims, self.dtype, self.key_type, self.tables, options,
-            self.default_initializer, self.padding_idx, self.seed, self.store.threads.count, starts_empty=False,
-        )  # fmt: skip
-        try:
-            copy.to(self.weight.device).train(self.training)
-            copy.weight.requires_grad_(self.weight.requires_grad)
-            copy.store.copy_from(self.store, with_state=not weights_only)
-        except BaseException:
-            copy.close()
-            raise
-        return copy
+        return copied(self, persistent_path, weights_only=weights_only)
 
     # ---- rows, counters, memory -------------------------------------------------------------------------------------
 
@@ -462,6 +444,35 @@ class TableEmbedding(torch.nn.Module):
 
     def __reduce_ex__(self, protocol: object) -> Never:
         raise TypeError(f"embedding {self.name!r} cannot be pickled; save its state_dict(), which names a snapshot")
+
+
+Embedding = TypeVar("Embedding", bound=TableEmbedding)
+
+
+def copied(
+    embedding: Embedding, persistent_path: AnyPath, *, weights_only: bool, change: ChangeRows | None = None
+) -> Embedding:
+    """What `copy_to` gives; `change` changes the rows on their way."""
+    options = dataclasses.replace(embedding.store_options, persistent_path=(absolute_path(persistent_path),))
+    if os.path.realpath(*options.persistent_path) == os.path.realpath(embedding.store.plan.persistent_path):
+        raise ValueError(
+            f"a copy of embedding {embedding.name!r} needs a path of its own, got that of its rows,"
+            f" {embedding.store.plan.persistent_path}"
+        )
+    copy = type(embedding).__new__(type(embedding))
+    TableEmbedding.__init__(
+        copy, embedding.name, embedding.column_dims, embedding.dtype, embedding.key_type, embedding.tables, options,
+        embedding.default_initializer, embedding.padding_idx, embedding.seed, embedding.store.threads.count,
+        starts_empty=False,
+    )  # fmt: skip
+    try:
+        copy.to(embedding.weight.device).train(embedding.training)
+        copy.weight.requires_grad_(embedding.weight.requires_grad)
+        copy.store.copy_from(embedding.store, with_state=not weights_only, change=change)
+    except BaseException:
+        copy.close()
+        raise
+    return copy
 
 
 def embeddings_of(module: torch.nn.Module) -> dict[str, TableEmbedding]:

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -38,12 +38,12 @@ from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError, StoreFullError
 from oneemb.storage.step_lock import StepLock, alone, between_steps
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
-from oneemb.storage.tiered_rows import TieredRows
+from oneemb.storage.tiered_rows import ChangeRows, TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
 from oneemb.storage.tiers.stack import StorePlan
 from oneemb.storage.turns import Turns, undisturbed
 
-__all__ = ["EXPORTED", "EmbeddingStore", "Pins"]
+__all__ = ["EXPORTED", "ChangeRows", "EmbeddingStore", "Pins", "Watcher"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,6 +66,13 @@ class Pins(weakref.ref):
     __slots__ = ("generation", "slot_U")
     slot_U: Array
     generation: int
+
+
+class Watcher(Protocol):
+    """Wants to know of rows before they change."""
+
+    def before_change(self, table_U: Array, id_U: Array) -> None:
+        """These rows are about to change. One that raises keeps them from it."""
 
 
 Method = Callable[Concatenate["EmbeddingStore", P], R]
@@ -142,6 +149,8 @@ class EmbeddingStore:
         self.turns = Turns(f"the embedding on {bottom.name}", _MEND, rank=0)
         self.step_lock = StepLock()
         """Held by steps, and by whoever takes all rows as they are or puts others in their place; before any turn."""
+        self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        """Those who are told which rows a step, or `put`, is about to change."""
         self.writing = threading.Lock()
         """Held by loops that write rows in place, and by those that read rows which may be written; after any turn."""
         self._pins: dict[int, Pins] = {}
@@ -393,6 +402,7 @@ class EmbeddingStore:
             StoreFullError: a tier is too small for so many rows at a time, or capacity is reached; nothing has changed.
         """
         put = self.loops.put
+        self.before_change(put(table_U), put(id_U))
         slot_U, keys = self.acquire(self.loops.distinct_keys(put(table_U), put(id_U)))
         try:
             with self.writing:
@@ -401,11 +411,21 @@ class EmbeddingStore:
         finally:
             self.release(slot_U)
 
-    def copy_from(self, source: "EmbeddingStore", *, with_state: bool) -> None:
+    def before_change(self, table_U: Array, id_U: Array) -> None:
+        """Tell the watchers that these rows are about to change.
+
+        Raises:
+            StorageError: a watcher keeps them from it.
+        """
+        for watcher in list(self.watchers):
+            watcher.before_change(table_U, id_U)
+
+    def copy_from(self, source: "EmbeddingStore", *, with_state: bool, change: ChangeRows | None = None) -> None:
         """Have the rows of another store as they are now, and its step. This one is new, and has none.
 
         Args:
             with_state: have the optimizer's state too; off, the rows have none and begin at step 0.
+            change: is given tables, ids and rows on their way, and changes the rows in place.
 
         Raises:
             StorageError: the path is in use or unusable, or has no room for them.
@@ -418,7 +438,7 @@ class EmbeddingStore:
                 if source._bottom.keeps_rows and not source.built:
                     source._rows.build()
                 if source.built:
-                    self._rows.copy_from(source._rows, with_state=with_state)
+                    self._rows.copy_from(source._rows, with_state=with_state, change=change)
                     self.step = source.step if with_state else 0
                     self.changes += 1
 

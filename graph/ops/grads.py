@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from oneemb.graph.ops.op import UPDATE, Op
@@ -82,6 +83,22 @@ class RowGrads:
         """The same gradients of the same keys, whose rows are in other slots now."""
         keys = self.table_U, self.id_U, slot_U
         return RowGrads(self.store, generation, *keys, sums=self.sums, stores=self.stores)
+
+    def before_change(self) -> None:
+        """Tell those who watch the stores that these rows are about to change.
+
+        Raises:
+            StorageError: a watcher keeps them from it.
+        """
+        store = self.store
+        for m, member in enumerate(store.members):
+            if not member.watchers:
+                continue
+            if isinstance(store, EmbeddingStore):
+                member.before_change(self.table_U, self.id_U)
+            else:
+                own = np.flatnonzero(store.members_of(self.table_U) == m)
+                member.before_change(self.table_U[own] - store.first_table_M1[m], self.id_U[own])
 
     def rows(self, u: Array) -> "RowGrads":
         """The gradients of the keys `u` alone, which may be of any store here."""

@@ -30,6 +30,7 @@ from oneemb.kernels.places import loops_of
 from oneemb.kernels.threads import Threads
 from oneemb.storage.embedding_store import EmbeddingStore, Pins
 from oneemb.storage.merged_store import MergedPrefetched, MergedStore
+from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed
@@ -378,7 +379,22 @@ def lookup(
     return acquire(store, keys)
 
 
-def _check_place(store: EmbeddingStore | MergedStore, loops: Loops) -> None:
+class ReadRows(Protocol):
+    """What can be peeked into: a store, or what reads as one."""
+
+    @property
+    def format(self) -> RowFormat:
+        """Of a row."""
+
+    @property
+    def loops(self) -> Loops:
+        """Those that work where the rows are."""
+
+    def read(self, keys: kernels.Keys) -> tuple[Array, kernels.Keys]:
+        """The rows of these keys; see `EmbeddingStore.read`."""
+
+
+def _check_place(store: ReadRows | MergedStore, loops: Loops) -> None:
     if loops.place != store.loops.place:
         raise ValueError(
             f"ids must be on {store.loops.place}, where the embedding is, got {loops.place};"
@@ -431,7 +447,7 @@ class _Gather(torch.autograd.Function):
         return None, None, lease.grad_of_scales(grad_ND) if ctx.needs_input_grad[2] else None
 
 
-def _read(store: EmbeddingStore, weight_SX: Array, slot_U: Array, keys: Keys, scale_N: Array | None) -> torch.Tensor:
+def _read(store: ReadRows, weight_SX: Array, slot_U: Array, keys: Keys, scale_N: Array | None) -> torch.Tensor:
     """The weights of each id, or of each bag, from the rows in slot_U."""
     loops, dim, rows = store.loops, store.format.dim, RowsOfIds(weight_SX, slot_U, keys.unique.inverse_N)
     out = torch.empty(*keys.shape, dim, dtype=DTYPES[store.format.dtype], device=loops.device)
@@ -466,7 +482,7 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
         raise ValueError(f"per_sample_weights must be on {device}, where ids are, got {per_sample_weights.device}")
 
 
-def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: EmbeddingStore) -> Array | None:
+def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: ReadRows) -> Array | None:
     """By what each id is multiplied on its way into its bag: float32 [N]; None = 1.
 
     Raises:
@@ -482,7 +498,7 @@ def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str,
 
 @Op(LOOKUP, takes=("store", "keys"), pure=True, measure=measure_gather)
 def peek(
-    store: EmbeddingStore, keys: Keys, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
+    store: ReadRows, keys: Keys, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
 ) -> torch.Tensor:
     """What `gather` gives, without a gradient and without inserting: an unknown id reads as its initial value.
 
