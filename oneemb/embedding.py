@@ -468,7 +468,7 @@ def copied(
     try:
         copy.to(embedding.weight.device).train(embedding.training)
         copy.weight.requires_grad_(embedding.weight.requires_grad)
-        copy.store.copy_from(embedding.store, with_state=not weights_only, change=change)
+        embedding.store.copy_to(copy.store, with_state=not weights_only, change=change)
     except BaseException:
         copy.close()
         raise

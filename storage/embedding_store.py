@@ -420,29 +420,30 @@ class EmbeddingStore:
         for watcher in list(self.watchers):
             watcher.before_change(table_U, id_U)
 
-    def copy_from(self, source: "EmbeddingStore", *, with_state: bool, change: ChangeRows | None = None) -> None:
-        """Have the rows of another store as they are now, and its step. This one is new, and has none.
+    @_between_steps
+    def copy_to(self, other: "EmbeddingStore", *, with_state: bool, change: ChangeRows | None = None) -> None:
+        """Let another store, which is new, have the rows as they are now, and the step.
 
         Args:
-            with_state: have the optimizer's state too; off, the rows have none and begin at step 0.
+            with_state: let it have the optimizer's state too; off, its rows have none and begin at step 0.
             change: is given tables, ids and rows on their way, and changes the rows in place.
 
         Raises:
-            StorageError: the path is in use or unusable, or has no room for them.
+            StorageError: the other's path is in use or unusable, or has no room for them.
         """
+        with self.turns, other.turns:
+            self.turns.check(changes=True)
+            self._check_open()
+            if self._bottom.keeps_rows and not self.built:
+                self._rows.build()
+            if self.built:
+                other.begin_with(self._rows, self.step if with_state else 0, with_state, change)
 
-        def copy() -> None:
-            with source.turns, self.turns:
-                source.turns.check(changes=True)
-                source._check_open()
-                if source._bottom.keeps_rows and not source.built:
-                    source._rows.build()
-                if source.built:
-                    self._rows.copy_from(source._rows, with_state=with_state, change=change)
-                    self.step = source.step if with_state else 0
-                    self.changes += 1
-
-        between_steps((source.step_lock,), "copy_to", copy)
+    def begin_with(self, rows: TieredRows, step: int, with_state: bool, change: ChangeRows | None) -> None:
+        """Have these rows, for `copy_to`. There are none here yet."""
+        self._rows.copy_from(rows, with_state=with_state, change=change)
+        self.step = step
+        self.changes += 1
 
     def release(self, slot_U: Array, *, elsewhere: bool = False) -> None:
         """Unpin slots that `acquire` gave, once each; see `HotRows.release`."""
