@@ -73,7 +73,7 @@ class TableEmbedding(torch.nn.Module):
         )
         self.weight = torch.nn.Parameter(torch.empty(0, self.embedding_dim))
         """Stands for all rows in parameter lists, [0, D]: it holds none. Its gradient is a `RowGrad`."""
-        self.weight.embedding = weakref.ref(self)  # type: ignore[attr-defined]
+        self.weight.embedding = _RowsOf(self)  # type: ignore[attr-defined]
         self.weight.register_hook(refuse_dense)
         self.row_optimizer: RowOptimizer | None = None
         """How the rows are updated; set by the first step of a torch optimizer, `oneemb.Optimizer` or
@@ -443,7 +443,10 @@ class TableEmbedding(torch.nn.Module):
         )
 
     def __reduce_ex__(self, protocol: object) -> Never:
-        raise TypeError(f"embedding {self.name!r} cannot be pickled; save its state_dict(), which names a snapshot")
+        raise TypeError(
+            f"embedding {self.name!r} cannot be pickled, by torch.save of a model or for another process: save its"
+            " state_dict(), which names a snapshot, and make the embedding anew where that is loaded"
+        )
 
 
 Embedding = TypeVar("Embedding", bound=TableEmbedding)
@@ -563,6 +566,16 @@ class MultiTableMultiColumnEmbedding(TableEmbedding):
             name, embedding_dim, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
             num_threads,
         )  # fmt: skip
+
+
+class _RowsOf(weakref.ref):
+    """The embedding whose rows a weight stands for."""
+
+    def __reduce_ex__(self, protocol: object) -> Never:
+        raise TypeError(
+            "the weight of an embedding, or an optimizer or a list that holds it, cannot be pickled: save"
+            " state_dict() of the model and of the optimizer"
+        )
 
 
 def _in_ddp(weight: torch.Tensor) -> bool:

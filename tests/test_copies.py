@@ -1,11 +1,17 @@
-"""Copies of embeddings: rows of their own at a path of their own."""
+"""Copies of embeddings, with rows of their own at a path of their own; what cannot be copied; what is dropped."""
 
 import copy
+import gc
+import io
+import pickle
+import signal
+import weakref
 
 import pytest
 import torch
 
 import oneemb
+from oneemb.embedding import copied
 from tests.support.models import STORES, make_embedding, rows_of
 
 IDS, DIM = 12, 4
@@ -103,3 +109,100 @@ def test_what_would_share_rows_says_how_to_copy_them(tmp_path, use):
     model = torch.nn.Sequential(make_embedding(tmp_path / "rows", dim=DIM), torch.nn.Linear(DIM, 1))
     with pytest.raises(TypeError, match=r"a copy needs a path of its own: embedding\.copy_to\(path\).*AveragedModel"):
         use(model)
+
+
+def test_an_interrupted_copy_leaves_the_original_and_gives_the_path_back(tmp_path):
+    embedding, optimizer = trained(tmp_path / "rows")
+    rows = rows_of(embedding, range(IDS))
+    with pytest.raises(KeyboardInterrupt):
+        copied(embedding, tmp_path / "copy", weights_only=False, change=lambda *_: signal.raise_signal(signal.SIGINT))
+    assert torch.equal(rows_of(embedding.copy_to(tmp_path / "copy"), range(IDS)), rows)
+    step(embedding, optimizer)
+    assert embedding.stats()["step"] == 4
+
+
+# ---- other processes, and what is dropped ---------------------------------------------------------------------------
+
+
+def not_run(rank, model):
+    raise AssertionError("the model was pickled")
+
+
+@pytest.mark.parametrize(
+    ("use", "match"),
+    [
+        (
+            lambda model, optimizer: torch.save(model, io.BytesIO()),
+            "cannot be pickled, by torch.save of a model or for",
+        ),
+        (lambda model, optimizer: torch.multiprocessing.spawn(not_run, (model,)), "make the embedding anew where that"),
+        (lambda model, optimizer: pickle.dumps(model[0].weight), r"save state_dict\(\) of the model"),
+        (lambda model, optimizer: torch.save(optimizer.optimizer, io.BytesIO()), r"save state_dict\(\) of the model"),
+        (lambda model, optimizer: copy.deepcopy(optimizer), "cannot be copied or pickled: it trains the rows"),
+        (lambda model, optimizer: torch.save(optimizer, io.BytesIO()), r"save its state_dict\(\)"),
+        (lambda model, optimizer: pickle.dumps(model[0].weight.grad), r"pickle grad\.row_keys\(\)"),
+    ],
+    ids=[
+        "torch.save",
+        "spawn",
+        "weight",
+        "torch's optimizer",
+        "deepcopy of oneemb.Optimizer",
+        "its pickle",
+        "gradient",
+    ],
+)
+def test_what_cannot_be_pickled_says_what_to_save(tmp_path, use, match):
+    model = torch.nn.Sequential(make_embedding(tmp_path / "rows", dim=DIM), torch.nn.Linear(DIM, 1))
+    optimizer = oneemb.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.arange(3)).sum().backward()
+    with pytest.raises(TypeError, match=match):
+        use(model, optimizer)
+
+
+def test_a_gradient_that_is_copied_is_another_of_the_same_rows(tmp_path):
+    embedding = make_embedding(tmp_path / "rows", dim=DIM)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    grad = copy.deepcopy(embedding.weight.grad)
+    embedding.weight.grad *= 2
+    assert torch.equal(grad.row_values(), torch.ones(2, DIM)) and embedding.weight.grad.row_values().eq(2).all()
+
+
+def backward(embedding, optimizer):
+    embedding(torch.arange(3)).square().sum().backward()
+
+
+def stepped(embedding, optimizer):
+    backward(embedding, optimizer)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("use", [lambda *_: None, backward, stepped], ids=["nothing", "backward", "a step"])
+@pytest.mark.parametrize("fused", [None, False, True], ids=["torch's own", "oneemb.Optimizer", "fused"])
+@pytest.mark.parametrize("store", STORES)
+def test_an_embedding_that_is_dropped_gives_its_path_back_without_the_collector(tmp_path, store, fused, use):
+    gc.collect()
+    gc.disable()
+    try:
+        embedding = make_embedding(tmp_path / "rows", dim=DIM, store=store)
+        averaged = oneemb.AveragedEmbedding(embedding, tmp_path / "averages", 0.9)
+        optimizer = torch.optim.Adam(embedding.parameters(), lr=0.1)
+        if fused is not None:
+            optimizer = oneemb.Optimizer(optimizer, [embedding], fused=fused)
+        averaged.update_rows()
+        use(embedding, optimizer)
+        rows = averaged(torch.arange(3)), embedding.eval()(torch.arange(3)).detach()
+        alive = [weakref.ref(one) for one in (embedding, embedding.weight, embedding.store, averaged, optimizer)]
+        del embedding, averaged, optimizer, rows
+        assert [one() for one in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
+    make_embedding(tmp_path / "rows", dim=DIM, store=store)(torch.arange(3))
+
+
+def test_a_fused_optimizer_that_is_gone_warns(tmp_path):
+    embedding = make_embedding(tmp_path / "rows", dim=DIM)
+    oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), [embedding], fused=True)
+    with pytest.warns(UserWarning, match="keep a reference to it as long as you train"):
+        backward(embedding, None)
+    assert embedding.stats()["step"] == 0
