@@ -70,7 +70,7 @@ class AveragedEmbedding(torch.nn.Module):
         super().__init__()
         if decay is not None and not 0 <= decay <= 1:
             raise ValueError(f"decay must be from 0 to 1, or None for a mean, got {decay!r}")
-        self.decay = decay
+        self._decay = decay
         self._embedding = (embedding,)  # no submodule: it is the model's
         # The optimizer's state, for which these two make room, is not averaged.
         options = dataclasses.replace(
@@ -83,16 +83,25 @@ class AveragedEmbedding(torch.nn.Module):
             num_threads=embedding.store.threads.count,
         )  # fmt: skip
         """What is stored of the averages."""
-        self.rows.to(embedding.weight.device).weight.requires_grad_(False)
+        weight = self.rows.to(embedding.weight.device).weight.detach()
+        del self.rows.weight
+        self.rows.register_buffer("weight", weight)  # It is no parameter: no optimizer trains averages.
         store = self.rows.store
         store.step_lock = embedding.store.step_lock  # Rows and averages are of one moment.
-        store.attach("average", np.zeros(1, np.float32))
+        # A snapshot of averages that another rule has made does not fit: they are not up to date without theirs.
+        store.attach("mean" if decay is None else f"average, decay {float(decay)}", np.zeros(1, np.float32))
         embedding.store.watchers.add(self)
 
     @property
     def embedding(self) -> TableEmbedding:
         """The one whose rows are averaged."""
         return self._embedding[0]
+
+    @property
+    def decay(self) -> float | None:
+        """What an average keeps of itself at an averaging; None = it is a mean. It cannot change: averages that are
+        not up to date would follow the new one for averagings before it."""
+        return self._decay
 
     @property
     def n_averaged(self) -> int:
@@ -156,6 +165,12 @@ class AveragedEmbedding(torch.nn.Module):
         weight_ND = torch.from_numpy(format.weights(row_NW))[:, : format.dim].view(DTYPES[format.dtype])
         weight_ND.copy_(loops.tensor(average_ND))
 
+    def close(self) -> None:
+        """Free memory, files and the lock on `persistent_path`. Averages that no snapshot holds are gone; the embedding
+        trains on without."""
+        self.embedding.store.watchers.discard(self)
+        self.rows.close()
+
     def before_change(self, table_U: Array, id_U: Array) -> None:
         """Bring the averages of these rows, which are about to change, up to date. The embedding's steps call it.
 
@@ -169,6 +184,7 @@ class AveragedEmbedding(torch.nn.Module):
         store, dim = self.rows.store, self.rows.embedding_dim
         loops = store.loops
         average_UD, _ = _Averages(self).read(loops.distinct_keys(table_U, id_U))
+        store.build()  # It has no tiers after `clear` has mended it.
         try:
             lease = ops.Lease.of_keys(store, table_U, id_U)
         except StoreFullError:  # The rows of the step fit into their cache; averages of narrow ones are wider.

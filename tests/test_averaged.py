@@ -8,6 +8,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import oneemb
 from oneemb.graph import ops
+from oneemb.storage.errors import BrokenStoreError
 from oneemb.storage.row_store import StoreFullError
 from tests.support.models import STORES, make_embedding, rows_of, zipf_ids
 
@@ -267,6 +268,67 @@ def test_a_step_whose_averages_have_no_room_at_all_changes_nothing(tmp_path, mon
     assert pair.rows.stats()["step"] == 1
 
 
+def test_averages_that_were_cut_short_say_so_and_begin_anew_after_clear(tmp_path):
+    pair = Pair(tmp_path)
+    pair.step(torch.arange(IDS))
+    pair.update()
+    pair.averaged.rows.store.turns.cut_short(RuntimeError())
+    pair.rows(torch.arange(IDS)).sum().backward()
+    for use in (pair.averages, pair.optimizers[0].step, pair.averaged.update_rows):
+        with pytest.raises(BrokenStoreError):
+            use()
+    pair.averaged.rows.clear()
+    assert pair.averaged.n_averaged == 0
+    pair.reference.n_averaged.zero_()
+    for ids in batches():
+        pair.step(ids)
+        pair.update()
+        pair.check()
+
+
+def test_averages_that_are_closed_are_kept_no_more(tmp_path):
+    pair = Pair(tmp_path)
+    pair.update()
+    pair.averaged.close()
+    pair.step(torch.arange(IDS))
+    with pytest.raises(oneemb.StorageError, match="closed"):
+        pair.averages()
+
+
+def test_a_snapshot_of_averages_with_another_decay_is_refused(tmp_path):
+    pair = Pair(tmp_path, 0.9)
+    with pytest.raises(AttributeError, match="decay"):
+        pair.averaged.decay = 0.99
+    for ids in batches():
+        pair.step(ids)
+        pair.update()
+    pair.averaged.rows.save_snapshot("s")
+    pair.averaged.close()
+    with pytest.warns(UserWarning, match="starts empty"):
+        other = oneemb.AveragedEmbedding(pair.rows, tmp_path / "averages", 0.99)
+    with pytest.raises(oneemb.StorageError, match=r"decay 0\.9.*decay 0\.99"):
+        other.rows.load_snapshot("s")
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["torch's own", "oneemb.Optimizer"])
+def test_an_optimizer_of_all_parameters_leaves_averages_alone(tmp_path, joined):
+    embedding = make_embedding(tmp_path / "rows", dim=DIM)
+    model = torch.nn.ModuleDict({"rows": embedding})
+    model["averaged"] = oneemb.AveragedEmbedding(embedding, tmp_path / "averages", 0.5)
+    optimizer = adagrad(model.parameters())
+    if joined:
+        optimizer = oneemb.Optimizer(optimizer)
+    rows = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        embedding(torch.arange(3)).square().sum().backward()
+        optimizer.step()
+        model["averaged"].update_rows()
+        rows.append(rows_of(embedding, range(3)))
+    torch.testing.assert_close(model["averaged"](torch.arange(3)), (rows[0] + rows[1]) / 2)
+    assert len(list(model.parameters())) == 1
+
+
 # ---- models, graphs and checkpoints ---------------------------------------------------------------------------------
 
 
@@ -309,7 +371,7 @@ class Graph(oneemb.TrainGraph):
         self.averaged = torch.nn.ModuleDict(
             {name: oneemb.AveragedEmbedding(rows[name], path / f"averages of {name}", 0.9) for name in names}
         )
-        self.torch_optimizer = adagrad([*self.rows.parameters(), *self.head.parameters()])
+        self.torch_optimizer = adagrad(self.parameters())
 
     def build(self, ids):
         rows = torch.cat([embedding(ids) for embedding in self.rows.values()], dim=1)
