@@ -486,6 +486,11 @@ def embeddings_of(module: torch.nn.Module) -> dict[str, TableEmbedding]:
 class MultiTableEmbedding(TableEmbedding):
     """Embedding tables of one width, keyed by (table, id), that grow with the ids they meet.
 
+    `weight`, a parameter of shape [0, D], stands for all rows in `parameters()` and in param groups. So it is in the
+    group of matrices where groups are made by `ndim`, counts as no parameter (`numel()` is 0; there are
+    `stats()["rows"] * embedding_dim` weights), and what averages or copies parameters does nothing to rows: `copy_to`
+    and `oneemb.AveragedEmbedding` do. `state_dict()` holds no weight but the name of a snapshot.
+
     Args:
         name: names the embedding in errors and snapshots.
         embedding_dim: weights of a row, D, from 1 up.

@@ -1,6 +1,7 @@
 """Embeddings in LightningModules: the Trainer trains rows as a loop by hand trains tables of torch."""
 
-import os
+import inspect
+import pathlib
 
 import pytest
 import torch
@@ -188,21 +189,20 @@ def test_manual_optimization_with_toggled_optimizers_trains_rows(tmp_path, make)
 
 
 class RowsCheckpointIO(plugins.TorchCheckpointIO):
-    """Deletes the snapshots of rows that no checkpoint of the folder names any more, with a checkpoint."""
+    """The plugin that README.md shows."""
 
-    def __init__(self, model):
+    def __init__(self, module):
         super().__init__()
-        self.model = model
+        self.module = module
 
     def remove_checkpoint(self, path):
         super().remove_checkpoint(path)
-        folder = os.path.dirname(path)
-        states = [torch.load(f"{folder}/{name}", weights_only=False)["state_dict"] for name in os.listdir(folder)]
-        for name, module in self.model.named_modules():
-            if isinstance(module, oneemb.MultiTableEmbedding):
-                named = {oneemb.snapshot_name(state[f"model.{name}._extra_state"]) for state in states}
-                for snapshot in set(module.snapshots()) - named:
-                    module.delete_snapshot(snapshot)
+        states = [torch.load(file)["state_dict"] for file in pathlib.Path(path).parent.glob("*.ckpt")]
+        for name, embedding in self.module.named_modules():
+            if isinstance(embedding, oneemb.MultiTableEmbedding):
+                named = {oneemb.snapshot_name(state[f"{name}._extra_state"]) for state in states}
+                for snapshot in set(embedding.snapshots()) - named:
+                    embedding.delete_snapshot(snapshot)
 
 
 class StopsAtStep17(Clicks):
@@ -219,7 +219,7 @@ def test_a_run_resumed_from_a_lightning_checkpoint_ends_with_the_same_bits(tmp_p
     trainer(tmp_path, max_epochs=3).fit(whole, clicks())
     saved = checkpoints.ModelCheckpoint(tmp_path / "saved")
     first = StopsAtStep17(with_rows(tmp_path / "rows", store), make)
-    options = {"enable_checkpointing": True, "callbacks": [saved], "plugins": [RowsCheckpointIO(first.model)]}
+    options = {"enable_checkpointing": True, "callbacks": [saved], "plugins": [RowsCheckpointIO(first)]}
     with pytest.raises(KeyError, match="step 17"):
         trainer(tmp_path, max_epochs=3, **options).fit(first, clicks())
     for table in (first.model.items, first.model.words):
@@ -255,8 +255,20 @@ def test_a_model_summary_counts_dense_parameters_only(tmp_path):
     assert summary.total_parameters == 2 * 4 + 1
 
 
-def test_what_copies_the_model_is_refused_with_what_to_do(tmp_path):
+@pytest.mark.parametrize(
+    "averaging",
+    [lambda: lightning.callbacks.StochasticWeightAveraging(1e-2), lambda: lightning.callbacks.EMAWeightAveraging()],
+    ids=["SWA", "EMA"],
+)
+def test_what_copies_the_model_is_refused_with_what_to_do(tmp_path, averaging):
     module = Clicks(with_rows(tmp_path))
-    averaging = lightning.callbacks.StochasticWeightAveraging(1e-2)
-    with pytest.raises(TypeError, match="a copy needs a path of its own"):
-        trainer(tmp_path, callbacks=[averaging]).fit(module, clicks())
+    with pytest.raises(TypeError, match=r"oneemb\.AveragedEmbedding averages rows"):
+        trainer(tmp_path, callbacks=[averaging()]).fit(module, clicks())
+
+
+def test_the_plugin_is_that_of_the_readme():
+    root = pathlib.Path(__file__).parent.parent
+    code = [part.split("```")[0] for part in (root / "README.md").read_text().split("```python\n")]
+    shown = next(part for part in code if "class RowsCheckpointIO" in part).split("\n\n\n")[0]
+    own = inspect.getsource(RowsCheckpointIO)
+    assert shown.partition("def remove_checkpoint")[2].strip() == own.partition("def remove_checkpoint")[2].strip()
