@@ -1,10 +1,8 @@
 """Embedding modules: lookups of every shape and type, limits, snapshots and state dicts, and what is refused."""
 
-import copy
 import gc
 import math
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -803,17 +801,6 @@ def test_ids_that_are_no_tensor_are_refused(made, ids, training):
     for arguments in ({}, {"offsets": torch.tensor([0, 2])}, {"table_ids": torch.tensor(0)}):
         with pytest.raises(TypeError, match="ids must be a tensor of torch.int64 of shape .*, got (list|tuple|int)"):
             embedding(ids, **arguments)
-
-
-def test_copies_and_pickles_say_what_to_do_instead(made, tmp_path):
-    embedding = made()
-    for model in (embedding, torch.nn.Sequential(embedding)):
-        with pytest.raises(TypeError, match="'items' cannot be copied: its rows live in .*rows"):
-            copy.deepcopy(model)
-        with pytest.raises(TypeError, match=r"'items' cannot be pickled; save its state_dict\(\)"):
-            pickle.dumps(model)
-        with pytest.raises(TypeError, match="cannot be pickled"):
-            torch.save(model, tmp_path / "model.pt")
 
 
 def test_the_representation_says_what_it_is(made):
