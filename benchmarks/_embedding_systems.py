@@ -28,7 +28,8 @@ class Case:
         optimizer: "lookup" (no update), "sgd", "adagrad", "row_wise_adagrad" or "adam".
         dim, batch, tables, rows: weights of a row, samples a step, tables, rows of each table.
         ids: "zipf" (exponent 1.05) or "uniform".
-        pooled: 1 to 20 ids a bag, summed, in place of one id.
+        pooled: 1 to 20 ids a bag in place of one id.
+        pooling: "sum" or "max" of a bag.
     """
 
     optimizer: str
@@ -38,9 +39,10 @@ class Case:
     rows: int
     ids: str
     pooled: bool
+    pooling: str = "sum"
 
     def __str__(self) -> str:
-        ids = f"{self.ids} {'1-20' if self.pooled else 'one-hot'}"
+        ids = f"{self.ids} {f'1-20 {self.pooling}' if self.pooled else 'one-hot'}"
         return f"{self.optimizer} D={self.dim} B={self.batch} {ids}"
 
 
@@ -114,7 +116,7 @@ class Oneemb:
             id_N = torch.from_numpy(_scattered(batch.id_N))
             if case.pooled:
                 offset_P1 = np.concatenate([[0], np.cumsum(batch.length_BT)])
-                self._inputs.append((id_N, {"offsets": torch.from_numpy(offset_P1), "pooling": "sum"}))
+                self._inputs.append((id_N, {"offsets": torch.from_numpy(offset_P1), "pooling": case.pooling}))
             else:
                 self._inputs.append((id_N.reshape(case.batch, case.tables), {}))
 
@@ -130,6 +132,7 @@ class Oneemb:
         rows = self._forward(i)
         rows.backward(self._grad)
         self._optimizer.step()
+        self._optimizer.zero_grad()
         return rows
 
     def close(self) -> None:
@@ -188,7 +191,9 @@ class TorchEmbeddingBag:
     name = "torch"
 
     def __init__(self, case: Case, batches: Sequence[Batch], grad: torch.Tensor, threads: int):
-        self._bag = torch.nn.EmbeddingBag(case.tables * case.rows, case.dim, mode="sum", sparse=True)
+        self._bag = torch.nn.EmbeddingBag(
+            case.tables * case.rows, case.dim, mode=case.pooling, sparse=case.pooling == "sum"
+        )
         parameters = self._bag.parameters()
         makers = {
             "lookup": lambda: torch.optim.SGD(parameters, lr=LEARNING_RATE),
@@ -288,5 +293,7 @@ _OPTIMIZERS = {
 
 
 def peers_of(case: Case) -> list[str]:
-    """The systems that can run a case."""
+    """The systems that can run a case. Steps of a maximum: none has them, torch but with a gradient of all rows."""
+    if case.pooling == "max":
+        return ["torch"] if case.optimizer == "lookup" else []
     return [name for name, optimizers in _OPTIMIZERS.items() if case.optimizer in optimizers]

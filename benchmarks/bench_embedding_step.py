@@ -62,6 +62,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", nargs="+", type=int)
     parser.add_argument("--ids", nargs="+", choices=("zipf", "uniform"))
     parser.add_argument("--pooled", nargs="+", type=int, choices=(0, 1), help="1 = bags of 1 to 20 ids")
+    parser.add_argument("--pooling", nargs="+", choices=("sum", "max"), default=["sum"])
     parser.add_argument("--tables", type=int, default=26)
     parser.add_argument("--rows", type=int, default=200_000, help="rows of a table")
     parser.add_argument("--threads", type=int, default=2)
@@ -78,8 +79,9 @@ def _cases(options: argparse.Namespace) -> list[Case]:
         default = _OPTIMIZERS, (64,), (4096,), ("zipf",), (0,)
     chosen = itertools.product(*(some or usual for some, usual in zip(asked, default, strict=True)))
     cases = [
-        Case(optimizer, dim, batch, options.tables, options.rows, ids, bool(pooled))
-        for optimizer, dim, batch, ids, pooled in chosen
+        Case(optimizer, dim, batch, options.tables, options.rows, ids, bool(pooled), pooling)
+        for (optimizer, dim, batch, ids, pooled), pooling in itertools.product(chosen, options.pooling)
+        if pooled or pooling == "sum"
     ]
     if not options.all and not any(asked):
         cases.append(Case("row_wise_adagrad", 64, 4096, options.tables, options.rows, "zipf", True))

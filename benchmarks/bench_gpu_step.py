@@ -97,6 +97,7 @@ def step(
         def one(run: int) -> None:
             embedding(batches[run % len(batches)]).backward(grad)
             rows_optimizer.step()
+            rows_optimizer.zero_grad()
 
         for run in range(len(batches)):
             one(run)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops.grads import RowGrads, join_grads
-from oneemb.graph.ops.lookup import Lease, scales_of
+from oneemb.graph.ops.lookup import Lease
 from oneemb.storage.embedding_store import EmbeddingStore
 
 __all__ = ["RowGrad", "gather_with_grad", "refuse_dense"]
@@ -165,6 +165,7 @@ class RowGrad(torch.Tensor):
     # ---- dispatch ---------------------------------------------------------------------------------------------------
 
     @classmethod
+    @torch._disable_dynamo
     def __torch_dispatch__(  # type: ignore[override]  # torch's own is of another kind
         cls, op: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -358,7 +359,7 @@ def gather_with_grad(
 
     The rows need not be pinned: then they are read as they are, and inserted by the step that trains them.
     """
-    lease.scale_N = scales_of(lease.keys, per_sample_weights, pooling, lease.store)
+    lease.pool_by(per_sample_weights, pooling)
     return _Gather.apply(weight, lease, per_sample_weights)
 
 
@@ -369,6 +370,7 @@ class _Gather(torch.autograd.Function):
         return lease.read()
 
     @staticmethod
+    @torch._disable_dynamo  # torch.compile stays out of it, as out of a lookup
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[RowGrad | None, None, torch.Tensor | None]:
         lease, (grad,) = ctx.lease, grads
         if lease is None:

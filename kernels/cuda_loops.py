@@ -24,7 +24,14 @@ from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.init_rows_cuda import DeviceInitialRows, init_rows_cuda
 from oneemb.kernels.jit import CudaLoop
 from oneemb.kernels.launch import Gpu
-from oneemb.kernels.pool_cuda import bags_of_cuda, mean_scales_cuda, pool_cuda, scale_grads_cuda
+from oneemb.kernels.pool_cuda import (
+    bags_of_cuda,
+    mean_scales_cuda,
+    pool_cuda,
+    pool_max_cuda,
+    scale_grads_cuda,
+    spread_max_grads_cuda,
+)
 from oneemb.kernels.reduce_grads_cuda import Segments, reduce_grads_cuda as sum_segments_cuda
 from oneemb.kernels.row_update_cuda import run_row_update_cuda
 from oneemb.kernels.unique_keys_cuda import DeviceKeys, occurrences, unique_keys_cuda
@@ -139,6 +146,9 @@ class CudaLoops:
     ) -> None:
         pool_cuda(*rows, offset_P1, scale_N, out_PD, gpu=self.gpu)
 
+    def pool_max(self, rows: RowsOfIds, offset_P1: torch.Tensor, out_PD: torch.Tensor, argmax_PD: torch.Tensor) -> None:
+        pool_max_cuda(*rows, offset_P1, out_PD, argmax_PD, gpu=self.gpu)
+
     def mean_scales(self, offset_P1: torch.Tensor, inverse_N: torch.Tensor) -> torch.Tensor:
         return mean_scales_cuda(offset_P1, inverse_N, gpu=self.gpu)
 
@@ -146,6 +156,11 @@ class CudaLoops:
 
     def scale_grads(self, rows: RowsOfIds, bag_N: torch.Tensor, grad_PX: torch.Tensor) -> torch.Tensor:
         return scale_grads_cuda(*rows, bag_N, grad_PX, gpu=self.gpu)
+
+    def spread_max_grads(
+        self, offset_P1: torch.Tensor, argmax_PD: torch.Tensor, grad_PX: torch.Tensor, out_NX: torch.Tensor
+    ) -> None:
+        spread_max_grads_cuda(offset_P1, argmax_PD, grad_PX, out_NX, gpu=self.gpu)
 
     def segments(self, keys: Any, bags: Bags | None, grad_NX: torch.Tensor, scale_N: torch.Tensor | None) -> Segments:
         order_N, begin_U1 = occurrences(keys.inverse_N, len(keys.id_U), gpu=self.gpu)

@@ -12,7 +12,7 @@ from oneemb.kernels.arrays import Bags, RowsOfIds, Terms
 from oneemb.kernels.gather import gather
 from oneemb.kernels.init_rows import InitialRows, init_rows
 from oneemb.kernels.jit import CpuLoop
-from oneemb.kernels.pool import mean_scales, pool, scale_grads
+from oneemb.kernels.pool import mean_scales, pool, pool_max, scale_grads, spread_max_grads
 from oneemb.kernels.reduce_grads import Segments, largest_magnitude, sum_segments
 from oneemb.kernels.row_norms import rows_norm
 from oneemb.kernels.row_update import run_row_update
@@ -129,6 +129,9 @@ class HostLoops:
     def pool(self, rows: RowsOfIds, offset_P1: np.ndarray, scale_N: np.ndarray | None, out_PD: np.ndarray) -> None:
         pool(*rows, offset_P1, scale_N, out_PD, threads=self.threads)
 
+    def pool_max(self, rows: RowsOfIds, offset_P1: np.ndarray, out_PD: np.ndarray, argmax_PD: np.ndarray) -> None:
+        pool_max(*rows, offset_P1, out_PD, argmax_PD, threads=self.threads)
+
     def mean_scales(self, offset_P1: np.ndarray, inverse_N: np.ndarray) -> np.ndarray:
         return mean_scales(offset_P1, inverse_N, threads=self.threads)
 
@@ -137,9 +140,14 @@ class HostLoops:
     def scale_grads(self, rows: RowsOfIds, bag_N: np.ndarray, grad_PX: np.ndarray) -> np.ndarray:
         return scale_grads(*rows, bag_N, grad_PX, threads=self.threads)
 
+    def spread_max_grads(
+        self, offset_P1: np.ndarray, argmax_PD: np.ndarray, grad_PX: np.ndarray, out_NX: np.ndarray
+    ) -> None:
+        spread_max_grads(offset_P1, argmax_PD, grad_PX, out_NX, threads=self.threads)
+
     def segments(self, keys: Any, bags: Bags | None, grad_NX: np.ndarray, scale_N: np.ndarray | None) -> Segments:
         if isinstance(keys, KeysByTable):
-            return Segments(grad_NX, *keys.occurrences(scale_N, threads=self.threads))
+            return Segments(grad_NX, *keys.occurrences(bags is not None, scale_N, threads=self.threads))
         return Segments(grad_NX, *keys.occurrences(None if bags is None else bags.bag_N, scale_N))
 
     def sum_segments(self, segments: Any) -> tuple[np.ndarray, np.ndarray]:

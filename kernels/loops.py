@@ -143,6 +143,10 @@ class Loops(Protocol):
     def pool(self, rows: RowsOfIds, offset_P1: Array, scale_N: Array | None, out_PD: Array) -> None:
         """out_PD[p] = the sum of bag p, each id's weights times its scale, in float32, rounded once."""
 
+    def pool_max(self, rows: RowsOfIds, offset_P1: Array, out_PD: Array, argmax_PD: Array) -> None:
+        """out_PD[p] = the elementwise maximum of bag p; argmax_PD, int32 [P, D] = the place in the bag of the id that
+        gave each number, the first of several; -1 where there is none."""
+
     def mean_scales(self, offset_P1: Array, inverse_N: Array) -> Array:
         """The scales that make each bag's sum the mean: float32 [N]."""
 
@@ -150,8 +154,11 @@ class Loops(Protocol):
     def scale_grads(self, rows: RowsOfIds, bag_N: Array, grad_PX: Array) -> Array:
         """The gradient of the scales: float32 [N]."""
 
+    def spread_max_grads(self, offset_P1: Array, argmax_PD: Array, grad_PX: Array, out_NX: Array) -> None:
+        """out_NX[n] = the gradient of id n: that of its bag where `pool_max` took the id's number, zero elsewhere."""
+
     def segments(self, keys: Keys, bags: Bags | None, grad_NX: Array, scale_N: Array | None) -> Segments:
-        """The gradients of ids, or of their bags, by unique key."""
+        """The gradients of ids, or where `bags` are given those of their bags, by unique key."""
 
     def sum_segments(self, segments: Segments) -> tuple[Array, Array]:
         """grad_UD float32 [U, D], summed in batch order; finite_U bool [U]."""

@@ -13,7 +13,9 @@ from oneemb.kernels.jit import Number, cuda, load, rule, store
 from oneemb.kernels.launch import Gpu, vector_width
 from oneemb.kernels.reduce_grads_cuda import plus, segment_of
 
-__all__ = ["bags_of_cuda", "mean_scales_cuda", "pool_cuda", "scale_grads_cuda"]
+__all__ = [
+    "bags_of_cuda", "mean_scales_cuda", "pool_cuda", "pool_max_cuda", "scale_grads_cuda", "spread_max_grads_cuda",
+]  # fmt: skip
 
 V = 1  # elements a thread takes at a time; `at(V=...)` sets it
 
@@ -146,6 +148,94 @@ def pool_cuda(
     v = vector_width(dim, weight_SX, out_PD)
     scale_N = gpu.empty(0, dtype=torch.float32) if scale_N is None else scale_N
     gpu.run_rows(pool_loop.at(V=v), bags, dim // v, weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PD)
+
+
+@cuda
+def pool_max_loop(
+    weight_SX: Array, slot_U: Array, inverse_N: Array, offset_P1: Array, out_PD: Array, argmax_PD: Array
+) -> None:
+    """out_PD[p] = maximum of the weights of the ids of bag p; argmax_PD[p] = the places in the bag that it is of.
+
+    The first of equal weights is the maximum. A NaN is greater than nothing, and nothing is greater.
+    """
+    max_V = cuda.local.array(V, np.float32)
+    place_V = cuda.local.array(V, np.int32)
+    x_V = cuda.local.array(V, np.float32)
+    dim = out_PD.shape[1]
+    p = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+    while p < offset_P1.shape[0] - 1:
+        begin = offset_P1[p]
+        d = cuda.threadIdx.x * V
+        while d < dim:
+            for i in range(V):
+                max_V[i] = 0
+                place_V[i] = -1
+            for n in range(begin, offset_P1[p + 1]):
+                u = inverse_N[n]
+                if u >= 0:
+                    load(x_V, weight_SX, slot_U[u], d)
+                    for i in range(V):
+                        if place_V[i] < 0 or x_V[i] > max_V[i]:
+                            max_V[i] = x_V[i]
+                            place_V[i] = n - begin
+            store(out_PD, p, d, max_V)
+            for i in range(V):
+                argmax_PD[p, d + i] = place_V[i]
+            d += cuda.blockDim.x * V
+        p += cuda.gridDim.x * cuda.blockDim.y
+
+
+def pool_max_cuda(
+    weight_SX: torch.Tensor,
+    slot_U: torch.Tensor,
+    inverse_N: torch.Tensor,
+    offset_P1: torch.Tensor,
+    out_PD: torch.Tensor,
+    argmax_PD: torch.Tensor,
+    *,
+    gpu: Gpu,
+) -> None:
+    """The elementwise maximum of the rows of each bag, and which of its ids gave each number.
+
+    Args:
+        inverse_N, offset_P1, out_PD: as in `pool_cuda`.
+        argmax_PD: int32 [P, D], the place in the bag, from 0; -1 for a bag that holds nothing but padding.
+    """
+    bags, dim = out_PD.shape
+    v = vector_width(dim, weight_SX, out_PD)
+    gpu.run_rows(pool_max_loop.at(V=v), bags, dim // v, weight_SX, slot_U, inverse_N, offset_P1, out_PD, argmax_PD)
+
+
+@cuda
+def spread_max_grads_loop(offset_P1: Array, argmax_PD: Array, grad_PX: Array, out_NX: Array) -> None:
+    """out_NX[n] = of the gradient of n's bag, the numbers whose maximum n gave; zeros for the others."""
+    grad_V = cuda.local.array(V, np.float32)
+    place_V = cuda.local.array(V, np.int32)
+    x_V = cuda.local.array(V, np.float32)
+    dim = grad_PX.shape[1]
+    p = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+    while p < grad_PX.shape[0]:
+        begin = offset_P1[p]
+        d = cuda.threadIdx.x * V
+        while d < dim:
+            load(grad_V, grad_PX, p, d)
+            for i in range(V):
+                place_V[i] = argmax_PD[p, d + i]
+            for n in range(begin, offset_P1[p + 1]):
+                for i in range(V):
+                    x_V[i] = grad_V[i] if place_V[i] == n - begin else np.float32(0)
+                store(out_NX, n, d, x_V)
+            d += cuda.blockDim.x * V
+        p += cuda.gridDim.x * cuda.blockDim.y
+
+
+def spread_max_grads_cuda(
+    offset_P1: torch.Tensor, argmax_PD: torch.Tensor, grad_PX: torch.Tensor, out_NX: torch.Tensor, *, gpu: Gpu
+) -> None:
+    """out_NX = the gradients of ids from those of their bags' maxima, bits of one of the three formats."""
+    bags, dim = grad_PX.shape
+    v = vector_width(dim, grad_PX, out_NX)
+    gpu.run_rows(spread_max_grads_loop.at(V=v), bags, dim // v, offset_P1, argmax_PD, grad_PX, out_NX)
 
 
 @cuda

@@ -19,7 +19,7 @@ from oneemb.kernels.jit_code import float_bits, from_float32, keep_rolled, natur
 from oneemb.kernels.jit_lanes import LANES, WIDE, load_lanes, load_wide, same_lanes, same_wide, store_lanes
 from oneemb.kernels.threads import Threads
 
-__all__ = ["ROWS", "Segments", "largest_magnitude", "row_grads", "sum_rows", "sum_segments"]
+__all__ = ["ROWS", "Segments", "largest_magnitude", "row_grads", "row_of", "sum_rows", "sum_segments"]
 
 _EXPONENT = np.uint32(0x7F800000)
 
@@ -64,9 +64,7 @@ class Segments:
 
 
 @part
-def _row_of(
-    row_NX: Array, slot_U: Array, order_N: Array, i: Number, last: Number, d: Number, columns: Number
-) -> Number:
+def row_of(row_NX: Array, slot_U: Array, order_N: Array, i: Number, last: Number, d: Number, columns: Number) -> Number:
     """The row of term i, -1 for none. Also prefetches these columns of the row of a later term."""
     ahead = np.int64(order_N[min(i + _AHEAD, last)])
     n = np.int64(order_N[i])
@@ -95,7 +93,7 @@ def sum_rows(
         wide = same_wide(zero)
         for i in range(begin, end):
             keep_rolled()
-            s = _row_of(row_NX, slot_U, order_N, i, last, d, WIDE)
+            s = row_of(row_NX, slot_U, order_N, i, last, d, WIDE)
             if s >= 0:
                 wide = wide + load_wide(row_NX, s, d) * (np.float32(1) if scale_N is None else scale_N[i])
         store_lanes(to_PX, p, d, wide)
@@ -103,7 +101,7 @@ def sum_rows(
         lanes = same_lanes(zero)
         for i in range(begin, end):
             keep_rolled()
-            s = _row_of(row_NX, slot_U, order_N, i, last, d, LANES)
+            s = row_of(row_NX, slot_U, order_N, i, last, d, LANES)
             if s >= 0:
                 lanes = lanes + load_lanes(row_NX, s, d) * (np.float32(1) if scale_N is None else scale_N[i])
         store_lanes(to_PX, p, d, lanes)
@@ -111,7 +109,7 @@ def sum_rows(
         number = zero
         for i in range(begin, end):
             keep_rolled()
-            s = _row_of(row_NX, slot_U, order_N, i, last, d, 1)
+            s = row_of(row_NX, slot_U, order_N, i, last, d, 1)
             if s >= 0:
                 number += to_float32(row_NX[s, d]) * (np.float32(1) if scale_N is None else scale_N[i])
         to_PX[p, d] = from_float32(number, to_PX[p, d])

@@ -56,14 +56,14 @@ class KeysByTable(NamedTuple):
         raise AssertionError("the first occurrences of keys are not known table by table")
 
     def occurrences(
-        self, scale_N: np.ndarray | None = None, *, threads: Threads = _ONE_THREAD
+        self, of_bags: bool = True, scale_N: np.ndarray | None = None, *, threads: Threads = _ONE_THREAD
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """As oneemb.kernels.unique_keys.occurrences: the bags in which each key occurs, in batch order."""
+        """As oneemb.kernels.unique_keys.occurrences, in batch order: the bags in which each key occurs, or the ids."""
         begin_U1, size, tables = self.begin_U1, int(self.begin_U1[-1]), len(self.key_T1) - 1
         order_N = np.empty(size, np.int32)
         scale_M = None if scale_N is None else np.empty(size, np.float32)
         threads.run(
-            _occurrences_cpu, tables, self.offset_P1, self.place_Q1, self.key_J, self.key_T1, scale_N,
+            _occurrences_cpu, tables, self.offset_P1, self.place_Q1, self.key_J, self.key_T1, of_bags, scale_N,
             begin_U1[:-1].copy(), order_N, scale_M, share_min=_tables_min(tables, size),
         )  # fmt: skip
         return order_N, begin_U1, scale_M
@@ -165,10 +165,10 @@ def _inverse_cpu(
 
 @cpu
 def _occurrences_cpu(
-    begin: Number, end: Number, offset_P1: Array, place_Q1: Array, key_J: Array, key_T1: Array, scale_N: Array,
-    next_U: Array, order_N: Array, scale_M: Array,
+    begin: Number, end: Number, offset_P1: Array, place_Q1: Array, key_J: Array, key_T1: Array, of_bags: Number,
+    scale_N: Array, next_U: Array, order_N: Array, scale_M: Array,
 ) -> None:  # fmt: skip
-    """Put the bag of each id of tables begin to end - 1 at the next place of its key."""
+    """Put each id of tables begin to end - 1, or its bag, at the next place of its key."""
     tables = len(key_T1) - 1
     samples = (len(place_Q1) - 1) // tables
     for t in range(begin, end):
@@ -180,9 +180,10 @@ def _occurrences_cpu(
                 if key_J[j] >= 0:
                     u = natural(key_T1[t] + key_J[j])
                     at = natural(next_U[u])
-                    order_N[at] = p
+                    n = natural(offset_P1[p] + np.int64(j) - place_Q1[q])
+                    order_N[at] = natural(p) if of_bags else n
                     if scale_N is not None:
-                        scale_M[at] = scale_N[natural(offset_P1[p] + np.int64(j) - place_Q1[q])]
+                        scale_M[at] = scale_N[n]
                     next_U[u] += 1
 
 

@@ -132,7 +132,7 @@ class AveragedEmbedding(torch.nn.Module):
         table_ids: torch.Tensor | None = None,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
-        pooling: Literal["sum", "mean"] = "sum",
+        pooling: Literal["sum", "mean", "max"] = "sum",
     ) -> torch.Tensor:
         """The averages of the rows of ids, without a gradient; arguments, result and errors are those of the
         embedding in eval mode. It is no op of a graph: call it outside of `build`."""

@@ -195,8 +195,8 @@ class Optimizer(torch.optim.Optimizer):
         for embedding in self.embeddings:
             embedding.store.turns.check(changes=True)
         rows = self._row_step
-        rows.take_grads()
         try:
+            rows.take_grads()
             grads, go = rows.reduce()
             with undisturbed:  # An interrupt comes before the step or after all of it.
                 try:
@@ -215,6 +215,7 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of rows and dense parameters."""
         with undisturbed:
+            self._row_step.put_back()  # what a step has left that was stopped
             for _, embedding in row_weights(self.optimizer):
                 if isinstance(embedding.weight.grad, RowGrad):
                     embedding.weight.grad.unpin()

@@ -99,7 +99,7 @@ class TableEmbedding(torch.nn.Module):
         table_ids: torch.Tensor | None = None,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
-        pooling: Literal["sum", "mean"] = "sum",
+        pooling: Literal["sum", "mean", "max"] = "sum",
     ) -> torch.Tensor:
         """The rows of ids, one for each id or, with `offsets`, one for each bag of ids.
 
@@ -114,12 +114,14 @@ class TableEmbedding(torch.nn.Module):
             offsets: int64 [P + 1], from 0 to N: bag p holds ids[offsets[p]:offsets[p + 1]], any number of ids.
                 Without `table_ids` bags lie sample by sample: P = B * T, and bag p is looked up in table p % T.
             per_sample_weights: float32 [N]; each id's weights are multiplied by it before a sum. It gets a gradient.
-            pooling: "sum" or "mean" of a bag's ids. Those equal to `padding_idx` are left out.
+            pooling: "sum", "mean" or elementwise "max" of a bag's ids. Those equal to `padding_idx` are left out. As
+                in `torch.nn.EmbeddingBag` the gradient of a maximum goes to the id that gave it, the first of several;
+                a NaN is the maximum where the first id of a bag has it, and is passed over elsewhere.
 
         Returns:
             [*ids.shape, D] of the embedding's dtype, which `model.half()` and the like do not change; zeros where an id
             equals `padding_idx`. For bags [B, T, D], or [P, D] with `table_ids` or one table; zeros for an empty bag.
-            The rows of a bag are summed in float32 and rounded once.
+            Sums and means of bags are made in float32 and rounded once.
 
         Raises:
             TypeError, ValueError: dtype, device, shape or range is not as above; nothing was inserted.

@@ -206,6 +206,7 @@ def test_lookups_of_every_shape_read_averages(tmp_path):
         dict(ids=torch.arange(9), table_ids=torch.tensor(1)),
         dict(ids=torch.arange(6), offsets=torch.tensor([0, 2, 2, 5, 6])),
         dict(ids=torch.arange(6), offsets=torch.tensor([0, 2, 2, 5, 6]), pooling="mean"),
+        dict(ids=torch.arange(6), offsets=torch.tensor([0, 2, 2, 5, 6]), pooling="max"),
         dict(ids=torch.arange(6), offsets=torch.tensor([0, 6, 6]), per_sample_weights=scale_N),
     ):
         torch.testing.assert_close(averaged(**arguments), copy(**arguments), rtol=0, atol=0)

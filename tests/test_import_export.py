@@ -343,6 +343,7 @@ def test_rows_and_state_survive_the_way_through_a_file(tmp_path, format, dtype, 
     for n in range(3):
         (first(torch.tensor([[4, 5, n]])).float() ** 2).sum().backward()
         steps[0].step()
+        steps[0].zero_grad()
     path = [tmp_path / f"{i}.npy" for i in range(4)] if format == "npy" else tmp_path / f"v.{format}"
     if format == "npy" and optimizer is torch.optim.SGD:
         path = path[:3]

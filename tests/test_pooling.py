@@ -40,7 +40,7 @@ def rows_after(embedding, tables):
     return embedding.eval()(torch.arange(VOCABULARY)[:, None].expand(-1, tables)).detach().float()
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_bags_equal_embedding_bag_forward_and_after_a_step(tmp_path, mode, threads):
     embedding, optimizer = make(tmp_path, threads=threads)
@@ -80,7 +80,7 @@ def test_per_sample_weights_equal_embedding_bag_with_their_gradient(tmp_path):
     torch.testing.assert_close(rows_after(embedding, TABLES), expected_rows, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_padding_counts_for_nothing(tmp_path, mode):
     embedding, optimizer = make(tmp_path, tables=1, padding_idx=7)
     ids, offsets, _ = bags(tables=1)
@@ -116,20 +116,25 @@ def test_bags_of_one_id_are_that_id_bit_for_bit(tmp_path):
     assert torch.equal(out, embedding(ids))
 
 
-def test_eval_mode_pools_without_inserting(tmp_path):
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_eval_mode_pools_without_inserting(tmp_path, mode):
     embedding, _ = make(tmp_path)
     ids, offsets, _ = bags()
-    peeked = embedding.eval()(ids, offsets=offsets, pooling="mean")
+    frozen = embedding.eval()(ids, offsets=offsets, pooling=mode)
+    with torch.no_grad():
+        peeked = embedding(ids, offsets=offsets, pooling=mode)
     assert embedding.stats()["rows"] == 0
-    assert torch.equal(peeked, embedding.train()(ids, offsets=offsets, pooling="mean"))
+    trained = embedding.train()(ids, offsets=offsets, pooling=mode)
+    assert torch.equal(frozen, trained) and torch.equal(peeked, trained)
 
 
-def test_bits_do_not_depend_on_the_number_of_threads(tmp_path):
+@pytest.mark.parametrize("mode", ["mean", "max"])
+def test_bits_do_not_depend_on_the_number_of_threads(tmp_path, mode):
     ids, offsets, _ = bags(samples=3000)
     after = []
     for threads in (1, 2, 3):
         embedding, optimizer = make(tmp_path / str(threads), threads=threads)
-        out = embedding(ids, offsets=offsets, pooling="mean")
+        out = embedding(ids, offsets=offsets, pooling=mode)
         out.square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -137,12 +142,15 @@ def test_bits_do_not_depend_on_the_number_of_threads(tmp_path):
     assert all(torch.equal(x, y) for other in after[1:] for x, y in zip(after[0], other, strict=True))
 
 
-def test_no_bags_and_empty_bags(tmp_path):
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_no_bags_and_empty_bags(tmp_path, mode):
     embedding, _ = make(tmp_path)
     none = torch.zeros(0, dtype=torch.int64)
-    assert embedding(none, offsets=torch.zeros(1, dtype=torch.int64)).shape == (0, TABLES, DIM)
-    out = embedding(none, offsets=torch.zeros(2 * TABLES + 1, dtype=torch.int64), pooling="mean")
+    assert embedding(none, offsets=torch.zeros(1, dtype=torch.int64), pooling=mode).shape == (0, TABLES, DIM)
+    out = embedding(none, offsets=torch.zeros(2 * TABLES + 1, dtype=torch.int64), pooling=mode)
     assert out.shape == (2, TABLES, DIM) and not out.any()
+    out.sum().backward()
+    assert not len(embedding.weight.grad.row_values())
 
 
 class _Step(oneemb.TrainGraph):
@@ -158,7 +166,7 @@ class _Step(oneemb.TrainGraph):
         return loss
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_a_train_graph_pools_as_the_eager_step_does(tmp_path, mode):
     ids, offsets, _ = bags()
     embedding, optimizer = make(tmp_path / "eager")
@@ -185,9 +193,11 @@ def test_a_train_graph_pools_as_the_eager_step_does(tmp_path, mode):
         (dict(offsets=torch.tensor([0, 2, 3])), "add where the last bag ends"),
         (dict(offsets=torch.tensor([0, 2, 3, 3])), "end with the number of ids, 4"),
         (dict(offsets=torch.tensor([0.0, 2, 3, 4])), "int64 tensor"),
-        (dict(offsets=torch.tensor([0, 1, 2, 4]), pooling="max"), '"sum" or "mean"'),
+        (dict(offsets=torch.tensor([0, 1, 2, 4]), pooling="median"), '"sum", "mean" or "max", got \'median\''),
+        (dict(table_ids=torch.tensor([0, 1, 1, 2]), pooling="median"), '"sum", "mean" or "max"'),
         (dict(offsets=torch.tensor([0, 1, 2, 4]), per_sample_weights=torch.ones(3)), "each of 4 ids"),
         (dict(offsets=torch.tensor([0, 1, 2, 4]), per_sample_weights=torch.ones(4), pooling="mean"), "summed"),
+        (dict(offsets=torch.tensor([0, 1, 2, 4]), per_sample_weights=torch.ones(4), pooling="max"), "summed"),
         (dict(offsets=torch.tensor([0, 2, 4]), table_ids=torch.tensor([0, 3])), "from 0 to 2"),
         (dict(offsets=torch.tensor([0, 2, 4]), table_ids=torch.tensor([0, 1, 1])), "each of 2 bags"),
         (dict(table_ids=torch.tensor([0, 1, 1, 2]), per_sample_weights=torch.ones(4)), "pass offsets"),

@@ -53,7 +53,7 @@ def models(draw):
         # Lookups of bags: (embedding or field, whether its ids are scaled, pooling, ids)
         "bags": draw(
             st.lists(
-                st.tuples(st.integers(0, 6), st.booleans(), st.sampled_from(["sum", "mean"]), st.integers(0, 1)),
+                st.tuples(st.integers(0, 6), st.booleans(), st.sampled_from(["sum", "mean", "max"]), st.integers(0, 1)),
                 min_size=0,
                 max_size=3,
             )

@@ -49,6 +49,28 @@ def pooled(self, x, y, offsets, scales):
     return loss.detach()
 
 
+def maxima(self, x, y, offsets, scales):
+    """b has no gradient in one pass, and its bags lie beside those of a."""
+    a = self.a(x.reshape(-1), None, offsets, pooling="max")
+    b = self.b(y.reshape(-1), offsets[1:] % 2, offsets, pooling="max")
+    c = self.c(x.reshape(-1), None, offsets, scales)
+    loss = self.mlp(torch.cat([a, b, c], 1)).square().mean()
+    loss.backward(retain_graph=True)
+    second = (a.mean() - c.mean()) ** 2
+    second.backward()
+    return loss.detach() + second.detach()
+
+
+def maxima_of_some(self, x, y, offsets, scales):
+    """a has no gradient, b is in no bags."""
+    a = self.a(x.reshape(-1), None, offsets, pooling="max")
+    b = self.b(y).sum(1)
+    c = self.c(x.reshape(-1), None, offsets, pooling="max")
+    loss = self.mlp(torch.cat([a.detach(), b, c], 1)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
 def learned_scales(self, x, y, offsets, scales):
     a = self.a(x.reshape(-1), None, offsets, self.mlp.scale * scales)
     b = self.b(y).sum(1)
@@ -133,7 +155,7 @@ AHEAD = lambda step: list(step.run(list(batches_of()), 2))  # noqa: E731
 @pytest.mark.parametrize("store", ["device", "ssd"])
 @pytest.mark.parametrize(
     "build",
-    [simple, pooled, learned_scales, again, unused, chained, losses, in_place],
+    [simple, pooled, maxima, maxima_of_some, learned_scales, again, unused, chained, losses, in_place],
     ids=lambda build: build.__name__,
 )
 def test_merged_equals_eager(build, store):

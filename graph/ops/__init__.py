@@ -27,6 +27,7 @@ from oneemb.graph.ops.contexts import enter_autocast, enter_grad_mode, enter_rec
 from oneemb.graph.ops.finite import NonFiniteGradientError, check_finite
 from oneemb.graph.ops.grads import AnyLease, RowGrads, reduce_grads
 from oneemb.graph.ops.lookup import (
+    POOLINGS,
     Keys,
     Lease,
     acquire,
@@ -56,6 +57,7 @@ __all__ = [
     "MergedLease",
     "NonFiniteGradientError",
     "OPS",
+    "POOLINGS",
     "RowGrads",
     "StepOptimizer",
     "acquire",

@@ -36,12 +36,15 @@ from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed
 
 __all__ = [
-    "DTYPES", "Keys", "Lease", "REPLACED", "acquire", "acquire_later", "check_pooling", "gather", "lookup",
-    "measure_gather", "measure_unique_keys", "next_order", "peek", "prefetch", "read_ids", "release", "scales_of",
-    "unique_keys", "unprefetch",
+    "DTYPES", "Keys", "Lease", "POOLINGS", "REPLACED", "acquire", "acquire_later", "check_pooling", "gather", "lookup",
+    "measure_gather", "measure_unique_keys", "next_order", "peek", "prefetch", "read_ids", "release",
+    "spread_max_grads", "unique_keys", "unprefetch",
 ]  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+POOLINGS = ("sum", "mean", "max")
+"""What a bag may give of its ids."""
 
 _ONE_THREAD = Threads(1)
 _NO_LOOPS = HostLoops(_ONE_THREAD)
@@ -148,6 +151,10 @@ class Lease:
     """d loss / d rows, [N, D] or, of bags, [P, D] each, one for each backward pass of a graph."""
     scale_N: Array | None = None
     """By what each id was multiplied on its way into its bag; None = 1."""
+    pooling: str = "sum"
+    """What a bag gives: one of `POOLINGS`."""
+    argmax_PD: Array | None = None
+    """Of bags that gave their maximum, the place in the bag of the id that each number is of: see `Loops.pool_max`."""
     order: int = field(default_factory=next_order)
     """Grows from lookup to lookup."""
 
@@ -175,6 +182,16 @@ class Lease:
     def is_pinned(self) -> bool:
         """Whether the rows are in their slots."""
         return self._pins is not None and self.generation == self.store.generation
+
+    @property
+    def grad_bags(self) -> Bags | None:
+        """The bags that gradients of this lookup are of, once `sum_passes` gave them; None where they are of ids."""
+        return self.keys.bags if self.argmax_PD is None else None
+
+    def pool_by(self, per_sample_weights: torch.Tensor | None, pooling: str) -> None:
+        """Say what `read` gives of bags; see `gather`."""
+        self.scale_N = _scales_of(self.keys, per_sample_weights, pooling, self.store)
+        self.pooling = pooling
 
     def pin(self, prefetched: Prefetched | None = None) -> None:
         """Make the rows resident and pin them, if they are not; unknown ones are inserted.
@@ -208,22 +225,33 @@ class Lease:
         if grads is None:
             self.pin()
             self.check_generation()
-        keys, unique, loops = self.keys, self.keys.unique, self.store.loops
-        grad_NX = loops.array(sum_over_passes(self.grads if grads is None else grads))
-        segments = loops.segments(unique, keys.bags, grad_NX, self.scale_N)
+        unique, loops = self.keys.unique, self.store.loops
+        grad_NX = loops.array(self.sum_passes(self.grads if grads is None else grads))
+        segments = loops.segments(unique, self.grad_bags, grad_NX, self.scale_N)
         return RowGrads(self.store, self.generation, unique.table_U, unique.id_U, self.slot_U, segments=segments)
+
+    def sum_passes(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The gradients of ids, [N, D], or of `grad_bags`, [P, D], summed over backward passes."""
+        grad_NX = sum_over_passes(grads)
+        if self.argmax_PD is None:
+            return grad_NX
+        return spread_max_grads(self.keys, self.argmax_PD, grad_NX, self.store.loops)
 
     def read(self) -> torch.Tensor:
         """The weights of each id, or of each bag, as they are now."""
-        store, weight_SX, slot_U = self.store, None, self.slot_U
+        store, slot_U = self.store, self.slot_U
         if slot_U is None:
             row_UW, unique = store.read(self.keys.unique)
             self.keys = dataclasses.replace(self.keys, unique=unique)
-            return _read(store, store.format.weights(row_UW), store.loops.arange(len(row_UW)), self.keys, self.scale_N)
+            return self._read(store.format.weights(row_UW), store.loops.arange(len(row_UW)))
         weight_SX = store.weight_SX
         self.check_generation()  # Another thread may have closed the store; the slab taken before stays what it is.
         with undisturbed, store.writing:  # undisturbed, so that a fork finds no lock held
-            return _read(store, weight_SX, slot_U, self.keys, self.scale_N)
+            return self._read(weight_SX, slot_U)
+
+    def _read(self, weight_SX: Array, slot_U: Array) -> torch.Tensor:
+        out, self.argmax_PD = _read(self.store, weight_SX, slot_U, self.keys, self.scale_N, self.pooling)
+        return out
 
     def grad_of_scales(self, grad_PD: torch.Tensor) -> torch.Tensor:
         """The gradient of `per_sample_weights`, float32 [N], from that of bags."""
@@ -242,7 +270,7 @@ class Lease:
         with undisturbed:
             self.unpin()
             self.released = True
-            self.scale_N = None
+            self.scale_N = self.argmax_PD = None
             self.keys = _NO_KEYS
             self.grads.clear()
 
@@ -419,12 +447,13 @@ def gather(
 
     Args:
         per_sample_weights: float32 [N], by what the weights of each id are multiplied before a sum.
-        pooling: "sum" or "mean", what a bag gives.
+        pooling: "sum", "mean" or elementwise "max", what a bag gives. The gradient of a maximum is that of the id that
+            gave it, the first of several; a NaN is one where the first id of the bag has it.
 
     Raises:
-        TypeError, ValueError: `per_sample_weights` is not as above, or given for a mean or for ids in no bags.
+        TypeError, ValueError: `per_sample_weights` is not as above, or given for another pooling or ids in no bags.
     """
-    lease.scale_N = scales_of(lease.keys, per_sample_weights, pooling, lease.store)
+    lease.pool_by(per_sample_weights, pooling)
     return _Gather.apply(weight, lease, per_sample_weights)
 
 
@@ -447,16 +476,30 @@ class _Gather(torch.autograd.Function):
         return None, None, lease.grad_of_scales(grad_ND) if ctx.needs_input_grad[2] else None
 
 
-def _read(store: ReadRows, weight_SX: Array, slot_U: Array, keys: Keys, scale_N: Array | None) -> torch.Tensor:
-    """The weights of each id, or of each bag, from the rows in slot_U."""
+def _read(
+    store: ReadRows, weight_SX: Array, slot_U: Array, keys: Keys, scale_N: Array | None, pooling: str
+) -> tuple[torch.Tensor, Array | None]:
+    """The weights of each id, or of each bag, from the rows in slot_U; and the `argmax_PD` of a maximum."""
     loops, dim, rows = store.loops, store.format.dim, RowsOfIds(weight_SX, slot_U, keys.unique.inverse_N)
     out = torch.empty(*keys.shape, dim, dtype=DTYPES[store.format.dtype], device=loops.device)
     out_ND = loops.array(out.view(-1, dim))
+    argmax_PD = None
     if keys.bags is None:
         loops.gather(rows, out_ND)
+    elif pooling == "max":
+        argmax_PD = loops.array(torch.empty(out_ND.shape, dtype=torch.int32, device=loops.device))
+        loops.pool_max(rows, keys.bags.offset_P1, out_ND, argmax_PD)
     else:
         loops.pool(rows, keys.bags.offset_P1, scale_N, out_ND)
-    return out
+    return out, argmax_PD
+
+
+def spread_max_grads(keys: Keys, argmax_PD: Array, grad_PD: torch.Tensor, loops: Loops) -> torch.Tensor:
+    """The gradients of ids, [N, D], from those of their bags' maxima: each number goes to the id that gave it."""
+    assert keys.bags is not None
+    grad_ND = grad_PD.new_empty(len(keys.unique.inverse_N), grad_PD.shape[1])
+    loops.spread_max_grads(keys.bags.offset_P1, argmax_PD, loops.array(grad_PD), loops.array(grad_ND))
+    return grad_ND
 
 
 @Op(LOOKUP, takes=("keys",), checks=True)
@@ -466,8 +509,8 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
     Raises:
         TypeError, ValueError: it would refuse it.
     """
-    if pooling not in ("sum", "mean"):
-        raise ValueError(f'pooling must be "sum" or "mean", got {pooling!r}')
+    if pooling not in POOLINGS:
+        raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')
     if per_sample_weights is None:
         return
     if keys.bags is None or pooling != "sum":
@@ -482,7 +525,7 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
         raise ValueError(f"per_sample_weights must be on {device}, where ids are, got {per_sample_weights.device}")
 
 
-def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: ReadRows) -> Array | None:
+def _scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: ReadRows) -> Array | None:
     """By what each id is multiplied on its way into its bag: float32 [N]; None = 1.
 
     Raises:
@@ -491,7 +534,7 @@ def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str,
     check_pooling(keys, per_sample_weights, pooling)
     if per_sample_weights is not None:
         return store.loops.array(per_sample_weights.detach().contiguous())
-    if keys.bags is None or pooling == "sum":
+    if keys.bags is None or pooling != "mean":
         return None
     return store.loops.mean_scales(keys.bags.offset_P1, keys.unique.inverse_N)
 
@@ -508,8 +551,9 @@ def peek(
     _check_place(store, keys.loops)
     row_UW, unique = store.read(keys.unique)  # on a GPU tables and offsets are checked here, before anything uses them
     keys = dataclasses.replace(keys, unique=unique)
-    scale_N = scales_of(keys, per_sample_weights, pooling, store)
-    return _read(store, store.format.weights(row_UW), store.loops.arange(len(row_UW)), keys, scale_N)
+    scale_N = _scales_of(keys, per_sample_weights, pooling, store)
+    weight_UX, slot_U = store.format.weights(row_UW), store.loops.arange(len(row_UW))
+    return _read(store, weight_UX, slot_U, keys, scale_N, pooling)[0]
 
 
 def read_ids(

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops import batch_ids
-from oneemb.graph.ops.grads import RowGrads, sum_over_passes
+from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.ops.lookup import (
     DTYPES,
     REPLACED,
@@ -29,7 +29,6 @@ from oneemb.graph.ops.lookup import (
     measure_gather,
     measure_unique_keys,
     next_order,
-    scales_of,
 )
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.kernels import unique_keys as kernel
@@ -126,7 +125,7 @@ class MergedLease:
         """The gradients that have come, those of each key to be summed; lookups that got none are left out."""
         self.check_current()
         unique, parts = self.keys.unique, list(zip(self.keys.parts, self.leases, strict=True))
-        got = [sum_over_passes(lease.grads) for lease in self.leases if lease.grads]
+        got = [lease.sum_passes(lease.grads) for lease in self.leases if lease.grads]
         # Where one was summed, and is float32, all are.
         grad_NX = _LOOPS.array(got[0] if len(got) == 1 else torch.cat(got))
         inverse_N, row_N, scale_N = unique.inverse_N, None, None
@@ -135,8 +134,8 @@ class MergedLease:
             inverse_N = inverse_N.copy()
             for part in dead:
                 inverse_N[part.ids] = -1
-        if dead or any(part.keys.bags is not None for part in self.keys.parts):
-            row_N = _rows_of_ids([part for part, lease in parts if lease.grads], len(inverse_N))
+        if dead or any(lease.grad_bags is not None for lease in self.leases):
+            row_N = _rows_of_ids([(part.ids, lease.grad_bags) for part, lease in parts if lease.grads], len(inverse_N))
         if any(lease.scale_N is not None for lease in self.leases):
             scale_N = np.ones(len(inverse_N), np.float32)
             for part, lease in parts:
@@ -167,16 +166,18 @@ _NO_SLOTS = np.empty(0, np.int64)
 _NO_KEYS = MergedKeys(_LOOPS.distinct_keys(np.empty(0, np.int32), _NO_SLOTS), [], np.zeros(1, np.int64))
 
 
-def _rows_of_ids(parts: Sequence[KeysPart], ids: int) -> np.ndarray:
-    """The row of each id among the gradients of these lookups, one after another: int32 [N]."""
+def _rows_of_ids(parts: Sequence[tuple[slice, Bags | None]], ids: int) -> np.ndarray:
+    """The row of each id among the gradients of these lookups, of ids or of bags, one after another: int32 [N]."""
     row_N = np.empty(ids, np.int32)
     begin = 0
-    for part in parts:
-        if part.keys.bags is None:
-            row_N[part.ids] = np.arange(begin, begin + part.ids.stop - part.ids.start, dtype=np.int32)
+    for own, bags in parts:
+        if bags is None:
+            end = begin + own.stop - own.start
+            row_N[own] = np.arange(begin, end, dtype=np.int32)
         else:
-            np.add(part.keys.bags.bag_N, np.int32(begin), out=row_N[part.ids])
-        begin += part.keys.shape.numel()
+            end = begin + len(bags.offset_P1) - 1
+            np.add(bags.bag_N, np.int32(begin), out=row_N[own])
+        begin = end
     return row_N
 
 
@@ -311,12 +312,14 @@ def _read(lease: MergedLease, read: tuple[int, ...]) -> list[torch.Tensor]:
     weight_SX, inverse_N = store.weight_SX, keys.unique.inverse_N
     parts = [keys.parts[p] for p in read]
     end_P = list(itertools.accumulate(part.keys.shape.numel() for part in parts))
+    begin_P = [0, *end_P[:-1]]
     all_ND = torch.empty(end_P[-1], dim, dtype=dtype)
     row_ND = loops.array(all_ND)
     first = 0
+    leases = [lease.leases[p] for p in read]
     # Lookups that lie side by side and are read in the same way are one launch.
-    for (_, pooled), group in itertools.groupby(
-        range(len(parts)), lambda i: (read[i] - i, parts[i].keys.bags is not None)
+    for (_, pooled, takes_max), group in itertools.groupby(
+        range(len(parts)), lambda i: (read[i] - i, parts[i].keys.bags is not None, leases[i].pooling == "max")
     ):
         adjacent = list(group)
         end = end_P[adjacent[-1]]
@@ -325,10 +328,15 @@ def _read(lease: MergedLease, read: tuple[int, ...]) -> list[torch.Tensor]:
         if not pooled:
             loops.gather(rows, row_ND[first:end])
         else:
-            offset_P1, scale_N = _pooling([parts[i] for i in adjacent], [lease.leases[read[i]] for i in adjacent])
-            loops.pool(rows, offset_P1, scale_N, row_ND[first:end])
+            offset_P1, scale_N = _pooling([parts[i] for i in adjacent], [leases[i] for i in adjacent])
+            if takes_max:
+                argmax_PD = np.empty((end - first, dim), np.int32)
+                loops.pool_max(rows, offset_P1, row_ND[first:end], argmax_PD)
+                for i in adjacent:
+                    leases[i].argmax_PD = argmax_PD[begin_P[i] - first : end_P[i] - first]
+            else:
+                loops.pool(rows, offset_P1, scale_N, row_ND[first:end])
         first = end
-    begin_P = [0, *end_P[:-1]]
     return [
         torch.empty(0, dtype=dtype).set_(all_ND.untyped_storage(), begin * dim, (*part.keys.shape, dim))  # type: ignore[call-overload]
         for part, begin in zip(parts, begin_P, strict=True)
@@ -377,7 +385,6 @@ def gather_merged(
     """
     lease.check_current()
     for p, _, per_sample_weights, pooling in read:
-        own = lease.leases[p]
-        own.scale_N = scales_of(own.keys, per_sample_weights, pooling, own.store)
+        lease.leases[p].pool_by(per_sample_weights, pooling)
     lookups, weights, scales, _ = zip(*read, strict=True)
     return _GatherMerged.apply(lease, lookups, *weights, *scales)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from oneemb.graph.ops.lookup import Keys, check_pooling
+from oneemb.graph.ops.lookup import Keys, check_pooling, spread_max_grads
 from oneemb.graph.ops.op import LOOKUP, Op
 from oneemb.kernels import unique_keys as kernel
 from oneemb.kernels.arrays import RowsOfIds
@@ -93,8 +93,10 @@ class _ShuffleRows(torch.autograd.Function):
     """Rows from their owners; backward sums the gradients of each key and sends them to its owner."""
 
     @staticmethod
-    def forward(ctx: Any, owned_ND: torch.Tensor, routed: RoutedKeys, scale_N: np.ndarray | None) -> torch.Tensor:
-        ctx.routed, ctx.scale_N, ctx.dtype = routed, scale_N, owned_ND.dtype
+    def forward(
+        ctx: Any, owned_ND: torch.Tensor, routed: RoutedKeys, scale_N: np.ndarray | None, pooling: str
+    ) -> torch.Tensor:
+        ctx.routed, ctx.scale_N, ctx.argmax_PD, ctx.dtype = routed, scale_N, None, owned_ND.dtype
         route = routed.route
         row_UD = torch.empty(len(route.order_U), owned_ND.shape[1], dtype=owned_ND.dtype)
         row_UD[route.order_U] = _exchange(owned_ND, route.asked_R, route.sent_R)
@@ -104,18 +106,23 @@ class _ShuffleRows(torch.autograd.Function):
         out_NX = _LOOPS.array(out.view(-1, row_UD.shape[1]))
         if keys.bags is None:
             _LOOPS.gather(rows, out_NX)
+        elif pooling == "max":
+            ctx.argmax_PD = np.empty(out_NX.shape, np.int32)
+            _LOOPS.pool_max(rows, keys.bags.offset_P1, out_NX, ctx.argmax_PD)
         else:
             _LOOPS.pool(rows, keys.bags.offset_P1, scale_N, out_NX)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         keys = ctx.routed.route.keys
-        grad_NX = _LOOPS.array(grads[0].reshape(-1, grads[0].shape[-1]).contiguous())
-        segments = _LOOPS.segments(keys.unique, keys.bags, grad_NX, ctx.scale_N)
+        bags, grad_NX = keys.bags, grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
+        if ctx.argmax_PD is not None:
+            bags, grad_NX = None, spread_max_grads(keys, ctx.argmax_PD, grad_NX, _LOOPS)
+        segments = _LOOPS.segments(keys.unique, bags, _LOOPS.array(grad_NX), ctx.scale_N)
         grad_UD = torch.from_numpy(_LOOPS.sum_segments(segments)[0])
         # In the dtype of the rows, as autograd wants gradients to be.
-        return shuffle_grads(ctx.routed, grad_UD).to(ctx.dtype), None, None
+        return shuffle_grads(ctx.routed, grad_UD).to(ctx.dtype), None, None, None
 
 
 @Op(LOOKUP, takes=("keys",))
@@ -140,4 +147,4 @@ def shuffle_rows(
         scale_N = per_sample_weights.contiguous().numpy()
     elif keys.bags is not None and pooling == "mean":
         scale_N = _LOOPS.mean_scales(keys.bags.offset_P1, keys.unique.inverse_N)
-    return _ShuffleRows.apply(owned, routed, scale_N)
+    return _ShuffleRows.apply(owned, routed, scale_N, pooling)

@@ -34,7 +34,7 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
             continue
         module = embeddings[node.target]
         call = _Call(*node.args, **node.kwargs)
-        plain = call.per_sample_weights is None and call.pooling in ("sum", "mean")  # nothing that could be refused
+        plain = call.per_sample_weights is None and call.pooling in ops.POOLINGS  # nothing that could be refused
         pooled = () if call.offsets is None and plain else (call.per_sample_weights, call.pooling)
         with inserting_for(graph, node):
             store = graph.get_attr(f"{node.target}.store")

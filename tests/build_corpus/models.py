@@ -307,15 +307,15 @@ class Bags(Idiom):
     """Ids of several counts a sample, pooled."""
 
     def setup(self):
-        self.embedding, self.out = make_embedding(tables=1), torch.nn.Linear(8, 1)
+        self.embedding, self.out = make_embedding(tables=1), torch.nn.Linear(12, 1)
 
     def batches(self):
         offsets = [torch.tensor([0, *sorted(torch.randint(0, 9, (n - 1,)).tolist()), 9]) for n in SIZES]
         return [(torch.randint(0, 20, (9,)), one, torch.rand(len(one) - 1).round()) for one in offsets]
 
     def build(self, ids, offsets, label):
-        both = [self.embedding(ids, None, offsets, None, pooling) for pooling in ("sum", "mean")]
-        loss = bce(self.out(torch.cat(both, 1)).squeeze(1), label)
+        ways = [self.embedding(ids, None, offsets, None, pooling) for pooling in ("sum", "mean", "max")]
+        loss = bce(self.out(torch.cat(ways, 1)).squeeze(1), label)
         loss.backward()
         return loss
 

@@ -113,7 +113,7 @@ def test_a_step_of_several_lookups_waits_once_more_for_each_and_once_for_their_s
             graph(*batch)
         waits = at.waits
         graph(*batch)
-        assert at.waits - waits == 2 + 1 + 1
+        assert at.waits - waits == 2 + 2 + 1
     graph.embedding.close()
 
 

@@ -6,7 +6,14 @@ import torch
 
 import oneemb
 from oneemb.kernels import pool as cpu
-from oneemb.kernels.pool_cuda import bags_of_cuda, mean_scales_cuda, pool_cuda, scale_grads_cuda
+from oneemb.kernels.pool_cuda import (
+    bags_of_cuda,
+    mean_scales_cuda,
+    pool_cuda,
+    pool_max_cuda,
+    scale_grads_cuda,
+    spread_max_grads_cuda,
+)
 from oneemb.kernels.reduce_grads import Segments, sum_segments
 from oneemb.kernels.reduce_grads_cuda import PART, reduce_grads_cuda, segments_of
 from oneemb.kernels.threads import Threads
@@ -60,6 +67,31 @@ def test_a_pooled_bag_is_its_rows_summed_in_order(gpu, dim, dtype, scales):
     pool_cuda(gpu.put(weight_SX), gpu.put(slot_U), inverse, offsets, scale, out_PD, gpu=gpu)
     found = out_PD.cpu().numpy()
     assert found.tobytes() == to_bits(expected, dtype).tobytes() and not found[:2].any()
+
+
+@pytest.mark.parametrize("dim, dtype", [(3, "float32"), (40, "float32"), (8, "float16"), (8, "bfloat16")])
+def test_maxima_of_bags_and_their_gradients_have_the_cpus_bits(gpu, dim, dtype):
+    weight_SX, slot_U, inverse_N, offset_P1 = some_bags(dim=dim, dtype=dtype, bags=9, most=7)
+    # Few values, so that the first of several has to be found; NaN, which nothing is greater than.
+    values = np.random.default_rng(5).choice(np.array([-1, -0.0, 0.0, 2, np.nan], np.float32), weight_SX.shape)
+    weight_SX[:] = to_bits(values, dtype)
+    grad_PX = to_bits(np.random.default_rng(6).normal(0, 1, (9, dim)).astype(np.float32), dtype)
+    expected_PX, argmax = np.empty((9, dim), weight_SX.dtype), np.empty((9, dim), np.int32)
+    cpu.pool_max(weight_SX, slot_U, inverse_N, offset_P1, expected_PX, argmax, threads=ONE)
+    assert (argmax[:2] == -1).all() and argmax.max() > 1
+    offsets, out_PD = gpu.put(offset_P1), gpu.empty(9, dim, dtype=DTYPES[dtype])
+    argmax_PD = gpu.empty(9, dim, dtype=torch.int32)
+    rows = map(gpu.put, (weight_SX, slot_U, inverse_N))
+    pool_max_cuda(*rows, offsets, out_PD, argmax_PD, gpu=gpu)
+    np.testing.assert_array_equal(argmax_PD.cpu().numpy(), argmax)
+    found, expected = (from_bits(array, dtype) for array in (out_PD.cpu().numpy(), expected_PX))
+    np.testing.assert_array_equal(found, expected)
+    assert (np.signbit(found) == np.signbit(expected))[~np.isnan(expected)].all()
+    expected_NX = np.empty((len(inverse_N), dim), weight_SX.dtype)
+    cpu.spread_max_grads(offset_P1, argmax, grad_PX, expected_NX, threads=ONE)
+    grad_NX = gpu.empty(*expected_NX.shape, dtype=DTYPES[dtype])
+    spread_max_grads_cuda(offsets, argmax_PD, gpu.put(grad_PX), grad_NX, gpu=gpu)
+    assert grad_NX.cpu().numpy().tobytes() == expected_NX.tobytes()
 
 
 @pytest.mark.parametrize("dim, dtype", [(3, "float32"), (40, "float32"), (16, "float16"), (17, "bfloat16")])
@@ -133,7 +165,7 @@ def test_a_hot_key_of_many_bags_is_summed_in_scaled_parts(gpu):
 
 
 class Pooled(oneemb.TrainGraph):
-    """One table pooled by weights that are trained, two pooled by their mean, in one step of one embedding."""
+    """Two tables pooled by weights that are trained, by their mean and by their maximum, in one step."""
 
     def __init__(self, path, store, optimizer, **options):
         super().__init__()
@@ -147,7 +179,8 @@ class Pooled(oneemb.TrainGraph):
         mean = self.embedding(ids, offsets=offsets, pooling="mean")
         scales = self.weigh(ids).squeeze(1)
         summed = self.embedding(ids, offsets=offsets, per_sample_weights=scales)
-        logit = self.top((mean + summed).float().flatten(1)).squeeze(1)
+        maximum = self.embedding(ids, offsets=offsets, pooling="max")
+        logit = self.top((mean + summed + maximum).float().flatten(1)).squeeze(1)
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, label)
         loss.backward()
         return loss
@@ -179,6 +212,7 @@ def losses_and_rows(graph, batches, prefetch_depth):
     ids, offsets, _ = batches[0]
     peeked = [
         graph.embedding(ids + 20, offsets=offsets, pooling="mean"),  # of which some are known and some are not
+        graph.embedding(ids + 20, offsets=offsets, pooling="max"),
         graph.embedding(ids, offsets=offsets, per_sample_weights=torch.ones(len(ids), device=ids.device) / 3),
         graph.embedding(torch.arange(40, device=ids.device)[:, None].expand(-1, 2)),
     ]

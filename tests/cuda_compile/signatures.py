@@ -93,6 +93,14 @@ for dtype, bits in BITS.items():
             pool_cuda.pool_loop.at(V=V),
             (weights, KEYS, KEYS, KEYS, array(f32), weights),
         )
+        CASES[f"pool max {of}"] = (
+            pool_cuda.pool_max_loop.at(V=V),
+            (weights, KEYS, KEYS, KEYS, weights, array(i32, 2)),
+        )
+        CASES[f"spread max grads {of}"] = (
+            pool_cuda.spread_max_grads_loop.at(V=V),
+            (KEYS, array(i32, 2), weights, weights),
+        )
         CASES[f"sum parts {of}"] = (reduce_grads_cuda.sum_parts_loop.at(V=V), segments)
         CASES[f"sum scaled parts {of}"] = (reduce_grads_cuda.sum_parts_loop.at(V=V, SCALED=True), segments)
         CASES[f"reduce {of}"] = (reduce_grads_cuda.reduce_loop.at(V=V), (*segments, ROWS, array(b1)))

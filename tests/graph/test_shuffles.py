@@ -1,6 +1,7 @@
 """Two ranks over gloo: keys reach their owners, rows come back, gradients are summed where rows live."""
 
 import dataclasses
+import itertools
 import tempfile
 
 import numpy as np
@@ -93,11 +94,24 @@ def run_bags(rank):
     routed = shuffle_keys(ops.unique_keys(ids, None, 1, torch.int64, None, offsets), RANKS)
     owned = value_of(0, torch.from_numpy(routed.unique.id_U[routed.unique.inverse_N])).requires_grad_()
     sums, means = shuffle_rows(routed, owned, scales), shuffle_rows(routed, owned, None, "mean")
+    maxima = shuffle_rows(routed, owned, None, "max")
     for p in range(3):
         some = slice(int(offsets[p]), int(offsets[p + 1]))
         value = value_of(0, ids[some])
         torch.testing.assert_close(sums[p], (value * scales[some, None]).sum(0))
         torch.testing.assert_close(means[p], value.mean(0) if len(value) else torch.zeros(2))
+        assert torch.equal(maxima[p], value.amax(0) if len(value) else torch.zeros(2))
+    (grad,) = torch.autograd.grad(maxima.sum(), owned)
+    # The row of the greatest id is the maximum: an owner finds, for each asked key, how many bags of that rank it won.
+    n = 0
+    for asker in range(RANKS):
+        theirs, cuts = bags_of(asker)
+        greatest = [int(theirs[a:b].max()) for a, b in itertools.pairwise(cuts.tolist()) if b > a]
+        for _ in range(routed.route.asked_R[asker]):
+            id = int(routed.unique.id_U[routed.unique.inverse_N[n]])
+            assert grad[n].tolist() == [greatest.count(id)] * 2
+            n += 1
+    assert n == len(grad)
     (sums.sum() + means.sum()).backward()
     with pytest.raises(RuntimeError, match="compiled for 3 ranks, the process group has 2"):
         shuffle_keys(routed.route.keys, 3)

@@ -119,7 +119,7 @@ def check_bags(sizes, tables, id_N, padding_id=None, threads=None):
     found = unique_keys_by_table(id_N, offset_P1, tables, padding_id=padding_id, threads=threads)
     assert list(zip(found.table_U.tolist(), found.id_U.tolist(), strict=True)) == list(places)
     inverse_N = np.full(len(id_N), -1)
-    order_N, begin_U1, scale_M = found.occurrences(scale_N, threads=threads)
+    order_N, begin_U1, scale_M = found.occurrences(True, scale_N, threads=threads)
     assert order_N.dtype == begin_U1.dtype == np.int32
     assert len(begin_U1) == len(places) + 1 and len(order_N) == len(scale_M) == begin_U1[-1]
     for u, at in enumerate(places.values()):
@@ -129,6 +129,8 @@ def check_bags(sizes, tables, id_N, padding_id=None, threads=None):
     assert found.inverse_N.tolist() == inverse_N.tolist()
     assert occurrences(found.inverse_N, len(found.id_U), bag_N)[0].tolist() == order_N.tolist()
     assert found.occurrences()[2] is None
+    order_N, _, scale_M = found.occurrences(False, scale_N, threads=threads)
+    assert order_N.tolist() == scale_M.tolist() == sum(places.values(), [])
     assert [array.dtype for array in found[:3]] == [np.int32, np.int64, np.int32]
     return found
 
