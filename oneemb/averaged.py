@@ -161,9 +161,9 @@ class AveragedEmbedding(torch.nn.Module):
 
     def _put_averages(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
         loops, format = self.rows.store.loops, self.embedding.store.format
-        average_ND, _ = _Averages(self).read(loops.distinct_keys(loops.put(table_N), loops.put(id_N)))
+        average_ND, _ = self.read(loops.distinct_keys(loops.put(table_N), loops.put(id_N)))
         weight_ND = torch.from_numpy(format.weights(row_NW))[:, : format.dim].view(DTYPES[format.dtype])
-        weight_ND.copy_(loops.tensor(average_ND))
+        weight_ND.copy_(average_ND)
 
     def close(self) -> None:
         """Free memory, files and the lock on `persistent_path`. Averages that no snapshot holds are gone; the embedding
@@ -171,19 +171,21 @@ class AveragedEmbedding(torch.nn.Module):
         self.embedding.store.watchers.discard(self)
         self.rows.close()
 
-    def before_change(self, table_U: Array, id_U: Array) -> None:
+    def before_change(self, table_U: Array, id_U: Array, weight_UD: torch.Tensor) -> None:
         """Bring the averages of these rows, which are about to change, up to date. The embedding's steps call it.
 
-        Raises:
-            StorageError: there is no room for them.
-        """
-        if self.n_averaged:
-            alone((self.rows.store.step_lock,), lambda: self._catch_up(table_U, id_U))
+        Args:
+            weight_UD: the rows' weights, as they are.
 
-    def _catch_up(self, table_U: Array, id_U: Array) -> None:
+        Raises:
+            StorageError: there is no room for the averages.
+        """
+        _check_place(self)
+        if self.n_averaged:
+            alone((self.rows.store.step_lock,), lambda: self._catch_up(table_U, id_U, weight_UD.float()))
+
+    def _catch_up(self, table_U: Array, id_U: Array, row_UD: torch.Tensor) -> None:
         store, dim = self.rows.store, self.rows.embedding_dim
-        loops = store.loops
-        average_UD, _ = _Averages(self).read(loops.distinct_keys(table_U, id_U))
         store.build()  # It has no tiers after `clear` has mended it.
         try:
             lease = ops.Lease.of_keys(store, table_U, id_U)
@@ -191,47 +193,64 @@ class AveragedEmbedding(torch.nn.Module):
             half = len(id_U) // 2
             if half == 0:
                 raise
-            self._catch_up(table_U[:half], id_U[:half])
-            self._catch_up(table_U[half:], id_U[half:])
+            self._catch_up(table_U[:half], id_U[:half], row_UD[:half])
+            self._catch_up(table_U[half:], id_U[half:], row_UD[half:])
             return
+        slot_U = store.loops.tensor(lease.slot_U)
         with store.writing:
-            row_SW, slot_U = loops.tensor(store.row_SW), loops.tensor(lease.slot_U)
-            row_SW[slot_U, :dim] = loops.tensor(average_UD)
-            row_SW.view(torch.int32)[slot_U, dim] = self.n_averaged
+            row_SW = store.loops.tensor(store.row_SW)
+            count_SW = row_SW.view(torch.int32)
+            average_UD = store.weights_in(lease.slot_U)
+            row_SW[slot_U, :dim] = _moved(average_UD, row_UD, self._kept(count_SW[slot_U, dim]))
+            count_SW[slot_U, dim] = self.n_averaged
         store.mark_dirty(table_U, lease.slot_U)
         lease.release()
 
-
-class _Averages:
-    """Reads averages as `ops.peek` reads rows."""
-
-    def __init__(self, averaged: AveragedEmbedding):
-        self._source, self._stored, self._decay = averaged.embedding.store, averaged.rows.store, averaged.decay
-        self.format = RowFormat(self._source.format.dim, "float32")
-        self.loops: Loops = self._source.loops
-
-    def read(self, keys: Keys) -> tuple[Array, Keys]:
-        """The averages of these keys, float32 [U, D]; and the keys, cut to as many as there are."""
-        if self._stored.loops.place != self.loops.place:
-            raise ValueError(
-                f"averages must be where the rows are, on {self.loops.device}, they are on {self._stored.loops.device};"
-                " move both modules"
-            )
-        tensor, dim, format = self.loops.tensor, self.format.dim, self._source.format
-        row_UW, keys = self._source.read(keys)
-        stored_UW, _ = self._stored.read(keys)
-        row_UD = tensor(format.weights(row_UW))[:, :dim].view(DTYPES[format.dtype]).float()
-        average_UD = tensor(stored_UW)[:, :dim]
-        kept_U1 = self._kept(tensor(stored_UW).view(torch.int32)[:, dim]).unsqueeze(1)
-        # Op by op, so that no machine merges a product into a sum; and what is kept whole keeps its bits.
-        moved_UD = (average_UD - row_UD).mul_(kept_U1).add_(row_UD)
-        return self.loops.array(torch.where(kept_U1 == 1, average_UD, moved_UD)), keys
-
     def _kept(self, then_U: torch.Tensor) -> torch.Tensor:
         """What is left of averages that have seen so many averagings: float32 [U]. The first one leaves nothing."""
-        now = self._stored.step
-        if self._decay is None or now == 0:
+        now, loops = self.n_averaged, self.rows.store.loops
+        if self.decay is None or now == 0:
             return (then_U.double() / max(1, now)).float()
         # The power is not torch's, whose last bit depends on where in the tensor a value lies.
-        kept_U = self.loops.tensor(self._decay ** self.loops.array(now - then_U.double())).float()
+        kept_U = loops.tensor(self.decay ** loops.array(now - then_U.double())).float()
         return torch.where(then_U == 0, 0.0, kept_U)
+
+    def read(self, keys: Keys) -> tuple[torch.Tensor, Keys]:
+        """The averages of these keys, float32 [U, D]; and the keys, cut to as many as there are."""
+        _check_place(self)
+        source, tensor, dim = self.embedding.store, self.rows.store.loops.tensor, self.rows.embedding_dim
+        row_UW, keys = source.read(keys)
+        stored_UW = tensor(self.rows.store.read(keys)[0])
+        row_UD = tensor(source.format.weights(row_UW))[:, :dim].view(DTYPES[source.format.dtype]).float()
+        return _moved(stored_UW[:, :dim], row_UD, self._kept(stored_UW.view(torch.int32)[:, dim])), keys
+
+
+def _check_place(averaged: AveragedEmbedding) -> None:
+    rows, averages = averaged.embedding.store.loops, averaged.rows.store.loops
+    if averages.place != rows.place:
+        raise ValueError(
+            f"averages must be where the rows are, on {rows.device}, they are on {averages.device}; move both modules"
+        )
+
+
+def _moved(average_UD: torch.Tensor, row_UD: torch.Tensor, kept_U: torch.Tensor) -> torch.Tensor:
+    """row + kept * (average - row), in new memory."""
+    # Op by op, so that no machine merges a product into a sum; and what is kept whole keeps its bits.
+    moved_UD = (average_UD - row_UD).mul_(kept_U.unsqueeze(1)).add_(row_UD)
+    whole_U = kept_U == 1
+    if bool(whole_U.any()):
+        moved_UD[whole_U] = average_UD[whole_U]
+    return moved_UD
+
+
+class _Averages:
+    """Averages as `ops.peek` reads rows."""
+
+    def __init__(self, averaged: AveragedEmbedding):
+        self._averaged = averaged
+        self.format = RowFormat(averaged.rows.embedding_dim, "float32")
+        self.loops: Loops = averaged.embedding.store.loops
+
+    def read(self, keys: Keys) -> tuple[Array, Keys]:
+        average_UD, keys = self._averaged.read(keys)
+        return self.loops.array(average_UD), keys

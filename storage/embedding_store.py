@@ -26,7 +26,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import numpy as np
 import torch
 
-from oneemb.kernels.arrays import Array
+from oneemb.kernels.arrays import Array, RowsOfIds
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.loops import Keys, Loops
@@ -43,7 +43,7 @@ from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
 from oneemb.storage.tiers.stack import StorePlan
 from oneemb.storage.turns import Turns, undisturbed
 
-__all__ = ["EXPORTED", "ChangeRows", "EmbeddingStore", "Pins", "Watcher"]
+__all__ = ["EXPORTED", "ChangeRows", "EmbeddingStore", "Pins", "Watcher", "weights_in"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -71,8 +71,8 @@ class Pins(weakref.ref):
 class Watcher(Protocol):
     """Wants to know of rows before they change."""
 
-    def before_change(self, table_U: Array, id_U: Array) -> None:
-        """These rows are about to change. One that raises keeps them from it."""
+    def before_change(self, table_U: Array, id_U: Array, weight_UD: torch.Tensor) -> None:
+        """These rows are about to change, whose weights are these. One that raises keeps them from it."""
 
 
 Method = Callable[Concatenate["EmbeddingStore", P], R]
@@ -114,6 +114,13 @@ def _reading(method: Method[P, R]) -> Method[P, R]:
             return method(self, *args, **kwargs)
 
     return run
+
+
+def weights_in(weight_SX: Array, slot_U: Array, format: RowFormat, loops: Loops) -> torch.Tensor:
+    """The weights of the rows in these slots of a slab: [U, D]."""
+    out = torch.empty(len(slot_U), format.dim, dtype=getattr(torch, format.dtype), device=loops.device)
+    loops.gather(RowsOfIds(weight_SX, slot_U, loops.arange(len(slot_U))), loops.array(out))
+    return out
 
 
 class EmbeddingStore:
@@ -402,23 +409,28 @@ class EmbeddingStore:
             StoreFullError: a tier is too small for so many rows at a time, or capacity is reached; nothing has changed.
         """
         put = self.loops.put
-        self.before_change(put(table_U), put(id_U))
         slot_U, keys = self.acquire(self.loops.distinct_keys(put(table_U), put(id_U)))
         try:
+            if self.watchers:
+                self.before_change(keys.table_U, keys.id_U, self.weights_in(slot_U))
             with self.writing:
                 self.row_SW[slot_U, : row_UX.shape[1]] = put(row_UX)
             self.mark_dirty(keys.table_U, slot_U)
         finally:
             self.release(slot_U)
 
-    def before_change(self, table_U: Array, id_U: Array) -> None:
+    def weights_in(self, slot_U: Array) -> torch.Tensor:
+        """The weights of the rows in these slots, which are pinned: [U, D]."""
+        return weights_in(self.weight_SX, slot_U, self.format, self.loops)
+
+    def before_change(self, table_U: Array, id_U: Array, weight_UD: torch.Tensor) -> None:
         """Tell the watchers that these rows are about to change.
 
         Raises:
             StorageError: a watcher keeps them from it.
         """
         for watcher in list(self.watchers):
-            watcher.before_change(table_U, id_U)
+            watcher.before_change(table_U, id_U, weight_UD)
 
     @_between_steps
     def copy_to(self, other: "EmbeddingStore", *, with_state: bool, change: ChangeRows | None = None) -> None:

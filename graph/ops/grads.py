@@ -10,7 +10,7 @@ from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.kernels.arrays import Array, Terms
 from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.loops import Segments
-from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.embedding_store import EmbeddingStore, weights_in
 from oneemb.storage.merged_store import MergedStore
 
 __all__ = ["AnyLease", "RowGrads", "join_grads", "reduce_grads", "sum_over_passes"]
@@ -91,14 +91,17 @@ class RowGrads:
             StorageError: a watcher keeps them from it.
         """
         store = self.store
+        if not any(member.watchers for member in store.members):
+            return
+        weight_UD = weights_in(store.weight_SX, self.slot_U, store.format, store.loops)
+        if isinstance(store, EmbeddingStore):
+            store.before_change(self.table_U, self.id_U, weight_UD)
+            return
         for m, member in enumerate(store.members):
-            if not member.watchers:
-                continue
-            if isinstance(store, EmbeddingStore):
-                member.before_change(self.table_U, self.id_U)
-            else:
-                own = np.flatnonzero(store.members_of(self.table_U) == m)
-                member.before_change(self.table_U[own] - store.first_table_M1[m], self.id_U[own])
+            own = np.flatnonzero(store.members_of(self.table_U) == m)
+            if member.watchers and len(own):
+                table_U = self.table_U[own] - store.first_table_M1[m]
+                member.before_change(table_U, self.id_U[own], weight_UD[torch.from_numpy(own)])
 
     def rows(self, u: Array) -> "RowGrads":
         """The gradients of the keys `u` alone, which may be of any store here."""
