@@ -1,5 +1,6 @@
 """A training step as a graph: traced once, compiled, then called for each batch or run over a loader."""
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from oneemb.graph.building import Expected
 from oneemb.graph.modules import REGISTER, say_not_registered, unregistered_modules
 from oneemb.graph.prefetch import Prepared
 from oneemb.row_step import embedding_of
-from oneemb.scaling import Scaling
+from oneemb.scaling import Scaling, scalers_in, scalers_of
 from oneemb.storage.fs import AnyPath
 from oneemb.storage.step_lock import between_steps
 from oneemb.storage.turns import undisturbed
@@ -80,6 +81,10 @@ class TrainGraph(CompiledGraph):
     def __init__(self) -> None:
         super().__init__()
         self._train_state = TrainState()
+
+    @functools.cached_property
+    def _scalers_of_build(self) -> list[torch.amp.GradScaler]:
+        return scalers_of(self.build)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -179,7 +184,8 @@ class TrainGraph(CompiledGraph):
         kept: list[Expected] = []
         with ExitStack() as committing:  # An interrupt comes before the update, or after the step has been counted.
             try:
-                with Scaling(self, state.scaler, self._on_second_pass()) as scaling:
+                known = [*scalers_in(vars(self).values()), *self._scalers_of_build]
+                with Scaling(known, state.scaler, self._on_second_pass()) as scaling:
                     steppers = [optimizer.optimizer for optimizer in state.optimizers]
                     result = self._run_build(
                         batch, prepared, on_acquired, expected, backward=scaling.backward, steppers=steppers

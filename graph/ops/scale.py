@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.graph.ops.update import StepOptimizer
@@ -13,8 +14,10 @@ __all__ = ["unscale", "update_scale"]
 @Op(UPDATE)
 def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[StepOptimizer]) -> None:
     """Divide gradients by the scale, those of dense parameters and of rows, in place."""
-    for optimizer in optimizers:
-        scaler.unscale_(optimizer.optimizer)
+    for optimizer in optimizers if scaler.is_enabled() else ():
+        state = scaler._per_optimizer_states.get(id(optimizer.optimizer))
+        if state is None or state["stage"] is not OptState.UNSCALED:  # `build` may have done it, to clip
+            scaler.unscale_(optimizer.optimizer)
 
 
 @Op(UPDATE)
