@@ -21,6 +21,7 @@ from oneemb.graph.build_error import BuildError, user_line
 from oneemb.graph.modules import REGISTER
 from oneemb.graph.tape import Tape
 from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.row_store import StoreFullError
 
 __all__ = ["Building", "Expected", "building_now"]
 
@@ -118,7 +119,7 @@ class Building:
     Args:
         names: the names of the graph's embeddings.
         expected: the lookups that `build` is expected to make.
-        on_all_made: called once none of them is expected any more.
+        on_all_made: called once, when none of them is expected any more and the rows of all are acquired.
         tape: records lookups; None = it is known already which are made.
         backward: called in place of `Tensor.backward`, with its arguments; None = it is left alone.
         steppers: optimizers that the graph itself steps.
@@ -180,26 +181,47 @@ class Building:
             return now()
         if self.tape is not None:
             return self.tape.lookup(name, arguments, now)
-        lookup = self._take(name, arguments)
-        if lookup is not None:
-            lease = lookup.lease = None if lookup.reserved is None else lookup.reserved.acquire()
-            scales = arguments["per_sample_weights"]
-            rows = lookup.read(embedding.store, scales, arguments["pooling"])
-            if rows is not None and (lease is not None or not has_gradient):
-                return ops.with_grad(rows, lease, embedding.weight, scales) if lease and has_gradient else rows.detach()
-        self.others += 1
-        return now()
+        try:
+            lookup = self._take(name, arguments)
+            if lookup is not None:
+                scales, lease = arguments["per_sample_weights"], lookup.lease
+                rows = lookup.read(embedding.store, scales, arguments["pooling"])
+                if rows is not None and lease is not None and has_gradient:
+                    return ops.with_grad(rows, lease, embedding.weight, scales)
+                if rows is not None and not has_gradient:
+                    return rows.detach()
+            self.others += 1
+            return now()
+        except StoreFullError:
+            if not self._give_way():
+                raise
+            return now()
 
     def _take(self, name: str, arguments: dict[str, Any]) -> Expected | None:
-        """The lookup that was expected."""
+        """The lookup that was expected, acquired."""
         waiting = self._expected.get(name, [])
         for lookup in waiting:
             if lookup.is_of(arguments["ids"], arguments["table_ids"], arguments["offsets"]):
                 waiting.remove(lookup)
+                lookup.lease = None if lookup.reserved is None else lookup.reserved.acquire()
                 if not self.in_vain:
                     self._on_all_made()
                 return lookup
         return None
+
+    def _give_way(self) -> bool:
+        """Expect nothing any more: what is expected may be in vain and pins rows, which eager mode would not do.
+
+        Returns:
+            Whether anything was expected.
+        """
+        waiting = [lookup for lookups in self._expected.values() for lookup in lookups]
+        self._expected.clear()
+        for lookup in waiting:
+            lookup.drop()
+        if waiting:
+            self._on_all_made()
+        return bool(waiting)
 
     @property
     def in_vain(self) -> list[str]:
