@@ -50,14 +50,15 @@ class Expected:
     """A lookup that `build` is expected to make.
 
     Args:
+        changes: the store's count when the rows were read.
         embedding: its name in the graph.
         ids, table_ids, offsets: what it is to look up; tensors that nobody else has.
         reserved: its rows; None = they were read without a lease, for an embedding that is not trained.
         rows: what was read; None = nothing yet.
         per_sample_weights, pooling: what it was read with.
-        changes: the store's when the rows were read.
     """
 
+    changes: int
     embedding: str
     ids: torch.Tensor
     table_ids: torch.Tensor | None
@@ -66,7 +67,6 @@ class Expected:
     rows: torch.Tensor | None
     per_sample_weights: torch.Tensor | None
     pooling: str | None
-    changes: int
     lease: ops.Lease | None = None
     """Of the lookup, once it is made."""
 
@@ -196,9 +196,9 @@ class Building:
         return None
 
     @property
-    def in_vain(self) -> int:
-        """Lookups that were expected and not made."""
-        return sum(map(len, self._expected.values()))
+    def in_vain(self) -> list[str]:
+        """The embeddings of which a lookup was expected and not made."""
+        return [name for name, lookups in self._expected.items() if lookups]
 
 
 class _Backward(TorchFunctionMode):

@@ -12,13 +12,12 @@ up where it changes in place, depends on random numbers or on a gradient, or com
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["Tape"]
@@ -39,14 +38,15 @@ class Tape(TorchFunctionMode):
     Args:
         values: the values of the batch.
         names: what to call them.
+        left_out: names of embeddings whose lookups are not recorded.
     """
 
-    def __init__(self, values: Sequence[object], names: Sequence[str]):
+    def __init__(self, values: Sequence[object], names: Sequence[str], left_out: Collection[str] = ()):
         super().__init__()
         self.constants: dict[str, torch.Tensor] = {}
         """Tensors from outside the batch, by the names that the graph has for them."""
         self.others = 0
-        """Lookups whose ids do not come from the batch alone."""
+        """Lookups that are not recorded: their ids do not come from the batch alone, or they are left out."""
         self._graph = fx.Graph()
         self._lookups: list[fx.Node] = []
         self._known: dict[int, tuple[object, int, fx.Node]] = {}
@@ -54,6 +54,7 @@ class Tape(TorchFunctionMode):
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         """Tensors that were made since and come from anything else."""
         self._sizes: list[tuple[int, fx.Node]] = []
+        self._left_out = left_out
         self._paused = False
         inputs = [self._graph.placeholder(name) for name in names]
         for value, node in zip(values, inputs, strict=True):
@@ -68,8 +69,8 @@ class Tape(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        known = [value for value in _leaves((args, kwargs)) if id(value) in self._known]
-        if self._paused or not known:
+        given = list(_leaves((args, kwargs)))
+        if self._paused or not any(id(value) in self._known for value in given):
             result = func(*args, **kwargs)
             self._forget(result)
             return result
@@ -77,9 +78,9 @@ class Tape(TorchFunctionMode):
             call = self._call(func, args, kwargs)
         except _Unknown:
             call = None
-        before = torch.get_rng_state(), [_version(value) for value in known]
+        versions, random = list(map(_version, given)), _random_states()
         result = func(*args, **kwargs)
-        pure = torch.equal(before[0], torch.get_rng_state()) and before[1] == [_version(value) for value in known]
+        pure = versions == list(map(_version, given)) and all(map(torch.equal, random, _random_states()))
         if call is None or not pure:
             self._forget(result)
         else:
@@ -104,6 +105,8 @@ class Tape(TorchFunctionMode):
 
     def _note(self, name: str, arguments: Mapping[str, object]) -> None:
         try:
+            if name in self._left_out:
+                raise _Unknown
             given = {key: self._argument(arguments[key]) for key in ("ids", "table_ids", "offsets")}
         except _Unknown:
             self.others += 1
@@ -139,19 +142,18 @@ class Tape(TorchFunctionMode):
                 self._made[id(value)] = weakref.ref(value)
 
     def _learn_result(self, call: tuple[str, Any, tuple[Any, ...], dict[str, Any]], result: object) -> None:
-        several = isinstance(result, tuple | list) and any(isinstance(value, torch.Tensor) for value in result)
+        several = isinstance(result, tuple | list) and any(isinstance(part, torch.Tensor) for part in result)
         if not several and not isinstance(result, torch.Tensor | np.ndarray | list):
-            return  # A number is what it is: see `_argument`.
+            return  # a number, which is part of the graph where it is used
         node = self._graph.create_node(*call)
-        if not several:
-            self._learn(result, node)
-            return
-        for i, value in enumerate(result):  # type: ignore[arg-type]  # a tuple or list
-            self._learn(value, self._graph.call_function(operator.getitem, (node, i)))
+        self._learn(result, node)
+        if several:
+            for i, part in enumerate(result):  # type: ignore[arg-type,var-annotated]  # a tuple or list: see above
+                self._learn(part, self._graph.call_function(operator.getitem, (node, i)))
 
     def _call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
         """A node's kind, target and arguments."""
-        arguments = map_aggregate(args, self._argument), map_aggregate(kwargs, self._argument)
+        arguments = self._argument(args), self._argument(kwargs)
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return "call_function", getattr, (arguments[0][0], func.__self__.__name__), {}  # type: ignore[attr-defined]
@@ -179,6 +181,14 @@ class Tape(TorchFunctionMode):
             name = f"constant_{len(self.constants)}"
             self.constants[name] = value
             return self._graph.get_attr(name)
+        if isinstance(value, tuple | list):
+            return type(value)(map(self._argument, value)) if type(value) in (tuple, list) else tuple(value)
+        if isinstance(value, dict):
+            return {key: self._argument(part) for key, part in value.items()}
+        if isinstance(value, slice):
+            return slice(*map(self._argument, (value.start, value.stop, value.step)))
+        if isinstance(value, np.generic):
+            return value.item()
         if type(value) is int:  # Most often a size that equals that of the batch is that size.
             return next((node for size, node in self._sizes if size == value), value)
         if value is None or isinstance(value, _CONSTANT):
@@ -188,8 +198,11 @@ class Tape(TorchFunctionMode):
 
 _CONSTANT = (
     bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis),
-    np.dtype, np.generic,
 )  # fmt: skip
+
+
+def _random_states() -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
 def _version(value: object) -> int:

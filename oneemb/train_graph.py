@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from oneemb.checkpoint import GraphState, load_checkpoint, save_checkpoint
-from oneemb.compiled_graph import CompiledGraph, OnAcquired, step_locks
+from oneemb.compiled_graph import Batch, CompiledGraph, OnAcquired, step_locks
 from oneemb.eager import Optimizer, step_together
 from oneemb.embedding import embeddings_of
 from oneemb.graph import ops
@@ -169,7 +169,7 @@ class TrainGraph(CompiledGraph):
         """
         self._train_state.scaler = scaler
 
-    def _step(self, batch: Any, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
+    def _step(self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
         expected: list[Expected] = []
         if not self.training:
             with torch.no_grad():
@@ -184,7 +184,7 @@ class TrainGraph(CompiledGraph):
                     result = self._run_build(
                         batch, prepared, on_acquired, expected, backward=scaling.backward, steppers=steppers
                     )
-                self._check_trained(scaling)
+                self._check_trained(batch, scaling)
                 if self._updates_now():
                     self._update(scaling.scaler, committing)
                 else:
@@ -211,12 +211,12 @@ class TrainGraph(CompiledGraph):
         dense = self._dense_compiler()
         return dense.refuse_second_pass if dense is not None and self.config.cuda_graph else None
 
-    def _check_trained(self, scaling: Scaling) -> None:
+    def _check_trained(self, batch: Batch, scaling: Scaling) -> None:
         """Raise BuildError if gradients have come that no optimizer of the graph uses."""
         state = self._train_state
         scaling.check(self.parameters())
         trained = {store for optimizer in state.optimizers for store in (e.store for e in optimizer.embeddings)}
-        for embedding in embeddings_of(self).values():
+        for embedding in batch.embeddings.values():
             if embedding.weight.grad is not None and embedding.store not in trained and embedding.optimizer is None:
                 raise BuildError(
                     f"embedding {embedding.name!r} is looked up in build and no optimizer of the graph trains it; give"

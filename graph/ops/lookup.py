@@ -36,8 +36,8 @@ from oneemb.storage.turns import undisturbed
 
 __all__ = [
     "DTYPES", "Keys", "Lease", "POOLINGS", "REPLACED", "Reserved", "acquire", "acquire_later", "check_pooling",
-    "gather", "measure_gather", "measure_unique_keys", "peek", "prefetch", "read_ids", "reserve", "spread_max_grads",
-    "unique_keys", "unprefetch",
+    "gather", "keep", "measure_gather", "measure_unique_keys", "peek", "prefetch", "read_ids", "reserve",
+    "spread_max_grads", "unique_keys", "unprefetch",
 ]  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -56,6 +56,17 @@ REPLACED = (
     "the rows of a lookup were replaced since (load_snapshot, clear, close, another device); look the ids up again"
 )
 """What a lookup says whose slots mean nothing any more."""
+
+
+# ---- ids -------------------------------------------------------------------------------------------------------------
+
+
+@Op(PREPARE)
+def keep(value: Any) -> Any:
+    """A copy of a batch's value that nobody else has: of a tensor, array or list. Any: other values are themselves."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, np.ndarray | list) else value
 
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
@@ -237,9 +248,10 @@ class Lease:
 
     def unpin(self) -> None:
         """Let the rows be evicted; `pin` brings them back."""
+        if self._pins is None:
+            return
         with undisturbed:
-            if self._pins is not None:
-                self.store.release_pins(self._pins)
+            self.store.release_pins(self._pins)
             self._pins = self.slot_U = None
 
     def reduce(self, grads: Sequence[torch.Tensor]) -> RowGrads:
