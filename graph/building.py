@@ -10,7 +10,7 @@ asks for are compared with those that were expected, value by value.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from oneemb.graph.modules import REGISTER
 from oneemb.graph.tape import Tape
 from oneemb.storage.embedding_store import EmbeddingStore
 
-__all__ = ["Building", "Expected", "building_now"]
+__all__ = ["Building", "Expected", "building_now", "steps_itself"]
 
 
 class LooksUp(Protocol):
@@ -84,6 +84,11 @@ class Expected:
         return ops.gather(self.lease, per_sample_weights, pooling)
 
     @property
+    def inserts(self) -> bool:
+        """Whether unknown ids are inserted by the lookup, and not by the step that trains them."""
+        return self.reserved is not None and not isinstance(self.reserved, ops.Lease)
+
+    @property
     def has_grad(self) -> bool:
         """Whether a gradient has come for the rows."""
         return self.lease is not None and self.lease.has_grad
@@ -111,7 +116,7 @@ class Building:
         on_all_made: called once none of them is expected any more.
         tape: records lookups; None = it is known already which are made.
         backward: called in place of `Tensor.backward`, with its arguments; None = it is left alone.
-        steppers: optimizers that the graph itself steps.
+        steppers: the optimizers that the graph itself steps.
     """
 
     def __init__(
@@ -121,11 +126,11 @@ class Building:
         on_all_made: Callable[[], object] = lambda: None,
         tape: Tape | None = None,
         backward: Callable[..., None] | None = None,
-        steppers: Sequence[torch.optim.Optimizer] = (),
+        steppers: Collection[torch.optim.Optimizer] = (),
     ):
-        self.steppers = steppers
         self.others = 0
         """Lookups that were not expected."""
+        self._steppers = steppers
         self._names = names
         self._expected: dict[str, list[Expected]] = {}
         for lookup in expected:
@@ -175,7 +180,7 @@ class Building:
         if self._tape is not None:
             return self._tape.lookup(name, arguments, now)
         lookup = self._take(name, arguments)
-        if lookup is not None:
+        if lookup is not None and lookup.inserts == embedding.training:
             lease = lookup.lease = None if lookup.reserved is None else lookup.reserved.acquire()
             scales = arguments["per_sample_weights"]
             rows = lookup.read(embedding.store, scales, arguments["pooling"])
@@ -195,10 +200,20 @@ class Building:
                 return lookup
         return None
 
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise BuildError if an optimizer that is about to step is one that the graph steps."""
+        if any(optimizer is stepper for stepper in self._steppers):
+            raise BuildError(steps_itself(optimizer))
+
     @property
     def in_vain(self) -> list[str]:
         """The embeddings of which a lookup was expected and not made."""
         return [name for name, lookups in self._expected.items() if lookups]
+
+
+def steps_itself(stepper: object) -> str:
+    """That `build` steps what the graph steps, and what to do."""
+    return f"build steps {type(stepper).__name__}{user_line()}, which the graph does after build; leave it out"
 
 
 class _Backward(TorchFunctionMode):

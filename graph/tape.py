@@ -176,7 +176,7 @@ class Tape(TorchFunctionMode):
             return node
         if isinstance(value, torch.Tensor):
             made = self._made.get(id(value))
-            if value.requires_grad or made is not None and made() is value:
+            if value.requires_grad or value.is_inference() or made is not None and made() is value:
                 raise _Unknown
             name = f"constant_{len(self.constants)}"
             self.constants[name] = value
@@ -206,7 +206,7 @@ def _random_states() -> list[torch.Tensor]:
 
 
 def _version(value: object) -> int:
-    return value._version if isinstance(value, torch.Tensor) else 0
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
 def _leaves(value: object) -> Iterator[object]:

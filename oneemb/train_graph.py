@@ -2,8 +2,8 @@
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from oneemb.eager import Optimizer, step_together
 from oneemb.embedding import embeddings_of
 from oneemb.graph import ops
 from oneemb.graph.build_error import BuildError
-from oneemb.graph.building import Expected
+from oneemb.graph.building import Expected, steps_itself
 from oneemb.graph.modules import REGISTER, say_not_registered, unregistered_modules
 from oneemb.graph.prefetch import Prepared
 from oneemb.row_step import embedding_of
@@ -179,8 +179,8 @@ class TrainGraph(CompiledGraph):
         kept: list[Expected] = []
         with ExitStack() as committing:  # An interrupt comes before the update, or after the step has been counted.
             try:
-                with Scaling(self, state.scaler, self._on_second_pass()) as scaling:
-                    steppers = [optimizer.optimizer for optimizer in state.optimizers]
+                with Scaling(self, state.scaler, self._on_second_pass()) as scaling, _refusing(state.lr_schedulers):
+                    steppers = [stepper for joined in state.optimizers for stepper in (joined, joined.optimizer)]
                     result = self._run_build(
                         batch, prepared, on_acquired, expected, backward=scaling.backward, steppers=steppers
                     )
@@ -308,6 +308,29 @@ class TrainGraph(CompiledGraph):
 
     def _trainers(self) -> Sequence[Optimizer]:
         return self._train_state.optimizers
+
+
+@contextmanager
+def _refusing(lr_schedulers: Iterable[LearningRateScheduler | None]) -> Iterator[None]:
+    """Within it a step of one of these schedulers is an error."""
+    steps = {scheduler: vars(scheduler).get("step") for scheduler in lr_schedulers if scheduler is not None}
+
+    def refusal(scheduler: LearningRateScheduler) -> Callable[..., object]:
+        def step(*args: object, **kwargs: object) -> object:
+            raise BuildError(steps_itself(scheduler))
+
+        return step
+
+    try:
+        for scheduler in steps:
+            scheduler.step = refusal(scheduler)  # type: ignore[method-assign]  # hides the class's
+        yield
+    finally:
+        with undisturbed:
+            for scheduler, step in steps.items():
+                vars(scheduler).pop("step", None)
+                if step is not None:  # the user's own
+                    vars(scheduler)["step"] = step
 
 
 def _no_backward(*args: object, **kwargs: object) -> None:

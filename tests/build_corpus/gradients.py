@@ -7,7 +7,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
+import oneemb
 from tests.build_corpus.idiom import Idiom
+from tests.support.graph_models import make_embedding
 
 
 class Reverse(torch.autograd.Function):
@@ -403,3 +405,70 @@ class PenaltyOnRows(Idiom):
 class ReturnsNothing(Idiom):
     def build(self, ids, label):
         self.loss(ids, label).backward()
+
+
+class UnscalesAndClips(Idiom):
+    """As torch's examples do, but for the step."""
+
+    def setup(self):
+        super().setup()
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+
+    def trained_by(self):
+        (self.optimizer,) = super().trained_by()
+        return [self.optimizer]
+
+    def build(self, ids, label):
+        loss = 20 * self.loss(ids, label)
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        norm = clip_grad_norm_(self.parameters(), 0.1)
+        if not isinstance(self, oneemb.TrainGraph):
+            self.scaler.update()
+        return loss, norm
+
+    def seen(self):
+        return self.scaler.state_dict()
+
+
+class StepsAnOptimizerOfItsOwn(Idiom):
+    """Of a layer that the graph does not train."""
+
+    def setup(self):
+        super().setup()
+        self.critic = torch.nn.Linear(8, 1)
+        self.own = torch.optim.SGD(self.critic.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.own, 0.9)
+
+    def trained_by(self):
+        return [torch.optim.Adam([*self.embedding.parameters(), *self.mlp.parameters()], lr=0.01)]
+
+    def build(self, ids, label):
+        self.own.zero_grad()
+        rows = self.embedding(ids).flatten(1)
+        (self.critic(rows.detach()).squeeze(1) - label).square().mean().backward()
+        self.own.step()
+        self.schedule.step()
+        loss = self.loss(ids, label) + self.critic(rows).square().mean()
+        loss.backward()
+        return loss
+
+
+class StepsRowsOfItsOwn(StepsAnOptimizerOfItsOwn):
+    """Of an embedding that the graph does not train, before it is looked up again."""
+
+    def setup(self):
+        super().setup()
+        self.other = make_embedding("other", tables=1)
+        self.own = torch.optim.SGD(self.other.parameters(), lr=0.1)
+
+    def build(self, ids, label):
+        self.own.zero_grad()
+        self.other(ids[:, 0]).square().sum().backward()
+        self.own.step()
+        self.own.zero_grad()
+        with torch.no_grad():
+            rows = self.other(ids[:, 1])
+        loss = self.loss(ids, label) + (self.embedding(ids) * rows[:, None]).sum()
+        loss.backward()
+        return loss

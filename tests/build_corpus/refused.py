@@ -52,6 +52,7 @@ class StepsByAScaler(_Steps):
         loss = self.loss(ids, label)
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
+        self.scaler.update()
         return loss
 
 
@@ -96,11 +97,10 @@ class TwoGradScalers(Idiom):
 
     def setup(self):
         super().setup()
-        self.scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
-        self.scaler, self.mlp.scaler = self.scalers
+        self.scaler, self.other = (torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2))
 
     def build(self, ids, label):
-        for scaler in self.scalers:
+        for scaler in (self.scaler, self.other):
             loss = self.loss(ids, label)
             scaler.scale(loss).backward()
         return loss
