@@ -216,12 +216,15 @@ class TrainGraph(CompiledGraph):
         state = self._train_state
         scaling.check(self.parameters())
         trained = {store for optimizer in state.optimizers for store in (e.store for e in optimizer.embeddings)}
-        for embedding in batch.embeddings.values():
-            if embedding.weight.grad is not None and embedding.store not in trained and embedding.optimizer is None:
-                raise BuildError(
-                    f"embedding {embedding.name!r} is looked up in build and no optimizer of the graph trains it; give"
-                    " its parameters to add_optimizer, or freeze it with requires_grad_(False)"
-                )
+        looked_up = [embedding for embedding in batch.embeddings.values() if embedding.weight.grad is not None]
+        untrained = [one for one in looked_up if one.store not in trained and one.optimizer is None]
+        for embedding in untrained:
+            embedding.weight.grad = None
+        if untrained:
+            raise BuildError(
+                f"embedding {untrained[0].name!r} is looked up in build and no optimizer of the graph trains it; give"
+                " its parameters to add_optimizer, or freeze it with requires_grad_(False)"
+            )
         if state.optimizers and state.steps == state.micro_batches == 0 and not self._has_gradients():
             warnings.warn(
                 f"{type(self).__name__}: the first step's build has left no gradient, so nothing is trained by it; call"

@@ -15,6 +15,8 @@ __all__ = ["unscale", "update_scale"]
 def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[StepOptimizer]) -> None:
     """Divide gradients by the scale, those of dense parameters and of rows, in place; but for those that `build` has
     unscaled."""
+    if not scaler.is_enabled():
+        return
     for optimizer in optimizers:
         states = [scaler._per_optimizer_states.get(id(one)) for one in (optimizer, optimizer.optimizer)]
         if not any(state is not None and state["stage"] is OptState.UNSCALED for state in states):

@@ -385,3 +385,23 @@ class CatchesErrors(Idiom):
         loss = (self.mlp(rows).squeeze(1) - label).square().mean()
         loss.backward()
         return loss
+
+
+class Tower(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = make_embedding()
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        return x * 2 if x.sum() > 0 else x + self.embedding(ids.flip(0))
+
+
+class BranchInATower(Idiom):
+    def setup(self):
+        self.tower = Tower()
+
+    def build(self, ids, label):
+        loss = (self.tower(ids).sum((1, 2)) - label).square().mean()
+        loss.backward()
+        return loss

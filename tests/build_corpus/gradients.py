@@ -472,3 +472,48 @@ class StepsRowsOfItsOwn(StepsAnOptimizerOfItsOwn):
         loss = self.loss(ids, label) + (self.embedding(ids) * rows[:, None]).sum()
         loss.backward()
         return loss
+
+
+class ZeroGradAfterBackward(Idiom):
+    """Of the whole model, of the layers, and by the optimizer."""
+
+    def between(self, step):
+        self.step = step
+
+    def trained_by(self):
+        (self.optimizer,) = super().trained_by()
+        return [self.optimizer]
+
+    def build(self, ids, label):
+        self.loss(ids, label).backward()
+        if self.step:  # a first step without a gradient is warned of
+            (self.zero_grad, self.mlp.zero_grad, self.optimizer.zero_grad, lambda: None)[self.step % 4]()
+        loss = self.logit(ids).square().mean()
+        if self.step % 3 != 1:
+            loss.backward()
+        return loss.detach()
+
+
+class BackwardAfterClipping(Idiom):
+    def build(self, ids, label):
+        loss = 20 * self.loss(ids, label)
+        loss.backward(retain_graph=True)
+        norm = clip_grad_norm_(self.parameters(), 0.1)
+        loss.backward()
+        return loss, norm
+
+
+class HooksBeforeAnEmbedding(Idiom):
+    def setup(self):
+        super().setup()
+        self.shapes = []
+        self.embedding.register_forward_pre_hook(lambda module, args: (args[0] % 7,))
+        self.embedding.weight.register_post_accumulate_grad_hook(lambda weight: self.shapes.append(weight.grad.shape))
+
+    def build(self, ids, label):
+        loss = self.loss(ids, label)
+        loss.backward()
+        return loss
+
+    def seen(self):
+        return self.shapes

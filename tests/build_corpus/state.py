@@ -295,7 +295,7 @@ class FlagOfALeaf(Idiom):
         self.dropout = torch.nn.Dropout(0.5)
 
     def between(self, step):
-        self.dropout.p = 0.1 * step
+        self.dropout.p = 0.05 * step
         self.mlp.train(step % 2 == 0)
 
     def build(self, ids, label):
