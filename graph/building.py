@@ -22,6 +22,7 @@ from oneemb.graph.build_error import BuildError, user_line
 from oneemb.graph.modules import REGISTER
 from oneemb.graph.tape import Tape
 from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.row_store import StoreFullError
 
 __all__ = ["Building", "Expected", "building_now", "steps_itself"]
 
@@ -180,14 +181,40 @@ class Building:
         if self._tape is not None:
             return self._tape.lookup(name, arguments, now)
         lookup = self._take(name, arguments)
-        if lookup is not None and lookup.inserts == embedding.training:
-            lease = lookup.lease = None if lookup.reserved is None else lookup.reserved.acquire()
-            scales = arguments["per_sample_weights"]
-            rows = lookup.read(embedding.store, scales, arguments["pooling"])
-            if rows is not None and (lease is not None or not has_gradient):
-                return ops.with_grad(rows, lease, embedding.weight, scales) if lease and has_gradient else rows.detach()
-        self.others += 1
+        try:
+            rows = None if lookup is None else self._read(lookup, embedding, arguments, has_gradient)
+            if rows is None:
+                self.others += 1
+                rows = now()
+            return rows
+        except StoreFullError:
+            if not self._expected.get(name):
+                raise
+        self._give_way(name, lookup)
         return now()
+
+    def _read(
+        self, lookup: Expected, embedding: LooksUp, arguments: dict[str, Any], has_gradient: bool
+    ) -> torch.Tensor | None:
+        """The rows of a lookup that was expected; None if it was expected in another mode."""
+        if lookup.inserts != embedding.training or has_gradient and lookup.reserved is None:
+            return None
+        lease = lookup.lease = None if lookup.reserved is None else lookup.reserved.acquire()
+        scales = arguments["per_sample_weights"]
+        rows = lookup.read(embedding.store, scales, arguments["pooling"])
+        if rows is None or not has_gradient or lease is None:
+            lookup.drop()
+            return None if rows is None else rows.detach()
+        return ops.with_grad(rows, lease, embedding.weight, scales)
+
+    def _give_way(self, name: str, full: Expected | None) -> None:
+        """Expect no more lookups of an embedding: their rows leave no room for one that is made."""
+        for lookup in (full, *self._expected.pop(name)):
+            if lookup is not None:
+                lookup.drop()
+        self.others += 1
+        if not self.in_vain:
+            self._on_all_made()
 
     def _take(self, name: str, arguments: dict[str, Any]) -> Expected | None:
         """The lookup that was expected."""

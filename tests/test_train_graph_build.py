@@ -625,6 +625,47 @@ def test_a_full_store_is_an_error_in_the_line_of_build(seen, merged):
     graph(IDS, LABEL)
 
 
+def _either(self, ids, other):
+    """What is expected is not what is asked for."""
+    return sum(embedding(other if self.steps % 3 else ids).sum() for embedding in self.embeddings)
+
+
+def _without_gradient_first(self, ids, other):
+    with torch.no_grad():
+        shown = sum(embedding(ids).sum() for embedding in self.embeddings)
+    return shown + sum(embedding(other).sum() for embedding in self.embeddings)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("take", [_either, _without_gradient_first])
+def test_a_lookup_has_the_room_that_it_has_in_eager_mode(take, count):
+    """The cache holds either lookup, and not both."""
+
+    def build(self, ids, other):
+        loss = take(self, ids, other)
+        loss.backward()
+        return loss.detach()
+
+    def modules():
+        fields = [make_embedding(f"field {i}", 64, tables=1, store="ssd", seed=i) for i in range(count)]
+        return {"embeddings": torch.nn.ModuleList(fields)}
+
+    batch = torch.arange(2500), torch.arange(2500) + 10_000
+    for run in (False, True):
+        graph, owner = make_graph(modules(), build, sgd), torch.nn.ModuleDict(modules())
+        owner.embeddings = owner["embeddings"]
+        optimizer = oneemb.Optimizer(torch.optim.SGD(owner.parameters(), lr=0.1))
+        steps = graph.run([batch] * 8) if run else (graph(*batch) for _ in range(8))
+        for step, loss in enumerate(steps):
+            owner.steps = step
+            assert torch.equal(loss, build(owner, *batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        for a, b in zip(graph.embeddings, owner.embeddings, strict=True):
+            assert rows_of(a) == rows_of(b)
+            assert a.stats()["device"]["pinned"] == 0
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_scales_that_do_not_fit_are_refused_before_any_id_is_inserted(ahead):
     def build(self, ids, offsets, scales):
