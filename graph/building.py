@@ -1,7 +1,6 @@
 """What surrounds a call of `build`: the lookups that it is expected to make, or what records them.
 
-    with Building(...):
-        build(self, batch)
+    Building(...).call(build, batch)
             self.embedding(ids)       Building.look_up: is it expected, with these ids? Then its rows are at hand;
             loss.backward()           otherwise it is made as in eager mode
 
@@ -9,7 +8,7 @@ Invariant: a lookup gives and inserts what it does in eager mode, whether it was
 asks for are compared with those that were expected, value by value.
 """
 
-import threading
+import contextvars
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -52,14 +51,17 @@ class Expected:
 
     Args:
         changes: the store's count when the rows were read.
+        waits: whether the host waits for what it asks of `ids`.
         embedding: its name in the graph.
         ids, table_ids, offsets: what it is to look up; tensors that nobody else has.
         reserved: its rows; None = they were read without a lease, for an embedding that is not trained.
         rows: what was read; None = nothing yet.
         per_sample_weights, pooling: what it was read with.
+        origin: the batch's own tensor of which `ids` is a copy, if it is one.
     """
 
     changes: int
+    waits: bool
     embedding: str
     ids: torch.Tensor
     table_ids: torch.Tensor | None
@@ -68,11 +70,17 @@ class Expected:
     rows: torch.Tensor | None
     per_sample_weights: torch.Tensor | None
     pooling: str | None
+    origin: torch.Tensor | None
     lease: ops.Lease | None = None
     """Of the lookup, once it is made."""
 
+    def __post_init__(self) -> None:
+        self._version = None if self.origin is None else self.origin._version
+
     def is_of(self, ids: torch.Tensor, table_ids: torch.Tensor | None, offsets: torch.Tensor | None) -> bool:
         """Whether this is the lookup of these."""
+        if ids is self.origin and self.waits and ids._version == self._version:
+            ids = self.ids  # Its values are known to be the same: nobody waits for a GPU to compare them.
         return _same(ids, self.ids) and _same(table_ids, self.table_ids) and _same(offsets, self.offsets)
 
     def read(self, store: EmbeddingStore, per_sample_weights: torch.Tensor | None, pooling: str) -> torch.Tensor | None:
@@ -102,14 +110,16 @@ class Expected:
 
 def _same(given: Any, guessed: torch.Tensor | None) -> bool:
     # Any: what a user gives; what is no tensor is refused by the lookup itself.
+    if given is guessed:
+        return True
     if given is None or guessed is None:
-        return given is guessed
+        return False
     alike = isinstance(given, torch.Tensor) and given.dtype == guessed.dtype and given.device == guessed.device
     return alike and not given.requires_grad and given.shape == guessed.shape and torch.equal(given, guessed)
 
 
 class Building:
-    """A call of `build` on this thread, while it is entered.
+    """A call of `build`.
 
     Args:
         names: the names of the graph's embeddings.
@@ -137,25 +147,21 @@ class Building:
         for lookup in expected:
             self._expected.setdefault(lookup.embedding, []).append(lookup)
         self._on_all_made = on_all_made
-        self._tape = tape
-        self._mode = None if backward is None else _Backward(backward)
-        self._outer: Building | None = None
+        self.tape = tape
+        self.backward = backward
         if not expected:
             on_all_made()
 
-    def __enter__(self) -> "Building":
-        self._outer = getattr(_local, "building", None)
-        _local.building = self
-        for mode in (self._mode, self._tape):
-            if mode is not None:
-                mode.__enter__()
-        return self
+    def call(self, build: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        """What `build` gives. Whatever interrupts it, nothing stays in place: Python ends the context by itself."""
+        return contextvars.copy_context().run(self._call, build, args, kwargs)
 
-    def __exit__(self, *error: object) -> None:
-        for mode in (self._tape, self._mode):
-            if mode is not None:
-                mode.__exit__(None, None, None)
-        _local.building = self._outer
+    def _call(self, build: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        _building.set(self)
+        if self.tape is None and self.backward is None:
+            return build(*args, **kwargs)
+        with _Mode(self):
+            return build(*args, **kwargs)
 
     def look_up(
         self, embedding: LooksUp, arguments: dict[str, Any], has_gradient: bool, now: Callable[[], torch.Tensor]
@@ -178,8 +184,8 @@ class Building:
                     f" train its rows; {REGISTER}, or freeze it with requires_grad_(False)"
                 )
             return now()
-        if self._tape is not None:
-            return self._tape.lookup(name, arguments, now)
+        if self.tape is not None:
+            return self.tape.lookup(name, arguments, now)
         lookup = self._take(name, arguments)
         try:
             rows = None if lookup is None else self._read(lookup, embedding, arguments, has_gradient)
@@ -243,22 +249,27 @@ def steps_itself(stepper: object) -> str:
     return f"build steps {type(stepper).__name__}{user_line()}, which the graph does after build; leave it out"
 
 
-class _Backward(TorchFunctionMode):
-    def __init__(self, backward: Callable[..., None]):
+class _Mode(TorchFunctionMode):
+    """Sees the torch functions that `build` calls."""
+
+    def __init__(self, building: Building):
         super().__init__()
-        self._call = backward
+        self._building = building
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.Tensor.backward:
-            return self._call(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        building, kwargs = self._building, kwargs or {}
+        if building_now() is not building:  # An interrupt has ended it while torch took the mode away.
+            return func(*args, **kwargs)
+        if func is torch.Tensor.backward and building.backward is not None:
+            return building.backward(*args, **kwargs)
+        return func(*args, **kwargs) if building.tape is None else building.tape.call(func, args, kwargs)
 
 
-_local = threading.local()
+_building: contextvars.ContextVar[Building] = contextvars.ContextVar("building")
 
 
 def building_now() -> Building | None:
     """The call of `build` that this thread is in."""
-    return getattr(_local, "building", None)
+    return _building.get(None)

@@ -75,7 +75,11 @@ class Plan:
             prepared: what the first half gave for them; None = it did not run.
         """
         found = self.whole(values, profile) if prepared is None else self.lookup(prepared, profile)
-        return [Expected(self.find(f"{lookup[0]}.store").changes, *lookup) for lookup in found]
+        expected = []
+        for lookup in found:
+            store: EmbeddingStore = self.find(f"{lookup[0]}.store")
+            expected.append(Expected(store.changes, store.loops.waits, *lookup))
+        return expected
 
     def executors(self) -> list[Executor]:
         """All there are."""

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
-from torch.overrides import TorchFunctionMode
 
 __all__ = ["Tape"]
 
@@ -32,8 +31,8 @@ class _Unknown(Exception):
     """A value that the tape does not follow."""
 
 
-class Tape(TorchFunctionMode):
-    """Records the torch functions that are called while it is entered, and the lookups it is told of.
+class Tape:
+    """Records the torch functions and the lookups that are called through it.
 
     Args:
         values: the values of the batch.
@@ -42,7 +41,6 @@ class Tape(TorchFunctionMode):
     """
 
     def __init__(self, values: Sequence[object], names: Sequence[str], left_out: Collection[str] = ()):
-        super().__init__()
         self.constants: dict[str, torch.Tensor] = {}
         """Tensors from outside the batch, by the names that the graph has for them."""
         self.others = 0
@@ -65,10 +63,8 @@ class Tape(TorchFunctionMode):
             self._sizes.append((values[first].shape[0], size))  # type: ignore[attr-defined]  # a tensor: see `first`
         self._sizes += [(value, node) for value, node in zip(values, inputs, strict=True) if type(value) is int]
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What one of torch's functions gives."""
         given = list(_leaves((args, kwargs)))
         if self._paused or not any(id(value) in self._known for value in given):
             result = func(*args, **kwargs)

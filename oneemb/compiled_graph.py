@@ -159,14 +159,16 @@ class CompiledGraph(torch.nn.Module):
 
     def _key(self, batch: Batch) -> tuple[Structure, Hashable]:
         """What a plan is compiled for. Calls with equal keys share a plan."""
+        inserts = self._inserts()
         lookups = [
             (
-                embedding.store, embedding.num_tables, embedding.key_type, embedding.padding_idx, embedding.training,
-                embedding.weight.requires_grad, embedding.store.format, embedding.store.loops.place,
+                embedding.store, embedding.num_tables, embedding.key_type, embedding.padding_idx,
+                embedding.store.format, embedding.store.loops.place,
+                inserts and (embedding.training, embedding.weight.requires_grad),
             )
             for embedding in batch.embeddings.values()
         ]  # fmt: skip
-        return batch.structure, (self._inserts(), tuple(lookups))
+        return batch.structure, (inserts, tuple(lookups))
 
     def _inserts(self) -> bool:
         """Whether lookups may insert rows and get a gradient."""
@@ -369,8 +371,9 @@ class CompiledGraph(torch.nn.Module):
         else:
             expected += self._expect(plan, batch, prepared, profile)
         all_made = on_acquired or (lambda: None)
-        with self._dense_modules(), Building(names, expected, all_made, tape, **surrounding) as building:
-            result = self._stats.call("build", self.build, *batch.args, **batch.kwargs)
+        building = Building(names, expected, all_made, tape, **surrounding)
+        with self._dense_modules():
+            result = self._stats.call("build", building.call, self.build, *batch.args, **batch.kwargs)
         if tape is not None:
             known.plan = compile_plan(tape, self, self._trainers(), self._merged, inserts=self._inserts())
         elif plan is not None:

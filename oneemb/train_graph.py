@@ -185,8 +185,9 @@ class TrainGraph(CompiledGraph):
                         batch, prepared, on_acquired, expected, backward=scaling.backward, steppers=steppers
                     )
                 self._check_trained(batch, scaling)
+                state.scaled_by = scaling.scaler or state.scaled_by
                 if self._updates_now():
-                    self._update(scaling.scaler, committing)
+                    self._update(committing)
                 else:
                     kept = [lookup for lookup in expected if lookup.has_grad]
             except BaseException:
@@ -236,9 +237,10 @@ class TrainGraph(CompiledGraph):
         groups = [group for optimizer in self._train_state.optimizers for group in optimizer.param_groups]
         return any(parameter.grad is not None for group in groups for parameter in group["params"])
 
-    def _update(self, scaler: torch.amp.GradScaler | None, committing: ExitStack) -> None:
+    def _update(self, committing: ExitStack) -> None:
         """Step all optimizers with the gradients there are."""
         state, call = self._train_state, self._stats.call
+        scaler = state.scaled_by
         if scaler is not None:
             call("unscale", ops.unscale, scaler, state.optimizers)
         for optimizer, max_norm in zip(state.optimizers, state.max_norms, strict=True):
@@ -250,6 +252,7 @@ class TrainGraph(CompiledGraph):
         )
         if scaler is not None:
             call("update_scale", ops.update_scale, scaler, go)
+        state.scaled_by = None
         call("advance", ops.advance, state.optimizers, state.lr_schedulers, go)
 
     def save(self, path: AnyPath, *, keep: int | None = None) -> None:

@@ -6,7 +6,7 @@ from torch import fx
 
 from oneemb.graph import ops
 from oneemb.graph.modules import Embeddings
-from oneemb.graph.passes import copy_graph, output_of
+from oneemb.graph.passes import copy_graph, node_of, output_of
 
 __all__ = ["lower_embeddings"]
 
@@ -16,7 +16,7 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
 
     Before:  rows = embedding(ids);  return (rows,)
     After:   kept = keep(ids);  keys = unique_keys(kept, ...);  reserved = reserve(store, keys)
-             return (("embedding", kept, None, None, reserved, None, None, "sum"),)
+             return (("embedding", kept, None, None, reserved, None, None, "sum", ids),)
 
     What is returned of a lookup are the arguments of `Expected`. Values of the batch are copied, since `build` may
     change them in place before it looks them up. Rows are acquired and read when it does: what it does not look up must
@@ -62,7 +62,8 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
                     rows = graph.call_function(ops.gather, (lease, *pooled))
             elif call.pooling is not None:
                 rows = graph.call_function(ops.peek, (store, keys, *pooled))
-        made.append((str(node.target), *call[:3], lease, rows, *call[3:]))
+        origin = call.ids.args[0] if node_of(call.ids).target is ops.keep else None
+        made.append((str(node.target), *call[:3], lease, rows, *call[3:], origin))
     output.args = (tuple(made),)
     for node in reversed(list(graph.nodes)):
         if node.op == "call_module" and node.target in embeddings:
