@@ -9,7 +9,7 @@ asks for are compared with those that were expected, value by value.
 """
 
 import contextvars
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from oneemb.graph.tape import Tape
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.row_store import StoreFullError
 
-__all__ = ["Building", "Expected", "building_now"]
+__all__ = ["Building", "Expected", "building_now", "steps_itself"]
 
 
 class LooksUp(Protocol):
@@ -93,6 +93,11 @@ class Expected:
         return ops.gather(self.lease, per_sample_weights, pooling)
 
     @property
+    def inserts(self) -> bool:
+        """Whether unknown ids are inserted by the lookup, and not by the step that trains them."""
+        return self.reserved is not None and not isinstance(self.reserved, ops.Lease)
+
+    @property
     def has_grad(self) -> bool:
         """Whether a gradient has come for the rows."""
         return self.lease is not None and self.lease.has_grad
@@ -122,7 +127,7 @@ class Building:
         on_all_made: called once, when none of them is expected any more and the rows of all are acquired.
         tape: records lookups; None = it is known already which are made.
         backward: called in place of `Tensor.backward`, with its arguments; None = it is left alone.
-        steppers: optimizers that the graph itself steps.
+        steppers: the optimizers that the graph itself steps.
     """
 
     def __init__(
@@ -132,11 +137,11 @@ class Building:
         on_all_made: Callable[[], object] = lambda: None,
         tape: Tape | None = None,
         backward: Callable[..., None] | None = None,
-        steppers: Sequence[torch.optim.Optimizer] = (),
+        steppers: Collection[torch.optim.Optimizer] = (),
     ):
-        self.steppers = steppers
         self.others = 0
         """Lookups that were not expected."""
+        self._steppers = steppers
         self._names = names
         self._expected: dict[str, list[Expected]] = {}
         for lookup in expected:
@@ -181,52 +186,67 @@ class Building:
             return now()
         if self.tape is not None:
             return self.tape.lookup(name, arguments, now)
+        lookup = self._take(name, arguments)
         try:
-            lookup = self._take(name, arguments)
-            if lookup is not None:
-                scales, lease = arguments["per_sample_weights"], lookup.lease
-                rows = lookup.read(embedding.store, scales, arguments["pooling"])
-                if rows is not None and lease is not None and has_gradient:
-                    return ops.with_grad(rows, lease, embedding.weight, scales)
-                if rows is not None and not has_gradient:
-                    return rows.detach()
-            self.others += 1
-            return now()
+            rows = None if lookup is None else self._read(lookup, embedding, arguments, has_gradient)
+            if rows is None:
+                self.others += 1
+                rows = now()
+            if lookup is not None and not self.in_vain:
+                self._on_all_made()
+            return rows
         except StoreFullError:
-            if not self._give_way():
+            if not self._expected.get(name):
                 raise
-            return now()
+        self._give_way(name, lookup)
+        return now()
+
+    def _read(
+        self, lookup: Expected, embedding: LooksUp, arguments: dict[str, Any], has_gradient: bool
+    ) -> torch.Tensor | None:
+        """The rows of a lookup that was expected; None if it was expected in another mode."""
+        if lookup.inserts != embedding.training or has_gradient and lookup.reserved is None:
+            return None
+        lease = lookup.lease = None if lookup.reserved is None else lookup.reserved.acquire()
+        scales = arguments["per_sample_weights"]
+        rows = lookup.read(embedding.store, scales, arguments["pooling"])
+        if rows is None or not has_gradient or lease is None:
+            lookup.drop()
+            return None if rows is None else rows.detach()
+        return ops.with_grad(rows, lease, embedding.weight, scales)
+
+    def _give_way(self, name: str, full: Expected | None) -> None:
+        """Expect no more lookups of an embedding: their rows leave no room for one that is made."""
+        for lookup in (full, *self._expected.pop(name)):
+            if lookup is not None:
+                lookup.drop()
+        self.others += 1
+        if not self.in_vain:
+            self._on_all_made()
 
     def _take(self, name: str, arguments: dict[str, Any]) -> Expected | None:
-        """The lookup that was expected, acquired."""
+        """The lookup that was expected; None if none was."""
         waiting = self._expected.get(name, [])
         for lookup in waiting:
             if lookup.is_of(arguments["ids"], arguments["table_ids"], arguments["offsets"]):
                 waiting.remove(lookup)
-                lookup.lease = None if lookup.reserved is None else lookup.reserved.acquire()
-                if not self.in_vain:
-                    self._on_all_made()
                 return lookup
         return None
 
-    def _give_way(self) -> bool:
-        """Expect nothing any more: what is expected may be in vain and pins rows, which eager mode would not do.
-
-        Returns:
-            Whether anything was expected.
-        """
-        waiting = [lookup for lookups in self._expected.values() for lookup in lookups]
-        self._expected.clear()
-        for lookup in waiting:
-            lookup.drop()
-        if waiting:
-            self._on_all_made()
-        return bool(waiting)
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise BuildError if an optimizer that is about to step is one that the graph steps."""
+        if any(optimizer is stepper for stepper in self._steppers):
+            raise BuildError(steps_itself(optimizer))
 
     @property
     def in_vain(self) -> list[str]:
         """The embeddings of which a lookup was expected and not made."""
         return [name for name, lookups in self._expected.items() if lookups]
+
+
+def steps_itself(stepper: object) -> str:
+    """That `build` steps what the graph steps, and what to do."""
+    return f"build steps {type(stepper).__name__}{user_line()}, which the graph does after build; leave it out"
 
 
 class _Mode(TorchFunctionMode):
@@ -240,6 +260,8 @@ class _Mode(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         building, kwargs = self._building, kwargs or {}
+        if torch.compiler.is_compiling():  # torch.compile would look into what follows, and compile it too.
+            return func(*args, **kwargs)
         if building_now() is not building:  # An interrupt has ended it while torch took the mode away.
             return func(*args, **kwargs)
         if func is torch.Tensor.backward and building.backward is not None:

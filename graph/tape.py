@@ -67,8 +67,6 @@ class Tape:
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What one of torch's functions gives."""
-        if torch.compiler.is_compiling():  # torch.compile would look into what follows, and compile it too.
-            return func(*args, **kwargs)
         leaves = list(_leaves((args, kwargs)))
         call = None
         if not self._paused and any(id(value) in self._known for value in leaves):
@@ -177,7 +175,7 @@ class Tape:
             return node
         if isinstance(value, torch.Tensor):
             made = self._made.get(id(value))
-            if made is not None and made() is value:
+            if value.is_inference() or made is not None and made() is value:
                 raise _Unknown
             name = f"constant_{len(self.constants)}"
             self.constants[name] = value
@@ -221,10 +219,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _version(value: object) -> int:
-    if not isinstance(value, torch.Tensor) or value.is_inference():
-        return 0  # It has none: of a change in place nobody is told.
-    tensor = value
-    return tensor._version
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
 def _leaves(value: object) -> Iterator[object]:

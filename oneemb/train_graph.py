@@ -3,8 +3,8 @@
 import functools
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from oneemb.eager import Optimizer, step_together
 from oneemb.embedding import embeddings_of
 from oneemb.graph import ops
 from oneemb.graph.build_error import BuildError
-from oneemb.graph.building import Expected
+from oneemb.graph.building import Expected, steps_itself
 from oneemb.graph.modules import REGISTER, say_not_registered, unregistered_modules
 from oneemb.graph.prefetch import Prepared
 from oneemb.row_step import embedding_of
@@ -185,8 +185,9 @@ class TrainGraph(CompiledGraph):
         with ExitStack() as committing:  # An interrupt comes before the update, or after the step has been counted.
             try:
                 known = [*scalers_in(vars(self).values()), *self._scalers_of_build]
-                with Scaling(known, state.scaler, self._on_second_pass()) as scaling:
-                    steppers = [optimizer.optimizer for optimizer in state.optimizers]
+                scaling = Scaling(known, state.scaler, self._on_second_pass())
+                with scaling, _refusing(state.lr_schedulers):
+                    steppers = [stepper for joined in state.optimizers for stepper in (joined, joined.optimizer)]
                     result = self._run_build(
                         batch, prepared, on_acquired, expected, backward=scaling.backward, steppers=steppers
                     )
@@ -223,12 +224,15 @@ class TrainGraph(CompiledGraph):
         state = self._train_state
         scaling.check(self.parameters())
         trained = {store for optimizer in state.optimizers for store in (e.store for e in optimizer.embeddings)}
-        for embedding in batch.embeddings.values():
-            if embedding.weight.grad is not None and embedding.store not in trained and embedding.optimizer is None:
-                raise BuildError(
-                    f"embedding {embedding.name!r} is looked up in build and no optimizer of the graph trains it; give"
-                    " its parameters to add_optimizer, or freeze it with requires_grad_(False)"
-                )
+        looked_up = [embedding for embedding in batch.embeddings.values() if embedding.weight.grad is not None]
+        untrained = [one for one in looked_up if one.store not in trained and one.optimizer is None]
+        for embedding in untrained:
+            embedding.weight.grad = None
+        if untrained:
+            raise BuildError(
+                f"embedding {untrained[0].name!r} is looked up in build and no optimizer of the graph trains it; give"
+                " its parameters to add_optimizer, or freeze it with requires_grad_(False)"
+            )
         if state.optimizers and state.steps == state.micro_batches == 0 and not self._has_gradients():
             warnings.warn(
                 f"{type(self).__name__}: the first step's build has left no gradient, so nothing is trained by it; call"
@@ -317,6 +321,29 @@ class TrainGraph(CompiledGraph):
 
     def _trainers(self) -> Sequence[Optimizer]:
         return self._train_state.optimizers
+
+
+@contextmanager
+def _refusing(lr_schedulers: Iterable[LearningRateScheduler | None]) -> Iterator[None]:
+    """Within it a step of one of these schedulers is an error."""
+    steps = {scheduler: vars(scheduler).get("step") for scheduler in lr_schedulers if scheduler is not None}
+
+    def refusal(scheduler: LearningRateScheduler) -> Callable[..., object]:
+        def step(*args: object, **kwargs: object) -> object:
+            raise BuildError(steps_itself(scheduler))
+
+        return step
+
+    try:
+        for scheduler in steps:
+            scheduler.step = refusal(scheduler)  # type: ignore[method-assign]  # hides the class's
+        yield
+    finally:
+        with undisturbed:
+            for scheduler, step in steps.items():
+                vars(scheduler).pop("step", None)
+                if step is not None:  # the user's own
+                    vars(scheduler)["step"] = step
 
 
 def _no_backward(*args: object, **kwargs: object) -> None:

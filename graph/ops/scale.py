@@ -13,10 +13,13 @@ __all__ = ["unscale", "update_scale"]
 
 @Op(UPDATE)
 def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[StepOptimizer]) -> None:
-    """Divide gradients by the scale, those of dense parameters and of rows, in place."""
-    for optimizer in optimizers if scaler.is_enabled() else ():
-        state = scaler._per_optimizer_states.get(id(optimizer.optimizer))
-        if state is None or state["stage"] is not OptState.UNSCALED:  # `build` may have done it, to clip
+    """Divide gradients by the scale, those of dense parameters and of rows, in place; but for those that `build` has
+    unscaled."""
+    if not scaler.is_enabled():
+        return
+    for optimizer in optimizers:
+        states = [scaler._per_optimizer_states.get(id(one)) for one in (optimizer, optimizer.optimizer)]
+        if not any(state is not None and state["stage"] is OptState.UNSCALED for state in states):
             scaler.unscale_(optimizer.optimizer)
 
 
