@@ -191,9 +191,11 @@ class ChangedInPlace(Fields):
     def take(self, ids, label):
         column = ids[:, 0]
         self.change(column)
-        rows = self.rows(column)
+        rows = self.rows(column) + self.rows(ids).sum(1)
+        self.change(ids)
+        rows = rows + self.rows(ids)[:, 1]
         self.change(column)
-        return self.error(rows + self.rows(column) * 2, label)
+        return self.error(rows + self.rows(column) * 2 + self.rows(ids).sum(1), label)
 
     def build(self, ids, label):
         loss = super().build(ids, label)
@@ -212,7 +214,7 @@ class ChangedThroughNumPy(ChangedInPlace):
 
 class ChangedThroughAView(ChangedInPlace):
     def change(self, ids):
-        ids.view(-1)[:2] += 1
+        ids.view(ids.shape)[:2] += 1
 
 
 class ChangedThroughASetter(ChangedInPlace):
