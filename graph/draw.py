@@ -1,4 +1,4 @@
-"""Draws the history of a compilation: the graph as traced and after each pass, side by side.
+"""Draws the history of a compilation: the lookups as recorded and after each pass, side by side.
 
 An op is a box, top to bottom in the order in which they run; a line runs from what gives a value to what reads it.
 """
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from oneemb.graph import ops
+from oneemb.graph.ops import OPS
 from oneemb.graph.plan import AfterPass
-from oneemb.graph.spec import STAGES
+from oneemb.graph.spec import READS
 from oneemb.graph.text import node_label
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_history"]
 
-_LOOKUP, _UPDATE, _DENSE, _BUILD = "#cfe3f7", "#f9d9b4", "#eeeeee", "#d9ead3"
+_READS, _PREPARES, _EDGE, _TORCH = "#f9d9b4", "#cfe3f7", "#eeeeee", "#d9ead3"
 _BOX_WIDTH, _BOX_HEIGHT, _LETTERS = 4.6, 0.62, 62
 
 
@@ -78,8 +78,8 @@ def _draw_graph(axes: "Axes", nodes: Sequence[fx.Node], left: float) -> None:
 
 
 def _color(node: fx.Node) -> str:
-    if node.op == "call_function" and node.target in (STAGES["lowered"] | {ops.prefetch}) - STAGES["traced"]:
-        return _LOOKUP
-    if node.op == "call_function" and node.target in STAGES["trained"]:
-        return _UPDATE
-    return _DENSE if node.op in ("placeholder", "output") else _BUILD
+    if node.op in ("placeholder", "output"):
+        return _EDGE
+    if node.target in READS:
+        return _READS
+    return _PREPARES if node.op == "call_function" and node.target in OPS else _TORCH

@@ -46,7 +46,7 @@ class Executor:
 
     Args:
         graph: what to run; its inputs are given in the order of its placeholders.
-        find: the object that a `get_attr` or `call_module` node names, asked at every run.
+        find: the object that a `get_attr` node names, asked at every run.
         half: "prepare" or "compute": the row of profiles in which its ops are shown.
     """
 
@@ -129,8 +129,6 @@ def _call_of(node: fx.Node, places: dict[fx.Node, int], find: Find) -> Callable[
     constants: list[object] = []
     args = [_expression(argument, places, constants) for argument in node.args]
     args += [f"**{_expression(node.kwargs, places, constants)}"] if node.kwargs else []
-    if node.op == "call_module":
-        return _compiled(f"find(target)({', '.join(args)})", constants, find=find, target=target)
     if node.op == "call_method":
         return _compiled(f"getattr({args[0]}, target)({', '.join(args[1:])})", constants, target=target)
     return _compiled(f"target({', '.join(args)})", constants, target=target)

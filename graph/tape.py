@@ -13,11 +13,13 @@ up where it changes in place, depends on random numbers or on a gradient, or com
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Tape"]
 
@@ -65,21 +67,20 @@ class Tape:
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What one of torch's functions gives."""
-        given = list(_leaves((args, kwargs)))
-        if self._paused or not any(id(value) in self._known for value in given):
+        if torch.compiler.is_compiling():  # torch.compile would look into what follows, and compile it too.
+            return func(*args, **kwargs)
+        leaves = list(_leaves((args, kwargs)))
+        call = None
+        if not self._paused and any(id(value) in self._known for value in leaves):
+            with suppress(_Unknown):
+                call = self._call(func, args, kwargs)
+        tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
+        before = [_version(tensor) for tensor in tensors]
+        with nullcontext() if call is None else _Watch() as watch:
             result = func(*args, **kwargs)
-            self._forget(result)
-            return result
-        try:
-            call = self._call(func, args, kwargs)
-        except _Unknown:
-            call = None
-        versions, random = list(map(_version, given)), _random_states()
-        result = func(*args, **kwargs)
-        pure = versions == list(map(_version, given)) and all(map(torch.equal, random, _random_states()))
-        if call is None or not pure:
-            self._forget(result)
-        else:
+        changed = [tensor for tensor, version in zip(tensors, before, strict=True) if _version(tensor) != version]
+        self._forget([result, *changed])
+        if call is not None and watch is not None and watch.pure and not changed:
             self._learn_result(call, result)
         return result
 
@@ -149,8 +150,10 @@ class Tape:
 
     def _call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
         """A node's kind, target and arguments."""
-        arguments = self._argument(args), self._argument(kwargs)
         name = getattr(func, "__name__", "")
+        if any(word in name for word in _GIVEN_UP) or name.endswith("_") and not name.endswith("__"):
+            raise _Unknown
+        arguments = self._argument(args), self._argument(kwargs)
         if name == "__get__":
             return "call_function", getattr, (arguments[0][0], func.__self__.__name__), {}  # type: ignore[attr-defined]
         if name in _OPERATORS:
@@ -165,6 +168,8 @@ class Tape:
         Raises:
             _Unknown: it cannot be known before `build` runs.
         """
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise _Unknown
         if (known := self._known.get(id(value))) is not None:
             _, version, node = known
             if _version(value) != version:
@@ -172,21 +177,23 @@ class Tape:
             return node
         if isinstance(value, torch.Tensor):
             made = self._made.get(id(value))
-            if value.requires_grad or value.is_inference() or made is not None and made() is value:
+            if value.is_inference() or made is not None and made() is value:
                 raise _Unknown
             name = f"constant_{len(self.constants)}"
             self.constants[name] = value
             return self._graph.get_attr(name)
-        if isinstance(value, tuple | list):
-            return type(value)(map(self._argument, value)) if type(value) in (tuple, list) else tuple(value)
-        if isinstance(value, dict):
-            return {key: self._argument(part) for key, part in value.items()}
-        if isinstance(value, slice):
-            return slice(*map(self._argument, (value.start, value.stop, value.step)))
         if isinstance(value, np.generic):
             return value.item()
         if type(value) is int:  # Most often a size that equals that of the batch is that size.
             return next((node for size, node in self._sizes if size == value), value)
+        if type(value) in (tuple, torch.Size):
+            return tuple(map(self._argument, value))
+        if type(value) is list:
+            return list(map(self._argument, value))
+        if type(value) is dict:
+            return {key: self._argument(part) for key, part in value.items()}
+        if isinstance(value, slice):
+            return slice(*map(self._argument, (value.start, value.stop, value.step)))
         if value is None or isinstance(value, _CONSTANT):
             return value
         raise _Unknown
@@ -196,13 +203,28 @@ _CONSTANT = (
     bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis),
 )  # fmt: skip
 
+_GIVEN_UP = ("dropout", "batch_norm", "instance_norm")
+"""In names of functions that change what they are given, or draw random numbers, where `_Watch` does not see it."""
 
-def _random_states() -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+class _Watch(TorchDispatchMode):
+    """Sees whether the torch functions that are called while it is entered do nothing but give their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pure = True
+
+    def __torch_dispatch__(self, op: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if op._schema.is_mutable or torch.Tag.nondeterministic_seeded in op.tags:
+            self.pure = False
+        return op(*args, **(kwargs or {}))
 
 
 def _version(value: object) -> int:
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+    if not isinstance(value, torch.Tensor) or value.is_inference():
+        return 0  # It has none: of a change in place nobody is told.
+    tensor = value
+    return tensor._version
 
 
 def _leaves(value: object) -> Iterator[object]:

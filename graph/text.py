@@ -1,11 +1,11 @@
 """A graph as text for people: one line an op, in the words of the vocabulary.
 
-keys = unique_keys(ids, None, 2, int64, None)
-lease = acquire(embedding.store, keys)
-rows = gather(lease, embedding.weight)
-logit = mlp(rows)
-loss.backward()
-return loss
+inputs: ids
+getitem = ids[:, :2]
+clone = getitem.clone()
+unique_keys = unique_keys(clone, None, 2, int64, None)
+reserve = reserve(embedding.store, unique_keys)
+return (('embedding', clone, None, None, reserve, None, None, 'sum'),)
 """
 
 import torch
@@ -42,12 +42,22 @@ def node_label(node: fx.Node) -> str:
         return f"{node.target}({', '.join(args)})"
     name = getattr(node.target, "__name__", str(node.target))
     if name == "getitem":
-        return f"{args[0]}[{args[1]}]"
+        index = node.args[1]
+        parts = index if isinstance(index, tuple) and index else (index,)
+        return f"{args[0]}[{', '.join(map(_index, parts))}{',' if parts is index and len(parts) == 1 else ''}]"
     if name == "getattr":
         return f"{args[0]}.{node.args[1]}"
     if name in _INFIX and len(args) == 2:
         return f"{args[0]} {_INFIX[name]} {args[1]}"
     return f"{name}({', '.join(args)})"
+
+
+def _index(value: object) -> str:
+    """What stands between brackets, of one dimension."""
+    if isinstance(value, slice):
+        parts = ["" if part is None else _argument(part) for part in (value.start, value.stop, value.step)]
+        return ":".join(parts if parts[2] else parts[:2])
+    return "..." if value is Ellipsis else _argument(value)
 
 
 def _argument(value: object) -> str:

@@ -1,5 +1,6 @@
 """A training step as a graph: called for each batch or run over a loader, its lookups made ahead of it."""
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ from oneemb.graph.building import Expected, steps_itself
 from oneemb.graph.modules import REGISTER, say_not_registered, unregistered_modules
 from oneemb.graph.prefetch import Prepared
 from oneemb.row_step import embedding_of
-from oneemb.scaling import Scaling
+from oneemb.scaling import Scaling, scalers_in, scalers_of
 from oneemb.storage.fs import AnyPath
 from oneemb.storage.step_lock import between_steps
 from oneemb.storage.turns import undisturbed
@@ -86,6 +87,10 @@ class TrainGraph(CompiledGraph):
     def __init__(self) -> None:
         super().__init__()
         self._train_state = TrainState()
+
+    @functools.cached_property
+    def _scalers_of_build(self) -> list[torch.amp.GradScaler]:
+        return scalers_of(self.build)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -173,8 +178,9 @@ class TrainGraph(CompiledGraph):
         clips or reads them calls `scaler.unscale_(optimizer)` first, as in eager mode. A step in which a gradient
         overflows is skipped as a whole, dense parameters, rows and learning rate, and the scale shrinks.
 
-        This is not needed where `build` itself calls `self.scaler.scale(loss).backward()`: a scaler that is an
-        attribute of the graph is then unscaled by and updated. Others the graph does not know of.
+        This is not needed where `build` itself calls `self.scaler.scale(loss).backward()`: with a scaler that is an
+        attribute of the graph, a global, or in a closure of `build`, the graph unscales and updates it. Of others it
+        does not know.
         """
         self._train_state.scaler = scaler
 
@@ -188,7 +194,9 @@ class TrainGraph(CompiledGraph):
         kept: list[Expected] = []
         with ExitStack() as committing:  # An interrupt comes before the update, or after the step has been counted.
             try:
-                with Scaling(self, state.scaler, self._on_second_pass()) as scaling, _refusing(state.lr_schedulers):
+                known = [*scalers_in(vars(self).values()), *self._scalers_of_build]
+                scaling = Scaling(known, state.scaler, self._on_second_pass())
+                with scaling, _refusing(state.lr_schedulers):
                     steppers = [stepper for joined in state.optimizers for stepper in (joined, joined.optimizer)]
                     result = self._run_build(
                         batch, prepared, on_acquired, expected, backward=scaling.backward, steppers=steppers

@@ -13,7 +13,6 @@ Invariants:
 - a call that raises leaves no pin, in any member.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -126,14 +125,10 @@ class MergedStore:
         Returns:
             The slots in each member; None for one that lacks a key, whose rows `acquire_rest` acquires.
         """
-        local_U = self._local(keys, begin_M1)
-        slots: list[Array | None] = [None] * len(self.members)
         with self._turn():
             if prefetched is None:
-                self._pin_found(slots, local_U, keys.id_U, begin_M1)
-            else:
-                self._take_over(slots, prefetched)
-        return slots
+                return self._pin_found(keys, begin_M1)
+            return self._take_over(prefetched, begin_M1)
 
     def acquire_rest(
         self, m: int, keys: Keys, begin_M1: np.ndarray, prefetched: MergedPrefetched | None = None
@@ -143,12 +138,8 @@ class MergedStore:
         Raises:
             StoreFullError: the member is full; nothing has changed.
         """
-        part = self._parts(self._local(keys, begin_M1), keys, begin_M1)[m]
-        try:
-            return self.members[m].acquire(part, None if prefetched is None else prefetched.parts[m])[0]
-        except BaseException as error:
-            self._name(error, m)
-            raise
+        own = self._own_keys(m, keys, begin_M1)
+        return self.members[m].acquire(own, None if prefetched is None else prefetched.parts[m])[0]
 
     def merged_slots(self, members: Sequence[int], slots: Sequence[Array]) -> np.ndarray:
         """Merged slots of these members' own: int64, one member's after another."""
@@ -159,31 +150,28 @@ class MergedStore:
 
     def prefetch(self, keys: Keys, begin_M1: np.ndarray) -> MergedPrefetched:
         """Read known rows of a coming lookup and pin them as far as there is room; see `EmbeddingStore.prefetch`."""
-        local_U = self._local(keys, begin_M1)
-        parts = self._parts(local_U, keys, begin_M1)
-        slots: list[Array] = [None] * len(self.members)
-        found: list[Any] = [None] * len(self.members)
-        m = 0
+        own_M = [self._own_keys(m, keys, begin_M1) for m in range(len(self.members))]
+        held: dict[int, Prefetched] = {}
         try:
             if self.built:
                 with self._turn():
-                    self._pin_found(slots, local_U, keys.id_U, begin_M1)
-                    for m, (store, slot_U) in enumerate(zip(self.members, slots, strict=True)):
+                    for m, slot_U in enumerate(self._pin_found(keys, begin_M1)):
                         if slot_U is not None:
-                            found[m] = store.hold(parts[m], slot_U)
-            for m, (store, part) in enumerate(zip(self.members, found, strict=True)):
-                found[m] = part or store.prefetch(parts[m])
-        except BaseException as error:
-            self.unprefetch(MergedPrefetched(self, [part for part in found if part is not None], keys.id_U))
-            self._name(error, m)
+                            held[m] = self.members[m].hold(own_M[m], slot_U)
+            for m, store in enumerate(self.members):
+                if m not in held:
+                    held[m] = store.prefetch(own_M[m])
+        except BaseException:
+            for part in held.values():
+                part.store.unprefetch(part)
             raise
-        return MergedPrefetched(self, found, np.broadcast_to(np.int64(-1), len(keys.id_U)))
+        parts = [held[m] for m in range(len(self.members))]
+        return MergedPrefetched(self, parts, np.broadcast_to(np.int64(-1), len(keys.id_U)))
 
     def unprefetch(self, prefetched: MergedPrefetched) -> None:
         """Unpin what `prefetch` pinned, if no `acquire` has taken it over."""
         for part in prefetched.parts:
-            if part.held:
-                part.store.unprefetch(part)
+            part.store.unprefetch(part)
 
     def mark_dirty(self, table_U: np.ndarray, slot_U: np.ndarray) -> None:
         """Say that the rows of these keys, of any members, in these merged slots have changed."""
@@ -217,47 +205,41 @@ class MergedStore:
     def _tiers(self) -> list[HotTier]:
         return [store.hot for store in self.members]  # type: ignore[misc]  # loops that merge are those of the host
 
-    def _local(self, keys: Keys, begin_M1: np.ndarray) -> np.ndarray:
-        """The tables of keys as the members count them."""
-        return keys.table_U - np.repeat(self.first_table_M1[:-1], np.diff(begin_M1))
+    def _own_keys(self, m: int, keys: Keys, begin_M1: np.ndarray) -> Keys:
+        """The keys of one member, with tables as it counts them."""
+        own = slice(begin_M1[m], begin_M1[m + 1])
+        return self.loops.distinct_keys(keys.table_U[own] - self.first_table_M1[m], keys.id_U[own])
 
-    def _parts(self, local_U: np.ndarray, keys: Keys, begin_M1: np.ndarray) -> list[Keys]:
-        """The keys of each member."""
-        return [
-            self.loops.distinct_keys(local_U[begin:end], keys.id_U[begin:end])
-            for begin, end in itertools.pairwise(begin_M1.tolist())
-        ]
-
-    def _pin_found(
-        self, slots: list[Array | None], local_U: np.ndarray, id_U: np.ndarray, begin_M1: np.ndarray
-    ) -> None:
+    def _pin_found(self, keys: Keys, begin_M1: np.ndarray) -> list[Array | None]:
         """Find the keys of all members in one loop, and pin those of each member of which all are there."""
         tiers = self._tiers()
         shards = [tier.index.shards for tier in tiers]
         address_MP, cells_MP = (np.array([shard[i] for shard in shards]) for i in (0, 1))
-        slot_U = find_each(address_MP, cells_MP, begin_M1, local_U, id_U, threads=self.threads)
+        local_U = keys.table_U - np.repeat(self.first_table_M1[:-1], np.diff(begin_M1))
+        slot_U = find_each(address_MP, cells_MP, begin_M1, local_U, keys.id_U, threads=self.threads)
         missing = set(np.searchsorted(begin_M1, np.flatnonzero(slot_U < 0), side="right").tolist())
         begins = begin_M1.tolist()
+        slots: list[Array | None] = [None] * len(tiers)
         for m, tier in enumerate(tiers):
             if m + 1 not in missing and not self.members[m].abandoned:
                 slots[m] = slot_U[begins[m] : begins[m + 1]]
                 tier.pin_found(slots[m])
+        return slots
 
-    def _take_over(self, slots: list[Array | None], prefetched: MergedPrefetched) -> None:
-        """Those of each member of which all rows were prefetched."""
+    def _take_over(self, prefetched: MergedPrefetched, begin_M1: np.ndarray) -> list[Array | None]:
+        """The slots in each member of which all rows were prefetched."""
+        slots: list[Array | None] = [None] * len(self.members)
         for m, (store, part) in enumerate(zip(self.members, prefetched.parts, strict=True)):
             if part.missing == 0 and not store.abandoned and store.take(part):
                 slots[m] = part.slot_U
+            elif begin_M1[m] == begin_M1[m + 1]:  # It has no lookup that would give this back, or one of nothing.
+                store.unprefetch(part)
+        return slots
 
     def _dirty_marks(self) -> tuple[np.ndarray, np.ndarray]:
         """The dirty marks of all members as one array, and where in it those of each begin."""
         self._look_at_slabs()
         return self._mark_V, self._mark_begin_M
-
-    def _name(self, error: BaseException, member: int) -> None:
-        """Say which member an error is of: in a note, and as its first merged table for who knows more."""
-        error.add_note(f"in embedding {self.names[member]!r}")
-        error.first_table = int(self.first_table_M1[member])  # type: ignore[attr-defined]
 
 
 class _Memory:

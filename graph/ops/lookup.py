@@ -184,7 +184,7 @@ class Lease:
         self.has_grad = False
         """Whether a gradient has come."""
         self.order = next_order()
-        """Grows from lookup to lookup."""
+        """Grows from lookup to lookup: gradients of a row are summed in the order in which lookups were made."""
         self._keys = keys
         self._replaced = store.replaced
         self._pins: Pins | None = None
@@ -214,7 +214,8 @@ class Lease:
         return self._pins is not None and self.generation == self.store.generation
 
     def acquire(self) -> "Lease":
-        """This, as what is reserved gives it: a lease that is pinned later."""
+        """This, as what is reserved gives it: the lookup is made now, after those that were made before."""
+        self.order = next_order()
         return self
 
     def drop(self) -> None:

@@ -4,7 +4,7 @@
     check_merged_pooling(keys, [(p, per_sample_weights, pooling), ...])
     reserved = reserve(merged_store, keys)
     rows  = gather_merged(reserved, [(p, per_sample_weights, pooling), ...])   a tensor for each
-    lease = part_of(reserved, p).acquire()
+    lease = part_of(reserved, p).acquire()         once `build` makes lookup p
 
 Lookup p is of a store of its own, and lookups are given in the order of the stores in the merged one. Then the order of
 first occurrence puts the keys of a store side by side, and each key occurs in one lookup only: its gradients are summed
@@ -160,7 +160,7 @@ class MergedReserved:
             """Of each lookup; None = it has unknown keys, and is not acquired yet."""
 
     def acquire(self, p: int) -> Lease:
-        """The rows of lookup p, pinned; unknown keys are inserted.
+        """The rows of lookup p, pinned; unknown keys are inserted. The lookup is made now: see `Lease.acquire`.
 
         Raises:
             StoreFullError: they do not fit; nothing is inserted.
@@ -169,23 +169,23 @@ class MergedReserved:
         if lease is None:
             rows, m = self.rows, self.rows.member_P[p]
             store = rows.store.members[m]
-            with store.turns:
+            with store.turns:  # so that what is pinned has an owner
                 slot_U = rows.store.acquire_rest(m, rows.keys.unique, rows.begin_M1, self._prefetched)
                 lease = self.leases[p] = Lease(store, None, slot_U, (rows, p))
-        return lease
+        return lease.acquire()
 
-    def drop(self, p: int | None = None) -> None:
-        """Unpin the rows of lookup p; None = of all."""
-        if p is None:
-            for each in range(len(self.leases)):
-                self.drop(each)
-            return
+    def drop_part(self, p: int) -> None:
+        """Unpin the rows of lookup p."""
         if (lease := self.leases[p]) is not None:
             lease.unpin()
         elif self._prefetched is not None:
             part = self._prefetched.parts[self.rows.member_P[p]]
-            if part.held:
-                part.store.unprefetch(part)
+            part.store.unprefetch(part)
+
+    def drop(self) -> None:
+        """Unpin the rows of all lookups."""
+        for p in range(len(self.leases)):
+            self.drop_part(p)
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class ReservedPart:
 
     def drop(self) -> None:
         """See `Reserved`."""
-        self.reserved.drop(self.p)
+        self.reserved.drop_part(self.p)
 
 
 def _rows_of_ids(parts: Sequence[tuple[slice, Bags | None]], ids: int) -> np.ndarray:
@@ -229,13 +229,7 @@ def unique_merged_keys(lookups: Sequence[Lookup], key_type: torch.dtype, padding
     Raises:
         TypeError, ValueError: as `unique_keys`, of any lookup.
     """
-    batches = []
-    for lookup in lookups:
-        try:
-            batches.append(_batch_of(*lookup, key_type))
-        except (TypeError, ValueError) as error:
-            error.first_table = lookup[0]  # type: ignore[union-attr]  # says which line of `build` it is of
-            raise
+    batches = [_batch_of(*lookup[1:], key_type) for lookup in lookups]
     end_P = list(itertools.accumulate(len(batch.id_N) for batch in batches))
     begin_P = [0, *end_P[:-1]]
     table_N = np.empty(end_P[-1], np.int32)
@@ -270,7 +264,6 @@ class _Batch(NamedTuple):
 
 
 def _batch_of(
-    first_table: int,
     ids: torch.Tensor,
     table_ids: torch.Tensor | None,
     num_tables: int,
@@ -301,22 +294,21 @@ def check_merged_pooling(keys: MergedKeys, pooled: Sequence[tuple[int, torch.Ten
         TypeError, ValueError: as `check_pooling`.
     """
     for p, per_sample_weights, pooling in pooled:
-        part = keys.parts[p]
-        try:
-            check_pooling(part.keys, per_sample_weights, pooling)
-        except (TypeError, ValueError) as error:
-            error.first_table = part.first_table  # type: ignore[union-attr]  # as above
-            raise
+        check_pooling(keys.parts[p].keys, per_sample_weights, pooling)
 
 
-def _read(reserved: MergedReserved, read: Sequence[int]) -> list[torch.Tensor]:
-    """The weights of each id, or bag, of the lookups p: rows of one array, as tensors that are no views of another."""
-    store, keys = reserved.rows.store, reserved.rows.keys
+def _read(merged: MergedRows, read: Sequence[int], leases: Sequence[Lease]) -> list[torch.Tensor]:
+    """The weights of each id, or bag, of the lookups p: rows of one array, as tensors that are no views of another.
+
+    Args:
+        read: the lookups, growing.
+        leases: theirs, pinned.
+    """
+    store, keys = merged.store, merged.keys
     dim, dtype, loops = store.format.dim, DTYPES[store.format.dtype], store.loops
-    leases = [reserved.acquire(p) for p in read]
     parts = [keys.parts[p] for p in read]
     slot_U = np.empty(len(keys.unique.id_U), np.int64)
-    merged_U = store.merged_slots([reserved.rows.member_P[p] for p in read], [lease.slot_U for lease in leases])
+    merged_U = store.merged_slots([merged.member_P[p] for p in read], [lease.slot_U for lease in leases])
     begin = 0
     for part in parts:
         end = begin + part.unique.stop - part.unique.start
@@ -393,10 +385,10 @@ def gather_merged(
     Raises:
         TypeError, ValueError: as `gather`.
     """
-    found = []
+    found: dict[int, Lease] = {}
     for p, per_sample_weights, pooling in read:
-        if (own := reserved.leases[p]) is not None:
-            own.pool_by(reserved.rows.keys.parts[p].keys, per_sample_weights, pooling)
-            found.append(p)
-    rows = dict(zip(found, _read(reserved, found), strict=True)) if found else {}
+        if (lease := reserved.leases[p]) is not None:
+            lease.pool_by(reserved.rows.keys.parts[p].keys, per_sample_weights, pooling)
+            found[p] = lease
+    rows = dict(zip(found, _read(reserved.rows, list(found), list(found.values())), strict=True)) if found else {}
     return tuple(rows.get(p) for p, _, _ in read)

@@ -431,13 +431,22 @@ def reduce_grads(row_grads: Sequence[RowGrad]) -> list[RowGrads]:
     for row_grad in row_grads:
         store = row_grad.merged_in()
         (alone if store is None else merged.setdefault(store, [])).append(row_grad)
-    reduced = [join_grads(_parts(group)) for group in merged.values()]
+    reduced: list[RowGrads | None] = []
+    for group in merged.values():
+        lookups = _merged_lookups(group)
+        if lookups is None:
+            alone += group
+        else:
+            reduced.append(join_grads([rows.reduce(grads) for rows, grads in lookups]))
     reduced += [row_grad.acquire() for row_grad in alone]
     return [grads for grads in reduced if grads is not None]
 
 
-def _parts(group: Sequence[RowGrad]) -> list[RowGrads]:
-    """The gradients of each merged lookup, in the order in which they were made."""
+def _merged_lookups(
+    group: Sequence[RowGrad],
+) -> list[tuple[MergedRows, dict[int, tuple[Lease, list[torch.Tensor]]]]] | None:
+    """The gradients of each merged lookup, in the order in which each embedding's lookups were made; None if no order
+    is that of all."""
     lookups: dict[MergedRows, dict[int, tuple[Lease, list[torch.Tensor]]]] = {}
     for row_grad in group:
         for lease, grad_NX in row_grad.passes:
@@ -446,4 +455,10 @@ def _parts(group: Sequence[RowGrad]) -> list[RowGrads]:
             assert isinstance(rows, MergedRows)
             lookups.setdefault(rows, {}).setdefault(p, (lease, []))[1].append(grad_NX)
     in_order = sorted(lookups.items(), key=lambda lookup: min(lease.order for lease, _ in lookup[1].values()))
-    return [rows.reduce(grads) for rows, grads in in_order]
+    latest: dict[EmbeddingStore, int] = {}
+    for _, grads in in_order:
+        for lease, _ in grads.values():
+            if lease.order < latest.get(lease.store, -1):
+                return None
+            latest[lease.store] = lease.order
+    return in_order

@@ -333,6 +333,18 @@ class ScalesThatAreLearned(Fields):
         return self.error(self.rows(ids.flatten(), None, offsets, scales), label)
 
 
+class ScalesOfFrozenRows(ScalesThatAreLearned):
+    """Which have a gradient though the rows have none."""
+
+    def between(self, step):
+        super().between(step)
+        self.embeddings.requires_grad_(step % 3 == 1).train(step % 4 < 2)
+
+    def build(self, ids, label):
+        loss = super().build(ids, label)
+        return loss, self.scale.grad
+
+
 class TablesThatChange(Fields):
     def setup(self):
         super().setup()
