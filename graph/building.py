@@ -170,7 +170,7 @@ class Building:
 
         Args:
             arguments: of the embedding's forward, by name.
-            has_gradient: whether a gradient may come.
+            has_gradient: whether a gradient may come, of rows or of what they are multiplied by.
             now: makes the lookup.
 
         Raises:
@@ -178,7 +178,7 @@ class Building:
         """
         name = self._names.get(embedding.store)
         if name is None:
-            if has_gradient:
+            if has_gradient and embedding.weight.requires_grad:
                 raise BuildError(
                     f"embedding {embedding.name!r}, looked up{user_line()}, is no part of the graph, which would not"
                     f" train its rows; {REGISTER}, or freeze it with requires_grad_(False)"
@@ -186,52 +186,49 @@ class Building:
             return now()
         if self.tape is not None:
             return self.tape.lookup(name, arguments, now)
-        lookup = self._take(name, arguments)
         try:
-            rows = None if lookup is None else self._read(lookup, embedding, arguments, has_gradient)
-            if rows is None:
-                self.others += 1
-                rows = now()
-            if lookup is not None and not self.in_vain:
-                self._on_all_made()
-            return rows
-        except StoreFullError:
-            if not self._expected.get(name):
-                raise
-        self._give_way(name, lookup)
-        return now()
-
-    def _read(
-        self, lookup: Expected, embedding: LooksUp, arguments: dict[str, Any], has_gradient: bool
-    ) -> torch.Tensor | None:
-        """The rows of a lookup that was expected; None if it was expected in another mode."""
-        if lookup.inserts != embedding.training or has_gradient and lookup.reserved is None:
-            return None
-        lease = lookup.lease = None if lookup.reserved is None else lookup.reserved.acquire()
-        scales = arguments["per_sample_weights"]
-        rows = lookup.read(embedding.store, scales, arguments["pooling"])
-        if rows is None or not has_gradient or lease is None:
-            lookup.drop()
-            return None if rows is None else rows.detach()
-        return ops.with_grad(rows, lease, embedding.weight, scales)
-
-    def _give_way(self, name: str, full: Expected | None) -> None:
-        """Expect no more lookups of an embedding: their rows leave no room for one that is made."""
-        for lookup in (full, *self._expected.pop(name)):
+            lookup = self._take(name, embedding, arguments)
             if lookup is not None:
-                lookup.drop()
-        self.others += 1
-        if not self.in_vain:
-            self._on_all_made()
+                scales, lease = arguments["per_sample_weights"], lookup.lease
+                rows = lookup.read(embedding.store, scales, arguments["pooling"])
+                if rows is not None and lease is not None and has_gradient:
+                    return ops.with_grad(rows, lease, embedding.weight, scales)
+                if rows is not None and not has_gradient:
+                    lookup.drop()
+                    return rows.detach()
+            self.others += 1
+            return now()
+        except StoreFullError:
+            if not self._give_way():
+                raise
+            return now()
 
-    def _take(self, name: str, arguments: dict[str, Any]) -> Expected | None:
-        """The lookup that was expected; None if none was."""
+    def _take(self, name: str, embedding: LooksUp, arguments: dict[str, Any]) -> Expected | None:
+        """The lookup that was expected, acquired."""
         waiting = self._expected.get(name, [])
         for lookup in waiting:
-            if lookup.is_of(arguments["ids"], arguments["table_ids"], arguments["offsets"]):
+            in_this_mode = lookup.inserts == embedding.training
+            if in_this_mode and lookup.is_of(arguments["ids"], arguments["table_ids"], arguments["offsets"]):
                 waiting.remove(lookup)
+                lookup.lease = None if lookup.reserved is None else lookup.reserved.acquire()
+                if not self.in_vain:
+                    self._on_all_made()
                 return lookup
         return None
+
+    def _give_way(self) -> bool:
+        """Expect nothing any more: what is expected may be in vain and pins rows, which eager mode would not do.
+
+        Returns:
+            Whether anything was expected.
+        """
+        waiting = [lookup for lookups in self._expected.values() for lookup in lookups]
+        self._expected.clear()
+        for lookup in waiting:
+            lookup.drop()
+        if waiting:
+            self._on_all_made()
+        return bool(waiting)
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise BuildError if an optimizer that is about to step is one that the graph steps."""

@@ -219,7 +219,10 @@ class _Watch(TorchDispatchMode):
 
 
 def _version(value: object) -> int:
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+    if not isinstance(value, torch.Tensor) or value.is_inference():
+        return 0  # It has none: of a change in place nobody is told.
+    tensor = value
+    return tensor._version
 
 
 def _leaves(value: object) -> Iterator[object]:

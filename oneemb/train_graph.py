@@ -1,4 +1,4 @@
-"""A training step as a graph: traced once, compiled, then called for each batch or run over a loader."""
+"""A training step as a graph: called for each batch or run over a loader, its lookups made ahead of it."""
 
 import functools
 import os
@@ -35,19 +35,25 @@ class TrainGraph(CompiledGraph):
     """A training step: subclass it, assign modules, add optimizers, define `build`, which calls `loss.backward()`, and
     call the object with each batch.
 
-    `build` is traced with torch.fx at the first call. Submodules that hold no embedding may contain any Python. The
-    update of embedding rows is part of the graph: the gradient of a whole table is never made. Parameters and rows are
-    updated once a call, after all of `build`. In eval mode (`graph.eval()`) a call runs forward only and inserts no
-    ids.
+    `build` is ordinary Python and runs at every call, so it may do what an eager step may do: branch on values, keep
+    state, print, call any library, use autocast, clipping, hooks and several losses. The graph makes the lookups ahead
+    of it, those of several embeddings together, as it has seen `build` make them. Where `build` then asks for other
+    ids, the lookup is made as in eager mode: that costs time and changes no number. Parameters and rows are updated
+    once a call, after all of `build`, and gradients are dropped: the gradient of a whole table is never made. In eval
+    mode (`graph.eval()`) a call runs forward only, `loss.backward()` does nothing, and no ids are inserted.
 
-    The torch operations of `build` run at every call; other Python (random, NumPy, the clock) runs once, during the
-    trace. Tensors and arrays from outside the graph are read at each call, with the values they have then; modules and
-    parameters must be assigned to the graph. One graph is traced at a time; a second thread waits.
+    What is refused, by a BuildError that names the line where there is one:
 
-    `build` may use torch.autocast, torch.no_grad, torch.profiler.record_function,
-    torch.nn.utils.clip_grad_norm_ (over dense parameters and the rows of embeddings together), clip_grad_value_,
-    several losses, and GradScaler.scale; the graph itself steps optimizers and schedulers, unscales, skips a step that
-    overflowed, and drops gradients.
+    - a step of an optimizer or scheduler of the graph, by itself or by `GradScaler.step`: the graph makes it after
+      `build`, with the rows. Optimizers that the graph does not have may be stepped;
+    - a lookup with gradient of an embedding that is no part of the graph, which would not train, move or save it:
+      assign it, or freeze it;
+    - a gradient for an embedding that no optimizer of the graph trains, and no other: it would be lost;
+    - losses scaled by two GradScalers: gradients are unscaled by one;
+    - `torch.autograd.backward` beside `set_grad_scaler`, which does not see these losses and could not scale them;
+    - a second backward pass of a step with `config.cuda_graph`, whose replay overwrites the gradients of the first.
+
+    Saving, loading, and adding an optimizer in `build` are refused as in any step that is under way, by a RuntimeError.
 
     Example:
         >>> import tempfile, torch, oneemb
@@ -168,9 +174,13 @@ class TrainGraph(CompiledGraph):
     def set_grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         """Scale every loss with a torch.amp.GradScaler before its backward pass; None = no longer.
 
-        Gradients are unscaled before they are clipped. A step in which a gradient overflows is skipped as a whole,
-        dense parameters, rows and learning rate, and the scale shrinks. This is not needed where `build` calls
-        `scaler.scale(loss).backward()` itself.
+        The graph unscales gradients after `build`, before it clips them as `add_optimizer` was told; a `build` that
+        clips or reads them calls `scaler.unscale_(optimizer)` first, as in eager mode. A step in which a gradient
+        overflows is skipped as a whole, dense parameters, rows and learning rate, and the scale shrinks.
+
+        This is not needed where `build` itself calls `self.scaler.scale(loss).backward()`: with a scaler that is an
+        attribute of the graph, a global, or in a closure of `build`, the graph unscales and updates it. Of others it
+        does not know.
         """
         self._train_state.scaler = scaler
 

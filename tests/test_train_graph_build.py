@@ -593,6 +593,29 @@ def test_a_refused_step_has_changed_nothing(what, whose_step):
     stepper.step()
 
 
+def test_what_needs_to_be_between_two_steps_is_refused_in_build(tmp_path):
+    def build(self, ids, label, then=None):
+        loss = loss_of(self, ids, label)
+        loss.backward()
+        if then is not None:
+            then()
+        return loss
+
+    graph, plain = (make_graph(modules_of(), build, sgd) for _ in "ab")
+    path = str(tmp_path / "checkpoint")
+    graph.save(path)
+    for then in (
+        lambda: graph.save(path),
+        lambda: graph.load(path),
+        lambda: graph.add_optimizer(torch.optim.SGD(graph.mlp.parameters(), lr=0.1)),
+        lambda: graph.embedding.clear(),
+    ):
+        with pytest.raises(RuntimeError, match="step"):
+            graph(IDS, LABEL, then)
+        assert torch.equal(graph(IDS, LABEL), plain(IDS, LABEL))
+    assert rows_of(graph.embedding) == rows_of(plain.embedding)
+
+
 @pytest.mark.parametrize("seen", [False, True])
 def test_errors_of_a_lookup_have_the_line_of_build(seen):
     graph = make_graph(modules_of(), _autocast_build, sgd)

@@ -191,9 +191,11 @@ class ChangedInPlace(Fields):
     def take(self, ids, label):
         column = ids[:, 0]
         self.change(column)
-        rows = self.rows(column)
+        rows = self.rows(column) + self.rows(ids).sum(1)
+        self.change(ids)
+        rows = rows + self.rows(ids)[:, 1]
         self.change(column)
-        return self.error(rows + self.rows(column) * 2, label)
+        return self.error(rows + self.rows(column) * 2 + self.rows(ids).sum(1), label)
 
     def build(self, ids, label):
         loss = super().build(ids, label)
@@ -212,7 +214,7 @@ class ChangedThroughNumPy(ChangedInPlace):
 
 class ChangedThroughAView(ChangedInPlace):
     def change(self, ids):
-        ids.view(-1)[:2] += 1
+        ids.view(ids.shape)[:2] += 1
 
 
 class ChangedThroughASetter(ChangedInPlace):
@@ -329,6 +331,18 @@ class ScalesThatAreLearned(Fields):
         offsets = torch.arange(0, ids.numel() + 1, 2)
         scales = self.scale.repeat(len(ids)) if self.step % 3 else torch.ones(ids.numel())
         return self.error(self.rows(ids.flatten(), None, offsets, scales), label)
+
+
+class ScalesOfFrozenRows(ScalesThatAreLearned):
+    """Which have a gradient though the rows have none."""
+
+    def between(self, step):
+        super().between(step)
+        self.embeddings.requires_grad_(step % 3 == 1).train(step % 4 < 2)
+
+    def build(self, ids, label):
+        loss = super().build(ids, label)
+        return loss, self.scale.grad
 
 
 class TablesThatChange(Fields):
