@@ -21,7 +21,7 @@ import torch
 from _machine import keep_freed_memory, machine, table
 
 import oneemb
-from oneemb.graph import pipeline
+from oneemb.graph import plan
 
 
 class OneModule(oneemb.TrainGraph):
@@ -96,8 +96,8 @@ def bench(path: str, batch: int, options: argparse.Namespace) -> list[list[str]]
     }
     batches = batches_of(batch, options.tables, options.rows, options.steps)
     for name, graph in graphs.items():
-        hidden = mock.patch.object(pipeline, "_members", lambda *args: ({}, {}))
-        with hidden if name.endswith("not merged") else mock.patch.object(pipeline, "_members", pipeline._members):
+        hidden = mock.patch.object(plan, "_members", lambda *args: ({}, {}))
+        with hidden if name.endswith("not merged") else mock.patch.object(plan, "_members", plan._members):
             for ids in batches:
                 graph(ids)
     seconds: dict[tuple[str, int], list[float]] = {way: [] for way in itertools.product(graphs, (0, 1))}

@@ -1,7 +1,6 @@
 """What surrounds a call of `build`: the lookups that it is expected to make, or what records them.
 
-    with Building(...):
-        build(self, batch)
+    Building(...).call(build, batch)
             self.embedding(ids)       Building.look_up: is it expected, with these ids? Then its rows are at hand;
             loss.backward()           otherwise it is made as in eager mode
 
@@ -9,7 +8,7 @@ Invariant: a lookup gives and inserts what it does in eager mode, whether it was
 asks for are compared with those that were expected, value by value.
 """
 
-import threading
+import contextvars
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from oneemb.graph import ops
 from oneemb.graph.build_error import BuildError, user_line
 from oneemb.graph.modules import REGISTER
-from oneemb.graph.tape import Tape
+from oneemb.graph.tape import Tape, version_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.row_store import StoreFullError
 
@@ -51,14 +50,18 @@ class Expected:
     """A lookup that `build` is expected to make.
 
     Args:
+        changes: the store's count when the rows were read.
+        waits: whether the host waits for what it asks of `ids`.
         embedding: its name in the graph.
         ids, table_ids, offsets: what it is to look up; tensors that nobody else has.
         reserved: its rows; None = they were read without a lease, for an embedding that is not trained.
         rows: what was read; None = nothing yet.
         per_sample_weights, pooling: what it was read with.
-        changes: the store's when the rows were read.
+        origin: the batch's own tensor of which `ids` is a copy, if it is one.
     """
 
+    changes: int
+    waits: bool
     embedding: str
     ids: torch.Tensor
     table_ids: torch.Tensor | None
@@ -67,12 +70,17 @@ class Expected:
     rows: torch.Tensor | None
     per_sample_weights: torch.Tensor | None
     pooling: str | None
-    changes: int
+    origin: torch.Tensor | None
     lease: ops.Lease | None = None
     """Of the lookup, once it is made."""
 
+    def __post_init__(self) -> None:
+        self._version = None if self.origin is None else version_of(self.origin)
+
     def is_of(self, ids: torch.Tensor, table_ids: torch.Tensor | None, offsets: torch.Tensor | None) -> bool:
         """Whether this is the lookup of these."""
+        if ids is self.origin and self.waits and version_of(ids) == self._version:
+            ids = self.ids  # Its values are known to be the same: nobody waits for a GPU to compare them.
         return _same(ids, self.ids) and _same(table_ids, self.table_ids) and _same(offsets, self.offsets)
 
     def read(self, store: EmbeddingStore, per_sample_weights: torch.Tensor | None, pooling: str) -> torch.Tensor | None:
@@ -97,14 +105,16 @@ class Expected:
 
 def _same(given: Any, guessed: torch.Tensor | None) -> bool:
     # Any: what a user gives; what is no tensor is refused by the lookup itself.
+    if given is guessed:
+        return True
     if given is None or guessed is None:
-        return given is guessed
+        return False
     alike = isinstance(given, torch.Tensor) and given.dtype == guessed.dtype and given.device == guessed.device
     return alike and not given.requires_grad and given.shape == guessed.shape and torch.equal(given, guessed)
 
 
 class Building:
-    """A call of `build` on this thread, while it is entered.
+    """A call of `build`.
 
     Args:
         names: the names of the graph's embeddings.
@@ -132,25 +142,21 @@ class Building:
         for lookup in expected:
             self._expected.setdefault(lookup.embedding, []).append(lookup)
         self._on_all_made = on_all_made
-        self._tape = tape
-        self._mode = None if backward is None else _Backward(backward)
-        self._outer: Building | None = None
+        self.tape = tape
+        self.backward = backward
         if not expected:
             on_all_made()
 
-    def __enter__(self) -> "Building":
-        self._outer = getattr(_local, "building", None)
-        _local.building = self
-        for mode in (self._mode, self._tape):
-            if mode is not None:
-                mode.__enter__()
-        return self
+    def call(self, build: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        """What `build` gives. Whatever interrupts it, nothing stays in place: Python ends the context by itself."""
+        return contextvars.copy_context().run(self._call, build, args, kwargs)
 
-    def __exit__(self, *error: object) -> None:
-        for mode in (self._tape, self._mode):
-            if mode is not None:
-                mode.__exit__(None, None, None)
-        _local.building = self._outer
+    def _call(self, build: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        _building.set(self)
+        if self.tape is None and self.backward is None:
+            return build(*args, **kwargs)
+        with _Mode(self):
+            return build(*args, **kwargs)
 
     def look_up(
         self, embedding: LooksUp, arguments: dict[str, Any], has_gradient: bool, now: Callable[[], torch.Tensor]
@@ -173,8 +179,8 @@ class Building:
                     f" train its rows; {REGISTER}, or freeze it with requires_grad_(False)"
                 )
             return now()
-        if self._tape is not None:
-            return self._tape.lookup(name, arguments, now)
+        if self.tape is not None:
+            return self.tape.lookup(name, arguments, now)
         try:
             lookup = self._take(name, arguments)
             if lookup is not None:
@@ -218,27 +224,34 @@ class Building:
         return bool(waiting)
 
     @property
-    def in_vain(self) -> int:
-        """Lookups that were expected and not made."""
-        return sum(map(len, self._expected.values()))
+    def in_vain(self) -> list[str]:
+        """The embeddings of which a lookup was expected and not made."""
+        return [name for name, lookups in self._expected.items() if lookups]
 
 
-class _Backward(TorchFunctionMode):
-    def __init__(self, backward: Callable[..., None]):
+class _Mode(TorchFunctionMode):
+    """Sees the torch functions that `build` calls."""
+
+    def __init__(self, building: Building):
         super().__init__()
-        self._call = backward
+        self._building = building
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.Tensor.backward:
-            return self._call(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        building, kwargs = self._building, kwargs or {}
+        if torch.compiler.is_compiling():  # torch.compile would look into what follows, and compile it too.
+            return func(*args, **kwargs)
+        if building_now() is not building:  # An interrupt has ended it while torch took the mode away.
+            return func(*args, **kwargs)
+        if func is torch.Tensor.backward and building.backward is not None:
+            return building.backward(*args, **kwargs)
+        return func(*args, **kwargs) if building.tape is None else building.tape.call(func, args, kwargs)
 
 
-_local = threading.local()
+_building: contextvars.ContextVar[Building] = contextvars.ContextVar("building")
 
 
 def building_now() -> Building | None:
     """The call of `build` that this thread is in."""
-    return getattr(_local, "building", None)
+    return _building.get(None)

@@ -79,11 +79,11 @@ class DenseCompiler:
             def run(*args: object, **kwargs: object) -> object:
                 calls[module] += 1
                 why = why_not_captured or ("build calls it more than once" if calls[module] > 1 else "")
-                module._compiled_call_impl = None  # type: ignore[assignment]  # inside, the module itself is called
+                module._compiled_call_impl = None  # inside, the module itself is called
                 try:
                     return self.of(module, why)(*args, **kwargs)
                 finally:
-                    module._compiled_call_impl = run  # type: ignore[assignment]
+                    module._compiled_call_impl = run
 
             return run
 
@@ -91,7 +91,7 @@ class DenseCompiler:
         try:
             for module in modules:
                 if before[module] is None:  # not compiled by the user
-                    module._compiled_call_impl = call_of(module)  # type: ignore[assignment]  # as Module.compile does
+                    module._compiled_call_impl = call_of(module)  # as Module.compile does
             yield
         finally:
             for module, call in before.items():

@@ -6,7 +6,7 @@
 Invariant: whatever passes run, the rows are those of eager mode.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import fx
 
 from oneemb.graph.building import Expected
 from oneemb.graph.executor import Executor, Find
-from oneemb.graph.modules import Embeddings
+from oneemb.graph.modules import Embeddings, embeddings_in
 from oneemb.graph.ops.update import StepOptimizer
 from oneemb.graph.passes.lower_embeddings import lower_embeddings
 from oneemb.graph.passes.merge_embeddings import Member, merge_embeddings
@@ -23,7 +23,7 @@ from oneemb.graph.passes.share_unique import share_unique
 from oneemb.graph.passes.split_prepare import split_prepare
 from oneemb.graph.recorder import Profile
 from oneemb.graph.spec import check_stage
-from oneemb.graph.tape import Tape
+from oneemb.graph.tape import Tape, version_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 
@@ -50,7 +50,7 @@ class Plan:
         prepare: the half that may run ahead, from the values too.
         lookup: the other half, from what the first one gives.
         history: the graph as recorded and after each pass.
-        constants: the tensors from outside the batch that the first half reads.
+        constants: the names of the tensors from outside the batch that the first half reads.
         others: lookups of a step that cannot be made ahead.
         find: the object that a name of the graph stands for.
     """
@@ -59,13 +59,13 @@ class Plan:
     prepare: Executor
     lookup: Executor
     history: list[AfterPass]
-    constants: dict[str, torch.Tensor]
+    constants: Sequence[str]
     others: int
     find: Find
 
     def versions(self) -> list[tuple[int, int]]:
         """Equal readings mean that the tensors which the first half reads have not changed."""
-        return [(id(tensor), tensor._version) for tensor in self.constants.values()]
+        return [(id(tensor), version_of(tensor)) for tensor in map(self.find, self.constants)]
 
     def expect(self, values: Sequence[Any], prepared: Sequence[Any] | None, profile: Profile | None) -> list[Expected]:
         """The lookups that `build` is expected to make of a batch.
@@ -75,7 +75,11 @@ class Plan:
             prepared: what the first half gave for them; None = it did not run.
         """
         found = self.whole(values, profile) if prepared is None else self.lookup(prepared, profile)
-        return [Expected(*lookup, changes=self.find(f"{lookup[0]}.store").changes) for lookup in found]
+        expected = []
+        for lookup in found:
+            store: EmbeddingStore = self.find(f"{lookup[0]}.store")
+            expected.append(Expected(store.changes, store.loops.waits, *lookup))
+        return expected
 
     def executors(self) -> list[Executor]:
         """All there are."""
@@ -90,7 +94,7 @@ class Plan:
 
 def compile_plan(
     tape: Tape,
-    embeddings: Embeddings,
+    root: torch.nn.Module,
     trainers: Sequence[StepOptimizer],
     merged: Merged,
     *,
@@ -99,12 +103,13 @@ def compile_plan(
     """Compile what a tape has recorded.
 
     Args:
-        embeddings: those of the graph.
+        root: the graph.
         trainers: the optimizers that train them.
         merged: the merged stores made so far.
         inserts: whether lookups may insert rows and get a gradient.
     """
     history: list[AfterPass] = []
+    embeddings = embeddings_in(root)
 
     def keep(name: str, stage: str, graph: fx.Graph) -> fx.Graph:
         check_stage(graph, stage, embeddings)
@@ -120,9 +125,9 @@ def compile_plan(
     prepare, lookup = split_prepare(graph)
     keep("split_prepare, prepare", "prepare", prepare)
     keep("split_prepare, lookup", "lookup", lookup)
-    find = _finder(embeddings, {**objects, **tape.constants})
+    find = _finder(root, objects, tape.constants)
     executors = Executor(graph, find), Executor(prepare, find, "prepare"), Executor(lookup, find)
-    return Plan(*executors, history, tape.constants, tape.others, find)
+    return Plan(*executors, history, list(tape.constants), tape.others, find)
 
 
 def _members(
@@ -161,10 +166,15 @@ def _members(
     return members, objects
 
 
-def _finder(embeddings: Embeddings, objects: Mapping[str, object]) -> Callable[[str], Any]:
+def _finder(root: torch.nn.Module, objects: Mapping[str, object], constants: Mapping[str, torch.Tensor]) -> Find:
+    """Gives the merged stores, the stores of embeddings, and the constants of a tape: buffers are read by their names,
+    since another tensor may be put in their place."""
+    stores = {f"{name}.store": embedding.store for name, embedding in embeddings_in(root).items()}
+    named = {id(buffer): name for name, buffer in root.named_buffers()}
+    buffers = {name: named[id(tensor)] for name, tensor in constants.items() if id(tensor) in named}
+    fixed = {**stores, **objects, **{name: value for name, value in constants.items() if name not in buffers}}
+
     def find(name: str) -> object:
-        if name in objects:
-            return objects[name]
-        return embeddings[name.removesuffix(".store")].store
+        return root.get_buffer(buffers[name]) if name in buffers else fixed[name]
 
     return find

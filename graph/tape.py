@@ -12,17 +12,16 @@ up where it changes in place, depends on random numbers or on a gradient, or com
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Tape"]
+__all__ = ["Tape", "version_of"]
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     f"__{name}__": getattr(operator, name)
@@ -34,20 +33,20 @@ class _Unknown(Exception):
     """A value that the tape does not follow."""
 
 
-class Tape(TorchFunctionMode):
-    """Records the torch functions that are called while it is entered, and the lookups it is told of.
+class Tape:
+    """Records the torch functions and the lookups that are called through it.
 
     Args:
         values: the values of the batch.
         names: what to call them.
+        left_out: names of embeddings whose lookups are not recorded.
     """
 
-    def __init__(self, values: Sequence[object], names: Sequence[str]):
-        super().__init__()
+    def __init__(self, values: Sequence[object], names: Sequence[str], left_out: Collection[str] = ()):
         self.constants: dict[str, torch.Tensor] = {}
         """Tensors from outside the batch, by the names that the graph has for them."""
         self.others = 0
-        """Lookups whose ids do not come from the batch alone."""
+        """Lookups that are not recorded: their ids do not come from the batch alone, or they are left out."""
         self._graph = fx.Graph()
         self._lookups: list[fx.Node] = []
         self._known: dict[int, tuple[object, int, fx.Node]] = {}
@@ -55,6 +54,7 @@ class Tape(TorchFunctionMode):
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         """Tensors that were made since and come from anything else."""
         self._sizes: list[tuple[int, fx.Node]] = []
+        self._left_out = left_out
         self._paused = False
         inputs = [self._graph.placeholder(name) for name in names]
         for value, node in zip(values, inputs, strict=True):
@@ -65,12 +65,8 @@ class Tape(TorchFunctionMode):
             self._sizes.append((values[first].shape[0], size))  # type: ignore[attr-defined]  # a tensor: see `first`
         self._sizes += [(value, node) for value, node in zip(values, inputs, strict=True) if type(value) is int]
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # torch.compile would look into what follows, and compile it too.
-            return func(*args, **kwargs)
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What one of torch's functions gives."""
         leaves = list(_leaves((args, kwargs)))
         call = None
         if not self._paused and any(id(value) in self._known for value in leaves):
@@ -104,6 +100,8 @@ class Tape(TorchFunctionMode):
 
     def _note(self, name: str, arguments: Mapping[str, object]) -> None:
         try:
+            if name in self._left_out:
+                raise _Unknown
             given = {key: self._argument(arguments[key]) for key in ("ids", "table_ids", "offsets")}
         except _Unknown:
             self.others += 1
@@ -139,15 +137,14 @@ class Tape(TorchFunctionMode):
                 self._made[id(value)] = weakref.ref(value)
 
     def _learn_result(self, call: tuple[str, Any, tuple[Any, ...], dict[str, Any]], result: object) -> None:
-        several = isinstance(result, tuple | list) and any(isinstance(value, torch.Tensor) for value in result)
+        several = isinstance(result, tuple | list) and any(isinstance(part, torch.Tensor) for part in result)
         if not several and not isinstance(result, torch.Tensor | np.ndarray | list):
-            return  # A number is what it is: see `_argument`.
+            return  # a number, which is part of the graph where it is used
         node = self._graph.create_node(*call)
-        if not several:
-            self._learn(result, node)
-            return
-        for i, value in enumerate(result):  # type: ignore[arg-type]  # a tuple or list
-            self._learn(value, self._graph.call_function(operator.getitem, (node, i)))
+        self._learn(result, node)
+        if several:
+            for i, part in enumerate(result):  # type: ignore[arg-type,var-annotated]  # a tuple or list: see above
+                self._learn(part, self._graph.call_function(operator.getitem, (node, i)))
 
     def _call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
         """A node's kind, target and arguments."""
@@ -183,6 +180,8 @@ class Tape(TorchFunctionMode):
             name = f"constant_{len(self.constants)}"
             self.constants[name] = value
             return self._graph.get_attr(name)
+        if isinstance(value, np.generic):
+            return value.item()
         if type(value) is int:  # Most often a size that equals that of the batch is that size.
             return next((node for size, node in self._sizes if size == value), value)
         if type(value) in (tuple, torch.Size):
@@ -200,7 +199,6 @@ class Tape(TorchFunctionMode):
 
 _CONSTANT = (
     bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis),
-    np.dtype, np.generic,
 )  # fmt: skip
 
 _GIVEN_UP = ("dropout", "batch_norm", "instance_norm")
@@ -220,11 +218,13 @@ class _Watch(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that grows when a tensor is changed in place; 0 of one of inference mode, which counts nothing."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _version(value: object) -> int:
-    if not isinstance(value, torch.Tensor) or value.is_inference():
-        return 0  # It has none: of a change in place nobody is told.
-    tensor = value
-    return tensor._version
+    return version_of(value) if isinstance(value, torch.Tensor) else 0
 
 
 def _leaves(value: object) -> Iterator[object]:

@@ -48,6 +48,7 @@ class CudaLoops:
     """
 
     merges = False
+    waits = True
 
     def __init__(self, gpu: Gpu):
         self.gpu = gpu

@@ -39,6 +39,7 @@ class HostLoops:
     place = "the CPU"
     device = torch.device("cpu")
     merges = True
+    waits = False
 
     def __init__(self, threads: Threads):
         self.threads = threads

@@ -69,12 +69,14 @@ class Loops(Protocol):
     """The loops of one place, with the arrays they work on.
 
     `place` is what errors call it: "the CPU" or the device's name. Loops of one place may exchange arrays.
-    Tensors have to be on `device`. `merges` says whether one loop can run over the rows of several slabs.
+    Tensors have to be on `device`. `merges` says whether one loop can run over the rows of several slabs,
+    `waits` whether the host waits for what it asks of a tensor.
     """
 
     place: str
     device: torch.device
     merges: bool
+    waits: bool
 
     # ---- arrays
     def array(self, tensor: torch.Tensor) -> Array:

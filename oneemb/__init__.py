@@ -8,6 +8,7 @@ import importlib
 __version__ = "0.1.0"
 
 _MODULES = {
+    "averaged": ("AveragedEmbedding",),
     "embedding": ("MultiTableEmbedding", "MultiTableMultiColumnEmbedding"),
     "eager": ("Optimizer",),
     "options": (
@@ -22,6 +23,7 @@ _MODULES = {
         "make_trunc_normal_initializer",
         "make_uniform_initializer",
     ),
+    "named_snapshot": ("snapshot_name",),
     "rows.reader": ("make_persistent_table_reader",),
     "rows.writer": ("make_persistent_table_writer",),
     "rows.export_rows": ("export_rows",),

@@ -1,6 +1,7 @@
 """What editors and type checkers see; the package itself loads each name when it is first used."""
 
 from oneemb import nn as nn, optim as optim, options as options
+from oneemb.averaged import AveragedEmbedding as AveragedEmbedding
 from oneemb.eager import Optimizer as Optimizer
 from oneemb.embedding import (
     MultiTableEmbedding as MultiTableEmbedding,
@@ -9,6 +10,7 @@ from oneemb.embedding import (
 from oneemb.eval_graph import EvalGraph as EvalGraph
 from oneemb.graph.build_error import BuildError as BuildError
 from oneemb.graph.ops import NonFiniteGradientError as NonFiniteGradientError
+from oneemb.named_snapshot import snapshot_name as snapshot_name
 from oneemb.options import (
     make_cached_host_mem_store_options as make_cached_host_mem_store_options,
     make_cached_ssd_store_options as make_cached_ssd_store_options,

@@ -30,7 +30,8 @@ import numpy as np
 import torch
 
 from oneemb.compiled_graph import CompiledGraph, step_locks
-from oneemb.embedding import SnapshotName, TableEmbedding, embeddings_of
+from oneemb.embedding import TableEmbedding, embeddings_of
+from oneemb.named_snapshot import SnapshotName
 from oneemb.new_files import close_dropped, make_durable
 from oneemb.row_step import embedding_of
 from oneemb.storage.errors import (
@@ -115,7 +116,7 @@ class GraphState:
         return {"oneemb_graph": between_steps(step_locks(self._graph), "state_dict", self._to_bytes)}
 
     def _to_bytes(self) -> bytes:
-        snapshots = {name: embedding.get_extra_state() for name, embedding in embeddings_of(self._graph).items()}
+        snapshots = {name: embedding.named_snapshot() for name, embedding in embeddings_of(self._graph).items()}
         return _to_bytes(_state_of(self._graph, self._train, snapshots))
 
     def load_state_dict(self, state_dict: Mapping[str, bytes]) -> None:
@@ -220,7 +221,7 @@ def _restore(graph: CompiledGraph, train: TrainState, state: _State, where: str)
     try:
         with undisturbed:
             for name, snapshot in state["embeddings"].items():
-                embeddings[name].set_extra_state(snapshot)
+                embeddings[name].load_named(snapshot)
                 changed = True
             changed = True
             _restore_dense(graph, train, state, tensors)

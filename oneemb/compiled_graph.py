@@ -1,7 +1,7 @@
 """What training and evaluation graphs share: `build` called, its lookups made ahead of it, and shown."""
 
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,11 +10,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import fx
 
-from oneemb.embedding import embeddings_of
+from oneemb.embedding import TableEmbedding, embeddings_of
 from oneemb.graph.building import Building, Expected
 from oneemb.graph.dense import DenseCompiler
 from oneemb.graph.inputs import Signature, Structure
-from oneemb.graph.modules import embeddings_in
 from oneemb.graph.ops.update import StepOptimizer
 from oneemb.graph.plan import Merged, Plan, compile_plan
 from oneemb.graph.prefetch import Prepared, prefetch
@@ -23,14 +22,16 @@ from oneemb.graph.tape import Tape
 from oneemb.graph.text import graph_text
 from oneemb.storage.step_lock import StepLock, in_step
 
-__all__ = ["PLANS_MAX", "CompiledGraph", "GraphConfig", "OnAcquired", "step_locks"]
+__all__ = ["Batch", "PLANS_MAX", "CompiledGraph", "GraphConfig", "OnAcquired", "step_locks"]
 
 PLANS_MAX = 16
 """Plans that a graph keeps: those used last."""
 
-RECORDED_MAX = 8
-"""How often the lookups of one structure of inputs are recorded. A step that makes others than expected is recorded
-anew; where that happens more often, lookups are made when `build` asks for them."""
+RECORDED_MAX = 32
+"""How often the lookups of one structure of inputs are recorded: anew after a step that has made others."""
+
+MISSED_MAX = 3
+"""How often an embedding may be looked up with other ids than were expected, before none are expected any more."""
 
 # Called when the rows that were prefetched for a step are the step's own.
 OnAcquired = Callable[[], None]
@@ -57,8 +58,10 @@ class GraphConfig:
     cuda_graph: bool = False
 
 
-class _Batch(NamedTuple):
-    """The arguments of a call of `build`."""
+class Batch(NamedTuple):
+    """The arguments of a call of `build`, and the graph's embeddings now."""
+
+    embeddings: dict[str, TableEmbedding]
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -74,10 +77,22 @@ class _Known:
         self.plan: Plan | None = None
         """None = they are to be recorded."""
         self.recorded = 0
+        self.missed: Counter[str] = Counter()
+        """How often a lookup of each embedding was expected in vain."""
+
+    def tape(self, batch: Batch) -> Tape | None:
+        """What to record the lookups with; None = they are recorded, or were too often."""
+        if self.plan is not None or self.recorded == RECORDED_MAX:
+            return None
+        self.recorded += 1
+        left_out = [name for name, missed in self.missed.items() if missed >= MISSED_MAX]
+        return Tape(batch.values, list(batch.structure.names()), left_out)
 
     def look_back(self, building: Building, plan: Plan) -> None:
-        """Have the lookups recorded anew if a step made others than were made ahead."""
-        if self.recorded < RECORDED_MAX and (building.in_vain or building.others > plan.others):
+        """Have the lookups recorded anew if a step has made others than were expected."""
+        in_vain = building.in_vain
+        self.missed.update(in_vain)
+        if in_vain or building.others > plan.others:
             self.plan = None
 
 
@@ -117,11 +132,11 @@ class CompiledGraph(torch.nn.Module):
             raise RuntimeError("nothing is compiled yet: call the graph with a batch first")
         return self._latest.as_module(type(self).__name__)
 
-    def _known_of(self, structure: Structure) -> _Known:
-        key = self._key(structure)
+    def _known_of(self, batch: Batch) -> _Known:
+        key = self._key(batch)
         known = self._known.get(key)
         if known is None:
-            self._make_room(structure)
+            self._make_room(batch.structure)
             known = self._known[key] = _Known()
         self._known.move_to_end(key)
         return known
@@ -142,16 +157,18 @@ class CompiledGraph(torch.nn.Module):
         self._known.popitem(last=False)
         self._dropped += 1
 
-    def _key(self, structure: Structure) -> tuple[Structure, Hashable]:
+    def _key(self, batch: Batch) -> tuple[Structure, Hashable]:
         """What a plan is compiled for. Calls with equal keys share a plan."""
+        inserts = self._inserts()
         lookups = [
             (
-                embedding.store, embedding.num_tables, embedding.key_type, embedding.padding_idx, embedding.training,
-                embedding.weight.requires_grad, embedding.store.format, embedding.store.loops.place,
+                embedding.store, embedding.num_tables, embedding.key_type, embedding.padding_idx,
+                embedding.store.format, embedding.store.loops.place,
+                inserts and (embedding.training, embedding.weight.requires_grad),
             )
-            for embedding in embeddings_of(self).values()
+            for embedding in batch.embeddings.values()
         ]  # fmt: skip
-        return structure, (self._inserts(), tuple(lookups))
+        return batch.structure, (inserts, tuple(lookups))
 
     def _inserts(self) -> bool:
         """Whether lookups may insert rows and get a gradient."""
@@ -282,8 +299,8 @@ class CompiledGraph(torch.nn.Module):
         devices = [embedding.store.loops.device for embedding in embeddings_of(self).values()]
         yield from prefetch(loader, self._prepare, self._compute_prepared, depth, devices)
 
-    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Batch:
-        return _Batch(args, kwargs, *self._signature.flatten(args, kwargs))
+    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+        return Batch(embeddings_of(self), args, kwargs, *self._signature.flatten(args, kwargs))
 
     def _prepare(self, batch: Any, follow: Callable[[list[tuple[int, int]]], object] | None = None) -> Prepared:
         """A batch with what can be computed ahead of its step; runs on the worker.
@@ -294,7 +311,7 @@ class CompiledGraph(torch.nn.Module):
             follow: told the versions of the tensors that preparing is about to read.
         """
         spread = self._batch(*self._signature.spread(batch))
-        known = self._known.get(self._key(spread.structure))
+        known = self._known.get(self._key(spread))
         plan = None if known is None else known.plan
         if plan is None:
             return Prepared(spread)
@@ -308,7 +325,7 @@ class CompiledGraph(torch.nn.Module):
         return Prepared(spread, plan, values, versions)
 
     def _compute_prepared(self, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
-        return in_step(step_locks(self), lambda: self._step(prepared.batch, prepared, on_acquired))
+        return self._in_step(prepared.batch, lambda: self._step(prepared.batch, prepared, on_acquired))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on a batch.
@@ -327,13 +344,16 @@ class CompiledGraph(torch.nn.Module):
                 scheduler failed has been made and is counted.
         """
         batch = self._batch(args, kwargs)
-        return in_step(step_locks(self), lambda: self._step(batch, Prepared(None), None))
+        return self._in_step(batch, lambda: self._step(batch, Prepared(None), None))
 
-    def _step(self, batch: _Batch, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
+    def _in_step(self, batch: Batch, step: Callable[[], Any]) -> Any:
+        return in_step([embedding.store.step_lock for embedding in batch.embeddings.values()], step)
+
+    def _step(self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
         return self._run_build(batch, prepared, on_acquired, [])
 
     def _run_build(
-        self, batch: _Batch, prepared: Prepared, on_acquired: OnAcquired | None, expected: list[Expected],
+        self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None, expected: list[Expected],
         **surrounding: Any,
     ) -> Any:  # fmt: skip
         """What `build` gives.
@@ -343,23 +363,19 @@ class CompiledGraph(torch.nn.Module):
             surrounding: of `Building`.
         """
         self._stats.profile = profile = self._active_profile()
-        known = self._known_of(batch.structure)
-        names = {embedding.store: name for name, embedding in embeddings_of(self).items()}
-        tape, plan = None, known.plan
-        if plan is None and known.recorded < RECORDED_MAX:
-            tape = Tape(batch.values, list(batch.structure.names()))
+        known = self._known_of(batch)
+        names = {embedding.store: name for name, embedding in batch.embeddings.items()}
+        tape, plan = known.tape(batch), known.plan
         if plan is None:
             prepared.drop()
         else:
             expected += self._expect(plan, batch, prepared, profile)
         all_made = on_acquired or (lambda: None)
-        with self._dense_modules(), Building(names, expected, all_made, tape, **surrounding) as building:
-            result = self._stats.call("build", self.build, *batch.args, **batch.kwargs)
+        building = Building(names, expected, all_made, tape, **surrounding)
+        with self._dense_modules():
+            result = self._stats.call("build", building.call, self.build, *batch.args, **batch.kwargs)
         if tape is not None:
-            known.recorded += 1
-            known.plan = compile_plan(
-                tape, embeddings_in(self), self._trainers(), self._merged, inserts=self._inserts()
-            )
+            known.plan = compile_plan(tape, self, self._trainers(), self._merged, inserts=self._inserts())
         elif plan is not None:
             known.look_back(building, plan)
         self._latest = known.plan or self._latest
@@ -367,7 +383,7 @@ class CompiledGraph(torch.nn.Module):
             profile.step += 1
         return result
 
-    def _expect(self, plan: Plan, batch: _Batch, prepared: Prepared, profile: Profile | None) -> list[Expected]:
+    def _expect(self, plan: Plan, batch: Batch, prepared: Prepared, profile: Profile | None) -> list[Expected]:
         """The lookups that `build` is expected to make."""
         fits = prepared.plan is plan and prepared.values is not None and prepared.versions == plan.versions()
         if not fits:

@@ -1,7 +1,10 @@
 """Joins a torch optimizer with embeddings: the update of rows and the step of dense parameters are one."""
 
+import functools
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 
@@ -80,8 +83,11 @@ class Optimizer(torch.optim.Optimizer):
         """What this optimizer does to rows."""
         attach(optimizer, groups)
         if fused:
+            # A hook that held the step, which holds the weight, would keep rows and their path for ever: torch's hooks
+            # are nothing that Python's collector looks into.
+            step = weakref.WeakMethod(self.row_step.step_in_backward)
             for embedding in self.embeddings:
-                embedding.weight.register_post_accumulate_grad_hook(self.row_step.step_in_backward)
+                embedding.weight.register_post_accumulate_grad_hook(functools.partial(_step_in_backward, step))
 
     # What schedulers, loggers and trainers look at is the torch optimizer's.
 
@@ -102,6 +108,18 @@ class Optimizer(torch.optim.Optimizer):
             self._own_groups = groups
         else:
             self.optimizer.param_groups = groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The torch optimizer's options for groups that say nothing else."""
+        return self._own_defaults if self._inner is None else self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        if self._inner is None:
+            self._own_defaults = defaults
+        else:
+            self.optimizer.defaults = defaults
 
     @property
     def state(self) -> Any:
@@ -199,6 +217,24 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave."""
         self.optimizer.load_state_dict(state_dict)
+
+    def __reduce_ex__(self, protocol: object) -> Never:
+        raise TypeError(
+            "an oneemb.Optimizer cannot be copied or pickled: it trains the rows of its embeddings; save its"
+            " state_dict()"
+        )
+
+
+def _step_in_backward(step: Callable[[], Callable[[torch.Tensor], None] | None], weight: torch.Tensor) -> None:
+    call = step()
+    if call is not None:
+        call(weight)
+    else:
+        warnings.warn(
+            "the oneemb.Optimizer that updated rows in the backward pass (fused=True) is gone, so that it updates them"
+            " no more: keep a reference to it as long as you train",
+            stacklevel=2,
+        )
 
 
 def step_together(

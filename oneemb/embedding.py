@@ -1,11 +1,13 @@
 """Embedding modules: what users assign to a model and look ids up in."""
 
+import dataclasses
 import json
+import os
 import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Never, NotRequired, Self, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, Never, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,27 +19,18 @@ from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in
 from oneemb.graph.row_optimizers import SAME_STATE, RowOptimizer
 from oneemb.kernels.threads import Threads
+from oneemb.named_snapshot import SnapshotName, decode, encode
 from oneemb.options import Initializer, NormalInitializer, StoreOptions, TableOptions, to_json
 from oneemb.stats import EmbeddingStats
-from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.embedding_store import ChangeRows, EmbeddingStore
+from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.step_lock import between_steps
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
-__all__ = [
-    "MultiTableEmbedding", "MultiTableMultiColumnEmbedding", "SnapshotName", "TableEmbedding", "embeddings_of",
-]  # fmt: skip
+__all__ = ["MultiTableEmbedding", "MultiTableMultiColumnEmbedding", "TableEmbedding", "copied", "embeddings_of"]
 
 _DEFAULT_INITIALIZER = NormalInitializer(0.0, 0.05)
-
-
-class SnapshotName(TypedDict):
-    """What a state dict holds of an embedding's rows: the snapshot that has them."""
-
-    oneemb_snapshot: str | None
-    """None = there are no rows."""
-    oneemb_identity: NotRequired[str | None]
-    """Of this snapshot alone: names repeat from folder to folder and from run to run."""
 
 
 class TableEmbedding(torch.nn.Module):
@@ -55,16 +48,20 @@ class TableEmbedding(torch.nn.Module):
         padding_idx: int | None,
         seed: int,
         num_threads: int | None,
+        *,
+        starts_empty: bool = True,
     ):
         super().__init__()
         check_arguments(name, dim_C, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed)
         self.name = name
+        self.column_dims = tuple(dim_C)
         self.embedding_dim = sum(dim_C)
         self.dtype = dtype
         self.key_type = key_type
         self.tables = tuple(tables)
         self.num_tables = len(self.tables)
         self.store_options = store_options
+        self.default_initializer = default_initializer
         self.padding_idx = padding_idx
         self.seed = seed
         self.store = EmbeddingStore(
@@ -76,7 +73,7 @@ class TableEmbedding(torch.nn.Module):
         )
         self.weight = torch.nn.Parameter(torch.empty(0, self.embedding_dim))
         """Stands for all rows in parameter lists, [0, D]: it holds none. Its gradient is a `RowGrad`."""
-        self.weight.embedding = weakref.ref(self)  # type: ignore[attr-defined]
+        self.weight.embedding = _RowsOf(self)  # type: ignore[attr-defined]
         self.weight.register_hook(ops.refuse_dense)
         self.row_optimizer: RowOptimizer | None = None
         """How the rows are updated; set by the first step of a torch optimizer, `oneemb.Optimizer` or
@@ -84,7 +81,7 @@ class TableEmbedding(torch.nn.Module):
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._saved: tuple[SnapshotName, int] | None = None
         """The snapshot saved or loaded last, and the store's count of changes then."""
-        if existing := self.store.snapshots():
+        if starts_empty and (existing := self.store.snapshots()):
             warnings.warn(
                 f"embedding {name!r} starts empty, though {self.store.plan.persistent_path} holds the snapshots"
                 f" {', '.join(map(repr, existing))}; load_snapshot(name) goes on from one",
@@ -321,13 +318,20 @@ class TableEmbedding(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict({**state_dict, f"{prefix}weight": self.weight.detach()}, prefix, *args)
 
-    def get_extra_state(self) -> SnapshotName:
+    def get_extra_state(self) -> torch.Tensor:
         """What `state_dict()` holds of the rows: name and identity of a snapshot that has them as they are now.
 
         Saves one, named `state-<step>-<digits>`, unless the last one saved or loaded still has the rows as they are.
         These snapshots stay until `delete_snapshot`: a state dict that is kept, or was written to a file, may name any
-        of them.
+        of them. `oneemb.snapshot_name` gives the name.
+
+        Returns:
+            uint8 [1024], of which a copy says the same.
         """
+        return encode(self.named_snapshot())
+
+    def named_snapshot(self) -> SnapshotName:
+        """The same as a dict."""
         if self.store.changes == 0:
             return {"oneemb_snapshot": None}
         if self._saved is None or self._saved[1] != self.store.changes:
@@ -335,19 +339,42 @@ class TableEmbedding(torch.nn.Module):
         assert self._saved is not None
         return self._saved[0].copy()
 
-    def set_extra_state(self, state: SnapshotName) -> None:
+    def set_extra_state(self, state: torch.Tensor) -> None:
         """Load the snapshot that a state dict names.
 
         Raises:
+            ValueError: it names none.
             StorageError: it is not in `persistent_path`, or the one of that name there is another run's; the message
                 says what is there.
         """
-        name = state["oneemb_snapshot"]
+        self.load_named(decode(state))
+
+    def load_named(self, snapshot: SnapshotName) -> None:
+        """The same with what `named_snapshot` gave."""
+        name = snapshot["oneemb_snapshot"]
         if name is None:
             self.clear()
         else:
-            self.store.check_snapshot(name, state.get("oneemb_identity"), f"a state dict of embedding {self.name!r}")
+            self.store.check_snapshot(name, snapshot.get("oneemb_identity"), f"a state dict of embedding {self.name!r}")
             self.load_snapshot(name)
+
+    # ---- copies -----------------------------------------------------------------------------------------------------
+
+    def copy_to(self, persistent_path: AnyPath, *, weights_only: bool = False) -> Self:
+        """An embedding of its own at another path, with the options of this one and its rows as they are now.
+
+        It has the optimizer's state and the step too, and no optimizer: one of the same class goes on with them. The
+        snapshots of this embedding stay with it.
+
+        Args:
+            persistent_path: the folder of the copy's rows.
+            weights_only: leave the optimizer's state behind: any optimizer begins anew, at step 0.
+
+        Raises:
+            ValueError: it is the path of this embedding.
+            StorageError: the path is in use, cannot be made or written to, or its disk has no room for the rows.
+        """
+        return copied(self, persistent_path, weights_only=weights_only)
 
     # ---- rows, counters, memory -------------------------------------------------------------------------------------
 
@@ -430,10 +457,46 @@ class TableEmbedding(torch.nn.Module):
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
 
     def __deepcopy__(self, memo: object) -> Never:
-        raise TypeError(f"embedding {self.name!r} cannot be copied: its rows live in {self.store.plan.persistent_path}")
+        raise TypeError(
+            f"embedding {self.name!r} cannot be copied by copy.deepcopy: its rows live in"
+            f" {self.store.plan.persistent_path}, and a copy needs a path of its own: embedding.copy_to(path). Copy and"
+            " average (AveragedModel) the dense modules alone; oneemb.AveragedEmbedding averages rows"
+        )
 
     def __reduce_ex__(self, protocol: object) -> Never:
-        raise TypeError(f"embedding {self.name!r} cannot be pickled; save its state_dict(), which names a snapshot")
+        raise TypeError(
+            f"embedding {self.name!r} cannot be pickled, by torch.save of a model or for another process: save its"
+            " state_dict(), which names a snapshot, and make the embedding anew where that is loaded"
+        )
+
+
+Embedding = TypeVar("Embedding", bound=TableEmbedding)
+
+
+def copied(
+    embedding: Embedding, persistent_path: AnyPath, *, weights_only: bool, change: ChangeRows | None = None
+) -> Embedding:
+    """What `copy_to` gives; `change` changes the rows on their way."""
+    options = dataclasses.replace(embedding.store_options, persistent_path=(absolute_path(persistent_path),))
+    if os.path.realpath(*options.persistent_path) == os.path.realpath(embedding.store.plan.persistent_path):
+        raise ValueError(
+            f"a copy of embedding {embedding.name!r} needs a path of its own, got that of its rows,"
+            f" {embedding.store.plan.persistent_path}"
+        )
+    copy = type(embedding).__new__(type(embedding))
+    TableEmbedding.__init__(
+        copy, embedding.name, embedding.column_dims, embedding.dtype, embedding.key_type, embedding.tables, options,
+        embedding.default_initializer, embedding.padding_idx, embedding.seed, embedding.store.threads.count,
+        starts_empty=False,
+    )  # fmt: skip
+    try:
+        copy.to(embedding.weight.device).train(embedding.training)
+        copy.weight.requires_grad_(embedding.weight.requires_grad)
+        embedding.store.copy_to(copy.store, with_state=not weights_only, change=change)
+    except BaseException:
+        copy.close()
+        raise
+    return copy
 
 
 def embeddings_of(module: torch.nn.Module) -> dict[str, TableEmbedding]:
@@ -443,6 +506,11 @@ def embeddings_of(module: torch.nn.Module) -> dict[str, TableEmbedding]:
 
 class MultiTableEmbedding(TableEmbedding):
     """Embedding tables of one width, keyed by (table, id), that grow with the ids they meet.
+
+    `weight`, a parameter of shape [0, D], stands for all rows in `parameters()` and in param groups. So it is in the
+    group of matrices where groups are made by `ndim`, counts as no parameter (`numel()` is 0; there are
+    `stats()["rows"] * embedding_dim` weights), and what averages or copies parameters does nothing to rows: `copy_to`
+    and `oneemb.AveragedEmbedding` do. `state_dict()` holds no weight but the name of a snapshot.
 
     Args:
         name: names the embedding in errors and snapshots.
@@ -524,6 +592,16 @@ class MultiTableMultiColumnEmbedding(TableEmbedding):
             name, embedding_dim, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
             num_threads,
         )  # fmt: skip
+
+
+class _RowsOf(weakref.ref):
+    """The embedding whose rows a weight stands for."""
+
+    def __reduce_ex__(self, protocol: object) -> Never:
+        raise TypeError(
+            "the weight of an embedding, or an optimizer or a list that holds it, cannot be pickled: save"
+            " state_dict() of the model and of the optimizer"
+        )
 
 
 def _in_ddp(weight: torch.Tensor) -> bool:

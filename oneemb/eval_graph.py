@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from oneemb.compiled_graph import CompiledGraph, OnAcquired
+from oneemb.compiled_graph import Batch, CompiledGraph, OnAcquired
 from oneemb.graph.prefetch import Prepared
 from oneemb.storage.turns import undisturbed
 
@@ -35,7 +35,7 @@ class EvalGraph(CompiledGraph):
         (torch.Size([2]), 0)
     """
 
-    def _step(self, batch: Any, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
+    def _step(self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
         in_training_mode = [module for module in self.modules() if module.training]
         try:
             for module in in_training_mode:

@@ -13,8 +13,8 @@ __all__ = ["Scaling"]
 class Scaling:
     """Has every loss scaled that `build` calls `backward` on, while it is entered, if a scaler is given.
 
-    If `build` itself calls `scale` of a GradScaler that is an attribute of the graph or of a module in it, that one
-    is taken, and nothing is scaled twice.
+    If `build` itself calls `scale` of a GradScaler that is an attribute of the graph, that one is taken, and nothing is
+    scaled twice.
 
     Args:
         graph: the graph.
@@ -35,10 +35,7 @@ class Scaling:
         self._passes = 0
         self._by_build = False
         self._watched: dict[torch.amp.GradScaler, None] = {} if given is None else {given: None}
-        for module in graph.modules():
-            for value in vars(module).values():
-                if isinstance(value, torch.amp.GradScaler):
-                    self._watched[value] = None
+        self._watched |= {value: None for value in vars(graph).values() if isinstance(value, torch.amp.GradScaler)}
 
     def __enter__(self) -> "Scaling":
         for scaler in self._watched:

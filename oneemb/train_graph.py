@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from oneemb.checkpoint import GraphState, load_checkpoint, save_checkpoint
-from oneemb.compiled_graph import CompiledGraph, OnAcquired, step_locks
+from oneemb.compiled_graph import Batch, CompiledGraph, OnAcquired, step_locks
 from oneemb.eager import Optimizer, step_together
 from oneemb.embedding import embeddings_of
 from oneemb.graph import ops
@@ -169,7 +169,7 @@ class TrainGraph(CompiledGraph):
         """
         self._train_state.scaler = scaler
 
-    def _step(self, batch: Any, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
+    def _step(self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
         expected: list[Expected] = []
         if not self.training:
             with torch.no_grad():
@@ -184,9 +184,10 @@ class TrainGraph(CompiledGraph):
                     result = self._run_build(
                         batch, prepared, on_acquired, expected, backward=scaling.backward, steppers=steppers
                     )
-                self._check_trained(scaling)
+                self._check_trained(batch, scaling)
+                state.scaled_by = scaling.scaler or state.scaled_by
                 if self._updates_now():
-                    self._update(scaling.scaler, committing)
+                    self._update(committing)
                 else:
                     kept = [lookup for lookup in expected if lookup.has_grad]
             except BaseException:
@@ -211,12 +212,12 @@ class TrainGraph(CompiledGraph):
         dense = self._dense_compiler()
         return dense.refuse_second_pass if dense is not None and self.config.cuda_graph else None
 
-    def _check_trained(self, scaling: Scaling) -> None:
+    def _check_trained(self, batch: Batch, scaling: Scaling) -> None:
         """Raise BuildError if gradients have come that no optimizer of the graph uses."""
         state = self._train_state
         scaling.check(self.parameters())
         trained = {store for optimizer in state.optimizers for store in (e.store for e in optimizer.embeddings)}
-        for embedding in embeddings_of(self).values():
+        for embedding in batch.embeddings.values():
             if embedding.weight.grad is not None and embedding.store not in trained and embedding.optimizer is None:
                 raise BuildError(
                     f"embedding {embedding.name!r} is looked up in build and no optimizer of the graph trains it; give"
@@ -233,9 +234,10 @@ class TrainGraph(CompiledGraph):
         groups = [group for optimizer in self._train_state.optimizers for group in optimizer.param_groups]
         return any(parameter.grad is not None for group in groups for parameter in group["params"])
 
-    def _update(self, scaler: torch.amp.GradScaler | None, committing: ExitStack) -> None:
+    def _update(self, committing: ExitStack) -> None:
         """Step all optimizers with the gradients there are."""
         state, call = self._train_state, self._stats.call
+        scaler = state.scaled_by
         if scaler is not None:
             call("unscale", ops.unscale, scaler, state.optimizers)
         for optimizer, max_norm in zip(state.optimizers, state.max_norms, strict=True):
@@ -247,6 +249,7 @@ class TrainGraph(CompiledGraph):
         )
         if scaler is not None:
             call("update_scale", ops.update_scale, scaler, go)
+        state.scaled_by = None
         call("advance", ops.advance, state.optimizers, state.lr_schedulers, go)
 
     def save(self, path: AnyPath, *, keep: int | None = None) -> None:

@@ -31,6 +31,8 @@ class TrainState:
         self.scaler: torch.amp.GradScaler | None = None
         self.micro_batches = 0
         """Calls since the last update."""
+        self.scaled_by: torch.amp.GradScaler | None = None
+        """What has scaled the losses since the last update."""
         self.steps = 0
         """Updates made or skipped."""
 
@@ -48,4 +50,5 @@ class TrainState:
         """Drop every gradient that no update has used, of rows and dense parameters, of all micro-batches so far."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+        self.scaled_by = None
         self.micro_batches = 0

@@ -21,12 +21,12 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from oneemb.kernels.arrays import Array
+from oneemb.kernels.arrays import Array, RowsOfIds
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.loops import Keys, Loops
@@ -38,12 +38,12 @@ from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError, StoreFullError
 from oneemb.storage.step_lock import StepLock, alone, between_steps
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
-from oneemb.storage.tiered_rows import TieredRows
+from oneemb.storage.tiered_rows import ChangeRows, TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
 from oneemb.storage.tiers.stack import StorePlan
 from oneemb.storage.turns import Turns, undisturbed
 
-__all__ = ["EXPORTED", "EmbeddingStore", "Pins"]
+__all__ = ["EXPORTED", "ChangeRows", "EmbeddingStore", "Pins", "Watcher", "weights_in"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,6 +66,13 @@ class Pins(weakref.ref):
     __slots__ = ("generation", "slot_U")
     slot_U: Array
     generation: int
+
+
+class Watcher(Protocol):
+    """Wants to know of rows before they change."""
+
+    def before_change(self, table_U: Array, id_U: Array, weight_UD: torch.Tensor) -> None:
+        """These rows are about to change, whose weights are these. One that raises keeps them from it."""
 
 
 Method = Callable[Concatenate["EmbeddingStore", P], R]
@@ -109,6 +116,13 @@ def _reading(method: Method[P, R]) -> Method[P, R]:
     return run
 
 
+def weights_in(weight_SX: Array, slot_U: Array, format: RowFormat, loops: Loops) -> torch.Tensor:
+    """The weights of the rows in these slots of a slab: [U, D]."""
+    out = torch.empty(len(slot_U), format.dim, dtype=getattr(torch, format.dtype), device=loops.device)
+    loops.gather(RowsOfIds(weight_SX, slot_U, loops.arange(len(slot_U))), loops.array(out))
+    return out
+
+
 class EmbeddingStore:
     """The rows of one embedding.
 
@@ -142,6 +156,8 @@ class EmbeddingStore:
         self.turns = Turns(f"the embedding on {bottom.name}", _MEND, rank=0)
         self.step_lock = StepLock()
         """Held by steps, and by whoever takes all rows as they are or puts others in their place; before any turn."""
+        self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        """Those who are told which rows a step, or `put`, is about to change."""
         self.writing = threading.Lock()
         """Held by loops that write rows in place, and by those that read rows which may be written; after any turn."""
         self._pins: dict[int, Pins] = {}
@@ -395,11 +411,51 @@ class EmbeddingStore:
         put = self.loops.put
         slot_U, keys = self.acquire(self.loops.distinct_keys(put(table_U), put(id_U)))
         try:
+            if self.watchers:
+                self.before_change(keys.table_U, keys.id_U, self.weights_in(slot_U))
             with self.writing:
                 self.row_SW[slot_U, : row_UX.shape[1]] = put(row_UX)
             self.mark_dirty(keys.table_U, slot_U)
         finally:
             self.release(slot_U)
+
+    def weights_in(self, slot_U: Array) -> torch.Tensor:
+        """The weights of the rows in these slots, which are pinned: [U, D]."""
+        return weights_in(self.weight_SX, slot_U, self.format, self.loops)
+
+    def before_change(self, table_U: Array, id_U: Array, weight_UD: torch.Tensor) -> None:
+        """Tell the watchers that these rows are about to change.
+
+        Raises:
+            StorageError: a watcher keeps them from it.
+        """
+        for watcher in list(self.watchers):
+            watcher.before_change(table_U, id_U, weight_UD)
+
+    @_between_steps
+    def copy_to(self, other: "EmbeddingStore", *, with_state: bool, change: ChangeRows | None = None) -> None:
+        """Let another store, which is new, have the rows as they are now, and the step.
+
+        Args:
+            with_state: let it have the optimizer's state too; off, its rows have none and begin at step 0.
+            change: is given tables, ids and rows on their way, and changes the rows in place.
+
+        Raises:
+            StorageError: the other's path is in use or unusable, or has no room for them.
+        """
+        with self.turns, other.turns:
+            self.turns.check(changes=True)
+            self._check_open()
+            if self._bottom.keeps_rows and not self.built:
+                self._rows.build()
+            if self.built:
+                other.begin_with(self._rows, self.step if with_state else 0, with_state, change)
+
+    def begin_with(self, rows: TieredRows, step: int, with_state: bool, change: ChangeRows | None) -> None:
+        """Have these rows, for `copy_to`. There are none here yet."""
+        self._rows.copy_from(rows, with_state=with_state, change=change)
+        self.step = step
+        self.changes += 1
 
     def release(self, slot_U: Array, *, elsewhere: bool = False) -> None:
         """Unpin slots that `acquire` gave, once each; see `HotRows.release`."""

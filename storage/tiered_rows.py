@@ -16,7 +16,7 @@ import threading
 import uuid
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,7 +34,10 @@ from oneemb.storage.tiers.hot_rows import HotRows
 from oneemb.storage.tiers.stack import NewRows, StorePlan, check_room, make_tiers
 from oneemb.storage.turns import undisturbed
 
-__all__ = ["TieredRows"]
+__all__ = ["ChangeRows", "TieredRows"]
+
+ChangeRows = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
+"""change(table_N, id_N, row_NW) writes other words into the rows of these keys."""
 
 
 def _rescue_name() -> str:
@@ -375,6 +378,29 @@ class TieredRows:
             row_NW[:, :begin] = row_NX[:, :begin]
             row_NW[:, begin:] = self.format.state
             self._store.put(table_N, id_N, row_NW)
+
+    def copy_from(self, source: "TieredRows", *, with_state: bool, change: ChangeRows | None) -> None:
+        """Make the tiers, for rows as those of `source`, and have all of them. There are none here yet.
+
+        Args:
+            with_state: have their optimizer's state too.
+            change: changes the rows on their way.
+
+        Raises:
+            StorageError: the store at the bottom cannot be opened, or has no room for them.
+        """
+        format = source.format
+        self.build(format if with_state else format.with_state(None, np.empty(0, np.float32)))
+        assert self._store is not None
+        for tier in self.tiers:
+            tier.check_holds(len(source))
+        for table_N, id_N, row_NW in source.hot.scan():
+            undisturbed.raise_interrupt()
+            row_NW = np.ascontiguousarray(row_NW[:, : self.format.row_width])
+            if change is not None:
+                change(table_N, id_N, row_NW)
+            self._store.put(table_N, id_N, row_NW)
+        self._reload()
 
     def _scan(self, name: str) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """All rows of a snapshot. Ctrl-C comes between two parts."""

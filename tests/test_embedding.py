@@ -1,10 +1,8 @@
 """Embedding modules: lookups of every shape and type, limits, snapshots and state dicts, and what is refused."""
 
-import copy
 import gc
 import math
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -17,7 +15,9 @@ from typing import get_type_hints
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
+import torch.distributed.checkpoint
 
 import oneemb
 from oneemb.kernels import jit_cuda
@@ -585,29 +585,33 @@ def test_a_state_dict_names_a_snapshot_and_loading_it_loads_that(made, tmp_path)
     assert not torch.equal(rows_of(embedding, [1, 2]), rows)
     model.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert torch.equal(rows_of(embedding, [1, 2]), rows) and embedding.stats()["step"] == 1
-    assert embedding.snapshots() == [state["rows._extra_state"]["oneemb_snapshot"]]
+    assert embedding.snapshots() == [oneemb.snapshot_name(state["rows._extra_state"])]
+
+
+def named(embedding):
+    return oneemb.snapshot_name(embedding.state_dict()["_extra_state"])
 
 
 def test_a_state_dict_saves_a_snapshot_only_when_rows_have_changed(made):
     embedding = made()
     optimizer = attach(embedding)
-    assert embedding.state_dict()["_extra_state"] == {"oneemb_snapshot": None} and embedding.snapshots() == []
+    assert named(embedding) is None and embedding.snapshots() == []
     embedding(torch.tensor([1]))
-    first = embedding.state_dict()["_extra_state"]
+    first = named(embedding)
     embedding(torch.tensor([1]))
     embedding.eval()(torch.tensor([2]))
     embedding.train()
-    assert embedding.state_dict()["_extra_state"] == first and len(embedding.snapshots()) == 1
+    assert named(embedding) == first and len(embedding.snapshots()) == 1
     embedding(torch.tensor([1])).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    assert embedding.state_dict()["_extra_state"] != first and len(embedding.snapshots()) == 2
+    assert named(embedding) != first and len(embedding.snapshots()) == 2
     embedding.save_snapshot("mine")
-    assert embedding.state_dict()["_extra_state"]["oneemb_snapshot"] == "mine"
+    assert named(embedding) == "mine"
     embedding.delete_snapshot("mine")
-    assert embedding.state_dict()["_extra_state"]["oneemb_snapshot"] in embedding.snapshots()
-    embedding.load_snapshot(first["oneemb_snapshot"])
-    assert embedding.state_dict()["_extra_state"] == first
+    assert named(embedding) in embedding.snapshots()
+    embedding.load_snapshot(first)
+    assert named(embedding) == first
 
 
 def test_a_snapshot_that_is_overwritten_holds_the_state_dict_of_the_moment(made):
@@ -615,9 +619,9 @@ def test_a_snapshot_that_is_overwritten_holds_the_state_dict_of_the_moment(made)
     embedding(torch.tensor([1]))
     embedding.save_snapshot("s")
     embedding(torch.tensor([2]))
-    assert embedding.state_dict()["_extra_state"]["oneemb_snapshot"] != "s"
+    assert named(embedding) != "s"
     embedding.save_snapshot("s", overwrite=True)
-    assert embedding.state_dict()["_extra_state"]["oneemb_snapshot"] == "s"
+    assert named(embedding) == "s"
 
 
 def test_the_state_dict_of_an_empty_embedding_empties_another(made):
@@ -628,11 +632,56 @@ def test_the_state_dict_of_an_empty_embedding_empties_another(made):
     assert embedding.stats()["rows"] == 0
 
 
+@pytest.mark.parametrize("change", [torch.clone, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double])
+def test_a_state_dict_may_be_mapped_and_loads(made, change):
+    embedding = made()
+    embedding(torch.arange(3))
+    state = {name: change(value) for name, value in embedding.state_dict().items()}
+    embedding(torch.arange(5))
+    embedding.load_state_dict(state)
+    assert embedding.stats()["rows"] == 3
+
+
+def test_a_state_dict_that_was_averaged_says_that_it_names_no_rows(made):
+    embedding, states = made(), []
+    for id in (1, 2):
+        embedding(torch.tensor([id]))
+        states.append(embedding.state_dict())
+    averaged = {name: value // 2 + states[1][name] // 2 for name, value in states[0].items()}
+    with pytest.raises(ValueError, match="Copy it as it is: rows are not in state dicts"):
+        embedding.load_state_dict(averaged)
+    assert embedding.stats()["rows"] == 2
+
+
+def test_a_state_dict_goes_through_safetensors_and_distributed_checkpoints(made, tmp_path):
+    embedding = made()
+    embedding(torch.arange(3))
+    safetensors.torch.save_file(embedding.state_dict(), tmp_path / "s.safetensors")
+    torch.distributed.checkpoint.save(embedding.state_dict(), checkpoint_id=tmp_path / "dcp")
+    for way in ("safetensors", "dcp"):
+        embedding.clear()
+        state = embedding.state_dict()
+        if way == "dcp":
+            torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "dcp")
+        else:
+            state = safetensors.torch.load_file(tmp_path / "s.safetensors")
+        embedding.load_state_dict(state)
+        assert embedding.stats()["rows"] == 3, way
+
+
+def test_the_longest_name_of_a_snapshot_fits_into_a_state_dict(made):
+    embedding = made()
+    embedding(torch.arange(3))
+    for letter, times in (("a", 200), ("\U0001f600", 16), ("\x01", 60)):
+        embedding.save_snapshot(letter * times)
+        assert len(embedding.get_extra_state()) == 1024 and named(embedding) == letter * times
+
+
 def test_a_state_dict_whose_snapshot_is_gone_names_it_and_those_that_are_there(made):
     embedding = made()
     embedding(torch.tensor([1]))
     state = embedding.state_dict()
-    name = state["_extra_state"]["oneemb_snapshot"]
+    name = oneemb.snapshot_name(state["_extra_state"])
     embedding.save_snapshot("other")
     embedding.delete_snapshot(name)
     embedding(torch.tensor([2]))
@@ -752,17 +801,6 @@ def test_ids_that_are_no_tensor_are_refused(made, ids, training):
     for arguments in ({}, {"offsets": torch.tensor([0, 2])}, {"table_ids": torch.tensor(0)}):
         with pytest.raises(TypeError, match="ids must be a tensor of torch.int64 of shape .*, got (list|tuple|int)"):
             embedding(ids, **arguments)
-
-
-def test_copies_and_pickles_say_what_to_do_instead(made, tmp_path):
-    embedding = made()
-    for model in (embedding, torch.nn.Sequential(embedding)):
-        with pytest.raises(TypeError, match="'items' cannot be copied: its rows live in .*rows"):
-            copy.deepcopy(model)
-        with pytest.raises(TypeError, match=r"'items' cannot be pickled; save its state_dict\(\)"):
-            pickle.dumps(model)
-        with pytest.raises(TypeError, match="cannot be pickled"):
-            torch.save(model, tmp_path / "model.pt")
 
 
 def test_the_representation_says_what_it_is(made):
@@ -1037,4 +1075,4 @@ def test_no_state_dict_names_a_snapshot_that_an_interrupted_call_has_deleted(mad
         embedding = prepare()
         with suppress(KeyboardInterrupt), AtLine(at, files=[oneemb.embedding.__file__], functions=["delete_snapshot"]):
             embedding.delete_snapshot("s")
-        assert embedding.get_extra_state()["oneemb_snapshot"] in embedding.snapshots(), at
+        assert named(embedding) in embedding.snapshots(), at

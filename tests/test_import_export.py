@@ -383,7 +383,7 @@ def test_exporting_does_not_change_what_a_state_dict_says(tmp_path, embedding):
     oneemb.import_rows(embedding, (IDS, some_vectors()))
     embedding.save_snapshot("s")
     oneemb.export_rows(embedding, tmp_path / "v.npz")
-    assert embedding.get_extra_state()["oneemb_snapshot"] == "s"
+    assert oneemb.snapshot_name(embedding.get_extra_state()) == "s"
 
 
 def test_progress_is_told(tmp_path, embedding):

@@ -229,12 +229,20 @@ def test_rows_are_trained_in_eval_mode_too_and_inserted_by_the_step(tmp_path):
     assert pair.rows.stats()["rows"] == len({id for ids in batches() for id in ids.tolist()})
 
 
-def test_a_scheduler_takes_the_joined_optimizer(tmp_path):
-    pair = Pair(tmp_path, joined=True)
-    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in pair.optimizers]
-    for ids in batches():
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=STEPS),
+    ],
+    ids=["StepLR", "OneCycleLR"],
+)
+def test_a_scheduler_takes_the_joined_optimizer(tmp_path, make):
+    pair = Pair(tmp_path, lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9), joined=True)
+    schedulers = [make(optimizer) for optimizer in pair.optimizers]
+    for _ in range(STEPS):
         for i, (optimizer, scheduler) in enumerate(zip(pair.optimizers, schedulers, strict=True)):
-            plain(pair, i, optimizer, ids)
+            plain(pair, i, optimizer, torch.arange(IDS))
             scheduler.step()
     pair.check()
     assert isinstance(pair.optimizers[0], torch.optim.Optimizer)
@@ -395,9 +403,7 @@ def test_a_state_dict_holds_no_weight_and_may_be_mapped(tmp_path):
     pair = Pair(tmp_path)
     plain(pair, 0, pair.optimizers[0], torch.arange(IDS))
     model = torch.nn.Sequential(pair.rows, pair.heads[0])
-    state = {
-        name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in model.state_dict().items()
-    }
+    state = {name: value.clone() for name, value in model.state_dict().items()}
     assert "0.weight" not in state
     expected = pair.rows(torch.arange(IDS)).detach().clone()
     plain(pair, 0, pair.optimizers[0], torch.arange(IDS))

@@ -185,7 +185,7 @@ def test_another_runs_snapshot_of_the_same_name_is_refused(tmp_path, way):
         (name,) = mine.embedding.snapshots()
     else:
         state = mine.embedding.state_dict()
-        name = state["_extra_state"]["oneemb_snapshot"]
+        name = oneemb.snapshot_name(state["_extra_state"])
     others.embedding.save_snapshot(name)
     others(IDS)
     before = state_of(others)

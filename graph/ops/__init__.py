@@ -32,6 +32,7 @@ from oneemb.graph.ops.lookup import (
     acquire_later,
     check_pooling,
     gather,
+    keep,
     peek,
     prefetch,
     read_ids,
@@ -56,7 +57,7 @@ from oneemb.graph.ops.update import Groups, StepOptimizer, add_note, advance, op
 __all__ = [
     "Groups", "Keys", "Lease", "MergedKeys", "MergedReserved", "NonFiniteGradientError", "OPS", "POOLINGS", "Reserved",
     "RowGrad", "RowGrads", "StepOptimizer", "acquire", "acquire_later", "add_note", "advance", "check_finite",
-    "check_merged_pooling", "check_pooling", "gather", "gather_merged", "options_of", "part_of", "peek", "prefetch",
-    "read_ids", "reduce_grads", "refuse_dense", "reserve", "shuffle_grads", "shuffle_keys", "shuffle_rows", "step",
-    "unique_keys", "unique_merged_keys", "unprefetch", "unscale", "update", "update_scale", "with_grad",
+    "check_merged_pooling", "check_pooling", "gather", "gather_merged", "keep", "options_of", "part_of", "peek",
+    "prefetch", "read_ids", "reduce_grads", "refuse_dense", "reserve", "shuffle_grads", "shuffle_keys", "shuffle_rows",
+    "step", "unique_keys", "unique_merged_keys", "unprefetch", "unscale", "update", "update_scale", "with_grad",
 ]  # fmt: skip

@@ -23,7 +23,8 @@ def check_finite(
     grads: Sequence[RowGrads | None],
     scaler: torch.amp.GradScaler | None = None,
 ) -> bool:
-    """Whether every gradient of the step is finite, those of dense parameters too, so that the step may be taken.
+    """Whether every gradient of the step is finite, those of dense parameters too, so that the step may be taken. Who
+    watches the rows is told that they are about to change.
 
     Args:
         scaler: the GradScaler that scaled the losses: a step that overflows is then left out.
@@ -32,6 +33,7 @@ def check_finite(
         NonFiniteGradientError: one is not, and its optimizer was not told to skip such steps.
         ValueError: an optimizer's options have changed into what its rows cannot follow; no weight, state or
             count has changed.
+        StorageError: there is no room for the averages of rows (`oneemb.AveragedEmbedding`); nothing has changed.
     """
     present = [grad for grad in grads if grad is not None]
     for optimizer in optimizers:
@@ -42,6 +44,8 @@ def check_finite(
                 row_optimizer.check(group)
     found = None if _surely_finite(optimizers, present) else _find_nonfinite(optimizers, present)
     if found is None:
+        for grad in present:
+            grad.before_change()
         return True
     if scaler is None and not all(optimizer.skip_nonfinite for optimizer in optimizers):
         raise NonFiniteGradientError(

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Array, Terms
 from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.loops import Segments
-from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.embedding_store import EmbeddingStore, weights_in
 from oneemb.storage.merged_store import MergedStore
 
 __all__ = ["RowGrads", "join_grads", "sum_over_passes"]
@@ -80,6 +81,25 @@ class RowGrads:
         """The same gradients of the same keys, whose rows are in other slots now."""
         keys = self.table_U, self.id_U, slot_U
         return RowGrads(self.store, generation, *keys, sums=self.sums, stores=self.stores)
+
+    def before_change(self) -> None:
+        """Tell those who watch the stores that these rows are about to change.
+
+        Raises:
+            StorageError: a watcher keeps them from it.
+        """
+        store = self.store
+        if not any(member.watchers for member in store.members):
+            return
+        weight_UD = weights_in(store.weight_SX, self.slot_U, store.format, store.loops)
+        if isinstance(store, EmbeddingStore):
+            store.before_change(self.table_U, self.id_U, weight_UD)
+            return
+        for m, member in enumerate(store.members):
+            own = np.flatnonzero(store.members_of(self.table_U) == m)
+            if member.watchers and len(own):
+                table_U = self.table_U[own] - store.first_table_M1[m]
+                member.before_change(table_U, self.id_U[own], weight_UD[torch.from_numpy(own)])
 
     def rows(self, u: Array) -> "RowGrads":
         """The gradients of the keys `u` alone, which may be of any store here."""

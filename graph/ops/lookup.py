@@ -30,14 +30,15 @@ from oneemb.kernels.places import loops_of
 from oneemb.kernels.threads import Threads
 from oneemb.storage.embedding_store import EmbeddingStore, Pins
 from oneemb.storage.merged_store import MergedPrefetched, MergedStore
+from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed
 
 __all__ = [
     "DTYPES", "Keys", "Lease", "POOLINGS", "REPLACED", "Reserved", "acquire", "acquire_later", "check_pooling",
-    "gather", "measure_gather", "measure_unique_keys", "peek", "prefetch", "read_ids", "reserve", "spread_max_grads",
-    "unique_keys", "unprefetch",
+    "gather", "keep", "measure_gather", "measure_unique_keys", "peek", "prefetch", "read_ids", "reserve",
+    "spread_max_grads", "unique_keys", "unprefetch",
 ]  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -56,6 +57,17 @@ REPLACED = (
     "the rows of a lookup were replaced since (load_snapshot, clear, close, another device); look the ids up again"
 )
 """What a lookup says whose slots mean nothing any more."""
+
+
+# ---- ids -------------------------------------------------------------------------------------------------------------
+
+
+@Op(PREPARE)
+def keep(value: Any) -> Any:
+    """A copy of a batch's value that nobody else has: of a tensor, array or list. Any: other values are themselves."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, np.ndarray | list) else value
 
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
@@ -238,9 +250,10 @@ class Lease:
 
     def unpin(self) -> None:
         """Let the rows be evicted; `pin` brings them back."""
+        if self._pins is None:
+            return
         with undisturbed:
-            if self._pins is not None:
-                self.store.release_pins(self._pins)
+            self.store.release_pins(self._pins)
             self._pins = self.slot_U = None
 
     def reduce(self, grads: Sequence[torch.Tensor]) -> RowGrads:
@@ -416,7 +429,22 @@ def unprefetch(values: Iterable[object]) -> None:
             value.store.unprefetch(value)
 
 
-def _check_place(store: EmbeddingStore | MergedStore, loops: Loops) -> None:
+class ReadRows(Protocol):
+    """What can be peeked into: a store, or what reads as one."""
+
+    @property
+    def format(self) -> RowFormat:
+        """Of a row."""
+
+    @property
+    def loops(self) -> Loops:
+        """Those that work where the rows are."""
+
+    def read(self, keys: kernels.Keys) -> tuple[Array, kernels.Keys]:
+        """The rows of these keys; see `EmbeddingStore.read`."""
+
+
+def _check_place(store: ReadRows | MergedStore, loops: Loops) -> None:
     if loops.place != store.loops.place:
         raise ValueError(
             f"ids must be on {store.loops.place}, where the embedding is, got {loops.place};"
@@ -450,7 +478,7 @@ def gather(lease: Lease, per_sample_weights: torch.Tensor | None = None, pooling
 
 
 def _read(
-    store: EmbeddingStore, weight_SX: Array, slot_U: Array, keys: Keys, scale_N: Array | None, pooling: str
+    store: ReadRows, weight_SX: Array, slot_U: Array, keys: Keys, scale_N: Array | None, pooling: str
 ) -> tuple[torch.Tensor, Array | None]:
     """The weights of each id, or of each bag, from the rows in slot_U; and the `argmax_PD` of a maximum."""
     loops, dim, rows = store.loops, store.format.dim, RowsOfIds(weight_SX, slot_U, keys.unique.inverse_N)
@@ -498,9 +526,7 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
         raise ValueError(f"per_sample_weights must be on {device}, where ids are, got {per_sample_weights.device}")
 
 
-def _scales_of(
-    keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: EmbeddingStore
-) -> Array | None:
+def _scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: ReadRows) -> Array | None:
     """By what each id is multiplied on its way into its bag: float32 [N]; None = 1.
 
     Raises:
@@ -516,7 +542,7 @@ def _scales_of(
 
 @Op(LOOKUP, takes=("store", "keys"), measure=measure_gather)
 def peek(
-    store: EmbeddingStore, keys: Keys, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
+    store: ReadRows, keys: Keys, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
 ) -> torch.Tensor:
     """What `gather` gives, without a gradient and without inserting: an unknown id reads as its initial value.
 

@@ -13,7 +13,7 @@ as they would on the dense gradient of a table: one that is zero but for the row
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import numpy as np
 import torch
@@ -140,6 +140,14 @@ class RowGrad(torch.Tensor):
         copy = RowGrad(self.store, self.passes, self.summed, self.holders)
         copy.spent = self.spent
         return copy
+
+    def __deepcopy__(self, memo: object) -> "RowGrad":
+        return self.copy_of()
+
+    def __reduce_ex__(self, protocol: object) -> Never:
+        raise TypeError(
+            "the gradient of an embedding's rows cannot be pickled: pickle grad.row_keys() and grad.row_values()"
+        )
 
     def spend(self) -> None:
         """Unpin the rows, which have been updated, and hold nothing any more."""

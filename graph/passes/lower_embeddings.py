@@ -6,7 +6,7 @@ from torch import fx
 
 from oneemb.graph import ops
 from oneemb.graph.modules import Embeddings
-from oneemb.graph.passes import copy_graph, output_of
+from oneemb.graph.passes import copy_graph, node_of, output_of
 
 __all__ = ["lower_embeddings"]
 
@@ -15,11 +15,12 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
     """Write each lookup as ops. `embeddings` maps the targets of calls to embedding modules.
 
     Before:  rows = embedding(ids);  return (rows,)
-    After:   kept = ids.clone();  keys = unique_keys(kept, ...);  reserved = reserve(store, keys)
-             return (("embedding", kept, None, None, reserved, None, None, "sum"),)
+    After:   kept = keep(ids);  keys = unique_keys(kept, ...);  reserved = reserve(store, keys)
+             return (("embedding", kept, None, None, reserved, None, None, "sum", ids),)
 
-    What is returned of a lookup are the arguments of `Made`. Ids are copied since `build` may change them in place
-    before it looks them up. Rows are acquired and read when it does: what it does not look up must not be inserted.
+    What is returned of a lookup are the arguments of `Expected`. Values of the batch are copied, since `build` may
+    change them in place before it looks them up. Rows are acquired and read when it does: what it does not look up must
+    not be inserted.
 
     An embedding in eval mode inserts nothing before the step that trains it. A frozen one never does, nor does any if
     `inserts` is off. Their rows are read at once:
@@ -34,20 +35,18 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
     """
     graph = copy_graph(graph)
     output = output_of(graph)
-    kept: dict[fx.node.Argument, fx.Node] = {}
     made: list[fx.node.Argument] = []
-
-    def keep(argument: fx.node.Argument) -> fx.node.Argument:
-        if isinstance(argument, fx.Node) and argument not in kept:
-            kept[argument] = graph.call_method("clone", (argument,))
-        return kept.get(argument) if isinstance(argument, fx.Node) else argument
-
+    for node in list(graph.nodes):
+        if node.op in ("placeholder", "get_attr") and node.users:
+            with graph.inserting_after(node):
+                kept = graph.call_function(ops.keep, (node,))
+            node.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
     for node in list(graph.nodes):
         if node.op != "call_module" or node.target not in embeddings:
             continue
         module = embeddings[node.target]
         with graph.inserting_before(node):
-            call = _Call(**{name: keep(argument) for name, argument in node.kwargs.items()})
+            call = _Call(**node.kwargs)
             store = graph.get_attr(f"{node.target}.store")
             key_arguments = call.ids, call.table_ids, module.num_tables, module.key_type, module.padding_idx
             offsets = () if call.offsets is None else (call.offsets,)
@@ -63,7 +62,8 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
                     rows = graph.call_function(ops.gather, (lease, *pooled))
             elif call.pooling is not None:
                 rows = graph.call_function(ops.peek, (store, keys, *pooled))
-        made.append((str(node.target), *call[:3], lease, rows, *call[3:]))
+        origin = call.ids.args[0] if node_of(call.ids).target is ops.keep else None
+        made.append((str(node.target), *call[:3], lease, rows, *call[3:], origin))
     output.args = (tuple(made),)
     for node in reversed(list(graph.nodes)):
         if node.op == "call_module" and node.target in embeddings:

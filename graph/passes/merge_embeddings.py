@@ -28,11 +28,11 @@ def merge_embeddings(graph: fx.Graph, members: Mapping[str, Member]) -> fx.Graph
 
     Before:  u1 = unique_keys(x, ...);  reserved1 = reserve(a.store, u1)
              u2 = unique_keys(y, ...);  reserved2 = reserve(b.store, u2)
-             return (("a", x, None, None, reserved1, None, None, "sum"), ...)
+             return (("a", x, None, None, reserved1, None, None, "sum", x), ...)
     After:   keys = unique_merged_keys(((0, x, ...), (1, y, ...)), ...);  reserved = reserve(merged, keys)
              reserved1 = part_of(reserved, 0);  reserved2 = part_of(reserved, 1)
              rows = gather_merged(reserved, ((0, None, "sum"), (1, None, "sum")));  rows1 = rows[0];  rows2 = rows[1]
-             return (("a", x, None, None, reserved1, rows1, None, "sum"), ...)
+             return (("a", x, None, None, reserved1, rows1, None, "sum", x), ...)
 
     Exact: a key occurs in one lookup only, so nothing is summed in another order.
 
@@ -68,7 +68,7 @@ def _merge(graph: fx.Graph, merged: str, reserves: list[fx.Node], members: Mappi
             checked.append((p, *check.args[1:]))
             graph.erase_node(check)
         lookup = next(lookup for lookup in made if lookup[_RESERVED] is reserve)
-        *_, per_sample_weights, pooling = lookup
+        *_, per_sample_weights, pooling, _ = lookup
         if pooling is not None:
             read.append((p, per_sample_weights, pooling))
             reads.append(lookup)

@@ -251,3 +251,28 @@ def test_a_step_launches_no_more_loops_than_it_should(gpu, tmp_path):
         graph(*batch)
         assert at.launches - before <= 12
     graph.embedding.close()
+
+
+@pytest.mark.parametrize(("store", "dtype"), [("device", torch.float32), ("host", torch.bfloat16)])
+def test_averages_and_copies_are_those_of_the_cpu(gpu, store, dtype, tmp_path):
+    found = []
+    for name in ("cpu", "gpu"):
+        embedding = make_embedding(tmp_path / name / "rows", store=store, tables=TABLES, dim=DIM, dtype=dtype)
+        averaged = oneemb.AveragedEmbedding(embedding, tmp_path / name / "averages", 0.9)
+        optimizer = OPTIMIZERS["adagrad"](embedding.parameters())
+        with on_gpu(gpu, embedding, averaged) if name == "gpu" else contextlib.nullcontext():
+            for ids, _ in batches(gpu if name == "gpu" else None):
+                optimizer.zero_grad()
+                embedding(ids).float().square().sum().backward()
+                optimizer.step()
+                averaged.update_rows()
+            averages = averaged(ids).cpu()
+            copies = [module.copy_to(tmp_path / name / path) for module, path in ((embedding, "a"), (averaged, "b"))]
+            rows = embedding.eval()(ids).detach().cpu()
+        for copy, expected in zip(copies, (rows, averages), strict=True):
+            assert torch.equal(copy.eval()(ids).detach().cpu(), expected)
+        found.append((rows.float(), averages.float()))
+        assert averaged.rows.stats()["device"]["pinned"] == 0
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=APART, atol=APART)
+    assert not torch.equal(found[0][0], found[0][1])

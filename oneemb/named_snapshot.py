@@ -1,0 +1,70 @@
+"""What a state dict holds of an embedding's rows: name and identity of a snapshot, as a tensor.
+
+It is a tensor because tools that save and map state dicts (safetensors, trainers, `{k: v.clone() ...}`) take tensors
+only. It is of one length, so that it fits into the place of another.
+"""
+
+import json
+from typing import NotRequired, TypedDict, cast
+
+import torch
+
+__all__ = ["SnapshotName", "decode", "encode", "snapshot_name"]
+
+# A snapshot's name is at most 200 bytes, percent-encoded; quoted in JSON, with its identity, it is below this.
+_BYTES = 1024
+
+
+class SnapshotName(TypedDict):
+    """The snapshot that has the rows."""
+
+    oneemb_snapshot: str | None
+    """None = there are no rows."""
+    oneemb_identity: NotRequired[str | None]
+    """Of this snapshot alone: names repeat from folder to folder and from run to run."""
+
+
+def encode(snapshot: SnapshotName) -> torch.Tensor:
+    """The name as JSON, padded with spaces: uint8 [1024]."""
+    return torch.frombuffer(bytearray(json.dumps(snapshot).encode().ljust(_BYTES)), dtype=torch.uint8)
+
+
+def decode(state: torch.Tensor) -> SnapshotName:
+    """What `encode` was given.
+
+    Raises:
+        ValueError: the tensor is none of its, or its values have been changed.
+    """
+    try:
+        # A copy of the model in another dtype may hold the same bytes as floats.
+        snapshot = json.loads(bytes(state.to("cpu", torch.uint8).tolist()))
+        if isinstance(snapshot["oneemb_snapshot"], str | None):
+            return cast(SnapshotName, snapshot)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        pass
+    raise ValueError(
+        "an embedding's entry of a state dict, `..._extra_state`, names a snapshot in uint8 [1024], this one does not:"
+        f" {state!r:.100}. Copy it as it is: rows are not in state dicts, and their averages cannot be taken there"
+    )
+
+
+def snapshot_name(state: torch.Tensor) -> str | None:
+    """The snapshot that an embedding's entry of a state dict names, None where there were no rows.
+
+    Args:
+        state: `model.state_dict()[f"{name}._extra_state"]`, uint8 [1024].
+
+    Raises:
+        ValueError: it names none.
+
+    Example:
+        >>> import tempfile, torch, oneemb
+        >>> embedding = oneemb.MultiTableEmbedding(
+        ...     "words", 8, torch.float32, torch.int64, [oneemb.make_table()],
+        ...     oneemb.make_device_mem_store_options(tempfile.mkdtemp()))
+        >>> rows = embedding(torch.tensor([3, 5]))
+        >>> embedding.save_snapshot("two words")
+        >>> oneemb.snapshot_name(embedding.state_dict()["_extra_state"])
+        'two words'
+    """
+    return decode(state)["oneemb_snapshot"]
