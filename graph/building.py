@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from oneemb.graph import ops
 from oneemb.graph.build_error import BuildError, user_line
 from oneemb.graph.modules import REGISTER
-from oneemb.graph.tape import Tape
+from oneemb.graph.tape import Tape, version_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.row_store import StoreFullError
 
@@ -75,11 +75,11 @@ class Expected:
     """Of the lookup, once it is made."""
 
     def __post_init__(self) -> None:
-        self._version = None if self.origin is None else self.origin._version
+        self._version = None if self.origin is None else version_of(self.origin)
 
     def is_of(self, ids: torch.Tensor, table_ids: torch.Tensor | None, offsets: torch.Tensor | None) -> bool:
         """Whether this is the lookup of these."""
-        if ids is self.origin and self.waits and ids._version == self._version:
+        if ids is self.origin and self.waits and version_of(ids) == self._version:
             ids = self.ids  # Its values are known to be the same: nobody waits for a GPU to compare them.
         return _same(ids, self.ids) and _same(table_ids, self.table_ids) and _same(offsets, self.offsets)
 

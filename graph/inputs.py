@@ -4,12 +4,12 @@
     values     [a, b]
     structure  batch = {"ids": value, "label": value}, scale = None
 
-Values may differ from call to call, and `build` may not branch on them: tensors, numbers, strings inside a tuple, list
-or dict, and everything that is no structure. A list or tuple of nothing but strings, as a collate function gives it, is
+Values may differ from call to call: tensors, numbers, strings inside a tuple, list or dict, and everything that is no
+structure. A list or tuple of nothing but strings, as a collate function gives it, is
 one value.
 
-Structure is what `build` may branch on; it is compiled anew when it changes:
-- tuples, lists and dicts, their lengths and keys;
+Structure is what says which lookups `build` makes; they are recorded anew when it changes:
+- tuples, lists, dicts and dataclasses, their lengths and keys;
 - None, True, False, dtypes and devices, wherever they are;
 - a string that is an argument of its own, as in build(self, batch, mode="train");
 - what a parameter has as its default, strings in tuples too, where a call does not give it.
@@ -18,15 +18,13 @@ A variable batch size changes no structure.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 __all__ = ["Signature", "Structure"]
-
-T = TypeVar("T")
 
 # Any: arguments of `build`, and the values in them, may be of any type.
 
@@ -73,7 +71,7 @@ class Structure:
         if self.kind == "constant":
             return repr(self.what[1])
         if self.kind == "dict":
-            return f"a dict of {', '.join(map(repr, self.what[1]))}"
+            return f"a {self.what[0].__name__} of {', '.join(map(repr, self.what[1]))}"
         return "a value" if self.kind == "value" else f"a {self.what.__name__} of {len(self.parts)}"
 
     def names(self) -> Iterator[str]:
@@ -99,17 +97,14 @@ class Signature:
         bound = self._signature.bind(*args, **kwargs)
         passed = set(bound.arguments)
         bound.apply_defaults()
-        return self._flatten(bound.arguments, passed)
-
-    def _flatten(self, arguments: Mapping[str, object], passed: Collection[str]) -> tuple[list[Any], Structure]:
         values: list[Any] = []
         parts = []
-        for name, argument in arguments.items():
+        for name, argument in bound.arguments.items():
             # *args and **kwargs hold arguments of their own.
             several = self._signature.parameters[name].kind in (_Kind.VAR_POSITIONAL, _Kind.VAR_KEYWORD)
             depth = _ALL if name not in passed else _MEMBERS if several else _ITSELF
             parts.append(_flatten(argument, name, values, depth))
-        return values, Structure("dict", (dict, tuple(arguments)), tuple(parts))
+        return values, Structure("dict", (dict, tuple(bound.arguments)), tuple(parts))
 
     def spread(self, batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) for a batch of a loader: a tuple or list is `build`'s arguments, a dict its arguments by

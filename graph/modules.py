@@ -1,7 +1,7 @@
 """The modules that a graph is made of: which are embeddings, and which torch does not know to be part of it."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from oneemb.storage.embedding_store import EmbeddingStore
 
 __all__ = [
-    "REGISTER", "Embeddings", "build_of", "embeddings_in", "is_embedding", "say_not_registered", "unregistered_modules",
+    "REGISTER", "Embeddings", "embeddings_in", "is_embedding", "say_not_registered", "unregistered_modules",
 ]  # fmt: skip
 
 # Elements of a list or dict that are searched for modules: one that holds data may be long.
@@ -22,11 +22,6 @@ REGISTER = (
 
 Embeddings = Mapping[str, Any]
 """Embedding modules by qualified name. Any: their classes are of the package above, which imports this one."""
-
-
-def build_of(root: torch.nn.Module) -> Callable[..., object]:
-    """The method `build`, which the class of every graph has."""
-    return root.build  # type: ignore[return-value]  # for torch an attribute of a module is a tensor or a module
 
 
 def is_embedding(module: torch.nn.Module) -> bool:

@@ -23,7 +23,7 @@ from oneemb.graph.passes.share_unique import share_unique
 from oneemb.graph.passes.split_prepare import split_prepare
 from oneemb.graph.recorder import Profile
 from oneemb.graph.spec import check_stage
-from oneemb.graph.tape import Tape
+from oneemb.graph.tape import Tape, version_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 
@@ -65,7 +65,7 @@ class Plan:
 
     def versions(self) -> list[tuple[int, int]]:
         """Equal readings mean that the tensors which the first half reads have not changed."""
-        return [(id(tensor), tensor._version) for tensor in map(self.find, self.constants)]
+        return [(id(tensor), version_of(tensor)) for tensor in map(self.find, self.constants)]
 
     def expect(self, values: Sequence[Any], prepared: Sequence[Any] | None, profile: Profile | None) -> list[Expected]:
         """The lookups that `build` is expected to make of a batch.

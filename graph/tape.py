@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Tape"]
+__all__ = ["Tape", "version_of"]
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     f"__{name}__": getattr(operator, name)
@@ -218,11 +218,13 @@ class _Watch(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that grows when a tensor is changed in place; 0 of one of inference mode, which counts nothing."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _version(value: object) -> int:
-    if not isinstance(value, torch.Tensor) or value.is_inference():
-        return 0  # It has none: of a change in place nobody is told.
-    tensor = value
-    return tensor._version
+    return version_of(value) if isinstance(value, torch.Tensor) else 0
 
 
 def _leaves(value: object) -> Iterator[object]:

@@ -3,11 +3,13 @@
     keys   = unique_keys(ids, ...)                 each rank's own
     routed = shuffle_keys(keys, ranks)             to their owners: the unique keys that all ranks ask this one for
     lease  = acquire(store, routed)
-    owned  = gather(lease, weight)                 [asked, D]: a row for each key that a rank asked for
-    rows   = shuffle_rows(routed, owned, ...)      back to those who asked, and to their ids; differentiable
-                                                   by shuffle_grads: to the owners, who sum over ranks
+    owned  = with_grad(gather(lease), lease, weight)   [asked, D]: a row for each key that a rank asked for
+    rows   = shuffle_rows(routed, owned, ...)      back to those who asked, and to their ids; a backward pass
+                                                   sends gradients by shuffle_grads to the owners: each rank's weight
+                                                   gets a RowGrad of the rows that it owns, summed over ranks
 
-Every rank runs these ops in the same order, whatever its batch holds. `oneemb.kernels.owner` says who owns a key.
+Every rank runs these ops, and the backward pass, in the same order, whatever its batch holds. `oneemb.kernels.owner`
+says who owns a key.
 
 Gradients of a key are summed twice: in batch order by each rank that looked it up, then in the order of the ranks by
 its owner, both in float32. So the numbers of R ranks are those of one up to the rounding of that sum.
@@ -62,7 +64,7 @@ def shuffle_keys(keys: Keys, ranks: int) -> RoutedKeys:
         RuntimeError: the process group has another number of ranks.
     """
     if (world := distributed.get_world_size()) != ranks:
-        raise RuntimeError(f"the graph is compiled for {ranks} ranks, the process group has {world}; compile it anew")
+        raise RuntimeError(f"keys are to be shuffled among {ranks} ranks, the process group has {world}; give that")
     unique = keys.unique
     owner_U = owner_of(unique.table_U, unique.id_U, ranks)
     order_U = np.argsort(owner_U, kind="stable")
@@ -132,7 +134,8 @@ def shuffle_rows(
     """What `gather` gives on one rank: the rows of each of this rank's ids, or bags, from their owners.
 
     Args:
-        owned: [asked, D], the rows that all ranks asked this one for.
+        owned: [asked, D], the rows that all ranks asked this one for; it gets their gradients, summed over the ids of
+            each rank.
         per_sample_weights, pooling: as in `gather`; the weights get no gradient.
 
     Raises:

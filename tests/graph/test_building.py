@@ -38,14 +38,15 @@ def expect(embedding, ids, table_ids=None, offsets=None, per_sample_weights=None
     reserved = ops.reserve(embedding.store, keys)
     rows = ops.gather(reserved.acquire(), per_sample_weights, pooling) if reads else None
     store = embedding.store
-    return Expected("a", ids, table_ids, offsets, reserved, rows, per_sample_weights, pooling, store.changes)
+    lookup = ids, table_ids, offsets, reserved, rows, per_sample_weights, pooling, None
+    return Expected(store.changes, False, "a", *lookup)
 
 
 def peeked(embedding, ids):
     """A lookup that is expected of an embedding that is not trained."""
     keys = ops.unique_keys(ids, None, embedding.num_tables, torch.int64, None)
     rows = ops.peek(embedding.store, keys)
-    return Expected("a", ids.clone(), None, None, None, rows, None, "sum", embedding.store.changes)
+    return Expected(embedding.store.changes, False, "a", ids.clone(), None, None, None, rows, None, "sum", None)
 
 
 def pinned(embedding):
@@ -55,10 +56,15 @@ def pinned(embedding):
 def test_a_lookup_that_was_expected_uses_its_rows(embedding):
     ids, all_made = torch.arange(5), Counted()
     lookup = expect(embedding, ids)
-    with Building({embedding.store: "a"}, [lookup], all_made) as building:
-        assert all_made.calls == 0 and building.in_vain == 1
+    building = Building({embedding.store: "a"}, [lookup], all_made)
+
+    @building.call
+    def rows():
+        assert all_made.calls == 0 and building.in_vain == ["a"]
         rows = embedding(ids)
-        assert all_made.calls == 1 and building.in_vain == building.others == 0
+        assert all_made.calls == 1 and building.others == 0 and not building.in_vain
+        return rows
+
     assert rows.data_ptr() == lookup.rows.data_ptr()
     assert torch.equal(rows, embedding(ids)) and not lookup.has_grad
     rows.sum().backward()
@@ -69,9 +75,16 @@ def test_a_lookup_that_was_expected_uses_its_rows(embedding):
 
 def test_rows_are_used_once(embedding):
     lookup = expect(embedding, torch.arange(5))
-    with Building({embedding.store: "a"}, [lookup]) as building:
+    building = Building({embedding.store: "a"}, [lookup])
+
+    @building.call
+    def both():
         one, other = embedding(torch.arange(5)), embedding(torch.arange(5))
         assert building.others == 1
+        return one, other
+
+    one, other = both
+
     assert one.data_ptr() == lookup.rows.data_ptr() != other.data_ptr() and torch.equal(one, other)
 
 
@@ -91,9 +104,14 @@ def test_another_lookup_is_made_as_in_eager_mode(embedding, name):
     given = dict(ids=torch.arange(6), offsets=torch.tensor([0, 2, 6]), per_sample_weights=torch.ones(6))
     lookup = expect(embedding, **given)
     wanted = embedding(**(given | OTHER[name]))
-    with Building({embedding.store: "a"}, [lookup]) as building:
+    building = Building({embedding.store: "a"}, [lookup])
+
+    @building.call
+    def rows():
         rows = embedding(**(given | OTHER[name]))
-        assert (building.others, building.in_vain) == (1, 1)
+        assert (building.others, building.in_vain) == (1, ["a"])
+        return rows
+
     assert torch.equal(rows, wanted)
     lookup.drop()
     del rows, wanted
@@ -113,9 +131,14 @@ def test_bags_of_another_pooling_are_read_again_from_the_same_rows(embedding, ot
     if not known:
         lookup.pooling = None
     wanted = embedding(ids, None, offsets, **other)
-    with Building({embedding.store: "a"}, [lookup]) as building:
+    building = Building({embedding.store: "a"}, [lookup])
+
+    @building.call
+    def rows():
         rows = embedding(ids, None, offsets, **other)
-        assert (building.others, building.in_vain) == (0, 0)
+        assert (building.others, building.in_vain) == (0, [])
+        return rows
+
     assert torch.equal(rows, wanted)
     gradients = []
     for each in (rows, wanted):
@@ -128,7 +151,10 @@ def test_bags_of_another_pooling_are_read_again_from_the_same_rows(embedding, ot
 def test_rows_that_have_changed_are_read_again(embedding):
     ids = torch.arange(5)
     lookup = expect(embedding, ids)
-    with Building({embedding.store: "a"}, [lookup]) as building:
+    building = Building({embedding.store: "a"}, [lookup])
+
+    @building.call
+    def _build():
         slot_U, _ = embedding.store.acquire(lookup.reserved.acquire().keys.unique)
         embedding.store.weight_SX[slot_U] = 7
         embedding.store.mark_dirty(None, slot_U)
@@ -141,15 +167,23 @@ def test_rows_that_were_replaced_are_looked_up_anew(embedding):
     wanted = embedding(ids).detach().clone()
     lookup = expect(embedding, ids)
     embedding.clear()
-    with Building({embedding.store: "a"}, [lookup]):
+    building = Building({embedding.store: "a"}, [lookup])
+
+    @building.call
+    def rows():
         rows = embedding(ids)
         assert torch.equal(rows, wanted) and embedding.stats()["rows"] == 5
+        return rows
+
     rows.sum().backward()  # not of rows that are gone
 
 
 def test_an_unknown_id_is_inserted_when_build_asks_for_it(embedding):
     lookup = expect(embedding, torch.tensor([100, 3]), reads=False)
-    with Building({embedding.store: "a"}, [lookup]):
+    building = Building({embedding.store: "a"}, [lookup])
+
+    @building.call
+    def _build():
         assert (0, 100) not in rows_of(embedding)
         embedding(torch.tensor([100, 3]))
         assert (0, 100) in rows_of(embedding)
@@ -157,20 +191,33 @@ def test_an_unknown_id_is_inserted_when_build_asks_for_it(embedding):
 
 def test_without_a_gradient_rows_have_none(embedding):
     ids = torch.arange(5)
-    with Building({embedding.store: "a"}, [expect(embedding, ids)]) as building, torch.no_grad():
-        assert not embedding(ids).requires_grad and building.others == 0
+    building = Building({embedding.store: "a"}, [expect(embedding, ids)])
+
+    @building.call
+    def _build():
+        with torch.no_grad():
+            assert not embedding(ids).requires_grad and building.others == 0
+
     embedding.eval().requires_grad_(False)
     lookup = peeked(embedding, ids)
-    with Building({embedding.store: "a"}, [lookup]) as building:
+    building = Building({embedding.store: "a"}, [lookup])
+
+    @building.call
+    def _build():
         rows = embedding(ids)
         assert rows.data_ptr() == lookup.rows.data_ptr() and building.others == 0 and not rows.requires_grad
 
 
 def test_rows_without_a_lease_do_not_serve_where_a_gradient_may_come(embedding):
     lookup = peeked(embedding, torch.arange(5))
-    with Building({embedding.store: "a"}, [lookup]) as building:
+    building = Building({embedding.store: "a"}, [lookup])
+
+    @building.call
+    def rows():
         rows = embedding(torch.arange(5))
         assert building.others == 1
+        return rows
+
     rows.sum().backward()
     assert len(embedding.weight.grad.row_values()) == 5
 
@@ -180,10 +227,16 @@ def test_an_embedding_in_eval_mode_is_inserted_by_no_lookup(embedding):
     ids = torch.tensor([200, 3])
     keys = ops.unique_keys(ids, None, 1, torch.int64, None)
     lease = ops.acquire_later(embedding.store, keys)
-    lookup = Expected("a", ids.clone(), None, None, lease, ops.gather(lease), None, "sum", embedding.store.changes)
-    with Building({embedding.store: "a"}, [lookup]) as building:
+    read = ids.clone(), None, None, lease, ops.gather(lease), None, "sum", None
+    lookup = Expected(embedding.store.changes, False, "a", *read)
+    building = Building({embedding.store: "a"}, [lookup])
+
+    @building.call
+    def rows():
         rows = embedding(ids)
         assert building.others == 0 and rows.requires_grad
+        return rows
+
     assert (0, 200) not in rows_of(embedding)
     rows.sum().backward()
     assert lookup.has_grad
@@ -192,12 +245,16 @@ def test_an_embedding_in_eval_mode_is_inserted_by_no_lookup(embedding):
 def test_lookups_may_come_in_any_order(embedding):
     several, all_made = [torch.arange(i, i + 4) for i in range(4)], Counted()
     expected = [expect(embedding, ids) for ids in several]
-    with Building({embedding.store: "a"}, expected, all_made) as building:
+    building = Building({embedding.store: "a"}, expected, all_made)
+
+    @building.call
+    def _build():
         for i in (2, 0, 3, 1):
             assert all_made.calls == 0
             assert embedding(several[i]).data_ptr() == expected[i].rows.data_ptr()
         assert all_made.calls == 1 and building.others == 0
         embedding(several[0])
+
     assert all_made.calls == 1
 
 
@@ -208,10 +265,15 @@ def test_leases_have_the_order_in_which_lookups_were_made(embedding):
     expected = []
     for ids in several:
         lease = ops.acquire_later(embedding.store, ops.unique_keys(ids, None, 1, torch.int64, None))
-        expected.append(Expected("a", ids, None, None, lease, ops.gather(lease), None, "sum", embedding.store.changes))
-    with Building({embedding.store: "a"}, expected):
+        read = ids, None, None, lease, ops.gather(lease), None, "sum", None
+        expected.append(Expected(embedding.store.changes, False, "a", *read))
+    building = Building({embedding.store: "a"}, expected)
+
+    @building.call
+    def _build():
         for i in (2, 0, 1):
             embedding(several[i])
+
     order = [lookup.lease.order for lookup in expected]
     assert sorted(range(3), key=order.__getitem__) == [2, 0, 1]
 
@@ -231,7 +293,10 @@ def test_all_made_is_said_once_and_when_rows_are_acquired(embedding):
 
     told, expected = Counted(), expect(embedding, torch.arange(3))
     lookup, expected.reserved = expected.reserved, Reserved()
-    with Building({embedding.store: "a"}, [expected], told):
+    building = Building({embedding.store: "a"}, [expected], told)
+
+    @building.call
+    def _build():
         embedding(torch.arange(4))
         assert told.calls == 0
         embedding(torch.arange(3))
@@ -241,9 +306,10 @@ def test_all_made_is_said_once_and_when_rows_are_acquired(embedding):
 def test_a_lookup_that_build_does_not_make_is_never_said_to_be_made(embedding):
     all_made = Counted()
     lookup = expect(embedding, torch.arange(3), reads=False)
-    with pytest.raises(KeyError), Building({embedding.store: "a"}, [lookup], all_made) as building:
-        raise KeyError
-    assert all_made.calls == 0 and building.in_vain == 1 and building_now() is None
+    building = Building({embedding.store: "a"}, [lookup], all_made)
+    with pytest.raises(ZeroDivisionError):
+        building.call(lambda: 1 / 0)
+    assert all_made.calls == 0 and building.in_vain == ["a"] and building_now() is None
 
 
 def test_what_is_expected_gives_way_to_a_lookup_that_finds_no_room():
@@ -253,20 +319,27 @@ def test_what_is_expected_gives_way_to_a_lookup_that_finds_no_room():
     with torch.no_grad():
         embedding(known)
     lookup = expect(embedding, known)
-    with Building({embedding.store: "a"}, [lookup], all_made) as building:
+    building = Building({embedding.store: "a"}, [lookup], all_made)
+
+    @building.call
+    def rows():
         rows = embedding(known + 100_000)
-        assert all_made.calls == 1 and building.in_vain == 0
+        assert all_made.calls == 1 and not building.in_vain
+        return rows
+
     assert len(rows) == len(known)
     limit_rows(embedding.store, embedding.stats()["rows"])
     del rows
-    with Building({embedding.store: "a"}) as building, pytest.raises(StoreFullError):
-        embedding(known + 200_000)
-    with Building({embedding.store: "a"}, [expect(embedding, torch.arange(3))]), pytest.raises(StoreFullError):
-        embedding(known + 200_000)
+    for expected in ([], [expect(embedding, torch.arange(3))]):
+        with pytest.raises(StoreFullError):
+            Building({embedding.store: "a"}, expected).call(embedding, known + 200_000)
 
 
 def test_an_embedding_that_is_no_part_of_the_graph(embedding):
-    with Building({}):
+    building = Building({})
+
+    @building.call
+    def _build():
         with pytest.raises(BuildError, match="'a', looked up at .*test_building.py.*is no part of the graph"):
             embedding(torch.arange(3))
         with torch.no_grad():
@@ -276,23 +349,32 @@ def test_an_embedding_that_is_no_part_of_the_graph(embedding):
 
 
 def test_what_no_lookup_takes_is_refused_by_the_lookup(embedding):
-    with Building({embedding.store: "a"}, [expect(embedding, torch.arange(3))]) as building:
+    building = Building({embedding.store: "a"}, [expect(embedding, torch.arange(3))])
+
+    @building.call
+    def _build():
         for wrong in ([1, 2], None, torch.arange(3.0), torch.arange(3, dtype=torch.int32)):
             with pytest.raises((TypeError, AttributeError), match="ids|NoneType"):
                 embedding(wrong)
-        assert building.in_vain == 1
+        assert building.in_vain == ["a"]
 
 
 def test_the_inner_of_nested_calls_is_asked(embedding):
     ids = torch.arange(3)
     outer, inner = expect(embedding, ids), expect(embedding, ids)
     assert building_now() is None
-    with Building({embedding.store: "a"}, [outer]) as one:
-        with Building({embedding.store: "a"}, [inner]) as other:
-            assert building_now() is other
-            assert embedding(ids).data_ptr() == inner.rows.data_ptr()
-        assert building_now() is one and one.in_vain == 1
+    one, other = Building({embedding.store: "a"}, [outer]), Building({embedding.store: "a"}, [inner])
+
+    def build_inner():
+        assert building_now() is other
+        return embedding(ids)
+
+    @one.call
+    def _build():
+        assert other.call(build_inner).data_ptr() == inner.rows.data_ptr()
+        assert building_now() is one and one.in_vain == ["a"]
         assert embedding(ids).data_ptr() == outer.rows.data_ptr()
+
     assert building_now() is None
 
 
@@ -303,21 +385,28 @@ def test_another_thread_looks_up_as_in_eager_mode(embedding):
         found.append(building_now())
         found.append(embedding(torch.arange(3)).tolist())
 
-    with Building({embedding.store: "a"}, [lookup]) as building:
+    building = Building({embedding.store: "a"}, [lookup])
+
+    @building.call
+    def _build():
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
-        assert building.in_vain == 1
+        assert building.in_vain == ["a"]
         assert found == [None, embedding(torch.arange(3)).tolist()]
 
 
 def test_a_tape_notes_lookups_that_are_made_as_in_eager_mode(embedding):
     ids = torch.arange(3)
     tape = Tape([ids], ["ids"])
-    with Building({embedding.store: "a"}, tape=tape) as building:
+    building = Building({embedding.store: "a"}, tape=tape)
+
+    @building.call
+    def _build():
         rows = embedding(ids + 1)
         embedding(rows.long()[:, 0])
         assert building.others == 0 and rows.requires_grad
+
     assert tape.others == 1
     assert [node.target for node in tape.graph().nodes if node.op == "call_module"] == ["a"]
 
@@ -325,10 +414,30 @@ def test_a_tape_notes_lookups_that_are_made_as_in_eager_mode(embedding):
 def test_backward_is_called_in_its_place(embedding):
     called = []
     x = torch.ones(2, requires_grad=True)
-    with Building({}, backward=lambda *args, **kwargs: called.append((len(args), kwargs))):
-        x.sum().backward(retain_graph=True)
-        (x * 2).sum()
-    assert called == [(1, {"retain_graph": True})] and x.grad is None
-    with Building({}):
-        x.sum().backward()
+    building = Building({}, backward=lambda *args, **kwargs: called.append((len(args), kwargs["retain_graph"])))
+    building.call(lambda: x.sum().backward(retain_graph=True))
+    assert called == [(1, True)] and x.grad is None
+    Building({}).call(lambda: x.sum().backward())
     assert x.grad.tolist() == [1, 1]
+
+
+def test_the_ids_of_the_batch_itself_are_not_compared_where_that_would_wait(embedding):
+    ids = torch.arange(5)
+    for waits, change, matches in ((True, False, True), (True, True, False), (False, True, False)):
+        lookup = expect(embedding, ids)
+        lookup = Expected(
+            *(getattr(lookup, name) for name in ("changes",)),
+            waits,
+            "a",
+            ids.clone(),
+            None,
+            None,
+            lookup.reserved,
+            lookup.rows,
+            None,
+            "sum",
+            ids,
+        )
+        if change:
+            ids.add_(1)
+        assert lookup.is_of(ids, None, None) == matches

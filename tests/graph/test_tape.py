@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import fx
 
+from oneemb.graph.building import Building
 from oneemb.graph.executor import Executor
 from oneemb.graph.inputs import Signature
 from oneemb.graph.passes import copy_graph, output_of
@@ -27,8 +28,7 @@ class Recording:
         values, structure = self._signature.flatten(batch, {})
         self.tape = Tape(values, list(structure.names()))
         self.asked = []
-        with self.tape:
-            function(self._look_up, *batch)
+        Building({}, tape=self.tape).call(function, self._look_up, *batch)
         self.others = self.tape.others
         self.graph = self.tape.graph()
         self.graph.lint()
