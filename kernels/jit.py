@@ -24,10 +24,9 @@ import numba
 from numba import types
 from numba.core import caching
 from numba.core.compiler_lock import global_compiler_lock
-from numba.core.registry import cpu_target
 
 __all__ = [
-    "CpuLoop", "CudaLoop", "Number", "around_compiling", "compiling", "cpu", "cuda", "external", "get_ready_to_compile",
+    "CpuLoop", "CudaLoop", "Number", "around_compiling", "compiling", "cpu", "cuda", "external",
     "load", "move", "part", "rule", "store",
 ]  # fmt: skip
 
@@ -59,17 +58,6 @@ class Compiling:
 
 
 around_compiling = Compiling()
-
-
-def get_ready_to_compile() -> None:
-    """Let numba register Python's functions now, before any is replaced: it recognizes them by identity."""
-    around_compiling.begin()
-    try:
-        with compiling._lock:  # several threads may call this at once
-            cpu_target.target_context.refresh()
-            cpu_target.typing_context.refresh()
-    finally:
-        around_compiling.end()
 
 
 def rule(function: _F) -> _F:
