@@ -146,6 +146,9 @@ def unique_keys(
 class SharedRows(Protocol):
     """The rows of several lookups, that of a lease among them."""
 
+    store: MergedStore
+    """Whose rows they are."""
+
     def own_keys(self, p: int) -> Keys:
         """The keys of lookup p, as if it were alone."""
 
