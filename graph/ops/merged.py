@@ -244,7 +244,7 @@ def unique_merged_keys(lookups: Sequence[Lookup], key_type: torch.dtype, padding
     unique = kernel.unique_keys(table_N, id_N, padding_id=padding_idx)
     assert unique.head_U is not None
     begin_P1 = np.append(np.searchsorted(unique.head_U, begin_P), len(unique.head_U))
-    parts = []
+    parts: list[KeysPart] = []
     for lookup, batch, begin, end in zip(lookups, batches, begin_P, end_P, strict=True):
         own = unique._replace(inverse_N=unique.inverse_N[begin:end])
         keys = Keys(batch.shape, own, batch.bags, _LOOPS)

@@ -62,7 +62,8 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
                     rows = graph.call_function(ops.gather, (lease, *pooled))
             elif call.pooling is not None:
                 rows = graph.call_function(ops.peek, (store, keys, *pooled))
-        origin = call.ids.args[0] if node_of(call.ids).target is ops.keep else None
+        ids = node_of(call.ids)
+        origin = ids.args[0] if ids.target is ops.keep else None
         made.append((str(node.target), *call[:3], lease, rows, *call[3:], origin))
     output.args = (tuple(made),)
     for node in reversed(list(graph.nodes)):
