@@ -9,7 +9,7 @@ asks for are compared with those that were expected, value by value.
 """
 
 import contextvars
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from oneemb.graph.tape import Tape, version_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.row_store import StoreFullError
 
-__all__ = ["Building", "Expected", "building_now"]
+__all__ = ["Building", "Expected", "building_now", "steps_itself"]
 
 
 class LooksUp(Protocol):
@@ -93,6 +93,11 @@ class Expected:
         return ops.gather(self.lease, per_sample_weights, pooling)
 
     @property
+    def inserts(self) -> bool:
+        """Whether unknown ids are inserted by the lookup, and not by the step that trains them."""
+        return self.reserved is not None and not isinstance(self.reserved, ops.Lease)
+
+    @property
     def has_grad(self) -> bool:
         """Whether a gradient has come for the rows."""
         return self.lease is not None and self.lease.has_grad
@@ -122,7 +127,7 @@ class Building:
         on_all_made: called once, when none of them is expected any more and the rows of all are acquired.
         tape: records lookups; None = it is known already which are made.
         backward: called in place of `Tensor.backward`, with its arguments; None = it is left alone.
-        steppers: optimizers that the graph itself steps.
+        steppers: the optimizers that the graph itself steps.
     """
 
     def __init__(
@@ -132,11 +137,11 @@ class Building:
         on_all_made: Callable[[], object] = lambda: None,
         tape: Tape | None = None,
         backward: Callable[..., None] | None = None,
-        steppers: Sequence[torch.optim.Optimizer] = (),
+        steppers: Collection[torch.optim.Optimizer] = (),
     ):
-        self.steppers = steppers
         self.others = 0
         """Lookups that were not expected."""
+        self._steppers = steppers
         self._names = names
         self._expected: dict[str, list[Expected]] = {}
         for lookup in expected:
@@ -165,7 +170,7 @@ class Building:
 
         Args:
             arguments: of the embedding's forward, by name.
-            has_gradient: whether a gradient may come.
+            has_gradient: whether a gradient may come, of rows or of what they are multiplied by.
             now: makes the lookup.
 
         Raises:
@@ -173,7 +178,7 @@ class Building:
         """
         name = self._names.get(embedding.store)
         if name is None:
-            if has_gradient:
+            if has_gradient and embedding.weight.requires_grad:
                 raise BuildError(
                     f"embedding {embedding.name!r}, looked up{user_line()}, is no part of the graph, which would not"
                     f" train its rows; {REGISTER}, or freeze it with requires_grad_(False)"
@@ -182,13 +187,14 @@ class Building:
         if self.tape is not None:
             return self.tape.lookup(name, arguments, now)
         try:
-            lookup = self._take(name, arguments)
+            lookup = self._take(name, embedding, arguments)
             if lookup is not None:
                 scales, lease = arguments["per_sample_weights"], lookup.lease
                 rows = lookup.read(embedding.store, scales, arguments["pooling"])
                 if rows is not None and lease is not None and has_gradient:
                     return ops.with_grad(rows, lease, embedding.weight, scales)
                 if rows is not None and not has_gradient:
+                    lookup.drop()
                     return rows.detach()
             self.others += 1
             return now()
@@ -197,11 +203,12 @@ class Building:
                 raise
             return now()
 
-    def _take(self, name: str, arguments: dict[str, Any]) -> Expected | None:
+    def _take(self, name: str, embedding: LooksUp, arguments: dict[str, Any]) -> Expected | None:
         """The lookup that was expected, acquired."""
         waiting = self._expected.get(name, [])
         for lookup in waiting:
-            if lookup.is_of(arguments["ids"], arguments["table_ids"], arguments["offsets"]):
+            in_this_mode = lookup.inserts == embedding.training
+            if in_this_mode and lookup.is_of(arguments["ids"], arguments["table_ids"], arguments["offsets"]):
                 waiting.remove(lookup)
                 lookup.lease = None if lookup.reserved is None else lookup.reserved.acquire()
                 if not self.in_vain:
@@ -223,10 +230,20 @@ class Building:
             self._on_all_made()
         return bool(waiting)
 
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise BuildError if an optimizer that is about to step is one that the graph steps."""
+        if any(optimizer is stepper for stepper in self._steppers):
+            raise BuildError(steps_itself(optimizer))
+
     @property
     def in_vain(self) -> list[str]:
         """The embeddings of which a lookup was expected and not made."""
         return [name for name, lookups in self._expected.items() if lookups]
+
+
+def steps_itself(stepper: object) -> str:
+    """That `build` steps what the graph steps, and what to do."""
+    return f"build steps {type(stepper).__name__}{user_line()}, which the graph does after build; leave it out"
 
 
 class _Mode(TorchFunctionMode):

@@ -175,7 +175,7 @@ class Tape:
             return node
         if isinstance(value, torch.Tensor):
             made = self._made.get(id(value))
-            if made is not None and made() is value:
+            if value.is_inference() or made is not None and made() is value:
                 raise _Unknown
             name = f"constant_{len(self.constants)}"
             self.constants[name] = value

@@ -128,10 +128,11 @@ class TableEmbedding(torch.nn.Module):
             StoreFullError: the rows of the step do not fit in the cache, or the store's capacity is reached; nothing
                 was inserted.
         """
-        has_gradient = torch.is_grad_enabled() and self.weight.requires_grad
+        scaled = isinstance(per_sample_weights, torch.Tensor) and per_sample_weights.requires_grad
+        has_gradient = torch.is_grad_enabled() and (self.weight.requires_grad or scaled)
         if not self.training and self.store.turns.forked:
             has_gradient = False  # A child of fork may read rows, not train them.
-        if has_gradient and _in_ddp(self.weight):
+        if has_gradient and self.weight.requires_grad and _in_ddp(self.weight):
             raise RuntimeError(
                 f"embedding {self.name!r} is inside DistributedDataParallel, which would leave each rank with rows of"
                 " its own; wrap the dense modules alone, and look ids up outside of them"

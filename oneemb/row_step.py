@@ -18,6 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from oneemb.graph import ops
+from oneemb.graph.building import building_now
 from oneemb.graph.row_optimizers import Group, RowOptimizer, row_optimizer_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.step_lock import alone, in_step
@@ -232,6 +233,8 @@ _begun: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Hooked]" = weakref.We
 
 
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if (building := building_now()) is not None:
+        building.check_step(optimizer)
     if getattr(optimizer, "steps_rows_itself", False):
         return None
     if (left := _begun.pop(optimizer, None)) is not None:  # a step that raised

@@ -1,30 +1,30 @@
 """Watches the losses of a call of `build`: whether a GradScaler scales them, and how often gradients are taken."""
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from oneemb.graph.build_error import BuildError, user_line
 
-__all__ = ["Scaling"]
+__all__ = ["Scaling", "scalers_in", "scalers_of"]
 
 
 class Scaling:
     """Has every loss scaled that `build` calls `backward` on, while it is entered, if a scaler is given.
 
-    If `build` itself calls `scale` of a GradScaler that is an attribute of the graph, that one is taken, and nothing is
-    scaled twice.
+    If `build` itself calls `scale` of a GradScaler that it knows, that one is taken, and nothing is scaled twice.
 
     Args:
-        graph: the graph.
+        known: the GradScalers that `build` knows: its attributes, globals, closures.
         given: what `set_grad_scaler` was given.
         on_second_pass: called before a second backward pass; None = any number is fine.
     """
 
     def __init__(
         self,
-        graph: torch.nn.Module,
+        known: Iterable[torch.amp.GradScaler],
         given: torch.amp.GradScaler | None,
         on_second_pass: Callable[[], None] | None = None,
     ):
@@ -35,7 +35,7 @@ class Scaling:
         self._passes = 0
         self._by_build = False
         self._watched: dict[torch.amp.GradScaler, None] = {} if given is None else {given: None}
-        self._watched |= {value: None for value in vars(graph).values() if isinstance(value, torch.amp.GradScaler)}
+        self._watched |= dict.fromkeys(known)
 
     def __enter__(self) -> "Scaling":
         for scaler in self._watched:
@@ -77,3 +77,14 @@ class Scaling:
                 "build takes gradients by torch.autograd.backward, which set_grad_scaler does not see; call"
                 " loss.backward(), or scale the losses by scaler.scale(loss)"
             )
+
+
+def scalers_in(values: Iterable[object]) -> list[torch.amp.GradScaler]:
+    """The GradScalers among these."""
+    return [value for value in values if isinstance(value, torch.amp.GradScaler)]
+
+
+def scalers_of(build: Callable[..., object]) -> list[torch.amp.GradScaler]:
+    """The GradScalers that a function knows as globals or by a closure."""
+    known = inspect.getclosurevars(build)
+    return scalers_in([*known.nonlocals.values(), *known.globals.values()])

@@ -1,9 +1,10 @@
-"""A training step as a graph: traced once, compiled, then called for each batch or run over a loader."""
+"""A training step as a graph: called for each batch or run over a loader, its lookups made ahead of it."""
 
+import functools
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from oneemb.eager import Optimizer, step_together
 from oneemb.embedding import embeddings_of
 from oneemb.graph import ops
 from oneemb.graph.build_error import BuildError
-from oneemb.graph.building import Expected
+from oneemb.graph.building import Expected, steps_itself
 from oneemb.graph.modules import REGISTER, say_not_registered, unregistered_modules
 from oneemb.graph.prefetch import Prepared
 from oneemb.row_step import embedding_of
-from oneemb.scaling import Scaling
+from oneemb.scaling import Scaling, scalers_in, scalers_of
 from oneemb.storage.fs import AnyPath
 from oneemb.storage.step_lock import between_steps
 from oneemb.storage.turns import undisturbed
@@ -34,19 +35,25 @@ class TrainGraph(CompiledGraph):
     """A training step: subclass it, assign modules, add optimizers, define `build`, which calls `loss.backward()`, and
     call the object with each batch.
 
-    `build` is traced with torch.fx at the first call. Submodules that hold no embedding may contain any Python. The
-    update of embedding rows is part of the graph: the gradient of a whole table is never made. Parameters and rows are
-    updated once a call, after all of `build`. In eval mode (`graph.eval()`) a call runs forward only and inserts no
-    ids.
+    `build` is ordinary Python and runs at every call, so it may do what an eager step may do: branch on values, keep
+    state, print, call any library, use autocast, clipping, hooks and several losses. The graph makes the lookups ahead
+    of it, those of several embeddings together, as it has seen `build` make them. Where `build` then asks for other
+    ids, the lookup is made as in eager mode: that costs time and changes no number. Parameters and rows are updated
+    once a call, after all of `build`, and gradients are dropped: the gradient of a whole table is never made. In eval
+    mode (`graph.eval()`) a call runs forward only, `loss.backward()` does nothing, and no ids are inserted.
 
-    The torch operations of `build` run at every call; other Python (random, NumPy, the clock) runs once, during the
-    trace. Tensors and arrays from outside the graph are read at each call, with the values they have then; modules and
-    parameters must be assigned to the graph. One graph is traced at a time; a second thread waits.
+    What is refused, by a BuildError that names the line where there is one:
 
-    `build` may use torch.autocast, torch.no_grad, torch.profiler.record_function,
-    torch.nn.utils.clip_grad_norm_ (over dense parameters and the rows of embeddings together), clip_grad_value_,
-    several losses, and GradScaler.scale; the graph itself steps optimizers and schedulers, unscales, skips a step that
-    overflowed, and drops gradients.
+    - a step of an optimizer or scheduler of the graph, by itself or by `GradScaler.step`: the graph makes it after
+      `build`, with the rows. Optimizers that the graph does not have may be stepped;
+    - a lookup with gradient of an embedding that is no part of the graph, which would not train, move or save it:
+      assign it, or freeze it;
+    - a gradient for an embedding that no optimizer of the graph trains, and no other: it would be lost;
+    - losses scaled by two GradScalers: gradients are unscaled by one;
+    - `torch.autograd.backward` beside `set_grad_scaler`, which does not see these losses and could not scale them;
+    - a second backward pass of a step with `config.cuda_graph`, whose replay overwrites the gradients of the first.
+
+    Saving, loading, and adding an optimizer in `build` are refused as in any step that is under way, by a RuntimeError.
 
     Example:
         >>> import tempfile, torch, oneemb
@@ -80,6 +87,10 @@ class TrainGraph(CompiledGraph):
     def __init__(self) -> None:
         super().__init__()
         self._train_state = TrainState()
+
+    @functools.cached_property
+    def _scalers_of_build(self) -> list[torch.amp.GradScaler]:
+        return scalers_of(self.build)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -163,9 +174,13 @@ class TrainGraph(CompiledGraph):
     def set_grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         """Scale every loss with a torch.amp.GradScaler before its backward pass; None = no longer.
 
-        Gradients are unscaled before they are clipped. A step in which a gradient overflows is skipped as a whole,
-        dense parameters, rows and learning rate, and the scale shrinks. This is not needed where `build` calls
-        `scaler.scale(loss).backward()` itself.
+        The graph unscales gradients after `build`, before it clips them as `add_optimizer` was told; a `build` that
+        clips or reads them calls `scaler.unscale_(optimizer)` first, as in eager mode. A step in which a gradient
+        overflows is skipped as a whole, dense parameters, rows and learning rate, and the scale shrinks.
+
+        This is not needed where `build` itself calls `self.scaler.scale(loss).backward()`: with a scaler that is an
+        attribute of the graph, a global, or in a closure of `build`, the graph unscales and updates it. Of others it
+        does not know.
         """
         self._train_state.scaler = scaler
 
@@ -179,8 +194,10 @@ class TrainGraph(CompiledGraph):
         kept: list[Expected] = []
         with ExitStack() as committing:  # An interrupt comes before the update, or after the step has been counted.
             try:
-                with Scaling(self, state.scaler, self._on_second_pass()) as scaling:
-                    steppers = [optimizer.optimizer for optimizer in state.optimizers]
+                known = [*scalers_in(vars(self).values()), *self._scalers_of_build]
+                scaling = Scaling(known, state.scaler, self._on_second_pass())
+                with scaling, _refusing(state.lr_schedulers):
+                    steppers = [stepper for joined in state.optimizers for stepper in (joined, joined.optimizer)]
                     result = self._run_build(
                         batch, prepared, on_acquired, expected, backward=scaling.backward, steppers=steppers
                     )
@@ -217,12 +234,15 @@ class TrainGraph(CompiledGraph):
         state = self._train_state
         scaling.check(self.parameters())
         trained = {store for optimizer in state.optimizers for store in (e.store for e in optimizer.embeddings)}
-        for embedding in batch.embeddings.values():
-            if embedding.weight.grad is not None and embedding.store not in trained and embedding.optimizer is None:
-                raise BuildError(
-                    f"embedding {embedding.name!r} is looked up in build and no optimizer of the graph trains it; give"
-                    " its parameters to add_optimizer, or freeze it with requires_grad_(False)"
-                )
+        looked_up = [embedding for embedding in batch.embeddings.values() if embedding.weight.grad is not None]
+        untrained = [one for one in looked_up if one.store not in trained and one.optimizer is None]
+        for embedding in untrained:
+            embedding.weight.grad = None
+        if untrained:
+            raise BuildError(
+                f"embedding {untrained[0].name!r} is looked up in build and no optimizer of the graph trains it; give"
+                " its parameters to add_optimizer, or freeze it with requires_grad_(False)"
+            )
         if state.optimizers and state.steps == state.micro_batches == 0 and not self._has_gradients():
             warnings.warn(
                 f"{type(self).__name__}: the first step's build has left no gradient, so nothing is trained by it; call"
@@ -311,6 +331,29 @@ class TrainGraph(CompiledGraph):
 
     def _trainers(self) -> Sequence[Optimizer]:
         return self._train_state.optimizers
+
+
+@contextmanager
+def _refusing(lr_schedulers: Iterable[LearningRateScheduler | None]) -> Iterator[None]:
+    """Within it a step of one of these schedulers is an error."""
+    steps = {scheduler: vars(scheduler).get("step") for scheduler in lr_schedulers if scheduler is not None}
+
+    def refusal(scheduler: LearningRateScheduler) -> Callable[..., object]:
+        def step(*args: object, **kwargs: object) -> object:
+            raise BuildError(steps_itself(scheduler))
+
+        return step
+
+    try:
+        for scheduler in steps:
+            scheduler.step = refusal(scheduler)  # type: ignore[method-assign]  # hides the class's
+        yield
+    finally:
+        with undisturbed:
+            for scheduler, step in steps.items():
+                vars(scheduler).pop("step", None)
+                if step is not None:  # the user's own
+                    vars(scheduler)["step"] = step
 
 
 def _no_backward(*args: object, **kwargs: object) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.graph.ops.update import StepOptimizer
@@ -12,9 +13,14 @@ __all__ = ["unscale", "update_scale"]
 
 @Op(UPDATE)
 def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[StepOptimizer]) -> None:
-    """Divide gradients by the scale, those of dense parameters and of rows, in place."""
+    """Divide gradients by the scale, those of dense parameters and of rows, in place; but for those that `build` has
+    unscaled."""
+    if not scaler.is_enabled():
+        return
     for optimizer in optimizers:
-        scaler.unscale_(optimizer.optimizer)
+        states = [scaler._per_optimizer_states.get(id(one)) for one in (optimizer, optimizer.optimizer)]
+        if not any(state is not None and state["stage"] is OptState.UNSCALED for state in states):
+            scaler.unscale_(optimizer.optimizer)
 
 
 @Op(UPDATE)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from tests.build_corpus.idiom import CRASH, EQUAL, REFUSED, WRONG, Idiom, today
+from tests.build_corpus.idiom import Idiom
 
 
 class Wrapped(Idiom):
@@ -18,7 +18,6 @@ class Wrapped(Idiom):
         return [(self.wrap(i, *one),) for i, one in enumerate(super().batches())]
 
 
-@today(EQUAL)
 class Dict(Wrapped):
     def wrap(self, i, ids, label):
         return {"features": {"ids": ids}, "label": label}
@@ -29,7 +28,6 @@ class Dict(Wrapped):
         return {"loss": loss}
 
 
-@today(EQUAL)
 class KeywordArguments(Idiom):
     def batches(self):
         return [dict(ids=ids, label=label) for ids, label in super().batches()]
@@ -40,7 +38,6 @@ class KeywordArguments(Idiom):
         return loss
 
 
-@today(EQUAL)
 class DictMethods(Wrapped):
     def wrap(self, i, ids, label):
         return {"ids": ids, "label": label} | ({"weight": torch.rand(len(ids))} if i % 2 else {})
@@ -59,7 +56,6 @@ class Sample(NamedTuple):
     weight: torch.Tensor | None = None
 
 
-@today(EQUAL)
 class ANamedTuple(Wrapped):
     def wrap(self, i, ids, label):
         return Sample(ids, label, None if i % 2 else torch.rand(len(ids)))
@@ -82,7 +78,6 @@ class Batch:
         return replace(self, label=self.label / 2)
 
 
-@today(EQUAL)
 class ADataclass(Wrapped):
     def wrap(self, i, ids, label):
         return Batch(ids, label)
@@ -94,7 +89,6 @@ class ADataclass(Wrapped):
         return loss
 
 
-@today(REFUSED, "a dataclass is one value: what lies in it is not known")
 class ADataclassOfStrings(Wrapped):
     def wrap(self, i, ids, label):
         return Batch(ids, label, "app" if i % 2 else "web")
@@ -105,7 +99,6 @@ class ADataclassOfStrings(Wrapped):
         return loss
 
 
-@today(EQUAL)
 class ANamespace(Wrapped):
     def wrap(self, i, ids, label):
         return SimpleNamespace(ids=ids, label=label)
@@ -130,7 +123,6 @@ class Jagged:
         return torch.stack([self.column(0), self.column(1)], 1)
 
 
-@today(EQUAL)
 class AClassOfOnesOwn(Wrapped):
     def wrap(self, i, ids, label):
         return Jagged(ids, label)
@@ -141,7 +133,6 @@ class AClassOfOnesOwn(Wrapped):
         return loss
 
 
-@today(EQUAL)
 class ListOfDicts(Wrapped):
     def wrap(self, i, ids, label):
         return [{"ids": ids, "label": label}] * (1 + i % 2)
@@ -152,7 +143,6 @@ class ListOfDicts(Wrapped):
         return loss
 
 
-@today(EQUAL)
 class OrderedAndDefaultDicts(Wrapped):
     def wrap(self, i, ids, label):
         return OrderedDict(ids=ids, labels=defaultdict(int, {"click": label}))
@@ -163,7 +153,6 @@ class OrderedAndDefaultDicts(Wrapped):
         return loss
 
 
-@today(CRASH, "a defaultdict comes as a dict, without its default: KeyError")
 class MissingKeyOfADefaultDict(Wrapped):
     def wrap(self, i, ids, label):
         return defaultdict(lambda: 2.0, ids=ids, label=label)
@@ -174,7 +163,6 @@ class MissingKeyOfADefaultDict(Wrapped):
         return loss
 
 
-@today(EQUAL)
 class NumbersThatVary(Idiom):
     def batches(self):
         return [(*one, 0.5 * i, i) for i, one in enumerate(super().batches())]
@@ -185,7 +173,6 @@ class NumbersThatVary(Idiom):
         return loss
 
 
-@today(REFUSED, "a branch on a number of a batch")
 class BranchOnANumber(Idiom):
     def batches(self):
         return [(*one, i) for i, one in enumerate(super().batches())]
@@ -198,7 +185,6 @@ class BranchOnANumber(Idiom):
         return loss
 
 
-@today(EQUAL)
 class ModeByName(Idiom):
     def batches(self):
         return [dict(ids=a, label=b, mode="sum" if i % 2 else "mean") for i, (a, b) in enumerate(super().batches())]
@@ -209,7 +195,6 @@ class ModeByName(Idiom):
         return loss
 
 
-@today(CRASH, "KeyError of a traced value, without a word on strings in a batch")
 class StringInABatch(Wrapped):
     def wrap(self, i, ids, label):
         return {"ids": ids, "label": label, "domain": "app" if i % 2 else "web"}
@@ -225,7 +210,6 @@ class Task(enum.Enum):
     LIKE = 2
 
 
-@today(REFUSED, "an enum is a value, and is compared")
 class AnEnum(Idiom):
     def batches(self):
         return [(*one, Task.LIKE if i % 2 else Task.CLICK) for i, one in enumerate(super().batches())]
@@ -236,7 +220,6 @@ class AnEnum(Idiom):
         return loss
 
 
-@today(WRONG, "`is` of a traced value and a constant is False")
 class AnEnumByIdentity(AnEnum):
     def build(self, ids, label, task):
         loss = self.loss(ids, label) * (2.0 if task is Task.LIKE else 1.0)
@@ -244,7 +227,6 @@ class AnEnumByIdentity(AnEnum):
         return loss
 
 
-@today(EQUAL)
 class PassedThrough(Wrapped):
     """Strings and objects that build only hands back."""
 
@@ -260,7 +242,6 @@ class PassedThrough(Wrapped):
 Point = namedtuple("Point", "left right")
 
 
-@today(EQUAL)
 class TreeMap(Wrapped):
     def wrap(self, i, ids, label):
         return Point({"ids": ids}, [label])
@@ -272,7 +253,6 @@ class TreeMap(Wrapped):
         return loss
 
 
-@today(WRONG, "build changes a copy of the batch, so the caller's is as it was")
 class ChangesTheBatch(Wrapped):
     def wrap(self, i, ids, label):
         self.kept = {"ids": ids, "label": label}

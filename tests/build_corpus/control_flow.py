@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from tests.build_corpus.idiom import CRASH, EQUAL, REFUSED, SIZES, WRONG, Idiom, today
+from tests.build_corpus.idiom import SIZES, Idiom
 from tests.support.graph_models import make_embedding
 
 
@@ -15,11 +15,11 @@ class ManyColumns(Idiom):
         self.embedding, self.mlp = make_embedding(tables=1), torch.nn.Linear(4, 1)
 
     def batches(self):
-        counts = (2, 3, 2, 4, 3)
-        return [(torch.randint(0, 20, (n, c)), torch.rand(n)) for n, c in zip(SIZES, counts, strict=True)]
+        return [
+            (torch.randint(0, 20, (n, c)), torch.rand(n)) for n, c in zip(SIZES, (2, 3, 2, 4, 3, 2) * 2, strict=True)
+        ]
 
 
-@today(REFUSED, ".dim() of a traced value is itself traced")
 class BranchOnDim(Idiom):
     def build(self, ids, label):
         loss = self.loss(ids, label) if ids.dim() == 2 else self.loss(ids.view(-1, 2), label)
@@ -27,12 +27,11 @@ class BranchOnDim(Idiom):
         return loss
 
 
-@today(REFUSED, ".ndim of a traced value is itself traced")
 class RankThatVaries(Idiom):
     def batches(self):
         return [
             (torch.randint(0, 20, (4, 2)) if i % 2 else torch.randint(0, 20, (4, 1, 2)), torch.rand(4))
-            for i in range(5)
+            for i in range(12)
         ]
 
     def build(self, ids, label):
@@ -43,7 +42,6 @@ class RankThatVaries(Idiom):
         return loss
 
 
-@today(REFUSED, ".dtype of a traced value is itself traced")
 class DtypeThatVaries(Idiom):
     def batches(self):
         return [(ids, label.long() if i % 2 else label) for i, (ids, label) in enumerate(super().batches())]
@@ -56,7 +54,6 @@ class DtypeThatVaries(Idiom):
         return loss
 
 
-@today(REFUSED, "is_floating_point() of a traced value is itself traced")
 class IsFloatingPoint(Idiom):
     def build(self, ids, label):
         if not torch.is_floating_point(label) or not label.is_floating_point():
@@ -66,7 +63,6 @@ class IsFloatingPoint(Idiom):
         return loss
 
 
-@today(REFUSED, ".device of a traced value is itself traced")
 class BranchOnDevice(Idiom):
     def build(self, ids, label):
         if ids.device.type != "cpu" or ids.is_cuda:
@@ -76,7 +72,6 @@ class BranchOnDevice(Idiom):
         return loss
 
 
-@today(REFUSED, "trailing sizes are traced as the batch size is")
 class BranchOnTrailingSize(ManyColumns):
     def build(self, ids, label):
         rows = self.embedding(ids)
@@ -86,7 +81,6 @@ class BranchOnTrailingSize(ManyColumns):
         return loss
 
 
-@today(REFUSED, "trailing sizes are traced as the batch size is")
 class LoopOverColumns(ManyColumns):
     def build(self, ids, label):
         total = 0
@@ -97,7 +91,6 @@ class LoopOverColumns(ManyColumns):
         return loss
 
 
-@today(REFUSED, "how many values unbind gives is not known")
 class LoopOverUnbind(ManyColumns):
     def build(self, ids, label):
         total = sum(self.embedding(one) for one in ids.unbind(1))
@@ -106,7 +99,6 @@ class LoopOverUnbind(ManyColumns):
         return loss
 
 
-@today(REFUSED, "how many rows a tensor has is not known")
 class LoopOverTensor(ManyColumns):
     def build(self, ids, label):
         total = sum(self.embedding(one) for one in ids.T)
@@ -115,7 +107,6 @@ class LoopOverTensor(ManyColumns):
         return loss
 
 
-@today(REFUSED, "* of what chunk gives")
 class SpreadChunks(Idiom):
     def build(self, ids, label):
         left, *rest = torch.chunk(self.embedding(ids), 2, dim=1)
@@ -124,7 +115,6 @@ class SpreadChunks(Idiom):
         return loss
 
 
-@today(REFUSED, "the rank of a traced value is not known, nor are its sizes")
 class SizesInATuple(ManyColumns):
     def build(self, ids, label):
         *_, columns = ids.shape
@@ -133,7 +123,6 @@ class SizesInATuple(ManyColumns):
         return loss
 
 
-@today(EQUAL)
 class SizesByName(Idiom):
     def build(self, ids, label):
         size, columns = ids.shape
@@ -143,7 +132,6 @@ class SizesByName(Idiom):
         return loss
 
 
-@today(REFUSED, "len() of a traced value")
 class LenOfABatch(Idiom):
     def build(self, ids, label):
         loss = (self.logit(ids) - label).square().sum() / len(ids)
@@ -151,7 +139,6 @@ class LenOfABatch(Idiom):
         return loss
 
 
-@today(EQUAL)
 class NumberOfABatch(Idiom):
     def build(self, ids, label):
         weight = 1.0 / max(1.0, 2.0) / ids.shape[0] + label.numel() * 0.1
@@ -160,7 +147,6 @@ class NumberOfABatch(Idiom):
         return loss
 
 
-@today(REFUSED, "a comparison of the batch size")
 class BranchOnBatchSize(Idiom):
     def build(self, ids, label):
         loss = self.loss(ids, label)
@@ -170,7 +156,6 @@ class BranchOnBatchSize(Idiom):
         return loss
 
 
-@today(REFUSED, "max() compares the batch size")
 class MaxOfBatchSize(Idiom):
     def build(self, ids, label):
         loss = (self.logit(ids) - label).square().sum() / max(ids.shape[0], 4)
@@ -178,7 +163,6 @@ class MaxOfBatchSize(Idiom):
         return loss
 
 
-@today(REFUSED, "range() over the batch size")
 class LoopOverSamples(Idiom):
     def build(self, ids, label):
         logit = self.logit(ids)
@@ -187,7 +171,6 @@ class LoopOverSamples(Idiom):
         return loss
 
 
-@today(REFUSED, "an int is asked of half the batch size")
 class HalfABatch(Idiom):
     def build(self, ids, label):
         half = int(math.ceil(ids.shape[0] / 2))
@@ -196,7 +179,6 @@ class HalfABatch(Idiom):
         return loss
 
 
-@today(EQUAL)
 class SliceByBatchSize(Idiom):
     def build(self, ids, label):
         half = ids.shape[0] // 2
@@ -205,7 +187,6 @@ class SliceByBatchSize(Idiom):
         return loss
 
 
-@today(REFUSED, "the value of a tensor")
 class BranchOnAValue(Idiom):
     def build(self, ids, label):
         loss = self.loss(ids, label)
@@ -215,7 +196,6 @@ class BranchOnAValue(Idiom):
         return loss
 
 
-@today(REFUSED, "the value of a tensor")
 class SkipWithoutPositives(Idiom):
     def build(self, ids, label):
         positive = (label > 0).nonzero()
@@ -226,7 +206,6 @@ class SkipWithoutPositives(Idiom):
         return loss
 
 
-@today(REFUSED, "the value of a tensor")
 class WhileOnAValue(Idiom):
     def build(self, ids, label):
         loss = self.loss(ids, label)
@@ -236,7 +215,6 @@ class WhileOnAValue(Idiom):
         return loss
 
 
-@today(REFUSED, "the value of a tensor as a number")
 class NumberOfATensor(Idiom):
     def build(self, ids, label):
         loss = self.loss(ids, label) * (1.0 + float(label.mean()))
@@ -244,7 +222,6 @@ class NumberOfATensor(Idiom):
         return loss
 
 
-@today(REFUSED, "item() is traced, and the number compared")
 class ItemOfATensor(Idiom):
     def build(self, ids, label):
         rate = label.mean().item()
@@ -253,7 +230,6 @@ class ItemOfATensor(Idiom):
         return loss
 
 
-@today(EQUAL)
 class ItemAsAFactor(Idiom):
     def build(self, ids, label):
         loss = self.loss(ids, label) * label.mean().item()
@@ -261,7 +237,6 @@ class ItemAsAFactor(Idiom):
         return loss, loss.item()
 
 
-@today(REFUSED, "a list of values")
 class ValuesAsAList(Idiom):
     def build(self, ids, label):
         loss = self.loss(ids, label)
@@ -271,7 +246,6 @@ class ValuesAsAList(Idiom):
         return loss
 
 
-@today(EQUAL)
 class MaskInPlaceOfABranch(Idiom):
     def build(self, ids, label):
         loss = torch.where(label.sum() > 2, 2.0, 1.0) * self.loss(ids, label)
@@ -279,7 +253,6 @@ class MaskInPlaceOfABranch(Idiom):
         return loss
 
 
-@today(EQUAL)
 class MaskedRows(Idiom):
     """Sizes that depend on values."""
 
@@ -291,7 +264,6 @@ class MaskedRows(Idiom):
         return loss
 
 
-@today(REFUSED, "requires_grad of a traced value is itself traced")
 class BranchOnRequiresGrad(Idiom):
     def build(self, ids, label):
         rows = self.embedding(ids)
@@ -300,7 +272,6 @@ class BranchOnRequiresGrad(Idiom):
         return loss
 
 
-@today(EQUAL)
 class OptionalArgument(Idiom):
     def batches(self):
         return [(*one, torch.rand(len(one[1]))) if i % 2 else one for i, one in enumerate(super().batches())]
@@ -312,7 +283,6 @@ class OptionalArgument(Idiom):
         return loss
 
 
-@today(REFUSED, "match asks a traced value for its rank")
 class MatchOnRank(Idiom):
     def build(self, ids, label):
         match ids.dim():
@@ -327,7 +297,6 @@ class MatchOnRank(Idiom):
         return loss
 
 
-@today(EQUAL)
 class AssertOnShapes(Idiom):
     def build(self, ids, label):
         assert ids.shape[1] == 2 and ids.dim() == 2, "two columns"
@@ -337,7 +306,6 @@ class AssertOnShapes(Idiom):
         return loss
 
 
-@today(REFUSED, "raise depends on a traced value")
 class CheckThatRaises(Idiom):
     def build(self, ids, label):
         if ids.shape[0] != label.shape[0]:
@@ -347,7 +315,6 @@ class CheckThatRaises(Idiom):
         return loss
 
 
-@today(REFUSED, "an f-string of a size")
 class TextOfAShape(Idiom):
     def build(self, ids, label):
         name = f"{ids.shape[1]} columns"
@@ -356,7 +323,6 @@ class TextOfAShape(Idiom):
         return loss, name
 
 
-@today(REFUSED, "the comparison of two shapes is traced")
 class ShapesCompared(Idiom):
     def build(self, ids, label):
         logit = self.logit(ids)
@@ -367,7 +333,6 @@ class ShapesCompared(Idiom):
         return loss
 
 
-@today(WRONG, "torch.is_tensor is False while tracing")
 class IsTensor(Idiom):
     def build(self, ids, label):
         if not torch.is_tensor(ids):
@@ -377,7 +342,6 @@ class IsTensor(Idiom):
         return loss
 
 
-@today(REFUSED, "isinstance of a traced value is False")
 class IsInstance(Idiom):
     def build(self, ids, label):
         if not isinstance(ids, torch.Tensor):
@@ -387,7 +351,6 @@ class IsInstance(Idiom):
         return loss
 
 
-@today(CRASH, "isinstance of a traced value is False, so the loss is no scalar")
 class NumberOrTensor(Idiom):
     def build(self, ids, label):
         loss = self.loss(ids, label)
@@ -397,7 +360,6 @@ class NumberOrTensor(Idiom):
         return loss
 
 
-@today(WRONG, "type() of a traced value is a class of ours")
 class TypeOf(Idiom):
     def build(self, ids, label):
         by_type = {torch.Tensor: 1.0}
@@ -406,7 +368,6 @@ class TypeOf(Idiom):
         return loss
 
 
-@today(WRONG, "a traced value has every attribute")
 class HasAttribute(Idiom):
     def build(self, ids, label):
         loss = self.loss(ids, label)
@@ -415,7 +376,6 @@ class HasAttribute(Idiom):
         return loss
 
 
-@today(EQUAL)
 class CatchesErrors(Idiom):
     def build(self, ids, label):
         try:
@@ -423,5 +383,25 @@ class CatchesErrors(Idiom):
         except KeyError:
             rows = torch.zeros(ids.shape[0], 8)
         loss = (self.mlp(rows).squeeze(1) - label).square().mean()
+        loss.backward()
+        return loss
+
+
+class Tower(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = make_embedding()
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        return x * 2 if x.sum() > 0 else x + self.embedding(ids.flip(0))
+
+
+class BranchInATower(Idiom):
+    def setup(self):
+        self.tower = Tower()
+
+    def build(self, ids, label):
+        loss = (self.tower(ids).sum((1, 2)) - label).square().mean()
         loss.backward()
         return loss

@@ -7,7 +7,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
-from tests.build_corpus.idiom import CRASH, EQUAL, REFUSED, WRONG, Idiom, today
+import oneemb
+from tests.build_corpus.idiom import Idiom
+from tests.support.graph_models import make_embedding
 
 
 class Reverse(torch.autograd.Function):
@@ -23,7 +25,6 @@ class Reverse(torch.autograd.Function):
         return -ctx.scale * grad, None
 
 
-@today(EQUAL)
 class SeveralLosses(Idiom):
     def build(self, ids, label):
         rows = self.embedding(ids)
@@ -33,7 +34,6 @@ class SeveralLosses(Idiom):
         return losses
 
 
-@today(EQUAL)
 class WeighsLosses(Idiom):
     """Uncertainty weights, which are parameters."""
 
@@ -48,7 +48,6 @@ class WeighsLosses(Idiom):
         return total, losses.detach()
 
 
-@today(EQUAL)
 class AutogradBackward(Idiom):
     def build(self, ids, label):
         logit = self.logit(ids)
@@ -56,7 +55,6 @@ class AutogradBackward(Idiom):
         return logit
 
 
-@today(EQUAL)
 class BackwardWithAGradient(Idiom):
     def build(self, ids, label):
         loss = (self.logit(ids) - label).square()
@@ -64,7 +62,6 @@ class BackwardWithAGradient(Idiom):
         return loss.detach()
 
 
-@today(EQUAL)
 class BackwardIsConditional(Idiom):
     def build(self, ids, label):
         loss = self.loss(ids, label)
@@ -73,7 +70,6 @@ class BackwardIsConditional(Idiom):
         return loss
 
 
-@today(EQUAL)
 class GradientPenalty(Idiom):
     """Through the dense layers: their input's gradient, differentiated once more."""
 
@@ -86,7 +82,6 @@ class GradientPenalty(Idiom):
         return loss
 
 
-@today(EQUAL)
 class DetachAndNoGrad(Idiom):
     def build(self, ids, label):
         with torch.no_grad():
@@ -101,7 +96,6 @@ def frozen(model, ids):
     return model.logit(ids).sigmoid()
 
 
-@today(EQUAL)
 class NoGradAsADecorator(Idiom):
     def build(self, ids, label):
         loss = self.loss(ids, 0.5 * label + 0.5 * frozen(self, ids))
@@ -109,7 +103,6 @@ class NoGradAsADecorator(Idiom):
         return loss
 
 
-@today(REFUSED, "inference_mode")
 class InferenceMode(Idiom):
     def build(self, ids, label):
         with torch.inference_mode():
@@ -119,7 +112,6 @@ class InferenceMode(Idiom):
         return loss, shown
 
 
-@today(EQUAL)
 class StraightThrough(Idiom):
     def build(self, ids, label):
         x = self.embedding(ids).flatten(1)
@@ -129,7 +121,6 @@ class StraightThrough(Idiom):
         return loss
 
 
-@today(WRONG, "its forward is traced, and its backward lost")
 class CustomFunction(Idiom):
     def build(self, ids, label):
         x = Reverse.apply(self.embedding(ids).flatten(1), 0.5)
@@ -143,7 +134,6 @@ class ReverseModule(torch.nn.Module):
         return Reverse.apply(x, 0.5)
 
 
-@today(EQUAL)
 class CustomFunctionInAModule(Idiom):
     def setup(self):
         super().setup()
@@ -155,7 +145,6 @@ class CustomFunctionInAModule(Idiom):
         return loss
 
 
-@today(REFUSED, "checkpoint sets saved tensor hooks")
 class CheckpointOfAModule(Idiom):
     def build(self, ids, label):
         x = self.embedding(ids).flatten(1)
@@ -164,7 +153,6 @@ class CheckpointOfAModule(Idiom):
         return loss
 
 
-@today(CRASH, "checkpoint sees no tensor that needs a gradient, and drops it")
 class ReentrantCheckpoint(Idiom):
     def build(self, ids, label):
         x = self.embedding(ids).flatten(1)
@@ -173,7 +161,6 @@ class ReentrantCheckpoint(Idiom):
         return loss
 
 
-@today(REFUSED, "checkpoint sets saved tensor hooks")
 class CheckpointWithDropout(Idiom):
     def setup(self):
         super().setup()
@@ -189,7 +176,6 @@ class CheckpointWithDropout(Idiom):
         return loss
 
 
-@today(REFUSED, "a function is no part of a graph")
 class HookOnRows(Idiom):
     def build(self, ids, label):
         rows = self.embedding(ids)
@@ -199,7 +185,6 @@ class HookOnRows(Idiom):
         return loss
 
 
-@today(REFUSED, "a method is no part of a graph")
 class HookOnATensor(Idiom):
     def setup(self):
         super().setup()
@@ -219,7 +204,6 @@ class HookOnATensor(Idiom):
         return self.norms
 
 
-@today(EQUAL)
 class HookOnAParameter(Idiom):
     def setup(self):
         super().setup()
@@ -231,7 +215,6 @@ class HookOnAParameter(Idiom):
         return loss
 
 
-@today(EQUAL)
 class HooksOnADenseModule(Idiom):
     def setup(self):
         super().setup()
@@ -248,10 +231,7 @@ class HooksOnADenseModule(Idiom):
         return self.shapes
 
 
-@today(REFUSED, "hooks on an embedding")
 class HookOnAnEmbedding(Idiom):
-    refused_outside = True
-
     def setup(self):
         super().setup()
         self.embedding.register_forward_hook(lambda module, args, out: out * 2)
@@ -262,7 +242,6 @@ class HookOnAnEmbedding(Idiom):
         return loss
 
 
-@today(REFUSED, "saved tensor hooks")
 class SavedTensorHooks(Idiom):
     def build(self, ids, label):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
@@ -271,7 +250,6 @@ class SavedTensorHooks(Idiom):
         return loss
 
 
-@today(EQUAL)
 class RetainGrad(Idiom):
     """The gradient of a value, read after backward."""
 
@@ -283,7 +261,6 @@ class RetainGrad(Idiom):
         return loss, x.grad.norm()
 
 
-@today(REFUSED, ".grad of a parameter")
 class ReadsGradients(Idiom):
     def build(self, ids, label):
         loss = self.loss(ids, label)
@@ -291,7 +268,6 @@ class ReadsGradients(Idiom):
         return loss, sum(p.grad.norm() for p in self.mlp.parameters())
 
 
-@today(REFUSED, ".grad of a parameter")
 class ChangesGradients(Idiom):
     def build(self, ids, label):
         loss = self.loss(ids, label)
@@ -301,7 +277,6 @@ class ChangesGradients(Idiom):
         return loss
 
 
-@today(EQUAL)
 class ClipsDenseParameters(Idiom):
     def build(self, ids, label):
         loss = 10 * self.loss(ids, label)
@@ -311,7 +286,7 @@ class ClipsDenseParameters(Idiom):
         return loss, norm
 
 
-class Clips(Idiom):
+class _Clips(Idiom):
     """Against torch alone, with a dense table that begins with the same rows."""
 
     tolerance = 1e-4
@@ -355,19 +330,16 @@ class Clips(Idiom):
         return losses
 
 
-@today(EQUAL)
-class ClipsTheNorm(Clips):
+class ClipsTheNorm(_Clips):
     def clip(self, parameters):
         clip_grad_norm_(parameters, 0.5)
 
 
-@today(EQUAL)
-class ClipsValues(Clips):
+class ClipsValues(_Clips):
     def clip(self, parameters):
         clip_grad_value_(list(parameters), 0.3)
 
 
-@today(EQUAL)
 class Accumulates(Idiom):
     def setup(self):
         super().setup()
@@ -379,13 +351,11 @@ class Accumulates(Idiom):
         return loss
 
 
-@today(WRONG, "what was accumulated is dropped where accumulation_steps becomes 1")
 class AccumulationThatChanges(Accumulates):
     def between(self, step):
         self.config.accumulation_steps = 3 if step < 2 else 1
 
 
-@today(EQUAL)
 class Autocast(Idiom):
     def build(self, ids, label):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -396,7 +366,6 @@ class Autocast(Idiom):
         return loss, logit.detach()
 
 
-@today(WRONG, "the block has the option that it had when build was traced")
 class AutocastOnAndOff(Idiom):
     def between(self, step):
         self.half = step % 2 == 0
@@ -409,7 +378,6 @@ class AutocastOnAndOff(Idiom):
         return loss
 
 
-@today(EQUAL)
 class ZeroGradFirst(Idiom):
     def build(self, ids, label):
         self.zero_grad()
@@ -418,7 +386,6 @@ class ZeroGradFirst(Idiom):
         return loss
 
 
-@today(EQUAL)
 class PenaltyOnWeights(Idiom):
     def build(self, ids, label):
         penalty = sum(p.square().sum() for name, p in self.mlp.named_parameters() if "weight" in name)
@@ -427,7 +394,6 @@ class PenaltyOnWeights(Idiom):
         return loss
 
 
-@today(EQUAL)
 class PenaltyOnRows(Idiom):
     def build(self, ids, label):
         rows = self.embedding(ids)
@@ -436,7 +402,118 @@ class PenaltyOnRows(Idiom):
         return loss
 
 
-@today(EQUAL)
 class ReturnsNothing(Idiom):
     def build(self, ids, label):
         self.loss(ids, label).backward()
+
+
+class UnscalesAndClips(Idiom):
+    """As torch's examples do, but for the step."""
+
+    def setup(self):
+        super().setup()
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+
+    def trained_by(self):
+        (self.optimizer,) = super().trained_by()
+        return [self.optimizer]
+
+    def build(self, ids, label):
+        loss = 20 * self.loss(ids, label)
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        norm = clip_grad_norm_(self.parameters(), 0.1)
+        if not isinstance(self, oneemb.TrainGraph):
+            self.scaler.update()
+        return loss, norm
+
+    def seen(self):
+        return self.scaler.state_dict()
+
+
+class StepsAnOptimizerOfItsOwn(Idiom):
+    """Of a layer that the graph does not train."""
+
+    def setup(self):
+        super().setup()
+        self.critic = torch.nn.Linear(8, 1)
+        self.own = torch.optim.SGD(self.critic.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.own, 0.9)
+
+    def trained_by(self):
+        return [torch.optim.Adam([*self.embedding.parameters(), *self.mlp.parameters()], lr=0.01)]
+
+    def build(self, ids, label):
+        self.own.zero_grad()
+        rows = self.embedding(ids).flatten(1)
+        (self.critic(rows.detach()).squeeze(1) - label).square().mean().backward()
+        self.own.step()
+        self.schedule.step()
+        loss = self.loss(ids, label) + self.critic(rows).square().mean()
+        loss.backward()
+        return loss
+
+
+class StepsRowsOfItsOwn(StepsAnOptimizerOfItsOwn):
+    """Of an embedding that the graph does not train, before it is looked up again."""
+
+    def setup(self):
+        super().setup()
+        self.other = make_embedding("other", tables=1)
+        self.own = torch.optim.SGD(self.other.parameters(), lr=0.1)
+
+    def build(self, ids, label):
+        self.own.zero_grad()
+        self.other(ids[:, 0]).square().sum().backward()
+        self.own.step()
+        self.own.zero_grad()
+        with torch.no_grad():
+            rows = self.other(ids[:, 1])
+        loss = self.loss(ids, label) + (self.embedding(ids) * rows[:, None]).sum()
+        loss.backward()
+        return loss
+
+
+class ZeroGradAfterBackward(Idiom):
+    """Of the whole model, of the layers, and by the optimizer."""
+
+    def between(self, step):
+        self.step = step
+
+    def trained_by(self):
+        (self.optimizer,) = super().trained_by()
+        return [self.optimizer]
+
+    def build(self, ids, label):
+        self.loss(ids, label).backward()
+        if self.step:  # a first step without a gradient is warned of
+            (self.zero_grad, self.mlp.zero_grad, self.optimizer.zero_grad, lambda: None)[self.step % 4]()
+        loss = self.logit(ids).square().mean()
+        if self.step % 3 != 1:
+            loss.backward()
+        return loss.detach()
+
+
+class BackwardAfterClipping(Idiom):
+    def build(self, ids, label):
+        loss = 20 * self.loss(ids, label)
+        loss.backward(retain_graph=True)
+        norm = clip_grad_norm_(self.parameters(), 0.1)
+        loss.backward()
+        return loss, norm
+
+
+class HooksBeforeAnEmbedding(Idiom):
+    def setup(self):
+        super().setup()
+        self.shapes = []
+        self.embedding.register_forward_pre_hook(lambda module, args: (args[0] % 7,))
+        self.embedding.weight.register_post_accumulate_grad_hook(lambda weight: self.shapes.append(weight.grad.shape))
+
+    def build(self, ids, label):
+        loss = self.loss(ids, label)
+        loss.backward()
+        return loss
+
+    def seen(self):
+        return self.shapes

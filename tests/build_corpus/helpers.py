@@ -5,14 +5,13 @@ import functools
 
 import torch
 
-from tests.build_corpus.idiom import EQUAL, REFUSED, Idiom, today
+from tests.build_corpus.idiom import Idiom
 
 
 def squared(logit, label, *, reduce="mean"):
     return getattr((logit - label).square(), reduce)()
 
 
-@today(EQUAL)
 class Functions(Idiom):
     def build(self, ids, label):
         loss = squared(self.logit(ids), label) + functools.partial(squared, reduce="sum")(self.logit(ids), 1 - label)
@@ -31,7 +30,6 @@ class Focal:
         return -((1 - p).pow(self.gamma) * label * p.log() + p.pow(self.gamma) * (1 - label) * (1 - p).log()).mean()
 
 
-@today(EQUAL)
 class CallableObject(Idiom):
     def setup(self):
         super().setup()
@@ -51,7 +49,6 @@ def logged(function):
     return run
 
 
-@today(EQUAL)
 class DecoratorsAndProperties(Idiom):
     @property
     def scale(self):
@@ -71,7 +68,6 @@ class DecoratorsAndProperties(Idiom):
         return loss
 
 
-@today(EQUAL)
 class Generators(Idiom):
     def terms(self, ids, label):
         yield self.loss(ids, label)
@@ -84,7 +80,6 @@ class Generators(Idiom):
         return loss
 
 
-@today(EQUAL)
 class Recursion(Idiom):
     def nested(self, x, depth):
         return x if depth == 0 else self.nested(torch.tanh(x) + x, depth - 1)
@@ -95,20 +90,18 @@ class Recursion(Idiom):
         return loss
 
 
-class Base(Idiom):
+class _Base(Idiom):
     def build(self, ids, label):
         return self.loss(ids, label)
 
 
-@today(EQUAL)
-class SuperBuild(Base):
+class SuperBuild(_Base):
     def build(self, ids, label):
         loss = super().build(ids, label) * 2
         loss.backward()
         return loss
 
 
-@today(EQUAL)
 class BlockOfOnesOwn(Idiom):
     @contextlib.contextmanager
     def half(self):
@@ -128,7 +121,6 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
     return torch.relu(x)
 
 
-@today(REFUSED, "a scripted function takes no traced value")
 class ScriptedFunction(Idiom):
     def build(self, ids, label):
         loss = squared(scripted(self.logit(ids)), label)
@@ -136,7 +128,6 @@ class ScriptedFunction(Idiom):
         return loss
 
 
-@today(REFUSED, "vmap takes no traced value")
 class Vmap(Idiom):
     def build(self, ids, label):
         rows = self.embedding(ids)
@@ -146,7 +137,6 @@ class Vmap(Idiom):
         return loss
 
 
-@today(REFUSED, "a function that torch has compiled")
 class CompiledFunction(Idiom):
     def setup(self):
         super().setup()
@@ -168,7 +158,6 @@ def _(x: torch.Tensor):
     return x.sum(-1)
 
 
-@today(REFUSED, "dispatch on the class of a traced value")
 class SingleDispatch(Idiom):
     def build(self, ids, label):
         loss = squared(pooled(self.embedding(ids)).sum(1), label)
@@ -176,7 +165,6 @@ class SingleDispatch(Idiom):
         return loss
 
 
-@today(EQUAL)
 class Operators(Idiom):
     """Reflected, in place, comparisons, slices, None and Ellipsis."""
 
