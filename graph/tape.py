@@ -179,12 +179,11 @@ class Tape:
             made = self._made.get(id(value))
             if value.is_inference() or made is not None and made() is value:
                 raise _Unknown
-            node = self._outside.get(id(value))
-            if node is None:
+            if id(value) not in self._outside:
                 name = f"constant_{len(self.constants)}"
                 self.constants[name] = value
-                node = self._outside[id(value)] = self._graph.get_attr(name)
-            return node
+                self._outside[id(value)] = self._graph.get_attr(name)
+            return self._outside[id(value)]
         if isinstance(value, np.generic):
             return value.item()
         if type(value) is int:  # Most often a size that equals that of the batch is that size.
