@@ -144,6 +144,7 @@ class Building:
         self._steppers = steppers
         self._names = names
         self._expected: dict[str, list[Expected]] = {}
+        self._waiting = len(expected)
         for lookup in expected:
             self._expected.setdefault(lookup.embedding, []).append(lookup)
         self._on_all_made = on_all_made
@@ -211,7 +212,8 @@ class Building:
             if in_this_mode and lookup.is_of(arguments["ids"], arguments["table_ids"], arguments["offsets"]):
                 waiting.remove(lookup)
                 lookup.lease = None if lookup.reserved is None else lookup.reserved.acquire()
-                if not self.in_vain:
+                self._waiting -= 1
+                if not self._waiting:
                     self._on_all_made()
                 return lookup
         return None
@@ -224,6 +226,7 @@ class Building:
         """
         waiting = [lookup for lookups in self._expected.values() for lookup in lookups]
         self._expected.clear()
+        self._waiting = 0
         for lookup in waiting:
             lookup.drop()
         if waiting:

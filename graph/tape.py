@@ -53,6 +53,8 @@ class Tape:
         """By identity: the objects that come from the batch alone, with the version in which they do."""
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         """Tensors that were made since and come from anything else."""
+        self._outside: dict[int, fx.Node] = {}
+        """By identity: the tensors in `constants`."""
         self._sizes: list[tuple[int, fx.Node]] = []
         self._left_out = left_out
         self._paused = False
@@ -177,9 +179,11 @@ class Tape:
             made = self._made.get(id(value))
             if value.is_inference() or made is not None and made() is value:
                 raise _Unknown
-            name = f"constant_{len(self.constants)}"
-            self.constants[name] = value
-            return self._graph.get_attr(name)
+            if id(value) not in self._outside:
+                name = f"constant_{len(self.constants)}"
+                self.constants[name] = value
+                self._outside[id(value)] = self._graph.get_attr(name)
+            return self._outside[id(value)]
         if isinstance(value, np.generic):
             return value.item()
         if type(value) is int:  # Most often a size that equals that of the batch is that size.

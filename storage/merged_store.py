@@ -222,8 +222,9 @@ class MergedStore:
         slots: list[Array | None] = [None] * len(tiers)
         for m, tier in enumerate(tiers):
             if m + 1 not in missing and not self.members[m].abandoned:
-                own = slots[m] = slot_U[begins[m] : begins[m + 1]]
+                own = slot_U[begins[m] : begins[m + 1]]
                 tier.pin_found(own)
+                slots[m] = own
         return slots
 
     def _take_over(self, prefetched: MergedPrefetched, begin_M1: np.ndarray) -> list[Array | None]:

@@ -256,3 +256,23 @@ def test_a_weight_that_is_not_finite_stops_the_step(tmp_path, bad):
     with pytest.raises(oneemb.NonFiniteGradientError, match="gradients of 1 of 3 rows .* id 2 in table 0"):
         optimizer.step()
     assert torch.equal(embedding(ids), before)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max", "weighted"])
+def test_what_a_lookup_was_given_may_change_before_its_gradient_comes(tmp_path, mode):
+    """torch's EmbeddingBag refuses the backward pass then."""
+    ids, offsets, table_P = bags()
+    scales = torch.rand(len(ids)) if mode == "weighted" else None
+    pooling = "sum" if mode == "weighted" else mode
+    found = []
+    for change in (False, True):
+        embedding, _ = make(tmp_path / str(change))
+        given = [tensor if tensor is None else tensor.clone() for tensor in (ids, table_P, offsets, scales)]
+        rows = embedding(*given, pooling=pooling)
+        if change:
+            for tensor in given:
+                if tensor is not None:
+                    tensor.zero_()
+        (rows * torch.arange(1.0, len(rows) + 1)[:, None]).sum().backward()
+        found.append([*embedding.weight.grad.row_keys(), embedding.weight.grad.row_values()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -98,7 +98,8 @@ def bags_of_ids(
         raise ValueError(f"ids of bags must be {key_type} [N], got {list(ids.shape)}; call ids.reshape(-1)")
     _check_offsets_kind(offsets, ids.device)
     bags = len(offsets) - 1
-    offset_P1 = offsets.detach().to(torch.int64).contiguous()
+    # A copy: what a backward pass reads must be what the lookup was given, and was checked.
+    offset_P1 = offsets.detach().to(torch.int64, copy=True, memory_format=torch.contiguous_format)
     if table_ids is not None:
         _check_tables_of_bags(table_ids, bags, ids.device)
         table_ids = table_ids.expand(bags)

@@ -147,7 +147,6 @@ class SharedRows(Protocol):
     """The rows of several lookups, that of a lease among them."""
 
     store: MergedStore
-    """Whose rows they are."""
 
     def own_keys(self, p: int) -> Keys:
         """The keys of lookup p, as if it were alone."""
@@ -537,7 +536,8 @@ def _scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str
     """
     check_pooling(keys, per_sample_weights, pooling)
     if per_sample_weights is not None:
-        return store.loops.array(per_sample_weights.detach().contiguous())
+        # A copy: the caller may change it before the backward pass, which reads it again.
+        return store.loops.array(per_sample_weights.detach().clone(memory_format=torch.contiguous_format))
     if keys.bags is None or pooling != "mean":
         return None
     return store.loops.mean_scales(keys.bags.offset_P1, keys.unique.inverse_N)

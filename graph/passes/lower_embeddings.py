@@ -19,8 +19,8 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
              return (("embedding", kept, None, None, reserved, None, None, "sum", ids),)
 
     What is returned of a lookup are the arguments of `Expected`. Values of the batch are copied, since `build` may
-    change them in place before it looks them up. Rows are acquired and read when it does: what it does not look up must
-    not be inserted.
+    change them in place before it looks them up; of tensors from outside the batch, what is looked up is. Rows are
+    acquired and read when `build` asks: what it does not look up must not be inserted.
 
     An embedding in eval mode inserts nothing before the step that trains it. A frozen one never does, nor does any if
     `inserts` is off. Their rows are read at once:
@@ -37,16 +37,17 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
     output = output_of(graph)
     made: list[fx.node.Argument] = []
     for node in list(graph.nodes):
-        if node.op in ("placeholder", "get_attr") and node.users:
+        if node.op == "placeholder" and node.users:
             with graph.inserting_after(node):
                 kept = graph.call_function(ops.keep, (node,))
             node.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
+    copies = _Copies(graph)
     for node in list(graph.nodes):
         if node.op != "call_module" or node.target not in embeddings:
             continue
         module = embeddings[node.target]
         with graph.inserting_before(node):
-            call = _Call(**node.kwargs)
+            call = _Call(**{name: copies.of(argument) for name, argument in node.kwargs.items()})
             store = graph.get_attr(f"{node.target}.store")
             key_arguments = call.ids, call.table_ids, module.num_tables, module.key_type, module.padding_idx
             offsets = () if call.offsets is None else (call.offsets,)
@@ -70,6 +71,26 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
         if node.op == "call_module" and node.target in embeddings:
             graph.erase_node(node)
     return graph
+
+
+class _Copies:
+    """Copies of what may be, or be a view of, a tensor from outside the batch: that itself may be large."""
+
+    def __init__(self, graph: fx.Graph):
+        self._graph = graph
+        self._outside: set[fx.Node] = set()
+        for node in graph.nodes:
+            if node.op == "get_attr" or not self._outside.isdisjoint(node.all_input_nodes):
+                self._outside.add(node)
+        self._copies: dict[fx.Node, fx.Node] = {}
+
+    def of(self, argument: fx.node.Argument) -> fx.node.Argument:
+        """What a lookup is to be given for an argument."""
+        if not isinstance(argument, fx.Node) or argument not in self._outside:
+            return argument
+        if argument not in self._copies:
+            self._copies[argument] = self._graph.call_function(ops.keep, (argument,))
+        return self._copies[argument]
 
 
 class _Call(NamedTuple):

@@ -116,6 +116,25 @@ return (('a', reshape, None, keep_1, reserve, None, keep_2, 'sum', None),
     )
 
 
+def test_of_tensors_from_outside_only_what_is_looked_up_is_copied():
+    table, some = torch.arange(1000), torch.arange(2)
+
+    def build(self, ids):
+        return self.a(table[ids]).sum() + self.b(ids, some).sum() + self.c(ids, some).sum()
+
+    assert graph_text(share_unique(lowered(build, IDS))).splitlines()[1:-1] == [
+        "keep = keep(ids)",
+        "getitem = constant_0[keep]",
+        "keep_1 = keep(getitem)",
+        "unique_keys = unique_keys(keep_1, None, 2, int64, None)",
+        "reserve = reserve(a.store, unique_keys)",
+        "keep_2 = keep(constant_1)",
+        "unique_keys_1 = unique_keys(keep, keep_2, 2, int64, None)",
+        "reserve_1 = reserve(b.store, unique_keys_1)",
+        "reserve_2 = reserve(c.store, unique_keys_1)",
+    ]
+
+
 @pytest.mark.parametrize(
     "change, inserts, after",
     [
