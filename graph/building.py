@@ -75,11 +75,11 @@ class Expected:
     """Of the lookup, once it is made."""
 
     def __post_init__(self) -> None:
-        self._version = None if self.origin is None else version_of(self.origin)
+        self._version = None if self.origin is None else (self.origin.data_ptr(), version_of(self.origin))
 
     def is_of(self, ids: torch.Tensor, table_ids: torch.Tensor | None, offsets: torch.Tensor | None) -> bool:
         """Whether this is the lookup of these."""
-        if ids is self.origin and self.waits and version_of(ids) == self._version:
+        if ids is self.origin and self.waits and (ids.data_ptr(), version_of(ids)) == self._version:
             ids = self.ids  # Its values are known to be the same: nobody waits for a GPU to compare them.
         return _same(ids, self.ids) and _same(table_ids, self.table_ids) and _same(offsets, self.offsets)
 
