@@ -6,6 +6,7 @@
 Invariant: whatever passes run, the rows are those of eager mode.
 """
 
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -174,7 +175,13 @@ def _finder(root: torch.nn.Module, objects: Mapping[str, object], constants: Map
     buffers = {name: named[id(tensor)] for name, tensor in constants.items() if id(tensor) in named}
     fixed = {**stores, **objects, **{name: value for name, value in constants.items() if name not in buffers}}
 
+    owner = weakref.ref(root)  # A graph holds its plans: it should be gone, with its paths, when it is dropped.
+
     def find(name: str) -> object:
-        return root.get_buffer(buffers[name]) if name in buffers else fixed[name]
+        if name not in buffers:
+            return fixed[name]
+        graph = owner()
+        assert graph is not None, "its plans are used by itself alone"
+        return graph.get_buffer(buffers[name])
 
     return find

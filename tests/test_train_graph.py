@@ -2,9 +2,11 @@
 trained is refused; a step that fails leaves nothing behind."""
 
 import copy
+import gc
 import inspect
 import math
 import traceback
+import weakref
 
 import pytest
 import torch
@@ -760,3 +762,32 @@ def test_bad_ids_are_named_as_in_eager_mode(made):
     with pytest.raises(TypeError, match=r"ids must be torch.int64 of shape \[B, 2\], got torch.int32 \[1, 2\]"):
         model.graph(torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1))
     model.check()
+
+
+class Dropped(oneemb.TrainGraph):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = make_embedding("a"), make_embedding("b")
+        self.register_buffer("shift", torch.ones(1, dtype=torch.int64))
+        self.add_optimizer(torch.optim.Adam(self.parameters()))
+
+    def build(self, ids):
+        loss = self.a(ids + self.shift).sum() + self.b(ids).square().sum()
+        loss.backward()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("run", [False, True])
+def test_a_graph_that_is_dropped_frees_its_rows_without_the_collector(run):
+    batches = [torch.randint(0, 9, (4, 2)) for _ in range(4)]
+    list(Dropped().run(batches))  # what torch does once in a process keeps frames
+    gc.collect()
+    gc.disable()
+    try:
+        graph = Dropped()
+        _ = list(graph.run(batches)) if run else [graph(ids) for ids in batches]
+        left = [weakref.ref(graph), weakref.ref(graph.a), weakref.ref(graph.a.store)]
+        del graph
+        assert [reference() for reference in left] == [None] * 3
+    finally:
+        gc.enable()
