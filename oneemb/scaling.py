@@ -85,6 +85,9 @@ def scalers_in(values: Iterable[object]) -> list[torch.amp.GradScaler]:
 
 
 def scalers_of(build: Callable[..., object]) -> list[torch.amp.GradScaler]:
-    """The GradScalers that a function knows as globals or by a closure."""
-    known = inspect.getclosurevars(build)
+    """The GradScalers that a function, or one that a decorator has wrapped, knows as globals or by a closure."""
+    function = inspect.unwrap(build)
+    if not inspect.isroutine(function):
+        return []
+    known = inspect.getclosurevars(function)
     return scalers_in([*known.nonlocals.values(), *known.globals.values()])

@@ -276,3 +276,22 @@ def test_the_learning_rate_steps_once_an_update():
 def test_clip_grad_norm_is_checked(norm):
     with pytest.raises(ValueError, match="clip_grad_norm"):
         make_graph(modules_of(), build, sgd, clip_grad_norm=norm)
+
+
+SCALER = scaler_of()
+
+
+def test_a_global_scaler_is_known_to_a_build_that_is_decorated():
+    @torch.autocast("cpu", enabled=False)
+    def scaled(self, ids, label):
+        loss = torch.nn.functional.mse_loss(self.mlp(self.embedding(ids).flatten(1)).squeeze(1), label)
+        SCALER.scale(loss).backward()
+
+    def plain(self, ids, label):
+        torch.nn.functional.mse_loss(self.mlp(self.embedding(ids).flatten(1)).squeeze(1), label).backward()
+
+    a, b = make_graph(modules_of(), scaled, sgd), make_graph(modules_of(), plain, sgd)
+    for _ in range(3):
+        a(IDS, LABEL)
+        b(IDS, LABEL)
+    assert state_of(a) == state_of(b)
