@@ -92,7 +92,8 @@ class _Known:
         """Have the lookups recorded anew if a step has made others than were expected."""
         in_vain = building.in_vain
         self.missed.update(in_vain)
-        if in_vain or building.others > plan.others:
+        # A plan that misses none and lacks some is still better than none, once there is no other to be had.
+        if in_vain or building.others > plan.others and self.recorded < RECORDED_MAX:
             self.plan = None
 
 
@@ -325,7 +326,9 @@ class CompiledGraph(torch.nn.Module):
         return Prepared(spread, plan, values, versions)
 
     def _compute_prepared(self, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
-        return self._in_step(prepared.batch, lambda: self._step(prepared.batch, prepared, on_acquired))
+        # The loop may have exchanged modules since the batch was prepared.
+        batch = prepared.batch._replace(embeddings=embeddings_of(self))
+        return self._in_step(batch, lambda: self._step(batch, prepared, on_acquired))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on a batch.
