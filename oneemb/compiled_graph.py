@@ -214,7 +214,8 @@ class CompiledGraph(torch.nn.Module):
         The prepare half runs on a thread of its own, beside the compute half: it costs time only where it takes longer.
         Bytes and GB/s count the rows and gradients that an op must move; of `build` only the time is known, and the
         lookups that it makes itself are part of it.
-        The 16 plans that were used last are in the table; where more were compiled, a line says how many are left out.
+        The plans of the 16 structures that were used last are in the table, each since it was compiled last; where
+        there were more structures, a line says how many are left out.
         """
         plans = [known.plan for known in list(self._known.values()) if known.plan is not None]
         executors = [executor for plan in plans for executor in plan.executors()]
