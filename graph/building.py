@@ -79,7 +79,8 @@ class Expected:
 
     def is_of(self, ids: torch.Tensor, table_ids: torch.Tensor | None, offsets: torch.Tensor | None) -> bool:
         """Whether this is the lookup of these."""
-        if ids is self.origin and self.waits and (ids.data_ptr(), version_of(ids)) == self._version:
+        counted = ids is self.origin and not ids.is_inference()  # A tensor of inference mode counts no changes.
+        if counted and self.waits and (ids.data_ptr(), version_of(ids)) == self._version:
             ids = self.ids  # Its values are known to be the same: nobody waits for a GPU to compare them.
         return _same(ids, self.ids) and _same(table_ids, self.table_ids) and _same(offsets, self.offsets)
 

@@ -5,8 +5,7 @@
     structure  batch = {"ids": value, "label": value}, scale = None
 
 Values may differ from call to call: tensors, numbers, strings inside a tuple, list or dict, and everything that is no
-structure. A list or tuple of nothing but strings, as a collate function gives it, is
-one value.
+structure. A list or tuple of nothing but strings, as a collate function gives it, is one value.
 
 Structure is what says which lookups `build` makes; they are recorded anew when it changes:
 - tuples, lists, dicts and dataclasses, their lengths and keys;

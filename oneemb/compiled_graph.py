@@ -92,7 +92,8 @@ class _Known:
         """Have the lookups recorded anew if a step has made others than were expected."""
         in_vain = building.in_vain
         self.missed.update(in_vain)
-        if in_vain or building.others > plan.others:
+        # A plan that misses none and lacks some is still better than none, once there is no other to be had.
+        if in_vain or building.others > plan.others and self.recorded < RECORDED_MAX:
             self.plan = None
 
 
@@ -213,7 +214,8 @@ class CompiledGraph(torch.nn.Module):
         The prepare half runs on a thread of its own, beside the compute half: it costs time only where it takes longer.
         Bytes and GB/s count the rows and gradients that an op must move; of `build` only the time is known, and the
         lookups that it makes itself are part of it.
-        The 16 plans that were used last are in the table; where more were compiled, a line says how many are left out.
+        The plans of the 16 structures that were used last are in the table, each since it was compiled last; where
+        there were more structures, a line says how many are left out.
         """
         plans = [known.plan for known in list(self._known.values()) if known.plan is not None]
         executors = [executor for plan in plans for executor in plan.executors()]
@@ -325,7 +327,9 @@ class CompiledGraph(torch.nn.Module):
         return Prepared(spread, plan, values, versions)
 
     def _compute_prepared(self, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
-        return self._in_step(prepared.batch, lambda: self._step(prepared.batch, prepared, on_acquired))
+        # The loop may have exchanged modules since the batch was prepared.
+        batch = prepared.batch._replace(embeddings=embeddings_of(self))
+        return self._in_step(batch, lambda: self._step(batch, prepared, on_acquired))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on a batch.

@@ -258,7 +258,7 @@ def step_together(
         NonFiniteGradientError: a gradient is NaN or infinite; nothing has changed.
         What a torch optimizer or a hook of it raises: no row has changed; dense parameters may have.
     """
-    call = (stats or StepStats()).call
+    stats = stats or StepStats()
     for optimizer in optimizers:
         for embedding in optimizer.embeddings:
             embedding.store.turns.check(changes=True)
@@ -266,14 +266,14 @@ def step_together(
     try:
         for row_step in rows:
             row_step.take_grads()
-        grads = [call("reduce_grads", row_step.reduce) for row_step in rows]
-        go = call("check_finite", ops.check_finite, rows, [grad for each in grads for grad in each], scaler)
+        grads = [row_step.reduce(stats) for row_step in rows]
+        go = stats.call("check_finite", ops.check_finite, rows, [grad for each in grads for grad in each], scaler)
         commit()
         with undisturbed:  # An interrupt comes before the step or after all of it.
             try:
-                options = [call(f"step({_name(row_step)})", ops.step, row_step, go) for row_step in rows]
+                options = [stats.call(f"step({_name(row_step)})", ops.step, row_step, go) for row_step in rows]
                 for row_step, its_grads, its_options in zip(rows, grads, options, strict=True):
-                    call(f"update({_name(row_step)})", row_step.update, its_grads, go, its_options)
+                    row_step.update(its_grads, go, its_options, stats)
                     row_step.taken += go
             except BaseException as error:
                 if not isinstance(error, Exception):  # It was not held back: some rows may be updated, others not.

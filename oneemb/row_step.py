@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from oneemb.graph import ops
 from oneemb.graph.building import building_now
+from oneemb.graph.recorder import StepStats
 from oneemb.graph.row_optimizers import Group, RowOptimizer, row_optimizer_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.step_lock import alone, in_step
@@ -153,8 +154,11 @@ class RowStep:
                 embedding.weight.grad = grad
         self.grads, self._spent = [], []
 
-    def reduce(self) -> list[ops.RowGrads]:
+    def reduce(self, stats: StepStats) -> list[ops.RowGrads]:
         """The gradients of rows, to be summed, with rows pinned until `update` or `put_back`.
+
+        Args:
+            stats: counts and times each op.
 
         Raises:
             StoreFullError: the rows of the step do not fit.
@@ -163,13 +167,14 @@ class RowStep:
         for embedding, grad in self.grads:
             embedding.store.turns.check(changes=True)
             of_group.setdefault(self._groups[embedding.store], []).append(grad)
-        return [grads for group in of_group.values() for grads in ops.reduce_grads(group)]
+        reduced = [stats.call("reduce_grads", ops.reduce_grads, group) for group in of_group.values()]
+        return [grads for each in reduced for grads in each]
 
-    def update(self, grads: list[ops.RowGrads], go: bool, options: ops.Groups) -> None:
+    def update(self, grads: list[ops.RowGrads], go: bool, options: ops.Groups, stats: StepStats) -> None:
         """Update the rows, let them be evicted, and give the weights their gradients back: as torch's, they stay until
         `zero_grad`."""
         for grad in grads:
-            ops.update(self, grad, go, options)
+            stats.call(f"update({type(self.optimizer).__name__})", ops.update, self, grad, go, options)
         for _, row_grad in self.grads:
             row_grad.unpin()
         self.put_back()
@@ -187,10 +192,10 @@ class RowStep:
         row_grad.spend()
 
     def _update_now(self) -> None:
-        grads = self.reduce()
+        grads = self.reduce(StepStats())
         go = ops.check_finite([self], grads)
         with undisturbed:
-            self.update(grads, go, ops.options_of(self.optimizer))
+            self.update(grads, go, ops.options_of(self.optimizer), StepStats())
             self.taken += go
 
 
@@ -206,7 +211,7 @@ class _Hooked(RowStep):
             self.put_back()
             return
         try:
-            self._reduced = self.reduce()
+            self._reduced = self.reduce(StepStats())
             ops.check_finite([self], self._reduced)
         except BaseException:
             self.put_back()
@@ -226,7 +231,7 @@ class _Hooked(RowStep):
         self._handle.remove()
         locks = [embedding.store.step_lock for embedding, _ in self.grads]
         with undisturbed:
-            in_step(locks, lambda: self.update(self._reduced, True, self._options))
+            in_step(locks, lambda: self.update(self._reduced, True, self._options, StepStats()))
 
 
 _begun: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Hooked]" = weakref.WeakKeyDictionary()

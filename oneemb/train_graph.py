@@ -195,8 +195,8 @@ class TrainGraph(CompiledGraph):
         with ExitStack() as committing:  # An interrupt comes before the update, or after the step has been counted.
             try:
                 known = [*scalers_in(vars(self).values()), *self._scalers_of_build]
-                scaling = Scaling(known, state.scaler, self._on_second_pass())
-                with scaling, _refusing(state.lr_schedulers):
+                scaling = Scaling(known, state.scaler, state.scaled_by, self._on_second_pass())
+                with scaling.watching(), _refusing(state.lr_schedulers):
                     steppers = [stepper for joined in state.optimizers for stepper in (joined, joined.optimizer)]
                     result = self._run_build(
                         batch, prepared, on_acquired, expected, backward=scaling.backward, steppers=steppers

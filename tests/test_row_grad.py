@@ -463,3 +463,48 @@ def test_an_embedding_inside_ddp_is_refused(tmp_path):
         assert isinstance(model[0].weight.grad, RowGrad)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("through", ["given", "hook"])
+def test_a_gradient_that_is_changed_in_place_before_the_step_is_an_error(tmp_path, through):
+    embedding = make_embedding(tmp_path, dim=DIM)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.5)
+    rows, kept = embedding(torch.tensor([3, 5])), []
+    if through == "given":
+        kept.append(torch.ones(2, DIM))
+        rows.backward(kept[0])
+    else:
+        rows.register_hook(kept.append)
+        rows.square().sum().backward()
+    kept[0].fill_(100.0)
+    before = embedding.stats()["step"]
+    with pytest.raises(RuntimeError, match=r"changed in place since its backward pass.*clone"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert embedding.stats()["step"] == before
+
+
+def test_a_sum_and_a_later_pass_of_one_lookup_find_its_rows_where_they_are_now(tmp_path):
+    embedding = oneemb.MultiTableEmbedding(
+        "e", 2, torch.float32, torch.int64, [oneemb.make_table(oneemb.make_constant_initializer(1.0))],
+        oneemb.make_cached_host_mem_store_options(1, str(tmp_path), cache_policy="lru"),
+    )  # fmt: skip
+    optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=1.0))
+    ids, others = torch.tensor([1, 2, 3]), torch.arange(1_000_000, 1_180_000).reshape(60, -1)
+    embedding(others[0, :8])
+    loss = embedding(ids).sum()
+    loss.backward(retain_graph=True)
+    clip_grad_value_(embedding.parameters(), 0.5)
+    slots = embedding.weight.grad.summed.slot_U.tolist()
+    optimizer.step()
+    with torch.no_grad():
+        for few in others:  # The rows leave the cache, and come back into other slots.
+            embedding(few)
+        embedding(ids)
+    loss.backward()
+    optimizer.step()
+    assert embedding.weight.grad.acquire().slot_U.tolist() != slots
+    embedding.eval()
+    # 1 - 0.5, and then minus the same once more with the gradient of the second pass.
+    assert torch.equal(embedding(ids), torch.full((3, 2), -1.0))
+    assert all(torch.equal(embedding(few), torch.ones(3000, 2)) for few in others)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import oneemb
+from oneemb.scaling import Scaling
 from tests.support.graph_models import adam, make_eager, make_embedding, make_graph, rows_of, sgd, weights_of
 
 IDS = torch.tensor([[1, 2], [3, 4], [1, 4]])
@@ -276,3 +277,53 @@ def test_the_learning_rate_steps_once_an_update():
 def test_clip_grad_norm_is_checked(norm):
     with pytest.raises(ValueError, match="clip_grad_norm"):
         make_graph(modules_of(), build, sgd, clip_grad_norm=norm)
+
+
+SCALER = scaler_of()
+
+
+def test_a_global_scaler_is_known_to_a_build_that_is_decorated():
+    @torch.autocast("cpu", enabled=False)
+    def scaled(self, ids, label):
+        loss = torch.nn.functional.mse_loss(self.mlp(self.embedding(ids).flatten(1)).squeeze(1), label)
+        SCALER.scale(loss).backward()
+
+    def plain(self, ids, label):
+        torch.nn.functional.mse_loss(self.mlp(self.embedding(ids).flatten(1)).squeeze(1), label).backward()
+
+    a, b = make_graph(modules_of(), scaled, sgd), make_graph(modules_of(), plain, sgd)
+    for _ in range(3):
+        a(IDS, LABEL)
+        b(IDS, LABEL)
+    assert state_of(a) == state_of(b)
+
+
+def test_micro_batches_of_one_update_are_scaled_by_one_scaler():
+    calls = []
+
+    def scaled(self, ids, label):
+        calls.append(None)
+        loss = torch.nn.functional.mse_loss(self.mlp(self.embedding(ids).flatten(1)).squeeze(1), label)
+        (self.first if len(calls) % 2 else self.second).scale(loss).backward()
+
+    graph = make_graph(modules_of(), scaled, sgd)
+    graph.first, graph.second = scaler_of(), scaler_of()
+    graph.config.accumulation_steps = 2
+    graph(IDS, LABEL)
+    with pytest.raises(oneemb.BuildError, match="two GradScalers"):
+        graph(IDS, LABEL)
+
+
+def test_an_interrupt_leaves_no_scaler_changed(monkeypatch):
+    first, second = scaler_of(), scaler_of()
+    noting = Scaling._noting
+
+    def interrupted(self, scaler, scale):
+        if scaler is second:
+            raise KeyboardInterrupt
+        return noting(self, scaler, scale)
+
+    monkeypatch.setattr(Scaling, "_noting", interrupted)
+    with pytest.raises(KeyboardInterrupt), Scaling([first, second], None).watching():
+        pass
+    assert "scale" not in vars(first)

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.flop_counter import FlopCounterMode
 
 import oneemb
-from oneemb.compiled_graph import PLANS_MAX
+from oneemb.compiled_graph import PLANS_MAX, RECORDED_MAX
 from tests.support.graph_models import adam, make_eager, make_embedding, make_graph, rows_of, sgd, weights_of
 
 IDS = torch.tensor([[1, 2], [3, 4], [1, 4]])
@@ -756,3 +756,36 @@ def test_ids_that_are_no_tensor_are_refused_with_the_line(ids, merged):
             call()
         assert "self.embedding(ids).sum()" in traceback_of(caught.value)
     assert graph.embedding.stats()["rows"] == graph.embedding.stats()["device"]["pinned"] == 0
+
+
+def test_a_lookup_that_comes_now_and_then_leaves_the_others_expected():
+    calls = []
+
+    def build(self, ids, label):
+        calls.append(len(calls))
+        loss = loss_of(self, ids, label)
+        if calls[-1] % 2:
+            loss = loss + self.embedding(torch.randint(0, 9, (3, 2))).square().sum()
+        loss.backward()
+
+    graph = make_graph(modules_of(), build, sgd)
+    for _ in range(3 * RECORDED_MAX):
+        graph(IDS, LABEL)
+    (known,) = graph._known.values()
+    assert known.plan is not None and not known.missed
+
+
+def test_modules_may_be_exchanged_between_the_steps_of_a_run():
+    def build(self, ids, label):
+        loss = loss_of(self, ids, label)
+        loss.backward()
+        return loss.detach()
+
+    graph = make_graph(modules_of(), build, sgd)
+    losses = []
+    for loss in graph.run([(IDS, LABEL)] * 6):
+        losses.append(loss)
+        if len(losses) == 3:
+            graph.embedding = make_embedding()
+            graph.add_optimizer(torch.optim.SGD(graph.embedding.parameters(), lr=0.1))
+    assert len(losses) == 6 and graph.embedding.stats()["step"] == 3

@@ -343,6 +343,10 @@ def test_explain_counts_calls_rows_and_bytes():
     table = graph.explain()
     (line,) = [line for line in table.splitlines() if line.startswith("prepare") and "prefetch(" in line]
     assert int(line.split()[-6]) >= 5
+    for op in "reduce_grads", "update(":
+        (line,) = [line for line in table.splitlines() if line.startswith("compute") and f" {op}" in line]
+        calls, rows = (int(cell.replace(",", "")) for cell in line.split()[2:4])
+        assert calls == 8 and rows > 8
     assert "hit rate" in table and "GB/s" in table
 
 

@@ -22,6 +22,7 @@ from oneemb.graph.ops.grads import RowGrads, join_grads
 from oneemb.graph.ops.lookup import Lease
 from oneemb.graph.ops.merged import MergedRows
 from oneemb.graph.ops.op import UPDATE, Op
+from oneemb.graph.tape import version_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 
@@ -36,6 +37,21 @@ class Pass(NamedTuple):
     lease: Lease
     grad_NX: torch.Tensor
     """d loss / d rows of the lookup: [N, D], or of bags [P, D]."""
+    version: int
+    """Of the tensor, when it came: it may be one that the user has, who gave it to `backward` or keeps it by a hook."""
+
+    def checked(self) -> torch.Tensor:
+        """The gradient.
+
+        Raises:
+            RuntimeError: it was changed in place since it came.
+        """
+        if version_of(self.grad_NX) != self.version:
+            raise RuntimeError(
+                "the gradient of rows was changed in place since its backward pass, as a buffer that is given to"
+                " backward again and again, or a tensor that a hook keeps: give or keep a clone() of it"
+            )
+        return self.grad_NX
 
 
 class RowGrad(torch.Tensor):
@@ -81,8 +97,8 @@ class RowGrad(torch.Tensor):
     def reduce(self) -> RowGrads | None:
         """The gradient of each row, to be summed; None if there is none. Its slots are those of rows at the lookup."""
         grads_of: dict[Lease, list[torch.Tensor]] = {}
-        for lease, grad_NX in self.passes:
-            grads_of.setdefault(lease, []).append(grad_NX)
+        for one in self.passes:
+            grads_of.setdefault(one.lease, []).append(one.checked())
         parts = [] if self.summed is None else [self.summed]
         parts += [lease.reduce(grads_of[lease]) for lease in sorted(grads_of, key=lambda lease: lease.order)]
         return join_grads(parts)
@@ -108,22 +124,23 @@ class RowGrad(torch.Tensor):
             StoreFullError: they do not fit any more; nothing has changed.
             StorageError: rows were replaced since the lookup (load_snapshot, clear).
         """
-        for lease in dict.fromkeys(lease for lease, _ in self.passes):
-            lease.pin()
+        # First what is summed: a lookup that is pinned anew, for its passes, has its rows in other slots.
         if self.summed is not None and not all(lease.is_pinned for lease in self.holders):
             lease = Lease.of_keys(self.store, self.summed.table_U, self.summed.id_U)
             self.summed, self.holders = self.summed.with_slots(lease.slot_U, lease.generation), [lease]
+        for lease in dict.fromkeys(lease for lease, *_ in self.passes):
+            lease.pin()
         return self.reduce()
 
     def merged_in(self) -> MergedStore | None:
         """The merged store whose lookups gave all of this, with their rows still pinned; None if there is none."""
-        stores = {lease.shared[0].store for lease, _ in self.passes if lease.shared is not None and lease.is_pinned}
-        whole = self.summed is None and all(lease.shared is not None and lease.is_pinned for lease, _ in self.passes)
+        stores = {lease.shared[0].store for lease, *_ in self.passes if lease.shared is not None and lease.is_pinned}
+        whole = self.summed is None and all(lease.shared is not None and lease.is_pinned for lease, *_ in self.passes)
         return stores.pop() if whole and len(stores) == 1 else None
 
     def unpin(self) -> None:
         """Let the rows be evicted. The gradient stays what it is."""
-        for lease in {**dict.fromkeys(lease for lease, _ in self.passes), **dict.fromkeys(self.holders)}:
+        for lease in {**dict.fromkeys(lease for lease, *_ in self.passes), **dict.fromkeys(self.holders)}:
             lease.unpin()
 
     def set_values(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -133,7 +150,7 @@ class RowGrad(torch.Tensor):
             loops = self.store.loops
             with np.errstate(invalid="ignore", over="ignore"):
                 self.summed = grads.with_sums(loops.array(change(loops.tensor(grads.grad_UD))))
-            self.holders = list(dict.fromkeys([*self.holders, *(lease for lease, _ in self.passes)]))
+            self.holders = list(dict.fromkeys([*self.holders, *(lease for lease, *_ in self.passes)]))
             self.passes = []
 
     def copy_of(self) -> "RowGrad":
@@ -402,7 +419,8 @@ class _WithGrad(torch.autograd.Function):
             ctx.lease = None  # A loss that is kept keeps none of the lookup's arrays.
         grad_NX = grad.detach().reshape(-1, grad.shape[-1]).contiguous()
         lease.has_grad = True
-        row_grad = RowGrad(lease.store, [Pass(lease, grad_NX)]) if ctx.needs_input_grad[0] else None
+        one = Pass(lease, grad_NX, version_of(grad_NX))
+        row_grad = RowGrad(lease.store, [one]) if ctx.needs_input_grad[0] else None
         return row_grad, lease.grad_of_scales(grad_NX) if ctx.needs_input_grad[1] else None, None, None
 
 
@@ -449,11 +467,11 @@ def _merged_lookups(
     is that of all."""
     lookups: dict[MergedRows, dict[int, tuple[Lease, list[torch.Tensor]]]] = {}
     for row_grad in group:
-        for lease, grad_NX in row_grad.passes:
-            assert lease.shared is not None
-            rows, p = lease.shared
+        for one in row_grad.passes:
+            assert one.lease.shared is not None
+            rows, p = one.lease.shared
             assert isinstance(rows, MergedRows)
-            lookups.setdefault(rows, {}).setdefault(p, (lease, []))[1].append(grad_NX)
+            lookups.setdefault(rows, {}).setdefault(p, (one.lease, []))[1].append(one.checked())
     in_order = sorted(lookups.items(), key=lambda lookup: min(lease.order for lease, _ in lookup[1].values()))
     latest: dict[EmbeddingStore, int] = {}
     for _, grads in in_order:

@@ -22,8 +22,8 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
     change them in place before it looks them up; of tensors from outside the batch, what is looked up is. Rows are
     acquired and read when `build` asks: what it does not look up must not be inserted.
 
-    An embedding in eval mode inserts nothing before the step that trains it. A frozen one never does, nor does any if
-    `inserts` is off. Their rows are read at once:
+    An embedding in eval mode inserts nothing before the step that trains it; if it is frozen it never does, nor does
+    any embedding if `inserts` is off. Their rows are read at once:
 
     After:   keys = unique_keys(kept, ...);  lease = acquire_later(store, keys);  rows = gather(lease)
     After:   keys = unique_keys(kept, ...);  rows = peek(store, keys)

@@ -441,3 +441,13 @@ def test_the_ids_of_the_batch_itself_are_not_compared_where_that_would_wait(embe
         if change:
             ids.add_(1)
         assert lookup.is_of(ids, None, None) == matches
+
+
+def test_ids_of_inference_mode_are_compared_as_they_count_no_changes(embedding):
+    with torch.inference_mode():
+        ids = torch.arange(5)
+    lookup = Expected(0, True, "a", ids.clone(), None, None, None, None, None, "sum", ids)
+    assert lookup.is_of(ids, None, None)
+    with torch.inference_mode():
+        ids.add_(1)
+    assert not lookup.is_of(ids, None, None)
