@@ -373,7 +373,7 @@ class CompiledGraph(torch.nn.Module):
         if plan is None:
             prepared.drop()
         else:
-            expected += self._expect(plan, batch, prepared, profile)
+            self._expect(expected, plan, batch, prepared, profile)
         all_made = on_acquired or (lambda: None)
         building = Building(names, expected, all_made, tape, **surrounding)
         with self._dense_modules():
@@ -387,18 +387,18 @@ class CompiledGraph(torch.nn.Module):
             profile.step += 1
         return result
 
-    def _expect(self, plan: Plan, batch: Batch, prepared: Prepared, profile: Profile | None) -> list[Expected]:
-        """The lookups that `build` is expected to make."""
+    def _expect(
+        self, expected: list[Expected], plan: Plan, batch: Batch, prepared: Prepared, profile: Profile | None
+    ) -> None:
+        """Add the lookups that `build` is expected to make."""
         fits = prepared.plan is plan and prepared.values is not None and prepared.versions == plan.versions()
         if not fits:
             prepared.drop()
         try:
-            expected = plan.expect(batch.values, prepared.values if fits else None, profile)
+            expected += plan.expect(batch.values, prepared.values if fits else None, profile)
         except Exception:  # `build` will make them as in eager mode; what is wrong it will say, in its line.
             prepared.drop()
-            return []
-        prepared.values = None  # its rows are the lookups' own
-        return expected
+        prepared.values = None  # Its rows are the lookups' own, or dropped.
 
     def _dense_modules(self) -> AbstractContextManager[object]:
         dense = self._dense_compiler()
