@@ -9,6 +9,8 @@ asks for are compared with those that were expected, value by value.
 """
 
 import contextvars
+import threading
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -44,6 +46,9 @@ class AnyReserved(Protocol):
     def drop(self) -> None:
         """Unpin the rows."""
 
+    def forget(self) -> None:
+        """Hold no lease any more."""
+
 
 @dataclass(eq=False)
 class Expected:
@@ -75,6 +80,7 @@ class Expected:
     """Of the lookup, once it is made."""
 
     def __post_init__(self) -> None:
+        self._handed_over: Callable[[], ops.Lease | None] = lambda: None
         self._version = None if self.origin is None else (self.origin.data_ptr(), version_of(self.origin))
 
     def is_of(self, ids: torch.Tensor, table_ids: torch.Tensor | None, offsets: torch.Tensor | None) -> bool:
@@ -98,15 +104,25 @@ class Expected:
         """Whether unknown ids are inserted by the lookup, and not by the step that trains them."""
         return self.reserved is not None and not isinstance(self.reserved, ops.Lease)
 
+    def hand_over(self) -> None:
+        """Hold the rows no more: autograd does, and lets them go where `build` drops what it made of them."""
+        assert self.lease is not None and self.reserved is not None
+        self._handed_over = weakref.ref(self.lease)
+        self.reserved.forget()
+        self.lease = self.reserved = self.rows = None
+
     @property
     def has_grad(self) -> bool:
         """Whether a gradient has come for the rows."""
-        return self.lease is not None and self.lease.has_grad
+        lease = self._handed_over()
+        return lease is not None and lease.has_grad
 
     def drop(self) -> None:
         """Unpin the rows."""
         if self.reserved is not None:
             self.reserved.drop()
+        elif (lease := self._handed_over()) is not None:
+            lease.unpin()
 
 
 def _same(given: Any, guessed: torch.Tensor | None) -> bool:
@@ -146,6 +162,8 @@ class Building:
         self._names = names
         self._expected: dict[str, list[Expected]] = {}
         self._waiting = len(expected)
+        self.thread: int | None = None
+        """The one that runs `build`."""
         for lookup in expected:
             self._expected.setdefault(lookup.embedding, []).append(lookup)
         self._on_all_made = on_all_made
@@ -156,10 +174,16 @@ class Building:
 
     def call(self, build: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """What `build` gives. Whatever interrupts it, nothing stays in place: Python ends the context by itself."""
-        return contextvars.copy_context().run(self._call, build, args, kwargs)
+        context = contextvars.copy_context()
+        result = context.run(self._call, build, args, kwargs)
+        for variable, value in context.items():  # those that `build` has set
+            if variable is not _building and variable.get(_building) is not value:
+                variable.set(value)
+        return result
 
     def _call(self, build: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         _building.set(self)
+        self.thread = threading.get_ident()
         if self.tape is None and self.backward is None:
             return build(*args, **kwargs)
         with _Mode(self):
@@ -194,7 +218,9 @@ class Building:
                 scales, lease = arguments["per_sample_weights"], lookup.lease
                 rows = lookup.read(embedding.store, scales, arguments["pooling"])
                 if rows is not None and lease is not None and has_gradient:
-                    return ops.with_grad(rows, lease, embedding.weight, scales)
+                    rows = ops.with_grad(rows, lease, embedding.weight, scales)
+                    lookup.hand_over()
+                    return rows
                 if rows is not None and not has_gradient:
                     lookup.drop()
                     return rows.detach()
@@ -274,5 +300,7 @@ _building: contextvars.ContextVar[Building] = contextvars.ContextVar("building")
 
 
 def building_now() -> Building | None:
-    """The call of `build` that this thread is in."""
-    return _building.get(None)
+    """The call of `build` that this thread is in. Threads that `build` starts look up as in eager mode, though they may
+    have its context."""
+    building = _building.get(None)
+    return building if building is not None and building.thread == threading.get_ident() else None

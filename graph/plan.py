@@ -16,7 +16,7 @@ from torch import fx
 
 from oneemb.graph.building import Expected
 from oneemb.graph.executor import Executor, Find
-from oneemb.graph.modules import Embeddings, embeddings_in
+from oneemb.graph.modules import Embeddings
 from oneemb.graph.ops.update import StepOptimizer
 from oneemb.graph.passes.lower_embeddings import lower_embeddings
 from oneemb.graph.passes.merge_embeddings import Member, merge_embeddings
@@ -96,6 +96,7 @@ class Plan:
 def compile_plan(
     tape: Tape,
     root: torch.nn.Module,
+    embeddings: Embeddings,
     trainers: Sequence[StepOptimizer],
     merged: Merged,
     *,
@@ -105,12 +106,12 @@ def compile_plan(
 
     Args:
         root: the graph.
+        embeddings: those that it had when the tape was made: `build` may have exchanged them since.
         trainers: the optimizers that train them.
         merged: the merged stores made so far.
         inserts: whether lookups may insert rows and get a gradient.
     """
     history: list[AfterPass] = []
-    embeddings = embeddings_in(root)
 
     def keep(name: str, stage: str, graph: fx.Graph) -> fx.Graph:
         check_stage(graph, stage, embeddings)
@@ -126,7 +127,7 @@ def compile_plan(
     prepare, lookup = split_prepare(graph)
     keep("split_prepare, prepare", "prepare", prepare)
     keep("split_prepare, lookup", "lookup", lookup)
-    find = _finder(root, objects, tape.constants)
+    find = _finder(root, embeddings, objects, tape.constants)
     executors = Executor(graph, find), Executor(prepare, find, "prepare"), Executor(lookup, find)
     return Plan(*executors, history, list(tape.constants), tape.others, find)
 
@@ -167,10 +168,15 @@ def _members(
     return members, objects
 
 
-def _finder(root: torch.nn.Module, objects: Mapping[str, object], constants: Mapping[str, torch.Tensor]) -> Find:
+def _finder(
+    root: torch.nn.Module,
+    embeddings: Embeddings,
+    objects: Mapping[str, object],
+    constants: Mapping[str, torch.Tensor],
+) -> Find:
     """Gives the merged stores, the stores of embeddings, and the constants of a tape: buffers are read by their names,
     since another tensor may be put in their place."""
-    stores = {f"{name}.store": embedding.store for name, embedding in embeddings_in(root).items()}
+    stores = {f"{name}.store": embedding.store for name, embedding in embeddings.items()}
     named = {id(buffer): name for name, buffer in root.named_buffers()}
     buffers = {name: named[id(tensor)] for name, tensor in constants.items() if id(tensor) in named}
     fixed = {**stores, **objects, **{name: value for name, value in constants.items() if name not in buffers}}

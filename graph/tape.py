@@ -11,9 +11,11 @@ up where it changes in place, depends on random numbers or on a gradient, or com
 """
 
 import operator
+import re
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from types import BuiltinFunctionType
 from typing import Any
 
 import numpy as np
@@ -58,10 +60,17 @@ class Tape:
         self._sizes: list[tuple[int, fx.Node]] = []
         self._left_out = left_out
         self._paused = False
-        inputs = [self._graph.placeholder(name) for name in names]
+        inputs = [self._graph.placeholder(re.sub(r"\W", "_", name)) for name in names]
         for value, node in zip(values, inputs, strict=True):
             self._learn(value, node)
-        first = next((i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.ndim), None)
+        first = next(
+            (
+                i
+                for i, value in enumerate(values)
+                if isinstance(value, torch.Tensor) and not value.is_nested and value.ndim
+            ),
+            None,
+        )
         if first is not None:
             size = self._graph.call_method("size", (inputs[first], 0))
             self._sizes.append((values[first].shape[0], size))  # type: ignore[attr-defined]  # a tensor: see `first`
@@ -160,6 +169,8 @@ class Tape:
             return "call_function", _OPERATORS[name], *arguments
         if getattr(torch.Tensor, name, None) is func:
             return "call_method", name, *arguments
+        if not (isinstance(func, BuiltinFunctionType) or str(getattr(func, "__module__", "")).startswith("torch")):
+            raise _Unknown  # torch lets others have their functions seen too: what they do is not known
         return "call_function", func, *arguments
 
     def _argument(self, value: Any) -> Any:
@@ -217,7 +228,9 @@ class _Watch(TorchDispatchMode):
         self.pure = True
 
     def __torch_dispatch__(self, op: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if op._schema.is_mutable or torch.Tag.nondeterministic_seeded in op.tags:
+        # What an op that torch does not define does is not known: it may draw random numbers in Python.
+        torchs = op.namespace in ("aten", "prims", "prim")
+        if not torchs or op._schema.is_mutable or torch.Tag.nondeterministic_seeded in op.tags:
             self.pure = False
         return op(*args, **(kwargs or {}))
 

@@ -379,7 +379,9 @@ class CompiledGraph(torch.nn.Module):
         with self._dense_modules():
             result = self._stats.call("build", building.call, self.build, *batch.args, **batch.kwargs)
         if tape is not None:
-            known.plan = compile_plan(tape, self, self._trainers(), self._merged, inserts=self._inserts())
+            known.plan = compile_plan(
+                tape, self, batch.embeddings, self._trainers(), self._merged, inserts=self._inserts()
+            )
         elif plan is not None:
             known.look_back(building, plan)
         self._latest = known.plan or self._latest

@@ -3,11 +3,13 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import CellType
 from typing import Any
 
 import torch
 
 from oneemb.graph.build_error import BuildError, user_line
+from oneemb.graph.building import building_now
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["Scaling", "scalers_in", "scalers_of"]
@@ -43,27 +45,28 @@ class Scaling:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within it calls of `scale` are noted. A generator: Python ends it, wherever an interrupt comes."""
-        own = {scaler: vars(scaler).get("scale") for scaler in self._watched}
+        """Within it calls of `scale` are noted."""
+        noted = {scaler: _Noted(scaler, self) for scaler in self._watched}
         try:
-            for scaler in own:
-                scaler.scale = self._noting(scaler, scaler.scale)  # type: ignore[method-assign]  # hides the class's
+            for scaler, scale in noted.items():
+                scaler.scale = scale  # type: ignore[method-assign]  # hides the class's
             yield
         finally:
             with undisturbed:
-                for scaler, scale in own.items():
+                for scaler, scale in noted.items():
                     vars(scaler).pop("scale", None)
-                    if scale is not None:  # the user's own
-                        vars(scaler)["scale"] = scale
+                    if scale.own is not None:
+                        vars(scaler)["scale"] = scale.own
 
-    def _noting(self, scaler: torch.amp.GradScaler, scale: Callable[..., Any]) -> Callable[..., Any]:
-        def note_and_scale(outputs: Any) -> Any:
-            if any(other is not None and other is not scaler for other in (self.scaler, self._before)):
-                raise BuildError(f"build scales its losses with two GradScalers{user_line()}; use one")
-            self.scaler, self._by_build = scaler, True
-            return scale(outputs)
+    def note(self, scaler: torch.amp.GradScaler) -> None:
+        """Note that `build` scales by this one.
 
-        return note_and_scale
+        Raises:
+            BuildError: there is another.
+        """
+        if any(other is not None and other is not scaler for other in (self.scaler, self._before)):
+            raise BuildError(f"build scales its losses with two GradScalers{user_line()}; use one")
+        self.scaler, self._by_build = scaler, True
 
     @property
     def backward(self) -> Callable[..., None] | None:
@@ -89,6 +92,23 @@ class Scaling:
             )
 
 
+class _Noted:
+    """Stands for a scaler's `scale` while `build` runs. One that an interrupt has left there does what it hides."""
+
+    def __init__(self, scaler: torch.amp.GradScaler, scaling: Scaling):
+        self._scaler, self._scaling = scaler, scaling
+        self.own = vars(scaler).get("scale")
+        """What the user has put there; None = the class's is meant."""
+        if isinstance(self.own, _Noted):
+            self.own = self.own.own
+
+    def __call__(self, outputs: Any) -> Any:
+        if building_now() is not None:
+            self._scaling.note(self._scaler)
+        scale = self.own or type(self._scaler).scale.__get__(self._scaler)
+        return scale(outputs)
+
+
 def scalers_in(values: Iterable[object]) -> list[torch.amp.GradScaler]:
     """The GradScalers among these."""
     return [value for value in values if isinstance(value, torch.amp.GradScaler)]
@@ -99,5 +119,8 @@ def scalers_of(build: Callable[..., object]) -> list[torch.amp.GradScaler]:
     function = inspect.unwrap(build)
     if not inspect.isroutine(function):
         return []
-    known = inspect.getclosurevars(function)
-    return scalers_in([*known.nonlocals.values(), *known.globals.values()])
+    cells = getattr(function, "__closure__", None) or ()
+    globals_of = getattr(function, "__globals__", {})
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    held = [cell.cell_contents for cell in cells if cell != CellType()]  # but for those that are empty
+    return scalers_in([*held, *(globals_of.get(name) for name in names)])

@@ -15,7 +15,7 @@ from oneemb.eager import Optimizer, step_together
 from oneemb.embedding import embeddings_of
 from oneemb.graph import ops
 from oneemb.graph.build_error import BuildError
-from oneemb.graph.building import Expected, steps_itself
+from oneemb.graph.building import Expected, building_now, steps_itself
 from oneemb.graph.modules import REGISTER, say_not_registered, unregistered_modules
 from oneemb.graph.prefetch import Prepared
 from oneemb.row_step import embedding_of
@@ -333,27 +333,37 @@ class TrainGraph(CompiledGraph):
         return self._train_state.optimizers
 
 
+class _Refused:
+    """Stands for a scheduler's `step` while `build` runs. One that an interrupt has left there does what it hides."""
+
+    def __init__(self, scheduler: LearningRateScheduler):
+        self._scheduler = scheduler
+        self.own = vars(scheduler).get("step")
+        """What the user has put there; None = the class's is meant."""
+        if isinstance(self.own, _Refused):
+            self.own = self.own.own
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        if building_now() is not None:
+            raise BuildError(steps_itself(self._scheduler))
+        own = self.own or type(self._scheduler).step.__get__(self._scheduler)
+        return own(*args, **kwargs)
+
+
 @contextmanager
 def _refusing(lr_schedulers: Iterable[LearningRateScheduler | None]) -> Iterator[None]:
-    """Within it a step of one of these schedulers is an error."""
-    steps = {scheduler: vars(scheduler).get("step") for scheduler in lr_schedulers if scheduler is not None}
-
-    def refusal(scheduler: LearningRateScheduler) -> Callable[..., object]:
-        def step(*args: object, **kwargs: object) -> object:
-            raise BuildError(steps_itself(scheduler))
-
-        return step
-
+    """Within it a step of one of these schedulers by `build` is an error."""
+    refused = {scheduler: _Refused(scheduler) for scheduler in lr_schedulers if scheduler is not None}
     try:
-        for scheduler in steps:
-            scheduler.step = refusal(scheduler)  # type: ignore[method-assign]  # hides the class's
+        for scheduler, refusal in refused.items():
+            scheduler.step = refusal  # type: ignore[method-assign]  # hides the class's
         yield
     finally:
         with undisturbed:
-            for scheduler, step in steps.items():
+            for scheduler, refusal in refused.items():
                 vars(scheduler).pop("step", None)
-                if step is not None:  # the user's own
-                    vars(scheduler)["step"] = step
+                if refusal.own is not None:
+                    vars(scheduler)["step"] = refusal.own
 
 
 def _no_backward(*args: object, **kwargs: object) -> None:

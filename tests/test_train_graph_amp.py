@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import StepLR
 
 import oneemb
 from oneemb.scaling import Scaling
+from oneemb.train_graph import _refusing
 from tests.support.graph_models import adam, make_eager, make_embedding, make_graph, rows_of, sgd, weights_of
 
 IDS = torch.tensor([[1, 2], [3, 4], [1, 4]])
@@ -314,16 +316,18 @@ def test_micro_batches_of_one_update_are_scaled_by_one_scaler():
         graph(IDS, LABEL)
 
 
-def test_an_interrupt_leaves_no_scaler_changed(monkeypatch):
-    first, second = scaler_of(), scaler_of()
-    noting = Scaling._noting
-
-    def interrupted(self, scaler, scale):
-        if scaler is second:
-            raise KeyboardInterrupt
-        return noting(self, scaler, scale)
-
-    monkeypatch.setattr(Scaling, "_noting", interrupted)
-    with pytest.raises(KeyboardInterrupt), Scaling([first, second], None).watching():
-        pass
-    assert "scale" not in vars(first)
+def test_what_an_interrupt_leaves_on_a_scaler_or_scheduler_does_no_harm():
+    """As if Ctrl-C had come at the very end of a step, before they were as before."""
+    graph = make_graph(modules_of(), build, lambda owner: [(one := sgd(owner)[0], StepLR(one, 1))])
+    graph.scaler = scaler_of()
+    scheduler, scaling = graph._train_state.lr_schedulers[0], Scaling([graph.scaler], None)
+    with _refusing([scheduler]), scaling.watching():
+        left = scheduler.step, graph.scaler.scale
+    scheduler.step, graph.scaler.scale = left
+    rates = []
+    for _ in range(3):
+        graph(IDS, LABEL)
+        rates += scheduler.get_last_lr()
+    assert rates == pytest.approx([rates[0] * 0.1**i for i in range(3)])
+    assert graph.scaler.scale(torch.ones(1)).item() == graph.scaler.get_scale() and scaling.scaler is None
+    assert "step" not in vars(scheduler) and "scale" not in vars(graph.scaler)

@@ -224,6 +224,9 @@ class Lease:
         """Unpin the rows."""
         self.unpin()
 
+    def forget(self) -> None:
+        """See `Reserved`; it holds no other."""
+
     @property
     def is_valid(self) -> bool:
         """Whether the rows that were looked up can still be read."""
@@ -328,6 +331,10 @@ class Reserved:
         if self._lease is None:
             self._lease = acquire(self._store, self._keys, self._prefetched)
         return self._lease
+
+    def forget(self) -> None:
+        """Hold the lease no more."""
+        self._lease = self._prefetched = None
 
     def drop(self) -> None:
         """Unpin the rows."""

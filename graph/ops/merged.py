@@ -203,6 +203,10 @@ class ReservedPart:
         """See `Reserved`."""
         self.reserved.drop_part(self.p)
 
+    def forget(self) -> None:
+        """See `Reserved`."""
+        self.reserved.leases[self.p] = None
+
 
 def _rows_of_ids(parts: Sequence[tuple[slice, Bags | None]], ids: int) -> np.ndarray:
     """The row of each id among the gradients of these lookups, of ids or of bags, one after another: int32 [N]."""
