@@ -472,17 +472,17 @@ def test_ctrl_c_while_numba_looks_at_functions_of_python_comes_when_it_has(tmp_p
     code = f"""
 import sys, signal
 sys.path.insert(0, {os.getcwd()!r})
-from oneemb.kernels import jit
+from numba.core.registry import cpu_target
 from tests.test_threads import Model, batch
 model = Model({str(tmp_path / "rows")!r}, "device")
-honest, asked = jit.cpu_target.typing_context.refresh, []
+honest, asked = cpu_target.typing_context.refresh, []
 def refresh():
     if not asked:
         asked.append(1)
         signal.raise_signal(signal.SIGINT)
         asked.append(2)
     honest()
-jit.cpu_target.typing_context.refresh = refresh
+cpu_target.typing_context.refresh = refresh
 try:
     model(*batch(0))
 except KeyboardInterrupt:

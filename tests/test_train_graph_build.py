@@ -1,5 +1,7 @@
 """What `build` may say: it is ordinary Python at every call. What a graph does itself is refused, with its line."""
 
+import asyncio
+import contextvars
 import math
 import re
 import traceback
@@ -789,3 +791,126 @@ def test_modules_may_be_exchanged_between_the_steps_of_a_run():
             graph.embedding = make_embedding()
             graph.add_optimizer(torch.optim.SGD(graph.embedding.parameters(), lr=0.1))
     assert len(losses) == 6 and graph.embedding.stats()["step"] == 3
+
+
+# ---- what a graph expects of `build`, where `build` does not do it ---------------------------------------------------
+
+
+def both(build, batches, modules, optimizers=sgd):
+    """(losses, rows of every embedding, step counts) in eager mode, of a graph, and of one that is run."""
+    found = []
+    for how in ("eager", "call", "run"):
+        made = modules()
+        step = (make_eager if how == "eager" else make_graph)(made, build, optimizers)
+        losses = list(step.run([(ids,) for ids in batches])) if how == "run" else [step(ids) for ids in batches]
+        found.append((losses, *([(rows_of(one), one.store.step) for one in made.values()])))
+    return found
+
+
+def two(**kwargs):
+    return lambda: {"a": make_embedding("a", 4, 1, **kwargs), "b": make_embedding("b", 4, 1, seed=1, **kwargs)}
+
+
+def test_modules_that_build_exchanges_keep_their_rows():
+    def build(self, ids):
+        self.a, self.b = self.b, self.a
+        loss = self.a(ids).sum() + self.b(ids + 7).square().sum()
+        loss.backward()
+        return loss.item()
+
+    eager, called, ran = both(build, [torch.arange(i, i + 5) for i in range(8)], two())
+    assert eager == called == ran
+
+
+def test_what_build_drops_makes_room_for_its_next_lookup():
+    """253 rows fit: 150 and 150 with a gradient that nobody takes do not, at a time."""
+
+    def build(self, ids):
+        seen = self.a(ids).sum().item() + self.a(ids + 1000).sum().item()
+        loss = self.a(ids[:20]).sum()
+        loss.backward()
+        return loss.item() + seen
+
+    def one():
+        return {"a": make_embedding("a", 1024, 1, store="ssd")}
+
+    eager, called, ran = both(build, [torch.arange(150)] * 4, one)
+    assert eager == called == ran
+
+
+def test_code_that_torch_does_not_define_runs_once_a_step():
+    @torch.library.custom_op("oneemb_tests::shifted", mutates_args=())
+    def shifted(ids: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return ids + torch.randint(0, 50, ids.shape)
+
+    @torch.overrides.wrap_torch_function(lambda ids: (ids,))
+    def counted(ids):
+        calls.append(1)
+        return ids + len(calls)
+
+    for function in (shifted, counted):
+
+        def build(self, ids, function=function):
+            loss = self.a(function(ids)).sum()
+            loss.backward()
+            return loss.item()
+
+        found = []
+        for how in ("eager", "call", "run"):
+            calls = []
+            torch.manual_seed(0)
+            made = {"a": make_embedding("a", 4, 1)}
+            step = (make_eager if how == "eager" else make_graph)(made, build, sgd)
+            batches = [torch.arange(5)] * 6
+            losses = list(step.run(batches)) if how == "run" else [step(ids) for ids in batches]
+            found.append((losses, rows_of(made["a"]), len(calls), torch.get_rng_state().tolist()))
+        assert found[0] == found[1] == found[2]
+
+
+def test_threads_that_build_starts_look_up_as_in_eager_mode():
+    async def several(self, ids):
+        return await asyncio.gather(*[asyncio.to_thread(self.a, ids) for _ in range(4)])
+
+    def build(self, ids):
+        loss = torch.stack(asyncio.run(several(self, ids))).sum()
+        loss.backward()
+        return loss.item()
+
+    eager, called, _ = both(build, [torch.arange(5)] * 4, two())
+    assert eager == called
+
+
+def test_variables_of_the_context_that_build_sets_stay_set():
+    variable = contextvars.ContextVar("variable", default=0)
+
+    def build(self, ids):
+        variable.set(variable.get() + 1)
+        loss = self.a(ids + variable.get()).sum()
+        loss.backward()
+        return loss.item()
+
+    graph = make_graph(two()(), build, sgd)
+    for _ in range(4):
+        graph(torch.arange(5))
+    assert variable.get() == 4
+
+
+def test_odd_batches_and_builds_are_followed_as_far_as_they_go():
+    if False:
+        unbound = None
+
+    def build(self, batch):
+        def never():
+            return unbound  # a cell that is empty
+
+        loss = self.a(batch["user id"]).sum() + (batch["nested"].numel() if "nested" in batch else 0)
+        loss.backward()
+        return loss.detach()
+
+    graph = make_graph(two()(), build, sgd)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for batch in ({"nested": nested, "user id": torch.arange(5)}, {"user id": torch.arange(5)}):
+        for _ in range(3):
+            graph(batch)
+    assert "user_id" in graph.compiled().code and graph.a.store.step == 6
