@@ -333,7 +333,7 @@ def report(case: dict[str, Any], seconds: dict[str, list[float]], options: argpa
     hidden = "none to hide" if result["hidden"] is None else f"{result['hidden']:.0%} hidden"
     print(
         f"SSD time {ssd_ms:.1f} ms a step, {hidden}; preparing takes {prepare_ms:.1f} ms;"
-        f" {result['read_a_step']:,} rows read a step; ops traced {before}, compiled {after}"
+        f" {result['read_a_step']:,} rows read a step; ops recorded {before}, compiled {after}"
     )
     if options.explain:
         print(ssd.explain())

@@ -175,11 +175,12 @@ class Building:
     def call(self, build: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """What `build` gives. Whatever interrupts it, nothing stays in place: Python ends the context by itself."""
         context = contextvars.copy_context()
-        result = context.run(self._call, build, args, kwargs)
-        for variable, value in context.items():  # those that `build` has set
-            if variable is not _building and variable.get(_building) is not value:
-                variable.set(value)
-        return result
+        try:
+            return context.run(self._call, build, args, kwargs)
+        finally:
+            for variable, value in context.items():  # those that `build` has set
+                if variable is not _building and variable.get(_building) is not value:
+                    variable.set(value)
 
     def _call(self, build: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         _building.set(self)

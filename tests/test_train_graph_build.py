@@ -839,7 +839,7 @@ def test_what_build_drops_makes_room_for_its_next_lookup():
 
 
 def test_code_that_torch_does_not_define_runs_once_a_step():
-    @torch.library.custom_op("oneemb_tests::shifted", mutates_args=())
+    @torch.library.custom_op("negatives::shifted", mutates_args=())
     def shifted(ids: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         return ids + torch.randint(0, 50, ids.shape)
@@ -888,12 +888,17 @@ def test_variables_of_the_context_that_build_sets_stay_set():
         variable.set(variable.get() + 1)
         loss = self.a(ids + variable.get()).sum()
         loss.backward()
+        if variable.get() == 5:
+            raise KeyError("also then")
         return loss.item()
 
     graph = make_graph(two()(), build, sgd)
     for _ in range(4):
         graph(torch.arange(5))
     assert variable.get() == 4
+    with pytest.raises(KeyError):
+        graph(torch.arange(5))
+    assert variable.get() == 5
 
 
 def test_odd_batches_and_builds_are_followed_as_far_as_they_go():
