@@ -129,7 +129,8 @@ class RowStep:
         Raises:
             ValueError, TypeError, StorageError: an embedding cannot be attached; its gradient stays where it is.
         """
-        found = [(g, embedding) for g, embedding in row_weights(self.optimizer) if _has_grad(embedding.weight)]
+        weights = list(row_weights(self.optimizer))
+        found = [(g, embedding) for g, embedding in weights if _has_grad(embedding.weight)]
         for g, embedding in found:
             if embedding.optimizer is not self.optimizer:
                 if embedding.optimizer is not None:
@@ -141,7 +142,7 @@ class RowStep:
                 attach(self.optimizer, {embedding: g})
         for g, embedding in found:
             self._groups[embedding.store] = g
-        for _, embedding in row_weights(self.optimizer):
+        for _, embedding in weights:
             grad = embedding.weight.grad
             if isinstance(grad, ops.RowGrad):
                 (self._spent if grad.spent else self.grads).append((embedding, grad))

@@ -484,6 +484,19 @@ def test_a_gradient_that_is_changed_in_place_before_the_step_is_an_error(tmp_pat
     assert embedding.stats()["step"] == before
 
 
+@pytest.mark.parametrize("width, copied", [(60, False), (4000, True)])
+def test_rows_beside_much_wider_values_do_not_keep_the_gradient_of_all(tmp_path, width, copied):
+    embedding = make_embedding(tmp_path, dim=DIM)
+    rows, values = embedding(torch.tensor([3, 5, 3])), torch.ones(3, width)
+    scale = torch.rand(3, width + DIM)
+    (torch.cat([values, rows], 1) * scale).sum().backward()
+    (one,) = embedding.weight.grad.passes
+    assert (one.grad_NX.untyped_storage().nbytes() == one.grad_NX.nbytes) == copied
+    assert torch.equal(one.grad_NX, scale[:, width:])
+    expected = torch.stack([scale[0, width:] + scale[2, width:], scale[1, width:]])
+    assert torch.equal(embedding.weight.grad.row_values(), expected)
+
+
 def test_a_sum_and_a_later_pass_of_one_lookup_find_its_rows_where_they_are_now(tmp_path):
     embedding = oneemb.MultiTableEmbedding(
         "e", 2, torch.float32, torch.int64, [oneemb.make_table(oneemb.make_constant_initializer(1.0))],

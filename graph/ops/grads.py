@@ -127,10 +127,10 @@ def join_grads(parts: Sequence[RowGrads]) -> RowGrads | None:
 def sum_over_passes(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """The gradients of the ids of a lookup, [N, D], summed in float32 over its backward passes.
 
-    Those of a single pass are given as they are.
+    Those of a single pass are given as they are, perhaps in strides.
     """
     if len(grads) == 1:
-        return grads[0].contiguous()
+        return grads[0]
     total = grads[0].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     for grad in grads[1:]:
         total += grad

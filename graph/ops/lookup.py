@@ -255,26 +255,27 @@ class Lease:
 
     def unpin(self) -> None:
         """Let the rows be evicted; `pin` brings them back."""
-        if self._pins is None:
-            return
-        with undisturbed:
-            self.store.release_pins(self._pins)
-            self._pins = self.slot_U = None
+        # Given up first: pins that an interrupt leaves in between are released when this object is dropped.
+        pins, self._pins = self._pins, None
+        if pins is not None:
+            self.slot_U = None
+            self.store.release_pins(pins)
 
     def reduce(self, grads: Sequence[torch.Tensor]) -> RowGrads:
         """These gradients, of one backward pass each, those of each key to be summed."""
         unique, loops = self.keys.unique, self.store.loops
-        grad_NX = loops.array(self.sum_passes(grads))
+        grad_NX = loops.array(self.sum_passes(grads).contiguous())
         bags = self.keys.bags if self.argmax_PD is None else None
         segments = loops.segments(unique, bags, grad_NX, self.scale_N)
         return RowGrads(self.store, self.generation, unique.table_U, unique.id_U, self.slot_U, segments=segments)
 
     def sum_passes(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The gradients of ids, [N, D], or of bags that gave a sum, [P, D], summed over backward passes."""
+        """The gradients of ids, [N, D], or of bags that gave a sum, [P, D], summed over backward passes; perhaps in
+        strides."""
         grad_NX = sum_over_passes(grads)
         if self.argmax_PD is None:
             return grad_NX
-        return spread_max_grads(self.keys, self.argmax_PD, grad_NX, self.store.loops)
+        return spread_max_grads(self.keys, self.argmax_PD, grad_NX.contiguous(), self.store.loops)
 
     def read(self) -> torch.Tensor:
         """The weights of each id, or of each bag, as they are now."""
@@ -299,10 +300,10 @@ class Lease:
         if self.slot_U is None:
             row_UW, _ = store.read(keys.unique)
             rows = RowsOfIds(store.format.weights(row_UW), loops.arange(len(row_UW)), keys.unique.inverse_N)
-            return loops.tensor(loops.scale_grads(rows, keys.bags.bag_N, loops.array(grad_PD)))
+            return loops.tensor(loops.scale_grads(rows, keys.bags.bag_N, loops.array(grad_PD.contiguous())))
         with undisturbed, store.writing:
             rows = RowsOfIds(store.weight_SX, self.slot_U, keys.unique.inverse_N)
-            return loops.tensor(loops.scale_grads(rows, keys.bags.bag_N, loops.array(grad_PD)))
+            return loops.tensor(loops.scale_grads(rows, keys.bags.bag_N, loops.array(grad_PD.contiguous())))
 
     def check_generation(self) -> None:
         """Raise StorageError if the slots mean nothing any more."""

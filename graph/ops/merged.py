@@ -116,7 +116,7 @@ class MergedRows:
         live = sorted(grads)
         got = [grads[p][0].sum_passes(grads[p][1]) for p in live]
         # Where one was summed, and is float32, all are.
-        grad_NX = _LOOPS.array(got[0] if len(got) == 1 else torch.cat(got))
+        grad_NX = _LOOPS.array(torch.cat(got))
         inverse_N, row_N, scale_N = unique.inverse_N, None, None
         dead = [part for p, part in enumerate(parts) if p not in grads]
         if dead:

@@ -29,6 +29,7 @@ from oneemb.storage.merged_store import MergedStore
 __all__ = ["RowGrad", "reduce_grads", "refuse_dense", "with_grad"]
 
 aten = torch.ops.aten
+_detach = aten.detach.default
 
 
 class Pass(NamedTuple):
@@ -195,6 +196,8 @@ class RowGrad(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's own is of another kind
         cls, op: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if op is _detach:  # autograd does it to each gradient
+            return args[0].copy_of()
         if op not in _OF_SPENT and any(isinstance(value, RowGrad) and value.spent for value in _flat(args)):
             raise RuntimeError(
                 "the rows of an embedding were updated in the backward pass (fused=True): their gradient cannot be"
@@ -330,7 +333,7 @@ def _each(op: Any, one: Callable[..., Any], tensors: Sequence[torch.Tensor], *ar
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: RowGrad.copy_of,
+    _detach: RowGrad.copy_of,
     aten.alias.default: RowGrad.copy_of,
     aten.clone.default: lambda grad, **_: grad.copy_of(),
     aten.add.Tensor: _add,
@@ -354,7 +357,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 """What each op does to gradients of rows."""
 
 _OF_SPENT = {
-    aten.detach.default, aten.alias.default, aten.clone.default, aten.add.Tensor, aten.add_.Tensor, aten.zero_.default,
+    _detach, aten.alias.default, aten.clone.default, aten.add.Tensor, aten.add_.Tensor, aten.zero_.default,
     aten._foreach_zero_.default,
 }  # fmt: skip
 """What is done to a gradient that is spent: it gives way to the next one."""
@@ -394,6 +397,11 @@ class _Rows(NamedTuple):
     tensor: torch.Tensor
 
 
+_SHARE_MAX = 64
+"""Rows that were concatenated with others get a view of the gradient of all, which is kept as it is, unless all is so
+many times as large."""
+
+
 class _WithGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, scales: torch.Tensor | None, lease: Lease, rows: _Rows) -> torch.Tensor:
@@ -417,7 +425,9 @@ class _WithGrad(torch.autograd.Function):
         lease.check_not_replaced()
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.lease = None  # A loss that is kept keeps none of the lookup's arrays.
-        grad_NX = grad.detach().reshape(-1, grad.shape[-1]).contiguous()
+        grad_NX = grad.detach().reshape(-1, grad.shape[-1])
+        if grad_NX.untyped_storage().nbytes() > _SHARE_MAX * grad_NX.nbytes:
+            grad_NX = grad_NX.clone(memory_format=torch.contiguous_format)
         lease.has_grad = True
         one = Pass(lease, grad_NX, version_of(grad_NX))
         row_grad = RowGrad(lease.store, [one]) if ctx.needs_input_grad[0] else None
