@@ -16,14 +16,17 @@ INSTALL = $(RUN) -m pip install -q --disable-pip-version-check
 demo: $(call ready,demo)  ## Train a click model with its embeddings on the cached-SSD store.
 	$(RUN) examples/kuairand_dlrm.py --store ssd
 
+# A process for each core. `python -m pytest` alone runs in one, as a debugger wants it.
+PYTEST = $(RUN) -m pytest -n logical --maxprocesses 8 --dist worksteal
+
 # CUDA loops run in numba's simulator and are compiled for two GPUs; each reads its switch once a process.
 test: $(call ready,test)  ## The test suite.
-	$(RUN) -m pytest
-	NUMBA_ENABLE_CUDASIM=1 $(RUN) -m pytest -q tests/cuda
-	ONEEMB_TEST_COMPILE=1 $(RUN) -m pytest -q tests/cuda_compile
+	$(PYTEST)
+	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) -q tests/cuda
+	ONEEMB_TEST_COMPILE=1 $(PYTEST) -q tests/cuda_compile
 
 test-slow: $(call ready,test)  ## The long proofs: many crashes, many random models.
-	$(RUN) -m pytest -m slow
+	$(PYTEST) -m slow
 
 # On a machine with a GPU whose driver knows CUDA 13, in the environment of RUN.
 gpu-test: $(call ready,test)  ## The tests of CUDA loops, of the device tier and of training, on the GPU.
