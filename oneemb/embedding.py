@@ -13,10 +13,18 @@ import numpy as np
 import torch
 
 import oneemb.row_step  # noqa: F401  # so that torch optimizers train rows
-from oneemb.embedding_arguments import DTYPE_NAMES, check_arguments, initial_rows, state_width_of, store_plan
+from oneemb.embedding_arguments import (
+    DTYPE_NAMES,
+    check_arguments,
+    initial_rows,
+    rank_folder,
+    state_width_of,
+    store_plan,
+)
 from oneemb.graph import ops
 from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in
+from oneemb.graph.ranks import Ranks
 from oneemb.graph.row_optimizers import SAME_STATE, RowOptimizer
 from oneemb.kernels.threads import Threads
 from oneemb.named_snapshot import SnapshotName, decode, encode
@@ -48,11 +56,17 @@ class TableEmbedding(torch.nn.Module):
         padding_idx: int | None,
         seed: int,
         num_threads: int | None,
+        process_group: "torch.distributed.ProcessGroup | None",
         *,
         starts_empty: bool = True,
     ):
         super().__init__()
-        check_arguments(name, dim_C, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed)
+        self.ranks = None if process_group is None else Ranks(process_group)
+        """The ranks that own the rows together; None = this process has them all."""
+        check_arguments(
+            name, dim_C, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
+            1 if self.ranks is None else self.ranks.size,
+        )  # fmt: skip
         self.name = name
         self.column_dims = tuple(dim_C)
         self.embedding_dim = sum(dim_C)
@@ -68,7 +82,7 @@ class TableEmbedding(torch.nn.Module):
             dim=self.embedding_dim,
             dtype=DTYPE_NAMES[dtype],
             initial=initial_rows(seed, dim_C, self.tables, default_initializer or _DEFAULT_INITIALIZER),
-            plan=store_plan(store_options),
+            plan=store_plan(store_options, rank_folder(store_options, self.ranks)),
             threads=Threads(num_threads),
         )
         self.weight = torch.nn.Parameter(torch.empty(0, self.embedding_dim))
@@ -488,7 +502,7 @@ def copied(
     TableEmbedding.__init__(
         copy, embedding.name, embedding.column_dims, embedding.dtype, embedding.key_type, embedding.tables, options,
         embedding.default_initializer, embedding.padding_idx, embedding.seed, embedding.store.threads.count,
-        starts_empty=False,
+        None if embedding.ranks is None else embedding.ranks.group, starts_empty=False,
     )  # fmt: skip
     try:
         copy.to(embedding.weight.device).train(embedding.training)
@@ -524,6 +538,11 @@ class MultiTableEmbedding(TableEmbedding):
         padding_idx: an id that reads as zeros, is never stored and never updated; None = no such id.
         seed: a row's initial weights are a pure function of (seed, table, id).
         num_threads: threads that run the embedding's kernels; None = the cores there are. No result depends on it.
+        process_group: of torch.distributed, such as `torch.distributed.group.WORLD`: its ranks own the rows together,
+            each row one rank. Every one of them makes the embedding, with the same arguments, and the same lookups,
+            steps, saves and loads in the same order, with a batch of its own. `persistent_path` is a folder that all
+            ranks see, in which each has a subfolder, or a list of folders, one a rank. None = this process has all
+            rows.
 
     Raises:
         TypeError, ValueError: an argument is not as above.
@@ -555,10 +574,11 @@ class MultiTableEmbedding(TableEmbedding):
         padding_idx: int | None = None,
         seed: int = 0,
         num_threads: int | None = None,
+        process_group: "torch.distributed.ProcessGroup | None" = None,
     ):
         super().__init__(
             name, [embedding_dim], dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
-            num_threads,
+            num_threads, process_group,
         )  # fmt: skip
 
 
@@ -586,12 +606,13 @@ class MultiTableMultiColumnEmbedding(TableEmbedding):
         padding_idx: int | None = None,
         seed: int = 0,
         num_threads: int | None = None,
+        process_group: "torch.distributed.ProcessGroup | None" = None,
     ):
         if not isinstance(embedding_dim, list | tuple):
             raise TypeError(f"embedding_dim must be a list of column widths, got {embedding_dim!r}")
         super().__init__(
             name, embedding_dim, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
-            num_threads,
+            num_threads, process_group,
         )  # fmt: skip
 
 

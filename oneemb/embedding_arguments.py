@@ -1,11 +1,13 @@
 """The arguments of an embedding: checked, and turned into what storage and kernels take."""
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from oneemb.graph.ops.lookup import DTYPES
+from oneemb.graph.ranks import Ranks
 from oneemb.kernels import init_rows
 from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.options import (
@@ -23,7 +25,7 @@ from oneemb.options import (
 )
 from oneemb.storage.tiers.stack import StorePlan
 
-__all__ = ["DTYPE_NAMES", "check_arguments", "initial_rows", "state_width_of", "store_plan"]
+__all__ = ["DTYPE_NAMES", "check_arguments", "initial_rows", "rank_folder", "state_width_of", "store_plan"]
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """The dtypes of rows, with the names that storage has for them."""
@@ -39,6 +41,7 @@ def check_arguments(
     default_initializer: Initializer | None,
     padding_idx: int | None,
     seed: int,
+    ranks: int,
 ) -> None:
     """Raise TypeError or ValueError unless an embedding can be made of these, as `MultiTableEmbedding` says."""
     if not isinstance(name, str) or not name:
@@ -67,9 +70,10 @@ def check_arguments(
         _check_range("default_initializer", default_initializer, dtype)
     if not isinstance(store_options, StoreOptions):
         raise TypeError(f"store_options must be made by one of oneemb.make_*_store_options, got {store_options!r}")
-    if len(store_options.persistent_path) != 1:
+    if len(store_options.persistent_path) not in (1, ranks):
         raise ValueError(
-            f"persistent_path names {len(store_options.persistent_path)} folders, one a rank; this job has 1 rank"
+            f"persistent_path must name a folder, or one for each of {ranks} ranks, got"
+            f" {len(store_options.persistent_path)}; the ranks are those of process_group"
         )
     limits = torch.iinfo(key_type)
     if padding_idx is not None and (isinstance(padding_idx, bool) or not isinstance(padding_idx, int)):
@@ -126,8 +130,18 @@ def _check_range(what: str, initializer: Initializer, dtype: torch.dtype) -> Non
         )
 
 
-def store_plan(options: StoreOptions) -> StorePlan:
-    """What the store of these options is built of."""
+def rank_folder(options: StoreOptions, ranks: Ranks | None) -> str:
+    """Where the rows that a rank owns are: the folder that the options give it, or one of its own in theirs."""
+    paths = options.persistent_path
+    if ranks is None:
+        return paths[0]
+    if len(paths) > 1:
+        return paths[ranks.rank]
+    return os.path.join(paths[0], f"rank-{ranks.rank}-of-{ranks.size}")
+
+
+def store_plan(options: StoreOptions, folder: str) -> StorePlan:
+    """What the store of these options is built of, with its persistent table in this folder."""
     cache_bytes: int | None
     host_bytes: int | None
     match options:
@@ -138,8 +152,7 @@ def store_plan(options: StoreOptions) -> StorePlan:
         case CachedSsdStoreOptions():
             cache_bytes, host_bytes = options.cache_budget_mb * 2**20, options.host_cache_budget_mb * 2**20
             policy = options.cache_policy
-    (path,) = options.persistent_path
-    return StorePlan(path, cache_bytes, host_bytes, options.capacity, options.physical_block_size, policy)
+    return StorePlan(folder, cache_bytes, host_bytes, options.capacity, options.physical_block_size, policy)
 
 
 def state_width_of(options: StoreOptions, dim: int, optimizer: str, needed: int) -> int:

@@ -2,7 +2,10 @@
 
 import signal
 
+import pytest
 from hypothesis import settings
+
+from tests.support.rank_pool import RankPool
 
 # A shell that starts the tests in the background has Ctrl-C ignored, which they are about.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -11,3 +14,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # from run to run. Compiling a loop takes seconds, so no example has a deadline.
 settings.register_profile("same", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.load_profile("same")
+
+
+@pytest.fixture(scope="session")
+def rank_pool():
+    """Runs a function on ranks; see tests/support/rank_pool.py."""
+    pool = RankPool()
+    yield pool
+    pool.close()

@@ -402,7 +402,7 @@ def test_store_options_of_another_kind_or_more_ranks_are_refused(tmp_path):
 
     with pytest.raises(TypeError, match="made by one of oneemb.make_.*_store_options, got {'path'"):
         make({"path": "/rows"})
-    with pytest.raises(ValueError, match="names 2 folders, one a rank; this job has 1 rank"):
+    with pytest.raises(ValueError, match="must name a folder, or one for each of 1 ranks, got 2"):
         make(oneemb.make_device_mem_store_options([tmp_path / "a", tmp_path / "b"]))
 
 

@@ -1,0 +1,82 @@
+"""What ranks exchange, and that all raise where one does."""
+
+import pytest
+import torch
+
+from oneemb.graph.ranks import RankError, Ranks
+
+
+def exchanges(group):
+    ranks = Ranks(group)
+    received = []
+    for round in range(3):
+        blocks = [
+            [torch.full((ranks.rank + to + round,), ranks.rank, dtype=torch.int64), torch.tensor([to + 0.5])]
+            for to in range(ranks.size)
+        ]
+        received.append([got.tolist() for got in ranks.exchange(f"round {round}", lambda blocks=blocks: blocks)])
+    return received
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_each_rank_gets_what_each_has_sent_it(rank_pool, size):
+    results = rank_pool(size, exchanges)
+    for to, received in enumerate(results):
+        for round, blocks in enumerate(received):
+            for sender, got in enumerate(blocks):
+                count = sender + to + round
+                expected = torch.full((count,), sender, dtype=torch.int64).view(torch.uint8).tolist()
+                assert got == expected + torch.tensor([to + 0.5]).view(torch.uint8).tolist()
+
+
+def fails_on_one(group, failing):
+    ranks = Ranks(group)
+
+    def make():
+        if ranks.rank == failing:
+            raise KeyError("no such thing")
+        return [[torch.zeros(3)]] * ranks.size
+
+    caught = []
+    for call in (
+        lambda: ranks.exchange("it", make), lambda: ranks.agree("it", make), lambda: ranks.all_gather("it", make)
+    ):  # fmt: skip
+        try:
+            call()
+        except Exception as error:
+            caught.append((type(error).__name__, str(error)))
+    return caught, ranks.all_gather("afterwards", lambda: ranks.rank)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_where_one_fails_all_raise_and_can_go_on(rank_pool, failing):
+    for rank, (caught, afterwards) in enumerate(rank_pool(3, fails_on_one, failing)):
+        assert afterwards == [0, 1, 2]
+        assert len(caught) == 3
+        for kind, text in caught:
+            if rank == failing:
+                assert (kind, text) == ("KeyError", "'no such thing'")
+            else:
+                assert kind == "RankError"
+                assert f"rank {failing} has failed (KeyError: 'no such thing')" in text
+
+
+def do_different_things(group):
+    ranks = Ranks(group)
+    with pytest.raises(RankError, match=r"rank 0: save 'a'; rank 1: step\): .*in the same order"):
+        ranks.agree("save 'a'" if ranks.rank == 0 else "step")
+    ranks.agree("both the same again")
+
+
+def test_ranks_that_do_different_things_say_so_and_can_go_on(rank_pool):
+    rank_pool(2, do_different_things)
+
+
+def sums(group):
+    ranks = Ranks(group)
+    return ranks.sum([0.1 * (ranks.rank + 1), 1.0]), ranks.any(ranks.rank == 1), ranks.any(False)
+
+
+def test_sums_have_the_same_bits_on_each_rank(rank_pool):
+    results = rank_pool(3, sums)
+    assert results == [([0.1 + 0.1 * 2 + 0.1 * 3, 3.0], True, False)] * 3
