@@ -19,11 +19,10 @@ demo: $(call ready,demo)  ## Train a click model with its embeddings on the cach
 # A process for each core. `python -m pytest` alone runs in one, as a debugger wants it.
 PYTEST = $(RUN) -m pytest -n logical --maxprocesses 8 --dist worksteal
 
-# CUDA loops run in numba's simulator and are compiled for two GPUs; each reads its switch once a process. One process
-# must see every branch of the loops that the simulator runs.
+# CUDA loops run in numba's simulator and are compiled for two GPUs; each reads its switch once a process.
 test: $(call ready,test)  ## The test suite.
 	$(PYTEST)
-	NUMBA_ENABLE_CUDASIM=1 $(RUN) -m pytest -q tests/cuda
+	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) -q tests/cuda
 	ONEEMB_TEST_COMPILE=1 $(PYTEST) -q tests/cuda_compile
 
 test-slow: $(call ready,test)  ## The long proofs: many crashes, many random models.

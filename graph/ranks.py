@@ -15,7 +15,7 @@ from typing import Any, Never
 import torch
 from torch import distributed
 
-__all__ = ["RankError", "Ranks"]
+__all__ = ["RankError", "Ranks", "Received"]
 
 Blocks = Sequence[Sequence[torch.Tensor]]
 """What to send to each rank: tensors of any shape, one after another."""
@@ -23,6 +23,21 @@ Blocks = Sequence[Sequence[torch.Tensor]]
 
 class RankError(RuntimeError):
     """Another rank has failed, or does something else. The message says which one, and what it said."""
+
+
+class Received:
+    """What a rank has sent: its tensors, taken one after another."""
+
+    def __init__(self, sent_N: torch.Tensor):
+        self._sent_N = sent_N
+        self._begin = 0
+
+    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next tensor, of so many elements: [count]."""
+        size = count * dtype.itemsize
+        part = self._sent_N[self._begin : self._begin + size]
+        self._begin += _padded(size)
+        return part.view(dtype)
 
 
 class Ranks:
@@ -50,7 +65,7 @@ class Ranks:
     def __repr__(self) -> str:
         return f"Ranks({self.rank} of {self.size})"
 
-    def exchange(self, what: str, make: Callable[[], Blocks]) -> list[torch.Tensor]:
+    def exchange(self, what: str, make: Callable[[], Blocks]) -> list[Received]:
         """Send blocks to the ranks, and get those that they send to this one.
 
         Args:
@@ -58,8 +73,7 @@ class Ranks:
             make: gives the blocks, a sequence of tensors for each rank. If it raises, every rank does.
 
         Returns:
-            From each rank the bytes that it has sent: uint8, in the order of the ranks, aligned to 8 bytes if each
-            tensor's bytes are a multiple of 8.
+            What each rank has sent, in their order.
 
         Raises:
             RankError: another rank has failed, or does something else.
@@ -79,24 +93,31 @@ class Ranks:
         received_R = self._headers(what, failure, sent_R)
         received = torch.empty(sum(received_R), dtype=torch.uint8, device=self._device)
         distributed.all_to_all_single(received, sent.to(self._device), received_R, sent_R, group=self.group)
-        return list(received.split(received_R))
+        return [Received(part) for part in received.split(received_R)]
 
-    def agree(self, what: str, check: Callable[[], object] = lambda: None) -> None:
+    def agree(self, what: str, check: Callable[[], Any] = lambda: None) -> Any:
         """Wait for all ranks, and raise on each if one raises.
 
         Args:
             what: as for `exchange`.
             check: what this rank has to do.
 
+        Returns:
+            What `check` gives on the first rank where it is not None, the same on all ranks; None if there is none.
+            Any: an object that can be pickled.
+
         Raises:
             As `exchange`.
         """
         failure: BaseException | None = None
+        found = None
         try:
-            check()
+            found = check()
         except BaseException as error:
             failure = error
-        self._headers(what, failure, [0] * self.size)
+        if not any(self._headers(what, failure, [found is not None] * self.size)):
+            return None
+        return next(its for its in self._gather(found) if its is not None)
 
     def all_gather(self, what: str, make: Callable[[], Any]) -> list[Any]:
         """What `make` gives on each rank, in their order. Any: objects that can be pickled.
@@ -108,7 +129,11 @@ class Ranks:
             As `exchange`.
         """
         mine: list[Any] = []
-        self.agree(what, lambda: mine.append(make()))
+
+        def keep() -> None:
+            mine.append(make())
+
+        self.agree(what, keep)
         return self._gather(mine[0])
 
     def any(self, flag: bool) -> bool:
@@ -161,4 +186,11 @@ class Ranks:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    """Its bytes, and zeros up to a multiple of 8, as views of what follows need it."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    more = _padded(len(flat)) - len(flat)
+    return torch.cat([flat, flat.new_zeros(more)]) if more else flat
+
+
+def _padded(size: int) -> int:
+    return -(-size // 8) * 8

@@ -169,16 +169,17 @@ class TableEmbedding(torch.nn.Module):
         per_sample_weights: torch.Tensor | None,
         pooling: str,
     ) -> torch.Tensor:
+        if self.ranks is not None:
+            return self._look_up_on_ranks(
+                self.ranks, has_gradient, ids, table_ids, offsets, per_sample_weights, pooling
+            )
         if not has_gradient and offsets is None and per_sample_weights is None and pooling == "sum":
             read = ops.read_ids(
                 self.store, ids, table_ids, self.num_tables, self.key_type, self.padding_idx, inserts=self.training
             )
             if read is not None:
                 return read
-        keys = ops.unique_keys(
-            ids, table_ids, self.num_tables, self.key_type, self.padding_idx, offsets, threads=self.store.threads
-        )
-        ops.check_pooling(keys, per_sample_weights, pooling)
+        keys = self._keys(ids, table_ids, offsets, per_sample_weights, pooling)
         if not self.training and not has_gradient:
             return ops.peek(self.store, keys, per_sample_weights, pooling)
         lease = ops.acquire(self.store, keys) if self.training else ops.acquire_later(self.store, keys)
@@ -187,6 +188,29 @@ class TableEmbedding(torch.nn.Module):
             return ops.with_grad(rows, lease, self.weight, per_sample_weights)
         lease.unpin()
         return rows
+
+    def _look_up_on_ranks(self, ranks: Ranks, has_gradient: bool, *arguments: Any) -> torch.Tensor:
+        lease = ops.look_up_on_ranks(
+            ranks, self.store, self.name, lambda: self._keys(*arguments), inserts=self.training,
+            has_gradient=has_gradient,
+        )  # fmt: skip
+        *_, per_sample_weights, pooling = arguments
+        rows = ops.gather(lease, per_sample_weights, pooling)
+        return ops.with_grad(rows, lease, self.weight, per_sample_weights) if has_gradient else rows
+
+    def _keys(
+        self,
+        ids: torch.Tensor,
+        table_ids: torch.Tensor | None,
+        offsets: torch.Tensor | None,
+        per_sample_weights: torch.Tensor | None,
+        pooling: str,
+    ) -> ops.Keys:
+        keys = ops.unique_keys(
+            ids, table_ids, self.num_tables, self.key_type, self.padding_idx, offsets, threads=self.store.threads
+        )
+        ops.check_pooling(keys, per_sample_weights, pooling)
+        return keys
 
     if TYPE_CHECKING:
         __call__ = forward  # Editors see `forward` where torch.nn.Module has Callable[..., Any].

@@ -80,7 +80,9 @@ class RowGrads:
     def with_slots(self, slot_U: Array, generation: int) -> "RowGrads":
         """The same gradients of the same keys, whose rows are in other slots now."""
         keys = self.table_U, self.id_U, slot_U
-        return RowGrads(self.store, generation, *keys, sums=self.sums, stores=self.stores)
+        return RowGrads(
+            self.store, generation, *keys, segments=self.segments, sums=self._sums, stores=self.stores
+        )  # fmt: skip
 
     def before_change(self) -> None:
         """Tell those who watch the stores that these rows are about to change.

@@ -22,6 +22,7 @@ import torch
 from oneemb.graph.ops import batch_ids
 from oneemb.graph.ops.grads import RowGrads, sum_over_passes
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
+from oneemb.graph.ranks import Ranks
 from oneemb.kernels import loops as kernels
 from oneemb.kernels.arrays import Array, Bags, RowsOfIds
 from oneemb.kernels.host_loops import HostLoops
@@ -36,7 +37,7 @@ from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed
 
 __all__ = [
-    "DTYPES", "Keys", "Lease", "POOLINGS", "REPLACED", "Reserved", "acquire", "acquire_later", "check_pooling",
+    "DTYPES", "Keys", "Lease", "POOLINGS", "REPLACED", "Remote", "Reserved", "acquire", "acquire_later", "check_pooling",
     "gather", "keep", "measure_gather", "measure_unique_keys", "peek", "prefetch", "read_ids", "reserve",
     "spread_max_grads", "unique_keys", "unprefetch",
 ]  # fmt: skip
@@ -152,16 +153,31 @@ class SharedRows(Protocol):
         """The keys of lookup p, as if it were alone."""
 
 
+@dataclass(frozen=True)
+class Remote:
+    """Rows of a lookup that other ranks own."""
+
+    ranks: Ranks
+    weight_UX: Array
+    """Their weights as they came, for each unique key."""
+    owned: "Lease | None"
+    """The rows that ranks have asked this one for; None = they are not pinned."""
+
+
 class Lease:
     """Rows of a lookup: resident in the hot tier and pinned, from `pin` to `unpin`.
 
     A lease that is dropped (a forward pass without a step) is unpinned by the next `acquire`.
+
+    With `remote` they are copies of rows that other ranks own. Nothing is pinned for them here, and their gradients go
+    to the owners before anything is done with them (`RowGrad.settle`).
 
     Args:
         store: whose rows they are.
         keys: of the lookup; None = those that `shared` gives.
         slot_U: where the rows are, pinned; None = they are not pinned yet.
         shared: (rows, p): of a merged lookup, the rows of all and which of them this is.
+        remote: where the weights are, of rows that other ranks own.
     """
 
     def __init__(
@@ -170,10 +186,12 @@ class Lease:
         keys: Keys | None,
         slot_U: Array | None = None,
         shared: tuple[SharedRows, int] | None = None,
+        remote: Remote | None = None,
     ):
         self.store = store
         self.slot_U = slot_U
         self.shared = shared
+        self.remote = remote
         self.generation = -1
         """The store's when the rows were pinned."""
         self.scale_N: Array | None = None
@@ -255,6 +273,8 @@ class Lease:
 
     def unpin(self) -> None:
         """Let the rows be evicted; `pin` brings them back."""
+        if self.remote is not None and self.remote.owned is not None:
+            self.remote.owned.unpin()
         # Given up first: pins that an interrupt leaves in between are released when this object is dropped.
         pins, self._pins = self._pins, None
         if pins is not None:
@@ -280,6 +300,8 @@ class Lease:
     def read(self) -> torch.Tensor:
         """The weights of each id, or of each bag, as they are now."""
         store, slot_U = self.store, self.slot_U
+        if self.remote is not None:
+            return self._read(self.remote.weight_UX, store.loops.arange(len(self.remote.weight_UX)))
         if slot_U is None:
             row_UW, unique = store.read(self.keys.unique)
             self._keys = dataclasses.replace(self.keys, unique=unique)
@@ -298,8 +320,10 @@ class Lease:
         store, keys, loops = self.store, self.keys, self.store.loops
         assert keys.bags is not None
         if self.slot_U is None:
-            row_UW, _ = store.read(keys.unique)
-            rows = RowsOfIds(store.format.weights(row_UW), loops.arange(len(row_UW)), keys.unique.inverse_N)
+            weight_UX = (
+                store.format.weights(store.read(keys.unique)[0]) if self.remote is None else self.remote.weight_UX
+            )
+            rows = RowsOfIds(weight_UX, loops.arange(len(weight_UX)), keys.unique.inverse_N)
             return loops.tensor(loops.scale_grads(rows, keys.bags.bag_N, loops.array(grad_PD.contiguous())))
         with undisturbed, store.writing:
             rows = RowsOfIds(store.weight_SX, self.slot_U, keys.unique.inverse_N)

@@ -1,153 +1,216 @@
-"""Ops between ranks: each row lives with its owner, and each rank looks up ids of its own.
+"""Lookups and gradients between ranks: each row lives with its owner, and each rank looks up ids of its own.
 
-    keys   = unique_keys(ids, ...)                 each rank's own
-    routed = shuffle_keys(keys, ranks)             to their owners: the unique keys that all ranks ask this one for
-    lease  = acquire(store, routed)
-    owned  = with_grad(gather(lease), lease, weight)   [asked, D]: a row for each key that a rank asked for
-    rows   = shuffle_rows(routed, owned, ...)      back to those who asked, and to their ids; a backward pass
-                                                   sends gradients by shuffle_grads to the owners: each rank's weight
-                                                   gets a RowGrad of the rows that it owns, summed over ranks
+    lease = look_up_on_ranks(ranks, store, make_keys, ...)
+        routed = shuffle_keys(ranks, ..., make_keys, store)     unique keys to their owners
+        owned  = acquire(store, routed.asked)                   on the owner: the rows that all ranks ask it for
+        rows   = shuffle_rows(ranks, ..., routed, owned)        their weights, back to those who asked
+    rows = with_grad(gather(lease), lease, weight)              as on one rank
 
-Every rank runs these ops, and the backward pass, in the same order, whatever its batch holds. `oneemb.kernels.owner`
-says who owns a key.
+    shuffle_grads(ranks, stores, ...)                           before a step: gradients of rows to their owners
+
+Every rank runs these in the same order, whatever its batch holds. `oneemb.kernels.owner` says who owns a key. Gradients
+wait with the rank that looked the rows up until something needs them whole: a step, a norm, an unscaling. So any number
+of backward passes costs one exchange.
 
 Gradients of a key are summed twice: in batch order by each rank that looked it up, then in the order of the ranks by
-its owner, both in float32. So the numbers of R ranks are those of one up to the rounding of that sum.
+its owner, which takes their mean, as DistributedDataParallel does of dense gradients; both in float32. So the numbers
+of R ranks are those of one up to the rounding of that sum.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed
 
-from oneemb.graph.ops.lookup import Keys, check_pooling, spread_max_grads
-from oneemb.graph.ops.op import LOOKUP, Op
-from oneemb.kernels import unique_keys as kernel
-from oneemb.kernels.arrays import RowsOfIds
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.graph.ops.grads import RowGrads
+from oneemb.graph.ops.lookup import DTYPES, Keys, Lease, Remote, acquire, gather, peek
+from oneemb.graph.ops.op import LOOKUP, UPDATE, Op
+from oneemb.graph.ranks import Ranks
 from oneemb.kernels.owner import owner_of
-from oneemb.kernels.threads import Threads
+from oneemb.storage.embedding_store import EmbeddingStore
 
-__all__ = ["Route", "RoutedKeys", "shuffle_grads", "shuffle_keys", "shuffle_rows"]
+__all__ = ["Routed", "Sums", "look_up_on_ranks", "shuffle_grads", "shuffle_keys", "shuffle_rows"]
 
-_LOOPS = HostLoops(Threads(1))
+# More than any embedding has: what comes from other ranks, they have checked.
+_TABLES = 1 << 31
 
 
 @dataclass(frozen=True)
-class Route:
-    """How the keys of this rank have gone to their owners."""
+class Routed:
+    """Unique keys of a lookup, and those that ranks ask this one for."""
 
     keys: Keys
     """This rank's own."""
     order_U: torch.Tensor
-    """int64 [U]: this rank's unique keys, those of owner 0 first."""
+    """int64 [U]: its unique keys, those of owner 0 first."""
     sent_R: list[int]
-    """Keys sent to each owner."""
+    """Keys that it asks each owner for."""
+    asked: Keys
+    """Those that each rank asks this one for, one rank's after another: of shape [asked]."""
     asked_R: list[int]
-    """Keys that each rank asked this one for."""
 
 
-@dataclass(frozen=True)
-class RoutedKeys(Keys):
-    """The keys that all ranks ask this one for, as `acquire` and `gather` take them: of shape [asked]."""
-
-    route: Route
-
-
-@Op(LOOKUP, takes=("keys",), gives="keys")
-def shuffle_keys(keys: Keys, ranks: int) -> RoutedKeys:
-    """Send unique keys to their owners; every one of `ranks` ranks calls it.
-
-    Raises:
-        RuntimeError: the process group has another number of ranks.
-    """
-    if (world := distributed.get_world_size()) != ranks:
-        raise RuntimeError(f"keys are to be shuffled among {ranks} ranks, the process group has {world}; give that")
-    unique = keys.unique
-    owner_U = owner_of(unique.table_U, unique.id_U, ranks)
-    order_U = np.argsort(owner_U, kind="stable")
-    sent_R = torch.from_numpy(np.bincount(owner_U, minlength=ranks))
-    asked_R = torch.empty_like(sent_R)
-    distributed.all_to_all_single(asked_R, sent_R)
-    route = Route(keys, torch.from_numpy(order_U), sent_R.tolist(), asked_R.tolist())
-    key_U2 = torch.from_numpy(np.stack([unique.table_U[order_U], unique.id_U[order_U]], 1))
-    key_N2 = _exchange(key_U2, route.sent_R, route.asked_R).numpy()
-    table_N, id_N = key_N2[:, 0].astype(np.int32), np.ascontiguousarray(key_N2[:, 1])
-    return RoutedKeys(torch.Size([len(id_N)]), kernel.unique_keys(table_N, id_N), None, keys.loops, route)
-
-
-def _exchange(row_NX: torch.Tensor, sent_R: list[int], received_R: list[int]) -> torch.Tensor:
-    """Rows to the ranks, `sent_R` of them to each, for `received_R` of each."""
-    out = torch.empty(sum(received_R), *row_NX.shape[1:], dtype=row_NX.dtype)
-    distributed.all_to_all_single(out, row_NX.contiguous(), received_R, sent_R)
-    return out
-
-
-def shuffle_grads(routed: RoutedKeys, grad_UD: torch.Tensor) -> torch.Tensor:
-    """Send the gradient of each of this rank's unique keys to its owner: [U, D] -> [asked, D]."""
-    route = routed.route
-    return _exchange(grad_UD[route.order_U], route.sent_R, route.asked_R)
-
-
-class _ShuffleRows(torch.autograd.Function):
-    """Rows from their owners; backward sums the gradients of each key and sends them to its owner."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, owned_ND: torch.Tensor, routed: RoutedKeys, scale_N: np.ndarray | None, pooling: str
-    ) -> torch.Tensor:
-        ctx.routed, ctx.scale_N, ctx.argmax_PD, ctx.dtype = routed, scale_N, None, owned_ND.dtype
-        route = routed.route
-        row_UD = torch.empty(len(route.order_U), owned_ND.shape[1], dtype=owned_ND.dtype)
-        row_UD[route.order_U] = _exchange(owned_ND, route.asked_R, route.sent_R)
-        keys = route.keys
-        out = torch.empty(*keys.shape, row_UD.shape[1], dtype=row_UD.dtype)
-        rows = RowsOfIds(_LOOPS.array(row_UD), np.arange(len(row_UD)), keys.unique.inverse_N)
-        out_NX = _LOOPS.array(out.view(-1, row_UD.shape[1]))
-        if keys.bags is None:
-            _LOOPS.gather(rows, out_NX)
-        elif pooling == "max":
-            ctx.argmax_PD = np.empty(out_NX.shape, np.int32)
-            _LOOPS.pool_max(rows, keys.bags.offset_P1, out_NX, ctx.argmax_PD)
-        else:
-            _LOOPS.pool(rows, keys.bags.offset_P1, scale_N, out_NX)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        keys = ctx.routed.route.keys
-        bags, grad_NX = keys.bags, grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
-        if ctx.argmax_PD is not None:
-            bags, grad_NX = None, spread_max_grads(keys, ctx.argmax_PD, grad_NX, _LOOPS)
-        segments = _LOOPS.segments(keys.unique, bags, _LOOPS.array(grad_NX), ctx.scale_N)
-        grad_UD = torch.from_numpy(_LOOPS.sum_segments(segments)[0])
-        # In the dtype of the rows, as autograd wants gradients to be.
-        return shuffle_grads(ctx.routed, grad_UD).to(ctx.dtype), None, None, None
-
-
-@Op(LOOKUP, takes=("keys",))
-def shuffle_rows(
-    routed: RoutedKeys, owned: torch.Tensor, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
-) -> torch.Tensor:
-    """What `gather` gives on one rank: the rows of each of this rank's ids, or bags, from their owners.
+@Op(LOOKUP, takes=("ranks",))
+def shuffle_keys(ranks: Ranks, what: str, make: Callable[[], Keys], store: EmbeddingStore) -> Routed:
+    """Send the unique keys of a lookup to their owners.
 
     Args:
-        owned: [asked, D], the rows that all ranks asked this one for; it gets their gradients, summed over the ids of
-            each rank.
-        per_sample_weights, pooling: as in `gather`; the weights get no gradient.
+        what: names the lookup: the same on all ranks.
+        make: gives the keys; where it raises, all ranks do.
+        store: the rows that this rank owns.
 
     Raises:
-        TypeError, ValueError: as `gather`; or `per_sample_weights` needs a gradient.
+        RankError: another rank has failed.
+        What `make` raises.
     """
-    keys = routed.route.keys
-    check_pooling(keys, per_sample_weights, pooling)
-    scale_N = None
-    if per_sample_weights is not None:
-        if per_sample_weights.requires_grad:
-            raise ValueError("per_sample_weights get no gradient on several ranks; detach them")
-        scale_N = per_sample_weights.contiguous().numpy()
-    elif keys.bags is not None and pooling == "mean":
-        scale_N = _LOOPS.mean_scales(keys.bags.offset_P1, keys.unique.inverse_N)
-    return _ShuffleRows.apply(owned, routed, scale_N, pooling)
+    made: list[tuple[Keys, torch.Tensor, list[int]]] = []
+
+    def blocks() -> list[list[torch.Tensor]]:
+        keys = make()
+        table_U, id_U = (store.loops.tensor(array).cpu() for array in (keys.unique.table_U, keys.unique.id_U))
+        order_U, sent_R = _by_owner(table_U, id_U, ranks.size)
+        made.append((keys, order_U, sent_R))
+        sent = [(id_U[own], table_U[own]) for own in order_U.split(sent_R)]
+        return [[torch.tensor([len(ids)]), ids, tables] for ids, tables in sent]
+
+    received = ranks.exchange(what, blocks)
+    keys, order_U, sent_R = made[0]
+    asked_R = [int(block.take(1, torch.int64)) for block in received]
+    id_N = torch.cat([block.take(count, torch.int64) for block, count in zip(received, asked_R, strict=True)])
+    table_N = torch.cat([block.take(count, torch.int32) for block, count in zip(received, asked_R, strict=True)])
+    return Routed(keys, order_U, sent_R, _keys_of_ranks(store, table_N, id_N), asked_R)
+
+
+def _by_owner(table_U: torch.Tensor, id_U: torch.Tensor, ranks: int) -> tuple[torch.Tensor, list[int]]:
+    """Keys in the order of their owners, int64 [U], and how many each has."""
+    owner_U = owner_of(table_U.numpy(), id_U.numpy(), ranks)
+    order_U = torch.from_numpy(np.argsort(owner_U, kind="stable"))
+    return order_U, np.bincount(owner_U, minlength=ranks).tolist()
+
+
+def _keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tensor) -> Keys:
+    """Keys that several ranks have sent, on the place of the store's rows; one may come from each."""
+    loops = store.loops
+    table_N, id_N = table_N.to(loops.device), id_N.to(loops.device)
+    unique = loops.unique_keys(loops.array(table_N), loops.array(id_N), tables=_TABLES, padding_id=None, check=None)
+    return Keys(id_N.shape, loops.counted(unique), None, loops)
+
+
+@Op(LOOKUP, takes=("ranks",))
+def shuffle_rows(
+    ranks: Ranks, what: str, routed: Routed, read: Callable[[Keys], torch.Tensor], store: EmbeddingStore
+) -> torch.Tensor:
+    """The weights of this rank's unique keys from their owners: [U, D], of the store's dtype.
+
+    Args:
+        what: as for `shuffle_keys`.
+        read: gives the weights of the keys that ranks ask this one for, [asked, D]; where it raises, all ranks do.
+
+    Raises:
+        As `shuffle_keys`.
+    """
+    dim, dtype = store.format.dim, DTYPES[store.format.dtype]
+    received = ranks.exchange(what, lambda: [[rows] for rows in read(routed.asked).split(routed.asked_R)])
+    rows = [
+        block.take(count * dim, dtype).view(count, dim) for block, count in zip(received, routed.sent_R, strict=True)
+    ]
+    row_UD = torch.empty(len(routed.order_U), dim, dtype=dtype)
+    row_UD[routed.order_U] = torch.cat(rows)
+    return row_UD.to(store.loops.device)
+
+
+def look_up_on_ranks(
+    ranks: Ranks, store: EmbeddingStore, name: str, make: Callable[[], Keys], *, inserts: bool, has_gradient: bool
+) -> Lease:
+    """The rows of a lookup, from their owners. Every rank calls it.
+
+    Args:
+        store: the rows that this rank owns.
+        name: of the embedding.
+        make: gives the keys; where it raises, all ranks do.
+        inserts: insert unknown keys; off, they read as their initial values.
+        has_gradient: whether a gradient may come.
+
+    Raises:
+        RankError: another rank has failed.
+        StoreFullError: a tier is too small for the step, or capacity is reached; nothing of this lookup is inserted here.
+        What `make` raises.
+    """
+    what = f"look up {name!r} in {'training' if inserts else 'eval'} mode"
+    routed = shuffle_keys(ranks, what, make, store)
+    owned: list[Lease] = []
+
+    def read(asked: Keys) -> torch.Tensor:
+        if not inserts:
+            return peek(store, asked)
+        owned.append(acquire(store, asked))
+        return gather(owned[0])
+
+    row_UD = shuffle_rows(ranks, f"rows to {what}", routed, read, store)
+    if owned and not has_gradient:
+        owned.pop().unpin()
+    remote = Remote(ranks, store.loops.array(row_UD), owned[0] if owned else None)
+    return Lease(store, routed.keys, remote=remote)
+
+
+Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Tables, int32 [U], ids, int64 [U], and the gradients of these rows, float32 [U, D]."""
+
+
+@Op(UPDATE)
+def shuffle_grads(
+    ranks: Ranks, stores: Sequence[EmbeddingStore], make: Callable[[], Sequence[Sums | None]]
+) -> list[tuple[Lease, RowGrads] | None]:
+    """The gradients of the rows that this rank owns, to be summed, from those of all ranks; with a lease on them that
+    is not pinned yet. None for a store that has a gradient on no rank.
+
+    Args:
+        stores: the rows that this rank owns, of each embedding.
+        make: gives for each embedding the gradients of the rows that this rank has looked up; None = there are none.
+
+    Raises:
+        RankError: another rank has failed.
+        What `make` raises.
+    """
+
+    def blocks() -> list[list[torch.Tensor]]:
+        sent: list[list[torch.Tensor]] = [[] for _ in range(ranks.size)]
+        count_RE: list[list[int]] = [[] for _ in range(ranks.size)]
+        for sums in make():
+            if sums is None:
+                for counts in count_RE:
+                    counts.append(-1)
+                continue
+            table_U, id_U, grad_UD = sums
+            order_U, sent_R = _by_owner(table_U, id_U, ranks.size)
+            for r, own in enumerate(order_U.split(sent_R)):
+                count_RE[r].append(len(own))
+                sent[r] += [id_U[own], table_U[own], grad_UD[own]]
+        return [[torch.tensor(counts, dtype=torch.int64), *parts] for counts, parts in zip(count_RE, sent, strict=True)]
+
+    received = ranks.exchange("step: the gradients of rows", blocks)
+    count_RE = [block.take(len(stores), torch.int64).tolist() for block in received]
+    owned: list[tuple[Lease, RowGrads] | None] = []
+    for e, store in enumerate(stores):
+        dim = store.format.dim
+        parts = [
+            (block.take(n, torch.int64), block.take(n, torch.int32), block.take(n * dim, torch.float32).view(n, dim))
+            for block, (*_, n) in ((block, counts[: e + 1]) for block, counts in zip(received, count_RE, strict=True))
+            if n >= 0
+        ]
+        owned.append(_owned(ranks, store, parts) if parts else None)
+    return owned
+
+
+def _owned(
+    ranks: Ranks, store: EmbeddingStore, parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+) -> tuple[Lease, RowGrads]:
+    id_N, table_N, grad_ND = (torch.cat(column) for column in zip(*parts, strict=True))
+    keys, loops = _keys_of_ranks(store, table_N, id_N), store.loops
+    mean_N = loops.array(torch.full((len(id_N),), 1 / ranks.size, device=loops.device))
+    segments = loops.segments(keys.unique, None, loops.array(grad_ND.to(loops.device)), mean_N)
+    lease = Lease(store, keys)
+    table_U, id_U = keys.unique.table_U, keys.unique.id_U
+    nowhere_U = loops.array(torch.full((len(id_U),), -1, device=loops.device))
+    return lease, RowGrads(store, -1, table_U, id_U, nowhere_U, segments=segments)

@@ -3,16 +3,24 @@
 Either is a process of its own, since numba reads its variable once: `make test` and `make gpu-test` start them. Any
 other run of pytest leaves this folder out.
 
-In the simulator loops are Python, so the branches of each that were taken are noted, and the last test asks for all.
+In the simulator loops are Python, so the branches of each that were taken are noted, and in the end all are asked for.
 """
 
 import os
+import tempfile
 from pathlib import Path
 
+import coverage
 import pytest
+
+import oneemb.kernels
+from tests.cuda.branches import missing_branches
 
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 ON_GPU = os.environ.get("ONEEMB_TEST_GPU") == "1"
+
+SOURCES = str(Path(oneemb.kernels.__path__[0]) / "*.py")
+NOTES = pytest.StashKey[str]()
 
 collect_ignore_glob = [] if SIMULATED or ON_GPU else ["*.py"]
 
@@ -28,17 +36,46 @@ def gpu():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def branches_taken():
-    """A `coverage.Coverage` that notes the lines and branches which the simulator's threads run; None on a GPU."""
+def branches_taken(request):
+    """Notes the lines and branches of loops which the simulator's threads run, for `pytest_sessionfinish`."""
     if not SIMULATED:
-        yield None
+        yield
         return
-    import coverage
-
-    import oneemb.kernels
-
-    sources = str(Path(oneemb.kernels.__path__[0]) / "*.py")
-    taken = coverage.Coverage(data_file=None, branch=True, include=[sources], config_file=False)
+    worker = getattr(request.config, "workerinput", {"workerid": "alone"})
+    taken = coverage.Coverage(
+        data_file=str(_notes(request.config) / worker["workerid"]), branch=True, include=[SOURCES], config_file=False
+    )
     taken.start()
-    yield taken
+    yield
     taken.stop()
+    taken.save()
+
+
+def pytest_configure(config):
+    if SIMULATED and not hasattr(config, "workerinput"):
+        config.stash[NOTES] = tempfile.mkdtemp()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):  # of pytest-xdist: a process that is about to run tests
+    if SIMULATED:
+        node.workerinput["notes"] = node.config.stash[NOTES]
+
+
+def _notes(config):
+    worker = getattr(config, "workerinput", None)
+    return Path(config.stash[NOTES] if worker is None else worker["notes"])
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """Fail if the whole folder has run, in one process or in several, and lines or branches of loops have not."""
+    config = session.config
+    whole = [Path(arg).resolve() for arg in config.args] == [Path(__file__).parent] and not config.option.keyword
+    if not SIMULATED or hasattr(config, "workerinput") or exitstatus != 0 or not whole:
+        return
+    noted = coverage.Coverage(data_file=str(_notes(config) / "all"), branch=True, include=[SOURCES], config_file=False)
+    noted.combine([str(path) for path in _notes(config).iterdir()])
+    missing = missing_branches(noted, _notes(config) / "report.json")
+    if missing:
+        print("\nlines and branches of loops that did not run:", *missing, sep="\n")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
