@@ -8,6 +8,7 @@ every rank raises where one has failed, and ranks that do different things say s
 Invariant: after an exchange that raises, every rank has left it: the group can be used again.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Never
@@ -144,13 +145,17 @@ class Ranks:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums of these over the ranks, in float64 and in their order: the same bits on each."""
-        mine = torch.tensor(values, dtype=torch.float64, device=self._device)
-        of_all = [torch.empty_like(mine) for _ in range(self.size)]
-        distributed.all_gather(of_all, mine, group=self.group)
-        total = of_all[0].clone()
-        for other in of_all[1:]:
-            total += other
-        return total.tolist()
+        first, *others = self._gather_floats(values)
+        for other in others:
+            first += other
+        return first.tolist()
+
+    def norms(self, norms: Sequence[float], ord: float) -> list[float]:
+        """The norms of vectors of which each rank has a part, from those of the parts; NaN if one is."""
+        if ord == math.inf:
+            of_all = self._gather_floats(norms)
+            return torch.stack(of_all).amax(0).tolist()
+        return [total ** (1 / ord) for total in self.sum([norm**ord for norm in norms])]
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -178,6 +183,12 @@ class Ranks:
             f"the ranks do different things ({doing}): each must make the same lookups, steps, saves and loads in the"
             " same order, with an empty batch where it has none"
         )
+
+    def _gather_floats(self, values: Sequence[float]) -> list[torch.Tensor]:
+        mine = torch.tensor(values, dtype=torch.float64, device=self._device)
+        of_all = [torch.empty_like(mine) for _ in range(self.size)]
+        distributed.all_gather(of_all, mine, group=self.group)
+        return of_all
 
     def _gather(self, value: Any) -> list[Any]:
         of_all: list[Any] = [None] * self.size

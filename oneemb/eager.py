@@ -12,7 +12,7 @@ from oneemb.embedding import TableEmbedding
 from oneemb.graph import ops
 from oneemb.graph.recorder import StepStats
 from oneemb.graph.row_optimizers import Group, RowOptimizer
-from oneemb.row_step import RowStep, TrainedRows, attach, row_weights
+from oneemb.row_step import RowStep, TrainedRows, attach, row_weights, settle_rows
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.step_lock import in_step
 from oneemb.storage.turns import undisturbed
@@ -82,6 +82,11 @@ class Optimizer(torch.optim.Optimizer):
         self.row_step = RowStep(optimizer, skip_nonfinite)
         """What this optimizer does to rows."""
         attach(optimizer, groups)
+        if fused and any(embedding.ranks is not None for embedding in self.embeddings):
+            raise ValueError(
+                "fused=True updates rows in the backward pass, where ranks cannot exchange gradients; leave it out for"
+                " embeddings with a process_group"
+            )
         if fused:
             # A hook that held the step, which holds the weight, would keep rows and their path for ever: torch's hooks
             # are nothing that Python's collector looks into.
@@ -263,11 +268,17 @@ def step_together(
         for embedding in optimizer.embeddings:
             embedding.store.turns.check(changes=True)
     rows = [optimizer.row_step for optimizer in optimizers]
-    try:
+    grads: list[list[ops.RowGrads]] = []
+
+    def ready() -> str | None:
         for row_step in rows:
             row_step.take_grads()
-        grads = [row_step.reduce(stats) for row_step in rows]
-        go = stats.call("check_finite", ops.check_finite, rows, [grad for each in grads for grad in each], scaler)
+        grads.extend(row_step.reduce(stats) for row_step in rows)
+        return stats.call("check_finite", ops.check_finite, rows, [grad for each in grads for grad in each])
+
+    try:
+        ranks = stats.call("settle", settle_rows, [row_step.optimizer for row_step in rows])
+        go = ops.may_step(ready() if ranks is None else ranks.agree("step", ready), rows, scaler)
         commit()
         with undisturbed:  # An interrupt comes before the step or after all of it.
             try:

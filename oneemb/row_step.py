@@ -11,7 +11,7 @@ those of dense parameters. `oneemb.Optimizer` puts them back at once.
 """
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from oneemb.graph import ops
 from oneemb.graph.building import building_now
+from oneemb.graph.ranks import Ranks
 from oneemb.graph.recorder import StepStats
 from oneemb.graph.row_optimizers import Group, RowOptimizer, row_optimizer_of
 from oneemb.storage.embedding_store import EmbeddingStore
@@ -34,6 +35,7 @@ class TrainedRows(Protocol):
     name: str
     store: EmbeddingStore
     weight: torch.nn.Parameter
+    ranks: Ranks | None
     row_optimizer: RowOptimizer | None
 
     @property
@@ -68,6 +70,11 @@ def _has_grad(weight: torch.Tensor) -> bool:
     return isinstance(weight.grad, ops.RowGrad) and not weight.grad.spent
 
 
+def _world_size() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
 def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, int]) -> None:
     """Let rows carry this optimizer's state. All of these embeddings are attached, or none is.
 
@@ -77,6 +84,12 @@ def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, int]) -> None
     """
     row_optimizers: dict[Rows, RowOptimizer] = {}
     for embedding, g in groups.items():
+        if embedding.ranks is None and (world := _world_size()) > 1:
+            raise ValueError(
+                f"embedding {embedding.name!r} would be trained by each of {world} ranks"
+                " alone, and its rows drift apart: make it with process_group=torch.distributed.group.WORLD; or, if"
+                " each rank is to have rows of its own, with a group of this rank alone"
+            )
         if embedding.optimizer is not None:
             raise ValueError(
                 f"embedding {embedding.name!r} has an optimizer already; one trains it, until"
@@ -95,6 +108,39 @@ def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, int]) -> None
             raise
 
     alone((embedding.store.step_lock for embedding in row_optimizers), attach_all)
+
+
+def settle_rows(optimizers: Iterable[torch.optim.Optimizer]) -> Ranks | None:
+    """Bring the gradients of rows that ranks own together to their owners; all ranks call it before a step.
+
+    Returns:
+        The ranks; None if there are none.
+
+    Raises:
+        ValueError: the rows are of several process groups.
+        RankError: another rank has failed.
+    """
+    embeddings: dict[TrainedRows, None] = {}
+    for optimizer in optimizers:
+        embeddings |= {
+            embedding: None
+            for _, embedding in row_weights(optimizer)
+            if embedding.ranks is not None and (embedding.weight.requires_grad or _has_grad(embedding.weight))
+        }
+    grads: list[ops.RowGrad] = []
+    for embedding in embeddings:
+        # Also where this rank has looked nothing up: it owns rows that others have.
+        grad = embedding.weight.grad
+        grads.append(grad if isinstance(grad, ops.RowGrad) else ops.RowGrad(embedding.store, ranks=embedding.ranks))
+    groups = {embedding.ranks.group: embedding.ranks for embedding in embeddings if embedding.ranks is not None}
+    if len(groups) > 1:
+        names = ", ".join(repr(embedding.name) for embedding in embeddings)
+        raise ValueError(f"a step trains embeddings of one process_group, those of {names} are {len(groups)}")
+    ops.settle(grads)
+    for embedding, grad in zip(embeddings, grads, strict=True):
+        if grad.summed is not None:
+            embedding.weight.grad = grad
+    return next(iter(groups.values()), None)
 
 
 class RowStep:
@@ -194,7 +240,7 @@ class RowStep:
 
     def _update_now(self) -> None:
         grads = self.reduce(StepStats())
-        go = ops.check_finite([self], grads)
+        go = ops.may_step(ops.check_finite([self], grads), [self])
         with undisturbed:
             self.update(grads, go, ops.options_of(self.optimizer), StepStats())
             self.taken += go
@@ -207,18 +253,25 @@ class _Hooked(RowStep):
     """A step between the two hooks."""
 
     def begin(self) -> None:
-        self.take_grads()
-        if not self.grads:
-            self.put_back()
-            return
+        ranks = settle_rows([self.optimizer])
         try:
-            self._reduced = self.reduce(StepStats())
-            ops.check_finite([self], self._reduced)
+            found = self._ready() if ranks is None else ranks.agree("step", self._ready)
+            ops.may_step(found, [self])
         except BaseException:
             self.put_back()
             raise
+        if not self.grads:
+            self.put_back()
+            return
         # The options after hooks of the user's that come before the step, and before those that come after it.
         self._handle = self.optimizer.register_step_pre_hook(self._keep_options)
+
+    def _ready(self) -> str | None:
+        self.take_grads()
+        if not self.grads:
+            return None
+        self._reduced = self.reduce(StepStats())
+        return ops.check_finite([self], self._reduced)
 
     def _keep_options(self, *_: object) -> None:
         self._options = ops.options_of(self.optimizer)

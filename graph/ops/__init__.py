@@ -6,7 +6,8 @@
     rows  = with_grad(rows, lease, weight)         the same, differentiable: backward gives weight a RowGrad
     ...                                            dense forward, loss.backward()
     grads = reduce_grads([weight.grad, ...])       sum over equal keys
-    go    = check_finite([optimizer], grads)       whether to take the step
+    found = check_finite([optimizer], grads)       what is not finite
+    go    = may_step(found, [optimizer])           whether to take the step
     groups = step(optimizer, go)                   the dense parameters' optimizer, with its hooks
     update(optimizer, grad, go, groups)            the rows' optimizer, in place, for each of grads
     advance([optimizer], [lr_scheduler], go)       the step is made; rates of the next one
@@ -21,7 +22,7 @@ Eager mode calls the ops in this order. The compiler only reorders, merges, fuse
 can be compared with an eager one.
 """
 
-from oneemb.graph.ops.finite import NonFiniteGradientError, check_finite
+from oneemb.graph.ops.finite import NonFiniteGradientError, check_finite, may_step
 from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.ops.lookup import (
     POOLINGS,
@@ -57,8 +58,8 @@ from oneemb.graph.ops.update import Groups, StepOptimizer, add_note, advance, op
 __all__ = [
     "Groups", "Keys", "Lease", "MergedKeys", "MergedReserved", "NonFiniteGradientError", "OPS", "POOLINGS", "Reserved",
     "RowGrad", "RowGrads", "StepOptimizer", "acquire", "acquire_later", "add_note", "advance", "check_finite",
-    "check_merged_pooling", "check_pooling", "gather", "gather_merged", "keep", "look_up_on_ranks", "options_of", "part_of",
-    "peek", "prefetch", "read_ids", "reduce_grads", "refuse_dense", "reserve", "settle", "shuffle_grads", "shuffle_keys",
-    "shuffle_rows", "step", "unique_keys", "unique_merged_keys", "unprefetch", "unscale", "update", "update_scale",
-    "with_grad",
+    "check_merged_pooling", "check_pooling", "gather", "gather_merged", "keep", "look_up_on_ranks", "may_step",
+    "options_of", "part_of", "peek", "prefetch", "read_ids", "reduce_grads", "refuse_dense", "reserve", "settle",
+    "shuffle_grads", "shuffle_keys", "shuffle_rows", "step", "unique_keys", "unique_merged_keys", "unprefetch", "unscale",
+    "update", "update_scale", "with_grad",
 ]  # fmt: skip

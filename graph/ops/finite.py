@@ -9,7 +9,7 @@ from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.graph.ops.update import StepOptimizer
 
-__all__ = ["NonFiniteGradientError", "check_finite"]
+__all__ = ["NonFiniteGradientError", "check_finite", "may_step"]
 
 
 class NonFiniteGradientError(ArithmeticError):
@@ -18,19 +18,11 @@ class NonFiniteGradientError(ArithmeticError):
 
 
 @Op(UPDATE)
-def check_finite(
-    optimizers: Sequence[StepOptimizer],
-    grads: Sequence[RowGrads | None],
-    scaler: torch.amp.GradScaler | None = None,
-) -> bool:
-    """Whether every gradient of the step is finite, those of dense parameters too, so that the step may be taken. Who
-    watches the rows is told that they are about to change.
-
-    Args:
-        scaler: the GradScaler that scaled the losses: a step that overflows is then left out.
+def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None]) -> str | None:
+    """Which gradient of the step is not finite, those of dense parameters too, in words; None = all are. Who watches
+    the rows is then told that they are about to change.
 
     Raises:
-        NonFiniteGradientError: one is not, and its optimizer was not told to skip such steps.
         ValueError: an optimizer's options have changed into what its rows cannot follow; no weight, state or
             count has changed.
         StorageError: there is no room for the averages of rows (`oneemb.AveragedEmbedding`); nothing has changed.
@@ -46,6 +38,21 @@ def check_finite(
     if found is None:
         for grad in present:
             grad.before_change()
+    return found
+
+
+def may_step(
+    found: str | None, optimizers: Sequence[StepOptimizer], scaler: torch.amp.GradScaler | None = None
+) -> bool:
+    """Whether the step may be taken, given what `check_finite` has found.
+
+    Args:
+        scaler: the GradScaler that scaled the losses: a step that overflows is then left out.
+
+    Raises:
+        NonFiniteGradientError: a gradient is not finite, and its optimizer was not told to skip such steps.
+    """
+    if found is None:
         return True
     if scaler is None and not all(optimizer.skip_nonfinite for optimizer in optimizers):
         raise NonFiniteGradientError(

@@ -7,11 +7,11 @@ import torch
 
 from oneemb.kernels.arrays import Array, Terms
 from oneemb.kernels.hash_index import TABLE_MAX
-from oneemb.kernels.loops import Segments
+from oneemb.kernels.loops import Loops, Segments
 from oneemb.storage.embedding_store import EmbeddingStore, weights_in
 from oneemb.storage.merged_store import MergedStore
 
-__all__ = ["RowGrads", "join_grads", "sum_over_passes"]
+__all__ = ["RowGrads", "join_grads", "nowhere", "sum_over_passes"]
 
 
 class RowGrads:
@@ -22,7 +22,7 @@ class RowGrads:
     Args:
         store: one store, or several merged ones.
         generation: the store's when the slots were handed out.
-        table_U, id_U, slot_U: the keys and their slots.
+        table_U, id_U, slot_U: the keys and their slots; see `nowhere`.
         segments: the gradients of ids, by unique key; None = `sums` are given.
         sums: what the property of this name gives.
         stores: of merged stores, those whose lookups got a gradient; None = all.
@@ -107,6 +107,11 @@ class RowGrads:
         """The gradients of the keys `u` alone, which may be of any store here."""
         keys = self.table_U[u], self.id_U[u], self.slot_U[u]
         return RowGrads(self.store, self.generation, *keys, sums=(self.grad_UD[u], self.finite_U[u]))
+
+
+def nowhere(loops: Loops, rows: int) -> Array:
+    """The slots of rows that are not pinned: -1, int64 [U]."""
+    return loops.array(torch.full((rows,), -1, device=loops.device))
 
 
 def join_grads(parts: Sequence[RowGrads]) -> RowGrads | None:

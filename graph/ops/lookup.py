@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops import batch_ids
-from oneemb.graph.ops.grads import RowGrads, sum_over_passes
+from oneemb.graph.ops.grads import RowGrads, nowhere, sum_over_passes
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.graph.ranks import Ranks
 from oneemb.kernels import loops as kernels
@@ -37,9 +37,9 @@ from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed
 
 __all__ = [
-    "DTYPES", "Keys", "Lease", "POOLINGS", "REPLACED", "Remote", "Reserved", "acquire", "acquire_later", "check_pooling",
-    "gather", "keep", "measure_gather", "measure_unique_keys", "peek", "prefetch", "read_ids", "reserve",
-    "spread_max_grads", "unique_keys", "unprefetch",
+    "DTYPES", "Keys", "Lease", "POOLINGS", "REPLACED", "Remote", "Reserved", "acquire", "acquire_later",
+    "check_pooling", "gather", "keep", "measure_gather", "measure_unique_keys", "peek", "prefetch", "read_ids",
+    "reserve", "spread_max_grads", "unique_keys", "unprefetch",
 ]  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -287,7 +287,8 @@ class Lease:
         grad_NX = loops.array(self.sum_passes(grads).contiguous())
         bags = self.keys.bags if self.argmax_PD is None else None
         segments = loops.segments(unique, bags, grad_NX, self.scale_N)
-        return RowGrads(self.store, self.generation, unique.table_U, unique.id_U, self.slot_U, segments=segments)
+        slot_U = nowhere(loops, len(unique.id_U)) if self.slot_U is None else self.slot_U
+        return RowGrads(self.store, self.generation, unique.table_U, unique.id_U, slot_U, segments=segments)
 
     def sum_passes(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """The gradients of ids, [N, D], or of bags that gave a sum, [P, D], summed over backward passes; perhaps in
@@ -320,9 +321,8 @@ class Lease:
         store, keys, loops = self.store, self.keys, self.store.loops
         assert keys.bags is not None
         if self.slot_U is None:
-            weight_UX = (
-                store.format.weights(store.read(keys.unique)[0]) if self.remote is None else self.remote.weight_UX
-            )
+            remote = self.remote
+            weight_UX = store.format.weights(store.read(keys.unique)[0]) if remote is None else remote.weight_UX
             rows = RowsOfIds(weight_UX, loops.arange(len(weight_UX)), keys.unique.inverse_N)
             return loops.tensor(loops.scale_grads(rows, keys.bags.bag_N, loops.array(grad_PD.contiguous())))
         with undisturbed, store.writing:

@@ -12,6 +12,7 @@ as they would on the dense gradient of a table: one that is zero but for the row
     anything else                      is an error that names the op
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Never
 
@@ -22,11 +23,13 @@ from oneemb.graph.ops.grads import RowGrads, join_grads
 from oneemb.graph.ops.lookup import Lease
 from oneemb.graph.ops.merged import MergedRows
 from oneemb.graph.ops.op import UPDATE, Op
+from oneemb.graph.ops.shuffle import Sums, shuffle_grads
+from oneemb.graph.ranks import Ranks
 from oneemb.graph.tape import version_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 
-__all__ = ["RowGrad", "reduce_grads", "refuse_dense", "with_grad"]
+__all__ = ["RowGrad", "by_ranks", "reduce_grads", "refuse_dense", "settle", "with_grad"]
 
 aten = torch.ops.aten
 _detach = aten.detach.default
@@ -58,7 +61,8 @@ class Pass(NamedTuple):
 class RowGrad(torch.Tensor):
     """The gradient of all rows of one embedding, zero but for rows that were looked up.
 
-    `row_keys()` and `row_values()` give it as plain tensors.
+    `row_keys()` and `row_values()` give it as plain tensors; where ranks own the rows, those that this rank has looked
+    up, until the gradient is settled.
     """
 
     store: EmbeddingStore
@@ -67,6 +71,10 @@ class RowGrad(torch.Tensor):
     """A gradient that is summed already, beside the passes."""
     holders: list[Lease]
     """Those that pin the rows of `summed`."""
+    ranks: Ranks | None
+    """Those who own the rows together; None = this process has all."""
+    settled: bool
+    """Whether nothing waits to be brought to the owners: see `settle`."""
     spent: bool = False
     """Whether the rows have been updated in the backward pass, so that nothing can be done to their gradient any more.
     It holds none."""
@@ -78,11 +86,15 @@ class RowGrad(torch.Tensor):
         passes: Iterable[Pass] = (),
         summed: RowGrads | None = None,
         holders: Iterable[Lease] = (),
+        ranks: Ranks | None = None,
+        *,
+        settled: bool = False,
     ) -> "RowGrad":
         grad = torch.Tensor._make_wrapper_subclass(
             cls, (0, store.format.dim), dtype=torch.float32, device=store.loops.device
         )
         grad.store, grad.passes, grad.summed, grad.holders = store, list(passes), summed, list(holders)
+        grad.ranks, grad.settled = ranks, settled
         return grad
 
     def __init__(self, *args: object, **kwargs: object):
@@ -125,6 +137,7 @@ class RowGrad(torch.Tensor):
             StoreFullError: they do not fit any more; nothing has changed.
             StorageError: rows were replaced since the lookup (load_snapshot, clear).
         """
+        assert self.ranks is None or not self.passes, "what lookups have left is with the owners of rows"
         # First what is summed: a lookup that is pinned anew, for its passes, has its rows in other slots.
         if self.summed is not None and not all(lease.is_pinned for lease in self.holders):
             lease = Lease.of_keys(self.store, self.summed.table_U, self.summed.id_U)
@@ -146,6 +159,7 @@ class RowGrad(torch.Tensor):
 
     def set_values(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Let the gradient of each row be what `change` gives for all, float32 [U, D]."""
+        settle([self])
         grads = self.reduce()
         if grads is not None:
             loops = self.store.loops
@@ -155,7 +169,7 @@ class RowGrad(torch.Tensor):
             self.passes = []
 
     def copy_of(self) -> "RowGrad":
-        copy = RowGrad(self.store, self.passes, self.summed, self.holders)
+        copy = RowGrad(self.store, self.passes, self.summed, self.holders, self.ranks, settled=self.settled)
         copy.spent = self.spent
         return copy
 
@@ -173,6 +187,16 @@ class RowGrad(torch.Tensor):
         self.drop()
         self.spent = True
 
+    def own(self, owned: tuple[Lease, RowGrads] | None) -> None:
+        """Hold what ranks have brought of the rows that this one owns, in place of what its own lookups have left."""
+        for lease in dict.fromkeys(lease for lease, *_ in self.passes):
+            lease.unpin()
+        self.passes, self.settled = [], True
+        if owned is not None:
+            lease, grads = owned
+            self.holders = [*self.holders, lease]
+            self.summed = grads if self.summed is None else join_grads([self.summed, grads])
+
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "RowGrad":
         copy = self.copy_of()
         copy.set_values(change)
@@ -181,6 +205,7 @@ class RowGrad(torch.Tensor):
     def join(self, other: "RowGrad") -> None:
         """Add what the other holds."""
         self.spent = self.spent and other.spent
+        self.ranks, self.settled = self.ranks or other.ranks, self.settled and other.settled
         self.passes = self.passes + other.passes
         self.summed = join_grads([grads for grads in (self.summed, other.summed) if grads is not None])
         self.holders = self.holders + other.holders
@@ -292,9 +317,24 @@ def _norm(grad: RowGrad, ord: float = 2, dim: Any = None, keepdim: bool = False,
         raise NotImplementedError(
             "the norm of an embedding's rows is one of all values; use grad.row_values() for others"
         )
-    grads = grad.reduce()
-    norm = 0.0 if grads is None else grad.store.loops.norm(grads.grad_UD, float(ord))
-    return torch.tensor(norm, dtype=dtype or torch.float32, device=grad.device)
+    return _norms([grad], ord, dtype=dtype)[0]
+
+
+def _norms(row_grads: Sequence[RowGrad], ord: float = 2, *, dtype: Any = None) -> list[torch.Tensor]:
+    """The norm of each; of rows that ranks own together, over all of them."""
+    settle(row_grads)
+    norms = []
+    for grad in row_grads:
+        grads = grad.reduce()
+        norms.append(0.0 if grads is None else grad.store.loops.norm(grads.grad_UD, float(ord)))
+    for ranks, group in by_ranks(row_grads):
+        places = [i for i, grad in enumerate(row_grads) if any(grad is one for one in group)]
+        for i, norm in zip(places, ranks.norms([norms[i] for i in places], float(ord)), strict=True):
+            norms[i] = norm
+    return [
+        torch.tensor(norm, dtype=dtype or torch.float32, device=grad.device)
+        for norm, grad in zip(norms, row_grads, strict=True)
+    ]
 
 
 def _clamp_(grad: RowGrad, min: float | None = None, max: float | None = None) -> RowGrad:
@@ -307,15 +347,21 @@ def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: 
     dense = [grad for grad in grads if not isinstance(grad, RowGrad)]
     if dense:
         aten._amp_foreach_non_finite_check_and_unscale_(dense, found_inf, inv_scale)
-    for grad in grads:
-        if isinstance(grad, RowGrad):
-            if not bool(torch.isfinite(grad.row_values()).all()):
-                found_inf.fill_(1.0)
-            _mul_(grad, inv_scale)
+    row_grads = [grad for grad in grads if isinstance(grad, RowGrad)]
+    settle(row_grads)
+    for grad in row_grads:
+        if not bool(torch.isfinite(grad.row_values()).all()):
+            found_inf.fill_(1.0)
+        _mul_(grad, inv_scale)
+    for ranks, _ in by_ranks(row_grads):
+        found_inf.fill_(float(ranks.any(bool(found_inf))))
 
 
 def _each(op: Any, one: Callable[..., Any], tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
     """A `_foreach` op: the gradients of rows by themselves, the others together."""
+    row_grads = [tensor for tensor in tensors if isinstance(tensor, RowGrad)]
+    if one is not _zero_:
+        settle(row_grads)
     given: list[Any] = [None] * len(tensors)
     dense = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, RowGrad)]
     # A list beside the tensors has an argument for each of them.
@@ -324,10 +370,15 @@ def _each(op: Any, one: Callable[..., Any], tensors: Sequence[torch.Tensor], *ar
         picked = [[arg[i] for i in dense] if is_list else arg for arg, is_list in zip(args, lists, strict=True)]
         for i, result in zip(dense, op([tensors[i] for i in dense], *picked, **kwargs) or dense, strict=True):
             given[i] = result
+    norms = iter(_norms(row_grads, *args, **kwargs) if one is _norm else ())
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, RowGrad):
-            given[i] = one(
-                tensor, *(arg[i] if is_list else arg for arg, is_list in zip(args, lists, strict=True)), **kwargs
+            given[i] = (
+                next(norms)
+                if one is _norm
+                else one(
+                    tensor, *(arg[i] if is_list else arg for arg, is_list in zip(args, lists, strict=True)), **kwargs
+                )
             )
     return None if op._schema.is_mutable else given
 
@@ -430,8 +481,46 @@ class _WithGrad(torch.autograd.Function):
             grad_NX = grad_NX.clone(memory_format=torch.contiguous_format)
         lease.has_grad = True
         one = Pass(lease, grad_NX, version_of(grad_NX))
-        row_grad = RowGrad(lease.store, [one]) if ctx.needs_input_grad[0] else None
+        ranks = None if lease.remote is None else lease.remote.ranks
+        row_grad = RowGrad(lease.store, [one], ranks=ranks) if ctx.needs_input_grad[0] else None
         return row_grad, lease.grad_of_scales(grad_NX) if ctx.needs_input_grad[1] else None, None, None
+
+
+def by_ranks(row_grads: Iterable[RowGrad]) -> list[tuple[Ranks, list[RowGrad]]]:
+    """The gradients of rows that ranks own together, by their groups."""
+    groups: dict[Any, tuple[Ranks, list[RowGrad]]] = {}
+    for grad in row_grads:
+        if grad.ranks is not None:
+            groups.setdefault(grad.ranks.group, (grad.ranks, []))[1].append(grad)
+    return list(groups.values())
+
+
+def settle(row_grads: Iterable[RowGrad]) -> None:
+    """Bring the gradients that lookups of rows of other ranks have left to the owners. Does nothing to others.
+
+    Every rank calls it with the gradients of the same embeddings in the same order: it is an exchange, unless nothing
+    waits.
+
+    Raises:
+        RankError: another rank has failed; nothing has changed.
+        RuntimeError: a gradient was changed in place since its backward pass.
+    """
+    for ranks, group in by_ranks(row_grads):
+        if not all(grad.settled for grad in group):
+            owned = shuffle_grads(ranks, [grad.store for grad in group], functools.partial(map, _sums, group))
+            for grad, its in zip(group, owned, strict=True):
+                grad.own(its)
+
+
+def _sums(row_grad: RowGrad) -> Sums | None:
+    """What lookups of this rank have left; None = nothing."""
+    if not row_grad.passes:
+        return None
+    grads = RowGrad(row_grad.store, row_grad.passes).reduce()
+    assert grads is not None
+    loops = row_grad.store.loops
+    table_U, id_U, grad_UD = (loops.tensor(array).cpu() for array in (grads.table_U, grads.id_U, grads.grad_UD))
+    return table_U, id_U, grad_UD
 
 
 def _measure_reduce(args: object, grads: Sequence[RowGrads]) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from oneemb.graph.ops.grads import RowGrads
+from oneemb.graph.ops.grads import RowGrads, nowhere
 from oneemb.graph.ops.lookup import DTYPES, Keys, Lease, Remote, acquire, gather, peek
 from oneemb.graph.ops.op import LOOKUP, UPDATE, Op
 from oneemb.graph.ranks import Ranks
@@ -134,7 +134,7 @@ def look_up_on_ranks(
 
     Raises:
         RankError: another rank has failed.
-        StoreFullError: a tier is too small for the step, or capacity is reached; nothing of this lookup is inserted here.
+        StoreFullError: a tier is too small for the step, or capacity is reached; nothing is inserted on this rank.
         What `make` raises.
     """
     what = f"look up {name!r} in {'training' if inserts else 'eval'} mode"
@@ -189,7 +189,7 @@ def shuffle_grads(
                 sent[r] += [id_U[own], table_U[own], grad_UD[own]]
         return [[torch.tensor(counts, dtype=torch.int64), *parts] for counts, parts in zip(count_RE, sent, strict=True)]
 
-    received = ranks.exchange("step: the gradients of rows", blocks)
+    received = ranks.exchange(f"bring gradients of {len(stores)} embeddings to their owners", blocks)
     count_RE = [block.take(len(stores), torch.int64).tolist() for block in received]
     owned: list[tuple[Lease, RowGrads] | None] = []
     for e, store in enumerate(stores):
@@ -212,5 +212,4 @@ def _owned(
     segments = loops.segments(keys.unique, None, loops.array(grad_ND.to(loops.device)), mean_N)
     lease = Lease(store, keys)
     table_U, id_U = keys.unique.table_U, keys.unique.id_U
-    nowhere_U = loops.array(torch.full((len(id_U),), -1, device=loops.device))
-    return lease, RowGrads(store, -1, table_U, id_U, nowhere_U, segments=segments)
+    return lease, RowGrads(store, -1, table_U, id_U, nowhere(loops, len(id_U)), segments=segments)
