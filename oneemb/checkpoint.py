@@ -249,7 +249,7 @@ def _restore_dense(graph: CompiledGraph, train: TrainState, state: _State, tenso
             scheduler.load_state_dict(scheduler_state)
     if train.scaler is not None and state["grad_scaler"] is not None:
         train.scaler.load_state_dict(state["grad_scaler"])
-    train.drop_gradients()
+    train.drop_gradients(() if train.scaled_by is None else (train.scaled_by,))
     train.steps = state["steps"]
     generators = state["random"]
     torch.set_rng_state(generators["torch"])

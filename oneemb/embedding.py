@@ -355,7 +355,9 @@ class TableEmbedding(torch.nn.Module):
         del destination[f"{prefix}weight"]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict({**state_dict, f"{prefix}weight": self.weight.detach()}, prefix, *args)
+        weight = self.weight
+        super()._load_from_state_dict({**state_dict, f"{prefix}weight": weight.detach()}, prefix, *args)
+        self.weight = weight  # load_state_dict(assign=True) has put another one in its place
 
     def get_extra_state(self) -> torch.Tensor:
         """What `state_dict()` holds of the rows: name and identity of a snapshot that has them as they are now.

@@ -45,18 +45,17 @@ class Scaling:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within it calls of `scale` are noted."""
-        noted = {scaler: _Noted(scaler, self) for scaler in self._watched}
+        """Within it calls of `scale` are noted, and those of `update` refused."""
+        told = {"scale": self.note, "update": self.refuse_update}
+        noted = [_Noted(scaler, name, tell) for scaler in self._watched for name, tell in told.items()]
         try:
-            for scaler, scale in noted.items():
-                scaler.scale = scale  # type: ignore[method-assign]  # hides the class's
+            for method in noted:
+                method.hide()
             yield
         finally:
             with undisturbed:
-                for scaler, scale in noted.items():
-                    vars(scaler).pop("scale", None)
-                    if scale.own is not None:
-                        vars(scaler)["scale"] = scale.own
+                for method in noted:
+                    method.show()
 
     def note(self, scaler: torch.amp.GradScaler) -> None:
         """Note that `build` scales by this one.
@@ -67,6 +66,13 @@ class Scaling:
         if any(other is not None and other is not scaler for other in (self.scaler, self._before)):
             raise BuildError(f"build scales its losses with two GradScalers{user_line()}; use one")
         self.scaler, self._by_build = scaler, True
+
+    def refuse_update(self, scaler: torch.amp.GradScaler) -> None:
+        """Raise BuildError if this one has scaled the losses."""
+        if scaler is self.scaler:
+            raise BuildError(
+                f"build updates the GradScaler{user_line()}, which the graph does after build; leave it out"
+            )
 
     @property
     def backward(self) -> Callable[..., None] | None:
@@ -93,20 +99,30 @@ class Scaling:
 
 
 class _Noted:
-    """Stands for a scaler's `scale` while `build` runs. One that an interrupt has left there does what it hides."""
+    """Stands for a method of a scaler while `build` runs. One that an interrupt has left there does what it hides."""
 
-    def __init__(self, scaler: torch.amp.GradScaler, scaling: Scaling):
-        self._scaler, self._scaling = scaler, scaling
-        self.own = vars(scaler).get("scale")
+    def __init__(self, scaler: torch.amp.GradScaler, name: str, tell: Callable[[torch.amp.GradScaler], None]):
+        self._scaler, self._name, self._tell = scaler, name, tell
+        self._own = vars(scaler).get(name)
         """What the user has put there; None = the class's is meant."""
-        if isinstance(self.own, _Noted):
-            self.own = self.own.own
+        if isinstance(self._own, _Noted):
+            self._own = self._own._own
 
-    def __call__(self, outputs: Any) -> Any:
+    def hide(self) -> None:
+        """Take the method's place."""
+        vars(self._scaler)[self._name] = self
+
+    def show(self) -> None:
+        """Give it back."""
+        vars(self._scaler).pop(self._name, None)
+        if self._own is not None:
+            vars(self._scaler)[self._name] = self._own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if building_now() is not None:
-            self._scaling.note(self._scaler)
-        scale = self.own or type(self._scaler).scale.__get__(self._scaler)
-        return scale(outputs)
+            self._tell(self._scaler)
+        method = self._own or getattr(type(self._scaler), self._name).__get__(self._scaler)
+        return method(*args, **kwargs)
 
 
 def scalers_in(values: Iterable[object]) -> list[torch.amp.GradScaler]:

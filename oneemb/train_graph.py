@@ -44,8 +44,9 @@ class TrainGraph(CompiledGraph):
 
     What is refused, by a BuildError that names the line where there is one:
 
-    - a step of an optimizer or scheduler of the graph, by itself or by `GradScaler.step`: the graph makes it after
-      `build`, with the rows. Optimizers that the graph does not have may be stepped;
+    - a step of an optimizer or scheduler of the graph, by itself or by `GradScaler.step`, and `GradScaler.update` of
+      what has scaled its losses: the graph makes them after `build`, with the rows. Optimizers that the graph does not
+      have may be stepped;
     - a lookup with gradient of an embedding that is no part of the graph, which would not train, move or save it:
       assign it, or freeze it;
     - a gradient for an embedding that no optimizer of the graph trains, and no other: it would be lost;
@@ -192,9 +193,10 @@ class TrainGraph(CompiledGraph):
         state = self._train_state
         updates_before = state.updates_made()
         kept: list[Expected] = []
+        known = [*scalers_in(vars(self).values()), *self._scalers_of_build]
+        scalers = {*known, *(scaler for scaler in (state.scaler, state.scaled_by) if scaler is not None)}
         with ExitStack() as committing:  # An interrupt comes before the update, or after the step has been counted.
             try:
-                known = [*scalers_in(vars(self).values()), *self._scalers_of_build]
                 scaling = Scaling(known, state.scaler, state.scaled_by, self._on_second_pass())
                 with scaling.watching(), _refusing(state.lr_schedulers):
                     steppers = [stepper for joined in state.optimizers for stepper in (joined, joined.optimizer)]
@@ -209,7 +211,7 @@ class TrainGraph(CompiledGraph):
                     kept = [lookup for lookup in expected if lookup.has_grad]
             except BaseException:
                 with undisturbed:
-                    state.drop_gradients()
+                    state.drop_gradients(scalers)
                     state.steps += state.updates_made() > updates_before  # a scheduler failed, after the update
                 raise
             finally:

@@ -1,10 +1,12 @@
 """What a training graph keeps from call to call beside its modules: optimizers, the scaler, what is not updated yet."""
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 
 from oneemb.eager import Optimizer
+from oneemb.graph import ops
 
 __all__ = ["LearningRateScheduler", "TrainState"]
 
@@ -46,9 +48,15 @@ class TrainState:
         """Updates that optimizers have made; those that were skipped do not count."""
         return sum(optimizer.taken for optimizer in self.optimizers)
 
-    def drop_gradients(self) -> None:
-        """Drop every gradient that no update has used, of rows and dense parameters, of all micro-batches so far."""
+    def drop_gradients(self, scalers: Iterable[torch.amp.GradScaler]) -> None:
+        """Drop every gradient that no update has used, of rows and dense parameters, of all micro-batches so far.
+
+        Args:
+            scalers: those that may have unscaled the gradients.
+        """
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+            for scaler in scalers:
+                ops.forget_unscaled(scaler, optimizer)
         self.scaled_by = None
         self.micro_batches = 0

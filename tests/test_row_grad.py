@@ -484,14 +484,13 @@ def test_a_gradient_that_is_changed_in_place_before_the_step_is_an_error(tmp_pat
     assert embedding.stats()["step"] == before
 
 
-@pytest.mark.parametrize("width, copied", [(60, False), (4000, True)])
-def test_rows_beside_much_wider_values_do_not_keep_the_gradient_of_all(tmp_path, width, copied):
-    embedding = make_embedding(tmp_path, dim=DIM)
+def test_rows_beside_other_values_do_not_keep_the_gradient_of_all(tmp_path):
+    embedding, width = make_embedding(tmp_path, dim=DIM), 60
     rows, values = embedding(torch.tensor([3, 5, 3])), torch.ones(3, width)
     scale = torch.rand(3, width + DIM)
     (torch.cat([values, rows], 1) * scale).sum().backward()
     (one,) = embedding.weight.grad.passes
-    assert (one.grad_NX.untyped_storage().nbytes() == one.grad_NX.nbytes) == copied
+    assert one.grad_NX.untyped_storage().nbytes() == one.grad_NX.nbytes
     assert torch.equal(one.grad_NX, scale[:, width:])
     expected = torch.stack([scale[0, width:] + scale[2, width:], scale[1, width:]])
     assert torch.equal(embedding.weight.grad.row_values(), expected)

@@ -51,15 +51,15 @@ from oneemb.graph.ops.merged import (
 )
 from oneemb.graph.ops.op import OPS
 from oneemb.graph.ops.row_grad import RowGrad, reduce_grads, refuse_dense, settle, with_grad
-from oneemb.graph.ops.scale import unscale, update_scale
+from oneemb.graph.ops.scale import forget_unscaled, unscale, update_scale
 from oneemb.graph.ops.shuffle import look_up_on_ranks, shuffle_grads, shuffle_keys, shuffle_rows
 from oneemb.graph.ops.update import Groups, StepOptimizer, add_note, advance, options_of, step, update
 
 __all__ = [
     "Groups", "Keys", "Lease", "MergedKeys", "MergedReserved", "NonFiniteGradientError", "OPS", "POOLINGS", "Reserved",
     "RowGrad", "RowGrads", "StepOptimizer", "acquire", "acquire_later", "add_note", "advance", "check_finite",
-    "check_merged_pooling", "check_pooling", "gather", "gather_merged", "keep", "look_up_on_ranks", "may_step",
-    "options_of", "part_of", "peek", "prefetch", "read_ids", "reduce_grads", "refuse_dense", "reserve", "settle",
-    "shuffle_grads", "shuffle_keys", "shuffle_rows", "step", "unique_keys", "unique_merged_keys", "unprefetch", "unscale",
-    "update", "update_scale", "with_grad",
+    "check_merged_pooling", "check_pooling", "forget_unscaled", "gather", "gather_merged", "keep", "look_up_on_ranks",
+    "may_step", "options_of", "part_of", "peek", "prefetch", "read_ids", "reduce_grads", "refuse_dense", "reserve",
+    "settle", "shuffle_grads", "shuffle_keys", "shuffle_rows", "step", "unique_keys", "unique_merged_keys",
+    "unprefetch", "unscale", "update", "update_scale", "with_grad",
 ]  # fmt: skip

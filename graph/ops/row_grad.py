@@ -75,6 +75,8 @@ class RowGrad(torch.Tensor):
     """Those who own the rows together; None = this process has all."""
     settled: bool
     """Whether nothing waits to be brought to the owners: see `settle`."""
+    changes: int = 0
+    """How often something has been done to what it holds."""
     spent: bool = False
     """Whether the rows have been updated in the backward pass, so that nothing can be done to their gradient any more.
     It holds none."""
@@ -161,6 +163,7 @@ class RowGrad(torch.Tensor):
         """Let the gradient of each row be what `change` gives for all, float32 [U, D]."""
         settle([self])
         grads = self.reduce()
+        self.changes += 1
         if grads is not None:
             loops = self.store.loops
             with np.errstate(invalid="ignore", over="ignore"):
@@ -204,6 +207,7 @@ class RowGrad(torch.Tensor):
 
     def join(self, other: "RowGrad") -> None:
         """Add what the other holds."""
+        self.changes += 1
         self.spent = self.spent and other.spent
         self.ranks, self.settled = self.ranks or other.ranks, self.settled and other.settled
         self.passes = self.passes + other.passes
@@ -212,6 +216,7 @@ class RowGrad(torch.Tensor):
 
     def drop(self) -> None:
         """Hold nothing any more."""
+        self.changes += 1
         self.passes, self.summed, self.holders = [], None, []
 
     # ---- dispatch ---------------------------------------------------------------------------------------------------
@@ -448,9 +453,27 @@ class _Rows(NamedTuple):
     tensor: torch.Tensor
 
 
-_SHARE_MAX = 64
-"""Rows that were concatenated with others get a view of the gradient of all, which is kept as it is, unless all is so
-many times as large."""
+def _is_alone(grad: torch.Tensor) -> bool:
+    """Whether nobody else has the memory of a gradient that autograd gives, so that it need not be copied.
+
+    Another parameter's gradient may be a view of the same memory, which torch clips and accumulates in place: that of
+    `positions` in `embedding(ids)[None] + positions[None]`, say, or of what rows were concatenated with. Who else has
+    it is told by torch's counts of references, where it has them; those that Python holds to the same object (a hook
+    that keeps it) are not among them: `Pass.checked` sees their changes.
+    """
+    if not grad.is_contiguous() or grad.untyped_storage().nbytes() != grad.nbytes:
+        return False
+    tensor_uses, storage_uses = getattr(grad, "_use_count", None), getattr(torch._C, "_storage_Use_Count", None)
+    if tensor_uses is None or storage_uses is None:
+        return False
+    base: torch.Tensor | None = grad._base  # Of a view: it has the memory too, and whoever has it.
+    views = 0 if base is None else 1
+    # The storage is also held by the object that is asked for its address here, the base by the one that is read here.
+    return bool(
+        tensor_uses() == 1
+        and storage_uses(grad.untyped_storage()._cdata) == 2 + views
+        and (base is None or base._use_count() == 2)
+    )
 
 
 class _WithGrad(torch.autograd.Function):
@@ -462,6 +485,7 @@ class _WithGrad(torch.autograd.Function):
     @staticmethod
     @torch._disable_dynamo  # torch.compile stays out of it, as out of a lookup
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[RowGrad | None, torch.Tensor | None, None, None]:
+        alone = _is_alone(*grads)
         lease, (grad,) = ctx.lease, grads
         if lease is None:
             raise RuntimeError(
@@ -476,9 +500,8 @@ class _WithGrad(torch.autograd.Function):
         lease.check_not_replaced()
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.lease = None  # A loss that is kept keeps none of the lookup's arrays.
-        grad_NX = grad.detach().reshape(-1, grad.shape[-1])
-        if grad_NX.untyped_storage().nbytes() > _SHARE_MAX * grad_NX.nbytes:
-            grad_NX = grad_NX.clone(memory_format=torch.contiguous_format)
+        flat = grad.detach().reshape(-1, grad.shape[-1])
+        grad_NX = flat if alone else flat.clone(memory_format=torch.contiguous_format)
         lease.has_grad = True
         one = Pass(lease, grad_NX, version_of(grad_NX))
         ranks = None if lease.remote is None else lease.remote.ranks
@@ -507,9 +530,13 @@ def settle(row_grads: Iterable[RowGrad]) -> None:
     """
     for ranks, group in by_ranks(row_grads):
         if not all(grad.settled for grad in group):
-            owned = shuffle_grads(ranks, [grad.store for grad in group], functools.partial(map, _sums, group))
+            owned = shuffle_grads(ranks, [grad.store for grad in group], functools.partial(_sums_of, group))
             for grad, its in zip(group, owned, strict=True):
                 grad.own(its)
+
+
+def _sums_of(row_grads: Sequence[RowGrad]) -> list[Sums | None]:
+    return [_sums(grad) for grad in row_grads]
 
 
 def _sums(row_grad: RowGrad) -> Sums | None:

@@ -8,7 +8,7 @@ from torch.amp.grad_scaler import OptState
 from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.graph.ops.update import StepOptimizer
 
-__all__ = ["unscale", "update_scale"]
+__all__ = ["forget_unscaled", "unscale", "update_scale"]
 
 
 @Op(UPDATE)
@@ -21,6 +21,12 @@ def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[StepOptimizer]) -
         states = [scaler._per_optimizer_states.get(id(one)) for one in (optimizer, optimizer.optimizer)]
         if not any(state is not None and state["stage"] is OptState.UNSCALED for state in states):
             scaler.unscale_(optimizer.optimizer)
+
+
+def forget_unscaled(scaler: torch.amp.GradScaler, optimizer: StepOptimizer) -> None:
+    """Let a scaler know that the gradients which it has unscaled for an optimizer are dropped."""
+    for one in (optimizer, optimizer.optimizer):
+        scaler._per_optimizer_states.pop(id(one), None)
 
 
 @Op(UPDATE)
