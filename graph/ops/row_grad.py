@@ -125,6 +125,8 @@ class RowGrad(torch.Tensor):
             StoreFullError: they do not fit any more; nothing has changed.
             StorageError: rows were replaced since the lookup (load_snapshot, clear).
         """
+        for lease in self.holders:
+            lease.check_not_replaced()
         # First what is summed: a lookup that is pinned anew, for its passes, has its rows in other slots.
         if self.summed is not None and not all(lease.is_pinned for lease in self.holders):
             lease = Lease.of_keys(self.store, self.summed.table_U, self.summed.id_U)
