@@ -21,7 +21,7 @@ class Scaling:
     If `build` itself calls `scale` of a GradScaler that it knows, that one is taken, and nothing is scaled twice.
 
     Args:
-        known: the GradScalers that `build` knows: its attributes, globals, closures.
+        known: the GradScalers that `build` knows: attributes of the graph, globals, closures.
         given: what `set_grad_scaler` was given.
         before: what has scaled the losses of the micro-batches before.
         on_second_pass: called before a second backward pass; None = any number is fine.
@@ -111,16 +111,16 @@ class _Noted:
 
 def scalers_in(values: Iterable[object]) -> list[torch.amp.GradScaler]:
     """The GradScalers among these."""
-    return [value for value in values if isinstance(value, torch.amp.GradScaler)]
+    # By `type`: `isinstance` asks a stand-in that loads something lazily for its class, and loads it.
+    return [value for value in values if issubclass(type(value), torch.amp.GradScaler)]  # type: ignore[misc]
 
 
 def scalers_of(build: Callable[..., object]) -> list[torch.amp.GradScaler]:
-    """The GradScalers that a function, or one that a decorator has wrapped, knows as globals or by a closure."""
+    """The GradScalers that a function, or one that a decorator has wrapped, has in a closure or as globals now: all
+    globals of its module, since a function that it calls may name them."""
     function = inspect.unwrap(build)
     if not inspect.isroutine(function):
         return []
     cells = getattr(function, "__closure__", None) or ()
-    globals_of = getattr(function, "__globals__", {})
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
     held = [cell.cell_contents for cell in cells if cell != CellType()]  # but for those that are empty
-    return scalers_in([*held, *(globals_of.get(name) for name in names)])
+    return scalers_in([*held, *getattr(function, "__globals__", {}).values()])

@@ -1,6 +1,5 @@
 """A training step as a graph: called for each batch or run over a loader, its lookups made ahead of it."""
 
-import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -87,10 +86,6 @@ class TrainGraph(CompiledGraph):
     def __init__(self) -> None:
         super().__init__()
         self._train_state = TrainState()
-
-    @functools.cached_property
-    def _scalers_of_build(self) -> list[torch.amp.GradScaler]:
-        return scalers_of(self.build)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -179,8 +174,8 @@ class TrainGraph(CompiledGraph):
         overflows is skipped as a whole, dense parameters, rows and learning rate, and the scale shrinks.
 
         This is not needed where `build` itself calls `self.scaler.scale(loss).backward()`: with a scaler that is an
-        attribute of the graph, a global, or in a closure of `build`, the graph unscales and updates it. Of others it
-        does not know.
+        attribute of the graph, a global of the module that `build` is from, or in a closure of `build`, the graph
+        unscales and updates it. Of others it does not know.
         """
         self._train_state.scaler = scaler
 
@@ -194,7 +189,7 @@ class TrainGraph(CompiledGraph):
         kept: list[Expected] = []
         with ExitStack() as committing:  # An interrupt comes before the update, or after the step has been counted.
             try:
-                known = [*scalers_in(vars(self).values()), *self._scalers_of_build]
+                known = [*scalers_in(vars(self).values()), *scalers_of(self.build)]
                 scaling = Scaling(known, state.scaler, state.scaled_by, self._on_second_pass())
                 with scaling.watching(), _refusing(state.lr_schedulers):
                     steppers = [stepper for joined in state.optimizers for stepper in (joined, joined.optimizer)]

@@ -300,6 +300,28 @@ def test_a_global_scaler_is_known_to_a_build_that_is_decorated():
     assert state_of(a) == state_of(b)
 
 
+def _backward_of_scaled(loss):
+    SCALER.scale(loss).backward()
+
+
+def test_a_global_scaler_is_known_to_functions_of_its_module_and_when_it_is_another_one(monkeypatch):
+    def loss_of(self, ids, label):
+        return torch.nn.functional.mse_loss(self.mlp(self.embedding(ids).flatten(1)).squeeze(1), label)
+
+    def scaled(self, ids, label):
+        _backward_of_scaled(loss_of(self, ids, label))
+
+    def plain(self, ids, label):
+        loss_of(self, ids, label).backward()
+
+    a, b = make_graph(modules_of(), scaled, sgd), make_graph(modules_of(), plain, sgd)
+    for scaler in (SCALER, scaler_of(init_scale=2.0**3), scaler_of()):
+        monkeypatch.setitem(globals(), "SCALER", scaler)
+        a(IDS, LABEL)
+        b(IDS, LABEL)
+        assert state_of(a) == state_of(b)
+
+
 def test_micro_batches_of_one_update_are_scaled_by_one_scaler():
     calls = []
 
