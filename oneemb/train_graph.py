@@ -119,7 +119,8 @@ class TrainGraph(CompiledGraph):
                 their norm, taken as one vector, is at most this.
 
         Raises:
-            ValueError: its groups hold nothing of this graph, or an embedding that is no part of it; the optimizer's
+            ValueError: it was added before; its groups hold nothing of this graph, or an embedding that is no part of
+                it; the optimizer's
                 class or an option of it is not supported for rows; clip_grad_norm is not above 0; or the scheduler is
                 another optimizer's, or one that needs a metric.
             StorageError: rows hold another optimizer's state, or a path is in use.
@@ -129,6 +130,8 @@ class TrainGraph(CompiledGraph):
             raise ValueError(
                 f"{type(optimizer).__name__} holds no parameter of this graph; assign the modules before add_optimizer"
             )
+        if any(optimizer in (joined, joined.optimizer) for joined in self._train_state.optimizers):
+            raise ValueError(f"this {type(optimizer).__name__} was added before; it would step twice at each update")
         self._refuse_foreign_embeddings(optimizer)
         if isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ValueError("ReduceLROnPlateau needs a metric; step it yourself after each evaluation")
@@ -185,12 +188,12 @@ class TrainGraph(CompiledGraph):
             with torch.no_grad():
                 return self._run_build(batch, prepared, on_acquired, expected, backward=_no_backward)
         state = self._train_state
-        updates_before = state.updates_made()
+        updates_before, updates_now = state.updates_made(), state.micro_batches + 1 >= self._accumulation()
         kept: list[Expected] = []
         with ExitStack() as committing:  # An interrupt comes before the update, or after the step has been counted.
             try:
                 known = [*scalers_in(vars(self).values()), *scalers_of(self.build)]
-                scaling = Scaling(known, state.scaler, state.scaled_by, self._on_second_pass())
+                scaling = Scaling(known, state.scaler, state.scaled_by, self._on_second_pass(), self.parameters())
                 with scaling.watching(), _refusing(state.lr_schedulers):
                     steppers = [stepper for joined in state.optimizers for stepper in (joined, joined.optimizer)]
                     result = self._run_build(
@@ -198,7 +201,7 @@ class TrainGraph(CompiledGraph):
                     )
                 self._check_trained(batch, scaling)
                 state.scaled_by = scaling.scaler or state.scaled_by
-                if self._updates_now():
+                if updates_now:
                     self._update(committing)
                 else:
                     kept = [lookup for lookup in expected if lookup.has_grad]
@@ -212,8 +215,8 @@ class TrainGraph(CompiledGraph):
                     for lookup in expected:
                         if lookup not in kept:
                             lookup.drop()
-            state.micro_batches = (state.micro_batches + 1) % self._accumulation()
-            state.steps += state.micro_batches == 0
+            state.micro_batches = 0 if updates_now else state.micro_batches + 1
+            state.steps += updates_now
         return result
 
     def _why_not_captured(self) -> str:
@@ -227,7 +230,7 @@ class TrainGraph(CompiledGraph):
     def _check_trained(self, batch: Batch, scaling: Scaling) -> None:
         """Raise BuildError if gradients have come that no optimizer of the graph uses."""
         state = self._train_state
-        scaling.check(self.parameters())
+        scaling.check()
         trained = {store for optimizer in state.optimizers for store in (e.store for e in optimizer.embeddings)}
         looked_up = [embedding for embedding in batch.embeddings.values() if embedding.weight.grad is not None]
         untrained = [one for one in looked_up if one.store not in trained and one.optimizer is None]
@@ -317,9 +320,6 @@ class TrainGraph(CompiledGraph):
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"config.accumulation_steps must be an int of at least 1, got {steps!r}")
         return steps
-
-    def _updates_now(self) -> bool:
-        return self._train_state.micro_batches + 1 >= self._accumulation()
 
     def _inserts(self) -> bool:
         return self.training

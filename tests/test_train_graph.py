@@ -737,8 +737,12 @@ def test_a_graph_without_build_says_so(made):
             lambda graph: [graph.add_optimizer(torch.optim.SGD(graph.parameters(), lr=0.1)) for _ in range(2)],
             "has an optimizer already",
         ),
+        (
+            lambda graph: [graph.add_optimizer(one) for one in 2 * [torch.optim.SGD(graph.parameters(), lr=0.1)]],
+            "this SGD was added before",
+        ),
     ],
-    ids=["foreign", "plateau", "scheduler", "option", "second"],
+    ids=["foreign", "plateau", "scheduler", "option", "second", "again"],
 )
 def test_optimizers_that_do_not_fit_are_refused(made, add, match):
     class Graph(oneemb.TrainGraph):
