@@ -84,9 +84,13 @@ class _Known:
         """What to record the lookups with; None = they are recorded, or were too often."""
         if self.plan is not None or self.recorded == RECORDED_MAX:
             return None
-        self.recorded += 1
         left_out = [name for name, missed in self.missed.items() if missed >= MISSED_MAX]
         return Tape(batch.values, list(batch.structure.names()), left_out)
+
+    def keep(self, plan: Plan) -> None:
+        """Have the lookups made that were recorded."""
+        self.plan = plan
+        self.recorded += 1  # not where `build` has raised: what it would have looked up is not known
 
     def look_back(self, building: Building, plan: Plan) -> None:
         """Have the lookups recorded anew if a step has made others than were expected."""
@@ -312,22 +316,24 @@ class CompiledGraph(torch.nn.Module):
         Args:
             follow: told the versions of the tensors that preparing is about to read.
         """
-        spread = self._batch(*self._signature.spread(batch))
-        known = self._known.get(self._key(spread))
-        plan = None if known is None else known.plan
-        if plan is None:
-            return Prepared(spread)
-        versions = plan.versions()
-        if versions and follow is not None:
-            follow(versions)  # A kernel that changes a tensor is launched before the tensor's version changes.
+        args, kwargs = self._signature.spread(batch)
+        spread = Batch({}, args, kwargs, *self._signature.flatten(args, kwargs))
         try:
+            known = self._known.get(self._key(spread._replace(embeddings=embeddings_of(self))))
+            plan = None if known is None else known.plan
+            if plan is None:
+                return Prepared(spread)
+            versions = plan.versions()
+            if versions and follow is not None:
+                follow(versions)  # A kernel that changes a tensor is launched before the tensor's version changes.
             values = plan.prepare(spread.values, self._active_profile())
-        except Exception:  # What is wrong with the batch, `build` will say, in its line.
+        except Exception:
+            # What is wrong with the batch, `build` will say, in its line; or it has just given the graph other modules.
             return Prepared(spread)
         return Prepared(spread, plan, values, versions)
 
     def _compute_prepared(self, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
-        # The loop may have exchanged modules since the batch was prepared.
+        # Those that it has now: the loop may have exchanged modules since the batch was prepared.
         batch = prepared.batch._replace(embeddings=embeddings_of(self))
         return self._in_step(batch, lambda: self._step(batch, prepared, on_acquired))
 
@@ -379,8 +385,8 @@ class CompiledGraph(torch.nn.Module):
         with self._dense_modules():
             result = self._stats.call("build", building.call, self.build, *batch.args, **batch.kwargs)
         if tape is not None:
-            known.plan = compile_plan(
-                tape, self, batch.embeddings, self._trainers(), self._merged, inserts=self._inserts()
+            known.keep(
+                compile_plan(tape, self, batch.embeddings, self._trainers(), self._merged, inserts=self._inserts())
             )
         elif plan is not None:
             known.look_back(building, plan)
@@ -393,10 +399,10 @@ class CompiledGraph(torch.nn.Module):
         self, expected: list[Expected], plan: Plan, batch: Batch, prepared: Prepared, profile: Profile | None
     ) -> None:
         """Add the lookups that `build` is expected to make."""
-        fits = prepared.plan is plan and prepared.values is not None and prepared.versions == plan.versions()
-        if not fits:
-            prepared.drop()
         try:
+            fits = prepared.plan is plan and prepared.values is not None and prepared.versions == plan.versions()
+            if not fits:
+                prepared.drop()
             expected += plan.expect(batch.values, prepared.values if fits else None, profile)
         except Exception:  # `build` will make them as in eager mode; what is wrong it will say, in its line.
             prepared.drop()
