@@ -795,6 +795,52 @@ def test_calls_that_build_ends_with_an_error_keep_no_lookup_from_being_expected(
     assert known.plan is not None and known.recorded == 1
 
 
+def test_a_graph_whose_build_cannot_be_guessed_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(oneemb.compiled_graph, "RECORDED_MAX", 2)
+    calls = itertools.count()
+
+    def build(self, ids, label, guessable=None):
+        loss = loss_of(self, ids + (0 if guessable else next(calls)), label)
+        loss.backward()
+        return loss.detach()
+
+    graph = make_graph(modules_of(), build, sgd)
+    for _ in range(3):
+        graph(IDS, LABEL)
+        assert "reserve(embedding.store" in str(graph) and "other ids" not in graph.explain()
+    for _ in range(2):
+        graph(IDS, LABEL)
+        said = "build has looked up other ids than expected, however often its lookups were recorded"
+        assert said in str(graph) and "reserve(" not in str(graph)
+        assert f"for 1 of 1 structures of inputs nothing is made ahead: {said}" in graph.explain()
+        for look in (graph.compiled, lambda: graph.draw(str(tmp_path / "graph.svg"))):
+            with pytest.raises(RuntimeError, match=said):
+                look()
+    graph(IDS, LABEL, True)
+    assert "reserve(embedding.store" in str(graph) and "for 1 of 2 structures" in graph.explain()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_stop_iteration_of_build_is_not_the_end_of_a_loop(depth):
+    numbers = iter(range(3))
+
+    def build(self, ids, label):
+        loss = loss_of(self, ids, label) * next(numbers)
+        loss.backward()
+        return loss.detach()
+
+    graph, losses = make_graph(modules_of(), build, sgd), []
+    with pytest.raises(
+        RuntimeError, match=r"a step raised StopIteration at .*: loss = .* \* next\(numbers\)"
+    ) as caught:
+        for loss in graph.run([(IDS, LABEL)] * 9, prefetch_depth=depth):
+            losses.append(loss)
+    assert len(losses) == graph.steps == 3 and isinstance(caught.value.__cause__, StopIteration)
+    assert graph.embedding.stats()["device"]["pinned"] == 0
+    with pytest.raises(StopIteration):
+        graph(IDS, LABEL)
+
+
 def test_a_buffer_that_ids_come_from_may_be_taken_away_within_a_run():
     def build(self, ids, label):
         table = getattr(self, "table", None)
