@@ -114,7 +114,8 @@ class TrainGraph(CompiledGraph):
         Args:
             optimizer: a torch optimizer. Groups that hold an embedding's weight train its rows.
             lr_scheduler: a torch.optim.lr_scheduler of this optimizer; it is stepped after each update.
-            skip_nonfinite: skip steps in which a gradient is NaN or infinite instead of raising.
+            skip_nonfinite: skip steps in which a gradient is NaN or infinite instead of raising; with several
+                optimizers, where all are told to.
             clip_grad_norm: before each update, scale the gradients of this optimizer's parameters and rows so that
                 their norm, taken as one vector, is at most this.
 
@@ -273,8 +274,9 @@ class TrainGraph(CompiledGraph):
     def save(self, path: AnyPath, *, keep: int | None = None) -> None:
         """Write a checkpoint: everything that the next step depends on, in one file, as a whole or not at all.
 
-        The file holds dense parameters and buffers, the states of optimizers, schedulers and the GradScaler, the
-        count of steps and the random generators (of torch, random and numpy). Rows are saved as a snapshot in each
+        The file holds dense parameters and buffers, the states of optimizers, schedulers and the GradScaler that
+        `set_grad_scaler` was given (save others yourself), the count of steps and the random generators (of torch,
+        random and numpy). Rows are saved as a snapshot in each
         embedding's `persistent_path`, which the file names. During a save `path.<hex>.saving` and `path.<hex>.tmp` lie
         beside it; if the process is killed, the next save removes them and the snapshots that were begun.
 

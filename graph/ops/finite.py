@@ -30,7 +30,7 @@ def check_finite(
         scaler: the GradScaler that scaled the losses: a step that overflows is then left out.
 
     Raises:
-        NonFiniteGradientError: one is not, and its optimizer was not told to skip such steps.
+        NonFiniteGradientError: one is not, and not every optimizer of the step was told to skip such steps.
         ValueError: an optimizer's options have changed into what its rows cannot follow; no weight, state or
             count has changed.
         StorageError: there is no room for the averages of rows (`oneemb.AveragedEmbedding`); nothing has changed.
