@@ -782,7 +782,8 @@ class Dropped(oneemb.TrainGraph):
 
 
 @pytest.mark.parametrize("run", [False, True])
-def test_a_graph_that_is_dropped_frees_its_rows_without_the_collector(run):
+def test_a_graph_that_is_dropped_frees_its_rows_without_the_collector(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where its embeddings have their paths
     batches = [torch.randint(0, 9, (4, 2)) for _ in range(4)]
     list(Dropped().run(batches))  # what torch does once in a process keeps frames
     gc.collect()
