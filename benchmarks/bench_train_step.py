@@ -312,7 +312,7 @@ def report(case: dict[str, Any], seconds: dict[str, list[float]], options: argpa
     plan = ssd._latest
     assert plan is not None
     prepare_ms = sum(one.ns / max(1, one.calls) for _, one in plan.prepare.stats()) / 1e6
-    before, after = (ops_in(graph) for graph in (plan.history[0].graph, plan.whole.graph))
+    before, after = (ops_in(graph) for graph in (plan.recorded, plan.whole.graph))
     steps = 3 * (options.rounds + 1) * (options.steps + 3)
     result = {
         "case": case["name"],

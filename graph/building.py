@@ -225,8 +225,9 @@ class Building:
                 if rows is not None and not has_gradient:
                     lookup.drop()
                     return rows.detach()
-            self.others += 1
-            return now()
+            rows = now()
+            self.others += 1  # One that fails is none, here and on the tape.
+            return rows
         except StoreFullError:
             if not self._give_way():
                 raise

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from oneemb.graph.build_error import BuildError, user_line
+from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in, is_embedding
 from oneemb.graph.streams import capture_gate
+from oneemb.storage.turns import undisturbed
 
 __all__ = ["CAPTURES_MAX", "WARM_STEPS", "DenseCompiler"]
 
@@ -79,23 +81,27 @@ class DenseCompiler:
             def run(*args: object, **kwargs: object) -> object:
                 calls[module] += 1
                 why = why_not_captured or ("build calls it more than once" if calls[module] > 1 else "")
+                here = module._compiled_call_impl
                 module._compiled_call_impl = None  # inside, the module itself is called
                 try:
                     return self.of(module, why)(*args, **kwargs)
                 finally:
-                    module._compiled_call_impl = run
+                    module._compiled_call_impl = here
 
-            return run
+            return _InPlace(module, run)
 
         before = {module: module._compiled_call_impl for module in modules}
+        if building_now() is None:  # what is ours was left there by an interrupt
+            before = {module: None if isinstance(call, _InPlace) else call for module, call in before.items()}
         try:
             for module in modules:
                 if before[module] is None:  # not compiled by the user
                     module._compiled_call_impl = call_of(module)  # as Module.compile does
             yield
         finally:
-            for module, call in before.items():
-                module._compiled_call_impl = call
+            with undisturbed:
+                for module, call in before.items():
+                    module._compiled_call_impl = call
 
     def of(self, module: torch.nn.Module, why_not_captured: str = "") -> Call:
         """What to call in the module's place.
@@ -145,6 +151,17 @@ class DenseCompiler:
         if option not in self._warned:
             warnings.warn(f"config.{option}: {why}", stacklevel=3)
         self._warned.add(option)
+
+
+class _InPlace:
+    """What runs in the place of a module while `build` does; the module where an interrupt has left it there."""
+
+    def __init__(self, module: torch.nn.Module, run: Call):
+        self._module, self._run = module, run
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        module = self._module
+        return (module._call_impl if building_now() is None else self._run)(*args, **kwargs)
 
 
 class _Captured:

@@ -150,7 +150,7 @@ def _flatten(argument: Any, name: str, values: list[Any], depth: int) -> Structu
         parts = tuple(_flatten(element, f"{name}_{key}", values, inside) for key, element in argument.items())
         return Structure("dict", (dict, tuple(argument)), parts)
     if is_dataclass(argument) and not isinstance(argument, type):
-        held = [field.name for field in fields(argument)]
+        held = [field.name for field in fields(argument) if hasattr(argument, field.name)]  # some may not be set yet
         parts = tuple(_flatten(getattr(argument, key), f"{name}_{key}", values, inside) for key in held)
         return Structure("dict", (type(argument), tuple(held)), parts)
     values.append(argument)

@@ -64,6 +64,11 @@ class Plan:
     others: int
     find: Find
 
+    @property
+    def recorded(self) -> fx.Graph:
+        """The lookups as they were recorded."""
+        return self.history[0].graph
+
     def versions(self) -> list[tuple[int, int]]:
         """Equal readings mean that the tensors which the first half reads have not changed."""
         return [(id(tensor), version_of(tensor)) for tensor in map(self.find, self.constants)]
@@ -88,7 +93,7 @@ class Plan:
 
     def as_module(self, name: str) -> fx.GraphModule:
         """The lookups in one piece, to look at."""
-        graph = self.history[-3].graph
+        graph = self.whole.graph
         targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
         return fx.GraphModule({target: self.find(target) for target in targets}, graph, name)
 

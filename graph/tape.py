@@ -94,7 +94,7 @@ class Tape:
         return result
 
     def lookup(self, name: str, arguments: Mapping[str, object], look_up: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `look_up` gives, not recorded itself; the lookup is, if its ids come from the batch.
+        """What `look_up` gives, not recorded itself; the lookup is, if it succeeds and its ids come from the batch.
 
         Args:
             name: of the embedding.
@@ -102,8 +102,8 @@ class Tape:
         """
         self._paused = True
         try:
-            self._note(name, arguments)
             rows = look_up()
+            self._note(name, arguments)
         finally:
             self._paused = False
         self._forget(rows)

@@ -1,11 +1,11 @@
 """A graph as text for people: one line an op, in the words of the vocabulary.
 
 inputs: ids
-getitem = ids[:, :2]
-clone = getitem.clone()
-unique_keys = unique_keys(clone, None, 2, int64, None)
+keep = keep(ids)
+getitem = keep[:, :2]
+unique_keys = unique_keys(getitem, None, 2, int64, None)
 reserve = reserve(embedding.store, unique_keys)
-return (('embedding', clone, None, None, reserve, None, None, 'sum'),)
+return (('embedding', getitem, None, None, reserve, None, None, 'sum', None),)
 """
 
 import torch

@@ -26,7 +26,7 @@ from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StoreFullError
 from oneemb.storage.step_lock import alone, between_steps
-from oneemb.storage.turns import undisturbed
+from oneemb.storage.turns import undisturbed, whole
 
 __all__ = ["AveragedEmbedding"]
 
@@ -195,7 +195,7 @@ class AveragedEmbedding(torch.nn.Module):
             self._catch_up(table_U[half:], id_U[half:], row_UD[half:])
             return
         slot_U = store.loops.tensor(lease.slot_U)
-        with store.writing:
+        with whole((store.turns,)), store.writing:  # An average that has moved without its count would move twice.
             row_SW = store.loops.tensor(store.row_SW)
             count_SW = row_SW.view(torch.int32)
             average_UD = store.weights_in(lease.slot_U)

@@ -1,11 +1,13 @@
 """What training and evaluation graphs share: `build` called, its lookups made ahead of it, and shown."""
 
+import functools
+import traceback
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import fx
@@ -24,6 +26,8 @@ from oneemb.storage.step_lock import StepLock, in_step
 
 __all__ = ["Batch", "PLANS_MAX", "CompiledGraph", "GraphConfig", "OnAcquired", "step_locks"]
 
+Result = TypeVar("Result")
+
 PLANS_MAX = 16
 """Plans that a graph keeps: those used last."""
 
@@ -32,6 +36,11 @@ RECORDED_MAX = 32
 
 MISSED_MAX = 3
 """How often an embedding may be looked up with other ids than were expected, before none are expected any more."""
+
+_GIVEN_UP = (
+    f"build has looked up other ids than expected, however often its lookups were recorded ({RECORDED_MAX} times); they"
+    " are made as in eager mode"
+)
 
 # Called when the rows that were prefetched for a step are the step's own.
 OnAcquired = Callable[[], None]
@@ -80,13 +89,22 @@ class _Known:
         self.missed: Counter[str] = Counter()
         """How often a lookup of each embedding was expected in vain."""
 
+    @property
+    def given_up(self) -> bool:
+        """Whether all lookups are made as in eager mode from now on."""
+        return self.plan is None and self.recorded == RECORDED_MAX
+
     def tape(self, batch: Batch) -> Tape | None:
         """What to record the lookups with; None = they are recorded, or were too often."""
-        if self.plan is not None or self.recorded == RECORDED_MAX:
+        if self.plan is not None or self.given_up:
             return None
-        self.recorded += 1
         left_out = [name for name, missed in self.missed.items() if missed >= MISSED_MAX]
         return Tape(batch.values, list(batch.structure.names()), left_out)
+
+    def keep(self, plan: Plan) -> None:
+        """Have the lookups made that were recorded."""
+        self.plan = plan
+        self.recorded += 1  # not where `build` has raised: what it would have looked up is not known
 
     def look_back(self, building: Building, plan: Plan) -> None:
         """Have the lookups recorded anew if a step has made others than were expected."""
@@ -127,11 +145,21 @@ class CompiledGraph(torch.nn.Module):
         nesting, and when `build` has looked up other ids than these.
 
         Raises:
-            RuntimeError: nothing is compiled yet.
+            RuntimeError: nothing is compiled yet, or `build` has looked up other ids too often.
         """
-        if self._latest is None:
-            raise RuntimeError("nothing is compiled yet: call the graph with a batch first")
-        return self._latest.as_module(type(self).__name__)
+        return self._plan_of_last_call().as_module(type(self).__name__)
+
+    def _plan_of_last_call(self) -> Plan:
+        if why := self._why_not_compiled():
+            raise RuntimeError(why)
+        assert self._latest is not None
+        return self._latest
+
+    def _why_not_compiled(self) -> str:
+        """Why the lookups of the last call are not compiled; empty = they are."""
+        if self._known and next(reversed(self._known.values())).given_up:
+            return f"nothing is compiled for such inputs any more: {_GIVEN_UP}"
+        return "" if self._latest is not None else "nothing is compiled yet: call the graph with a batch first"
 
     def _known_of(self, batch: Batch) -> _Known:
         key = self._key(batch)
@@ -195,10 +223,10 @@ class CompiledGraph(torch.nn.Module):
 
     def __str__(self) -> str:
         """The compiled lookups as text: what can run ahead of a step, and what is made in it before `build`."""
-        plan = self._latest
-        if plan is None:
-            return f"{self!r}\nnothing is compiled yet: call the graph with a batch"
-        recorded, lowered = (_count_ops(after.graph) for after in (plan.history[0], plan.history[-3]))
+        if why := self._why_not_compiled():
+            return f"{self!r}\n{why}"
+        plan = self._plan_of_last_call()
+        recorded, lowered = (_count_ops(graph) for graph in (plan.recorded, plan.whole.graph))
         return "\n".join(
             [
                 f"{type(self).__name__}: {recorded} ops recorded, {lowered} compiled",
@@ -215,7 +243,8 @@ class CompiledGraph(torch.nn.Module):
         Bytes and GB/s count the rows and gradients that an op must move; of `build` only the time is known, and the
         lookups that it makes itself are part of it.
         The plans of the 16 structures that were used last are in the table, each since it was compiled last; where
-        there were more structures, a line says how many are left out.
+        there were more structures, a line says how many are left out. Another says where `build` has looked up other
+        ids than expected so often that nothing is made ahead of it any more.
         """
         plans = [known.plan for known in list(self._known.values()) if known.plan is not None]
         executors = [executor for plan in plans for executor in plan.executors()]
@@ -224,6 +253,8 @@ class CompiledGraph(torch.nn.Module):
         )
         if self._dropped:
             text += f"\nwithout what {self._dropped} plans have done, which gave way to others"
+        if given_up := sum(known.given_up for known in list(self._known.values())):
+            text += f"\nfor {given_up} of {len(self._known)} structures of inputs nothing is made ahead: {_GIVEN_UP}"
         caches = ["embedding  step  hit rate  rows in cache  evicted  written down"]
         for name, embedding in embeddings_of(self).items():
             stats = embedding.stats()
@@ -240,13 +271,11 @@ class CompiledGraph(torch.nn.Module):
 
         Raises:
             ImportError: matplotlib is not installed; the extra `draw` brings it.
-            RuntimeError: the graph has not been compiled.
+            RuntimeError: nothing is compiled, as for `compiled`.
         """
         from oneemb.graph.draw import draw_history
 
-        if self._latest is None:
-            raise RuntimeError("nothing is compiled yet: call the graph with a batch before draw()")
-        draw_history(self._latest.history, path)
+        draw_history(self._plan_of_last_call().history, path)
 
     def profile(self, steps: int) -> Profile:
         """Record when each op of the next steps begins and ends; `print` shows a table, `.save` writes a Chrome trace.
@@ -284,6 +313,7 @@ class CompiledGraph(torch.nn.Module):
 
         Raises:
             ValueError: prefetch_depth is not an int of at least 0.
+            RuntimeError: a call raised StopIteration, which would end the loop as if there were no more batches.
             What the loader raised, at the batch that it did not give, with its traceback; what a call raises.
         """
         if isinstance(prefetch_depth, bool) or not isinstance(prefetch_depth, int) or prefetch_depth < 0:
@@ -295,7 +325,7 @@ class CompiledGraph(torch.nn.Module):
     def _run_without_thread(self, loader: Iterable[Any]) -> Generator[Any, None, None]:
         for batch in loader:
             args, kwargs = self._signature.spread(batch)
-            yield self(*args, **kwargs)
+            yield _of_a_loop(functools.partial(self, *args, **kwargs))
 
     def _run_ahead(self, loader: Iterable[Any], depth: int) -> Generator[Any, None, None]:
         devices = [embedding.store.loops.device for embedding in embeddings_of(self).values()]
@@ -312,24 +342,26 @@ class CompiledGraph(torch.nn.Module):
         Args:
             follow: told the versions of the tensors that preparing is about to read.
         """
-        spread = self._batch(*self._signature.spread(batch))
-        known = self._known.get(self._key(spread))
-        plan = None if known is None else known.plan
-        if plan is None:
-            return Prepared(spread)
-        versions = plan.versions()
-        if versions and follow is not None:
-            follow(versions)  # A kernel that changes a tensor is launched before the tensor's version changes.
+        args, kwargs = self._signature.spread(batch)
+        spread = Batch({}, args, kwargs, *self._signature.flatten(args, kwargs))
         try:
+            known = self._known.get(self._key(spread._replace(embeddings=embeddings_of(self))))
+            plan = None if known is None else known.plan
+            if plan is None:
+                return Prepared(spread)
+            versions = plan.versions()
+            if versions and follow is not None:
+                follow(versions)  # A kernel that changes a tensor is launched before the tensor's version changes.
             values = plan.prepare(spread.values, self._active_profile())
-        except Exception:  # What is wrong with the batch, `build` will say, in its line.
+        except Exception:
+            # What is wrong with the batch, `build` will say, in its line; or it has just given the graph other modules.
             return Prepared(spread)
         return Prepared(spread, plan, values, versions)
 
     def _compute_prepared(self, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
-        # The loop may have exchanged modules since the batch was prepared.
+        # Those that it has now: the loop may have exchanged modules since the batch was prepared.
         batch = prepared.batch._replace(embeddings=embeddings_of(self))
-        return self._in_step(batch, lambda: self._step(batch, prepared, on_acquired))
+        return _of_a_loop(lambda: self._in_step(batch, lambda: self._step(batch, prepared, on_acquired)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on a batch.
@@ -379,8 +411,8 @@ class CompiledGraph(torch.nn.Module):
         with self._dense_modules():
             result = self._stats.call("build", building.call, self.build, *batch.args, **batch.kwargs)
         if tape is not None:
-            known.plan = compile_plan(
-                tape, self, batch.embeddings, self._trainers(), self._merged, inserts=self._inserts()
+            known.keep(
+                compile_plan(tape, self, batch.embeddings, self._trainers(), self._merged, inserts=self._inserts())
             )
         elif plan is not None:
             known.look_back(building, plan)
@@ -393,10 +425,10 @@ class CompiledGraph(torch.nn.Module):
         self, expected: list[Expected], plan: Plan, batch: Batch, prepared: Prepared, profile: Profile | None
     ) -> None:
         """Add the lookups that `build` is expected to make."""
-        fits = prepared.plan is plan and prepared.values is not None and prepared.versions == plan.versions()
-        if not fits:
-            prepared.drop()
         try:
+            fits = prepared.plan is plan and prepared.values is not None and prepared.versions == plan.versions()
+            if not fits:
+                prepared.drop()
             expected += plan.expect(batch.values, prepared.values if fits else None, profile)
         except Exception:  # `build` will make them as in eager mode; what is wrong it will say, in its line.
             prepared.drop()
@@ -414,6 +446,18 @@ class CompiledGraph(torch.nn.Module):
 def step_locks(graph: torch.nn.Module) -> list[StepLock]:
     """The locks of the stores of all embeddings below a module."""
     return [embedding.store.step_lock for embedding in embeddings_of(graph).values()]
+
+
+def _of_a_loop(step: Callable[[], Result]) -> Result:
+    """What a step of a loop gives. Its StopIteration, which Python lets no generator pass on, is told from the end."""
+    try:
+        return step()
+    except StopIteration as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise RuntimeError(
+            f"a step raised StopIteration at {at.filename}:{at.lineno}: {at.line}; a loop over run() would take it for"
+            " the end of the batches. Give next() a default, or iterate by a for loop"
+        ) from error
 
 
 def _count_ops(graph: fx.Graph) -> int:

@@ -170,7 +170,8 @@ class Optimizer(torch.optim.Optimizer):
         if store not in self._group_of:
             return None
         embedding = next(embedding for embedding in self.embeddings if embedding.store is store)
-        assert embedding.row_optimizer is not None
+        if embedding.row_optimizer is None:  # It was detached, and is attached anew by the next step.
+            return None
         return embedding.row_optimizer, self.optimizer.param_groups[self._group_of[store]]
 
     @torch._disable_dynamo  # torch.compile stays out of it, as out of a lookup

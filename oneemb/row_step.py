@@ -285,7 +285,17 @@ class _Hooked(RowStep):
         self._handle.remove()
         locks = [embedding.store.step_lock for embedding, _ in self.grads]
         with undisturbed:
-            in_step(locks, lambda: self.update(self._reduced, True, self._options, StepStats()))
+            in_step(locks, self._update_rows)
+
+    def _update_rows(self) -> None:
+        try:
+            if any(grads.generation != grads.store.generation for grads in self._reduced):
+                self._reduced = self.reduce(StepStats())  # A hook, or another thread, has moved or replaced the rows.
+            self.update(self._reduced, True, self._options, StepStats())
+        except Exception as error:
+            name = type(self.optimizer).__name__
+            ops.add_note(error, f"{name}.step() has stepped the dense parameters, not all rows")
+            raise
 
 
 _begun: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Hooked]" = weakref.WeakKeyDictionary()

@@ -10,6 +10,7 @@ import torch
 
 from oneemb.graph.build_error import BuildError, user_line
 from oneemb.graph.building import building_now
+from oneemb.graph.tape import version_of
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["Scaling", "scalers_in", "scalers_of"]
@@ -21,10 +22,11 @@ class Scaling:
     If `build` itself calls `scale` of a GradScaler that it knows, that one is taken, and nothing is scaled twice.
 
     Args:
-        known: the GradScalers that `build` knows: its attributes, globals, closures.
+        known: the GradScalers that `build` knows: attributes of the graph, globals, closures.
         given: what `set_grad_scaler` was given.
         before: what has scaled the losses of the micro-batches before.
         on_second_pass: called before a second backward pass; None = any number is fine.
+        parameters: those whose losses `given` scales.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Scaling:
         given: torch.amp.GradScaler | None,
         before: torch.amp.GradScaler | None = None,
         on_second_pass: Callable[[], None] | None = None,
+        parameters: Iterable[torch.nn.Parameter] = (),
     ):
         self.scaler = given
         """What has scaled the losses; None = nothing has."""
@@ -42,6 +45,8 @@ class Scaling:
         self._by_build = False
         self._watched: dict[torch.amp.GradScaler, None] = {} if given is None else {given: None}
         self._watched |= dict.fromkeys(known)
+        self._parameters = [] if given is None else list(parameters)
+        self._grads = self._read_grads()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -87,11 +92,17 @@ class Scaling:
             loss = type(self._given).scale(self._given, loss)
         loss.backward(*args, **kwargs)
 
-    def check(self, parameters: Iterator[torch.nn.Parameter]) -> None:
+    def _read_grads(self) -> list[tuple[int, int] | None]:
+        """Other readings mean that gradients have come."""
+        grads = [parameter.grad for parameter in self._parameters]
+        return [None if grad is None else (id(grad), version_of(grad)) for grad in grads]
+
+    def check(self) -> None:
         """Raise BuildError if gradients have come that are not scaled, though they should be."""
         if self._given is None or self._passes or self._by_build or not self._given.is_enabled():
             return
-        if any(parameter.grad is not None for parameter in parameters):
+        pairs = zip(self._grads, self._read_grads(), strict=True)
+        if any(now is not None and now != before for before, now in pairs):  # Micro-batches before may have left some.
             raise BuildError(
                 "build takes gradients by torch.autograd.backward, which set_grad_scaler does not see; call"
                 " loss.backward(), or scale the losses by scaler.scale(loss)"
@@ -127,16 +138,16 @@ class _Noted:
 
 def scalers_in(values: Iterable[object]) -> list[torch.amp.GradScaler]:
     """The GradScalers among these."""
-    return [value for value in values if isinstance(value, torch.amp.GradScaler)]
+    # By `type`: `isinstance` asks a stand-in that loads something lazily for its class, and loads it.
+    return [value for value in values if issubclass(type(value), torch.amp.GradScaler)]  # type: ignore[misc]
 
 
 def scalers_of(build: Callable[..., object]) -> list[torch.amp.GradScaler]:
-    """The GradScalers that a function, or one that a decorator has wrapped, knows as globals or by a closure."""
+    """The GradScalers that a function, or one that a decorator has wrapped, has in a closure or as globals now: all
+    globals of its module, since a function that it calls may name them."""
     function = inspect.unwrap(build)
     if not inspect.isroutine(function):
         return []
     cells = getattr(function, "__closure__", None) or ()
-    globals_of = getattr(function, "__globals__", {})
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
     held = [cell.cell_contents for cell in cells if cell != CellType()]  # but for those that are empty
-    return scalers_in([*held, *(globals_of.get(name) for name in names)])
+    return scalers_in([*held, *getattr(function, "__globals__", {}).values()])

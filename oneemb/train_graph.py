@@ -1,6 +1,5 @@
 """A training step as a graph: called for each batch or run over a loader, its lookups made ahead of it."""
 
-import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -89,10 +88,6 @@ class TrainGraph(CompiledGraph):
         super().__init__()
         self._train_state = TrainState()
 
-    @functools.cached_property
-    def _scalers_of_build(self) -> list[torch.amp.GradScaler]:
-        return scalers_of(self.build)
-
     @property
     def optimizers(self) -> list[Optimizer]:
         """What `add_optimizer` was given, joined with the embeddings each trains; `.optimizer` is the torch object."""
@@ -120,12 +115,14 @@ class TrainGraph(CompiledGraph):
         Args:
             optimizer: a torch optimizer. Groups that hold an embedding's weight train its rows.
             lr_scheduler: a torch.optim.lr_scheduler of this optimizer; it is stepped after each update.
-            skip_nonfinite: skip steps in which a gradient is NaN or infinite instead of raising.
+            skip_nonfinite: skip steps in which a gradient is NaN or infinite instead of raising; with several
+                optimizers, where all are told to.
             clip_grad_norm: before each update, scale the gradients of this optimizer's parameters and rows so that
                 their norm, taken as one vector, is at most this.
 
         Raises:
-            ValueError: its groups hold nothing of this graph, or an embedding that is no part of it; the optimizer's
+            ValueError: it was added before; its groups hold nothing of this graph, or an embedding that is no part of
+                it; the optimizer's
                 class or an option of it is not supported for rows; clip_grad_norm is not above 0; or the scheduler is
                 another optimizer's, or one that needs a metric.
             StorageError: rows hold another optimizer's state, or a path is in use.
@@ -135,6 +132,8 @@ class TrainGraph(CompiledGraph):
             raise ValueError(
                 f"{type(optimizer).__name__} holds no parameter of this graph; assign the modules before add_optimizer"
             )
+        if any(optimizer in (joined, joined.optimizer) for joined in self._train_state.optimizers):
+            raise ValueError(f"this {type(optimizer).__name__} was added before; it would step twice at each update")
         self._refuse_foreign_embeddings(optimizer)
         if isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ValueError("ReduceLROnPlateau needs a metric; step it yourself after each evaluation")
@@ -180,8 +179,8 @@ class TrainGraph(CompiledGraph):
         overflows is skipped as a whole, dense parameters, rows and learning rate, and the scale shrinks.
 
         This is not needed where `build` itself calls `self.scaler.scale(loss).backward()`: with a scaler that is an
-        attribute of the graph, a global, or in a closure of `build`, the graph unscales and updates it. Of others it
-        does not know.
+        attribute of the graph, a global of the module that `build` is from, or in a closure of `build`, the graph
+        unscales and updates it. Of others it does not know.
         """
         self._train_state.scaler = scaler
 
@@ -191,13 +190,13 @@ class TrainGraph(CompiledGraph):
             with torch.no_grad():
                 return self._run_build(batch, prepared, on_acquired, expected, backward=_no_backward)
         state = self._train_state
-        updates_before = state.updates_made()
+        updates_before, updates_now = state.updates_made(), state.micro_batches + 1 >= self._accumulation()
         kept: list[Expected] = []
-        known = [*scalers_in(vars(self).values()), *self._scalers_of_build]
+        known = [*scalers_in(vars(self).values()), *scalers_of(self.build)]
         scalers = {*known, *(scaler for scaler in (state.scaler, state.scaled_by) if scaler is not None)}
         with ExitStack() as committing:  # An interrupt comes before the update, or after the step has been counted.
             try:
-                scaling = Scaling(known, state.scaler, state.scaled_by, self._on_second_pass())
+                scaling = Scaling(known, state.scaler, state.scaled_by, self._on_second_pass(), self.parameters())
                 with scaling.watching(), _refusing(state.lr_schedulers):
                     steppers = [stepper for joined in state.optimizers for stepper in (joined, joined.optimizer)]
                     result = self._run_build(
@@ -205,7 +204,7 @@ class TrainGraph(CompiledGraph):
                     )
                 self._check_trained(batch, scaling)
                 state.scaled_by = scaling.scaler or state.scaled_by
-                if self._updates_now():
+                if updates_now:
                     self._update(committing)
                 else:
                     kept = [lookup for lookup in expected if lookup.has_grad]
@@ -219,8 +218,8 @@ class TrainGraph(CompiledGraph):
                     for lookup in expected:
                         if lookup not in kept:
                             lookup.drop()
-            state.micro_batches = (state.micro_batches + 1) % self._accumulation()
-            state.steps += state.micro_batches == 0
+            state.micro_batches = 0 if updates_now else state.micro_batches + 1
+            state.steps += updates_now
         return result
 
     def _why_not_captured(self) -> str:
@@ -234,7 +233,7 @@ class TrainGraph(CompiledGraph):
     def _check_trained(self, batch: Batch, scaling: Scaling) -> None:
         """Raise BuildError if gradients have come that no optimizer of the graph uses."""
         state = self._train_state
-        scaling.check(self.parameters())
+        scaling.check()
         trained = {store for optimizer in state.optimizers for store in (e.store for e in optimizer.embeddings)}
         looked_up = [embedding for embedding in batch.embeddings.values() if embedding.weight.grad is not None]
         untrained = [one for one in looked_up if one.store not in trained and one.optimizer is None]
@@ -277,8 +276,9 @@ class TrainGraph(CompiledGraph):
     def save(self, path: AnyPath, *, keep: int | None = None) -> None:
         """Write a checkpoint: everything that the next step depends on, in one file, as a whole or not at all.
 
-        The file holds dense parameters and buffers, the states of optimizers, schedulers and the GradScaler, the
-        count of steps and the random generators (of torch, random and numpy). Rows are saved as a snapshot in each
+        The file holds dense parameters and buffers, the states of optimizers, schedulers and the GradScaler that
+        `set_grad_scaler` was given (save others yourself), the count of steps and the random generators (of torch,
+        random and numpy). Rows are saved as a snapshot in each
         embedding's `persistent_path`, which the file names. During a save `path.<hex>.saving` and `path.<hex>.tmp` lie
         beside it; if the process is killed, the next save removes them and the snapshots that were begun.
 
@@ -324,9 +324,6 @@ class TrainGraph(CompiledGraph):
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"config.accumulation_steps must be an int of at least 1, got {steps!r}")
         return steps
-
-    def _updates_now(self) -> bool:
-        return self._train_state.micro_batches + 1 >= self._accumulation()
 
     def _inserts(self) -> bool:
         return self.training

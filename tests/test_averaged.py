@@ -7,9 +7,11 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import oneemb
+import oneemb.averaged
 from oneemb.graph import ops
 from oneemb.storage.errors import BrokenStoreError
 from oneemb.storage.row_store import StoreFullError
+from tests.support.interrupts import WAYS, interrupted
 from tests.support.models import STORES, make_embedding, rows_of, zipf_ids
 
 IDS, DIM, STEPS = 20, 4, 9
@@ -285,6 +287,27 @@ def test_averages_that_were_cut_short_say_so_and_begin_anew_after_clear(tmp_path
         pair.step(ids)
         pair.update()
         pair.check()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_interrupt_at_any_line_of_bringing_averages_up_to_date_moves_none_or_says_so(tmp_path, way):
+    stopped = 0
+    for at in range(1, 100):
+        pair = Pair(tmp_path / str(at), decay=0.75, joined=True)
+        for _ in range(3):
+            pair.step(torch.tensor([7]))
+            pair.update()
+        pair.update()
+        pair.rows(torch.tensor([7])).sum().backward()
+        files, functions = [oneemb.averaged.__file__], {"_catch_up"}
+        _, place = interrupted(pair.optimizers[0].step, at, way, files=files, functions=functions)
+        if place is None:
+            break
+        try:
+            pair.check()
+        except BrokenStoreError:
+            stopped += 1
+    assert at > 6 and (stopped > 0) == (way == "raise")
 
 
 def test_averages_that_are_closed_are_kept_no_more(tmp_path):

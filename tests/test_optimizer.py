@@ -9,6 +9,7 @@ import gc
 import math
 import os
 import signal
+import threading
 import tracemalloc
 
 import pytest
@@ -710,6 +711,40 @@ def test_a_load_between_backward_and_step_drops_the_gradients(made):
     optimizer.step()
     optimizer.zero_grad()
     assert torch.equal(rows_of(embedding, [1]), before) and embedding.stats()["device"]["pinned"] == 0
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("by", ["hook", "thread"])
+def test_rows_that_are_replaced_within_torchs_own_step_are_not_trained_by_it(made, by, clipped):
+    embedding = made()
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    ids = torch.arange(8)
+    embedding(ids.flip(0))
+    embedding.save_snapshot("in another order")
+    embedding.clear()
+    embedding(ids[:2]).sum().backward()
+    if clipped:
+        torch.nn.utils.clip_grad_norm_(embedding.parameters(), 0.1)
+
+    def load(*_):
+        if by == "hook":
+            embedding.load_snapshot("in another order")
+        else:
+            thread = threading.Thread(target=embedding.load_snapshot, args=("in another order",))
+            thread.start()
+            thread.join()
+
+    handle = optimizer.register_step_pre_hook(load)
+    before = rows_of(embedding, ids)
+    with pytest.raises(oneemb.StorageError, match="were replaced since") as caught:
+        optimizer.step()
+    assert caught.value.__notes__ == ["SGD.step() has stepped the dense parameters, not all rows"]
+    assert torch.equal(rows_of(embedding, ids), before) and embedding.stats()["device"]["pinned"] == 0
+    handle.remove()
+    optimizer.zero_grad()
+    embedding(ids[:1]).sum().backward()
+    optimizer.step()
+    assert torch.equal(rows_of(embedding, ids[:1]), before[:1] - 1)
 
 
 def test_a_snapshot_between_forward_and_step_holds_the_rows_before_it(made):

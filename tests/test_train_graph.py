@@ -737,8 +737,12 @@ def test_a_graph_without_build_says_so(made):
             lambda graph: [graph.add_optimizer(torch.optim.SGD(graph.parameters(), lr=0.1)) for _ in range(2)],
             "has an optimizer already",
         ),
+        (
+            lambda graph: [graph.add_optimizer(one) for one in 2 * [torch.optim.SGD(graph.parameters(), lr=0.1)]],
+            "this SGD was added before",
+        ),
     ],
-    ids=["foreign", "plateau", "scheduler", "option", "second"],
+    ids=["foreign", "plateau", "scheduler", "option", "second", "again"],
 )
 def test_optimizers_that_do_not_fit_are_refused(made, add, match):
     class Graph(oneemb.TrainGraph):
@@ -778,7 +782,8 @@ class Dropped(oneemb.TrainGraph):
 
 
 @pytest.mark.parametrize("run", [False, True])
-def test_a_graph_that_is_dropped_frees_its_rows_without_the_collector(run):
+def test_a_graph_that_is_dropped_frees_its_rows_without_the_collector(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where its embeddings have their paths
     batches = [torch.randint(0, 9, (4, 2)) for _ in range(4)]
     list(Dropped().run(batches))  # what torch does once in a process keeps frames
     gc.collect()

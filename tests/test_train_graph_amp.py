@@ -192,6 +192,36 @@ def test_rows_of_micro_batches_stay_pinned_until_their_update():
     assert graph.embedding.stats()["device"]["pinned"] == 0 and graph.embedding.stats()["step"] == 1
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_micro_batch_without_a_backward_pass_adds_nothing(scaled):
+    def sometimes(self, ids, label, passes):
+        return build(self, ids, label) if passes else None
+
+    graph, plain = (make_graph(modules_of(), sometimes, sgd) for _ in "ab")
+    graph.config.accumulation_steps = 2
+    if scaled:
+        graph.set_grad_scaler(scaler_of())
+    for _ in range(3):
+        graph(IDS, LABEL, True)
+        graph(IDS, LABEL, False)
+        plain(IDS, LABEL, True)
+    assert state_of(graph) == state_of(plain)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_fewer_accumulation_steps_than_there_were_micro_batches_update_at_the_next_call(steps):
+    graph = make_graph(modules_of(), build, sgd)
+    graph.config.accumulation_steps = 5
+    for _ in range(4):
+        graph(IDS, LABEL)
+    graph.config.accumulation_steps = steps
+    graph(IDS, LABEL)
+    assert graph.steps == graph.embedding.stats()["step"] == 1
+    for _ in range(steps):
+        graph(IDS, LABEL)
+    assert graph.steps == graph.embedding.stats()["step"] == 2
+
+
 def test_an_error_begins_the_accumulation_anew():
     graph, plain = (make_graph(modules_of(), build, sgd) for _ in "ab")
     graph.config.accumulation_steps = plain.config.accumulation_steps = 2
@@ -298,6 +328,28 @@ def test_a_global_scaler_is_known_to_a_build_that_is_decorated():
         a(IDS, LABEL)
         b(IDS, LABEL)
     assert state_of(a) == state_of(b)
+
+
+def _backward_of_scaled(loss):
+    SCALER.scale(loss).backward()
+
+
+def test_a_global_scaler_is_known_to_functions_of_its_module_and_when_it_is_another_one(monkeypatch):
+    def loss_of(self, ids, label):
+        return torch.nn.functional.mse_loss(self.mlp(self.embedding(ids).flatten(1)).squeeze(1), label)
+
+    def scaled(self, ids, label):
+        _backward_of_scaled(loss_of(self, ids, label))
+
+    def plain(self, ids, label):
+        loss_of(self, ids, label).backward()
+
+    a, b = make_graph(modules_of(), scaled, sgd), make_graph(modules_of(), plain, sgd)
+    for scaler in (SCALER, scaler_of(init_scale=2.0**3), scaler_of()):
+        monkeypatch.setitem(globals(), "SCALER", scaler)
+        a(IDS, LABEL)
+        b(IDS, LABEL)
+        assert state_of(a) == state_of(b)
 
 
 def test_micro_batches_of_one_update_are_scaled_by_one_scaler():

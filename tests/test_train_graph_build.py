@@ -2,8 +2,10 @@
 
 import asyncio
 import contextvars
+import itertools
 import math
 import re
+import threading
 import traceback
 import warnings
 from collections import OrderedDict
@@ -16,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import oneemb
 from oneemb.compiled_graph import PLANS_MAX, RECORDED_MAX
+from oneemb.embedding import embeddings_of
 from tests.support.graph_models import adam, make_eager, make_embedding, make_graph, rows_of, sgd, weights_of
 
 IDS = torch.tensor([[1, 2], [3, 4], [1, 4]])
@@ -758,6 +761,140 @@ def test_ids_that_are_no_tensor_are_refused_with_the_line(ids, merged):
             call()
         assert "self.embedding(ids).sum()" in traceback_of(caught.value)
     assert graph.embedding.stats()["rows"] == graph.embedding.stats()["device"]["pinned"] == 0
+
+
+@pytest.mark.parametrize("ids", [[[1, 2], [3, 4]], None, slice(2), {"ids": 1}, IDS.int()])
+def test_a_lookup_whose_error_build_catches_is_not_expected(ids):
+    def build(self, batch, label):
+        with pytest.raises(TypeError):
+            self.embedding(ids)
+        with pytest.raises(TypeError):
+            self.embedding(batch.int())
+        loss = loss_of(self, batch, label)
+        loss.backward()
+        return loss.detach()
+
+    graph = check_equals_eager(build)
+    (known,) = graph._known.values()
+    assert known.plan.others == 0 and known.recorded == 1
+
+
+def test_calls_that_build_ends_with_an_error_keep_no_lookup_from_being_expected():
+    def build(self, ids, label, good):
+        loss = loss_of(self, ids, label)
+        if not good:
+            raise ArithmeticError
+        loss.backward()
+
+    graph = make_graph(modules_of(), build, sgd)
+    for _ in range(RECORDED_MAX + 1):
+        with pytest.raises(ArithmeticError):
+            graph(IDS, LABEL, 0)
+    graph(IDS, LABEL, 1)
+    (known,) = graph._known.values()
+    assert known.plan is not None and known.recorded == 1
+
+
+def test_a_graph_whose_build_cannot_be_guessed_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(oneemb.compiled_graph, "RECORDED_MAX", 2)
+    calls = itertools.count()
+
+    def build(self, ids, label, guessable=None):
+        loss = loss_of(self, ids + (0 if guessable else next(calls)), label)
+        loss.backward()
+        return loss.detach()
+
+    graph = make_graph(modules_of(), build, sgd)
+    for _ in range(3):
+        graph(IDS, LABEL)
+        assert "reserve(embedding.store" in str(graph) and "other ids" not in graph.explain()
+    for _ in range(2):
+        graph(IDS, LABEL)
+        said = "build has looked up other ids than expected, however often its lookups were recorded"
+        assert said in str(graph) and "reserve(" not in str(graph)
+        assert f"for 1 of 1 structures of inputs nothing is made ahead: {said}" in graph.explain()
+        for look in (graph.compiled, lambda: graph.draw(str(tmp_path / "graph.svg"))):
+            with pytest.raises(RuntimeError, match=said):
+                look()
+    graph(IDS, LABEL, True)
+    assert "reserve(embedding.store" in str(graph) and "for 1 of 2 structures" in graph.explain()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_stop_iteration_of_build_is_not_the_end_of_a_loop(depth):
+    numbers = iter(range(3))
+
+    def build(self, ids, label):
+        loss = loss_of(self, ids, label) * next(numbers)
+        loss.backward()
+        return loss.detach()
+
+    graph, losses = make_graph(modules_of(), build, sgd), []
+    with pytest.raises(
+        RuntimeError, match=r"a step raised StopIteration at .*: loss = .* \* next\(numbers\)"
+    ) as caught:
+        for loss in graph.run([(IDS, LABEL)] * 9, prefetch_depth=depth):
+            losses.append(loss)
+    assert len(losses) == graph.steps == 3 and isinstance(caught.value.__cause__, StopIteration)
+    assert graph.embedding.stats()["device"]["pinned"] == 0
+    with pytest.raises(StopIteration):
+        graph(IDS, LABEL)
+
+
+def test_a_buffer_that_ids_come_from_may_be_taken_away_within_a_run():
+    def build(self, ids, label):
+        table = getattr(self, "table", None)
+        loss = loss_of(self, ids if table is None else table[ids], label)
+        loss.backward()
+        return loss.detach()
+
+    graph, eager = make_graph(modules_of(), build, sgd), make_eager(modules_of(), build, sgd)
+    owner = eager.__closure__[[*eager.__code__.co_freevars].index("owner")].cell_contents
+    for one in (graph, owner):
+        one.register_buffer("table", torch.arange(10).flip(0))
+    for step, loss in enumerate(graph.run([(IDS, LABEL)] * 8)):
+        assert torch.equal(loss, eager(IDS, LABEL))
+        if step == 3:
+            del graph.table, owner.table
+
+
+def test_modules_that_build_puts_into_its_graph_while_a_batch_is_prepared_disturb_nobody(monkeypatch):
+    def find(module):
+        if threading.current_thread() is not threading.main_thread() and next(calls) % 2:
+            raise RuntimeError("dictionary changed size during iteration")  # as `named_modules` does then
+        return embeddings_of(module)
+
+    calls = itertools.count()
+    monkeypatch.setattr(oneemb.compiled_graph, "embeddings_of", find)
+
+    def build(self, ids, label):
+        loss = loss_of(self, ids, label)
+        loss.backward()
+        return loss.detach()
+
+    check_equals_eager(build, steps=6)
+    assert next(calls) >= 6
+
+
+def test_an_embedding_that_is_detached_goes_on_in_its_graph():
+    def build(self, ids, label):
+        loss = loss_of(self, ids, label) + self.other(ids).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    def modules():
+        return {**modules_of(), "other": make_embedding("other", seed=1)}
+
+    graph, eager_modules = make_graph(modules(), build, adam), modules()
+    eager = make_eager(eager_modules, build, adam)
+    for state in ("keep", "drop", "keep"):
+        for args in ((IDS, LABEL), (IDS + 1, LABEL)):
+            assert torch.equal(graph(*args), eager(*args))
+        for embedding in (graph.embedding, eager_modules["embedding"]):
+            embedding.detach_optimizer(state)
+    for loss in graph.run([(IDS, LABEL)] * 3):
+        assert torch.equal(loss, eager(IDS, LABEL))
+    assert rows_of(graph.embedding) == rows_of(eager_modules["embedding"])
 
 
 def test_a_lookup_that_comes_now_and_then_leaves_the_others_expected():

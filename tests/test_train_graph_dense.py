@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import oneemb
+from oneemb.graph import dense
 from tests.support.graph_models import adam, make_embedding, make_graph, weights_of
+from tests.support.interrupts import interrupted
 
 IDS, LABEL = torch.tensor([[1, 2], [3, 4], [1, 4]]), torch.tensor([0.0, 1.0, 1.0])
 
@@ -17,8 +19,8 @@ def build(self, ids, label):
     return loss.detach()
 
 
-def graph_of(dense, compiled):
-    graph = make_graph({"embedding": make_embedding(), "dense": dense}, build, adam)
+def graph_of(module, compiled):
+    graph = make_graph({"embedding": make_embedding(), "dense": module}, build, adam)
     graph.config.compile_dense = compiled
     return graph
 
@@ -26,6 +28,23 @@ def graph_of(dense, compiled):
 def mlp():
     torch.manual_seed(0)
     return oneemb.nn.FusedMLP(8, [8], 1, skip_final_activation=True)
+
+
+def test_an_interrupt_at_any_line_leaves_nothing_in_the_place_of_a_module_that_does_harm(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda module, **_: lambda *args: calls.append(module) or module(*args))
+    calls = []
+    graph = graph_of(mlp(), True)
+    graph(IDS, LABEL)
+    for at in range(1, 100):
+        _, place = interrupted(lambda: graph(IDS, LABEL), at, "signal", files=[dense.__file__])
+        if place is None:
+            break
+        calls.clear()
+        graph.dense(torch.ones(1, 8))
+        assert calls == [], place
+        graph(IDS, LABEL)
+        assert calls == [graph.dense] and graph.dense._compiled_call_impl is None, place
+    assert at > 20
 
 
 def test_a_compiled_dense_part_agrees_within_rounding(monkeypatch):

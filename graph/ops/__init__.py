@@ -25,7 +25,6 @@ can be compared with an eager one.
 from oneemb.graph.ops.finite import NonFiniteGradientError, check_finite, may_step
 from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.ops.lookup import (
-    POOLINGS,
     Keys,
     Lease,
     Reserved,
@@ -56,7 +55,7 @@ from oneemb.graph.ops.shuffle import look_up_on_ranks, shuffle_grads, shuffle_ke
 from oneemb.graph.ops.update import Groups, StepOptimizer, add_note, advance, options_of, step, update
 
 __all__ = [
-    "Groups", "Keys", "Lease", "MergedKeys", "MergedReserved", "NonFiniteGradientError", "OPS", "POOLINGS", "Reserved",
+    "Groups", "Keys", "Lease", "MergedKeys", "MergedReserved", "NonFiniteGradientError", "OPS", "Reserved",
     "RowGrad", "RowGrads", "StepOptimizer", "acquire", "acquire_later", "add_note", "advance", "check_finite",
     "check_merged_pooling", "check_pooling", "forget_unscaled", "gather", "gather_merged", "keep", "look_up_on_ranks",
     "may_step", "options_of", "part_of", "peek", "prefetch", "read_ids", "reduce_grads", "refuse_dense", "reserve",

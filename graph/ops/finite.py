@@ -50,7 +50,7 @@ def may_step(
         scaler: the GradScaler that scaled the losses: a step that overflows is then left out.
 
     Raises:
-        NonFiniteGradientError: a gradient is not finite, and its optimizer was not told to skip such steps.
+        NonFiniteGradientError: one is not finite, and not every optimizer of the step was told to skip such steps.
     """
     if found is None:
         return True

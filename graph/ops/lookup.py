@@ -37,7 +37,7 @@ from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed
 
 __all__ = [
-    "DTYPES", "Keys", "Lease", "POOLINGS", "REPLACED", "Remote", "Reserved", "acquire", "acquire_later",
+    "DTYPES", "Keys", "Lease", "REPLACED", "Remote", "Reserved", "acquire", "acquire_later",
     "check_pooling", "gather", "keep", "measure_gather", "measure_unique_keys", "peek", "prefetch", "read_ids",
     "reserve", "spread_max_grads", "unique_keys", "unprefetch",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """What the compiler knows of an op, written above the op's function.
 
-    @Op(LOOKUP, takes=("store", "keys"), gives="lease", measure=_measure_acquire)
-    def acquire(store, keys): ...
+    @Op(PREPARE, takes=("store", "keys"), measure=_measure_prefetch)
+    def prefetch(store, keys): ...
 
 The checks of graphs (`oneemb.graph.spec`), the executor and the recorder read it here.
 """

@@ -140,6 +140,8 @@ class RowGrad(torch.Tensor):
             StorageError: rows were replaced since the lookup (load_snapshot, clear).
         """
         assert self.ranks is None or not self.passes, "what lookups have left is with the owners of rows"
+        for lease in self.holders:
+            lease.check_not_replaced()
         # First what is summed: a lookup that is pinned anew, for its passes, has its rows in other slots.
         if self.summed is not None and not all(lease.is_pinned for lease in self.holders):
             lease = Lease.of_keys(self.store, self.summed.table_U, self.summed.id_U)

@@ -7,9 +7,11 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops.grads import RowGrads
+from oneemb.graph.ops.lookup import REPLACED
 from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.graph.row_optimizers import Group, RowOptimizer
 from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.row_store import StorageError
 from oneemb.storage.step_lock import while_held
 from oneemb.storage.turns import whole
 
@@ -101,6 +103,9 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
 
     Args:
         groups: the options to apply it with, from `step`; None = as they are now.
+
+    Raises:
+        StorageError: the rows are not in their slots any more; nothing has changed.
     """
     # Of merged stores the first answers for all: one group of one optimizer trains them.
     rows = optimizer.rows_of(grads.stores[0]) if grads is not None else None
@@ -110,6 +115,8 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
     group = (groups or {}).get(id(group), group)
     for member in grads.stores:
         member.turns.check(changes=True)
+    if grads.generation != store.generation:  # A hook, or another thread beside torch's own step, has loaded others.
+        raise StorageError(REPLACED)
 
     def write() -> None:
         for part, step in _by_step(grads):

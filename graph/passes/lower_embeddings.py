@@ -52,10 +52,9 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
             key_arguments = call.ids, call.table_ids, module.num_tables, module.key_type, module.padding_idx
             offsets = () if call.offsets is None else (call.offsets,)
             keys = graph.call_function(ops.unique_keys, (*key_arguments, *offsets))
-            plain = call.per_sample_weights is None and call.pooling in ops.POOLINGS  # what nothing refuses
-            if not plain and call.pooling is not None:
+            if call.per_sample_weights is not None:
                 graph.call_function(ops.check_pooling, (keys, call.per_sample_weights, call.pooling))
-            pooled = () if call.offsets is None and plain else (call.per_sample_weights, call.pooling)
+            pooled = () if call.offsets is None else (call.per_sample_weights, call.pooling)
             lease = rows = None
             if inserts and (module.training or module.weight.requires_grad):
                 lease = graph.call_function(ops.reserve if module.training else ops.acquire_later, (store, keys))

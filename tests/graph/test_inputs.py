@@ -1,7 +1,7 @@
 """What of a call is structure, for which lookups are recorded anew, and what is a value."""
 
 from collections import UserDict, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -97,6 +97,21 @@ def test_what_says_which_lookups_are_made_is_structure(one, other, said):
     structures = [flatten(**{"batch": 0, **given})[1] for given in (one, other)]
     assert structures[0] != structures[1] and structures[0].difference(structures[0]) == ""
     assert said in structures[0].difference(structures[1])
+
+
+def test_fields_that_are_not_set_are_no_structure_until_they_are():
+    @dataclass
+    class Lazy:
+        ids: Any
+        made: Any = field(init=False)
+
+    lazy = Lazy(X)
+    values, before = flatten(lazy)
+    assert values == [X]
+    lazy.made = Y
+    values, after = flatten(lazy)
+    assert [id(value) for value in values] == [id(X), id(Y)]
+    assert "a Lazy of 'ids', then a Lazy of 'ids', 'made'" in before.difference(after)
 
 
 def test_true_is_not_one():
