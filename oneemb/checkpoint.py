@@ -22,6 +22,8 @@ import os
 import pickle
 import random
 import uuid
+import zipfile
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, Any, TypedDict
@@ -79,6 +81,7 @@ class _State(TypedDict):
     skipped: list[int]
     lr_schedulers: list[dict[str, Any] | None]
     grad_scaler: dict[str, Any] | None
+    own_grad_scalers: dict[str, dict[str, Any]]
     steps: int
     random: _Random
 
@@ -182,6 +185,7 @@ def _state_of(graph: CompiledGraph, train: TrainState, snapshots: _Snapshots) ->
         "skipped": [optimizer.skipped for optimizer in train.optimizers],
         "lr_schedulers": [None if scheduler is None else scheduler.state_dict() for scheduler in train.lr_schedulers],
         "grad_scaler": None if train.scaler is None else train.scaler.state_dict(),
+        "own_grad_scalers": {name: scaler.state_dict() for name, scaler in _own_scalers(graph).items()},
         "steps": train.steps,
         "random": {
             "torch": torch.get_rng_state(),
@@ -202,6 +206,11 @@ def _tensors(graph: torch.nn.Module) -> dict[str, torch.Tensor]:
             if name not in module._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer
     return found
+
+
+def _own_scalers(graph: torch.nn.Module) -> dict[str, torch.amp.GradScaler]:
+    """The GradScalers that are attributes of the graph, which its `build` scales with."""
+    return {name: value for name, value in vars(graph).items() if isinstance(value, torch.amp.GradScaler)}
 
 
 def _with_extra_state(graph: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -249,6 +258,9 @@ def _restore_dense(graph: CompiledGraph, train: TrainState, state: _State, tenso
             scheduler.load_state_dict(scheduler_state)
     if train.scaler is not None and state["grad_scaler"] is not None:
         train.scaler.load_state_dict(state["grad_scaler"])
+    for name, scaler in _own_scalers(graph).items():
+        if name in state["own_grad_scalers"]:
+            scaler.load_state_dict(state["own_grad_scalers"][name])
     train.drop_gradients(() if train.scaled_by is None else (train.scaled_by,))
     train.steps = state["steps"]
     generators = state["random"]
@@ -293,6 +305,7 @@ def _check_fits(
             [scheduler is not None for scheduler in train.lr_schedulers],
         ),
         ("a GradScaler", state["grad_scaler"] is not None, train.scaler is not None),
+        ("GradScalers of build", sorted(state.get("own_grad_scalers", ())), sorted(_own_scalers(graph))),
     )
     for what, there, here in expected:
         if there != here:
@@ -458,8 +471,15 @@ def _of_bytes(data: bytes, where: str) -> _File:
 
 def _load(file: str | IO[bytes], where: str, *, mmap: bool = False) -> _File:
     try:
+        if not mmap:  # torch does not look at the checksums of what it reads.
+            with zipfile.ZipFile(file) as archive:
+                if (damaged := archive.testzip()) is not None:
+                    raise ValueError(f"the checksum of {damaged} is wrong")
+            if not isinstance(file, str):
+                file.seek(0)
         state: _File = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError,
+            ValueError, KeyError, UnicodeDecodeError) as error:  # fmt: skip
         raise ValueError(f"{where} is not a checkpoint of a TrainGraph, or is damaged: {error}") from error
     if not isinstance(state, dict) or not {"format", "embeddings", "tensors"} <= state.keys():
         raise ValueError(f"{where} is not a checkpoint of a TrainGraph: graph.save() has not written it")

@@ -283,7 +283,12 @@ def step_together(
         commit()
         with undisturbed:  # An interrupt comes before the step or after all of it.
             try:
-                options = [stats.call(f"step({_name(row_step)})", ops.step, row_step, go) for row_step in rows]
+                options = [
+                    stats.call(
+                        f"step({_name(row_step)})", ops.step, row_step, go, _after_hooks(row_step, its_grads, go)
+                    )
+                    for row_step, its_grads in zip(rows, grads, strict=True)
+                ]
                 for row_step, its_grads, its_options in zip(rows, grads, options, strict=True):
                     row_step.update(its_grads, go, its_options, stats)
                     row_step.taken += go
@@ -297,6 +302,16 @@ def step_together(
         for row_step in rows:
             row_step.put_back()
     return go
+
+
+def _after_hooks(row_step: RowStep, grads: list[ops.RowGrads], go: bool) -> Callable[[], None]:
+    """Give weights their gradients back for hooks of the torch optimizer; what this gives takes them anew."""
+    optimizer = row_step.optimizer
+    if not go or not optimizer._optimizer_step_pre_hooks:
+        return lambda: None
+    changes = row_step.changes()
+    row_step.put_back()
+    return lambda: row_step.reduce_again(grads, changes)
 
 
 def _name(row_step: RowStep) -> str:

@@ -1,21 +1,24 @@
 """Lets torch's own optimizers train rows: hooks around every `optimizer.step()` of the process.
 
-    before   the gradients of rows are taken out of `weight.grad`, which torch's step must not see; embeddings without
-             an optimizer are attached to this one; what is not finite is refused
+    before   the optimizer's own hooks run, which see the gradients of rows; then these are taken out of `weight.grad`,
+             which torch's step must not see; embeddings without an optimizer are attached to this one; what is not
+             finite is refused
     after    the rows are updated, with the options that the step was made with, and the gradients are put back
 
 An embedding's weight is in a param group like any other parameter, so it is that group's options that its rows follow.
 
-A step that raises in between leaves the gradients of rows here; the optimizer's next step takes them up, as it does
-those of dense parameters. `oneemb.Optimizer` puts them back at once.
+A step that raises in between gives the weights their gradients back, as soon as its error is dropped; if that is kept
+until the next step, they are gone, with a warning. `oneemb.Optimizer` puts them back at once.
 """
 
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from oneemb.graph import ops
 from oneemb.graph.building import building_now
@@ -144,7 +147,7 @@ def settle_rows(optimizers: Iterable[torch.optim.Optimizer]) -> Ranks | None:
 
 
 class RowStep:
-    """The rows' part of one step of a torch optimizer: `begin`, the step itself, `end`.
+    """The rows' part of one step of a torch optimizer.
 
     Args:
         optimizer: the torch optimizer.
@@ -217,7 +220,26 @@ class RowStep:
         reduced = [stats.call("reduce_grads", ops.reduce_grads, group) for group in of_group.values()]
         return [grads for each in reduced for grads in each]
 
-    def update(self, grads: list[ops.RowGrads], go: bool, options: ops.Groups, stats: StepStats) -> None:
+    def reduce_again(self, grads: list[ops.RowGrads], changes: Sequence[int]) -> None:
+        """Take the gradients, which hooks of the user's have seen since they were reduced: `grads`, changed in place if
+        something was done to them.
+
+        Args:
+            changes: what `changes` gave when they were reduced.
+
+        Raises:
+            NonFiniteGradientError: one is not finite any more.
+        """
+        self.take_grads()
+        if self.changes() != changes:
+            grads[:] = self.reduce(StepStats())
+            ops.may_step(ops.check_finite([self], grads), [self])
+
+    def changes(self) -> list[int]:
+        """What tells whether something is done to the gradients that are taken."""
+        return [number for _, grad in self.grads for number in (id(grad), grad.changes)]
+
+    def update(self, grads: Sequence[ops.RowGrads], go: bool, options: ops.Groups, stats: StepStats) -> None:
         """Update the rows, let them be evicted, and give the weights their gradients back: as torch's, they stay until
         `zero_grad`."""
         for grad in grads:
@@ -250,9 +272,24 @@ class RowStep:
 
 
 class _Hooked(RowStep):
-    """A step between the two hooks."""
+    """A step between the two hooks. Dropped without `end`, it has raised: the gradients stay for another one."""
+
+    _reduced: Sequence[ops.RowGrads] = ()
+    _go = True
+    _handle: RemovableHandle | None = None
+
+    def begin_after_hooks(self) -> None:
+        """Begin once the optimizer's own hooks have run, which may change gradients and options."""
+        waiting = weakref.ref(self)  # The optimizer, which keeps its hooks, must not keep the step.
+
+        def begin(*_: object) -> None:
+            if (step := waiting()) is not None:
+                step.begin()
+
+        self._handle = self.optimizer.register_step_pre_hook(begin)
 
     def begin(self) -> None:
+        """Take the gradients, and check them."""
         ranks = settle_rows([self.optimizer])
         try:
             found = self._ready() if ranks is None else ranks.agree("step", self._ready)
@@ -260,45 +297,77 @@ class _Hooked(RowStep):
         except BaseException:
             self.put_back()
             raise
-        if not self.grads:
-            self.put_back()
-            return
-        # The options after hooks of the user's that come before the step, and before those that come after it.
-        self._handle = self.optimizer.register_step_pre_hook(self._keep_options)
+        self._options = ops.options_of(self.optimizer)
 
     def _ready(self) -> str | None:
         self.take_grads()
-        if not self.grads:
+        self._follow_scaler()
+        if not self.grads or not self._go:
             return None
         self._reduced = self.reduce(StepStats())
         return ops.check_finite([self], self._reduced)
 
-    def _keep_options(self, *_: object) -> None:
-        self._options = ops.options_of(self.optimizer)
-
-    def abandon(self) -> None:
-        """The step has raised: the gradients stay for another one."""
-        self._handle.remove()
-        self.put_back()
+    def _follow_scaler(self) -> None:
+        """Do what a GradScaler asks of an optimizer that unscales gradients itself, as torch's fused ones do."""
+        overflowed, scale = (getattr(self.optimizer, name, None) for name in ("found_inf", "grad_scale"))
+        self._go = overflowed is None or not float(overflowed)
+        if self._go and scale is not None:
+            for _, grad in self.grads:
+                grad.div_(float(scale))
 
     def end(self) -> None:
-        self._handle.remove()
+        """Update the rows."""
         locks = [embedding.store.step_lock for embedding, _ in self.grads]
         with undisturbed:
-            in_step(locks, self._update_rows)
+            try:
+                in_step(locks, self._update_rows)
+            finally:
+                self._give_back()
 
     def _update_rows(self) -> None:
         try:
             if any(grads.generation != grads.store.generation for grads in self._reduced):
                 self._reduced = self.reduce(StepStats())  # A hook, or another thread, has moved or replaced the rows.
-            self.update(self._reduced, True, self._options, StepStats())
+            self.update(self._reduced, self._go, self._options, StepStats())
         except Exception as error:
             name = type(self.optimizer).__name__
             ops.add_note(error, f"{name}.step() has stepped the dense parameters, not all rows")
             raise
 
+    def drop(self) -> None:
+        """Forget the gradients of a step that has raised: whoever keeps the error may have zeroed them since."""
+        if self.grads:
+            names = ", ".join(repr(embedding.name) for embedding, _ in self.grads)
+            warnings.warn(
+                f"the step of {type(self.optimizer).__name__} before this one has raised; the gradients of rows that it"
+                f" had taken, of {names}, are dropped, since its error is still kept: they may have been zeroed since",
+                stacklevel=4,
+            )
+        for _, grad in self.grads:
+            grad.unpin()
+        self.grads, self._spent = [], []
+        self._leave()
 
-_begun: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Hooked]" = weakref.WeakKeyDictionary()
+    def _leave(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _give_back(self) -> None:
+        for _, grad in self.grads:
+            grad.unpin()
+        self.put_back()
+        self._leave()
+
+    __del__ = _give_back
+
+
+class _Arguments(tuple[Any, ...]):
+    """Those of a step, which end with it: an error that is not kept lets go of them."""
+
+    step: _Hooked
+
+
+_begun: "weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[_Hooked]]" = weakref.WeakKeyDictionary()
 
 
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -306,33 +375,33 @@ def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dic
         building.check_step(optimizer)
     if getattr(optimizer, "steps_rows_itself", False):
         return None
-    if (left := _begun.pop(optimizer, None)) is not None:  # a step that raised
-        left.abandon()
+    left = _begun.pop(optimizer, None)
+    if left is not None and (raised := left()) is not None:
+        raised.drop()
+    step = _Hooked(optimizer)
+    _begun[optimizer] = weakref.ref(step)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
-        _begin(optimizer)
-        return None
+        step.begin_after_hooks()
+    else:  # Gradients come in the closure, which the step calls first.
 
-    def closure_and_rows() -> Any:
-        loss = closure()
-        _begin(optimizer)
-        return loss
+        def closure_and_rows() -> Any:
+            loss = closure()
+            step.begin()
+            return loss
 
-    # Gradients come in the closure, which the step calls first.
-    return ((args[0], closure_and_rows, *args[2:]), kwargs) if len(args) > 1 else (
-        args, {**kwargs, "closure": closure_and_rows}
-    )  # fmt: skip
-
-
-def _begin(optimizer: torch.optim.Optimizer) -> None:
-    step = _Hooked(optimizer)
-    step.begin()
-    if step.grads:
-        _begun[optimizer] = step
+        if len(args) > 1:
+            args = (args[0], closure_and_rows, *args[2:])
+        else:
+            kwargs = {**kwargs, "closure": closure_and_rows}
+    held = _Arguments(args)
+    held.step = step
+    return held, kwargs
 
 
 def _after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    step = _begun.pop(optimizer, None)
+    begun = _begun.pop(optimizer, None)
+    step = None if begun is None else begun()
     if step is not None:
         step.end()
 

@@ -114,10 +114,10 @@ class _Noted:
 
     def __init__(self, scaler: torch.amp.GradScaler, name: str, tell: Callable[[torch.amp.GradScaler], None]):
         self._scaler, self._name, self._tell = scaler, name, tell
-        self._own = vars(scaler).get(name)
+        self.own = vars(scaler).get(name)
         """What the user has put there; None = the class's is meant."""
-        if isinstance(self._own, _Noted):
-            self._own = self._own._own
+        if isinstance(self.own, _Noted):
+            self.own = self.own.own
 
     def hide(self) -> None:
         """Take the method's place."""
@@ -126,13 +126,13 @@ class _Noted:
     def show(self) -> None:
         """Give it back."""
         vars(self._scaler).pop(self._name, None)
-        if self._own is not None:
-            vars(self._scaler)[self._name] = self._own
+        if self.own is not None:
+            vars(self._scaler)[self._name] = self.own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if building_now() is not None:
             self._tell(self._scaler)
-        method = self._own or getattr(type(self._scaler), self._name).__get__(self._scaler)
+        method = self.own or getattr(type(self._scaler), self._name).__get__(self._scaler)
         return method(*args, **kwargs)
 
 

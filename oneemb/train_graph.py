@@ -258,7 +258,7 @@ class TrainGraph(CompiledGraph):
     def _update(self, committing: ExitStack) -> None:
         """Step all optimizers with the gradients there are."""
         state, call = self._train_state, self._stats.call
-        scaler = state.scaled_by
+        scaler = state.scaled_by if state.optimizers else None
         if scaler is not None:
             call("unscale", ops.unscale, scaler, state.optimizers)
         for optimizer, max_norm in zip(state.optimizers, state.max_norms, strict=True):
@@ -276,10 +276,10 @@ class TrainGraph(CompiledGraph):
     def save(self, path: AnyPath, *, keep: int | None = None) -> None:
         """Write a checkpoint: everything that the next step depends on, in one file, as a whole or not at all.
 
-        The file holds dense parameters and buffers, the states of optimizers, schedulers and the GradScaler that
-        `set_grad_scaler` was given (save others yourself), the count of steps and the random generators (of torch,
-        random and numpy). Rows are saved as a snapshot in each
-        embedding's `persistent_path`, which the file names. During a save `path.<hex>.saving` and `path.<hex>.tmp` lie
+        The file holds dense parameters and buffers, the states of optimizers, schedulers and GradScalers (of
+        `set_grad_scaler`, and those that are attributes of the graph), the count of steps and the random generators (of
+        torch, random and numpy). Rows are saved as a snapshot in each embedding's `persistent_path`, which the file
+        names. During a save `path.<hex>.saving` and `path.<hex>.tmp` lie
         beside it; if the process is killed, the next save removes them and the snapshots that were begun.
 
         Args:

@@ -734,7 +734,7 @@ def test_rows_that_are_replaced_within_torchs_own_step_are_not_trained_by_it(mad
             thread.start()
             thread.join()
 
-    handle = optimizer.register_step_pre_hook(load)
+    handle = optimizer.register_step_post_hook(load)
     before = rows_of(embedding, ids)
     with pytest.raises(oneemb.StorageError, match="were replaced since") as caught:
         optimizer.step()

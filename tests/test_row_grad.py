@@ -257,6 +257,105 @@ def test_an_optimizer_that_comes_with_the_first_step_gives_rows_their_state(tmp_
     assert pair.rows.store.format.optimizer == "adagrad" and pair.rows.optimizer is pair.optimizers[0]
 
 
+def clips(optimizer, args, kwargs):
+    clip_grad_norm_([parameter for group in optimizer.param_groups for parameter in group["params"]], 0.01)
+
+
+def drops(optimizer, args, kwargs):
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("hook", [clips, drops])
+def test_a_hook_before_the_step_sees_the_gradients_of_rows(tmp_path, joined, hook):
+    pair = Pair(tmp_path)
+    for optimizer in pair.optimizers:
+        optimizer.register_step_pre_hook(hook)
+    if joined:
+        pair.optimizers[0] = oneemb.Optimizer(pair.optimizers[0])
+    for ids in batches():
+        for i, optimizer in enumerate(pair.optimizers):
+            optimizer.zero_grad()
+            pair.loss(i, ids).backward()
+            optimizer.step()
+    pair.check()
+
+
+def test_a_gradient_that_is_zeroed_after_a_step_that_raised_is_not_used_by_the_next(tmp_path):
+    pair = Pair(tmp_path)
+    (ids, *_) = batches()
+
+    def fail(*args):
+        raise RuntimeError("of a hook")
+
+    for i, optimizer in enumerate(pair.optimizers):
+        pair.loss(i, ids).backward()
+        handle = optimizer.register_step_post_hook(fail) if i == 0 else optimizer.register_step_pre_hook(fail)
+        before = [parameter.detach().clone() for parameter in pair.parameters(i)[1:]]
+        with pytest.raises(RuntimeError, match="of a hook"):
+            optimizer.step()
+        handle.remove()
+        for parameter, value in zip(pair.parameters(i)[1:], before, strict=True):
+            parameter.data.copy_(value)
+        optimizer.zero_grad()
+        pair.heads[i](torch.ones(1, DIM)).sum().backward()
+        optimizer.step()
+    pair.check()
+
+
+def test_gradients_of_a_step_that_raised_are_dropped_with_a_warning_while_its_error_is_kept(tmp_path):
+    pair = Pair(tmp_path)
+    (ids, *_) = batches()
+    optimizer = pair.optimizers[0]
+
+    def fail(*args):
+        raise RuntimeError("of a hook")
+
+    pair.loss(0, ids).backward()
+    handle = optimizer.register_step_post_hook(fail)
+    with pytest.raises(RuntimeError, match="of a hook") as kept:
+        optimizer.step()
+    handle.remove()
+    with pytest.warns(UserWarning, match=r"step of SGD before this one has raised; the gradients .* of 'items', are"):
+        optimizer.step()
+    assert kept.value.args and pair.rows.stats()["step"] == 0 and pair.rows.stats()["device"]["pinned"] == 0
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_a_fused_optimizer_unscales_rows_too(tmp_path, kind, overflows):
+    pair = Pair(tmp_path, lambda parameters: kind(parameters, lr=0.1, fused=True))
+    for ids in batches():
+        for i, optimizer in enumerate(pair.optimizers):
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+            optimizer.zero_grad()
+            scaler.scale(pair.loss(i, ids, 1e38 if overflows else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == 2.0 ** (15 if overflows else 16)
+    pair.check()
+
+
+def test_a_state_dict_that_is_assigned_leaves_the_weight_what_it_is(tmp_path):
+    pair = Pair(tmp_path)
+    model = torch.nn.Sequential(pair.rows, pair.heads[0])
+    weight = pair.rows.weight
+    model.load_state_dict(model.state_dict(), assign=True)
+    assert pair.rows.weight is weight and dict(model.named_parameters())["0.weight"] is weight
+
+
+def test_norms_of_what_is_not_pinned_any_more(tmp_path):
+    pair = Pair(tmp_path)
+    first, second, *_ = batches()
+    norms = []
+    for i, optimizer in enumerate(pair.optimizers):
+        pair.loss(i, first).backward()
+        pair.loss(i, second).backward()
+        optimizer.step()
+        norms.append(pair.models[i][0].weight.grad.norm())
+    torch.testing.assert_close(*norms)
+
+
 def test_a_step_that_raises_keeps_the_gradients(tmp_path):
     pair = Pair(tmp_path)
     (ids, *_) = batches()
@@ -465,23 +564,64 @@ def test_an_embedding_inside_ddp_is_refused(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("through", ["given", "hook"])
-def test_a_gradient_that_is_changed_in_place_before_the_step_is_an_error(tmp_path, through):
+def test_a_gradient_that_a_hook_keeps_and_changes_before_the_step_is_an_error(tmp_path):
     embedding = make_embedding(tmp_path, dim=DIM)
     optimizer = torch.optim.SGD(embedding.parameters(), lr=0.5)
     rows, kept = embedding(torch.tensor([3, 5])), []
-    if through == "given":
-        kept.append(torch.ones(2, DIM))
-        rows.backward(kept[0])
-    else:
-        rows.register_hook(kept.append)
-        rows.square().sum().backward()
+    rows.register_hook(kept.append)
+    rows.square().sum().backward()
     kept[0].fill_(100.0)
     before = embedding.stats()["step"]
     with pytest.raises(RuntimeError, match=r"changed in place since its backward pass.*clone"):
         optimizer.step()
     optimizer.zero_grad()
     assert embedding.stats()["step"] == before
+
+
+def beside(rows, positions):
+    return torch.cat([rows, positions], 1)
+
+
+def above(rows, positions):
+    return torch.cat([positions, rows])
+
+
+def stacked(rows, positions):
+    return torch.stack([rows, positions], 1)
+
+
+def added(rows, positions):
+    return rows[None] + positions[None]
+
+
+def added_twice(rows, positions):
+    return (positions + rows) + rows
+
+
+@pytest.mark.parametrize("join", [beside, above, stacked, added, added_twice])
+@pytest.mark.parametrize("change", ["clip", "accumulate", "data", "numpy", "given"])
+def test_what_is_done_to_the_gradient_of_another_parameter_is_not_done_to_rows(tmp_path, join, change):
+    """torch may give a parameter a view of the memory that the gradient of rows is in."""
+    pair = Pair(tmp_path)
+    (ids, *_) = batches()
+    for embedding, optimizer in zip((pair.rows, pair.table), pair.optimizers, strict=True):
+        torch.manual_seed(1)
+        positions = torch.nn.Parameter(torch.randn(len(ids), DIM))
+        given = None
+        for _ in range(1 + (change == "accumulate")):
+            joined = join(embedding(ids), positions)
+            given = torch.randn_like(joined)
+            joined.backward(given) if change == "given" else (joined * given).sum().backward()
+        if change == "clip":
+            clip_grad_norm_([positions], 1e-3)
+        elif change == "data":
+            positions.grad.data.clamp_(-1e-4, 1e-4)
+        elif change == "numpy":
+            positions.grad.numpy()[:] *= 1e-3
+        else:
+            given.zero_()
+        optimizer.step()
+    pair.check()
 
 
 def test_rows_beside_other_values_do_not_keep_the_gradient_of_all(tmp_path):

@@ -383,3 +383,61 @@ def test_what_an_interrupt_leaves_on_a_scaler_or_scheduler_does_no_harm():
     assert rates == pytest.approx([rates[0] * 0.1**i for i in range(3)])
     assert graph.scaler.scale(torch.ones(1)).item() == graph.scaler.get_scale() and scaling.scaler is None
     assert "step" not in vars(scheduler) and "scale" not in vars(graph.scaler)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["set_grad_scaler", "of build"])
+@pytest.mark.parametrize("fails_in", ["build", "hook"])
+def test_a_step_that_raises_after_gradients_are_unscaled_leaves_the_scaler_as_it_was(own, fails_in):
+    """The next steps are those of a graph without a scaler."""
+    fails = []
+
+    def scaled_build(self, ids, label):
+        logit = self.mlp(self.embedding(ids).flatten(1)).squeeze(1)
+        loss = torch.nn.functional.mse_loss(logit, label)
+        (self.scaler.scale(loss) if own and self.scaler is not None else loss).backward()
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizers[0])
+        if fails_in == "build" and fails:
+            raise ValueError("of build")
+        return loss.detach()
+
+    graphs = [make_graph(modules_of(), scaled_build, adam) for _ in "ab"]
+    for graph, scaler in zip(graphs, (None, scaler_of()), strict=True):
+        graph.scaler = scaler
+        if scaler is not None and not own:
+            graph.set_grad_scaler(scaler)
+
+        def hook(*_):
+            if fails_in == "hook" and fails:
+                raise ValueError("of a hook")
+
+        graph.optimizers[0].optimizer.register_step_pre_hook(hook)
+        for fail in (False, True, False, False):
+            fails[:] = [fail] if fail else []
+            if fail:
+                with pytest.raises(ValueError, match="of "):
+                    graph(IDS, LABEL)
+            else:
+                graph(IDS, LABEL)
+    assert state_of(graphs[0]) == state_of(graphs[1])
+
+
+def test_an_update_of_the_scaler_in_build_is_refused_but_of_another_one_is_not():
+    def updating_build(self, ids, label):
+        logit = self.mlp(self.embedding(ids).flatten(1)).squeeze(1)
+        loss = torch.nn.functional.mse_loss(logit, label)
+        self.scaler.scale(loss).backward()
+        self.other.update(2.0)
+        if self.updates:
+            self.scaler.update()
+
+    graph = make_graph(modules_of(), updating_build, adam)
+    graph.scaler, graph.other, graph.updates = scaler_of(), scaler_of(), False
+    graph.other.scale(torch.ones(1))
+    graph(IDS, LABEL)
+    graph.updates = True
+    with pytest.raises(oneemb.BuildError, match=r"updates the GradScaler at .*self.scaler.update\(\), which the graph"):
+        graph(IDS, LABEL)
+    graph.updates = False
+    graph(IDS, LABEL)
+    assert graph.other.get_scale() == 2.0 and "update" not in vars(graph.scaler)

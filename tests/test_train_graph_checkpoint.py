@@ -101,6 +101,47 @@ def test_a_loaded_graph_goes_on_bit_for_bit(tmp_path, way):
     assert got == expected
 
 
+def test_the_scaler_of_build_is_saved_and_loaded(tmp_path):
+    graph = graph_at(tmp_path / "rows")
+    graph.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7)
+    graph.save(tmp_path / "checkpoint")
+    graph.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    graph.load(tmp_path / "checkpoint")
+    assert graph.scaler.get_scale() == 2.0**7
+    del graph.scaler
+    with pytest.raises(ValueError, match=r"GradScalers of build are \['scaler'\] there, \[\] in the graph"):
+        graph.load(tmp_path / "checkpoint")
+
+
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path):
+    graph = graph_at(tmp_path / "rows")
+    graph(IDS)
+    graph.save(tmp_path / "checkpoint")
+    whole = (tmp_path / "checkpoint").read_bytes()
+    graph(IDS + 1)
+    before, refused = state_of(graph), 0
+    for place in range(0, len(whole), max(1, len(whole) // 150)):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << place % 8
+        (tmp_path / "flipped").write_bytes(flipped)
+        try:
+            graph.load(tmp_path / "flipped")
+        except ValueError as error:
+            assert str(tmp_path / "flipped") in str(error)
+            assert state_of(graph) == before
+            refused += 1
+        else:  # What lies between the records, to align them, has no checksum.
+            loaded = state_of(graph)
+            graph.load(tmp_path / "checkpoint")
+            assert state_of(graph) == loaded
+            before = loaded
+    assert refused > 50
+    for size in (0, 10, len(whole) // 2, len(whole) - 3):
+        (tmp_path / "cut").write_bytes(whole[:size])
+        with pytest.raises(ValueError, match="cut is not a checkpoint of a TrainGraph, or is damaged"):
+            graph.load(tmp_path / "cut")
+
+
 def test_a_copy_of_a_checkpoint_is_loaded_after_later_saves_to_its_path(tmp_path):
     graph = graph_at(tmp_path / "rows")
     graph(IDS)

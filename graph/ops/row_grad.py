@@ -474,7 +474,7 @@ def _is_alone(grad: torch.Tensor) -> bool:
     return bool(
         tensor_uses() == 1
         and storage_uses(grad.untyped_storage()._cdata) == 2 + views
-        and (base is None or base._use_count() == 2)
+        and (base is None or base._use_count() == 2)  # type: ignore[attr-defined]  # torch's stubs lack it
     )
 
 

@@ -1,6 +1,6 @@
 """The step of the optimizer: dense parameters, rows, rates."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -57,8 +57,11 @@ def options_of(optimizer: torch.optim.Optimizer) -> Groups:
 
 
 @Op(UPDATE)
-def step(optimizer: StepOptimizer, go: bool) -> Groups:
+def step(optimizer: StepOptimizer, go: bool, after_hooks: Callable[[], None] = lambda: None) -> Groups:
     """Step the dense parameters. It comes before rows are updated, since it runs what may fail: hooks of the user's.
+
+    Args:
+        after_hooks: called after the user's hooks that come before the step.
 
     Returns:
         The options that this step was made with, after hooks before it and before those after it, for `update`.
@@ -71,6 +74,7 @@ def step(optimizer: StepOptimizer, go: bool) -> Groups:
         return groups
 
     def keep(*_: object) -> None:
+        after_hooks()
         groups.update(options_of(optimizer.optimizer))
 
     handle = optimizer.optimizer.register_step_pre_hook(keep)  # after those that there are
