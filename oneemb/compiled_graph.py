@@ -99,6 +99,8 @@ class _Known:
         if self.plan is not None or self.given_up:
             return None
         left_out = [name for name, missed in self.missed.items() if missed >= MISSED_MAX]
+        # Ranks exchange ids within the lookup itself.
+        left_out += [name for name, embedding in batch.embeddings.items() if embedding.ranks is not None]
         return Tape(batch.values, list(batch.structure.names()), left_out)
 
     def keep(self, plan: Plan) -> None:

@@ -85,9 +85,8 @@ def train(group, path, how, optimizer, store="device", steps=30, accumulated=1, 
             optimizer.step()
             optimizer.zero_grad()
     stats = model.embedding.stats()
-    rows = model.embedding.store.rows if hasattr(model.embedding.store, "rows") else stats["rows"]
     dense = torch.cat([parameter.detach().flatten() for parameter in model.dense.parameters()]).numpy()
-    result = losses, weights_of(model.embedding), dense, (rows, stats["step"], stats["device"]["pinned"])
+    result = losses, weights_of(model.embedding), dense, (stats["rows"], stats["step"], stats["device"]["pinned"])
     model.embedding.close()
     return result
 
@@ -143,3 +142,99 @@ def test_stores_and_runs_change_no_bit(tmp_path, rank_pool):
         for (losses, weights, dense, _), (its_losses, its_weights, its_dense, _) in zip(first, other, strict=True):
             assert losses == its_losses
             assert weights.tobytes() == its_weights.tobytes() and dense.tobytes() == its_dense.tobytes()
+
+
+class Graph(oneemb.TrainGraph):
+    def __init__(self, model, optimizer, accumulated, scaler, clip):
+        super().__init__()
+        self.model = model
+        self.add_optimizer(optimizer, clip_grad_norm=clip)
+        self.config.accumulation_steps = accumulated
+        if scaler is not None:
+            self.set_grad_scaler(scaler)
+
+    def build(self, ids, label, scale):
+        loss = self.model.loss(ids, label, scale)
+        (loss / self.config.accumulation_steps).backward()
+        return loss.detach()
+
+
+def train_graph(group, path, way, accumulated=1, scaled=False, clip=None, steps=12):
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    model = Model(path, "weighted", "ssd", group)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12) if scaled else None
+    graph = Graph(model, OPTIMIZERS["adagrad"](model.parameters()), accumulated, scaler, clip)
+    batches = [batch_of(step, rank, ranks) for step in range(steps)]
+    losses = [loss.item() for loss in (graph.run(batches) if way == "run" else (graph(*batch) for batch in batches))]
+    stats = model.embedding.stats()
+    dense = torch.cat([parameter.detach().flatten() for parameter in model.dense.parameters()]).numpy()
+    result = losses, weights_of(model.embedding), dense, (stats["rows"], stats["step"], stats["device"]["pinned"])
+    model.embedding.close()
+    return result
+
+
+GRAPHS = [{}, {"accumulated": 3}, {"scaled": True, "clip": 0.05}]
+
+
+@pytest.mark.parametrize("options", GRAPHS)
+def test_graphs_on_ranks_equal_one_process_called_and_run(tmp_path, rank_pool, options):
+    called, run = (rank_pool(3, _train_graph_with, str(tmp_path / way), way, options) for way in ("called", "run"))
+    check_equal_to_one(called, train_graph(None, str(tmp_path / "one"), "called", **options))
+    for one, other in zip(called, run, strict=True):
+        assert one[0] == other[0] and one[1].tobytes() == other[1].tobytes() and one[2].tobytes() == other[2].tobytes()
+
+
+def _train_graph_with(group, path, way, options):
+    return train_graph(group, path, way, **options)
+
+
+def fails_in_a_step(group, path, what):
+    """Rank 1 fails; all raise, nothing has changed, and all go on."""
+    embedding = Model(path, "plain", "device", group).embedding
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    ids = torch.arange(8).reshape(4, 2) + group.rank()
+    embedding(ids).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before, raised = weights_of(embedding), ""
+    bad = group.rank() == 1
+    try:
+        if what == "ids":
+            embedding(ids.float() if bad else ids)
+        rows = embedding(ids)
+        (rows.sum() * (float("inf") if bad and what == "gradient" else 1.0)).backward()
+        optimizer.step()
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+    optimizer.zero_grad()
+    after = weights_of(embedding)
+    embedding(ids).sum().backward()
+    optimizer.step()
+    steps, pinned = embedding.stats()["step"], embedding.stats()["device"]["pinned"]
+    embedding.close()
+    return raised, before.tobytes() == after.tobytes(), steps, pinned
+
+
+@pytest.mark.parametrize(
+    "what, own, others",
+    [
+        ("ids", "TypeError: ids must be torch.int64", r"rank 1 has failed (TypeError: ids must be torch.int64"),
+        ("gradient", "NonFiniteGradientError: the gradients of", "NonFiniteGradientError: the gradients of"),
+    ],
+)
+def test_where_one_rank_fails_in_a_step_all_raise_and_nothing_has_changed(tmp_path, rank_pool, what, own, others):
+    for rank, (raised, unchanged, steps, pinned) in enumerate(rank_pool(3, fails_in_a_step, str(tmp_path), what)):
+        assert (own if rank == 1 else others) in raised
+        assert unchanged and steps == 2 and pinned == 0
+
+
+def trains_without_a_group(group, path):
+    embedding = Model(path + str(group.rank()), "plain", "device", None).embedding
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    embedding(torch.ones(1, 2, dtype=torch.int64)).sum().backward()
+    with pytest.raises(ValueError, match=r"by each of 4 ranks alone, and its rows drift apart: .*group.WORLD"):
+        optimizer.step()
+
+
+def test_training_without_a_group_in_a_job_of_several_ranks_is_refused(tmp_path, rank_pool):
+    rank_pool(2, trains_without_a_group, str(tmp_path))
