@@ -10,13 +10,13 @@ Invariant: after an exchange that raises, every rank has left it: the group can 
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Never
 
 import torch
 from torch import distributed
 
-__all__ = ["RankError", "Ranks", "Received"]
+__all__ = ["RankError", "Ranks", "Received", "together"]
 
 Blocks = Sequence[Sequence[torch.Tensor]]
 """What to send to each rank: tensors of any shape, one after another."""
@@ -39,6 +39,30 @@ class Received:
         part = self._sent_N[self._begin : self._begin + size]
         self._begin += _padded(size)
         return part.view(dtype)
+
+
+def together(ranks: "Ranks", loader: Iterable[Any]) -> Iterator[Any]:
+    """The batches of this rank's loader, as long as every rank has one: where the first loader ends, all end.
+
+    Raises:
+        RankError: the loader of another rank has failed.
+    """
+    iterator = iter(loader)
+    batch: list[Any] = []
+
+    def load() -> str | None:
+        batch[:] = [value for _, value in zip(range(1), iterator, strict=False)]
+        return None if batch else "ended"
+
+    try:
+        while ranks.agree(_NEXT, load) is None:
+            yield batch.pop()
+    except GeneratorExit:
+        ranks.agree(_NEXT, lambda: "left")  # Who has come to the next batch must not wait for this rank.
+        raise
+
+
+_NEXT = "give the next batch of a loop over a loader"
 
 
 class Ranks:
@@ -65,6 +89,25 @@ class Ranks:
 
     def __repr__(self) -> str:
         return f"Ranks({self.rank} of {self.size})"
+
+    def again(self) -> "Ranks":
+        """The same ranks with a group of their own, for another thread; every rank calls it.
+
+        Raises:
+            RuntimeError: torch cannot make it, since ranks have made different numbers of groups before.
+        """
+        ranks, backend = distributed.get_process_group_ranks(self.group), distributed.get_backend(self.group)
+        if len(ranks) == distributed.get_world_size():
+            return Ranks(distributed.new_group(ranks, backend=backend))
+        # torch names such a group by how many each rank has: with other numbers ranks wait for each other for ever.
+        numbers = self.all_gather("make a group", lambda: len(torch.distributed.distributed_c10d._world.pg_names))
+        if len(set(numbers)) > 1:
+            raise RuntimeError(
+                f"the ranks of process_group are in {numbers} groups, and torch.distributed makes another among them"
+                " only if they are in as many each: let every rank be in as many, or use group.WORLD; or call run with"
+                " prefetch_depth=0, which needs none"
+            )
+        return Ranks(distributed.new_group(ranks, backend=backend, use_local_synchronization=True))
 
     def exchange(self, what: str, make: Callable[[], Blocks]) -> list[Received]:
         """Send blocks to the ranks, and get those that they send to this one.

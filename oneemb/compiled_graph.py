@@ -19,6 +19,7 @@ from oneemb.graph.inputs import Signature, Structure
 from oneemb.graph.ops.update import StepOptimizer
 from oneemb.graph.plan import Merged, Plan, compile_plan
 from oneemb.graph.prefetch import Prepared, prefetch
+from oneemb.graph.ranks import Ranks, together
 from oneemb.graph.recorder import Profile, StepStats, stats_table
 from oneemb.graph.tape import Tape
 from oneemb.graph.text import graph_text
@@ -131,6 +132,8 @@ class CompiledGraph(torch.nn.Module):
         self._latest: Plan | None = None
         self._dense: dict[tuple[bool, bool], DenseCompiler | None] = {}
         self._signature = Signature(self.build)
+        self._ranks_ahead: tuple[object, Ranks] | None = None
+        """The group of the embeddings, and its ranks as the thread of `run` knows them."""
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """What a call computes; each graph defines it."""
@@ -302,6 +305,10 @@ class CompiledGraph(torch.nn.Module):
         thread. If the loader keeps the thread for more than 30 s, a warning says so, and both happen when it gives its
         batch.
 
+        Where ranks own rows together (`process_group`) every rank runs a loader, and the first that ends, ends all
+        loops: batches that others have loaded beyond it are left out. If one raises, every rank does. Ranks that leave
+        the loop early leave it at the same batch.
+
         Args:
             loader: gives batches: a tuple or list of `build`'s arguments, a dict of them by name, or, if `build`
                 cannot be called so, its one argument; `(samples,)` hands over a list of samples, however many they
@@ -320,9 +327,23 @@ class CompiledGraph(torch.nn.Module):
         """
         if isinstance(prefetch_depth, bool) or not isinstance(prefetch_depth, int) or prefetch_depth < 0:
             raise ValueError(f"prefetch_depth must be an int of at least 0, got {prefetch_depth!r}")
+        ranks = self._ranks()
         if prefetch_depth == 0:
-            return self._run_without_thread(loader)
+            return self._run_without_thread(loader if ranks is None else together(ranks, loader))
+        if ranks is not None:
+            if self._ranks_ahead is None or self._ranks_ahead[0] is not ranks.group:
+                self._ranks_ahead = ranks.group, ranks.again()
+            loader = together(self._ranks_ahead[1], loader)
         return self._run_ahead(loader, prefetch_depth)
+
+    def _ranks(self) -> Ranks | None:
+        """Those who own rows of the graph's embeddings; None = this process has all."""
+        groups = {one.ranks.group: one.ranks for one in embeddings_of(self).values() if one.ranks is not None}
+        if len(groups) > 1:
+            raise ValueError(
+                f"the embeddings of {type(self).__name__} are of {len(groups)} process groups; give them all the same"
+            )
+        return next(iter(groups.values()), None)
 
     def _run_without_thread(self, loader: Iterable[Any]) -> Generator[Any, None, None]:
         for batch in loader:

@@ -1,5 +1,7 @@
 """Several ranks that own rows together train as one process does on all of their batches together."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -238,3 +240,70 @@ def trains_without_a_group(group, path):
 
 def test_training_without_a_group_in_a_job_of_several_ranks_is_refused(tmp_path, rank_pool):
     rank_pool(2, trains_without_a_group, str(tmp_path))
+
+
+def runs_unevenly(group, path, depth, how):
+    """Rank 1 has fewer batches, or its loader raises, or all leave early; then they go on."""
+    model = Model(path, "plain", "device", group)
+    graph = Graph(model, OPTIMIZERS["sgd"](model.parameters()), 1, None, None)
+    batches = [batch_of(step, group.rank(), group.size()) for step in range(8)]
+
+    def loader():
+        for step, batch in enumerate(batches):
+            if group.rank() == 1 and step == 5:
+                if how == "raises":
+                    raise OSError("no such file")
+                if how == "ends":
+                    return
+            yield batch
+
+    steps, raised = 0, ""
+    try:
+        for _ in graph.run(loader(), prefetch_depth=depth):
+            steps += 1
+            if how == "leaves" and steps == 3:
+                break
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+    for _ in graph.run(batches[:2], prefetch_depth=depth):
+        steps += 1
+    model.embedding.close()
+    return steps, raised, threading.active_count()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("how, steps", [("ends", 5), ("raises", 5), ("leaves", 3)])
+def test_loops_end_together(tmp_path, rank_pool, depth, how, steps):
+    for rank, (made, raised, threads) in enumerate(rank_pool(3, runs_unevenly, str(tmp_path), depth, how)):
+        assert made == steps + 2
+        if how == "raises":
+            expected = "OSError: no such file" if rank == 1 else "RankError: rank 1 has failed (OSError: no such file)"
+            assert raised.startswith(expected)
+        else:
+            assert raised == ""
+        assert threads < 10
+
+
+def test_batches_of_other_sizes_and_empty_ones(tmp_path, rank_pool):
+    results = rank_pool(3, trains_unevenly, str(tmp_path / "ranks"))
+    assert len({result.tobytes() for result in results}) == 1
+    np.testing.assert_allclose(results[0], trains_unevenly(None, str(tmp_path / "one")), rtol=1e-5, atol=1e-6)
+
+
+def trains_unevenly(group, path):
+    """Rank r has the samples whose number leaves r of 3, of few: some ranks have none. The loss is a sum."""
+    embedding = Model(path, "plain", "device", group).embedding
+    optimizer = torch.optim.Adagrad(embedding.parameters(), lr=0.1)
+    for step in range(12):
+        ids, label, _ = batch_of(step, 0, 1)
+        ids, label = ids[: step % 4, :, 0], label[: step % 4]
+        if group is not None:
+            own = (torch.arange(len(ids)) + step) % 3 == group.rank()
+            ids, label = ids[own], label[own]
+        loss = (embedding(ids).sum((1, 2)) - label).square().sum()
+        (loss * (1 if group is None else group.size())).backward()  # ranks take the mean of their gradients
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = weights_of(embedding)
+    embedding.close()
+    return weights
