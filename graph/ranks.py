@@ -139,6 +139,38 @@ class Ranks:
         distributed.all_to_all_single(received, sent.to(self._device), received_R, sent_R, group=self.group)
         return [Received(part) for part in received.split(received_R)]
 
+    def answer(
+        self, what: str, make: Callable[[], Sequence[torch.Tensor]], sent_R: Sequence[int], received_R: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """As `exchange`, where both sides know the sizes: one message, which holds the header too.
+
+        Args:
+            make: gives one tensor for each rank.
+            sent_R, received_R: the bytes of those that go to each rank, and come from it.
+
+        Returns:
+            What each rank has sent, as bytes.
+
+        Raises:
+            As `exchange`.
+        """
+        failure: BaseException | None = None
+        parts = [torch.zeros(_padded(size), dtype=torch.uint8) for size in sent_R]
+        try:
+            parts = [_bytes_of(tensor) for tensor in make()]
+        except BaseException as error:
+            failure = error
+        header = _bytes_of(torch.tensor([_code(what), failure is not None]))
+        sent = torch.cat([piece.to(self._device) for part in parts for piece in (header, part)])
+        sizes = [[len(header) + _padded(size) for size in each] for each in (received_R, sent_R)]
+        received = torch.empty(sum(sizes[0]), dtype=torch.uint8, device=self._device)
+        distributed.all_to_all_single(received, sent, *sizes, group=self.group)
+        blocks = [Received(part) for part in received.split(sizes[0])]
+        headers = torch.stack([block.take(2, torch.int64) for block in blocks]).tolist()
+        if any(failed or its != _code(what) for its, failed in headers):
+            self._raise(what, failure)
+        return [block.take(size, torch.uint8) for block, size in zip(blocks, received_R, strict=True)]
+
     def agree(self, what: str, check: Callable[[], Any] = lambda: None) -> Any:
         """Wait for all ranks, and raise on each if one raises.
 
@@ -204,7 +236,7 @@ class Ranks:
 
     def _headers(self, what: str, failure: BaseException | None, sent_R: Sequence[int]) -> list[int]:
         """Tell the ranks what this one is about to send them; returns what each of them will send."""
-        doing = zlib.crc32(what.encode())
+        doing = _code(what)
         header_R3 = torch.tensor([[doing, failure is not None, sent] for sent in sent_R], device=self._device)
         got_R3 = torch.empty_like(header_R3)
         distributed.all_to_all_single(got_R3, header_R3, group=self.group)
@@ -237,6 +269,10 @@ class Ranks:
         of_all: list[Any] = [None] * self.size
         distributed.all_gather_object(of_all, value, group=self.group)
         return of_all
+
+
+def _code(what: str) -> int:
+    return zlib.crc32(what.encode())
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -111,12 +111,10 @@ def shuffle_rows(
         As `shuffle_keys`.
     """
     dim, dtype = store.format.dim, DTYPES[store.format.dtype]
-    received = ranks.exchange(what, lambda: [[rows] for rows in read(routed.asked).split(routed.asked_R)])
-    rows = [
-        block.take(count * dim, dtype).view(count, dim) for block, count in zip(received, routed.sent_R, strict=True)
-    ]
+    sizes = ([count * dim * dtype.itemsize for count in counts] for counts in (routed.asked_R, routed.sent_R))
+    received = ranks.answer(what, lambda: read(routed.asked).split(routed.asked_R), *sizes)
     row_UD = torch.empty(len(routed.order_U), dim, dtype=dtype)
-    row_UD[routed.order_U] = torch.cat(rows)
+    row_UD[routed.order_U] = torch.cat([rows.view(dtype).view(-1, dim).cpu() for rows in received])
     return row_UD.to(store.loops.device)
 
 

@@ -33,6 +33,22 @@ def test_each_rank_gets_what_each_has_sent_it(rank_pool, size):
                 assert got == ([to + 0.5], [sender] * (sender + to + round))
 
 
+def answers(group):
+    ranks = Ranks(group)
+    sent = [torch.full((2 * ranks.rank + to,), to - 0.5) for to in range(ranks.size)]
+    sizes = [
+        [4 * (2 * ranks.rank + to) for to in range(ranks.size)],
+        [4 * (2 * r + ranks.rank) for r in range(ranks.size)],
+    ]
+    got = ranks.answer("it", lambda: sent, *sizes)
+    return [one.view(torch.float32).tolist() for one in got]
+
+
+def test_answers_of_known_sizes(rank_pool):
+    for to, received in enumerate(rank_pool(3, answers)):
+        assert received == [[to - 0.5] * (2 * sender + to) for sender in range(3)]
+
+
 def fails_on_one(group, failing):
     ranks = Ranks(group)
 
@@ -43,7 +59,8 @@ def fails_on_one(group, failing):
 
     caught = []
     for call in (
-        lambda: ranks.exchange("it", make), lambda: ranks.agree("it", make), lambda: ranks.all_gather("it", make)
+        lambda: ranks.exchange("it", make), lambda: ranks.agree("it", make), lambda: ranks.all_gather("it", make),
+        lambda: ranks.answer("it", lambda: [block for (block,) in make()], [12] * ranks.size, [12] * ranks.size),
     ):  # fmt: skip
         try:
             call()
@@ -56,7 +73,7 @@ def fails_on_one(group, failing):
 def test_where_one_fails_all_raise_and_can_go_on(rank_pool, failing):
     for rank, (caught, afterwards) in enumerate(rank_pool(3, fails_on_one, failing)):
         assert afterwards == [0, 1, 2]
-        assert len(caught) == 3
+        assert len(caught) == 4
         for kind, text in caught:
             if rank == failing:
                 assert (kind, text) == ("KeyError", "'no such thing'")
