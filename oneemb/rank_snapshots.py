@@ -180,7 +180,7 @@ class RankSnapshots:
                 " or delete it, or choose another name"
             )
         self.agree(what, lambda: self._sweep(found))
-        part = NewPart(name, identity, found.next_order)
+        part = NewPart(name, identity, found.next_sequence)
         try:
             self.agree(what, lambda: self._save_part(table_name, description, part))
         except BaseException:

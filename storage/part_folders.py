@@ -36,9 +36,9 @@ def to_remove(found: FoundParts, name: str) -> list[list[_Snapshot]]:
     Raises:
         SnapshotNotFoundError: there are none; the message names those there are.
     """
-    newest = max((part.whole.order for part in found.parts_of(name)), default=0)
-    older = [part for part in found.parts_of(name) if part.whole.order < newest]
-    rest = [part for part in found.parts_of(name) if part.whole.order == newest]
+    parts = sorted(found.parts_of(name), key=lambda part: part.info.sequence)
+    older = [part for part in parts if part.group != parts[-1].group]
+    rest = [part for part in parts if part.group == parts[-1].group]
     damaged = [_Snapshot(one.folder, one.name, None) for one in found.damaged_of(name)]
     if not rest and not damaged:
         found.get(name)
@@ -94,6 +94,12 @@ class PartRemoval:
         for snapshot in self._snapshots:
             with suppress(SnapshotNotFoundError):  # An earlier try got so far.
                 self._delete[snapshot.folder](snapshot.name)
+
+    def __call__(self) -> None:
+        """All of it."""
+        self.mark()
+        self.remove()
+        self.unmark()
 
     def unmark(self) -> None:
         """Take the marks away: nothing is left. One that cannot be does no harm."""

@@ -31,12 +31,14 @@ from oneemb.storage.fs import FileSystem, LocalFileSystem
 from oneemb.storage.snapshot_rows import PartOf, SnapshotRows, part_of, shard_of
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
+from oneemb.storage.table.table_info import need_table
 from oneemb.storage.unfinished import marks_at
 
-__all__ = ["Damaged", "FoundParts", "Part", "PartedSnapshot", "find_parts", "folders_at", "rank_folder_name", "table_name_of"]
+__all__ = ["Damaged", "FoundParts", "Part", "PartedSnapshot", "find_parts", "folders_at", "incomplete_text", "look_at", "rank_folder_name", "table_name_of"]
 
 _RANK_FOLDER = re.compile(r"rank-(\d{1,9})-of-(\d{1,9})")
 _IDENTITY_DIGITS = 8
+_LOOKS = 2
 
 
 def rank_folder_name(rank: int, ranks: int) -> str:
@@ -97,8 +99,9 @@ class PartedSnapshot:
         return self.parts[0].whole.name
 
     @property
-    def order(self) -> int:
-        return max(part.whole.order for part in self.parts)
+    def sequence(self) -> int:
+        """Greater than that of any snapshot that was there when it was saved."""
+        return max(part.info.sequence for part in self.parts)
 
     @cached_property
     def info(self) -> SnapshotInfo:
@@ -107,6 +110,8 @@ class PartedSnapshot:
         Raises:
             CorruptTableError: parts hold rows of several kinds.
         """
+        if len(self.parts) == 1:
+            return replace(self.parts[0].info, name=self.name)
         filled = [part for part in self.parts if part.info.rows] or [self.parts[0]]
         first = filled[0].info
         format = SnapshotRows.of_meta(first.meta, first.name).format
@@ -120,7 +125,7 @@ class PartedSnapshot:
         return replace(
             first, name=self.name, rows=sum(part.info.rows for part in self.parts),
             bytes=sum(part.info.bytes for part in self.parts), created=self.parts[0].info.created,
-            sequence=self.order,
+            sequence=self.sequence,
         )  # fmt: skip
 
     def part_in(self, folder: str, shard: int, shards: int) -> Part | None:
@@ -172,7 +177,7 @@ class FoundParts:
             by_shard = {part.whole.shard: part for part in reversed(group)}
             if len(by_shard) == group[0].whole.shards:
                 whole = PartedSnapshot(tuple(by_shard[shard] for shard in sorted(by_shard)))
-                if whole.name not in newest or newest[whole.name].order < whole.order:
+                if whole.name not in newest or newest[whole.name].sequence < whole.sequence:
                     newest[whole.name] = whole
         return newest
 
@@ -185,7 +190,7 @@ class FoundParts:
 
     def snapshots(self) -> list[PartedSnapshot]:
         """Those that are there, oldest first."""
-        return sorted(self._whole.values(), key=lambda whole: (whole.order, whole.parts[0].info.created))
+        return sorted(self._whole.values(), key=lambda whole: (whole.sequence, whole.parts[0].info.created))
 
     def get(self, name: str, identity: str | None = None, named_by: str = "") -> PartedSnapshot:
         """The snapshot of this name.
@@ -233,7 +238,7 @@ class FoundParts:
         found = []
         for parts in self._groups.values():
             newest = self._whole.get(parts[0].whole.name)
-            replaced = newest is not None and newest.order > max(part.whole.order for part in parts)
+            replaced = newest is not None and newest.sequence > max(part.info.sequence for part in parts)
             if replaced or not self._is_whole(parts) and all(part.marked for part in parts):
                 found += parts
         return found
@@ -257,9 +262,9 @@ class FoundParts:
         return part.group in self._groups and self._is_whole(self._groups[part.group])
 
     @property
-    def next_order(self) -> int:
-        """Greater than the order of any part."""
-        return 1 + max((part.whole.order for part in self.parts), default=0)
+    def next_sequence(self) -> int:
+        """Greater than the number of any part."""
+        return 1 + max((part.info.sequence for part in self.parts), default=0)
 
     @staticmethod
     def _is_whole(parts: list[Part]) -> bool:
@@ -272,7 +277,7 @@ def incomplete_text(parts: list[Part]) -> str:
     missing = sorted(set(range(whole.shards)) - {part.whole.shard for part in parts})
     there = ", ".join(f"{part.whole.shard} in {part.folder}" for part in parts)
     return (
-        f"snapshot {whole.name!r} has {whole.shards} parts and is not whole: part"
+        f"snapshot {whole.name!r} lies in {whole.shards} paths and is not whole: part"
         f" {', '.join(map(str, missing[:20]))}{' and more' if len(missing) > 20 else ''} of {whole.shards} is missing,"
         f" there is {there}; bring the missing folder back, name it too, or delete the snapshot"
     )
@@ -301,12 +306,30 @@ def find_parts(folders: Sequence[str], fs: FileSystem | None = None) -> FoundPar
     return FoundParts(parts, damaged, folders)
 
 
+def look_at(paths: Iterable[str], fs: FileSystem | None = None) -> FoundParts:
+    """The parts at paths that a job may use meanwhile.
+
+    Raises:
+        StorageError: there is no table, or its files cannot be listed.
+    """
+    paths = list(paths)
+    folders = folders_at(paths)
+    for path in paths:
+        if not folders_at([path]):
+            need_table(fs or LocalFileSystem(), path)
+    for _ in range(_LOOKS):
+        found = find_parts(folders, fs)
+        if not found.incomplete():
+            break  # Else it may be that the job has saved or deleted one between two of the folders.
+    return found
+
+
 def _part(folder: str, info: SnapshotInfo, marks: set[str]) -> Part | None:
     """The part that a table's snapshot is; None for what a rank keeps for itself."""
     whole, identity = part_of(info.meta, info.name), info.identity
     if whole is None:
         shard, shards = shard_of(info.meta, info.name)
-        whole = PartOf(info.name, info.sequence, shard, shards)
+        whole = PartOf(info.name, shard, shards)
         identity = "" if shards > 1 else identity
     match = _RANK_FOLDER.fullmatch(os.path.basename(folder))
     if match and (whole.shard, whole.shards) != (int(match[1]), int(match[2])):

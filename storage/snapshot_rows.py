@@ -71,20 +71,19 @@ class PartOf:
 
     Args:
         name: of the whole.
-        order: greater than that of any snapshot that was there when it was saved.
         shard: which part; that of the keys whose `owner_of` among the parts is this.
         shards: how many parts there are.
     """
 
     name: str
-    order: int
     shard: int
     shards: int
 
-    def to_meta(self) -> dict[str, Any]:
-        """What the meta of the table's snapshot says of this."""
-        whole = {"snapshot": self.name, "order": self.order}
-        return whole | ({"shard": [self.shard, self.shards]} if self.shards > 1 else {})
+    def to_meta(self, table_name: str) -> dict[str, Any]:
+        """What the meta of the table's snapshot of this name says of this: nothing, if that is the whole."""
+        if self.shards == 1 and table_name == self.name:
+            return {}
+        return {"snapshot": self.name, "shard": [self.shard, self.shards]}
 
 
 def part_of(meta: dict[str, Any], name: str) -> PartOf | None:
@@ -95,10 +94,9 @@ def part_of(meta: dict[str, Any], name: str) -> PartOf | None:
     """
     if "snapshot" not in meta:
         return None
-    whole, order = meta["snapshot"], meta.get("order")
+    whole = meta["snapshot"]
     _need(isinstance(whole, str) and 0 < len(whole), name, whole)
-    _need(_number(order, 0, _STEP_MAX), name, order)
-    return PartOf(whole, int(order), *shard_of(meta, name))
+    return PartOf(whole, *shard_of(meta, name))
 
 
 def shard_of(meta: dict[str, Any], name: str) -> tuple[int, int]:

@@ -43,7 +43,7 @@ class NewPart(NamedTuple):
 
     name: str
     identity: str
-    order: int
+    sequence: int
 
 
 ChangeRows = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
@@ -297,8 +297,10 @@ class TieredRows:
     ) -> SnapshotInfo:  # fmt: skip
         meta, shard = SnapshotRows(self.format, step).to_meta(meta), (self._plan.owner, self._plan.owners)
         if part is not None:
-            meta |= PartOf(part.name, part.order, *shard).to_meta()
-            return snapshots.save_snapshot(name, meta, overwrite=overwrite, identity=part.identity)
+            meta |= PartOf(part.name, *shard).to_meta(name)
+            return snapshots.save_snapshot(
+                name, meta, overwrite=overwrite, identity=part.identity, sequence=part.sequence
+            )
         if shard != (0, 1):  # None of other ranks is beside it: nobody may take it for a whole one.
             meta["shard"] = list(shard)
         return snapshots.save_snapshot(name, meta, overwrite=overwrite)

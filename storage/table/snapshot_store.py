@@ -116,7 +116,7 @@ class SnapshotStore:
             )
 
     def describe(
-        self, name: str, cut: Cut, meta: dict[str, Any], created: float, identity: str | None = None
+        self, name: str, cut: Cut, meta: dict[str, Any], created: float, identity: str | None, sequence: int
     ) -> SnapshotRecord:
         """The record of a snapshot to be written."""
         try:
@@ -125,7 +125,7 @@ class SnapshotStore:
             raise TypeError(f"meta must be a dict that JSON can hold: {error}; got {meta!r}") from error
         if not isinstance(meta, dict):
             raise TypeError(f"meta must be a dict, got {meta!r}")
-        self._sequence += 1
+        self._sequence = max(self._sequence + 1, sequence)
         geometry = cut.geometry
         info = SnapshotInfo(
             name=name, rows=cut.rows, bytes=cut.nbytes, row_width=geometry.row_width,
