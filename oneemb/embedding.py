@@ -101,8 +101,8 @@ class TableEmbedding(torch.nn.Module):
         """The snapshot saved or loaded last, and the store's count of changes then."""
         if starts_empty and self._speaks and (existing := self.rank_snapshots.seen()):
             warnings.warn(
-                f"embedding {name!r} starts empty, though {', '.join(store_options.persistent_path)} holds the snapshots"
-                f" {', '.join(map(repr, existing))}; load_snapshot(name) goes on from one",
+                f"embedding {name!r} starts empty, though {', '.join(store_options.persistent_path)} holds the"
+                f" snapshots {', '.join(map(repr, existing))}; load_snapshot(name) goes on from one",
                 stacklevel=3,
             )
 

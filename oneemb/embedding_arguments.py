@@ -153,9 +153,7 @@ def store_plan(options: StoreOptions, ranks: Ranks | None) -> StorePlan:
         case CachedSsdStoreOptions():
             cache_bytes, host_bytes = options.cache_budget_mb * 2**20, options.host_cache_budget_mb * 2**20
             policy = options.cache_policy
-    return StorePlan(
-        folder, cache_bytes, host_bytes, options.capacity, options.physical_block_size, policy, rank, size
-    )
+    return StorePlan(folder, cache_bytes, host_bytes, options.capacity, options.physical_block_size, policy, rank, size)
 
 
 def state_width_of(options: StoreOptions, dim: int, optimizer: str, needed: int) -> int:

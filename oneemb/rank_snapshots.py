@@ -16,7 +16,7 @@ Invariants, whichever rank is killed at whichever point:
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Never, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Never, TypeVar
 
 from oneemb.graph.ranks import RankError, Ranks
 from oneemb.storage.embedding_store import EXPORTED, EmbeddingStore, NewPart
@@ -57,7 +57,8 @@ class RankSnapshots:
     def __init__(
         self, name: str, store: EmbeddingStore, paths: Sequence[str], folders: Sequence[str], ranks: Ranks | None
     ):
-        self._name, self._store, self._paths, self._folders = name, store, list(paths), list(folders)
+        self._name, self._store, self._paths = name, store, list(paths)
+        self._folders = list(folders)
         self._ranks = ranks
         self._rank, self._size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         self._own = self._folders[self._rank]
@@ -176,8 +177,8 @@ class RankSnapshots:
         former = found.folders_with(name)
         if former and not overwrite:
             raise SnapshotExistsError(
-                f"there is a snapshot named {name!r} already, in {', '.join(former)}; pass overwrite=True to replace it,"
-                " or delete it, or choose another name"
+                f"there is a snapshot named {name!r} already, in {', '.join(former)}; pass overwrite=True to replace"
+                " it, or delete it, or choose another name"
             )
         self.agree(what, lambda: self._sweep(found))
         part = NewPart(name, identity, found.next_sequence)
@@ -260,6 +261,30 @@ class RankSnapshots:
                 removal.__exit__()
             raise
         return opened[0]
+
+    # ---- export -----------------------------------------------------------------------------------------------------
+
+    def export(self, name: str, check: Callable[[], object], export: Callable[[list[str], str], int]) -> int:
+        """Let `export(folders, name)` read the rows as they are now, from a snapshot that is gone afterwards.
+
+        Args:
+            name: of the snapshot; that of the first rank is used.
+            check: raises if it need not begin.
+
+        Returns:
+            What it gives on the first rank.
+        """
+
+        def run() -> int:
+            what = self.words("export_rows")
+            shared = self.all_gather(what, lambda: (check(), name))[0][1]
+            self._save(shared, {}, overwrite=False)
+            try:
+                return self.all_gather(what, lambda: export(self._folders, shared))[0]
+            finally:
+                self._delete(shared)
+
+        return self.together("export_rows", run)
 
     # ---- load -------------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
-"""Removes parts of snapshots from the folders of several tables, in steps that other processes can be waited for between.
+"""Removes parts of snapshots from the folders of several tables, in steps between which processes wait for each other.
 
-    with PartRemoval(parts, {}) as removal:     takes the locks
-        removal.mark()                          from here on, what is left of a snapshot that is not whole is a leftover
-        removal.remove()
-        removal.unmark()
+with PartRemoval(parts, {}) as removal:     takes the locks
+    removal.mark()                          from here on, what is left of a snapshot that is not whole is a leftover
+    removal.remove()
+    removal.unmark()
 """
 
 import errno
@@ -12,11 +12,12 @@ from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from oneemb.kernels.threads import Threads
+from oneemb.storage.bottom import EXPORTED
 from oneemb.storage.errors import SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import FileSystem, LocalFileSystem
 from oneemb.storage.snapshot_parts import FoundParts, Part, find_parts
 from oneemb.storage.table.persistent_table import PersistentTable
-from oneemb.storage.unfinished import mark, marks_at, unmark
+from oneemb.storage.unfinished import drop_unwritten, mark, marks_at, unmark
 
 __all__ = ["PartRemoval", "open_anew", "sweep_folder", "to_remove"]
 
@@ -80,8 +81,8 @@ class PartRemoval:
             raise
 
     def mark(self) -> None:
-        """Say that what is to be removed is of no use in part. A full disk keeps nobody from deleting: then nothing says
-        so, and what a kill leaves has to be deleted once more."""
+        """Say that what is to be removed is of no use in part. A full disk keeps nobody from deleting: then nothing
+        says so, and what a kill leaves has to be deleted once more."""
         for folder, identities in self._identities():
             try:
                 mark(self._fs, folder, identities)
@@ -140,14 +141,17 @@ def sweep_folder(
             use. That removes what killed processes have left in it too.
     """
     fs = fs or LocalFileSystem()
-    leftovers = [part for part in found.leftovers() if part.folder == folder]
     if delete is None:
         with suppress(StorageError), open_anew(folder, fs) as table:
+            for info in table.snapshots():
+                if info.name.startswith(EXPORTED):
+                    table.delete_snapshot(info.name)
             sweep_folder(folder, found, table.delete_snapshot, fs)
         return
-    for part in leftovers:
+    for part in [part for part in found.leftovers() if part.folder == folder]:
         with suppress(StorageError):
             delete(part.info.name)
+    drop_unwritten(fs, folder)
     with suppress(StorageError):
         # A mark of a part that is no longer there, or of a snapshot that is whole, though a kill came before it went.
         there = {part.info.identity: part for part in find_parts([folder], fs).parts}

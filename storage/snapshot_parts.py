@@ -34,7 +34,18 @@ from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.table_info import need_table
 from oneemb.storage.unfinished import marks_at
 
-__all__ = ["Damaged", "FoundParts", "Part", "PartedSnapshot", "find_parts", "folders_at", "incomplete_text", "look_at", "rank_folder_name", "table_name_of"]
+__all__ = [
+    "Damaged",
+    "FoundParts",
+    "Part",
+    "PartedSnapshot",
+    "find_parts",
+    "folders_at",
+    "incomplete_text",
+    "look_at",
+    "rank_folder_name",
+    "table_name_of",
+]
 
 _RANK_FOLDER = re.compile(r"rank-(\d{1,9})-of-(\d{1,9})")
 _IDENTITY_DIGITS = 8
@@ -347,4 +358,3 @@ def table_name_of(name: str, identity: str, folder: str, fs: FileSystem | None =
     other = f"{name}~{identity[:_IDENTITY_DIGITS]}"
     files.path(other)  # Too long a name is refused before any part of it is there.
     return other if name in files.names() else name
-

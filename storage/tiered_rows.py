@@ -369,9 +369,7 @@ class TieredRows:
             for _ in self._scan(info.name, owned):
                 pass
 
-    def load(
-        self, info: SnapshotInfo, weights_only: bool = False, owned: OwnedRows | None = None
-    ) -> tuple[int, bool]:
+    def load(self, info: SnapshotInfo, weights_only: bool = False, owned: OwnedRows | None = None) -> tuple[int, bool]:
         """Start from the rows of a snapshot that `check_loads` has found; see `EmbeddingStore.load_snapshot`.
 
         Args:
@@ -452,9 +450,7 @@ class TieredRows:
             self._store.put(table_N, id_N, row_NW)
         self._reload()
 
-    def _scan(
-        self, name: str, owned: OwnedRows | None = None
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def _scan(self, name: str, owned: OwnedRows | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """All rows of a snapshot of the store at the bottom, or those given. Ctrl-C comes between two batches."""
         reader = self._bottom.read(name) if owned is None else owned
         try:

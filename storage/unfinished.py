@@ -9,11 +9,12 @@ Invariant: a part is removed as a leftover only where a mark that was durable be
 """
 
 from collections.abc import Collection
+from contextlib import suppress
 
 from oneemb.kernels.checksum import xxh64
 from oneemb.storage.fs import FileSystem, storage_error
 
-__all__ = ["mark", "marks_at", "unmark"]
+__all__ = ["drop_unwritten", "mark", "marks_at", "unmark"]
 
 _NAME = "UNFINISHED"
 _DIGITS = (16, 32)  # of an identity
@@ -59,6 +60,12 @@ def unmark(fs: FileSystem, folder: str, identities: Collection[str]) -> None:
         _write(fs, folder, before.difference(identities))
 
 
+def drop_unwritten(fs: FileSystem, folder: str) -> None:
+    """Remove what a killed `mark` or `unmark` has left."""
+    with suppress(OSError):
+        fs.remove(f"{folder}/{_NAME}.tmp")
+
+
 def _write(fs: FileSystem, folder: str, identities: set[str]) -> None:
     path, temporary = f"{folder}/{_NAME}", f"{folder}/{_NAME}.tmp"
     try:
@@ -79,6 +86,8 @@ def _write(fs: FileSystem, folder: str, identities: set[str]) -> None:
             fs.rename(temporary, path)
         fs.sync_directory(folder)
     except OSError as error:
+        with suppress(OSError):
+            fs.remove(temporary)
         raise storage_error(error, "write down which snapshots are unfinished in", path) from error
 
 

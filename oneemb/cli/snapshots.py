@@ -106,7 +106,5 @@ def only_snapshot(paths: Sequence[str]) -> str:
             *map(repr, names), *(f"{name!r}, which is damaged" for name in damaged),
             *(f"{name!r}, which is not whole" for name in incomplete),
         ]) or "none"  # fmt: skip
-        raise ValueError(
-            f"{paths[0]} must have one snapshot, or one must be named with an option; there are: {there}"
-        )
+        raise ValueError(f"{paths[0]} must have one snapshot, or one must be named with an option; there are: {there}")
     return names[0]

@@ -130,8 +130,8 @@ def make_persistent_table_reader(
         row_format = source.rows.format
         if not row_format.same_words(rows.format) or storage_dim not in (None, row_format.storage_dim):
             raise StorageError(
-                f"snapshot {snapshot_name!r} in {source.path} has storage_dim {row_format.storage_dim} ({row_format.dim}"
-                f" {row_format.dtype} weights, {row_format.state_width} of state), asked for"
+                f"snapshot {snapshot_name!r} in {source.path} has storage_dim {row_format.storage_dim}"
+                f" ({row_format.dim} {row_format.dtype} weights, {row_format.state_width} of state), asked for"
                 f" {storage_dim or rows.format.storage_dim}; give {row_format.storage_dim}, or leave it out"
             )
     if value_dtype == np.float16 and (rows.format.dtype != "float16" or rows.format.state_width):

@@ -85,9 +85,7 @@ class SnapshotReader:
     def row_width(self) -> int:
         return self.info.row_width
 
-    def scan(
-        self, batch: int = 65536, keep: Keep | None = None
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def scan(self, batch: int = 65536, keep: Keep | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Every row once as (table_N int32, id_N int64, row_NW float32), at most `batch` at a time.
 
         Args:
