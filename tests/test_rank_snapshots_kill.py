@@ -18,6 +18,7 @@ def train(root, meet, rank, size, report):
     """Goes on from the last snapshot and saves until it is killed; reports what each save has announced."""
     from torch import distributed
 
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # What it says when others are killed.
     if size:
         distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size)
     group = distributed.group.WORLD if size else None
