@@ -228,7 +228,7 @@ def test_each_rank_reads_only_parts_that_hold_its_rows(tmp_path, monkeypatch):
     real = LocalFileSystem.open
 
     def note(fs, path, **how):
-        if path.endswith(".rows"):
+        if "/chunks/" in path:
             opened.setdefault(threading.current_thread().name, set()).add(path.split("/rank-")[1].split("/")[0])
         return real(fs, path, **how)
 
@@ -305,6 +305,22 @@ def test_a_name_is_taken_or_replaced_whoever_has_saved_it(tmp_path, monkeypatch,
     assert_nothing_is_unneeded(tmp_path)
 
 
+@pytest.mark.parametrize(("first", "second"), [(2, 2), (3, 2), (0, 2), (2, 0)])
+def test_the_newer_of_two_counts_until_the_older_one_goes(tmp_path, monkeypatch, first, second):
+    """As where all ranks are killed at the moment at which the newer one is whole."""
+    run(first, save, tmp_path, 1, patch=monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr("oneemb.rank_snapshots.RankSnapshots._remove", lambda *_: None)
+        run(second, save, tmp_path, 2, patch=patch, overwrite=True)
+    assert len(look_at([str(tmp_path)]).parts) == max(1, first) + max(1, second)
+    for size in (0, 2, 3):
+        assert together(run(size, load, tmp_path, patch=monkeypatch)) == (expected(2), STEP + 2)
+    assert read(tmp_path, "s") == expected(2)
+    run(second, save, tmp_path, 3, "t", patch=monkeypatch)
+    assert read(tmp_path, "s") == expected(2)
+    assert_nothing_is_unneeded(tmp_path)
+
+
 def assert_nothing_is_unneeded(root):
     """Every file below belongs to a whole snapshot, but for the locks."""
     found = look_at([str(root)])
@@ -359,10 +375,6 @@ def act(ranks, path, action, calls):
     return error
 
 
-STRIDES = [29, pytest.param(1, marks=pytest.mark.slow)]
-"""Of the file calls, which are tried."""
-
-
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("action", "once"), [("save", False), ("overwrite", True)])
 def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all_and_leaves_nothing(
@@ -386,6 +398,8 @@ def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all_and_leaves_nothing(
             assert isinstance(errors[1], oneemb.StorageError) and "ENOSPC" in str(errors[1])
             assert read(root, "s") == expected(1, FEW)
             assert on(2, root, lambda embedding: embedding.snapshots(), monkeypatch) == [["s"]] * 2
+            if once:  # There is room again to take back what was saved.
+                assert len(look_at([str(root)]).parts) == 2
         # Once there is room again, the next save takes away what could not be.
         run(2, save, root, 3, "u", patch=monkeypatch, count=FEW)
         assert read(root, "u") == expected(3, FEW)
@@ -407,23 +421,25 @@ MAY_BE = {
 
 
 @pytest.mark.parametrize(
-    ("action", "before", "size"),
-    [("save", 2, 2), ("overwrite", 2, 2), ("delete", 2, 2), ("overwrite", 3, 2), ("overwrite", 0, 2),
-     ("overwrite", 2, 0), ("delete", 3, 0)],
+    ("action", "before", "size", "every"),
+    [("save", 2, 2, False), ("overwrite", 2, 2, False), ("delete", 2, 2, False)]
+    + [pytest.param(*case, True, marks=pytest.mark.slow) for case in [
+        ("save", 2, 2), ("overwrite", 2, 2), ("delete", 2, 2), ("overwrite", 3, 2), ("overwrite", 0, 2),
+        ("overwrite", 2, 0), ("delete", 3, 0)]],
 )  # fmt: skip
-@pytest.mark.parametrize("stride", STRIDES)
-def test_a_kill_at_any_file_call_leaves_snapshots_whole_or_absent(tmp_path, monkeypatch, action, before, size, stride):
+def test_a_kill_at_any_file_call_leaves_snapshots_whole_or_absent(tmp_path, monkeypatch, action, before, size, every):
+    """At every file call, or at those that follow a change of names."""
     run(before, save, tmp_path / "template", 1, patch=monkeypatch, count=FEW)
     outcomes = set()
-    for rank in range(max(1, size)):
-        at, reached = rank, True
-        while reached:
+    names_of = names_of_calls(tmp_path, monkeypatch, action, size)
+    for rank, calls_of_rank in enumerate(names_of):
+        after = [at + 1 for at, name in enumerate(calls_of_rank) if name in ("rename", "remove")]
+        for at in range(len(calls_of_rank)) if every else sorted({0, *after[::2], *after[-2:]}):
             root = tmp_path / "killed"
             shutil.copytree(tmp_path / "template", root)
             with monkeypatch.context() as patch:
                 calls = FaultyCalls(patch, rank=rank, at=at)
                 killed(size, root, action, calls, patch, rank)
-                reached = calls.reached
                 calls.free_locks()
             versions = {}
             for name, allowed in MAY_BE[action].items():
@@ -443,12 +459,21 @@ def test_a_kill_at_any_file_call_leaves_snapshots_whole_or_absent(tmp_path, monk
                 assert read(root, "s") == expected(versions["s"], FEW)
             assert_nothing_is_unneeded(root)
             shutil.rmtree(root)
-            at += stride
-        assert at > 10
-    assert len(outcomes) == 2 or stride > 1, "it was killed before the moment that counts, and after it"
+    assert len(outcomes) == 2, "it was killed before the moment that counts, and after it"
+
+
+def names_of_calls(tmp_path, patch, action, size):
+    """The names of the file calls of each rank in an action that nobody stops."""
+    root = tmp_path / "counted"
+    shutil.copytree(tmp_path / "template", root)
+    with patch.context() as inner:
+        calls = FaultyCalls(inner)
+        killed(size, root, action, calls, inner, None)
+        return [calls.of(rank) for rank in range(max(1, size))]
 
 
 def killed(size, root, action, calls, patch, rank):
+    """An action of which one rank is killed, or none."""
     if size == 0:
         run_ranks(1, lambda _: act(None, root, action, calls), dies=[rank])
     else:

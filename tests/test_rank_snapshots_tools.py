@@ -14,8 +14,7 @@ from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.snapshot_parts import look_at
 from oneemb.storage.unfinished import mark
 from tests.support.thread_ranks import FaultyCalls, run_ranks
-from tests.test_cli import run as command
-from tests.test_cli import run_json
+from tests.test_cli import run as command, run_json
 from tests.test_rank_snapshots import (
     DIM,
     FEW,
