@@ -10,7 +10,7 @@ from oneemb.kernels.hash_index import hash_key
 from oneemb.kernels.jit import Number, cpu
 from oneemb.kernels.jit_code import mul_high
 
-__all__ = ["owner_of"]
+__all__ = ["owner_of", "owners_share_keys"]
 
 # Unlike the salts of hash indexes, which are small numbers: so the keys of one owner spread over its whole index.
 _SALT = np.uint64(0x6F776E6572730001)
@@ -27,3 +27,9 @@ def owner_of(table_N: np.ndarray, id_N: np.ndarray, owners: int) -> np.ndarray:
     owner_N = np.empty(len(id_N), np.int64)
     _owner_of_cpu(table_N, id_N, owners, owner_N)
     return owner_N
+
+
+def owners_share_keys(owner: int, owners: int, other: int, others: int) -> bool:
+    """Whether a key may be this owner's of so many and that other's of so many others: each has the hashes from
+    owner / owners of the range up to the next owner's."""
+    return owner * others < (other + 1) * owners and other * owners < (owner + 1) * others

@@ -17,7 +17,7 @@ from oneemb.embedding_arguments import (
     DTYPE_NAMES,
     check_arguments,
     initial_rows,
-    rank_folder,
+    rank_folders,
     state_width_of,
     store_plan,
 )
@@ -29,11 +29,11 @@ from oneemb.graph.row_optimizers import SAME_STATE, RowOptimizer
 from oneemb.kernels.threads import Threads
 from oneemb.named_snapshot import SnapshotName, decode, encode
 from oneemb.options import Initializer, NormalInitializer, StoreOptions, TableOptions, to_json
+from oneemb.rank_snapshots import RankSnapshots
 from oneemb.stats import EmbeddingStats
 from oneemb.storage.embedding_store import ChangeRows, EmbeddingStore
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.row_store import StorageError
-from oneemb.storage.step_lock import between_steps
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
 __all__ = ["MultiTableEmbedding", "MultiTableMultiColumnEmbedding", "TableEmbedding", "copied", "embeddings_of"]
@@ -82,9 +82,13 @@ class TableEmbedding(torch.nn.Module):
             dim=self.embedding_dim,
             dtype=DTYPE_NAMES[dtype],
             initial=initial_rows(seed, dim_C, self.tables, default_initializer or _DEFAULT_INITIALIZER),
-            plan=store_plan(store_options, rank_folder(store_options, self.ranks)),
+            plan=store_plan(store_options, self.ranks),
             threads=Threads(num_threads),
         )
+        self.rank_snapshots = RankSnapshots(
+            name, self.store, store_options.persistent_path, rank_folders(store_options, self.ranks), self.ranks
+        )
+        """The snapshots that the ranks have together."""
         self.weight = torch.nn.Parameter(torch.empty(0, self.embedding_dim))
         """Stands for all rows in parameter lists, [0, D]: it holds none. Its gradient is a `RowGrad`."""
         self.weight.embedding = _RowsOf(self)  # type: ignore[attr-defined]
@@ -95,10 +99,10 @@ class TableEmbedding(torch.nn.Module):
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._saved: tuple[SnapshotName, int] | None = None
         """The snapshot saved or loaded last, and the store's count of changes then."""
-        if starts_empty and (existing := self.store.snapshots()):
+        if starts_empty and self._speaks and (existing := self.rank_snapshots.seen()):
             warnings.warn(
-                f"embedding {name!r} starts empty, though {self.store.plan.persistent_path} holds the snapshots"
-                f" {', '.join(map(repr, existing))}; load_snapshot(name) goes on from one",
+                f"embedding {name!r} starts empty, though {', '.join(store_options.persistent_path)} holds the"
+                f" snapshots {', '.join(map(repr, existing))}; load_snapshot(name) goes on from one",
                 stacklevel=3,
             )
 
@@ -262,6 +266,7 @@ class TableEmbedding(torch.nn.Module):
         """Save all rows and the optimizer's state, durably, under a name in `persistent_path`.
 
         When the call returns, the snapshot is complete; if it raises, there is none. Later training does not change it.
+        With `process_group` every rank makes the call, and saves the rows that it owns; where one fails, all raise.
 
         Args:
             name: any text; percent-encoded it is the name of a file.
@@ -271,14 +276,17 @@ class TableEmbedding(torch.nn.Module):
             StorageError: the name is taken or cannot be a name, or the disk fails; the snapshots there stay whole.
         """
         changes = self.store.changes
-        info = self.store.save_snapshot(name, self.description(), overwrite=overwrite)
-        self._saved = {"oneemb_snapshot": info.name, "oneemb_identity": info.identity}, changes
+        identity = self.rank_snapshots.save(name, self.description(), overwrite=overwrite)
+        self._saved = {"oneemb_snapshot": name, "oneemb_identity": identity}, changes
 
     def load_snapshot(self, name: str, *, weights_only: bool = False) -> None:
         """Go on from a snapshot: its rows, optimizer state and step replace those of the embedding.
 
         If the snapshot has no state, such as one of pretrained vectors, its rows get the state of new rows, and the
         embedding begins at step 0.
+
+        The ranks that saved it may have been more or fewer than those of `process_group`, or none: each rank, and every
+        one has to make the call, reads what it owns. With as many ranks as before it reads its own folder alone.
 
         Args:
             weights_only: do so with any snapshot, whatever optimizer's state it has.
@@ -289,8 +297,8 @@ class TableEmbedding(torch.nn.Module):
             KeyboardInterrupt: the embedding's rows are as they were; or, if some had been replaced, every call raises
                 `BrokenStoreError` until another load.
         """
-        changed = between_steps((self.store.step_lock,), "load_snapshot", lambda: self._load(name, weights_only))
-        if changed:
+        changed = self.rank_snapshots.together(f"load_snapshot {name!r}", lambda: self._load(name, weights_only))
+        if changed and self._speaks:
             warnings.warn(
                 f"snapshot {name!r} was saved with other {' and '.join(changed)}: ids that it does not hold begin as"
                 f" embedding {self.name!r} says, not as they would have begun",
@@ -299,10 +307,8 @@ class TableEmbedding(torch.nn.Module):
 
     def _load(self, name: str, weights_only: bool = False) -> list[str]:
         """Load, and return which of seed and tables differ from those of the embedding that saved the snapshot."""
-        info = self.store.snapshot(name)
-        theirs = self._check_tables(info)
-        as_saved = self.store.load_snapshot(name, weights_only=weights_only)
-        ours = self.description()
+        info, as_saved = self.rank_snapshots.load(name, weights_only=weights_only, check=self._check_tables)
+        theirs, ours = self._check_tables(info), self.description()
         ours["tables"] = ours["tables"][: len(theirs.get("tables", ()))]  # Further tables here are no difference.
         self.weight.grad = None
         snapshot: SnapshotName = {"oneemb_snapshot": name, "oneemb_identity": info.identity}
@@ -311,8 +317,7 @@ class TableEmbedding(torch.nn.Module):
 
     def check_fits(self, name: str) -> None:
         """Raise StorageError unless there is a snapshot of this name whose rows fit, as `load_snapshot` does."""
-        self._check_tables(self.store.snapshot(name))
-        self.store.check_fits(name)
+        self.rank_snapshots.check_fits(name, self._check_tables)
 
     def _check_tables(self, info: SnapshotInfo) -> dict[str, Any]:
         """The description that a snapshot was saved with, {} if it has none; an error if it has too many tables."""
@@ -332,11 +337,14 @@ class TableEmbedding(torch.nn.Module):
         """
         if self._saved is not None and self._saved[0]["oneemb_snapshot"] == name:
             self._saved = None  # First of all: no state dict may name a snapshot that is gone, whatever interrupts.
-        self.store.delete_snapshot(name)
+        self.rank_snapshots.delete(name)
 
     def snapshots(self) -> list[str]:
-        """Names of the snapshots in `persistent_path`, oldest first."""
-        return self.store.snapshots()
+        """Names of the snapshots in `persistent_path`, oldest first, whatever number of ranks has saved them.
+
+        With `process_group` every rank makes the call, and gets the same.
+        """
+        return self.rank_snapshots.names()
 
     def description(self) -> dict[str, Any]:
         """What snapshots say of the embedding that saved them."""
@@ -359,6 +367,11 @@ class TableEmbedding(torch.nn.Module):
         super()._load_from_state_dict({**state_dict, f"{prefix}weight": weight.detach()}, prefix, *args)
         self.weight = weight  # load_state_dict(assign=True) has put another one in its place
 
+    @property
+    def _speaks(self) -> bool:
+        """Whether warnings that are the same on all ranks are this one's to give."""
+        return self.ranks is None or self.ranks.rank == 0
+
     def get_extra_state(self) -> torch.Tensor:
         """What `state_dict()` holds of the rows: name and identity of a snapshot that has them as they are now.
 
@@ -373,10 +386,13 @@ class TableEmbedding(torch.nn.Module):
 
     def named_snapshot(self) -> SnapshotName:
         """The same as a dict."""
-        if self.store.changes == 0:
+        changes, name = self.store.changes, f"state-{self.store.step:012d}-{uuid.uuid4().hex[:8]}"
+        saved = self._saved is not None and self._saved[1] == changes
+        of_all = self.rank_snapshots.of_all("state_dict", (changes, saved, name))
+        if not any(changes for changes, _, _ in of_all):
             return {"oneemb_snapshot": None}
-        if self._saved is None or self._saved[1] != self.store.changes:
-            self.save_snapshot(f"state-{self.store.step:012d}-{uuid.uuid4().hex[:8]}")
+        if not all(saved for _, saved, _ in of_all):
+            self.save_snapshot(of_all[0][2])
         assert self._saved is not None
         return self._saved[0].copy()
 
@@ -396,7 +412,8 @@ class TableEmbedding(torch.nn.Module):
         if name is None:
             self.clear()
         else:
-            self.store.check_snapshot(name, snapshot.get("oneemb_identity"), f"a state dict of embedding {self.name!r}")
+            identity = snapshot.get("oneemb_identity")
+            self.rank_snapshots.check_named(name, identity, f"a state dict of embedding {self.name!r}")
             self.load_snapshot(name)
 
     # ---- copies -----------------------------------------------------------------------------------------------------
@@ -424,7 +441,8 @@ class TableEmbedding(torch.nn.Module):
 
         An embedding whose calls raise `BrokenStoreError` can be used again afterwards, as after `load_snapshot`.
         """
-        between_steps((self.store.step_lock,), "clear", self._clear)
+        snapshots = self.rank_snapshots
+        snapshots.together("clear", lambda: snapshots.agree(snapshots.words("clear"), self._clear))
 
     def _clear(self) -> None:
         self.store.clear()

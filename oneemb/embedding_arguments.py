@@ -23,9 +23,10 @@ from oneemb.options import (
     UniformInitializer,
     normal_cdf,
 )
+from oneemb.storage.snapshot_parts import rank_folder_name
 from oneemb.storage.tiers.stack import StorePlan
 
-__all__ = ["DTYPE_NAMES", "check_arguments", "initial_rows", "rank_folder", "state_width_of", "store_plan"]
+__all__ = ["DTYPE_NAMES", "check_arguments", "initial_rows", "rank_folders", "state_width_of", "store_plan"]
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """The dtypes of rows, with the names that storage has for them."""
@@ -130,18 +131,18 @@ def _check_range(what: str, initializer: Initializer, dtype: torch.dtype) -> Non
         )
 
 
-def rank_folder(options: StoreOptions, ranks: Ranks | None) -> str:
-    """Where the rows that a rank owns are: the folder that the options give it, or one of its own in theirs."""
+def rank_folders(options: StoreOptions, ranks: Ranks | None) -> list[str]:
+    """Where the rows of each rank are: the folder that the options give it, or one of its own in theirs."""
     paths = options.persistent_path
-    if ranks is None:
-        return paths[0]
-    if len(paths) > 1:
-        return paths[ranks.rank]
-    return os.path.join(paths[0], f"rank-{ranks.rank}-of-{ranks.size}")
+    if ranks is None or len(paths) > 1:
+        return list(paths)
+    return [os.path.join(paths[0], rank_folder_name(rank, ranks.size)) for rank in range(ranks.size)]
 
 
-def store_plan(options: StoreOptions, folder: str) -> StorePlan:
-    """What the store of these options is built of, with its persistent table in this folder."""
+def store_plan(options: StoreOptions, ranks: Ranks | None) -> StorePlan:
+    """What the store of these options is built of, on this rank."""
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    folder = rank_folders(options, ranks)[rank]
     cache_bytes: int | None
     host_bytes: int | None
     match options:
@@ -152,7 +153,7 @@ def store_plan(options: StoreOptions, folder: str) -> StorePlan:
         case CachedSsdStoreOptions():
             cache_bytes, host_bytes = options.cache_budget_mb * 2**20, options.host_cache_budget_mb * 2**20
             policy = options.cache_policy
-    return StorePlan(folder, cache_bytes, host_bytes, options.capacity, options.physical_block_size, policy)
+    return StorePlan(folder, cache_bytes, host_bytes, options.capacity, options.physical_block_size, policy, rank, size)
 
 
 def state_width_of(options: StoreOptions, dim: int, optimizer: str, needed: int) -> int:

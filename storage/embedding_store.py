@@ -34,16 +34,17 @@ from oneemb.kernels.places import loops_at
 from oneemb.kernels.threads import Threads
 from oneemb.storage.bottom import EXPORTED, Bottom, TableBottom
 from oneemb.storage.errors import OtherSnapshotError, SnapshotNotFoundError
+from oneemb.storage.owned_rows import OwnedRows
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError, StoreFullError
 from oneemb.storage.step_lock import StepLock, alone, between_steps
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
-from oneemb.storage.tiered_rows import ChangeRows, TieredRows
+from oneemb.storage.tiered_rows import ChangeRows, NewPart, TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
 from oneemb.storage.tiers.stack import StorePlan
 from oneemb.storage.turns import Turns, undisturbed
 
-__all__ = ["EXPORTED", "ChangeRows", "EmbeddingStore", "Pins", "Watcher", "weights_in"]
+__all__ = ["EXPORTED", "ChangeRows", "EmbeddingStore", "NewPart", "Pins", "Watcher", "weights_in"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -526,11 +527,14 @@ class EmbeddingStore:
 
     @_between_steps
     @_in_turn
-    def save_snapshot(self, name: str, meta: dict[str, Any], *, overwrite: bool = False) -> SnapshotInfo:
+    def save_snapshot(
+        self, name: str, meta: dict[str, Any], *, overwrite: bool = False, part: NewPart | None = None
+    ) -> SnapshotInfo:
         """Write every row as it is now, durably, under a name.
 
         Args:
             meta: what the caller wants to find again beside the rows, any JSON.
+            part: of which snapshot of several stores this is a part; None = it is one of this store alone.
 
         Returns:
             What the snapshot is.
@@ -539,7 +543,7 @@ class EmbeddingStore:
             StorageError: the name is taken and `overwrite` is off, or the disk fails; the snapshots there are whole.
         """
         self._check_open()
-        return self._rows.save(name, meta, self.step, overwrite=overwrite)
+        return self._rows.save(name, meta, self.step, overwrite=overwrite, part=part)
 
     @_between_steps
     def load_snapshot(self, name: str, *, weights_only: bool = False) -> bool:
@@ -561,11 +565,50 @@ class EmbeddingStore:
         with self.turns:
             self._check_process()
             info = self._rows.check_loads(name, weights_only)
+            if not self._broken:
+                self._rows.check_reads(info, weights_only)
+            return self._load(info, weights_only)
+
+    @_between_steps
+    def check_rows(self, info: SnapshotInfo, owned: OwnedRows | None, *, weights_only: bool, read: bool) -> None:
+        """Raise unless `load_rows` will do what it is asked to, as far as that can be known.
+
+        Args:
+            read: read all rows that take the place of others, so that a damaged one is found before those are gone.
+
+        Raises:
+            StorageError: as `load_snapshot`; the rows here are as they were.
+        """
+        with self.turns:
+            self._check_process()
+            self._check_open()
+            self._rows.check_kind(info, weights_only)
+            if read and not self._broken:
+                self._rows.check_reads(info, weights_only, owned)
+
+    @_between_steps
+    def load_rows(self, info: SnapshotInfo, owned: OwnedRows | None, *, weights_only: bool) -> bool:
+        """Do as `load_snapshot` with a snapshot that `check_rows` has found to fit.
+
+        Args:
+            info: what it is; of the store at the bottom, if `owned` is None.
+            owned: those of its rows that are this store's.
+        """
+        with self.turns:
+            self._check_process()
+            return self._load(info, weights_only, owned)
+
+    @property
+    def _broken(self) -> bool:
+        return self.turns.broken or self._rows.broken
+
+    def _load(self, info: SnapshotInfo, weights_only: bool, owned: OwnedRows | None = None) -> bool:
+        with self.turns:
             broken = self._mend()
             self._check_open()
             try:
                 self.replaced += 1
-                self.step, same = self._rows.load(info, weights_only)
+                self.step, same = self._rows.load(info, weights_only, owned)
             except BaseException as error:
                 if broken or not self._rows.whole:  # Without rows, or with a part of them, there is nothing to go on.
                     self.turns.cut_short(error)
@@ -654,7 +697,7 @@ class EmbeddingStore:
 
     def _mend(self) -> bool:
         """Let a broken store have no rows, and be sound. Returns whether it was broken."""
-        broken = self.turns.broken or self._rows.broken
+        broken = self._broken
         if broken:
             self._rows.dismantle()
             self._prefetched.clear()

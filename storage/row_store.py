@@ -77,8 +77,12 @@ class RowStore(RowSource, Protocol):
 class Snapshots(Protocol):
     """Keeps complete states of all rows, durably, by name. A store may have them or not."""
 
-    def save_snapshot(self, name: str, meta: dict[str, Any], *, overwrite: bool = False) -> "SnapshotInfo":
-        """Keep all rows as they are now; atomic."""
+    def save_snapshot(
+        self, name: str, meta: dict[str, Any], *, overwrite: bool = False, identity: str | None = None,
+        sequence: int = 0,
+    ) -> "SnapshotInfo":  # fmt: skip
+        """Keep all rows as they are now; atomic. Without an identity the snapshot gets one of its own; its number among
+        the snapshots is `sequence` or more."""
 
     def load_snapshot(self, name: str) -> dict[str, Any]:
         """Make a snapshot's rows the rows of the store; returns the `meta` it was saved with."""

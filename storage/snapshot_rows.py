@@ -8,7 +8,7 @@ from oneemb.storage.row_format import WEIGHTS, RowFormat
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.table.geometry import ROW_WIDTH_MAX
 
-__all__ = ["SnapshotRows", "shard_of"]
+__all__ = ["PartOf", "SnapshotRows", "part_of", "shard_of"]
 
 _STEP_MAX = 1 << 62
 
@@ -63,6 +63,40 @@ class SnapshotRows:
         _need(all(type(value) in (int, float) for value in state), name, state)
         _need(_number(step, 0, _STEP_MAX), name, step)
         return cls(RowFormat(layout["dim"], layout["dtype"], optimizer, tuple(state)), step)
+
+
+@dataclass(frozen=True)
+class PartOf:
+    """Which part of which snapshot a table keeps as one of its own.
+
+    Args:
+        name: of the whole.
+        shard: which part; that of the keys whose `owner_of` among the parts is this.
+        shards: how many parts there are.
+    """
+
+    name: str
+    shard: int
+    shards: int
+
+    def to_meta(self, table_name: str) -> dict[str, Any]:
+        """What the meta of the table's snapshot of this name says of this: nothing, if that is the whole."""
+        if self.shards == 1 and table_name == self.name:
+            return {}
+        return {"snapshot": self.name, "shard": [self.shard, self.shards]}
+
+
+def part_of(meta: dict[str, Any], name: str) -> PartOf | None:
+    """What `PartOf.to_meta` has put into the meta of the snapshot `name` of a table; None if nothing.
+
+    Raises:
+        CorruptTableError: it says what no embedding and no writer says.
+    """
+    if "snapshot" not in meta:
+        return None
+    whole = meta["snapshot"]
+    _need(isinstance(whole, str) and 0 < len(whole), name, whole)
+    return PartOf(whole, *shard_of(meta, name))
 
 
 def shard_of(meta: dict[str, Any], name: str) -> tuple[int, int]:

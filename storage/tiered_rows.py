@@ -5,7 +5,7 @@ form (the state of an optimizer that comes later) or another place (a GPU).
 
 Invariants:
 - `relayout` succeeds, or leaves rows, form, place and snapshots as they were;
-- `load` succeeds, or leaves the rows as they were, or says by `whole` that a part of them is gone;
+- `load` succeeds, or leaves the rows as they were, or says by `whole` that some of them are gone;
 - `generation` changes whenever slots handed out before mean nothing any more.
 
 Nothing here is thread-safe: `EmbeddingStore` calls it in a turn.
@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,15 +26,25 @@ from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.loops import Loops
 from oneemb.kernels.threads import Threads
 from oneemb.storage.bottom import Bottom
+from oneemb.storage.owned_rows import OwnedRows
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import RowStore, Snapshots, StorageError
-from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
+from oneemb.storage.snapshot_rows import PartOf, SnapshotRows, shard_of
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiers.hot_rows import HotRows
 from oneemb.storage.tiers.stack import NewRows, StorePlan, check_room, make_tiers
 from oneemb.storage.turns import undisturbed
 
-__all__ = ["ChangeRows", "TieredRows"]
+__all__ = ["ChangeRows", "NewPart", "TieredRows"]
+
+
+class NewPart(NamedTuple):
+    """Of which snapshot a store is about to save its part."""
+
+    name: str
+    identity: str
+    sequence: int
+
 
 ChangeRows = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 """change(table_N, id_N, row_NW) writes other words into the rows of these keys."""
@@ -169,7 +179,7 @@ class TieredRows:
         if SnapshotRows.of_meta(self._bottom.snapshot(name).meta, name).format.same_words(self.format):
             self._snapshots().load_snapshot(name)
         else:
-            self._load_weights(name)
+            self._put_all(name)
         self._reload()
 
     def _say_where_rows_are(self, error: BaseException, second: BaseException, saved: str | None, step: int) -> None:
@@ -273,16 +283,27 @@ class TieredRows:
             )
         return self._store
 
-    def save(self, name: str, meta: dict[str, Any], step: int, *, overwrite: bool = False) -> SnapshotInfo:
+    def save(
+        self, name: str, meta: dict[str, Any], step: int, *, overwrite: bool = False, part: NewPart | None = None
+    ) -> SnapshotInfo:
         """Write every row, durably, under a name; see `EmbeddingStore.save_snapshot`."""
         snapshots = self._snapshots()
         self.hot.flush()
-        return self._save(snapshots, name, meta, step, overwrite=overwrite)
+        return self._save(snapshots, name, meta, step, overwrite=overwrite, part=part)
 
     def _save(
-        self, snapshots: Snapshots, name: str, meta: dict[str, Any], step: int, *, overwrite: bool
-    ) -> SnapshotInfo:
-        return snapshots.save_snapshot(name, SnapshotRows(self.format, step).to_meta(meta), overwrite=overwrite)
+        self, snapshots: Snapshots, name: str, meta: dict[str, Any], step: int, *, overwrite: bool,
+        part: NewPart | None = None,
+    ) -> SnapshotInfo:  # fmt: skip
+        meta, shard = SnapshotRows(self.format, step).to_meta(meta), (self._plan.owner, self._plan.owners)
+        if part is not None:
+            meta |= PartOf(part.name, *shard).to_meta(name)
+            return snapshots.save_snapshot(
+                name, meta, overwrite=overwrite, identity=part.identity, sequence=part.sequence
+            )
+        if shard != (0, 1):  # None of other ranks is beside it: nobody may take it for a whole one.
+            meta["shard"] = list(shard)
+        return snapshots.save_snapshot(name, meta, overwrite=overwrite)
 
     def delete(self, name: str) -> None:
         """Forget a snapshot and free what only it held."""
@@ -297,17 +318,24 @@ class TieredRows:
     def check_loads(self, name: str, weights_only: bool = False) -> SnapshotInfo:
         """Raise StorageError unless a snapshot is there and `load` finds rows of this embedding's kind in it."""
         info = self._bottom.snapshot(name)
+        self.check_kind(info, weights_only)
+        shard, shards = shard_of(info.meta, name)
+        if (shard, shards) != (self._plan.owner, self._plan.owners):
+            raise StorageError(
+                f"snapshot {name!r} in {self._bottom.name} is part {shard} of {shards} of a sharded one; make it whole"
+                f" in one folder with `oneemb reshard --ranks 1`, or bring all parts into one embedding with"
+                " oneemb.import_rows"
+            )
+        return info
+
+    def check_kind(self, info: SnapshotInfo, weights_only: bool = False) -> None:
+        """Raise StorageError unless rows of this snapshot, wherever it is, are of this embedding's kind."""
+        name = info.name
         where, format = f"snapshot {name!r} in {self._bottom.name}", SnapshotRows.of_meta(info.meta, name).format
         if not format.same_weights(self.format):
             raise StorageError(
                 f"{where} holds rows of {format.dim} {format.dtype} weights, this embedding has {self.format.dim}"
                 f" {self.format.dtype}"
-            )
-        shard, shards = shard_of(info.meta, name)
-        if shards != 1:
-            raise StorageError(
-                f"{where} is part {shard} of {shards} of a sharded one; bring all of them into one embedding with"
-                " oneemb.import_rows"
             )
         if self.built and not (weights_only or self._lacks_state_of(format) or self._adds_state_to(format)):
             known = format.optimizer is not None and format.state_width > 0
@@ -317,7 +345,6 @@ class TieredRows:
                     f" optimizer attached is {self.format.optimizer!r} ({self.format.state_width} values); attach"
                     f" {format.optimizer!r}"
                 )
-        return info
 
     def _lacks_state_of(self, format: RowFormat) -> bool:
         """Whether rows here have no state yet, and those have."""
@@ -327,8 +354,26 @@ class TieredRows:
         """Whether rows here have state, and those have none."""
         return format.state_width == 0 < self.format.state_width
 
-    def load(self, info: SnapshotInfo, weights_only: bool = False) -> tuple[int, bool]:
+    def check_reads(self, info: SnapshotInfo, weights_only: bool = False, owned: OwnedRows | None = None) -> None:
+        """Before a `load`: what could go wrong later has to do so while the rows here are still there.
+
+        Raises:
+            StoreFullError, StorageError: the rows do not fit, or cannot be read.
+        """
+        if not len(self):
+            return
+        format = SnapshotRows.of_meta(info.meta, info.name).format
+        self.hot.check_holds(info.rows if owned is None else len(owned))
+        in_memory = None in (self._plan.cache_bytes, self._plan.host_bytes)
+        if owned is not None or in_memory or self._narrower(format, weights_only) or self._wider(format, weights_only):
+            for _ in self._scan(info.name, owned):
+                pass
+
+    def load(self, info: SnapshotInfo, weights_only: bool = False, owned: OwnedRows | None = None) -> tuple[int, bool]:
         """Start from the rows of a snapshot that `check_loads` has found; see `EmbeddingStore.load_snapshot`.
+
+        Args:
+            owned: the rows, if they are not one snapshot of the store at the bottom.
 
         Returns:
             The updates made so far; and False if the rows were given state that the snapshot lacks.
@@ -336,14 +381,7 @@ class TieredRows:
         name, rows = info.name, SnapshotRows.of_meta(info.meta, info.name)
         if weights_only and not self.built:
             self.build()
-        narrower = self.built and not weights_only and self._lacks_state_of(rows.format)
-        wider = self.built and (self._adds_state_to(rows.format) or weights_only and rows.format.state_width > 0)
-        if len(self):
-            # What could go wrong later has to do so while the rows here are still there.
-            self.hot.check_holds(info.rows)
-            if narrower or wider or None in (self._plan.cache_bytes, self._plan.host_bytes):
-                for _ in self._scan(name):
-                    pass
+        narrower, wider = self._narrower(rows.format, weights_only), self._wider(rows.format, weights_only)
         replaced = False
         try:
             if narrower:
@@ -354,10 +392,10 @@ class TieredRows:
             elif self.format.optimizer is None and self.format.state_width == 0 and not weights_only:
                 self.new_rows.format = rows.format
             for tier in self.tiers:
-                tier.check_holds(info.rows)
-            if wider:
+                tier.check_holds(info.rows if owned is None else len(owned))
+            if wider or owned is not None:
                 replaced = True
-                self._load_weights(name)
+                self._put_all(name, owned, with_state=not wider)
             else:
                 self._snapshots().load_snapshot(name)
                 replaced = True
@@ -368,15 +406,25 @@ class TieredRows:
             raise
         return 0 if wider else rows.step, not wider
 
-    def _load_weights(self, name: str) -> None:
-        """Start from the weights of a snapshot, which are given the state of new rows."""
+    def _narrower(self, format: RowFormat, weights_only: bool) -> bool:
+        """Whether a load has to make the tiers anew, for rows with state."""
+        return self.built and not weights_only and self._lacks_state_of(format)
+
+    def _wider(self, format: RowFormat, weights_only: bool) -> bool:
+        """Whether a load has to give rows the state of new ones."""
+        return self.built and (self._adds_state_to(format) or weights_only and format.state_width > 0)
+
+    def _put_all(self, name: str, owned: OwnedRows | None = None, *, with_state: bool = False) -> None:
+        """Start from the rows of a snapshot, put one after another; without state they are given that of new rows."""
         assert self._store is not None
         self._store.clear()
         begin = self.format.state_begin
-        for table_N, id_N, row_NX in self._scan(name):
-            row_NW = np.empty((len(id_N), self.format.row_width), np.float32)
-            row_NW[:, :begin] = row_NX[:, :begin]
-            row_NW[:, begin:] = self.format.state
+        for table_N, id_N, row_NX in self._scan(name, owned):
+            row_NW = row_NX
+            if not with_state:
+                row_NW = np.empty((len(id_N), self.format.row_width), np.float32)
+                row_NW[:, :begin] = row_NX[:, :begin]
+                row_NW[:, begin:] = self.format.state
             self._store.put(table_N, id_N, row_NW)
 
     def copy_from(self, source: "TieredRows", *, with_state: bool, change: ChangeRows | None) -> None:
@@ -402,15 +450,16 @@ class TieredRows:
             self._store.put(table_N, id_N, row_NW)
         self._reload()
 
-    def _scan(self, name: str) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """All rows of a snapshot. Ctrl-C comes between two parts."""
-        reader = self._bottom.read(name)
+    def _scan(self, name: str, owned: OwnedRows | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """All rows of a snapshot of the store at the bottom, or those given. Ctrl-C comes between two batches."""
+        reader = self._bottom.read(name) if owned is None else owned
         try:
-            for part in reader.scan():
+            for batch in reader.scan():
                 undisturbed.raise_interrupt()
-                yield part
+                yield batch
         finally:
-            reader.close()
+            if owned is None:
+                reader.close()
 
 
 def _close_dropped(store: RowStore) -> None:

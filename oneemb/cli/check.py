@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from oneemb.cli.output import FOLDER, json_option, progress_bar, size_text, tell
-from oneemb.cli.snapshots import need_own_table
+from oneemb.cli.snapshots import need_own_tables
 
 if TYPE_CHECKING:
     from oneemb.storage.table.check import CheckResult
@@ -22,15 +22,16 @@ __all__ = ["check", "compact"]
 def check(ctx: click.Context, path: str, as_json: bool) -> None:
     """Find damage: what is not what was written.
 
-    Every byte that the snapshots at PATH need is compared with its checksum, and every reference followed. Reads only,
+    Every byte that the snapshots at PATH need is compared with its checksum, and every reference followed; of the
+    snapshots of ranks that have their tables there, whether all parts are there. Reads only,
     beside a job that writes too. Exits with 1 and a list when something contradicts. Tables of OneFlow have
     no checksums: their files are compared with each other.
     """
     from oneemb.storage.foreign.oneflow_table import is_oneflow_table
-    from oneemb.storage.table.check import check_table
+    from oneemb.storage.parts_check import check_parts
 
     with progress_bar(as_json, "checking", "B") as move:
-        result = _check_oneflow(path, move) if is_oneflow_table(path) else check_table(path, progress=move)
+        result = _check_oneflow(path, move) if is_oneflow_table(path) else check_parts(path, progress=move)
     tell(
         as_json,
         {"path": path, "sound": not result.problems, **asdict(result)},
@@ -82,17 +83,29 @@ def _check_oneflow(path: str, move: Callable[[int, int], None]) -> "CheckResult"
 def compact(path: str, remove_orphans: bool, as_json: bool) -> None:
     """Free the disk space that snapshots do not need.
 
-    No job may have the table: one that has compacts by itself. A crash leaves every
+    PATH is the folder of a table, or that in which ranks have theirs. No job may have one: it compacts by itself. A
+    crash leaves every
     snapshot at PATH whole. Files of snapshots that somebody else has removed stay until --remove-orphans is given.
     """
+    from oneemb.storage.part_folders import sweep_folder
+    from oneemb.storage.snapshot_parts import look_at
     from oneemb.storage.table.compact_snapshots import compact_snapshots
+    from oneemb.storage.table.compaction import CompactionResult
     from oneemb.storage.table.table_info import table_info
 
-    need_own_table(path)
-    before = table_info(path).disk_bytes
+    need_own_tables([path])
+    found = look_at([path])
+    before = sum(table_info(folder).disk_bytes for folder in found.folders)
+    result = CompactionResult()
     with progress_bar(as_json, "moving", "rows") as move:
-        result = compact_snapshots(path, remove_orphans=remove_orphans, progress=move)
-    after = table_info(path).disk_bytes
+        for folder in found.folders:
+            if len(found.folders) > 1:  # Of one folder alone nobody knows what is a leftover.
+                sweep_folder(folder, found)
+            one = compact_snapshots(folder, remove_orphans=remove_orphans, progress=move)
+            result.chunks += one.chunks
+            result.rows_moved += one.rows_moved
+            result.bytes_freed += one.bytes_freed
+    after = sum(table_info(folder).disk_bytes for folder in found.folders)
     tell(
         as_json,
         {"path": path, **asdict(result), "disk_bytes_before": before, "disk_bytes": after},

@@ -15,6 +15,7 @@ import click
 
 from oneemb.cli.check import check, compact
 from oneemb.cli.inspect import inspect
+from oneemb.cli.reshard import reshard_command
 from oneemb.cli.rows import export_command, import_command
 from oneemb.cli.snapshots import snapshot
 
@@ -69,5 +70,5 @@ def oneemb() -> None:
     """Embedding tables on disk: what they hold, whether they are sound, and the way in and out."""
 
 
-for _command in (inspect, check, compact, snapshot, export_command, import_command):
+for _command in (inspect, check, compact, snapshot, export_command, import_command, reshard_command):
     oneemb.add_command(_command)

@@ -1,14 +1,16 @@
 """The command `inspect`: what a table holds."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
 from oneemb.cli.output import FOLDER, json_option, size_text, table_lines, tell
 
 if TYPE_CHECKING:
+    from oneemb.storage.snapshot_parts import FoundParts
     from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
 __all__ = ["inspect"]
@@ -18,16 +20,21 @@ __all__ = ["inspect"]
 @click.argument("path", type=FOLDER)
 @json_option
 def inspect(path: str, as_json: bool) -> None:
-    """Show what a table holds.
+    """Show what a table holds, or the tables of ranks.
 
     The snapshots at PATH, the disk they take, and who writes there. Reads only, beside a job that writes too.
     """
     from oneemb.storage.foreign.oneflow_table import is_oneflow_table
+    from oneemb.storage.snapshot_parts import look_at
     from oneemb.storage.table.recovery import lost_text
     from oneemb.storage.table.table_info import table_info
 
     if is_oneflow_table(path):
         _inspect_oneflow(path, as_json)
+        return
+    found = look_at([path])
+    if found.folders != [path]:
+        _inspect_ranks(path, found, as_json)
         return
     info = table_info(path)
     snapshots = [_described(snapshot) for snapshot in info.snapshots]
@@ -48,15 +55,6 @@ def inspect(path: str, as_json: bool) -> None:
         "lost_more": info.lost_more,
         "kept": info.kept,
     }
-    columns = ("name", "rows", "weights", "state", "optimizer", "step", "bytes", "saved")
-    rows = [
-        (
-            saved["name"], f"{saved['rows']:,}", f"{saved['dim']} {saved['dtype']}" if saved["dim"] else "-",
-            str(saved["state_width"]), saved["optimizer"] or "-", str(saved["step"]), size_text(saved["bytes"]),
-            saved["created"],
-        )
-        for saved in snapshots
-    ]  # fmt: skip
     version = f" {result['format_version']}" if snapshots else ""
     tell(
         as_json,
@@ -65,11 +63,70 @@ def inspect(path: str, as_json: bool) -> None:
         + (f"held by {info.holder}" if info.holder else "nobody writes to it"),
         f"{size_text(info.disk_bytes)} on disk in {info.chunks} chunks: {size_text(info.live_bytes)} of rows in"
         f" snapshots, {size_text(info.garbage_bytes)} of garbage and lists; {size_text(unsaved)} in no snapshot",
-        *table_lines(columns, rows, "no snapshots"),
+        *_lines(snapshots),
         *(f"damaged: {reason}" for reason in info.damaged.values()),
         *([f"lost: {lost_text(info.lost, info.lost_more, len(info.kept))}"]
           if info.lost or info.lost_more or info.kept else []),
     )  # fmt: skip
+
+
+def _inspect_ranks(path: str, found: "FoundParts", as_json: bool) -> None:
+    """Show what the tables in the folders of ranks hold together."""
+    from oneemb.storage.snapshot_parts import incomplete_text
+    from oneemb.storage.table.recovery import lost_text
+    from oneemb.storage.table.table_info import table_info
+
+    infos = {folder: table_info(folder) for folder in found.folders}
+    snapshots = [
+        _described(whole.info) | {"shard": None, "shards": len(whole.parts), "folders": [p.folder for p in whole.parts]}
+        for whole in found.snapshots()
+    ]
+    incomplete = {parts[0].whole.name: incomplete_text(parts) for parts in found.incomplete()}
+    result = {
+        "path": path,
+        "format": "oneemb",
+        "snapshots": snapshots,
+        "incomplete": incomplete,
+        "folders": {
+            folder: {
+                "holder": info.holder, "chunks": info.chunks, "disk_bytes": info.disk_bytes,
+                "live_bytes": info.live_bytes, "garbage_bytes": info.garbage_bytes,
+                "unsaved_bytes": info.disk_bytes - info.needed_bytes, "damaged": info.damaged, "lost": info.lost,
+                "lost_more": info.lost_more, "kept": info.kept,
+            }
+            for folder, info in infos.items()
+        },
+    }  # fmt: skip
+    tables = [
+        (folder, size_text(info.disk_bytes), size_text(info.live_bytes), info.holder or "nobody")
+        for folder, info in infos.items()
+    ]
+    tell(
+        as_json,
+        result,
+        f"{path}: {len(infos)} tables of oneemb",
+        *table_lines(("folder", "on disk", "rows in snapshots", "held by"), tables, "no tables"),
+        *_lines(snapshots),
+        *(f"incomplete: {reason}" for reason in incomplete.values()),
+        *(f"damaged: {reason}" for info in infos.values() for reason in info.damaged.values()),
+        *(f"lost: {folder}: {lost_text(info.lost, info.lost_more, len(info.kept))}" for folder, info in infos.items()
+          if info.lost or info.lost_more or info.kept),
+    )  # fmt: skip
+
+
+def _lines(snapshots: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The snapshots as lines of a table."""
+    columns = ("name", "rows", "weights", "state", "optimizer", "step", "bytes", "saved")
+    several = any((saved["shards"] or 1) > 1 for saved in snapshots)
+    rows = [
+        (
+            saved["name"], f"{saved['rows']:,}", f"{saved['dim']} {saved['dtype']}" if saved["dim"] else "-",
+            str(saved["state_width"]), saved["optimizer"] or "-", str(saved["step"]), size_text(saved["bytes"]),
+            saved["created"], *([str(saved["shards"])] if several else []),
+        )
+        for saved in snapshots
+    ]  # fmt: skip
+    return table_lines((*columns, "parts") if several else columns, rows, "no snapshots")
 
 
 def _inspect_oneflow(path: str, as_json: bool) -> None:

@@ -36,7 +36,7 @@ def export_command(
     """
     from oneemb.rows.export_rows import export_rows
 
-    name = name or only_snapshot(path)
+    name = name or only_snapshot([path, *shard])
     with progress_bar(as_json, "exporting", "rows") as move:
         rows = export_rows(
             [path, *shard], target[0] if len(target) == 1 else target, snapshot=name, table=table,
@@ -112,7 +112,7 @@ def _table_reader(
     from oneemb.rows.reader import make_persistent_table_reader
     from oneemb.storage.foreign.oneflow_table import is_oneflow_table, read_oneflow_geometry
 
-    name = name or only_snapshot(paths[0])
+    name = name or only_snapshot(paths)
     if not is_oneflow_table(paths[0]):
         return make_persistent_table_reader(paths, name, "int64", "float32", batch_size=batch_size)
     key_type = f"int{8 * read_oneflow_geometry(paths[0]).key_bytes}"

@@ -1,10 +1,13 @@
 """The commands `snapshot list` and `snapshot delete`, and what other commands ask about the snapshots of a table."""
 
+import os
+from collections.abc import Sequence
+
 import click
 
 from oneemb.cli.output import FOLDER, json_option, size_text, tell
 
-__all__ = ["need_own_table", "only_snapshot", "snapshot"]
+__all__ = ["need_own_tables", "only_snapshot", "snapshot"]
 
 
 @click.group()
@@ -16,44 +19,46 @@ def snapshot() -> None:
 @click.argument("path", type=FOLDER)
 @json_option
 def list_snapshots(path: str, as_json: bool) -> None:
-    """List the snapshots of the table at PATH, oldest first.
+    """List the snapshots of the table at PATH, or of the ranks that have their tables there, oldest first.
 
-    Those that cannot be read are named beside the list, with the reason.
+    Those that cannot be read, or of which parts are missing, are named beside the list, with the reason.
     """
-    names, damaged = snapshot_names(path)
-    tell(as_json, {"path": path, "snapshots": names, "damaged": damaged}, *(names or ["no snapshots"]))
+    names, damaged, incomplete = snapshot_names([path])
+    result = {"path": path, "snapshots": names, "damaged": damaged, "incomplete": incomplete}
+    tell(as_json, result, *(names or ["no snapshots"]))
     if not as_json:
         for name, reason in damaged.items():
             click.echo(f"damaged: {name!r}: {reason}", err=True)
+        for reason in incomplete.values():
+            click.echo(f"incomplete: {reason}", err=True)
 
 
 @snapshot.command("delete")
 @click.argument("path", type=FOLDER)
 @click.argument("name")
+@click.option("--shard", multiple=True, type=FOLDER, help="Another folder of a sharded snapshot; may be repeated.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @json_option
-def delete_snapshot(path: str, name: str, yes: bool, as_json: bool) -> None:
+def delete_snapshot(path: str, name: str, shard: tuple[str, ...], yes: bool, as_json: bool) -> None:
     """Delete a snapshot and free what only it used.
 
-    NAME is a snapshot of the table at PATH. No job may have the table.
+    NAME is a snapshot of the table at PATH, or of the ranks that have their tables there. No job may have them.
     """
-    from oneemb.kernels.threads import Threads
-    from oneemb.storage.fs import LocalFileSystem
-    from oneemb.storage.table.persistent_table import PersistentTable
-    from oneemb.storage.table.snapshot_file import SnapshotFiles
+    from oneemb.storage.part_folders import PartRemoval, to_remove
+    from oneemb.storage.snapshot_parts import look_at
     from oneemb.storage.table.table_info import table_info
 
-    need_own_table(path)
-    files = SnapshotFiles(LocalFileSystem(), f"{path}/snapshots")
-    if name not in files.names():
-        raise files.not_found(name)
+    paths = [path, *shard]
+    need_own_tables(paths)
+    found = look_at(paths)
+    removals = to_remove(found, name)
     if not yes:
-        click.confirm(f"Delete snapshot {name!r} of {path} for good?", abort=True, err=True)
-    before = table_info(path).disk_bytes
-    # The table starts empty, so the width of its rows plays no part.
-    with PersistentTable.open(path, row_width=1, threads=Threads(1), background=False) as table:
-        table.delete_snapshot(name)
-    freed = before - table_info(path).disk_bytes
+        click.confirm(f"Delete snapshot {name!r} of {', '.join(paths)} for good?", abort=True, err=True)
+    before = sum(table_info(folder).disk_bytes for folder in found.folders)
+    for snapshots in removals:
+        with PartRemoval(snapshots, {}) as remove:
+            remove()
+    freed = before - sum(table_info(folder).disk_bytes for folder in found.folders)
     tell(
         as_json,
         {"path": path, "deleted": name, "bytes_freed": freed},
@@ -61,32 +66,45 @@ def delete_snapshot(path: str, name: str, yes: bool, as_json: bool) -> None:
     )
 
 
-def need_own_table(path: str) -> None:
-    """Raise unless a table of oneemb lies there."""
+def need_own_tables(paths: Sequence[str]) -> None:
+    """Raise unless tables of oneemb lie there."""
     from oneemb.storage.foreign.oneflow_table import is_oneflow_table
     from oneemb.storage.fs import LocalFileSystem
+    from oneemb.storage.snapshot_parts import folders_at
     from oneemb.storage.table.table_info import need_table
 
-    if is_oneflow_table(path):
-        raise ValueError(f"{path} holds a table of OneFlow, which is read here and not changed; use OneFlow for that")
-    need_table(LocalFileSystem(), path)
+    for path in paths:
+        if is_oneflow_table(path):
+            raise ValueError(
+                f"{path} holds a table of OneFlow, which is read here and not changed; use OneFlow for that"
+            )
+        if not folders_at([path]):
+            need_table(LocalFileSystem(), path)
 
 
-def snapshot_names(path: str) -> tuple[list[str], dict[str, str]]:
-    """The snapshots of a table, and of those that cannot be read the reason."""
+def snapshot_names(paths: Sequence[str]) -> tuple[list[str], dict[str, str], dict[str, str]]:
+    """The snapshots of a table, or of several; of those that cannot be read, and of those that are not whole, why."""
     from oneemb.storage.foreign.oneflow_table import is_oneflow_table, oneflow_snapshots
-    from oneemb.storage.table.table_info import snapshots_at
+    from oneemb.storage.snapshot_parts import incomplete_text, look_at
 
-    if is_oneflow_table(path):
-        return oneflow_snapshots(path), {}
-    found, damaged = snapshots_at(path)
-    return [info.name for info in found], damaged
+    if is_oneflow_table(paths[0]):
+        return oneflow_snapshots(paths[0]), {}, {}
+    found = look_at(paths)
+    damaged = {
+        one.name if one.folder in paths else f"{os.path.basename(one.folder)}/{one.name}": one.reason
+        for one in found.damaged
+    }
+    incomplete = {parts[0].whole.name: incomplete_text(parts) for parts in found.incomplete()}
+    return [one.name for one in found.snapshots()], damaged, incomplete
 
 
-def only_snapshot(path: str) -> str:
+def only_snapshot(paths: Sequence[str]) -> str:
     """The only snapshot of a table."""
-    names, damaged = snapshot_names(path)
+    names, damaged, incomplete = snapshot_names(paths)
     if len(names) != 1:
-        there = ", ".join([*map(repr, names), *(f"{name!r}, which is damaged" for name in damaged)]) or "none"
-        raise ValueError(f"{path} must have one snapshot, or one must be named with an option; there are: {there}")
+        there = ", ".join([
+            *map(repr, names), *(f"{name!r}, which is damaged" for name in damaged),
+            *(f"{name!r}, which is not whole" for name in incomplete),
+        ]) or "none"  # fmt: skip
+        raise ValueError(f"{paths[0]} must have one snapshot, or one must be named with an option; there are: {there}")
     return names[0]

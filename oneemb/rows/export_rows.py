@@ -47,7 +47,9 @@ def export_rows(
 
     Args:
         source: an embedding, whose rows are exported as they are at the call; or the folder of a persistent table, or
-            the folders of a sharded one.
+            that in which ranks have theirs, or the folders of a sharded one. Of an embedding of several ranks every
+            rank makes the call; the first one writes the rows of all, and has to see their folders, and the others
+            wait. What takes longer than their process group waits is exported from a snapshot, beside the job.
         target: a file `.npz`, `.parquet` or `.safetensors`; or files `.npy`: (keys, values), (keys, values, tables)
             or (keys, values, tables, state).
         snapshot: which snapshot; only for a folder.
@@ -80,14 +82,9 @@ def export_rows(
     if batch_size < 1:
         raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
     paths = _target_paths(target, table, with_state)
-    for path in paths:
-        if os.path.exists(path) and not overwrite:
-            raise FileExistsError(f"{path} exists; give overwrite=True to replace it, or another name")
-        if os.path.isdir(path):
-            raise ValueError(f"{path} is a folder; give the name of a file")
-        if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-            raise FileNotFoundError(f"{os.path.dirname(os.path.abspath(path))} is not a folder; make it first")
     embedding = as_embedding(source)
+    if embedding is None or embedding.ranks is None:
+        _check_targets(paths, overwrite)
     if embedding is None:
         if snapshot is None:
             raise ValueError("give snapshot=..., the name of the snapshot to export")
@@ -99,6 +96,17 @@ def export_rows(
             f"table must be from 0 to {embedding.num_tables - 1}, those of {embedding.name!r}, got {table}"
         )
     store, name = embedding.store, f"{EXPORTED}{uuid.uuid4().hex[:8]}"
+    if embedding.ranks is not None:
+        first = embedding.ranks.rank == 0
+
+        def export(folders: list[str], name: str) -> int:
+            return _export(folders, name, paths, table, with_state, batch_size, progress) if first else 0
+
+        def check() -> None:
+            if first:
+                _check_targets(paths, overwrite)
+
+        return embedding.rank_snapshots.export(name, check, export)
     try:
         try:
             store.save_snapshot(name, {})
@@ -107,6 +115,16 @@ def export_rows(
             _delete_if_there(store, name)
     finally:
         _delete_if_there(store, name)  # Ctrl-C may have come before the first call, or in the middle of it.
+
+
+def _check_targets(paths: list[str], overwrite: bool) -> None:
+    for path in paths:
+        if os.path.exists(path) and not overwrite:
+            raise FileExistsError(f"{path} exists; give overwrite=True to replace it, or another name")
+        if os.path.isdir(path):
+            raise ValueError(f"{path} is a folder; give the name of a file")
+        if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+            raise FileNotFoundError(f"{os.path.dirname(os.path.abspath(path))} is not a folder; make it first")
 
 
 def _delete_if_there(store: EmbeddingStore, name: str) -> None:
@@ -131,6 +149,7 @@ def _export(
             seen = written = 0
             tables: set[int] = set()
             for table_N, id_N, row_NW in whole_batches(reader.scan(), batch_size):
+                undisturbed.raise_interrupt()
                 seen += len(id_N)
                 if table is not None:
                     tables.update(np.unique(table_N).tolist())

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 import numpy as np
 
 from oneemb.kernels.hash_index import TABLE_MAX
+from oneemb.kernels.owner import owner_of
 from oneemb.kernels.unique_keys import unique_keys
 from oneemb.rows.arguments import AnyDtype, Paths, as_embedding, as_list, name_of
 from oneemb.rows.files import SUFFIXES, Batch, Columns, Progress, RowFile, checked_batch, suffix_of, whole_batches
@@ -28,7 +29,6 @@ from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.row_format import WEIGHTS, RowFormat
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_rows import SnapshotRows
-from oneemb.storage.step_lock import between_steps
 from oneemb.storage.turns import undisturbed
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ def import_rows(
     progress: Progress | None = None,
 ) -> int:
     """Bring rows into an embedding, or into a new snapshot for an embedding to load.
+
+    Every rank of an embedding makes the call, with the same source, and keeps the rows that it owns.
 
     In a live embedding the rows' weights take the place of those it has; its other rows stay, and so does optimizer
     state: new rows get that of new rows. Of equal keys the last one counts.
@@ -120,35 +122,44 @@ def import_rows(
         raise ValueError("snapshot and dtype are for the folder of a table, the target is an embedding; leave them out")
     if embedding is None and not snapshot:
         raise ValueError("give snapshot=..., the name of the new snapshot")
-    with closing(_open_source(source, columns, with_state)) as rows:
+
+    def read() -> int:
+        with closing(_open_source(source, columns, with_state)) as rows:
+            return bring(rows)
+
+    def bring(rows: RowFile) -> int:
         description = _description_of(rows, with_state)
         weight_dtype = description.format.dtype if dtype is None else name_of(dtype)
         if weight_dtype not in WEIGHTS:
             raise TypeError(f"dtype must be {', '.join(WEIGHTS)} or None, got {dtype}")
+        done = 0
+        with ExitStack() as opened:
+            sink: _IntoEmbedding | _IntoSnapshot
+            if embedding is not None:
+                sink = opened.enter_context(_IntoEmbedding(embedding, description, with_state))
+            else:
+                paths = as_list(cast(Paths, target))
+                with undisturbed:  # The sink locks the paths: an interrupt may not come before its context begins.
+                    sink = _IntoSnapshot(paths, str(snapshot), description, weight_dtype, physical_block_size)
+                    opened.enter_context(sink)
+            for batch in rows.scan(batch_size):
+                undisturbed.raise_interrupt()
+                if batch.table_N is None:
+                    batch = batch._replace(table_N=np.full(len(batch.id_N), table, np.int32))
+                if not allow_nonfinite:
+                    _check_finite(batch, names, state)
+                sink.put(batch)
+                done += len(batch.id_N)
+                if progress is not None:
+                    progress(done, rows.size)
+        return done
 
-        def bring() -> int:
-            done = 0
-            with ExitStack() as opened:
-                sink: _IntoEmbedding | _IntoSnapshot
-                if embedding is not None:
-                    sink = opened.enter_context(_IntoEmbedding(embedding, description, with_state))
-                else:
-                    paths = as_list(cast(Paths, target))
-                    with undisturbed:  # The sink locks the paths: an interrupt may not come before its context begins.
-                        sink = _IntoSnapshot(paths, str(snapshot), description, weight_dtype, physical_block_size)
-                        opened.enter_context(sink)
-                for batch in rows.scan(batch_size):
-                    if batch.table_N is None:
-                        batch = batch._replace(table_N=np.full(len(batch.id_N), table, np.int32))
-                    if not allow_nonfinite:
-                        _check_finite(batch, names, state)
-                    sink.put(batch)
-                    done += len(batch.id_N)
-                    if progress is not None:
-                        progress(done, rows.size)
-            return done
-
-        return between_steps(() if embedding is None else (embedding.store.step_lock,), "import_rows", bring)
+    if embedding is None:
+        return read()
+    snapshots, counts = embedding.rank_snapshots, list[int]()
+    what = snapshots.words("import_rows")
+    snapshots.together("import_rows", lambda: snapshots.agree(what, lambda: counts.append(read())))
+    return counts[0]
 
 
 def _open_source(source: Source, columns: Columns, with_state: bool) -> RowFile:
@@ -320,8 +331,9 @@ class _IntoEmbedding:
         not_padding = np.flatnonzero(unique.inverse_N >= 0)
         last_U[unique.inverse_N[not_padding]] = not_padding
         row_NW = encode_rows(row_format, batch.weight_ND, batch.state_NZ if row_format.state_width else None)
-        for begin in range(0, len(last_U), self._put_max):
-            u = slice(begin, begin + self._put_max)
+        own_U = np.flatnonzero(owner_of(unique.table_U, unique.id_U, store.plan.owners) == store.plan.owner)
+        for begin in range(0, len(own_U), self._put_max):
+            u = own_U[begin : begin + self._put_max]
             store.put(unique.table_U[u], unique.id_U[u], row_NW[last_U[u]])
 
     def __enter__(self) -> "_IntoEmbedding":

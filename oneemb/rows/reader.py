@@ -13,12 +13,11 @@ from oneemb.rows.values import state_of, weights_of
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError
 from oneemb.storage.foreign.oneflow_reader import OneFlowReader
 from oneemb.storage.foreign.oneflow_table import is_oneflow_table
-from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError
-from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
+from oneemb.storage.snapshot_parts import folders_at, look_at
+from oneemb.storage.snapshot_rows import SnapshotRows
 from oneemb.storage.table.snapshot_reader import SnapshotReader
-from oneemb.storage.table.table_info import need_table
 
 __all__ = ["PersistentTableReader", "make_persistent_table_reader"]
 
@@ -89,7 +88,7 @@ def make_persistent_table_reader(
     """Read the rows of a snapshot, a batch at a time in constant memory, beside a job that writes.
 
     Args:
-        paths: the table's folder, or those of a sharded one, in any order.
+        paths: the table's folder, or that in which ranks have theirs, or those of a sharded one, in any order.
         snapshot_name: which snapshot.
         key_type: int64 or int32, of torch or NumPy. From OneFlow it must be as wide as the table's keys; unsigned keys
             come as the signed ones of the same bits.
@@ -127,12 +126,12 @@ def make_persistent_table_reader(
             raise ValueError("embedding_dim is for tables of OneFlow, this one says what its rows are; leave it out")
         sources = _snapshot_sources(path_list, snapshot_name)
     rows = sources[0].rows
-    for source, path in zip(sources, path_list, strict=True):
+    for source in sources:
         row_format = source.rows.format
         if not row_format.same_words(rows.format) or storage_dim not in (None, row_format.storage_dim):
             raise StorageError(
-                f"snapshot {snapshot_name!r} in {path} has storage_dim {row_format.storage_dim} ({row_format.dim}"
-                f" {row_format.dtype} weights, {row_format.state_width} of state), asked for"
+                f"snapshot {snapshot_name!r} in {source.path} has storage_dim {row_format.storage_dim}"
+                f" ({row_format.dim} {row_format.dtype} weights, {row_format.state_width} of state), asked for"
                 f" {storage_dim or rows.format.storage_dim}; give {row_format.storage_dim}, or leave it out"
             )
     if value_dtype == np.float16 and (rows.format.dtype != "float16" or rows.format.state_width):
@@ -143,6 +142,7 @@ def make_persistent_table_reader(
 class _Source(Protocol):
     """The rows of a snapshot in one path."""
 
+    path: str
     rows: SnapshotRows
 
     def __len__(self) -> int: ...
@@ -154,18 +154,9 @@ class _Source(Protocol):
 
 class _SnapshotSource:
     def __init__(self, path: str, name: str):
-        try:
-            self._reader = SnapshotReader.open(path, name)
-        except SnapshotNotFoundError as error:
-            if is_oneflow_table(path):
-                raise StorageError(f'{path} holds a table of OneFlow; read it with format="oneflow"') from error
-            try:
-                need_table(LocalFileSystem(), path)
-            except StorageError as no_table:
-                raise SnapshotNotFoundError(f"no snapshot named {name!r}: {no_table}") from error
-            raise
-        self.meta = self._reader.info.meta
-        self.rows = SnapshotRows.of_meta(self.meta, name)
+        self.path = path
+        self._reader = SnapshotReader.open(path, name)
+        self.rows = SnapshotRows.of_meta(self._reader.info.meta, name)
         if self.rows.format.row_width != self._reader.row_width:
             raise CorruptTableError(
                 f"snapshot {name!r} in {path} says that its rows are {self.rows.format}, which take"
@@ -184,6 +175,7 @@ class _SnapshotSource:
 
 class _OneFlowSource:
     def __init__(self, path: str, name: str, key_dtype: np.dtype, embedding_dim: int | None):
+        self.path = path
         self._reader = OneFlowReader(path, name)
         key_bytes = self._reader.geometry.key_bytes
         if key_dtype.itemsize != key_bytes:
@@ -207,12 +199,21 @@ class _OneFlowSource:
 
 def _snapshot_sources(paths: list[str], name: str) -> list[_SnapshotSource]:
     """The parts of a snapshot; StorageError unless the paths are all that it was written to, each once."""
-    sources = [_SnapshotSource(path, name) for path in paths]
-    shards = [shard_of(source.meta, name) for source in sources]
-    number = shards[0][1]
-    if sorted(shard for shard, of in shards if of == number) != list(range(number)):
-        raise StorageError(
-            f"snapshot {name!r} lies in {number} paths and each is needed once, got {len(paths)} that hold the parts"
-            f" {', '.join(f'{shard} of {of}' for shard, of in shards)}: {', '.join(paths)}"
-        )
-    return sources
+    for path in paths:
+        if is_oneflow_table(path):
+            raise StorageError(f'{path} holds a table of OneFlow; read it with format="oneflow"')
+    try:
+        found = look_at(paths)
+    except StorageError as error:
+        raise SnapshotNotFoundError(f"no snapshot named {name!r}: {error}") from error
+    snapshot = found.get(name)
+    used = {part.folder for part in snapshot.parts}
+    for n, path in enumerate(paths):
+        if path in paths[:n] or used.isdisjoint(folders_at([path])):
+            raise StorageError(
+                f"snapshot {name!r} lies in {len(used)} paths and each is needed once, {path} is given beyond those:"
+                f" {', '.join(paths)}"
+            )
+    # A rank that had no rows yet may not have known what state they have.
+    parts = [part for part in snapshot.parts if part.info.rows] or snapshot.parts[:1]
+    return [_SnapshotSource(part.folder, part.info.name) for part in parts]

@@ -1,9 +1,10 @@
 """Rows into snapshots as NumPy arrays, without an embedding: for pretrained vectors.
 
-Invariant: a snapshot written to several paths is in all of them or, unless the process ends in the middle, in none.
+Invariant: a snapshot written to several paths is whole or not there, as that of ranks is, whatever ends the process.
 """
 
 import os
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -19,11 +20,15 @@ from oneemb.rows.values import encode_rows
 from oneemb.storage.errors import SnapshotExistsError
 from oneemb.storage.foreign.oneflow_table import is_oneflow_table, oneflow_owner_of
 from oneemb.storage.foreign.oneflow_writer import OneFlowWriter
+from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.part_folders import sweep_folder
 from oneemb.storage.row_format import WEIGHTS, RowFormat
 from oneemb.storage.row_store import StorageError
-from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.snapshot_parts import FoundParts, find_parts, folders_at, table_name_of
+from oneemb.storage.snapshot_rows import PartOf, SnapshotRows
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.turns import undisturbed
+from oneemb.storage.unfinished import mark, unmark
 
 __all__ = ["PersistentTableWriter", "make_persistent_table_writer", "open_writer"]
 
@@ -108,6 +113,8 @@ class PersistentTableWriter:
                 for sink in self._sinks:
                     sink.save()
                     saved.append(sink)
+                for sink in self._sinks:
+                    sink.announce()
             except BaseException:
                 for sink in saved:
                     with suppress(StorageError):
@@ -195,11 +202,18 @@ def open_writer(
 ) -> PersistentTableWriter:  # fmt: skip
     """A writer of rows whose format and step are known, such as those of another snapshot."""
 
-    def sink(shard: int, path: str) -> _Sink:
+    for path in paths:
         if is_oneflow_table(path):
             raise StorageError(f'{path} holds a table of OneFlow; choose another folder, or give format="oneflow"')
-        meta = rows.to_meta({}) | ({"shard": [shard, len(paths)]} if len(paths) > 1 else {})
-        return _TableSink(path, name, rows.format, meta, physical_block_size)
+    found, identity = find_parts(folders_at(paths)), uuid.uuid4().hex
+    if taken := found.folders_with(name):
+        raise SnapshotExistsError(
+            f"{', '.join(taken)} has a snapshot {name!r} already; delete it, or take another name"
+        )
+
+    def sink(shard: int, path: str) -> _Sink:
+        part = PartOf(name, shard, len(paths))
+        return _TableSink(path, found, part, identity, rows, physical_block_size)
 
     return PersistentTableWriter(_open_all(sink, paths), owner_of, rows, key_dtype, value_dtype, True)
 
@@ -229,28 +243,44 @@ class _Sink(Protocol):
 
     def save(self) -> None: ...
 
+    def announce(self) -> None:
+        """All paths have been saved to."""
+
     def remove_snapshot(self) -> None: ...
 
     def close(self) -> None: ...
 
 
 class _TableSink:
-    def __init__(self, path: str, name: str, row_format: RowFormat, meta: dict[str, object], physical_block_size: int):
-        self._name, self._meta = name, meta
+    def __init__(
+        self, path: str, found: FoundParts, part: PartOf, identity: str, rows: SnapshotRows, physical_block_size: int
+    ):
+        self._path, self._identity, self._fs = path, identity, LocalFileSystem()
+        self._sequence = found.next_sequence
+        self._marked = [identity] if part.shards > 1 else []
         self._table = PersistentTable.open(
-            path, row_width=row_format.row_width, physical_block_size=physical_block_size, threads=Threads(1)
+            path, row_width=rows.format.row_width, physical_block_size=physical_block_size, threads=Threads(1)
         )
-        if any(info.name == name for info in self._table.snapshots()):
+        try:
+            sweep_folder(path, found, self._table.delete_snapshot)
+            self._name = table_name_of(part.name, identity, path)
+            self._meta = rows.to_meta({}) | part.to_meta(self._name)
+        except BaseException:
             self._table.close()
-            raise SnapshotExistsError(f"{path} has a snapshot {name!r} already; delete it, or take another name")
+            raise
         self.put = self._table.put
         self.close = self._table.close
 
     def save(self) -> None:
-        self._table.save_snapshot(self._name, self._meta)
+        mark(self._fs, self._path, self._marked)
+        self._table.save_snapshot(self._name, self._meta, identity=self._identity, sequence=self._sequence)
+
+    def announce(self) -> None:
+        unmark(self._fs, self._path, self._marked)
 
     def remove_snapshot(self) -> None:
         self._table.delete_snapshot(self._name)
+        unmark(self._fs, self._path, self._marked)
 
 
 class _OneFlowSink:
@@ -262,6 +292,9 @@ class _OneFlowSink:
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
         self._writer.put(id_U, row_UW)
+
+    def announce(self) -> None:
+        pass  # OneFlow's files do not say of which snapshot they are a part.
 
 
 def _open_all(sink: Callable[[int, str], _Sink], paths: list[str]) -> list[_Sink]:

@@ -243,7 +243,10 @@ class PersistentTable:
             self._begin(settle=False)
             self._writer.write_out()
 
-    def save_snapshot(self, name: str, meta: dict[str, Any], *, overwrite: bool = False) -> SnapshotInfo:
+    def save_snapshot(
+        self, name: str, meta: dict[str, Any], *, overwrite: bool = False, identity: str | None = None,
+        sequence: int = 0,
+    ) -> SnapshotInfo:  # fmt: skip
         """Keep all rows as they are now under a name. Durable when this returns, and atomic.
 
         First the call moves rows out of chunks with garbage, so that the snapshot does not hold that: no rows if few
@@ -253,6 +256,8 @@ class PersistentTable:
             name: of the snapshot.
             meta: any dict that JSON can hold; `load_snapshot` returns it.
             overwrite: replace the snapshot of that name, atomically.
+            identity: 32 hexadecimal digits, of a snapshot of which this is a part or a copy; None = one of its own.
+            sequence: the least number that it is to have among the snapshots.
 
         Returns:
             The snapshot's description.
@@ -272,7 +277,7 @@ class PersistentTable:
             self._writer.write_out()  # 1.
             cut = self._cut()
             try:
-                record = self._store.describe(name, cut, meta, time.time())
+                record = self._store.describe(name, cut, meta, time.time(), identity, sequence)
             except BaseException:
                 cut.release(self._files)
                 raise

@@ -3,7 +3,7 @@
 Invariant: nothing is written; memory does not grow with the number of rows, except for the index that `get` makes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import overload
 
 import numpy as np
@@ -21,7 +21,10 @@ from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_load import load_live_rows
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotInfo, SnapshotRecord
 
-__all__ = ["SnapshotReader", "read_snapshot_info"]
+__all__ = ["Keep", "SnapshotReader", "read_snapshot_info"]
+
+Keep = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""keep(table_N, id_N) tells which of these keys are meant: bool [N]."""
 
 
 @overload
@@ -82,8 +85,11 @@ class SnapshotReader:
     def row_width(self) -> int:
         return self.info.row_width
 
-    def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def scan(self, batch: int = 65536, keep: Keep | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Every row once as (table_N int32, id_N int64, row_NW float32), at most `batch` at a time.
+
+        Args:
+            keep: which rows; None = all.
 
         Raises:
             CorruptTableError: the files are damaged, or a writer has removed the snapshot meanwhile.
@@ -91,7 +97,17 @@ class SnapshotReader:
         geometry = self._record.geometry
         for part in self._record.parts:
             rows, rows_path, keys = self._part(part)
+            if keep is not None:
+                rows = rows[keep(*keys.of(rows))]
             yield from scan_rows(self._fs, rows_path, geometry, part.number, keys, rows, batch)
+
+    def count(self, keep: Keep) -> int:
+        """How many rows are kept. Reads keys only; raises as `scan`."""
+        count = 0
+        for part in self._record.parts:
+            rows, _, keys = self._part(part)
+            count += int(np.count_nonzero(keep(*keys.of(rows))))
+        return count
 
     def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
         """Copy the rows of these keys into `out_UW`, and return missing_U. The first call makes an index of all keys:

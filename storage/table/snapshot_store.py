@@ -115,7 +115,9 @@ class SnapshotStore:
                 f"replace it, or delete it, or choose another name"
             )
 
-    def describe(self, name: str, cut: Cut, meta: dict[str, Any], created: float) -> SnapshotRecord:
+    def describe(
+        self, name: str, cut: Cut, meta: dict[str, Any], created: float, identity: str | None, sequence: int
+    ) -> SnapshotRecord:
         """The record of a snapshot to be written."""
         try:
             meta = json.loads(json.dumps(meta))
@@ -123,12 +125,12 @@ class SnapshotStore:
             raise TypeError(f"meta must be a dict that JSON can hold: {error}; got {meta!r}") from error
         if not isinstance(meta, dict):
             raise TypeError(f"meta must be a dict, got {meta!r}")
-        self._sequence += 1
+        self._sequence = max(self._sequence + 1, sequence)
         geometry = cut.geometry
         info = SnapshotInfo(
             name=name, rows=cut.rows, bytes=cut.nbytes, row_width=geometry.row_width,
             physical_block_size=geometry.physical_block_size, created=created, sequence=self._sequence, meta=meta,
-            format_version=1, identity=uuid.uuid4().hex,
+            format_version=1, identity=identity or uuid.uuid4().hex,
             saved_by=f"process {os.getpid()} on host {socket.gethostname()}",
         )  # fmt: skip
         return SnapshotRecord(info, geometry, cut.parts, self.files.path(name))

@@ -13,7 +13,7 @@ from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo, SnapshotRecord
 from oneemb.storage.table.writer_lock import known_snapshots, lock_holder
 
-__all__ = ["TableInfo", "chunk_bytes_of", "live_bits", "lost_and_kept", "need_table", "snapshots_at", "table_info"]
+__all__ = ["TableInfo", "chunk_bytes_of", "live_bits", "lost_and_kept", "need_table", "table_info"]
 
 
 @dataclass
@@ -81,16 +81,6 @@ def table_info(path: AnyPath, fs: FileSystem | None = None) -> TableInfo:
     holder = lock_holder(fs, f"{path}/LOCK")
     lost, lost_more, kept = lost_and_kept(fs, path, files, needed_bytes(records), holder is not None)
     return TableInfo(infos, damaged, holder, len(chunks), disk, needed, live, lost, lost_more, kept)
-
-
-def snapshots_at(path: AnyPath, fs: FileSystem | None = None) -> tuple[list[SnapshotInfo], dict[str, str]]:
-    """The snapshots at a path, oldest first, and those that cannot be read, with the reason.
-
-    Raises:
-        StorageError: there is no table, or its files cannot be listed.
-    """
-    _, records, damaged = _snapshots(fs or LocalFileSystem(), absolute_path(path))
-    return [record.info for record in records], damaged
 
 
 def _snapshots(fs: FileSystem, path: str) -> tuple[SnapshotFiles, list[SnapshotRecord], dict[str, str]]:

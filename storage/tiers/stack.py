@@ -39,6 +39,7 @@ class StorePlan:
         capacity: rows in all at most; None = no limit but the memory's.
         physical_block_size: 512 or 4096.
         cache_policy: which rows caches evict first, "lru" or "lfu"; oneemb.storage.tiers.hot_tier says what they mean.
+        owner, owners: which of so many stores this is that have the rows together; `owner_of` says whose a key is.
     """
 
     persistent_path: str
@@ -47,6 +48,8 @@ class StorePlan:
     capacity: int | None
     physical_block_size: int
     cache_policy: str = "lfu"
+    owner: int = 0
+    owners: int = 1
 
 
 class NewRows:

@@ -1,0 +1,370 @@
+"""The snapshots of an embedding: of its ranks, and of whoever had other ranks in the same folders before.
+
+Each rank saves its own part (storage/snapshot_parts.py says when parts are a snapshot) and loads what it owns of the
+parts of any number of ranks. With ranks, every call is made by all of them; where one fails, all raise.
+
+    save       1. what killed saves have left goes       4. all wait for each other: the snapshot is announced
+               2. the part is marked as unfinished          when none is marked any more
+               3. it is saved, durably                   5. those that it replaces go
+
+Invariants, whichever rank is killed at whichever point:
+- the snapshot that was announced last can be loaded, and the one being saved is whole or not there;
+- what is left of the latter goes with the next save;
+- a load that does not fit is refused on all ranks before any rank has changed a row.
+"""
+
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Never, TypeVar
+
+from oneemb.graph.ranks import RankError, Ranks
+from oneemb.storage.embedding_store import EXPORTED, EmbeddingStore, NewPart
+from oneemb.storage.errors import SnapshotExistsError, StorageError
+from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.owned_rows import OwnedRows
+from oneemb.storage.part_folders import PartRemoval, sweep_folder, to_remove
+from oneemb.storage.snapshot_parts import FoundParts, PartedSnapshot, find_parts, folders_at, table_name_of
+from oneemb.storage.step_lock import between_steps
+from oneemb.storage.table.snapshot_manifest import SnapshotInfo
+from oneemb.storage.turns import undisturbed
+from oneemb.storage.unfinished import mark, unmark
+
+__all__ = ["Loaded", "RankSnapshots"]
+
+T = TypeVar("T")
+
+
+class Loaded(NamedTuple):
+    """A snapshot that has been loaded."""
+
+    info: SnapshotInfo
+    as_saved: bool
+    """Whether rows are what it holds, rather than those with state added."""
+
+
+class RankSnapshots:
+    """Saves, loads, lists and deletes.
+
+    Args:
+        name: of the embedding, in errors.
+        store: of this rank.
+        paths: the folders that the user has given.
+        folders: of each rank, the folder of its table.
+        ranks: None = there are none, and this process has all rows.
+    """
+
+    def __init__(
+        self, name: str, store: EmbeddingStore, paths: Sequence[str], folders: Sequence[str], ranks: Ranks | None
+    ):
+        self._name, self._store, self._paths = name, store, list(paths)
+        self._folders = list(folders)
+        self._ranks = ranks
+        self._rank, self._size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        self._own = self._folders[self._rank]
+        self._fs = LocalFileSystem()
+        self._swept = False
+
+    def together(self, what: str, call: Callable[[], T]) -> T:
+        """Run `call` between two steps, on all ranks; returns what it gives. Its first exchange must say the same.
+
+        Raises:
+            What `call` raises, here or on another rank.
+        """
+        if self._ranks is None:
+            return between_steps((self._store.step_lock,), what.partition(" ")[0], call)
+        if self._store.turns.forked:
+            self._store.turns.check(changes=True)
+        begun = False
+
+        def run() -> T:
+            nonlocal begun
+            begun = True
+            with undisturbed:  # The others wait for this rank: an interrupt comes where it reaches them too.
+                return call()
+
+        try:
+            return between_steps((self._store.step_lock,), what.partition(" ")[0], run)
+        except BaseException as error:
+            if not begun:
+                self._fail(self.words(what), error)
+            raise
+
+    def words(self, what: str) -> str:
+        """What ranks are doing, as exchanges say it."""
+        return f"{what} of embedding {self._name!r}"
+
+    def _fail(self, what: str, error: BaseException) -> Never:
+        def fail() -> None:
+            raise error
+
+        self.agree(what, fail)
+        raise error
+
+    # ---- what there is ----------------------------------------------------------------------------------------------
+
+    def seen(self) -> list[str]:
+        """The names of the snapshots that this rank sees, oldest first. Not for all ranks together: for a warning."""
+        if self._is_alone():
+            return self._store.snapshots()
+        return [one.name for one in find_parts(folders_at([*self._paths, *self._folders]), self._fs).snapshots()]
+
+    def names(self) -> list[str]:
+        """The names of the snapshots, oldest first: the same on all ranks."""
+        if self._is_alone():
+            return self._store.snapshots()
+        found = self.together("snapshots", lambda: self._find(self.words("snapshots")))
+        return [one.name for one in found.snapshots() if not one.name.startswith(EXPORTED)]
+
+    def find(self, what: str, name: str, identity: str | None, named_by: str) -> PartedSnapshot:
+        """The snapshot of this name; raises as `FoundParts.get`."""
+        return self._find(what).get(name, identity, named_by)
+
+    def _find(self, what: str, check: Callable[[], object] = lambda: None) -> FoundParts:
+        """What lies in the folders: each rank looks at its own, the first one at all that are no rank's."""
+
+        def look() -> FoundParts:
+            check()
+            folders = [folder for folder in folders_at([self._own]) if folder == self._own]
+            if self._rank == 0:
+                folders += [folder for folder in folders_at(self._paths) if folder not in self._folders]
+            return find_parts(folders, self._fs)
+
+        return FoundParts.together(self.all_gather(what, look))
+
+    def _is_alone(self) -> bool:
+        """Whether the embedding has all rows, and ranks have left nothing beside its table."""
+        return self._ranks is None and not any(folder != self._own for folder in folders_at([self._own]))
+
+    # ---- exchanges --------------------------------------------------------------------------------------------------
+
+    def agree(self, what: str, check: Callable[[], object] = lambda: None) -> None:
+        """As `Ranks.agree`."""
+        if self._ranks is None:
+            check()
+        else:
+            self._ranks.agree(what, check)
+
+    def all_gather(self, what: str, make: Callable[[], T]) -> list[T]:
+        """As `Ranks.all_gather`."""
+        return [make()] if self._ranks is None else self._ranks.all_gather(what, make)
+
+    def of_all(self, what: str, mine: T) -> list[T]:
+        """What each rank says."""
+        if self._ranks is None:
+            return [mine]
+        return self.together(what, lambda: self.all_gather(self.words(what), lambda: mine))
+
+    # ---- save -------------------------------------------------------------------------------------------------------
+
+    def save(self, name: str, description: dict[str, Any], *, overwrite: bool = False) -> str:
+        """Save a snapshot; see `TableEmbedding.save_snapshot`. Returns its identity."""
+        if self._is_alone():
+            return self._store.save_snapshot(name, description, overwrite=overwrite).identity
+        return self.together(f"save_snapshot {name!r}", lambda: self._save(name, description, overwrite))
+
+    def _save(self, name: str, description: dict[str, Any], overwrite: bool) -> str:
+        what = self.words(f"save_snapshot {name!r}")
+        identity = self.all_gather(what, lambda: uuid.uuid4().hex)[0]
+        table_name = ""
+
+        def check() -> None:
+            nonlocal table_name
+            self._store.build()  # Its table's lock is held from here on.
+            table_name = table_name_of(name, identity, self._own, self._fs)
+
+        found = self._find(what, check)
+        former = found.folders_with(name)
+        if former and not overwrite:
+            raise SnapshotExistsError(
+                f"there is a snapshot named {name!r} already, in {', '.join(former)}; pass overwrite=True to replace"
+                " it, or delete it, or choose another name"
+            )
+        self.agree(what, lambda: self._sweep(found))
+        part = NewPart(name, identity, found.next_sequence)
+        try:
+            self.agree(what, lambda: self._save_part(table_name, description, part))
+        except BaseException:
+            self._take_back(table_name, identity)
+            raise
+        self.agree(what, lambda: self._unmark(identity))
+        if former:
+            with suppress(StorageError, RankError):  # The new one counts: the next save tries again.
+                for snapshots in to_remove(found, name):
+                    self._remove(what, snapshots)
+        return identity
+
+    def _save_part(self, table_name: str, description: dict[str, Any], part: NewPart) -> None:
+        if self._size > 1:
+            mark(self._fs, self._own, [part.identity])
+        self._store.save_snapshot(table_name, description, part=part)
+
+    def _unmark(self, identity: str) -> None:
+        if self._size > 1:
+            with suppress(StorageError):  # All parts are there: the mark does no harm.
+                unmark(self._fs, self._own, [identity])
+
+    def _take_back(self, table_name: str, identity: str) -> None:
+        """Remove the part of a save that has failed, here or elsewhere. What cannot be now goes with the next save."""
+        with suppress(StorageError):
+            for part in find_parts([self._own], self._fs).parts:
+                if part.info.identity == identity:
+                    self._store.delete_snapshot(part.info.name)
+            unmark(self._fs, self._own, [identity])
+
+    def _sweep(self, found: FoundParts) -> None:
+        """Remove what killed saves have left: each rank in its own folder, the first one in those of no rank, which
+        may hold what killed jobs with other ranks have left."""
+        sweep_folder(self._own, found, self._store.delete_snapshot, self._fs)
+        if self._rank == 0:
+            left = {part.folder for part in found.leftovers()}
+            for folder in found.folders:
+                if folder not in self._folders and (not self._swept or folder in left):
+                    sweep_folder(folder, found, fs=self._fs)
+        self._swept = True
+
+    # ---- delete -----------------------------------------------------------------------------------------------------
+
+    def delete(self, name: str) -> None:
+        """Delete a snapshot; see `TableEmbedding.delete_snapshot`."""
+        if self._is_alone():
+            self._store.delete_snapshot(name)
+        else:
+            self.together(f"delete_snapshot {name!r}", lambda: self._delete(name))
+
+    def _delete(self, name: str) -> None:
+        what = self.words(f"delete_snapshot {name!r}")
+        for snapshots in to_remove(self._find(what, self._store.build), name):
+            self._remove(what, snapshots)
+
+    def _remove(self, what: str, snapshots: Sequence[Any]) -> None:
+        """Delete these snapshots of tables: each rank its own, the first one those of no rank."""
+        mine = [
+            one for one in snapshots
+            if one.folder == self._own or self._rank == 0 and one.folder not in self._folders
+        ]  # fmt: skip
+        removal = self._opened(what, mine)
+        with removal:
+            self.agree(what, removal.mark)
+            self.agree(what, removal.remove)
+            self.agree(what, removal.unmark)
+
+    def _opened(self, what: str, snapshots: Sequence[Any]) -> PartRemoval:
+        opened: list[PartRemoval] = []
+        try:
+            self.agree(
+                what,
+                lambda: opened.append(PartRemoval(snapshots, {self._own: self._store.delete_snapshot}, self._fs)),
+            )
+        except BaseException:
+            for removal in opened:
+                removal.__exit__()
+            raise
+        return opened[0]
+
+    # ---- export -----------------------------------------------------------------------------------------------------
+
+    def export(self, name: str, check: Callable[[], object], export: Callable[[list[str], str], int]) -> int:
+        """Let `export(folders, name)` read the rows as they are now, from a snapshot that is gone afterwards.
+
+        Args:
+            name: of the snapshot; that of the first rank is used.
+            check: raises if it need not begin.
+
+        Returns:
+            What it gives on the first rank.
+        """
+
+        def run() -> int:
+            what = self.words("export_rows")
+            shared = self.all_gather(what, lambda: (check(), name))[0][1]
+            self._save(shared, {}, overwrite=False)
+            try:
+                return self.all_gather(what, lambda: export(self._folders, shared))[0]
+            finally:
+                self._delete(shared)
+
+        return self.together("export_rows", run)
+
+    # ---- load -------------------------------------------------------------------------------------------------------
+
+    def check_fits(self, name: str, check: Callable[[SnapshotInfo], object]) -> None:
+        """Raise StorageError unless there is a snapshot of this name that fits.
+
+        Args:
+            check: raises unless a snapshot of this kind fits the embedding.
+        """
+        if self._is_alone():
+            check(self._store.snapshot(name))
+            self._store.check_fits(name)
+            return
+
+        def look() -> None:
+            what = self.words(f"check_fits {name!r}")
+            snapshot = self.find(what, name, None, "")
+            self.agree(what, lambda: check(snapshot.info))
+            self._open(what, snapshot, weights_only=False, read=False)
+
+        self.together(f"check_fits {name!r}", look)
+
+    def check_named(self, name: str, identity: str | None, named_by: str) -> None:
+        """Raise unless the snapshot of this name is there and is the one that is meant; see
+        `EmbeddingStore.check_snapshot`."""
+        if self._is_alone():
+            self._store.check_snapshot(name, identity, named_by)
+        else:
+            what = f"check_snapshot {name!r}"
+            self.together(what, lambda: self.find(self.words(what), name, identity, named_by))
+
+    def load(self, name: str, *, weights_only: bool, check: Callable[[SnapshotInfo], object]) -> Loaded:
+        """Load a snapshot; see `TableEmbedding.load_snapshot`. To be called by `together`.
+
+        Args:
+            check: raises unless a snapshot of this kind fits the embedding.
+        """
+        if self._is_alone():
+            info = self._store.snapshot(name)
+            check(info)
+            return Loaded(info, self._store.load_snapshot(name, weights_only=weights_only))
+        what = self.words(f"load_snapshot {name!r}")
+        snapshot = self.find(what, name, None, "")
+        self.agree(what, lambda: check(snapshot.info))
+        info, owned = self._open(what, snapshot, weights_only=weights_only, read=True)
+        as_saved = False
+
+        def load() -> None:
+            nonlocal as_saved
+            as_saved = self._store.load_rows(info, owned, weights_only=weights_only)
+
+        try:
+            self.agree(what, load)
+        except BaseException as error:
+            if self._ranks is not None:  # Some ranks have the rows of the snapshot, others have not.
+                self._store.turns.cut_short(error)
+            raise
+        finally:
+            if owned is not None:
+                owned.close()
+        return Loaded(snapshot.info, as_saved)
+
+    def _open(
+        self, what: str, snapshot: PartedSnapshot, *, weights_only: bool, read: bool
+    ) -> tuple[SnapshotInfo, OwnedRows | None]:
+        """What this rank is to load, once all ranks have found that it fits: its own part, or its rows in others."""
+        own = snapshot.part_in(self._own, self._rank, self._size)
+        owned: OwnedRows | None = None
+
+        def check() -> None:
+            nonlocal owned
+            if own is None:
+                owned = OwnedRows(snapshot, self._rank, self._size, self._fs)
+            self._store.check_rows(info, owned, weights_only=weights_only, read=read)
+
+        info = snapshot.info if own is None else own.info
+        try:
+            self.agree(what, check)
+        except BaseException:
+            if owned is not None:
+                owned.close()
+            raise
+        return info, owned

@@ -1,0 +1,63 @@
+"""The rows of a snapshot that one of several owners has, read from the parts in which they may be.
+
+Invariant: memory does not grow with the rows: one chunk of one part is read at a time.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from oneemb.kernels.owner import owner_of
+from oneemb.storage.errors import OtherSnapshotError
+from oneemb.storage.fs import FileSystem
+from oneemb.storage.snapshot_parts import Part, PartedSnapshot
+from oneemb.storage.table.snapshot_reader import SnapshotReader
+
+__all__ = ["OwnedRows"]
+
+
+class OwnedRows:
+    """The rows that an owner of so many has in a snapshot.
+
+    Args:
+        snapshot: which; of its parts those are opened that may hold such rows.
+        owner, owners: whose rows; of one owner they are all.
+        fs: where the parts are; None = this machine's.
+
+    Raises:
+        StorageError: a part that is needed cannot be read here, or is not what was found.
+    """
+
+    def __init__(self, snapshot: PartedSnapshot, owner: int, owners: int, fs: FileSystem | None = None):
+        self._owner, self._owners = owner, owners
+        self._readers = [_open(part, fs) for part in snapshot.parts_for(owner, owners)]
+        self._count: int | None = None
+
+    def __len__(self) -> int:
+        if self._count is None:
+            self._count = sum(reader.count(self._is_own) for reader in self._readers)
+        return self._count
+
+    def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Every row once as (table_N int32, id_N int64, row_NW float32), at most `batch` at a time."""
+        for reader in self._readers:
+            if len(reader):
+                yield from reader.scan(batch, self._is_own)
+
+    def close(self) -> None:
+        """Close the files."""
+        for reader in self._readers:
+            reader.close()
+
+    def _is_own(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+        return owner_of(table_N, id_N, self._owners) == self._owner
+
+
+def _open(part: Part, fs: FileSystem | None) -> SnapshotReader:
+    reader = SnapshotReader.open(part.folder, part.info.name, fs=fs)
+    if reader.info.identity != part.info.identity:
+        raise OtherSnapshotError(
+            f"{part.folder} holds another snapshot {part.info.name!r} here than where the snapshots were listed:"
+            f" {reader.info}, not {part.info}; let all ranks see the same folders"
+        )
+    return reader

@@ -1,0 +1,29 @@
+"""Checks the tables at a path, and that the snapshots that they hold together are whole."""
+
+from collections.abc import Callable
+
+from oneemb.storage.fs import FileSystem
+from oneemb.storage.snapshot_parts import incomplete_text, look_at
+from oneemb.storage.table.check import CheckResult, check_table
+
+__all__ = ["check_parts"]
+
+
+def check_parts(
+    path: str, *, fs: FileSystem | None = None, progress: Callable[[int, int], None] | None = None
+) -> CheckResult:
+    """Check as `check_table` does, in a folder and in those of ranks within; raises as it does."""
+    found = look_at([path], fs)
+    if found.folders == [path]:
+        return check_table(path, fs=fs, progress=progress)
+    result = CheckResult()
+    for folder in found.folders:
+        one = check_table(folder, fs=fs, progress=progress)
+        result.problems += one.problems
+        result.rows += one.rows
+        result.bytes_read += one.bytes_read
+        result.unneeded += one.unneeded
+        result.kept += one.kept
+    result.problems += [incomplete_text(parts) for parts in found.incomplete()]
+    result.snapshots = [snapshot.name for snapshot in found.snapshots()]
+    return result

@@ -1,0 +1,95 @@
+"""Marks of parts that are of no use unless all parts of their snapshot are there.  table/FORMAT.md has the bytes.
+
+A snapshot of several ranks exists if every one of its parts does. A part that is alone may be what a killed save or
+delete has left, or all that is left of a snapshot whose other parts are on a disk that is not mounted. So before a part
+is saved or deleted, its folder says in the file UNFINISHED which snapshot that is; when all parts are there, or gone,
+the mark goes.
+
+Invariant: a part is removed as a leftover only where a mark that was durable before says that it may be.
+"""
+
+from collections.abc import Collection
+from contextlib import suppress
+
+from oneemb.kernels.checksum import xxh64
+from oneemb.storage.fs import FileSystem, storage_error
+
+__all__ = ["drop_unwritten", "mark", "marks_at", "unmark"]
+
+_NAME = "UNFINISHED"
+_DIGITS = (16, 32)  # of an identity
+_SUM_DIGITS = 16
+
+
+def marks_at(fs: FileSystem, folder: str) -> set[str]:
+    """The identities of the snapshots whose parts in this folder are marked. A line that is damaged marks nothing."""
+    path = f"{folder}/{_NAME}"
+    try:
+        file = fs.open(path)
+        try:
+            data = bytearray(fs.size(path))
+            del data[fs.read_into(file, memoryview(data), 0) :]
+        finally:
+            fs.close(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+    except OSError as error:
+        raise storage_error(error, "read", path) from error
+    words = [line.split(b" ") for line in bytes(data).split(b"\n")]
+    return {
+        word[0].decode() for word in words
+        if len(word) == 2 and len(word[0]) in _DIGITS and word[1] == _sum_of(word[0])
+    }  # fmt: skip
+
+
+def mark(fs: FileSystem, folder: str, identities: Collection[str]) -> None:
+    """Mark the parts of these snapshots, durably. By the holder of the folder's lock only.
+
+    Raises:
+        StorageError: the marks may not be there.
+    """
+    before = marks_at(fs, folder)
+    if not before.issuperset(identities):
+        _write(fs, folder, before.union(identities))
+
+
+def unmark(fs: FileSystem, folder: str, identities: Collection[str]) -> None:
+    """Take marks away, durably; raises as `mark`."""
+    before = marks_at(fs, folder)
+    if not before.isdisjoint(identities):
+        _write(fs, folder, before.difference(identities))
+
+
+def drop_unwritten(fs: FileSystem, folder: str) -> None:
+    """Remove what a killed `mark` or `unmark` has left."""
+    with suppress(OSError):
+        fs.remove(f"{folder}/{_NAME}.tmp")
+
+
+def _write(fs: FileSystem, folder: str, identities: set[str]) -> None:
+    path, temporary = f"{folder}/{_NAME}", f"{folder}/{_NAME}.tmp"
+    try:
+        if not identities:
+            fs.remove(path)
+        else:
+            lines = [b"%s %s\n" % (identity.encode(), _sum_of(identity.encode())) for identity in sorted(identities)]
+            try:
+                file = fs.create(temporary)
+            except FileExistsError:  # which a killed process has left
+                fs.remove(temporary)
+                file = fs.create(temporary)
+            try:
+                fs.write(file, b"".join(lines), 0)
+                fs.sync(file)
+            finally:
+                fs.close(file)
+            fs.rename(temporary, path)
+        fs.sync_directory(folder)
+    except OSError as error:
+        with suppress(OSError):
+            fs.remove(temporary)
+        raise storage_error(error, "write down which snapshots are unfinished in", path) from error
+
+
+def _sum_of(identity: bytes) -> bytes:
+    return f"{xxh64(identity):0{_SUM_DIGITS}x}".encode()
