@@ -307,3 +307,41 @@ def trains_unevenly(group, path):
     weights = weights_of(embedding)
     embedding.close()
     return weights
+
+
+def goes_on(group, path, name, first, last):
+    """Train some steps from a snapshot, on as many ranks as there are, and save another one."""
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    model = Model(path, "mean", "ssd", group)
+    dense = getattr(model.dense, "module", model.dense)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    state = f"{path}/dense-{first}"
+    if first:
+        model.embedding.load_snapshot(name)
+        saved = torch.load(state)
+        dense.load_state_dict(saved["dense"])
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    if first:
+        optimizer.load_state_dict(saved["optimizer"])
+    for step in range(first, last):
+        model.loss(*batch_of(step, rank, ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if group is not None:
+        model.embedding.save_snapshot(f"at {last}")
+        if rank == 0:
+            torch.save({"dense": dense.state_dict(), "optimizer": optimizer.state_dict()}, f"{path}/dense-{last}")
+    weights = weights_of(model.embedding)
+    model.embedding.close()
+    return weights
+
+
+@pytest.mark.filterwarnings("ignore:embedding 'items' starts empty")
+def test_a_job_goes_on_with_another_number_of_ranks_as_if_nothing_had_happened(tmp_path, rank_pool):
+    path, at = str(tmp_path / "ranks"), 0
+    for ranks in (2, 3, 1, 4):
+        results = rank_pool(ranks, goes_on, path, f"at {at}", at, at + 5)
+        at += 5
+    expected = goes_on(None, str(tmp_path / "one"), "", 0, at)
+    for weights in results:
+        assert relative(weights, expected) < 5e-6
