@@ -162,10 +162,10 @@ class Ranks:
             failure = error
         header = _bytes_of(torch.tensor([_code(what), failure is not None]))
         sent = torch.cat([piece.to(self._device) for part in parts for piece in (header, part)])
-        sizes = [[len(header) + _padded(size) for size in each] for each in (received_R, sent_R)]
-        received = torch.empty(sum(sizes[0]), dtype=torch.uint8, device=self._device)
-        distributed.all_to_all_single(received, sent, *sizes, group=self.group)
-        blocks = [Received(part) for part in received.split(sizes[0])]
+        coming, going = ([len(header) + _padded(size) for size in sizes] for sizes in (received_R, sent_R))
+        received = torch.empty(sum(coming), dtype=torch.uint8, device=self._device)
+        distributed.all_to_all_single(received, sent, coming, going, group=self.group)
+        blocks = [Received(part) for part in received.split(coming)]
         headers = torch.stack([block.take(2, torch.int64) for block in blocks]).tolist()
         if any(failed or its != _code(what) for its, failed in headers):
             self._raise(what, failure)
