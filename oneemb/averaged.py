@@ -81,6 +81,7 @@ class AveragedEmbedding(torch.nn.Module):
             f"{embedding.name}, averaged", embedding.embedding_dim, torch.float32, embedding.key_type,
             [make_table()] * embedding.num_tables, options, make_constant_initializer(0.0), embedding.padding_idx,
             num_threads=embedding.store.threads.count,
+            process_group=None if embedding.ranks is None else embedding.ranks.group,
         )  # fmt: skip
         """What is stored of the averages."""
         weight = self.rows.to(embedding.weight.device).weight.detach()
@@ -136,13 +137,19 @@ class AveragedEmbedding(torch.nn.Module):
     ) -> torch.Tensor:
         """The averages of the rows of ids, without a gradient; arguments, result and errors are those of the
         embedding in eval mode."""
-        rows = self.rows
-        keys = ops.unique_keys(
-            ids, table_ids, rows.num_tables, rows.key_type, rows.padding_idx, offsets, threads=rows.store.threads
-        )
-        averages = _Averages(self)
+        rows, averages = self.rows, _Averages(self)
+
+        def keys() -> Keys:
+            return rows.keys_of(ids, table_ids, offsets, per_sample_weights, pooling)
+
+        def look_up() -> torch.Tensor:
+            if rows.ranks is None:
+                return ops.peek(averages, keys(), per_sample_weights, pooling)
+            lease = ops.look_up_on_ranks(rows.ranks, rows.store, rows.name, keys, source=averages)
+            return ops.gather(lease, per_sample_weights, pooling)
+
         with torch.no_grad():
-            found = alone((rows.store.step_lock,), lambda: ops.peek(averages, keys, per_sample_weights, pooling))
+            found = alone((rows.store.step_lock,), look_up)
         return found.to(self.embedding.dtype)
 
     def copy_to(self, persistent_path: AnyPath) -> TableEmbedding:

@@ -183,7 +183,7 @@ class TableEmbedding(torch.nn.Module):
             )
             if read is not None:
                 return read
-        keys = self._keys(ids, table_ids, offsets, per_sample_weights, pooling)
+        keys = self.keys_of(ids, table_ids, offsets, per_sample_weights, pooling)
         if not self.training and not has_gradient:
             return ops.peek(self.store, keys, per_sample_weights, pooling)
         lease = ops.acquire(self.store, keys) if self.training else ops.acquire_later(self.store, keys)
@@ -195,14 +195,14 @@ class TableEmbedding(torch.nn.Module):
 
     def _look_up_on_ranks(self, ranks: Ranks, has_gradient: bool, *arguments: Any) -> torch.Tensor:
         lease = ops.look_up_on_ranks(
-            ranks, self.store, self.name, lambda: self._keys(*arguments), inserts=self.training,
+            ranks, self.store, self.name, lambda: self.keys_of(*arguments), inserts=self.training,
             has_gradient=has_gradient,
         )  # fmt: skip
         *_, per_sample_weights, pooling = arguments
         rows = ops.gather(lease, per_sample_weights, pooling)
         return ops.with_grad(rows, lease, self.weight, per_sample_weights) if has_gradient else rows
 
-    def _keys(
+    def keys_of(
         self,
         ids: torch.Tensor,
         table_ids: torch.Tensor | None,
@@ -210,6 +210,7 @@ class TableEmbedding(torch.nn.Module):
         per_sample_weights: torch.Tensor | None,
         pooling: str,
     ) -> ops.Keys:
+        """The unique keys of a lookup with these arguments; raises as `forward` does of what is wrong with them."""
         keys = ops.unique_keys(
             ids, table_ids, self.num_tables, self.key_type, self.padding_idx, offsets, threads=self.store.threads
         )

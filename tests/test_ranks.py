@@ -345,3 +345,60 @@ def test_a_job_goes_on_with_another_number_of_ranks_as_if_nothing_had_happened(t
     expected = goes_on(None, str(tmp_path / "one"), "", 0, at)
     for weights in results:
         assert relative(weights, expected) < 5e-6
+
+
+def averages(group, path, decay):
+    """Train with averages of rows; what they are, and what a copy and a loaded snapshot of them are."""
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    model = Model(f"{path}/rows", "plain", "device", group)
+    averaged = oneemb.AveragedEmbedding(model.embedding, f"{path}/averages", decay)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for step in range(6):
+        model.loss(*batch_of(step, rank, ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update_rows()
+    ids = torch.arange(-IDS, IDS) * (2**56)
+    ids = ids[:, None].expand(-1, TABLES)
+    found = averaged(ids)
+    bags = averaged(ids.flatten(), offsets=torch.arange(0, ids.numel() + 1, 4), pooling="mean")
+    copy = averaged.copy_to(f"{path}/copy")
+    copied = copy.eval()(ids).detach()
+    assert torch.equal(copied, found)
+    for module in (copy, averaged, model.embedding):
+        module.close()
+    return found.numpy(), bags.numpy()
+
+
+@pytest.mark.parametrize("decay", [None, 0.9])
+def test_averages_of_rows_of_ranks_are_those_of_one_process(tmp_path, rank_pool, decay):
+    expected = averages(None, str(tmp_path / "one"), decay)
+    for found in rank_pool(3, averages, str(tmp_path / "ranks"), decay):
+        assert all(relative(mine, its) < 5e-6 for mine, its in zip(found, expected, strict=True))
+
+
+def evaluates(group, path):
+    """An EvalGraph reads rows of all ranks, and inserts none."""
+    model = Model(path, "mean", "device", group)
+    model.embedding(torch.arange(10).reshape(5, 2))
+
+    class Graph(oneemb.EvalGraph):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def build(self, ids, label, scale):
+            return self.model.loss(ids, label, scale)
+
+    graph, rows = Graph(), model.embedding.stats()["rows"]
+    batches = [batch_of(step, group.rank(), group.size()) for step in range(3)]
+    called = [graph(*batch).item() for batch in batches]
+    run = [loss.item() for loss in graph.run(batches)]
+    assert model.embedding.stats()["rows"] == rows
+    model.embedding.close()
+    return called, run
+
+
+def test_evaluation_on_ranks(tmp_path, rank_pool):
+    for called, run in rank_pool(2, evaluates, str(tmp_path)):
+        assert called == run and len(set(called)) == 3

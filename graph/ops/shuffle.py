@@ -24,11 +24,12 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops.grads import RowGrads, nowhere
-from oneemb.graph.ops.lookup import DTYPES, Keys, Lease, Remote, acquire, gather, peek
+from oneemb.graph.ops.lookup import DTYPES, Keys, Lease, ReadRows, Remote, acquire, gather, peek
 from oneemb.graph.ops.op import LOOKUP, UPDATE, Op
 from oneemb.graph.ranks import Ranks
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.row_format import RowFormat
 
 __all__ = ["Routed", "Sums", "look_up_on_ranks", "shuffle_grads", "shuffle_keys", "shuffle_rows"]
 
@@ -99,28 +100,30 @@ def _keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Ten
 
 @Op(LOOKUP, takes=("ranks",))
 def shuffle_rows(
-    ranks: Ranks, what: str, routed: Routed, read: Callable[[Keys], torch.Tensor], store: EmbeddingStore
+    ranks: Ranks, what: str, routed: Routed, read: Callable[[Keys], torch.Tensor], format: RowFormat
 ) -> torch.Tensor:
-    """The weights of this rank's unique keys from their owners: [U, D], of the store's dtype.
+    """The weights of this rank's unique keys from their owners: [U, D], of the rows' dtype, on the CPU.
 
     Args:
         what: as for `shuffle_keys`.
         read: gives the weights of the keys that ranks ask this one for, [asked, D]; where it raises, all ranks do.
+        format: of the rows.
 
     Raises:
         As `shuffle_keys`.
     """
-    dim, dtype = store.format.dim, DTYPES[store.format.dtype]
+    dim, dtype = format.dim, DTYPES[format.dtype]
     sizes = ([count * dim * dtype.itemsize for count in counts] for counts in (routed.asked_R, routed.sent_R))
     received = ranks.answer(what, lambda: read(routed.asked).split(routed.asked_R), *sizes)
     row_UD = torch.empty(len(routed.order_U), dim, dtype=dtype)
     row_UD[routed.order_U] = torch.cat([rows.view(dtype).view(-1, dim).cpu() for rows in received])
-    return row_UD.to(store.loops.device)
+    return row_UD
 
 
 def look_up_on_ranks(
-    ranks: Ranks, store: EmbeddingStore, name: str, make: Callable[[], Keys], *, inserts: bool, has_gradient: bool
-) -> Lease:
+    ranks: Ranks, store: EmbeddingStore, name: str, make: Callable[[], Keys], *, inserts: bool = False,
+    has_gradient: bool = False, source: ReadRows | None = None,
+) -> Lease:  # fmt: skip
     """The rows of a lookup, from their owners. Every rank calls it.
 
     Args:
@@ -129,6 +132,7 @@ def look_up_on_ranks(
         make: gives the keys; where it raises, all ranks do.
         inserts: insert unknown keys; off, they read as their initial values.
         has_gradient: whether a gradient may come.
+        source: what reads as the store, and is read where nothing is inserted; None = the store.
 
     Raises:
         RankError: another rank has failed.
@@ -141,14 +145,14 @@ def look_up_on_ranks(
 
     def read(asked: Keys) -> torch.Tensor:
         if not inserts:
-            return peek(store, asked)
+            return peek(source or store, asked)
         owned.append(acquire(store, asked))
         return gather(owned[0])
 
-    row_UD = shuffle_rows(ranks, f"rows to {what}", routed, read, store)
+    row_UD = shuffle_rows(ranks, f"rows to {what}", routed, read, store.format)
     if owned and not has_gradient:
         owned.pop().unpin()
-    remote = Remote(ranks, store.loops.array(row_UD), owned[0] if owned else None)
+    remote = Remote(ranks, store.loops.array(row_UD.to(store.loops.device)), owned[0] if owned else None)
     return Lease(store, routed.keys, remote=remote)
 
 
