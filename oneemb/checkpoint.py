@@ -95,12 +95,24 @@ class _File(_State, total=False):
 
 def save_checkpoint(graph: CompiledGraph, train: TrainState, path: str, keep: int | None) -> int:
     """Write a checkpoint; see `TrainGraph.save`. Returns how many snapshots of earlier ones are kept."""
+    _refuse_ranks(graph)
     return between_steps(step_locks(graph), "save", lambda: _save(graph, train, path, keep))
 
 
 def load_checkpoint(graph: CompiledGraph, train: TrainState, path: str) -> None:
     """Read a checkpoint; see `TrainGraph.load`."""
+    _refuse_ranks(graph)
     between_steps(step_locks(graph), "load", lambda: _restore(graph, train, _read(path), path))
+
+
+def _refuse_ranks(graph: CompiledGraph) -> None:
+    for name, embedding in embeddings_of(graph).items():
+        if embedding.ranks is not None:
+            raise RuntimeError(
+                f"a checkpoint in one file is of one process, and ranks own the rows of {name} together: on every rank"
+                " call embedding.save_snapshot(name), and on one of them torch.save the state_dict() of dense modules,"
+                " optimizers and schedulers"
+            )
 
 
 class GraphState:
@@ -112,6 +124,7 @@ class GraphState:
     """
 
     def __init__(self, graph: CompiledGraph, train: TrainState):
+        _refuse_ranks(graph)
         self._graph, self._train = graph, train
 
     def state_dict(self) -> dict[str, bytes]:

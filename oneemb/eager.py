@@ -81,12 +81,12 @@ class Optimizer(torch.optim.Optimizer):
         self._group_of = {embedding.store: g for embedding, g in groups.items()}
         self.row_step = RowStep(optimizer, skip_nonfinite)
         """What this optimizer does to rows."""
-        attach(optimizer, groups)
         if fused and any(embedding.ranks is not None for embedding in self.embeddings):
             raise ValueError(
                 "fused=True updates rows in the backward pass, where ranks cannot exchange gradients; leave it out for"
                 " embeddings with a process_group"
             )
+        attach(optimizer, groups)
         if fused:
             # A hook that held the step, which holds the weight, would keep rows and their path for ever: torch's hooks
             # are nothing that Python's collector looks into.

@@ -538,7 +538,8 @@ def copied(
 ) -> Embedding:
     """What `copy_to` gives; `change` changes the rows on their way."""
     options = dataclasses.replace(embedding.store_options, persistent_path=(absolute_path(persistent_path),))
-    if os.path.realpath(*options.persistent_path) == os.path.realpath(embedding.store.plan.persistent_path):
+    taken = [embedding.store.plan.persistent_path, *embedding.store_options.persistent_path]
+    if os.path.realpath(*options.persistent_path) in map(os.path.realpath, taken):
         raise ValueError(
             f"a copy of embedding {embedding.name!r} needs a path of its own, got that of its rows,"
             f" {embedding.store.plan.persistent_path}"

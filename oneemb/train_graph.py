@@ -290,7 +290,8 @@ class TrainGraph(CompiledGraph):
 
         Raises:
             RuntimeError: there are micro-batches that no update has used yet; or a hook, a scheduler or a signal
-                handler calls it in the middle of a step of the same thread. Call it between two calls of the graph.
+                handler calls it in the middle of a step of the same thread. Call it between two calls of the graph. Or
+                ranks own rows together (`process_group`): the message says what they save.
             ValueError: the file at `path` is no checkpoint; `keep` is below 1.
             StorageError, OSError: the disk fails. Either what was at `path` is still there, or the new checkpoint is
                 there and its name in the folder could not be made durable.

@@ -402,3 +402,20 @@ def evaluates(group, path):
 def test_evaluation_on_ranks(tmp_path, rank_pool):
     for called, run in rank_pool(2, evaluates, str(tmp_path)):
         assert called == run and len(set(called)) == 3
+
+
+def is_refused(group, path):
+    model = Model(path, "plain", "device", group)
+    graph = Graph(model, OPTIMIZERS["sgd"](model.parameters()), 1, None, None)
+    for call in (lambda: graph.save(f"{path}/file"), lambda: graph.load(f"{path}/file"), graph.state):
+        with pytest.raises(RuntimeError, match=r"ranks own the rows of model.embedding together: on every rank call"):
+            call()
+    with pytest.raises(ValueError, match="needs a path of its own, got that of its rows"):
+        model.embedding.copy_to(path)
+    with pytest.raises(ValueError, match=r"fused=True updates rows in the backward pass, where ranks"):
+        oneemb.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), fused=True)
+    model.embedding.close()
+
+
+def test_what_ranks_cannot_do_is_refused_with_what_to_do(tmp_path, rank_pool):
+    rank_pool(2, is_refused, str(tmp_path))
