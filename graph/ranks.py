@@ -70,13 +70,17 @@ class Ranks:
 
     Args:
         group: of torch.distributed. Tensors go through it as they are with gloo; with NCCL by way of the current GPU.
+        gradients: "mean" or "sum": what becomes of the gradients that ranks have for a row.
 
     Raises:
-        ValueError: this process is none of its ranks.
+        ValueError: this process is none of its ranks, or `gradients` is neither.
     """
 
-    def __init__(self, group: "distributed.ProcessGroup"):
+    def __init__(self, group: "distributed.ProcessGroup", gradients: str = "mean"):
+        if gradients not in ("mean", "sum"):
+            raise ValueError(f'gradients_of_ranks must be "mean" or "sum", got {gradients!r}')
         self.group = group
+        self.gradients = gradients
         self.rank = distributed.get_rank(group)
         self.size = distributed.get_world_size(group)
         if self.rank < 0:
@@ -86,6 +90,11 @@ class Ranks:
             )
         on_gpu = distributed.get_backend(group) == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    @property
+    def grad_scale(self) -> float:
+        """By what the gradients that ranks have for a row are multiplied before they are summed."""
+        return 1 / self.size if self.gradients == "mean" else 1.0
 
     def __repr__(self) -> str:
         return f"Ranks({self.rank} of {self.size})"

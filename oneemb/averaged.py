@@ -139,7 +139,7 @@ class AveragedEmbedding(torch.nn.Module):
         embedding in eval mode."""
         rows, averages = self.rows, _Averages(self)
 
-        def keys() -> Keys:
+        def keys() -> ops.Keys:
             return rows.keys_of(ids, table_ids, offsets, per_sample_weights, pooling)
 
         def look_up() -> torch.Tensor:

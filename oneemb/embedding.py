@@ -57,11 +57,12 @@ class TableEmbedding(torch.nn.Module):
         seed: int,
         num_threads: int | None,
         process_group: "torch.distributed.ProcessGroup | None",
+        gradients_of_ranks: str = "mean",
         *,
         starts_empty: bool = True,
     ):
         super().__init__()
-        self.ranks = None if process_group is None else Ranks(process_group)
+        self.ranks = None if process_group is None else Ranks(process_group, gradients_of_ranks)
         """The ranks that own the rows together; None = this process has them all."""
         check_arguments(
             name, dim_C, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
@@ -548,7 +549,8 @@ def copied(
     TableEmbedding.__init__(
         copy, embedding.name, embedding.column_dims, embedding.dtype, embedding.key_type, embedding.tables, options,
         embedding.default_initializer, embedding.padding_idx, embedding.seed, embedding.store.threads.count,
-        None if embedding.ranks is None else embedding.ranks.group, starts_empty=False,
+        *((None,) if embedding.ranks is None else (embedding.ranks.group, embedding.ranks.gradients)),
+        starts_empty=False,
     )  # fmt: skip
     try:
         copy.to(embedding.weight.device).train(embedding.training)
@@ -589,6 +591,7 @@ class MultiTableEmbedding(TableEmbedding):
             steps, saves and loads in the same order, with a batch of its own. `persistent_path` is a folder that all
             ranks see, in which each has a subfolder, or a list of folders, one a rank. None = this process has all
             rows.
+        gradients_of_ranks: "mean" over the ranks, as DistributedDataParallel has it of dense gradients, or "sum".
 
     Raises:
         TypeError, ValueError: an argument is not as above.
@@ -621,10 +624,11 @@ class MultiTableEmbedding(TableEmbedding):
         seed: int = 0,
         num_threads: int | None = None,
         process_group: "torch.distributed.ProcessGroup | None" = None,
+        gradients_of_ranks: Literal["mean", "sum"] = "mean",
     ):
         super().__init__(
             name, [embedding_dim], dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
-            num_threads, process_group,
+            num_threads, process_group, gradients_of_ranks,
         )  # fmt: skip
 
 
@@ -653,12 +657,13 @@ class MultiTableMultiColumnEmbedding(TableEmbedding):
         seed: int = 0,
         num_threads: int | None = None,
         process_group: "torch.distributed.ProcessGroup | None" = None,
+        gradients_of_ranks: Literal["mean", "sum"] = "mean",
     ):
         if not isinstance(embedding_dim, list | tuple):
             raise TypeError(f"embedding_dim must be a list of column widths, got {embedding_dim!r}")
         super().__init__(
             name, embedding_dim, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
-            num_threads, process_group,
+            num_threads, process_group, gradients_of_ranks,
         )  # fmt: skip
 
 

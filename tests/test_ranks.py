@@ -34,7 +34,7 @@ def batch_of(step, rank, ranks):
 
 
 class Model(torch.nn.Module):
-    def __init__(self, path, how, store, group):
+    def __init__(self, path, how, store, group, gradients="mean"):
         super().__init__()
         torch.manual_seed(0)
         options = {
@@ -44,7 +44,7 @@ class Model(torch.nn.Module):
         self.how = how
         self.embedding = oneemb.MultiTableEmbedding(
             "items", DIM, torch.float32, torch.int64, [oneemb.make_table()] * TABLES, options, num_threads=1,
-            process_group=group,
+            process_group=group, gradients_of_ranks=gradients,
         )  # fmt: skip
         self.dense = torch.nn.Sequential(torch.nn.Linear(TABLES * DIM, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
         if group is not None:
@@ -284,15 +284,16 @@ def test_loops_end_together(tmp_path, rank_pool, depth, how, steps):
         assert threads < 10
 
 
-def test_batches_of_other_sizes_and_empty_ones(tmp_path, rank_pool):
-    results = rank_pool(3, trains_unevenly, str(tmp_path / "ranks"))
+@pytest.mark.parametrize("gradients", ["mean", "sum"])
+def test_batches_of_other_sizes_and_empty_ones(tmp_path, rank_pool, gradients):
+    results = rank_pool(3, trains_unevenly, str(tmp_path / "ranks"), gradients)
     assert len({result.tobytes() for result in results}) == 1
     np.testing.assert_allclose(results[0], trains_unevenly(None, str(tmp_path / "one")), rtol=1e-5, atol=1e-6)
 
 
-def trains_unevenly(group, path):
+def trains_unevenly(group, path, gradients="mean"):
     """Rank r has the samples whose number leaves r of 3, of few: some ranks have none. The loss is a sum."""
-    embedding = Model(path, "plain", "device", group).embedding
+    embedding = Model(path, "plain", "device", group, gradients).embedding
     optimizer = torch.optim.Adagrad(embedding.parameters(), lr=0.1)
     for step in range(12):
         ids, label, _ = batch_of(step, 0, 1)
@@ -301,7 +302,7 @@ def trains_unevenly(group, path):
             own = (torch.arange(len(ids)) + step) % 3 == group.rank()
             ids, label = ids[own], label[own]
         loss = (embedding(ids).sum((1, 2)) - label).square().sum()
-        (loss * (1 if group is None else group.size())).backward()  # ranks take the mean of their gradients
+        (loss * (group.size() if group is not None and gradients == "mean" else 1)).backward()
         optimizer.step()
         optimizer.zero_grad()
     weights = weights_of(embedding)

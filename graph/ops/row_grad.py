@@ -532,9 +532,15 @@ def settle(row_grads: Iterable[RowGrad]) -> None:
     """
     for ranks, group in by_ranks(row_grads):
         if not all(grad.settled for grad in group):
-            owned = shuffle_grads(ranks, [grad.store for grad in group], functools.partial(_sums_of, group))
+            stores, scales = [grad.store for grad in group], [_scale_of(grad) for grad in group]
+            owned = shuffle_grads(ranks, stores, scales, functools.partial(_sums_of, group))
             for grad, its in zip(group, owned, strict=True):
                 grad.own(its)
+
+
+def _scale_of(row_grad: RowGrad) -> float:
+    assert row_grad.ranks is not None
+    return row_grad.ranks.grad_scale
 
 
 def _sums_of(row_grads: Sequence[RowGrad]) -> list[Sums | None]:

@@ -13,8 +13,8 @@ wait with the rank that looked the rows up until something needs them whole: a s
 of backward passes costs one exchange.
 
 Gradients of a key are summed twice: in batch order by each rank that looked it up, then in the order of the ranks by
-its owner, which takes their mean, as DistributedDataParallel does of dense gradients; both in float32. So the numbers
-of R ranks are those of one up to the rounding of that sum.
+its owner, which takes their mean, as DistributedDataParallel does of dense gradients, or sum; both in float32. So the
+numbers of R ranks are those of one up to the rounding of that sum.
 """
 
 from collections.abc import Callable, Sequence
@@ -162,13 +162,17 @@ Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @Op(UPDATE)
 def shuffle_grads(
-    ranks: Ranks, stores: Sequence[EmbeddingStore], make: Callable[[], Sequence[Sums | None]]
+    ranks: Ranks,
+    stores: Sequence[EmbeddingStore],
+    scales: Sequence[float],
+    make: Callable[[], Sequence[Sums | None]],
 ) -> list[tuple[Lease, RowGrads] | None]:
     """The gradients of the rows that this rank owns, to be summed, from those of all ranks; with a lease on them that
     is not pinned yet. None for a store that has a gradient on no rank.
 
     Args:
         stores: the rows that this rank owns, of each embedding.
+        scales: by what its gradients are multiplied.
         make: gives for each embedding the gradients of the rows that this rank has looked up; None = there are none.
 
     Raises:
@@ -201,17 +205,17 @@ def shuffle_grads(
             for block, (*_, n) in ((block, counts[: e + 1]) for block, counts in zip(received, count_RE, strict=True))
             if n >= 0
         ]
-        owned.append(_owned(ranks, store, parts) if parts else None)
+        owned.append(_owned(store, scales[e], parts) if parts else None)
     return owned
 
 
 def _owned(
-    ranks: Ranks, store: EmbeddingStore, parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    store: EmbeddingStore, scale: float, parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 ) -> tuple[Lease, RowGrads]:
     id_N, table_N, grad_ND = (torch.cat(column) for column in zip(*parts, strict=True))
     keys, loops = _keys_of_ranks(store, table_N, id_N), store.loops
-    mean_N = loops.array(torch.full((len(id_N),), 1 / ranks.size, device=loops.device))
-    segments = loops.segments(keys.unique, None, loops.array(grad_ND.to(loops.device)), mean_N)
+    scale_N = loops.array(torch.full((len(id_N),), scale, device=loops.device))
+    segments = loops.segments(keys.unique, None, loops.array(grad_ND.to(loops.device)), scale_N)
     lease = Lease(store, keys)
     table_U, id_U = keys.unique.table_U, keys.unique.id_U
     return lease, RowGrads(store, -1, table_U, id_U, nowhere(loops, len(id_U)), segments=segments)
