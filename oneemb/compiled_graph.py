@@ -4,7 +4,7 @@ import functools
 import traceback
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeVar
@@ -118,13 +118,17 @@ class _Known:
             self.plan = None
 
 
+_Key = tuple[Structure, tuple[bool, tuple[tuple[Any, ...], ...]]]
+"""What a plan is compiled for: the nesting of inputs, and of each embedding its store and what matters of it."""
+
+
 class CompiledGraph(torch.nn.Module):
     """Base of `TrainGraph` and `EvalGraph`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.config = GraphConfig()
-        self._known: OrderedDict[tuple[Structure, Hashable], _Known] = OrderedDict()  # that used last is the last
+        self._known: OrderedDict[_Key, _Known] = OrderedDict()  # that used last is the last
         self._dropped = 0
         self._merged: Merged = {}
         self._stats = StepStats()
@@ -170,10 +174,21 @@ class CompiledGraph(torch.nn.Module):
         key = self._key(batch)
         known = self._known.get(key)
         if known is None:
+            self._forget_exchanged(batch.embeddings)
             self._make_room(batch.structure)
             known = self._known[key] = _Known()
         self._known.move_to_end(key)
         return known
+
+    def _forget_exchanged(self, embeddings: Mapping[str, TableEmbedding]) -> None:
+        """Drop what is known of embeddings that are no part of the graph any more: their rows and paths are freed."""
+        stores = {embedding.store for embedding in embeddings.values()}
+        for key, known in list(self._known.items()):
+            if not stores.issuperset(store for store, *_ in key[1][1]):
+                del self._known[key]
+                if known.plan is self._latest:
+                    self._latest = None
+        self._merged = {members: store for members, store in self._merged.items() if stores.issuperset(members)}
 
     def _make_room(self, structure: Structure) -> None:
         """Drop the least recently used plan if `PLANS_MAX` are kept; the first time, with a warning."""
@@ -191,7 +206,7 @@ class CompiledGraph(torch.nn.Module):
         self._known.popitem(last=False)
         self._dropped += 1
 
-    def _key(self, batch: Batch) -> tuple[Structure, Hashable]:
+    def _key(self, batch: Batch) -> _Key:
         """What a plan is compiled for. Calls with equal keys share a plan."""
         inserts = self._inserts()
         lookups = [

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextvars
+import gc
 import itertools
 import math
 import re
 import threading
 import traceback
 import warnings
+import weakref
 from collections import OrderedDict
 
 import numpy as np
@@ -928,6 +930,24 @@ def test_modules_may_be_exchanged_between_the_steps_of_a_run():
             graph.embedding = make_embedding()
             graph.add_optimizer(torch.optim.SGD(graph.embedding.parameters(), lr=0.1))
     assert len(losses) == 6 and graph.embedding.stats()["step"] == 3
+
+
+def test_an_embedding_that_is_exchanged_frees_its_rows_and_its_path():
+    def build(self, ids, label):
+        return loss_of(self, ids, label) + self.other(ids).square().sum()
+
+    modules = {**modules_of(), "other": make_embedding(seed=1)}
+    graph = make_graph(modules, build, lambda owner: [])
+    for _ in range(3):
+        graph(IDS, LABEL)
+    assert graph._merged
+    gone = weakref.ref(graph.other.store)
+    modules.clear()
+    graph.other = torch.nn.Embedding(9, 4)
+    graph(IDS, LABEL)
+    gc.collect()
+    assert gone() is None and not graph._merged and graph.compiled() is not None
+    graph(IDS, LABEL)
 
 
 # ---- what a graph expects of `build`, where `build` does not do it ---------------------------------------------------
