@@ -31,6 +31,7 @@ import torch
 from oneemb.graph import ops
 from oneemb.graph.plan import Plan
 from oneemb.graph.streams import Ahead, Mark, capture_gate
+from oneemb.kernels.threads import within_thread_code
 
 __all__ = ["Prepared", "prefetch"]
 
@@ -181,7 +182,8 @@ class _Worker(Generic[Batch]):
         try:
             if not self._gone:
                 _get(self._ended, self._patience_s)
-            self._thread.join()
+            if not within_thread_code():  # else it ends by itself, a moment later
+                self._thread.join()
         except Empty:
             if self._patience_s:
                 self._patience_s = 0.0

@@ -13,15 +13,19 @@ Why not numba's own parallel loops: two Python threads that enter one at the sam
 default threading layer, the other layers are not there on every machine, and compiling takes three times as long.
 """
 
+import concurrent.futures._base
+import concurrent.futures.thread
 import ctypes
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from types import FrameType
 from typing import Any, TypeVar
 
-__all__ = ["Threads", "available_cores", "submit"]
+__all__ = ["Threads", "available_cores", "submit", "within_thread_code"]
 
 _T = TypeVar("_T")
 
@@ -133,6 +137,29 @@ class Threads:
         if self._pool is not None and self._process == os.getpid():
             self._pool.shutdown()
         self._pool = None
+
+
+def within_thread_code() -> bool:
+    """Whether this thread is in the middle of a call of `threading` or of an executor, whose locks it may hold: the
+    garbage collector may call a finalizer there, which must not wait for a thread, start one or end a pool.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    inner = ""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename in _THREAD_CODE:
+            begins = (
+                code.co_name == "_bootstrap_inner" and inner != "run"
+            )  # A thread that runs its function is past it.
+            if begins or code.co_name not in _RUNS_OTHERS:
+                return True
+        frame, inner = frame.f_back, code.co_name
+    return False
+
+
+_THREAD_CODE = {module.__file__ for module in (threading, concurrent.futures._base, concurrent.futures.thread)}
+_RUNS_OTHERS = {"_bootstrap", "_bootstrap_inner", "run", "_worker"}
+"""What is on the stack of every thread below what it runs, and holds no lock then."""
 
 
 class _Here(threading.local):

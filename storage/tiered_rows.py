@@ -24,7 +24,7 @@ import numpy as np
 
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.loops import Loops
-from oneemb.kernels.threads import Threads
+from oneemb.kernels.threads import Threads, within_thread_code
 from oneemb.storage.bottom import Bottom
 from oneemb.storage.owned_rows import OwnedRows
 from oneemb.storage.row_format import RowFormat
@@ -463,9 +463,12 @@ class TieredRows:
 
 
 def _close_dropped(store: RowStore) -> None:
-    """Close the store of rows that nobody has any more. The garbage collector may ask for it on any thread."""
-    if threading.current_thread().name.startswith("oneemb-"):  # Which close may have to wait for.
-        threading.Thread(target=store.close, name="close").start()
+    """Close the store of rows that nobody has any more. The garbage collector may ask for it on any thread, in the
+    middle of anything."""
+    of_a_store = threading.current_thread().name.startswith("oneemb-")  # Which close may have to wait for.
+    if of_a_store or within_thread_code():
+        # Where this thread goes on: to start one by `threading` is to wait for locks that it may hold.
+        _thread.start_new_thread(threading.Thread(target=store.close, name="close").start, ())
         return
     try:
         store.close()

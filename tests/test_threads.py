@@ -491,3 +491,60 @@ model(*batch(0))
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stdout) == (0, "[1, 2]\n"), ended.stderr
+
+
+DROPPED_AS_A_THREAD_BEGINS = """
+import gc, sys, tempfile, threading, torch, oneemb
+
+path = tempfile.mkdtemp()
+
+def make():
+    options = oneemb.make_cached_ssd_store_options(1, path)
+    return oneemb.MultiTableEmbedding("a", 4, torch.float32, torch.int64, [oneemb.make_table()], options)
+
+class Collects:
+    collected = False
+
+    def locked(self):  # asked while a thread begins, which holds a lock of `threading` that ending a thread needs
+        if not self.collected:
+            self.collected = True
+            gc.collect()
+        return True
+
+    def acquire(self):
+        pass
+
+    release = acquire
+
+def loop():
+    embedding = make()
+    for first in range(0, 100_000, 5_000):  # more than the cache holds, so that a thread writes rows
+        embedding(torch.arange(first, first + 5_000)[:, None])
+    yield
+    graph = [embedding]
+    graph.append(graph)
+
+gc.disable()
+for _ in loop():
+    pass
+threading._shutdown_locks.add(Collects())
+threading.Thread(target=int).start()
+deadline = 100
+while True:
+    try:
+        make().close()
+        break
+    except oneemb.StorageError:
+        deadline -= 1
+        assert deadline, "the path is still taken"
+        threading.Event().wait(0.1)
+threading._shutdown_locks.clear()
+print("freed")
+"""
+
+
+@pytest.mark.skipif(not hasattr(threading, "_shutdown_locks"), reason="this Python has other locks of threads")
+def test_an_embedding_that_is_collected_while_a_thread_begins_is_closed():
+    command = [sys.executable, "-c", DROPPED_AS_A_THREAD_BEGINS]
+    done = subprocess.run(command, timeout=60, capture_output=True, text=True)
+    assert done.stdout == "freed\n", done.stderr
