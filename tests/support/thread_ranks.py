@@ -33,6 +33,8 @@ class _Meeting:
 class ThreadRanks:
     """As `oneemb.graph.ranks.Ranks`."""
 
+    gradients = "mean"
+
     def __init__(self, meeting, rank, size):
         self._meeting, self.rank, self.size = meeting, rank, size
         self.group = self
@@ -78,7 +80,7 @@ def run_ranks(size, function, *args, patch=None, dies=()):
         dies: ranks of which `Killed` is expected, or what follows of it; what they raised is given.
     """
     if patch is not None:
-        patch.setattr("oneemb.embedding.Ranks", lambda group: group)
+        patch.setattr("oneemb.embedding.Ranks", lambda group, gradients: group)
     meeting = _Meeting(size)
     results, raised = [None] * size, []
 
