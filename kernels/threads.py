@@ -13,8 +13,6 @@ Why not numba's own parallel loops: two Python threads that enter one at the sam
 default threading layer, the other layers are not there on every machine, and compiling takes three times as long.
 """
 
-import concurrent.futures._base
-import concurrent.futures.thread
 import ctypes
 import itertools
 import os
@@ -157,7 +155,7 @@ def within_thread_code() -> bool:
     return False
 
 
-_THREAD_CODE = {module.__file__ for module in (threading, concurrent.futures._base, concurrent.futures.thread)}
+_THREAD_CODE = {sys.modules[kind.__module__].__file__ for kind in (threading.Thread, Future, ThreadPoolExecutor)}
 _RUNS_OTHERS = {"_bootstrap", "_bootstrap_inner", "run", "_worker"}
 """What is on the stack of every thread below what it runs, and holds no lock then."""
 
