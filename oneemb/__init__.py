@@ -35,6 +35,7 @@ _WHERE = {name: f"oneemb.{module}" for module, names in _MODULES.items() for nam
 _WHERE |= {
     "BuildError": "oneemb.graph.build_error",
     "NonFiniteGradientError": "oneemb.graph.ops",
+    "RankError": "oneemb.graph.ranks",
     "StorageError": "oneemb.storage.row_store",
     "StoreFullError": "oneemb.storage.row_store",
 }

@@ -10,6 +10,7 @@ from oneemb.embedding import (
 from oneemb.eval_graph import EvalGraph as EvalGraph
 from oneemb.graph.build_error import BuildError as BuildError
 from oneemb.graph.ops import NonFiniteGradientError as NonFiniteGradientError
+from oneemb.graph.ranks import RankError as RankError
 from oneemb.named_snapshot import snapshot_name as snapshot_name
 from oneemb.options import (
     make_cached_host_mem_store_options as make_cached_host_mem_store_options,

@@ -170,7 +170,7 @@ class Lease:
     A lease that is dropped (a forward pass without a step) is unpinned by the next `acquire`.
 
     With `remote` they are copies of rows that other ranks own. Nothing is pinned for them here, and their gradients go
-    to the owners before anything is done with them (`RowGrad.settle`).
+    to the owners before anything is done with them (`settle` in row_grad.py).
 
     Args:
         store: whose rows they are.
