@@ -9,6 +9,8 @@ Invariant: after an exchange that raises, every rank has left it: the group can 
 """
 
 import math
+import pickle
+import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Never
@@ -79,16 +81,16 @@ class Ranks:
     def __init__(self, group: "distributed.ProcessGroup", gradients: str = "mean"):
         if gradients not in ("mean", "sum"):
             raise ValueError(f'gradients_of_ranks must be "mean" or "sum", got {gradients!r}')
-        self.group = group
-        self.gradients = gradients
-        self.rank = distributed.get_rank(group)
-        self.size = distributed.get_world_size(group)
-        if self.rank < 0:
+        if group is distributed.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 "this process is not in the process_group; only its ranks may make an embedding with it, and every one"
                 " of them must"
             )
-        on_gpu = distributed.get_backend(group) == "nccl"
+        self.group = group
+        self.gradients = gradients
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        on_gpu = group.name() == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     @property
@@ -100,23 +102,12 @@ class Ranks:
         return f"Ranks({self.rank} of {self.size})"
 
     def again(self) -> "Ranks":
-        """The same ranks with a group of their own, for another thread; every rank calls it.
-
-        Raises:
-            RuntimeError: torch cannot make it, since ranks have made different numbers of groups before.
-        """
-        ranks, backend = distributed.get_process_group_ranks(self.group), distributed.get_backend(self.group)
-        if len(ranks) == distributed.get_world_size():
-            return Ranks(distributed.new_group(ranks, backend=backend))
-        # torch names such a group by how many each rank has: with other numbers ranks wait for each other for ever.
-        numbers = self.all_gather("make a group", lambda: len(torch.distributed.distributed_c10d._world.pg_names))
-        if len(set(numbers)) > 1:
-            raise RuntimeError(
-                f"the ranks of process_group are in {numbers} groups, and torch.distributed makes another among them"
-                " only if they are in as many each: let every rank be in as many, or use group.WORLD; or call run with"
-                " prefetch_depth=0, which needs none"
-            )
-        return Ranks(distributed.new_group(ranks, backend=backend, use_local_synchronization=True))
+        """The same ranks with connections of their own, by gloo, for another thread; every rank calls it."""
+        name = self.all_gather("connect once more", lambda: uuid.uuid4().hex)[0]
+        # new_group names a group by how many this rank has: ranks that are in different numbers wait for ever.
+        store = distributed.PrefixStore(f"oneemb/{name}", self.group.get_group_store())
+        timeout = self.group._get_backend(self._device).options._timeout
+        return Ranks(distributed.ProcessGroupGloo(store, self.rank, self.size, timeout), self.gradients)
 
     def exchange(self, what: str, make: Callable[[], Blocks]) -> list[Received]:
         """Send blocks to the ranks, and get those that they send to this one.
@@ -145,7 +136,7 @@ class Ranks:
             failure = error
         received_R = self._headers(what, failure, sent_R)
         received = torch.empty(sum(received_R), dtype=torch.uint8, device=self._device)
-        distributed.all_to_all_single(received, sent.to(self._device), received_R, sent_R, group=self.group)
+        self._all_to_all(received, sent.to(self._device), received_R, sent_R)
         return [Received(part) for part in received.split(received_R)]
 
     def answer(
@@ -173,7 +164,7 @@ class Ranks:
         sent = torch.cat([piece.to(self._device) for part in parts for piece in (header, part)])
         coming, going = ([len(header) + _padded(size) for size in sizes] for sizes in (received_R, sent_R))
         received = torch.empty(sum(coming), dtype=torch.uint8, device=self._device)
-        distributed.all_to_all_single(received, sent, coming, going, group=self.group)
+        self._all_to_all(received, sent, coming, going)
         blocks = [Received(part) for part in received.split(coming)]
         headers = torch.stack([block.take(2, torch.int64) for block in blocks]).tolist()
         if any(failed or its != _code(what) for its, failed in headers):
@@ -223,9 +214,7 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether a rank gives True."""
-        any_rank = torch.tensor([flag], dtype=torch.int32, device=self._device)
-        distributed.all_reduce(any_rank, distributed.ReduceOp.MAX, group=self.group)
-        return bool(any_rank)
+        return any(bool(its) for its in self._all_gather(torch.tensor([flag], dtype=torch.int32)))
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums of these over the ranks, in float64 and in their order: the same bits on each."""
@@ -248,7 +237,7 @@ class Ranks:
         doing = _code(what)
         header_R3 = torch.tensor([[doing, failure is not None, sent] for sent in sent_R], device=self._device)
         got_R3 = torch.empty_like(header_R3)
-        distributed.all_to_all_single(got_R3, header_R3, group=self.group)
+        self._all_to_all(got_R3, header_R3, [1] * self.size, [1] * self.size)
         got = got_R3.tolist()
         if any(failed or its != doing for its, failed, _ in got):
             self._raise(what, failure)
@@ -269,15 +258,28 @@ class Ranks:
         )
 
     def _gather_floats(self, values: Sequence[float]) -> list[torch.Tensor]:
-        mine = torch.tensor(values, dtype=torch.float64, device=self._device)
-        of_all = [torch.empty_like(mine) for _ in range(self.size)]
-        distributed.all_gather(of_all, mine, group=self.group)
-        return of_all
+        return self._all_gather(torch.tensor(values, dtype=torch.float64))
 
     def _gather(self, value: Any) -> list[Any]:
-        of_all: list[Any] = [None] * self.size
-        distributed.all_gather_object(of_all, value, group=self.group)
-        return of_all
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [int(size) for size in self._all_gather(torch.tensor([len(mine)]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        of_all = self._all_gather(padded)
+        return [pickle.loads(its[:size].numpy().tobytes()) for its, size in zip(of_all, sizes, strict=True)]
+
+    def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Of all ranks, this tensor, which has the same shape on each; in memory of the host."""
+        mine = mine.to(self._device)
+        of_all = [torch.empty_like(mine) for _ in range(self.size)]
+        self.group.allgather(of_all, mine).wait()
+        return [its.cpu() for its in of_all]
+
+    def _all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, received_R: Sequence[int], sent_R: Sequence[int]
+    ) -> None:
+        # Methods, not torch.distributed's functions: those take no group that they have not made.
+        self.group.alltoall_base(received, sent, received_R, sent_R).wait()
 
 
 def _code(what: str) -> int:

@@ -40,7 +40,7 @@ class AtLine:
 
     def __init__(self, at=None, way="signal", *, number=signal.SIGINT, files=PACKAGES, functions=None):
         self.at, self.way, self.number, self.files, self.functions = at, way, number, tuple(files), functions
-        self.lines, self.place = 0, None
+        self.lines, self.place, self._seen = 0, None, {}
 
     def __enter__(self):
         # Finalizers would run where the collector likes, and what is raised in one, Python drops.
@@ -77,6 +77,7 @@ class AtLine:
                 if self.way == "raise" and file.endswith("/storage/turns.py"):
                     return local
                 self.lines += 1
+                self._seen.setdefault((file, line), []).append(self.lines)
                 if self.lines == self.at:
                     self.place = f"{os.path.relpath(file, ROOT)}:{line}, in {frame.f_code.co_name}"
                     if self.way == "raise":
@@ -109,6 +110,13 @@ def count_lines(call, way):
     return line.lines
 
 
+def each_line(call, way):
+    """The number of each line of code that a call runs when it runs first, and when it runs last."""
+    with AtLine(way=way) as line:
+        call()
+    return sorted({number for numbers in line._seen.values() for number in (numbers[0], numbers[-1])})
+
+
 def _in_finalizer(frame):
     """Whether Python would drop what is raised here."""
     while frame is not None and frame.f_code.co_name != "__del__":
@@ -117,8 +125,8 @@ def _in_finalizer(frame):
 
 
 def some_lines(lines, number, seed=0):
-    """This many of a call's lines, spread evenly and shifted at random; all of them for None."""
-    if number is None or number >= lines:
+    """This many of a call's lines, spread evenly and shifted at random."""
+    if number >= lines:
         return range(1, lines + 1)
     shift = random.Random(seed).random()
     return sorted({1 + int((i + shift) * lines / number) for i in range(number)})

@@ -79,9 +79,6 @@ def _work(rank, folder, pipe):
 
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS_MAX)
-    for member in range(RANKS_MAX):  # so that each rank is in as many groups, see `Ranks.again`
-        for _ in range(member):
-            distributed.new_group([member])
     groups = {size: distributed.new_group(list(range(size))) for size in range(1, RANKS_MAX + 1)}
     while True:
         try:
