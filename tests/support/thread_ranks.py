@@ -50,26 +50,42 @@ class ThreadRanks:
         return of_all
 
     def agree(self, what, check=lambda: None):
-        failure = None
+        failure = found = None
         try:
-            check()
+            found = check()
         except Killed:
+            self._meeting.barrier.abort()
             raise
         except BaseException as error:
             failure = error
-        of_all = self._meet((what, failure))
+        of_all = self._meet((what, failure, found))
         if failure is not None:
             raise failure
-        for rank, (_, its) in enumerate(of_all):
+        for rank, (_, its, _) in enumerate(of_all):
             if its is not None:
                 raise RankError(f"rank {rank} has failed ({its}); nothing was done here")
-        if len({doing for doing, _ in of_all}) > 1:
+        if len({doing for doing, _, _ in of_all}) > 1:
             raise RankError(f"the ranks do different things: {of_all}")
+        return next((its for _, _, its in of_all if its is not None), None)
 
     def all_gather(self, what, make):
         mine = []
         self.agree(what, lambda: mine.append(make()))
         return self._meet(mine[0])
+
+    def exchange(self, what, make):
+        """One tensor, or none, to each."""
+        return [_Received(blocks[self.rank]) for blocks in self.all_gather(what, make)]
+
+
+class _Received:
+    def __init__(self, tensors):
+        self._tensors = list(tensors)
+
+    def take(self, count, dtype):
+        tensor = self._tensors.pop(0)
+        assert (len(tensor), tensor.dtype) == (count, dtype)
+        return tensor
 
 
 def run_ranks(size, function, *args, patch=None, dies=()):
