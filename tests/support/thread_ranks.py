@@ -8,6 +8,7 @@ A killed rank (`Killed` is raised in its thread, and from then on by every file 
 others see what a broken connection gives. What they hold open is given up as the system does it for a dead process.
 """
 
+import builtins
 import gc
 import os
 import threading
@@ -128,23 +129,24 @@ class FaultyCalls:
         at: at which of them, from 0; None = at none.
         error: what is raised: an OSError once or on each call from then on, or `Killed`.
         once: whether only that call fails.
+        more: further functions that change files, as (module, name).
     """
 
-    def __init__(self, patch, rank=0, at=None, error=Killed, once=False):
+    def __init__(self, patch, rank=0, at=None, error=Killed, once=False, more=()):
         self.calls = {}
         self._counted = set()
         self._dead = set()
         self._locks = {}
-        for name in CHANGES:
-            real = getattr(LocalFileSystem, name)
+        for owner, name in [*((LocalFileSystem, name) for name in CHANGES), *more]:
+            real = getattr(owner, name, None) or getattr(builtins, name)
 
-            def call(fs, *args, name=name, real=real, **kwargs):
+            def call(*args, name=name, real=real, **kwargs):
                 me = threading.current_thread().name
                 if self._fails(me, name, rank, at, error, once):
                     raise error() if isinstance(error, type) else error
-                return real(fs, *args, **kwargs)
+                return real(*args, **kwargs)
 
-            patch.setattr(LocalFileSystem, name, call)
+            patch.setattr(owner, name, call, raising=False)
         real_lock = LocalFileSystem.lock
 
         def note(fs, path):
