@@ -2,10 +2,13 @@
 process does on all batches together; they are whole or not there, whatever fails."""
 
 import errno
+import multiprocessing
 import os
 import random
 import shutil
+import signal
 import threading
+import time
 import types
 import warnings
 
@@ -666,3 +669,68 @@ def test_a_state_dict_that_is_wrong_on_one_rank_is_refused_on_all(tmp_path, monk
     assert first[0].startswith("RankError: rank 1 has failed") and "this one does not" in second[0]
     assert all(one[1].startswith("RankError: the ranks do different things") for one in (first, second))
     assert together([rows, others]) == (expected(1, FEW), STEP + 1)
+
+
+# ---- ranks that are processes are killed -----------------------------------------------------------------------------
+
+SECONDS = 60
+
+
+def saves_until_it_is_killed(root, meet, rank, size, report):
+    """Goes on from the checkpoint that is there, and reports each that it has saved."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # What it says when others are killed.
+    if size:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size)
+    graph = Filled(torch.distributed.group.WORLD if size else None, root)
+    if os.path.exists(f"{root}/c"):
+        graph.load(f"{root}/c")
+        assert content(graph.embedding)[0].items() <= expected(graph.steps, FEW).items()
+    report.send(graph.steps)
+    while True:
+        graph.have(graph.steps + 1).save(f"{root}/c", keep=1 + graph.steps % 2)
+        report.send(graph.steps)
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(60, marks=pytest.mark.slow)])
+def test_killed_ranks_lose_no_checkpoint_that_they_have_announced(tmp_path, times):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.test_rank_checkpoints"])
+    number = 7 if times < 10 else random.randrange(10**6)
+    print(f"seed {number}")
+    rng, last, root = random.Random(number), 0, tmp_path / "job"
+    for n in range(times):
+        size, processes, reports = rng.choice([2, 2, 3, 0]), [], []
+        for rank in range(max(1, size)):
+            ours, theirs = context.Pipe(duplex=False)
+            arguments = (str(root), str(tmp_path / f"meet{n}"), rank, size, theirs)
+            process = context.Process(target=saves_until_it_is_killed, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            reports.append(ours)
+        try:
+            for report in reports:
+                assert report.poll(SECONDS), "a rank did not begin"
+                assert report.recv() == last
+            time.sleep(rng.uniform(0, 1))
+            victims = processes if rng.random() < 0.3 else [rng.choice(processes)]
+            for victim in victims:
+                os.kill(victim.pid, signal.SIGKILL)
+            announced = 0
+            for process, report in zip(processes, reports, strict=True):
+                process.join(SECONDS)
+                assert process.exitcode is not None, "a rank waits for one that is dead"
+                try:
+                    while report.poll():
+                        announced = max(announced, report.recv())
+                except EOFError:
+                    pass
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        last = version_at(root, 0, None) if (root / "c").exists() else 0
+        assert last >= announced, f"version {announced} was announced, {last} was found"
+    assert last >= times // 2, "the ranks never got to work"
+    save(None, root, last + 1)
+    assert_only(root, None)
