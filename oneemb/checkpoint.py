@@ -159,8 +159,8 @@ class _Plan(NamedTuple):
     """Those that saves to this path have made, newest first."""
     left: list[str]
     """The intents of saves that were stopped."""
-    suffix: str
-    """Of the names of snapshots."""
+    snapshot: str
+    """The name of what is saved now of each embedding."""
 
 
 def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, calls: RankCalls, what: str) -> int:
@@ -171,7 +171,8 @@ def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, 
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep must be an int of at least 1, or None, got {keep!r}")
         check_between_updates(graph, train)
-        return _plan(path) if calls.first else None, {name: one.store.changes for name, one in embeddings.items()}
+        changes = {name: embedding.store.changes for name, embedding in embeddings.items()}
+        return _plan(path, train.steps) if calls.first else None, changes
 
     of_all = calls.all_gather(what, begin)
     plan = cast(_Plan, of_all[0][0])
@@ -180,9 +181,8 @@ def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, 
     kept, superfluous = (earlier, []) if keep is None else (earlier[: keep - 1], earlier[keep - 1 :])
     made: _Snapshots = {}
     for name in embeddings:
-        changed = any(changes[name] for _, changes in of_all)
-        snapshot = f"{_PREFIX}{train.steps:012d}-{plan.suffix}" if changed else None
-        made[name] = {"oneemb_snapshot": snapshot, "oneemb_identity": None}
+        changed = any(changes.get(name) for _, changes in of_all)
+        made[name] = {"oneemb_snapshot": plan.snapshot if changed else None, "oneemb_identity": None}
     try:
         for intent_path in plan.left:
             _undo(intent_path, embeddings, calls, what)
@@ -201,23 +201,20 @@ def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, 
                 _write(intent.temporary, to_bytes(file))
                 intent.put_in_place()
 
-            calls.agree(what, write if calls.first else _nothing)
+            calls.by_first(f"{what}: the file", write)
     except OSError as error:
         raise storage_error(error, "write the checkpoint", path) from error
     folder = os.path.dirname(path)
-    calls.agree(what, (lambda: LocalFileSystem().sync_directory(folder)) if calls.first else _nothing)
+    calls.by_first(f"{what}: its folder", lambda: LocalFileSystem().sync_directory(folder))
     for snapshots in superfluous:
         _delete(embeddings, snapshots)
     return len(kept)
 
 
-def _nothing() -> None:
-    """What the other ranks do while the first one does something for all."""
-
-
-def _plan(path: str) -> _Plan:
+def _plan(path: str, steps: int) -> _Plan:
     intents = glob.glob(f"{glob.escape(path)}.{'[0-9a-f]' * 8}{_SAVING}")
-    return _Plan(_named_by(path), [intent for intent in intents if not _is_held(intent)], uuid.uuid4().hex[:8])
+    left = [intent for intent in intents if not _is_held(intent)]
+    return _Plan(_named_by(path), left, f"{_PREFIX}{steps:012d}-{uuid.uuid4().hex[:8]}")
 
 
 # ---- load -----------------------------------------------------------------------------------------------------------
@@ -316,7 +313,7 @@ class _Intent:
     def __enter__(self) -> "_Intent":
         try:
             with undisturbed:
-                self._calls.agree(self._what, self._begin if self._calls.first else _nothing)
+                self._calls.by_first(f"{self._what}: what it makes", self._begin)
             return self
         except BaseException as error:
             self.__exit__(type(error), error, None)
@@ -369,17 +366,18 @@ def _undo(intent: str, embeddings: _Embeddings, calls: RankCalls, what: str) -> 
     """
     temporary = _temporary_of(intent)
 
-    def read() -> _Snapshots | None:
+    def read() -> _Snapshots:
         made, in_place = _read_intent(intent)
-        return made if not in_place or os.path.lexists(temporary) else None
+        return made if not in_place or os.path.lexists(temporary) else {}
 
     def remove() -> None:
         for path in (temporary, intent):
             with suppress(FileNotFoundError):
                 os.unlink(path)
 
-    _delete(embeddings, calls.agree(what, read if calls.first else _nothing) or {})
-    calls.agree(what, remove if calls.first else _nothing)
+    what = f"{what}: what is taken back"
+    _delete(embeddings, calls.by_first(what, read))
+    calls.by_first(what, remove)
 
 
 def _read_intent(intent: str) -> tuple[_Snapshots, bool]:

@@ -113,16 +113,17 @@ def others_of(graph: CompiledGraph, calls: RankCalls, what: str) -> list[Other] 
     """
     if calls.alone:
         return None
+    what = f"{what}: what each rank has of its own"
     hashes = calls.all_gather(what, lambda: _hashes(graph))
-    if calls.first:
-        _warn_of_differences(graph, hashes)
     differ = {name for name, hash in hashes[calls.rank].items() if hash != hashes[0].get(name)}
     own = calls.all_gather(what, lambda: b"" if calls.first else to_bytes(_own(graph, differ)))
     found: list[Other] = []
-    if calls.first:
-        calls.agree(what, lambda: found.extend(_load(io.BytesIO(its), "what a rank has") for its in own[1:]))
-    else:
-        calls.agree(what)
+
+    def read() -> None:
+        _warn_of_differences(graph, hashes)
+        found.extend(_load(io.BytesIO(its), "what a rank has of its own") for its in own[1:])
+
+    calls.by_first(what, read)
     return found
 
 

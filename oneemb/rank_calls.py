@@ -7,7 +7,7 @@ after it, since the others wait for this rank.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Never, TypeVar
+from typing import Any, Never, TypeVar, cast
 
 import torch
 
@@ -85,25 +85,31 @@ class RankCalls:
         """As `Ranks.agree`. Any: what `check` gives."""
         return check() if self._ranks is None else self._ranks.agree(what, check)
 
+    def by_first(self, what: str, call: Callable[[], T]) -> T:
+        """What `call` gives on the first rank, on all of them. On the others it is not called.
+
+        Raises:
+            As `Ranks.agree`.
+        """
+        return cast(T, self.agree(what, lambda: call() if self.first else None))
+
     def all_gather(self, what: str, make: Callable[[], T]) -> list[T]:
         """As `Ranks.all_gather`."""
         return [make()] if self._ranks is None else self._ranks.all_gather(what, make)
 
     def of_first(self, what: str, make: Callable[[], bytes]) -> bytes:
-        """What `make` gives on the first rank, on all of them. On the others it is not called.
+        """As `by_first`, of bytes, however many.
 
         Raises:
             As `Ranks.exchange`.
         """
         data = bytearray()
 
-        def keep() -> int | None:
-            if not self.first:
-                return None
+        def keep() -> int:
             data[:] = make()
             return len(data)
 
-        size = self.agree(what, keep)
+        size = self.by_first(what, keep)
         if self._ranks is None or self.size == 1:
             return bytes(data)
         parts = []

@@ -289,7 +289,7 @@ class TrainGraph(CompiledGraph):
         DistributedDataParallel.
 
         Args:
-            path: the file, of which only the first rank needs to see anything; its folder must exist.
+            path: the file; its folder must exist. Ranks give the same path, which only the first one needs to see.
             keep: how many of the snapshots that saves to this path have made to keep, this one among them. Older
                 ones are deleted when the file is in place; copies of the file that name them cannot be loaded any more.
                 None = all of them, until `delete_snapshot`: each takes the disk space of its own rows.
