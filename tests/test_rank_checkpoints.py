@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import oneemb
 from oneemb import checkpoint
 from oneemb.graph.ranks import RankError
+from oneemb.named_snapshot import encode
 from oneemb.storage.errors import BrokenStoreError
 from tests.support.thread_ranks import FaultyCalls, run_ranks
 from tests.test_rank_snapshots import FEW, STEP, assert_nothing_is_unneeded, content, expected, fill, make, together
@@ -657,7 +658,10 @@ def test_a_state_dict_that_is_wrong_on_one_rank_is_refused_on_all(tmp_path, monk
         fill(embedding, 2, FEW)
         embedding.store.changes += 1
         other = embedding.state_dict()
-        wrong = [{"_extra_state": torch.zeros(4, dtype=torch.uint8)}, other]
+        another_runs = encode(
+            {"oneemb_snapshot": oneemb.snapshot_name(state["_extra_state"]), "oneemb_identity": "f" * 32}
+        )
+        wrong = [{"_extra_state": torch.zeros(4, dtype=torch.uint8)}, other, {"_extra_state": another_runs}]
         found = [caught(lambda one=one: embedding.load_state_dict(one if ranks.rank == 1 else state)) for one in wrong]
         assert content(embedding)[1] == STEP + 2
         embedding.load_state_dict(state)
@@ -667,7 +671,7 @@ def test_a_state_dict_that_is_wrong_on_one_rank_is_refused_on_all(tmp_path, monk
 
     (first, rows), (second, others) = run_ranks(2, refuse, patch=monkeypatch)
     assert first[0].startswith("RankError: rank 1 has failed") and "this one does not" in second[0]
-    assert all(one[1].startswith("RankError: the ranks do different things") for one in (first, second))
+    assert all(said.startswith("RankError: the ranks do different things") for said in first[1:] + second[1:])
     assert together([rows, others]) == (expected(1, FEW), STEP + 1)
 
 
