@@ -61,6 +61,8 @@ class Prepared:
     """What the first half of the plan gave."""
     versions: list[tuple[int, int]] | None = None
     """What `Plan.versions` said when it was prepared."""
+    announced: ops.Announced | None = None
+    """The lookups that ranks have announced; None = there are none."""
     error: BaseException | None = None
     last: bool = False
     mark: Mark = field(default_factory=list)
@@ -68,7 +70,7 @@ class Prepared:
 
     def drop(self) -> None:
         """Unpin what was prefetched and never acquired."""
-        ops.unprefetch(self.values or ())
+        ops.unprefetch([*(self.values or ()), self.announced])
         self.values = None
 
 

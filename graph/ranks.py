@@ -212,6 +212,25 @@ class Ranks:
         self.agree(what, keep)
         return self._gather(mine[0])
 
+    def tell(self, what: str, number: int) -> list[int]:
+        """What each rank tells, in their order.
+
+        Args:
+            what: as for `exchange`.
+
+        Raises:
+            As `exchange`.
+        """
+        return self._headers(what, None, [number] * self.size)
+
+    def fail(self, what: str, failure: BaseException) -> None:
+        """Have all ranks raise at their `tell` or `exchange`: this one has failed before it came to its own."""
+        try:
+            self._headers(what, failure, [0] * self.size)
+        except BaseException as error:
+            if error is not failure and not isinstance(error, RuntimeError):  # nor for those that fail as well
+                raise
+
     def any(self, flag: bool) -> bool:
         """Whether a rank gives True."""
         return any(bool(its) for its in self._all_gather(torch.tensor([flag], dtype=torch.int32)))

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from oneemb.embedding import TableEmbedding, embeddings_of
+from oneemb.graph import ops
 from oneemb.graph.building import Building, Expected
 from oneemb.graph.dense import DenseCompiler
 from oneemb.graph.inputs import Signature, Structure
@@ -100,8 +101,6 @@ class _Known:
         if self.plan is not None or self.given_up:
             return None
         left_out = [name for name, missed in self.missed.items() if missed >= MISSED_MAX]
-        # Ranks exchange ids within the lookup itself.
-        left_out += [name for name, embedding in batch.embeddings.items() if embedding.ranks is not None]
         return Tape(batch.values, list(batch.structure.names()), left_out)
 
     def keep(self, plan: Plan) -> None:
@@ -380,6 +379,15 @@ class CompiledGraph(torch.nn.Module):
         Args:
             follow: told the versions of the tensors that preparing is about to read.
         """
+        ranks = None if self._ranks_ahead is None or self._ranks() is None else self._ranks_ahead[1]
+        with ops.Announcement(ranks) as announcement:
+            prepared = self._prepare_lookups(batch, announcement, follow)
+        prepared.announced = announcement.announced
+        return prepared
+
+    def _prepare_lookups(
+        self, batch: Any, announcement: ops.Announcement, follow: Callable[[list[tuple[int, int]]], object] | None
+    ) -> Prepared:
         args, kwargs = self._signature.spread(batch)
         spread = Batch({}, args, kwargs, *self._signature.flatten(args, kwargs))
         try:
@@ -390,7 +398,7 @@ class CompiledGraph(torch.nn.Module):
             versions = plan.versions()
             if versions and follow is not None:
                 follow(versions)  # A kernel that changes a tensor is launched before the tensor's version changes.
-            values = plan.prepare(spread.values, self._active_profile())
+            values = plan.run_ahead(spread.values, announcement, self._active_profile())
         except Exception:
             # What is wrong with the batch, `build` will say, in its line; or it has just given the graph other modules.
             return Prepared(spread)
@@ -445,7 +453,7 @@ class CompiledGraph(torch.nn.Module):
         else:
             self._expect(expected, plan, batch, prepared, profile)
         all_made = on_acquired or (lambda: None)
-        building = Building(names, expected, all_made, tape, **surrounding)
+        building = Building(names, expected, all_made, tape, announced=prepared.announced, **surrounding)
         with self._dense_modules():
             result = self._stats.call("build", building.call, self.build, *batch.args, **batch.kwargs)
         if tape is not None:

@@ -12,7 +12,7 @@ N ids, U unique keys, P bags, B samples, T tables, D weights of a row, W words o
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -39,7 +39,7 @@ from oneemb.storage.turns import undisturbed
 __all__ = [
     "DTYPES", "Keys", "Lease", "REPLACED", "Remote", "Reserved", "acquire", "acquire_later",
     "check_pooling", "gather", "keep", "measure_gather", "measure_unique_keys", "peek", "prefetch", "read_ids",
-    "reserve", "spread_max_grads", "unique_keys", "unprefetch",
+    "reserve", "spread_max_grads", "unique_keys",
 ]  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -233,6 +233,9 @@ class Lease:
         """Whether the rows are in their slots."""
         return self._pins is not None and self.generation == self.store.generation
 
+    inserts = False
+    """As what is reserved: its unknown keys are inserted by the step that trains them."""
+
     def acquire(self) -> "Lease":
         """This, as what is reserved gives it: the lookup is made now, after those that were made before."""
         self.order = next_order()
@@ -343,6 +346,9 @@ class Lease:
 class Reserved:
     """A lookup that a step is expected to make. Nothing is inserted before it does."""
 
+    inserts = True
+    """Whether unknown keys are inserted by the lookup, and not by the step that trains them."""
+
     def __init__(self, store: EmbeddingStore, keys: Keys, prefetched: Prefetched | None):
         self._store, self._keys, self._prefetched = store, keys, prefetched
         self._lease: Lease | None = None
@@ -452,15 +458,6 @@ def prefetch(store: _Store, keys: AnyKeys[_Store, _Prefetched, object]) -> _Pref
     Any thread may call it. What it gives is for the `acquire` of the same keys, or for `unprefetch`.
     """
     return keys.prefetch(store)
-
-
-def unprefetch(values: Iterable[object]) -> None:
-    """Unpin, for those of these values that `prefetch` gave, what no `acquire` has taken over."""
-    for value in values:
-        if isinstance(value, Prefetched):
-            value.store.unprefetch(value)
-        elif isinstance(value, MergedPrefetched):
-            value.store.unprefetch(value)
 
 
 class ReadRows(Protocol):

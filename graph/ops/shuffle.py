@@ -30,8 +30,12 @@ from oneemb.graph.ranks import Ranks
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.row_format import RowFormat
+from oneemb.storage.tiers.hot_rows import Prefetched
 
-__all__ = ["Routed", "Sums", "look_up_on_ranks", "shuffle_grads", "shuffle_keys", "shuffle_rows"]
+__all__ = [
+    "Routed", "Sums", "by_owner", "keys_of_ranks", "lease_on_ranks", "look_up_on_ranks", "lookup_of", "shuffle_grads",
+    "shuffle_keys", "shuffle_rows",
+]  # fmt: skip
 
 # More than any embedding has: what comes from other ranks, they have checked.
 _TABLES = 1 << 31
@@ -70,7 +74,7 @@ def shuffle_keys(ranks: Ranks, what: str, make: Callable[[], Keys], store: Embed
     def blocks() -> list[list[torch.Tensor]]:
         keys = make()
         table_U, id_U = (store.loops.tensor(array).cpu() for array in (keys.unique.table_U, keys.unique.id_U))
-        order_U, sent_R = _by_owner(table_U, id_U, ranks.size)
+        order_U, sent_R = by_owner(table_U, id_U, ranks.size)
         made.append((keys, order_U, sent_R))
         sent = [(id_U[own], table_U[own]) for own in order_U.split(sent_R)]
         return [[torch.tensor([len(ids)]), ids, tables] for ids, tables in sent]
@@ -80,17 +84,17 @@ def shuffle_keys(ranks: Ranks, what: str, make: Callable[[], Keys], store: Embed
     asked_R = [int(block.take(1, torch.int64)) for block in received]
     id_N = torch.cat([block.take(count, torch.int64) for block, count in zip(received, asked_R, strict=True)])
     table_N = torch.cat([block.take(count, torch.int32) for block, count in zip(received, asked_R, strict=True)])
-    return Routed(keys, order_U, sent_R, _keys_of_ranks(store, table_N, id_N), asked_R)
+    return Routed(keys, order_U, sent_R, keys_of_ranks(store, table_N, id_N), asked_R)
 
 
-def _by_owner(table_U: torch.Tensor, id_U: torch.Tensor, ranks: int) -> tuple[torch.Tensor, list[int]]:
+def by_owner(table_U: torch.Tensor, id_U: torch.Tensor, ranks: int) -> tuple[torch.Tensor, list[int]]:
     """Keys in the order of their owners, int64 [U], and how many each has."""
     owner_U = owner_of(table_U.numpy(), id_U.numpy(), ranks)
     order_U = torch.from_numpy(np.argsort(owner_U, kind="stable"))
     return order_U, np.bincount(owner_U, minlength=ranks).tolist()
 
 
-def _keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tensor) -> Keys:
+def keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tensor) -> Keys:
     """Keys that several ranks have sent, on the place of the store's rows; one may come from each."""
     loops = store.loops
     table_N, id_N = table_N.to(loops.device), id_N.to(loops.device)
@@ -139,19 +143,41 @@ def look_up_on_ranks(
         StoreFullError: a tier is too small for the step, or capacity is reached; nothing is inserted on this rank.
         What `make` raises.
     """
-    what = f"look up {name!r} in {'training' if inserts else 'eval'} mode"
+    what = lookup_of(name, inserts)
     routed = shuffle_keys(ranks, what, make, store)
+    lease = lease_on_ranks(ranks, what, store, routed, inserts=inserts, source=source)
+    if not has_gradient:
+        lease.unpin()
+    return lease
+
+
+def lookup_of(name: str, inserts: bool) -> str:
+    """What ranks do that look up an embedding of this name."""
+    return f"look up {name!r} in {'training' if inserts else 'eval'} mode"
+
+
+def lease_on_ranks(
+    ranks: Ranks, what: str, store: EmbeddingStore, routed: Routed, *, inserts: bool,
+    source: ReadRows | None = None, prefetched: Prefetched | None = None,
+) -> Lease:  # fmt: skip
+    """The rows of keys that their owners have, and pins on those that this rank was asked for.
+
+    Args:
+        what, store, inserts, source: as for `look_up_on_ranks`.
+        prefetched: what `prefetch` gave for the keys that this rank is asked for.
+
+    Raises:
+        RankError, StoreFullError: as `look_up_on_ranks`.
+    """
     owned: list[Lease] = []
 
     def read(asked: Keys) -> torch.Tensor:
         if not inserts:
             return peek(source or store, asked)
-        owned.append(acquire(store, asked))
+        owned.append(acquire(store, asked, prefetched))
         return gather(owned[0])
 
     row_UD = shuffle_rows(ranks, f"rows to {what}", routed, read, store.format)
-    if owned and not has_gradient:
-        owned.pop().unpin()
     remote = Remote(ranks, store.loops.array(row_UD.to(store.loops.device)), owned[0] if owned else None)
     return Lease(store, routed.keys, remote=remote)
 
@@ -189,7 +215,7 @@ def shuffle_grads(
                     counts.append(-1)
                 continue
             table_U, id_U, grad_UD = sums
-            order_U, sent_R = _by_owner(table_U, id_U, ranks.size)
+            order_U, sent_R = by_owner(table_U, id_U, ranks.size)
             for r, own in enumerate(order_U.split(sent_R)):
                 count_RE[r].append(len(own))
                 sent[r] += [id_U[own], table_U[own], grad_UD[own]]
@@ -213,7 +239,7 @@ def _owned(
     store: EmbeddingStore, scale: float, parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 ) -> tuple[Lease, RowGrads]:
     id_N, table_N, grad_ND = (torch.cat(column) for column in zip(*parts, strict=True))
-    keys, loops = _keys_of_ranks(store, table_N, id_N), store.loops
+    keys, loops = keys_of_ranks(store, table_N, id_N), store.loops
     scale_N = loops.array(torch.full((len(id_N),), scale, device=loops.device))
     segments = loops.segments(keys.unique, None, loops.array(grad_ND.to(loops.device)), scale_N)
     lease = Lease(store, keys)
