@@ -13,10 +13,13 @@ import pickle
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Never
 
 import torch
 from torch import distributed
+
+from oneemb.storage.turns import undisturbed
 
 __all__ = ["RankError", "Ranks", "Received", "together"]
 
@@ -134,9 +137,10 @@ class Ranks:
             sent = torch.cat(parts) if parts else sent
         except BaseException as error:
             failure = error
-        received_R = self._headers(what, failure, sent_R)
-        received = torch.empty(sum(received_R), dtype=torch.uint8, device=self._device)
-        self._all_to_all(received, sent.to(self._device), received_R, sent_R)
+        with _whole():
+            received_R = self._headers(what, failure, sent_R)
+            received = torch.empty(sum(received_R), dtype=torch.uint8, device=self._device)
+            self._all_to_all(received, sent.to(self._device), received_R, sent_R)
         return [Received(part) for part in received.split(received_R)]
 
     def answer(
@@ -164,11 +168,12 @@ class Ranks:
         sent = torch.cat([piece.to(self._device) for part in parts for piece in (header, part)])
         coming, going = ([len(header) + _padded(size) for size in sizes] for sizes in (received_R, sent_R))
         received = torch.empty(sum(coming), dtype=torch.uint8, device=self._device)
-        self._all_to_all(received, sent, coming, going)
-        blocks = [Received(part) for part in received.split(coming)]
-        headers = torch.stack([block.take(2, torch.int64) for block in blocks]).tolist()
-        if any(failed or its != _code(what) for its, failed in headers):
-            self._raise(what, failure)
+        with _whole():
+            self._all_to_all(received, sent, coming, going)
+            blocks = [Received(part) for part in received.split(coming)]
+            headers = torch.stack([block.take(2, torch.int64) for block in blocks]).tolist()
+            if any(failed or its != _code(what) for its, failed in headers):
+                self._raise(what, failure)
         return [block.take(size, torch.uint8) for block, size in zip(blocks, received_R, strict=True)]
 
     def agree(self, what: str, check: Callable[[], Any] = lambda: None) -> Any:
@@ -191,9 +196,10 @@ class Ranks:
             found = check()
         except BaseException as error:
             failure = error
-        if not any(self._headers(what, failure, [found is not None] * self.size)):
-            return None
-        return next(its for its in self._gather(found) if its is not None)
+        with _whole():
+            if not any(self._headers(what, failure, [found is not None] * self.size)):
+                return None
+            return next(its for its in self._gather(found) if its is not None)
 
     def all_gather(self, what: str, make: Callable[[], Any]) -> list[Any]:
         """What `make` gives on each rank, in their order. Any: objects that can be pickled.
@@ -204,13 +210,15 @@ class Ranks:
         Raises:
             As `exchange`.
         """
-        mine: list[Any] = []
-
-        def keep() -> None:
-            mine.append(make())
-
-        self.agree(what, keep)
-        return self._gather(mine[0])
+        failure: BaseException | None = None
+        mine = None
+        try:
+            mine = make()
+        except BaseException as error:
+            failure = error
+        with _whole():
+            self._headers(what, failure, [0] * self.size)
+            return self._gather(mine)
 
     def tell(self, what: str, number: int) -> list[int]:
         """What each rank tells, in their order.
@@ -221,12 +229,14 @@ class Ranks:
         Raises:
             As `exchange`.
         """
-        return self._headers(what, None, [number] * self.size)
+        with _whole():
+            return self._headers(what, None, [number] * self.size)
 
     def fail(self, what: str, failure: BaseException) -> None:
         """Have all ranks raise at their `tell` or `exchange`: this one has failed before it came to its own."""
         try:
-            self._headers(what, failure, [0] * self.size)
+            with _whole():
+                self._headers(what, failure, [0] * self.size)
         except BaseException as error:
             if error is not failure and not isinstance(error, RuntimeError):  # nor for those that fail as well
                 raise
@@ -299,6 +309,13 @@ class Ranks:
     ) -> None:
         # Methods, not torch.distributed's functions: those take no group that they have not made.
         self.group.alltoall_base(received, sent, received_R, sent_R).wait()
+
+
+@contextmanager
+def _whole() -> Iterator[None]:
+    """Within it no signal comes between the messages of an exchange, for which the other ranks wait. Forks may."""
+    with undisturbed, undisturbed.forks_allowed():
+        yield
 
 
 def _code(what: str) -> int:
