@@ -21,10 +21,14 @@ from torch import distributed
 
 from oneemb.storage.turns import undisturbed
 
-__all__ = ["RankError", "Ranks", "Received", "together"]
+__all__ = ["RankError", "Ranks", "Received", "together", "whole_exchange"]
 
 Blocks = Sequence[Sequence[torch.Tensor]]
 """What to send to each rank: tensors of any shape, one after another."""
+
+
+# Bytes before an answer: what the rank is doing, and whether that has failed.
+_HEADER = 16
 
 
 class RankError(RuntimeError):
@@ -137,44 +141,75 @@ class Ranks:
             sent = torch.cat(parts) if parts else sent
         except BaseException as error:
             failure = error
-        with _whole():
+        with whole_exchange():
             received_R = self._headers(what, failure, sent_R)
             received = torch.empty(sum(received_R), dtype=torch.uint8, device=self._device)
             self._all_to_all(received, sent.to(self._device), received_R, sent_R)
         return [Received(part) for part in received.split(received_R)]
 
     def answer(
-        self, what: str, make: Callable[[], Sequence[torch.Tensor]], sent_R: Sequence[int], received_R: Sequence[int]
-    ) -> list[torch.Tensor]:
-        """As `exchange`, where both sides know the sizes: one message, which holds the header too.
+        self, what: str, make: Callable[[], torch.Tensor], like: torch.Tensor, sent_R: Sequence[int],
+        received_R: Sequence[int],
+    ) -> torch.Tensor:  # fmt: skip
+        """Send rows to the ranks, and get those that they send to this one, where both sides know how many.
+
+        One message, without a copy: what makes the rows leaves room for its header, see `heads`.
 
         Args:
-            make: gives one tensor for each rank.
-            sent_R, received_R: the bytes of those that go to each rank, and come from it.
+            what: as for `exchange`.
+            make: gives the rows, those for rank 0 first, each rank's behind its `heads`: [sent, W]. It is changed.
+            like: a tensor of shape [0, W] and the dtype and device of the rows.
+            sent_R, received_R: the rows that go to each rank, and come from it.
 
         Returns:
-            What each rank has sent, as bytes.
+            What the ranks have sent, each rank's behind its heads: [received, W].
 
         Raises:
             As `exchange`.
         """
         failure: BaseException | None = None
-        parts = [torch.zeros(_padded(size), dtype=torch.uint8) for size in sent_R]
+        heads = self.heads(like)
+        going, coming = ([count + heads for count in counts] for counts in (sent_R, received_R))
+        sent = like.new_zeros(0)
         try:
-            parts = [_bytes_of(tensor) for tensor in make()]
+            sent = make()
         except BaseException as error:
             failure = error
-        header = _bytes_of(torch.tensor([_code(what), failure is not None]))
-        sent = torch.cat([piece.to(self._device) for part in parts for piece in (header, part)])
-        coming, going = ([len(header) + _padded(size) for size in sizes] for sizes in (received_R, sent_R))
-        received = torch.empty(sum(coming), dtype=torch.uint8, device=self._device)
-        with _whole():
-            self._all_to_all(received, sent, coming, going)
-            blocks = [Received(part) for part in received.split(coming)]
-            headers = torch.stack([block.take(2, torch.int64) for block in blocks]).tolist()
-            if any(failed or its != _code(what) for its, failed in headers):
+            sent = like.new_zeros(sum(going), like.shape[1])
+        header = torch.zeros(heads, like.shape[1] * like.element_size(), dtype=torch.uint8)
+        header.view(-1)[:_HEADER] = torch.tensor([_code(what), failure is not None]).view(torch.uint8)
+        sent.view(torch.uint8)[self._heads_of(going, heads)] = header.to(sent.device)
+        received = like.new_empty((sum(coming), like.shape[1]), device=self._device)
+        with whole_exchange():
+            self._all_to_all(received, sent.to(self._device), coming, going)
+            got = received.view(torch.uint8)[self._heads_of(coming, heads)].view(self.size, -1)[:, :_HEADER]
+            if any(failed or its != _code(what) for its, failed in got.contiguous().view(torch.int64).tolist()):
                 self._raise(what, failure)
-        return [block.take(size, torch.uint8) for block, size in zip(blocks, received_R, strict=True)]
+        return received.to(like.device)
+
+    def heads(self, like: torch.Tensor) -> int:
+        """How many rows before those of each rank hold the header of an answer of such rows."""
+        return -(-_HEADER // (like.shape[1] * like.element_size()))
+
+    def behind_heads(self, count_R: Sequence[int], heads: int) -> torch.Tensor:
+        """Where rows of the ranks are, so many of each, if each rank's are behind heads: int64 [sum]."""
+        return torch.arange(sum(count_R)) + heads * (1 + torch.arange(self.size)).repeat_interleave(
+            torch.tensor(count_R)
+        )
+
+    def _heads_of(self, size_R: Sequence[int], heads: int) -> torch.Tensor:
+        begin_R = torch.tensor([0, *size_R[:-1]]).cumsum(0)
+        return begin_R[:, None] + torch.arange(heads)
+
+    def swap(self, sent: torch.Tensor, sent_R: Sequence[int], received_R: Sequence[int]) -> torch.Tensor:
+        """Rows from the ranks for rows to them, within `whole_exchange`, once an exchange has said how many.
+
+        Args:
+            sent: [sum(sent_R), ...], those for rank 0 first.
+        """
+        received = sent.new_empty((sum(received_R), *sent.shape[1:]), device=self._device)
+        self._all_to_all(received, sent.to(self._device), received_R, sent_R)
+        return received.to(sent.device)
 
     def agree(self, what: str, check: Callable[[], Any] = lambda: None) -> Any:
         """Wait for all ranks, and raise on each if one raises.
@@ -196,7 +231,7 @@ class Ranks:
             found = check()
         except BaseException as error:
             failure = error
-        with _whole():
+        with whole_exchange():
             if not any(self._headers(what, failure, [found is not None] * self.size)):
                 return None
             return next(its for its in self._gather(found) if its is not None)
@@ -216,7 +251,7 @@ class Ranks:
             mine = make()
         except BaseException as error:
             failure = error
-        with _whole():
+        with whole_exchange():
             self._headers(what, failure, [0] * self.size)
             return self._gather(mine)
 
@@ -229,13 +264,13 @@ class Ranks:
         Raises:
             As `exchange`.
         """
-        with _whole():
+        with whole_exchange():
             return self._headers(what, None, [number] * self.size)
 
     def fail(self, what: str, failure: BaseException) -> None:
         """Have all ranks raise at their `tell` or `exchange`: this one has failed before it came to its own."""
         try:
-            with _whole():
+            with whole_exchange():
                 self._headers(what, failure, [0] * self.size)
         except BaseException as error:
             if error is not failure and not isinstance(error, RuntimeError):  # nor for those that fail as well
@@ -312,7 +347,7 @@ class Ranks:
 
 
 @contextmanager
-def _whole() -> Iterator[None]:
+def whole_exchange() -> Iterator[None]:
     """Within it no signal comes between the messages of an exchange, for which the other ranks wait. Forks may."""
     with undisturbed, undisturbed.forks_allowed():
         yield

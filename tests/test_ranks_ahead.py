@@ -1,4 +1,4 @@
-"""Lookups that ranks announce to each other ahead of their step: the same bits, whether the guesses are right or not."""
+"""Lookups that ranks announce to each other ahead of their step change no bit, whether guesses are right or not."""
 
 import pytest
 import torch

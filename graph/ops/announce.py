@@ -13,6 +13,7 @@ ranks make this rank's lookup unannounced, those that have got their rows alread
 Invariants: every rank tells once for each lookup, in the order in which it makes them; nothing is inserted before.
 """
 
+import dataclasses
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,7 +24,7 @@ import torch
 
 from oneemb.graph.ops.lookup import Keys, Lease
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
-from oneemb.graph.ops.shuffle import Routed, by_owner, keys_of_ranks, lease_on_ranks, look_up_on_ranks, lookup_of
+from oneemb.graph.ops.shuffle import Asked, Routed, by_owner, keys_of_ranks, lease_on_ranks, look_up_on_ranks, lookup_of
 from oneemb.graph.ranks import Ranks
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.row_store import StorageError
@@ -80,7 +81,7 @@ class AnnouncedLookup:
         routed, prefetched = self.routed, self.prefetched
         self.prefetched = None
         if any(number < 0 for number in told):
-            routed, prefetched = _of_some(self.store, routed, told, self.ranks.rank), self._let_go(prefetched)
+            routed, prefetched = _of_some(routed, told, self.ranks.rank), self._let_go(prefetched)
         what = lookup_of(self.name, self.inserts)
         return lease_on_ranks(self.ranks, what, self.store, routed, inserts=self.inserts, prefetched=prefetched)
 
@@ -88,7 +89,7 @@ class AnnouncedLookup:
         """Read the rows that ranks ask this one for, as far as they are known and there is room, and pin them."""
         if self.inserts and self.routed is not None:
             with suppress(StorageError):  # It will be met again by the lookup, which tells the ranks.
-                self.prefetched = self.store.prefetch(self.routed.asked.unique)
+                self.prefetched = self.store.prefetch(self.routed.asked.keys.unique)
 
     def _let_go(self, prefetched: Prefetched | None) -> None:
         if prefetched is not None:
@@ -164,19 +165,17 @@ def _no_keys(store: EmbeddingStore) -> Keys:
     return keys_of_ranks(store, torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64))
 
 
-def _of_some(store: EmbeddingStore, routed: Routed, told: Sequence[int], rank: int) -> Routed:
+def _of_some(routed: Routed, told: Sequence[int], rank: int) -> Routed:
     """What remains if those ranks that have missed ask for nothing."""
     takes_R = [number >= 0 for number in told]
-    unique, loops = routed.asked.unique, store.loops
-    inverse_N = loops.tensor(unique.inverse_N).cpu().long()
-    takes_N = torch.from_numpy(np.repeat(takes_R, routed.asked_R))
-    table_N, id_N = (loops.tensor(array).cpu()[inverse_N][takes_N] for array in (unique.table_U, unique.id_U))
+    asked = routed.asked
+    takes_N = torch.from_numpy(np.repeat(takes_R, asked.count_R))
+    count_R = [count if takes else 0 for count, takes in zip(asked.count_R, takes_R, strict=True)]
     return Routed(
         keys=routed.keys,
         order_U=routed.order_U if takes_R[rank] else routed.order_U[:0],
         sent_R=routed.sent_R if takes_R[rank] else [0] * len(told),
-        asked=keys_of_ranks(store, table_N, id_N),
-        asked_R=[count if takes else 0 for count, takes in zip(routed.asked_R, takes_R, strict=True)],
+        asked=dataclasses.replace(asked, table_N=asked.table_N[takes_N], id_N=asked.id_N[takes_N], count_R=count_R),
     )
 
 
@@ -225,10 +224,10 @@ class Announcement:
             [[block.take(count, dtype) for count in counts] for block, counts in zip(received, count_RL, strict=True)]
             for dtype in (torch.int64, torch.int32)
         )
-        for n, ((*_, store, _, keys), order) in enumerate(zip(lookups, orders, strict=True)):
+        for n, ((_, its_ranks, store, _, keys), order) in enumerate(zip(lookups, orders, strict=True)):
             table_N, id_N = (torch.cat([its[n] for its in of_rank]) for of_rank in (table_RL, id_RL))
-            asked = keys_of_ranks(store, table_N, id_N)
-            routed.append(Routed(keys, order.order_U, order.sent_R, asked, [counts[n] for counts in count_RL]))
+            asked = Asked(store, its_ranks, table_N, id_N, [counts[n] for counts in count_RL])
+            routed.append(Routed(keys, order.order_U, order.sent_R, asked))
         self.announced = Announced(lookups, routed)
         for lookup in self.announced.lookups:
             lookup.prefetch()
@@ -258,7 +257,7 @@ def _code(lookups: Sequence[Lookup]) -> int:
 
 def _measure_announce(args: object, announced: Announced) -> tuple[int, int]:
     routed = [lookup.routed for lookup in announced.lookups if lookup.routed is not None]
-    keys = sum(sum(its.sent_R) + sum(its.asked_R) for its in routed)
+    keys = sum(sum(its.sent_R) + len(its.asked.id_N) for its in routed)
     return keys, keys * (4 + 8)
 
 

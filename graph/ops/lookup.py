@@ -158,8 +158,10 @@ class Remote:
     """Rows of a lookup that other ranks own."""
 
     ranks: Ranks
-    weight_UX: Array
-    """Their weights as they came, for each unique key."""
+    weight_SX: Array
+    """Their weights, as they came."""
+    slot_U: Array
+    """int64: where those of each unique key are."""
     owned: "Lease | None"
     """The rows that ranks have asked this one for; None = they are not pinned."""
 
@@ -305,7 +307,7 @@ class Lease:
         """The weights of each id, or of each bag, as they are now."""
         store, slot_U = self.store, self.slot_U
         if self.remote is not None:
-            return self._read(self.remote.weight_UX, store.loops.arange(len(self.remote.weight_UX)))
+            return self._read(self.remote.weight_SX, self.remote.slot_U)
         if slot_U is None:
             row_UW, unique = store.read(self.keys.unique)
             self._keys = dataclasses.replace(self.keys, unique=unique)
@@ -325,8 +327,11 @@ class Lease:
         assert keys.bags is not None
         if self.slot_U is None:
             remote = self.remote
-            weight_UX = store.format.weights(store.read(keys.unique)[0]) if remote is None else remote.weight_UX
-            rows = RowsOfIds(weight_UX, loops.arange(len(weight_UX)), keys.unique.inverse_N)
+            if remote is None:
+                weight_UX = store.format.weights(store.read(keys.unique)[0])
+                rows = RowsOfIds(weight_UX, loops.arange(len(weight_UX)), keys.unique.inverse_N)
+            else:
+                rows = RowsOfIds(remote.weight_SX, remote.slot_U, keys.unique.inverse_N)
             return loops.tensor(loops.scale_grads(rows, keys.bags.bag_N, loops.array(grad_PD.contiguous())))
         with undisturbed, store.writing:
             rows = RowsOfIds(store.weight_SX, self.slot_U, keys.unique.inverse_N)

@@ -554,8 +554,8 @@ def _sums(row_grad: RowGrad) -> Sums | None:
     grads = RowGrad(row_grad.store, row_grad.passes).reduce()
     assert grads is not None
     loops = row_grad.store.loops
-    table_U, id_U, grad_UD = (loops.tensor(array).cpu() for array in (grads.table_U, grads.id_U, grads.grad_UD))
-    return table_U, id_U, grad_UD
+    table_U, id_U = (loops.tensor(array).cpu() for array in (grads.table_U, grads.id_U))
+    return table_U, id_U, loops.tensor(grads.grad_UD)
 
 
 def _measure_reduce(args: object, grads: Sequence[RowGrads]) -> tuple[int, int]:
