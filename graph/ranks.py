@@ -27,6 +27,8 @@ Blocks = Sequence[Sequence[torch.Tensor]]
 """What to send to each rank: tensors of any shape, one after another."""
 
 
+_COMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 # Bytes before an answer: what the rank is doing, and whether that has failed.
 _HEADER = 16
 
@@ -80,21 +82,26 @@ class Ranks:
     Args:
         group: of torch.distributed. Tensors go through it as they are with gloo; with NCCL by way of the current GPU.
         gradients: "mean" or "sum": what becomes of the gradients that ranks have for a row.
+        comm_dtype: torch.float32, float16 or bfloat16: of rows and gradients on their way between ranks.
 
     Raises:
-        ValueError: this process is none of its ranks, or `gradients` is neither.
+        ValueError: this process is none of its ranks, or another argument is not as above.
     """
 
-    def __init__(self, group: "distributed.ProcessGroup", gradients: str = "mean"):
+    def __init__(
+        self, group: "distributed.ProcessGroup", gradients: str = "mean", comm_dtype: torch.dtype = torch.float32
+    ):
         if gradients not in ("mean", "sum"):
             raise ValueError(f'gradients_of_ranks must be "mean" or "sum", got {gradients!r}')
+        if comm_dtype not in _COMM_DTYPES:
+            raise ValueError(f"comm_dtype must be torch.float32, torch.float16 or torch.bfloat16, got {comm_dtype!r}")
         if group is distributed.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 "this process is not in the process_group; only its ranks may make an embedding with it, and every one"
                 " of them must"
             )
         self.group = group
-        self.gradients = gradients
+        self.gradients, self.comm_dtype = gradients, comm_dtype
         self.rank: int = group.rank()
         self.size: int = group.size()
         on_gpu = group.name() == "nccl"
@@ -183,7 +190,8 @@ class Ranks:
         with whole_exchange():
             self._all_to_all(received, sent.to(self._device), coming, going)
             got = received.view(torch.uint8)[self._heads_of(coming, heads)].view(self.size, -1)[:, :_HEADER]
-            if any(failed or its != _code(what) for its, failed in got.contiguous().view(torch.int64).tolist()):
+            headers = got.clone(memory_format=torch.contiguous_format).view(torch.int64).tolist()
+            if any(failed or its != _code(what) for its, failed in headers):
                 self._raise(what, failure)
         return received.to(like.device)
 

@@ -58,11 +58,12 @@ class TableEmbedding(torch.nn.Module):
         num_threads: int | None,
         process_group: "torch.distributed.ProcessGroup | None",
         gradients_of_ranks: str = "mean",
+        comm_dtype: torch.dtype = torch.float32,
         *,
         starts_empty: bool = True,
     ):
         super().__init__()
-        self.ranks = None if process_group is None else Ranks(process_group, gradients_of_ranks)
+        self.ranks = None if process_group is None else Ranks(process_group, gradients_of_ranks, comm_dtype)
         """The ranks that own the rows together; None = this process has them all."""
         check_arguments(
             name, dim_C, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
@@ -545,11 +546,11 @@ def copied(
             f"a copy of embedding {embedding.name!r} needs a path of its own, got that of its rows,"
             f" {embedding.store.plan.persistent_path}"
         )
-    copy = type(embedding).__new__(type(embedding))
+    copy, ranks = type(embedding).__new__(type(embedding)), embedding.ranks
     TableEmbedding.__init__(
         copy, embedding.name, embedding.column_dims, embedding.dtype, embedding.key_type, embedding.tables, options,
         embedding.default_initializer, embedding.padding_idx, embedding.seed, embedding.store.threads.count,
-        *((None,) if embedding.ranks is None else (embedding.ranks.group, embedding.ranks.gradients)),
+        *(() if ranks is None else (ranks.group, ranks.gradients, ranks.comm_dtype)),
         starts_empty=False,
     )  # fmt: skip
     try:
@@ -592,6 +593,9 @@ class MultiTableEmbedding(TableEmbedding):
             ranks see, in which each has a subfolder, or a list of folders, one a rank. None = this process has all
             rows.
         gradients_of_ranks: "mean" over the ranks, as DistributedDataParallel has it of dense gradients, or "sum".
+        comm_dtype: torch.float32, float16 or bfloat16: rows and gradients are rounded to it on their way between ranks;
+            rows whose `dtype` is no wider travel as they are. Gradients are summed in float32. Beyond 65,504 those of
+            float16 are infinite, and the step is refused or, with a GradScaler, skipped.
 
     Raises:
         TypeError, ValueError: an argument is not as above.
@@ -625,10 +629,11 @@ class MultiTableEmbedding(TableEmbedding):
         num_threads: int | None = None,
         process_group: "torch.distributed.ProcessGroup | None" = None,
         gradients_of_ranks: Literal["mean", "sum"] = "mean",
+        comm_dtype: torch.dtype = torch.float32,
     ):
         super().__init__(
             name, [embedding_dim], dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
-            num_threads, process_group, gradients_of_ranks,
+            num_threads, process_group, gradients_of_ranks, comm_dtype,
         )  # fmt: skip
 
 
@@ -658,12 +663,13 @@ class MultiTableMultiColumnEmbedding(TableEmbedding):
         num_threads: int | None = None,
         process_group: "torch.distributed.ProcessGroup | None" = None,
         gradients_of_ranks: Literal["mean", "sum"] = "mean",
+        comm_dtype: torch.dtype = torch.float32,
     ):
         if not isinstance(embedding_dim, list | tuple):
             raise TypeError(f"embedding_dim must be a list of column widths, got {embedding_dim!r}")
         super().__init__(
             name, embedding_dim, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
-            num_threads, process_group, gradients_of_ranks,
+            num_threads, process_group, gradients_of_ranks, comm_dtype,
         )  # fmt: skip
 
 

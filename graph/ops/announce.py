@@ -82,7 +82,7 @@ class AnnouncedLookup:
         self.prefetched = None
         if any(number < 0 for number in told):
             routed, prefetched = _of_some(routed, told, self.ranks.rank), self._let_go(prefetched)
-        what = lookup_of(self.name, self.inserts)
+        what = lookup_of(self.name, self.inserts, self.ranks)
         return lease_on_ranks(self.ranks, what, self.store, routed, inserts=self.inserts, prefetched=prefetched)
 
     def prefetch(self) -> None:
@@ -158,7 +158,7 @@ class Announced:
 
 
 def _what(lookup: AnnouncedLookup) -> str:
-    return f"{lookup_of(lookup.name, lookup.inserts)}, as announced or not"
+    return f"{lookup_of(lookup.name, lookup.inserts, lookup.ranks)}, as announced or not"
 
 
 def _no_keys(store: EmbeddingStore) -> Keys:
@@ -252,7 +252,7 @@ def _order(lookup: Lookup, ranks: int) -> _Order:
 
 def _code(lookups: Sequence[Lookup]) -> int:
     """Is equal where ranks announce the same lookups; 0 for none."""
-    return zlib.crc32("; ".join(lookup_of(name, inserts) for name, _, _, inserts, _ in lookups).encode())
+    return zlib.crc32("; ".join(lookup_of(name, inserts, ranks) for name, ranks, _, inserts, _ in lookups).encode())
 
 
 def _measure_announce(args: object, announced: Announced) -> tuple[int, int]:
