@@ -10,10 +10,12 @@ Invariant: after an exchange that raises, every rank has left it: the group can 
 
 import math
 import pickle
+import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Never
 
 import torch
@@ -21,7 +23,7 @@ from torch import distributed
 
 from oneemb.storage.turns import undisturbed
 
-__all__ = ["RankError", "Ranks", "Received", "together", "whole_exchange"]
+__all__ = ["RankError", "Ranks", "Received", "Traffic", "together", "whole_exchange"]
 
 Blocks = Sequence[Sequence[torch.Tensor]]
 """What to send to each rank: tensors of any shape, one after another."""
@@ -35,6 +37,23 @@ _HEADER = 16
 
 class RankError(RuntimeError):
     """Another rank has failed, or does something else. The message says which one, and what it said."""
+
+
+@dataclass
+class Traffic:
+    """What a rank has sent to others, and how long it has taken part in exchanges."""
+
+    messages: int = 0
+    """Exchanges of one tensor each."""
+    sent_bytes: int = 0
+    seconds: float = 0.0
+    """From the begin of each to its end: the time that others are waited for is in it."""
+
+    def add(self, sent: torch.Tensor, rows_to_others: int, begin: float) -> None:
+        """Count an exchange of rows that has begun at this reading of time.perf_counter."""
+        self.messages += 1
+        self.sent_bytes += rows_to_others * (sent.numel() // max(1, len(sent))) * sent.element_size()
+        self.seconds += time.perf_counter() - begin
 
 
 class Received:
@@ -102,6 +121,7 @@ class Ranks:
             )
         self.group = group
         self.gradients, self.comm_dtype = gradients, comm_dtype
+        self.traffic = Traffic()
         self.rank: int = group.rank()
         self.size: int = group.size()
         on_gpu = group.name() == "nccl"
@@ -342,16 +362,19 @@ class Ranks:
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Of all ranks, this tensor, which has the same shape on each; in memory of the host."""
-        mine = mine.to(self._device)
+        begin, mine = time.perf_counter(), mine.to(self._device)
         of_all = [torch.empty_like(mine) for _ in range(self.size)]
         self.group.allgather(of_all, mine).wait()
+        self.traffic.add(mine, len(mine) * (self.size - 1), begin)
         return [its.cpu() for its in of_all]
 
     def _all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_R: Sequence[int], sent_R: Sequence[int]
     ) -> None:
+        begin = time.perf_counter()
         # Methods, not torch.distributed's functions: those take no group that they have not made.
         self.group.alltoall_base(received, sent, received_R, sent_R).wait()
+        self.traffic.add(sent, sum(sent_R) - sent_R[self.rank], begin)
 
 
 @contextmanager

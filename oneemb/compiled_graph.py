@@ -263,7 +263,8 @@ class CompiledGraph(torch.nn.Module):
         lookups that it makes itself are part of it.
         The plans of the 16 structures that were used last are in the table, each since it was compiled last; where
         there were more structures, a line says how many are left out. Another says where `build` has looked up other
-        ids than expected so often that nothing is made ahead of it any more.
+        ids than expected so often that nothing is made ahead of it any more. Of ranks that own rows together the last
+        lines say what this one has exchanged with the others.
         """
         plans = [known.plan for known in list(self._known.values()) if known.plan is not None]
         executors = [executor for plan in plans for executor in plan.executors()]
@@ -280,7 +281,20 @@ class CompiledGraph(torch.nn.Module):
             hot = stats.get("device")
             rows, evicted, written_down = (hot["rows"], hot["evicted"], hot["written_down"]) if hot else (0, 0, 0)
             caches.append(f"{name}  {stats['step']}  {stats['hit_rate']:.1%}  {rows:,}  {evicted:,}  {written_down:,}")
-        return text + "\n\n" + "\n".join(caches)
+        return "\n\n".join([text, "\n".join(caches), *self._explain_ranks()])
+
+    def _explain_ranks(self) -> list[str]:
+        """What this rank has exchanged; a line, or none."""
+        own = [embedding.ranks for embedding in embeddings_of(self).values() if embedding.ranks is not None]
+        if not own:
+            return []
+        ahead = [] if self._ranks_ahead is None else [self._ranks_ahead[1]]
+        lines = [f"rank {own[0].rank} of {own[0].size}  messages  MB sent to others  seconds in exchanges"]
+        for where, ranks in (("in steps", own), ("ahead of them", ahead)):
+            traffic = [one.traffic for one in ranks]
+            messages, sent = sum(one.messages for one in traffic), sum(one.sent_bytes for one in traffic)
+            lines.append(f"{where}  {messages:,}  {sent / 1e6:,.1f}  {sum(one.seconds for one in traffic):,.2f}")
+        return ["\n".join(lines)]
 
     def draw(self, path: str) -> None:
         """Draw the lookups as they were recorded and as each pass left them, side by side.
