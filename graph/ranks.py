@@ -140,8 +140,11 @@ class Ranks:
         name = self.all_gather("connect once more", lambda: uuid.uuid4().hex)[0]
         # new_group names a group by how many this rank has: ranks that are in different numbers wait for ever.
         store = distributed.PrefixStore(f"oneemb/{name}", self.group.get_group_store())
-        timeout = self.group._get_backend(self._device).options._timeout
-        return Ranks(distributed.ProcessGroupGloo(store, self.rank, self.size, timeout), self.gradients)
+        group: Any = self.group  # torch gives its timeout no public name.
+        timeout = group._get_backend(self._device).options._timeout
+        # It has the methods of a ProcessGroup that are called here.
+        again: Any = distributed.ProcessGroupGloo(store, self.rank, self.size, timeout)
+        return Ranks(again, self.gradients)
 
     def exchange(self, what: str, make: Callable[[], Blocks]) -> list[Received]:
         """Send blocks to the ranks, and get those that they send to this one.
@@ -373,7 +376,7 @@ class Ranks:
     ) -> None:
         begin = time.perf_counter()
         # Methods, not torch.distributed's functions: those take no group that they have not made.
-        self.group.alltoall_base(received, sent, received_R, sent_R).wait()
+        self.group.alltoall_base(received, sent, list(received_R), list(sent_R)).wait()
         self.traffic.add(sent, sum(sent_R) - sent_R[self.rank], begin)
 
 

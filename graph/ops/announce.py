@@ -78,10 +78,11 @@ class AnnouncedLookup:
     def read(self, told: Sequence[int]) -> Lease:
         """The rows that this rank has asked for, if it is one of those that have told so; to each of them its rows."""
         assert self.routed is not None
-        routed, prefetched = self.routed, self.prefetched
-        self.prefetched = None
+        routed = self.routed
         if any(number < 0 for number in told):
-            routed, prefetched = _of_some(routed, told, self.ranks.rank), self._let_go(prefetched)
+            routed = _of_some(routed, told, self.ranks.rank)
+            self.drop()
+        prefetched, self.prefetched = self.prefetched, None
         what = lookup_of(self.name, self.inserts, self.ranks)
         return lease_on_ranks(self.ranks, what, self.store, routed, inserts=self.inserts, prefetched=prefetched)
 
@@ -91,14 +92,11 @@ class AnnouncedLookup:
             with suppress(StorageError):  # It will be met again by the lookup, which tells the ranks.
                 self.prefetched = self.store.prefetch(self.routed.asked.keys.unique)
 
-    def _let_go(self, prefetched: Prefetched | None) -> None:
-        if prefetched is not None:
-            self.store.unprefetch(prefetched)
-
     def drop(self) -> None:
         """Unpin the rows that were prefetched for ranks."""
         prefetched, self.prefetched = self.prefetched, None
-        self._let_go(prefetched)
+        if prefetched is not None:
+            self.store.unprefetch(prefetched)
 
     def forget(self) -> None:
         """See `Reserved`; it holds no lease."""
@@ -148,8 +146,8 @@ class Announced:
         waiting = self.waiting[:1]
         self.waiting.clear()
         self.drop()
-        for lookup in waiting if failure is not None else ():
-            lookup.ranks.fail(_what(lookup), failure)
+        if failure is not None and waiting:
+            waiting[0].ranks.fail(_what(waiting[0]), failure)
 
     def drop(self) -> None:
         """Unpin the rows that were prefetched for ranks."""

@@ -212,9 +212,9 @@ def lease_on_ranks(
         owned.append(acquire(store, asked, prefetched))
         return gather(owned[0])
 
-    rows = shuffle_rows(ranks, f"rows to {what}", routed, read, store)
-    remote = Remote(ranks, *(store.loops.array(tensor) for tensor in rows), owned[0] if owned else None)
-    return Lease(store, routed.keys, remote=remote)
+    row_SD, slot_U = shuffle_rows(ranks, f"rows to {what}", routed, read, store)
+    array = store.loops.array
+    return Lease(store, routed.keys, remote=Remote(ranks, array(row_SD), array(slot_U), owned[0] if owned else None))
 
 
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
