@@ -451,27 +451,29 @@ class EmbeddingStore:
         Raises:
             StoreFullError: there is no room for them; some may be here.
         """
-        new = self.replicas.new(table_U, id_U, self.format.row_bytes)
+        self._put_replicas(self.replicas.new(table_U, id_U, self.format.row_bytes), table_U, id_U, row_UW)
+        self.changes += 1
+
+    def _put_replicas(self, new: ReplicatedKeys, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
         self.hot.put(table_U, id_U, row_UW)
         self.replicas.add(new)
-        self.changes += 1
 
     @_between_steps
     @_in_turn
     def begin_replicas(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
         """Begin those rows of replicated tables that are not here, as lookups elsewhere have. It is no change of rows:
-        they are what they were there.
+        they are what they were there. There may be more than replicated tables may have: what ranks have begun can be
+        saved.
 
         Raises:
-            StoreFullError: as `put_replicas`.
+            StoreFullError: a tier is too small, or capacity is reached; some may be here.
         """
-        table_U, id_U = self.replicas.new(table_U, id_U, self.format.row_bytes)
-        if len(id_U):
-            put, changes = self.loops.put, self.changes
-            row_UW, _ = self.hot.read(self.loops.distinct_keys(put(table_U), put(id_U)))
+        new = self.replicas.new(table_U, id_U, None)
+        if len(new[1]):
+            put = self.loops.put
+            row_UW, _ = self.hot.read(self.loops.distinct_keys(put(new[0]), put(new[1])))
             row_UW = self.loops.tensor(row_UW).cpu().numpy()[:, : self.format.row_width]
-            self.put_replicas(table_U, id_U, np.ascontiguousarray(row_UW))
-            self.changes = changes
+            self._put_replicas(new, *new, np.ascontiguousarray(row_UW))
 
     def weights_in(self, slot_U: Array) -> torch.Tensor:
         """The weights of the rows in these slots, which are pinned: [U, D]."""
@@ -643,7 +645,6 @@ class EmbeddingStore:
                 self._rows.check_reads(info, weights_only, owned)
 
     @_between_steps
-    @_in_turn
     def check_replicas(self, info: SnapshotInfo, rows: int, others: int, replicated: int) -> None:
         """Raise unless there is room for rows of replicated tables, beside those of a snapshot that this store owns.
 
@@ -656,10 +657,12 @@ class EmbeddingStore:
         Raises:
             StoreFullError: there is not.
         """
-        formats = self.format, SnapshotRows.of_meta(info.meta, info.name).format
-        self.replicas.check_room(replicated, max(format.row_bytes for format in formats))
-        if self.built:
-            self.hot.check_holds(rows + others)
+        with self.turns:
+            self._check_process()
+            formats = self.format, SnapshotRows.of_meta(info.meta, info.name).format
+            self.replicas.check_room(replicated, max(format.row_bytes for format in formats))
+            if self.built and not self._broken:
+                self.hot.check_holds(rows + others)
 
     @_between_steps
     def load_rows(

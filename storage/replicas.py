@@ -75,8 +75,11 @@ class Replicas:
 
     # ---- what comes and goes ----------------------------------------------------------------------------------------
 
-    def new(self, table_U: np.ndarray, id_U: np.ndarray, row_bytes: int) -> Keys:
+    def new(self, table_U: np.ndarray, id_U: np.ndarray, row_bytes: int | None) -> Keys:
         """Which of these distinct keys are of replicated tables and not here. There is memory to `add` them.
+
+        Args:
+            row_bytes: of a row; None = there may be any number.
 
         Raises:
             StoreFullError: their rows would be more than replicated tables may have.
@@ -85,7 +88,8 @@ class Replicas:
         new_U = u[self._index.find(table_U[u], id_U[u]) < 0]
         table_U, id_U = table_U[new_U], id_U[new_U]
         if len(id_U):
-            self.check_room(len(self) + len(id_U), row_bytes)
+            if row_bytes is not None:
+                self.check_room(len(self) + len(id_U), row_bytes)
             self._index.reserve_keys(table_U, id_U)
         return table_U, id_U
 

@@ -3,6 +3,8 @@
 Table 0 of two is replicated, or both are. The oracle is one process on the batches of all ranks together.
 """
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -288,3 +290,233 @@ def test_a_job_goes_on_with_other_ranks_and_other_replicated_tables_as_if_nothin
     expected = goes_on(None, str(tmp_path / "one"), 0, at, ())
     for weights in results:
         assert relative(weights, expected) < 5e-6
+
+
+def spreading_fails(group, path):
+    """Rank 1 has no room for the copies of others when it loads; then all load again."""
+    embedding = Model(path, "plain", "device", group).embedding
+    OPTIMIZERS["adagrad"](embedding.parameters())
+    embedding.store.build()
+    real, raised = embedding.store.put_replicas, []
+
+    def fails(*rows):
+        raise oneemb.StoreFullError("no room any more")
+
+    if group.rank() == 1:
+        embedding.store.put_replicas = fails
+    for call in (lambda: embedding.load_snapshot("s"), lambda: embedding(all_ids())):
+        try:
+            call()
+        except Exception as error:
+            raised.append(f"{type(error).__name__}: {error}")
+    embedding.store.put_replicas = real
+    embedding.load_snapshot("s")
+    result = rows_of(embedding), embedding.stats()
+    embedding.close()
+    return raised, result
+
+
+def test_after_a_load_whose_copies_did_not_fit_every_rank_says_that_it_has_no_rows(tmp_path, rank_pool):
+    path = str(tmp_path / "ranks")
+    rank_pool(2, trains_and_saves, path, (0,))
+    results = rank_pool(2, spreading_fails, path)
+    check_loaded([result for _, result in results], read(path), (0,), 6)
+    for rank, (raised, _) in enumerate(results):
+        own = "StoreFullError: no room any more"
+        assert raised[0].startswith(own if rank == 1 else f"RankError: rank 1 has failed ({own})")
+        assert "load_snapshot(name) goes on from one" in raised[1] and len(raised) == 2
+
+
+# ---- what goes in and out --------------------------------------------------------------------------------------------
+
+
+def imports(group, path, fails):
+    """Rows for both tables, with averages of them; the source of rank 1 may end in the middle."""
+    embedding = Model(path, "plain", "device", group).embedding
+    averaged = oneemb.AveragedEmbedding(embedding, f"{path}/averages", 0.5)
+    embedding(torch.arange(20).reshape(10, 2) + (0 if group is None else group.rank()))
+    averaged.update_rows()
+
+    def batches():
+        for n in range(4):
+            if fails and group.rank() == 1 and n == 2:
+                raise OSError("no such file")
+            ids = torch.arange(10 * n, 10 * n + 10)
+            for table in range(TABLES):
+                yield torch.full((10,), table), ids, torch.full((10, 4), float(n + table))
+
+    raised = ""
+    try:
+        assert oneemb.import_rows(embedding, batches(), batch_size=20) == 80
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+    averaged.update_rows()
+    ids = torch.arange(45)[:, None].expand(-1, 2).contiguous()
+    weights, averages = embedding.eval()(ids), averaged(ids)
+    result = weights.detach().numpy(), averages.numpy(), rows_of(embedding), raised
+    averaged.close()
+    embedding.close()
+    return result
+
+
+def test_rows_are_imported_into_every_copy(tmp_path, rank_pool):
+    expected, averages, *_ = imports(None, str(tmp_path / "one"), False)
+    results = rank_pool(3, imports, str(tmp_path / "ranks"), False)
+    check_copies([{key: row for key, row in rows.items() if key[1] >= 30} for _, _, rows, _ in results])
+    for its_weights, its_averages, _, raised in results:
+        assert np.array_equal(its_weights, expected) and np.array_equal(its_averages, averages) and raised == ""
+
+
+def test_an_import_that_fails_on_one_rank_leaves_copies_equal(tmp_path, rank_pool):
+    results = rank_pool(3, imports, str(tmp_path / "ranks"), True)
+    check_copies([rows for _, _, rows, _ in results])
+    for rank, (weights, averages, _, raised) in enumerate(results):
+        assert raised.startswith("OSError" if rank == 1 else "RankError: rank 1 has failed (OSError")
+        assert np.array_equal(weights, results[0][0]) and np.array_equal(averages, results[0][1])
+    assert np.array_equal(results[0][0][:20, 0, 0], np.repeat([0.0, 1.0], 10)), "what all have read is there"
+
+
+def averages(group, path, replicated):
+    """Averages while rows are trained; what they are after a load, and in a copy."""
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    model = Model(f"{path}/rows", "plain", "device", group, replicated)
+    averaged = oneemb.AveragedEmbedding(model.embedding, f"{path}/averages", 0.9)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for step in range(8):
+        model.loss(*batch_of(step, rank, ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update_rows()
+        if step == 4:
+            state = torch.nn.ModuleDict({"rows": model.embedding, "averaged": averaged}).state_dict()
+            then = averaged(all_ids())
+    found = averaged(all_ids())
+    copy = averaged.copy_to(f"{path}/copy")
+    assert torch.equal(copy.eval()(all_ids()).detach(), found)
+    assert copy.stats()["replicated_rows"] == model.embedding.stats()["replicated_rows"]
+    torch.nn.ModuleDict({"averaged": averaged, "rows": model.embedding}).load_state_dict(state)
+    assert torch.equal(averaged(all_ids()), then), "loading the rows after the averages changes none of these"
+    for module in (copy, averaged, model.embedding):
+        module.close()
+    return found.numpy()
+
+
+def test_averages_of_replicated_rows_are_those_of_one_process(tmp_path, rank_pool):
+    expected = averages(None, str(tmp_path / "one"), ())
+    results = rank_pool(3, averages, str(tmp_path / "ranks"), (0,))
+    for found in results:
+        assert relative(found, expected) < 5e-6 and found.tobytes() == results[0].tobytes()
+
+
+# ---- how much there may be -------------------------------------------------------------------------------------------
+
+
+def reaches_the_limit(group, path, where):
+    """Replicated rows of 16 bytes, at most 40 of them. What is raised, and whether rows and counts are as before."""
+    from oneemb.storage import replicas
+
+    embedding = Model(path, "plain", "ssd", group).embedding
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    ids = torch.arange(30).reshape(-1, 1).expand(-1, 2).contiguous()
+    embedding(ids).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before, steps, raised, real = rows_of(embedding), embedding.stats()["step"], "", replicas.REPLICATED_BYTES_MAX
+    more = ids[:6] + 1000 + 6 * group.rank()
+    try:
+        if where == "step":
+            embedding(more).sum().backward()  # 6 on each of 2 ranks, 12 in all
+        replicas.REPLICATED_BYTES_MAX = 40 * 16
+        if where == "lookup":
+            embedding(ids[:11] + 1000 if group.rank() == 1 else ids)
+        elif where == "step":
+            optimizer.step()
+        elif where == "load":
+            embedding.load_snapshot("s")
+        elif where == "import":
+            oneemb.import_rows(embedding, [(torch.arange(11) + 1000, torch.ones(11, 4))])
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+    replicas.REPLICATED_BYTES_MAX = 40 * 16
+    optimizer.zero_grad()
+    after = rows_of(embedding)
+    unchanged = all(after[key] == row for key, row in before.items()) and embedding.stats()["step"] == steps
+    # The rest goes on.
+    embedding(ids).sum().backward()
+    optimizer.step()
+    pinned = embedding.stats()["device"]["pinned"]
+    embedding.close()
+    replicas.REPLICATED_BYTES_MAX = real
+    return raised, unchanged, pinned, after.keys() - before.keys()
+
+
+@pytest.mark.parametrize("where", ["lookup", "step", "load", "import"])
+@pytest.mark.filterwarnings("ignore:embedding 'items' starts empty")
+def test_more_replicated_rows_than_may_be_are_an_error_with_sizes_before_anything_has_changed(
+    tmp_path, rank_pool, where
+):
+    path = str(tmp_path / "ranks")
+    if where == "load":
+        rank_pool(3, saves_many, path)
+    full = (
+        r"StoreFullError: the replicated tables in .* have (\d+) rows and were to have (\d+), of 16 bytes each: (\d+)"
+    )
+    rest = " bytes on each of 2 ranks, of which they may take 640; save a snapshot"
+    for raised, unchanged, pinned, begun in rank_pool(2, reaches_the_limit, path, where):
+        sizes = re.search(full + rest, raised)
+        assert sizes and int(sizes[3]) == 16 * int(sizes[2]) > 640, raised
+        assert unchanged and pinned == 0
+        assert where == "step" or not {key for key in begun if key[0] == 0}
+
+
+def saves_many(group, path):
+    embedding = Model(path, "plain", "device", group, ()).embedding
+    embedding(torch.arange(100).reshape(50, 2))
+    embedding.save_snapshot("s")
+    embedding.close()
+
+
+def saves_at_the_limit(group, path):
+    """Each rank begins other rows, as many as may be, and they save; what is said where they are loaded."""
+    from oneemb.storage import replicas
+
+    real, replicas.REPLICATED_BYTES_MAX = replicas.REPLICATED_BYTES_MAX, 40 * 16
+    embedding = Model(path, "plain", "device", group, (0, 1)).embedding
+    embedding(torch.arange(40).reshape(20, 2) + 1000 * group.rank())
+    embedding.save_snapshot("s")
+    try:
+        embedding.load_snapshot("s")
+        raised = ""
+    except oneemb.StoreFullError as error:
+        raised = str(error)
+    after = rows_of(embedding)
+    embedding.close()
+    replicas.REPLICATED_BYTES_MAX = real
+    return raised, after
+
+
+@pytest.mark.filterwarnings("ignore:embedding 'items' starts empty")
+def test_what_ranks_have_begun_up_to_the_limit_can_be_saved(tmp_path, rank_pool):
+    path = str(tmp_path / "ranks")
+    results = rank_pool(2, saves_at_the_limit, path)
+    begun = {(id % 2, 1000 * rank + id) for rank in range(2) for id in range(40)}
+    assert read(path).keys() == begun
+    for rank, (raised, after) in enumerate(results):
+        assert "were to have 80, of 16 bytes each: 1280 bytes on each of 2 ranks" in raised
+        assert after.keys() >= {key for key in begun if key[1] // 1000 == rank}, "those that it had are there"
+
+
+def test_one_rank_has_no_limit_and_no_copies(tmp_path, rank_pool):
+    (raised, *_), *_ = rank_pool(1, reaches_the_limit, str(tmp_path / "one"), "lookup")
+    assert raised == ""
+
+
+@pytest.mark.parametrize("columns", [None, oneemb.make_constant_initializer(0.5), [oneemb.make_column_options()] * 2])
+def test_options_of_replicated_tables_come_back_from_json_and_others_stay_as_they_were(columns):
+    from oneemb.options import from_json, to_json
+
+    table = oneemb.make_table(columns, replicate=True)
+    assert from_json(to_json([table])) == [table] and table != oneemb.make_table(columns)
+    assert "replicate" not in to_json(oneemb.make_table(columns))
+    with pytest.raises(TypeError, match="replicate must be True or False, got 1"):
+        oneemb.make_table(columns, replicate=1)
