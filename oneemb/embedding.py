@@ -556,7 +556,7 @@ def copied(
     TableEmbedding.__init__(
         copy, embedding.name, embedding.column_dims, embedding.dtype, embedding.key_type, embedding.tables, options,
         embedding.default_initializer, embedding.padding_idx, embedding.seed, embedding.store.threads.count,
-        *(() if ranks is None else (ranks.group, ranks.gradients, ranks.comm_dtype)),
+        *((None,) if ranks is None else (ranks.group, ranks.gradients, ranks.comm_dtype)),
         starts_empty=False,
     )  # fmt: skip
     try:
