@@ -37,6 +37,7 @@ class LooksUp(Protocol):
     weight: torch.nn.Parameter
     training: bool
     ranks: Ranks | None
+    asked_ranks: Ranks | None
 
 
 class AnyReserved(Protocol):
@@ -232,13 +233,13 @@ class Building:
             lookup = self._take(name, embedding, arguments)
             if lookup is None:
                 self._announced.miss(embedding.store, inserts=embedding.training)
-            elif embedding.ranks is not None and lookup.lease is None:
+            elif embedding.asked_ranks is not None and lookup.lease is None:
                 return now()
             if lookup is not None:
                 scales, lease = arguments["per_sample_weights"], lookup.lease
                 rows = lookup.read(embedding.store, scales, arguments["pooling"])
                 if rows is not None and lease is not None and has_gradient:
-                    rows = ops.with_grad(rows, lease, embedding.weight, scales)
+                    rows = ops.with_grad(rows, lease, embedding.weight, scales, embedding.ranks)
                     lookup.hand_over()
                     return rows
                 if rows is not None and not has_gradient:
@@ -248,7 +249,7 @@ class Building:
             self.others += 1  # One that fails is none, here and on the tape.
             return rows
         except StoreFullError:
-            if embedding.ranks is not None or not self._give_way():  # Ranks make a lookup once.
+            if embedding.asked_ranks is not None or not self._give_way():  # Ranks make a lookup once.
                 raise
             return now()
 

@@ -144,9 +144,9 @@ class AveragedEmbedding(torch.nn.Module):
             return rows.keys_of(ids, table_ids, offsets, per_sample_weights, pooling)
 
         def look_up() -> torch.Tensor:
-            if rows.ranks is None:
+            if rows.asked_ranks is None:
                 return ops.peek(averages, keys(), per_sample_weights, pooling)
-            lease = ops.look_up_on_ranks(rows.ranks, rows.store, rows.name, keys, source=averages)
+            lease = ops.look_up_on_ranks(rows.asked_ranks, rows.store, rows.name, keys, source=averages)
             return ops.gather(lease, per_sample_weights, pooling)
 
         with torch.no_grad():

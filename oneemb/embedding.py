@@ -76,6 +76,8 @@ class TableEmbedding(torch.nn.Module):
         self.key_type = key_type
         self.tables = tuple(tables)
         self.num_tables = len(self.tables)
+        self.asked_ranks = None if all(table.replicate for table in self.tables) else self.ranks
+        """The ranks that a lookup asks for rows; None = it asks none, since this process has all rows, or copies."""
         self.store_options = store_options
         self.default_initializer = default_initializer
         self.padding_idx = padding_idx
@@ -175,9 +177,9 @@ class TableEmbedding(torch.nn.Module):
         per_sample_weights: torch.Tensor | None,
         pooling: str,
     ) -> torch.Tensor:
-        if self.ranks is not None:
+        if self.asked_ranks is not None:
             return self._look_up_on_ranks(
-                self.ranks, has_gradient, ids, table_ids, offsets, per_sample_weights, pooling
+                self.asked_ranks, has_gradient, ids, table_ids, offsets, per_sample_weights, pooling
             )
         if not has_gradient and offsets is None and per_sample_weights is None and pooling == "sum":
             read = ops.read_ids(
@@ -191,7 +193,7 @@ class TableEmbedding(torch.nn.Module):
         lease = ops.acquire(self.store, keys) if self.training else ops.acquire_later(self.store, keys)
         rows = ops.gather(lease, per_sample_weights, pooling)
         if has_gradient:
-            return ops.with_grad(rows, lease, self.weight, per_sample_weights)
+            return ops.with_grad(rows, lease, self.weight, per_sample_weights, self.ranks)
         lease.unpin()
         return rows
 

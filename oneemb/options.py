@@ -172,10 +172,11 @@ def make_table_options(
         param: how its rows begin: an initializer for all weights; or a column, or a sequence of columns for
             `MultiTableMultiColumnEmbedding`; None = the embedding's default initializer.
         replicate: with `process_group`, let every rank have all rows of the table, rather than each row one rank: for
-            small tables. Lookups of it move no rows between ranks; gradients go to every rank, and all copies of a row
-            stay equal, bit for bit. Such rows of an embedding may take 1 GiB a rank, weights and optimizer state; those
-            beyond are a StoreFullError. Without `process_group` it means nothing. Snapshots hold each row once, and
-            load into a table with `replicate` or without.
+            small tables. Lookups of it move no rows between ranks, and where all tables of an embedding are replicated
+            each rank makes them by itself, errors and all. Gradients go to every rank, and the copies of a row stay
+            equal, bit for bit. Such rows of an embedding may take 1 GiB a rank, weights and optimizer state; those
+            beyond are a StoreFullError. Snapshots hold each row once, and load into a table with `replicate` or
+            without. Without `process_group` it means nothing.
 
     Raises:
         TypeError: param is none of these, or replicate is not a bool.

@@ -113,10 +113,10 @@ def train_with(group, path, optimizer, options):
 # ---- graphs ----------------------------------------------------------------------------------------------------------
 
 
-def train_graph(group, path, way, scaled=False):
+def train_graph(group, path, way, replicated):
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-    model = Model(path, "weighted", "ssd", group)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12) if scaled else None
+    model = Model(path, "weighted", "ssd", group, replicated)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     graph = Graph(model, OPTIMIZERS["adagrad"](model.parameters()), 2, scaler, 0.05)
     batches = [batch_of(step, rank, ranks) for step in range(STEPS)]
     losses = list(graph.run(batches)) if way == "run" else [graph(*batch) for batch in batches]
@@ -125,10 +125,11 @@ def train_graph(group, path, way, scaled=False):
     return result, torch.stack(losses).tolist()
 
 
-def test_graphs_on_ranks_equal_one_process_called_and_run(tmp_path, rank_pool):
-    called, run = (rank_pool(3, train_graph, str(tmp_path / way), way, True) for way in ("called", "run"))
-    alone, losses = train_graph(None, str(tmp_path / "one"), "called", True)
-    check_equal_to_one([result for result, _ in called], alone)
+@pytest.mark.parametrize("replicated", [(0,), (0, 1)])
+def test_graphs_on_ranks_equal_one_process_called_and_run(tmp_path, rank_pool, replicated):
+    called, run = (rank_pool(3, train_graph, str(tmp_path / way), way, replicated) for way in ("called", "run"))
+    alone, losses = train_graph(None, str(tmp_path / "one"), "called", replicated)
+    check_equal_to_one([result for result, _ in called], alone, replicated)
     np.testing.assert_allclose(np.mean([its for _, its in called], axis=0), losses, rtol=1e-5)
     for (result, its_losses), (other, others_losses) in zip(called, run, strict=True):
         assert result[0].tobytes() == other[0].tobytes() and result[1] == other[1] and its_losses == others_losses
@@ -146,18 +147,63 @@ def bytes_to_others(group, path, replicated, batch):
         all_to_all(received, tensor, received_R, sent_R)
 
     ranks._all_to_all = note
-    ids = torch.arange(2 * batch).reshape(batch, 2) + group.rank()
-    rows = model.embedding(ids)
+    rows = model.embedding(torch.arange(batch) + group.rank(), torch.tensor(0))
     model.embedding.close()
     return sum(sent), rows.detach().numpy()
 
 
-def test_a_lookup_of_replicated_tables_sends_nothing_but_headers(tmp_path, rank_pool):
-    few, many = (rank_pool(2, bytes_to_others, str(tmp_path / f"{n}"), (0, 1), n) for n in (1, 500))
-    other = rank_pool(2, bytes_to_others, str(tmp_path / "other"), (), 500)
-    for (sent, _), (its_sent, rows), (others_sent, its_rows) in zip(few, many, other, strict=True):
-        assert sent == its_sent < 200 and others_sent > 5000
-        assert np.array_equal(rows, its_rows)
+def test_what_a_lookup_of_replicated_tables_sends_to_other_ranks(tmp_path, rank_pool):
+    whole, few, many, other = (
+        rank_pool(2, bytes_to_others, str(tmp_path / f"{replicated}{ids}"), replicated, ids)
+        for replicated, ids in [((0, 1), 500), ((0,), 1), ((0,), 500), ((), 500)]
+    )
+    for rank in range(2):
+        assert whole[rank][0] == 0, "all tables are replicated"
+        assert few[rank][0] == many[rank][0] < 200, "headers"
+        assert other[rank][0] > 5000
+        assert np.array_equal(whole[rank][1], other[rank][1]) and np.array_equal(many[rank][1], other[rank][1])
+
+
+def looks_up_alone(group, path):
+    """An embedding of replicated tables alone: each rank looks up as often as it likes, and meets its own errors."""
+    embedding = Model(path, "plain", "device", group, (0, 1)).embedding
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    for step in range(4):
+        ids = torch.arange(20).reshape(10, 2) + step
+        sums = [embedding(ids + rank).sum() for rank in range(group.rank() + 1)]
+        if group.rank() == 1:
+            with pytest.raises(TypeError, match="ids must be"):
+                embedding(ids.float())
+            with torch.no_grad():
+                embedding.eval()(ids)
+                embedding.train()
+        if group.rank() != step:  # One has no gradient at all.
+            sum(sums).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    result = rows_of(embedding), embedding.stats(), weights_of(embedding)
+    embedding.close()
+    return result
+
+
+def test_tables_that_are_all_replicated_are_looked_up_by_each_rank_alone(tmp_path, rank_pool):
+    results = rank_pool(3, looks_up_alone, str(tmp_path))
+    trained = [{key: row for key, row in rows.items() if key[1] < 20} for rows, *_ in results]
+    check_copies(trained, (0, 1))
+    for _, stats, _ in results:
+        assert stats["step"] == 4 and stats["device"]["pinned"] == 0
+    # By hand: each time that a rank has looked an id up, a third is taken from each of its weights.
+    initial = oneemb.MultiTableEmbedding(
+        "items", 4, torch.float32, torch.int64, [oneemb.make_table()] * TABLES,
+        oneemb.make_device_mem_store_options(str(tmp_path / "one")),
+    ).eval()  # fmt: skip
+    for (table, id), row in trained[0].items():
+        times = sum(
+            id - step - rank in range(table, 20, 2) for step in range(4) for of in range(3) if of != step
+            for rank in range(of + 1)
+        )  # fmt: skip
+        begin = initial(torch.tensor([[id, id]]))[0, table].detach().numpy()
+        np.testing.assert_allclose(np.frombuffer(row, np.float32), begin - times / 3, rtol=1e-5, atol=1e-5)
 
 
 # ---- snapshots -------------------------------------------------------------------------------------------------------

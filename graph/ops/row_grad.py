@@ -449,13 +449,19 @@ _FOREACH: dict[Any, Callable[..., Any]] = {
 
 
 def with_grad(
-    rows: torch.Tensor, lease: Lease, weight: torch.Tensor, per_sample_weights: torch.Tensor | None = None
-) -> torch.Tensor:
+    rows: torch.Tensor, lease: Lease, weight: torch.Tensor, per_sample_weights: torch.Tensor | None = None,
+    ranks: Ranks | None = None,
+) -> torch.Tensor:  # fmt: skip
     """What `gather` gave of a lookup, differentiable: a backward pass through it gives `weight` a `RowGrad`.
 
     The rows need not be pinned: those of an embedding in eval mode are inserted by the step that trains them.
+
+    Args:
+        ranks: those who train the rows together; None = the ranks that the lookup has asked, if any.
     """
-    return _WithGrad.apply(weight, per_sample_weights, lease, _Rows(rows))
+    if ranks is None and lease.remote is not None:
+        ranks = lease.remote.ranks
+    return _WithGrad.apply(weight, per_sample_weights, lease, _Rows(rows), ranks)
 
 
 class _Rows(NamedTuple):
@@ -489,13 +495,15 @@ def _is_alone(grad: torch.Tensor) -> bool:
 
 class _WithGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, scales: torch.Tensor | None, lease: Lease, rows: _Rows) -> torch.Tensor:
-        ctx.lease = lease
+    def forward(
+        ctx: Any, weight: torch.Tensor, scales: torch.Tensor | None, lease: Lease, rows: _Rows, ranks: Ranks | None
+    ) -> torch.Tensor:
+        ctx.lease, ctx.ranks = lease, ranks
         return rows.tensor
 
     @staticmethod
     @torch._disable_dynamo  # torch.compile stays out of it, as out of a lookup
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[RowGrad | None, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[RowGrad | None, torch.Tensor | None, None, None, None]:
         alone = _is_alone(*grads)
         lease, (grad,) = ctx.lease, grads
         if lease is None:
@@ -515,9 +523,8 @@ class _WithGrad(torch.autograd.Function):
         grad_NX = flat if alone else flat.clone(memory_format=torch.contiguous_format)
         lease.has_grad = True
         one = Pass(lease, grad_NX, version_of(grad_NX))
-        ranks = None if lease.remote is None else lease.remote.ranks
-        row_grad = RowGrad(lease.store, [one], ranks=ranks) if ctx.needs_input_grad[0] else None
-        return row_grad, lease.grad_of_scales(grad_NX) if ctx.needs_input_grad[1] else None, None, None
+        row_grad = RowGrad(lease.store, [one], ranks=ctx.ranks) if ctx.needs_input_grad[0] else None
+        return row_grad, lease.grad_of_scales(grad_NX) if ctx.needs_input_grad[1] else None, None, None, None
 
 
 def by_ranks(row_grads: Iterable[RowGrad]) -> list[tuple[Ranks, list[RowGrad]]]:

@@ -63,7 +63,7 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
                 graph.call_function(ops.check_pooling, (keys, call.per_sample_weights, call.pooling))
             pooled = () if call.offsets is None else (call.per_sample_weights, call.pooling)
             lease = rows = None
-            if module.ranks is not None:
+            if module.asked_ranks is not None:
                 pass
             elif inserts and (module.training or module.weight.requires_grad):
                 lease = graph.call_function(ops.reserve if module.training else ops.acquire_later, (store, keys))
@@ -74,7 +74,7 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
         ids = node_of(call.ids)
         origin = ids.args[0] if ids.target is ops.keep else None
         made.append([str(node.target), *call[:3], lease, rows, *call[3:], origin])
-        if module.ranks is not None:
+        if module.asked_ranks is not None:
             with graph.inserting_before(node):
                 ranks = graph.get_attr(f"{node.target}.ranks")
             announced.append((made[-1], (module.name, ranks, store, inserts and module.training, keys)))
