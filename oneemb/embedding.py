@@ -379,7 +379,8 @@ class TableEmbedding(torch.nn.Module):
 
         Saves one, named `state-<step>-<digits>`, unless the last one saved or loaded still has the rows as they are.
         These snapshots stay until `delete_snapshot`: a state dict that is kept, or was written to a file, may name any
-        of them. `oneemb.snapshot_name` gives the name.
+        of them. `oneemb.snapshot_name` gives the name. With `process_group` every rank makes the call, and gets the
+        same.
 
         Returns:
             uint8 [1024], of which a copy says the same.
@@ -399,14 +400,17 @@ class TableEmbedding(torch.nn.Module):
         return self._saved[0].copy()
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        """Load the snapshot that a state dict names.
+        """Load the snapshot that a state dict names. With `process_group` every rank makes the call, with the same one.
 
         Raises:
             ValueError: it names none.
             StorageError: it is not in `persistent_path`, or the one of that name there is another run's; the message
                 says what is there.
         """
-        self.load_named(decode(state))
+        snapshots, named = self.rank_snapshots, list[SnapshotName]()
+        what = snapshots.words("load_state_dict")
+        snapshots.together("load_state_dict", lambda: snapshots.agree(what, lambda: named.append(decode(state))))
+        self.load_named(named[0])
 
     def load_named(self, snapshot: SnapshotName) -> None:
         """The same with what `named_snapshot` gave."""
