@@ -52,6 +52,7 @@ class Machine:
         local_gb_s: from a rank to others of its machine.
         local_us: as network_us, of two ranks of one machine.
         peer_us: that each further rank adds to a collective call.
+        fresh_gb_s: at which memory is first written to that the system has just given.
         disk_reads_per_s: of blocks at random places, of the machine.
         disk_gb_s: of its disk.
         alone: what a step takes where one process has all rows.
@@ -69,6 +70,7 @@ class Machine:
     local_gb_s: float = 1.0
     local_us: float = 100.0
     peer_us: float = 8.0
+    fresh_gb_s: float = 2.0
     disk_reads_per_s: float = 500_000.0
     disk_gb_s: float = 3.0
     alone: StepCost = StepCost(400.0, 250.0, 30.0, 0.75, 45.0, 0.3)
@@ -135,6 +137,7 @@ _NEAR_DEFAULTS = 0.03
 # Of equal measurements the one that a fifth are below: what else runs on the machine is not to be measured too.
 QUIET = 0.2
 _TINY_BYTES, _LARGE_BYTES, _CALLS, _LARGE_CALLS = 8, 4 << 20, 300, 12
+_FRESH_BYTES = 64 << 20
 _DISK_ROWS, _DISK_WORDS, _DISK_BATCH = 16_384, 1024, 2048
 
 
@@ -156,6 +159,7 @@ def measure_machine(path: str | None = None, *, threads: int = 1, **figures: Any
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     measured: dict[str, Any] = {"cores": cores, "memory_gib": round(memory, 1), "threads": threads}
+    measured["fresh_gb_s"] = _in_processes(1, "_measure_fresh")
     measured["local_us"], measured["local_gb_s"] = _in_processes(2, "_measure_messages")
     machine = Machine(**measured)
     for ranks, name in ((1, "alone"), (2, "on_ranks")):
@@ -203,11 +207,8 @@ def run_measurement(folder: str, rank: str, ranks: str, name: str, args: str) ->
 
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=int(rank), world_size=int(ranks))
-    measure: dict[str, Callable[..., Any]] = {
-        "_measure_steps": _measure_steps,
-        "_measure_messages": _measure_messages,
-        "_measure_disk": _measure_disk,
-    }
+    functions: tuple[Callable[..., Any], ...] = (_measure_steps, _measure_messages, _measure_fresh, _measure_disk)
+    measure = {function.__name__: function for function in functions}
     found = measure[name](*json.loads(args))
     distributed.barrier()
     print(json.dumps(found), flush=True)
@@ -334,6 +335,15 @@ def _nonnegative(terms: Any, target: Any) -> Any:
             figures[kept] = found
             return figures
         del kept[int(found.argmin())]
+
+
+def _measure_fresh() -> float:
+    """GB/s at which a large new array is filled: pages of its memory are given and cleared on the way."""
+    import numpy as np
+    import torch
+
+    spent = _seconds([lambda: torch.zeros(_FRESH_BYTES, dtype=torch.uint8).fill_(1)] * 10)
+    return _FRESH_BYTES / float(np.quantile(spent, QUIET)) / 1e9
 
 
 def _measure_messages() -> list[float]:

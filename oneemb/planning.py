@@ -23,6 +23,8 @@ _INDEX_BYTES, _TABLE_INDEX_BYTES = 24, 30
 _MARK_BYTES = 1
 # Beside a row, for each slot of a cache: storage/tiers/hot_tier.py.
 _SLOT_OVERHEAD_BYTES = 40
+# Larger arrays are mapped anew each time they are made: the most that glibc's M_MMAP_THRESHOLD comes to be.
+_KEPT_BYTES = 32 << 20
 # Whether a thread of `graph.run` reads rows of the next batch while a step computes.
 _READS_AHEAD_ALONE, _READS_AHEAD_ON_RANKS = True, False
 
@@ -309,6 +311,10 @@ class _Job:
             "calls": calls_ms * contention,
             "rows": rows_ms * contention,
             "dense": self.dense_ms * contention,
+            "fresh memory": sum(self._fresh_bytes(one) for one in self.embeddings)
+            / machine.fresh_gb_s
+            / 1e6
+            * contention,
         }
         if not alone:
             now = [one for one in messages if not one.ahead]
@@ -325,6 +331,11 @@ class _Job:
             ahead = _READS_AHEAD_ALONE if alone else _READS_AHEAD_ON_RANKS
             parts["disk"] = max(0.0, disk_ms - sum(parts.values())) if ahead else disk_ms
         return {name: ms for name, ms in parts.items() if ms > 0}
+
+    def _fresh_bytes(self, one: PlannedEmbedding) -> int:
+        """What a lookup gives and its gradient, where that is more than the C library keeps for the next step."""
+        values = self.batch * one.ids * one.embedding_dim
+        return sum(size for size in (values * one.weight_bytes, values * 4) if size > _KEPT_BYTES)
 
     def _disk_ms(self) -> float:
         """Rows read from disk; as many are written, since what comes in puts another one out, changed."""
@@ -386,6 +397,9 @@ _ADVICE = {
         "an optimizer with less state, such as RowWiseAdagrad, moves fewer bytes",
     ],
     "dense": ["the dense modules take most: neither more bandwidth nor a larger cache helps"],
+    "fresh memory": [
+        "arrays above 32 MiB are given anew by the system at every step: a batch whose rows take less saves that time"
+    ],
     "latency": [
         "messages take most that hold next to nothing: a larger batch a rank uses them better",
         "one embedding with many tables has one lookup, several embeddings have one each",

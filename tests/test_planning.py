@@ -172,6 +172,14 @@ def test_what_binds_follows_the_figures():
     assert binds(dense_ms=1000.0) == "dense"
 
 
+def test_arrays_that_the_system_gives_anew_take_time():
+    job = {"rows": 10**8, "embedding_dim": 128, "ids": 8}
+    assert "fresh memory" not in oneemb.plan(**job, batch=8191).parts_ms
+    one, both = oneemb.plan(**job, batch=8193, dtype="bfloat16"), oneemb.plan(**job, batch=8193)
+    assert both.parts_ms["fresh memory"] == 2 * one.parts_ms["fresh memory"]
+    assert one.parts_ms["fresh memory"] == 8193 * 8 * 128 * 4 / oneemb.Machine().fresh_gb_s / 1e6
+
+
 def test_more_of_a_figure_never_takes_longer():
     slow = oneemb.plan(**JOB, ranks=16, ranks_per_machine=4)
     fast = oneemb.plan(**JOB, ranks=16, ranks_per_machine=4, machine=oneemb.Machine(network_gb_s=25.0, network_us=10.0))
