@@ -14,10 +14,12 @@ Invariants:
 import itertools
 import math
 import pickle
+import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Never
 
 import torch
@@ -25,11 +27,13 @@ from torch import distributed
 
 from oneemb.storage.turns import undisturbed
 
-__all__ = ["RankError", "Ranks", "Received", "Together", "now", "settled", "whole_exchange"]
+__all__ = ["RankError", "Ranks", "Received", "Together", "Traffic", "now", "settled", "whole_exchange"]
 
 Blocks = Sequence[Sequence[torch.Tensor]]
 """What to send to each rank: tensors of any shape, one after another."""
 
+
+_COMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # Bytes before an answer: what the rank is doing, and whether that has failed.
 _HEADER = 16
@@ -40,6 +44,23 @@ _WORDS = 8192
 
 class RankError(RuntimeError):
     """Another rank has failed, or does something else. The message says which one, and what it said."""
+
+
+@dataclass
+class Traffic:
+    """What a rank has sent to others, and how long it has taken part in exchanges."""
+
+    messages: int = 0
+    """Exchanges of one tensor each."""
+    sent_bytes: int = 0
+    seconds: float = 0.0
+    """From the begin of each to its end: the time that others are waited for is in it."""
+
+    def add(self, sent: torch.Tensor, rows_to_others: int, begin: float) -> None:
+        """Count an exchange of rows that has begun at this reading of time.perf_counter."""
+        self.messages += 1
+        self.sent_bytes += rows_to_others * (sent.numel() // max(1, len(sent))) * sent.element_size()
+        self.seconds += time.perf_counter() - begin
 
 
 class Received:
@@ -118,25 +139,32 @@ class Ranks:
     Args:
         group: of torch.distributed. Tensors go through it as they are with gloo; with NCCL by way of the current GPU.
         gradients: "mean" or "sum": what becomes of the gradients that ranks have for a row.
+        comm_dtype: torch.float32, float16 or bfloat16: of rows and gradients on their way between ranks.
         name: of what they own.
         made: how that was made, in words that have to be the same on all of them.
 
     Raises:
-        ValueError: this process is none of its ranks, or `gradients` is neither.
+        ValueError: this process is none of its ranks, or another argument is not as above.
     """
 
-    def __init__(self, group: "distributed.ProcessGroup", gradients: str = "mean", name: str = "", made: str = ""):
+    def __init__(
+        self, group: "distributed.ProcessGroup", gradients: str = "mean", comm_dtype: torch.dtype = torch.float32,
+        name: str = "", made: str = "",
+    ):  # fmt: skip
         if gradients not in ("mean", "sum"):
             raise ValueError(f'gradients_of_ranks must be "mean" or "sum", got {gradients!r}')
+        if comm_dtype not in _COMM_DTYPES:
+            raise ValueError(f"comm_dtype must be torch.float32, torch.float16 or torch.bfloat16, got {comm_dtype!r}")
         if group is distributed.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 "this process is not in the process_group; only its ranks may make an embedding with it, and every one"
                 " of them must"
             )
         self.group = group
-        self.gradients = gradients
+        self.gradients, self.comm_dtype = gradients, comm_dtype
         self.name, self.made = name, made
         """Both are the same on all ranks."""
+        self.traffic = Traffic()
         self.rank: int = group.rank()
         self.size: int = group.size()
         on_gpu = group.name() == "nccl"
@@ -155,9 +183,11 @@ class Ranks:
         name = self.all_gather("connect once more", lambda: uuid.uuid4().hex)[0]
         # new_group names a group by how many this rank has: ranks that are in different numbers wait for ever.
         store = distributed.PrefixStore(f"oneemb/{name}", self.group.get_group_store())
-        timeout = self.group._get_backend(self._device).options._timeout
-        group = distributed.ProcessGroupGloo(store, self.rank, self.size, timeout)
-        return Ranks(group, self.gradients, "connections", name)
+        group: Any = self.group  # torch gives its timeout no public name.
+        timeout = group._get_backend(self._device).options._timeout
+        # It has the methods of a ProcessGroup that are called here.
+        again: Any = distributed.ProcessGroupGloo(store, self.rank, self.size, timeout)
+        return Ranks(again, self.gradients, name="connections", made=name)
 
     def exchange(self, what: str, make: Callable[[], Blocks]) -> list[Received]:
         """Send blocks to the ranks, and get those that they send to this one.
@@ -226,7 +256,8 @@ class Ranks:
         with self._exchanging(what):
             self._all_to_all(received, sent.to(self._device), coming, going)
             got = received.view(torch.uint8)[self._heads_of(coming, heads)].view(self.size, -1)[:, :_HEADER]
-            if any(failed or its != self._code(what) for its, failed in got.contiguous().view(torch.int64).tolist()):
+            headers = got.clone(memory_format=torch.contiguous_format).view(torch.int64).tolist()
+            if any(failed or its != self._code(what) for its, failed in headers):
                 self._raise(what, failure)
         return received.to(like.device)
 
@@ -432,16 +463,19 @@ class Ranks:
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Of all ranks, this tensor, which has the same shape on each; in memory of the host."""
-        mine = mine.to(self._device)
+        begin, mine = time.perf_counter(), mine.to(self._device)
         of_all = [torch.empty_like(mine) for _ in range(self.size)]
         self.group.allgather(of_all, mine).wait()
+        self.traffic.add(mine, len(mine) * (self.size - 1), begin)
         return [its.cpu() for its in of_all]
 
     def _all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_R: Sequence[int], sent_R: Sequence[int]
     ) -> None:
+        begin = time.perf_counter()
         # Methods, not torch.distributed's functions: those take no group that they have not made.
-        self.group.alltoall_base(received, sent, received_R, sent_R).wait()
+        self.group.alltoall_base(received, sent, list(received_R), list(sent_R)).wait()
+        self.traffic.add(sent, sum(sent_R) - sent_R[self.rank], begin)
 
 
 @contextmanager

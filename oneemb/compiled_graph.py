@@ -138,6 +138,8 @@ class CompiledGraph(torch.nn.Module):
         self._signature = Signature(self.build)
         self._connections: list[tuple[object, Ranks]] = []
         """Those that no loop uses: the group of the embeddings, and its ranks as the thread of `run` knows them."""
+        self._connected: list[Ranks] = []
+        """All there are."""
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """What a call computes; each graph defines it."""
@@ -264,7 +266,8 @@ class CompiledGraph(torch.nn.Module):
         lookups that it makes itself are part of it.
         The plans of the 16 structures that were used last are in the table, each since it was compiled last; where
         there were more structures, a line says how many are left out. Another says where `build` has looked up other
-        ids than expected so often that nothing is made ahead of it any more.
+        ids than expected so often that nothing is made ahead of it any more. Of ranks that own rows together the last
+        lines say what this one has exchanged with the others.
         """
         plans = [known.plan for known in list(self._known.values()) if known.plan is not None]
         executors = [executor for plan in plans for executor in plan.executors()]
@@ -281,7 +284,20 @@ class CompiledGraph(torch.nn.Module):
             hot = stats.get("device")
             rows, evicted, written_down = (hot["rows"], hot["evicted"], hot["written_down"]) if hot else (0, 0, 0)
             caches.append(f"{name}  {stats['step']}  {stats['hit_rate']:.1%}  {rows:,}  {evicted:,}  {written_down:,}")
-        return text + "\n\n" + "\n".join(caches)
+        return "\n\n".join([text, "\n".join(caches), *self._explain_ranks()])
+
+    def _explain_ranks(self) -> list[str]:
+        """What this rank has exchanged; a line, or none."""
+        own = [embedding.ranks for embedding in embeddings_of(self).values() if embedding.ranks is not None]
+        if not own:
+            return []
+        ahead = self._connected
+        lines = [f"rank {own[0].rank} of {own[0].size}  messages  MB sent to others  seconds in exchanges"]
+        for where, ranks in (("in steps", own), ("ahead of them", ahead)):
+            traffic = [one.traffic for one in ranks]
+            messages, sent = sum(one.messages for one in traffic), sum(one.sent_bytes for one in traffic)
+            lines.append(f"{where}  {messages:,}  {sent / 1e6:,.1f}  {sum(one.seconds for one in traffic):,.2f}")
+        return ["\n".join(lines)]
 
     def draw(self, path: str) -> None:
         """Draw the lookups as they were recorded and as each pass left them, side by side.
@@ -356,7 +372,8 @@ class CompiledGraph(torch.nn.Module):
         name = "" if mine is None else mine.made
         numbers = ranks.tell("begin a loop over a loader", lambda: zlib.crc32(name.encode()))
         if mine is None or len(set(numbers)) > 1:  # A loop that was forgotten may be gone on some ranks, not on others.
-            return ranks.again()
+            self._connected.append(ranks.again())
+            return self._connected[-1]
         self._connections.remove(free[0])
         return mine
 

@@ -59,11 +59,12 @@ class TableEmbedding(torch.nn.Module):
         num_threads: int | None,
         process_group: "torch.distributed.ProcessGroup | None",
         gradients_of_ranks: str = "mean",
+        comm_dtype: torch.dtype = torch.float32,
         *,
         starts_empty: bool = True,
     ):
         super().__init__()
-        self.ranks = None if process_group is None else Ranks(process_group, gradients_of_ranks)
+        self.ranks = None if process_group is None else Ranks(process_group, gradients_of_ranks, comm_dtype)
         """The ranks that own the rows together; None = this process has them all."""
         check_arguments(
             name, dim_C, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
@@ -368,8 +369,8 @@ class TableEmbedding(torch.nn.Module):
         return (
             f"{self.num_tables} tables, embedding_dim={list(self.column_dims)}, dtype={self.dtype},"
             f" key_type={self.key_type}, seed={self.seed}, padding_idx={self.padding_idx},"
-            f" gradients_of_ranks={self.ranks.gradients!r}, tables and default_initializer with digest"
-            f" {zlib.crc32(initializers.encode()):08x}"
+            f" gradients_of_ranks={self.ranks.gradients!r}, comm_dtype={self.ranks.comm_dtype}, tables and"
+            f" default_initializer {zlib.crc32(initializers.encode()):08x}"
         )
 
     # The weight holds nothing: it is in no state dict, and one that is in an older one is passed over.
@@ -393,7 +394,8 @@ class TableEmbedding(torch.nn.Module):
 
         Saves one, named `state-<step>-<digits>`, unless the last one saved or loaded still has the rows as they are.
         These snapshots stay until `delete_snapshot`: a state dict that is kept, or was written to a file, may name any
-        of them. `oneemb.snapshot_name` gives the name.
+        of them. `oneemb.snapshot_name` gives the name. With `process_group` every rank makes the call, and gets the
+        same.
 
         Returns:
             uint8 [1024], of which a copy says the same.
@@ -413,14 +415,17 @@ class TableEmbedding(torch.nn.Module):
         return self._saved[0].copy()
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        """Load the snapshot that a state dict names.
+        """Load the snapshot that a state dict names. With `process_group` every rank makes the call, with the same one.
 
         Raises:
             ValueError: it names none.
             StorageError: it is not in `persistent_path`, or the one of that name there is another run's; the message
                 says what is there.
         """
-        self.load_named(decode(state))
+        snapshots, named = self.rank_snapshots, list[SnapshotName]()
+        what = snapshots.words("load_state_dict")
+        snapshots.together("load_state_dict", lambda: snapshots.agree(what, lambda: named.append(decode(state))))
+        self.load_named(named[0])
 
     def load_named(self, snapshot: SnapshotName) -> None:
         """The same with what `named_snapshot` gave."""
@@ -559,11 +564,11 @@ def copied(
             f"a copy of embedding {embedding.name!r} needs a path of its own, got that of its rows,"
             f" {embedding.store.plan.persistent_path}"
         )
-    copy = type(embedding).__new__(type(embedding))
+    copy, ranks = type(embedding).__new__(type(embedding)), embedding.ranks
     TableEmbedding.__init__(
         copy, embedding.name, embedding.column_dims, embedding.dtype, embedding.key_type, embedding.tables, options,
         embedding.default_initializer, embedding.padding_idx, embedding.seed, embedding.store.threads.count,
-        *((None,) if embedding.ranks is None else (embedding.ranks.group, embedding.ranks.gradients)),
+        *((None,) if ranks is None else (ranks.group, ranks.gradients, ranks.comm_dtype)),
         starts_empty=False,
     )  # fmt: skip
     try:
@@ -606,6 +611,9 @@ class MultiTableEmbedding(TableEmbedding):
             ranks see, in which each has a subfolder, or a list of folders, one a rank. None = this process has all
             rows.
         gradients_of_ranks: "mean" over the ranks, as DistributedDataParallel has it of dense gradients, or "sum".
+        comm_dtype: torch.float32, float16 or bfloat16: rows and gradients are rounded to it on their way between ranks;
+            rows whose `dtype` is no wider travel as they are. Gradients are summed in float32. Beyond 65,504 those of
+            float16 are infinite, and the step is refused or, with a GradScaler, skipped.
 
     Raises:
         TypeError, ValueError: an argument is not as above.
@@ -639,10 +647,11 @@ class MultiTableEmbedding(TableEmbedding):
         num_threads: int | None = None,
         process_group: "torch.distributed.ProcessGroup | None" = None,
         gradients_of_ranks: Literal["mean", "sum"] = "mean",
+        comm_dtype: torch.dtype = torch.float32,
     ):
         super().__init__(
             name, [embedding_dim], dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
-            num_threads, process_group, gradients_of_ranks,
+            num_threads, process_group, gradients_of_ranks, comm_dtype,
         )  # fmt: skip
 
 
@@ -672,12 +681,13 @@ class MultiTableMultiColumnEmbedding(TableEmbedding):
         num_threads: int | None = None,
         process_group: "torch.distributed.ProcessGroup | None" = None,
         gradients_of_ranks: Literal["mean", "sum"] = "mean",
+        comm_dtype: torch.dtype = torch.float32,
     ):
         if not isinstance(embedding_dim, list | tuple):
             raise TypeError(f"embedding_dim must be a list of column widths, got {embedding_dim!r}")
         super().__init__(
             name, embedding_dim, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
-            num_threads, process_group, gradients_of_ranks,
+            num_threads, process_group, gradients_of_ranks, comm_dtype,
         )  # fmt: skip
 
 

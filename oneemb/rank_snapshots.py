@@ -16,18 +16,24 @@ Invariants, whichever rank is killed at whichever point:
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Never, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from oneemb.graph.ranks import RankError, Ranks
+from oneemb.rank_calls import RankCalls
 from oneemb.storage.embedding_store import EXPORTED, EmbeddingStore, NewPart
-from oneemb.storage.errors import SnapshotExistsError, StorageError
+from oneemb.storage.errors import (
+    CorruptTableError,
+    FormatVersionError,
+    OtherSnapshotError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    StorageError,
+)
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.owned_rows import OwnedRows
 from oneemb.storage.part_folders import PartRemoval, sweep_folder, to_remove
 from oneemb.storage.snapshot_parts import FoundParts, PartedSnapshot, find_parts, folders_at, table_name_of
-from oneemb.storage.step_lock import between_steps
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
-from oneemb.storage.turns import undisturbed
 from oneemb.storage.unfinished import mark, unmark
 
 __all__ = ["Loaded", "RankSnapshots"]
@@ -59,8 +65,8 @@ class RankSnapshots:
     ):
         self._name, self._store, self._paths = name, store, list(paths)
         self._folders = list(folders)
-        self._ranks = ranks
-        self._rank, self._size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        self._calls = RankCalls(ranks, [store])
+        self._rank, self._size = self._calls.rank, self._calls.size
         self._own = self._folders[self._rank]
         self._fs = LocalFileSystem()
         self._swept = False
@@ -71,35 +77,11 @@ class RankSnapshots:
         Raises:
             What `call` raises, here or on another rank.
         """
-        if self._ranks is None:
-            return between_steps((self._store.step_lock,), what.partition(" ")[0], call)
-        if self._store.turns.forked:
-            self._store.turns.check(changes=True)
-        begun = False
-
-        def run() -> T:
-            nonlocal begun
-            begun = True
-            with undisturbed:  # The others wait for this rank: an interrupt comes where it reaches them too.
-                return call()
-
-        try:
-            return between_steps((self._store.step_lock,), what.partition(" ")[0], run)
-        except BaseException as error:
-            if not begun:
-                self._fail(self.words(what), error)
-            raise
+        return self._calls.together(what.partition(" ")[0], self.words(what), call)
 
     def words(self, what: str) -> str:
         """What ranks are doing, as exchanges say it."""
         return f"{what} of embedding {self._name!r}"
-
-    def _fail(self, what: str, error: BaseException) -> Never:
-        def fail() -> None:
-            raise error
-
-        self.agree(what, fail)
-        raise error
 
     # ---- what there is ----------------------------------------------------------------------------------------------
 
@@ -134,24 +116,21 @@ class RankSnapshots:
 
     def _is_alone(self) -> bool:
         """Whether the embedding has all rows, and ranks have left nothing beside its table."""
-        return self._ranks is None and not any(folder != self._own for folder in folders_at([self._own]))
+        return self._calls.alone and not any(folder != self._own for folder in folders_at([self._own]))
 
     # ---- exchanges --------------------------------------------------------------------------------------------------
 
     def agree(self, what: str, check: Callable[[], object] = lambda: None) -> None:
         """As `Ranks.agree`."""
-        if self._ranks is None:
-            check()
-        else:
-            self._ranks.agree(what, check)
+        self._calls.agree(what, check)
 
     def all_gather(self, what: str, make: Callable[[], T]) -> list[T]:
         """As `Ranks.all_gather`."""
-        return [make()] if self._ranks is None else self._ranks.all_gather(what, make)
+        return self._calls.all_gather(what, make)
 
     def of_all(self, what: str, mine: T) -> list[T]:
         """What each rank says."""
-        if self._ranks is None:
+        if self._calls.alone:
             return [mine]
         return self.together(what, lambda: self.all_gather(self.words(what), lambda: mine))
 
@@ -307,13 +286,23 @@ class RankSnapshots:
 
         self.together(f"check_fits {name!r}", look)
 
+    def existing(self, named: Sequence[tuple[str, str | None]]) -> list[bool]:
+        """Of each snapshot, given by name and identity (None = whichever has the name), whether it is there, though it
+        may not be readable. Ranks give the same ones."""
+        if not named:
+            return []
+        check: Callable[[str, str | None, str], object] = self._store.check_snapshot
+        if not self._is_alone():
+            check = self.together("snapshots", lambda: self._find(self.words("snapshots"))).get
+        return [_is_there(check, name, identity) for name, identity in named]
+
     def check_named(self, name: str, identity: str | None, named_by: str) -> None:
         """Raise unless the snapshot of this name is there and is the one that is meant; see
         `EmbeddingStore.check_snapshot`."""
         if self._is_alone():
             self._store.check_snapshot(name, identity, named_by)
         else:
-            what = f"check_snapshot {name!r}"
+            what = f"check_snapshot {name!r} {identity or ''}"
             self.together(what, lambda: self.find(self.words(what), name, identity, named_by))
 
     def load(self, name: str, *, weights_only: bool, check: Callable[[SnapshotInfo], object]) -> Loaded:
@@ -339,7 +328,7 @@ class RankSnapshots:
         try:
             self.agree(what, load)
         except BaseException as error:
-            if self._ranks is not None:  # Some ranks have the rows of the snapshot, others have not.
+            if not self._calls.alone:  # Some ranks have the rows of the snapshot, others have not.
                 self._store.turns.cut_short(error)
             raise
         finally:
@@ -368,3 +357,14 @@ class RankSnapshots:
                 owned.close()
             raise
         return info, owned
+
+
+def _is_there(check: Callable[[str, str | None, str], object], name: str, identity: str | None) -> bool:
+    """Whether a snapshot exists, as `check` says, which raises without it."""
+    try:
+        check(name, identity, "a checkpoint")
+    except (SnapshotNotFoundError, OtherSnapshotError, ValueError):
+        return False
+    except (CorruptTableError, FormatVersionError):
+        pass  # It exists, though it cannot be read.
+    return True

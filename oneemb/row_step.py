@@ -367,7 +367,9 @@ class _Hooked(RowStep):
         self.put_back()
         self._leave()
 
-    __del__ = _give_back
+    def __del__(self) -> None:
+        if hasattr(self, "_options"):  # the last that __init__ sets: otherwise an interrupt came in it
+            self._give_back()
 
 
 class _Arguments(tuple[Any, ...]):

@@ -282,8 +282,14 @@ class TrainGraph(CompiledGraph):
         names. During a save `path.<hex>.saving` and `path.<hex>.tmp` lie
         beside it; if the process is killed, the next save removes them and the snapshots that were begun.
 
+        Where ranks own rows together (`process_group`) every rank makes the call, and where one fails, all raise. The
+        first one writes the file: it has the dense parameters and optimizers of that rank, as they are the same on all
+        under DistributedDataParallel (a warning says if they are not), and of each rank the random generators, and the
+        buffers and extra states of modules that are not the same on all. Names in it are those without
+        DistributedDataParallel.
+
         Args:
-            path: the file; its folder must exist.
+            path: the file; its folder must exist. Ranks give the same path, which only the first one needs to see.
             keep: how many of the snapshots that saves to this path have made to keep, this one among them. Older
                 ones are deleted when the file is in place; copies of the file that name them cannot be loaded any more.
                 None = all of them, until `delete_snapshot`: each takes the disk space of its own rows.
@@ -291,8 +297,10 @@ class TrainGraph(CompiledGraph):
         Raises:
             RuntimeError: there are micro-batches that no update has used yet; or a hook, a scheduler or a signal
                 handler calls it in the middle of a step of the same thread. Call it between two calls of the graph. Or
-                ranks own rows together (`process_group`): the message says what they save.
-            ValueError: the file at `path` is no checkpoint; `keep` is below 1.
+                a dense parameter is sharded over ranks.
+            ValueError: the file at `path` is no checkpoint; `keep` is below 1; or the graph's embeddings are not of the
+                same ranks.
+            RankError: another rank has failed; no checkpoint was written.
             StorageError, OSError: the disk fails. Either what was at `path` is still there, or the new checkpoint is
                 there and its name in the folder could not be made durable.
         """
@@ -307,8 +315,15 @@ class TrainGraph(CompiledGraph):
     def load(self, path: AnyPath) -> None:
         """Go on from a checkpoint, bit for bit.
 
+        The ranks that saved it may have been more or fewer than those of `process_group`, or none; every rank makes the
+        call, and the first one reads the file. As many as there were go on with the bits that each had. Others go on
+        with what the first one had, but for rows, which are the same, and for random generators: each rank that was
+        there has its own, each further one those that follow from the first's and its number; generators that were the
+        same on several ranks are the same on all.
+
         Raises:
             ValueError: it is no checkpoint, or one of another graph; the message says what differs. Nothing changed.
+            RankError: another rank has failed; it says whether anything has changed.
             StorageError: a snapshot that it names is missing or another run's, or its rows hold another optimizer's
                 state; nothing changed. Or its files are damaged.
             KeyboardInterrupt, and whatever else stops a load half way: every call of the graph's embeddings raises
@@ -317,7 +332,14 @@ class TrainGraph(CompiledGraph):
         load_checkpoint(self, self._train_state, os.fsdecode(path))
 
     def state(self) -> GraphState:
-        """The graph's whole state for torch.distributed.checkpoint: `dcp.save({"graph": graph.state()}, ...)`."""
+        """The graph's whole state for torch.distributed.checkpoint: `dcp.save({"graph": graph.state()}, ...)`.
+
+        Where ranks own rows together every rank makes each call, as torch.distributed.checkpoint has it; what is in the
+        state, and what becomes of it on another number of ranks, is as for `save` and `load`.
+
+        Raises:
+            ValueError: the graph's embeddings are not of the same ranks.
+        """
         return GraphState(self, self._train_state)
 
     def _accumulation(self) -> int:

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 import oneemb
 from oneemb import checkpoint
+from oneemb.rank_calls import RankCalls
 from oneemb.storage.errors import BrokenStoreError
 from oneemb.storage.fs import LocalFileSystem
 from tests.support.graph_models import make_graph, rows_of, weights_of
@@ -561,7 +562,7 @@ def test_what_another_save_is_about_to_make_is_left_to_it(tmp_path, monkeypatch)
 
     def write(path, data):
         found.append(graph.embedding.snapshots())
-        other = checkpoint._Intent(str(tmp_path / "c"), {}, {}).__enter__()
+        other = checkpoint._Intent(str(tmp_path / "c"), {}, {}, RankCalls(None, []), "save").__enter__()
         left = glob.glob(f"{tmp_path}/c.*.saving")
         assert len(left) == 2 and all(checkpoint._is_held(one) for one in left)
         other.__exit__(None, None, None)
@@ -578,7 +579,7 @@ def test_what_another_save_is_about_to_make_is_left_to_it(tmp_path, monkeypatch)
 
 def test_a_child_does_not_hold_what_a_save_of_its_parent_is_about_to_make(tmp_path):
     go_on, told = os.pipe()
-    with checkpoint._Intent(str(tmp_path / "c"), {}, {}) as intent:
+    with checkpoint._Intent(str(tmp_path / "c"), {}, {}, RankCalls(None, []), "save") as intent:
         child = os.fork()
         if child == 0:
             os.close(told)

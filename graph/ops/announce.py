@@ -79,11 +79,12 @@ class AnnouncedLookup:
     def read(self, told: Sequence[int]) -> Lease:
         """The rows that this rank has asked for, if it is one of those that have told so; to each of them its rows."""
         assert self.routed is not None
-        routed, prefetched = self.routed, self.prefetched
-        self.prefetched = None
+        routed = self.routed
         if any(number < 0 for number in told):
-            routed, prefetched = _of_some(routed, told, self.ranks.rank), self._let_go(prefetched)
-        what = lookup_of(self.name, self.inserts)
+            routed = _of_some(routed, told, self.ranks.rank)
+            self.drop()
+        prefetched, self.prefetched = self.prefetched, None
+        what = lookup_of(self.name, self.inserts, self.ranks)
         return lease_on_ranks(self.ranks, what, self.store, routed, inserts=self.inserts, prefetched=prefetched)
 
     def prefetch(self) -> None:
@@ -92,14 +93,11 @@ class AnnouncedLookup:
             with suppress(StorageError):  # It will be met again by the lookup, which tells the ranks.
                 self.prefetched = self.store.prefetch(self.routed.asked.keys.unique)
 
-    def _let_go(self, prefetched: Prefetched | None) -> None:
-        if prefetched is not None:
-            self.store.unprefetch(prefetched)
-
     def drop(self) -> None:
         """Unpin the rows that were prefetched for ranks."""
         prefetched, self.prefetched = self.prefetched, None
-        self._let_go(prefetched)
+        if prefetched is not None:
+            self.store.unprefetch(prefetched)
 
     def forget(self) -> None:
         """See `Reserved`; it holds no lease."""
@@ -157,7 +155,7 @@ class Announced:
 
 
 def _what(lookup: AnnouncedLookup) -> str:
-    return f"{lookup_of(lookup.name, lookup.inserts)}, as announced or not"
+    return f"{lookup_of(lookup.name, lookup.inserts, lookup.ranks)}, as announced or not"
 
 
 def _no_keys(store: EmbeddingStore) -> Keys:
@@ -251,7 +249,7 @@ def _order(lookup: Lookup, ranks: int) -> _Order:
 
 def _code(lookups: Sequence[Lookup]) -> int:
     """Is equal where ranks announce the same lookups; 0 for none."""
-    return zlib.crc32("; ".join(lookup_of(name, inserts) for name, _, _, inserts, _ in lookups).encode())
+    return zlib.crc32("; ".join(lookup_of(name, inserts, ranks) for name, ranks, _, inserts, _ in lookups).encode())
 
 
 def _measure_announce(args: object, announced: Announced) -> tuple[int, int]:

@@ -12,9 +12,10 @@ Every rank runs these in the same order, whatever its batch holds. `oneemb.kerne
 wait with the rank that looked the rows up until something needs them whole: a step, a norm, an unscaling. So any number
 of backward passes costs one exchange.
 
-Gradients of a key are summed twice: in batch order by each rank that looked it up, then in the order of the ranks by
-its owner, which takes their mean, as DistributedDataParallel does of dense gradients, or sum; both in float32. So the
-numbers of R ranks are those of one up to the rounding of that sum.
+Rows and gradients travel in `comm_dtype`. Those that a rank has itself are rounded as those of others are, so that no
+number depends on who owns a key. Gradients of a key are summed twice: in batch order by each rank that looked it up,
+then in the order of the ranks by its owner, which takes their mean, as DistributedDataParallel does of dense gradients,
+or sum; both in float32. So the numbers of R ranks are those of one up to the rounding of that sum.
 """
 
 import dataclasses
@@ -73,7 +74,7 @@ class Asked:
         """The unique ones. They are looked up in such a shape that their rows can be sent as an answer, behind heads
         of zeros."""
         store, ranks = self.store, self.ranks
-        heads = ranks.heads(rows_like(store))
+        heads = ranks.heads(rows_like(store, ranks))
         keys = keys_of_ranks(store, self.table_N, self.id_N)
         loops, inverse_N = store.loops, store.loops.tensor(keys.unique.inverse_N)
         answer_N = inverse_N.new_full((len(inverse_N) + heads * ranks.size,), -1)
@@ -128,17 +129,19 @@ def keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tens
     return Keys(id_N.shape, loops.counted(unique), None, loops)
 
 
-def rows_like(store: EmbeddingStore) -> torch.Tensor:
-    """A tensor of no rows, [0, D], with the dtype and the device of the store's."""
-    return torch.empty(0, store.format.dim, dtype=DTYPES[store.format.dtype], device=store.loops.device)
+def rows_like(store: EmbeddingStore, ranks: Ranks) -> torch.Tensor:
+    """A tensor of no rows, [0, D], with the device of the store's and the dtype in which they travel: their own, or
+    `comm_dtype` if that is smaller."""
+    dtype = min(DTYPES[store.format.dtype], ranks.comm_dtype, key=lambda dtype: dtype.itemsize)
+    return torch.empty(0, store.format.dim, dtype=dtype, device=store.loops.device)
 
 
 @Op(LOOKUP, takes=("ranks",))
 def shuffle_rows(
     ranks: Ranks, what: str, routed: Routed, read: Callable[[], torch.Tensor], store: EmbeddingStore
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights of this rank's unique keys from their owners: [S, D], as they came, and where those of each key are
-    in it, int64 [U].
+    """The weights of this rank's unique keys from their owners: [S, D], of the store's dtype, and where those of each
+    key are in it, int64 [U].
 
     Args:
         what: as for `shuffle_keys`.
@@ -148,11 +151,11 @@ def shuffle_rows(
     Raises:
         As `shuffle_keys`.
     """
-    like = rows_like(store)
-    row_SD = ranks.answer(what, read, like, routed.asked.count_R, routed.sent_R)
+    like = rows_like(store, ranks)
+    row_SD = ranks.answer(what, lambda: read().to(like.dtype), like, routed.asked.count_R, routed.sent_R)
     slot_U = torch.empty(len(routed.order_U), dtype=torch.int64)
     slot_U[routed.order_U] = ranks.behind_heads(routed.sent_R, ranks.heads(like))
-    return row_SD, slot_U.to(like.device)
+    return row_SD.to(DTYPES[store.format.dtype]), slot_U.to(like.device)
 
 
 def look_up_on_ranks(
@@ -174,7 +177,7 @@ def look_up_on_ranks(
         StoreFullError: a tier is too small for the step, or capacity is reached; nothing is inserted on this rank.
         What `make` raises.
     """
-    what = lookup_of(name, inserts)
+    what = lookup_of(name, inserts, ranks)
     with whole_exchange():
         routed = shuffle_keys(ranks, what, make, store)
         lease = lease_on_ranks(ranks, what, store, routed, inserts=inserts, source=source)
@@ -183,9 +186,9 @@ def look_up_on_ranks(
     return lease
 
 
-def lookup_of(name: str, inserts: bool) -> str:
-    """What ranks do that look up an embedding of this name."""
-    return f"look up {name!r} in {'training' if inserts else 'eval'} mode"
+def lookup_of(name: str, inserts: bool, ranks: Ranks) -> str:
+    """What ranks do that look up an embedding of this name; what must be the same on all is in it."""
+    return f"look up {name!r} in {'training' if inserts else 'eval'} mode, comm_dtype {ranks.comm_dtype}"
 
 
 def lease_on_ranks(
@@ -210,9 +213,9 @@ def lease_on_ranks(
         owned.append(acquire(store, asked, prefetched))
         return gather(owned[0])
 
-    rows = shuffle_rows(ranks, f"rows to {what}", routed, read, store)
-    remote = Remote(ranks, *(store.loops.array(tensor) for tensor in rows), owned[0] if owned else None)
-    return Lease(store, routed.keys, remote=remote)
+    row_SD, slot_U = shuffle_rows(ranks, f"rows to {what}", routed, read, store)
+    array = store.loops.array
+    return Lease(store, routed.keys, remote=Remote(ranks, array(row_SD), array(slot_U), owned[0] if owned else None))
 
 
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -248,13 +251,13 @@ def shuffle_grads(
         count_RE: list[list[int]] = [[] for _ in range(ranks.size)]
         for store, sums in zip(stores, make(), strict=True):
             if sums is None:
-                sent_E.append((torch.empty(0, store.format.dim), [0] * ranks.size))
+                sent_E.append((torch.empty(0, store.format.dim, dtype=ranks.comm_dtype), [0] * ranks.size))
                 for counts in count_RE:
                     counts.append(_NONE)
                 continue
             table_U, id_U, grad_UD = sums
             order_U, sent_R = by_owner(table_U, id_U, ranks.size)
-            sent_E.append((grad_UD[order_U.to(grad_UD.device)], sent_R))
+            sent_E.append((grad_UD[order_U.to(grad_UD.device)].to(ranks.comm_dtype), sent_R))
             sent = zip(id_U[order_U].split(sent_R), table_U[order_U].split(sent_R), strict=True)
             for block, counts, (ids, tables) in zip(blocks_R, count_RE, sent, strict=True):
                 counts.append(len(ids))
@@ -263,7 +266,8 @@ def shuffle_grads(
 
     owned: list[tuple[Lease, RowGrads] | None] = []
     with whole_exchange():
-        received = ranks.exchange(f"bring gradients of {', '.join(names)} to their owners", blocks)
+        what = f"bring gradients of {', '.join(names)}, in {ranks.comm_dtype}, to their owners for the"
+        received = ranks.exchange(f"{what} {ranks.gradients}", blocks)
         count_RE = [block.take(len(stores), torch.int64).tolist() for block in received]
         for e, (store, (grad_ND, sent_R)) in enumerate(zip(stores, sent_E, strict=True)):
             count_R = [counts[e] for counts in count_RE]
@@ -277,7 +281,7 @@ def shuffle_grads(
             ]
             id_N, table_N = (torch.cat(column) for column in zip(*keys, strict=True))
             grad_ND = ranks.swap(grad_ND, sent_R, [max(0, count) for count in count_R])
-            owned.append(_owned(store, scales[e], id_N, table_N, grad_ND))
+            owned.append(_owned(store, scales[e], id_N, table_N, grad_ND.float()))
     return owned
 
 

@@ -46,9 +46,10 @@ def answers(group):
     return found
 
 
-def test_answers_of_known_sizes(rank_pool):
-    for to, received in enumerate(rank_pool(3, answers)):
-        rows = sum(2 * sender + to for sender in range(3))
+@pytest.mark.parametrize("size", [1, 3])
+def test_answers_of_known_sizes(rank_pool, size):
+    for to, received in enumerate(rank_pool(size, answers)):
+        rows = sum(2 * sender + to for sender in range(size))
         assert received == [[[to] * width] * rows for width in (3, 1, 9)]
 
 

@@ -8,6 +8,7 @@ A killed rank (`Killed` is raised in its thread, and from then on by every file 
 others see what a broken connection gives. What they hold open is given up as the system does it for a dead process.
 """
 
+import builtins
 import gc
 import os
 import threading
@@ -50,26 +51,42 @@ class ThreadRanks:
         return of_all
 
     def agree(self, what, check=lambda: None):
-        failure = None
+        failure = found = None
         try:
-            check()
+            found = check()
         except Killed:
+            self._meeting.barrier.abort()
             raise
         except BaseException as error:
             failure = error
-        of_all = self._meet((what, failure))
+        of_all = self._meet((what, failure, found))
         if failure is not None:
             raise failure
-        for rank, (_, its) in enumerate(of_all):
+        for rank, (_, its, _) in enumerate(of_all):
             if its is not None:
                 raise RankError(f"rank {rank} has failed ({its}); nothing was done here")
-        if len({doing for doing, _ in of_all}) > 1:
+        if len({doing for doing, _, _ in of_all}) > 1:
             raise RankError(f"the ranks do different things: {of_all}")
+        return next((its for _, _, its in of_all if its is not None), None)
 
     def all_gather(self, what, make):
         mine = []
         self.agree(what, lambda: mine.append(make()))
         return self._meet(mine[0])
+
+    def exchange(self, what, make):
+        """One tensor, or none, to each."""
+        return [_Received(blocks[self.rank]) for blocks in self.all_gather(what, make)]
+
+
+class _Received:
+    def __init__(self, tensors):
+        self._tensors = list(tensors)
+
+    def take(self, count, dtype):
+        tensor = self._tensors.pop(0)
+        assert (len(tensor), tensor.dtype) == (count, dtype)
+        return tensor
 
 
 def run_ranks(size, function, *args, patch=None, dies=()):
@@ -80,7 +97,7 @@ def run_ranks(size, function, *args, patch=None, dies=()):
         dies: ranks of which `Killed` is expected, or what follows of it; what they raised is given.
     """
     if patch is not None:
-        patch.setattr("oneemb.embedding.Ranks", lambda group, gradients: group)
+        patch.setattr("oneemb.embedding.Ranks", lambda group, *options: group)
     meeting = _Meeting(size)
     results, raised = [None] * size, []
 
@@ -112,23 +129,24 @@ class FaultyCalls:
         at: at which of them, from 0; None = at none.
         error: what is raised: an OSError once or on each call from then on, or `Killed`.
         once: whether only that call fails.
+        more: further functions that change files, as (module, name).
     """
 
-    def __init__(self, patch, rank=0, at=None, error=Killed, once=False):
+    def __init__(self, patch, rank=0, at=None, error=Killed, once=False, more=()):
         self.calls = {}
         self._counted = set()
         self._dead = set()
         self._locks = {}
-        for name in CHANGES:
-            real = getattr(LocalFileSystem, name)
+        for owner, name in [*((LocalFileSystem, name) for name in CHANGES), *more]:
+            real = getattr(owner, name, None) or getattr(builtins, name)
 
-            def call(fs, *args, name=name, real=real, **kwargs):
+            def call(*args, name=name, real=real, **kwargs):
                 me = threading.current_thread().name
                 if self._fails(me, name, rank, at, error, once):
                     raise error() if isinstance(error, type) else error
-                return real(fs, *args, **kwargs)
+                return real(*args, **kwargs)
 
-            patch.setattr(LocalFileSystem, name, call)
+            patch.setattr(owner, name, call, raising=False)
         real_lock = LocalFileSystem.lock
 
         def note(fs, path):

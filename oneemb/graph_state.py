@@ -1,0 +1,451 @@
+"""What a training graph is beside its rows: taken from it, made bytes, compared, put back.
+
+    state      dense parameters and buffers, optimizers, schedulers, scaler, steps, random generators, and for each
+               embedding the name and identity of a snapshot
+    others     of ranks that own rows together: what those after the first have of their own
+
+Dense parameters and what optimizers keep of them are the same on all ranks, as DistributedDataParallel has it, and are
+there once, those of the first rank. Random generators are there of each rank, and so are buffers and extra states of
+modules where they are not those of the first.
+
+Invariants:
+- as many ranks as there were go on with the bits that each had. Where the number is another one, all have what the
+  first had; of random generators, each rank that was there its own, each further one those that follow from the
+  first's and its number;
+- names are those without DistributedDataParallel: what is wrapped in it loads what was not, and the other way round;
+- a state that does not fit the graph is refused before anything has changed;
+- bytes hold numbers, tensors and names only, and are read as such: loading them runs no code.
+"""
+
+import hashlib
+import io
+import pickle
+import random
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, Literal, NotRequired, TypedDict, cast
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from oneemb.compiled_graph import CompiledGraph
+from oneemb.embedding import TableEmbedding, embeddings_of
+from oneemb.named_snapshot import SnapshotName
+from oneemb.rank_calls import RankCalls
+from oneemb.row_step import embedding_of
+from oneemb.train_state import TrainState
+
+__all__ = [
+    "Other",
+    "State",
+    "check_between_updates",
+    "check_fits",
+    "load_state",
+    "named_embeddings",
+    "others_of",
+    "restore_dense",
+    "state_of",
+    "to_bytes",
+]
+
+_FORMAT = 2
+
+
+class _Random(TypedDict):
+    """States of the random generators."""
+
+    torch: torch.Tensor
+    cuda: list[torch.Tensor]
+    """Of all GPUs; of a rank, that of its own."""
+    python: tuple[Any, ...]
+    numpy: list[Any]
+
+
+class Other(TypedDict):
+    """What a rank after the first has of its own."""
+
+    random: _Random
+    tensors: dict[str, torch.Tensor]
+    extra: dict[str, Any]
+
+
+class State(TypedDict):
+    """See the module."""
+
+    format: int
+    embeddings: dict[str, SnapshotName]
+    tensors: dict[str, torch.Tensor]
+    extra: dict[str, Any]
+    optimizers: list[dict[str, Any]]
+    optimizer_classes: list[str]
+    skipped: list[int]
+    lr_schedulers: list[dict[str, Any] | None]
+    grad_scaler: dict[str, Any] | None
+    own_grad_scalers: dict[str, dict[str, Any]]
+    steps: int
+    random: _Random
+    others: NotRequired[list[Other]]
+
+
+# ---- taken ----------------------------------------------------------------------------------------------------------
+
+
+def check_between_updates(graph: CompiledGraph, train: TrainState) -> None:
+    """Raise RuntimeError if there are gradients that no update has used yet: a state holds none."""
+    if train.micro_batches:
+        raise RuntimeError(
+            f"{train.micro_batches} of {graph.config.accumulation_steps} micro-batches are not updated with yet; save"
+            " after the call that ends with the update"
+        )
+
+
+def others_of(graph: CompiledGraph, calls: RankCalls, what: str) -> list[Other] | None:
+    """What the ranks after the first have of their own, for the first one; None = no ranks own rows together.
+
+    Args:
+        what: the ranks are doing: they call it together.
+
+    Raises:
+        RuntimeError: parameters are sharded over ranks, so that none has them all.
+    """
+    if calls.alone:
+        return None
+    what = f"{what}: what each rank has of its own"
+    hashes = calls.all_gather(what, lambda: _hashes(graph))
+    differ = {name for name, hash in hashes[calls.rank].items() if hash != hashes[0].get(name)}
+    own = calls.all_gather(what, lambda: b"" if calls.first else to_bytes(_own(graph, differ)))
+    found: list[Other] = []
+
+    def read() -> None:
+        _warn_of_differences(graph, hashes)
+        found.extend(_load(io.BytesIO(its), "what a rank has of its own") for its in own[1:])
+
+    calls.by_first(what, read)
+    return found
+
+
+def state_of(
+    graph: CompiledGraph, train: TrainState, snapshots: Mapping[str, SnapshotName], others: Sequence[Other] | None
+) -> State:
+    """The state as it is now.
+
+    Args:
+        others: as `others_of` gives them.
+    """
+    state: State = {
+        "format": _FORMAT,
+        "embeddings": dict(snapshots),
+        "tensors": {name: tensor.detach() for name, tensor in _tensors(graph).items()},
+        "extra": {name: module.get_extra_state() for name, module in _with_extra_state(graph).items()},
+        "optimizers": [optimizer.state_dict() for optimizer in train.optimizers],
+        "optimizer_classes": [type(optimizer.optimizer).__name__ for optimizer in train.optimizers],
+        "skipped": [optimizer.skipped for optimizer in train.optimizers],
+        "lr_schedulers": [None if scheduler is None else scheduler.state_dict() for scheduler in train.lr_schedulers],
+        "grad_scaler": None if train.scaler is None else train.scaler.state_dict(),
+        "own_grad_scalers": {name: scaler.state_dict() for name, scaler in _own_scalers(graph).items()},
+        "steps": train.steps,
+        "random": _random_now(of_rank=others is not None),
+    }
+    if others:
+        state["others"] = list(others)
+    return state
+
+
+def _own(graph: CompiledGraph, differ: set[str]) -> Other:
+    """What this rank has of its own: `differ` is what it has otherwise than the first one."""
+    buffers, modules = _buffers(graph), _with_extra_state(graph)
+    return {
+        "random": _random_now(of_rank=True),
+        "tensors": {name: tensor.detach() for name, tensor in buffers.items() if name in differ},
+        "extra": {name: module.get_extra_state() for name, module in modules.items() if _EXTRA + name in differ},
+    }
+
+
+_EXTRA = "the extra state of "
+
+
+def _hashes(graph: CompiledGraph) -> dict[str, str]:
+    """Of each tensor and extra state, what is the same on two ranks if and only if it is."""
+    tensors = _tensors(graph)
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "device_mesh"):
+            raise RuntimeError(
+                f"{name} is sharded over ranks, so that none has all of it, and a state of several ranks has what the"
+                " first of them has: wrap dense modules in DistributedDataParallel, or save them by"
+                " torch.distributed.checkpoint and each embedding by save_snapshot"
+            )
+    hashes = {name: _hash(tensor.detach()) for name, tensor in tensors.items()}
+    return hashes | {
+        _EXTRA + name: _hash(module.get_extra_state()) for name, module in _with_extra_state(graph).items()
+    }
+
+
+def _hash(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        words = f"{value.dtype} {tuple(value.shape)}".encode()
+        data = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    else:
+        words, data = b"", memoryview(to_bytes(value))
+    hashed = hashlib.blake2b(words, digest_size=16)
+    hashed.update(data)
+    return hashed.hexdigest()
+
+
+def _warn_of_differences(graph: CompiledGraph, hashes: Sequence[Mapping[str, str]]) -> None:
+    first, buffers = hashes[0], _buffers(graph)
+    parameters = [name for name in _tensors(graph) if name not in buffers]
+    differ = [name for name in parameters if any(its.get(name) != first[name] for its in hashes)]
+    if differ:
+        warnings.warn(
+            f"dense parameters are not the same on all ranks: {', '.join(differ[:3])}{', ...' * (len(differ) > 3)}."
+            " The state that is saved has those of rank 0 alone; wrap dense modules in DistributedDataParallel",
+            stacklevel=2,
+        )
+
+
+def _random_now(*, of_rank: bool) -> _Random:
+    cuda: list[torch.Tensor] = []
+    if torch.cuda.is_available():
+        # A rank that asked for those of all GPUs would take memory on each.
+        cuda = [torch.cuda.get_rng_state()] if of_rank else torch.cuda.get_rng_state_all()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+        "python": random.getstate(),
+        "numpy": _of_numpy(np.random.get_state()),
+    }
+
+
+def _of_numpy(state: Any) -> list[Any]:
+    """The state of a generator of NumPy, its keys in an array, as a file can hold it."""
+    name, keys, *rest = state
+    return [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest]
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+
+def named_embeddings(graph: CompiledGraph) -> dict[str, TableEmbedding]:
+    """The graph's embeddings by the names that states give them."""
+    plain = _plain_names(graph)
+    return {plain(name): embedding for name, embedding in embeddings_of(graph).items()}
+
+
+def _plain_names(graph: torch.nn.Module) -> Callable[[str], str]:
+    """Gives names as they are without DistributedDataParallel, which puts `.module` behind that of what it wraps."""
+    wrapped = [name for name, module in graph.named_modules() if isinstance(module, DistributedDataParallel)]
+    wrapped.sort(key=len, reverse=True)  # What is within others comes first: it begins with their names.
+
+    def plain(name: str) -> str:
+        for outer in wrapped:
+            inner = f"{outer}.module"
+            if name == inner or name.startswith(f"{inner}."):
+                name = outer + name[len(inner) :]
+        return name
+
+    return plain
+
+
+def _tensors(graph: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, but for weights that stand for rows, and the buffers that modules want saved."""
+    plain = _plain_names(graph)
+    found: dict[str, torch.Tensor] = {
+        plain(name): parameter for name, parameter in graph.named_parameters() if embedding_of(parameter) is None
+    }
+    return found | _buffers(graph)
+
+
+def _buffers(graph: torch.nn.Module) -> dict[str, torch.Tensor]:
+    plain = _plain_names(graph)
+    return {
+        plain(f"{prefix}.{name}" if prefix else name): buffer
+        for prefix, module in graph.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def _own_scalers(graph: torch.nn.Module) -> dict[str, torch.amp.GradScaler]:
+    """The GradScalers that are attributes of the graph, which its `build` scales with."""
+    return {name: value for name, value in vars(graph).items() if isinstance(value, torch.amp.GradScaler)}
+
+
+def _with_extra_state(graph: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules that have extra state, embeddings left out."""
+    plain = _plain_names(graph)
+    of_modules = torch.nn.Module.get_extra_state
+    return {
+        plain(name): module
+        for name, module in graph.named_modules()
+        if type(module).get_extra_state is not of_modules and not isinstance(module, TableEmbedding)
+    }
+
+
+# ---- compared -------------------------------------------------------------------------------------------------------
+
+
+def check_fits(graph: CompiledGraph, train: TrainState, state: State, where: str) -> None:
+    """Raise ValueError unless the state, of which this says nothing of rows, fits the graph; the message says what
+    differs.
+
+    Args:
+        where: the state is from.
+    """
+    if state.get("format") != _FORMAT:
+        raise ValueError(f"{where} has format {state.get('format')!r}, this version of oneemb reads {_FORMAT}")
+    embeddings = named_embeddings(graph)
+    shapes = _shapes(_tensors(graph))
+    saved = _shapes(state["tensors"])
+    hold_nothing = {f"{name}.weight" for name in embeddings}
+    for name in sorted({*shapes, *saved} - hold_nothing):
+        if shapes.get(name) != saved.get(name):
+            raise ValueError(
+                f"{where} does not fit: {name} is {saved.get(name)} there, {shapes.get(name)} in the graph"
+            )
+    expected = (
+        ("embeddings", sorted(state["embeddings"]), sorted(embeddings)),
+        ("modules with extra state", sorted(state["extra"]), sorted(_with_extra_state(graph))),
+        (
+            "optimizers",
+            state["optimizer_classes"],
+            [type(optimizer.optimizer).__name__ for optimizer in train.optimizers],
+        ),
+        (
+            "the numbers of parameters in each param group",
+            [_group_sizes(optimizer_state) for optimizer_state in state["optimizers"]],
+            [_group_sizes(optimizer.state_dict()) for optimizer in train.optimizers],
+        ),
+        (
+            "learning rate schedulers",
+            [scheduler_state is not None for scheduler_state in state["lr_schedulers"]],
+            [scheduler is not None for scheduler in train.lr_schedulers],
+        ),
+        ("a GradScaler", state["grad_scaler"] is not None, train.scaler is not None),
+        ("GradScalers of build", sorted(state.get("own_grad_scalers", ())), sorted(_own_scalers(graph))),
+    )
+    for what, there, here in expected:
+        if there != here:
+            raise ValueError(f"{where} does not fit: {what} are {there} there, {here} in the graph")
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def _group_sizes(state: dict[str, Any]) -> list[int]:
+    return [len(group["params"]) for group in state["param_groups"]]
+
+
+# ---- put back -------------------------------------------------------------------------------------------------------
+
+
+def restore_dense(graph: CompiledGraph, train: TrainState, state: State, calls: RankCalls) -> None:
+    """Put everything back but rows, as it is for this rank. The state fits the graph."""
+    others = state.get("others", [])
+    saved_tensors, saved_extra = state["tensors"], state["extra"]
+    if calls.rank > 0 and calls.size == 1 + len(others):
+        own = others[calls.rank - 1]
+        saved_tensors, saved_extra = saved_tensors | own["tensors"], saved_extra | own["extra"]
+    with torch.no_grad():
+        for name, tensor in _tensors(graph).items():
+            tensor.copy_(saved_tensors[name])
+    for name, module in _with_extra_state(graph).items():
+        module.set_extra_state(saved_extra[name])
+    for optimizer, optimizer_state, skipped in zip(
+        train.optimizers, state["optimizers"], state["skipped"], strict=True
+    ):
+        optimizer.load_state_dict(optimizer_state)
+        optimizer.skipped = skipped
+    for scheduler, scheduler_state in zip(train.lr_schedulers, state["lr_schedulers"], strict=True):
+        if scheduler is not None and scheduler_state is not None:
+            scheduler.load_state_dict(scheduler_state)
+    if train.scaler is not None and state["grad_scaler"] is not None:
+        train.scaler.load_state_dict(state["grad_scaler"])
+    for name, scaler in _own_scalers(graph).items():
+        if name in state["own_grad_scalers"]:
+            scaler.load_state_dict(state["own_grad_scalers"][name])
+    train.drop_gradients(() if train.scaled_by is None else (train.scaled_by,))
+    train.steps = state["steps"]
+    _restore_random([state["random"], *(own["random"] for own in others)], calls)
+
+
+def _restore_random(saved: Sequence[_Random], calls: RankCalls) -> None:
+    """Set the generators, with those that were saved of each rank."""
+    mine = saved[calls.rank] if calls.rank < len(saved) else _random_of_further(saved, calls.rank)
+    torch.set_rng_state(mine["torch"])
+    if calls.alone and torch.cuda.is_available() and len(mine["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(mine["cuda"])
+    elif torch.cuda.is_available() and mine["cuda"]:
+        torch.cuda.set_rng_state(mine["cuda"][0])
+    random.setstate(mine["python"])
+    name, keys, *rest = mine["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+
+
+def _random_of_further(saved: Sequence[_Random], rank: int) -> _Random:
+    """For a rank that was not there: generators that were the same on all ranks are the same here, since what they draw
+    is meant to be; others follow from those of the first and this rank's number."""
+
+    def state(kind: Literal["torch", "cuda", "python", "numpy"]) -> Any:
+        hashes = [_hash(its[kind]) for its in saved]
+        if len(hashes) > 1 and len(set(hashes)) == 1:
+            return saved[0][kind]
+        seed = int(_hash([hashes[0], rank])[:_SEED_DIGITS], 16)
+        match kind:
+            case "torch":
+                return torch.Generator().manual_seed(seed).get_state()
+            case "cuda":
+                cuda = torch.cuda.is_available()
+                return [torch.Generator("cuda").manual_seed(seed).get_state()] if cuda else []
+            case "python":
+                return random.Random(seed).getstate()
+        return _of_numpy(np.random.RandomState(seed).get_state())
+
+    return {"torch": state("torch"), "cuda": state("cuda"), "python": state("python"), "numpy": state("numpy")}
+
+
+_SEED_DIGITS = 8  # NumPy takes 32 bits
+
+
+# ---- bytes ----------------------------------------------------------------------------------------------------------
+
+
+def to_bytes(state: object) -> bytes:
+    """Numbers, tensors and names, nested, as a file holds them."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def load_state(file: str | IO[bytes], where: str, *, mmap: bool = False) -> State:
+    """The state that a file holds.
+
+    Args:
+        file: its path, or the file, open for reading.
+        where: what it is, in errors.
+        mmap: leave tensors in the file, unread, and its checksums alone. A path is needed.
+
+    Raises:
+        ValueError: it holds none, or is damaged.
+    """
+    state = _load(file, where, mmap=mmap)
+    if not isinstance(state, dict) or not {"format", "embeddings", "tensors"} <= state.keys():
+        raise ValueError(f"{where} is not a checkpoint of a TrainGraph: graph.save() has not written it")
+    return cast(State, state)
+
+
+def _load(file: str | IO[bytes], where: str, *, mmap: bool = False) -> Any:
+    try:
+        if not mmap:  # torch does not look at the checksums of what it reads.
+            with zipfile.ZipFile(file) as archive:
+                if (damaged := archive.testzip()) is not None:
+                    raise ValueError(f"the checksum of {damaged} is wrong")
+            if not isinstance(file, str):
+                file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    except (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError,
+            ValueError, KeyError, UnicodeDecodeError) as error:  # fmt: skip
+        raise ValueError(f"{where} is not a checkpoint of a TrainGraph, or is damaged: {error}") from error

@@ -1,0 +1,738 @@
+"""Checkpoints of ranks that own rows together: any number of ranks goes on with what any other has saved, as one
+process does on all batches together; they are whole or not there, whatever fails."""
+
+import errno
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+import types
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.nn.parallel import DistributedDataParallel
+
+import oneemb
+from oneemb import checkpoint
+from oneemb.graph.ranks import RankError
+from oneemb.storage.errors import BrokenStoreError
+from tests.support.thread_ranks import FaultyCalls, run_ranks
+from tests.test_rank_snapshots import FEW, STEP, assert_nothing_is_unneeded, content, expected, fill, make, together
+from tests.test_ranks import OPTIMIZERS, Graph, Model, batch_of, relative, weights_of
+
+FIRST, MORE = 2, 3
+"""Steps before the save and after it."""
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:embedding 'items' starts empty", "ignore:torch.distributed is disabled:UserWarning"
+)
+
+
+# ---- any number of ranks goes on with what any other has saved -------------------------------------------------------
+
+
+def save_to(graph, group, path, way):
+    if way == "file":
+        graph.save(path)
+    else:
+        dcp.save({"graph": graph.state()}, checkpoint_id=path, process_group=group, no_dist=group is None)
+
+
+def load_from(graph, group, path, way):
+    if way == "file":
+        graph.load(path)
+    else:
+        dcp.load({"graph": graph.state()}, checkpoint_id=path, process_group=group, no_dist=group is None)
+
+
+def trained(group, root, way, loads, first, last, saves):
+    """Losses of some steps, and the weights after them; from a checkpoint, if it is to load one."""
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = Model(f"{root}/rows", "weighted", "device", group)
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        graph = Graph(model, optimizer, 1, None, None)
+        if loads:
+            load_from(graph, group, f"{root}/checkpoint", way)
+            assert graph.steps == first
+        losses = [graph(*batch_of(step, rank, ranks)).item() for step in range(first, last)]
+        if saves:
+            save_to(graph, group, f"{root}/checkpoint", way)
+    dense = torch.cat([parameter.detach().flatten() for parameter in model.dense.parameters()]).numpy()
+    result = losses, weights_of(model.embedding), dense, graph.steps
+    model.embedding.close()
+    return result
+
+
+def on_sizes(group, root, way, loads, first, last, saves):
+    """By 1 to 4 processes, one number after another: on what each number has saved, and `loads`, what others have."""
+    from torch import distributed
+
+    rank, found = distributed.get_rank(group), {}
+    for size in range(1, 5):
+        own = distributed.new_group(list(range(size)))
+        for saved in loads or [size]:
+            if rank < size:
+                found[saved, size] = trained(own, f"{root}/{saved}", way, bool(loads), first, last, saves)
+            distributed.barrier(group)
+    return found
+
+
+@pytest.mark.parametrize(("way", "numbers"), [("file", [0, 1, 2, 3, 4]), ("dcp", [0, 3])])
+def test_any_number_of_ranks_goes_on_as_if_nothing_had_happened(rank_pool, tmp_path, way, numbers):
+    """0 = a graph without process_group."""
+    losses, weights, dense, steps = trained(None, tmp_path / "one", way, False, 0, FIRST + MORE, False)
+    for size in range(5):
+        os.makedirs(tmp_path / str(size))
+    rank_pool(4, on_sizes, str(tmp_path), way, [], 0, FIRST, True)
+    trained(None, f"{tmp_path}/0", way, False, 0, FIRST, True)
+    of_all = rank_pool(4, on_sizes, str(tmp_path), way, numbers, FIRST, FIRST + MORE, False)
+    for saved in numbers:
+        alone = trained(None, f"{tmp_path}/{saved}", way, True, FIRST, FIRST + MORE, False)
+        for size in range(5):
+            results = [found[saved, size] for found in of_all[:size]] or [alone]
+            np.testing.assert_allclose(np.mean([result[0] for result in results], axis=0), losses[FIRST:], rtol=1e-6)
+            for _, its_weights, its_dense, its_steps in results:
+                assert relative(its_weights, weights) < 5e-6 and relative(its_dense, dense) < 5e-6, (saved, size)
+                assert its_steps == steps
+
+
+class Own(torch.nn.Module):
+    """Dense layers that have a buffer, extra state and random numbers of their own on each rank."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.norm, self.dropout = torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3)
+        self.linear = torch.nn.Linear(8, 1)
+        if group is not None:
+            self.norm = DistributedDataParallel(
+                self.norm, process_group=group, broadcast_buffers=False, find_unused_parameters=True
+            )
+            self.linear = DistributedDataParallel(self.linear, process_group=group, find_unused_parameters=True)
+        self.seen = 0
+
+    def forward(self, x, ids):
+        self.seen += int(ids[0, 0])
+        factor = 1 + random.random() + np.random.rand() + self.seen * 1e-3
+        return self.linear(self.dropout(self.norm(x))) * factor
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+class OwnGraph(oneemb.TrainGraph):
+    """Two embeddings, a scheduler, a scaler."""
+
+    def __init__(self, path, group):
+        super().__init__()
+        torch.manual_seed(0)
+        for name in "ab":
+            options = oneemb.make_cached_ssd_store_options(1, f"{path}/{name}")
+            tables = [oneemb.make_table()]
+            embedding = oneemb.MultiTableEmbedding(
+                name, 4, torch.float32, torch.int64, tables, options, num_threads=1, process_group=group
+            )
+            setattr(self, name, embedding)
+        self.own = Own(group)
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        self.add_optimizer(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+        self.set_grad_scaler(torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3))
+
+    def build(self, ids):
+        loss = self.own(torch.cat([self.a(ids), self.b(ids)], 1), ids[:, None]).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def run_steps(self, rank, steps):
+        """Losses, everything there is afterwards, and what is drawn next."""
+        losses = [self(torch.arange(6) + 3 * rank + step).item() for step in range(steps)]
+        rows = [sorted_rows(embedding) for embedding in (self.a, self.b)]
+        scaler = self._train_state.scaler.state_dict()
+        dense = {name: value.tolist() for name, value in self.state_dict().items() if name.startswith("own.norm")
+                 or name.startswith("own.linear")}  # fmt: skip
+        return losses, rows, dense, self.own.seen, self.steps, scaler, self.optimizers[0].param_groups[0]["lr"], draws()
+
+    def close(self):
+        self.a.close()
+        self.b.close()
+
+
+def sorted_rows(embedding):
+    return sorted(content(embedding)[0].items()), embedding.store.step
+
+
+def draws():
+    return random.random(), np.random.rand(), torch.rand(()).item()
+
+
+def seed(rank):
+    torch.manual_seed(rank)
+    random.seed(rank + 10)
+    np.random.seed(5)  # the same on all ranks
+
+
+def own_graph(root, group, load=None):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph = OwnGraph(f"{root}/rows", group)
+        if load is not None:
+            torch.manual_seed(99)
+            load_from(graph, group, f"{root}/checkpoint", load)
+    return graph
+
+
+def goes_on_with_its_own(group, root, way):
+    graph = own_graph(root, group)
+    seed(group.rank())
+    graph.run_steps(group.rank(), 3)
+    save_to(graph, group, f"{root}/checkpoint", way)
+    before = graph.run_steps(group.rank(), 4)
+    graph.close()
+    again = own_graph(root, group, load=way)
+    after = again.run_steps(group.rank(), 4)
+    again.close()
+    return before, after
+
+
+@pytest.mark.parametrize(("ranks", "way"), [(1, "file"), (2, "file"), (2, "dcp"), (3, "file"), (4, "file")])
+def test_as_many_ranks_as_before_go_on_bit_for_bit(rank_pool, tmp_path, ranks, way):
+    of_all = rank_pool(ranks, goes_on_with_its_own, str(tmp_path), way)
+    for before, after in of_all:
+        assert before == after
+    if ranks > 1:
+        first, second = (after for _, after in of_all[:2])
+        assert first[3] != second[3] and first[2]["own.norm.module.running_mean"] != second[2][
+            "own.norm.module.running_mean"], "each has its own"  # fmt: skip
+
+
+def saves_its_own(group, root):
+    graph = own_graph(root, group)
+    seed(group.rank())
+    graph.run_steps(group.rank(), 2)
+    graph.save(f"{root}/checkpoint")
+    drawn, seen = draws(), graph.own.seen
+    graph.close()
+    return drawn, seen
+
+
+def draws_after_a_load(group, root):
+    graph = own_graph(root, group, load="file")
+    drawn, seen = draws(), graph.own.seen
+    graph.close()
+    return drawn, seen
+
+
+def test_another_number_of_ranks_draws_numbers_of_its_own_and_has_what_the_first_had(rank_pool, tmp_path):
+    saved = rank_pool(2, saves_its_own, str(tmp_path))
+    more = rank_pool(4, draws_after_a_load, str(tmp_path))
+    assert more == rank_pool(4, draws_after_a_load, str(tmp_path)), "the same each time"
+    assert [drawn for drawn, _ in more[:2]] == [drawn for drawn, _ in saved]
+    for kind in (0, 2):
+        assert len({drawn[kind] for drawn, _ in more}) == 4
+    assert {drawn[1] for drawn, _ in more} == {saved[0][0][1]}, "the same on all, as before"
+    assert {seen for _, seen in more} == {saved[0][1]}
+    fewer = rank_pool(1, draws_after_a_load, str(tmp_path)) + [draws_after_a_load(None, str(tmp_path))]
+    assert fewer == [saved[0]] * 2
+
+
+# ---- ranks that are threads: rows are put where they belong, and nothing is looked up -------------------------------
+
+
+class Filled(oneemb.TrainGraph):
+    """A graph whose state is that of a version."""
+
+    def __init__(self, ranks, root, optimizers=1):
+        super().__init__()
+        self.embedding = make(ranks, root if isinstance(root, list) else f"{root}/rows", state=False)
+        self.dense = torch.nn.Linear(3, 2)
+        torch.nn.init.zeros_(self.dense.weight), torch.nn.init.zeros_(self.dense.bias)
+        self.add_optimizer(torch.optim.Adagrad([self.embedding.weight, *self.dense.parameters()], lr=0.1))
+        for _ in range(optimizers - 1):
+            self.add_optimizer(torch.optim.SGD(self.dense.parameters(), lr=0.1))
+
+    def have(self, version):
+        fill(self.embedding, version, FEW)
+        self.steps = version
+        with torch.no_grad():
+            for parameter in self.dense.parameters():
+                parameter.fill_(version)
+        return self
+
+    def what(self):
+        """Version of the dense parameters and the steps, and this rank's rows."""
+        (dense,) = {number for parameter in self.dense.parameters() for number in parameter.flatten().tolist()}
+        assert dense == self.steps
+        return self.steps, content(self.embedding)
+
+
+def run(size, function, *args, patch):
+    """What the function gives on so many ranks; 0 = on none."""
+    return [function(None, *args)] if size == 0 else run_ranks(size, function, *args, patch=patch)
+
+
+def save(ranks, root, *versions, keep=1, name="c"):
+    graph = Filled(ranks, root)
+    for version in versions:
+        graph.have(version).save(f"{root}/{name}", keep=keep)
+    graph.embedding.close()
+
+
+def version_at(root, size, patch, name="c"):
+    """The version that so many ranks load; it has to be whole."""
+
+    def load(ranks):
+        graph = Filled(ranks, root)
+        try:
+            graph.load(f"{root}/{name}")
+            return graph.what()
+        finally:
+            graph.embedding.close()
+
+    found = run(size, load, patch=patch)
+    (version,) = {version for version, _ in found}
+    assert together([rows for _, rows in found]) == (expected(version, FEW), STEP + version)
+    return version
+
+
+def snapshots_at(root, patch):
+    embedding = make(None, f"{root}/rows")
+    found = embedding.snapshots()
+    embedding.close()
+    return found
+
+
+def assert_only(root, patch, names=("c", "rows"), snapshots=1):
+    """Nothing is there but these files and so many snapshots."""
+    assert sorted(os.listdir(root)) == sorted(names)
+    assert len(snapshots_at(root, patch)) == snapshots
+    assert_nothing_is_unneeded(root / "rows")
+
+
+class CountedOs:
+    """The module as checkpoints use it."""
+
+    replace, unlink, open_to_write = staticmethod(os.replace), staticmethod(os.unlink), staticmethod(open)
+
+    def opened(self, path, mode):
+        return open(path, mode) if mode == "rb" else self.open_to_write(path, mode)
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+
+def faulty(patch, **how):
+    """FaultyCalls, of checkpoints too."""
+    counted = CountedOs()
+    patch.setattr(checkpoint, "os", counted)
+    patch.setattr(checkpoint, "open", counted.opened, raising=False)
+    more = [(counted, name) for name in ("replace", "unlink", "open_to_write")]
+    return FaultyCalls(patch, more=[*more, (checkpoint, "make_durable")], **how)
+
+
+def act(ranks, root, calls):
+    """Save a second version. Returns what it raised."""
+    graph, error = Filled(ranks, root).have(2), None
+    with calls.counted():
+        try:
+            graph.save(f"{root}/c", keep=1)
+        except Exception as raised:
+            error = raised
+    graph.embedding.close()
+    return error
+
+
+def acted(size, root, calls, patch, dies=()):
+    if size == 0:
+        return run_ranks(1, lambda _: act(None, root, calls), dies=dies)
+    return run_ranks(size, act, root, calls, patch=patch, dies=dies)
+
+
+def names_of_calls(tmp_path, patch, size):
+    """The names of the file calls of each rank in a save that nobody stops."""
+    with patch.context() as inner:
+        calls = faulty(inner)
+        acted(size, again(tmp_path), calls, inner)
+        return [calls.of(rank) for rank in range(max(1, size))]
+
+
+def again(tmp_path):
+    """The folder of a job as it was when this was first called. Its path stays: checkpoints know theirs."""
+    root, aside = tmp_path / "job", tmp_path / "aside"
+    if aside.exists():
+        shutil.rmtree(root)
+        shutil.copytree(aside, root)
+    else:
+        shutil.copytree(root, aside)
+    return root
+
+
+ENDS = ("rename", "replace", "remove", "unlink", "open_to_write")
+
+
+@pytest.mark.parametrize(
+    ("before", "size", "every"),
+    [(2, 2, False)] + [pytest.param(*case, True, marks=pytest.mark.slow) for case in [(2, 2), (3, 2), (0, 2), (2, 0)]],
+)
+def test_a_kill_at_any_file_call_leaves_a_whole_checkpoint(tmp_path, monkeypatch, before, size, every):
+    """At every file call, or at some that follow a change of names."""
+    run(before, save, tmp_path / "job", 1, patch=monkeypatch)
+    versions = set()
+    for rank, names in enumerate(names_of_calls(tmp_path, monkeypatch, size)):
+        after = [at + 1 for at, name in enumerate(names[:-1]) if name in ENDS]
+        for at in range(len(names)) if every else sorted({*after[:: 4 if rank == 0 else 9], *after[-1:]}):
+            root = again(tmp_path)
+            with monkeypatch.context() as patch:
+                calls = faulty(patch, rank=rank, at=at)
+                acted(size, root, calls, patch, dies=[rank])
+                assert calls.reached
+                calls.free_locks()
+            # The next job loads what is there, saves, and nothing is left of the killed one.
+            other = 3 if at % 2 else max(1, size)
+            versions.add(version_at(root, other, monkeypatch))
+            run(other, save, root, 3, patch=monkeypatch)
+            assert version_at(root, size, monkeypatch) == 3
+            assert_only(root, monkeypatch)
+    assert versions == {1, 2}, "it was killed before the moment that counts, and after it"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all_and_leaves_the_checkpoint_before(
+    tmp_path, monkeypatch, failing, stride
+):
+    run(2, save, tmp_path / "job", 1, patch=monkeypatch)
+    at, failed, reached = stride // 3, 0, True
+    while reached:
+        root = again(tmp_path)
+        with monkeypatch.context() as patch:
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            calls = faulty(patch, rank=failing, at=at, error=full, once=True)
+            errors = acted(2, root, calls, patch)
+            reached = calls.reached
+        if errors == [None, None]:
+            assert version_at(root, 2, monkeypatch) == 2
+        else:
+            failed += 1
+            assert isinstance(errors[1 - failing], RankError) and f"rank {failing} has failed" in str(
+                errors[1 - failing]
+            )
+            assert isinstance(errors[failing], oneemb.StorageError | OSError) and "No space" in str(errors[failing])
+            version = version_at(root, 2, monkeypatch)
+            if version == 1:
+                assert_only(root, monkeypatch)
+        run(2, save, root, 3, patch=monkeypatch)
+        assert version_at(root, 2, monkeypatch) == 3
+        assert_only(root, monkeypatch)
+        at += stride
+    assert failed > 0
+
+
+def caught(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+WRONG = {
+    "keep": "ValueError: keep must be",
+    "micro-batches": "RuntimeError: 1 of 1 micro-batches",
+    "another path": "RankError: the ranks do different things",
+    "another keep": "RankError: the ranks do different things",
+    "in a step": "RuntimeError: save comes in the middle of a step",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_with_a_save_on_one_rank_is_an_error_on_all_and_nothing_is_saved(tmp_path, monkeypatch, wrong):
+    def saves(ranks):
+        graph, bad = Filled(ranks, tmp_path).have(1), ranks.rank == 1
+        path, keep = f"{tmp_path}/c", 1
+        match wrong if bad else "":
+            case "micro-batches":
+                graph._train_state.micro_batches = 1
+            case "another path":
+                path = f"{tmp_path}/d"
+            case "another keep":
+                keep = 2
+            case "in a step":
+                graph.embedding.store.step_lock.stepping = True
+        keep = 0 if wrong == "keep" else keep
+
+        def call():
+            if wrong == "in a step" and bad:
+                with graph.embedding.store.step_lock.lock:
+                    graph.embedding.store.step_lock.stepping = True
+                    graph.save(path, keep=keep)
+            else:
+                graph.save(path, keep=keep)
+
+        found = caught(call)
+        graph.embedding.store.step_lock.stepping = False
+        graph._train_state.micro_batches = 0
+        assert graph.embedding.snapshots() == []
+        graph.save(f"{tmp_path}/c")
+        graph.embedding.close()
+        return found
+
+    first, second = run_ranks(2, saves, patch=monkeypatch)
+    assert second.startswith(WRONG[wrong])
+    alike = wrong in ("keep", "another path", "another keep")
+    assert first.startswith(WRONG[wrong] if alike else "RankError: rank 1 has failed")
+    assert version_at(tmp_path, 3, monkeypatch) == 1
+
+
+def test_what_does_not_fit_one_rank_is_refused_on_all_and_changes_nothing(tmp_path, monkeypatch):
+    save(None, tmp_path, 1)
+
+    def refuse(ranks):
+        graph = Filled(ranks, tmp_path, optimizers=1 + ranks.rank).have(2)
+        found = [caught(lambda: graph.load(f"{tmp_path}/c")), caught(lambda: graph.load(f"{tmp_path}/none"))]
+        assert graph.what()[0] == 2
+        graph.embedding.save_snapshot("it is not broken", overwrite=True)
+        mine = graph.what()[1]
+        graph.embedding.close()
+        return found, mine
+
+    (first, rows), (second, others) = run_ranks(2, refuse, patch=monkeypatch)
+    assert "c does not fit: optimizers are ['Adagrad'] there, ['Adagrad', 'SGD'] in the graph" in second[0]
+    assert first[0].startswith("RankError: rank 1 has failed (") and first[1].startswith("FileNotFoundError")
+    assert second[1].startswith("RankError: rank 0 has failed (")
+    assert together([rows, others]) == (expected(2, FEW), STEP + 2)
+
+
+def test_other_snapshots_are_refused_on_all_ranks_and_change_nothing(tmp_path, monkeypatch):
+    run(2, save, tmp_path / "a", 1, patch=monkeypatch)
+    run(2, save, tmp_path / "b", 2, patch=monkeypatch)
+
+    def refuse(ranks):
+        graph = Filled(ranks, tmp_path / "b").have(3)
+        found = caught(lambda: graph.load(f"{tmp_path}/a/c"))
+        assert graph.what()[0] == 3
+        graph.embedding.close()
+        return found
+
+    for size in (0, 2, 3):
+        for found in run(size, refuse, patch=monkeypatch):
+            assert "SnapshotNotFoundError" in found and "for embedding 'embedding'" in found
+
+
+def test_after_a_load_that_one_rank_has_stopped_half_way_all_say_so_until_another(tmp_path, monkeypatch):
+    run(2, save, tmp_path, 1, patch=monkeypatch)
+
+    def half(ranks):
+        graph = Filled(ranks, tmp_path).have(2)
+        real = torch.optim.Adagrad.load_state_dict
+        if ranks.rank == 1:
+            optimizer = graph.optimizers[0].optimizer
+            optimizer.load_state_dict = types.MethodType(fails, optimizer)
+        with pytest.raises((MemoryError, RankError), match="no memory"):
+            graph.load(f"{tmp_path}/c")
+        for call in (lambda: graph.save(f"{tmp_path}/c"), graph.embedding.store.stats):
+            with pytest.raises((BrokenStoreError, RankError)):
+                call()
+        if ranks.rank == 1:
+            optimizer.load_state_dict = types.MethodType(real, optimizer)
+        graph.load(f"{tmp_path}/c")
+        found = graph.what()
+        graph.embedding.close()
+        return found
+
+    def fails(optimizer, state):
+        raise MemoryError("no memory")
+
+    found = run_ranks(2, half, patch=monkeypatch)
+    assert [version for version, _ in found] == [1, 1]
+    assert together([rows for _, rows in found]) == (expected(1, FEW), STEP + 1)
+
+
+def test_ranks_keep_as_many_snapshots_of_a_path_as_asked_for_whoever_has_saved_them(tmp_path, monkeypatch):
+    run(2, save, tmp_path, 1, 2, patch=monkeypatch)
+    assert_only(tmp_path, monkeypatch)
+    shutil.copy(tmp_path / "c", tmp_path / "copy")
+    for size, version, snapshots in [(3, 3, 2), (0, 4, 3), (2, 5, 3)]:
+        run(size, lambda ranks, version: save(ranks, tmp_path, version, keep=3), version, patch=monkeypatch)
+        assert len(snapshots_at(tmp_path, monkeypatch)) == snapshots
+    assert {version_at(tmp_path, size, monkeypatch) for size in (0, 2, 3)} == {5}
+    with pytest.raises(oneemb.StorageError, match="not there"):
+        version_at(tmp_path, 2, monkeypatch, "copy")
+    # The copy was not saved here: what it names is the other path's.
+    run(2, lambda ranks: save(ranks, tmp_path, 6, name="copy"), patch=monkeypatch)
+    assert len(snapshots_at(tmp_path, monkeypatch)) == 4
+    run(2, lambda ranks: save(ranks, tmp_path, 7), patch=monkeypatch)
+    assert_only(tmp_path, monkeypatch, ("c", "copy", "rows"), 2)
+    assert [version_at(tmp_path, 3, monkeypatch, name) for name in ("c", "copy")] == [7, 6]
+
+
+def test_an_empty_graph_is_saved_and_loaded_and_something_else_at_the_path_is_not_written_over(tmp_path, monkeypatch):
+    def saves(ranks):
+        graph = Filled(ranks, tmp_path)
+        graph.save(f"{tmp_path}/c")
+        assert graph.embedding.snapshots() == []
+        (tmp_path / "text").write_text("notes")
+        for call in (graph.save, graph.load):
+            assert "text is not a checkpoint" in caught(lambda call=call: call(f"{tmp_path}/text"))
+        graph.have(1).load(f"{tmp_path}/c")
+        found = content(graph.embedding), graph.steps
+        graph.embedding.close()
+        return found
+
+    assert run_ranks(2, saves, patch=monkeypatch) == [(({}, 0), 0)] * 2
+    assert (tmp_path / "text").read_text() == "notes"
+
+
+def test_where_each_rank_has_a_disk_of_its_own_the_first_one_has_the_file(tmp_path, monkeypatch):
+    folders = [tmp_path / "0", tmp_path / "1"]
+
+    def own(ranks):
+        graph = Filled(ranks, [f"{folder}/rows" for folder in folders])
+        graph.have(1).save(f"{tmp_path}/0/c")
+        graph.have(2).load(f"{tmp_path}/0/c")
+        found = graph.what()
+        graph.embedding.close()
+        return found
+
+    seen = {}
+    real = checkpoint.__dict__.get("open", open)
+
+    def note(path, mode):
+        seen.setdefault(threading.current_thread().name, []).append(path)
+        return real(path, mode)
+
+    monkeypatch.setattr(checkpoint, "open", note, raising=False)
+    found = run_ranks(2, own, patch=monkeypatch)
+    assert together([rows for _, rows in found]) == (expected(1, FEW), STEP + 1)
+    assert seen.keys() == {"rank-0"}
+
+
+def test_dense_parameters_that_are_not_the_same_on_all_ranks_are_told_of_once(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(warnings, "warn", lambda text, **how: said.append(text))
+
+    def saves(ranks):
+        graph = Filled(ranks, tmp_path).have(1)
+        graph.save(f"{tmp_path}/c")
+        with torch.no_grad():
+            graph.dense.bias.fill_(ranks.rank)
+        graph.save(f"{tmp_path}/c")
+        with torch.no_grad():
+            graph.dense.bias.fill_(7)
+        graph.load(f"{tmp_path}/c")
+        found = graph.dense.bias.tolist()
+        graph.embedding.close()
+        return found
+
+    assert run_ranks(2, saves, patch=monkeypatch) == [[0.0, 0.0]] * 2
+    assert len(said) == 1 and "not the same on all ranks: dense.bias." in said[0]
+
+
+def test_embeddings_of_other_ranks_in_one_graph_are_refused(tmp_path, monkeypatch):
+    def refuse(ranks):
+        graph = Filled(ranks, tmp_path)
+        graph.other = make(None, tmp_path / str(ranks.rank))
+        for call in (lambda: graph.save(f"{tmp_path}/c"), lambda: graph.load(f"{tmp_path}/c"), graph.state):
+            with pytest.raises(ValueError, match="'items' of this process alone; give all the same process_group"):
+                call()
+        graph.embedding.close(), graph.other.close()
+
+    run_ranks(2, refuse, patch=monkeypatch)
+
+
+def test_a_state_dict_that_is_wrong_on_one_rank_is_refused_on_all(tmp_path, monkeypatch):
+    def refuse(ranks):
+        embedding = make(ranks, tmp_path)
+        fill(embedding, 1, FEW)
+        state = embedding.state_dict()
+        fill(embedding, 2, FEW)
+        embedding.store.changes += 1
+        other = embedding.state_dict()
+        wrong = [{"_extra_state": torch.zeros(4, dtype=torch.uint8)}, other]
+        found = [caught(lambda one=one: embedding.load_state_dict(one if ranks.rank == 1 else state)) for one in wrong]
+        assert content(embedding)[1] == STEP + 2
+        embedding.load_state_dict(state)
+        rows = content(embedding)
+        embedding.close()
+        return found, rows
+
+    (first, rows), (second, others) = run_ranks(2, refuse, patch=monkeypatch)
+    assert first[0].startswith("RankError: rank 1 has failed") and "this one does not" in second[0]
+    assert all(one[1].startswith("RankError: the ranks do different things") for one in (first, second))
+    assert together([rows, others]) == (expected(1, FEW), STEP + 1)
+
+
+# ---- ranks that are processes are killed -----------------------------------------------------------------------------
+
+SECONDS = 60
+
+
+def saves_until_it_is_killed(root, meet, rank, size, report):
+    """Goes on from the checkpoint that is there, and reports each that it has saved."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # What it says when others are killed.
+    if size:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size)
+    graph = Filled(torch.distributed.group.WORLD if size else None, root)
+    if os.path.exists(f"{root}/c"):
+        graph.load(f"{root}/c")
+        assert content(graph.embedding)[0].items() <= expected(graph.steps, FEW).items()
+    report.send(graph.steps)
+    while True:
+        graph.have(graph.steps + 1).save(f"{root}/c", keep=1 + graph.steps % 2)
+        report.send(graph.steps)
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(60, marks=pytest.mark.slow)])
+def test_killed_ranks_lose_no_checkpoint_that_they_have_announced(tmp_path, times):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.test_rank_checkpoints"])
+    number = 7 if times < 10 else random.randrange(10**6)
+    print(f"seed {number}")
+    rng, last, root = random.Random(number), 0, tmp_path / "job"
+    for n in range(times):
+        size, processes, reports = rng.choice([2, 2, 3, 0]), [], []
+        for rank in range(max(1, size)):
+            ours, theirs = context.Pipe(duplex=False)
+            arguments = (str(root), str(tmp_path / f"meet{n}"), rank, size, theirs)
+            process = context.Process(target=saves_until_it_is_killed, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            reports.append(ours)
+        try:
+            for report in reports:
+                assert report.poll(SECONDS), "a rank did not begin"
+                assert report.recv() == last
+            if n == 0:
+                assert all(report.poll(SECONDS) for report in reports), "the ranks never got to work"
+            time.sleep(rng.uniform(0, 0.5))
+            victims = processes if rng.random() < 0.3 else [rng.choice(processes)]
+            for victim in victims:
+                os.kill(victim.pid, signal.SIGKILL)
+            announced = 0
+            for process, report in zip(processes, reports, strict=True):
+                process.join(SECONDS)
+                assert process.exitcode is not None, "a rank waits for one that is dead"
+                try:
+                    while report.poll():
+                        announced = max(announced, report.recv())
+                except EOFError:
+                    pass
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        last = version_at(root, 0, None) if (root / "c").exists() else 0
+        assert last >= announced, f"version {announced} was announced, {last} was found"
+    assert last
+    save(None, root, last + 1)
+    assert_only(root, None)
