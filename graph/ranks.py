@@ -27,7 +27,7 @@ from torch import distributed
 
 from oneemb.storage.turns import undisturbed
 
-__all__ = ["RankError", "Ranks", "Received", "Together", "Traffic", "now", "settled", "whole_exchange"]
+__all__ = ["Blocks", "RankError", "Ranks", "Received", "Together", "Traffic", "now", "settled", "whole_exchange"]
 
 Blocks = Sequence[Sequence[torch.Tensor]]
 """What to send to each rank: tensors of any shape, one after another."""

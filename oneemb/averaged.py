@@ -77,9 +77,10 @@ class AveragedEmbedding(torch.nn.Module):
             embedding.store_options, persistent_path=(absolute_path(persistent_path),), size_factor=None,
             storage_dim=None,
         )  # fmt: skip
+        tables = [make_table(replicate=table.replicate) for table in embedding.tables]
         self.rows = MultiTableEmbedding(
             f"{embedding.name}, averaged", embedding.embedding_dim, torch.float32, embedding.key_type,
-            [make_table()] * embedding.num_tables, options, make_constant_initializer(0.0), embedding.padding_idx,
+            tables, options, make_constant_initializer(0.0), embedding.padding_idx,
             num_threads=embedding.store.threads.count,
             process_group=None if embedding.ranks is None else embedding.ranks.group,
         )  # fmt: skip

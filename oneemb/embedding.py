@@ -87,7 +87,7 @@ class TableEmbedding(torch.nn.Module):
             dim=self.embedding_dim,
             dtype=DTYPE_NAMES[dtype],
             initial=initial_rows(seed, dim_C, self.tables, default_initializer or _DEFAULT_INITIALIZER),
-            plan=store_plan(store_options, self.ranks),
+            plan=store_plan(store_options, self.tables, self.ranks),
             threads=Threads(num_threads),
         )
         self.rank_snapshots = RankSnapshots(
@@ -319,7 +319,7 @@ class TableEmbedding(torch.nn.Module):
         self.weight.grad = None
         snapshot: SnapshotName = {"oneemb_snapshot": name, "oneemb_identity": info.identity}
         self._saved = (snapshot, self.store.changes) if as_saved else None
-        return [key for key in ("seed", "tables") if key in theirs and theirs[key] != ours[key]]
+        return [key for key in ("seed", "tables") if key in theirs and _begins(theirs[key]) != _begins(ours[key])]
 
     def check_fits(self, name: str) -> None:
         """Raise StorageError unless there is a snapshot of this name whose rows fit, as `load_snapshot` does."""
@@ -474,8 +474,10 @@ class TableEmbedding(torch.nn.Module):
         """Sizes now and counters since the tiers were made.
 
         Returns:
-            `rows` (known ids, all tables), `step`, `hit_rate` (share of unique keys found in the hot tier; of ids, in
-            lookups without gradient on the device store), and a dict for each tier: `device`, `host`, `persistent`.
+            `rows` (known ids of all tables; with `process_group` those that this rank owns, and those of replicated
+            tables that it has), `replicated_rows` (the latter), `step`, `hit_rate` (share of unique keys found in the
+            hot tier; of ids, in lookups without gradient on the device store), and a dict for each tier: `device`,
+            `host`, `persistent`.
         """
         stats = self.store.stats()
         hot = stats.get("device", {"hits": 0, "misses": 0})
@@ -689,6 +691,13 @@ class MultiTableMultiColumnEmbedding(TableEmbedding):
             name, embedding_dim, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
             num_threads, process_group, gradients_of_ranks, comm_dtype,
         )  # fmt: skip
+
+
+def _begins(described: Any) -> Any:
+    """What a description says of how rows begin, in an entry: of tables all but who has their rows."""
+    if not isinstance(described, list):
+        return described
+    return [{key: value for key, value in table.items() if key != "replicate"} for table in described]
 
 
 class _RowsOf(weakref.ref):

@@ -202,7 +202,7 @@ class Announcement:
         ranks = self._ranks
         if ranks is None:
             return Announced(lookups, None)
-        orders = [_order(lookup, ranks.size) for lookup in lookups]
+        orders = [_order(lookup, ranks) for lookup in lookups]
         blocks = [
             [
                 torch.tensor([_code(lookups), *(order.sent_R[r] for order in orders)]),
@@ -240,10 +240,10 @@ class _Order(NamedTuple):
     table_R: Sequence[torch.Tensor]
 
 
-def _order(lookup: Lookup, ranks: int) -> _Order:
+def _order(lookup: Lookup, ranks: Ranks) -> _Order:
     _, _, store, _, keys = lookup
     table_U, id_U = (store.loops.tensor(array).cpu() for array in (keys.unique.table_U, keys.unique.id_U))
-    order_U, sent_R = by_owner(table_U, id_U, ranks)
+    order_U, sent_R = by_owner(store, ranks, table_U, id_U)
     return _Order(order_U, sent_R, id_U[order_U].split(sent_R), table_U[order_U].split(sent_R))
 
 

@@ -333,6 +333,8 @@ def _norms(row_grads: Sequence[RowGrad], ord: float = 2, *, dtype: Any = None) -
     norms = []
     for grad in row_grads:
         grads = grad.reduce()
+        if grads is not None and grad.ranks is not None and grad.store.replicas:
+            grads = _counted(grads, grad.store)
         norms.append(0.0 if grads is None else grad.store.loops.norm(grads.grad_UD, float(ord)))
     for ranks, group in by_ranks(row_grads):
         places = [i for i, grad in enumerate(row_grads) if any(grad is one for one in group)]
@@ -342,6 +344,13 @@ def _norms(row_grads: Sequence[RowGrad], ord: float = 2, *, dtype: Any = None) -
         torch.tensor(norm, dtype=dtype or torch.float32, device=grad.device)
         for norm, grad in zip(norms, row_grads, strict=True)
     ]
+
+
+def _counted(grads: RowGrads, store: EmbeddingStore) -> RowGrads:
+    """Those of rows that count on this rank: of a row of a replicated table every rank has a copy."""
+    loops = store.loops
+    table_U, id_U = (loops.tensor(array).cpu().numpy() for array in (grads.table_U, grads.id_U))
+    return grads.rows(loops.put(np.flatnonzero(store.replicas.are_counted(table_U, id_U))))
 
 
 def _clamp_(grad: RowGrad, min: float | None = None, max: float | None = None) -> RowGrad:

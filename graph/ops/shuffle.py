@@ -16,6 +16,9 @@ Rows and gradients travel in `comm_dtype`. Those that a rank has itself are roun
 number depends on who owns a key. Gradients of a key are summed twice: in batch order by each rank that looked it up,
 then in the order of the ranks by its owner, which takes their mean, as DistributedDataParallel does of dense gradients,
 or sum; both in float32. So the numbers of R ranks are those of one up to the rounding of that sum.
+
+Every rank has all rows of a replicated table: it asks itself for them, and gets the gradients of all ranks, which it
+sums in the same order as the others do. So its copy stays equal to theirs, bit for bit.
 """
 
 import dataclasses
@@ -50,9 +53,9 @@ class Routed:
     keys: Keys
     """This rank's own."""
     order_U: torch.Tensor
-    """int64 [U]: its unique keys, those of owner 0 first."""
+    """int64 [U]: its unique keys, those that it asks rank 0 for first."""
     sent_R: list[int]
-    """Keys that it asks each owner for."""
+    """Keys that it asks each rank for."""
     asked: "Asked"
 
 
@@ -101,7 +104,7 @@ def shuffle_keys(ranks: Ranks, what: str, make: Callable[[], Keys], store: Embed
     def blocks() -> list[list[torch.Tensor]]:
         keys = make()
         table_U, id_U = (store.loops.tensor(array).cpu() for array in (keys.unique.table_U, keys.unique.id_U))
-        order_U, sent_R = by_owner(table_U, id_U, ranks.size)
+        order_U, sent_R = by_owner(store, ranks, table_U, id_U)
         made.append((keys, order_U, sent_R))
         sent = zip(id_U[order_U].split(sent_R), table_U[order_U].split(sent_R), strict=True)
         return [[torch.tensor([len(ids)]), ids, tables] for ids, tables in sent]
@@ -113,12 +116,38 @@ def shuffle_keys(ranks: Ranks, what: str, make: Callable[[], Keys], store: Embed
     return Routed(*made[0], Asked(store, ranks, table_N, id_N, count_R))
 
 
-def by_owner(table_U: torch.Tensor, id_U: torch.Tensor, ranks: int) -> tuple[torch.Tensor, list[int]]:
-    """Keys in the order of their owners, int64 [U], and how many each has."""
-    owner_U = owner_of(table_U.numpy(), id_U.numpy(), ranks)
+def by_owner(
+    store: EmbeddingStore, ranks: Ranks, table_U: torch.Tensor, id_U: torch.Tensor
+) -> tuple[torch.Tensor, list[int]]:
+    """Keys in the order of the ranks that are asked for their rows, int64 [U], and how many each is asked for: those of
+    replicated tables this one, the others their owner."""
+    owner_U = owner_of(table_U.numpy(), id_U.numpy(), ranks.size)
+    if store.replicas:
+        owner_U[store.replicas.are_of(table_U.numpy())] = ranks.rank
+    order_U, sent_R = _by_rank(owner_U, ranks.size)
+    return torch.from_numpy(order_U), sent_R
+
+
+def _by_trainer(
+    store: EmbeddingStore, ranks: Ranks, table_U: torch.Tensor, id_U: torch.Tensor
+) -> tuple[torch.Tensor, list[int]]:
+    """As `by_owner` for their gradients, int64 [N]: those of replicated tables go to every rank, the others to their
+    owner."""
+    if not store.replicas:
+        return by_owner(store, ranks, table_U, id_U)
+    replicated_U = store.replicas.are_of(table_U.numpy())
+    alone, replicated = np.flatnonzero(~replicated_U), np.flatnonzero(replicated_U)
+    owner_A = owner_of(table_U.numpy()[alone], id_U.numpy()[alone], ranks.size)
+    key_N = np.concatenate([alone, np.tile(replicated, ranks.size)])
+    rank_N = np.concatenate([owner_A, np.repeat(np.arange(ranks.size), len(replicated))])
+    order_N, sent_R = _by_rank(rank_N, ranks.size)
+    return torch.from_numpy(key_N[order_N]), sent_R
+
+
+def _by_rank(rank_N: np.ndarray, ranks: int) -> tuple[np.ndarray, list[int]]:
     # A stable sort of 16 bits goes through them once.
-    order_U = np.argsort(owner_U.astype(np.uint16) if ranks <= 1 << 16 else owner_U, kind="stable")
-    return torch.from_numpy(order_U), np.bincount(owner_U, minlength=ranks).tolist()
+    order_N = np.argsort(rank_N.astype(np.uint16) if ranks <= 1 << 16 else rank_N, kind="stable")
+    return order_N, np.bincount(rank_N, minlength=ranks).tolist()
 
 
 def keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tensor) -> Keys:
@@ -230,8 +259,8 @@ def shuffle_grads(
     make: Callable[[], Sequence[Sums | None]],
     names: Sequence[str] = (),
 ) -> list[tuple[Lease, RowGrads] | None]:
-    """The gradients of the rows that this rank owns, to be summed, from those of all ranks; with a lease on them that
-    is not pinned yet. None for a store that has a gradient on no rank.
+    """The gradients of the rows that this rank owns or has copies of, to be summed, from those of all ranks; with a
+    lease on them that is not pinned yet. None for a store that has a gradient on no rank.
 
     Args:
         stores: the rows that this rank owns, of each embedding.
@@ -256,7 +285,7 @@ def shuffle_grads(
                     counts.append(_NONE)
                 continue
             table_U, id_U, grad_UD = sums
-            order_U, sent_R = by_owner(table_U, id_U, ranks.size)
+            order_U, sent_R = _by_trainer(store, ranks, table_U, id_U)
             sent_E.append((grad_UD[order_U.to(grad_UD.device)].to(ranks.comm_dtype), sent_R))
             sent = zip(id_U[order_U].split(sent_R), table_U[order_U].split(sent_R), strict=True)
             for block, counts, (ids, tables) in zip(blocks_R, count_RE, sent, strict=True):
