@@ -185,14 +185,10 @@ class Building:
     def call(self, build: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """What `build` gives. Whatever interrupts it, nothing stays in place: Python ends the context by itself."""
         context = contextvars.copy_context()
-        failure: BaseException | None = None
         try:
             return context.run(self._call, build, args, kwargs)
-        except BaseException as error:
-            failure = error
-            raise
         finally:
-            self._announced.end(failure)
+            self._announced.end()
             for variable, value in context.items():  # those that `build` has set
                 if variable is not _building and variable.get(_building) is not value:
                     variable.set(value)
@@ -234,6 +230,8 @@ class Building:
             if lookup is None:
                 self._announced.miss(embedding.store, inserts=embedding.training)
             elif embedding.asked_ranks is not None and lookup.lease is None:
+                if lookup.reserved not in self._announced.lookups:  # Those were of what has changed since.
+                    self._announced.miss(embedding.store, inserts=embedding.training)
                 return now()
             if lookup is not None:
                 scales, lease = arguments["per_sample_weights"], lookup.lease

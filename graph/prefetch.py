@@ -84,8 +84,9 @@ class _Worker(Generic[Batch]):
 
     def __init__(
         self, batches: Iterable[Batch], prepare: Callable[[Batch, Follow], Prepared], depth: int,
-        devices: Iterable[torch.device],
+        devices: Iterable[torch.device], at_end: Callable[[], object],
     ):  # fmt: skip
+        self._at_end = at_end
         self._batches: list[Iterable[Batch]] = [batches]  # no longer here once the thread iterates over them
         self._prepare = prepare
         self._made: deque[Prepared] = deque()
@@ -107,7 +108,10 @@ class _Worker(Generic[Batch]):
         self._process = os.getpid()
         try:
             with self._ahead.working():
-                self._load()
+                try:
+                    self._load()
+                finally:
+                    self._at_end()
                 while not self._closed:
                     self._permits.get()
                 while self._made:
@@ -219,6 +223,7 @@ def prefetch(
     compute: Callable[[Prepared, Callable[[], None]], Result],
     depth: int,
     devices: Iterable[torch.device] = (),
+    at_end: Callable[[], object] = lambda: None,
 ) -> Generator[Result, None, None]:
     """What `compute` gives for each batch, the batches being loaded and prepared up to `depth` ahead on a thread.
 
@@ -226,8 +231,9 @@ def prefetch(
         prepare: of a batch; it calls its second argument with the versions of the buffers it is about to read.
         compute: runs a step; it calls its second argument once its rows are acquired.
         devices: GPUs that `prepare` works on, beside the current one.
+        at_end: called by the thread when it loads no more.
     """
-    worker = _Worker(batches, prepare, depth, devices)
+    worker = _Worker(batches, prepare, depth, devices, at_end)
     # From here on only the thread holds the loader's iterator.
     del batches
     try:

@@ -3,9 +3,10 @@
 import functools
 import traceback
 import warnings
+import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -20,7 +21,7 @@ from oneemb.graph.inputs import Signature, Structure
 from oneemb.graph.ops.update import StepOptimizer
 from oneemb.graph.plan import Merged, Plan, compile_plan
 from oneemb.graph.prefetch import Prepared, prefetch
-from oneemb.graph.ranks import Ranks, together
+from oneemb.graph.ranks import Ranks, Together, now, settled
 from oneemb.graph.recorder import Profile, StepStats, stats_table
 from oneemb.graph.tape import Tape
 from oneemb.graph.text import graph_text
@@ -135,8 +136,10 @@ class CompiledGraph(torch.nn.Module):
         self._latest: Plan | None = None
         self._dense: dict[tuple[bool, bool], DenseCompiler | None] = {}
         self._signature = Signature(self.build)
-        self._ranks_ahead: tuple[object, Ranks] | None = None
-        """The group of the embeddings, and its ranks as the thread of `run` knows them."""
+        self._connections: list[tuple[object, Ranks]] = []
+        """Those that no loop uses: the group of the embeddings, and its ranks as the thread of `run` knows them."""
+        self._connected: list[Ranks] = []
+        """All there are."""
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """What a call computes; each graph defines it."""
@@ -288,7 +291,7 @@ class CompiledGraph(torch.nn.Module):
         own = [embedding.ranks for embedding in embeddings_of(self).values() if embedding.ranks is not None]
         if not own:
             return []
-        ahead = [] if self._ranks_ahead is None else [self._ranks_ahead[1]]
+        ahead = self._connected
         lines = [f"rank {own[0].rank} of {own[0].size}  messages  MB sent to others  seconds in exchanges"]
         for where, ranks in (("in steps", own), ("ahead of them", ahead)):
             traffic = [one.traffic for one in ranks]
@@ -356,13 +359,23 @@ class CompiledGraph(torch.nn.Module):
         if isinstance(prefetch_depth, bool) or not isinstance(prefetch_depth, int) or prefetch_depth < 0:
             raise ValueError(f"prefetch_depth must be an int of at least 0, got {prefetch_depth!r}")
         ranks = self._ranks()
-        if prefetch_depth == 0:
-            return self._run_without_thread(loader if ranks is None else together(ranks, loader))
-        if ranks is not None:
-            if self._ranks_ahead is None or self._ranks_ahead[0] is not ranks.group:
-                self._ranks_ahead = ranks.group, ranks.again()
-            loader = together(self._ranks_ahead[1], loader)
-        return self._run_ahead(loader, prefetch_depth)
+        if ranks is None:
+            return self._loop(loader, prefetch_depth, None)
+        ahead = self._connect(ranks)
+        left = functools.partial(self._connections.append, (ranks.group, ahead))
+        return self._loop(Together(ahead, loader, left), prefetch_depth, ahead)
+
+    def _connect(self, ranks: Ranks) -> Ranks:
+        """The ranks, with connections that no other loop uses; every rank calls it."""
+        free = [one for one in self._connections if one[0] is ranks.group][-1:]
+        mine = free[0][1] if free else None
+        name = "" if mine is None else mine.made
+        numbers = ranks.tell("begin a loop over a loader", lambda: zlib.crc32(name.encode()))
+        if mine is None or len(set(numbers)) > 1:  # A loop that was forgotten may be gone on some ranks, not on others.
+            self._connected.append(ranks.again())
+            return self._connected[-1]
+        self._connections.remove(free[0])
+        return mine
 
     def _ranks(self) -> Ranks | None:
         """Those who own rows of the graph's embeddings; None = this process has all."""
@@ -373,27 +386,55 @@ class CompiledGraph(torch.nn.Module):
             )
         return next(iter(groups.values()), None)
 
-    def _run_without_thread(self, loader: Iterable[Any]) -> Generator[Any, None, None]:
-        for batch in loader:
-            args, kwargs = self._signature.spread(batch)
-            yield _of_a_loop(functools.partial(self, *args, **kwargs))
+    def _loop(self, loader: Iterable[Any], depth: int, ranks: Ranks | None) -> Generator[Any, None, None]:
+        leave = loader.leave if isinstance(loader, Together) else lambda: None
+        with self._failing_together():
+            if depth:
+                prepare = functools.partial(self._prepare, ranks=ranks)
+                devices = [embedding.store.loops.device for embedding in embeddings_of(self).values()]
+                yield from prefetch(loader, prepare, self._compute_prepared, depth, devices, leave)
+                return
+            try:
+                for batch in loader:
+                    args, kwargs = self._signature.spread(batch)
+                    yield _of_a_loop(functools.partial(self, *args, **kwargs))
+            finally:
+                leave()
 
-    def _run_ahead(self, loader: Iterable[Any], depth: int) -> Generator[Any, None, None]:
-        devices = [embedding.store.loops.device for embedding in embeddings_of(self).values()]
-        yield from prefetch(loader, self._prepare, self._compute_prepared, depth, devices)
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """An error of this block, which other ranks know nothing of, is one of theirs at their next exchange."""
+        since, made = now(), self._steps_made()
+        try:
+            yield
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception) and self._steps_made() > made:
+                settled(error)  # An interrupt that came when the step was made: what the others have done, it has.
+            for embedding in embeddings_of(self).values():
+                if embedding.ranks is not None:
+                    embedding.ranks.fail(f"run {type(self).__name__}", error, since)
+            raise
+
+    def _steps_made(self) -> int:
+        """How many steps the graph has made."""
+        return 0
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         return Batch(embeddings_of(self), args, kwargs, *self._signature.flatten(args, kwargs))
 
-    def _prepare(self, batch: Any, follow: Callable[[list[tuple[int, int]]], object] | None = None) -> Prepared:
+    def _prepare(
+        self, batch: Any, follow: Callable[[list[tuple[int, int]]], object] | None = None, ranks: Ranks | None = None
+    ) -> Prepared:
         """A batch with what can be computed ahead of its step; runs on the worker.
 
         Only plans that exist are used: the thread that calls the graph records and compiles them.
 
         Args:
             follow: told the versions of the tensors that preparing is about to read.
+            ranks: those whom its lookups are announced to, with connections of their own.
         """
-        ranks = None if self._ranks_ahead is None or self._ranks() is None else self._ranks_ahead[1]
         with ops.Announcement(ranks) as announcement:
             prepared = self._prepare_lookups(batch, announcement, follow)
         prepared.announced = announcement.announced
@@ -421,7 +462,8 @@ class CompiledGraph(torch.nn.Module):
     def _compute_prepared(self, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
         # Those that it has now: the loop may have exchanged modules since the batch was prepared.
         batch = prepared.batch._replace(embeddings=embeddings_of(self))
-        return _of_a_loop(lambda: self._in_step(batch, lambda: self._step(batch, prepared, on_acquired)))
+        with self._failing_together():
+            return _of_a_loop(lambda: self._in_step(batch, lambda: self._step(batch, prepared, on_acquired)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on a batch.
@@ -439,8 +481,9 @@ class CompiledGraph(torch.nn.Module):
             What `build`, a hook, an optimizer or a scheduler raises: a note says what was updated before. A step whose
                 scheduler failed has been made and is counted.
         """
-        batch = self._batch(args, kwargs)
-        return self._in_step(batch, lambda: self._step(batch, Prepared(None), None))
+        with self._failing_together():
+            batch = self._batch(args, kwargs)
+            return self._in_step(batch, lambda: self._step(batch, Prepared(None), None))
 
     def _in_step(self, batch: Batch, step: Callable[[], Any]) -> Any:
         return in_step([embedding.store.step_lock for embedding in batch.embeddings.values()], step)

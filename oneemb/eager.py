@@ -277,11 +277,19 @@ def step_together(
         grads.extend(row_step.reduce(stats) for row_step in rows)
         return stats.call("check_finite", ops.check_finite, rows, [grad for each in grads for grad in each])
 
+    what = f"step by {', '.join(map(_name, rows))}"
     try:
         ranks = stats.call("settle", settle_rows, [row_step.optimizer for row_step in rows])
-        go = ops.may_step(ready() if ranks is None else ranks.agree("step", ready), rows, scaler)
-        commit()
+        if ranks is None:
+            go = ops.may_step(ready(), rows, scaler)
+            commit()
         with undisturbed:  # An interrupt comes before the step or after all of it.
+            if ranks is not None:
+                # Once they have agreed the other ranks make the step: one that is interrupted must make it too.
+                with undisturbed.forks_allowed():
+                    found = ranks.agree(what, ready)
+                go = ops.may_step(found, rows, scaler)
+                commit()
             try:
                 options = [
                     stats.call(

@@ -6,6 +6,7 @@ import os
 import uuid
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Never, Self, TypeVar, cast
 
@@ -82,6 +83,8 @@ class TableEmbedding(torch.nn.Module):
         self.default_initializer = default_initializer
         self.padding_idx = padding_idx
         self.seed = seed
+        if self.ranks is not None:
+            self.ranks.name, self.ranks.made = repr(name), self._made()
         self.store = EmbeddingStore(
             dim=self.embedding_dim,
             dtype=DTYPE_NAMES[dtype],
@@ -360,6 +363,17 @@ class TableEmbedding(torch.nn.Module):
             "padding_idx": self.padding_idx,
             "seed": self.seed,
         }
+
+    def _made(self) -> str:
+        """How the embedding was made, as far as it has to be the same on all ranks."""
+        assert self.ranks is not None
+        initializers = json.dumps([json.loads(to_json(self.tables)), repr(self.default_initializer)])
+        return (
+            f"{self.num_tables} tables, embedding_dim={list(self.column_dims)}, dtype={self.dtype},"
+            f" key_type={self.key_type}, seed={self.seed}, padding_idx={self.padding_idx},"
+            f" gradients_of_ranks={self.ranks.gradients!r}, comm_dtype={self.ranks.comm_dtype}, tables and"
+            f" default_initializer {zlib.crc32(initializers.encode()):08x}"
+        )
 
     # The weight holds nothing: it is in no state dict, and one that is in an older one is passed over.
 

@@ -292,12 +292,21 @@ class _Hooked(RowStep):
         """Take the gradients, and check them."""
         ranks = settle_rows([self.optimizer])
         try:
-            found = self._ready() if ranks is None else ranks.agree("step", self._ready)
-            ops.may_step(found, [self])
+            ops.may_step(self._ready() if ranks is None else self._agree(ranks), [self])
         except BaseException:
             self.put_back()
             raise
         self._options = ops.options_of(self.optimizer)
+
+    def _agree(self, ranks: Ranks) -> str | None:
+        """What `_ready` gives on any rank. Once they have agreed the others make the step: Ctrl-C that came while this
+        one waited for them comes a moment later, as if it had been pressed in the middle of torch's step."""
+        undisturbed.hold_signals()
+        try:
+            found: str | None = ranks.agree(f"step by {type(self.optimizer).__name__}", self._ready)
+            return found
+        finally:
+            undisturbed.signals_come_later()
 
     def _ready(self) -> str | None:
         self.take_grads()

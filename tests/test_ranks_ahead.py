@@ -1,5 +1,7 @@
 """Lookups that ranks announce to each other ahead of their step change no bit, whether guesses are right or not."""
 
+import time
+
 import pytest
 import torch
 
@@ -31,6 +33,7 @@ class Graph(oneemb.TrainGraph):
                 process_group=group,
             )  # fmt: skip
             setattr(self, name, embedding)
+        self.register_buffer("shift", torch.zeros(1, dtype=torch.int64))
         self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=0.1))
 
     def build(self, users, items):
@@ -40,7 +43,7 @@ class Graph(oneemb.TrainGraph):
             raise OSError("no such file")
         order = [
             lambda: self.users(users.flip(0) if "users" in odd else users),
-            lambda: self.items(items.flatten() + ("items" in odd)),
+            lambda: self.items(items.flatten() + ("items" in odd) + self.shift),
         ]
         found = [look_up() for look_up in order]
         if "raises later" in odd:
@@ -49,6 +52,9 @@ class Graph(oneemb.TrainGraph):
         if "twice" in odd:
             loss = loss + self.users(users).sum()
         loss.backward()
+        if "shifts" in odd:
+            time.sleep(0.2)  # Meanwhile the next batch is announced.
+            self.shift += 2**40
         return loss.detach()
 
 
@@ -102,6 +108,11 @@ def looks_up_more(rank, step):
     return ("twice",) if step % 7 == 6 else ()
 
 
+def one_changes_what_was_read(rank, step):
+    """What its ids were guessed from, once they are announced."""
+    return ("shifts",) if rank == 1 and step in (7, 8, 13) else ()
+
+
 @pytest.mark.parametrize("store", ["device", "ssd"])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_run_announces_lookups_and_changes_no_bit(tmp_path, rank_pool, store, depth):
@@ -112,7 +123,9 @@ def test_run_announces_lookups_and_changes_no_bit(tmp_path, rank_pool, store, de
         assert one[2] == 0 and other[2] >= 2 * (STEPS - depth - 2)
 
 
-@pytest.mark.parametrize("odd", [one_misses, second_misses, different_misses, all_miss, looks_up_more])
+@pytest.mark.parametrize(
+    "odd", [one_misses, second_misses, different_misses, all_miss, looks_up_more, one_changes_what_was_read]
+)
 def test_wrong_guesses_of_some_ranks_change_no_bit(tmp_path, rank_pool, odd):
     called = rank_pool(3, train, str(tmp_path / "called"), "device", "called", odd)
     run = rank_pool(3, train, str(tmp_path / "run"), "device", "run", odd)

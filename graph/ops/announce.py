@@ -25,7 +25,7 @@ import torch
 from oneemb.graph.ops.lookup import Keys, Lease
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.graph.ops.shuffle import Asked, Routed, by_owner, keys_of_ranks, lease_on_ranks, look_up_on_ranks, lookup_of
-from oneemb.graph.ranks import Ranks
+from oneemb.graph.ranks import Ranks, whole_exchange
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.tiers.hot_rows import Prefetched
@@ -64,15 +64,16 @@ class AnnouncedLookup:
         if self not in self._of.waiting:  # It was announced in vain, or the ranks were told of another in its place.
             self._of.miss(self.store, inserts=self.inserts)
             return None
-        told = self._of.tell(self, self._number)
-        lookup = self._of.agreed(told)
-        if lookup is None:
-            return None
-        lease = lookup.read(told)
-        missed = next((number for number in told if number < 0), None)
-        if missed is not None:
-            inserts = missed == _MISSED_IN_TRAINING
-            look_up_on_ranks(self.ranks, self.store, self.name, lambda: _no_keys(self.store), inserts=inserts)
+        with whole_exchange():
+            told = self._of.tell(self, self._number)
+            lookup = self._of.agreed(told)
+            if lookup is None:
+                return None
+            lease = lookup.read(told)
+            missed = next((number for number in told if number < 0), None)
+            if missed is not None:
+                inserts = missed == _MISSED_IN_TRAINING
+                look_up_on_ranks(self.ranks, self.store, self.name, lambda: _no_keys(self.store), inserts=inserts)
         return lease
 
     def read(self, told: Sequence[int]) -> Lease:
@@ -117,7 +118,7 @@ class Announced:
         """What the ranks tell of the lookup that they make now."""
         self.waiting.remove(lookup)
         try:
-            return lookup.ranks.tell(_what(lookup), number)
+            return lookup.ranks.tell(_what(lookup), lambda: number)
         except BaseException:
             self.waiting.clear()  # The other ranks wait for nothing.
             raise
@@ -136,18 +137,16 @@ class Announced:
         lookup = next((lookup for lookup in self.waiting if lookup.store is store), None)
         if lookup is None:
             return
-        told = self.tell(lookup, _MISSED_IN_TRAINING if inserts else _MISSED_IN_EVAL)
-        agreed = self.agreed(told)
-        if agreed is not None:
-            agreed.read(told).unpin()
+        with whole_exchange():
+            told = self.tell(lookup, _MISSED_IN_TRAINING if inserts else _MISSED_IN_EVAL)
+            agreed = self.agreed(told)
+            if agreed is not None:
+                agreed.read(told).unpin()
 
-    def end(self, failure: BaseException | None) -> None:
-        """Let go of all there is. After a failure the ranks that wait for a lookup raise."""
-        waiting = self.waiting[:1]
+    def end(self) -> None:
+        """Let go of all there is."""
         self.waiting.clear()
         self.drop()
-        if failure is not None and waiting:
-            waiting[0].ranks.fail(_what(waiting[0]), failure)
 
     def drop(self) -> None:
         """Unpin the rows that were prefetched for ranks."""

@@ -549,7 +549,8 @@ def settle(row_grads: Iterable[RowGrad]) -> None:
     for ranks, group in by_ranks(row_grads):
         if not all(grad.settled for grad in group):
             stores, scales = [grad.store for grad in group], [_scale_of(grad) for grad in group]
-            owned = shuffle_grads(ranks, stores, scales, functools.partial(_sums_of, group))
+            names = [grad.ranks.name for grad in group if grad.ranks is not None]
+            owned = shuffle_grads(ranks, stores, scales, functools.partial(_sums_of, group), names)
             for grad, its in zip(group, owned, strict=True):
                 grad.own(its)
 

@@ -207,8 +207,9 @@ def look_up_on_ranks(
         What `make` raises.
     """
     what = lookup_of(name, inserts, ranks)
-    routed = shuffle_keys(ranks, what, make, store)
-    lease = lease_on_ranks(ranks, what, store, routed, inserts=inserts, source=source)
+    with whole_exchange():
+        routed = shuffle_keys(ranks, what, make, store)
+        lease = lease_on_ranks(ranks, what, store, routed, inserts=inserts, source=source)
     if not has_gradient:
         lease.unpin()
     return lease
@@ -256,6 +257,7 @@ def shuffle_grads(
     stores: Sequence[EmbeddingStore],
     scales: Sequence[float],
     make: Callable[[], Sequence[Sums | None]],
+    names: Sequence[str] = (),
 ) -> list[tuple[Lease, RowGrads] | None]:
     """The gradients of the rows that this rank owns or has copies of, to be summed, from those of all ranks; with a
     lease on them that is not pinned yet. None for a store that has a gradient on no rank.
@@ -264,6 +266,7 @@ def shuffle_grads(
         stores: the rows that this rank owns, of each embedding.
         scales: by what its gradients are multiplied.
         make: gives for each embedding the gradients of the rows that this rank has looked up; None = there are none.
+        names: of the embeddings.
 
     Raises:
         RankError: another rank has failed.
@@ -292,7 +295,7 @@ def shuffle_grads(
 
     owned: list[tuple[Lease, RowGrads] | None] = []
     with whole_exchange():
-        what = f"bring gradients of {len(stores)} embeddings, in {ranks.comm_dtype}, to their owners for the"
+        what = f"bring gradients of {', '.join(names)}, in {ranks.comm_dtype}, to their owners for the"
         received = ranks.exchange(f"{what} {ranks.gradients}", blocks)
         count_RE = [block.take(len(stores), torch.int64).tolist() for block in received]
         for e, (store, (grad_ND, sent_R)) in enumerate(zip(stores, sent_E, strict=True)):
