@@ -358,8 +358,9 @@ def _measure_messages() -> list[float]:
     ranks = Ranks(distributed.group.WORLD)
 
     def exchange(size: int) -> None:
-        sent_R = [size] * ranks.size
-        ranks.answer("measure", lambda: [torch.zeros(size, dtype=torch.uint8)] * ranks.size, sent_R, sent_R)
+        like, sent_R = torch.empty(0, 1, dtype=torch.uint8), [size] * ranks.size
+        sent = torch.zeros((size + ranks.heads(like)) * ranks.size, 1, dtype=torch.uint8)
+        ranks.answer("measure", lambda: sent, like, sent_R, sent_R)
 
     def seconds(size: int, calls: int) -> float:
         return float(np.quantile(_seconds([lambda: exchange(size)] * calls), QUIET))

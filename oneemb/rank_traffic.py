@@ -53,36 +53,38 @@ def messages_of(lookups: Sequence[KeyCounts], *, in_run: bool = True) -> list[Me
 
     Args:
         lookups: one for each lookup, of an embedding of its own.
-        in_run: whether it is a step of `graph.run`, where the ranks first agree on whether each has another batch.
+        in_run: whether it is a step of `graph.run`, where the ranks agree on whether each has another batch, announce
+            what they expect to look up in it, and look that up.
     """
     ranks = len(lookups[0].asks_R)
     header = (_HEADER_BYTES,) * ranks
-    messages = [Message("whether all have a next batch", header, ahead=True)] if in_run else []
+    keys_of_all = tuple(sum(_COUNT_BYTES + _keys(one.asks_R[r]) for one in lookups) for r in range(ranks))
+    messages = []
+    if in_run:
+        announced = tuple(_COUNT_BYTES + size for size in keys_of_all)
+        messages += [
+            Message("whether all have a next batch", header, ahead=True),
+            Message("headers of announced keys", header, ahead=True),
+            Message("announced keys", announced, ahead=True),
+        ]
     for lookup in lookups:
         dim, weight_bytes = lookup.dim, lookup.weight_bytes
-        messages += [
-            Message("headers of keys", header, ahead=False),
-            Message("keys", tuple(_COUNT_BYTES + _keys(n) for n in lookup.asks_R), ahead=False),
-            Message(
-                "rows",
-                tuple(_ANSWER_HEADER_BYTES + _padded(n * dim * weight_bytes) for n in lookup.asked_R),
-                ahead=False,
-            ),
-        ]
-    gradients = (
-        sum(_COUNT_BYTES + _keys(one.asks_R[r]) + _padded(one.asks_R[r] * one.dim * _GRADIENT_BYTES) for one in lookups)
-        for r in range(ranks)
-    )
-    return [
-        *messages,
+        row_bytes = dim * weight_bytes
+        heads = -(-_ANSWER_HEADER_BYTES // row_bytes)
+        if in_run:
+            messages.append(Message("whether all look up what they announced", header, ahead=False))
+        else:
+            keys = tuple(_COUNT_BYTES + _keys(n) for n in lookup.asks_R)
+            messages += [Message("headers of keys", header, ahead=False), Message("keys", keys, ahead=False)]
+        messages.append(Message("rows", tuple((heads + n) * row_bytes for n in lookup.asked_R), ahead=False))
+    messages += [
         Message("headers of gradients", header, ahead=False),
-        Message("gradients", tuple(gradients), ahead=False),
-        Message("whether all may step", header, ahead=False),
-        # The graph steps torch's optimizer, whose own hooks ask once more for gradients of rows: there are none left.
-        Message("headers of gradients, again", header, ahead=False),
-        Message("gradients, again", (_COUNT_BYTES * len(lookups),) * ranks, ahead=False),
-        Message("whether all may step, again", header, ahead=False),
+        Message("keys of gradients", keys_of_all, ahead=False),
     ]
+    for one in lookups:
+        gradients = tuple(n * one.dim * _GRADIENT_BYTES for n in one.asks_R)
+        messages.append(Message("gradients", gradients, ahead=False))
+    return [*messages, Message("whether all may step", header, ahead=False)]
 
 
 def _keys(count: int) -> int:

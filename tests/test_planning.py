@@ -10,17 +10,18 @@ from click.testing import CliRunner
 import oneemb
 import oneemb.machine as machine_module
 from oneemb.cli.commands import oneemb as command
+from oneemb.graph.ranks import Ranks
 from oneemb.kernels.owner import owner_of
 from oneemb.rank_traffic import KeyCounts, messages_of
 
-STEPS = 3
+STEPS = 6
 
 
 class Noted:
     """A process group that notes the bytes that go to each rank."""
 
     def __init__(self, group):
-        self._group, self.sent, self.gathers = group, [], 0
+        self._group, self.sent = group, []
 
     def __getattr__(self, name):
         return getattr(self._group, name)
@@ -29,10 +30,6 @@ class Noted:
         row_bytes = sent.element_size() * (sent.numel() // max(1, len(sent)))
         self.sent.append([n * row_bytes for n in sent_R])
         return self._group.alltoall_base(received, sent, received_R, sent_R)
-
-    def allgather(self, *args):
-        self.gathers += 1
-        return self._group.allgather(*args)
 
 
 class Steps(oneemb.TrainGraph):
@@ -61,8 +58,17 @@ def counts_of(step, rank, ranks):
     return counts
 
 
-def sends(group, path):
-    noted = Noted(group)
+def sends(group, path, in_run):
+    """What goes to each rank in steps, and what goes ahead of them."""
+    noted, again, ahead = Noted(group), Ranks.again, []
+
+    def note_again(ranks):
+        other = again(ranks)
+        other.group = Noted(other.group)
+        ahead.append(other.group.sent)
+        return other
+
+    Ranks.again = note_again
     embeddings = []
     for name, dim, dtype, tables in [("a", 5, torch.float32, 2), ("b", 3, torch.bfloat16, 3)]:
         options = oneemb.make_device_mem_store_options(f"{path}/{name}")
@@ -72,26 +78,31 @@ def sends(group, path):
             )
         )
     graph = Steps(embeddings)
-    for _ in graph.run((batch_of(step, group.rank()) for step in range(STEPS)), prefetch_depth=0):
-        pass
+    batches = [batch_of(step, group.rank()) for step in range(STEPS)]
+    try:
+        for _ in graph.run(batches) if in_run else (graph(*batch) for batch in batches):
+            pass
+    finally:
+        Ranks.again = again
     for embedding in embeddings:
         embedding.close()
-    return noted.sent, noted.gathers
+    return noted.sent, sum(ahead, [])
 
 
-def test_ranks_send_the_bytes_that_are_said(tmp_path, rank_pool):
+@pytest.mark.parametrize("in_run", [False, True])
+def test_ranks_send_the_bytes_that_are_said(tmp_path, rank_pool, in_run):
     for ranks in (2, 3):
-        for rank, (sent, gathers) in enumerate(rank_pool(ranks, sends, str(tmp_path / str(ranks)))):
-            said = []
-            for step in range(STEPS):
-                counts = [counts_of(step, r, ranks) for r in range(ranks)]
-                lookups = [
-                    KeyCounts(dim, weight_bytes, counts[rank][e], [counts[r][e][rank] for r in range(ranks)])
-                    for e, (dim, weight_bytes) in enumerate([(5, 4), (3, 2)])
-                ]
-                said += [list(message.sent_R) for message in messages_of(lookups)]
-            assert sent[:-1] == said
-            assert gathers == 2, "only at the end: what the rank says that has no more batches"
+        for rank, (sent, ahead) in enumerate(rank_pool(ranks, sends, str(tmp_path / str(ranks)), in_run)):
+            counts = [counts_of(STEPS - 1, r, ranks) for r in range(ranks)]
+            lookups = [
+                KeyCounts(dim, weight_bytes, counts[rank][e], [counts[r][e][rank] for r in range(ranks)])
+                for e, (dim, weight_bytes) in enumerate([(5, 4), (3, 2)])
+            ]
+            said = messages_of(lookups, in_run=in_run)
+            in_step, early = ([list(one.sent_R) for one in said if one.ahead == is_early] for is_early in (False, True))
+            assert sent[-len(in_step) :] == in_step
+            if in_run:
+                assert ahead[-len(early) - 1 :] == [*early, [24] * ranks], "the last: that there is no other batch"
 
 
 # ---- what a plan says ------------------------------------------------------------------------------------------------
