@@ -203,7 +203,7 @@ class Ranks:
             RankError: another rank has failed, or does something else.
             What `make` raises.
         """
-        failure: BaseException | None = None
+        failed: list[BaseException] = []  # Not the error itself: its traceback holds this frame.
         sent = torch.empty(0, dtype=torch.uint8)
         sent_R = [0] * self.size
         try:
@@ -213,9 +213,9 @@ class Ranks:
             parts = [part for block in flat for part in block]
             sent = torch.cat(parts) if parts else sent
         except BaseException as error:
-            failure = error
+            failed.append(error)
         with self._exchanging(what):
-            received_R = self._headers(what, failure, sent_R)
+            received_R = self._headers(what, failed, sent_R)
             received = torch.empty(sum(received_R), dtype=torch.uint8, device=self._device)
             self._all_to_all(received, sent.to(self._device), received_R, sent_R)
         return [Received(part) for part in received.split(received_R)]
@@ -240,25 +240,25 @@ class Ranks:
         Raises:
             As `exchange`.
         """
-        failure: BaseException | None = None
+        failed: list[BaseException] = []
         heads = self.heads(like)
         going, coming = ([count + heads for count in counts] for counts in (sent_R, received_R))
         sent = like.new_zeros(0)
         try:
             sent = make()
         except BaseException as error:
-            failure = error
+            failed.append(error)
             sent = like.new_zeros(sum(going), like.shape[1])
         header = torch.zeros(heads, like.shape[1] * like.element_size(), dtype=torch.uint8)
-        header.view(-1)[:_HEADER] = torch.tensor([self._code(what), failure is not None]).view(torch.uint8)
+        header.view(-1)[:_HEADER] = torch.tensor([self._code(what), bool(failed)]).view(torch.uint8)
         sent.view(torch.uint8)[self._heads_of(going, heads)] = header.to(sent.device)
         received = like.new_empty((sum(coming), like.shape[1]), device=self._device)
         with self._exchanging(what):
             self._all_to_all(received, sent.to(self._device), coming, going)
             got = received.view(torch.uint8)[self._heads_of(coming, heads)].view(self.size, -1)[:, :_HEADER]
             headers = got.clone(memory_format=torch.contiguous_format).view(torch.int64).tolist()
-            if any(failed or its != self._code(what) for its, failed in headers):
-                self._raise(what, failure)
+            if any(its_failed or its != self._code(what) for its, its_failed in headers):
+                self._raise(what, failed)
         return received.to(like.device)
 
     def heads(self, like: torch.Tensor) -> int:
@@ -300,14 +300,14 @@ class Ranks:
         Raises:
             As `exchange`.
         """
-        failure: BaseException | None = None
+        failed: list[BaseException] = []
         found = None
         try:
             found = check()
         except BaseException as error:
-            failure = error
+            failed.append(error)
         with self._exchanging(what):
-            if not any(self._headers(what, failure, [found is not None] * self.size)):
+            if not any(self._headers(what, failed, [found is not None] * self.size)):
                 return None
             return next(its for its in self._gather(found) if its is not None)
 
@@ -320,14 +320,14 @@ class Ranks:
         Raises:
             As `exchange`.
         """
-        failure: BaseException | None = None
+        failed: list[BaseException] = []
         mine = None
         try:
             mine = make()
         except BaseException as error:
-            failure = error
+            failed.append(error)
         with self._exchanging(what):
-            self._headers(what, failure, [0] * self.size)
+            self._headers(what, failed, [0] * self.size)
             return self._gather(mine)
 
     def tell(self, what: str, make: Callable[[], int]) -> list[int]:
@@ -339,14 +339,14 @@ class Ranks:
         Raises:
             As `exchange`.
         """
-        failure: BaseException | None = None
+        failed: list[BaseException] = []
         mine = 0
         try:
             mine = make()
         except BaseException as error:
-            failure = error
+            failed.append(error)
         with self._exchanging(what):
-            return self._headers(what, failure, [mine] * self.size)
+            return self._headers(what, failed, [mine] * self.size)
 
     def tell_later(self, what: str, number: int) -> None:
         """Tell a number as `tell` does, without waiting for the ranks or for what they tell."""
@@ -398,13 +398,11 @@ class Ranks:
             except RankError:
                 raise
             except RuntimeError as error:
-                lost = RankError(
+                raise _told(
                     f"rank {self.rank} was about to {what}, and another rank has ended, was killed, or did not come"
                     " there within the timeout of the process group. The ranks cannot go on with this group: end the"
                     f" job and start it anew, from its last snapshot ({error})"
-                )
-                _mark_told(lost)
-                raise lost from error
+                ) from error
 
     def _code(self, what: str) -> int:
         return zlib.crc32(what.encode(), zlib.crc32(self.made.encode()))
@@ -413,15 +411,15 @@ class Ranks:
         header_R3 = torch.tensor([[self._code(what), failed, number]] * self.size, device=self._device)
         self.group.alltoall_base(torch.empty_like(header_R3), header_R3, [1] * self.size, [1] * self.size)
 
-    def _headers(self, what: str, failure: BaseException | None, sent_R: Sequence[int]) -> list[int]:
+    def _headers(self, what: str, failed: list[BaseException], sent_R: Sequence[int]) -> list[int]:
         """Tell the ranks what this one is about to send them; returns what each of them will send."""
         doing = self._code(what)
-        header_R3 = torch.tensor([[doing, failure is not None, sent] for sent in sent_R], device=self._device)
+        header_R3 = torch.tensor([[doing, bool(failed), sent] for sent in sent_R], device=self._device)
         got_R3 = torch.empty_like(header_R3)
         self._all_to_all(got_R3, header_R3, [1] * self.size, [1] * self.size)
         got = got_R3.tolist()
-        if any(failed or its != doing for its, failed, _ in got):
-            self._raise(what, failure)
+        if any(its_failed or its != doing for its, its_failed, _ in got):
+            self._raise(what, failed)
         return [size for _, _, size in got]
 
     def _words(self, what: str, failure: BaseException | None) -> torch.Tensor:
@@ -436,21 +434,21 @@ class Ranks:
         words_N[: len(said_bytes)] = torch.frombuffer(bytearray(said_bytes), dtype=torch.uint8)
         return words_N.to(self._device)
 
-    def _raise(self, what: str, failure: BaseException | None) -> Never:
+    def _raise(self, what: str, failed: list[BaseException]) -> Never:
+        """Raise what has failed here, which is taken out of the list, or say what has elsewhere."""
         of_all: list[tuple[str, str | None, str]] = [
-            pickle.loads(its.numpy().tobytes()) for its in self._all_gather(self._words(what, failure))
+            pickle.loads(its.numpy().tobytes())
+            for its in self._all_gather(self._words(what, failed[0] if failed else None))
         ]
-        if failure is not None:
-            _mark_told(failure)
-            raise failure
-        error = RankError(_what_has_failed(of_all))
-        _mark_told(error)
-        raise error
+        if failed:
+            _mark_told(failed[0])
+            raise failed.pop()
+        raise _told(_what_has_failed(of_all))
 
     def _gather_floats(self, values: Sequence[float]) -> list[torch.Tensor]:
         what = f"add {len(values)} norms of gradients"
         with self._exchanging(what):
-            self._headers(what, None, [0] * self.size)
+            self._headers(what, [], [0] * self.size)
             return self._all_gather(torch.tensor(values, dtype=torch.float64))
 
     def _gather(self, value: Any) -> list[Any]:
@@ -497,6 +495,13 @@ def now() -> int:
 def _mark_told(error: BaseException) -> None:
     with suppress(AttributeError):
         setattr(error, _TOLD, next(_moments))
+
+
+def _told(words: str) -> RankError:
+    """An error that all ranks raise."""
+    error = RankError(words)
+    _mark_told(error)
+    return error
 
 
 def settled(error: BaseException) -> None:

@@ -43,14 +43,14 @@ class Odd(Exception):
     """What `build`, or a loader, raises."""
 
 
-def make_embedding(name, path, tables, store, group):
+def make_embedding(name, path, tables, store, group, replicate=False):
     options = {
         "device": lambda: oneemb.make_device_mem_store_options(path),
         "ssd": lambda: oneemb.make_cached_ssd_store_options(1, path),
     }[store]()
     return oneemb.MultiTableEmbedding(
-        name, DIM, torch.float32, torch.int64, [oneemb.make_table()] * tables, options, num_threads=1,
-        process_group=group, gradients_of_ranks="sum",
+        name, DIM, torch.float32, torch.int64, [oneemb.make_table(replicate=replicate)] * tables, options,
+        num_threads=1, process_group=group, gradients_of_ranks="sum",
     )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.users = make_embedding("users", f"{path}/users", 2, "device", group)
         self.items = make_embedding("items", f"{path}/items", 1, "ssd", group)
-        self.tags = make_embedding("tags", f"{path}/tags", 1, "device", group)
+        self.tags = make_embedding("tags", f"{path}/tags", 1, "device", group, replicate=True)
 
     def both(self, ids, label, odd=""):
         if odd == "raises before lookups":
@@ -305,7 +305,8 @@ class Soak:
         assert found == expected
         for embedding in self.model.embeddings():
             stats = embedding.stats()
-            assert stats["device"]["pinned"] == 0 and not embedding.store._prefetched
+            held = stats["device"]["pinned"], len(embedding.store._prefetched)
+            assert held == (0, 0), (embedding.name, held)
         self.watchdog.alive()
 
     def close(self):
