@@ -178,6 +178,8 @@ class _Worker(Generic[Batch]):
         self._permits.put(None)
         # A thread that has not begun ends by itself, and in a child of fork there is none.
         # When the interpreter ends, no thread runs any more.
+        if self._process is None:
+            self._at_end()
         here = self._process == os.getpid() and not sys.is_finalizing()
         if here and self._thread is not threading.current_thread():
             self._wait()
@@ -231,7 +233,7 @@ def prefetch(
         prepare: of a batch; it calls its second argument with the versions of the buffers it is about to read.
         compute: runs a step; it calls its second argument once its rows are acquired.
         devices: GPUs that `prepare` works on, beside the current one.
-        at_end: called by the thread when it loads no more.
+        at_end: called, perhaps twice, when the thread loads no more: by itself, or in its place if it never begins.
     """
     worker = _Worker(batches, prepare, depth, devices, at_end)
     # From here on only the thread holds the loader's iterator.

@@ -90,7 +90,8 @@ class Together(Iterator[Any]):
     """
 
     def __init__(self, ranks: "Ranks", loader: Iterable[Any], left: Callable[[], object] = lambda: None):
-        self._ranks, self._left = ranks, left
+        self._ranks = ranks
+        self._left = [left]  # no longer here once it is called
         self._loader: list[Iterable[Any]] = [loader]  # no longer here once its iterator is
         self._iterator: Iterator[Any] | None = None
         self._ended = False
@@ -118,15 +119,19 @@ class Together(Iterator[Any]):
 
     def leave(self) -> None:
         """Ask for no more batches: who comes to the next one does not wait for this rank. May be called again."""
+        try:
+            left = self._left.pop()
+        except IndexError:
+            return
         if not self._ended:
             self._ended = True
             self._ranks.tell_later(_NEXT, _HAS_NONE)
         self._iterator = None
         self._loader.clear()
-        left, self._left = self._left, lambda: None
         left()
 
-    __del__ = leave  # of a loop that has never begun
+    def __del__(self) -> None:
+        self.leave()  # a loop that has never begun
 
 
 _NEXT = "give the next batch of a loop over a loader"
@@ -180,13 +185,15 @@ class Ranks:
 
     def again(self) -> "Ranks":
         """The same ranks with connections of their own, by gloo, for another thread; every rank calls it."""
-        name = self.all_gather("connect once more", lambda: uuid.uuid4().hex)[0]
-        # new_group names a group by how many this rank has: ranks that are in different numbers wait for ever.
-        store = distributed.PrefixStore(f"oneemb/{name}", self.group.get_group_store())
-        group: Any = self.group  # torch gives its timeout no public name.
-        timeout = group._get_backend(self._device).options._timeout
-        # It has the methods of a ProcessGroup that are called here.
-        again: Any = distributed.ProcessGroupGloo(store, self.rank, self.size, timeout)
+        what = "connect once more"
+        with self._exchanging(what):
+            name = self.all_gather(what, lambda: uuid.uuid4().hex)[0]
+            # new_group names a group by how many this rank has: ranks that are in different numbers wait for ever.
+            store = distributed.PrefixStore(f"oneemb/{name}", self.group.get_group_store())
+            group: Any = self.group  # torch gives its timeout no public name.
+            timeout = group._get_backend(self._device).options._timeout
+            # It has the methods of a ProcessGroup that are called here.
+            again: Any = distributed.ProcessGroupGloo(store, self.rank, self.size, timeout)
         return Ranks(again, self.gradients, name="connections", made=name)
 
     def exchange(self, what: str, make: Callable[[], Blocks]) -> list[Received]:

@@ -21,7 +21,7 @@ from oneemb.graph.inputs import Signature, Structure
 from oneemb.graph.ops.update import StepOptimizer
 from oneemb.graph.plan import Merged, Plan, compile_plan
 from oneemb.graph.prefetch import Prepared, prefetch
-from oneemb.graph.ranks import Ranks, Together, now, settled
+from oneemb.graph.ranks import Ranks, Together, now, settled, whole_exchange
 from oneemb.graph.recorder import Profile, StepStats, stats_table
 from oneemb.graph.tape import Tape
 from oneemb.graph.text import graph_text
@@ -361,9 +361,17 @@ class CompiledGraph(torch.nn.Module):
         ranks = self._ranks()
         if ranks is None:
             return self._loop(loader, prefetch_depth, None)
-        ahead = self._connect(ranks)
-        left = functools.partial(self._connections.append, (ranks.group, ahead))
-        return self._loop(Together(ahead, loader, left), prefetch_depth, ahead)
+        batches: list[Together] = []
+        try:
+            with whole_exchange():  # The others begin the loop: an interrupt comes where they can be told.
+                ahead = self._connect(ranks)
+                left = functools.partial(self._connections.append, (ranks.group, ahead))
+                batches.append(Together(ahead, loader, left))
+            return self._loop(batches[0], prefetch_depth, ahead)
+        except BaseException:
+            for one in batches:
+                one.leave()
+            raise
 
     def _connect(self, ranks: Ranks) -> Ranks:
         """The ranks, with connections that no other loop uses; every rank calls it."""

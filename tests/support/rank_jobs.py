@@ -43,7 +43,7 @@ class RankJob:
         """Wait until every rank has reported this word, or a tuple that begins with it."""
         end = time.monotonic() + seconds
         while not all(any(_word(report) == word for report in its) for its in self.reports):
-            self._read()
+            self.read()
             assert time.monotonic() < end, f"no {word!r} from all ranks:\n{self.texts()}"
             time.sleep(0.01)
 
@@ -56,14 +56,14 @@ class RankJob:
         end, late = time.monotonic() + seconds, []
         for rank, process in enumerate(self._processes):
             while process.exitcode is None and time.monotonic() < end:
-                self._read()
+                self.read()
                 process.join(0.05)
             if process.exitcode is None:
                 os.kill(process.pid, signal.SIGUSR1)
                 late.append(rank)
         if late:
             time.sleep(1)
-        self._read()
+        self.read()
         for process in self._processes:
             process.kill()
             process.join()
@@ -78,7 +78,8 @@ class RankJob:
                 texts.append(f"---- rank {rank}: {its[-3:]}\n{file.read()[-6000:]}")
         return "\n".join(texts)
 
-    def _read(self):
+    def read(self):
+        """Take what ranks have reported since."""
         for pipe, its in zip(self._pipes, self.reports, strict=True):
             try:
                 while pipe.poll():
