@@ -23,7 +23,7 @@ _INDEX_BYTES, _TABLE_INDEX_BYTES = 24, 30
 _MARK_BYTES = 1
 # Beside a row, for each slot of a cache: storage/tiers/hot_tier.py.
 _SLOT_OVERHEAD_BYTES = 40
-# Larger arrays are mapped anew each time they are made: the most that glibc's M_MMAP_THRESHOLD comes to be.
+# Arrays from here on are mapped anew each time they are made: the most that glibc's M_MMAP_THRESHOLD comes to be.
 _KEPT_BYTES = 32 << 20
 # Whether a thread of `graph.run` reads rows of the next batch while a step computes.
 _READS_AHEAD_ALONE, _READS_AHEAD_ON_RANKS = True, False
@@ -334,8 +334,8 @@ class _Job:
 
     def _fresh_bytes(self, one: PlannedEmbedding) -> int:
         """What a lookup gives and its gradient, where that is more than the C library keeps for the next step."""
-        values = self.batch * one.ids * one.embedding_dim
-        return sum(size for size in (values * one.weight_bytes, values * 4) if size > _KEPT_BYTES)
+        size = self.batch * one.ids * one.embedding_dim * one.weight_bytes
+        return 2 * size if size >= _KEPT_BYTES else 0
 
     def _disk_ms(self) -> float:
         """Rows read from disk; as many are written, since what comes in puts another one out, changed."""
@@ -370,7 +370,7 @@ class _Job:
                 held["index of the table on disk"] += rows * _TABLE_INDEX_BYTES
             # What a lookup gives and its gradient; on ranks, rows and gradients as they come and go, with their keys.
             ids = self.batch * one.ids
-            held["a step"] += ids * (8 + one.embedding_dim * (one.weight_bytes + 4))
+            held["a step"] += ids * (8 + 2 * one.embedding_dim * one.weight_bytes)
             if self.ranks > 1:
                 held["a step"] += 2 * keys * (12 + one.embedding_dim * (2 * one.weight_bytes + 4))
         return {name: size for name, size in held.items() if size}
@@ -398,7 +398,7 @@ _ADVICE = {
     ],
     "dense": ["the dense modules take most: neither more bandwidth nor a larger cache helps"],
     "fresh memory": [
-        "arrays above 32 MiB are given anew by the system at every step: a batch whose rows take less saves that time"
+        "arrays of 32 MiB or more are given anew by the system at every step: a batch whose rows take less saves that"
     ],
     "latency": [
         "messages take most that hold next to nothing: a larger batch a rank uses them better",
