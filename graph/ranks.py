@@ -402,9 +402,9 @@ class Ranks:
         with whole_exchange():
             try:
                 yield
-            except RankError:
-                raise
             except RuntimeError as error:
+                if isinstance(error, RankError) or _is_told(error, 0):  # It is what has failed here, as all know now.
+                    raise
                 raise _told(
                     f"rank {self.rank} was about to {what}, and another rank has ended, was killed, or did not come"
                     " there within the timeout of the process group. The ranks cannot go on with this group: end the"
