@@ -30,9 +30,9 @@ class DLRM(torch.nn.Module):
         super().__init__()
         vectors = fields + 1
         self.lookup = lookup
-        self.bottom = oneemb.nn.FusedMLP(numbers, [32], dim, skip_final_activation=True)
+        self.bottom: torch.nn.Module = oneemb.nn.FusedMLP(numbers, [32], dim, skip_final_activation=True)
         self.interact = Interaction(vectors)
-        self.top = oneemb.nn.FusedMLP(
+        self.top: torch.nn.Module = oneemb.nn.FusedMLP(
             vectors * dim + vectors * (vectors - 1) // 2, [64, 32], 1, skip_final_activation=True
         )
 

@@ -32,7 +32,6 @@ from sklearn.metrics import log_loss, roc_auc_score
 from tqdm import tqdm
 
 import oneemb
-from oneemb.stats import EmbeddingStats, TierStats
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TABLES = "kuairand_tables"
@@ -67,7 +66,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, float]]:
     results = load_checkpoint(checkpoint_path, settings, model, optimizers) if checkpoint_path.exists() else []
 
     for epoch in range(len(results), arguments.epochs):
-        before, start = embedding.stats()["device"], time.perf_counter()
+        before, start = counted(embedding), time.perf_counter()
         loss = train_epoch(step, optimizers, log, epoch, arguments)
         seconds = time.perf_counter() - start
         results.append({"loss": loss, **scores(log, predict(model, log))})
@@ -80,7 +79,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, float]]:
             "results": results,
         }
         save_checkpoint(checkpoint_path, state)
-        report(epoch, arguments.epochs, results[-1], len(log.train) / seconds, before, embedding.stats())
+        report(epoch, arguments.epochs, results[-1], len(log.train) / seconds, before, counted(embedding))
 
     table = {f"DLRM, oneemb, {arguments.store} store": results[-1]} if results else {}
     if twin is not None:
@@ -94,7 +93,13 @@ def run(arguments: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a DLRM on a click log with oneemb embeddings.")
+    parser = make_parser("Train a DLRM on a click log with oneemb embeddings.", REPOSITORY / "build/kuairand")
+    parser.add_argument("--baselines", action="store_true", help="run what the DLRM has to beat, too")
+    return parser.parse_args(argv)
+
+
+def make_parser(description: str, workdir: Path) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--store", choices=["device", "host", "ssd"], default="ssd", help="where embedding rows live")
     parser.add_argument("--cache-mb", type=int, default=8, help="MiB of cache over the host or ssd store")
     parser.add_argument("--threads", type=int, help="threads of the embedding's kernels; default: the cores there are")
@@ -104,10 +109,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, help="folder of KuaiRand-Pure's csv.gz files")
     parser.add_argument("--generate", type=int, metavar="EVENTS", help="use a generated log, whatever data there is")
-    parser.add_argument("--workdir", type=Path, default=REPOSITORY / "build/kuairand", help="tables and checkpoint")
+    parser.add_argument("--workdir", type=Path, default=workdir, help="tables and checkpoint")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --workdir")
-    parser.add_argument("--baselines", action="store_true", help="run what the DLRM has to beat, too")
-    return parser.parse_args(argv)
+    return parser
 
 
 def load(arguments: argparse.Namespace) -> ClickLog:
@@ -126,7 +130,9 @@ def load(arguments: argparse.Namespace) -> ClickLog:
     return log
 
 
-def make_embedding(arguments: argparse.Namespace, tables: int) -> oneemb.MultiTableEmbedding:
+def make_embedding(
+    arguments: argparse.Namespace, tables: int, process_group: torch.distributed.ProcessGroup | None = None
+) -> oneemb.MultiTableEmbedding:
     path = str(arguments.workdir / TABLES)
     if arguments.store == "device":
         store: Any = oneemb.make_device_mem_store_options(path)
@@ -147,6 +153,7 @@ def make_embedding(arguments: argparse.Namespace, tables: int) -> oneemb.MultiTa
             padding_idx=PADDING,
             seed=arguments.seed,
             num_threads=arguments.threads,
+            process_group=process_group,
         )
 
 
@@ -178,33 +185,42 @@ def make_optimizers(model: DLRM) -> list[torch.optim.Optimizer]:
 def train_epoch(
     step: Step, optimizers: list[torch.optim.Optimizer], log: ClickLog, epoch: int, arguments: argparse.Namespace
 ) -> float:
-    """Train on every event once, day after day, and return the mean loss of an event.
+    """Train on every event once, day after day, and return the mean loss of an event."""
+    set_rates(optimizers, epoch)
+    total, done = 0.0, 0
+    with tqdm(total=len(log.train), unit="ex", desc=f"epoch {epoch + 1}", leave=False, disable=None) as bar:
+        for events in batches_of(log, epoch, arguments):
+            total += step(*log.batch(events)).item() * len(events)
+            done += len(events)
+            bar.update(len(events))
+            bar.set_postfix(loss=f"{total / done:.4f}", refresh=False)
+    return total / done
 
-    Seed and epoch alone decide the order of a day's events.
-    """
+
+def set_rates(optimizers: list[torch.optim.Optimizer], epoch: int) -> None:
     for optimizer, rate in zip(optimizers, (ROW_RATE, DENSE_RATE), strict=True):
         for group in optimizer.param_groups:
             group["lr"] = rate * RATE_DECAY**epoch
+
+
+def batches_of(log: ClickLog, epoch: int, arguments: argparse.Namespace) -> Iterator[np.ndarray]:
+    """The events of each batch. Seed and epoch alone decide the order of a day's events."""
     rng = np.random.default_rng([arguments.seed, epoch])
     order = np.concatenate([rng.permutation(day) for day in log.train_days])
-    total = 0.0
-    with tqdm(total=len(order), unit="ex", desc=f"epoch {epoch + 1}", leave=False, disable=None) as bar:
-        for begin in range(0, len(order), arguments.batch_size):
-            events = order[begin : begin + arguments.batch_size]
-            total += step(*log.batch(events)).item() * len(events)
-            bar.update(len(events))
-            bar.set_postfix(loss=f"{total / (begin + len(events)):.4f}", refresh=False)
-    return total / len(order)
+    for begin in range(0, len(order), arguments.batch_size):
+        yield order[begin : begin + arguments.batch_size]
 
 
 @torch.no_grad()
-def predict(model: DLRM, log: ClickLog) -> np.ndarray:
-    """The probability of a click on each validation event."""
+def predict(model: DLRM, log: ClickLog, rank: int = 0, ranks: int = 1) -> np.ndarray:
+    """The probability of a click on each validation event; of several ranks each predicts `[rank::ranks]` of them, in
+    as many batches as the others."""
     model.eval()
-    batches = np.array_split(log.validation, max(1, len(log.validation) // 1024))
-    logit = torch.cat([model(*log.batch(events)[:2]) for events in batches])
+    device = next(model.top.parameters()).device
+    batches = np.array_split(log.validation[rank::ranks], max(1, len(log.validation) // ranks // 1024))
+    logit = torch.cat([model(*(part.to(device) for part in log.batch(events)[:2])) for events in batches])
     model.train()
-    return torch.sigmoid(logit.double()).numpy()
+    return torch.sigmoid(logit.double()).cpu().numpy()
 
 
 def scores(log: ClickLog, probability: np.ndarray) -> dict[str, float]:
@@ -212,14 +228,21 @@ def scores(log: ClickLog, probability: np.ndarray) -> dict[str, float]:
     return {"auc": float(roc_auc_score(label, probability)), "logloss": float(log_loss(label, probability))}
 
 
+def counted(embedding: oneemb.MultiTableEmbedding) -> np.ndarray:
+    """Cache hits, cache misses and rows so far."""
+    stats = embedding.stats()
+    return np.array([stats["device"]["hits"], stats["device"]["misses"], stats["rows"]])
+
+
 def report(
-    epoch: int, epochs: int, figures: dict[str, float], examples_per_s: float, before: TierStats, stats: EmbeddingStats
+    epoch: int, epochs: int, figures: dict[str, float], examples_per_s: float, before: np.ndarray, after: np.ndarray
 ) -> None:
-    hits, misses = stats["device"]["hits"] - before["hits"], stats["device"]["misses"] - before["misses"]
+    """Print the figures of an epoch, with what `counted` gave before and after it."""
+    hits, misses, _ = after - before
     print(
         f"epoch {epoch + 1}/{epochs}  loss {figures['loss']:.6f}  AUC {figures['auc']:.4f}"
         f"  logloss {figures['logloss']:.4f}  {examples_per_s:,.0f} examples/s  cache hits {hits / (hits + misses):.1%}"
-        f"  {stats['rows']:,} rows",
+        f"  {int(after[2]):,} rows",
         flush=True,
     )
 

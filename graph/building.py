@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from oneemb.graph import ops
 from oneemb.graph.build_error import BuildError, user_line
 from oneemb.graph.modules import REGISTER
+from oneemb.graph.ranks import Ranks
 from oneemb.graph.tape import Tape, version_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.row_store import StoreFullError
@@ -35,13 +36,19 @@ class LooksUp(Protocol):
     store: EmbeddingStore
     weight: torch.nn.Parameter
     training: bool
+    ranks: Ranks | None
+    asked_ranks: Ranks | None
 
 
 class AnyReserved(Protocol):
     """A lookup that may be made: rows that `acquire` gives, or is going to give."""
 
-    def acquire(self) -> ops.Lease:
-        """The rows, pinned; unknown keys are inserted."""
+    @property
+    def inserts(self) -> bool:
+        """Whether unknown ids are inserted by the lookup, and not by the step that trains them."""
+
+    def acquire(self) -> ops.Lease | None:
+        """The rows, pinned, and unknown keys inserted if `inserts`; None = ranks are to look them up unannounced."""
 
     def drop(self) -> None:
         """Unpin the rows."""
@@ -101,8 +108,8 @@ class Expected:
 
     @property
     def inserts(self) -> bool:
-        """Whether unknown ids are inserted by the lookup, and not by the step that trains them."""
-        return self.reserved is not None and not isinstance(self.reserved, ops.Lease)
+        """As of what is reserved."""
+        return self.reserved is not None and self.reserved.inserts
 
     def hand_over(self) -> None:
         """Hold the rows no more: autograd does, and lets them go where `build` drops what it made of them."""
@@ -145,6 +152,7 @@ class Building:
         tape: records lookups; None = it is known already which are made.
         backward: called in place of `Tensor.backward`, with its arguments; None = it is left alone.
         steppers: the optimizers that the graph itself steps.
+        announced: those of the lookups that ranks have announced to each other, whether they are expected still or not.
     """
 
     def __init__(
@@ -155,10 +163,12 @@ class Building:
         tape: Tape | None = None,
         backward: Callable[..., None] | None = None,
         steppers: Collection[torch.optim.Optimizer] = (),
+        announced: ops.Announced | None = None,
     ):
         self.others = 0
         """Lookups that were not expected."""
         self._steppers = steppers
+        self._announced = announced or ops.Announced((), None)
         self._names = names
         self._expected: dict[str, list[Expected]] = {}
         self._waiting = len(expected)
@@ -178,6 +188,7 @@ class Building:
         try:
             return context.run(self._call, build, args, kwargs)
         finally:
+            self._announced.end()
             for variable, value in context.items():  # those that `build` has set
                 if variable is not _building and variable.get(_building) is not value:
                     variable.set(value)
@@ -212,14 +223,21 @@ class Building:
                 )
             return now()
         if self.tape is not None:
+            self._announced.miss(embedding.store, inserts=embedding.training)
             return self.tape.lookup(name, arguments, now)
         try:
             lookup = self._take(name, embedding, arguments)
+            if lookup is None:
+                self._announced.miss(embedding.store, inserts=embedding.training)
+            elif embedding.asked_ranks is not None and lookup.lease is None:
+                if lookup.reserved not in self._announced.lookups:  # Those were of what has changed since.
+                    self._announced.miss(embedding.store, inserts=embedding.training)
+                return now()
             if lookup is not None:
                 scales, lease = arguments["per_sample_weights"], lookup.lease
                 rows = lookup.read(embedding.store, scales, arguments["pooling"])
                 if rows is not None and lease is not None and has_gradient:
-                    rows = ops.with_grad(rows, lease, embedding.weight, scales)
+                    rows = ops.with_grad(rows, lease, embedding.weight, scales, embedding.ranks)
                     lookup.hand_over()
                     return rows
                 if rows is not None and not has_gradient:
@@ -229,7 +247,7 @@ class Building:
             self.others += 1  # One that fails is none, here and on the tape.
             return rows
         except StoreFullError:
-            if not self._give_way():
+            if embedding.asked_ranks is not None or not self._give_way():  # Ranks make a lookup once.
                 raise
             return now()
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from oneemb.graph import ops
 from oneemb.graph.building import Expected
 from oneemb.graph.executor import Executor, Find
 from oneemb.graph.modules import Embeddings
@@ -64,6 +65,20 @@ class Plan:
     others: int
     find: Find
 
+    def run_ahead(self, values: Sequence[Any], announcement: ops.Announcement, profile: Profile | None) -> list[Any]:
+        """What the first half gives for the values of a batch.
+
+        Args:
+            announcement: of the batch, for the lookups of ranks.
+        """
+        prepared: list[Any] = self.prepare([*values, announcement] if self.announces else values, profile)
+        return prepared
+
+    @property
+    def announces(self) -> bool:
+        """Whether lookups are announced to other ranks."""
+        return any(node.target is ops.announce for node in self.prepare.graph.nodes)
+
     @property
     def recorded(self) -> fx.Graph:
         """The lookups as they were recorded."""
@@ -80,7 +95,10 @@ class Plan:
             values: of the batch.
             prepared: what the first half gave for them; None = it did not run.
         """
-        found = self.whole(values, profile) if prepared is None else self.lookup(prepared, profile)
+        if prepared is None:
+            found = self.whole([*values, None] if self.announces else values, profile)
+        else:
+            found = self.lookup(prepared, profile)
         expected = []
         for lookup in found:
             store: EmbeddingStore = self.find(f"{lookup[0]}.store")
@@ -148,7 +166,7 @@ def _members(
     alike: dict[Hashable, list[str]] = {}
     for name, embedding in embeddings.items():
         store = embedding.store
-        if not store.loops.merges or not embedding.training:
+        if not store.loops.merges or not embedding.training or embedding.ranks is not None:
             continue
         trained: list[Hashable] = []
         for i, trainer in enumerate(trainers):
@@ -181,7 +199,8 @@ def _finder(
 ) -> Find:
     """Gives the merged stores, the stores of embeddings, and the constants of a tape: buffers are read by their names,
     since another tensor may be put in their place."""
-    stores = {f"{name}.store": embedding.store for name, embedding in embeddings.items()}
+    stores: dict[str, object] = {f"{name}.store": embedding.store for name, embedding in embeddings.items()}
+    stores |= {f"{name}.ranks": embedding.ranks for name, embedding in embeddings.items()}
     named = {id(buffer): name for name, buffer in root.named_buffers()}
     buffers = {name: named[id(tensor)] for name, tensor in constants.items() if id(tensor) in named}
     fixed = {**stores, **objects, **{name: value for name, value in constants.items() if name not in buffers}}

@@ -61,6 +61,8 @@ class Prepared:
     """What the first half of the plan gave."""
     versions: list[tuple[int, int]] | None = None
     """What `Plan.versions` said when it was prepared."""
+    announced: ops.Announced | None = None
+    """The lookups that ranks have announced; None = there are none."""
     error: BaseException | None = None
     last: bool = False
     mark: Mark = field(default_factory=list)
@@ -68,7 +70,7 @@ class Prepared:
 
     def drop(self) -> None:
         """Unpin what was prefetched and never acquired."""
-        ops.unprefetch(self.values or ())
+        ops.unprefetch([*(self.values or ()), self.announced])
         self.values = None
 
 
@@ -82,8 +84,9 @@ class _Worker(Generic[Batch]):
 
     def __init__(
         self, batches: Iterable[Batch], prepare: Callable[[Batch, Follow], Prepared], depth: int,
-        devices: Iterable[torch.device],
+        devices: Iterable[torch.device], at_end: Callable[[], object],
     ):  # fmt: skip
+        self._at_end = at_end
         self._batches: list[Iterable[Batch]] = [batches]  # no longer here once the thread iterates over them
         self._prepare = prepare
         self._made: deque[Prepared] = deque()
@@ -105,7 +108,10 @@ class _Worker(Generic[Batch]):
         self._process = os.getpid()
         try:
             with self._ahead.working():
-                self._load()
+                try:
+                    self._load()
+                finally:
+                    self._at_end()
                 while not self._closed:
                     self._permits.get()
                 while self._made:
@@ -172,6 +178,8 @@ class _Worker(Generic[Batch]):
         self._permits.put(None)
         # A thread that has not begun ends by itself, and in a child of fork there is none.
         # When the interpreter ends, no thread runs any more.
+        if self._process is None:
+            self._at_end()
         here = self._process == os.getpid() and not sys.is_finalizing()
         if here and self._thread is not threading.current_thread():
             self._wait()
@@ -217,6 +225,7 @@ def prefetch(
     compute: Callable[[Prepared, Callable[[], None]], Result],
     depth: int,
     devices: Iterable[torch.device] = (),
+    at_end: Callable[[], object] = lambda: None,
 ) -> Generator[Result, None, None]:
     """What `compute` gives for each batch, the batches being loaded and prepared up to `depth` ahead on a thread.
 
@@ -224,8 +233,9 @@ def prefetch(
         prepare: of a batch; it calls its second argument with the versions of the buffers it is about to read.
         compute: runs a step; it calls its second argument once its rows are acquired.
         devices: GPUs that `prepare` works on, beside the current one.
+        at_end: called, perhaps twice, when the thread loads no more: by itself, or in its place if it never begins.
     """
-    worker = _Worker(batches, prepare, depth, devices)
+    worker = _Worker(batches, prepare, depth, devices, at_end)
     # From here on only the thread holds the loader's iterator.
     del batches
     try:

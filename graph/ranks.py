@@ -3,29 +3,64 @@
     received = ranks.exchange("look up 'items'", lambda: blocks)
 
 Each exchange begins with a header: what the rank is doing, whether that has failed, and how much it sends to whom. So
-every rank raises where one has failed, and ranks that do different things say so; none waits for what will not come.
+every rank raises where one has failed, and ranks that do different things say so; none waits for what will not come. A
+rank that fails between two exchanges puts a header in its place in the next one, and waits for nobody: `fail`.
 
-Invariant: after an exchange that raises, every rank has left it: the group can be used again.
+Invariants:
+- after an exchange that raises, every rank has left it: the group can be used again;
+- a rank leaves off between two exchanges, never in one: what comes next on any rank begins with a header, of one size.
 """
 
+import itertools
 import math
 import pickle
+import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Never
 
 import torch
 from torch import distributed
 
-__all__ = ["RankError", "Ranks", "Received", "together"]
+from oneemb.storage.turns import undisturbed
+
+__all__ = ["Blocks", "RankError", "Ranks", "Received", "Together", "Traffic", "now", "settled", "whole_exchange"]
 
 Blocks = Sequence[Sequence[torch.Tensor]]
 """What to send to each rank: tensors of any shape, one after another."""
 
 
+_COMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+# Bytes before an answer: what the rank is doing, and whether that has failed.
+_HEADER = 16
+
+# Bytes for what a rank was doing and what has failed there, when ranks raise: all send as many.
+_WORDS = 8192
+
+
 class RankError(RuntimeError):
     """Another rank has failed, or does something else. The message says which one, and what it said."""
+
+
+@dataclass
+class Traffic:
+    """What a rank has sent to others, and how long it has taken part in exchanges."""
+
+    messages: int = 0
+    """Exchanges of one tensor each."""
+    sent_bytes: int = 0
+    seconds: float = 0.0
+    """From the begin of each to its end: the time that others are waited for is in it."""
+
+    def add(self, sent: torch.Tensor, rows_to_others: int, begin: float) -> None:
+        """Count an exchange of rows that has begun at this reading of time.perf_counter."""
+        self.messages += 1
+        self.sent_bytes += rows_to_others * (sent.numel() // max(1, len(sent))) * sent.element_size()
+        self.seconds += time.perf_counter() - begin
 
 
 class Received:
@@ -43,28 +78,64 @@ class Received:
         return part.view(dtype)
 
 
-def together(ranks: "Ranks", loader: Iterable[Any]) -> Iterator[Any]:
+class Together(Iterator[Any]):
     """The batches of this rank's loader, as long as every rank has one: where the first loader ends, all end.
 
-    Raises:
+    Args:
+        ranks: with connections of their own for the thread that iterates.
+        left: called when it has ended, or was left.
+
+    Raises, where a batch is asked for:
         RankError: the loader of another rank has failed.
     """
-    iterator = iter(loader)
-    batch: list[Any] = []
 
-    def load() -> str | None:
-        batch[:] = [value for _, value in zip(range(1), iterator, strict=False)]
-        return None if batch else "ended"
+    def __init__(self, ranks: "Ranks", loader: Iterable[Any], left: Callable[[], object] = lambda: None):
+        self._ranks = ranks
+        self._left = [left]  # no longer here once it is called
+        self._loader: list[Iterable[Any]] = [loader]  # no longer here once its iterator is
+        self._iterator: Iterator[Any] | None = None
+        self._ended = False
 
-    try:
-        while ranks.agree(_NEXT, load) is None:
-            yield batch.pop()
-    except GeneratorExit:
-        ranks.agree(_NEXT, lambda: "left")  # Who has come to the next batch must not wait for this rank.
-        raise
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        batch: list[Any] = []
+
+        def load() -> int:
+            if self._iterator is None:
+                self._iterator = iter(self._loader.pop())
+            batch[:] = [value for _, value in zip(range(1), self._iterator, strict=False)]
+            return _HAS_ONE if batch else _HAS_NONE
+
+        try:
+            goes_on = not any(self._ranks.tell(_NEXT, load))
+        except BaseException:
+            self._ended = True
+            raise
+        if goes_on:
+            return batch.pop()
+        self._ended = True
+        raise StopIteration
+
+    def leave(self) -> None:
+        """Ask for no more batches: who comes to the next one does not wait for this rank. May be called again."""
+        try:
+            left = self._left.pop()
+        except IndexError:
+            return
+        if not self._ended:
+            self._ended = True
+            self._ranks.tell_later(_NEXT, _HAS_NONE)
+        self._iterator = None
+        self._loader.clear()
+        left()
+
+    def __del__(self) -> None:
+        self.leave()  # a loop that has never begun
 
 
 _NEXT = "give the next batch of a loop over a loader"
+_HAS_ONE, _HAS_NONE = 0, 1
 
 
 class Ranks:
@@ -73,21 +144,32 @@ class Ranks:
     Args:
         group: of torch.distributed. Tensors go through it as they are with gloo; with NCCL by way of the current GPU.
         gradients: "mean" or "sum": what becomes of the gradients that ranks have for a row.
+        comm_dtype: torch.float32, float16 or bfloat16: of rows and gradients on their way between ranks.
+        name: of what they own.
+        made: how that was made, in words that have to be the same on all of them.
 
     Raises:
-        ValueError: this process is none of its ranks, or `gradients` is neither.
+        ValueError: this process is none of its ranks, or another argument is not as above.
     """
 
-    def __init__(self, group: "distributed.ProcessGroup", gradients: str = "mean"):
+    def __init__(
+        self, group: "distributed.ProcessGroup", gradients: str = "mean", comm_dtype: torch.dtype = torch.float32,
+        name: str = "", made: str = "",
+    ):  # fmt: skip
         if gradients not in ("mean", "sum"):
             raise ValueError(f'gradients_of_ranks must be "mean" or "sum", got {gradients!r}')
+        if comm_dtype not in _COMM_DTYPES:
+            raise ValueError(f"comm_dtype must be torch.float32, torch.float16 or torch.bfloat16, got {comm_dtype!r}")
         if group is distributed.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 "this process is not in the process_group; only its ranks may make an embedding with it, and every one"
                 " of them must"
             )
         self.group = group
-        self.gradients = gradients
+        self.gradients, self.comm_dtype = gradients, comm_dtype
+        self.name, self.made = name, made
+        """Both are the same on all ranks."""
+        self.traffic = Traffic()
         self.rank: int = group.rank()
         self.size: int = group.size()
         on_gpu = group.name() == "nccl"
@@ -103,11 +185,16 @@ class Ranks:
 
     def again(self) -> "Ranks":
         """The same ranks with connections of their own, by gloo, for another thread; every rank calls it."""
-        name = self.all_gather("connect once more", lambda: uuid.uuid4().hex)[0]
-        # new_group names a group by how many this rank has: ranks that are in different numbers wait for ever.
-        store = distributed.PrefixStore(f"oneemb/{name}", self.group.get_group_store())
-        timeout = self.group._get_backend(self._device).options._timeout
-        return Ranks(distributed.ProcessGroupGloo(store, self.rank, self.size, timeout), self.gradients)
+        what = "connect once more"
+        with self._exchanging(what):
+            name = self.all_gather(what, lambda: uuid.uuid4().hex)[0]
+            # new_group names a group by how many this rank has: ranks that are in different numbers wait for ever.
+            store = distributed.PrefixStore(f"oneemb/{name}", self.group.get_group_store())
+            group: Any = self.group  # torch gives its timeout no public name.
+            timeout = group._get_backend(self._device).options._timeout
+            # It has the methods of a ProcessGroup that are called here.
+            again: Any = distributed.ProcessGroupGloo(store, self.rank, self.size, timeout)
+        return Ranks(again, self.gradients, name="connections", made=name)
 
     def exchange(self, what: str, make: Callable[[], Blocks]) -> list[Received]:
         """Send blocks to the ranks, and get those that they send to this one.
@@ -123,7 +210,7 @@ class Ranks:
             RankError: another rank has failed, or does something else.
             What `make` raises.
         """
-        failure: BaseException | None = None
+        failed: list[BaseException] = []  # Not the error itself: its traceback holds this frame.
         sent = torch.empty(0, dtype=torch.uint8)
         sent_R = [0] * self.size
         try:
@@ -133,43 +220,78 @@ class Ranks:
             parts = [part for block in flat for part in block]
             sent = torch.cat(parts) if parts else sent
         except BaseException as error:
-            failure = error
-        received_R = self._headers(what, failure, sent_R)
-        received = torch.empty(sum(received_R), dtype=torch.uint8, device=self._device)
-        self._all_to_all(received, sent.to(self._device), received_R, sent_R)
+            failed.append(error)
+        with self._exchanging(what):
+            received_R = self._headers(what, failed, sent_R)
+            received = torch.empty(sum(received_R), dtype=torch.uint8, device=self._device)
+            self._all_to_all(received, sent.to(self._device), received_R, sent_R)
         return [Received(part) for part in received.split(received_R)]
 
     def answer(
-        self, what: str, make: Callable[[], Sequence[torch.Tensor]], sent_R: Sequence[int], received_R: Sequence[int]
-    ) -> list[torch.Tensor]:
-        """As `exchange`, where both sides know the sizes: one message, which holds the header too.
+        self, what: str, make: Callable[[], torch.Tensor], like: torch.Tensor, sent_R: Sequence[int],
+        received_R: Sequence[int],
+    ) -> torch.Tensor:  # fmt: skip
+        """Send rows to the ranks, and get those that they send to this one, where both sides know how many.
+
+        One message, without a copy: what makes the rows leaves room for its header, see `heads`.
 
         Args:
-            make: gives one tensor for each rank.
-            sent_R, received_R: the bytes of those that go to each rank, and come from it.
+            what: as for `exchange`.
+            make: gives the rows, those for rank 0 first, each rank's behind its `heads`: [sent, W]. It is changed.
+            like: a tensor of shape [0, W] and the dtype and device of the rows.
+            sent_R, received_R: the rows that go to each rank, and come from it.
 
         Returns:
-            What each rank has sent, as bytes.
+            What the ranks have sent, each rank's behind its heads: [received, W].
 
         Raises:
             As `exchange`.
         """
-        failure: BaseException | None = None
-        parts = [torch.zeros(_padded(size), dtype=torch.uint8) for size in sent_R]
+        failed: list[BaseException] = []
+        heads = self.heads(like)
+        going, coming = ([count + heads for count in counts] for counts in (sent_R, received_R))
+        sent = like.new_zeros(0)
         try:
-            parts = [_bytes_of(tensor) for tensor in make()]
+            sent = make()
         except BaseException as error:
-            failure = error
-        header = _bytes_of(torch.tensor([_code(what), failure is not None]))
-        sent = torch.cat([piece.to(self._device) for part in parts for piece in (header, part)])
-        coming, going = ([len(header) + _padded(size) for size in sizes] for sizes in (received_R, sent_R))
-        received = torch.empty(sum(coming), dtype=torch.uint8, device=self._device)
-        self._all_to_all(received, sent, coming, going)
-        blocks = [Received(part) for part in received.split(coming)]
-        headers = torch.stack([block.take(2, torch.int64) for block in blocks]).tolist()
-        if any(failed or its != _code(what) for its, failed in headers):
-            self._raise(what, failure)
-        return [block.take(size, torch.uint8) for block, size in zip(blocks, received_R, strict=True)]
+            failed.append(error)
+            sent = like.new_zeros(sum(going), like.shape[1])
+        header = torch.zeros(heads, like.shape[1] * like.element_size(), dtype=torch.uint8)
+        header.view(-1)[:_HEADER] = torch.tensor([self._code(what), bool(failed)]).view(torch.uint8)
+        sent.view(torch.uint8)[self._heads_of(going, heads)] = header.to(sent.device)
+        received = like.new_empty((sum(coming), like.shape[1]), device=self._device)
+        with self._exchanging(what):
+            self._all_to_all(received, sent.to(self._device), coming, going)
+            got = received.view(torch.uint8)[self._heads_of(coming, heads)].view(self.size, -1)[:, :_HEADER]
+            headers = got.clone(memory_format=torch.contiguous_format).view(torch.int64).tolist()
+            if any(its_failed or its != self._code(what) for its, its_failed in headers):
+                self._raise(what, failed)
+        return received.to(like.device)
+
+    def heads(self, like: torch.Tensor) -> int:
+        """How many rows before those of each rank hold the header of an answer of such rows."""
+        return -(-_HEADER // (like.shape[1] * like.element_size()))
+
+    def behind_heads(self, count_R: Sequence[int], heads: int) -> torch.Tensor:
+        """Where rows of the ranks are, so many of each, if each rank's are behind heads: int64 [sum]."""
+        return torch.arange(sum(count_R)) + heads * (1 + torch.arange(self.size)).repeat_interleave(
+            torch.tensor(count_R)
+        )
+
+    def _heads_of(self, size_R: Sequence[int], heads: int) -> torch.Tensor:
+        begin_R = torch.tensor([0, *size_R[:-1]]).cumsum(0)
+        return begin_R[:, None] + torch.arange(heads)
+
+    def swap(self, sent: torch.Tensor, sent_R: Sequence[int], received_R: Sequence[int]) -> torch.Tensor:
+        """Rows from the ranks for rows to them, within `whole_exchange`, once an exchange has said how many.
+
+        Args:
+            sent: [sum(sent_R), ...], those for rank 0 first.
+        """
+        received = sent.new_empty((sum(received_R), *sent.shape[1:]), device=self._device)
+        with self._exchanging("swap rows"):
+            self._all_to_all(received, sent.to(self._device), received_R, sent_R)
+        return received.to(sent.device)
 
     def agree(self, what: str, check: Callable[[], Any] = lambda: None) -> Any:
         """Wait for all ranks, and raise on each if one raises.
@@ -185,15 +307,16 @@ class Ranks:
         Raises:
             As `exchange`.
         """
-        failure: BaseException | None = None
+        failed: list[BaseException] = []
         found = None
         try:
             found = check()
         except BaseException as error:
-            failure = error
-        if not any(self._headers(what, failure, [found is not None] * self.size)):
-            return None
-        return next(its for its in self._gather(found) if its is not None)
+            failed.append(error)
+        with self._exchanging(what):
+            if not any(self._headers(what, failed, [found is not None] * self.size)):
+                return None
+            return next(its for its in self._gather(found) if its is not None)
 
     def all_gather(self, what: str, make: Callable[[], Any]) -> list[Any]:
         """What `make` gives on each rank, in their order. Any: objects that can be pickled.
@@ -204,17 +327,58 @@ class Ranks:
         Raises:
             As `exchange`.
         """
-        mine: list[Any] = []
+        failed: list[BaseException] = []
+        mine = None
+        try:
+            mine = make()
+        except BaseException as error:
+            failed.append(error)
+        with self._exchanging(what):
+            self._headers(what, failed, [0] * self.size)
+            return self._gather(mine)
 
-        def keep() -> None:
-            mine.append(make())
+    def tell(self, what: str, make: Callable[[], int]) -> list[int]:
+        """The number that `make` gives on each rank, in their order.
 
-        self.agree(what, keep)
-        return self._gather(mine[0])
+        Args:
+            what: as for `exchange`.
+
+        Raises:
+            As `exchange`.
+        """
+        failed: list[BaseException] = []
+        mine = 0
+        try:
+            mine = make()
+        except BaseException as error:
+            failed.append(error)
+        with self._exchanging(what):
+            return self._headers(what, failed, [mine] * self.size)
+
+    def tell_later(self, what: str, number: int) -> None:
+        """Tell a number as `tell` does, without waiting for the ranks or for what they tell."""
+        with suppress(RuntimeError), whole_exchange():  # Where connections are broken, nobody waits.
+            self._post_header(what, failed=False, number=number)
+
+    def fail(self, what: str, failure: BaseException, since: int = 0) -> None:
+        """Have all ranks raise at the exchange that they come to next, without waiting for them: this one has failed
+        before it came there. Does nothing where they have raised with it already.
+
+        Args:
+            what: what this rank was doing.
+            since: what `now` gave when it began to.
+        """
+        if _is_told(failure, since):
+            return
+        with suppress(RuntimeError), whole_exchange():
+            _mark_told(failure)
+            self._post_header(what, failed=True)
+            mine = self._words(what, failure)
+            self.group.allgather([torch.empty_like(mine) for _ in range(self.size)], mine)
 
     def any(self, flag: bool) -> bool:
         """Whether a rank gives True."""
-        return any(bool(its) for its in self._all_gather(torch.tensor([flag], dtype=torch.int32)))
+        return any(self.tell("find whether a gradient is not finite", lambda: int(flag)))
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums of these over the ranks, in float64 and in their order: the same bits on each."""
@@ -232,33 +396,67 @@ class Ranks:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _headers(self, what: str, failure: BaseException | None, sent_R: Sequence[int]) -> list[int]:
+    @contextmanager
+    def _exchanging(self, what: str) -> Iterator[None]:
+        """Within it no signal comes, and a broken connection is said in words."""
+        with whole_exchange():
+            try:
+                yield
+            except RuntimeError as error:
+                if isinstance(error, RankError) or _is_told(error, 0):  # It is what has failed here, as all know now.
+                    raise
+                raise _told(
+                    f"rank {self.rank} was about to {what}, and another rank has ended, was killed, or did not come"
+                    " there within the timeout of the process group. The ranks cannot go on with this group: end the"
+                    f" job and start it anew, from its last snapshot ({error})"
+                ) from error
+
+    def _code(self, what: str) -> int:
+        return zlib.crc32(what.encode(), zlib.crc32(self.made.encode()))
+
+    def _post_header(self, what: str, *, failed: bool, number: int = 0) -> None:
+        header_R3 = torch.tensor([[self._code(what), failed, number]] * self.size, device=self._device)
+        self.group.alltoall_base(torch.empty_like(header_R3), header_R3, [1] * self.size, [1] * self.size)
+
+    def _headers(self, what: str, failed: list[BaseException], sent_R: Sequence[int]) -> list[int]:
         """Tell the ranks what this one is about to send them; returns what each of them will send."""
-        doing = _code(what)
-        header_R3 = torch.tensor([[doing, failure is not None, sent] for sent in sent_R], device=self._device)
+        doing = self._code(what)
+        header_R3 = torch.tensor([[doing, bool(failed), sent] for sent in sent_R], device=self._device)
         got_R3 = torch.empty_like(header_R3)
         self._all_to_all(got_R3, header_R3, [1] * self.size, [1] * self.size)
         got = got_R3.tolist()
-        if any(failed or its != doing for its, failed, _ in got):
-            self._raise(what, failure)
+        if any(its_failed or its != doing for its, its_failed, _ in got):
+            self._raise(what, failed)
         return [size for _, _, size in got]
 
-    def _raise(self, what: str, failure: BaseException | None) -> Never:
+    def _words(self, what: str, failure: BaseException | None) -> torch.Tensor:
+        """What this rank says when ranks raise, uint8 [_WORDS]."""
         said = None if failure is None else f"{type(failure).__name__}: {failure}"
-        of_all: list[tuple[str, str | None]] = self._gather((what, said))
-        if failure is not None:
-            raise failure
-        for rank, (_, its) in enumerate(of_all):
-            if its is not None:
-                raise RankError(f"rank {rank} has failed ({its}); nothing was done here")
-        doing = "; ".join(f"rank {rank}: {its}" for rank, (its, _) in enumerate(of_all))
-        raise RankError(
-            f"the ranks do different things ({doing}): each must make the same lookups, steps, saves and loads in the"
-            " same order, with an empty batch where it has none"
-        )
+        words_N = torch.zeros(_WORDS, dtype=torch.uint8)
+        said_bytes = b""
+        for length in (_WORDS // 4, _WORDS // 16):  # characters of each, which may take four bytes
+            said_bytes = pickle.dumps([None if text is None else text[:length] for text in (what, said, self.made)])
+            if len(said_bytes) <= _WORDS:
+                break
+        words_N[: len(said_bytes)] = torch.frombuffer(bytearray(said_bytes), dtype=torch.uint8)
+        return words_N.to(self._device)
+
+    def _raise(self, what: str, failed: list[BaseException]) -> Never:
+        """Raise what has failed here, which is taken out of the list, or say what has elsewhere."""
+        of_all: list[tuple[str, str | None, str]] = [
+            pickle.loads(its.numpy().tobytes())
+            for its in self._all_gather(self._words(what, failed[0] if failed else None))
+        ]
+        if failed:
+            _mark_told(failed[0])
+            raise failed.pop()
+        raise _told(_what_has_failed(of_all))
 
     def _gather_floats(self, values: Sequence[float]) -> list[torch.Tensor]:
-        return self._all_gather(torch.tensor(values, dtype=torch.float64))
+        what = f"add {len(values)} norms of gradients"
+        with self._exchanging(what):
+            self._headers(what, [], [0] * self.size)
+            return self._all_gather(torch.tensor(values, dtype=torch.float64))
 
     def _gather(self, value: Any) -> list[Any]:
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -270,20 +468,81 @@ class Ranks:
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Of all ranks, this tensor, which has the same shape on each; in memory of the host."""
-        mine = mine.to(self._device)
+        begin, mine = time.perf_counter(), mine.to(self._device)
         of_all = [torch.empty_like(mine) for _ in range(self.size)]
         self.group.allgather(of_all, mine).wait()
+        self.traffic.add(mine, len(mine) * (self.size - 1), begin)
         return [its.cpu() for its in of_all]
 
     def _all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_R: Sequence[int], sent_R: Sequence[int]
     ) -> None:
+        begin = time.perf_counter()
         # Methods, not torch.distributed's functions: those take no group that they have not made.
-        self.group.alltoall_base(received, sent, received_R, sent_R).wait()
+        self.group.alltoall_base(received, sent, list(received_R), list(sent_R)).wait()
+        self.traffic.add(sent, sum(sent_R) - sent_R[self.rank], begin)
 
 
-def _code(what: str) -> int:
-    return zlib.crc32(what.encode())
+@contextmanager
+def whole_exchange() -> Iterator[None]:
+    """Within it no signal comes between the messages of an exchange, for which the other ranks wait. Forks may."""
+    with undisturbed, undisturbed.forks_allowed():
+        yield
+
+
+_TOLD = "_oneemb_told"  # of an error: since when all ranks have raised, or will at their next exchange
+_moments = itertools.count(1)
+
+
+def now() -> int:
+    """This moment, for `Ranks.fail`: later ones are greater."""
+    return next(_moments)
+
+
+def _mark_told(error: BaseException) -> None:
+    with suppress(AttributeError):
+        setattr(error, _TOLD, next(_moments))
+
+
+def _told(words: str) -> RankError:
+    """An error that all ranks raise."""
+    error = RankError(words)
+    _mark_told(error)
+    return error
+
+
+def settled(error: BaseException) -> None:
+    """Let `Ranks.fail` do nothing about this error: it has ended nothing that other ranks wait for."""
+    _mark_told(error)
+
+
+def _is_told(error: BaseException | None, since: int) -> bool:
+    """Whether all ranks know of this error, or of one that it took the place of, as that of a signal may."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if getattr(error, _TOLD, 0) > since:
+            return True
+        seen.append(error)
+        error = error.__context__
+    return False
+
+
+def _what_has_failed(of_all: Sequence[tuple[str, str | None, str]]) -> str:
+    """Of each rank: what it was doing, what has failed there, and how what it owns was made."""
+    for rank, (_, its, _) in enumerate(of_all):
+        if its is not None:
+            return f"rank {rank} has failed ({its}); nothing was done here"
+    if len({doing for doing, _, _ in of_all}) > 1:
+        doing = "; ".join(f"rank {rank}: {its}" for rank, (its, _, _) in enumerate(of_all))
+        return (
+            f"the ranks do different things ({doing}): each must make the same lookups, steps, saves and loads in the"
+            " same order, with an empty batch where it has none"
+        )
+    made = "; ".join(f"rank {rank}: {its}" for rank, (_, _, its) in enumerate(of_all))
+    return (
+        f"the ranks {of_all[0][0]}, and have made it differently ({made}): each must make the same embeddings, in the"
+        " same order and with the same arguments"
+    )
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,8 @@ _MODULES = {
         "make_uniform_initializer",
     ),
     "named_snapshot": ("snapshot_name",),
+    "machine": ("Machine", "StepCost", "measure_machine"),
+    "planning": ("Plan", "PlannedEmbedding", "plan", "unique_share"),
     "rows.reader": ("make_persistent_table_reader",),
     "rows.writer": ("make_persistent_table_writer",),
     "rows.export_rows": ("export_rows",),

@@ -11,6 +11,11 @@ from oneemb.eval_graph import EvalGraph as EvalGraph
 from oneemb.graph.build_error import BuildError as BuildError
 from oneemb.graph.ops import NonFiniteGradientError as NonFiniteGradientError
 from oneemb.graph.ranks import RankError as RankError
+from oneemb.machine import (
+    Machine as Machine,
+    StepCost as StepCost,
+    measure_machine as measure_machine,
+)
 from oneemb.named_snapshot import snapshot_name as snapshot_name
 from oneemb.options import (
     make_cached_host_mem_store_options as make_cached_host_mem_store_options,
@@ -23,6 +28,12 @@ from oneemb.options import (
     make_table_options as make_table_options,
     make_trunc_normal_initializer as make_trunc_normal_initializer,
     make_uniform_initializer as make_uniform_initializer,
+)
+from oneemb.planning import (
+    Plan as Plan,
+    PlannedEmbedding as PlannedEmbedding,
+    plan as plan,
+    unique_share as unique_share,
 )
 from oneemb.rows.export_rows import export_rows as export_rows
 from oneemb.rows.import_rows import import_rows as import_rows

@@ -77,9 +77,10 @@ class AveragedEmbedding(torch.nn.Module):
             embedding.store_options, persistent_path=(absolute_path(persistent_path),), size_factor=None,
             storage_dim=None,
         )  # fmt: skip
+        tables = [make_table(replicate=table.replicate) for table in embedding.tables]
         self.rows = MultiTableEmbedding(
             f"{embedding.name}, averaged", embedding.embedding_dim, torch.float32, embedding.key_type,
-            [make_table()] * embedding.num_tables, options, make_constant_initializer(0.0), embedding.padding_idx,
+            tables, options, make_constant_initializer(0.0), embedding.padding_idx,
             num_threads=embedding.store.threads.count,
             process_group=None if embedding.ranks is None else embedding.ranks.group,
         )  # fmt: skip
@@ -143,9 +144,9 @@ class AveragedEmbedding(torch.nn.Module):
             return rows.keys_of(ids, table_ids, offsets, per_sample_weights, pooling)
 
         def look_up() -> torch.Tensor:
-            if rows.ranks is None:
+            if rows.asked_ranks is None:
                 return ops.peek(averages, keys(), per_sample_weights, pooling)
-            lease = ops.look_up_on_ranks(rows.ranks, rows.store, rows.name, keys, source=averages)
+            lease = ops.look_up_on_ranks(rows.asked_ranks, rows.store, rows.name, keys, source=averages)
             return ops.gather(lease, per_sample_weights, pooling)
 
         with torch.no_grad():

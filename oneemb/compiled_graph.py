@@ -3,9 +3,10 @@
 import functools
 import traceback
 import warnings
+import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -13,13 +14,14 @@ import torch
 from torch import fx
 
 from oneemb.embedding import TableEmbedding, embeddings_of
+from oneemb.graph import ops
 from oneemb.graph.building import Building, Expected
 from oneemb.graph.dense import DenseCompiler
 from oneemb.graph.inputs import Signature, Structure
 from oneemb.graph.ops.update import StepOptimizer
 from oneemb.graph.plan import Merged, Plan, compile_plan
 from oneemb.graph.prefetch import Prepared, prefetch
-from oneemb.graph.ranks import Ranks, together
+from oneemb.graph.ranks import Ranks, Together, now, settled, whole_exchange
 from oneemb.graph.recorder import Profile, StepStats, stats_table
 from oneemb.graph.tape import Tape
 from oneemb.graph.text import graph_text
@@ -100,8 +102,6 @@ class _Known:
         if self.plan is not None or self.given_up:
             return None
         left_out = [name for name, missed in self.missed.items() if missed >= MISSED_MAX]
-        # Ranks exchange ids within the lookup itself.
-        left_out += [name for name, embedding in batch.embeddings.items() if embedding.ranks is not None]
         return Tape(batch.values, list(batch.structure.names()), left_out)
 
     def keep(self, plan: Plan) -> None:
@@ -136,8 +136,10 @@ class CompiledGraph(torch.nn.Module):
         self._latest: Plan | None = None
         self._dense: dict[tuple[bool, bool], DenseCompiler | None] = {}
         self._signature = Signature(self.build)
-        self._ranks_ahead: tuple[object, Ranks] | None = None
-        """The group of the embeddings, and its ranks as the thread of `run` knows them."""
+        self._connections: list[tuple[object, Ranks]] = []
+        """Those that no loop uses: the group of the embeddings, and its ranks as the thread of `run` knows them."""
+        self._connected: list[Ranks] = []
+        """All there are."""
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """What a call computes; each graph defines it."""
@@ -264,7 +266,8 @@ class CompiledGraph(torch.nn.Module):
         lookups that it makes itself are part of it.
         The plans of the 16 structures that were used last are in the table, each since it was compiled last; where
         there were more structures, a line says how many are left out. Another says where `build` has looked up other
-        ids than expected so often that nothing is made ahead of it any more.
+        ids than expected so often that nothing is made ahead of it any more. Of ranks that own rows together the last
+        lines say what this one has exchanged with the others.
         """
         plans = [known.plan for known in list(self._known.values()) if known.plan is not None]
         executors = [executor for plan in plans for executor in plan.executors()]
@@ -281,7 +284,20 @@ class CompiledGraph(torch.nn.Module):
             hot = stats.get("device")
             rows, evicted, written_down = (hot["rows"], hot["evicted"], hot["written_down"]) if hot else (0, 0, 0)
             caches.append(f"{name}  {stats['step']}  {stats['hit_rate']:.1%}  {rows:,}  {evicted:,}  {written_down:,}")
-        return text + "\n\n" + "\n".join(caches)
+        return "\n\n".join([text, "\n".join(caches), *self._explain_ranks()])
+
+    def _explain_ranks(self) -> list[str]:
+        """What this rank has exchanged; a line, or none."""
+        own = [embedding.ranks for embedding in embeddings_of(self).values() if embedding.ranks is not None]
+        if not own:
+            return []
+        ahead = self._connected
+        lines = [f"rank {own[0].rank} of {own[0].size}  messages  MB sent to others  seconds in exchanges"]
+        for where, ranks in (("in steps", own), ("ahead of them", ahead)):
+            traffic = [one.traffic for one in ranks]
+            messages, sent = sum(one.messages for one in traffic), sum(one.sent_bytes for one in traffic)
+            lines.append(f"{where}  {messages:,}  {sent / 1e6:,.1f}  {sum(one.seconds for one in traffic):,.2f}")
+        return ["\n".join(lines)]
 
     def draw(self, path: str) -> None:
         """Draw the lookups as they were recorded and as each pass left them, side by side.
@@ -343,13 +359,31 @@ class CompiledGraph(torch.nn.Module):
         if isinstance(prefetch_depth, bool) or not isinstance(prefetch_depth, int) or prefetch_depth < 0:
             raise ValueError(f"prefetch_depth must be an int of at least 0, got {prefetch_depth!r}")
         ranks = self._ranks()
-        if prefetch_depth == 0:
-            return self._run_without_thread(loader if ranks is None else together(ranks, loader))
-        if ranks is not None:
-            if self._ranks_ahead is None or self._ranks_ahead[0] is not ranks.group:
-                self._ranks_ahead = ranks.group, ranks.again()
-            loader = together(self._ranks_ahead[1], loader)
-        return self._run_ahead(loader, prefetch_depth)
+        if ranks is None:
+            return self._loop(loader, prefetch_depth, None)
+        batches: list[Together] = []
+        try:
+            with whole_exchange():  # The others begin the loop: an interrupt comes where they can be told.
+                ahead = self._connect(ranks)
+                left = functools.partial(self._connections.append, (ranks.group, ahead))
+                batches.append(Together(ahead, loader, left))
+            return self._loop(batches[0], prefetch_depth, ahead)
+        except BaseException:
+            for one in batches:
+                one.leave()
+            raise
+
+    def _connect(self, ranks: Ranks) -> Ranks:
+        """The ranks, with connections that no other loop uses; every rank calls it."""
+        free = [one for one in self._connections if one[0] is ranks.group][-1:]
+        mine = free[0][1] if free else None
+        name = "" if mine is None else mine.made
+        numbers = ranks.tell("begin a loop over a loader", lambda: zlib.crc32(name.encode()))
+        if mine is None or len(set(numbers)) > 1:  # A loop that was forgotten may be gone on some ranks, not on others.
+            self._connected.append(ranks.again())
+            return self._connected[-1]
+        self._connections.remove(free[0])
+        return mine
 
     def _ranks(self) -> Ranks | None:
         """Those who own rows of the graph's embeddings; None = this process has all."""
@@ -360,26 +394,63 @@ class CompiledGraph(torch.nn.Module):
             )
         return next(iter(groups.values()), None)
 
-    def _run_without_thread(self, loader: Iterable[Any]) -> Generator[Any, None, None]:
-        for batch in loader:
-            args, kwargs = self._signature.spread(batch)
-            yield _of_a_loop(functools.partial(self, *args, **kwargs))
+    def _loop(self, loader: Iterable[Any], depth: int, ranks: Ranks | None) -> Generator[Any, None, None]:
+        leave = loader.leave if isinstance(loader, Together) else lambda: None
+        with self._failing_together():
+            if depth:
+                prepare = functools.partial(self._prepare, ranks=ranks)
+                devices = [embedding.store.loops.device for embedding in embeddings_of(self).values()]
+                yield from prefetch(loader, prepare, self._compute_prepared, depth, devices, leave)
+                return
+            try:
+                for batch in loader:
+                    args, kwargs = self._signature.spread(batch)
+                    yield _of_a_loop(functools.partial(self, *args, **kwargs))
+            finally:
+                leave()
 
-    def _run_ahead(self, loader: Iterable[Any], depth: int) -> Generator[Any, None, None]:
-        devices = [embedding.store.loops.device for embedding in embeddings_of(self).values()]
-        yield from prefetch(loader, self._prepare, self._compute_prepared, depth, devices)
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """An error of this block, which other ranks know nothing of, is one of theirs at their next exchange."""
+        since, made = now(), self._steps_made()
+        try:
+            yield
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception) and self._steps_made() > made:
+                settled(error)  # An interrupt that came when the step was made: what the others have done, it has.
+            for embedding in embeddings_of(self).values():
+                if embedding.ranks is not None:
+                    embedding.ranks.fail(f"run {type(self).__name__}", error, since)
+            raise
+
+    def _steps_made(self) -> int:
+        """How many steps the graph has made."""
+        return 0
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         return Batch(embeddings_of(self), args, kwargs, *self._signature.flatten(args, kwargs))
 
-    def _prepare(self, batch: Any, follow: Callable[[list[tuple[int, int]]], object] | None = None) -> Prepared:
+    def _prepare(
+        self, batch: Any, follow: Callable[[list[tuple[int, int]]], object] | None = None, ranks: Ranks | None = None
+    ) -> Prepared:
         """A batch with what can be computed ahead of its step; runs on the worker.
 
         Only plans that exist are used: the thread that calls the graph records and compiles them.
 
         Args:
             follow: told the versions of the tensors that preparing is about to read.
+            ranks: those whom its lookups are announced to, with connections of their own.
         """
+        with ops.Announcement(ranks) as announcement:
+            prepared = self._prepare_lookups(batch, announcement, follow)
+        prepared.announced = announcement.announced
+        return prepared
+
+    def _prepare_lookups(
+        self, batch: Any, announcement: ops.Announcement, follow: Callable[[list[tuple[int, int]]], object] | None
+    ) -> Prepared:
         args, kwargs = self._signature.spread(batch)
         spread = Batch({}, args, kwargs, *self._signature.flatten(args, kwargs))
         try:
@@ -390,7 +461,7 @@ class CompiledGraph(torch.nn.Module):
             versions = plan.versions()
             if versions and follow is not None:
                 follow(versions)  # A kernel that changes a tensor is launched before the tensor's version changes.
-            values = plan.prepare(spread.values, self._active_profile())
+            values = plan.run_ahead(spread.values, announcement, self._active_profile())
         except Exception:
             # What is wrong with the batch, `build` will say, in its line; or it has just given the graph other modules.
             return Prepared(spread)
@@ -399,7 +470,8 @@ class CompiledGraph(torch.nn.Module):
     def _compute_prepared(self, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
         # Those that it has now: the loop may have exchanged modules since the batch was prepared.
         batch = prepared.batch._replace(embeddings=embeddings_of(self))
-        return _of_a_loop(lambda: self._in_step(batch, lambda: self._step(batch, prepared, on_acquired)))
+        with self._failing_together():
+            return _of_a_loop(lambda: self._in_step(batch, lambda: self._step(batch, prepared, on_acquired)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on a batch.
@@ -417,8 +489,9 @@ class CompiledGraph(torch.nn.Module):
             What `build`, a hook, an optimizer or a scheduler raises: a note says what was updated before. A step whose
                 scheduler failed has been made and is counted.
         """
-        batch = self._batch(args, kwargs)
-        return self._in_step(batch, lambda: self._step(batch, Prepared(None), None))
+        with self._failing_together():
+            batch = self._batch(args, kwargs)
+            return self._in_step(batch, lambda: self._step(batch, Prepared(None), None))
 
     def _in_step(self, batch: Batch, step: Callable[[], Any]) -> Any:
         return in_step([embedding.store.step_lock for embedding in batch.embeddings.values()], step)
@@ -445,7 +518,7 @@ class CompiledGraph(torch.nn.Module):
         else:
             self._expect(expected, plan, batch, prepared, profile)
         all_made = on_acquired or (lambda: None)
-        building = Building(names, expected, all_made, tape, **surrounding)
+        building = Building(names, expected, all_made, tape, announced=prepared.announced, **surrounding)
         with self._dense_modules():
             result = self._stats.call("build", building.call, self.build, *batch.args, **batch.kwargs)
         if tape is not None:

@@ -6,6 +6,7 @@ import os
 import uuid
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Never, Self, TypeVar, cast
 
@@ -58,11 +59,12 @@ class TableEmbedding(torch.nn.Module):
         num_threads: int | None,
         process_group: "torch.distributed.ProcessGroup | None",
         gradients_of_ranks: str = "mean",
+        comm_dtype: torch.dtype = torch.float32,
         *,
         starts_empty: bool = True,
     ):
         super().__init__()
-        self.ranks = None if process_group is None else Ranks(process_group, gradients_of_ranks)
+        self.ranks = None if process_group is None else Ranks(process_group, gradients_of_ranks, comm_dtype)
         """The ranks that own the rows together; None = this process has them all."""
         check_arguments(
             name, dim_C, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
@@ -75,15 +77,19 @@ class TableEmbedding(torch.nn.Module):
         self.key_type = key_type
         self.tables = tuple(tables)
         self.num_tables = len(self.tables)
+        self.asked_ranks = None if all(table.replicate for table in self.tables) else self.ranks
+        """The ranks that a lookup asks for rows; None = it asks none, since this process has all rows, or copies."""
         self.store_options = store_options
         self.default_initializer = default_initializer
         self.padding_idx = padding_idx
         self.seed = seed
+        if self.ranks is not None:
+            self.ranks.name, self.ranks.made = repr(name), self._made()
         self.store = EmbeddingStore(
             dim=self.embedding_dim,
             dtype=DTYPE_NAMES[dtype],
             initial=initial_rows(seed, dim_C, self.tables, default_initializer or _DEFAULT_INITIALIZER),
-            plan=store_plan(store_options, self.ranks),
+            plan=store_plan(store_options, self.tables, self.ranks),
             threads=Threads(num_threads),
         )
         self.rank_snapshots = RankSnapshots(
@@ -174,9 +180,9 @@ class TableEmbedding(torch.nn.Module):
         per_sample_weights: torch.Tensor | None,
         pooling: str,
     ) -> torch.Tensor:
-        if self.ranks is not None:
+        if self.asked_ranks is not None:
             return self._look_up_on_ranks(
-                self.ranks, has_gradient, ids, table_ids, offsets, per_sample_weights, pooling
+                self.asked_ranks, has_gradient, ids, table_ids, offsets, per_sample_weights, pooling
             )
         if not has_gradient and offsets is None and per_sample_weights is None and pooling == "sum":
             read = ops.read_ids(
@@ -190,7 +196,7 @@ class TableEmbedding(torch.nn.Module):
         lease = ops.acquire(self.store, keys) if self.training else ops.acquire_later(self.store, keys)
         rows = ops.gather(lease, per_sample_weights, pooling)
         if has_gradient:
-            return ops.with_grad(rows, lease, self.weight, per_sample_weights)
+            return ops.with_grad(rows, lease, self.weight, per_sample_weights, self.ranks)
         lease.unpin()
         return rows
 
@@ -315,7 +321,7 @@ class TableEmbedding(torch.nn.Module):
         self.weight.grad = None
         snapshot: SnapshotName = {"oneemb_snapshot": name, "oneemb_identity": info.identity}
         self._saved = (snapshot, self.store.changes) if as_saved else None
-        return [key for key in ("seed", "tables") if key in theirs and theirs[key] != ours[key]]
+        return [key for key in ("seed", "tables") if key in theirs and _begins(theirs[key]) != _begins(ours[key])]
 
     def check_fits(self, name: str) -> None:
         """Raise StorageError unless there is a snapshot of this name whose rows fit, as `load_snapshot` does."""
@@ -357,6 +363,17 @@ class TableEmbedding(torch.nn.Module):
             "padding_idx": self.padding_idx,
             "seed": self.seed,
         }
+
+    def _made(self) -> str:
+        """How the embedding was made, as far as it has to be the same on all ranks."""
+        assert self.ranks is not None
+        initializers = json.dumps([json.loads(to_json(self.tables)), repr(self.default_initializer)])
+        return (
+            f"{self.num_tables} tables, embedding_dim={list(self.column_dims)}, dtype={self.dtype},"
+            f" key_type={self.key_type}, seed={self.seed}, padding_idx={self.padding_idx},"
+            f" gradients_of_ranks={self.ranks.gradients!r}, comm_dtype={self.ranks.comm_dtype}, tables and"
+            f" default_initializer {zlib.crc32(initializers.encode()):08x}"
+        )
 
     # The weight holds nothing: it is in no state dict, and one that is in an older one is passed over.
 
@@ -459,8 +476,10 @@ class TableEmbedding(torch.nn.Module):
         """Sizes now and counters since the tiers were made.
 
         Returns:
-            `rows` (known ids, all tables), `step`, `hit_rate` (share of unique keys found in the hot tier; of ids, in
-            lookups without gradient on the device store), and a dict for each tier: `device`, `host`, `persistent`.
+            `rows` (known ids of all tables; with `process_group` those that this rank owns, and those of replicated
+            tables that it has), `replicated_rows` (the latter), `step`, `hit_rate` (share of unique keys found in the
+            hot tier; of ids, in lookups without gradient on the device store), and a dict for each tier: `device`,
+            `host`, `persistent`.
         """
         stats = self.store.stats()
         hot = stats.get("device", {"hits": 0, "misses": 0})
@@ -549,11 +568,11 @@ def copied(
             f"a copy of embedding {embedding.name!r} needs a path of its own, got that of its rows,"
             f" {embedding.store.plan.persistent_path}"
         )
-    copy = type(embedding).__new__(type(embedding))
+    copy, ranks = type(embedding).__new__(type(embedding)), embedding.ranks
     TableEmbedding.__init__(
         copy, embedding.name, embedding.column_dims, embedding.dtype, embedding.key_type, embedding.tables, options,
         embedding.default_initializer, embedding.padding_idx, embedding.seed, embedding.store.threads.count,
-        *((None,) if embedding.ranks is None else (embedding.ranks.group, embedding.ranks.gradients)),
+        *((None,) if ranks is None else (ranks.group, ranks.gradients, ranks.comm_dtype)),
         starts_empty=False,
     )  # fmt: skip
     try:
@@ -596,6 +615,9 @@ class MultiTableEmbedding(TableEmbedding):
             ranks see, in which each has a subfolder, or a list of folders, one a rank. None = this process has all
             rows.
         gradients_of_ranks: "mean" over the ranks, as DistributedDataParallel has it of dense gradients, or "sum".
+        comm_dtype: torch.float32, float16 or bfloat16: rows and gradients are rounded to it on their way between ranks;
+            rows whose `dtype` is no wider travel as they are. Gradients are summed in float32. Beyond 65,504 those of
+            float16 are infinite, and the step is refused or, with a GradScaler, skipped.
 
     Raises:
         TypeError, ValueError: an argument is not as above.
@@ -629,10 +651,11 @@ class MultiTableEmbedding(TableEmbedding):
         num_threads: int | None = None,
         process_group: "torch.distributed.ProcessGroup | None" = None,
         gradients_of_ranks: Literal["mean", "sum"] = "mean",
+        comm_dtype: torch.dtype = torch.float32,
     ):
         super().__init__(
             name, [embedding_dim], dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
-            num_threads, process_group, gradients_of_ranks,
+            num_threads, process_group, gradients_of_ranks, comm_dtype,
         )  # fmt: skip
 
 
@@ -662,13 +685,21 @@ class MultiTableMultiColumnEmbedding(TableEmbedding):
         num_threads: int | None = None,
         process_group: "torch.distributed.ProcessGroup | None" = None,
         gradients_of_ranks: Literal["mean", "sum"] = "mean",
+        comm_dtype: torch.dtype = torch.float32,
     ):
         if not isinstance(embedding_dim, list | tuple):
             raise TypeError(f"embedding_dim must be a list of column widths, got {embedding_dim!r}")
         super().__init__(
             name, embedding_dim, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
-            num_threads, process_group, gradients_of_ranks,
+            num_threads, process_group, gradients_of_ranks, comm_dtype,
         )  # fmt: skip
+
+
+def _begins(described: Any) -> Any:
+    """What a description says of how rows begin, in an entry: of tables all but who has their rows."""
+    if not isinstance(described, list):
+        return described
+    return [{key: value for key, value in table.items() if key != "replicate"} for table in described]
 
 
 class _RowsOf(weakref.ref):

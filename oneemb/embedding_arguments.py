@@ -139,7 +139,7 @@ def rank_folders(options: StoreOptions, ranks: Ranks | None) -> list[str]:
     return [os.path.join(paths[0], rank_folder_name(rank, ranks.size)) for rank in range(ranks.size)]
 
 
-def store_plan(options: StoreOptions, ranks: Ranks | None) -> StorePlan:
+def store_plan(options: StoreOptions, tables: Sequence[TableOptions], ranks: Ranks | None) -> StorePlan:
     """What the store of these options is built of, on this rank."""
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     folder = rank_folders(options, ranks)[rank]
@@ -153,7 +153,10 @@ def store_plan(options: StoreOptions, ranks: Ranks | None) -> StorePlan:
         case CachedSsdStoreOptions():
             cache_bytes, host_bytes = options.cache_budget_mb * 2**20, options.host_cache_budget_mb * 2**20
             policy = options.cache_policy
-    return StorePlan(folder, cache_bytes, host_bytes, options.capacity, options.physical_block_size, policy, rank, size)
+    replicated = tuple(t for t, table in enumerate(tables) if table.replicate)
+    return StorePlan(
+        folder, cache_bytes, host_bytes, options.capacity, options.physical_block_size, policy, rank, size, replicated
+    )
 
 
 def state_width_of(options: StoreOptions, dim: int, optimizer: str, needed: int) -> int:

@@ -141,11 +141,15 @@ class ColumnOptions:
 
 @dataclass(frozen=True)
 class TableOptions:
-    """One logical table: its columns, a single one except for MultiTableMultiColumnEmbedding."""
+    """One logical table: its columns, a single one except for MultiTableMultiColumnEmbedding; and whether it is
+    replicated, so that every rank has all of its rows."""
 
     columns: tuple[ColumnOptions, ...]
+    replicate: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.replicate, bool):
+            raise TypeError(f"replicate must be True or False, got {self.replicate!r}")
         if not self.columns or not all(isinstance(column, ColumnOptions) for column in self.columns):
             raise TypeError(f"a table needs one or more columns made by make_column_options, got {self.columns!r}")
 
@@ -159,22 +163,30 @@ def make_column_options(initializer: Initializer | None = None) -> ColumnOptions
     return ColumnOptions(initializer)
 
 
-def make_table_options(param: Initializer | Sequence[ColumnOptions] | ColumnOptions | None = None) -> TableOptions:
+def make_table_options(
+    param: Initializer | Sequence[ColumnOptions] | ColumnOptions | None = None, *, replicate: bool = False
+) -> TableOptions:
     """One logical table.
 
     Args:
         param: how its rows begin: an initializer for all weights; or a column, or a sequence of columns for
             `MultiTableMultiColumnEmbedding`; None = the embedding's default initializer.
+        replicate: with `process_group`, let every rank have all rows of the table, rather than each row one rank: for
+            small tables. Lookups of it move no rows between ranks, and where all tables of an embedding are replicated
+            each rank makes them by itself, errors and all. Gradients go to every rank, and the copies of a row stay
+            equal, bit for bit. Such rows of an embedding may take 1 GiB a rank, weights and optimizer state; those
+            beyond are a StoreFullError. Snapshots hold each row once, and load into a table with `replicate` or
+            without. Without `process_group` it means nothing.
 
     Raises:
-        TypeError: param is none of these.
+        TypeError: param is none of these, or replicate is not a bool.
     """
     if param is None or isinstance(param, Initializer):
-        return TableOptions((ColumnOptions(param),))
+        return TableOptions((ColumnOptions(param),), replicate)
     if isinstance(param, ColumnOptions):
-        return TableOptions((param,))
+        return TableOptions((param,), replicate)
     if isinstance(param, list | tuple):
-        return TableOptions(tuple(param))
+        return TableOptions(tuple(param), replicate)
     raise TypeError(f"make_table_options takes an initializer or a list of columns, got {param!r}")
 
 
@@ -353,6 +365,8 @@ def from_json(text: str) -> Options | list[Options]:
 def _to_tree(value: object) -> object:
     if isinstance(value, Options):
         tree = {field.name: _to_tree(getattr(value, field.name)) for field in fields(value)}
+        if tree.get("replicate") is False:  # The text of other tables is what it was before there were such.
+            del tree["replicate"]
         return {"type": type(value).__name__, **tree}
     return [_to_tree(item) for item in value] if isinstance(value, list | tuple) else value
 

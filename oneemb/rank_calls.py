@@ -11,7 +11,7 @@ from typing import Any, Never, TypeVar, cast
 
 import torch
 
-from oneemb.graph.ranks import Ranks
+from oneemb.graph.ranks import Blocks, Ranks, Received
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.step_lock import between_steps
 from oneemb.storage.turns import undisturbed
@@ -96,6 +96,11 @@ class RankCalls:
     def all_gather(self, what: str, make: Callable[[], T]) -> list[T]:
         """As `Ranks.all_gather`."""
         return [make()] if self._ranks is None else self._ranks.all_gather(what, make)
+
+    def exchange(self, what: str, make: Callable[[], Blocks]) -> list[Received]:
+        """As `Ranks.exchange`, where there are ranks."""
+        assert self._ranks is not None
+        return self._ranks.exchange(what, make)
 
     def of_first(self, what: str, make: Callable[[], bytes]) -> bytes:
         """As `by_first`, of bytes, however many.

@@ -7,6 +7,9 @@ parts of any number of ranks. With ranks, every call is made by all of them; whe
                2. the part is marked as unfinished          when none is marked any more
                3. it is saved, durably                   5. those that it replaces go
 
+A part has the rows that the rank owns, those of replicated tables too: a snapshot holds each row once. A rank that has
+loaded what it owns gives all others copies of its rows of replicated tables.
+
 Invariants, whichever rank is killed at whichever point:
 - the snapshot that was announced last can be loaded, and the one being saved is whole or not there;
 - what is left of the latter goes with the next save;
@@ -15,10 +18,14 @@ Invariants, whichever rank is killed at whichever point:
 
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+import torch
+
 from oneemb.graph.ranks import RankError, Ranks
+from oneemb.kernels.owner import owner_of
 from oneemb.rank_calls import RankCalls
 from oneemb.storage.embedding_store import EXPORTED, EmbeddingStore, NewPart
 from oneemb.storage.errors import (
@@ -32,6 +39,7 @@ from oneemb.storage.errors import (
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.owned_rows import OwnedRows
 from oneemb.storage.part_folders import PartRemoval, sweep_folder, to_remove
+from oneemb.storage.replicas import Keys
 from oneemb.storage.snapshot_parts import FoundParts, PartedSnapshot, find_parts, folders_at, table_name_of
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.unfinished import mark, unmark
@@ -39,6 +47,9 @@ from oneemb.storage.unfinished import mark, unmark
 __all__ = ["Loaded", "RankSnapshots"]
 
 T = TypeVar("T")
+
+# What ranks give each other at a time of rows of replicated tables.
+_SPREAD_BYTES, _SPREAD_ROWS = 64 << 20, 1 << 16
 
 
 class Loaded(NamedTuple):
@@ -160,6 +171,7 @@ class RankSnapshots:
                 " it, or delete it, or choose another name"
             )
         self.agree(what, lambda: self._sweep(found))
+        self._bring_new_replicas(what)
         part = NewPart(name, identity, found.next_sequence)
         try:
             self.agree(what, lambda: self._save_part(table_name, description, part))
@@ -318,15 +330,17 @@ class RankSnapshots:
         what = self.words(f"load_snapshot {name!r}")
         snapshot = self.find(what, name, None, "")
         self.agree(what, lambda: check(snapshot.info))
-        info, owned = self._open(what, snapshot, weights_only=weights_only, read=True)
+        info, owned, replicated = self._open(what, snapshot, weights_only=weights_only, read=True)
         as_saved = False
 
         def load() -> None:
             nonlocal as_saved
-            as_saved = self._store.load_rows(info, owned, weights_only=weights_only)
+            as_saved = self._store.load_rows(info, owned, weights_only=weights_only, replicated=replicated)
 
         try:
             self.agree(what, load)
+            if replicated is not None:
+                self._spread(what, replicated, self._store.put_replicas)
         except BaseException as error:
             if not self._calls.alone:  # Some ranks have the rows of the snapshot, others have not.
                 self._store.turns.cut_short(error)
@@ -336,10 +350,8 @@ class RankSnapshots:
                 owned.close()
         return Loaded(snapshot.info, as_saved)
 
-    def _open(
-        self, what: str, snapshot: PartedSnapshot, *, weights_only: bool, read: bool
-    ) -> tuple[SnapshotInfo, OwnedRows | None]:
-        """What this rank is to load, once all ranks have found that it fits: its own part, or its rows in others."""
+    def _open(self, what: str, snapshot: PartedSnapshot, *, weights_only: bool, read: bool) -> "_Opened":
+        """What this rank is to load, once all ranks have found that it fits."""
         own = snapshot.part_in(self._own, self._rank, self._size)
         owned: OwnedRows | None = None
 
@@ -352,11 +364,110 @@ class RankSnapshots:
         info = snapshot.info if own is None else own.info
         try:
             self.agree(what, check)
+            replicated = self._check_replicated(what, snapshot, info.rows if owned is None else len(owned))
         except BaseException:
             if owned is not None:
                 owned.close()
             raise
-        return info, owned
+        return _Opened(info, owned, replicated)
+
+    # ---- rows of replicated tables ----------------------------------------------------------------------------------
+
+    def _check_replicated(self, what: str, snapshot: PartedSnapshot, rows: int) -> Keys | None:
+        """The keys of replicated tables that this rank owns in a snapshot, once all ranks have found that there is room
+        for those of all; None if there are no such tables.
+
+        Args:
+            rows: how many rows of the snapshot this rank owns.
+        """
+        replicas = self._store.replicas
+        if not replicas:
+            return None
+
+        found: list[Keys] = []
+
+        def look() -> int:
+            with closing(OwnedRows(snapshot, self._rank, self._size, self._fs)) as owned:
+                found.append(owned.keys(replicas.are_of))
+            return len(found[0][1])
+
+        count_R = self.all_gather(what, look)
+        total, others = sum(count_R), sum(count_R) - count_R[self._rank]
+        self.agree(what, lambda: self._store.check_replicas(snapshot.info, rows, others, total))
+        return found[0]
+
+    def _spread(self, what: str, own: Keys, put: Callable[[np.ndarray, np.ndarray, np.ndarray], None]) -> None:
+        """Let the others `put` rows of replicated tables that this rank owns, and put theirs."""
+        store, (table_N, id_N) = self._store, own
+        batch = max(1, min(_SPREAD_BYTES // store.format.row_bytes // self._size, _SPREAD_ROWS))
+
+        def spread(u: slice) -> None:
+            of_all = self.all_gather(what, lambda: (table_N[u], id_N[u], store.replicas_of(table_N[u], id_N[u])))
+            self.agree(what, lambda: put_all(of_all))
+
+        def put_all(of_all: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> None:
+            for rank, rows in enumerate(of_all):
+                if rank != self._rank and len(rows[1]):
+                    put(*rows)
+
+        for begin in range(0, max(self.all_gather(what, lambda: len(id_N))), batch):
+            spread(slice(begin, begin + batch))
+
+    def even_out(self, what: str) -> None:
+        """Let every rank have each row of replicated tables as its owner has it. To be called by `together`.
+
+        Those who watch the rows are told. Where it fails, every rank has no rows any more, and says so.
+        """
+        store = self._store
+        if not store.replicas:
+            return
+
+        def put(table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
+            # At most half of the cache at once: a step of accumulated gradients may have pinned some.
+            most = max(1, store.stats()["device"]["slots"] // 2)
+            for begin in range(0, len(id_U), most):
+                u = slice(begin, begin + most)
+                store.put(table_U[u], id_U[u], row_UW[u])
+
+        try:
+            self.agree(what, store.build)
+            self._bring_new_replicas(what)
+            self._spread(what, store.replicas.keys(own=True), put)
+        except BaseException as error:
+            self._store.turns.cut_short(error)
+            raise
+
+    def _bring_new_replicas(self, what: str) -> None:
+        """Let the owners of rows of replicated tables have those that lookups of other ranks have begun."""
+        store = self._store
+        if self._calls.alone or not store.replicas:
+            return
+
+        def blocks() -> list[list[torch.Tensor]]:
+            keys = store.replicas.keys(own=False)
+            table_N, id_N, owner_N = (torch.from_numpy(column) for column in (*keys, owner_of(*keys, self._size)))
+            owned_R = [owner_N == owner for owner in range(self._size)]
+            return [[owned_N.sum().reshape(1), id_N[owned_N], table_N[owned_N]] for owned_N in owned_R]
+
+        received = self._calls.exchange(what, blocks)
+
+        def begin() -> None:
+            for block in received:
+                count = int(block.take(1, torch.int64))
+                id_U, table_U = block.take(count, torch.int64), block.take(count, torch.int32)
+                store.begin_replicas(table_U.numpy(), id_U.numpy())
+
+        self.agree(what, begin)
+
+
+class _Opened(NamedTuple):
+    """What a rank is to load."""
+
+    info: SnapshotInfo
+    owned: OwnedRows | None
+    """Its rows in the parts of others; None = its own part."""
+    replicated: Keys | None
+    """The keys of replicated tables among them; None = there are no such tables."""
 
 
 def _is_there(check: Callable[[str, str | None, str], object], name: str, identity: str | None) -> bool:

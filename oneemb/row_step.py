@@ -14,6 +14,7 @@ until the next step, they are gone, with a warning. `oneemb.Optimizer` puts them
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.step_lock import alone, in_step
 from oneemb.storage.turns import undisturbed
 
-__all__ = ["RowStep", "TrainedRows", "attach", "embedding_of", "row_weights"]
+__all__ = ["RowStep", "TrainedRows", "attach", "embedding_of", "row_weights", "rows_stepped"]
 
 
 class TrainedRows(Protocol):
@@ -292,12 +293,21 @@ class _Hooked(RowStep):
         """Take the gradients, and check them."""
         ranks = settle_rows([self.optimizer])
         try:
-            found = self._ready() if ranks is None else ranks.agree("step", self._ready)
-            ops.may_step(found, [self])
+            ops.may_step(self._ready() if ranks is None else self._agree(ranks), [self])
         except BaseException:
             self.put_back()
             raise
         self._options = ops.options_of(self.optimizer)
+
+    def _agree(self, ranks: Ranks) -> str | None:
+        """What `_ready` gives on any rank. Once they have agreed the others make the step: Ctrl-C that came while this
+        one waited for them comes a moment later, as if it had been pressed in the middle of torch's step."""
+        undisturbed.hold_signals()
+        try:
+            found: str | None = ranks.agree(f"step by {type(self.optimizer).__name__}", self._ready)
+            return found
+        finally:
+            undisturbed.signals_come_later()
 
     def _ready(self) -> str | None:
         self.take_grads()
@@ -358,7 +368,9 @@ class _Hooked(RowStep):
         self.put_back()
         self._leave()
 
-    __del__ = _give_back
+    def __del__(self) -> None:
+        if hasattr(self, "_options"):  # the last that __init__ sets: otherwise an interrupt came in it
+            self._give_back()
 
 
 class _Arguments(tuple[Any, ...]):
@@ -370,10 +382,23 @@ class _Arguments(tuple[Any, ...]):
 _begun: "weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[_Hooked]]" = weakref.WeakKeyDictionary()
 
 
+_stepped: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
+
+
+@contextmanager
+def rows_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within it a step of a torch optimizer leaves rows to the caller."""
+    _stepped.add(optimizer)
+    try:
+        yield
+    finally:
+        _stepped.discard(optimizer)
+
+
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (building := building_now()) is not None:
         building.check_step(optimizer)
-    if getattr(optimizer, "steps_rows_itself", False):
+    if getattr(optimizer, "steps_rows_itself", False) or optimizer in _stepped:
         return None
     left = _begun.pop(optimizer, None)
     if left is not None and (raised := left()) is not None:

@@ -58,7 +58,9 @@ class EmbeddingStats(TypedDict):
     """An embedding, with a dict for each place that keeps its rows. There are none before the first lookup."""
 
     rows: int
-    """Known ids of all tables."""
+    """Known ids of all tables; with `process_group`, those whose rows this rank has."""
+    replicated_rows: int
+    """Those of replicated tables, of which other ranks have copies too; 0 without `process_group`."""
     step: int
     """Updates made."""
     hit_rate: float

@@ -348,6 +348,9 @@ class TrainGraph(CompiledGraph):
             raise ValueError(f"config.accumulation_steps must be an int of at least 1, got {steps!r}")
         return steps
 
+    def _steps_made(self) -> int:
+        return self._train_state.steps
+
     def _inserts(self) -> bool:
         return self.training
 

@@ -35,8 +35,10 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.bottom import EXPORTED, Bottom, TableBottom
 from oneemb.storage.errors import OtherSnapshotError, SnapshotNotFoundError
 from oneemb.storage.owned_rows import OwnedRows
+from oneemb.storage.replicas import Keys as ReplicatedKeys, Replicas
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError, StoreFullError
+from oneemb.storage.snapshot_rows import SnapshotRows
 from oneemb.storage.step_lock import StepLock, alone, between_steps
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiered_rows import ChangeRows, NewPart, TieredRows
@@ -161,6 +163,8 @@ class EmbeddingStore:
         """Those who are told which rows a step, or `put`, is about to change."""
         self.writing = threading.Lock()
         """Held by loops that write rows in place, and by those that read rows which may be written; after any turn."""
+        self.replicas = Replicas(plan, threads)
+        """The keys of replicated tables."""
         self._pins: dict[int, Pins] = {}
         self._bottom = bottom
         self._rows = TieredRows(plan, bottom, RowFormat(dim, dtype), initial, HostLoops(threads), threads, self.writing)
@@ -313,7 +317,8 @@ class EmbeddingStore:
             slot_U, int64 [U], good until it is released; and the keys, cut to as many as there are.
 
         Raises:
-            StoreFullError: a tier is too small or capacity is reached; nothing has changed.
+            StoreFullError: a tier is too small, or capacity or that of replicated tables is reached; nothing has
+                changed.
             ValueError: tables or offsets, on a GPU, are not as they must be; nothing has changed.
         """
         with self.turns:
@@ -321,10 +326,20 @@ class EmbeddingStore:
             self._check_open()
             self._release_abandoned()
             hot = self.hot
-            begun = hot.begun
+            begun, new = hot.begun, self._new_replicas(keys)
             found = self._acquire(hot, keys, prefetched)
             self.changes += hot.begun > begun
+            if new is not None:
+                self.replicas.add(new)
             return found
+
+    def _new_replicas(self, keys: Keys) -> ReplicatedKeys | None:
+        """Keys of replicated tables that are about to be begun; None where there are no such tables."""
+        if not self.replicas:
+            return None
+        keys = self.loops.counted(keys)
+        table_U, id_U = (self.loops.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
+        return self.replicas.new(table_U, id_U, self.format.row_bytes)
 
     def _release_abandoned(self) -> None:
         while self.abandoned:
@@ -420,6 +435,46 @@ class EmbeddingStore:
         finally:
             self.release(slot_U)
 
+    @_in_turn
+    def replicas_of(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """The rows of these keys of replicated tables, which are here: float32 [U, W]."""
+        row_UW = np.empty((len(id_U), self.format.row_width), np.float32)
+        missing_U = self.hot.get(table_U, id_U, row_UW)
+        assert not missing_U.any()
+        return row_UW
+
+    @_between_steps
+    @_in_turn
+    def put_replicas(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
+        """Have rows of replicated tables as another owner has loaded them. Watchers are not told.
+
+        Raises:
+            StoreFullError: there is no room for them; some may be here.
+        """
+        self._put_replicas(self.replicas.new(table_U, id_U, self.format.row_bytes), table_U, id_U, row_UW)
+        self.changes += 1
+
+    def _put_replicas(self, new: ReplicatedKeys, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
+        self.hot.put(table_U, id_U, row_UW)
+        self.replicas.add(new)
+
+    @_between_steps
+    @_in_turn
+    def begin_replicas(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
+        """Begin those rows of replicated tables that are not here, as lookups elsewhere have. It is no change of rows:
+        they are what they were there. There may be more than replicated tables may have: what ranks have begun can be
+        saved.
+
+        Raises:
+            StoreFullError: a tier is too small, or capacity is reached; some may be here.
+        """
+        new = self.replicas.new(table_U, id_U, None)
+        if len(new[1]):
+            put = self.loops.put
+            row_UW, _ = self.hot.read(self.loops.distinct_keys(put(new[0]), put(new[1])))
+            row_UW = self.loops.tensor(row_UW).cpu().numpy()[:, : self.format.row_width]
+            self._put_replicas(new, *new, np.ascontiguousarray(row_UW))
+
     def weights_in(self, slot_U: Array) -> torch.Tensor:
         """The weights of the rows in these slots, which are pinned: [U, D]."""
         return weights_in(self.weight_SX, slot_U, self.format, self.loops)
@@ -451,6 +506,7 @@ class EmbeddingStore:
                 self._rows.build()
             if self.built:
                 other.begin_with(self._rows, self.step if with_state else 0, with_state, change)
+                other.replicas.add(self.replicas.keys())
 
     def begin_with(self, rows: TieredRows, step: int, with_state: bool, change: ChangeRows | None) -> None:
         """Have these rows, for `copy_to`. There are none here yet."""
@@ -534,7 +590,8 @@ class EmbeddingStore:
 
         Args:
             meta: what the caller wants to find again beside the rows, any JSON.
-            part: of which snapshot of several stores this is a part; None = it is one of this store alone.
+            part: of which snapshot of several stores this is a part; None = it is one of this store alone. A part
+                has those rows of replicated tables that count here.
 
         Returns:
             What the snapshot is.
@@ -543,7 +600,8 @@ class EmbeddingStore:
             StorageError: the name is taken and `overwrite` is off, or the disk fails; the snapshots there are whole.
         """
         self._check_open()
-        return self._rows.save(name, meta, self.step, overwrite=overwrite, part=part)
+        without = self.replicas.keys(own=False) if part is not None and self.replicas else None
+        return self._rows.save(name, meta, self.step, overwrite=overwrite, part=part, without=without)
 
     @_between_steps
     def load_snapshot(self, name: str, *, weights_only: bool = False) -> bool:
@@ -587,16 +645,43 @@ class EmbeddingStore:
                 self._rows.check_reads(info, weights_only, owned)
 
     @_between_steps
-    def load_rows(self, info: SnapshotInfo, owned: OwnedRows | None, *, weights_only: bool) -> bool:
+    def check_replicas(self, info: SnapshotInfo, rows: int, others: int, replicated: int) -> None:
+        """Raise unless there is room for rows of replicated tables, beside those of a snapshot that this store owns.
+
+        Args:
+            info: what the snapshot is.
+            rows: how many of its rows this store owns.
+            others: rows of replicated tables that other stores own.
+            replicated: all rows of replicated tables.
+
+        Raises:
+            StoreFullError: there is not.
+        """
+        with self.turns:
+            self._check_process()
+            formats = self.format, SnapshotRows.of_meta(info.meta, info.name).format
+            self.replicas.check_room(replicated, max(format.row_bytes for format in formats))
+            if self.built and not self._broken:
+                self.hot.check_holds(rows + others)
+
+    @_between_steps
+    def load_rows(
+        self, info: SnapshotInfo, owned: OwnedRows | None, *, weights_only: bool,
+        replicated: ReplicatedKeys | None = None,
+    ) -> bool:  # fmt: skip
         """Do as `load_snapshot` with a snapshot that `check_rows` has found to fit.
 
         Args:
             info: what it is; of the store at the bottom, if `owned` is None.
             owned: those of its rows that are this store's.
+            replicated: the keys of replicated tables among them; None = there are no such tables.
         """
         with self.turns:
             self._check_process()
-            return self._load(info, weights_only, owned)
+            as_saved = self._load(info, weights_only, owned)
+            if replicated is not None:
+                self.replicas.add(self.replicas.new(*replicated, self.format.row_bytes))
+            return as_saved
 
     @property
     def _broken(self) -> bool:
@@ -609,6 +694,7 @@ class EmbeddingStore:
             try:
                 self.replaced += 1
                 self.step, same = self._rows.load(info, weights_only, owned)
+                self.replicas.clear()
             except BaseException as error:
                 if broken or not self._rows.whole:  # Without rows, or with a part of them, there is nothing to go on.
                     self.turns.cut_short(error)
@@ -674,6 +760,7 @@ class EmbeddingStore:
             if self._bottom.keeps_rows and not self.built:
                 self._rows.build()
             self._rows.clear()
+            self.replicas.clear()
             self.changes += 1
             self.replaced += 1
             self.step = 0
@@ -683,7 +770,8 @@ class EmbeddingStore:
         """Sizes now and counters since the store was built, a dict a tier."""
         if self.built and not self.turns.forked:
             self._release_abandoned()
-        return {"rows": len(self._rows), "step": self.step, **self._rows.stats()}
+        counts = {"rows": len(self._rows), "replicated_rows": len(self.replicas), "step": self.step}
+        return {**counts, **self._rows.stats()}
 
     @_between_steps
     def close(self) -> None:
@@ -700,6 +788,7 @@ class EmbeddingStore:
         broken = self._broken
         if broken:
             self._rows.dismantle()
+            self.replicas.clear()
             self._prefetched.clear()
             self.turns.mended()
         return broken

@@ -11,7 +11,7 @@ from oneemb.kernels.owner import owner_of
 from oneemb.storage.errors import OtherSnapshotError
 from oneemb.storage.fs import FileSystem
 from oneemb.storage.snapshot_parts import Part, PartedSnapshot
-from oneemb.storage.table.snapshot_reader import SnapshotReader
+from oneemb.storage.table.snapshot_reader import Keep, SnapshotReader
 
 __all__ = ["OwnedRows"]
 
@@ -37,6 +37,19 @@ class OwnedRows:
         if self._count is None:
             self._count = sum(reader.count(self._is_own) for reader in self._readers)
         return self._count
+
+    def keys(self, keep: Keep) -> tuple[np.ndarray, np.ndarray]:
+        """The keys of those of its rows that are kept: table_N int32, id_N int64. Reads keys only."""
+
+        def is_kept(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+            return self._is_own(table_N, id_N) & keep(table_N, id_N)
+
+        tables, ids = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
+        for reader in self._readers:
+            for table_N, id_N in reader.keys(is_kept):
+                tables.append(table_N)
+                ids.append(id_N)
+        return np.concatenate(tables), np.concatenate(ids)
 
     def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Every row once as (table_N int32, id_N int64, row_NW float32), at most `batch` at a time."""

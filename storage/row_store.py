@@ -79,10 +79,10 @@ class Snapshots(Protocol):
 
     def save_snapshot(
         self, name: str, meta: dict[str, Any], *, overwrite: bool = False, identity: str | None = None,
-        sequence: int = 0,
+        sequence: int = 0, without: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> "SnapshotInfo":  # fmt: skip
-        """Keep all rows as they are now; atomic. Without an identity the snapshot gets one of its own; its number among
-        the snapshots is `sequence` or more."""
+        """Keep all rows as they are now, but for those of the keys `without`, (table_U, id_U); atomic. Without an
+        identity the snapshot gets one of its own; its number among the snapshots is `sequence` or more."""
 
     def load_snapshot(self, name: str) -> dict[str, Any]:
         """Make a snapshot's rows the rows of the store; returns the `meta` it was saved with."""

@@ -284,22 +284,23 @@ class TieredRows:
         return self._store
 
     def save(
-        self, name: str, meta: dict[str, Any], step: int, *, overwrite: bool = False, part: NewPart | None = None
-    ) -> SnapshotInfo:
-        """Write every row, durably, under a name; see `EmbeddingStore.save_snapshot`."""
+        self, name: str, meta: dict[str, Any], step: int, *, overwrite: bool = False, part: NewPart | None = None,
+        without: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> SnapshotInfo:  # fmt: skip
+        """Write every row, or those that are no copies, durably, under a name; see `EmbeddingStore.save_snapshot`."""
         snapshots = self._snapshots()
         self.hot.flush()
-        return self._save(snapshots, name, meta, step, overwrite=overwrite, part=part)
+        return self._save(snapshots, name, meta, step, overwrite=overwrite, part=part, without=without)
 
     def _save(
         self, snapshots: Snapshots, name: str, meta: dict[str, Any], step: int, *, overwrite: bool,
-        part: NewPart | None = None,
+        part: NewPart | None = None, without: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> SnapshotInfo:  # fmt: skip
         meta, shard = SnapshotRows(self.format, step).to_meta(meta), (self._plan.owner, self._plan.owners)
         if part is not None:
             meta |= PartOf(part.name, *shard).to_meta(name)
             return snapshots.save_snapshot(
-                name, meta, overwrite=overwrite, identity=part.identity, sequence=part.sequence
+                name, meta, overwrite=overwrite, identity=part.identity, sequence=part.sequence, without=without
             )
         if shard != (0, 1):  # None of other ranks is beside it: nobody may take it for a whole one.
             meta["shard"] = list(shard)

@@ -34,7 +34,7 @@ def batch_of(step, rank, ranks):
 
 
 class Model(torch.nn.Module):
-    def __init__(self, path, how, store, group, gradients="mean"):
+    def __init__(self, path, how, store, group, gradients="mean", tables=None):
         super().__init__()
         torch.manual_seed(0)
         options = {
@@ -43,8 +43,8 @@ class Model(torch.nn.Module):
         }[store]()
         self.how = how
         self.embedding = oneemb.MultiTableEmbedding(
-            "items", DIM, torch.float32, torch.int64, [oneemb.make_table()] * TABLES, options, num_threads=1,
-            process_group=group, gradients_of_ranks=gradients,
+            "items", DIM, torch.float32, torch.int64, tables or [oneemb.make_table()] * TABLES, options,
+            num_threads=1, process_group=group, gradients_of_ranks=gradients,
         )  # fmt: skip
         self.dense = torch.nn.Sequential(torch.nn.Linear(TABLES * DIM, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
         if group is not None:

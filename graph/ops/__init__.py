@@ -22,6 +22,7 @@ Eager mode calls the ops in this order. The compiler only reorders, merges, fuse
 can be compared with an eager one.
 """
 
+from oneemb.graph.ops.announce import Announced, AnnouncedLookup, Announcement, announce, announced_lookup
 from oneemb.graph.ops.finite import NonFiniteGradientError, check_finite, may_step
 from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.ops.lookup import (
@@ -38,7 +39,6 @@ from oneemb.graph.ops.lookup import (
     read_ids,
     reserve,
     unique_keys,
-    unprefetch,
 )
 from oneemb.graph.ops.merged import (
     MergedKeys,
@@ -52,13 +52,15 @@ from oneemb.graph.ops.op import OPS
 from oneemb.graph.ops.row_grad import RowGrad, reduce_grads, refuse_dense, settle, with_grad
 from oneemb.graph.ops.scale import forget_unscaled, unscale, update_scale
 from oneemb.graph.ops.shuffle import look_up_on_ranks, shuffle_grads, shuffle_keys, shuffle_rows
+from oneemb.graph.ops.unprefetch import unprefetch
 from oneemb.graph.ops.update import Groups, StepOptimizer, add_note, advance, options_of, step, update
 
 __all__ = [
-    "Groups", "Keys", "Lease", "MergedKeys", "MergedReserved", "NonFiniteGradientError", "OPS", "Reserved",
-    "RowGrad", "RowGrads", "StepOptimizer", "acquire", "acquire_later", "add_note", "advance", "check_finite",
-    "check_merged_pooling", "check_pooling", "forget_unscaled", "gather", "gather_merged", "keep", "look_up_on_ranks",
-    "may_step", "options_of", "part_of", "peek", "prefetch", "read_ids", "reduce_grads", "refuse_dense", "reserve",
-    "settle", "shuffle_grads", "shuffle_keys", "shuffle_rows", "step", "unique_keys", "unique_merged_keys",
-    "unprefetch", "unscale", "update", "update_scale", "with_grad",
+    "Announced", "AnnouncedLookup", "Announcement", "Groups", "Keys", "Lease", "MergedKeys", "MergedReserved",
+    "NonFiniteGradientError", "OPS", "Reserved", "RowGrad", "RowGrads", "StepOptimizer", "acquire", "acquire_later",
+    "add_note", "advance", "announce", "announced_lookup", "check_finite", "check_merged_pooling", "check_pooling",
+    "forget_unscaled", "gather", "gather_merged", "keep", "look_up_on_ranks", "may_step", "options_of", "part_of",
+    "peek", "prefetch", "read_ids", "reduce_grads", "refuse_dense", "reserve", "settle", "shuffle_grads",
+    "shuffle_keys", "shuffle_rows", "step", "unique_keys", "unique_merged_keys", "unprefetch", "unscale", "update",
+    "update_scale", "with_grad",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ N ids, U unique keys, P bags, B samples, T tables, D weights of a row, W words o
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -39,7 +39,7 @@ from oneemb.storage.turns import undisturbed
 __all__ = [
     "DTYPES", "Keys", "Lease", "REPLACED", "Remote", "Reserved", "acquire", "acquire_later",
     "check_pooling", "gather", "keep", "measure_gather", "measure_unique_keys", "peek", "prefetch", "read_ids",
-    "reserve", "spread_max_grads", "unique_keys", "unprefetch",
+    "reserve", "spread_max_grads", "unique_keys",
 ]  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -158,8 +158,10 @@ class Remote:
     """Rows of a lookup that other ranks own."""
 
     ranks: Ranks
-    weight_UX: Array
-    """Their weights as they came, for each unique key."""
+    weight_SX: Array
+    """Their weights, as they came."""
+    slot_U: Array
+    """int64: where those of each unique key are."""
     owned: "Lease | None"
     """The rows that ranks have asked this one for; None = they are not pinned."""
 
@@ -233,6 +235,9 @@ class Lease:
         """Whether the rows are in their slots."""
         return self._pins is not None and self.generation == self.store.generation
 
+    inserts = False
+    """As what is reserved: its unknown keys are inserted by the step that trains them."""
+
     def acquire(self) -> "Lease":
         """This, as what is reserved gives it: the lookup is made now, after those that were made before."""
         self.order = next_order()
@@ -302,7 +307,7 @@ class Lease:
         """The weights of each id, or of each bag, as they are now."""
         store, slot_U = self.store, self.slot_U
         if self.remote is not None:
-            return self._read(self.remote.weight_UX, store.loops.arange(len(self.remote.weight_UX)))
+            return self._read(self.remote.weight_SX, self.remote.slot_U)
         if slot_U is None:
             row_UW, unique = store.read(self.keys.unique)
             self._keys = dataclasses.replace(self.keys, unique=unique)
@@ -322,8 +327,11 @@ class Lease:
         assert keys.bags is not None
         if self.slot_U is None:
             remote = self.remote
-            weight_UX = store.format.weights(store.read(keys.unique)[0]) if remote is None else remote.weight_UX
-            rows = RowsOfIds(weight_UX, loops.arange(len(weight_UX)), keys.unique.inverse_N)
+            if remote is None:
+                weight_UX = store.format.weights(store.read(keys.unique)[0])
+                rows = RowsOfIds(weight_UX, loops.arange(len(weight_UX)), keys.unique.inverse_N)
+            else:
+                rows = RowsOfIds(remote.weight_SX, remote.slot_U, keys.unique.inverse_N)
             return loops.tensor(loops.scale_grads(rows, keys.bags.bag_N, loops.array(grad_PD.contiguous())))
         with undisturbed, store.writing:
             rows = RowsOfIds(store.weight_SX, self.slot_U, keys.unique.inverse_N)
@@ -342,6 +350,9 @@ class Lease:
 
 class Reserved:
     """A lookup that a step is expected to make. Nothing is inserted before it does."""
+
+    inserts = True
+    """Whether unknown keys are inserted by the lookup, and not by the step that trains them."""
 
     def __init__(self, store: EmbeddingStore, keys: Keys, prefetched: Prefetched | None):
         self._store, self._keys, self._prefetched = store, keys, prefetched
@@ -452,15 +463,6 @@ def prefetch(store: _Store, keys: AnyKeys[_Store, _Prefetched, object]) -> _Pref
     Any thread may call it. What it gives is for the `acquire` of the same keys, or for `unprefetch`.
     """
     return keys.prefetch(store)
-
-
-def unprefetch(values: Iterable[object]) -> None:
-    """Unpin, for those of these values that `prefetch` gave, what no `acquire` has taken over."""
-    for value in values:
-        if isinstance(value, Prefetched):
-            value.store.unprefetch(value)
-        elif isinstance(value, MergedPrefetched):
-            value.store.unprefetch(value)
 
 
 class ReadRows(Protocol):

@@ -194,6 +194,8 @@ class ReservedPart:
 
     reserved: MergedReserved
     p: int
+    inserts = True
+    """As of `Reserved`."""
 
     def acquire(self) -> Lease:
         """See `Reserved`."""

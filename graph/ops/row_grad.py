@@ -333,6 +333,8 @@ def _norms(row_grads: Sequence[RowGrad], ord: float = 2, *, dtype: Any = None) -
     norms = []
     for grad in row_grads:
         grads = grad.reduce()
+        if grads is not None and grad.ranks is not None and grad.store.replicas:
+            grads = _counted(grads, grad.store)
         norms.append(0.0 if grads is None else grad.store.loops.norm(grads.grad_UD, float(ord)))
     for ranks, group in by_ranks(row_grads):
         places = [i for i, grad in enumerate(row_grads) if any(grad is one for one in group)]
@@ -342,6 +344,13 @@ def _norms(row_grads: Sequence[RowGrad], ord: float = 2, *, dtype: Any = None) -
         torch.tensor(norm, dtype=dtype or torch.float32, device=grad.device)
         for norm, grad in zip(norms, row_grads, strict=True)
     ]
+
+
+def _counted(grads: RowGrads, store: EmbeddingStore) -> RowGrads:
+    """Those of rows that count on this rank: of a row of a replicated table every rank has a copy."""
+    loops = store.loops
+    table_U, id_U = (loops.tensor(array).cpu().numpy() for array in (grads.table_U, grads.id_U))
+    return grads.rows(loops.put(np.flatnonzero(store.replicas.are_counted(table_U, id_U))))
 
 
 def _clamp_(grad: RowGrad, min: float | None = None, max: float | None = None) -> RowGrad:
@@ -440,13 +449,19 @@ _FOREACH: dict[Any, Callable[..., Any]] = {
 
 
 def with_grad(
-    rows: torch.Tensor, lease: Lease, weight: torch.Tensor, per_sample_weights: torch.Tensor | None = None
-) -> torch.Tensor:
+    rows: torch.Tensor, lease: Lease, weight: torch.Tensor, per_sample_weights: torch.Tensor | None = None,
+    ranks: Ranks | None = None,
+) -> torch.Tensor:  # fmt: skip
     """What `gather` gave of a lookup, differentiable: a backward pass through it gives `weight` a `RowGrad`.
 
     The rows need not be pinned: those of an embedding in eval mode are inserted by the step that trains them.
+
+    Args:
+        ranks: those who train the rows together; None = the ranks that the lookup has asked, if any.
     """
-    return _WithGrad.apply(weight, per_sample_weights, lease, _Rows(rows))
+    if ranks is None and lease.remote is not None:
+        ranks = lease.remote.ranks
+    return _WithGrad.apply(weight, per_sample_weights, lease, _Rows(rows), ranks)
 
 
 class _Rows(NamedTuple):
@@ -480,13 +495,15 @@ def _is_alone(grad: torch.Tensor) -> bool:
 
 class _WithGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, scales: torch.Tensor | None, lease: Lease, rows: _Rows) -> torch.Tensor:
-        ctx.lease = lease
+    def forward(
+        ctx: Any, weight: torch.Tensor, scales: torch.Tensor | None, lease: Lease, rows: _Rows, ranks: Ranks | None
+    ) -> torch.Tensor:
+        ctx.lease, ctx.ranks = lease, ranks
         return rows.tensor
 
     @staticmethod
     @torch._disable_dynamo  # torch.compile stays out of it, as out of a lookup
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[RowGrad | None, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[RowGrad | None, torch.Tensor | None, None, None, None]:
         alone = _is_alone(*grads)
         lease, (grad,) = ctx.lease, grads
         if lease is None:
@@ -506,9 +523,8 @@ class _WithGrad(torch.autograd.Function):
         grad_NX = flat if alone else flat.clone(memory_format=torch.contiguous_format)
         lease.has_grad = True
         one = Pass(lease, grad_NX, version_of(grad_NX))
-        ranks = None if lease.remote is None else lease.remote.ranks
-        row_grad = RowGrad(lease.store, [one], ranks=ranks) if ctx.needs_input_grad[0] else None
-        return row_grad, lease.grad_of_scales(grad_NX) if ctx.needs_input_grad[1] else None, None, None
+        row_grad = RowGrad(lease.store, [one], ranks=ctx.ranks) if ctx.needs_input_grad[0] else None
+        return row_grad, lease.grad_of_scales(grad_NX) if ctx.needs_input_grad[1] else None, None, None, None
 
 
 def by_ranks(row_grads: Iterable[RowGrad]) -> list[tuple[Ranks, list[RowGrad]]]:
@@ -533,7 +549,8 @@ def settle(row_grads: Iterable[RowGrad]) -> None:
     for ranks, group in by_ranks(row_grads):
         if not all(grad.settled for grad in group):
             stores, scales = [grad.store for grad in group], [_scale_of(grad) for grad in group]
-            owned = shuffle_grads(ranks, stores, scales, functools.partial(_sums_of, group))
+            names = [grad.ranks.name for grad in group if grad.ranks is not None]
+            owned = shuffle_grads(ranks, stores, scales, functools.partial(_sums_of, group), names)
             for grad, its in zip(group, owned, strict=True):
                 grad.own(its)
 
@@ -554,8 +571,8 @@ def _sums(row_grad: RowGrad) -> Sums | None:
     grads = RowGrad(row_grad.store, row_grad.passes).reduce()
     assert grads is not None
     loops = row_grad.store.loops
-    table_U, id_U, grad_UD = (loops.tensor(array).cpu() for array in (grads.table_U, grads.id_U, grads.grad_UD))
-    return table_U, id_U, grad_UD
+    table_U, id_U = (loops.tensor(array).cpu() for array in (grads.table_U, grads.id_U))
+    return table_U, id_U, loops.tensor(grads.grad_UD)
 
 
 def _measure_reduce(args: object, grads: Sequence[RowGrads]) -> tuple[int, int]:

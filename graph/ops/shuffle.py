@@ -12,11 +12,17 @@ Every rank runs these in the same order, whatever its batch holds. `oneemb.kerne
 wait with the rank that looked the rows up until something needs them whole: a step, a norm, an unscaling. So any number
 of backward passes costs one exchange.
 
-Gradients of a key are summed twice: in batch order by each rank that looked it up, then in the order of the ranks by
-its owner, which takes their mean, as DistributedDataParallel does of dense gradients, or sum; both in float32. So the
-numbers of R ranks are those of one up to the rounding of that sum.
+Rows and gradients travel in `comm_dtype`. Those that a rank has itself are rounded as those of others are, so that no
+number depends on who owns a key. Gradients of a key are summed twice: in batch order by each rank that looked it up,
+then in the order of the ranks by its owner, which takes their mean, as DistributedDataParallel does of dense gradients,
+or sum; both in float32. So the numbers of R ranks are those of one up to the rounding of that sum.
+
+Every rank has all rows of a replicated table: it asks itself for them, and gets the gradients of all ranks, which it
+sums in the same order as the others do. So its copy stays equal to theirs, bit for bit.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,12 +32,15 @@ import torch
 from oneemb.graph.ops.grads import RowGrads, nowhere
 from oneemb.graph.ops.lookup import DTYPES, Keys, Lease, ReadRows, Remote, acquire, gather, peek
 from oneemb.graph.ops.op import LOOKUP, UPDATE, Op
-from oneemb.graph.ranks import Ranks
+from oneemb.graph.ranks import Ranks, whole_exchange
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.row_format import RowFormat
+from oneemb.storage.tiers.hot_rows import Prefetched
 
-__all__ = ["Routed", "Sums", "look_up_on_ranks", "shuffle_grads", "shuffle_keys", "shuffle_rows"]
+__all__ = [
+    "Asked", "Routed", "Sums", "by_owner", "keys_of_ranks", "lease_on_ranks", "look_up_on_ranks", "lookup_of",
+    "shuffle_grads", "shuffle_keys", "shuffle_rows",
+]  # fmt: skip
 
 # More than any embedding has: what comes from other ranks, they have checked.
 _TABLES = 1 << 31
@@ -44,12 +53,37 @@ class Routed:
     keys: Keys
     """This rank's own."""
     order_U: torch.Tensor
-    """int64 [U]: its unique keys, those of owner 0 first."""
+    """int64 [U]: its unique keys, those that it asks rank 0 for first."""
     sent_R: list[int]
-    """Keys that it asks each owner for."""
-    asked: Keys
-    """Those that each rank asks this one for, one rank's after another: of shape [asked]."""
-    asked_R: list[int]
+    """Keys that it asks each rank for."""
+    asked: "Asked"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Keys that ranks ask this one for, one rank's after another."""
+
+    store: EmbeddingStore
+    ranks: Ranks
+    table_N: torch.Tensor
+    """int32"""
+    id_N: torch.Tensor
+    """int64"""
+    count_R: list[int]
+    """How many are each rank's."""
+
+    @functools.cached_property
+    def keys(self) -> Keys:
+        """The unique ones. They are looked up in such a shape that their rows can be sent as an answer, behind heads
+        of zeros."""
+        store, ranks = self.store, self.ranks
+        heads = ranks.heads(rows_like(store, ranks))
+        keys = keys_of_ranks(store, self.table_N, self.id_N)
+        loops, inverse_N = store.loops, store.loops.tensor(keys.unique.inverse_N)
+        answer_N = inverse_N.new_full((len(inverse_N) + heads * ranks.size,), -1)
+        answer_N[ranks.behind_heads(self.count_R, heads).to(loops.device)] = inverse_N
+        unique = keys.unique._replace(inverse_N=loops.array(answer_N))  # type: ignore[attr-defined]  # a NamedTuple
+        return dataclasses.replace(keys, shape=answer_N.shape, unique=unique)
 
 
 @Op(LOOKUP, takes=("ranks",))
@@ -70,27 +104,53 @@ def shuffle_keys(ranks: Ranks, what: str, make: Callable[[], Keys], store: Embed
     def blocks() -> list[list[torch.Tensor]]:
         keys = make()
         table_U, id_U = (store.loops.tensor(array).cpu() for array in (keys.unique.table_U, keys.unique.id_U))
-        order_U, sent_R = _by_owner(table_U, id_U, ranks.size)
+        order_U, sent_R = by_owner(store, ranks, table_U, id_U)
         made.append((keys, order_U, sent_R))
-        sent = [(id_U[own], table_U[own]) for own in order_U.split(sent_R)]
+        sent = zip(id_U[order_U].split(sent_R), table_U[order_U].split(sent_R), strict=True)
         return [[torch.tensor([len(ids)]), ids, tables] for ids, tables in sent]
 
     received = ranks.exchange(what, blocks)
-    keys, order_U, sent_R = made[0]
-    asked_R = [int(block.take(1, torch.int64)) for block in received]
-    id_N = torch.cat([block.take(count, torch.int64) for block, count in zip(received, asked_R, strict=True)])
-    table_N = torch.cat([block.take(count, torch.int32) for block, count in zip(received, asked_R, strict=True)])
-    return Routed(keys, order_U, sent_R, _keys_of_ranks(store, table_N, id_N), asked_R)
+    count_R = [int(block.take(1, torch.int64)) for block in received]
+    id_N = torch.cat([block.take(count, torch.int64) for block, count in zip(received, count_R, strict=True)])
+    table_N = torch.cat([block.take(count, torch.int32) for block, count in zip(received, count_R, strict=True)])
+    return Routed(*made[0], Asked(store, ranks, table_N, id_N, count_R))
 
 
-def _by_owner(table_U: torch.Tensor, id_U: torch.Tensor, ranks: int) -> tuple[torch.Tensor, list[int]]:
-    """Keys in the order of their owners, int64 [U], and how many each has."""
-    owner_U = owner_of(table_U.numpy(), id_U.numpy(), ranks)
-    order_U = torch.from_numpy(np.argsort(owner_U, kind="stable"))
-    return order_U, np.bincount(owner_U, minlength=ranks).tolist()
+def by_owner(
+    store: EmbeddingStore, ranks: Ranks, table_U: torch.Tensor, id_U: torch.Tensor
+) -> tuple[torch.Tensor, list[int]]:
+    """Keys in the order of the ranks that are asked for their rows, int64 [U], and how many each is asked for: those of
+    replicated tables this one, the others their owner."""
+    owner_U = owner_of(table_U.numpy(), id_U.numpy(), ranks.size)
+    if store.replicas:
+        owner_U[store.replicas.are_of(table_U.numpy())] = ranks.rank
+    order_U, sent_R = _by_rank(owner_U, ranks.size)
+    return torch.from_numpy(order_U), sent_R
 
 
-def _keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tensor) -> Keys:
+def _by_trainer(
+    store: EmbeddingStore, ranks: Ranks, table_U: torch.Tensor, id_U: torch.Tensor
+) -> tuple[torch.Tensor, list[int]]:
+    """As `by_owner` for their gradients, int64 [N]: those of replicated tables go to every rank, the others to their
+    owner."""
+    if not store.replicas:
+        return by_owner(store, ranks, table_U, id_U)
+    replicated_U = store.replicas.are_of(table_U.numpy())
+    alone, replicated = np.flatnonzero(~replicated_U), np.flatnonzero(replicated_U)
+    owner_A = owner_of(table_U.numpy()[alone], id_U.numpy()[alone], ranks.size)
+    key_N = np.concatenate([alone, np.tile(replicated, ranks.size)])
+    rank_N = np.concatenate([owner_A, np.repeat(np.arange(ranks.size), len(replicated))])
+    order_N, sent_R = _by_rank(rank_N, ranks.size)
+    return torch.from_numpy(key_N[order_N]), sent_R
+
+
+def _by_rank(rank_N: np.ndarray, ranks: int) -> tuple[np.ndarray, list[int]]:
+    # A stable sort of 16 bits goes through them once.
+    order_N = np.argsort(rank_N.astype(np.uint16) if ranks <= 1 << 16 else rank_N, kind="stable")
+    return order_N, np.bincount(rank_N, minlength=ranks).tolist()
+
+
+def keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tensor) -> Keys:
     """Keys that several ranks have sent, on the place of the store's rows; one may come from each."""
     loops = store.loops
     table_N, id_N = table_N.to(loops.device), id_N.to(loops.device)
@@ -98,26 +158,33 @@ def _keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Ten
     return Keys(id_N.shape, loops.counted(unique), None, loops)
 
 
+def rows_like(store: EmbeddingStore, ranks: Ranks) -> torch.Tensor:
+    """A tensor of no rows, [0, D], with the device of the store's and the dtype in which they travel: their own, or
+    `comm_dtype` if that is smaller."""
+    dtype = min(DTYPES[store.format.dtype], ranks.comm_dtype, key=lambda dtype: dtype.itemsize)
+    return torch.empty(0, store.format.dim, dtype=dtype, device=store.loops.device)
+
+
 @Op(LOOKUP, takes=("ranks",))
 def shuffle_rows(
-    ranks: Ranks, what: str, routed: Routed, read: Callable[[Keys], torch.Tensor], format: RowFormat
-) -> torch.Tensor:
-    """The weights of this rank's unique keys from their owners: [U, D], of the rows' dtype, on the CPU.
+    ranks: Ranks, what: str, routed: Routed, read: Callable[[], torch.Tensor], store: EmbeddingStore
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights of this rank's unique keys from their owners: [S, D], of the store's dtype, and where those of each
+    key are in it, int64 [U].
 
     Args:
         what: as for `shuffle_keys`.
-        read: gives the weights of the keys that ranks ask this one for, [asked, D]; where it raises, all ranks do.
-        format: of the rows.
+        read: gives the weights of the keys that ranks ask this one for, see `Asked.keys`; where it raises, all ranks
+            do.
 
     Raises:
         As `shuffle_keys`.
     """
-    dim, dtype = format.dim, DTYPES[format.dtype]
-    sizes = ([count * dim * dtype.itemsize for count in counts] for counts in (routed.asked_R, routed.sent_R))
-    received = ranks.answer(what, lambda: read(routed.asked).split(routed.asked_R), *sizes)
-    row_UD = torch.empty(len(routed.order_U), dim, dtype=dtype)
-    row_UD[routed.order_U] = torch.cat([rows.view(dtype).view(-1, dim).cpu() for rows in received])
-    return row_UD
+    like = rows_like(store, ranks)
+    row_SD = ranks.answer(what, lambda: read().to(like.dtype), like, routed.asked.count_R, routed.sent_R)
+    slot_U = torch.empty(len(routed.order_U), dtype=torch.int64)
+    slot_U[routed.order_U] = ranks.behind_heads(routed.sent_R, ranks.heads(like))
+    return row_SD.to(DTYPES[store.format.dtype]), slot_U.to(like.device)
 
 
 def look_up_on_ranks(
@@ -139,21 +206,45 @@ def look_up_on_ranks(
         StoreFullError: a tier is too small for the step, or capacity is reached; nothing is inserted on this rank.
         What `make` raises.
     """
-    what = f"look up {name!r} in {'training' if inserts else 'eval'} mode"
-    routed = shuffle_keys(ranks, what, make, store)
+    what = lookup_of(name, inserts, ranks)
+    with whole_exchange():
+        routed = shuffle_keys(ranks, what, make, store)
+        lease = lease_on_ranks(ranks, what, store, routed, inserts=inserts, source=source)
+    if not has_gradient:
+        lease.unpin()
+    return lease
+
+
+def lookup_of(name: str, inserts: bool, ranks: Ranks) -> str:
+    """What ranks do that look up an embedding of this name; what must be the same on all is in it."""
+    return f"look up {name!r} in {'training' if inserts else 'eval'} mode, comm_dtype {ranks.comm_dtype}"
+
+
+def lease_on_ranks(
+    ranks: Ranks, what: str, store: EmbeddingStore, routed: Routed, *, inserts: bool,
+    source: ReadRows | None = None, prefetched: Prefetched | None = None,
+) -> Lease:  # fmt: skip
+    """The rows of keys that their owners have, and pins on those that this rank was asked for.
+
+    Args:
+        what, store, inserts, source: as for `look_up_on_ranks`.
+        prefetched: what `prefetch` gave for the keys that this rank is asked for.
+
+    Raises:
+        RankError, StoreFullError: as `look_up_on_ranks`.
+    """
     owned: list[Lease] = []
 
-    def read(asked: Keys) -> torch.Tensor:
+    def read() -> torch.Tensor:
+        asked = routed.asked.keys
         if not inserts:
             return peek(source or store, asked)
-        owned.append(acquire(store, asked))
+        owned.append(acquire(store, asked, prefetched))
         return gather(owned[0])
 
-    row_UD = shuffle_rows(ranks, f"rows to {what}", routed, read, store.format)
-    if owned and not has_gradient:
-        owned.pop().unpin()
-    remote = Remote(ranks, store.loops.array(row_UD.to(store.loops.device)), owned[0] if owned else None)
-    return Lease(store, routed.keys, remote=remote)
+    row_SD, slot_U = shuffle_rows(ranks, f"rows to {what}", routed, read, store)
+    array = store.loops.array
+    return Lease(store, routed.keys, remote=Remote(ranks, array(row_SD), array(slot_U), owned[0] if owned else None))
 
 
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -166,55 +257,71 @@ def shuffle_grads(
     stores: Sequence[EmbeddingStore],
     scales: Sequence[float],
     make: Callable[[], Sequence[Sums | None]],
+    names: Sequence[str] = (),
 ) -> list[tuple[Lease, RowGrads] | None]:
-    """The gradients of the rows that this rank owns, to be summed, from those of all ranks; with a lease on them that
-    is not pinned yet. None for a store that has a gradient on no rank.
+    """The gradients of the rows that this rank owns or has copies of, to be summed, from those of all ranks; with a
+    lease on them that is not pinned yet. None for a store that has a gradient on no rank.
 
     Args:
         stores: the rows that this rank owns, of each embedding.
         scales: by what its gradients are multiplied.
         make: gives for each embedding the gradients of the rows that this rank has looked up; None = there are none.
+        names: of the embeddings.
 
     Raises:
         RankError: another rank has failed.
         What `make` raises.
     """
 
+    sent_E: list[tuple[torch.Tensor, list[int]]] = []
+
     def blocks() -> list[list[torch.Tensor]]:
-        sent: list[list[torch.Tensor]] = [[] for _ in range(ranks.size)]
+        blocks_R: list[list[torch.Tensor]] = [[] for _ in range(ranks.size)]
         count_RE: list[list[int]] = [[] for _ in range(ranks.size)]
-        for sums in make():
+        for store, sums in zip(stores, make(), strict=True):
             if sums is None:
+                sent_E.append((torch.empty(0, store.format.dim, dtype=ranks.comm_dtype), [0] * ranks.size))
                 for counts in count_RE:
-                    counts.append(-1)
+                    counts.append(_NONE)
                 continue
             table_U, id_U, grad_UD = sums
-            order_U, sent_R = _by_owner(table_U, id_U, ranks.size)
-            for r, own in enumerate(order_U.split(sent_R)):
-                count_RE[r].append(len(own))
-                sent[r] += [id_U[own], table_U[own], grad_UD[own]]
-        return [[torch.tensor(counts, dtype=torch.int64), *parts] for counts, parts in zip(count_RE, sent, strict=True)]
+            order_U, sent_R = _by_trainer(store, ranks, table_U, id_U)
+            sent_E.append((grad_UD[order_U.to(grad_UD.device)].to(ranks.comm_dtype), sent_R))
+            sent = zip(id_U[order_U].split(sent_R), table_U[order_U].split(sent_R), strict=True)
+            for block, counts, (ids, tables) in zip(blocks_R, count_RE, sent, strict=True):
+                counts.append(len(ids))
+                block += [ids, tables]
+        return [[torch.tensor(counts), *block] for counts, block in zip(count_RE, blocks_R, strict=True)]
 
-    received = ranks.exchange(f"bring gradients of {len(stores)} embeddings to their owners", blocks)
-    count_RE = [block.take(len(stores), torch.int64).tolist() for block in received]
     owned: list[tuple[Lease, RowGrads] | None] = []
-    for e, store in enumerate(stores):
-        dim = store.format.dim
-        parts = [
-            (block.take(n, torch.int64), block.take(n, torch.int32), block.take(n * dim, torch.float32).view(n, dim))
-            for block, (*_, n) in ((block, counts[: e + 1]) for block, counts in zip(received, count_RE, strict=True))
-            if n >= 0
-        ]
-        owned.append(_owned(store, scales[e], parts) if parts else None)
+    with whole_exchange():
+        what = f"bring gradients of {', '.join(names)}, in {ranks.comm_dtype}, to their owners for the"
+        received = ranks.exchange(f"{what} {ranks.gradients}", blocks)
+        count_RE = [block.take(len(stores), torch.int64).tolist() for block in received]
+        for e, (store, (grad_ND, sent_R)) in enumerate(zip(stores, sent_E, strict=True)):
+            count_R = [counts[e] for counts in count_RE]
+            if all(count == _NONE for count in count_R):
+                owned.append(None)
+                continue
+            keys = [
+                (block.take(count, torch.int64), block.take(count, torch.int32))
+                for block, count in zip(received, count_R, strict=True)
+                if count != _NONE
+            ]
+            id_N, table_N = (torch.cat(column) for column in zip(*keys, strict=True))
+            grad_ND = ranks.swap(grad_ND, sent_R, [max(0, count) for count in count_R])
+            owned.append(_owned(store, scales[e], id_N, table_N, grad_ND.float()))
     return owned
 
 
+_NONE = -1  # in place of a count: the rank has no gradients of an embedding
+
+
 def _owned(
-    store: EmbeddingStore, scale: float, parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    store: EmbeddingStore, scale: float, id_N: torch.Tensor, table_N: torch.Tensor, grad_ND: torch.Tensor
 ) -> tuple[Lease, RowGrads]:
-    id_N, table_N, grad_ND = (torch.cat(column) for column in zip(*parts, strict=True))
-    keys, loops = _keys_of_ranks(store, table_N, id_N), store.loops
-    scale_N = loops.array(torch.full((len(id_N),), scale, device=loops.device))
+    keys, loops = keys_of_ranks(store, table_N, id_N), store.loops
+    scale_N = None if scale == 1.0 else loops.array(torch.full((len(id_N),), scale, device=loops.device))
     segments = loops.segments(keys.unique, None, loops.array(grad_ND.to(loops.device)), scale_N)
     lease = Lease(store, keys)
     table_U, id_U = keys.unique.table_U, keys.unique.id_U

@@ -1,5 +1,6 @@
 """Turns calls of embedding modules into ops."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import fx
@@ -32,10 +33,16 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
     are checked before any row is inserted:
 
     After:   keys = unique_keys(kept, ...);  check_pooling(keys, weights, "sum");  reserved = reserve(store, keys) ...
+
+    The lookups of rows that ranks own together are announced, all at once; an input is added for that, the last one:
+
+    After:   announced = announce(announcement, (("items", ranks, store, True, keys), ...))
+             reserved = announced_lookup(announced, 0) ...
     """
     graph = copy_graph(graph)
     output = output_of(graph)
-    made: list[fx.node.Argument] = []
+    made: list[list[fx.node.Argument]] = []
+    announced: list[tuple[list[fx.node.Argument], tuple[fx.node.Argument, ...]]] = []
     for node in list(graph.nodes):
         if node.op == "placeholder" and node.users:
             with graph.inserting_after(node):
@@ -56,7 +63,9 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
                 graph.call_function(ops.check_pooling, (keys, call.per_sample_weights, call.pooling))
             pooled = () if call.offsets is None else (call.per_sample_weights, call.pooling)
             lease = rows = None
-            if inserts and (module.training or module.weight.requires_grad):
+            if module.asked_ranks is not None:
+                pass
+            elif inserts and (module.training or module.weight.requires_grad):
                 lease = graph.call_function(ops.reserve if module.training else ops.acquire_later, (store, keys))
                 if call.pooling is not None and not module.training:
                     rows = graph.call_function(ops.gather, (lease, *pooled))
@@ -64,12 +73,33 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
                 rows = graph.call_function(ops.peek, (store, keys, *pooled))
         ids = node_of(call.ids)
         origin = ids.args[0] if ids.target is ops.keep else None
-        made.append((str(node.target), *call[:3], lease, rows, *call[3:], origin))
-    output.args = (tuple(made),)
+        made.append([str(node.target), *call[:3], lease, rows, *call[3:], origin])
+        if module.asked_ranks is not None:
+            with graph.inserting_before(node):
+                ranks = graph.get_attr(f"{node.target}.ranks")
+            announced.append((made[-1], (module.name, ranks, store, inserts and module.training, keys)))
+    if announced:
+        _announce(graph, announced)
+    output.args = (tuple(map(tuple, made)),)
     for node in reversed(list(graph.nodes)):
         if node.op == "call_module" and node.target in embeddings:
             graph.erase_node(node)
     return graph
+
+
+def _announce(graph: fx.Graph, lookups: Sequence[tuple[list[fx.node.Argument], tuple[fx.node.Argument, ...]]]) -> None:
+    """Announce lookups, given with what is returned of each, and note there what is reserved."""
+    first = next(iter(graph.nodes))
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(first):
+        announcement = graph.placeholder("announcement")
+    with graph.inserting_before(output_of(graph)):
+        announced = graph.call_function(ops.announce, (announcement, tuple(lookup for _, lookup in lookups)))
+        for number, (returned, _) in enumerate(lookups):
+            returned[_RESERVED] = graph.call_function(ops.announced_lookup, (announced, number))
+
+
+_RESERVED = 4  # of what is returned of a lookup
 
 
 class _Copies:

@@ -15,6 +15,7 @@ import click
 
 from oneemb.cli.check import check, compact
 from oneemb.cli.inspect import inspect
+from oneemb.cli.plan import plan_command
 from oneemb.cli.reshard import reshard_command
 from oneemb.cli.rows import export_command, import_command
 from oneemb.cli.snapshots import snapshot
@@ -67,8 +68,8 @@ def _in_options(text: str) -> str:
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="oneemb")
 def oneemb() -> None:
-    """Embedding tables on disk: what they hold, whether they are sound, and the way in and out."""
+    """Embedding tables on disk: what they hold, whether they are sound, and the way in and out; and what jobs take."""
 
 
-for _command in (inspect, check, compact, snapshot, export_command, import_command, reshard_command):
+for _command in (inspect, check, compact, snapshot, export_command, import_command, reshard_command, plan_command):
     oneemb.add_command(_command)

@@ -158,7 +158,15 @@ def import_rows(
         return read()
     snapshots, counts = embedding.rank_snapshots, list[int]()
     what = snapshots.words("import_rows")
-    snapshots.together("import_rows", lambda: snapshots.agree(what, lambda: counts.append(read())))
+
+    def bring_on_ranks() -> None:
+        try:
+            snapshots.agree(what, lambda: counts.append(read()))
+        except BaseException:
+            snapshots.even_out(what)  # The ranks may have come to different rows of replicated tables.
+            raise
+
+    snapshots.together("import_rows", bring_on_ranks)
     return counts[0]
 
 
@@ -331,7 +339,10 @@ class _IntoEmbedding:
         not_padding = np.flatnonzero(unique.inverse_N >= 0)
         last_U[unique.inverse_N[not_padding]] = not_padding
         row_NW = encode_rows(row_format, batch.weight_ND, batch.state_NZ if row_format.state_width else None)
-        own_U = np.flatnonzero(owner_of(unique.table_U, unique.id_U, store.plan.owners) == store.plan.owner)
+        own_U = np.flatnonzero(
+            store.replicas.are_of(unique.table_U)
+            | (owner_of(unique.table_U, unique.id_U, store.plan.owners) == store.plan.owner)
+        )
         for begin in range(0, len(own_U), self._put_max):
             u = own_U[begin : begin + self._put_max]
             store.put(unique.table_U[u], unique.id_U[u], row_NW[last_U[u]])

@@ -186,8 +186,8 @@ class LiveRows:
         begin = self.first_block(chunk)
         self.sum_B[begin : begin + len(sum_B)] = sum_B
 
-    def part(self, chunk: ChunkFile) -> ChunkPart:
-        """The live rows of one chunk that are on disk now."""
+    def part(self, chunk: ChunkFile, without_N: np.ndarray | None = None) -> ChunkPart:
+        """The live rows of one chunk that are on disk now, but for those in these places, which grow."""
         rows = chunk.blocks * self.geometry.rows_per_block
         extents, extent_bytes = self._extents[chunk], self.geometry.rows_per_extent // 8
         bit_N = self.bit_N[extents.start * extent_bytes : extents.stop * extent_bytes]
@@ -197,6 +197,12 @@ class LiveRows:
             part_N[rows // 8 + 1 :] = 0
         in_memory = np.unpackbits(bit_N[rows // 8 :], bitorder="little")[rows % 8 :].sum(dtype=np.int64)
         size = int(self.live_of(chunk) - in_memory)
+        if without_N is not None:
+            first = self.first_place(chunk)
+            row_N = without_N[slice(*np.searchsorted(without_N, [first, first + rows]))] - first
+            cleared_E = np.zeros(1, np.int64)
+            bits_clear(part_N, row_N, rows, cleared_E)
+            size += int(cleared_E[0])
         return ChunkPart(chunk.number, chunk.blocks, chunk.keys_bytes, chunk.keys_sum, size, bit_N=part_N)
 
     def release(self) -> None:

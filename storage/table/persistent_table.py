@@ -245,7 +245,7 @@ class PersistentTable:
 
     def save_snapshot(
         self, name: str, meta: dict[str, Any], *, overwrite: bool = False, identity: str | None = None,
-        sequence: int = 0,
+        sequence: int = 0, without: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> SnapshotInfo:  # fmt: skip
         """Keep all rows as they are now under a name. Durable when this returns, and atomic.
 
@@ -258,6 +258,7 @@ class PersistentTable:
             overwrite: replace the snapshot of that name, atomically.
             identity: 32 hexadecimal digits, of a snapshot of which this is a part or a copy; None = one of its own.
             sequence: the least number that it is to have among the snapshots.
+            without: the snapshot does not hold the rows of these keys, (table_U, id_U), which the table keeps.
 
         Returns:
             The snapshot's description.
@@ -275,7 +276,7 @@ class PersistentTable:
             self._leave_suspects()
             self._compactor.clean_for_save(name)
             self._writer.write_out()  # 1.
-            cut = self._cut()
+            cut = self._cut(without)
             try:
                 record = self._store.describe(name, cut, meta, time.time(), identity, sequence)
             except BaseException:
@@ -441,12 +442,16 @@ class PersistentTable:
         self._use(live)
         old.release()
 
-    def _cut(self) -> Cut:
-        """The live rows of each chunk on disk now; the chunks are held once more."""
+    def _cut(self, without: tuple[np.ndarray, np.ndarray] | None = None) -> Cut:
+        """The live rows of each chunk on disk now, but for those of some keys; the chunks are held once more."""
         cut = Cut(self._live.geometry, [], [])
+        place_U = np.empty(0, np.int64) if without is None else np.sort(self._live.index.find(*without))
         for chunk in self._live.chunks():
             if chunk.blocks and self._live.live_of(chunk):
-                cut.parts.append(self._live.part(chunk))
+                part = self._live.part(chunk, place_U)
+                if not part.rows and without is not None:
+                    continue
+                cut.parts.append(part)
                 cut.chunks.append(chunk)
                 self._files.hold(chunk)
         return cut

@@ -103,11 +103,15 @@ class SnapshotReader:
 
     def count(self, keep: Keep) -> int:
         """How many rows are kept. Reads keys only; raises as `scan`."""
-        count = 0
+        return sum(len(id_N) for _, id_N in self.keys(keep))
+
+    def keys(self, keep: Keep) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The keys of the rows that are kept, (table_N int32, id_N int64), chunk by chunk; raises as `scan`."""
         for part in self._record.parts:
             rows, _, keys = self._part(part)
-            count += int(np.count_nonzero(keep(*keys.of(rows))))
-        return count
+            table_N, id_N = keys.of(rows)
+            kept = np.flatnonzero(keep(table_N, id_N))
+            yield table_N[kept], id_N[kept]
 
     def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
         """Copy the rows of these keys into `out_UW`, and return missing_U. The first call makes an index of all keys:

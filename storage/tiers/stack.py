@@ -40,6 +40,7 @@ class StorePlan:
         physical_block_size: 512 or 4096.
         cache_policy: which rows caches evict first, "lru" or "lfu"; oneemb.storage.tiers.hot_tier says what they mean.
         owner, owners: which of so many stores this is that have the rows together; `owner_of` says whose a key is.
+        replicated: tables of which each of these stores has all rows.
     """
 
     persistent_path: str
@@ -50,6 +51,7 @@ class StorePlan:
     cache_policy: str = "lfu"
     owner: int = 0
     owners: int = 1
+    replicated: tuple[int, ...] = ()
 
 
 class NewRows:

@@ -35,18 +35,22 @@ def test_each_rank_gets_what_each_has_sent_it(rank_pool, size):
 
 def answers(group):
     ranks = Ranks(group)
-    sent = [torch.full((2 * ranks.rank + to,), to - 0.5) for to in range(ranks.size)]
-    sizes = [
-        [4 * (2 * ranks.rank + to) for to in range(ranks.size)],
-        [4 * (2 * r + ranks.rank) for r in range(ranks.size)],
-    ]
-    got = ranks.answer("it", lambda: sent, *sizes)
-    return [one.view(torch.float32).tolist() for one in got]
+    found = []
+    for like in (torch.empty(0, 3), torch.empty(0, 1, dtype=torch.bfloat16), torch.empty(0, 9, dtype=torch.int64)):
+        sent_R = [2 * ranks.rank + to for to in range(ranks.size)]
+        received_R = [2 * sender + ranks.rank for sender in range(ranks.size)]
+        heads = ranks.heads(like)
+        rows = [torch.full((count + heads, like.shape[1]), to).to(like) for to, count in enumerate(sent_R)]
+        got = ranks.answer("it", lambda rows=rows: torch.cat(rows), like, sent_R, received_R)
+        found.append(got[ranks.behind_heads(received_R, heads)].tolist())
+    return found
 
 
-def test_answers_of_known_sizes(rank_pool):
-    for to, received in enumerate(rank_pool(3, answers)):
-        assert received == [[to - 0.5] * (2 * sender + to) for sender in range(3)]
+@pytest.mark.parametrize("size", [1, 3])
+def test_answers_of_known_sizes(rank_pool, size):
+    for to, received in enumerate(rank_pool(size, answers)):
+        rows = sum(2 * sender + to for sender in range(size))
+        assert received == [[[to] * width] * rows for width in (3, 1, 9)]
 
 
 def fails_on_one(group, failing):
@@ -60,7 +64,7 @@ def fails_on_one(group, failing):
     caught = []
     for call in (
         lambda: ranks.exchange("it", make), lambda: ranks.agree("it", make), lambda: ranks.all_gather("it", make),
-        lambda: ranks.answer("it", lambda: [block for (block,) in make()], [12] * ranks.size, [12] * ranks.size),
+        lambda: ranks.answer("it", lambda: torch.zeros(len(make()) * 3, 2), torch.zeros(0, 2), *[[1] * ranks.size] * 2),
     ):  # fmt: skip
         try:
             call()

@@ -21,6 +21,7 @@ from oneemb.storage.errors import (
 )
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.table import chunk_scan, snapshot_load
+from oneemb.storage.table.check import check_table
 from oneemb.storage.table.file_header import SNAPSHOT_MAGIC
 from oneemb.storage.table.persistent_table import PersistentTable, read_snapshot_info
 from oneemb.storage.table.snapshot_reader import SnapshotReader
@@ -160,6 +161,35 @@ def test_erased_rows_stay_away_whatever_is_saved_loaded_and_compacted(tmp_path, 
     with open_table(tmp_path) as table:
         table.load_snapshot("after")
         check(table, rows)
+
+
+@pytest.mark.parametrize(("row_width", "physical_block_size"), LAYOUTS)
+def test_a_snapshot_without_some_keys_has_all_others_and_the_table_keeps_them(tmp_path, row_width, physical_block_size):
+    rng, rows = np.random.default_rng(row_width), {}
+    with open_table(tmp_path, row_width=row_width, physical_block_size=physical_block_size) as table:
+        for n in range(4):
+            put_random(table, rows, rng, 400)
+            keys = list(rows)
+            # Of some chunks all rows, of others some; and keys that are not there.
+            without = [keys[i] for i in rng.permutation(len(keys))[: n * len(keys) // 3]] if n % 2 else keys[: 100 * n]
+            asked = np.array([*without, (7, -(10**15)), (8, 10**15)], dtype=object)
+            table_U, id_U = asked[:, 0].astype(np.int32), asked[:, 1].astype(np.int64)
+            info = table.save_snapshot(f"{n}", {}, without=(table_U, id_U))
+            check(table, rows)
+            kept = {key: row for key, row in rows.items() if key not in set(without)}
+            assert info.rows == len(kept)
+            with SnapshotReader.open(tmp_path, f"{n}") as reader:
+                assert scanned(reader) == kept
+        everything = table.save_snapshot("all", {})
+        assert everything.rows == len(rows)
+        table.load_snapshot("3")
+        rows = kept
+        check(table, rows)
+        put_random(table, rows, rng, 300)
+        table.compact()
+        check(table, rows)
+    result = check_table(str(tmp_path))
+    assert result.problems == [] and sorted(result.snapshots) == ["0", "1", "2", "3", "all"]
 
 
 def test_a_table_of_erased_rows_frees_its_disk(tmp_path):

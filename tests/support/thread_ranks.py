@@ -97,7 +97,7 @@ def run_ranks(size, function, *args, patch=None, dies=()):
         dies: ranks of which `Killed` is expected, or what follows of it; what they raised is given.
     """
     if patch is not None:
-        patch.setattr("oneemb.embedding.Ranks", lambda group, gradients: group)
+        patch.setattr("oneemb.embedding.Ranks", lambda group, *options: group)
     meeting = _Meeting(size)
     results, raised = [None] * size, []
 

@@ -1,0 +1,284 @@
+"""A training step of ranks that own rows together, beside TorchRec's DistributedModelParallel on the same ranks.
+
+    python benchmarks/bench_scale_out.py                        1 and 2 processes, gloo
+    python benchmarks/bench_scale_out.py --ranks 1 2 3 --dim 64 --ids uniform
+
+A DLRM of 26 tables of 100,000 rows, 32 weights each, ids by Zipf's law (1.05), Adagrad, a batch of 2,048 on each rank,
+every process on one thread. The dense part is the same module in DistributedDataParallel for all. TorchRec's tables are
+sharded by rows and by tables, its optimizer is fused, and it is run plainly and with TrainPipelineSparseDist, which
+exchanges the ids of coming batches ahead as `run` does; it is left out where it is not installed.
+
+The systems take turns in the same processes, a stretch of steps each. Printed are medians of the time of a step, as a
+share of the best of TorchRec's, and of oneemb
+
+    sent            bytes that a rank sends to others in a step, and what it would send without looking ids up once
+    in exchanges    the time of a step that its own thread spends in exchanges, waiting for the others included
+
+One JSON line a case goes before the table.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from _embedding_systems import Case, make_batches
+from _machine import keep_freed_memory, machine, table
+from bench_train_step import DenseDLRM
+from torch import distributed, multiprocessing
+from torch.nn.parallel import DistributedDataParallel
+
+import oneemb
+
+Steps = Callable[[Iterator[Any]], Iterator[Any]]
+"""Trains on each of these batches; gives something after each step."""
+
+LEARNING_RATE = 0.01
+
+
+def main() -> None:
+    options = parse()
+    print(json.dumps(machine() | {"threads": 1}), flush=True)
+    for ranks in options.ranks:
+        with tempfile.TemporaryDirectory(prefix="oneemb-bench-") as folder:
+            multiprocessing.spawn(work, (ranks, folder, options), nprocs=ranks)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--tables", type=int, default=26)
+    parser.add_argument("--rows", type=int, default=100_000, help="rows of a table")
+    parser.add_argument("--dim", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=2048, help="samples of a rank")
+    parser.add_argument("--ids", choices=("zipf", "uniform"), default="zipf")
+    parser.add_argument("--comm-dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=8, help="steps in a stretch")
+    parser.add_argument("--warm", type=int, default=2, help="rounds that are not counted")
+    return parser.parse_args()
+
+
+def work(rank: int, ranks: int, folder: str, options: argparse.Namespace) -> None:
+    """One process."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    case = Case("adagrad", options.dim, options.batch, options.tables, options.rows, options.ids, pooled=False)
+    made = make_batches(case, options.steps, seed=rank)
+    number_BX = torch.rand(options.batch, 13, generator=torch.Generator().manual_seed(rank))
+    label_B = (number_BX.sum(1) > 6.5).float()
+    ids = [torch.from_numpy(batch.id_N.reshape(options.batch, options.tables)) for batch in made]
+    graph = graph_of(folder, options)
+    ours = [(id_BT, number_BX, label_B) for id_BT in ids]
+    systems: dict[str, tuple[Steps, list[Any]]] = {
+        "oneemb, called": (lambda batches: (graph(*batch) for batch in batches), ours),
+        "oneemb, run": (graph.run, ours),
+    }
+    systems |= torchrec_systems(options, ids, number_BX, label_B)
+    seconds, traffic = measure(systems, options, graph)
+    if rank == 0:
+        unique = statistics.mean(len(torch.unique(id_BT + torch.arange(options.tables) * 10**9)) for id_BT in ids)
+        report(ranks, seconds, traffic, options.batch * options.tables / unique, options)
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+class Graph(oneemb.TrainGraph):
+    """The DLRM on embeddings whose rows the ranks own together."""
+
+    def __init__(self, embedding: oneemb.MultiTableEmbedding, dense: torch.nn.Module):
+        super().__init__()
+        self.embedding, self.dense = embedding, dense
+        self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=LEARNING_RATE))
+
+    def build(self, ids: torch.Tensor, numbers: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(self.dense, numbers, self.embedding(ids), label)
+        loss.backward()
+        return loss.detach()
+
+
+def loss_of(dense: torch.nn.Module, number_BX: torch.Tensor, row_BTD: torch.Tensor, label_B: torch.Tensor) -> Any:
+    return torch.nn.functional.binary_cross_entropy_with_logits(dense(number_BX, row_BTD), label_B)
+
+
+def dense_of(options: argparse.Namespace) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(DenseDLRM(options.tables, 13, options.dim))
+
+
+def graph_of(folder: str, options: argparse.Namespace) -> Graph:
+    embedding = oneemb.MultiTableEmbedding(
+        "rows", options.dim, torch.float32, torch.int64, [oneemb.make_table()] * options.tables,
+        oneemb.make_device_mem_store_options(f"{folder}/rows"), num_threads=1,
+        process_group=distributed.group.WORLD, comm_dtype=getattr(torch, options.comm_dtype),
+    )  # fmt: skip
+    return Graph(embedding, dense_of(options))
+
+
+def torchrec_systems(
+    options: argparse.Namespace, ids: list[torch.Tensor], number_BX: torch.Tensor, label_B: torch.Tensor
+) -> dict[str, tuple[Steps, list[Any]]]:
+    """TorchRec's ways to run a step, by name."""
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    try:
+        import torchrec
+        from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+        from torchrec.distributed.types import ShardingEnv, ShardingPlan
+        from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+        from torchrec.streamable import Pipelineable
+    except ImportError:
+        return {}
+    ranks, names = distributed.get_world_size(), [f"f{t}" for t in range(options.tables)]
+
+    class Batch(Pipelineable):
+        def __init__(self, ids: Any, numbers: torch.Tensor, label: torch.Tensor):
+            self.ids, self.numbers, self.label = ids, numbers, label
+
+        def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+            return self
+
+        def record_stream(self, stream: object) -> None:
+            pass
+
+        def pin_memory(self) -> "Batch":
+            return self
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = torchrec.EmbeddingBagCollection(
+                device=torch.device("meta"),
+                tables=[
+                    torchrec.EmbeddingBagConfig(
+                        name=f"t{t}", embedding_dim=options.dim, num_embeddings=options.rows, feature_names=[name]
+                    )
+                    for t, name in enumerate(names)
+                ],
+            )
+            torch.manual_seed(0)
+            self.dense = DenseDLRM(options.tables, 13, options.dim)
+
+        def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            row_BTD = self.rows(batch.ids).values().view(-1, options.tables, options.dim)
+            loss = loss_of(self.dense, batch.numbers, row_BTD, batch.label)
+            return loss, loss.detach()
+
+    batches = [
+        Batch(
+            torchrec.KeyedJaggedTensor.from_lengths_sync(
+                names, id_BT.t().reshape(-1), torch.ones(id_BT.numel(), dtype=torch.int32)
+            ),
+            number_BX,
+            label_B,
+        )
+        for id_BT in ids
+    ]
+
+    def system(kind: str, pipelined: bool) -> Steps:
+        model = Model()
+        apply_optimizer_in_backward(torch.optim.Adagrad, model.rows.parameters(), {"lr": LEARNING_RATE})
+        shards = {
+            f"t{t}": row_wise(compute_kernel="fused")
+            if kind == "rows"
+            else table_wise(t % ranks, compute_kernel="fused")
+            for t in range(options.tables)
+        }
+        plan = construct_module_sharding_plan(model.rows, shards, local_size=ranks, world_size=ranks, device_type="cpu")
+        parallel = DistributedModelParallel(
+            model, env=ShardingEnv.from_process_group(distributed.group.WORLD), device=torch.device("cpu"),
+            plan=ShardingPlan({"rows": plan}), sharders=[EmbeddingBagCollectionSharder()],
+        )  # fmt: skip
+        dense = [parameter for name, parameter in parallel.named_parameters() if "dense" in name]
+        optimizer = torch.optim.Adagrad(dense, lr=LEARNING_RATE)
+
+        pipeline = TrainPipelineSparseDist(parallel, optimizer, torch.device("cpu"), execute_all_batches=True)
+
+        def plain(batches: Iterator[Any]) -> Iterator[Any]:
+            for batch in batches:
+                optimizer.zero_grad()
+                loss, _ = parallel(batch)
+                loss.backward()
+                optimizer.step()
+                yield loss.detach()
+
+        def in_pipeline(batches: Iterator[Any]) -> Iterator[Any]:
+            batches = iter(batches)
+            while True:
+                try:
+                    yield pipeline.progress(batches)
+                except StopIteration:
+                    return
+
+        return in_pipeline if pipelined else plain
+
+    return {
+        f"TorchRec, by {kind}{', pipelined' if pipelined else ''}": (system(kind, pipelined), batches)
+        for kind in ("rows", "tables")
+        for pipelined in (False, True)
+    }
+
+
+def measure(
+    systems: dict[str, tuple[Steps, list[Any]]], options: argparse.Namespace, graph: Graph
+) -> tuple[dict[str, list[float]], dict[str, tuple[float, float]]]:
+    """Seconds of a step, one number a round; and of oneemb the bytes sent and the seconds in exchanges, of a step."""
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
+    traffic: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
+    ranks = graph.embedding.ranks
+    for round in range(-options.warm, options.rounds):
+        for name, (run, batches) in systems.items():
+            steps = run(iter([batches[0], *batches]))
+            next(steps)  # what a loop does before its first step is not a step's
+            sent, spent = ranks.traffic.sent_bytes, ranks.traffic.seconds
+            distributed.barrier()
+            begin = time.perf_counter()
+            for _ in steps:
+                pass
+            distributed.barrier()
+            if round >= 0:
+                seconds[name].append((time.perf_counter() - begin) / len(batches))
+                now = ranks.traffic
+                traffic[name].append(((now.sent_bytes - sent) / len(batches), (now.seconds - spent) / len(batches)))
+    medians = {name: tuple(np.median(found, axis=0)) for name, found in traffic.items()}
+    return seconds, medians  # type: ignore[return-value]
+
+
+def report(
+    ranks: int, seconds: dict[str, list[float]], traffic: dict[str, tuple[float, float]], duplicates: float,
+    options: argparse.Namespace,
+) -> None:  # fmt: skip
+    medians = {name: statistics.median(found) * 1e3 for name, found in seconds.items()}
+    others = {name: ms for name, ms in medians.items() if name.startswith("TorchRec")}
+    best = min(others.values(), default=None)
+    case = f"{ranks} ranks, {options.tables} x {options.rows:,} rows, D {options.dim}, B {options.batch}, {options.ids}"
+    rows = []
+    for name, ms in medians.items():
+        sent, spent = traffic[name]
+        line = {"case": case, "system": name, "ms": round(ms, 2)}
+        cells = [name, f"{ms:.1f}", "" if best is None else f"{ms / best:.2f}", "", "", ""]
+        if name.startswith("oneemb"):
+            line |= {
+                "sent_bytes": round(sent),
+                "exchange_ms": round(spent * 1e3, 2),
+                "duplicates": round(duplicates, 2),
+            }
+            cells[3:] = [f"{sent / 1e6:.2f} MB", f"{sent * duplicates / 1e6:.2f} MB", f"{spent * 1e3:.1f}"]
+        print(json.dumps(line))
+        rows.append(cells)
+    head = [case, "ms", "of TorchRec's best", "sent", "without unique keys", "ms in exchanges"]
+    print(table(head, rows), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""Lookups that ranks are expected to make: their keys go to the owners ahead of the step.
+
+    with Announcement(ranks) as announcement:         on each rank, once a batch, on any thread
+        announced = announce(announcement, lookups)   all their unique keys, in one exchange; owners pin the rows
+    ...
+    lease = announced.lookups[0].acquire()            in the step: its rows, from their owners
+    announced.miss(store, inserts=True)               or: `build` has looked up other ids
+
+A rank that expects other lookups than the others, or none, announces in vain: then all are made as if none had been.
+In the step each rank tells before a lookup whether its ids are those that it has announced. Where they are not, the
+ranks make this rank's lookup unannounced, those that have got their rows already without keys.
+
+Invariants: every rank tells once for each lookup, in the order in which it makes them; nothing is inserted before.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+
+from oneemb.graph.ops.lookup import Keys, Lease
+from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
+from oneemb.graph.ops.shuffle import Asked, Routed, by_owner, keys_of_ranks, lease_on_ranks, look_up_on_ranks, lookup_of
+from oneemb.graph.ranks import Ranks, whole_exchange
+from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.row_store import StorageError
+from oneemb.storage.tiers.hot_rows import Prefetched
+
+__all__ = ["Announced", "AnnouncedLookup", "Announcement", "announce", "announced_lookup"]
+
+Lookup = tuple[str, Ranks, EmbeddingStore, bool, Keys]
+"""Of an embedding: its name, the ranks that make the lookup, the rows that this one owns, whether unknown keys are
+inserted, and the keys."""
+
+_MISSED_IN_EVAL, _MISSED_IN_TRAINING = -2, -1  # what ranks tell; otherwise the number of the lookup they have announced
+
+
+class AnnouncedLookup:
+    """A lookup that ranks have announced, or tried to.
+
+    Args:
+        of: those that were announced with it.
+        number: which of them it is.
+        routed: its keys, and those that ranks ask this one for; None = it was announced in vain.
+    """
+
+    def __init__(self, of: "Announced", number: int, lookup: Lookup, routed: Routed | None):
+        self.name, self.ranks, self.store, self.inserts, _ = lookup
+        self.routed = routed
+        self.prefetched: Prefetched | None = None
+        """Rows that ranks ask this one for."""
+        self._of, self._number = of, number
+
+    def acquire(self) -> Lease | None:
+        """The rows; None if they are to be looked up unannounced. Unknown keys are inserted if `inserts`.
+
+        Raises:
+            RankError, StoreFullError: as `look_up_on_ranks`.
+        """
+        if self not in self._of.waiting:  # It was announced in vain, or the ranks were told of another in its place.
+            self._of.miss(self.store, inserts=self.inserts)
+            return None
+        with whole_exchange():
+            told = self._of.tell(self, self._number)
+            lookup = self._of.agreed(told)
+            if lookup is None:
+                return None
+            lease = lookup.read(told)
+            missed = next((number for number in told if number < 0), None)
+            if missed is not None:
+                inserts = missed == _MISSED_IN_TRAINING
+                look_up_on_ranks(self.ranks, self.store, self.name, lambda: _no_keys(self.store), inserts=inserts)
+        return lease
+
+    def read(self, told: Sequence[int]) -> Lease:
+        """The rows that this rank has asked for, if it is one of those that have told so; to each of them its rows."""
+        assert self.routed is not None
+        routed = self.routed
+        if any(number < 0 for number in told):
+            routed = _of_some(routed, told, self.ranks.rank)
+            self.drop()
+        prefetched, self.prefetched = self.prefetched, None
+        what = lookup_of(self.name, self.inserts, self.ranks)
+        return lease_on_ranks(self.ranks, what, self.store, routed, inserts=self.inserts, prefetched=prefetched)
+
+    def prefetch(self) -> None:
+        """Read the rows that ranks ask this one for, as far as they are known and there is room, and pin them."""
+        if self.inserts and self.routed is not None:
+            with suppress(StorageError):  # It will be met again by the lookup, which tells the ranks.
+                self.prefetched = self.store.prefetch(self.routed.asked.keys.unique)
+
+    def drop(self) -> None:
+        """Unpin the rows that were prefetched for ranks."""
+        prefetched, self.prefetched = self.prefetched, None
+        if prefetched is not None:
+            self.store.unprefetch(prefetched)
+
+    def forget(self) -> None:
+        """See `Reserved`; it holds no lease."""
+
+
+class Announced:
+    """The lookups of a step that were announced together."""
+
+    def __init__(self, lookups: Sequence[Lookup], routed: Sequence[Routed] | None):
+        self.lookups = [
+            AnnouncedLookup(self, number, lookup, None if routed is None else routed[number])
+            for number, lookup in enumerate(lookups)
+        ]
+        self.waiting = [] if routed is None else list(self.lookups)
+        """Those of which this rank has told nothing yet."""
+
+    def tell(self, lookup: AnnouncedLookup, number: int) -> list[int]:
+        """What the ranks tell of the lookup that they make now."""
+        self.waiting.remove(lookup)
+        try:
+            return lookup.ranks.tell(_what(lookup), lambda: number)
+        except BaseException:
+            self.waiting.clear()  # The other ranks wait for nothing.
+            raise
+
+    def agreed(self, told: Sequence[int]) -> AnnouncedLookup | None:
+        """The lookup of which ranks have got the rows that they announced; None if there is none, or not one alone."""
+        numbers = {number for number in told if number >= 0}
+        return self.lookups[numbers.pop()] if len(numbers) == 1 else None
+
+    def miss(self, store: EmbeddingStore, *, inserts: bool) -> None:
+        """Tell the ranks that a lookup is about to be made of ids that were not announced.
+
+        Raises:
+            RankError, StoreFullError: as `look_up_on_ranks`.
+        """
+        lookup = next((lookup for lookup in self.waiting if lookup.store is store), None)
+        if lookup is None:
+            return
+        with whole_exchange():
+            told = self.tell(lookup, _MISSED_IN_TRAINING if inserts else _MISSED_IN_EVAL)
+            agreed = self.agreed(told)
+            if agreed is not None:
+                agreed.read(told).unpin()
+
+    def end(self) -> None:
+        """Let go of all there is."""
+        self.waiting.clear()
+        self.drop()
+
+    def drop(self) -> None:
+        """Unpin the rows that were prefetched for ranks."""
+        for lookup in self.lookups:
+            lookup.drop()
+
+
+def _what(lookup: AnnouncedLookup) -> str:
+    return f"{lookup_of(lookup.name, lookup.inserts, lookup.ranks)}, as announced or not"
+
+
+def _no_keys(store: EmbeddingStore) -> Keys:
+    return keys_of_ranks(store, torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64))
+
+
+def _of_some(routed: Routed, told: Sequence[int], rank: int) -> Routed:
+    """What remains if those ranks that have missed ask for nothing."""
+    takes_R = [number >= 0 for number in told]
+    asked = routed.asked
+    takes_N = torch.from_numpy(np.repeat(takes_R, asked.count_R))
+    count_R = [count if takes else 0 for count, takes in zip(asked.count_R, takes_R, strict=True)]
+    return Routed(
+        keys=routed.keys,
+        order_U=routed.order_U if takes_R[rank] else routed.order_U[:0],
+        sent_R=routed.sent_R if takes_R[rank] else [0] * len(told),
+        asked=dataclasses.replace(asked, table_N=asked.table_N[takes_N], id_N=asked.id_N[takes_N], count_R=count_R),
+    )
+
+
+class Announcement:
+    """A rank's part in the exchange of what ranks expect of one batch: `with` sees to it that it takes part.
+
+    Args:
+        ranks: with connections of their own for the thread; None = there are none.
+    """
+
+    def __init__(self, ranks: Ranks | None):
+        self._ranks = ranks
+        self.announced = Announced((), ())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.make(())  # In vain for the others; unless it was made.
+
+    def make(self, lookups: Sequence[Lookup]) -> Announced:
+        """Announce lookups, which may be none.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        ranks = self._ranks
+        if ranks is None:
+            return Announced(lookups, None)
+        orders = [_order(lookup, ranks) for lookup in lookups]
+        blocks = [
+            [
+                torch.tensor([_code(lookups), *(order.sent_R[r] for order in orders)]),
+                *(order.id_R[r] for order in orders),
+                *(order.table_R[r] for order in orders),
+            ]
+            for r in range(ranks.size)
+        ]
+        self._ranks = None
+        received = ranks.exchange("announce the lookups of a batch", lambda: blocks)
+        if not lookups or any(int(block.take(1, torch.int64)) != _code(lookups) for block in received):
+            return Announced(lookups, None)
+        count_RL = [block.take(len(lookups), torch.int64).tolist() for block in received]
+        routed = []
+        id_RL, table_RL = (
+            [[block.take(count, dtype) for count in counts] for block, counts in zip(received, count_RL, strict=True)]
+            for dtype in (torch.int64, torch.int32)
+        )
+        for n, ((_, its_ranks, store, _, keys), order) in enumerate(zip(lookups, orders, strict=True)):
+            table_N, id_N = (torch.cat([its[n] for its in of_rank]) for of_rank in (table_RL, id_RL))
+            asked = Asked(store, its_ranks, table_N, id_N, [counts[n] for counts in count_RL])
+            routed.append(Routed(keys, order.order_U, order.sent_R, asked))
+        self.announced = Announced(lookups, routed)
+        for lookup in self.announced.lookups:
+            lookup.prefetch()
+        return self.announced
+
+
+class _Order(NamedTuple):
+    """The unique keys of a lookup, by their owners."""
+
+    order_U: torch.Tensor
+    sent_R: list[int]
+    id_R: Sequence[torch.Tensor]
+    table_R: Sequence[torch.Tensor]
+
+
+def _order(lookup: Lookup, ranks: Ranks) -> _Order:
+    _, _, store, _, keys = lookup
+    table_U, id_U = (store.loops.tensor(array).cpu() for array in (keys.unique.table_U, keys.unique.id_U))
+    order_U, sent_R = by_owner(store, ranks, table_U, id_U)
+    return _Order(order_U, sent_R, id_U[order_U].split(sent_R), table_U[order_U].split(sent_R))
+
+
+def _code(lookups: Sequence[Lookup]) -> int:
+    """Is equal where ranks announce the same lookups; 0 for none."""
+    return zlib.crc32("; ".join(lookup_of(name, inserts, ranks) for name, ranks, _, inserts, _ in lookups).encode())
+
+
+def _measure_announce(args: object, announced: Announced) -> tuple[int, int]:
+    routed = [lookup.routed for lookup in announced.lookups if lookup.routed is not None]
+    keys = sum(sum(its.sent_R) + len(its.asked.id_N) for its in routed)
+    return keys, keys * (4 + 8)
+
+
+@Op(PREPARE, takes=("announcement",), measure=_measure_announce)
+def announce(announcement: Announcement | None, lookups: Sequence[Lookup]) -> Announced:
+    """Send the unique keys of lookups to their owners, which pin the rows that they know.
+
+    Args:
+        announcement: of the batch; None = nothing is announced.
+
+    Raises:
+        RankError: another rank has failed.
+    """
+    return (announcement or Announcement(None)).make(lookups)
+
+
+@Op(LOOKUP, takes=("announced",))
+def announced_lookup(announced: Announced, number: int) -> AnnouncedLookup:
+    """One of the lookups that were announced together."""
+    return announced.lookups[number]

@@ -1,0 +1,114 @@
+"""The keys of replicated tables: every one of the owners that have rows together has all rows of such a table.
+
+Snapshots, norms and whatever else counts rows take each of them once: `owner_of` says whose it is, as of any other row.
+
+Invariants:
+- a store's keys of replicated tables are here, all of them and no others;
+- a row that a gradient, a load or an import has reached is with every owner, with the same bits; one that a lookup has
+  begun may be missing elsewhere, and begins there with the same values, since those depend on seed and key alone.
+"""
+
+import numpy as np
+
+from oneemb.kernels.owner import owner_of
+from oneemb.kernels.threads import Threads
+from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.row_store import StoreFullError
+from oneemb.storage.tiers.stack import StorePlan
+
+__all__ = ["REPLICATED_BYTES_MAX", "Keys", "Replicas"]
+
+REPLICATED_BYTES_MAX = 1 << 30
+"""What the rows of all replicated tables of an embedding may take on a rank, weights and optimizer state."""
+
+Keys = tuple[np.ndarray, np.ndarray]
+"""Tables, int32 [N], and ids, int64 [N]."""
+
+
+class Replicas:
+    """The keys of replicated tables that a store has. It is false where there are no such tables.
+
+    Args:
+        plan: which tables are replicated, and for how many owners; for one owner none is.
+        threads: runs lookups.
+    """
+
+    def __init__(self, plan: StorePlan, threads: Threads):
+        tables = plan.replicated if plan.owners > 1 else ()
+        self._plan = plan
+        self._replicated_T = np.zeros(max(tables, default=-1) + 2, bool)  # The last one stands for all beyond.
+        self._replicated_T[list(tables)] = True
+        self._index = HashIndex(threads)
+
+    def __bool__(self) -> bool:
+        return len(self._replicated_T) > 1
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def are_of(self, table_N: np.ndarray, id_N: np.ndarray | None = None) -> np.ndarray:
+        """Whether each key is one of a replicated table: bool [N]. Ids do not matter."""
+        replicated_N: np.ndarray = self._replicated_T[np.minimum(table_N, len(self._replicated_T) - 1)]
+        return replicated_N
+
+    def are_counted(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+        """Whether each of these keys, whose rows are here, is one that counts here: bool [N]. On every other owner that
+        has the row, it does not."""
+        counted_N = ~self.are_of(table_N)
+        shared = np.flatnonzero(~counted_N)
+        counted_N[shared] = self._is_own(table_N[shared], id_N[shared])
+        return counted_N
+
+    def keys(self, *, own: bool | None = None) -> Keys:
+        """All keys; those that count here; or those that do not."""
+        batches = list(self._index.items())
+        if not batches:
+            return np.empty(0, np.int32), np.empty(0, np.int64)
+        table_N, id_N, _ = (np.concatenate(column) for column in zip(*batches, strict=True))
+        if own is None:
+            return table_N, id_N
+        chosen = np.flatnonzero(self._is_own(table_N, id_N) == own)
+        return table_N[chosen], id_N[chosen]
+
+    def _is_own(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+        return owner_of(table_N, id_N, self._plan.owners) == self._plan.owner
+
+    # ---- what comes and goes ----------------------------------------------------------------------------------------
+
+    def new(self, table_U: np.ndarray, id_U: np.ndarray, row_bytes: int | None) -> Keys:
+        """Which of these distinct keys are of replicated tables and not here. There is memory to `add` them.
+
+        Args:
+            row_bytes: of a row; None = there may be any number.
+
+        Raises:
+            StoreFullError: their rows would be more than replicated tables may have.
+        """
+        u = np.flatnonzero(self.are_of(table_U))
+        new_U = u[self._index.find(table_U[u], id_U[u]) < 0]
+        table_U, id_U = table_U[new_U], id_U[new_U]
+        if len(id_U):
+            if row_bytes is not None:
+                self.check_room(len(self) + len(id_U), row_bytes)
+            self._index.reserve_keys(table_U, id_U)
+        return table_U, id_U
+
+    def add(self, keys: Keys) -> None:
+        """Note keys that `new` gave, whose rows are here now."""
+        if len(keys[1]):
+            self._index.put(*keys, np.zeros(len(keys[1]), np.int64))
+
+    def clear(self) -> None:
+        """Forget every key."""
+        self._index.clear()
+
+    def check_room(self, rows: int, row_bytes: int) -> None:
+        """Raise `StoreFullError` if so many rows in all are more than replicated tables may have."""
+        if rows * row_bytes <= REPLICATED_BYTES_MAX:
+            return
+        raise StoreFullError(
+            f"the replicated tables in {self._plan.persistent_path} have {len(self)} rows and were to have {rows}, of"
+            f" {row_bytes} bytes each: {rows * row_bytes} bytes on each of {self._plan.owners} ranks, of which they may"
+            f" take {REPLICATED_BYTES_MAX}; save a snapshot, and load it where the largest of these tables are made"
+            " without replicate=True, so that each of their rows is with one rank"
+        )

@@ -1,0 +1,111 @@
+"""Ranks that are processes of their own, some of which are to die or be interrupted.
+
+job = RankJob(3, trains, path)        `trains(group, report, path)` on each; `report(value)` comes here
+job.wait_for("begins")                from every rank
+job.kill(1)
+job.end()                             [(exit code, reports)] of each; fails if one does not end in time
+"""
+
+import datetime
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+
+__all__ = ["RankJob"]
+
+
+class RankJob:
+    """Starts the ranks.
+
+    Args:
+        timeout_s: of their process group.
+        preload: the module of the test, which is imported once for all jobs.
+    """
+
+    def __init__(self, size, function, *args, timeout_s=6.0, preload=()):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*preload, "torch.distributed", "oneemb"])
+        self.folder = tempfile.mkdtemp()
+        self._processes, self._pipes, self.reports = [], [], [[] for _ in range(size)]
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_work, args=(rank, size, self.folder, timeout_s, theirs, function, args), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def wait_for(self, word, seconds=60):
+        """Wait until every rank has reported this word, or a tuple that begins with it."""
+        end = time.monotonic() + seconds
+        while not all(any(_word(report) == word for report in its) for its in self.reports):
+            self.read()
+            assert time.monotonic() < end, f"no {word!r} from all ranks:\n{self.texts()}"
+            time.sleep(0.01)
+
+    def kill(self, rank, number=signal.SIGKILL):
+        """Send a rank a signal."""
+        os.kill(self._processes[rank].pid, number)
+
+    def end(self, seconds=60):
+        """The exit code of each rank, and its reports; fails, with all stacks, if one does not end."""
+        end, late = time.monotonic() + seconds, []
+        for rank, process in enumerate(self._processes):
+            while process.exitcode is None and time.monotonic() < end:
+                self.read()
+                process.join(0.05)
+            if process.exitcode is None:
+                os.kill(process.pid, signal.SIGUSR1)
+                late.append(rank)
+        if late:
+            time.sleep(1)
+        self.read()
+        for process in self._processes:
+            process.kill()
+            process.join()
+        assert not late, f"ranks {late} have not ended:\n{self.texts()}"
+        return list(zip([process.exitcode for process in self._processes], self.reports, strict=True))
+
+    def texts(self):
+        """What the ranks have reported last, and printed."""
+        texts = []
+        for rank, its in enumerate(self.reports):
+            with open(f"{self.folder}/stderr-{rank}") as file:
+                texts.append(f"---- rank {rank}: {its[-3:]}\n{file.read()[-6000:]}")
+        return "\n".join(texts)
+
+    def read(self):
+        """Take what ranks have reported since."""
+        for pipe, its in zip(self._pipes, self.reports, strict=True):
+            try:
+                while pipe.poll():
+                    its.append(pipe.recv())
+            except EOFError:
+                pass
+
+
+def _word(report):
+    return report[0] if isinstance(report, tuple) else report
+
+
+def _work(rank, size, folder, timeout_s, pipe, function, args):
+    import faulthandler
+    import sys
+
+    os.dup2(os.open(f"{folder}/stderr-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )  # fmt: skip
+    function(distributed.group.WORLD, pipe.send, *args)
+    sys.stderr.flush()

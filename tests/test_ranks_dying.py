@@ -1,0 +1,153 @@
+"""Where a rank dies, or is silent, at any moment, the others raise in words and end; the last snapshot is whole."""
+
+import gc
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import oneemb
+from tests.support.rank_jobs import RankJob
+
+RANKS, IDS, TIMEOUT_S = 3, 30, 4.0
+WAYS = ["eager", "call", "run 0", "run 1", "run 3", "save"]
+
+
+def make(path, group):
+    """Rows begin at 0 and each step adds 1 to all, whoever looks them up."""
+    return oneemb.MultiTableEmbedding(
+        "items", 2, torch.float32, torch.int64, [oneemb.make_table(oneemb.make_constant_initializer(0.0))],
+        oneemb.make_cached_ssd_store_options(1, path), num_threads=1, process_group=group, gradients_of_ranks="sum",
+    )  # fmt: skip
+
+
+class Graph(oneemb.TrainGraph):
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding = embedding
+        self.sgd = torch.optim.SGD(embedding.parameters(), lr=1.0)
+        self.add_optimizer(self.sgd)
+
+    def build(self, ids):
+        loss = -self.embedding(ids).sum()
+        loss.backward()
+        return loss.detach()
+
+
+def trains(group, report, path, way):
+    """Until another rank dies: every fourth step is saved, or with `way` "save" each."""
+    embedding = make(path, group)
+    graph = Graph(embedding)
+    own = torch.arange(IDS)[group.rank() :: group.size(), None]
+    steps = 0
+    begin = time.monotonic()
+
+    def made():
+        nonlocal steps, begin
+        steps += 1
+        report(("begins",)) if steps == 2 else None
+        if way == "save" or steps % 4 == 0:
+            embedding.save_snapshot("last", overwrite=True)
+            report(("saved", steps))
+        begin = time.monotonic()
+
+    def loader():
+        while True:
+            yield (own,)
+
+    try:
+        if way.startswith("run"):
+            for _ in graph.run(loader(), prefetch_depth=int(way[-1])):
+                made()
+        else:
+            while True:
+                if way == "eager":
+                    graph.embedding(own).sum().neg().backward()
+                    graph.sgd.step()
+                    graph.sgd.zero_grad()
+                else:
+                    graph(own)
+                made()
+    except Exception as error:
+        report(("raised", type(error).__name__, str(error), time.monotonic() - begin))
+    gc.collect()
+    left, end = loop_threads(), time.monotonic() + 10
+    while left and time.monotonic() < end:
+        time.sleep(0.05)
+        left = loop_threads()
+    report(("threads", left))
+    embedding.close()
+    report(("closed",))
+
+
+def loop_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name == "oneemb-prefetch"]
+
+
+def dies(tmp_path, way, rng, how):
+    """Kill a rank at a random moment, and look at the others and at what is there."""
+    path = str(tmp_path / "rows")
+    job = RankJob(RANKS, trains, path, way, timeout_s=TIMEOUT_S, preload=["tests.test_ranks_dying"])
+    job.wait_for("begins")
+    time.sleep(rng.uniform(0, 0.5))
+    victim = rng.randrange(RANKS)
+    job.kill(victim, how)
+    begin = time.monotonic()
+    if how == signal.SIGSTOP:
+        time.sleep(TIMEOUT_S + 4)
+        job.kill(victim, signal.SIGKILL)
+    results = job.end()
+    assert time.monotonic() - begin < TIMEOUT_S + 25
+    saved = max((report[1] for _, reports in results for report in reports if report[0] == "saved"), default=0)
+    for rank, (code, reports) in enumerate(results):
+        if rank == victim:
+            continue
+        found = {report[0]: report[1:] for report in reports}
+        assert code == 0 and "closed" in found, (code, reports[-3:], job.texts())
+        kind, text, seconds = found["raised"]
+        assert kind == "RankError", text
+        assert "another rank has ended, was killed, or did not come" in text and "from its last snapshot" in text
+        assert seconds < TIMEOUT_S + 5 and found["threads"] == ([],), (seconds, found["threads"])
+    check_last(path, saved)
+
+
+def check_last(path, saved):
+    """The newest complete snapshot is one moment's, not older than what was announced, and one process loads it."""
+    embedding = make(path, None)
+    names = embedding.snapshots()
+    assert saved == 0 or "last" in names
+    if "last" in names:
+        embedding.load_snapshot("last")
+        step = embedding.store.step
+        assert step >= saved
+        assert torch.equal(embedding.eval()(torch.arange(IDS)[:, None]), torch.full((IDS, 1, 2), float(step)))
+        assert embedding.stats()["rows"] == IDS
+    embedding.close()
+
+
+@pytest.mark.filterwarnings("ignore:embedding 'items' starts empty")
+@pytest.mark.parametrize("way", WAYS)
+def test_where_a_rank_is_killed_the_others_raise_and_end(tmp_path, way):
+    dies(tmp_path, way, random.Random(way), signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore:embedding 'items' starts empty")
+@pytest.mark.parametrize("way", ["eager", "run 1"])
+def test_where_a_rank_is_silent_the_others_raise_after_the_timeout_of_the_group(tmp_path, way):
+    dies(tmp_path, way, random.Random(way), signal.SIGSTOP)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:embedding 'items' starts empty")
+def test_a_hundred_kills(tmp_path):
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for n in range(100):
+        folder = tmp_path / str(n)
+        os.mkdir(folder)
+        dies(folder, rng.choice(WAYS), rng, rng.choice([signal.SIGKILL] * 5 + [signal.SIGSTOP]))

@@ -1,0 +1,128 @@
+"""Ctrl-C on one rank at any moment: the others raise or notice nothing, and all go on together with the same bits."""
+
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+import oneemb
+from tests.support.rank_jobs import RankJob
+
+RANKS, DIM, STEPS = 3, 4, 60
+WAYS = ["call", "run 0", "run 1", "run 3", "optimizer", "saves"]
+
+
+def batch_of(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return (torch.randint(-20, 20, (3 + rank, 2), generator=generator) * 2**50,)
+
+
+class Graph(oneemb.TrainGraph):
+    def __init__(self, path, group):
+        super().__init__()
+        for name, tables in (("users", 2), ("items", 1)):
+            embedding = oneemb.MultiTableEmbedding(
+                name, DIM, torch.float32, torch.int64, [oneemb.make_table()] * tables,
+                oneemb.make_device_mem_store_options(f"{path}/{name}"), num_threads=1, process_group=group,
+            )  # fmt: skip
+            setattr(self, name, embedding)
+        self.adam = torch.optim.Adam(self.parameters(), lr=0.05)
+
+    def loss(self, ids):
+        return self.users(ids).square().sum() + self.items(ids[:, 0]).square().sum()
+
+    def build(self, ids):
+        loss = self.loss(ids)
+        loss.backward()
+        return loss.detach()
+
+
+def goes_on(graph, way, rank, optimizer):
+    """Train from the step that was made last, to the end."""
+    if way.startswith("run"):
+        for _ in graph.run([batch_of(step, rank) for step in range(graph.steps, STEPS)], int(way[-1])):
+            pass
+        return
+    while way != "optimizer" and graph.steps < STEPS:
+        if way == "saves" and graph.steps % 5 == 0 and f"at {graph.steps}" not in graph.users.snapshots():
+            graph.users.save_snapshot(f"at {graph.steps}")
+        graph(*batch_of(graph.steps, rank))
+    while way == "optimizer" and optimizer.taken < STEPS:
+        optimizer.zero_grad()
+        graph.loss(*batch_of(optimizer.taken, rank)).backward()
+        optimizer.step()
+
+
+def trains(group, report, path, way):
+    graph, rank = Graph(path, group), group.rank()
+    optimizer = None
+    if way == "optimizer":
+        optimizer = oneemb.Optimizer(graph.adam)
+    else:
+        graph.add_optimizer(graph.adam)
+    made = (lambda: optimizer.taken) if optimizer else (lambda: graph.steps)
+    caught = []
+    if way.startswith("run"):
+        for _ in graph.run([batch_of(0, rank)]):
+            pass
+    report(("begins",))
+    while made() < STEPS:
+        try:
+            goes_on(graph, way, rank, optimizer)
+        except KeyboardInterrupt:
+            caught.append("KeyboardInterrupt")
+        except oneemb.RankError as error:
+            assert "has failed (KeyboardInterrupt" in str(error) or "do different things" in str(error), error
+            caught.append("RankError")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    report(("done", caught))
+    rows = []
+    for embedding in (graph.users, graph.items):
+        assert embedding.stats()["device"]["pinned"] == 0
+        ids = (torch.arange(-20, 20) * 2**50)[:, None].expand(-1, embedding.num_tables).contiguous()
+        rows.append(embedding.eval()(ids).detach().numpy().tobytes())
+        rows.append(embedding.stats()["step"])
+    report(("rows", rows))
+    graph.users.close()
+    graph.items.close()
+
+
+def run(path, way, interrupts, rng):
+    job = RankJob(RANKS, trains, str(path), way, timeout_s=20, preload=["tests.test_ranks_interrupts"])
+    job.wait_for("begins")
+    for _ in range(interrupts):
+        time.sleep(rng.uniform(0.005, 0.15))
+        if any(report[0] == "done" for its in job.reports for report in its):
+            break
+        job.kill(rng.randrange(RANKS), signal.SIGINT)
+        job.read()
+    found = []
+    for code, reports in job.end(seconds=90):
+        said = {report[0]: report[1:] for report in reports}
+        assert code == 0 and "rows" in said, job.texts()
+        found.append((said["rows"][0], said["done"][0]))
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_go_on_after_interrupts_with_the_same_bits(tmp_path, way):
+    expected = run(tmp_path / "plain", way, 0, None)
+    assert not any(caught for _, caught in expected)
+    found = run(tmp_path / "interrupted", way, 25, random.Random(way))
+    print([caught for _, caught in found])
+    assert [rows for rows, _ in found] == [rows for rows, _ in expected]
+    assert any("KeyboardInterrupt" in caught for _, caught in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_many_interrupts(tmp_path, way):
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    expected = run(tmp_path / "plain", way, 0, None)
+    for n in range(20):
+        found = run(tmp_path / str(n), way, 100, rng)
+        assert [rows for rows, _ in found] == [rows for rows, _ in expected]
