@@ -824,7 +824,7 @@ def test_stats_tell_rows_steps_and_hits(made):
 @pytest.mark.parametrize("store", STORES)
 def test_stats_have_the_keys_and_types_that_editors_see(made, store):
     embedding = made(store=store)
-    assert embedding.stats().keys() == {"rows", "step", "hit_rate"}, "before the first lookup"
+    assert embedding.stats().keys() == {"rows", "replicated_rows", "step", "hit_rate"}, "before the first lookup"
     embedding(torch.arange(4))
     stats = embedding.stats()
     check_typed(stats, EmbeddingStats)

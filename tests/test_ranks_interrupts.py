@@ -106,7 +106,10 @@ def run(path, way, interrupts, rng):
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+# In loops of `run` a rank that is interrupted alone may leave the others waiting for the timeout of the group, rarely.
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] if way.startswith("run") else []) for way in WAYS]
+)
 def test_ranks_go_on_after_interrupts_with_the_same_bits(tmp_path, way):
     expected = run(tmp_path / "plain", way, 0, None)
     assert not any(caught for _, caught in expected)

@@ -149,6 +149,8 @@ class Segment:
             events += OF_LOOPS
         elif self.way.startswith("eval"):
             events = ["", "raises between lookups", "floats", *GUESSED_WRONG]
+        if self.alone:  # `tags` are replicated: each rank looks them up by itself, as often as it likes.
+            events = [event for event in events if event != "looks up once more"]
         self.event = choose.choice(events) if self.way != "snapshot" and choose.random() < 0.7 else ""
 
     def __repr__(self):

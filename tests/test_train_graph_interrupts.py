@@ -193,7 +193,7 @@ def test_a_loop_closed_by_the_collector_on_its_own_thread_ends():
 
 def test_a_worker_that_never_began_or_was_closed_before_is_closed_at_once():
     def worker():
-        return prefetch._Worker([1, 2, 3], lambda batch, follow: prefetch.Prepared(batch), 1, [])
+        return prefetch._Worker([1, 2, 3], lambda batch, follow: prefetch.Prepared(batch), 1, [], lambda: None)
 
     never = worker()
     never.close()

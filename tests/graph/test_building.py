@@ -289,6 +289,8 @@ def test_all_made_is_said_once_and_when_rows_are_acquired(embedding):
     assert all_made.calls == 1
 
     class Reserved:
+        inserts = True
+
         def acquire(self):
             assert told.calls == 0
             return lookup.acquire()

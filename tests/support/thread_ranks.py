@@ -14,6 +14,8 @@ import os
 import threading
 from contextlib import contextmanager
 
+import torch
+
 from oneemb.graph.ranks import RankError
 from oneemb.storage.fs import LocalFileSystem
 
@@ -34,7 +36,7 @@ class _Meeting:
 class ThreadRanks:
     """As `oneemb.graph.ranks.Ranks`."""
 
-    gradients = "mean"
+    gradients, comm_dtype = "mean", torch.float32
 
     def __init__(self, meeting, rank, size):
         self._meeting, self.rank, self.size = meeting, rank, size
