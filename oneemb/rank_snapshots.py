@@ -3,7 +3,7 @@
 Each rank saves its own part (storage/snapshot_parts.py says when parts are a snapshot) and loads what it owns of the
 parts of any number of ranks. With ranks, every call is made by all of them; where one fails, all raise.
 
-    save       1. what killed saves have left goes       4. all wait for each other: the snapshot is announced
+    save       1. what killed saves have left goes       4. all wait for each other, twice: the snapshot is announced
                2. the part is marked as unfinished          when none is marked any more
                3. it is saved, durably                   5. those that it replaces go
 
@@ -178,6 +178,9 @@ class RankSnapshots:
         except BaseException:
             self._take_back(table_name, identity)
             raise
+        # Who comes here knows that all parts are there; who goes on from here, that no rank takes its own back, as one
+        # does that has not heard of all because another died. So no part loses its mark while others may be missing.
+        self.agree(f"{what}: all parts are there")
         self.agree(what, lambda: self._unmark(identity))
         if former:
             with suppress(StorageError, RankError):  # The new one counts: the next save tries again.

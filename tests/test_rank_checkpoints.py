@@ -23,7 +23,7 @@ from oneemb import checkpoint
 from oneemb.graph.ranks import RankError
 from oneemb.named_snapshot import encode
 from oneemb.storage.errors import BrokenStoreError
-from tests.support.thread_ranks import FaultyCalls, run_ranks
+from tests.support.thread_ranks import FaultyCalls, Torn, run_ranks
 from tests.test_rank_snapshots import FEW, STEP, assert_nothing_is_unneeded, content, expected, fill, make, together
 from tests.test_ranks import OPTIMIZERS, Graph, Model, batch_of, relative, weights_of
 
@@ -404,6 +404,34 @@ def test_a_kill_at_any_file_call_leaves_a_whole_checkpoint(tmp_path, monkeypatch
             assert version_at(root, size, monkeypatch) == 3
             assert_only(root, monkeypatch)
     assert versions == {1, 2}, "it was killed before the moment that counts, and after it"
+
+
+@pytest.mark.parametrize(
+    ("unheard", "stride"),
+    [(0, 7), pytest.param(0, 1, marks=pytest.mark.slow), pytest.param(1, 1, marks=pytest.mark.slow)],
+)
+def test_a_rank_that_dies_in_an_exchange_of_which_some_have_heard_leaves_a_whole_checkpoint(
+    tmp_path, monkeypatch, unheard, stride
+):
+    """Of three ranks the last dies; one of the others takes the exchange for done, and the other one for failed."""
+    run(3, save, tmp_path / "job", 1, patch=monkeypatch)
+    versions, at, reached = set(), 0, True
+    while reached:
+        root = again(tmp_path)
+        with monkeypatch.context() as patch:
+            calls = faulty(patch)
+            torn = Torn(at, 2, frozenset([unheard]), calls)
+            announced = None in run_ranks(3, act, root, calls, patch=patch, dies=[2], torn=torn)[:2]
+            reached = calls.reached
+            calls.free_locks()  # What the dead rank has raised holds its table no more.
+        version = version_at(root, 3 if at % 2 else 2, monkeypatch)
+        assert version == 2 or not announced
+        versions.add(version)
+        run(2, save, root, 3, patch=monkeypatch)
+        assert version_at(root, 0, monkeypatch) == 3
+        assert_only(root, monkeypatch)
+        at += stride
+    assert versions == {1, 2}
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -28,7 +28,7 @@ from oneemb.storage.errors import (
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.snapshot_parts import find_parts, folders_at, look_at
 from oneemb.storage.unfinished import mark, marks_at, unmark
-from tests.support.thread_ranks import FaultyCalls, files_in, run_ranks
+from tests.support.thread_ranks import FaultyCalls, Torn, files_in, run_ranks
 
 DIM, TABLES, STEP = 3, 2, 41
 BIG = 2**62
@@ -460,6 +460,40 @@ def test_a_kill_at_any_file_call_leaves_snapshots_whole_or_absent(tmp_path, monk
             assert_nothing_is_unneeded(root)
             shutil.rmtree(root)
     assert len(outcomes) == 2, "it was killed before the moment that counts, and after it"
+
+
+@pytest.mark.parametrize(
+    ("action", "unheard"),
+    [("save", {0})] + [pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("save", {1}), ("overwrite", {0}), ("overwrite", {1}), ("delete", {0}), ("delete", {1})]],
+)  # fmt: skip
+def test_a_rank_that_dies_in_an_exchange_of_which_some_have_heard_leaves_nothing(
+    tmp_path, monkeypatch, action, unheard
+):
+    """Of three ranks the last dies; one of the others takes the exchange for done, and the other one for failed."""
+    run(3, save, tmp_path / "template", 1, patch=monkeypatch, count=FEW)
+    outcomes, at, reached = set(), 0, True
+    while reached:
+        root = tmp_path / "torn"
+        shutil.copytree(tmp_path / "template", root)
+        with monkeypatch.context() as patch:
+            calls = FaultyCalls(patch)
+            torn = Torn(at, 2, frozenset(unheard), calls)
+            announced = None in run_ranks(3, act, root, action, calls, patch=patch, dies=[2], torn=torn)[:2]
+            reached = calls.reached
+            calls.free_locks()  # What the dead rank has raised holds its table no more.
+        versions = tuple(version_of(root, name) for name in MAY_BE[action])
+        for name, version in zip(MAY_BE[action], versions, strict=True):
+            assert version in MAY_BE[action][name], (at, versions)
+        if announced and action != "delete":
+            assert 2 in versions
+        outcomes.add(versions)
+        run(2 + at % 2, save, root, 3, "u", patch=monkeypatch, count=FEW)
+        assert_nothing_is_unneeded(root)
+        assert tuple(version_of(root, name) for name in MAY_BE[action]) == versions
+        shutil.rmtree(root)
+        at += 1
+    assert len(outcomes) == 2
 
 
 def names_of_calls(tmp_path, patch, action, size):

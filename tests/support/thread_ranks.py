@@ -13,6 +13,7 @@ import gc
 import os
 import threading
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -27,10 +28,22 @@ class Killed(BaseException):
     """Not an Exception: no handler of errors may swallow it."""
 
 
+class Torn(NamedTuple):
+    """An exchange in which a rank dies when it has sent to some of the others and not to all."""
+
+    at: int
+    """Which of the exchanges of the counted block, from 0."""
+    dead: int
+    unheard: frozenset
+    """The ranks to which it has not sent: they see a broken connection, the others go on until the next exchange."""
+    calls: "FaultyCalls"
+
+
 class _Meeting:
-    def __init__(self, size):
+    def __init__(self, size, torn=None):
         self.barrier = threading.Barrier(size, timeout=SECONDS)
         self.slots = [None] * size
+        self.torn, self.met, self.over = torn, [0] * size, False
 
 
 class ThreadRanks:
@@ -43,14 +56,31 @@ class ThreadRanks:
         self.group = self
 
     def _meet(self, value):
+        meeting = self._meeting
         try:
-            self._meeting.slots[self.rank] = value
-            self._meeting.barrier.wait()
-            of_all = list(self._meeting.slots)
-            self._meeting.barrier.wait()
+            if meeting.over:
+                raise threading.BrokenBarrierError
+            meeting.slots[self.rank] = value
+            meeting.barrier.wait()
+            of_all = list(meeting.slots)
+            if self._is_torn():
+                meeting.over = True
+                if self.rank == meeting.torn.dead:
+                    meeting.torn.calls.kill()
+                if self.rank in meeting.torn.unheard:
+                    raise threading.BrokenBarrierError
+                return of_all
+            meeting.barrier.wait()
         except threading.BrokenBarrierError:
             raise RuntimeError("Connection closed by peer") from None
         return of_all
+
+    def _is_torn(self):
+        meeting = self._meeting
+        if meeting.torn is None or not meeting.torn.calls.counts:
+            return False
+        meeting.met[self.rank] += 1
+        return meeting.met[self.rank] == meeting.torn.at + 1
 
     def agree(self, what, check=lambda: None):
         failure = found = None
@@ -91,16 +121,17 @@ class _Received:
         return tensor
 
 
-def run_ranks(size, function, *args, patch=None, dies=()):
+def run_ranks(size, function, *args, patch=None, dies=(), torn=None):
     """What the function gives on each rank; raises what it raised on the first that did not end as it should.
 
     Args:
         patch: a pytest monkeypatch, so that embeddings take such ranks.
         dies: ranks of which `Killed` is expected, or what follows of it; what they raised is given.
+        torn: an exchange in which one of them dies.
     """
     if patch is not None:
         patch.setattr("oneemb.embedding.Ranks", lambda group, *options: group)
-    meeting = _Meeting(size)
+    meeting = _Meeting(size, torn)
     results, raised = [None] * size, []
 
     def run(rank):
@@ -161,6 +192,8 @@ class FaultyCalls:
     def _fails(self, me, name, rank, at, error, once):
         if me not in self._counted:
             return me in self._dead and error is Killed
+        if me in self._dead and error is Killed:
+            return True
         count = self.calls.setdefault(me, [])
         count.append(name)
         now = len(count) - 1
@@ -178,6 +211,16 @@ class FaultyCalls:
             yield
         finally:
             self._counted.discard(me)
+
+    @property
+    def counts(self):
+        """Whether calls of this rank count."""
+        return threading.current_thread().name in self._counted
+
+    def kill(self):
+        """Let this rank die now: no file call of it does anything any more."""
+        self._dead.add(threading.current_thread().name)
+        raise Killed
 
     @property
     def reached(self):
