@@ -27,7 +27,7 @@ from tests.support.thread_ranks import FaultyCalls, Torn, run_ranks
 from tests.test_rank_snapshots import FEW, STEP, assert_nothing_is_unneeded, content, expected, fill, make, together
 from tests.test_ranks import OPTIMIZERS, Graph, Model, batch_of, relative, weights_of
 
-FIRST, MORE = 2, 3
+FIRST, MORE = 2, 2
 """Steps before the save and after it."""
 
 pytestmark = pytest.mark.filterwarnings(
@@ -205,7 +205,7 @@ def goes_on_with_its_own(group, root, way):
     return before, after
 
 
-@pytest.mark.parametrize(("ranks", "way"), [(1, "file"), (2, "file"), (2, "dcp"), (3, "file"), (4, "file")])
+@pytest.mark.parametrize(("ranks", "way"), [(1, "file"), (2, "file"), (2, "dcp"), (4, "file")])
 def test_as_many_ranks_as_before_go_on_bit_for_bit(rank_pool, tmp_path, ranks, way):
     of_all = rank_pool(ranks, goes_on_with_its_own, str(tmp_path), way)
     for before, after in of_all:
@@ -390,7 +390,7 @@ def test_a_kill_at_any_file_call_leaves_a_whole_checkpoint(tmp_path, monkeypatch
     versions = set()
     for rank, names in enumerate(names_of_calls(tmp_path, monkeypatch, size)):
         after = [at + 1 for at, name in enumerate(names[:-1]) if name in ENDS]
-        for at in range(len(names)) if every else sorted({*after[:: 4 if rank == 0 else 9], *after[-1:]}):
+        for at in range(len(names)) if every else sorted({*after[:: 6 if rank == 0 else 9], *after[-1:]}):
             root = again(tmp_path)
             with monkeypatch.context() as patch:
                 calls = faulty(patch, rank=rank, at=at)
@@ -408,7 +408,7 @@ def test_a_kill_at_any_file_call_leaves_a_whole_checkpoint(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(
     ("unheard", "stride"),
-    [(0, 7), pytest.param(0, 1, marks=pytest.mark.slow), pytest.param(1, 1, marks=pytest.mark.slow)],
+    [(0, 13), pytest.param(0, 1, marks=pytest.mark.slow), pytest.param(1, 1, marks=pytest.mark.slow)],
 )
 def test_a_rank_that_dies_in_an_exchange_of_which_some_have_heard_leaves_a_whole_checkpoint(
     tmp_path, monkeypatch, unheard, stride
@@ -723,7 +723,7 @@ def saves_until_it_is_killed(root, meet, rank, size, report):
         report.send(graph.steps)
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [1, pytest.param(60, marks=pytest.mark.slow)])
 def test_killed_ranks_lose_no_checkpoint_that_they_have_announced(tmp_path, times):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.test_rank_checkpoints"])
