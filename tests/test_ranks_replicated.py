@@ -566,3 +566,32 @@ def test_options_of_replicated_tables_come_back_from_json_and_others_stay_as_the
     assert "replicate" not in to_json(oneemb.make_table(columns))
     with pytest.raises(TypeError, match="replicate must be True or False, got 1"):
         oneemb.make_table(columns, replicate=1)
+
+
+def train_rounded(group, path, replicated, comm_dtype):
+    """The rows after steps whose gradients were rounded on their way."""
+    embedding = oneemb.MultiTableEmbedding(
+        "items", 4, torch.float32, torch.int64,
+        [oneemb.make_table(replicate=t in replicated) for t in range(TABLES)],
+        oneemb.make_device_mem_store_options(path), num_threads=1, process_group=group, comm_dtype=comm_dtype,
+    )  # fmt: skip
+    optimizer = torch.optim.Adagrad(embedding.parameters(), lr=0.1)
+    for step in range(STEPS):
+        ids, label, _ = batch_of(step, group.rank(), group.size())
+        (embedding(ids[..., 0]).sum((1, 2)) - label).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    result = rows_of(embedding)
+    embedding.close()
+    return result
+
+
+@pytest.mark.parametrize("replicated", [(0,), (0, 1)])
+def test_copies_stay_equal_whatever_gradients_are_rounded_to(tmp_path, rank_pool, replicated):
+    rounded, whole = (
+        rank_pool(3, train_rounded, str(tmp_path / str(dtype)), replicated, dtype)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    check_copies(rounded, replicated)
+    check_copies(whole, replicated)
+    assert rounded[0] != whole[0]
