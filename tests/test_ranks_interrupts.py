@@ -2,12 +2,14 @@
 
 import random
 import signal
+import threading
 import time
 
 import pytest
 import torch
 
 import oneemb
+from oneemb.graph.ranks import Ranks
 from tests.support.rank_jobs import RankJob
 
 RANKS, DIM, STEPS = 3, 4, 60
@@ -117,6 +119,77 @@ def test_ranks_go_on_after_interrupts_with_the_same_bits(tmp_path, way):
     print([caught for _, caught in found])
     assert [rows for rows, _ in found] == [rows for rows, _ in expected]
     assert any("KeyboardInterrupt" in caught for _, caught in found)
+
+
+class Messages:
+    """Ctrl-C on this rank's main thread in the message number `at` of its ranks, once; counts them."""
+
+    def __init__(self, at):
+        self.at, self.count = at, 0
+
+    def __enter__(self):
+        self.real = real = Ranks._all_to_all
+
+        def all_to_all(ranks, *args):
+            real(ranks, *args)
+            if threading.current_thread() is threading.main_thread():
+                self.count += 1
+                if self.count == self.at:
+                    signal.raise_signal(signal.SIGINT)
+
+        Ranks._all_to_all = all_to_all
+        return self
+
+    def __exit__(self, *error):
+        Ranks._all_to_all = self.real
+
+
+MESSAGES = {"call": 20, "run": 26, "optimizer": 20, "torch": 10}  # at least as many as two steps have
+
+
+def is_interrupted_in_each_message(group, path, way, interrupts):
+    """Two steps at a time, in which rank 1 is interrupted in a message later each time."""
+    graph, rank = Graph(path, group), group.rank()
+    joined = oneemb.Optimizer(graph.adam) if way == "optimizer" else None
+    if way in ("call", "run"):
+        graph.add_optimizer(graph.adam)
+    made = {"optimizer": lambda: joined.taken, "torch": lambda: graph.users.stats()["step"]}.get(
+        way, lambda: graph.steps
+    )
+    caught, most = set(), 0
+    for at in range(1, MESSAGES[way] + 1):
+        with Messages(at if interrupts and rank == 1 else 0) as messages:
+            while made() < 2 * at:
+                try:
+                    if way == "run":
+                        for _ in graph.run([batch_of(step, rank) for step in range(made(), 2 * at)]):
+                            pass
+                    elif way == "call":
+                        graph(*batch_of(made(), rank))
+                    else:
+                        optimizer = joined or graph.adam
+                        optimizer.zero_grad()
+                        graph.loss(*batch_of(made(), rank)).backward()
+                        optimizer.step()
+                except (KeyboardInterrupt, oneemb.RankError) as error:
+                    caught.add(type(error).__name__)
+        most = max(most, messages.count)
+    rows = []
+    for embedding in (graph.users, graph.items):
+        ids = (torch.arange(-20, 20) * 2**50)[:, None].expand(-1, embedding.num_tables).contiguous()
+        rows += [embedding.eval()(ids).detach().numpy().tobytes(), embedding.stats()["step"]]
+        assert embedding.stats()["device"]["pinned"] == 0
+        embedding.close()
+    return rows, caught, most
+
+
+@pytest.mark.parametrize("way", MESSAGES)
+def test_ctrl_c_in_any_message_changes_no_bit(tmp_path, rank_pool, way):
+    expected = rank_pool(3, is_interrupted_in_each_message, str(tmp_path / "plain"), way, False)
+    found = rank_pool(3, is_interrupted_in_each_message, str(tmp_path / "interrupted"), way, True)
+    assert all(most <= MESSAGES[way] for _, _, most in expected), expected[0][2]
+    assert [rows for rows, _, _ in found] == [rows for rows, _, _ in expected]
+    assert "KeyboardInterrupt" in found[1][1] and found[0][1] <= {"RankError"}
 
 
 @pytest.mark.slow
