@@ -22,6 +22,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -226,6 +227,7 @@ def prefetch(
     depth: int,
     devices: Iterable[torch.device] = (),
     at_end: Callable[[], object] = lambda: None,
+    failing: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Generator[Result, None, None]:
     """What `compute` gives for each batch, the batches being loaded and prepared up to `depth` ahead on a thread.
 
@@ -234,6 +236,7 @@ def prefetch(
         compute: runs a step; it calls its second argument once its rows are acquired.
         devices: GPUs that `prepare` works on, beside the current one.
         at_end: called, perhaps twice, when the thread loads no more: by itself, or in its place if it never begins.
+        failing: gives a context for the loop, which sees what is raised in it before the thread has ended.
     """
     worker = _Worker(batches, prepare, depth, devices, at_end)
     # From here on only the thread holds the loader's iterator.
@@ -241,14 +244,15 @@ def prefetch(
     try:
         try:
             worker.start()
-            while not (prepared := worker.next()).last:
-                if prepared.error is not None:
-                    raise prepared.error
-                result = worker.step(prepared, compute)
-                del prepared
-                worker.done()
-                yield result
-                del result
+            with failing():
+                while not (prepared := worker.next()).last:
+                    if prepared.error is not None:
+                        raise prepared.error
+                    result = worker.step(prepared, compute)
+                    del prepared
+                    worker.done()
+                    yield result
+                    del result
         finally:
             worker.close()
     finally:

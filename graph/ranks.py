@@ -100,35 +100,40 @@ class Together(Iterator[Any]):
         if self._ended:
             raise StopIteration
         batch: list[Any] = []
-
-        def load() -> int:
+        failed: list[BaseException] = []
+        try:
             if self._iterator is None:
                 self._iterator = iter(self._loader.pop())
-            batch[:] = [value for _, value in zip(range(1), self._iterator, strict=False)]
+            batch += [value for _, value in zip(range(1), self._iterator, strict=False)]
+        except BaseException as error:
+            failed.append(error)
+
+        def has_one() -> int:
+            if failed:
+                raise failed.pop()
             return _HAS_ONE if batch else _HAS_NONE
 
-        try:
-            goes_on = not any(self._ranks.tell(_NEXT, load))
-        except BaseException:
-            self._ended = True
-            raise
-        if goes_on:
-            return batch.pop()
-        self._ended = True
-        raise StopIteration
+        with whole_exchange():  # An interrupt comes when it is known whether the others expect another exchange.
+            try:
+                self._ended = any(self._ranks.tell(_NEXT, has_one))
+            except BaseException:
+                self._ended = True
+                raise
+        if self._ended:
+            raise StopIteration
+        return batch.pop()
 
     def leave(self) -> None:
         """Ask for no more batches: who comes to the next one does not wait for this rank. May be called again."""
-        try:
-            left = self._left.pop()
-        except IndexError:
-            return
-        if not self._ended:
-            self._ended = True
-            self._ranks.tell_later(_NEXT, _HAS_NONE)
-        self._iterator = None
-        self._loader.clear()
-        left()
+        with whole_exchange():
+            left, self._left = self._left, []
+            if left and not self._ended:
+                self._ended = True
+                self._ranks.tell_later(_NEXT, _HAS_NONE)
+            self._iterator = None
+            self._loader.clear()
+            for call in left:
+                call()
 
     def __del__(self) -> None:
         self.leave()  # a loop that has never begun

@@ -396,29 +396,35 @@ class CompiledGraph(torch.nn.Module):
 
     def _loop(self, loader: Iterable[Any], depth: int, ranks: Ranks | None) -> Generator[Any, None, None]:
         leave = loader.leave if isinstance(loader, Together) else lambda: None
-        with self._failing_together():
-            if depth:
-                prepare = functools.partial(self._prepare, ranks=ranks)
-                devices = [embedding.store.loops.device for embedding in embeddings_of(self).values()]
-                yield from prefetch(loader, prepare, self._compute_prepared, depth, devices, leave)
-                return
-            try:
+        if depth:
+            prepare = functools.partial(self._prepare, ranks=ranks)
+            devices = [embedding.store.loops.device for embedding in embeddings_of(self).values()]
+            # The others are told before this rank waits for its thread, which waits for theirs.
+            failing = self._failing_together
+            yield from prefetch(loader, prepare, self._compute_prepared, depth, devices, leave, failing)
+            return
+        try:
+            with self._failing_together():
                 for batch in loader:
                     args, kwargs = self._signature.spread(batch)
                     yield _of_a_loop(functools.partial(self, *args, **kwargs))
-            finally:
-                leave()
+        finally:
+            leave()
 
     @contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """An error of this block, which other ranks know nothing of, is one of theirs at their next exchange."""
+    def _failing_together(self, *, one_step: bool = False) -> Iterator[None]:
+        """An error of this block, which other ranks know nothing of, is one of theirs at their next exchange.
+
+        Args:
+            one_step: whether the block is a step, after which the others expect nothing.
+        """
         since, made = now(), self._steps_made()
         try:
             yield
         except GeneratorExit:
             raise
         except BaseException as error:
-            if not isinstance(error, Exception) and self._steps_made() > made:
+            if one_step and not isinstance(error, Exception) and self._steps_made() > made:
                 settled(error)  # An interrupt that came when the step was made: what the others have done, it has.
             for embedding in embeddings_of(self).values():
                 if embedding.ranks is not None:
@@ -470,8 +476,7 @@ class CompiledGraph(torch.nn.Module):
     def _compute_prepared(self, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
         # Those that it has now: the loop may have exchanged modules since the batch was prepared.
         batch = prepared.batch._replace(embeddings=embeddings_of(self))
-        with self._failing_together():
-            return _of_a_loop(lambda: self._in_step(batch, lambda: self._step(batch, prepared, on_acquired)))
+        return _of_a_loop(lambda: self._in_step(batch, lambda: self._step(batch, prepared, on_acquired)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on a batch.
@@ -489,7 +494,7 @@ class CompiledGraph(torch.nn.Module):
             What `build`, a hook, an optimizer or a scheduler raises: a note says what was updated before. A step whose
                 scheduler failed has been made and is counted.
         """
-        with self._failing_together():
+        with self._failing_together(one_step=True):
             batch = self._batch(args, kwargs)
             return self._in_step(batch, lambda: self._step(batch, Prepared(None), None))
 
