@@ -12,7 +12,7 @@ from oneemb.embedding import TableEmbedding
 from oneemb.graph import ops
 from oneemb.graph.recorder import StepStats
 from oneemb.graph.row_optimizers import Group, RowOptimizer
-from oneemb.row_step import RowStep, TrainedRows, attach, row_weights, settle_rows
+from oneemb.row_step import RowStep, TrainedRows, attach, row_weights, rows_stepped, settle_rows
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.step_lock import in_step
 from oneemb.storage.turns import undisturbed
@@ -291,12 +291,11 @@ def step_together(
                 go = ops.may_step(found, rows, scaler)
                 commit()
             try:
-                options = [
-                    stats.call(
-                        f"step({_name(row_step)})", ops.step, row_step, go, _after_hooks(row_step, its_grads, go)
-                    )
-                    for row_step, its_grads in zip(rows, grads, strict=True)
-                ]
+                options = []
+                for row_step, its_grads in zip(rows, grads, strict=True):
+                    with rows_stepped(row_step.optimizer):
+                        after_hooks = _after_hooks(row_step, its_grads, go)
+                        options.append(stats.call(f"step({_name(row_step)})", ops.step, row_step, go, after_hooks))
                 for row_step, its_grads, its_options in zip(rows, grads, options, strict=True):
                     row_step.update(its_grads, go, its_options, stats)
                     row_step.taken += go

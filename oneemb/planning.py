@@ -209,7 +209,7 @@ def plan(
         >>> import oneemb
         >>> plan = oneemb.plan(rows=10**9, embedding_dim=64, ids=26, unique=0.5, batch=4096, ranks=64)
         >>> plan.bytes_sent, plan.bytes_sent_without_deduplication
-        (28123704, 56218680)
+        (28120176, 56215152)
     """
     if bool(embeddings) == bool(embedding):
         raise TypeError(

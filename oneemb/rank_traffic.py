@@ -84,14 +84,7 @@ def messages_of(lookups: Sequence[KeyCounts], *, in_run: bool = True) -> list[Me
     for one in lookups:
         gradients = tuple(n * one.dim * _GRADIENT_BYTES for n in one.asks_R)
         messages.append(Message("gradients", gradients, ahead=False))
-    return [
-        *messages,
-        Message("whether all may step", header, ahead=False),
-        # The graph steps torch's optimizer, whose own hooks ask once more for gradients of rows: there are none left.
-        Message("headers of gradients, again", header, ahead=False),
-        Message("keys of gradients, again", (_COUNT_BYTES * len(lookups),) * ranks, ahead=False),
-        Message("whether all may step, again", header, ahead=False),
-    ]
+    return [*messages, Message("whether all may step", header, ahead=False)]
 
 
 def _keys(count: int) -> int:

@@ -14,6 +14,7 @@ until the next step, they are gone, with a warning. `oneemb.Optimizer` puts them
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.step_lock import alone, in_step
 from oneemb.storage.turns import undisturbed
 
-__all__ = ["RowStep", "TrainedRows", "attach", "embedding_of", "row_weights"]
+__all__ = ["RowStep", "TrainedRows", "attach", "embedding_of", "row_weights", "rows_stepped"]
 
 
 class TrainedRows(Protocol):
@@ -379,12 +380,23 @@ class _Arguments(tuple[Any, ...]):
 
 
 _begun: "weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[_Hooked]]" = weakref.WeakKeyDictionary()
+_stepped: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
+
+
+@contextmanager
+def rows_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within it a step of a torch optimizer leaves rows to the caller, who has taken their gradients."""
+    try:
+        _stepped.add(optimizer)
+        yield
+    finally:
+        _stepped.discard(optimizer)
 
 
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (building := building_now()) is not None:
         building.check_step(optimizer)
-    if getattr(optimizer, "steps_rows_itself", False):
+    if getattr(optimizer, "steps_rows_itself", False) or optimizer in _stepped:
         return None
     left = _begun.pop(optimizer, None)
     if left is not None and (raised := left()) is not None:

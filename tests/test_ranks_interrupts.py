@@ -71,13 +71,14 @@ def trains(group, report, path, way):
             pass
     report(("begins",))
     while made() < STEPS:
-        try:
-            goes_on(graph, way, rank, optimizer)
+        try:  # An interrupt may also come as an error of another rank is caught.
+            try:
+                goes_on(graph, way, rank, optimizer)
+            except oneemb.RankError as error:
+                assert "has failed (KeyboardInterrupt" in str(error) or "do different things" in str(error), error
+                caught.append("RankError")
         except KeyboardInterrupt:
             caught.append("KeyboardInterrupt")
-        except oneemb.RankError as error:
-            assert "has failed (KeyboardInterrupt" in str(error) or "do different things" in str(error), error
-            caught.append("RankError")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     report(("done", caught))
     rows = []

@@ -6,6 +6,7 @@ job.kill(1)
 job.end()                             [(exit code, reports)] of each; fails if one does not end in time
 """
 
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -48,8 +49,9 @@ class RankJob:
             time.sleep(0.01)
 
     def kill(self, rank, number=signal.SIGKILL):
-        """Send a rank a signal."""
-        os.kill(self._processes[rank].pid, number)
+        """Send a rank a signal, if it has not ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._processes[rank].pid, number)
 
     def end(self, seconds=60):
         """The exit code of each rank, and its reports; fails, with all stacks, if one does not end."""
