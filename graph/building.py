@@ -107,6 +107,11 @@ class Expected:
         return ops.gather(self.lease, per_sample_weights, pooling)
 
     @property
+    def sums_bags(self) -> bool:
+        """Whether it is to give sums or means of bags that ranks may have a part in."""
+        return ops.sums_bags(self.offsets, self.per_sample_weights, self.pooling)
+
+    @property
     def inserts(self) -> bool:
         """As of what is reserved."""
         return self.reserved is not None and self.reserved.inserts
@@ -254,8 +259,10 @@ class Building:
     def _take(self, name: str, embedding: LooksUp, arguments: dict[str, Any]) -> Expected | None:
         """The lookup that was expected, acquired."""
         waiting = self._expected.get(name, [])
+        sums_bags = ops.sums_bags(arguments["offsets"], arguments["per_sample_weights"], arguments["pooling"])
         for lookup in waiting:
             in_this_mode = lookup.inserts == embedding.training
+            in_this_mode &= embedding.asked_ranks is None or lookup.sums_bags == sums_bags
             if in_this_mode and lookup.is_of(arguments["ids"], arguments["table_ids"], arguments["offsets"]):
                 waiting.remove(lookup)
                 lookup.lease = None if lookup.reserved is None else lookup.reserved.acquire()

@@ -146,7 +146,10 @@ class AveragedEmbedding(torch.nn.Module):
         def look_up() -> torch.Tensor:
             if rows.asked_ranks is None:
                 return ops.peek(averages, keys(), per_sample_weights, pooling)
-            lease = ops.look_up_on_ranks(rows.asked_ranks, rows.store, rows.name, keys, source=averages)
+            sums_bags = ops.sums_bags(offsets, per_sample_weights, pooling)
+            lease = ops.look_up_on_ranks(
+                rows.asked_ranks, rows.store, rows.name, keys, source=averages, sums_bags=sums_bags
+            )
             return ops.gather(lease, per_sample_weights, pooling)
 
         with torch.no_grad():

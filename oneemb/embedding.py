@@ -201,11 +201,11 @@ class TableEmbedding(torch.nn.Module):
         return rows
 
     def _look_up_on_ranks(self, ranks: Ranks, has_gradient: bool, *arguments: Any) -> torch.Tensor:
+        *_, offsets, per_sample_weights, pooling = arguments
         lease = ops.look_up_on_ranks(
             ranks, self.store, self.name, lambda: self.keys_of(*arguments), inserts=self.training,
-            has_gradient=has_gradient,
+            has_gradient=has_gradient, sums_bags=ops.sums_bags(offsets, per_sample_weights, pooling),
         )  # fmt: skip
-        *_, per_sample_weights, pooling = arguments
         rows = ops.gather(lease, per_sample_weights, pooling)
         return ops.with_grad(rows, lease, self.weight, per_sample_weights) if has_gradient else rows
 

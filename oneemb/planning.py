@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from oneemb.graph.ops.asking import parts_move_fewer_bytes
 from oneemb.machine import Machine, StepCost
-from oneemb.rank_traffic import KeyCounts, messages_of
+from oneemb.rank_traffic import KeyCounts, PartCounts, messages_of
 
 __all__ = ["Plan", "PlannedEmbedding", "plan"]
 
@@ -37,6 +38,7 @@ class PlannedEmbedding:
         rows: that all ranks together come to have.
         embedding_dim: weights of a row, D.
         ids: that a sample looks up, in all tables of the embedding together.
+        bags: that these ids lie in, equally many in each, and that give sums or means; None = a row for each id.
         unique: the share of unique keys (table, id) among the ids of one rank's batch, above 0 up to 1: see
             `oneemb.unique_share`.
         dtype: of the weights, "float32", "float16" or "bfloat16".
@@ -53,6 +55,7 @@ class PlannedEmbedding:
     rows: int
     embedding_dim: int
     ids: int = 1
+    bags: int | None = None
     unique: float = 1.0
     dtype: str = "float32"
     optimizer: str | int = "SGD"
@@ -63,6 +66,8 @@ class PlannedEmbedding:
     def __post_init__(self) -> None:
         for name in ("rows", "embedding_dim", "ids"):
             _check_count(name, getattr(self, name))
+        if self.bags is not None:
+            _check_count("bags", self.bags)
         _check_share("unique", self.unique, above_0=True)
         if self.dtype not in _WEIGHT_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(_WEIGHT_BYTES)}, got {self.dtype!r}")
@@ -84,6 +89,11 @@ class PlannedEmbedding:
     @property
     def weight_bytes(self) -> int:
         return _WEIGHT_BYTES[self.dtype]
+
+    @property
+    def rows_given(self) -> int:
+        """How many rows a lookup gives for a sample."""
+        return self.ids if self.bags is None else self.bags
 
     @property
     def state_width(self) -> int:
@@ -209,7 +219,7 @@ def plan(
         >>> import oneemb
         >>> plan = oneemb.plan(rows=10**9, embedding_dim=64, ids=26, unique=0.5, batch=4096, ranks=64)
         >>> plan.bytes_sent, plan.bytes_sent_without_deduplication
-        (28120176, 56215152)
+        (28122192, 56217168)
     """
     if bool(embeddings) == bool(embedding):
         raise TypeError(
@@ -244,8 +254,8 @@ class _Job:
     machine: Machine
 
     def plan(self) -> Plan:
-        messages = self._messages([self._keys(one) for one in self.embeddings])
-        everything = self._messages([self.batch * one.ids for one in self.embeddings])
+        messages = self._messages([self._key_counts(one) for one in self.embeddings])
+        everything = self._messages([self._even_keys(one, self.batch * one.ids) for one in self.embeddings])
         memory = self._memory()
         parts = self._parts(messages)
         hidden = sum(one.ms for one in messages if one.ahead)
@@ -275,15 +285,30 @@ class _Job:
 
     # ---- between ranks ----------------------------------------------------------------------------------------------
 
-    def _messages(self, keys: Sequence[int]) -> list[MessageCost]:
+    def _even_keys(self, one: PlannedEmbedding, keys: int, parts: PartCounts | None = None) -> KeyCounts:
+        """So many keys, of which every rank owns equally many."""
+        # The first owner is this rank, whose own part stays: the average of a rank's counts had best be there.
+        share, more = divmod(keys, self.ranks)
+        each = [share + (0 < r <= more) for r in range(self.ranks)]
+        return KeyCounts(one.embedding_dim, one.weight_bytes, each, each, parts)
+
+    def _key_counts(self, one: PlannedEmbedding) -> KeyCounts:
+        """The keys of a lookup, and the parts of its bags if it is these that owners are asked for."""
+        keys, bags = self._keys(one), self.batch * (one.bags or 0)
+        if one.bags is None or one.dtype != "float32" or bags >= keys:
+            return self._even_keys(one, keys)
+        # Of a bag's ids each is of any owner; a rank has a part of the bags that it owns an id of.
+        parts = round(bags * (1 - (1 - 1 / self.ranks) ** (one.ids / one.bags)))
+        ids = self.batch * one.ids // self.ranks
+        others, row_bytes = self.ranks - 1, one.embedding_dim * 4
+        if not parts_move_fewer_bytes(others * keys // self.ranks, others * parts, others * ids, row_bytes, row_bytes):
+            return self._even_keys(one, keys)
+        parts_R, ids_R = [parts] * self.ranks, [ids] * self.ranks
+        return self._even_keys(one, keys, PartCounts(parts_R, ids_R, parts_R))
+
+    def _messages(self, lookups: Sequence[KeyCounts]) -> list[MessageCost]:
         if self.ranks == 1:
             return []
-        lookups = []
-        for one, count in zip(self.embeddings, keys, strict=True):
-            # The first owner is this rank, whose own part stays: the average of a rank's counts had best be there.
-            share, more = divmod(count, self.ranks)
-            each = [share + (0 < r <= more) for r in range(self.ranks)]
-            lookups.append(KeyCounts(one.embedding_dim, one.weight_bytes, each, each))
         costs = []
         for message in messages_of(lookups):
             local = sum(message.sent_R[1 : self.per_machine])
@@ -334,7 +359,7 @@ class _Job:
 
     def _fresh_bytes(self, one: PlannedEmbedding) -> int:
         """What a lookup gives and its gradient, where that is more than the C library keeps for the next step."""
-        size = self.batch * one.ids * one.embedding_dim * one.weight_bytes
+        size = self.batch * one.rows_given * one.embedding_dim * one.weight_bytes
         return 2 * size if size >= _KEPT_BYTES else 0
 
     def _disk_ms(self) -> float:
@@ -369,8 +394,8 @@ class _Job:
                 held["cache"] += min(one.cache_mb * 2**20, rows * (row_bytes + _SLOT_OVERHEAD_BYTES))
                 held["index of the table on disk"] += rows * _TABLE_INDEX_BYTES
             # What a lookup gives and its gradient; on ranks, rows and gradients as they come and go, with their keys.
-            ids = self.batch * one.ids
-            held["a step"] += ids * (8 + 2 * one.embedding_dim * one.weight_bytes)
+            given = self.batch * one.rows_given
+            held["a step"] += self.batch * one.ids * 8 + given * 2 * one.embedding_dim * one.weight_bytes
             if self.ranks > 1:
                 held["a step"] += 2 * keys * (12 + one.embedding_dim * (2 * one.weight_bytes + 4))
         return {name: size for name, size in held.items() if size}

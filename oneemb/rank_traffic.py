@@ -1,6 +1,6 @@
 """What ranks send each other in a step of training: which messages, when, and of how many bytes.
 
-The one place that knows it beside the code that sends (graph/ranks.py, graph/ops/shuffle.py): `oneemb.plan` asks it.
+The one place that knows it beside the code that sends (graph/ranks.py, graph/ops): `oneemb.plan` asks it.
 
 Invariant: `messages_of` says what goes through the process group, byte for byte; benchmarks/bench_plan.py and
 tests/test_planning.py compare the two.
@@ -9,9 +9,11 @@ tests/test_planning.py compare the two.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["KeyCounts", "Message", "messages_of"]
+__all__ = ["KeyCounts", "Message", "PartCounts", "messages_of"]
 
-_ID_BYTES, _TABLE_BYTES, _COUNT_BYTES, _GRADIENT_BYTES = 8, 4, 8, 4
+_ID_BYTES, _TABLE_BYTES, _PLACE_BYTES, _COUNT_BYTES, _GRADIENT_BYTES = 8, 4, 4, 8, 4
+_COUNTS_BYTES = 3 * _COUNT_BYTES
+"""Of a lookup: how many keys, parts of bags and ids of parts a rank is asked for."""
 _PAD_BYTES = 8
 """Every tensor of a message takes a multiple of it."""
 _HEADER_BYTES = 24
@@ -32,6 +34,21 @@ class Message:
 
 
 @dataclass(frozen=True)
+class PartCounts:
+    """The parts of bags of one lookup, of which owners send sums: see graph/ops/asking.py.
+
+    Args:
+        asks_R: parts that this rank asks each rank for.
+        ids_R: how many ids they have together.
+        asked_R: parts that each rank asks this one for.
+    """
+
+    asks_R: Sequence[int]
+    ids_R: Sequence[int]
+    asked_R: Sequence[int]
+
+
+@dataclass(frozen=True)
 class KeyCounts:
     """The unique keys of one lookup.
 
@@ -40,12 +57,21 @@ class KeyCounts:
         weight_bytes: of a weight, 4 or 2.
         asks_R: keys that this rank asks each rank for.
         asked_R: keys that each rank asks this one for.
+        parts: where all ranks cut their bags; None = a row comes for each key.
     """
 
     dim: int
     weight_bytes: int
     asks_R: Sequence[int]
     asked_R: Sequence[int]
+    parts: PartCounts | None = None
+
+    def key_bytes(self, r: int) -> int:
+        """Of the keys that rank r is asked for, and their parts."""
+        size = self.asks_R[r] * _ID_BYTES + _padded(self.asks_R[r] * _TABLE_BYTES)
+        if self.parts is not None:
+            size += _padded(self.parts.ids_R[r] * _PLACE_BYTES) + _padded(self.parts.asks_R[r] * _PLACE_BYTES)
+        return size
 
 
 def messages_of(lookups: Sequence[KeyCounts], *, in_run: bool = True) -> list[Message]:
@@ -58,7 +84,7 @@ def messages_of(lookups: Sequence[KeyCounts], *, in_run: bool = True) -> list[Me
     """
     ranks = len(lookups[0].asks_R)
     header = (_HEADER_BYTES,) * ranks
-    keys_of_all = tuple(sum(_COUNT_BYTES + _keys(one.asks_R[r]) for one in lookups) for r in range(ranks))
+    keys_of_all = tuple(sum(_COUNTS_BYTES + one.key_bytes(r) for one in lookups) for r in range(ranks))
     messages = []
     if in_run:
         announced = tuple(_COUNT_BYTES + size for size in keys_of_all)
@@ -74,21 +100,19 @@ def messages_of(lookups: Sequence[KeyCounts], *, in_run: bool = True) -> list[Me
         if in_run:
             messages.append(Message("whether all look up what they announced", header, ahead=False))
         else:
-            keys = tuple(_COUNT_BYTES + _keys(n) for n in lookup.asks_R)
+            keys = tuple(_COUNTS_BYTES + lookup.key_bytes(r) for r in range(ranks))
             messages += [Message("headers of keys", header, ahead=False), Message("keys", keys, ahead=False)]
-        messages.append(Message("rows", tuple((heads + n) * row_bytes for n in lookup.asked_R), ahead=False))
+        answers_R = lookup.asked_R if lookup.parts is None else lookup.parts.asked_R
+        messages.append(Message("rows", tuple((heads + n) * row_bytes for n in answers_R), ahead=False))
     messages += [
         Message("headers of gradients", header, ahead=False),
         Message("keys of gradients", keys_of_all, ahead=False),
     ]
     for one in lookups:
-        gradients = tuple(n * one.dim * _GRADIENT_BYTES for n in one.asks_R)
+        asks_R = one.asks_R if one.parts is None else one.parts.asks_R
+        gradients = tuple(n * one.dim * _GRADIENT_BYTES for n in asks_R)
         messages.append(Message("gradients", gradients, ahead=False))
     return [*messages, Message("whether all may step", header, ahead=False)]
-
-
-def _keys(count: int) -> int:
-    return count * _ID_BYTES + _padded(count * _TABLE_BYTES)
 
 
 def _padded(size: int) -> int:

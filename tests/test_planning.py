@@ -14,7 +14,7 @@ import oneemb.machine as machine_module
 from oneemb.cli.commands import oneemb as command
 from oneemb.graph.ranks import Ranks
 from oneemb.kernels.owner import owner_of
-from oneemb.rank_traffic import KeyCounts, messages_of
+from oneemb.rank_traffic import KeyCounts, PartCounts, messages_of
 
 STEPS = 6
 
@@ -107,6 +107,45 @@ def test_ranks_send_the_bytes_that_are_said(tmp_path, rank_pool, in_run):
                 assert ahead[-len(early) - 1 :] == [*early, [24] * ranks], "the last: that there is no other batch"
 
 
+BAGS, LONG = 4, 30
+
+
+def bags_of(step, rank):
+    return torch.randint(0, 400, (BAGS * LONG,), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def sends_of_bags(group, path):
+    """What goes to each rank in steps that sum bags."""
+    noted, options = Noted(group), oneemb.make_device_mem_store_options(path)
+    items = oneemb.MultiTableEmbedding(
+        "items", 16, torch.float32, torch.int64, [oneemb.make_table()], options, process_group=noted
+    )
+    optimizer = torch.optim.Adagrad(items.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        items(bags_of(step, group.rank()), offsets=torch.arange(0, BAGS * LONG + 1, LONG)).sum().backward()
+        optimizer.step()
+    items.close()
+    return noted.sent
+
+
+def test_ranks_send_the_bytes_that_are_said_of_bags(tmp_path, rank_pool):
+    ranks = 3
+    asks, parts, ids = ([[0] * ranks for _ in range(ranks)] for _ in range(3))
+    for rank in range(ranks):
+        bag_of_id = bags_of(STEPS - 1, rank).view(BAGS, LONG).numpy()
+        owners = owner_of(np.zeros(BAGS * LONG, np.int32), bag_of_id.ravel(), ranks).reshape(BAGS, LONG)
+        for r in range(ranks):
+            asks[rank][r] = len(np.unique(bag_of_id[owners == r]))
+            parts[rank][r] = int((owners == r).any(1).sum())
+            ids[rank][r] = int((owners == r).sum())
+    for rank, sent in enumerate(rank_pool(ranks, sends_of_bags, str(tmp_path))):
+        asked = [[of_all[r][rank] for r in range(ranks)] for of_all in (asks, parts)]
+        counts = KeyCounts(16, 4, asks[rank], asked[0], PartCounts(parts[rank], ids[rank], asked[1]))
+        said = [list(one.sent_R) for one in messages_of([counts], in_run=False)]
+        assert sent[-len(said) :] == said
+
+
 # ---- what a plan says ------------------------------------------------------------------------------------------------
 
 JOB = {"rows": 10**8, "embedding_dim": 16, "ids": 10, "unique": 0.5, "batch": 1000}
@@ -124,6 +163,18 @@ def test_the_bytes_of_a_plan_are_those_of_even_owners():
     keys_rows_gradients = 3750 * (12 + 64 + 12 + 64)
     assert 0 < planned.bytes_sent - keys_rows_gradients < 1000, "headers and counts"
     assert oneemb.plan(**JOB).bytes_sent == 0
+
+
+def test_a_plan_of_bags_asks_owners_for_sums_where_that_moves_fewer_bytes():
+    job = {**JOB, "ids": 200, "bags": 2, "unique": 0.8}
+    sums, rows = oneemb.plan(**job, ranks=4), oneemb.plan(**{**job, "bags": None}, ranks=4)
+    parts, ids = [2000] * 4, [50_000] * 4
+    said = messages_of([KeyCounts(16, 4, [40_000] * 4, [40_000] * 4, PartCounts(parts, ids, parts))])
+    assert sums.bytes_sent == sum(sum(message.sent_R[1:]) for message in said) < rows.bytes_sent / 3
+    assert sums.bytes_sent_without_deduplication == rows.bytes_sent_without_deduplication
+    assert sum(sums.memory_bytes.values()) < sum(rows.memory_bytes.values())
+    few_ids = {**job, "ids": 4}
+    assert oneemb.plan(**few_ids, ranks=4).bytes_sent == oneemb.plan(**{**few_ids, "bags": None}, ranks=4).bytes_sent
 
 
 def test_bytes_to_other_machines_are_those_to_their_ranks():

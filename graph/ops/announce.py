@@ -17,14 +17,23 @@ import dataclasses
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import torch
 
+from oneemb.graph.ops.asking import COUNTS
 from oneemb.graph.ops.lookup import Keys, Lease
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
-from oneemb.graph.ops.shuffle import Asked, Routed, by_owner, keys_of_ranks, lease_on_ranks, look_up_on_ranks, lookup_of
+from oneemb.graph.ops.shuffle import (
+    Routed,
+    asked_by,
+    asking_for,
+    keys_of_ranks,
+    lease_on_ranks,
+    look_up_on_ranks,
+    lookup_of,
+)  # fmt: skip
 from oneemb.graph.ranks import Ranks, whole_exchange
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.row_store import StorageError
@@ -32,9 +41,9 @@ from oneemb.storage.tiers.hot_rows import Prefetched
 
 __all__ = ["Announced", "AnnouncedLookup", "Announcement", "announce", "announced_lookup"]
 
-Lookup = tuple[str, Ranks, EmbeddingStore, bool, Keys]
+Lookup = tuple[str, Ranks, EmbeddingStore, bool, Keys, bool]
 """Of an embedding: its name, the ranks that make the lookup, the rows that this one owns, whether unknown keys are
-inserted, and the keys."""
+inserted, the keys, and whether it gives sums or means of bags: see `sums_bags`."""
 
 _MISSED_IN_EVAL, _MISSED_IN_TRAINING = -2, -1  # what ranks tell; otherwise the number of the lookup they have announced
 
@@ -49,7 +58,7 @@ class AnnouncedLookup:
     """
 
     def __init__(self, of: "Announced", number: int, lookup: Lookup, routed: Routed | None):
-        self.name, self.ranks, self.store, self.inserts, _ = lookup
+        self.name, self.ranks, self.store, self.inserts, _, self.sums_bags = lookup
         self.routed = routed
         self.prefetched: Prefetched | None = None
         """Rows that ranks ask this one for."""
@@ -167,13 +176,15 @@ def _of_some(routed: Routed, told: Sequence[int], rank: int) -> Routed:
     takes_R = [number >= 0 for number in told]
     asked = routed.asked
     takes_N = torch.from_numpy(np.repeat(takes_R, asked.count_R))
-    count_R = [count if takes else 0 for count, takes in zip(asked.count_R, takes_R, strict=True)]
-    return Routed(
-        keys=routed.keys,
-        order_U=routed.order_U if takes_R[rank] else routed.order_U[:0],
-        sent_R=routed.sent_R if takes_R[rank] else [0] * len(told),
-        asked=dataclasses.replace(asked, table_N=asked.table_N[takes_N], id_N=asked.id_N[takes_N], count_R=count_R),
+    remains = dataclasses.replace(
+        asked,
+        table_N=asked.table_N[takes_N],
+        id_N=asked.id_N[takes_N],
+        count_R=[count if takes else 0 for count, takes in zip(asked.count_R, takes_R, strict=True)],
+        parts_R=[parts if takes else None for parts, takes in zip(asked.parts_R, takes_R, strict=True)],
     )
+    asking = routed.asking if takes_R[rank] else routed.asking.of_none()
+    return Routed(routed.keys, asking, remains)
 
 
 class Announcement:
@@ -202,59 +213,35 @@ class Announcement:
         ranks = self._ranks
         if ranks is None:
             return Announced(lookups, None)
-        orders = [_order(lookup, ranks) for lookup in lookups]
+        its = [asking_for(store, ranks, keys, sums_bags=sums) for _, ranks, store, _, keys, sums in lookups]
+        counts_R = [[count for _, asking in its for count in asking.counts(r)] for r in range(ranks.size)]
         blocks = [
-            [
-                torch.tensor([_code(lookups), *(order.sent_R[r] for order in orders)]),
-                *(order.id_R[r] for order in orders),
-                *(order.table_R[r] for order in orders),
-            ]
-            for r in range(ranks.size)
+            [torch.tensor([_code(lookups), *counts]), *(tensor for _, asking in its for tensor in asking.tensors(r))]
+            for r, counts in enumerate(counts_R)
         ]
         self._ranks = None
         received = ranks.exchange("announce the lookups of a batch", lambda: blocks)
         if not lookups or any(int(block.take(1, torch.int64)) != _code(lookups) for block in received):
             return Announced(lookups, None)
-        count_RL = [block.take(len(lookups), torch.int64).tolist() for block in received]
-        routed = []
-        id_RL, table_RL = (
-            [[block.take(count, dtype) for count in counts] for block, counts in zip(received, count_RL, strict=True)]
-            for dtype in (torch.int64, torch.int32)
-        )
-        for n, ((_, its_ranks, store, _, keys), order) in enumerate(zip(lookups, orders, strict=True)):
-            table_N, id_N = (torch.cat([its[n] for its in of_rank]) for of_rank in (table_RL, id_RL))
-            asked = Asked(store, its_ranks, table_N, id_N, [counts[n] for counts in count_RL])
-            routed.append(Routed(keys, order.order_U, order.sent_R, asked))
+        told_RL = [block.take(COUNTS * len(lookups), torch.int64).view(-1, COUNTS).tolist() for block in received]
+        routed = [
+            Routed(keys, asking, asked_by(store, its_ranks, received, [told[n] for told in told_RL]))
+            for n, ((_, its_ranks, store, *_), (keys, asking)) in enumerate(zip(lookups, its, strict=True))
+        ]
         self.announced = Announced(lookups, routed)
         for lookup in self.announced.lookups:
             lookup.prefetch()
         return self.announced
 
 
-class _Order(NamedTuple):
-    """The unique keys of a lookup, by their owners."""
-
-    order_U: torch.Tensor
-    sent_R: list[int]
-    id_R: Sequence[torch.Tensor]
-    table_R: Sequence[torch.Tensor]
-
-
-def _order(lookup: Lookup, ranks: Ranks) -> _Order:
-    _, _, store, _, keys = lookup
-    table_U, id_U = (store.loops.tensor(array).cpu() for array in (keys.unique.table_U, keys.unique.id_U))
-    order_U, sent_R = by_owner(store, ranks, table_U, id_U)
-    return _Order(order_U, sent_R, id_U[order_U].split(sent_R), table_U[order_U].split(sent_R))
-
-
 def _code(lookups: Sequence[Lookup]) -> int:
     """Is equal where ranks announce the same lookups; 0 for none."""
-    return zlib.crc32("; ".join(lookup_of(name, inserts, ranks) for name, ranks, _, inserts, _ in lookups).encode())
+    return zlib.crc32("; ".join(lookup_of(name, inserts, ranks) for name, ranks, _, inserts, *_ in lookups).encode())
 
 
 def _measure_announce(args: object, announced: Announced) -> tuple[int, int]:
     routed = [lookup.routed for lookup in announced.lookups if lookup.routed is not None]
-    keys = sum(sum(its.sent_R) + len(its.asked.id_N) for its in routed)
+    keys = sum(sum(its.asking.sent_R) + len(its.asked.id_N) for its in routed)
     return keys, keys * (4 + 8)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops import batch_ids
+from oneemb.graph.ops.asking import Asking, CutBags
 from oneemb.graph.ops.grads import RowGrads, nowhere, sum_over_passes
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.graph.ranks import Ranks
@@ -159,11 +160,13 @@ class Remote:
 
     ranks: Ranks
     weight_SX: Array
-    """Their weights, as they came."""
+    """Their weights, as they came; or where owners sum parts of bags, those sums."""
     slot_U: Array
-    """int64: where those of each unique key are."""
+    """int64: where those of each unique key are, or of each part."""
     owned: "Lease | None"
     """The rows that ranks have asked this one for; None = they are not pinned."""
+    asking: Asking
+    """What has been asked for."""
 
 
 class Lease:
@@ -172,7 +175,7 @@ class Lease:
     A lease that is dropped (a forward pass without a step) is unpinned by the next `acquire`.
 
     With `remote` they are copies of rows that other ranks own. Nothing is pinned for them here, and their gradients go
-    to the owners before anything is done with them (`settle` in row_grad.py).
+    to the owners before anything is done with them (`settle` in settle.py).
 
     Args:
         store: whose rows they are.
@@ -307,6 +310,8 @@ class Lease:
         """The weights of each id, or of each bag, as they are now."""
         store, slot_U = self.store, self.slot_U
         if self.remote is not None:
+            if self.remote.asking.cut is not None:
+                return self._sum_parts(self.remote, self.remote.asking.cut)
             return self._read(self.remote.weight_SX, self.remote.slot_U)
         if slot_U is None:
             row_UW, unique = store.read(self.keys.unique)
@@ -319,6 +324,17 @@ class Lease:
 
     def _read(self, weight_SX: Array, slot_U: Array) -> torch.Tensor:
         out, self.argmax_PD = _read(self.store, weight_SX, slot_U, self.keys, self.scale_N, self.pooling)
+        return out
+
+    def _sum_parts(self, remote: Remote, cut: CutBags) -> torch.Tensor:
+        """The sum of each bag, or its mean, from what the owners of its parts have summed."""
+        store, loops = self.store, self.store.loops
+        order_S, offset_P1 = cut.of_bags()
+        scale_S = loops.array(cut.scale_S[order_S].to(loops.device)) if self.pooling == "mean" else None
+        part_S = loops.array(order_S.to(loops.device))
+        out = torch.empty(*self.keys.shape, store.format.dim, dtype=DTYPES[store.format.dtype], device=loops.device)
+        rows = RowsOfIds(remote.weight_SX, remote.slot_U, part_S)
+        loops.pool(rows, loops.array(offset_P1.to(loops.device)), scale_S, loops.array(out.view(-1, out.shape[-1])))
         return out
 
     def grad_of_scales(self, grad_PD: torch.Tensor) -> torch.Tensor:

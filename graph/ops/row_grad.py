@@ -12,50 +12,26 @@ as they would on the dense gradient of a table: one that is zero but for the row
     anything else                      is an error that names the op
 """
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Never
+from typing import Any, Never
 
 import numpy as np
 import torch
 
+from oneemb.graph.ops.backward_pass import Pass, reduce_passes
 from oneemb.graph.ops.grads import RowGrads, join_grads
 from oneemb.graph.ops.lookup import Lease
 from oneemb.graph.ops.merged import MergedRows
 from oneemb.graph.ops.op import UPDATE, Op
-from oneemb.graph.ops.shuffle import Sums, shuffle_grads
+from oneemb.graph.ops.settle import by_ranks, settle
 from oneemb.graph.ranks import Ranks
-from oneemb.graph.tape import version_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 
-__all__ = ["RowGrad", "by_ranks", "reduce_grads", "refuse_dense", "settle", "with_grad"]
+__all__ = ["RowGrad", "reduce_grads", "refuse_dense"]
 
 aten = torch.ops.aten
 _detach = aten.detach.default
-
-
-class Pass(NamedTuple):
-    """What one backward pass has left for one lookup."""
-
-    lease: Lease
-    grad_NX: torch.Tensor
-    """d loss / d rows of the lookup: [N, D], or of bags [P, D]."""
-    version: int
-    """Of the tensor, when it came: it may be one that the user has, who gave it to `backward` or keeps it by a hook."""
-
-    def checked(self) -> torch.Tensor:
-        """The gradient.
-
-        Raises:
-            RuntimeError: it was changed in place since it came.
-        """
-        if version_of(self.grad_NX) != self.version:
-            raise RuntimeError(
-                "the gradient of rows was changed in place since its backward pass, as a buffer that is given to"
-                " backward again and again, or a tensor that a hook keeps: give or keep a clone() of it"
-            )
-        return self.grad_NX
 
 
 class RowGrad(torch.Tensor):
@@ -111,12 +87,7 @@ class RowGrad(torch.Tensor):
 
     def reduce(self) -> RowGrads | None:
         """The gradient of each row, to be summed; None if there is none. Its slots are those of rows at the lookup."""
-        grads_of: dict[Lease, list[torch.Tensor]] = {}
-        for one in self.passes:
-            grads_of.setdefault(one.lease, []).append(one.checked())
-        parts = [] if self.summed is None else [self.summed]
-        parts += [lease.reduce(grads_of[lease]) for lease in sorted(grads_of, key=lambda lease: lease.order)]
-        return join_grads(parts)
+        return join_grads([*([] if self.summed is None else [self.summed]), *reduce_passes(self.passes)])
 
     def row_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The tables, int32 [U], and ids, int64 [U], of the rows that have a gradient."""
@@ -445,134 +416,7 @@ _FOREACH: dict[Any, Callable[..., Any]] = {
 """What they do to each of a list."""
 
 
-# ---- where gradients come from, and where they go ------------------------------------------------------------------
-
-
-def with_grad(
-    rows: torch.Tensor, lease: Lease, weight: torch.Tensor, per_sample_weights: torch.Tensor | None = None,
-    ranks: Ranks | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """What `gather` gave of a lookup, differentiable: a backward pass through it gives `weight` a `RowGrad`.
-
-    The rows need not be pinned: those of an embedding in eval mode are inserted by the step that trains them.
-
-    Args:
-        ranks: those who train the rows together; None = the ranks that the lookup has asked, if any.
-    """
-    if ranks is None and lease.remote is not None:
-        ranks = lease.remote.ranks
-    return _WithGrad.apply(weight, per_sample_weights, lease, _Rows(rows), ranks)
-
-
-class _Rows(NamedTuple):
-    """Rows that autograd takes for new ones: a tensor that it knows as an input must not change in place."""
-
-    tensor: torch.Tensor
-
-
-def _is_alone(grad: torch.Tensor) -> bool:
-    """Whether nobody else has the memory of a gradient that autograd gives, so that it need not be copied.
-
-    Another parameter's gradient may be a view of the same memory, which torch clips and accumulates in place: that of
-    `positions` in `embedding(ids)[None] + positions[None]`, say, or of what rows were concatenated with. Who else has
-    it is told by torch's counts of references, where it has them; those that Python holds to the same object (a hook
-    that keeps it) are not among them: `Pass.checked` sees their changes.
-    """
-    if not grad.is_contiguous() or grad.untyped_storage().nbytes() != grad.nbytes:
-        return False
-    tensor_uses, storage_uses = getattr(grad, "_use_count", None), getattr(torch._C, "_storage_Use_Count", None)
-    if tensor_uses is None or storage_uses is None:
-        return False
-    base: torch.Tensor | None = grad._base  # Of a view: it has the memory too, and whoever has it.
-    views = 0 if base is None else 1
-    # The storage is also held by the object that is asked for its address here, the base by the one that is read here.
-    return bool(
-        tensor_uses() == 1
-        and storage_uses(grad.untyped_storage()._cdata) == 2 + views
-        and (base is None or base._use_count() == 2)  # type: ignore[attr-defined]  # torch's stubs lack it
-    )
-
-
-class _WithGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, weight: torch.Tensor, scales: torch.Tensor | None, lease: Lease, rows: _Rows, ranks: Ranks | None
-    ) -> torch.Tensor:
-        ctx.lease, ctx.ranks = lease, ranks
-        return rows.tensor
-
-    @staticmethod
-    @torch._disable_dynamo  # torch.compile stays out of it, as out of a lookup
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[RowGrad | None, torch.Tensor | None, None, None, None]:
-        alone = _is_alone(*grads)
-        lease, (grad,) = ctx.lease, grads
-        if lease is None:
-            raise RuntimeError(
-                "backward through a lookup of an embedding for the second time, whose rows were let go after the first;"
-                " pass retain_graph=True to the first, or look the ids up again"
-            )
-        if torch.is_grad_enabled() and ctx.needs_input_grad[0]:
-            raise RuntimeError(
-                "the gradient of an embedding's rows has no gradient itself: leave out create_graph=True, or take the"
-                " gradient with respect to what the lookup gave, torch.autograd.grad(loss, rows, create_graph=True)"
-            )
-        lease.check_not_replaced()
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.lease = None  # A loss that is kept keeps none of the lookup's arrays.
-        flat = grad.detach().reshape(-1, grad.shape[-1])
-        grad_NX = flat if alone else flat.clone(memory_format=torch.contiguous_format)
-        lease.has_grad = True
-        one = Pass(lease, grad_NX, version_of(grad_NX))
-        row_grad = RowGrad(lease.store, [one], ranks=ctx.ranks) if ctx.needs_input_grad[0] else None
-        return row_grad, lease.grad_of_scales(grad_NX) if ctx.needs_input_grad[1] else None, None, None, None
-
-
-def by_ranks(row_grads: Iterable[RowGrad]) -> list[tuple[Ranks, list[RowGrad]]]:
-    """The gradients of rows that ranks own together, by their groups."""
-    groups: dict[Any, tuple[Ranks, list[RowGrad]]] = {}
-    for grad in row_grads:
-        if grad.ranks is not None:
-            groups.setdefault(grad.ranks.group, (grad.ranks, []))[1].append(grad)
-    return list(groups.values())
-
-
-def settle(row_grads: Iterable[RowGrad]) -> None:
-    """Bring the gradients that lookups of rows of other ranks have left to the owners. Does nothing to others.
-
-    Every rank calls it with the gradients of the same embeddings in the same order: it is an exchange, unless nothing
-    waits.
-
-    Raises:
-        RankError: another rank has failed; nothing has changed.
-        RuntimeError: a gradient was changed in place since its backward pass.
-    """
-    for ranks, group in by_ranks(row_grads):
-        if not all(grad.settled for grad in group):
-            stores, scales = [grad.store for grad in group], [_scale_of(grad) for grad in group]
-            names = [grad.ranks.name for grad in group if grad.ranks is not None]
-            owned = shuffle_grads(ranks, stores, scales, functools.partial(_sums_of, group), names)
-            for grad, its in zip(group, owned, strict=True):
-                grad.own(its)
-
-
-def _scale_of(row_grad: RowGrad) -> float:
-    assert row_grad.ranks is not None
-    return row_grad.ranks.grad_scale
-
-
-def _sums_of(row_grads: Sequence[RowGrad]) -> list[Sums | None]:
-    return [_sums(grad) for grad in row_grads]
-
-
-def _sums(row_grad: RowGrad) -> Sums | None:
-    """What lookups of this rank have left; None = nothing."""
-    if not row_grad.passes:
-        return None
-    grads = RowGrad(row_grad.store, row_grad.passes).reduce()
-    assert grads is not None
-    loops = row_grad.store.loops
-    table_U, id_U = (loops.tensor(array).cpu() for array in (grads.table_U, grads.id_U))
-    return table_U, id_U, loops.tensor(grads.grad_UD)
+# ---- what becomes of them ------------------------------------------------------------------------------------------
 
 
 def _measure_reduce(args: object, grads: Sequence[RowGrads]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Lookups and gradients between ranks: each row lives with its owner, and each rank looks up ids of its own.
+"""Lookups between ranks: each row lives with its owner, and each rank looks up ids of its own.
 
     lease = look_up_on_ranks(ranks, store, make_keys, ...)
         routed = shuffle_keys(ranks, ..., make_keys, store)     unique keys to their owners
@@ -6,19 +6,13 @@
         rows   = shuffle_rows(ranks, ..., routed, owned)        their weights, back to those who asked
     rows = with_grad(gather(lease), lease, weight)              as on one rank
 
-    shuffle_grads(ranks, stores, ...)                           before a step: gradients of rows to their owners
-
-Every rank runs these in the same order, whatever its batch holds. `oneemb.kernels.owner` says who owns a key. Gradients
-wait with the rank that looked the rows up until something needs them whole: a step, a norm, an unscaling. So any number
-of backward passes costs one exchange.
+Every rank runs these in the same order, whatever its batch holds. `oneemb.kernels.owner` says who owns a key, asking.py
+where owners sum bags, settle.py how gradients come to them.
 
 Rows and gradients travel in `comm_dtype`. Those that a rank has itself are rounded as those of others are, so that no
-number depends on who owns a key. Gradients of a key are summed twice: in batch order by each rank that looked it up,
-then in the order of the ranks by its owner, which takes their mean, as DistributedDataParallel does of dense gradients,
-or sum; both in float32. So the numbers of R ranks are those of one up to the rounding of that sum.
+number depends on who owns a key; but where owners sum parts of bags (asking.py), it is the sums that are rounded.
 
-Every rank has all rows of a replicated table: it asks itself for them, and gets the gradients of all ranks, which it
-sums in the same order as the others do. So its copy stays equal to theirs, bit for bit.
+Every rank has all rows of a replicated table: it asks itself for them.
 """
 
 import dataclasses
@@ -29,39 +23,32 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from oneemb.graph.ops.grads import RowGrads, nowhere
+from oneemb.graph.ops.asking import COUNTS, Asking, Parts, by_rank, cut_bags
 from oneemb.graph.ops.lookup import DTYPES, Keys, Lease, ReadRows, Remote, acquire, gather, peek
-from oneemb.graph.ops.op import LOOKUP, UPDATE, Op
-from oneemb.graph.ranks import Ranks, whole_exchange
+from oneemb.graph.ops.op import LOOKUP, Op
+from oneemb.graph.ranks import Ranks, Received, whole_exchange
+from oneemb.kernels.arrays import Bags
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.tiers.hot_rows import Prefetched
 
 __all__ = [
-    "Asked", "Routed", "Sums", "by_owner", "keys_of_ranks", "lease_on_ranks", "look_up_on_ranks", "lookup_of",
-    "shuffle_grads", "shuffle_keys", "shuffle_rows",
+    "Asked", "Routed", "by_owner", "asked_by", "asking_for", "keys_of_ranks", "lease_on_ranks", "look_up_on_ranks",
+    "lookup_of", "shuffle_keys", "shuffle_rows", "sums_bags",
 ]  # fmt: skip
 
 # More than any embedding has: what comes from other ranks, they have checked.
 _TABLES = 1 << 31
 
 
-@dataclass(frozen=True)
-class Routed:
-    """Unique keys of a lookup, and those that ranks ask this one for."""
-
-    keys: Keys
-    """This rank's own."""
-    order_U: torch.Tensor
-    """int64 [U]: its unique keys, those that it asks rank 0 for first."""
-    sent_R: list[int]
-    """Keys that it asks each rank for."""
-    asked: "Asked"
+def sums_bags(offsets: object, per_sample_weights: object, pooling: object) -> bool:
+    """Whether a lookup with these arguments gives sums or means of bags that owners may have a part in."""
+    return offsets is not None and per_sample_weights is None and pooling in ("sum", "mean")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Keys that ranks ask this one for, one rank's after another."""
+    """Keys that ranks ask this one for, one rank's after another; and parts of bags that it is to sum."""
 
     store: EmbeddingStore
     ranks: Ranks
@@ -69,51 +56,130 @@ class Asked:
     """int32"""
     id_N: torch.Tensor
     """int64"""
-    count_R: list[int]
+    count_R: Sequence[int]
     """How many are each rank's."""
+    parts_R: Sequence[Parts | None]
+    """What each rank asks for; None = the row of each of its keys."""
+
+    @property
+    def answers_R(self) -> list[int]:
+        """How many rows go to each rank."""
+        its = zip(self.count_R, self.parts_R, strict=True)
+        return [count if parts is None else len(parts.size_S) for count, parts in its]
 
     @functools.cached_property
     def keys(self) -> Keys:
         """The unique ones. They are looked up in such a shape that their rows can be sent as an answer, behind heads
         of zeros."""
-        store, ranks = self.store, self.ranks
-        heads = ranks.heads(rows_like(store, ranks))
+        return self.keys_behind(self.ranks.heads(rows_like(self.store, self.ranks)))
+
+    def keys_behind(self, heads: int) -> Keys:
+        """The unique ones, of which a lookup gives the rows that go to each rank, behind so many rows of zeros."""
+        store, ranks, answers_R = self.store, self.ranks, self.answers_R
         keys = keys_of_ranks(store, self.table_N, self.id_N)
         loops, inverse_N = store.loops, store.loops.tensor(keys.unique.inverse_N)
-        answer_N = inverse_N.new_full((len(inverse_N) + heads * ranks.size,), -1)
-        answer_N[ranks.behind_heads(self.count_R, heads).to(loops.device)] = inverse_N
-        unique = keys.unique._replace(inverse_N=loops.array(answer_N))  # type: ignore[attr-defined]  # a NamedTuple
-        return dataclasses.replace(keys, shape=answer_N.shape, unique=unique)
+        at_A = ranks.behind_heads(answers_R, heads)
+        answers, bags = len(at_A) + heads * ranks.size, None
+        if all(parts is None for parts in self.parts_R):
+            of_answer_N = inverse_N.new_full((answers,), -1)
+            of_answer_N[at_A.to(loops.device)] = inverse_N
+        else:
+            size_A = torch.zeros(answers, dtype=torch.int64)
+            key_R, size_R = zip(*self._explicit_parts(), strict=True)
+            size_A[at_A] = torch.cat(size_R).long()
+            of_answer_N = inverse_N[torch.cat(key_R).to(loops.device)]
+            bags = bags_of_sizes(size_A, store)
+        unique = keys.unique._replace(inverse_N=loops.array(of_answer_N))  # type: ignore[attr-defined]  # a NamedTuple
+        return dataclasses.replace(keys, shape=torch.Size((answers,)), unique=unique, bags=bags)
+
+    def _explicit_parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For each rank the places of the ids of its parts among all keys, and the sizes of its parts."""
+        begin_R, explicit = np.cumsum([0, *self.count_R[:-1]]).tolist(), []
+        for begin, count, parts in zip(begin_R, self.count_R, self.parts_R, strict=True):
+            if parts is None:
+                explicit.append((torch.arange(begin, begin + count), torch.ones(count, dtype=torch.int32)))
+            else:
+                explicit.append((begin + parts.key_N.long(), parts.size_S))
+        return explicit
+
+
+def asked_by(
+    store: EmbeddingStore, ranks: Ranks, received: Sequence[Received], counts_R: Sequence[Sequence[int]]
+) -> Asked:
+    """What ranks ask this one for: `counts_R` is what they have told first, the rest is what they have sent next."""
+    tables, ids, parts_R = [], [], []
+    for block, (keys, parts, ids_of_parts) in zip(received, counts_R, strict=True):
+        ids.append(block.take(keys, torch.int64))
+        tables.append(block.take(keys, torch.int32))
+        its = None
+        if parts >= 0:
+            its = Parts(block.take(ids_of_parts, torch.int32), block.take(parts, torch.int32))
+        parts_R.append(its)
+    return Asked(store, ranks, torch.cat(tables), torch.cat(ids), [keys for keys, *_ in counts_R], parts_R)
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Unique keys of a lookup, what this rank asks others for, and what they ask it for."""
+
+    keys: Keys
+    """This rank's own."""
+    asking: Asking
+    asked: Asked
+
+
+def asking_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: bool) -> tuple[Keys, Asking]:
+    """These keys, counted, and what this rank asks others for in a lookup of them.
+
+    Args:
+        sums_bags: whether it is one of bags, of which `gather` is to give sums or means without weights.
+    """
+    loops = store.loops
+    keys = dataclasses.replace(keys, unique=keys.loops.counted(keys.unique))
+    table_U, id_U = (loops.tensor(array).cpu() for array in (keys.unique.table_U, keys.unique.id_U))
+    order_U, sent_R = by_owner(store, ranks, table_U, id_U)
+    cut, like = None, rows_like(store, ranks)
+    # Rows of half as many bits give a sum that is rounded once; so would sums of parts be, each. float16 may not hold
+    # a sum of what it holds. Gradients of replicated rows go to all ranks.
+    if sums_bags and store.format.dtype == "float32" and like.dtype != torch.float16 and not store.replicas:
+        assert keys.bags is not None
+        inverse_N, offset_P1, bag_N = (
+            loops.tensor(array).cpu().numpy() for array in (keys.unique.inverse_N, keys.bags.offset_P1, keys.bags.bag_N)
+        )
+        row_bytes, grad_bytes = (store.format.dim * dtype.itemsize for dtype in (like.dtype, ranks.comm_dtype))
+        cut = cut_bags(
+            order_U.numpy(), sent_R, inverse_N, offset_P1, bag_N, rank=ranks.rank, row_bytes=row_bytes,
+            grad_bytes=grad_bytes,
+        )  # fmt: skip
+    return keys, Asking(order_U, id_U[order_U].split(sent_R), table_U[order_U].split(sent_R), cut)
 
 
 @Op(LOOKUP, takes=("ranks",))
-def shuffle_keys(ranks: Ranks, what: str, make: Callable[[], Keys], store: EmbeddingStore) -> Routed:
+def shuffle_keys(
+    ranks: Ranks, what: str, make: Callable[[], Keys], store: EmbeddingStore, sums_bags: bool = False
+) -> Routed:
     """Send the unique keys of a lookup to their owners.
 
     Args:
         what: names the lookup: the same on all ranks.
         make: gives the keys; where it raises, all ranks do.
         store: the rows that this rank owns.
+        sums_bags: as for `asking_for`.
 
     Raises:
         RankError: another rank has failed.
         What `make` raises.
     """
-    made: list[tuple[Keys, torch.Tensor, list[int]]] = []
+    made: list[tuple[Keys, Asking]] = []
 
     def blocks() -> list[list[torch.Tensor]]:
-        keys = make()
-        table_U, id_U = (store.loops.tensor(array).cpu() for array in (keys.unique.table_U, keys.unique.id_U))
-        order_U, sent_R = by_owner(store, ranks, table_U, id_U)
-        made.append((keys, order_U, sent_R))
-        sent = zip(id_U[order_U].split(sent_R), table_U[order_U].split(sent_R), strict=True)
-        return [[torch.tensor([len(ids)]), ids, tables] for ids, tables in sent]
+        keys, asking = asking_for(store, ranks, make(), sums_bags=sums_bags)
+        made.append((keys, asking))
+        return [[torch.tensor(asking.counts(r)), *asking.tensors(r)] for r in range(ranks.size)]
 
     received = ranks.exchange(what, blocks)
-    count_R = [int(block.take(1, torch.int64)) for block in received]
-    id_N = torch.cat([block.take(count, torch.int64) for block, count in zip(received, count_R, strict=True)])
-    table_N = torch.cat([block.take(count, torch.int32) for block, count in zip(received, count_R, strict=True)])
-    return Routed(*made[0], Asked(store, ranks, table_N, id_N, count_R))
+    counts_R = [block.take(COUNTS, torch.int64).tolist() for block in received]
+    return Routed(*made[0], asked_by(store, ranks, received, counts_R))
 
 
 def by_owner(
@@ -124,30 +190,8 @@ def by_owner(
     owner_U = owner_of(table_U.numpy(), id_U.numpy(), ranks.size)
     if store.replicas:
         owner_U[store.replicas.are_of(table_U.numpy())] = ranks.rank
-    order_U, sent_R = _by_rank(owner_U, ranks.size)
+    order_U, sent_R = by_rank(owner_U, ranks.size)
     return torch.from_numpy(order_U), sent_R
-
-
-def _by_trainer(
-    store: EmbeddingStore, ranks: Ranks, table_U: torch.Tensor, id_U: torch.Tensor
-) -> tuple[torch.Tensor, list[int]]:
-    """As `by_owner` for their gradients, int64 [N]: those of replicated tables go to every rank, the others to their
-    owner."""
-    if not store.replicas:
-        return by_owner(store, ranks, table_U, id_U)
-    replicated_U = store.replicas.are_of(table_U.numpy())
-    alone, replicated = np.flatnonzero(~replicated_U), np.flatnonzero(replicated_U)
-    owner_A = owner_of(table_U.numpy()[alone], id_U.numpy()[alone], ranks.size)
-    key_N = np.concatenate([alone, np.tile(replicated, ranks.size)])
-    rank_N = np.concatenate([owner_A, np.repeat(np.arange(ranks.size), len(replicated))])
-    order_N, sent_R = _by_rank(rank_N, ranks.size)
-    return torch.from_numpy(key_N[order_N]), sent_R
-
-
-def _by_rank(rank_N: np.ndarray, ranks: int) -> tuple[np.ndarray, list[int]]:
-    # A stable sort of 16 bits goes through them once.
-    order_N = np.argsort(rank_N.astype(np.uint16) if ranks <= 1 << 16 else rank_N, kind="stable")
-    return order_N, np.bincount(rank_N, minlength=ranks).tolist()
 
 
 def keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tensor) -> Keys:
@@ -156,6 +200,16 @@ def keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tens
     table_N, id_N = table_N.to(loops.device), id_N.to(loops.device)
     unique = loops.unique_keys(loops.array(table_N), loops.array(id_N), tables=_TABLES, padding_id=None, check=None)
     return Keys(id_N.shape, loops.counted(unique), None, loops)
+
+
+def bags_of_sizes(size_P: torch.Tensor, store: EmbeddingStore) -> Bags:
+    """Bags of so many ids each, one after another."""
+    loops = store.loops
+    offset_P1 = torch.cat([size_P.new_zeros(1), size_P.cumsum(0)])
+    if not loops.waits:
+        return Bags(loops.array(offset_P1))
+    bag_N = torch.repeat_interleave(size_P.to(loops.device))
+    return Bags(loops.array(offset_P1.to(loops.device)), loops.array(bag_N))
 
 
 def rows_like(store: EmbeddingStore, ranks: Ranks) -> torch.Tensor:
@@ -169,27 +223,28 @@ def rows_like(store: EmbeddingStore, ranks: Ranks) -> torch.Tensor:
 def shuffle_rows(
     ranks: Ranks, what: str, routed: Routed, read: Callable[[], torch.Tensor], store: EmbeddingStore
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights of this rank's unique keys from their owners: [S, D], of the store's dtype, and where those of each
-    key are in it, int64 [U].
+    """What this rank has asked for, from the owners: [S, D], of the store's dtype, and where in it the weights of each
+    key are, int64 [U], or the sum of each part.
 
     Args:
         what: as for `shuffle_keys`.
-        read: gives the weights of the keys that ranks ask this one for, see `Asked.keys`; where it raises, all ranks
-            do.
+        read: gives what ranks ask this one for, see `Asked.keys`; where it raises, all ranks do.
 
     Raises:
         As `shuffle_keys`.
     """
     like = rows_like(store, ranks)
-    row_SD = ranks.answer(what, lambda: read().to(like.dtype), like, routed.asked.count_R, routed.sent_R)
-    slot_U = torch.empty(len(routed.order_U), dtype=torch.int64)
-    slot_U[routed.order_U] = ranks.behind_heads(routed.sent_R, ranks.heads(like))
+    asking, asked = routed.asking, routed.asked
+    row_SD = ranks.answer(what, lambda: read().to(like.dtype), like, asked.answers_R, asking.comes_R)
+    slot_U = ranks.behind_heads(asking.comes_R, ranks.heads(like))
+    if asking.cut is None:
+        slot_U = torch.empty_like(slot_U).scatter_(0, asking.order_U, slot_U)
     return row_SD.to(DTYPES[store.format.dtype]), slot_U.to(like.device)
 
 
 def look_up_on_ranks(
     ranks: Ranks, store: EmbeddingStore, name: str, make: Callable[[], Keys], *, inserts: bool = False,
-    has_gradient: bool = False, source: ReadRows | None = None,
+    has_gradient: bool = False, source: ReadRows | None = None, sums_bags: bool = False,
 ) -> Lease:  # fmt: skip
     """The rows of a lookup, from their owners. Every rank calls it.
 
@@ -200,6 +255,7 @@ def look_up_on_ranks(
         inserts: insert unknown keys; off, they read as their initial values.
         has_gradient: whether a gradient may come.
         source: what reads as the store, and is read where nothing is inserted; None = the store.
+        sums_bags: as for `asking_for`.
 
     Raises:
         RankError: another rank has failed.
@@ -208,7 +264,7 @@ def look_up_on_ranks(
     """
     what = lookup_of(name, inserts, ranks)
     with whole_exchange():
-        routed = shuffle_keys(ranks, what, make, store)
+        routed = shuffle_keys(ranks, what, make, store, sums_bags)
         lease = lease_on_ranks(ranks, what, store, routed, inserts=inserts, source=source)
     if not has_gradient:
         lease.unpin()
@@ -244,85 +300,5 @@ def lease_on_ranks(
 
     row_SD, slot_U = shuffle_rows(ranks, f"rows to {what}", routed, read, store)
     array = store.loops.array
-    return Lease(store, routed.keys, remote=Remote(ranks, array(row_SD), array(slot_U), owned[0] if owned else None))
-
-
-Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Tables, int32 [U], ids, int64 [U], and the gradients of these rows, float32 [U, D]."""
-
-
-@Op(UPDATE)
-def shuffle_grads(
-    ranks: Ranks,
-    stores: Sequence[EmbeddingStore],
-    scales: Sequence[float],
-    make: Callable[[], Sequence[Sums | None]],
-    names: Sequence[str] = (),
-) -> list[tuple[Lease, RowGrads] | None]:
-    """The gradients of the rows that this rank owns or has copies of, to be summed, from those of all ranks; with a
-    lease on them that is not pinned yet. None for a store that has a gradient on no rank.
-
-    Args:
-        stores: the rows that this rank owns, of each embedding.
-        scales: by what its gradients are multiplied.
-        make: gives for each embedding the gradients of the rows that this rank has looked up; None = there are none.
-        names: of the embeddings.
-
-    Raises:
-        RankError: another rank has failed.
-        What `make` raises.
-    """
-
-    sent_E: list[tuple[torch.Tensor, list[int]]] = []
-
-    def blocks() -> list[list[torch.Tensor]]:
-        blocks_R: list[list[torch.Tensor]] = [[] for _ in range(ranks.size)]
-        count_RE: list[list[int]] = [[] for _ in range(ranks.size)]
-        for store, sums in zip(stores, make(), strict=True):
-            if sums is None:
-                sent_E.append((torch.empty(0, store.format.dim, dtype=ranks.comm_dtype), [0] * ranks.size))
-                for counts in count_RE:
-                    counts.append(_NONE)
-                continue
-            table_U, id_U, grad_UD = sums
-            order_U, sent_R = _by_trainer(store, ranks, table_U, id_U)
-            sent_E.append((grad_UD[order_U.to(grad_UD.device)].to(ranks.comm_dtype), sent_R))
-            sent = zip(id_U[order_U].split(sent_R), table_U[order_U].split(sent_R), strict=True)
-            for block, counts, (ids, tables) in zip(blocks_R, count_RE, sent, strict=True):
-                counts.append(len(ids))
-                block += [ids, tables]
-        return [[torch.tensor(counts), *block] for counts, block in zip(count_RE, blocks_R, strict=True)]
-
-    owned: list[tuple[Lease, RowGrads] | None] = []
-    with whole_exchange():
-        what = f"bring gradients of {', '.join(names)}, in {ranks.comm_dtype}, to their owners for the"
-        received = ranks.exchange(f"{what} {ranks.gradients}", blocks)
-        count_RE = [block.take(len(stores), torch.int64).tolist() for block in received]
-        for e, (store, (grad_ND, sent_R)) in enumerate(zip(stores, sent_E, strict=True)):
-            count_R = [counts[e] for counts in count_RE]
-            if all(count == _NONE for count in count_R):
-                owned.append(None)
-                continue
-            keys = [
-                (block.take(count, torch.int64), block.take(count, torch.int32))
-                for block, count in zip(received, count_R, strict=True)
-                if count != _NONE
-            ]
-            id_N, table_N = (torch.cat(column) for column in zip(*keys, strict=True))
-            grad_ND = ranks.swap(grad_ND, sent_R, [max(0, count) for count in count_R])
-            owned.append(_owned(store, scales[e], id_N, table_N, grad_ND.float()))
-    return owned
-
-
-_NONE = -1  # in place of a count: the rank has no gradients of an embedding
-
-
-def _owned(
-    store: EmbeddingStore, scale: float, id_N: torch.Tensor, table_N: torch.Tensor, grad_ND: torch.Tensor
-) -> tuple[Lease, RowGrads]:
-    keys, loops = keys_of_ranks(store, table_N, id_N), store.loops
-    scale_N = None if scale == 1.0 else loops.array(torch.full((len(id_N),), scale, device=loops.device))
-    segments = loops.segments(keys.unique, None, loops.array(grad_ND.to(loops.device)), scale_N)
-    lease = Lease(store, keys)
-    table_U, id_U = keys.unique.table_U, keys.unique.id_U
-    return lease, RowGrads(store, -1, table_U, id_U, nowhere(loops, len(id_U)), segments=segments)
+    remote = Remote(ranks, array(row_SD), array(slot_U), owned[0] if owned else None, routed.asking)
+    return Lease(store, routed.keys, remote=remote)

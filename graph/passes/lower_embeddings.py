@@ -36,7 +36,7 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
 
     The lookups of rows that ranks own together are announced, all at once; an input is added for that, the last one:
 
-    After:   announced = announce(announcement, (("items", ranks, store, True, keys), ...))
+    After:   announced = announce(announcement, (("items", ranks, store, True, keys, False), ...))
              reserved = announced_lookup(announced, 0) ...
     """
     graph = copy_graph(graph)
@@ -77,7 +77,9 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
         if module.asked_ranks is not None:
             with graph.inserting_before(node):
                 ranks = graph.get_attr(f"{node.target}.ranks")
-            announced.append((made[-1], (module.name, ranks, store, inserts and module.training, keys)))
+            sums_bags = ops.sums_bags(call.offsets, call.per_sample_weights, call.pooling)
+            lookup = module.name, ranks, store, inserts and module.training, keys, sums_bags
+            announced.append((made[-1], lookup))
     if announced:
         _announce(graph, announced)
     output.args = (tuple(map(tuple, made)),)

@@ -14,6 +14,7 @@ __all__ = ["plan_command"]
 @click.option("--rows", type=int, required=True, help="Rows of all ranks together.")
 @click.option("--dim", "embedding_dim", type=int, required=True, help="Weights of a row.")
 @click.option("--ids", type=int, default=1, show_default=True, help="Ids that a sample looks up, in all tables.")
+@click.option("--bags", type=int, help="Bags of a sample that these ids lie in, summed; a row for each id without it.")
 @click.option("--unique", type=float, help="Share of unique ids in a rank's batch; 1 if neither it nor --log is given.")
 @click.option(
     "--log",

@@ -1,0 +1,171 @@
+"""What a rank asks others for in a lookup: unique keys of their rows, or sums of these over parts of bags.
+
+The ids of a bag that one rank owns are a *part* of it. An owner answers with a row for each key, or with a sum for each
+part; of the latter the rank that has asked makes the sums or means of its bags:
+
+    two bags     a b a c,  c d      rank 0 owns a and c, rank 1 owns b and d
+    of rank 0    keys a c           parts  a a c  and  c
+    of rank 1    keys b d           parts  b      and  d
+
+Gradients of parts are those of their bags, so that one row goes back for each part too. Rank by rank the bags of a
+batch are cut where that moves fewer bytes: where bags are long, and few ids are in several. What is cut depends on
+nothing but the batch, so that it is the same however a lookup is made.
+
+U unique keys, N ids that are not padding, P bags, S parts, R ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+__all__ = [
+    "Asking", "COUNTS", "CutBags", "Parts", "by_rank", "counts_of", "cut_bags", "parts_move_fewer_bytes", "tensors_of",
+]  # fmt: skip
+
+_PLACE_BYTES = 4
+"""Of an id's place among keys, and of the size of a part. They travel with the keys, which go to owners twice."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of bags that one rank sums for another."""
+
+    key_N: torch.Tensor
+    """int32: the key of each id, among those that the other asks for; part after part."""
+    size_S: torch.Tensor
+    """int32: how many ids each part has, at least 1."""
+
+
+@dataclass(frozen=True)
+class CutBags:
+    """The parts of all bags of a lookup, those of rank 0 first, each rank's in the order of the bags."""
+
+    parts_R: Sequence[Parts]
+    bag_S: torch.Tensor
+    """int64: of which bag each part is."""
+    count_R: list[int]
+    """How many parts are each rank's."""
+    ids_P: torch.Tensor
+    """int64: how many ids of each bag are not padding."""
+
+    def of_bags(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The parts of bag 0 first, int32 [S], and where those of each bag begin, int64 [P + 1]."""
+        order_S = np.argsort(self.bag_S.numpy(), kind="stable").astype(np.int32)
+        parts_P = np.bincount(self.bag_S.numpy(), minlength=len(self.ids_P))
+        return torch.from_numpy(order_S), torch.from_numpy(np.concatenate([[0], np.cumsum(parts_P)]))
+
+    @property
+    def scale_S(self) -> torch.Tensor:
+        """What sums of parts are multiplied by where bags give their mean: float32, on the CPU."""
+        return (1 / self.ids_P.clamp(1).to(torch.float32))[self.bag_S]
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What a rank asks others for: keys, and where bags are cut the parts to sum."""
+
+    order_U: torch.Tensor
+    """int64: its unique keys, those that it asks rank 0 for first."""
+    id_R: Sequence[torch.Tensor]
+    """int64 [number]: the ids of those keys that each rank is asked for."""
+    table_R: Sequence[torch.Tensor]
+    """int32 [number]: their tables."""
+    cut: CutBags | None
+
+    @property
+    def sent_R(self) -> list[int]:
+        """How many keys each rank is asked for."""
+        return [len(ids) for ids in self.id_R]
+
+    @property
+    def comes_R(self) -> list[int]:
+        """How many rows each rank answers with."""
+        return self.sent_R if self.cut is None else self.cut.count_R
+
+    def counts(self, r: int) -> tuple[int, int, int]:
+        """What a rank is told first: how many keys, parts and ids of parts follow; -1 parts = a row for each key."""
+        return counts_of(self.id_R[r], None if self.cut is None else self.cut.parts_R[r])
+
+    def tensors(self, r: int) -> list[torch.Tensor]:
+        """What follows."""
+        return tensors_of(self.id_R[r], self.table_R[r], None if self.cut is None else self.cut.parts_R[r])
+
+    def of_none(self) -> "Asking":
+        """Asking nobody for anything."""
+        cut = self.cut
+        if cut is not None:
+            parts = [Parts(its.key_N[:0], its.size_S[:0]) for its in cut.parts_R]
+            cut = CutBags(parts, cut.bag_S[:0], [0] * len(parts), cut.ids_P)
+        return Asking(self.order_U[:0], [ids[:0] for ids in self.id_R], [its[:0] for its in self.table_R], cut)
+
+
+COUNTS = 3
+"""How many numbers tell how much is asked for."""
+
+
+def counts_of(ids: torch.Tensor, parts: Parts | None) -> tuple[int, int, int]:
+    """See `Asking.counts`."""
+    return (len(ids), -1, 0) if parts is None else (len(ids), len(parts.size_S), len(parts.key_N))
+
+
+def tensors_of(ids: torch.Tensor, tables: torch.Tensor, parts: Parts | None) -> list[torch.Tensor]:
+    """See `Asking.tensors`."""
+    return [ids, tables] if parts is None else [ids, tables, parts.key_N, parts.size_S]
+
+
+def parts_move_fewer_bytes(keys: int, parts: int, ids: int, row_bytes: int, grad_bytes: int) -> bool:
+    """Whether a rank had best ask other ranks for sums of parts, of so many ids, in place of so many keys' rows.
+
+    Args:
+        row_bytes, grad_bytes: of a row and its gradient on their way.
+    """
+    return (keys - parts) * (row_bytes + grad_bytes) > 2 * _PLACE_BYTES * (ids + parts)
+
+
+def cut_bags(
+    order_U: np.ndarray, sent_R: Sequence[int], inverse_N: np.ndarray, offset_P1: np.ndarray, bag_N: np.ndarray, *,
+    rank: int, row_bytes: int, grad_bytes: int,
+) -> CutBags | None:  # fmt: skip
+    """Cut the bags of a lookup; None where that does not move fewer bytes.
+
+    Args:
+        order_U, sent_R: as in `Asking`.
+        inverse_N: the key of each id, padding too; -1 for padding.
+        offset_P1, bag_N: as in `oneemb.kernels.arrays.Bags`.
+        rank: which this is: what it asks itself for moves nowhere.
+        row_bytes, grad_bytes: of a row and its gradient on their way.
+    """
+    size_P = np.diff(offset_P1)
+    if np.count_nonzero(size_P) >= len(order_U):  # A part for each bag at least is as much as all keys, or nearly.
+        return None
+    ranks, keys = len(sent_R), len(order_U)
+    owner_U, place_U = np.empty(keys, np.int64), np.empty(keys, np.int32)
+    owner_U[order_U] = np.repeat(np.arange(ranks), sent_R)
+    place_U[order_U] = np.arange(keys) - np.repeat(np.cumsum([0, *sent_R[:-1]]), sent_R)
+    known_N = np.flatnonzero(inverse_N >= 0)
+    key_N, bag_N = inverse_N[known_N], bag_N[known_N]
+    order_N, id_R = by_rank(owner_U[key_N], ranks)
+    key_N, bag_N = key_N[order_N], bag_N[order_N]
+    rank_N = np.repeat(np.arange(ranks), id_R)
+    begins_N = np.ones(len(key_N), bool)
+    begins_N[1:] = (bag_N[1:] != bag_N[:-1]) | (rank_N[1:] != rank_N[:-1])
+    begin_S = np.flatnonzero(begins_N)
+    count_R = np.bincount(rank_N[begin_S], minlength=ranks).tolist()
+    parts, ids = len(begin_S) - count_R[rank], len(key_N) - id_R[rank]
+    if not parts_move_fewer_bytes(keys - sent_R[rank], parts, ids, row_bytes, grad_bytes):
+        return None
+    size_S = np.diff(begin_S, append=len(key_N)).astype(np.int32)
+    key_RN = torch.from_numpy(place_U[key_N]).split(id_R)
+    size_RS = torch.from_numpy(size_S).split(count_R)
+    ids_P = np.bincount(bag_N, minlength=len(size_P))
+    parts_R = [Parts(its_keys, sizes) for its_keys, sizes in zip(key_RN, size_RS, strict=True)]
+    return CutBags(parts_R, torch.from_numpy(bag_N[begin_S].astype(np.int64)), count_R, torch.from_numpy(ids_P))
+
+
+def by_rank(rank_N: np.ndarray, ranks: int) -> tuple[np.ndarray, list[int]]:
+    """The places of these numbers of ranks, those of rank 0 first, int64 [N], and how many are each rank's."""
+    # A stable sort of 16 bits goes through them once.
+    order_N = np.argsort(rank_N.astype(np.uint16) if ranks <= 1 << 16 else rank_N, kind="stable")
+    return order_N, np.bincount(rank_N, minlength=ranks).tolist()

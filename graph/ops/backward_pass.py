@@ -1,0 +1,52 @@
+"""What a backward pass leaves for a lookup."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from oneemb.graph.ops.grads import RowGrads
+from oneemb.graph.ops.lookup import Lease
+from oneemb.graph.tape import version_of
+
+__all__ = ["Pass", "grads_of_leases", "reduce_passes"]
+
+
+class Pass(NamedTuple):
+    """What one backward pass has left for one lookup."""
+
+    lease: Lease
+    grad_NX: torch.Tensor
+    """d loss / d rows of the lookup: [N, D], or of bags [P, D]."""
+    version: int
+    """Of the tensor, when it came: it may be one that the user has, who gave it to `backward` or keeps it by a hook."""
+
+    def checked(self) -> torch.Tensor:
+        """The gradient.
+
+        Raises:
+            RuntimeError: it was changed in place since it came.
+        """
+        if version_of(self.grad_NX) != self.version:
+            raise RuntimeError(
+                "the gradient of rows was changed in place since its backward pass, as a buffer that is given to"
+                " backward again and again, or a tensor that a hook keeps: give or keep a clone() of it"
+            )
+        return self.grad_NX
+
+
+def grads_of_leases(passes: Iterable[Pass]) -> list[tuple[Lease, list[torch.Tensor]]]:
+    """The gradients of each lookup, in the order in which lookups were made.
+
+    Raises:
+        RuntimeError: a gradient was changed in place since its backward pass.
+    """
+    grads_of: dict[Lease, list[torch.Tensor]] = {}
+    for one in passes:
+        grads_of.setdefault(one.lease, []).append(one.checked())
+    return sorted(grads_of.items(), key=lambda its: its[0].order)
+
+
+def reduce_passes(passes: Iterable[Pass]) -> Sequence[RowGrads]:
+    """The gradient of each row, to be summed, of each lookup."""
+    return [lease.reduce(grads) for lease, grads in grads_of_leases(passes)]

@@ -1,0 +1,223 @@
+"""Gradients between ranks: those of rows come to the owners, who train them.
+
+    settle([weight.grad, ...])      every rank; does nothing to gradients of rows that no ranks own together
+
+Gradients wait with the rank that looked the rows up until something needs them whole: a step, a norm, an unscaling. So
+any number of backward passes costs one exchange. Those of a key are summed twice: in batch order by each rank that
+looked it up, then in the order of the ranks by its owner, which takes their mean, as DistributedDataParallel does of
+dense gradients, or sum; both in float32. Of bags that owners have a part in (asking.py) they get the gradients of the
+bags, and make both sums. So the numbers of R ranks are those of one up to the rounding of a sum.
+
+Every rank gets the gradients of all ranks for rows of a replicated table, and sums them in the same order as the others
+do. So its copy stays equal to theirs, bit for bit.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
+
+import numpy as np
+import torch
+
+from oneemb.graph.ops.asking import COUNTS, Parts, by_rank, counts_of, tensors_of
+from oneemb.graph.ops.backward_pass import Pass, grads_of_leases
+from oneemb.graph.ops.grads import RowGrads, join_grads, nowhere, sum_over_passes
+from oneemb.graph.ops.lookup import Lease
+from oneemb.graph.ops.op import UPDATE, Op
+from oneemb.graph.ops.shuffle import Asked, asked_by, by_owner
+from oneemb.graph.ranks import Ranks, whole_exchange
+from oneemb.kernels.owner import owner_of
+from oneemb.storage.embedding_store import EmbeddingStore
+
+__all__ = ["by_ranks", "settle", "shuffle_grads"]
+
+
+class GradOfRanks(Protocol):
+    """The gradient of rows: a `RowGrad`."""
+
+    store: EmbeddingStore
+    passes: list[Pass]
+    ranks: Ranks | None
+    settled: bool
+
+    def own(self, owned: tuple[Lease, RowGrads] | None) -> None:
+        """Hold what ranks have brought, in place of what its own lookups have left."""
+
+
+_Grad = TypeVar("_Grad", bound=GradOfRanks)
+
+
+def by_ranks(row_grads: Iterable[_Grad]) -> list[tuple[Ranks, list[_Grad]]]:
+    """The gradients of rows that ranks own together, by their groups."""
+    groups: dict[Any, tuple[Ranks, list[_Grad]]] = {}
+    for grad in row_grads:
+        if grad.ranks is not None:
+            groups.setdefault(grad.ranks.group, (grad.ranks, []))[1].append(grad)
+    return list(groups.values())
+
+
+def settle(row_grads: Iterable[GradOfRanks]) -> None:
+    """Bring the gradients that lookups of rows of other ranks have left to the owners. Does nothing to others.
+
+    Every rank calls it with the gradients of the same embeddings in the same order: it is an exchange, unless nothing
+    waits.
+
+    Raises:
+        RankError: another rank has failed; nothing has changed.
+        RuntimeError: a gradient was changed in place since its backward pass.
+    """
+    for ranks, group in by_ranks(row_grads):
+        if not all(grad.settled for grad in group):
+            stores, its_ranks = [grad.store for grad in group], [grad.ranks for grad in group if grad.ranks is not None]
+            make = functools.partial(_all_left, group, ranks)
+            scales, names = [its.grad_scale for its in its_ranks], [its.name for its in its_ranks]
+            for grad, owned in zip(group, shuffle_grads(ranks, stores, scales, make, names), strict=True):
+                grad.own(owned)
+
+
+class Left(NamedTuple):
+    """The gradients that lookups of one embedding have left, by the rank that is to get them."""
+
+    id_R: Sequence[torch.Tensor]
+    """int64 [number]: ids of keys; one may come several times."""
+    table_R: Sequence[torch.Tensor]
+    """int32 [number]: their tables."""
+    parts_R: Sequence[Parts | None]
+    """What the gradients are of; None = each key."""
+    grad_RD: Sequence[torch.Tensor]
+    """float32 [number, D], of each key, or of each part."""
+
+    @classmethod
+    def joined(cls, those: Sequence[Self]) -> Self:
+        """Those of several lookups, one after another."""
+        if len(those) == 1:
+            return those[0]
+        of_ranks = []
+        for its in zip(*(zip(*left, strict=True) for left in those), strict=True):
+            ids, tables, parts, grads = zip(*its, strict=True)
+            begins = np.cumsum([0, *map(len, ids[:-1])]).tolist()
+            explicit = [
+                Parts(torch.arange(len(keys), dtype=torch.int32), torch.ones(len(keys), dtype=torch.int32))
+                if one is None else one
+                for one, keys in zip(parts, ids, strict=True)
+            ]  # fmt: skip
+            key_N = torch.cat([begin + one.key_N for begin, one in zip(begins, explicit, strict=True)])
+            joined = Parts(key_N.to(torch.int32), torch.cat([one.size_S for one in explicit]))
+            of_ranks.append((torch.cat(ids), torch.cat(tables), joined, torch.cat(grads)))
+        return cls(*zip(*of_ranks, strict=True))
+
+
+def _all_left(row_grads: Sequence[GradOfRanks], ranks: Ranks) -> list[Left | None]:
+    return [_left(grad, ranks) for grad in row_grads]
+
+
+def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
+    """What lookups of this rank have left; None = nothing."""
+    store, of_keys, left = row_grad.store, [], []
+    for lease, grads in grads_of_leases(row_grad.passes):
+        cut = None if lease.remote is None else lease.remote.asking.cut
+        if lease.remote is None or cut is None:
+            of_keys.append(lease.reduce(grads))
+            continue
+        asking, grad_PD = lease.remote.asking, sum_over_passes(grads)
+        grad_SD = grad_PD[cut.bag_S.to(grad_PD.device)]
+        if lease.pooling == "mean":
+            grad_SD = grad_SD * cut.scale_S.to(grad_SD.device)[:, None]
+        left.append(Left(asking.id_R, asking.table_R, cut.parts_R, grad_SD.split(cut.count_R)))
+    summed = join_grads(of_keys)
+    if summed is not None:
+        loops = store.loops
+        table_U, id_U = (loops.tensor(array).cpu() for array in (summed.table_U, summed.id_U))
+        order_N, sent_R = _by_trainer(store, ranks, table_U, id_U)
+        grad_UD = loops.tensor(summed.grad_UD)
+        grad_RD = grad_UD[order_N.to(grad_UD.device)].split(sent_R)
+        left.insert(0, Left(id_U[order_N].split(sent_R), table_U[order_N].split(sent_R), [None] * ranks.size, grad_RD))
+    return Left.joined(left) if left else None
+
+
+def _by_trainer(
+    store: EmbeddingStore, ranks: Ranks, table_U: torch.Tensor, id_U: torch.Tensor
+) -> tuple[torch.Tensor, list[int]]:
+    """As `by_owner` for their gradients, int64 [N]: those of replicated tables go to every rank, the others to their
+    owner."""
+    if not store.replicas:
+        return by_owner(store, ranks, table_U, id_U)
+    replicated_U = store.replicas.are_of(table_U.numpy())
+    alone, replicated = np.flatnonzero(~replicated_U), np.flatnonzero(replicated_U)
+    owner_A = owner_of(table_U.numpy()[alone], id_U.numpy()[alone], ranks.size)
+    key_N = np.concatenate([alone, np.tile(replicated, ranks.size)])
+    rank_N = np.concatenate([owner_A, np.repeat(np.arange(ranks.size), len(replicated))])
+    order_N, sent_R = by_rank(rank_N, ranks.size)
+    return torch.from_numpy(key_N[order_N]), sent_R
+
+
+@Op(UPDATE)
+def shuffle_grads(
+    ranks: Ranks,
+    stores: Sequence[EmbeddingStore],
+    scales: Sequence[float],
+    make: Callable[[], Sequence[Left | None]],
+    names: Sequence[str] = (),
+) -> list[tuple[Lease, RowGrads] | None]:
+    """The gradients of the rows that this rank owns or has copies of, to be summed, from those of all ranks; with a
+    lease on them that is not pinned yet. None for a store that has a gradient on no rank.
+
+    Args:
+        stores: the rows that this rank owns, of each embedding.
+        scales: by what its gradients are multiplied.
+        make: gives for each embedding the gradients of the rows that this rank has looked up; None = there are none.
+        names: of the embeddings.
+
+    Raises:
+        RankError: another rank has failed.
+        What `make` raises.
+    """
+    sent: list[Left | None] = []
+
+    def blocks() -> list[list[torch.Tensor]]:
+        sent.extend(make())
+        return [_block(sent, r) for r in range(ranks.size)]
+
+    owned: list[tuple[Lease, RowGrads] | None] = []
+    with whole_exchange():
+        what = f"bring gradients of {', '.join(names)}, in {ranks.comm_dtype}, to their owners for the"
+        received = ranks.exchange(f"{what} {ranks.gradients}", blocks)
+        counts_RE = [block.take(COUNTS * len(stores), torch.int64).view(-1, COUNTS).tolist() for block in received]
+        for e, (store, left) in enumerate(zip(stores, sent, strict=True)):
+            counts_R = [counts[e] for counts in counts_RE]
+            if all(keys == _NONE for keys, *_ in counts_R):
+                owned.append(None)
+                continue
+            asked = asked_by(store, ranks, received, [(max(0, keys), *more) for keys, *more in counts_R])
+            like = torch.empty(0, store.format.dim, dtype=ranks.comm_dtype, device=store.loops.device)
+            grad_RD = [like] * ranks.size if left is None else left.grad_RD
+            grad_ND = torch.cat([grads.to(like.dtype) for grads in grad_RD])
+            grad_ND = ranks.swap(grad_ND, [len(grads) for grads in grad_RD], asked.answers_R)
+            owned.append(_owned(asked, scales[e], grad_ND.float()))
+    return owned
+
+
+_NONE = -1  # in place of a count: the rank has no gradients of an embedding
+
+
+def _block(sent: Sequence[Left | None], r: int) -> list[torch.Tensor]:
+    """What a rank is sent: how much of each embedding there is, and the keys."""
+    counts: list[int] = []
+    keys: list[torch.Tensor] = []
+    for left in sent:
+        if left is None:
+            counts += (_NONE, -1, 0)
+        else:
+            counts += counts_of(left.id_R[r], left.parts_R[r])
+            keys += tensors_of(left.id_R[r], left.table_R[r], left.parts_R[r])
+    return [torch.tensor(counts), *keys]
+
+
+def _owned(asked: Asked, scale: float, grad_ND: torch.Tensor) -> tuple[Lease, RowGrads]:
+    keys, store = asked.keys_behind(0), asked.store
+    loops, ids = store.loops, len(keys.unique.inverse_N)
+    scale_N = None if scale == 1.0 else loops.array(torch.full((ids,), scale, device=loops.device))
+    segments = loops.segments(keys.unique, keys.bags, loops.array(grad_ND.to(loops.device)), scale_N)
+    lease = Lease(store, keys)
+    table_U, id_U = keys.unique.table_U, keys.unique.id_U
+    return lease, RowGrads(store, -1, table_U, id_U, nowhere(loops, len(id_U)), segments=segments)

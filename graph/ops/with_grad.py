@@ -1,0 +1,92 @@
+"""Where gradients of rows come from: what a lookup gave, as autograd knows it."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from oneemb.graph.ops.backward_pass import Pass
+from oneemb.graph.ops.lookup import Lease
+from oneemb.graph.ops.row_grad import RowGrad
+from oneemb.graph.ranks import Ranks
+from oneemb.graph.tape import version_of
+
+__all__ = ["with_grad"]
+
+
+def with_grad(
+    rows: torch.Tensor, lease: Lease, weight: torch.Tensor, per_sample_weights: torch.Tensor | None = None,
+    ranks: Ranks | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """What `gather` gave of a lookup, differentiable: a backward pass through it gives `weight` a `RowGrad`.
+
+    The rows need not be pinned: those of an embedding in eval mode are inserted by the step that trains them.
+
+    Args:
+        ranks: those who train the rows together; None = the ranks that the lookup has asked, if any.
+    """
+    if ranks is None and lease.remote is not None:
+        ranks = lease.remote.ranks
+    return _WithGrad.apply(weight, per_sample_weights, lease, _Rows(rows), ranks)
+
+
+class _Rows(NamedTuple):
+    """Rows that autograd takes for new ones: a tensor that it knows as an input must not change in place."""
+
+    tensor: torch.Tensor
+
+
+def _is_alone(grad: torch.Tensor) -> bool:
+    """Whether nobody else has the memory of a gradient that autograd gives, so that it need not be copied.
+
+    Another parameter's gradient may be a view of the same memory, which torch clips and accumulates in place: that of
+    `positions` in `embedding(ids)[None] + positions[None]`, say, or of what rows were concatenated with. Who else has
+    it is told by torch's counts of references, where it has them; those that Python holds to the same object (a hook
+    that keeps it) are not among them: `Pass.checked` sees their changes.
+    """
+    if not grad.is_contiguous() or grad.untyped_storage().nbytes() != grad.nbytes:
+        return False
+    tensor_uses, storage_uses = getattr(grad, "_use_count", None), getattr(torch._C, "_storage_Use_Count", None)
+    if tensor_uses is None or storage_uses is None:
+        return False
+    base: torch.Tensor | None = grad._base  # Of a view: it has the memory too, and whoever has it.
+    views = 0 if base is None else 1
+    # The storage is also held by the object that is asked for its address here, the base by the one that is read here.
+    return bool(
+        tensor_uses() == 1
+        and storage_uses(grad.untyped_storage()._cdata) == 2 + views
+        and (base is None or base._use_count() == 2)  # type: ignore[attr-defined]  # torch's stubs lack it
+    )
+
+
+class _WithGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weight: torch.Tensor, scales: torch.Tensor | None, lease: Lease, rows: _Rows, ranks: Ranks | None
+    ) -> torch.Tensor:
+        ctx.lease, ctx.ranks = lease, ranks
+        return rows.tensor
+
+    @staticmethod
+    @torch._disable_dynamo  # torch.compile stays out of it, as out of a lookup
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[RowGrad | None, torch.Tensor | None, None, None, None]:
+        alone = _is_alone(*grads)
+        lease, (grad,) = ctx.lease, grads
+        if lease is None:
+            raise RuntimeError(
+                "backward through a lookup of an embedding for the second time, whose rows were let go after the first;"
+                " pass retain_graph=True to the first, or look the ids up again"
+            )
+        if torch.is_grad_enabled() and ctx.needs_input_grad[0]:
+            raise RuntimeError(
+                "the gradient of an embedding's rows has no gradient itself: leave out create_graph=True, or take the"
+                " gradient with respect to what the lookup gave, torch.autograd.grad(loss, rows, create_graph=True)"
+            )
+        lease.check_not_replaced()
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.lease = None  # A loss that is kept keeps none of the lookup's arrays.
+        flat = grad.detach().reshape(-1, grad.shape[-1])
+        grad_NX = flat if alone else flat.clone(memory_format=torch.contiguous_format)
+        lease.has_grad = True
+        one = Pass(lease, grad_NX, version_of(grad_NX))
+        row_grad = RowGrad(lease.store, [one], ranks=ctx.ranks) if ctx.needs_input_grad[0] else None
+        return row_grad, lease.grad_of_scales(grad_NX) if ctx.needs_input_grad[1] else None, None, None, None
