@@ -11,19 +11,16 @@ import oneemb
 from tests.cuda.conftest import SIMULATED
 from tests.cuda.test_train import OPTIMIZERS, on_gpu
 
-DIM, RANKS, STEPS = 8, 2, 4
-WAYS = ["ids", "sum", "mean", "weighted", "max"]
+DIM, RANKS, STEPS = 8, 2, 2
+WAYS = ["ids", "mean", "weighted", "max"]
 
 
 def batch_of(step, rank):
     generator = torch.Generator().manual_seed(10 * step + rank)
     size_P = torch.randint(0, 30, (4,), generator=generator)
     ids = torch.randint(0, 200, (int(size_P.sum()),), generator=generator)
-    return (
-        ids,
-        torch.cat([torch.zeros(1, dtype=torch.int64), size_P.cumsum(0)]),
-        torch.rand(len(ids), generator=generator),
-    )
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), size_P.cumsum(0)])
+    return ids, offsets, torch.rand(len(ids), generator=generator)
 
 
 def on_threads(function, *args):
@@ -43,9 +40,11 @@ def trains(group, path, way, gpu):
         oneemb.make_device_mem_store_options(path), num_threads=1, process_group=group, padding_idx=3,
     )  # fmt: skip
     optimizer = OPTIMIZERS["adagrad"](embedding.parameters())
-    if gpu is not None:
-        embedding.store.move_to(torch.device("cuda") if SIMULATED else gpu.device)
     device = torch.device("cpu") if gpu is None or SIMULATED else gpu.device
+    if gpu is not None and SIMULATED:
+        embedding.store.move_to(torch.device("cuda"))
+    else:
+        embedding.to(device)
     found = []
     for step in range(STEPS):
         ids, offsets, weights = (one.to(device) for one in batch_of(step, group.rank()))
