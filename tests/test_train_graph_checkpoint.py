@@ -409,7 +409,7 @@ def test_a_load_that_is_stopped_is_done_or_not_or_says_so(tmp_path):
     def load():
         graph.load(tmp_path / "new")
 
-    for at in some_lines(count_lines(load, "signal"), 60):
+    for at in some_lines(count_lines(load, "signal"), 25):
         graph.load(tmp_path / "old")
         _, place = interrupted(load, at, "signal")
         try:

@@ -80,7 +80,7 @@ def kill_and_check(path, rng, least):
     return last
 
 
-@pytest.mark.parametrize("times", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [6, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_killed_process_loses_nothing_that_it_saved(tmp_path, times):
     rng, last = random.Random(5), 0
     for _ in range(times):
