@@ -617,7 +617,9 @@ class MultiTableEmbedding(TableEmbedding):
         gradients_of_ranks: "mean" over the ranks, as DistributedDataParallel has it of dense gradients, or "sum".
         comm_dtype: torch.float32, float16 or bfloat16: rows and gradients are rounded to it on their way between ranks;
             rows whose `dtype` is no wider travel as they are. Gradients are summed in float32. Beyond 65,504 those of
-            float16 are infinite, and the step is refused or, with a GradScaler, skipped.
+            float16 are infinite, and the step is refused or, with a GradScaler, skipped. Where owners sum parts of long
+            bags the sums are rounded in place of rows. Rows of replicated tables are rounded too, as gradients always
+            are, but where all tables of the embedding are replicated.
 
     Raises:
         TypeError, ValueError: an argument is not as above.

@@ -24,8 +24,9 @@ from oneemb.graph.ranks import RankError
 from oneemb.named_snapshot import encode
 from oneemb.storage.errors import BrokenStoreError
 from tests.support.thread_ranks import FaultyCalls, Torn, run_ranks
+from tests.support.training import OPTIMIZERS
 from tests.test_rank_snapshots import FEW, STEP, assert_nothing_is_unneeded, content, expected, fill, make, together
-from tests.test_ranks import OPTIMIZERS, Graph, Model, batch_of, relative, weights_of
+from tests.test_ranks import Graph, Model, batch_of, relative, weights_of
 
 FIRST, MORE = 2, 2
 """Steps before the save and after it."""

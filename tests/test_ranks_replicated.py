@@ -11,7 +11,8 @@ import torch
 
 import oneemb
 from oneemb.kernels.owner import owner_of
-from tests.test_ranks import IDS, LOOKUPS, OPTIMIZERS, TABLES, Graph, Model as Whole, batch_of, relative
+from tests.support.training import OPTIMIZERS
+from tests.test_ranks import IDS, LOOKUPS, TABLES, Graph, Model as Whole, batch_of, relative
 
 STEPS = 12
 
@@ -96,7 +97,7 @@ def test_ranks_with_a_replicated_table_equal_one_process(tmp_path, rank_pool, ho
 @pytest.mark.parametrize(
     "optimizer, options",
     [
-        ("momentum", {}), ("adam", {"joined": True}), ("rowwise_adagrad", {"store": "ssd"}),
+        ("momentum", {}), ("adam", {"joined": True}), ("row-wise adagrad", {"store": "ssd"}),
         ("adam", {"clip": (0.05,)}), ("sgd", {"clip": (0.02, float("inf")), "joined": True, "replicated": (0, 1)}),
     ],
 )  # fmt: skip
