@@ -38,6 +38,9 @@ _COMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Bytes before an answer: what the rank is doing, and whether that has failed.
 _HEADER = 16
 
+# The number of a rank that has left an exchange in which ranks tell numbers.
+_LEFT = -(1 << 40)
+
 # Bytes for what a rank was doing and what has failed there, when ranks raise: all send as many.
 _WORDS = 8192
 
@@ -129,7 +132,7 @@ class Together(Iterator[Any]):
             left, self._left = self._left, []
             if left and not self._ended:
                 self._ended = True
-                self._ranks.tell_later(_NEXT, _HAS_NONE)
+                self._ranks.leave(_NEXT)
             self._iterator = None
             self._loader.clear()
             for call in left:
@@ -360,10 +363,11 @@ class Ranks:
         with self._exchanging(what):
             return self._headers(what, failed, [mine] * self.size)
 
-    def tell_later(self, what: str, number: int) -> None:
-        """Tell a number as `tell` does, without waiting for the ranks or for what they tell."""
+    def leave(self, what: str) -> None:
+        """Take part in an exchange of what ranks `tell` without waiting for it: this rank tells them a number that is
+        not 0. Where another one fails in it, the ranks raise without waiting for what it says."""
         with suppress(RuntimeError), whole_exchange():  # Where connections are broken, nobody waits.
-            self._post_header(what, failed=False, number=number)
+            self._post_header(what, failed=False, number=_LEFT)
 
     def fail(self, what: str, failure: BaseException, since: int = 0) -> None:
         """Have all ranks raise at the exchange that they come to next, without waiting for them: this one has failed
@@ -431,6 +435,9 @@ class Ranks:
         self._all_to_all(got_R3, header_R3, [1] * self.size, [1] * self.size)
         got = got_R3.tolist()
         if any(its_failed or its != doing for its, its_failed, _ in got):
+            left = [rank for rank, (_, _, number) in enumerate(got) if number == _LEFT]
+            if left:  # They wait for no words.
+                self._raise_without_words(what, failed, left[0], [bool(its_failed) for _, its_failed, _ in got])
             self._raise(what, failed)
         return [size for _, _, size in got]
 
@@ -456,6 +463,17 @@ class Ranks:
             _mark_told(failed[0])
             raise failed.pop()
         raise _told(_what_has_failed(of_all))
+
+    def _raise_without_words(
+        self, what: str, failed: list[BaseException], left: int, failed_R: Sequence[bool]
+    ) -> Never:
+        """As `_raise`, where a rank has left this exchange."""
+        if failed:
+            _mark_told(failed[0])
+            raise failed.pop()
+        others = ", ".join(str(rank) for rank, its in enumerate(failed_R) if its)
+        how = f"has failed (rank {others} says how)" if others else "does something else"
+        raise _told(f"rank {left} has left, and another rank {how}, where they were to {what}; nothing was done here")
 
     def _gather_floats(self, values: Sequence[float]) -> list[torch.Tensor]:
         what = f"add {len(values)} norms of gradients"

@@ -106,3 +106,28 @@ def sums(group):
 def test_sums_and_what_is_found_are_the_same_on_each_rank(rank_pool):
     results = rank_pool(3, sums)
     assert results == [([0.1 + 0.1 * 2 + 0.1 * 3, 3.0], True, False, [None, 1])] * 3
+
+
+def leaves_while_another_fails(group, fails):
+    """Rank 0 leaves an exchange of numbers; rank 1 fails in it, or does not."""
+    ranks = Ranks(group)
+
+    def number():
+        if fails and ranks.rank == 1:
+            raise KeyError("here")
+        return 0
+
+    try:
+        said = ranks.leave("go on") if ranks.rank == 0 else ranks.tell("go on", number)
+    except (KeyError, RankError) as error:
+        said = f"{type(error).__name__}: {error}"
+    return said, ranks.all_gather("go on together", lambda: ranks.rank)
+
+
+def test_a_rank_that_leaves_an_exchange_is_not_waited_for_where_another_fails(rank_pool):
+    results = rank_pool(3, leaves_while_another_fails, True, seconds=20)
+    assert all(together == [0, 1, 2] for _, together in results)
+    assert results[0][0] is None and results[1][0] == "KeyError: 'here'"
+    assert results[2][0].startswith("RankError: rank 0 has left, and another rank has failed (rank 1 says how)")
+    for said, together in rank_pool(3, leaves_while_another_fails, False, seconds=20)[1:]:
+        assert said[0] != 0 and said[1:] == [0, 0] and together == [0, 1, 2]
