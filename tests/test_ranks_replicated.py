@@ -206,6 +206,101 @@ def test_tables_that_are_all_replicated_are_looked_up_by_each_rank_alone(tmp_pat
         np.testing.assert_allclose(np.frombuffer(row, np.float32), begin - times / 3, rtol=1e-5, atol=1e-5)
 
 
+def is_made_otherwise(group, path, replicated):
+    """Both ranks look up and step; on rank 1 other tables are replicated. What each has raised."""
+    embedding = Model(path, "plain", "device", group, replicated[group.rank()]).embedding
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    with pytest.raises(oneemb.RankError) as raised:
+        embedding(torch.arange(8).reshape(4, 2)).sum().backward()
+        optimizer.step()
+    embedding.close()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("replicated", [((0,), ()), ((0, 1), ()), ((0, 1), (0,))])
+def test_ranks_that_replicate_other_tables_are_told_so(tmp_path, rank_pool, replicated):
+    for said in rank_pool(2, is_made_otherwise, str(tmp_path), replicated):
+        assert "have made it differently (rank 0: 2 tables, " in said and "with the same arguments" in said
+        assert ("do different things" in said) == ((0, 1) in replicated)
+
+
+def begins_otherwise(group, path):
+    """Three embeddings of replicated tables, of which one begins with other weights on each rank."""
+    embeddings = []
+    for name, seed in (("a", 0), ("b", group.rank()), ("c", 0)):
+        options = oneemb.make_device_mem_store_options(f"{path}/{name}")
+        tables = [oneemb.make_table(replicate=True)]
+        embeddings.append(
+            oneemb.MultiTableEmbedding(
+                name, 4, torch.float32, torch.int64, tables, options, seed=seed, num_threads=1, process_group=group
+            )
+        )
+    optimizer = torch.optim.SGD([embedding.weight for embedding in embeddings], lr=1.0)
+    before = [embedding(torch.arange(3)).detach() for embedding in embeddings]
+    sum(embedding(torch.arange(3)).sum() for embedding in embeddings).backward()
+    said = []
+    for step in (optimizer.step, oneemb.Optimizer(optimizer).step):
+        with pytest.raises(oneemb.RankError) as raised:
+            step()
+        said.append(str(raised.value))
+    assert all(torch.equal(one(torch.arange(3)), rows) for one, rows in zip(embeddings, before, strict=True))
+    for embedding in embeddings:
+        embedding.close()
+    return said
+
+
+def test_copies_that_begin_otherwise_are_not_trained(tmp_path, rank_pool):
+    for said in rank_pool(2, begins_otherwise, str(tmp_path)):
+        for words in said:
+            assert words.startswith("the ranks step by SGD, and have made it differently (rank 0: 'a': 1 tables, ")
+
+
+class FailsAlone(oneemb.TrainGraph):
+    """A graph whose lookups ask no rank."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding = embedding
+        self.add_optimizer(torch.optim.SGD(embedding.parameters(), lr=1.0))
+
+    def build(self, ids):
+        self.embedding(ids).sum().backward()
+
+
+def fails_alone(group, path, way):
+    """Rank 1 looks up ids of a wrong dtype; all go on afterwards."""
+    graph = FailsAlone(Model(path, "plain", "device", group, (0, 1)).embedding)
+    ids, raised = torch.arange(8).reshape(4, 2), ""
+    graph(ids)
+    wrong = ids.float() if group.rank() == 1 else ids
+    try:
+        if way == "called":
+            graph(wrong)
+        elif way == "run":
+            list(graph.run([(ids,), (ids,), (wrong,), (ids,)]))
+        else:
+            graph.embedding(wrong)
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+    steps = graph.steps
+    graph(ids)
+    result = raised, steps, rows_of(graph.embedding), graph.embedding.stats()["device"]["pinned"]
+    graph.embedding.close()
+    return result
+
+
+@pytest.mark.parametrize("way", ["called", "run", "eager"])
+def test_where_a_rank_fails_alone_in_a_lookup_that_asks_no_rank(tmp_path, rank_pool, way):
+    """In a step of a graph all raise; in an eager lookup the others notice nothing, and all go on."""
+    results = rank_pool(3, fails_alone, str(tmp_path), way)
+    check_copies([rows for _, _, rows, _ in results], (0, 1))
+    for rank, (raised, steps, _, pinned) in enumerate(results):
+        assert steps == (3 if way == "run" else 1) and pinned == 0
+        own = "TypeError: ids must be torch.int64"
+        others = "" if way == "eager" else f"RankError: rank 1 has failed ({own}"
+        assert raised.startswith(own if rank == 1 else others) and (raised == "") == (others == "" and rank != 1)
+
+
 # ---- snapshots -------------------------------------------------------------------------------------------------------
 
 
