@@ -8,6 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import oneemb
+from oneemb.graph.ops import shuffle
 
 TABLES, DIM, BATCH, IDS = 2, 4, 6, 40
 
@@ -228,6 +229,50 @@ def test_where_one_rank_fails_in_a_step_all_raise_and_nothing_has_changed(tmp_pa
     for rank, (raised, unchanged, steps, pinned) in enumerate(rank_pool(3, fails_in_a_step, str(tmp_path), what)):
         assert (own if rank == 1 else others) in raised
         assert unchanged and steps == 2 and pinned == 0
+
+
+class Pair(oneemb.TrainGraph):
+    """Two embeddings, whose gradients go to their owners one after the other."""
+
+    def __init__(self, path, group):
+        super().__init__()
+        self.first, self.second = (Model(f"{path}/{n}", "plain", "device", group).embedding for n in range(2))
+        self.add_optimizer(torch.optim.SGD(self.parameters(), lr=1.0))
+
+    def build(self, ids):
+        (self.first(ids).sum() + self.second(ids).sum()).backward()
+
+
+def has_no_memory_for_gradients(group, path):
+    """Rank 1, for those of the first embedding that have come to it."""
+    graph, ids, raised = Pair(path, group), torch.arange(8).reshape(4, 2), ""
+    graph(ids)
+    before, real = weights_of(graph.first), shuffle._owned
+
+    def fails(store, *args):
+        if store is graph.first.store:
+            raise MemoryError("no memory any more")
+        return real(store, *args)
+
+    shuffle._owned = fails if group.rank() == 1 else real
+    try:
+        graph(ids)
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+    finally:
+        shuffle._owned = real
+    same = before.tobytes() == weights_of(graph.first).tobytes()
+    graph(ids)
+    steps, pinned = graph.steps, graph.first.stats()["device"]["pinned"]
+    graph.first.close(), graph.second.close()
+    return raised, same, steps, pinned
+
+
+def test_a_rank_without_memory_for_gradients_that_have_come_leaves_none_waiting(tmp_path, rank_pool):
+    for rank, (raised, same, *rest) in enumerate(rank_pool(2, has_no_memory_for_gradients, str(tmp_path), seconds=30)):
+        own = "MemoryError: no memory any more"
+        assert raised.startswith(own if rank == 1 else f"RankError: rank 1 has failed ({own}")
+        assert same and rest == [2, 0]
 
 
 def trains_without_a_group(group, path):

@@ -272,7 +272,6 @@ def shuffle_grads(
         RankError: another rank has failed.
         What `make` raises.
     """
-
     sent_E: list[tuple[torch.Tensor, list[int]]] = []
 
     def blocks() -> list[list[torch.Tensor]]:
@@ -293,15 +292,15 @@ def shuffle_grads(
                 block += [ids, tables]
         return [[torch.tensor(counts), *block] for counts, block in zip(count_RE, blocks_R, strict=True)]
 
-    owned: list[tuple[Lease, RowGrads] | None] = []
+    brought: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] = []
     with whole_exchange():
         what = f"bring gradients of {', '.join(names)}, in {ranks.comm_dtype}, to their owners for the"
         received = ranks.exchange(f"{what} {ranks.gradients}", blocks)
         count_RE = [block.take(len(stores), torch.int64).tolist() for block in received]
-        for e, (store, (grad_ND, sent_R)) in enumerate(zip(stores, sent_E, strict=True)):
+        for e, (grad_ND, sent_R) in enumerate(sent_E):
             count_R = [counts[e] for counts in count_RE]
             if all(count == _NONE for count in count_R):
-                owned.append(None)
+                brought.append(None)
                 continue
             keys = [
                 (block.take(count, torch.int64), block.take(count, torch.int32))
@@ -310,8 +309,12 @@ def shuffle_grads(
             ]
             id_N, table_N = (torch.cat(column) for column in zip(*keys, strict=True))
             grad_ND = ranks.swap(grad_ND, sent_R, [max(0, count) for count in count_R])
-            owned.append(_owned(store, scales[e], id_N, table_N, grad_ND.float()))
-    return owned
+            brought.append((id_N, table_N, grad_ND))
+        # After the last message: a rank that fails at it, for want of memory, leaves none waiting in one.
+        return [
+            None if its is None else _owned(store, scale, *its)
+            for store, scale, its in zip(stores, scales, brought, strict=True)
+        ]
 
 
 _NONE = -1  # in place of a count: the rank has no gradients of an embedding
@@ -322,7 +325,7 @@ def _owned(
 ) -> tuple[Lease, RowGrads]:
     keys, loops = keys_of_ranks(store, table_N, id_N), store.loops
     scale_N = None if scale == 1.0 else loops.array(torch.full((len(id_N),), scale, device=loops.device))
-    segments = loops.segments(keys.unique, None, loops.array(grad_ND.to(loops.device)), scale_N)
+    segments = loops.segments(keys.unique, None, loops.array(grad_ND.float().to(loops.device)), scale_N)
     lease = Lease(store, keys)
     table_U, id_U = keys.unique.table_U, keys.unique.id_U
     return lease, RowGrads(store, -1, table_U, id_U, nowhere(loops, len(id_U)), segments=segments)
