@@ -65,9 +65,10 @@ class Model(torch.nn.Module):
 def weights_of(embedding):
     """The weights of all ids there may be."""
     ids = torch.arange(-IDS, IDS) * (2**56)
+    was = embedding.training
     embedding.eval()
     rows = embedding(ids[:, None].expand(-1, TABLES))
-    embedding.train()
+    embedding.train(was)
     return rows.detach().numpy()
 
 
@@ -360,7 +361,6 @@ def goes_on(group, path, name, first, last):
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     model = Model(path, "mean", "ssd", group)
     dense = getattr(model.dense, "module", model.dense)
-    optimizer = OPTIMIZERS["adam"](model.parameters())
     state = f"{path}/dense-{first}"
     if first:
         model.embedding.load_snapshot(name)
@@ -450,8 +450,50 @@ def test_evaluation_on_ranks(tmp_path, rank_pool):
         assert called == run and len(set(called)) == 3
 
 
+def trains_columns(group, path, initializers):
+    """Rows of two columns that begin otherwise; what they are after some steps."""
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    columns = [oneemb.make_column_options(oneemb.make_constant_initializer(value)) for value in initializers]
+    embedding = oneemb.MultiTableMultiColumnEmbedding(
+        "items", [3, 1], torch.float32, torch.int64, [oneemb.make_table(columns)] * TABLES,
+        oneemb.make_device_mem_store_options(path), num_threads=1, process_group=group,
+    )  # fmt: skip
+    optimizer = torch.optim.Adagrad(embedding.parameters(), lr=0.1)
+    for step in range(6):
+        ids, label, _ = batch_of(step, rank, ranks)
+        (embedding(ids[..., 0]).sum((1, 2)) - label).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = weights_of(embedding)
+    embedding.close()
+    return weights
+
+
+def test_columns_of_ranks_are_those_of_one_process(tmp_path, rank_pool):
+    expected = trains_columns(None, str(tmp_path / "one"), (0.5, -1.0))
+    for found in rank_pool(3, trains_columns, str(tmp_path / "ranks"), (0.5, -1.0)):
+        assert relative(found, expected) < 5e-6
+
+
 def is_refused(group, path):
+    from torch import distributed
+
     model = Model(path, "plain", "device", group)
+    other = distributed.new_group([0, 1, 2, 3])
+    with pytest.raises(ValueError, match="gradients_of_ranks must be .mean. or .sum., got 'max'"):
+        Model(f"{path}/0", "plain", "device", group, gradients="max")
+    alone = distributed.new_group([0])
+    if group.rank() == 1:
+        with pytest.raises(ValueError, match="this process is not in the process_group; only its ranks may make"):
+            Model(f"{path}/1", "plain", "device", alone)
+    two = torch.nn.ModuleList([model.embedding, Model(f"{path}/2", "plain", "device", other).embedding])
+    optimizer = torch.optim.SGD(two.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="trains embeddings of one process_group, those of 'items', 'items' are 2"):
+        optimizer.step()
+    graph = Graph(two, optimizer, 1, None, None)
+    with pytest.raises(ValueError, match="the embeddings of Graph are of 2 process groups; give them all the same"):
+        graph.run([])
+    two[1].close()
     with pytest.raises(ValueError, match="needs a path of its own, got that of its rows"):
         model.embedding.copy_to(path)
     with pytest.raises(ValueError, match=r"fused=True updates rows in the backward pass, where ranks"):
@@ -460,4 +502,4 @@ def is_refused(group, path):
 
 
 def test_what_ranks_cannot_do_is_refused_with_what_to_do(tmp_path, rank_pool):
-    rank_pool(2, is_refused, str(tmp_path))
+    rank_pool(4, is_refused, str(tmp_path))  # All of the job: torch makes groups on all processes or on none.

@@ -11,7 +11,17 @@ import torch
 
 import oneemb
 from oneemb.kernels.owner import owner_of
-from tests.test_ranks import IDS, LOOKUPS, OPTIMIZERS, TABLES, Graph, Model as Whole, batch_of, relative
+from tests.test_ranks import (
+    IDS,
+    LOOKUPS,
+    OPTIMIZERS,
+    TABLES,
+    Graph,
+    Model as Whole,
+    batch_of,
+    relative,
+    weights_of,
+)
 
 STEPS = 12
 
@@ -32,16 +42,6 @@ def rows_of(embedding):
             assert (table, id) not in found
             found[table, id] = row.tobytes()
     return found
-
-
-def weights_of(embedding):
-    """The weights of all ids there may be."""
-    ids = torch.arange(-IDS, IDS) * (2**56)
-    was = embedding.training
-    embedding.eval()
-    rows = embedding(ids[:, None].expand(-1, TABLES).contiguous())
-    embedding.train(was)
-    return rows.detach().numpy()
 
 
 def train(group, path, how, optimizer, store="device", steps=STEPS, replicated=(0,), clip=None, joined=False):
@@ -309,12 +309,12 @@ def all_ids():
     return ids[:, None].expand(-1, TABLES).contiguous()
 
 
-def trains_and_saves(group, path, replicated, steps=6):
+def trains_and_saves(group, path, replicated):
     """Train, look some ids up on one rank alone without training them, and save."""
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     model = Model(path, "plain", "ssd", group, replicated)
     optimizer = OPTIMIZERS["adagrad"](model.parameters())
-    for step in range(steps):
+    for step in range(6):
         model.loss(*batch_of(step, rank, ranks)).backward()
         optimizer.step()
         optimizer.zero_grad()
