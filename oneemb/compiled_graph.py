@@ -426,7 +426,11 @@ class CompiledGraph(torch.nn.Module):
         except BaseException as error:
             if one_step and not isinstance(error, Exception) and self._steps_made() > made:
                 mark_told(error)  # An interrupt that came when the step was made: what the others have done, it has.
-            for embedding in embeddings_of(self).values():
+            embeddings = list(embeddings_of(self).values())
+            # An evaluation that asks no rank is this one's own: others have come to nothing in which they wait for it.
+            asks = any(embedding.asked_ranks is not None for embedding in embeddings)
+            told = embeddings if asks or self._inserts() or not one_step else []
+            for embedding in told:
                 if embedding.ranks is not None:
                     embedding.ranks.fail(f"run {type(self).__name__}", error, since)
             raise

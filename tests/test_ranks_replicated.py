@@ -301,6 +301,38 @@ def test_where_a_rank_fails_alone_in_a_lookup_that_asks_no_rank(tmp_path, rank_p
         assert raised.startswith(own if rank == 1 else others) and (raised == "") == (others == "" and rank != 1)
 
 
+class Evaluates(oneemb.EvalGraph):
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding = embedding
+
+    def build(self, ids):
+        return self.embedding(ids)
+
+
+def evaluates_alone(group, path):
+    """Rank 1 evaluates by itself, and fails at it; all train before and afterwards."""
+    graph = FailsAlone(Model(path, "plain", "device", group, (0, 1)).embedding)
+    evaluation, ids = Evaluates(graph.embedding), torch.arange(8).reshape(4, 2)
+    graph(ids)
+    if group.rank() == 1:
+        assert evaluation(ids).shape == (4, 2, 4)
+        for one in (evaluation, graph.eval()):
+            with pytest.raises(TypeError, match="ids must be"):
+                one(ids.float())
+        graph.train()
+    graph(ids)
+    result = graph.steps, rows_of(graph.embedding)
+    graph.embedding.close()
+    return result
+
+
+def test_an_evaluation_that_asks_no_rank_is_each_ranks_own(tmp_path, rank_pool):
+    results = rank_pool(3, evaluates_alone, str(tmp_path))
+    assert [steps for steps, _ in results] == [2, 2, 2]
+    check_copies([rows for _, rows in results], (0, 1))
+
+
 # ---- snapshots -------------------------------------------------------------------------------------------------------
 
 
