@@ -17,7 +17,7 @@ import dataclasses
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -202,12 +202,12 @@ class Announcement:
         ranks = self._ranks
         if ranks is None:
             return Announced(lookups, None)
-        orders = [_order(lookup, ranks) for lookup in lookups]
+        sent_L = [by_owner(store, ranks, keys) for _, _, store, _, keys in lookups]
         blocks = [
             [
-                torch.tensor([_code(lookups), *(order.sent_R[r] for order in orders)]),
-                *(order.id_R[r] for order in orders),
-                *(order.table_R[r] for order in orders),
+                torch.tensor([_code(lookups), *(sent.count_R[r] for sent in sent_L)]),
+                *(sent.id_R[r] for sent in sent_L),
+                *(sent.table_R[r] for sent in sent_L),
             ]
             for r in range(ranks.size)
         ]
@@ -221,30 +221,14 @@ class Announcement:
             [[block.take(count, dtype) for count in counts] for block, counts in zip(received, count_RL, strict=True)]
             for dtype in (torch.int64, torch.int32)
         )
-        for n, ((_, its_ranks, store, _, keys), order) in enumerate(zip(lookups, orders, strict=True)):
+        for n, ((_, its_ranks, store, _, keys), sent) in enumerate(zip(lookups, sent_L, strict=True)):
             table_N, id_N = (torch.cat([its[n] for its in of_rank]) for of_rank in (table_RL, id_RL))
             asked = Asked(store, its_ranks, table_N, id_N, [counts[n] for counts in count_RL])
-            routed.append(Routed(keys, order.order_U, order.sent_R, asked))
+            routed.append(Routed(keys, sent.order_N, sent.count_R, asked))
         self.announced = Announced(lookups, routed)
         for lookup in self.announced.lookups:
             lookup.prefetch()
         return self.announced
-
-
-class _Order(NamedTuple):
-    """The unique keys of a lookup, by their owners."""
-
-    order_U: torch.Tensor
-    sent_R: list[int]
-    id_R: Sequence[torch.Tensor]
-    table_R: Sequence[torch.Tensor]
-
-
-def _order(lookup: Lookup, ranks: Ranks) -> _Order:
-    _, _, store, _, keys = lookup
-    table_U, id_U = (store.loops.tensor(array).cpu() for array in (keys.unique.table_U, keys.unique.id_U))
-    order_U, sent_R = by_owner(store, ranks, table_U, id_U)
-    return _Order(order_U, sent_R, id_U[order_U].split(sent_R), table_U[order_U].split(sent_R))
 
 
 def _code(lookups: Sequence[Lookup]) -> int:

@@ -25,6 +25,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -103,11 +104,9 @@ def shuffle_keys(ranks: Ranks, what: str, make: Callable[[], Keys], store: Embed
 
     def blocks() -> list[list[torch.Tensor]]:
         keys = make()
-        table_U, id_U = (store.loops.tensor(array).cpu() for array in (keys.unique.table_U, keys.unique.id_U))
-        order_U, sent_R = by_owner(store, ranks, table_U, id_U)
-        made.append((keys, order_U, sent_R))
-        sent = zip(id_U[order_U].split(sent_R), table_U[order_U].split(sent_R), strict=True)
-        return [[torch.tensor([len(ids)]), ids, tables] for ids, tables in sent]
+        sent = by_owner(store, ranks, keys)
+        made.append((keys, sent.order_N, sent.count_R))
+        return [[torch.tensor([len(ids)]), ids, tables] for ids, tables in zip(sent.id_R, sent.table_R, strict=True)]
 
     received = ranks.exchange(what, blocks)
     count_R = [int(block.take(1, torch.int64)) for block in received]
@@ -116,38 +115,46 @@ def shuffle_keys(ranks: Ranks, what: str, make: Callable[[], Keys], store: Embed
     return Routed(*made[0], Asked(store, ranks, table_N, id_N, count_R))
 
 
-def by_owner(
-    store: EmbeddingStore, ranks: Ranks, table_U: torch.Tensor, id_U: torch.Tensor
-) -> tuple[torch.Tensor, list[int]]:
-    """Keys in the order of the ranks that are asked for their rows, int64 [U], and how many each is asked for: those of
-    replicated tables this one, the others their owner."""
+class KeysByRank(NamedTuple):
+    """Keys by the ranks that they go to."""
+
+    order_N: torch.Tensor
+    """int64: which of the keys these are, those that go to rank 0 first."""
+    count_R: list[int]
+    id_R: Sequence[torch.Tensor]
+    table_R: Sequence[torch.Tensor]
+
+
+def by_owner(store: EmbeddingStore, ranks: Ranks, keys: Keys) -> KeysByRank:
+    """The unique ones by the ranks that are asked for their rows: of replicated tables this one, else their owner."""
+    table_U, id_U = (store.loops.tensor(array).cpu() for array in (keys.unique.table_U, keys.unique.id_U))
     owner_U = owner_of(table_U.numpy(), id_U.numpy(), ranks.size)
     if store.replicas:
         owner_U[store.replicas.are_of(table_U.numpy())] = ranks.rank
-    order_U, sent_R = _by_rank(owner_U, ranks.size)
-    return torch.from_numpy(order_U), sent_R
+    return _by_rank(table_U, id_U, owner_U, ranks.size)
 
 
-def _by_trainer(
-    store: EmbeddingStore, ranks: Ranks, table_U: torch.Tensor, id_U: torch.Tensor
-) -> tuple[torch.Tensor, list[int]]:
-    """As `by_owner` for their gradients, int64 [N]: those of replicated tables go to every rank, the others to their
-    owner."""
+def _by_trainer(store: EmbeddingStore, ranks: Ranks, table_U: torch.Tensor, id_U: torch.Tensor) -> KeysByRank:
+    """Keys by the ranks that train their rows: of replicated tables every one, else their owner."""
     if not store.replicas:
-        return by_owner(store, ranks, table_U, id_U)
+        return _by_rank(table_U, id_U, owner_of(table_U.numpy(), id_U.numpy(), ranks.size), ranks.size)
     replicated_U = store.replicas.are_of(table_U.numpy())
     alone, replicated = np.flatnonzero(~replicated_U), np.flatnonzero(replicated_U)
     owner_A = owner_of(table_U.numpy()[alone], id_U.numpy()[alone], ranks.size)
     key_N = np.concatenate([alone, np.tile(replicated, ranks.size)])
     rank_N = np.concatenate([owner_A, np.repeat(np.arange(ranks.size), len(replicated))])
-    order_N, sent_R = _by_rank(rank_N, ranks.size)
-    return torch.from_numpy(key_N[order_N]), sent_R
+    return _by_rank(table_U, id_U, rank_N, ranks.size, key_N)
 
 
-def _by_rank(rank_N: np.ndarray, ranks: int) -> tuple[np.ndarray, list[int]]:
+def _by_rank(
+    table_U: torch.Tensor, id_U: torch.Tensor, rank_N: np.ndarray, ranks: int, key_N: np.ndarray | None = None
+) -> KeysByRank:
+    """Keys by the rank that each goes to; `key_N` says which they are, None = all in their order."""
     # A stable sort of 16 bits goes through them once.
-    order_N = np.argsort(rank_N.astype(np.uint16) if ranks <= 1 << 16 else rank_N, kind="stable")
-    return order_N, np.bincount(rank_N, minlength=ranks).tolist()
+    sorted_N = np.argsort(rank_N.astype(np.uint16) if ranks <= 1 << 16 else rank_N, kind="stable")
+    order_N = torch.from_numpy(sorted_N if key_N is None else key_N[sorted_N])
+    count_R = np.bincount(rank_N, minlength=ranks).tolist()
+    return KeysByRank(order_N, count_R, id_U[order_N].split(count_R), table_U[order_N].split(count_R))
 
 
 def keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tensor) -> Keys:
@@ -284,10 +291,9 @@ def shuffle_grads(
                     counts.append(_NONE)
                 continue
             table_U, id_U, grad_UD = sums
-            order_U, sent_R = _by_trainer(store, ranks, table_U, id_U)
-            sent_E.append((grad_UD[order_U.to(grad_UD.device)].to(ranks.comm_dtype), sent_R))
-            sent = zip(id_U[order_U].split(sent_R), table_U[order_U].split(sent_R), strict=True)
-            for block, counts, (ids, tables) in zip(blocks_R, count_RE, sent, strict=True):
+            sent = _by_trainer(store, ranks, table_U, id_U)
+            sent_E.append((grad_UD[sent.order_N.to(grad_UD.device)].to(ranks.comm_dtype), sent.count_R))
+            for block, counts, ids, tables in zip(blocks_R, count_RE, sent.id_R, sent.table_R, strict=True):
                 counts.append(len(ids))
                 block += [ids, tables]
         return [[torch.tensor(counts), *block] for counts, block in zip(count_RE, blocks_R, strict=True)]
