@@ -11,6 +11,7 @@ Invariants:
 - a rank leaves off between two exchanges, never in one: what comes next on any rank begins with a header, of one size.
 """
 
+import copy
 import itertools
 import math
 import pickle
@@ -27,7 +28,7 @@ from torch import distributed
 
 from oneemb.storage.turns import undisturbed
 
-__all__ = ["Blocks", "RankError", "Ranks", "Received", "Together", "Traffic", "now", "settled", "whole_exchange"]
+__all__ = ["Blocks", "RankError", "Ranks", "Received", "Together", "Traffic", "mark_told", "moment", "whole_exchange"]
 
 Blocks = Sequence[Sequence[torch.Tensor]]
 """What to send to each rank: tensors of any shape, one after another."""
@@ -191,6 +192,17 @@ class Ranks:
     def __repr__(self) -> str:
         return f"Ranks({self.rank} of {self.size})"
 
+    @classmethod
+    def joined(cls, several: Sequence["Ranks"]) -> "Ranks":
+        """The ranks of several things that they own, of one group, for an exchange that is about all of them: it tells
+        whether each of these was made in the same way on all ranks."""
+        if len(several) == 1:
+            return several[0]
+        joined = copy.copy(several[0])
+        joined.name = ", ".join(one.name for one in several)
+        joined.made = "; ".join(f"{one.name}: {one.made}" for one in several)
+        return joined
+
     def again(self) -> "Ranks":
         """The same ranks with connections of their own, by gloo, for another thread; every rank calls it."""
         what = "connect once more"
@@ -291,13 +303,14 @@ class Ranks:
         return begin_R[:, None] + torch.arange(heads)
 
     def swap(self, sent: torch.Tensor, sent_R: Sequence[int], received_R: Sequence[int]) -> torch.Tensor:
-        """Rows from the ranks for rows to them, within `whole_exchange`, once an exchange has said how many.
+        """Gradients of rows from the ranks for those to them, within `whole_exchange`, once an exchange has said how
+        many.
 
         Args:
             sent: [sum(sent_R), ...], those for rank 0 first.
         """
         received = sent.new_empty((sum(received_R), *sent.shape[1:]), device=self._device)
-        with self._exchanging("swap rows"):
+        with self._exchanging("bring gradients of rows to their owners"):
             self._all_to_all(received, sent.to(self._device), received_R, sent_R)
         return received.to(sent.device)
 
@@ -316,15 +329,16 @@ class Ranks:
             As `exchange`.
         """
         failed: list[BaseException] = []
-        found = None
+        found, pickled = None, b""
         try:
             found = check()
+            pickled = pickle.dumps(found)
         except BaseException as error:
             failed.append(error)
         with self._exchanging(what):
             if not any(self._headers(what, failed, [found is not None] * self.size)):
                 return None
-            return next(its for its in self._gather(found) if its is not None)
+            return next(its for its in self._gather(pickled) if its is not None)
 
     def all_gather(self, what: str, make: Callable[[], Any]) -> list[Any]:
         """What `make` gives on each rank, in their order. Any: objects that can be pickled.
@@ -336,14 +350,14 @@ class Ranks:
             As `exchange`.
         """
         failed: list[BaseException] = []
-        mine = None
+        pickled = b""
         try:
-            mine = make()
+            pickled = pickle.dumps(make())
         except BaseException as error:
             failed.append(error)
         with self._exchanging(what):
             self._headers(what, failed, [0] * self.size)
-            return self._gather(mine)
+            return self._gather(pickled)
 
     def tell(self, what: str, make: Callable[[], int]) -> list[int]:
         """The number that `make` gives on each rank, in their order.
@@ -375,12 +389,12 @@ class Ranks:
 
         Args:
             what: what this rank was doing.
-            since: what `now` gave when it began to.
+            since: what `moment` gave when it began to.
         """
         if _is_told(failure, since):
             return
         with suppress(RuntimeError), whole_exchange():
-            _mark_told(failure)
+            mark_told(failure)
             self._post_header(what, failed=True)
             mine = self._words(what, failure)
             self.group.allgather([torch.empty_like(mine) for _ in range(self.size)], mine)
@@ -443,11 +457,12 @@ class Ranks:
 
     def _words(self, what: str, failure: BaseException | None) -> torch.Tensor:
         """What this rank says when ranks raise, uint8 [_WORDS]."""
-        said = None if failure is None else f"{type(failure).__name__}: {failure}"
+        said = None if failure is None else _said_of(failure)
         words_N = torch.zeros(_WORDS, dtype=torch.uint8)
         said_bytes = b""
-        for length in (_WORDS // 4, _WORDS // 16):  # characters of each, which may take four bytes
-            said_bytes = pickle.dumps([None if text is None else text[:length] for text in (what, said, self.made)])
+        for length in (_WORDS // 5, _WORDS // 20):  # characters of each, which may take four bytes
+            texts = (what, said, self.name, self.made)
+            said_bytes = pickle.dumps([None if text is None else text[:length] for text in texts])
             if len(said_bytes) <= _WORDS:
                 break
         words_N[: len(said_bytes)] = torch.frombuffer(bytearray(said_bytes), dtype=torch.uint8)
@@ -455,12 +470,12 @@ class Ranks:
 
     def _raise(self, what: str, failed: list[BaseException]) -> Never:
         """Raise what has failed here, which is taken out of the list, or say what has elsewhere."""
-        of_all: list[tuple[str, str | None, str]] = [
+        of_all: list[_Said] = [
             pickle.loads(its.numpy().tobytes())
             for its in self._all_gather(self._words(what, failed[0] if failed else None))
         ]
         if failed:
-            _mark_told(failed[0])
+            mark_told(failed[0])
             raise failed.pop()
         raise _told(_what_has_failed(of_all))
 
@@ -469,7 +484,7 @@ class Ranks:
     ) -> Never:
         """As `_raise`, where a rank has left this exchange."""
         if failed:
-            _mark_told(failed[0])
+            mark_told(failed[0])
             raise failed.pop()
         others = ", ".join(str(rank) for rank, its in enumerate(failed_R) if its)
         how = f"has failed (rank {others} says how)" if others else "does something else"
@@ -481,8 +496,9 @@ class Ranks:
             self._headers(what, [], [0] * self.size)
             return self._all_gather(torch.tensor(values, dtype=torch.float64))
 
-    def _gather(self, value: Any) -> list[Any]:
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    def _gather(self, pickled: bytes) -> list[Any]:
+        """What each rank has pickled: before its header, since the others would wait for one that fails at it."""
+        mine = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
         sizes = [int(size) for size in self._all_gather(torch.tensor([len(mine)]))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(mine)] = mine
@@ -517,12 +533,13 @@ _TOLD = "_oneemb_told"  # of an error: since when all ranks have raised, or will
 _moments = itertools.count(1)
 
 
-def now() -> int:
+def moment() -> int:
     """This moment, for `Ranks.fail`: later ones are greater."""
     return next(_moments)
 
 
-def _mark_told(error: BaseException) -> None:
+def mark_told(error: BaseException) -> None:
+    """Let `Ranks.fail` do nothing about this error: all ranks know it, or it has ended nothing that they wait for."""
     with suppress(AttributeError):
         setattr(error, _TOLD, next(_moments))
 
@@ -530,13 +547,8 @@ def _mark_told(error: BaseException) -> None:
 def _told(words: str) -> RankError:
     """An error that all ranks raise."""
     error = RankError(words)
-    _mark_told(error)
+    mark_told(error)
     return error
-
-
-def settled(error: BaseException) -> None:
-    """Let `Ranks.fail` do nothing about this error: it has ended nothing that other ranks wait for."""
-    _mark_told(error)
 
 
 def _is_told(error: BaseException | None, since: int) -> bool:
@@ -550,22 +562,39 @@ def _is_told(error: BaseException | None, since: int) -> bool:
     return False
 
 
-def _what_has_failed(of_all: Sequence[tuple[str, str | None, str]]) -> str:
-    """Of each rank: what it was doing, what has failed there, and how what it owns was made."""
-    for rank, (_, its, _) in enumerate(of_all):
+_Said = tuple[str, str | None, str, str]
+"""Of a rank: what it was doing, what has failed there, and the name of what it owns and how that was made."""
+
+
+def _said_of(failure: BaseException) -> str:
+    try:
+        return f"{type(failure).__name__}: {failure}"
+    except Exception:  # Its own __str__ has failed, and the others wait for some words.
+        return type(failure).__name__
+
+
+def _what_has_failed(of_all: Sequence[_Said]) -> str:
+    for rank, (_, its, _, _) in enumerate(of_all):
         if its is not None:
             return f"rank {rank} has failed ({its}); nothing was done here"
-    if len({doing for doing, _, _ in of_all}) > 1:
-        doing = "; ".join(f"rank {rank}: {its}" for rank, (its, _, _) in enumerate(of_all))
+    differ = len({what for what, *_ in of_all}) > 1
+    doing, made = _by_rank(what for what, *_ in of_all), _by_rank(made for *_, made in of_all)
+    one_name, ways = len({name for _, _, name, _ in of_all}) == 1, len({made for *_, made in of_all})
+    # Where they are busy with other embeddings, each of these was made in its own way, and that says nothing.
+    if not differ or one_name and ways > 1:
+        what = f"do different things ({doing})" if differ else of_all[0][0]
         return (
-            f"the ranks do different things ({doing}): each must make the same lookups, steps, saves and loads in the"
-            " same order, with an empty batch where it has none"
+            f"the ranks {what}, and have made it differently ({made}): each must make the same embeddings, in the same"
+            " order and with the same arguments"
         )
-    made = "; ".join(f"rank {rank}: {its}" for rank, (_, _, its) in enumerate(of_all))
     return (
-        f"the ranks {of_all[0][0]}, and have made it differently ({made}): each must make the same embeddings, in the"
-        " same order and with the same arguments"
+        f"the ranks do different things ({doing}): each must make the same lookups, steps, saves and loads in the"
+        " same order, with an empty batch where it has none"
     )
+
+
+def _by_rank(of_all: Iterable[object]) -> str:
+    return "; ".join(f"rank {rank}: {its}" for rank, its in enumerate(of_all))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

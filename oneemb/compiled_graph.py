@@ -21,7 +21,7 @@ from oneemb.graph.inputs import Signature, Structure
 from oneemb.graph.ops.update import StepOptimizer
 from oneemb.graph.plan import Merged, Plan, compile_plan
 from oneemb.graph.prefetch import Prepared, prefetch
-from oneemb.graph.ranks import Ranks, Together, now, settled, whole_exchange
+from oneemb.graph.ranks import Ranks, Together, mark_told, moment, whole_exchange
 from oneemb.graph.recorder import Profile, StepStats, stats_table
 from oneemb.graph.tape import Tape
 from oneemb.graph.text import graph_text
@@ -418,15 +418,19 @@ class CompiledGraph(torch.nn.Module):
         Args:
             one_step: whether the block is a step, after which the others expect nothing.
         """
-        since, made = now(), self._steps_made()
+        since, made = moment(), self._steps_made()
         try:
             yield
         except GeneratorExit:
             raise
         except BaseException as error:
             if one_step and not isinstance(error, Exception) and self._steps_made() > made:
-                settled(error)  # An interrupt that came when the step was made: what the others have done, it has.
-            for embedding in embeddings_of(self).values():
+                mark_told(error)  # An interrupt that came when the step was made: what the others have done, it has.
+            embeddings = list(embeddings_of(self).values())
+            # An evaluation that asks no rank is this one's own: others have come to nothing in which they wait for it.
+            asks = any(embedding.asked_ranks is not None for embedding in embeddings)
+            told = embeddings if asks or self._inserts() or not one_step else []
+            for embedding in told:
                 if embedding.ranks is not None:
                     embedding.ranks.fail(f"run {type(self).__name__}", error, since)
             raise

@@ -16,7 +16,7 @@ from oneemb.rank_traffic import KeyCounts, PartCounts, messages_of
 
 __all__ = ["Plan", "PlannedEmbedding", "plan"]
 
-_WEIGHT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Memory of a key in the index of a tier, and in that of a persistent table, which grows in larger steps: see
 # storage/hash_index.py.
 _INDEX_BYTES, _TABLE_INDEX_BYTES = 24, 30
@@ -26,8 +26,6 @@ _MARK_BYTES = 1
 _SLOT_OVERHEAD_BYTES = 40
 # Arrays from here on are mapped anew each time they are made: the most that glibc's M_MMAP_THRESHOLD comes to be.
 _KEPT_BYTES = 32 << 20
-# Whether a thread of `graph.run` reads rows of the next batch while a step computes.
-_READS_AHEAD_ALONE, _READS_AHEAD_ON_RANKS = True, False
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,7 @@ class PlannedEmbedding:
         cache_mb: MiB of each rank's cache over rows on an SSD; None = all rows are in memory.
         hit_rate: the share of a step's unique keys that the cache holds, from 0 to 1. Needed with cache_mb.
         physical_block_size: bytes of the disk's block, 512 or 4096.
+        comm_dtype: in which rows and gradients travel between ranks, as `MultiTableEmbedding` has it; by name.
 
     Raises:
         ValueError, TypeError: an argument is not as above.
@@ -62,6 +61,7 @@ class PlannedEmbedding:
     cache_mb: int | None = None
     hit_rate: float | None = None
     physical_block_size: int = 4096
+    comm_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         for name in ("rows", "embedding_dim", "ids"):
@@ -69,8 +69,9 @@ class PlannedEmbedding:
         if self.bags is not None:
             _check_count("bags", self.bags)
         _check_share("unique", self.unique, above_0=True)
-        if self.dtype not in _WEIGHT_BYTES:
-            raise ValueError(f"dtype must be one of {', '.join(_WEIGHT_BYTES)}, got {self.dtype!r}")
+        for name in ("dtype", "comm_dtype"):
+            if getattr(self, name) not in _DTYPE_BYTES:
+                raise ValueError(f"{name} must be one of {', '.join(_DTYPE_BYTES)}, got {getattr(self, name)!r}")
         if self.physical_block_size not in (512, 4096):
             raise ValueError(f"physical_block_size must be 512 or 4096, got {self.physical_block_size!r}")
         if self.cache_mb is None:
@@ -88,7 +89,12 @@ class PlannedEmbedding:
 
     @property
     def weight_bytes(self) -> int:
-        return _WEIGHT_BYTES[self.dtype]
+        return _DTYPE_BYTES[self.dtype]
+
+    def keys(self, asks_R: Sequence[int], asked_R: Sequence[int], parts: PartCounts | None = None) -> KeyCounts:
+        """So many keys of a lookup, as ranks send them."""
+        comm_bytes = _DTYPE_BYTES[self.comm_dtype]
+        return KeyCounts(self.embedding_dim, min(self.weight_bytes, comm_bytes), asks_R, asked_R, comm_bytes, parts)
 
     @property
     def rows_given(self) -> int:
@@ -290,17 +296,17 @@ class _Job:
         # The first owner is this rank, whose own part stays: the average of a rank's counts had best be there.
         share, more = divmod(keys, self.ranks)
         each = [share + (0 < r <= more) for r in range(self.ranks)]
-        return KeyCounts(one.embedding_dim, one.weight_bytes, each, each, parts)
+        return one.keys(each, each, parts)
 
     def _key_counts(self, one: PlannedEmbedding) -> KeyCounts:
         """The keys of a lookup, and the parts of its bags if it is these that owners are asked for."""
         keys, bags = self._keys(one), self.batch * (one.bags or 0)
-        if one.bags is None or one.dtype != "float32" or bags >= keys:
+        if one.bags is None or one.dtype != "float32" or one.comm_dtype == "float16" or bags >= keys:
             return self._even_keys(one, keys)
         # Of a bag's ids each is of any owner; a rank has a part of the bags that it owns an id of.
         parts = round(bags * (1 - (1 - 1 / self.ranks) ** (one.ids / one.bags)))
         ids = self.batch * one.ids // self.ranks
-        others, row_bytes = self.ranks - 1, one.embedding_dim * 4
+        others, row_bytes = self.ranks - 1, one.embedding_dim * _DTYPE_BYTES[one.comm_dtype]
         if not parts_move_fewer_bytes(others * keys // self.ranks, others * parts, others * ids, row_bytes, row_bytes):
             return self._even_keys(one, keys)
         parts_R, ids_R = [parts] * self.ranks, [ids] * self.ranks
@@ -352,9 +358,9 @@ class _Job:
                 gb_s = machine.local_gb_s / contention if local else machine.network_gb_s
                 parts["dense all-reduce"] = self._dense_bytes() / gb_s / 1e6 + 2 * latency_ms
         if any(one.cache_mb is not None for one in self.embeddings):
-            disk_ms = self._disk_ms()
-            ahead = _READS_AHEAD_ALONE if alone else _READS_AHEAD_ON_RANKS
-            parts["disk"] = max(0.0, disk_ms - sum(parts.values())) if ahead else disk_ms
+            # A thread of `graph.run` reads rows of the next batch while a step computes: its own, or those that ranks
+            # have announced to their owners.
+            parts["disk"] = max(0.0, self._disk_ms() - sum(parts.values()))
         return {name: ms for name, ms in parts.items() if ms > 0}
 
     def _fresh_bytes(self, one: PlannedEmbedding) -> int:
@@ -430,7 +436,7 @@ _ADVICE = {
         "one embedding with many tables has one lookup, several embeddings have one each",
     ],
     "transfer": [
-        "bytes of rows and gradients take most: rows of bfloat16 are half as many bytes on the way",
+        "bytes of rows and gradients take most: comm_dtype=torch.bfloat16 sends half as many",
         "fewer ranks with larger batches send a key that many samples share less often",
     ],
     "dense all-reduce": ["gradients of dense modules take most: a larger batch a rank uses them better"],

@@ -3,7 +3,7 @@
 The one place that knows it beside the code that sends (graph/ranks.py, graph/ops): `oneemb.plan` asks it.
 
 Invariant: `messages_of` says what goes through the process group, byte for byte; benchmarks/bench_plan.py and
-tests/test_planning.py compare the two.
+tests/test_planning.py compare the two. Not said: what replicated tables save and cost, and the norms of clipping.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 __all__ = ["KeyCounts", "Message", "PartCounts", "messages_of"]
 
-_ID_BYTES, _TABLE_BYTES, _PLACE_BYTES, _COUNT_BYTES, _GRADIENT_BYTES = 8, 4, 4, 8, 4
+_ID_BYTES, _TABLE_BYTES, _PLACE_BYTES, _COUNT_BYTES = 8, 4, 4, 8
 _COUNTS_BYTES = 3 * _COUNT_BYTES
 """Of a lookup: how many keys, parts of bags and ids of parts a rank is asked for."""
 _PAD_BYTES = 8
@@ -54,9 +54,10 @@ class KeyCounts:
 
     Args:
         dim: weights of a row.
-        weight_bytes: of a weight, 4 or 2.
+        weight_bytes: of a weight on its way, 4 or 2.
         asks_R: keys that this rank asks each rank for.
         asked_R: keys that each rank asks this one for.
+        gradient_bytes: of a number of a gradient on its way, 4 or 2.
         parts: where all ranks cut their bags; None = a row comes for each key.
     """
 
@@ -64,6 +65,7 @@ class KeyCounts:
     weight_bytes: int
     asks_R: Sequence[int]
     asked_R: Sequence[int]
+    gradient_bytes: int = 4
     parts: PartCounts | None = None
 
     def key_bytes(self, r: int) -> int:
@@ -110,7 +112,7 @@ def messages_of(lookups: Sequence[KeyCounts], *, in_run: bool = True) -> list[Me
     ]
     for one in lookups:
         asks_R = one.asks_R if one.parts is None else one.parts.asks_R
-        gradients = tuple(n * one.dim * _GRADIENT_BYTES for n in asks_R)
+        gradients = tuple(n * one.dim * one.gradient_bytes for n in asks_R)
         messages.append(Message("gradients", gradients, ahead=False))
     return [*messages, Message("whether all may step", header, ahead=False)]
 

@@ -118,7 +118,7 @@ def settle_rows(optimizers: Iterable[torch.optim.Optimizer]) -> Ranks | None:
     """Bring the gradients of rows that ranks own together to their owners; all ranks call it before a step.
 
     Returns:
-        The ranks; None if there are none.
+        The ranks, of all these embeddings; None if there are none.
 
     Raises:
         ValueError: the rows are of several process groups.
@@ -136,15 +136,17 @@ def settle_rows(optimizers: Iterable[torch.optim.Optimizer]) -> Ranks | None:
         # Also where this rank has looked nothing up: it owns rows that others have.
         grad = embedding.weight.grad
         grads.append(grad if isinstance(grad, ops.RowGrad) else ops.RowGrad(embedding.store, ranks=embedding.ranks))
-    groups = {embedding.ranks.group: embedding.ranks for embedding in embeddings if embedding.ranks is not None}
-    if len(groups) > 1:
+    ranks = [embedding.ranks for embedding in embeddings if embedding.ranks is not None]
+    if (groups := len({one.group for one in ranks})) > 1:
         names = ", ".join(repr(embedding.name) for embedding in embeddings)
-        raise ValueError(f"a step trains embeddings of one process_group, those of {names} are {len(groups)}")
+        raise ValueError(f"a step trains embeddings of one process_group, those of {names} are {groups}")
     ops.settle(grads)
     for embedding, grad in zip(embeddings, grads, strict=True):
         if grad.summed is not None:
             embedding.weight.grad = grad
-    return next(iter(groups.values()), None)
+    # Of all of them: lookups of tables that are all replicated ask no rank, so that nothing else tells how these were
+    # made.
+    return Ranks.joined(ranks) if ranks else None
 
 
 class RowStep:

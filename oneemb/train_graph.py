@@ -279,8 +279,8 @@ class TrainGraph(CompiledGraph):
         The file holds dense parameters and buffers, the states of optimizers, schedulers and GradScalers (of
         `set_grad_scaler`, and those that are attributes of the graph), the count of steps and the random generators (of
         torch, random and numpy). Rows are saved as a snapshot in each embedding's `persistent_path`, which the file
-        names. During a save `path.<hex>.saving` and `path.<hex>.tmp` lie
-        beside it; if the process is killed, the next save removes them and the snapshots that were begun.
+        names. During a save `path.<hex>.saving` and `path.<hex>.tmp` lie beside it; if the process is killed, the next
+        save removes them and the snapshots that were begun.
 
         Where ranks own rows together (`process_group`) every rank makes the call, and where one fails, all raise. The
         first one writes the file: it has the dense parameters and optimizers of that rank, as they are the same on all

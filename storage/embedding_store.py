@@ -742,11 +742,7 @@ class EmbeddingStore:
         except SnapshotNotFoundError as error:
             raise SnapshotNotFoundError(f"{named_by} names a snapshot that is not there: {error}") from error
         if identity is not None and info.identity != identity:
-            raise OtherSnapshotError(
-                f"{named_by} names the snapshot {name!r} with identity {identity}; the one of that name in"
-                f" {self._bottom.name} is another run's: {info}. Use the persistent_path of the run that saved"
-                f" {named_by}"
-            )
+            raise OtherSnapshotError.named_by(named_by, name, identity, self._bottom.name, info)
 
     # ---- the rest -------------------------------------------------------------------------------------------------
 

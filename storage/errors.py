@@ -45,6 +45,14 @@ class LockedError(StorageError):
 class OtherSnapshotError(StorageError):
     """The snapshot of this name is not the one that is meant, but another run's."""
 
+    @classmethod
+    def named_by(cls, what: str, name: str, identity: str, where: str, found: object) -> "OtherSnapshotError":
+        """What to say where a state dict or a checkpoint names a snapshot, and another one is found under the name."""
+        return cls(
+            f"{what} names the snapshot {name!r} with identity {identity}; the one of that name in {where} is another"
+            f" run's: {found}. Use the persistent_path of the run that saved {what}"
+        )
+
 
 class SnapshotNotFoundError(StorageError):
     """There is no snapshot of this name. The message names those that exist."""

@@ -217,12 +217,8 @@ class FoundParts:
         """
         whole = self._whole.get(name)
         if whole is not None:
-            if identity not in (None, whole.info.identity):
-                raise OtherSnapshotError(
-                    f"{named_by} names the snapshot {name!r} with identity {identity}; the one of that name in"
-                    f" {self._where} is another run's: {whole.info}. Use the persistent_path of the run that saved"
-                    f" {named_by}"
-                )
+            if identity is not None and identity != whole.info.identity:
+                raise OtherSnapshotError.named_by(named_by, name, identity, self._where, whole.info)
             return whole
         for damaged in self.damaged_of(name):
             raise (FormatVersionError if damaged.newer else CorruptTableError)(damaged.reason)

@@ -60,7 +60,7 @@ def counts_of(step, rank, ranks):
     return counts
 
 
-def sends(group, path, in_run):
+def sends(group, path, in_run, comm_dtype):
     """What goes to each rank in steps, and what goes ahead of them."""
     noted, again, ahead = Noted(group), Ranks.again, []
 
@@ -76,7 +76,14 @@ def sends(group, path, in_run):
         options = oneemb.make_device_mem_store_options(f"{path}/{name}")
         embeddings.append(
             oneemb.MultiTableEmbedding(
-                name, dim, dtype, torch.int64, [oneemb.make_table()] * tables, options, process_group=noted
+                name,
+                dim,
+                dtype,
+                torch.int64,
+                [oneemb.make_table()] * tables,
+                options,
+                process_group=noted,
+                comm_dtype=comm_dtype,
             )
         )
     graph = Steps(embeddings)
@@ -91,14 +98,17 @@ def sends(group, path, in_run):
     return noted.sent, sum(ahead, [])
 
 
-@pytest.mark.parametrize("in_run", [False, True])
-def test_ranks_send_the_bytes_that_are_said(tmp_path, rank_pool, in_run):
+@pytest.mark.parametrize("in_run, comm_dtype", [(False, "float32"), (True, "bfloat16"), (True, "float32")])
+def test_ranks_send_the_bytes_that_are_said(tmp_path, rank_pool, in_run, comm_dtype):
     for ranks in (2, 3):
-        for rank, (sent, ahead) in enumerate(rank_pool(ranks, sends, str(tmp_path / str(ranks)), in_run)):
+        results = rank_pool(ranks, sends, str(tmp_path / str(ranks)), in_run, getattr(torch, comm_dtype))
+        for rank, (sent, ahead) in enumerate(results):
             counts = [counts_of(STEPS - 1, r, ranks) for r in range(ranks)]
             lookups = [
-                KeyCounts(dim, weight_bytes, counts[rank][e], [counts[r][e][rank] for r in range(ranks)])
-                for e, (dim, weight_bytes) in enumerate([(5, 4), (3, 2)])
+                oneemb.PlannedEmbedding(rows=1, embedding_dim=dim, dtype=dtype, comm_dtype=comm_dtype).keys(
+                    counts[rank][e], [counts[r][e][rank] for r in range(ranks)]
+                )
+                for e, (dim, dtype) in enumerate([(5, "float32"), (3, "bfloat16")])
             ]
             said = messages_of(lookups, in_run=in_run)
             in_step, early = ([list(one.sent_R) for one in said if one.ahead == is_early] for is_early in (False, True))
@@ -141,7 +151,7 @@ def test_ranks_send_the_bytes_that_are_said_of_bags(tmp_path, rank_pool):
             ids[rank][r] = int((owners == r).sum())
     for rank, sent in enumerate(rank_pool(ranks, sends_of_bags, str(tmp_path))):
         asked = [[of_all[r][rank] for r in range(ranks)] for of_all in (asks, parts)]
-        counts = KeyCounts(16, 4, asks[rank], asked[0], PartCounts(parts[rank], ids[rank], asked[1]))
+        counts = KeyCounts(16, 4, asks[rank], asked[0], parts=PartCounts(parts[rank], ids[rank], asked[1]))
         said = [list(one.sent_R) for one in messages_of([counts], in_run=False)]
         assert sent[-len(said) :] == said
 
@@ -169,12 +179,30 @@ def test_a_plan_of_bags_asks_owners_for_sums_where_that_moves_fewer_bytes():
     job = {**JOB, "ids": 200, "bags": 2, "unique": 0.8}
     sums, rows = oneemb.plan(**job, ranks=4), oneemb.plan(**{**job, "bags": None}, ranks=4)
     parts, ids = [2000] * 4, [50_000] * 4
-    said = messages_of([KeyCounts(16, 4, [40_000] * 4, [40_000] * 4, PartCounts(parts, ids, parts))])
+    said = messages_of([KeyCounts(16, 4, [40_000] * 4, [40_000] * 4, parts=PartCounts(parts, ids, parts))])
     assert sums.bytes_sent == sum(sum(message.sent_R[1:]) for message in said) < rows.bytes_sent / 3
     assert sums.bytes_sent_without_deduplication == rows.bytes_sent_without_deduplication
     assert sum(sums.memory_bytes.values()) < sum(rows.memory_bytes.values())
     few_ids = {**job, "ids": 4}
     assert oneemb.plan(**few_ids, ranks=4).bytes_sent == oneemb.plan(**{**few_ids, "bags": None}, ranks=4).bytes_sent
+
+
+def test_what_travels_in_fewer_bytes_is_said():
+    whole, rounded, narrow = (
+        oneemb.plan(**JOB, ranks=4, dtype=dtype, comm_dtype=comm_dtype).bytes_sent
+        for dtype, comm_dtype in [("float32", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")]
+    )
+    assert abs(whole - rounded - 3750 * (32 + 32)) < 100 and rounded == narrow
+
+
+def test_rows_that_are_read_ahead_of_a_step_take_no_time_of_it():
+    job = JOB | {"cache_mb": 64, "hit_rate": 0.999}
+    for ranks in (1, 4):
+        assert "disk" not in oneemb.plan(**job, ranks=ranks).parts_ms
+        slow = oneemb.plan(**job, ranks=ranks, machine=oneemb.Machine(disk_reads_per_s=10))
+        hidden = sum(ms for name, ms in slow.parts_ms.items() if name != "disk")
+        reads = slow.disk_reads_per_s * slow.step_ms / 1e3 * ranks / 10 * 1e3
+        assert slow.parts_ms["disk"] == pytest.approx(reads - hidden, rel=1e-3)
 
 
 def test_bytes_to_other_machines_are_those_to_their_ranks():
@@ -257,6 +285,7 @@ def test_what_is_out_of_range_is_refused_in_words():
         ({"embedding_dim": 0}, "embedding_dim must be a whole number from 1 up, got 0"),
         ({"optimizer": "Rprop"}, "optimizer must be the name of one that rows have .*'Rprop'"),
         ({"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16, got 'int8'"),
+        ({"comm_dtype": "float64"}, "comm_dtype must be one of float32, float16, bfloat16, got 'float64'"),
         ({"cache_mb": 64}, "a cache needs its hit_rate"),
         ({"hit_rate": 0.5}, "give cache_mb too"),
         ({"cache_mb": 1, "hit_rate": 0.5, "batch": 10**6}, "cache_mb must hold the 5,000,000 rows of a step"),

@@ -2,13 +2,10 @@
 process does on all batches together; they are whole or not there, whatever fails."""
 
 import errno
-import multiprocessing
 import os
 import random
 import shutil
-import signal
 import threading
-import time
 import types
 import warnings
 
@@ -23,6 +20,7 @@ from oneemb import checkpoint
 from oneemb.graph.ranks import RankError
 from oneemb.named_snapshot import encode
 from oneemb.storage.errors import BrokenStoreError
+from tests.support.rank_jobs import killed
 from tests.support.thread_ranks import FaultyCalls, Torn, run_ranks
 from tests.support.training import OPTIMIZERS
 from tests.test_rank_snapshots import FEW, STEP, assert_nothing_is_unneeded, content, expected, fill, make, together
@@ -496,8 +494,6 @@ def test_what_is_wrong_with_a_save_on_one_rank_is_an_error_on_all_and_nothing_is
                 path = f"{tmp_path}/d"
             case "another keep":
                 keep = 2
-            case "in a step":
-                graph.embedding.store.step_lock.stepping = True
         keep = 0 if wrong == "keep" else keep
 
         def call():
@@ -706,64 +702,29 @@ def test_a_state_dict_that_is_wrong_on_one_rank_is_refused_on_all(tmp_path, monk
 
 # ---- ranks that are processes are killed -----------------------------------------------------------------------------
 
-SECONDS = 60
 
-
-def saves_until_it_is_killed(root, meet, rank, size, report):
+def saves_until_it_is_killed(group, report, root):
     """Goes on from the checkpoint that is there, and reports each that it has saved."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # What it says when others are killed.
-    if size:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size)
-    graph = Filled(torch.distributed.group.WORLD if size else None, root)
+    graph = Filled(group, root)
     if os.path.exists(f"{root}/c"):
         graph.load(f"{root}/c")
         assert content(graph.embedding)[0].items() <= expected(graph.steps, FEW).items()
-    report.send(graph.steps)
+    report(("begins", graph.steps))
     while True:
         graph.have(graph.steps + 1).save(f"{root}/c", keep=1 + graph.steps % 2)
-        report.send(graph.steps)
+        report(("saved", graph.steps))
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(60, marks=pytest.mark.slow)])
 def test_killed_ranks_lose_no_checkpoint_that_they_have_announced(tmp_path, times):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.test_rank_checkpoints"])
     number = 7 if times < 10 else random.randrange(10**6)
     print(f"seed {number}")
     rng, last, root = random.Random(number), 0, tmp_path / "job"
     for n in range(times):
-        size, processes, reports = rng.choice([2, 2, 3, 0]), [], []
-        for rank in range(max(1, size)):
-            ours, theirs = context.Pipe(duplex=False)
-            arguments = (str(root), str(tmp_path / f"meet{n}"), rank, size, theirs)
-            process = context.Process(target=saves_until_it_is_killed, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            processes.append(process)
-            reports.append(ours)
-        try:
-            for report in reports:
-                assert report.poll(SECONDS), "a rank did not begin"
-                assert report.recv() == last
-            if n % 4 != 1:  # On a machine that is busy a first save may take seconds.
-                assert all(report.poll(SECONDS) for report in reports), "the ranks never got to work"
-            time.sleep(rng.uniform(0, 0.5))
-            victims = processes if rng.random() < 0.3 else [rng.choice(processes)]
-            for victim in victims:
-                os.kill(victim.pid, signal.SIGKILL)
-            announced = 0
-            for process, report in zip(processes, reports, strict=True):
-                process.join(SECONDS)
-                assert process.exitcode is not None, "a rank waits for one that is dead"
-                try:
-                    while report.poll():
-                        announced = max(announced, report.recv())
-                except EOFError:
-                    pass
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+        # On a machine that is busy a first save may take seconds.
+        size, waits, preload = rng.choice([2, 2, 3, 0]), n % 4 != 1, ["tests.test_rank_checkpoints"]
+        begun, announced = killed(size, saves_until_it_is_killed, str(root), rng=rng, waits=waits, preload=preload)
+        assert begun == last
         last = version_at(root, 0, None) if (root / "c").exists() else 0
         assert last >= announced, f"version {announced} was announced, {last} was found"
     assert last

@@ -1,5 +1,6 @@
 """Several ranks that own rows together train as one process does on all of their batches together."""
 
+import importlib
 import threading
 
 import numpy as np
@@ -11,6 +12,8 @@ import oneemb
 from tests.support.training import OPTIMIZERS
 
 TABLES, DIM, BATCH, IDS = 2, 4, 6, 40
+
+settling = importlib.import_module("oneemb.graph.ops.settle")  # The package has a function of this name.
 
 LOOKUPS = ["plain", "sum", "mean", "max", "weighted"]
 
@@ -55,9 +58,10 @@ class Model(torch.nn.Module):
 def weights_of(embedding):
     """The weights of all ids there may be."""
     ids = torch.arange(-IDS, IDS) * (2**56)
+    was = embedding.training
     embedding.eval()
     rows = embedding(ids[:, None].expand(-1, TABLES))
-    embedding.train()
+    embedding.train(was)
     return rows.detach().numpy()
 
 
@@ -233,6 +237,50 @@ def test_where_one_rank_fails_in_a_step_all_raise_and_nothing_has_changed(tmp_pa
         assert unchanged and steps == 2 and pinned == 0
 
 
+class Pair(oneemb.TrainGraph):
+    """Two embeddings, whose gradients go to their owners one after the other."""
+
+    def __init__(self, path, group):
+        super().__init__()
+        self.first, self.second = (Model(f"{path}/{n}", "plain", "device", group).embedding for n in range(2))
+        self.add_optimizer(torch.optim.SGD(self.parameters(), lr=1.0))
+
+    def build(self, ids):
+        (self.first(ids).sum() + self.second(ids).sum()).backward()
+
+
+def has_no_memory_for_gradients(group, path):
+    """Rank 1, for those of the first embedding that have come to it."""
+    graph, ids, raised = Pair(path, group), torch.arange(8).reshape(4, 2), ""
+    graph(ids)
+    before, real = weights_of(graph.first), settling._owned
+
+    def fails(asked, *args):
+        if asked.store is graph.first.store:
+            raise MemoryError("no memory any more")
+        return real(asked, *args)
+
+    settling._owned = fails if group.rank() == 1 else real
+    try:
+        graph(ids)
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+    finally:
+        settling._owned = real
+    same = before.tobytes() == weights_of(graph.first).tobytes()
+    graph(ids)
+    steps, pinned = graph.steps, graph.first.stats()["device"]["pinned"]
+    graph.first.close(), graph.second.close()
+    return raised, same, steps, pinned
+
+
+def test_a_rank_without_memory_for_gradients_that_have_come_leaves_none_waiting(tmp_path, rank_pool):
+    for rank, (raised, same, *rest) in enumerate(rank_pool(2, has_no_memory_for_gradients, str(tmp_path), seconds=30)):
+        own = "MemoryError: no memory any more"
+        assert raised.startswith(own if rank == 1 else f"RankError: rank 1 has failed ({own}")
+        assert same and rest == [2, 0]
+
+
 def trains_without_a_group(group, path):
     embedding = Model(path + str(group.rank()), "plain", "device", None).embedding
     optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
@@ -318,7 +366,6 @@ def goes_on(group, path, name, first, last):
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     model = Model(path, "mean", "ssd", group)
     dense = getattr(model.dense, "module", model.dense)
-    optimizer = OPTIMIZERS["adam"](model.parameters())
     state = f"{path}/dense-{first}"
     if first:
         model.embedding.load_snapshot(name)
@@ -408,8 +455,50 @@ def test_evaluation_on_ranks(tmp_path, rank_pool):
         assert called == run and len(set(called)) == 3
 
 
+def trains_columns(group, path, initializers):
+    """Rows of two columns that begin otherwise; what they are after some steps."""
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    columns = [oneemb.make_column_options(oneemb.make_constant_initializer(value)) for value in initializers]
+    embedding = oneemb.MultiTableMultiColumnEmbedding(
+        "items", [3, 1], torch.float32, torch.int64, [oneemb.make_table(columns)] * TABLES,
+        oneemb.make_device_mem_store_options(path), num_threads=1, process_group=group,
+    )  # fmt: skip
+    optimizer = torch.optim.Adagrad(embedding.parameters(), lr=0.1)
+    for step in range(6):
+        ids, label, _ = batch_of(step, rank, ranks)
+        (embedding(ids[..., 0]).sum((1, 2)) - label).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = weights_of(embedding)
+    embedding.close()
+    return weights
+
+
+def test_columns_of_ranks_are_those_of_one_process(tmp_path, rank_pool):
+    expected = trains_columns(None, str(tmp_path / "one"), (0.5, -1.0))
+    for found in rank_pool(3, trains_columns, str(tmp_path / "ranks"), (0.5, -1.0)):
+        assert relative(found, expected) < 5e-6
+
+
 def is_refused(group, path):
+    from torch import distributed
+
     model = Model(path, "plain", "device", group)
+    other = distributed.new_group([0, 1, 2, 3])
+    with pytest.raises(ValueError, match="gradients_of_ranks must be .mean. or .sum., got 'max'"):
+        Model(f"{path}/0", "plain", "device", group, gradients="max")
+    alone = distributed.new_group([0])
+    if group.rank() == 1:
+        with pytest.raises(ValueError, match="this process is not in the process_group; only its ranks may make"):
+            Model(f"{path}/1", "plain", "device", alone)
+    two = torch.nn.ModuleList([model.embedding, Model(f"{path}/2", "plain", "device", other).embedding])
+    optimizer = torch.optim.SGD(two.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="trains embeddings of one process_group, those of 'items', 'items' are 2"):
+        optimizer.step()
+    graph = Graph(two, optimizer, 1, None, None)
+    with pytest.raises(ValueError, match="the embeddings of Graph are of 2 process groups; give them all the same"):
+        graph.run([])
+    two[1].close()
     with pytest.raises(ValueError, match="needs a path of its own, got that of its rows"):
         model.embedding.copy_to(path)
     with pytest.raises(ValueError, match=r"fused=True updates rows in the backward pass, where ranks"):
@@ -418,4 +507,4 @@ def is_refused(group, path):
 
 
 def test_what_ranks_cannot_do_is_refused_with_what_to_do(tmp_path, rank_pool):
-    rank_pool(2, is_refused, str(tmp_path))
+    rank_pool(4, is_refused, str(tmp_path))  # All of the job: torch makes groups on all processes or on none.

@@ -20,7 +20,7 @@ def batch_of(step, rank):
 class Graph(oneemb.TrainGraph):
     """`odd(rank, step)` says what the rank does otherwise than before in a step: a set of the words in `build`."""
 
-    def __init__(self, path, store, group, odd, learns=True):
+    def __init__(self, path, store, group, odd):
         super().__init__()
         self.rank, self.odd, self.step = group.rank(), odd, 0
         for name, tables in (("users", 2), ("items", 1)):
@@ -150,8 +150,9 @@ def raises_in_a_step(group, path, when):
     return steps, raised, pinned
 
 
-def test_where_one_rank_raises_before_its_lookups_all_raise(tmp_path, rank_pool):
-    results = rank_pool(3, raises_in_a_step, str(tmp_path), "raises")
+@pytest.mark.parametrize("when", ["raises", "raises later"])
+def test_where_one_rank_raises_before_its_lookups_or_after_them_all_raise(tmp_path, rank_pool, when):
+    results = rank_pool(3, raises_in_a_step, str(tmp_path), when)
     for rank, (steps, raised, pinned) in enumerate(results):
         assert steps == 7 and pinned == [0, 0]
         assert raised.startswith("OSError" if rank == 1 else "RankError: rank 1 has failed (OSError: no such file)")

@@ -7,7 +7,7 @@ import torch
 import oneemb
 from oneemb.graph.ops import asking, shuffle
 from oneemb.graph.ops.announce import AnnouncedLookup
-from oneemb.graph.ops.asking import cut_bags
+from oneemb.graph.ops.asking import cut_bags, keys_by_rank
 
 DIM, IDS, SAMPLES = 32, 3000, 8
 WAYS = ["sum", "mean", "tables", "padded", "with keys", "twice", "clipped"]
@@ -259,10 +259,10 @@ def test_which_bags_are_cut(tmp_path, rank_pool, options, forward, cuts):
 
 def cut_of(bags, owners, **options):
     """Cut bags of keys that these ranks own; of one row of 1 MB nothing else matters."""
-    order = np.argsort(owners, kind="stable")
-    sizes = [len(bag) for bag in bags]
+    keys = torch.arange(len(owners))
+    sent, sizes = keys_by_rank(keys.int(), keys, np.array(owners), 2), [len(bag) for bag in bags]
     return cut_bags(
-        order, np.bincount(owners, minlength=2).tolist(), np.array([key for bag in bags for key in bag], np.int32),
+        sent, np.array([key for bag in bags for key in bag], np.int32),
         np.concatenate([[0], np.cumsum(sizes)]), np.repeat(np.arange(len(bags)), sizes),
         **{"rank": 1, "row_bytes": 1 << 20, "grad_bytes": 1 << 20, **options},
     )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 import oneemb
 from oneemb.kernels.owner import owner_of
 from tests.support.training import OPTIMIZERS
-from tests.test_ranks import IDS, LOOKUPS, TABLES, Graph, Model as Whole, batch_of, relative
+from tests.test_ranks import IDS, LOOKUPS, TABLES, Graph, Model as Whole, batch_of, relative, weights_of
 
 STEPS = 12
 
@@ -33,16 +33,6 @@ def rows_of(embedding):
             assert (table, id) not in found
             found[table, id] = row.tobytes()
     return found
-
-
-def weights_of(embedding):
-    """The weights of all ids there may be."""
-    ids = torch.arange(-IDS, IDS) * (2**56)
-    was = embedding.training
-    embedding.eval()
-    rows = embedding(ids[:, None].expand(-1, TABLES).contiguous())
-    embedding.train(was)
-    return rows.detach().numpy()
 
 
 def train(group, path, how, optimizer, store="device", steps=STEPS, replicated=(0,), clip=None, joined=False):
@@ -207,6 +197,133 @@ def test_tables_that_are_all_replicated_are_looked_up_by_each_rank_alone(tmp_pat
         np.testing.assert_allclose(np.frombuffer(row, np.float32), begin - times / 3, rtol=1e-5, atol=1e-5)
 
 
+def is_made_otherwise(group, path, replicated):
+    """Both ranks look up and step; on rank 1 other tables are replicated. What each has raised."""
+    embedding = Model(path, "plain", "device", group, replicated[group.rank()]).embedding
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    with pytest.raises(oneemb.RankError) as raised:
+        embedding(torch.arange(8).reshape(4, 2)).sum().backward()
+        optimizer.step()
+    embedding.close()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("replicated", [((0,), ()), ((0, 1), ()), ((0, 1), (0,))])
+def test_ranks_that_replicate_other_tables_are_told_so(tmp_path, rank_pool, replicated):
+    for said in rank_pool(2, is_made_otherwise, str(tmp_path), replicated):
+        assert "have made it differently (rank 0: 2 tables, " in said and "with the same arguments" in said
+        assert ("do different things" in said) == ((0, 1) in replicated)
+
+
+def begins_otherwise(group, path):
+    """Three embeddings of replicated tables, of which one begins with other weights on each rank."""
+    embeddings = []
+    for name, seed in (("a", 0), ("b", group.rank()), ("c", 0)):
+        options = oneemb.make_device_mem_store_options(f"{path}/{name}")
+        tables = [oneemb.make_table(replicate=True)]
+        embeddings.append(
+            oneemb.MultiTableEmbedding(
+                name, 4, torch.float32, torch.int64, tables, options, seed=seed, num_threads=1, process_group=group
+            )
+        )
+    optimizer = torch.optim.SGD([embedding.weight for embedding in embeddings], lr=1.0)
+    before = [embedding(torch.arange(3)).detach() for embedding in embeddings]
+    sum(embedding(torch.arange(3)).sum() for embedding in embeddings).backward()
+    said = []
+    for step in (optimizer.step, oneemb.Optimizer(optimizer).step):
+        with pytest.raises(oneemb.RankError) as raised:
+            step()
+        said.append(str(raised.value))
+    assert all(torch.equal(one(torch.arange(3)), rows) for one, rows in zip(embeddings, before, strict=True))
+    for embedding in embeddings:
+        embedding.close()
+    return said
+
+
+def test_copies_that_begin_otherwise_are_not_trained(tmp_path, rank_pool):
+    for said in rank_pool(2, begins_otherwise, str(tmp_path)):
+        for words in said:
+            assert words.startswith("the ranks step by SGD, and have made it differently (rank 0: 'a': 1 tables, ")
+
+
+class FailsAlone(oneemb.TrainGraph):
+    """A graph whose lookups ask no rank."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding = embedding
+        self.add_optimizer(torch.optim.SGD(embedding.parameters(), lr=1.0))
+
+    def build(self, ids):
+        self.embedding(ids).sum().backward()
+
+
+def fails_alone(group, path, way):
+    """Rank 1 looks up ids of a wrong dtype; all go on afterwards."""
+    graph = FailsAlone(Model(path, "plain", "device", group, (0, 1)).embedding)
+    ids, raised = torch.arange(8).reshape(4, 2), ""
+    graph(ids)
+    wrong = ids.float() if group.rank() == 1 else ids
+    try:
+        if way == "called":
+            graph(wrong)
+        elif way == "run":
+            list(graph.run([(ids,), (ids,), (wrong,), (ids,)]))
+        else:
+            graph.embedding(wrong)
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+    steps = graph.steps
+    graph(ids)
+    result = raised, steps, rows_of(graph.embedding), graph.embedding.stats()["device"]["pinned"]
+    graph.embedding.close()
+    return result
+
+
+@pytest.mark.parametrize("way", ["called", "run", "eager"])
+def test_where_a_rank_fails_alone_in_a_lookup_that_asks_no_rank(tmp_path, rank_pool, way):
+    """In a step of a graph all raise; in an eager lookup the others notice nothing, and all go on."""
+    results = rank_pool(3, fails_alone, str(tmp_path), way)
+    check_copies([rows for _, _, rows, _ in results], (0, 1))
+    for rank, (raised, steps, _, pinned) in enumerate(results):
+        assert steps == (3 if way == "run" else 1) and pinned == 0
+        own = "TypeError: ids must be torch.int64"
+        others = "" if way == "eager" else f"RankError: rank 1 has failed ({own}"
+        assert raised.startswith(own if rank == 1 else others) and (raised == "") == (others == "" and rank != 1)
+
+
+class Evaluates(oneemb.EvalGraph):
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding = embedding
+
+    def build(self, ids):
+        return self.embedding(ids)
+
+
+def evaluates_alone(group, path):
+    """Rank 1 evaluates by itself, and fails at it; all train before and afterwards."""
+    graph = FailsAlone(Model(path, "plain", "device", group, (0, 1)).embedding)
+    evaluation, ids = Evaluates(graph.embedding), torch.arange(8).reshape(4, 2)
+    graph(ids)
+    if group.rank() == 1:
+        assert evaluation(ids).shape == (4, 2, 4)
+        for one in (evaluation, graph.eval()):
+            with pytest.raises(TypeError, match="ids must be"):
+                one(ids.float())
+        graph.train()
+    graph(ids)
+    result = graph.steps, rows_of(graph.embedding)
+    graph.embedding.close()
+    return result
+
+
+def test_an_evaluation_that_asks_no_rank_is_each_ranks_own(tmp_path, rank_pool):
+    results = rank_pool(3, evaluates_alone, str(tmp_path))
+    assert [steps for steps, _ in results] == [2, 2, 2]
+    check_copies([rows for _, rows in results], (0, 1))
+
+
 # ---- snapshots -------------------------------------------------------------------------------------------------------
 
 
@@ -215,12 +332,12 @@ def all_ids():
     return ids[:, None].expand(-1, TABLES).contiguous()
 
 
-def trains_and_saves(group, path, replicated, steps=6):
+def trains_and_saves(group, path, replicated):
     """Train, look some ids up on one rank alone without training them, and save."""
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     model = Model(path, "plain", "ssd", group, replicated)
     optimizer = OPTIMIZERS["adagrad"](model.parameters())
-    for step in range(steps):
+    for step in range(6):
         model.loss(*batch_of(step, rank, ranks)).backward()
         optimizer.step()
         optimizer.zero_grad()

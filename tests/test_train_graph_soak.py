@@ -2,9 +2,7 @@
 no memory and no file stays behind, and the rows are those of a plain run."""
 
 import contextlib
-import gc
 import multiprocessing
-import os
 import random
 import signal
 import sys
@@ -18,6 +16,7 @@ import oneemb
 from oneemb.storage.errors import ForkedProcessError
 from tests.support.graph_models import adam, make_embedding, make_graph, rows_of, weights_of
 from tests.support.keys import read_rows
+from tests.support.resources import open_files, resident_bytes
 
 EVENTS = ["end", "break", "raise", "loader fails", "bad batch", "forget", "interrupt", "fork", "save"]
 
@@ -43,23 +42,12 @@ def batch_of(rng, size=200):
     return torch.from_numpy(rng.integers(0, 8000, (size, 2))), torch.from_numpy(rng.random(size, np.float32))
 
 
-def resident_bytes():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def state():
     """Open files, but for the chunks of tables, which grow in number; and threads, but for those that stores keep."""
-    gc.collect()
-    files = []
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            files.append(os.readlink(f"/proc/self/fd/{number}"))
-        except FileNotFoundError:
-            pass  # the folder's own
+    files = open_files("oneemb-test-")
     names = sorted(one.name for one in threading.enumerate())
     threads = [name for name in names if not name.startswith("oneemb-") or name == "oneemb-prefetch"]
-    return sorted(file for file in files if "oneemb-test-" not in file), threads
+    return files, threads
 
 
 class Interrupts:

@@ -241,7 +241,7 @@ def _code(lookups: Sequence[Lookup]) -> int:
 
 def _measure_announce(args: object, announced: Announced) -> tuple[int, int]:
     routed = [lookup.routed for lookup in announced.lookups if lookup.routed is not None]
-    keys = sum(sum(its.asking.sent_R) + len(its.asked.id_N) for its in routed)
+    keys = sum(sum(its.asking.sent.count_R) + len(its.asked.id_N) for its in routed)
     return keys, keys * (4 + 8)
 
 

@@ -16,16 +16,50 @@ U unique keys, N ids that are not padding, P bags, S parts, R ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 __all__ = [
-    "Asking", "COUNTS", "CutBags", "Parts", "by_rank", "counts_of", "cut_bags", "parts_move_fewer_bytes", "tensors_of",
+    "Asking", "COUNTS", "CutBags", "KeysByRank", "Parts", "counts_of", "cut_bags", "keys_by_rank",
+    "parts_move_fewer_bytes", "tensors_of",
 ]  # fmt: skip
 
 _PLACE_BYTES = 4
 """Of an id's place among keys, and of the size of a part. They travel with the keys, which go to owners twice."""
+
+
+class KeysByRank(NamedTuple):
+    """Keys by the ranks that they go to."""
+
+    order_N: torch.Tensor
+    """int64: which of the keys these are, those that go to rank 0 first."""
+    id_R: Sequence[torch.Tensor]
+    """int64 [number]: the ids of the keys that go to each rank."""
+    table_R: Sequence[torch.Tensor]
+    """int32 [number]: their tables."""
+
+    @property
+    def count_R(self) -> list[int]:
+        """How many go to each rank."""
+        return [len(ids) for ids in self.id_R]
+
+
+def keys_by_rank(
+    table_U: torch.Tensor, id_U: torch.Tensor, rank_N: np.ndarray, ranks: int, key_N: np.ndarray | None = None
+) -> KeysByRank:
+    """Keys by the rank that each goes to; `key_N` says which they are, None = all in their order."""
+    sorted_N, count_R = _by_rank(rank_N, ranks)
+    order_N = torch.from_numpy(sorted_N if key_N is None else key_N[sorted_N])
+    return KeysByRank(order_N, id_U[order_N].split(count_R), table_U[order_N].split(count_R))
+
+
+def _by_rank(rank_N: np.ndarray, ranks: int) -> tuple[np.ndarray, list[int]]:
+    """The places of these numbers of ranks, those of rank 0 first, int64 [N], and how many are each rank's."""
+    # A stable sort of 16 bits goes through them once.
+    order_N = np.argsort(rank_N.astype(np.uint16) if ranks <= 1 << 16 else rank_N, kind="stable")
+    return order_N, np.bincount(rank_N, minlength=ranks).tolist()
 
 
 @dataclass(frozen=True)
@@ -64,33 +98,23 @@ class CutBags:
 
 @dataclass(frozen=True)
 class Asking:
-    """What a rank asks others for: keys, and where bags are cut the parts to sum."""
+    """What a rank asks others for: its unique keys, and where bags are cut the parts to sum."""
 
-    order_U: torch.Tensor
-    """int64: its unique keys, those that it asks rank 0 for first."""
-    id_R: Sequence[torch.Tensor]
-    """int64 [number]: the ids of those keys that each rank is asked for."""
-    table_R: Sequence[torch.Tensor]
-    """int32 [number]: their tables."""
+    sent: KeysByRank
     cut: CutBags | None
-
-    @property
-    def sent_R(self) -> list[int]:
-        """How many keys each rank is asked for."""
-        return [len(ids) for ids in self.id_R]
 
     @property
     def comes_R(self) -> list[int]:
         """How many rows each rank answers with."""
-        return self.sent_R if self.cut is None else self.cut.count_R
+        return self.sent.count_R if self.cut is None else self.cut.count_R
 
     def counts(self, r: int) -> tuple[int, int, int]:
         """What a rank is told first: how many keys, parts and ids of parts follow; -1 parts = a row for each key."""
-        return counts_of(self.id_R[r], None if self.cut is None else self.cut.parts_R[r])
+        return counts_of(self.sent.id_R[r], None if self.cut is None else self.cut.parts_R[r])
 
     def tensors(self, r: int) -> list[torch.Tensor]:
         """What follows."""
-        return tensors_of(self.id_R[r], self.table_R[r], None if self.cut is None else self.cut.parts_R[r])
+        return tensors_of(self.sent.id_R[r], self.sent.table_R[r], None if self.cut is None else self.cut.parts_R[r])
 
     def of_none(self) -> "Asking":
         """Asking nobody for anything."""
@@ -98,7 +122,8 @@ class Asking:
         if cut is not None:
             parts = [Parts(its.key_N[:0], its.size_S[:0]) for its in cut.parts_R]
             cut = CutBags(parts, cut.bag_S[:0], [0] * len(parts), cut.ids_P)
-        return Asking(self.order_U[:0], [ids[:0] for ids in self.id_R], [its[:0] for its in self.table_R], cut)
+        order_N, id_R, table_R = self.sent
+        return Asking(KeysByRank(order_N[:0], [ids[:0] for ids in id_R], [tables[:0] for tables in table_R]), cut)
 
 
 COUNTS = 3
@@ -125,19 +150,19 @@ def parts_move_fewer_bytes(keys: int, parts: int, ids: int, row_bytes: int, grad
 
 
 def cut_bags(
-    order_U: np.ndarray, sent_R: Sequence[int], inverse_N: np.ndarray, offset_P1: np.ndarray, bag_N: np.ndarray, *,
-    rank: int, row_bytes: int, grad_bytes: int,
+    sent: KeysByRank, inverse_N: np.ndarray, offset_P1: np.ndarray, bag_N: np.ndarray, *, rank: int, row_bytes: int,
+    grad_bytes: int,
 ) -> CutBags | None:  # fmt: skip
     """Cut the bags of a lookup; None where that does not move fewer bytes.
 
     Args:
-        order_U, sent_R: as in `Asking`.
+        sent: its unique keys, by their owners.
         inverse_N: the key of each id, padding too; -1 for padding.
         offset_P1, bag_N: as in `oneemb.kernels.arrays.Bags`.
         rank: which this is: what it asks itself for moves nowhere.
         row_bytes, grad_bytes: of a row and its gradient on their way.
     """
-    size_P = np.diff(offset_P1)
+    size_P, order_U, sent_R = np.diff(offset_P1), sent.order_N.numpy(), sent.count_R
     if np.count_nonzero(size_P) >= len(order_U):  # A part for each bag at least is as much as all keys, or nearly.
         return None
     ranks, keys = len(sent_R), len(order_U)
@@ -146,7 +171,7 @@ def cut_bags(
     place_U[order_U] = np.arange(keys) - np.repeat(np.cumsum([0, *sent_R[:-1]]), sent_R)
     known_N = np.flatnonzero(inverse_N >= 0)
     key_N, bag_N = inverse_N[known_N], bag_N[known_N]
-    order_N, id_R = by_rank(owner_U[key_N], ranks)
+    order_N, id_R = _by_rank(owner_U[key_N], ranks)
     key_N, bag_N = key_N[order_N], bag_N[order_N]
     rank_N = np.repeat(np.arange(ranks), id_R)
     begins_N = np.ones(len(key_N), bool)
@@ -162,10 +187,3 @@ def cut_bags(
     ids_P = np.bincount(bag_N, minlength=len(size_P))
     parts_R = [Parts(its_keys, sizes) for its_keys, sizes in zip(key_RN, size_RS, strict=True)]
     return CutBags(parts_R, torch.from_numpy(bag_N[begin_S].astype(np.int64)), count_R, torch.from_numpy(ids_P))
-
-
-def by_rank(rank_N: np.ndarray, ranks: int) -> tuple[np.ndarray, list[int]]:
-    """The places of these numbers of ranks, those of rank 0 first, int64 [N], and how many are each rank's."""
-    # A stable sort of 16 bits goes through them once.
-    order_N = np.argsort(rank_N.astype(np.uint16) if ranks <= 1 << 16 else rank_N, kind="stable")
-    return order_N, np.bincount(rank_N, minlength=ranks).tolist()

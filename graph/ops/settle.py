@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 import torch
 
-from oneemb.graph.ops.asking import COUNTS, Parts, by_rank, counts_of, tensors_of
+from oneemb.graph.ops.asking import COUNTS, KeysByRank, Parts, counts_of, keys_by_rank, tensors_of
 from oneemb.graph.ops.backward_pass import Pass, grads_of_leases
 from oneemb.graph.ops.grads import RowGrads, join_grads, nowhere, sum_over_passes
 from oneemb.graph.ops.lookup import Lease
 from oneemb.graph.ops.op import UPDATE, Op
-from oneemb.graph.ops.shuffle import Asked, asked_by, by_owner
+from oneemb.graph.ops.shuffle import Asked, asked_by
 from oneemb.graph.ranks import Ranks, whole_exchange
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
@@ -119,36 +119,31 @@ def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
         if lease.remote is None or cut is None:
             of_keys.append(lease.reduce(grads))
             continue
-        asking, grad_PD = lease.remote.asking, sum_over_passes(grads)
+        sent, grad_PD = lease.remote.asking.sent, sum_over_passes(grads)
         grad_SD = grad_PD[cut.bag_S.to(grad_PD.device)]
         if lease.pooling == "mean":
             grad_SD = grad_SD * cut.scale_S.to(grad_SD.device)[:, None]
-        left.append(Left(asking.id_R, asking.table_R, cut.parts_R, grad_SD.split(cut.count_R)))
+        left.append(Left(sent.id_R, sent.table_R, cut.parts_R, grad_SD.split(cut.count_R)))
     summed = join_grads(of_keys)
     if summed is not None:
         loops = store.loops
         table_U, id_U = (loops.tensor(array).cpu() for array in (summed.table_U, summed.id_U))
-        order_N, sent_R = _by_trainer(store, ranks, table_U, id_U)
-        grad_UD = loops.tensor(summed.grad_UD)
-        grad_RD = grad_UD[order_N.to(grad_UD.device)].split(sent_R)
-        left.insert(0, Left(id_U[order_N].split(sent_R), table_U[order_N].split(sent_R), [None] * ranks.size, grad_RD))
+        sent, grad_UD = _by_trainer(store, ranks, table_U, id_U), loops.tensor(summed.grad_UD)
+        grad_RD = grad_UD[sent.order_N.to(grad_UD.device)].split(sent.count_R)
+        left.insert(0, Left(sent.id_R, sent.table_R, [None] * ranks.size, grad_RD))
     return Left.joined(left) if left else None
 
 
-def _by_trainer(
-    store: EmbeddingStore, ranks: Ranks, table_U: torch.Tensor, id_U: torch.Tensor
-) -> tuple[torch.Tensor, list[int]]:
-    """As `by_owner` for their gradients, int64 [N]: those of replicated tables go to every rank, the others to their
-    owner."""
+def _by_trainer(store: EmbeddingStore, ranks: Ranks, table_U: torch.Tensor, id_U: torch.Tensor) -> KeysByRank:
+    """Keys by the ranks that train their rows: of replicated tables every one, else their owner."""
     if not store.replicas:
-        return by_owner(store, ranks, table_U, id_U)
+        return keys_by_rank(table_U, id_U, owner_of(table_U.numpy(), id_U.numpy(), ranks.size), ranks.size)
     replicated_U = store.replicas.are_of(table_U.numpy())
     alone, replicated = np.flatnonzero(~replicated_U), np.flatnonzero(replicated_U)
     owner_A = owner_of(table_U.numpy()[alone], id_U.numpy()[alone], ranks.size)
     key_N = np.concatenate([alone, np.tile(replicated, ranks.size)])
     rank_N = np.concatenate([owner_A, np.repeat(np.arange(ranks.size), len(replicated))])
-    order_N, sent_R = by_rank(rank_N, ranks.size)
-    return torch.from_numpy(key_N[order_N]), sent_R
+    return keys_by_rank(table_U, id_U, rank_N, ranks.size, key_N)
 
 
 @Op(UPDATE)
@@ -178,7 +173,7 @@ def shuffle_grads(
         sent.extend(make())
         return [_block(sent, r) for r in range(ranks.size)]
 
-    owned: list[tuple[Lease, RowGrads] | None] = []
+    brought: list[tuple[Asked, torch.Tensor] | None] = []
     with whole_exchange():
         what = f"bring gradients of {', '.join(names)}, in {ranks.comm_dtype}, to their owners for the"
         received = ranks.exchange(f"{what} {ranks.gradients}", blocks)
@@ -186,15 +181,16 @@ def shuffle_grads(
         for e, (store, left) in enumerate(zip(stores, sent, strict=True)):
             counts_R = [counts[e] for counts in counts_RE]
             if all(keys == _NONE for keys, *_ in counts_R):
-                owned.append(None)
+                brought.append(None)
                 continue
             asked = asked_by(store, ranks, received, [(max(0, keys), *more) for keys, *more in counts_R])
             like = torch.empty(0, store.format.dim, dtype=ranks.comm_dtype, device=store.loops.device)
             grad_RD = [like] * ranks.size if left is None else left.grad_RD
             grad_ND = torch.cat([grads.to(like.dtype) for grads in grad_RD])
             grad_ND = ranks.swap(grad_ND, [len(grads) for grads in grad_RD], asked.answers_R)
-            owned.append(_owned(asked, scales[e], grad_ND.float()))
-    return owned
+            brought.append((asked, grad_ND))
+        # After the last message: a rank that fails at it, for want of memory, leaves none waiting in one.
+        return [None if its is None else _owned(*its, scale) for scale, its in zip(scales, brought, strict=True)]
 
 
 _NONE = -1  # in place of a count: the rank has no gradients of an embedding
@@ -213,11 +209,11 @@ def _block(sent: Sequence[Left | None], r: int) -> list[torch.Tensor]:
     return [torch.tensor(counts), *keys]
 
 
-def _owned(asked: Asked, scale: float, grad_ND: torch.Tensor) -> tuple[Lease, RowGrads]:
+def _owned(asked: Asked, grad_ND: torch.Tensor, scale: float) -> tuple[Lease, RowGrads]:
     keys, store = asked.keys_behind(0), asked.store
     loops, ids = store.loops, len(keys.unique.inverse_N)
     scale_N = None if scale == 1.0 else loops.array(torch.full((ids,), scale, device=loops.device))
-    segments = loops.segments(keys.unique, keys.bags, loops.array(grad_ND.to(loops.device)), scale_N)
+    segments = loops.segments(keys.unique, keys.bags, loops.array(grad_ND.float().to(loops.device)), scale_N)
     lease = Lease(store, keys)
     table_U, id_U = keys.unique.table_U, keys.unique.id_U
     return lease, RowGrads(store, -1, table_U, id_U, nowhere(loops, len(id_U)), segments=segments)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from oneemb.graph.ops.asking import COUNTS, Asking, Parts, by_rank, cut_bags
+from oneemb.graph.ops.asking import COUNTS, Asking, Parts, cut_bags, keys_by_rank
 from oneemb.graph.ops.lookup import DTYPES, Keys, Lease, ReadRows, Remote, acquire, gather, peek
 from oneemb.graph.ops.op import LOOKUP, Op
 from oneemb.graph.ranks import Ranks, Received, whole_exchange
@@ -33,7 +33,7 @@ from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.tiers.hot_rows import Prefetched
 
 __all__ = [
-    "Asked", "Routed", "by_owner", "asked_by", "asking_for", "keys_of_ranks", "lease_on_ranks", "look_up_on_ranks",
+    "Asked", "Routed", "asked_by", "asking_for", "keys_of_ranks", "lease_on_ranks", "look_up_on_ranks",
     "lookup_of", "shuffle_keys", "shuffle_rows", "sums_bags",
 ]  # fmt: skip
 
@@ -137,7 +137,10 @@ def asking_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: bo
     loops = store.loops
     keys = dataclasses.replace(keys, unique=keys.loops.counted(keys.unique))
     table_U, id_U = (loops.tensor(array).cpu() for array in (keys.unique.table_U, keys.unique.id_U))
-    order_U, sent_R = by_owner(store, ranks, table_U, id_U)
+    owner_U = owner_of(table_U.numpy(), id_U.numpy(), ranks.size)
+    if store.replicas:
+        owner_U[store.replicas.are_of(table_U.numpy())] = ranks.rank  # It has the rows too.
+    sent = keys_by_rank(table_U, id_U, owner_U, ranks.size)
     cut, like = None, rows_like(store, ranks)
     # Rows of half as many bits give a sum that is rounded once; so would sums of parts be, each. float16 may not hold
     # a sum of what it holds. Gradients of replicated rows go to all ranks.
@@ -147,11 +150,8 @@ def asking_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: bo
             loops.tensor(array).cpu().numpy() for array in (keys.unique.inverse_N, keys.bags.offset_P1, keys.bags.bag_N)
         )
         row_bytes, grad_bytes = (store.format.dim * dtype.itemsize for dtype in (like.dtype, ranks.comm_dtype))
-        cut = cut_bags(
-            order_U.numpy(), sent_R, inverse_N, offset_P1, bag_N, rank=ranks.rank, row_bytes=row_bytes,
-            grad_bytes=grad_bytes,
-        )  # fmt: skip
-    return keys, Asking(order_U, id_U[order_U].split(sent_R), table_U[order_U].split(sent_R), cut)
+        cut = cut_bags(sent, inverse_N, offset_P1, bag_N, rank=ranks.rank, row_bytes=row_bytes, grad_bytes=grad_bytes)
+    return keys, Asking(sent, cut)
 
 
 @Op(LOOKUP, takes=("ranks",))
@@ -180,18 +180,6 @@ def shuffle_keys(
     received = ranks.exchange(what, blocks)
     counts_R = [block.take(COUNTS, torch.int64).tolist() for block in received]
     return Routed(*made[0], asked_by(store, ranks, received, counts_R))
-
-
-def by_owner(
-    store: EmbeddingStore, ranks: Ranks, table_U: torch.Tensor, id_U: torch.Tensor
-) -> tuple[torch.Tensor, list[int]]:
-    """Keys in the order of the ranks that are asked for their rows, int64 [U], and how many each is asked for: those of
-    replicated tables this one, the others their owner."""
-    owner_U = owner_of(table_U.numpy(), id_U.numpy(), ranks.size)
-    if store.replicas:
-        owner_U[store.replicas.are_of(table_U.numpy())] = ranks.rank
-    order_U, sent_R = by_rank(owner_U, ranks.size)
-    return torch.from_numpy(order_U), sent_R
 
 
 def keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tensor) -> Keys:
@@ -238,7 +226,7 @@ def shuffle_rows(
     row_SD = ranks.answer(what, lambda: read().to(like.dtype), like, asked.answers_R, asking.comes_R)
     slot_U = ranks.behind_heads(asking.comes_R, ranks.heads(like))
     if asking.cut is None:
-        slot_U = torch.empty_like(slot_U).scatter_(0, asking.order_U, slot_U)
+        slot_U = torch.empty_like(slot_U).scatter_(0, asking.sent.order_N, slot_U)
     return row_SD.to(DTYPES[store.format.dtype]), slot_U.to(like.device)
 
 

@@ -22,6 +22,7 @@ __all__ = ["plan_command"]
     help="A .npy file of ids, [samples, tables], in which unique ids are counted batch by batch.",
 )
 @click.option("--dtype", default="float32", show_default=True, help="Of the weights: float32, float16 or bfloat16.")
+@click.option("--comm-dtype", default="float32", show_default=True, help="In which rows and gradients travel.")
 @click.option("--optimizer", default="SGD", show_default=True, help="A class, or the values of state that a row has.")
 @click.option("--batch", type=int, required=True, help="Samples of a step and rank.")
 @click.option("--ranks", type=int, multiple=True, default=[1], show_default=True, help="May be repeated, to compare.")

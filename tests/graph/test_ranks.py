@@ -97,6 +97,59 @@ def test_ranks_that_do_different_things_say_so_and_can_go_on(rank_pool):
     rank_pool(2, do_different_things)
 
 
+def have_made_it_differently(group):
+    """What is said where ranks do the same, or not, with one thing, or with two, that was made otherwise."""
+    rank, said = group.rank(), []
+    for name, others, doing in [("'a'", "'a'", "it"), ("'a'", "'a'", "that"), ("'a'", "'b'", "that")]:
+        ranks = Ranks(group, name=others if rank else name, made=f"seed={rank}")
+        with pytest.raises(RankError) as raised:
+            ranks.agree(doing if rank else "it")
+        said.append(str(raised.value))
+    one, other = Ranks(group, name="'a'", made="seed=3"), Ranks(group, name="'b'", made=f"seed={rank}")
+    with pytest.raises(RankError) as raised:
+        Ranks.joined([one, other]).agree("step")
+    Ranks.joined([one]).agree("step")
+    return [*said, str(raised.value)]
+
+
+def test_ranks_that_have_made_something_differently_are_told_how(rank_pool):
+    for same, differ, of_two, joined in rank_pool(2, have_made_it_differently):
+        made = "have made it differently (rank 0: seed=0; rank 1: seed=1): each must make the same embeddings"
+        assert same.startswith(f"the ranks it, and {made}")
+        assert differ.startswith(f"the ranks do different things (rank 0: it; rank 1: that), and {made}")
+        assert "do different things" in of_two and "differently" not in of_two
+        assert "(rank 0: 'a': seed=3; 'b': seed=0; rank 1: 'a': seed=3; 'b': seed=1)" in joined
+
+
+class Wordless(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+def fails_at_what_it_sends(group):
+    """Rank 1 has what cannot be pickled, or an error that has no words."""
+    ranks, said = Ranks(group), []
+
+    def wordless():
+        raise Wordless
+
+    odd = [lambda: lambda: 0, wordless] if group.rank() else [lambda: 1, lambda: 1]
+    for make in odd:
+        for call in (ranks.agree, ranks.all_gather):
+            with pytest.raises(Exception) as raised:
+                call("it", make)
+            said.append(raised.type.__name__ if group.rank() else str(raised.value))
+    return said, ranks.all_gather("afterwards", lambda: 7)
+
+
+def test_what_cannot_be_sent_is_an_error_on_all_ranks(rank_pool):
+    (first, after), (second, _) = rank_pool(2, fails_at_what_it_sends)
+    assert after == [7, 7]
+    assert second[2:] == ["Wordless"] * 2 and all("pickle" in one or "Attribute" in one for one in second[:2]), second
+    assert all("rank 1 has failed (" in one and "pickle" in one for one in first[:2])
+    assert first[2:] == ["rank 1 has failed (Wordless); nothing was done here"] * 2
+
+
 def sums(group):
     ranks = Ranks(group)
     found = [ranks.agree("it", lambda one=one: one) for one in (None, ranks.rank or None)]

@@ -2,7 +2,6 @@
 fails at any call."""
 
 import math
-import os
 import tempfile
 from collections import Counter
 
@@ -25,6 +24,7 @@ from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.tiers import hot_tier
 from oneemb.storage.tiers.hot_tier import HotTier
 from tests.support.keys import distinct
+from tests.support.resources import resident_bytes
 from tests.support.row_store_suite import SUITE, DictStore, FailingStore, keys_of
 from tests.support.table_model import check, got, note, put_random, random_rows, scanned
 
@@ -970,8 +970,3 @@ def test_rows_of_one_width_lie_a_whole_number_of_rows_apart_and_cost_no_memory_u
         assert tier.row_SW.shape == (tier.slots, row_width) and tier.row_SW.flags.c_contiguous
         assert tier.row_SW.ctypes.data % (row_width * 4) == 0
         tier.row_SW[-1] = 1.0  # the last slot too is the tier's own memory
-
-
-def resident_bytes():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -4,23 +4,29 @@ job = RankJob(3, trains, path)        `trains(group, report, path)` on each; `re
 job.wait_for("begins")                from every rank
 job.kill(1)
 job.end()                             [(exit code, reports)] of each; fails if one does not end in time
+
+A function that is killed again and again reports ("begins", version) and ("saved", version): `killed` starts it, kills
+it, and gives the greatest version that a rank has saved.
 """
 
 import contextlib
 import datetime
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import time
+import weakref
 
-__all__ = ["RankJob"]
+__all__ = ["RankJob", "killed"]
 
 
 class RankJob:
     """Starts the ranks.
 
     Args:
+        size: how many; 0 = one process, whose function gets None for a group.
         timeout_s: of their process group.
         preload: the module of the test, which is imported once for all jobs.
     """
@@ -29,8 +35,9 @@ class RankJob:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*preload, "torch.distributed", "oneemb"])
         self.folder = tempfile.mkdtemp()
-        self._processes, self._pipes, self.reports = [], [], [[] for _ in range(size)]
-        for rank in range(size):
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self._processes, self._pipes, self.reports = [], [], [[] for _ in range(max(1, size))]
+        for rank in range(max(1, size)):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_work, args=(rank, size, self.folder, timeout_s, theirs, function, args), daemon=True
@@ -52,6 +59,16 @@ class RankJob:
         """Send a rank a signal, if it has not ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._processes[rank].pid, number)
+
+    def kill_some(self, rng):
+        """Kill one of the ranks, or all."""
+        ranks = range(len(self._processes))
+        for rank in ranks if rng.random() < 0.3 else [rng.choice(ranks)]:
+            self.kill(rank)
+
+    def last(self, word):
+        """The greatest number that a rank has reported with this word; 0 if there is none."""
+        return max((report[1] for its in self.reports for report in its if _word(report) == word), default=0)
 
     def end(self, seconds=60):
         """The exit code of each rank, and its reports; fails, with all stacks, if one does not end."""
@@ -90,6 +107,29 @@ class RankJob:
                 pass
 
 
+_LONG_S = 120  # Longer than `end` waits: a rank that waits for a dead one until then fails the test.
+
+
+def killed(size, function, *args, rng, waits=False, **how):
+    """Start a job and kill some of its ranks at a random moment, or all.
+
+    Args:
+        waits: whether every rank gets to save once before.
+
+    Returns:
+        The version with which the ranks began, the same on all, and the greatest one that any has saved.
+    """
+    job = RankJob(size, function, *args, timeout_s=_LONG_S, **how)
+    job.wait_for("begins")
+    if waits:
+        job.wait_for("saved")
+    time.sleep(rng.uniform(0, 0.5))
+    job.kill_some(rng)
+    job.end()
+    (begun,) = {its[0][1] for its in job.reports}
+    return begun, job.last("saved")
+
+
 def _word(report):
     return report[0] if isinstance(report, tuple) else report
 
@@ -105,9 +145,10 @@ def _work(rank, size, folder, timeout_s, pipe, function, args):
     from torch import distributed
 
     torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )  # fmt: skip
+    if size:
+        distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )  # fmt: skip
     function(distributed.group.WORLD, pipe.send, *args)
     sys.stderr.flush()
