@@ -1,5 +1,7 @@
 """Row gradients in autograd: what torch's own tools do to the table of an `nn.Embedding` they do to rows."""
 
+import math
+
 import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
@@ -406,8 +408,9 @@ def with_a_second_derivative(embedding):
         (lambda e: e(torch.tensor([1])).square().sum().backward(create_graph=True), "leave out create_graph=True"),
         (lambda e: e(torch.tensor([1])).sum().backward() or e.weight.grad.copy_(torch.zeros(0, DIM)), "is not known"),
         (lambda e: e(torch.tensor([1])).sum().backward() or e.weight.grad * torch.ones(DIM), "by a number"),
+        (lambda e: e(torch.tensor([1])).sum().backward() or e.weight.grad.norm(-math.inf), "of an order above 0"),
     ],
-    ids=["regulariser", "regulariser beside a lookup", "create_graph", "copy_", "times a tensor"],
+    ids=["regulariser", "regulariser beside a lookup", "create_graph", "copy_", "times a tensor", "least of all"],
 )
 def test_what_rows_cannot_do_is_refused_with_what_to_do(tmp_path, use, match):
     with pytest.raises((RuntimeError, NotImplementedError), match=match):

@@ -300,6 +300,8 @@ def _norm(grad: RowGrad, ord: float = 2, dim: Any = None, keepdim: bool = False,
 
 def _norms(row_grads: Sequence[RowGrad], ord: float = 2, *, dtype: Any = None) -> list[torch.Tensor]:
     """The norm of each; of rows that ranks own together, over all of them."""
+    if not float(ord) > 0:
+        raise NotImplementedError(f"the norm of an embedding's rows is one of an order above 0, got {ord}")
     settle(row_grads)
     norms = []
     for grad in row_grads:
