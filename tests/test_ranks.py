@@ -88,13 +88,13 @@ def train(group, path, how, optimizer, store="device", steps=30, accumulated=1, 
     return result
 
 
-def check_equal_to_one(results, alone):
+def check_equal_to_one(results, alone, apart=5e-6):
     losses, weights, dense, (rows, steps, _) = alone
     assert relative(np.mean([result[0] for result in results], axis=0), np.array(losses)) < 1e-6
     for _, its_weights, its_dense, (_, its_steps, pinned) in results:
         # Adam and the like divide a gradient by its size: the rounding of one that is nearly 0 grows.
-        assert relative(its_weights, weights) < 5e-6
-        assert relative(its_dense, dense) < 5e-6
+        assert relative(its_weights, weights) < apart
+        assert relative(its_dense, dense) < apart
         assert its_steps == steps and pinned == 0
     assert sum(result[3][0] for result in results) == rows
     if len(results) > 1:
@@ -118,6 +118,10 @@ def test_with_every_optimizer(tmp_path, rank_pool, optimizer):
     check_equal_to_one(results, train(None, str(tmp_path / "one"), "plain", optimizer, steps=12))
 
 
+# They divide by norms, or by moments that decay with the steps that a row sits out: what is rounded comes to more.
+AMPLIFY = {"lars": 1e-4, "smart decay adam": 2e-5}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", "mean", "weighted"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -127,7 +131,7 @@ def test_a_hundred_steps_with_every_optimizer(tmp_path, rank_pool, optimizer, ho
         results = rank_pool(ranks, train, str(tmp_path / str(ranks)), how, optimizer, "device", 100)
         print(optimizer, how, ranks, relative(np.mean([its[0] for its in results], axis=0), np.array(alone[0])),
               *(max(relative(its[part], alone[part]) for its in results) for part in (1, 2)))  # fmt: skip
-        check_equal_to_one(results, alone)
+        check_equal_to_one(results, alone, AMPLIFY.get(optimizer, 5e-6))
 
 
 @pytest.mark.parametrize(
