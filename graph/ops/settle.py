@@ -84,17 +84,23 @@ class Left(NamedTuple):
     """int32 [number]: their tables."""
     parts_R: Sequence[Parts | None]
     """What the gradients are of; None = each key."""
-    grad_RD: Sequence[torch.Tensor]
-    """float32 [number, D], of each key, or of each part."""
+    grad_ND: torch.Tensor
+    """float32, of each key, or of each part; those for rank 0 first."""
+
+    @property
+    def rows_R(self) -> list[int]:
+        """How many gradients go to each rank."""
+        its = zip(self.id_R, self.parts_R, strict=True)
+        return [len(ids) if parts is None else len(parts.size_S) for ids, parts in its]
 
     @classmethod
     def joined(cls, those: Sequence[Self]) -> Self:
         """Those of several lookups, one after another."""
         if len(those) == 1:
             return those[0]
-        of_ranks = []
-        for its in zip(*(zip(*left, strict=True) for left in those), strict=True):
-            ids, tables, parts, grads = zip(*its, strict=True)
+        of_ranks, grads_R = [], zip(*(one.grad_ND.split(one.rows_R) for one in those), strict=True)
+        for its in zip(*(zip(*left[:3], strict=True) for left in those), strict=True):
+            ids, tables, parts = zip(*its, strict=True)
             begins = np.cumsum([0, *map(len, ids[:-1])]).tolist()
             explicit = [
                 Parts(torch.arange(len(keys), dtype=torch.int32), torch.ones(len(keys), dtype=torch.int32))
@@ -103,8 +109,9 @@ class Left(NamedTuple):
             ]  # fmt: skip
             key_N = torch.cat([begin + one.key_N for begin, one in zip(begins, explicit, strict=True)])
             joined = Parts(key_N.to(torch.int32), torch.cat([one.size_S for one in explicit]))
-            of_ranks.append((torch.cat(ids), torch.cat(tables), joined, torch.cat(grads)))
-        return cls(*zip(*of_ranks, strict=True))
+            of_ranks.append((torch.cat(ids), torch.cat(tables), joined))
+        id_R, table_R, parts_R = zip(*of_ranks, strict=True)
+        return cls(id_R, table_R, parts_R, torch.cat([grads for of_rank in grads_R for grads in of_rank]))
 
 
 def _all_left(row_grads: Sequence[GradOfRanks], ranks: Ranks) -> list[Left | None]:
@@ -123,14 +130,14 @@ def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
         grad_SD = grad_PD[cut.bag_S.to(grad_PD.device)]
         if lease.pooling == "mean":
             grad_SD = grad_SD * cut.scale_S.to(grad_SD.device)[:, None]
-        left.append(Left(sent.id_R, sent.table_R, cut.parts_R, grad_SD.split(cut.count_R)))
+        left.append(Left(sent.id_R, sent.table_R, cut.parts_R, grad_SD))
     summed = join_grads(of_keys)
     if summed is not None:
         loops = store.loops
         table_U, id_U = (loops.tensor(array).cpu() for array in (summed.table_U, summed.id_U))
         sent, grad_UD = _by_trainer(store, ranks, table_U, id_U), loops.tensor(summed.grad_UD)
-        grad_RD = grad_UD[sent.order_N.to(grad_UD.device)].split(sent.count_R)
-        left.insert(0, Left(sent.id_R, sent.table_R, [None] * ranks.size, grad_RD))
+        grad_ND = grad_UD[sent.order_N.to(grad_UD.device)]
+        left.insert(0, Left(sent.id_R, sent.table_R, [None] * ranks.size, grad_ND))
     return Left.joined(left) if left else None
 
 
@@ -184,11 +191,11 @@ def shuffle_grads(
                 brought.append(None)
                 continue
             asked = asked_by(store, ranks, received, [(max(0, keys), *more) for keys, *more in counts_R])
-            like = torch.empty(0, store.format.dim, dtype=ranks.comm_dtype, device=store.loops.device)
-            grad_RD = [like] * ranks.size if left is None else left.grad_RD
-            grad_ND = torch.cat([grads.to(like.dtype) for grads in grad_RD])
-            grad_ND = ranks.swap(grad_ND, [len(grads) for grads in grad_RD], asked.answers_R)
-            brought.append((asked, grad_ND))
+            if left is None:
+                rows_R, grad_ND = [0] * ranks.size, torch.empty(0, store.format.dim, device=store.loops.device)
+            else:
+                rows_R, grad_ND = left.rows_R, left.grad_ND
+            brought.append((asked, ranks.swap(grad_ND.to(ranks.comm_dtype), rows_R, asked.answers_R)))
         # After the last message: a rank that fails at it, for want of memory, leaves none waiting in one.
         return [None if its is None else _owned(*its, scale) for scale, its in zip(scales, brought, strict=True)]
 
