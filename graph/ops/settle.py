@@ -70,8 +70,7 @@ def settle(row_grads: Iterable[GradOfRanks]) -> None:
         if not all(grad.settled for grad in group):
             stores, its_ranks = [grad.store for grad in group], [grad.ranks for grad in group if grad.ranks is not None]
             make = functools.partial(_all_left, group, ranks)
-            scales, names = [its.grad_scale for its in its_ranks], [its.name for its in its_ranks]
-            for grad, owned in zip(group, shuffle_grads(ranks, stores, scales, make, names), strict=True):
+            for grad, owned in zip(group, shuffle_grads(ranks, stores, its_ranks, make), strict=True):
                 grad.own(owned)
 
 
@@ -155,18 +154,16 @@ def _by_trainer(
 def shuffle_grads(
     ranks: Ranks,
     stores: Sequence[EmbeddingStore],
-    scales: Sequence[float],
+    its_ranks: Sequence[Ranks],
     make: Callable[[], Sequence[Left | None]],
-    names: Sequence[str] = (),
 ) -> list[tuple[Lease, RowGrads] | None]:
     """The gradients of the rows that this rank owns or has copies of, to be summed, from those of all ranks; with a
     lease on them that is not pinned yet. None for a store that has a gradient on no rank.
 
     Args:
         stores: the rows that this rank owns, of each embedding.
-        scales: by what its gradients are multiplied.
+        its_ranks: `ranks` as each embedding has them: with the `comm_dtype` and scale of its gradients.
         make: gives for each embedding the gradients of the rows that this rank has looked up; None = there are none.
-        names: of the embeddings.
 
     Raises:
         RankError: another rank has failed.
@@ -180,20 +177,20 @@ def shuffle_grads(
 
     owned: list[tuple[Lease, RowGrads] | None] = []
     with whole_exchange():
-        what = f"bring gradients of {', '.join(names)}, in {ranks.comm_dtype}, to their owners for the"
-        received = ranks.exchange(f"{what} {ranks.gradients}", blocks)
+        what = ", ".join(f"the {its.gradients} of {its.name} in {its.comm_dtype}" for its in its_ranks)
+        received = ranks.exchange(f"bring gradients to their owners for {what}", blocks)
         counts_RE = [block.take(COUNTS * len(stores), torch.int64).view(-1, COUNTS).tolist() for block in received]
-        for e, (store, left) in enumerate(zip(stores, sent, strict=True)):
+        for e, (store, its, left) in enumerate(zip(stores, its_ranks, sent, strict=True)):
             counts_R = [counts[e] for counts in counts_RE]
             if all(keys == _NONE for keys, *_ in counts_R):
                 owned.append(None)
                 continue
             asked = asked_by(store, ranks, received, [(max(0, keys), *more) for keys, *more in counts_R])
-            like = torch.empty(0, store.format.dim, dtype=ranks.comm_dtype, device=store.loops.device)
+            like = torch.empty(0, store.format.dim, dtype=its.comm_dtype, device=store.loops.device)
             grad_RD = [like] * ranks.size if left is None else left.grad_RD
             grad_ND = torch.cat([grads.to(like.dtype) for grads in grad_RD])
             grad_ND = ranks.swap(grad_ND, [len(grads) for grads in grad_RD], asked.answers_R)
-            owned.append(_owned(asked, scales[e], grad_ND.float()))
+            owned.append(_owned(asked, its.grad_scale, grad_ND.float()))
     return owned
 
 
