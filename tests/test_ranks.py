@@ -1,5 +1,7 @@
 """Several ranks that own rows together train as one process does on all of their batches together."""
 
+import os
+import signal
 import threading
 
 import numpy as np
@@ -8,6 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import oneemb
+from oneemb.storage.errors import ForkedProcessError
 
 TABLES, DIM, BATCH, IDS = 2, 4, 6, 40
 
@@ -403,6 +406,41 @@ def evaluates(group, path):
 def test_evaluation_on_ranks(tmp_path, rank_pool):
     for called, run in rank_pool(2, evaluates, str(tmp_path)):
         assert called == run and len(set(called)) == 3
+
+
+def forks(group, path):
+    """How a child of the first rank ends that looks ids up; then all ranks look them up."""
+    model, ids = Model(path, "plain", "device", group), torch.arange(2 * TABLES).view(2, TABLES)
+    model.embedding(ids)
+    ended = 0
+    if group.rank() == 0:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            os._exit(refused_in_child(model.embedding, ids))
+        _, ended = os.waitpid(child, 0)
+    rows = model.embedding(ids)
+    model.embedding.close()
+    return ended, rows.detach().numpy()
+
+
+def refused_in_child(embedding, ids):
+    """How many calls are not."""
+    ranks, calls = embedding.ranks, 0
+    ranks.tell_later("say nothing", 0)
+    ranks.fail("say nothing", RuntimeError())
+    for mode in (True, False):
+        try:
+            embedding.train(mode)(ids)
+        except ForkedProcessError as error:
+            calls += "children cannot reach the ranks" in str(error)
+    return 2 - calls
+
+
+def test_a_forked_child_of_a_rank_is_refused_and_disturbs_nobody(tmp_path, rank_pool):
+    (ended, rows), (_, its_rows) = rank_pool(2, forks, str(tmp_path))
+    assert ended == 0
+    np.testing.assert_array_equal(rows, its_rows)
 
 
 def is_refused(group, path):
