@@ -8,12 +8,14 @@ rank that fails between two exchanges puts a header in its place in the next one
 
 Invariants:
 - after an exchange that raises, every rank has left it: the group can be used again;
+- a child of fork sends nothing: what it asks of ranks is an error, there alone;
 - a rank leaves off between two exchanges, never in one: what comes next on any rank begins with a header, of one size.
 """
 
 import copy
 import itertools
 import math
+import os
 import pickle
 import time
 import uuid
@@ -26,6 +28,7 @@ from typing import Any, Never
 import torch
 from torch import distributed
 
+from oneemb.storage.errors import ForkedProcessError
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["Blocks", "RankError", "Ranks", "Received", "Together", "Traffic", "mark_told", "moment", "whole_exchange"]
@@ -179,6 +182,7 @@ class Ranks:
         self.name, self.made = name, made
         """Both are the same on all ranks."""
         self.traffic = Traffic()
+        self._pid = os.getpid()
         self.rank: int = group.rank()
         self.size: int = group.size()
         on_gpu = group.name() == "nccl"
@@ -188,6 +192,11 @@ class Ranks:
     def grad_scale(self) -> float:
         """By what the gradients that ranks have for a row are multiplied before they are summed."""
         return 1 / self.size if self.gradients == "mean" else 1.0
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a child of a rank, which is none: its parent's connections are not its own."""
+        return os.getpid() != self._pid
 
     def __repr__(self) -> str:
         return f"Ranks({self.rank} of {self.size})"
@@ -380,6 +389,8 @@ class Ranks:
     def leave(self, what: str) -> None:
         """Take part in an exchange of what ranks `tell` without waiting for it: this rank tells them a number that is
         not 0. Where another one fails in it, the ranks raise without waiting for what it says."""
+        if self.forked:
+            return
         with suppress(RuntimeError), whole_exchange():  # Where connections are broken, nobody waits.
             self._post_header(what, failed=False, number=_LEFT)
 
@@ -391,7 +402,7 @@ class Ranks:
             what: what this rank was doing.
             since: what `moment` gave when it began to.
         """
-        if _is_told(failure, since):
+        if self.forked or _is_told(failure, since):
             return
         with suppress(RuntimeError), whole_exchange():
             mark_told(failure)
@@ -422,6 +433,12 @@ class Ranks:
     @contextmanager
     def _exchanging(self, what: str) -> Iterator[None]:
         """Within it no signal comes, and a broken connection is said in words."""
+        if self.forked:
+            raise ForkedProcessError(
+                f"this is process {os.getpid()}, a child of rank {self.rank}, process {self._pid}, and was about to"
+                f" {what}: children cannot reach the ranks. Look ids up in the process that made the embedding, and"
+                " return ids from data loader workers"
+            )
         with whole_exchange():
             try:
                 yield

@@ -1,6 +1,8 @@
 """Several ranks that own rows together train as one process does on all of their batches together."""
 
 import importlib
+import os
+import signal
 import threading
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import oneemb
+from oneemb.storage.errors import ForkedProcessError
 from tests.support.training import OPTIMIZERS
 
 TABLES, DIM, BATCH, IDS = 2, 4, 6, 40
@@ -482,6 +485,41 @@ def test_columns_of_ranks_are_those_of_one_process(tmp_path, rank_pool):
     expected = trains_columns(None, str(tmp_path / "one"), (0.5, -1.0))
     for found in rank_pool(3, trains_columns, str(tmp_path / "ranks"), (0.5, -1.0)):
         assert relative(found, expected) < 5e-6
+
+
+def forks(group, path):
+    """How a child of the first rank ends that looks ids up; then all ranks look them up."""
+    model, ids = Model(path, "plain", "device", group), torch.arange(2 * TABLES).view(2, TABLES)
+    model.embedding(ids)
+    ended = 0
+    if group.rank() == 0:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            os._exit(refused_in_child(model.embedding, ids))
+        _, ended = os.waitpid(child, 0)
+    rows = model.embedding(ids)
+    model.embedding.close()
+    return ended, rows.detach().numpy()
+
+
+def refused_in_child(embedding, ids):
+    """How many calls are not."""
+    ranks, calls = embedding.ranks, 0
+    ranks.leave("say nothing")
+    ranks.fail("say nothing", RuntimeError())
+    for mode in (True, False):
+        try:
+            embedding.train(mode)(ids)
+        except ForkedProcessError as error:
+            calls += "children cannot reach the ranks" in str(error)
+    return 2 - calls
+
+
+def test_a_forked_child_of_a_rank_is_refused_and_disturbs_nobody(tmp_path, rank_pool):
+    (ended, rows), (_, its_rows) = rank_pool(2, forks, str(tmp_path))
+    assert ended == 0
+    np.testing.assert_array_equal(rows, its_rows)
 
 
 def is_refused(group, path):

@@ -97,3 +97,30 @@ def test_other_dtypes_are_refused(tmp_path, rank_pool):
 def is_refused(group, path):
     with pytest.raises(ValueError, match="comm_dtype must be torch.float32, torch.float16 or torch.bfloat16, got"):
         make(path, group, comm_dtype=torch.float64)
+
+
+def step_both(group, path, comm_dtypes):
+    """The gradients of one step of two embeddings, with the rows that this rank owns, by `comm_dtype`."""
+    both = [make(f"{path}/{dtype}", group, comm_dtype=dtype) for dtype in comm_dtypes]
+    optimizer = torch.optim.SGD([embedding.weight for embedding in both], lr=1.0)
+    ids, scale = batch_of(group.rank())
+    sum((embedding(ids) * scale).sum() for embedding in both).backward()
+    optimizer.step()
+    grads = [embedding.weight.grad for embedding in both]
+    found = {dtype: (grad.row_keys()[1], grad.row_values()) for dtype, grad in zip(comm_dtypes, grads, strict=True)}
+    for embedding in both:
+        embedding.close()
+    return found
+
+
+@pytest.mark.parametrize("comm_dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_gradients_of_several_embeddings_are_rounded_as_each_says(tmp_path, rank_pool, comm_dtypes):
+    results = rank_pool(2, step_both, str(tmp_path), comm_dtypes)
+    for dtype in comm_dtypes:
+        expected, found = torch.zeros(9, DIM), torch.zeros(9, DIM)
+        for rank, of_rank in enumerate(results):
+            ids, scale = batch_of(rank)
+            expected += torch.zeros(9, DIM).index_add_(0, ids, scale).to(dtype).float()
+            owned, values = of_rank[dtype]
+            found[owned] = values
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

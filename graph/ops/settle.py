@@ -70,8 +70,7 @@ def settle(row_grads: Iterable[GradOfRanks]) -> None:
         if not all(grad.settled for grad in group):
             stores, its_ranks = [grad.store for grad in group], [grad.ranks for grad in group if grad.ranks is not None]
             make = functools.partial(_all_left, group, ranks)
-            scales, names = [its.grad_scale for its in its_ranks], [its.name for its in its_ranks]
-            for grad, owned in zip(group, shuffle_grads(ranks, stores, scales, make, names), strict=True):
+            for grad, owned in zip(group, shuffle_grads(ranks, stores, its_ranks, make), strict=True):
                 grad.own(owned)
 
 
@@ -157,18 +156,16 @@ def _by_trainer(store: EmbeddingStore, ranks: Ranks, table_U: torch.Tensor, id_U
 def shuffle_grads(
     ranks: Ranks,
     stores: Sequence[EmbeddingStore],
-    scales: Sequence[float],
+    its_ranks: Sequence[Ranks],
     make: Callable[[], Sequence[Left | None]],
-    names: Sequence[str] = (),
 ) -> list[tuple[Lease, RowGrads] | None]:
     """The gradients of the rows that this rank owns or has copies of, to be summed, from those of all ranks; with a
     lease on them that is not pinned yet. None for a store that has a gradient on no rank.
 
     Args:
         stores: the rows that this rank owns, of each embedding.
-        scales: by what its gradients are multiplied.
+        its_ranks: `ranks` as each embedding has them: with the `comm_dtype` and scale of its gradients.
         make: gives for each embedding the gradients of the rows that this rank has looked up; None = there are none.
-        names: of the embeddings.
 
     Raises:
         RankError: another rank has failed.
@@ -182,10 +179,10 @@ def shuffle_grads(
 
     brought: list[tuple[Asked, torch.Tensor] | None] = []
     with whole_exchange():
-        what = f"bring gradients of {', '.join(names)}, in {ranks.comm_dtype}, to their owners for the"
-        received = ranks.exchange(f"{what} {ranks.gradients}", blocks)
+        what = ", ".join(f"the {its.gradients} of {its.name} in {its.comm_dtype}" for its in its_ranks)
+        received = ranks.exchange(f"bring gradients to their owners for {what}", blocks)
         counts_RE = [block.take(COUNTS * len(stores), torch.int64).view(-1, COUNTS).tolist() for block in received]
-        for e, (store, left) in enumerate(zip(stores, sent, strict=True)):
+        for e, (store, its, left) in enumerate(zip(stores, its_ranks, sent, strict=True)):
             counts_R = [counts[e] for counts in counts_RE]
             if all(keys == _NONE for keys, *_ in counts_R):
                 brought.append(None)
@@ -195,9 +192,11 @@ def shuffle_grads(
                 rows_R, grad_ND = [0] * ranks.size, torch.empty(0, store.format.dim, device=store.loops.device)
             else:
                 rows_R, grad_ND = left.rows_R, left.grad_ND
-            brought.append((asked, ranks.swap(grad_ND.to(ranks.comm_dtype), rows_R, asked.answers_R)))
+            brought.append((asked, ranks.swap(grad_ND.to(its.comm_dtype), rows_R, asked.answers_R)))
         # After the last message: a rank that fails at it, for want of memory, leaves none waiting in one.
-        return [None if its is None else _owned(*its, scale) for scale, its in zip(scales, brought, strict=True)]
+        return [
+            None if one is None else _owned(*one, its.grad_scale) for its, one in zip(its_ranks, brought, strict=True)
+        ]
 
 
 _NONE = -1  # in place of a count: the rank has no gradients of an embedding
