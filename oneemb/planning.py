@@ -6,6 +6,7 @@ Bytes are those of the messages there are (rank_traffic.py), where every rank ow
 other. Memory is what tiers allocate. Time is a sum of what was measured apart, in the figures of a `Machine`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -242,9 +243,14 @@ def plan(
     _check_count("ranks_per_machine", per_machine)
     if per_machine > ranks:
         raise ValueError(f"ranks_per_machine must be at most ranks, which are {ranks}, got {per_machine}")
-    if dense_parameters < 0 or dense_ms < 0:
-        raise ValueError(f"dense_parameters and dense_ms must be 0 or more, got {dense_parameters} and {dense_ms}")
-    return _Job(embeddings, batch, ranks, per_machine, dense_parameters, dense_ms, machine or Machine()).plan()
+    for name, value in (("dense_parameters", dense_parameters), ("dense_ms", dense_ms)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be a number from 0 up, got {value!r}")
+    if machine is None:
+        machine = Machine()
+    elif not isinstance(machine, Machine):
+        raise TypeError(f"machine must be a Machine, such as measure_machine() gives, got {machine!r}")
+    return _Job(embeddings, batch, ranks, per_machine, dense_parameters, dense_ms, machine).plan()
 
 
 @dataclass(frozen=True)
@@ -283,8 +289,8 @@ class _Job:
         )  # fmt: skip
 
     def _keys(self, one: PlannedEmbedding) -> int:
-        """Unique keys of a rank's batch: as many as a rank is asked for."""
-        return max(1, round(self.batch * one.ids * one.unique))
+        """Unique keys of a rank's batch: as many as a rank is asked for. There are no more than rows."""
+        return max(1, min(one.rows, round(self.batch * one.ids * one.unique)))
 
     def _misses(self, one: PlannedEmbedding) -> float:
         return 0.0 if one.hit_rate is None else self._keys(one) * (1 - one.hit_rate)

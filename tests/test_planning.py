@@ -175,6 +175,11 @@ def test_the_bytes_of_a_plan_are_those_of_even_owners():
     assert oneemb.plan(**JOB).bytes_sent == 0
 
 
+def test_a_step_has_no_more_unique_keys_than_there_are_rows():
+    small = {**JOB, "rows": 100}
+    assert oneemb.plan(**small, ranks=4).bytes_sent == oneemb.plan(**{**small, "unique": 0.01}, ranks=4).bytes_sent
+
+
 def test_a_plan_of_bags_asks_owners_for_sums_where_that_moves_fewer_bytes():
     job = {**JOB, "ids": 200, "bags": 2, "unique": 0.8}
     sums, rows = oneemb.plan(**job, ranks=4), oneemb.plan(**{**job, "bags": None}, ranks=4)
@@ -291,11 +296,16 @@ def test_what_is_out_of_range_is_refused_in_words():
         ({"cache_mb": 1, "hit_rate": 0.5, "batch": 10**6}, "cache_mb must hold the 5,000,000 rows of a step"),
         ({"ranks": 2, "ranks_per_machine": 4}, "ranks_per_machine must be at most ranks, which are 2, got 4"),
         ({"batch": 2.5}, "batch must be a whole number"),
+        ({"dense_ms": float("nan")}, "dense_ms must be a number from 0 up, got nan"),
+        ({"dense_ms": float("inf")}, "dense_ms must be a number from 0 up, got inf"),
+        ({"dense_parameters": "9"}, "dense_parameters must be a number from 0 up, got '9'"),
     ]:
         with pytest.raises(ValueError, match=words):
             oneemb.plan(**(JOB | arguments))
     with pytest.raises(TypeError, match="plan takes PlannedEmbedding.* and not both; got 0 objects and no such"):
         oneemb.plan(batch=10)
+    with pytest.raises(TypeError, match="machine must be a Machine, .* got {}"):
+        oneemb.plan(**JOB, machine={})
     with pytest.raises(ValueError, match="network_gb_s must be above 0, got 0"):
         oneemb.Machine(network_gb_s=0)
 
