@@ -17,7 +17,7 @@ from oneemb.graph.build_error import BuildError
 from oneemb.graph.building import Expected, building_now, steps_itself
 from oneemb.graph.modules import REGISTER, say_not_registered, unregistered_modules
 from oneemb.graph.prefetch import Prepared
-from oneemb.row_step import embedding_of
+from oneemb.row_step import embedding_of, settle_rows
 from oneemb.scaling import Scaling, scalers_in, scalers_of
 from oneemb.storage.fs import AnyPath
 from oneemb.storage.step_lock import between_steps
@@ -259,6 +259,9 @@ class TrainGraph(CompiledGraph):
         """Step all optimizers with the gradients there are."""
         state, call = self._train_state, self._stats.call
         scaler = state.scaled_by if state.optimizers else None
+        if scaler is not None or any(max_norm is not None for max_norm in state.max_norms):
+            # Norms and overflows are found by all ranks, also by one that has looked nothing up.
+            call("settle", settle_rows, [optimizer.optimizer for optimizer in state.optimizers])
         if scaler is not None:
             call("unscale", ops.unscale, scaler, state.optimizers)
         for optimizer, max_norm in zip(state.optimizers, state.max_norms, strict=True):

@@ -177,6 +177,39 @@ def looks_up_alone(group, path):
     return result
 
 
+class Seldom(oneemb.TrainGraph):
+    """Looks rows up where there are ids: not on every rank in every step."""
+
+    def __init__(self, path, group, scaled):
+        super().__init__()
+        self.embedding = Model(path, "plain", "device", group, (0, 1)).embedding
+        self.bias = torch.nn.Parameter(torch.zeros(()))
+        self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=0.1), clip_grad_norm=0.01)
+        if scaled:
+            self.set_grad_scaler(torch.amp.GradScaler("cpu", init_scale=2.0**10))
+
+    def build(self, *batches):
+        losses = [self.embedding(ids).square().sum() for ids in batches if len(ids)]
+        (sum(losses, 0 * self.bias) / len(batches)).backward()
+
+
+def trains_seldom(group, path, scaled):
+    graph = Seldom(path, group, scaled)
+    for step in range(6):
+        batches = [torch.arange(step, step + 10).view(5, 2)[: 5 * ((step >> rank) % 2)] for rank in range(2)]
+        graph(*(batches if group is None else [batches[group.rank()]]))
+    result = weights_of(graph.embedding)
+    graph.embedding.close()
+    return result
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_graph_clips_and_unscales_gradients_that_not_all_ranks_have(tmp_path, rank_pool, scaled):
+    alone = trains_seldom(None, str(tmp_path / "one"), scaled)
+    for weights in rank_pool(2, trains_seldom, str(tmp_path / "ranks"), scaled):
+        assert relative(weights, alone) < 5e-6
+
+
 def test_tables_that_are_all_replicated_are_looked_up_by_each_rank_alone(tmp_path, rank_pool):
     results = rank_pool(3, looks_up_alone, str(tmp_path))
     trained = [{key: row for key, row in rows.items() if key[1] < 20} for rows, *_ in results]
