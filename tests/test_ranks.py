@@ -522,6 +522,46 @@ def test_a_forked_child_of_a_rank_is_refused_and_disturbs_nobody(tmp_path, rank_
     np.testing.assert_array_equal(rows, its_rows)
 
 
+def zeroes(group, path, set_to_none):
+    """In the second step one rank has no gradient."""
+    embedding = Model(path, "plain", "device", group).embedding
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    before = weights_of(embedding)
+    for step in range(3):
+        loss = embedding(torch.arange(TABLES)[None] * 2**56).sum()
+        if (step, group.rank()) != (1, 0):
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none)
+    moved = weights_of(embedding) - before
+    embedding.close()
+    return moved
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_rank_without_a_gradient_makes_the_step_of_the_others(tmp_path, rank_pool, set_to_none):
+    for moved in rank_pool(2, zeroes, str(tmp_path), set_to_none):
+        trained = moved[[IDS, IDS + 1], [0, 1]]
+        np.testing.assert_allclose(trained, -2.5, rtol=1e-6)
+        assert np.abs(moved).sum() == pytest.approx(np.abs(trained).sum())
+
+
+def shards_all(group, path):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard  # seconds
+
+    embedding = Model(path, "plain", "device", group).embedding
+    model = torch.nn.Sequential(embedding, torch.nn.Flatten(), torch.nn.Linear(TABLES * DIM, 1))
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    with pytest.raises(RuntimeError, match="an embedding is inside fully_shard, .* shard the dense modules alone"):
+        model(torch.arange(TABLES)[None]).sum().backward()
+    embedding.close()
+
+
+def test_an_embedding_inside_fully_shard_is_refused(tmp_path, rank_pool):
+    rank_pool(1, shards_all, str(tmp_path))
+
+
 def is_refused(group, path):
     from torch import distributed
 

@@ -191,6 +191,7 @@ class RowGrad(torch.Tensor):
         """Hold nothing any more."""
         self.changes += 1
         self.passes, self.summed, self.holders = [], None, []
+        self.settled = False  # As where there is none: other ranks may have gradients that come here.
 
     # ---- dispatch ---------------------------------------------------------------------------------------------------
 
@@ -216,6 +217,11 @@ class RowGrad(torch.Tensor):
         if not op._schema.is_mutable and len(tensors) == 1:  # perhaps twice: isfinite compares it with itself
             values = {key: grad.row_values() for key, grad in tensors.items() if isinstance(grad, RowGrad)}
             return op(*(values.get(id(value), value) for value in args), **(kwargs or {}))
+        if op.namespace == "fsdp":
+            raise RuntimeError(
+                "an embedding is inside fully_shard, which would split the gradient of its rows like that of a dense"
+                " parameter; shard the dense modules alone, and look ids up outside of them"
+            )
         raise NotImplementedError(
             f"{op} is not known on the gradient of an embedding's rows: it is no dense tensor. grad.row_keys() and"
             " grad.row_values() give it as such; clip_grad_norm_, clip_grad_value_, GradScaler and multiplication by a"
