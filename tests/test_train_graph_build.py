@@ -996,7 +996,7 @@ def test_what_build_drops_makes_room_for_its_next_lookup():
 
 
 def test_code_that_torch_does_not_define_runs_once_a_step():
-    @torch.library.custom_op("negatives::shifted", mutates_args=())
+    @torch.library.custom_op("oneemb_tests::shifted", mutates_args=())
     def shifted(ids: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         return ids + torch.randint(0, 50, ids.shape)

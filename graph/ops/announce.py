@@ -33,7 +33,7 @@ from oneemb.graph.ops.shuffle import (
     lease_on_ranks,
     look_up_on_ranks,
     lookup_of,
-)  # fmt: skip
+)
 from oneemb.graph.ranks import Ranks, whole_exchange
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.row_store import StorageError
@@ -58,7 +58,7 @@ class AnnouncedLookup:
     """
 
     def __init__(self, of: "Announced", number: int, lookup: Lookup, routed: Routed | None):
-        self.name, self.ranks, self.store, self.inserts, _, self.sums_bags = lookup
+        self.name, self.ranks, self.store, self.inserts, *_ = lookup
         self.routed = routed
         self.prefetched: Prefetched | None = None
         """Rows that ranks ask this one for."""

@@ -16,7 +16,7 @@ U unique keys, N ids that are not padding, P bags, S parts, R ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -71,6 +71,11 @@ class Parts:
     size_S: torch.Tensor
     """int32: how many ids each part has, at least 1."""
 
+    @classmethod
+    def of_each(cls, keys: int) -> Self:
+        """Each key by itself."""
+        return cls(torch.arange(keys, dtype=torch.int32), torch.ones(keys, dtype=torch.int32))
+
 
 @dataclass(frozen=True)
 class CutBags:
@@ -79,10 +84,13 @@ class CutBags:
     parts_R: Sequence[Parts]
     bag_S: torch.Tensor
     """int64: of which bag each part is."""
-    count_R: list[int]
-    """How many parts are each rank's."""
     ids_P: torch.Tensor
     """int64: how many ids of each bag are not padding."""
+
+    @property
+    def count_R(self) -> list[int]:
+        """How many parts are each rank's."""
+        return [len(parts.size_S) for parts in self.parts_R]
 
     def of_bags(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The parts of bag 0 first, int32 [S], and where those of each bag begin, int64 [P + 1]."""
@@ -121,7 +129,7 @@ class Asking:
         cut = self.cut
         if cut is not None:
             parts = [Parts(its.key_N[:0], its.size_S[:0]) for its in cut.parts_R]
-            cut = CutBags(parts, cut.bag_S[:0], [0] * len(parts), cut.ids_P)
+            cut = CutBags(parts, cut.bag_S[:0], cut.ids_P)
         order_N, id_R, table_R = self.sent
         return Asking(KeysByRank(order_N[:0], [ids[:0] for ids in id_R], [tables[:0] for tables in table_R]), cut)
 
@@ -186,4 +194,4 @@ def cut_bags(
     size_RS = torch.from_numpy(size_S).split(count_R)
     ids_P = np.bincount(bag_N, minlength=len(size_P))
     parts_R = [Parts(its_keys, sizes) for its_keys, sizes in zip(key_RN, size_RS, strict=True)]
-    return CutBags(parts_R, torch.from_numpy(bag_N[begin_S].astype(np.int64)), count_R, torch.from_numpy(ids_P))
+    return CutBags(parts_R, torch.from_numpy(bag_N[begin_S].astype(np.int64)), torch.from_numpy(ids_P))

@@ -101,11 +101,7 @@ class Left(NamedTuple):
         for its in zip(*(zip(*left[:3], strict=True) for left in those), strict=True):
             ids, tables, parts = zip(*its, strict=True)
             begins = np.cumsum([0, *map(len, ids[:-1])]).tolist()
-            explicit = [
-                Parts(torch.arange(len(keys), dtype=torch.int32), torch.ones(len(keys), dtype=torch.int32))
-                if one is None else one
-                for one, keys in zip(parts, ids, strict=True)
-            ]  # fmt: skip
+            explicit = [Parts.of_each(len(keys)) if one is None else one for one, keys in zip(parts, ids, strict=True)]
             key_N = torch.cat([begin + one.key_N for begin, one in zip(begins, explicit, strict=True)])
             joined = Parts(key_N.to(torch.int32), torch.cat([one.size_S for one in explicit]))
             of_ranks.append((torch.cat(ids), torch.cat(tables), joined))

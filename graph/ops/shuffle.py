@@ -96,10 +96,8 @@ class Asked:
         """For each rank the places of the ids of its parts among all keys, and the sizes of its parts."""
         begin_R, explicit = np.cumsum([0, *self.count_R[:-1]]).tolist(), []
         for begin, count, parts in zip(begin_R, self.count_R, self.parts_R, strict=True):
-            if parts is None:
-                explicit.append((torch.arange(begin, begin + count), torch.ones(count, dtype=torch.int32)))
-            else:
-                explicit.append((begin + parts.key_N.long(), parts.size_S))
+            its = Parts.of_each(count) if parts is None else parts
+            explicit.append((begin + its.key_N.long(), its.size_S))
         return explicit
 
 
