@@ -8,7 +8,8 @@ cases of a number of processes `oneemb.measure_machine()` measures the machine; 
 and the share of unique ids.
 
 Bytes are counted where they go into the process group. They are compared twice: with what the plan says, where every
-owner has as many keys as any other, and with the messages of the counts of keys that there were (`exact`).
+owner has as many keys as any other and batches are prepared ahead, and with the messages of the counts of keys that
+there were (`exact`).
 
 Times are those that a fifth of the steps are below: the machine may have other users. One JSON line a case.
 """
@@ -170,7 +171,7 @@ def exact_bytes(counts: list[list[list[int]]], rank: int, dim: int) -> int:
     """What this rank sends to others in a step with each of the batches."""
     total = 0
     for each in counts:
-        messages = messages_of([KeyCounts(dim, 4, each[rank], [asks_R[rank] for asks_R in each])])
+        messages = messages_of([KeyCounts(dim, 4, each[rank], [asks_R[rank] for asks_R in each])], in_run=False)
         total += sum(sum(message.sent_R) - message.sent_R[rank] for message in messages)
     return total
 
