@@ -22,7 +22,7 @@ from oneemb.graph import ops
 from oneemb.graph.build_error import BuildError, user_line
 from oneemb.graph.modules import REGISTER
 from oneemb.graph.ranks import Ranks
-from oneemb.graph.tape import Tape, version_of
+from oneemb.graph.tape import KEY_ARGUMENTS, Tape, version_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.row_store import StoreFullError
 
@@ -65,7 +65,7 @@ class Expected:
         changes: the store's count when the rows were read.
         waits: whether the host waits for what it asks of `ids`.
         embedding: its name in the graph.
-        ids, table_ids, offsets: what it is to look up; tensors that nobody else has.
+        ids, table_ids, offsets, columns: what it is to look up; tensors that nobody else has.
         reserved: its rows; None = they were read without a lease, for an embedding that is not trained.
         rows: what was read; None = nothing yet.
         per_sample_weights, pooling: what it was read with.
@@ -78,6 +78,7 @@ class Expected:
     ids: torch.Tensor
     table_ids: torch.Tensor | None
     offsets: torch.Tensor | None
+    columns: tuple[int, ...] | None
     reserved: AnyReserved | None
     rows: torch.Tensor | None
     per_sample_weights: torch.Tensor | None
@@ -90,8 +91,13 @@ class Expected:
         self._handed_over: Callable[[], ops.Lease | None] = lambda: None
         self._version = None if self.origin is None else (self.origin.data_ptr(), version_of(self.origin))
 
-    def is_of(self, ids: torch.Tensor, table_ids: torch.Tensor | None, offsets: torch.Tensor | None) -> bool:
+    def is_of(
+        self, ids: torch.Tensor, table_ids: torch.Tensor | None, offsets: torch.Tensor | None,
+        columns: tuple[int, ...] | None,
+    ) -> bool:  # fmt: skip
         """Whether this is the lookup of these."""
+        if columns != self.columns:
+            return False
         counted = ids is self.origin and not ids.is_inference()  # A tensor of inference mode counts no changes.
         if counted and self.waits and (ids.data_ptr(), version_of(ids)) == self._version:
             ids = self.ids  # Its values are known to be the same: nobody waits for a GPU to compare them.
@@ -263,7 +269,7 @@ class Building:
         for lookup in waiting:
             in_this_mode = lookup.inserts == embedding.training
             in_this_mode &= embedding.asked_ranks is None or lookup.sums_bags == sums_bags
-            if in_this_mode and lookup.is_of(arguments["ids"], arguments["table_ids"], arguments["offsets"]):
+            if in_this_mode and lookup.is_of(*(arguments[name] for name in KEY_ARGUMENTS)):
                 waiting.remove(lookup)
                 lookup.lease = None if lookup.reserved is None else lookup.reserved.acquire()
                 self._waiting -= 1

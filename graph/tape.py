@@ -23,7 +23,10 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Tape", "version_of"]
+__all__ = ["KEY_ARGUMENTS", "Tape", "version_of"]
+
+KEY_ARGUMENTS = ("ids", "table_ids", "offsets", "columns")
+"""Arguments of an embedding's forward: those that say which rows are looked up."""
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     f"__{name}__": getattr(operator, name)
@@ -113,7 +116,7 @@ class Tape:
         try:
             if name in self._left_out:
                 raise _Unknown
-            given = {key: self._argument(arguments[key]) for key in ("ids", "table_ids", "offsets")}
+            given = {key: self._argument(arguments[key]) for key in KEY_ARGUMENTS}
         except _Unknown:
             self.others += 1
             return

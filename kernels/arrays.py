@@ -1,6 +1,6 @@
 """Arrays that go together when a batch is looked up, on the host or on a GPU.
 
-Letters: N ids in P bags, U unique keys, S slots, D weights of a row.
+Letters: N ids in P bags, U unique keys, S slots, D weights of a row, B samples, C columns.
 """
 
 import functools
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Array", "Bags", "RowsOfIds", "Terms"]
+__all__ = ["Array", "Bags", "RowsOfIds", "Terms", "rows_of_columns"]
 
 Array = Any
 """A NumPy array where loops run on the host, a tensor on the device where they run on a GPU. The two have no type in
@@ -25,13 +25,29 @@ class Bags:
     """int64 [P + 1]: bag p holds the ids from offset_P1[p] to offset_P1[p + 1] - 1"""
     known_N: Array | None = None
     """`bag_N` where it is known: always on a GPU"""
+    row_P: Array | None = None
+    """int32 [P]: which row bag p is of those that the bags give, and of their gradients; None = row p"""
 
     @functools.cached_property
     def bag_N(self) -> Array:
-        """int32 [N], int64 on a GPU: the bag of each id"""
+        """int32 [N], int64 on a GPU: the row of the bag of each id"""
         if self.known_N is not None:
             return self.known_N
-        return np.repeat(np.arange(len(self.offset_P1) - 1, dtype=np.int32), np.diff(self.offset_P1))
+        row_P = np.arange(len(self.offset_P1) - 1, dtype=np.int32) if self.row_P is None else self.row_P
+        return np.repeat(row_P, np.diff(self.offset_P1))
+
+    @property
+    def arrays(self) -> tuple[Array, Array | None]:
+        """offset_P1, row_P"""
+        return self.offset_P1, self.row_P
+
+
+@functools.lru_cache(maxsize=8)
+def rows_of_columns(bags: int, columns: int) -> np.ndarray:
+    """`Bags.row_P` of bags that lie column by column and give rows sample by sample: bag c * B + b gives b * C + c.
+    Only to be read."""
+    samples = bags // columns
+    return np.ascontiguousarray(np.arange(bags, dtype=np.int32).reshape(samples, columns).T).reshape(-1)
 
 
 class RowsOfIds(NamedTuple):

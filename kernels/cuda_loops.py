@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from oneemb.kernels import launch, reduce_grads_cuda
-from oneemb.kernels.arrays import Bags, RowsOfIds, Terms
+from oneemb.kernels.arrays import Bags, RowsOfIds, Terms, rows_of_columns
 from oneemb.kernels.gather_cuda import gather_cuda
 from oneemb.kernels.host_loops import BITS, SUM_MAX
 from oneemb.kernels.init_rows import InitialRows
@@ -89,12 +89,16 @@ class CudaLoops:
 
     def unique_keys_of_bags(
         self, id_N: torch.Tensor, offset_P1: torch.Tensor, table_P: torch.Tensor | None, *, tables: int,
-        padding_id: int | None, check: Callable[[], None],
+        columns: Sequence[int] | None, padding_id: int | None, check: Callable[[], None],
     ) -> tuple[DeviceKeys, Bags]:  # fmt: skip
-        size_2 = self.gpu.full(2, value=0, dtype=torch.int64)
-        bag_N, table_N = bags_of_cuda(offset_P1, table_P, tables, len(id_N), size_2, gpu=self.gpu)
+        size_2, row_P = self.gpu.full(2, value=0, dtype=torch.int64), None
+        if columns is not None:
+            bags = len(offset_P1) - 1
+            row_P = self.put(rows_of_columns(bags, len(columns)))
+            table_P = self.put(np.repeat(np.array(columns, np.int32), bags // len(columns)))
+        bag_N, table_N = bags_of_cuda(offset_P1, table_P, row_P, tables, len(id_N), size_2, gpu=self.gpu)
         keys = unique_keys_cuda(table_N, id_N, tables=tables, padding_id=padding_id, size_2=size_2, gpu=self.gpu)
-        return keys._replace(check=check), Bags(offset_P1, bag_N)
+        return keys._replace(check=check), Bags(offset_P1, bag_N, row_P)
 
     def distinct_keys(self, table_U: torch.Tensor, id_U: torch.Tensor) -> DeviceKeys:
         size_2 = self.gpu.full(2, value=0, dtype=torch.int64)
@@ -142,13 +146,11 @@ class CudaLoops:
     def gather(self, rows: RowsOfIds, out_ND: torch.Tensor) -> None:
         gather_cuda(*rows, out_ND, gpu=self.gpu)
 
-    def pool(
-        self, rows: RowsOfIds, offset_P1: torch.Tensor, scale_N: torch.Tensor | None, out_PD: torch.Tensor
-    ) -> None:
-        pool_cuda(*rows, offset_P1, scale_N, out_PD, gpu=self.gpu)
+    def pool(self, rows: RowsOfIds, bags: Bags, scale_N: torch.Tensor | None, out_PD: torch.Tensor) -> None:
+        pool_cuda(*rows, bags, scale_N, out_PD, gpu=self.gpu)
 
-    def pool_max(self, rows: RowsOfIds, offset_P1: torch.Tensor, out_PD: torch.Tensor, argmax_PD: torch.Tensor) -> None:
-        pool_max_cuda(*rows, offset_P1, out_PD, argmax_PD, gpu=self.gpu)
+    def pool_max(self, rows: RowsOfIds, bags: Bags, out_PD: torch.Tensor, argmax_PD: torch.Tensor) -> None:
+        pool_max_cuda(*rows, bags, out_PD, argmax_PD, gpu=self.gpu)
 
     def mean_scales(self, offset_P1: torch.Tensor, inverse_N: torch.Tensor) -> torch.Tensor:
         return mean_scales_cuda(offset_P1, inverse_N, gpu=self.gpu)
@@ -159,9 +161,9 @@ class CudaLoops:
         return scale_grads_cuda(*rows, bag_N, grad_PX, gpu=self.gpu)
 
     def spread_max_grads(
-        self, offset_P1: torch.Tensor, argmax_PD: torch.Tensor, grad_PX: torch.Tensor, out_NX: torch.Tensor
+        self, bags: Bags, argmax_PD: torch.Tensor, grad_PX: torch.Tensor, out_NX: torch.Tensor
     ) -> None:
-        spread_max_grads_cuda(offset_P1, argmax_PD, grad_PX, out_NX, gpu=self.gpu)
+        spread_max_grads_cuda(bags, argmax_PD, grad_PX, out_NX, gpu=self.gpu)
 
     def segments(self, keys: Any, bags: Bags | None, grad_NX: torch.Tensor, scale_N: torch.Tensor | None) -> Segments:
         order_N, begin_U1 = occurrences(keys.inverse_N, len(keys.id_U), gpu=self.gpu)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oneemb.kernels.arrays import Bags, RowsOfIds, Terms
+from oneemb.kernels.arrays import Bags, RowsOfIds, Terms, rows_of_columns
 from oneemb.kernels.gather import gather
 from oneemb.kernels.init_rows import InitialRows, init_rows
 from oneemb.kernels.jit import CpuLoop
@@ -76,12 +76,16 @@ class HostLoops:
 
     def unique_keys_of_bags(
         self, id_N: np.ndarray, offset_P1: np.ndarray, table_P: np.ndarray | None, *, tables: int,
-        padding_id: int | None, check: Callable[[], None],
+        columns: Sequence[int] | None, padding_id: int | None, check: Callable[[], None],
     ) -> tuple[UniqueKeys | KeysByTable, Bags]:  # fmt: skip
         check()
-        bags = Bags(offset_P1)
+        row_P = None if columns is None else rows_of_columns(len(offset_P1) - 1, len(columns))
+        bags = Bags(offset_P1, row_P=row_P)
         if table_P is None:
-            return unique_keys_by_table(id_N, offset_P1, tables, padding_id=padding_id, threads=self.threads), bags
+            keys = unique_keys_by_table(
+                id_N, offset_P1, tables, columns=columns, padding_id=padding_id, threads=self.threads
+            )
+            return keys, bags
         return unique_keys(table_P[bags.bag_N], id_N, padding_id=padding_id, threads=self.threads), bags
 
     def distinct_keys(self, table_U: np.ndarray, id_U: np.ndarray) -> UniqueKeys:
@@ -127,11 +131,11 @@ class HostLoops:
     def gather(self, rows: RowsOfIds, out_ND: np.ndarray) -> None:
         gather(*rows, out_ND, threads=self.threads)
 
-    def pool(self, rows: RowsOfIds, offset_P1: np.ndarray, scale_N: np.ndarray | None, out_PD: np.ndarray) -> None:
-        pool(*rows, offset_P1, scale_N, out_PD, threads=self.threads)
+    def pool(self, rows: RowsOfIds, bags: Bags, scale_N: np.ndarray | None, out_PD: np.ndarray) -> None:
+        pool(*rows, bags, scale_N, out_PD, threads=self.threads)
 
-    def pool_max(self, rows: RowsOfIds, offset_P1: np.ndarray, out_PD: np.ndarray, argmax_PD: np.ndarray) -> None:
-        pool_max(*rows, offset_P1, out_PD, argmax_PD, threads=self.threads)
+    def pool_max(self, rows: RowsOfIds, bags: Bags, out_PD: np.ndarray, argmax_PD: np.ndarray) -> None:
+        pool_max(*rows, bags, out_PD, argmax_PD, threads=self.threads)
 
     def mean_scales(self, offset_P1: np.ndarray, inverse_N: np.ndarray) -> np.ndarray:
         return mean_scales(offset_P1, inverse_N, threads=self.threads)
@@ -141,10 +145,8 @@ class HostLoops:
     def scale_grads(self, rows: RowsOfIds, bag_N: np.ndarray, grad_PX: np.ndarray) -> np.ndarray:
         return scale_grads(*rows, bag_N, grad_PX, threads=self.threads)
 
-    def spread_max_grads(
-        self, offset_P1: np.ndarray, argmax_PD: np.ndarray, grad_PX: np.ndarray, out_NX: np.ndarray
-    ) -> None:
-        spread_max_grads(offset_P1, argmax_PD, grad_PX, out_NX, threads=self.threads)
+    def spread_max_grads(self, bags: Bags, argmax_PD: np.ndarray, grad_PX: np.ndarray, out_NX: np.ndarray) -> None:
+        spread_max_grads(bags, argmax_PD, grad_PX, out_NX, threads=self.threads)
 
     def segments(self, keys: Any, bags: Bags | None, grad_NX: np.ndarray, scale_N: np.ndarray | None) -> Segments:
         if isinstance(keys, KeysByTable):

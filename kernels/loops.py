@@ -108,10 +108,11 @@ class Loops(Protocol):
         """
 
     def unique_keys_of_bags(
-        self, id_N: Array, offset_P1: Array, table_P: Array | None, *, tables: int, padding_id: int | None,
-        check: Callable[[], None],
+        self, id_N: Array, offset_P1: Array, table_P: Array | None, *, tables: int, columns: Sequence[int] | None,
+        padding_id: int | None, check: Callable[[], None],
     ) -> tuple[Keys, Bags]:  # fmt: skip
-        """The same for ids in bags; without `table_P` bag p is of table p % T."""
+        """The same for ids in bags. Without `table_P` bag p is of table p % T; or, where the table of each column is
+        given, of column p // B, and gives row p % B * C + p // B."""
 
     def distinct_keys(self, table_U: Array, id_U: Array) -> Keys:
         """Keys that are known to be distinct. Their `inverse_N` must not be read."""
@@ -142,10 +143,11 @@ class Loops(Protocol):
     def gather(self, rows: RowsOfIds, out_ND: Array) -> None:
         """out_ND[n] = the weights of id n; zeros for padding."""
 
-    def pool(self, rows: RowsOfIds, offset_P1: Array, scale_N: Array | None, out_PD: Array) -> None:
-        """out_PD[p] = the sum of bag p, each id's weights times its scale, in float32, rounded once."""
+    def pool(self, rows: RowsOfIds, bags: Bags, scale_N: Array | None, out_PD: Array) -> None:
+        """out_PD[p] = the sum of bag p, each id's weights times its scale, in float32, rounded once. Here and below
+        bag p may be row `bags.row_P[p]` of what bags give."""
 
-    def pool_max(self, rows: RowsOfIds, offset_P1: Array, out_PD: Array, argmax_PD: Array) -> None:
+    def pool_max(self, rows: RowsOfIds, bags: Bags, out_PD: Array, argmax_PD: Array) -> None:
         """out_PD[p] = the elementwise maximum of bag p; argmax_PD, int32 [P, D] = the place in the bag of the id that
         gave each number, the first of several; -1 where there is none."""
 
@@ -156,7 +158,7 @@ class Loops(Protocol):
     def scale_grads(self, rows: RowsOfIds, bag_N: Array, grad_PX: Array) -> Array:
         """The gradient of the scales: float32 [N]."""
 
-    def spread_max_grads(self, offset_P1: Array, argmax_PD: Array, grad_PX: Array, out_NX: Array) -> None:
+    def spread_max_grads(self, bags: Bags, argmax_PD: Array, grad_PX: Array, out_NX: Array) -> None:
         """out_NX[n] = the gradient of id n: that of its bag where `pool_max` took the id's number, zero elsewhere."""
 
     def segments(self, keys: Keys, bags: Bags | None, grad_NX: Array, scale_N: Array | None) -> Segments:

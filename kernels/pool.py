@@ -1,8 +1,9 @@
 """Pools the weights of bags of ids.  N ids in P bags, D weights.
 
-    pool        out_PD[p] = sum over the ids n of bag p of scale_N[n] * weights of id n
-    pool_max    out_PD[p] = elementwise maximum over the ids of bag p of their weights
+    pool        out_PD[row_P[p]] = sum over the ids n of bag p of scale_N[n] * weights of id n
+    pool_max    out_PD[row_P[p]] = elementwise maximum over the ids of bag p of their weights
     bag p holds the ids offset_P1[p] to offset_P1[p + 1] - 1; an empty bag gives zeros; padding is left out
+    row_P may be None: row p
 
 The sum runs in float32, in batch order, and is rounded once; the rows of the ids are not copied. A mean is a sum
 whose scales are 1 / (ids of the bag that are not padding).
@@ -15,7 +16,7 @@ Reference: torch.nn.EmbeddingBag.
 
 import numpy as np
 
-from oneemb.kernels.arrays import Array
+from oneemb.kernels.arrays import Array, Bags
 from oneemb.kernels.jit import Number, cpu
 from oneemb.kernels.jit_code import keep_rolled, natural, to_float32
 from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes
@@ -48,13 +49,14 @@ def mean_scales(offset_P1: np.ndarray, inverse_N: np.ndarray, *, threads: Thread
 
 @cpu
 def _pool_cpu(
-    begin: Number, end: Number, weight_SX: Array, slot_U: Array, inverse_N: Array, offset_P1: Array, scale_N: Array,
-    out_PX: Array,
+    begin: Number, end: Number, weight_SX: Array, slot_U: Array, inverse_N: Array, offset_P1: Array, row_P: Array,
+    scale_N: Array, out_PX: Array,
 ) -> None:  # fmt: skip
     last = offset_P1[end] - 1
     for p in range(begin, end):
+        r = p if row_P is None else np.int64(row_P[p])
         sum_rows(
-            out_PX, p, np.float32(0), weight_SX, slot_U, inverse_N, offset_P1[p], offset_P1[p + 1], last, scale_N
+            out_PX, r, np.float32(0), weight_SX, slot_U, inverse_N, offset_P1[p], offset_P1[p + 1], last, scale_N
         )  # fmt: skip
 
 
@@ -62,13 +64,13 @@ def pool(
     weight_SX: np.ndarray,
     slot_U: np.ndarray,
     inverse_N: np.ndarray,
-    offset_P1: np.ndarray,
+    bags: Bags,
     scale_N: np.ndarray | None,
     out_PX: np.ndarray,
     *,
     threads: Threads,
 ) -> None:
-    """out_PX[p] = the sum of bag p.
+    """out_PX[p] = the sum of bag p; where `bags.row_P` is, out_PX[row_P[p]].
 
     Args:
         weight_SX: weights' bits [S, X], X >= D, as `RowFormat.weights` gives them.
@@ -80,17 +82,20 @@ def pool(
     if len(slot_U) == 0:  # nothing but padding
         out_PX[:] = 0
         return
-    threads.run(_pool_cpu, len(out_PX), weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PX, share_min=_SHARE_MIN)
+    threads.run(
+        _pool_cpu, len(out_PX), weight_SX, slot_U, inverse_N, *bags.arrays, scale_N, out_PX, share_min=_SHARE_MIN
+    )
 
 
 @cpu
 def _pool_max_cpu(
-    begin: Number, end: Number, weight_SX: Array, slot_U: Array, inverse_N: Array, offset_P1: Array, out_PX: Array,
-    argmax_PD: Array,
+    begin: Number, end: Number, weight_SX: Array, slot_U: Array, inverse_N: Array, offset_P1: Array, row_P: Array,
+    out_PX: Array, argmax_PD: Array,
 ) -> None:  # fmt: skip
     dim = natural(out_PX.shape[1])
     last = natural(offset_P1[end]) - natural(1)
     for p in range(natural(begin), natural(end)):
+        r = p if row_P is None else natural(row_P[p])
         empty = True
         for n in range(natural(offset_P1[p]), natural(offset_P1[p + natural(1)])):
             keep_rolled()
@@ -99,21 +104,21 @@ def _pool_max_cpu(
                 continue
             place, row = np.int32(n - natural(offset_P1[p])), natural(s)
             for d in range(dim):
-                greater = empty or to_float32(weight_SX[row, d]) > to_float32(out_PX[p, d])
-                out_PX[p, d] = weight_SX[row, d] if greater else out_PX[p, d]
-                argmax_PD[p, d] = place if greater else argmax_PD[p, d]
+                greater = empty or to_float32(weight_SX[row, d]) > to_float32(out_PX[r, d])
+                out_PX[r, d] = weight_SX[row, d] if greater else out_PX[r, d]
+                argmax_PD[r, d] = place if greater else argmax_PD[r, d]
             empty = False
         if empty:
             for d in range(dim):
-                out_PX[p, d] = 0
-                argmax_PD[p, d] = -1
+                out_PX[r, d] = 0
+                argmax_PD[r, d] = -1
 
 
 def pool_max(
     weight_SX: np.ndarray,
     slot_U: np.ndarray,
     inverse_N: np.ndarray,
-    offset_P1: np.ndarray,
+    bags: Bags,
     out_PX: np.ndarray,
     argmax_PD: np.ndarray,
     *,
@@ -122,38 +127,39 @@ def pool_max(
     """out_PX[p] = the elementwise maximum of bag p; argmax_PD[p] = the places in the bag, from 0, of the ids it is of.
 
     Args:
-        weight_SX, slot_U, inverse_N, out_PX: as in `pool`.
+        weight_SX, slot_U, inverse_N, bags, out_PX: as in `pool`.
         argmax_PD: int32 [P, D]; -1 for a bag that holds nothing but padding.
     """
     if len(slot_U) == 0:  # nothing but padding
         out_PX[:], argmax_PD[:] = 0, -1
         return
     threads.run(
-        _pool_max_cpu, len(out_PX), weight_SX, slot_U, inverse_N, offset_P1, out_PX, argmax_PD, share_min=_SHARE_MIN
+        _pool_max_cpu, len(out_PX), weight_SX, slot_U, inverse_N, *bags.arrays, out_PX, argmax_PD, share_min=_SHARE_MIN
     )
 
 
 @cpu
 def _spread_max_grads_cpu(
-    begin: Number, end: Number, offset_P1: Array, argmax_PD: Array, grad_PX: Array, out_NX: Array
+    begin: Number, end: Number, offset_P1: Array, row_P: Array, argmax_PD: Array, grad_PX: Array, out_NX: Array
 ) -> None:
     zero = grad_PX.dtype.type(0)
     for p in range(natural(begin), natural(end)):
+        r = p if row_P is None else natural(row_P[p])
         for n in range(natural(offset_P1[p]), natural(offset_P1[p + natural(1)])):
             keep_rolled()
             place = np.int32(n - natural(offset_P1[p]))
             for d in range(natural(grad_PX.shape[1])):
-                out_NX[n, d] = grad_PX[p, d] if argmax_PD[p, d] == place else zero
+                out_NX[n, d] = grad_PX[r, d] if argmax_PD[r, d] == place else zero
 
 
 def spread_max_grads(
-    offset_P1: np.ndarray, argmax_PD: np.ndarray, grad_PX: np.ndarray, out_NX: np.ndarray, *, threads: Threads
+    bags: Bags, argmax_PD: np.ndarray, grad_PX: np.ndarray, out_NX: np.ndarray, *, threads: Threads
 ) -> None:
     """out_NX = the gradients of ids from those of their bags' maxima, bits of one of the three formats.
 
     Each number goes to the id that `argmax_PD` says; the others get zeros.
     """
-    threads.run(_spread_max_grads_cpu, len(grad_PX), offset_P1, argmax_PD, grad_PX, out_NX, share_min=_SHARE_MIN)
+    threads.run(_spread_max_grads_cpu, len(grad_PX), *bags.arrays, argmax_PD, grad_PX, out_NX, share_min=_SHARE_MIN)
 
 
 @cpu

@@ -8,7 +8,7 @@ the acquisition reads both in one go.
 import numpy as np
 import torch
 
-from oneemb.kernels.arrays import Array
+from oneemb.kernels.arrays import Array, Bags
 from oneemb.kernels.jit import Number, cuda, load, rule, store
 from oneemb.kernels.launch import Gpu, vector_width
 from oneemb.kernels.reduce_grads_cuda import plus, segment_of
@@ -35,9 +35,18 @@ def mean_scale(count: Number) -> Number:
     return np.float32(1) / np.float32(max(count, 1))
 
 
+@rule
+def row_of_bag(row_P: Array, p: Number) -> Number:
+    """The row of bag p; row_P of length 0 stands for row p."""
+    return row_P[p] if row_P.shape[0] > 0 else p
+
+
 @cuda
-def bags_loop(offset_P1: Array, table_P: Array, tables: Number, bag_N: Array, table_N: Array, size_2: Array) -> None:
-    """The bag and the table of each id: that of its bag in table_P, or where that is empty the bag modulo `tables`.
+def bags_loop(
+    offset_P1: Array, table_P: Array, row_P: Array, tables: Number, bag_N: Array, table_N: Array, size_2: Array
+) -> None:
+    """The row of the bag of each id, and the table: that of its bag in table_P, or where that is empty the bag modulo
+    `tables`.
 
     size_2[1] turns 1 where offsets do not begin with 0, fall, or do not end with N, or where a table is none.
     """
@@ -47,7 +56,7 @@ def bags_loop(offset_P1: Array, table_P: Array, tables: Number, bag_N: Array, ta
     while i < ids or i <= bags:
         if i < ids:
             p = segment_of(offset_P1, i)
-            bag_N[i] = p
+            bag_N[i] = row_of_bag(row_P, p)
             table_N[i] = table_P[p] if table_P.shape[0] > 0 else p % tables
         if i <= bags:
             if offset_P1[i] < (offset_P1[i - 1] if i > 0 else 0) or (i == 0 and offset_P1[0] != 0):
@@ -60,20 +69,28 @@ def bags_loop(offset_P1: Array, table_P: Array, tables: Number, bag_N: Array, ta
 
 
 def bags_of_cuda(
-    offset_P1: torch.Tensor, table_P: torch.Tensor | None, tables: int, ids: int, size_2: torch.Tensor, *, gpu: Gpu
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bag, int64 [N], and the table, int32 [N], of each of N = `ids` ids.
+    offset_P1: torch.Tensor, table_P: torch.Tensor | None, row_P: torch.Tensor | None, tables: int, ids: int,
+    size_2: torch.Tensor, *, gpu: Gpu,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The row of the bag, int64 [N], and the table, int32 [N], of each of N = `ids` ids.
 
     Args:
         offset_P1: int64 [P + 1].
         table_P: int32 [P], the table of each bag; None = bag p is of table p % `tables`.
+        row_P: int32 [P], the row of each bag; None = row p.
         size_2: int64 [2]; its second value turns 1 where offsets or tables are not as they must be. The bags and
             tables of such ids are in range and mean nothing.
     """
     bag_N, table_N = gpu.empty(ids, dtype=torch.int64), gpu.empty(ids, dtype=torch.int32)
     table_P = gpu.empty(0, dtype=torch.int32) if table_P is None else table_P
-    gpu.run(bags_loop, max(ids, len(offset_P1)), offset_P1, table_P, tables, bag_N, table_N, size_2)
+    row_P = _rows(row_P, gpu)
+    gpu.run(bags_loop, max(ids, len(offset_P1)), offset_P1, table_P, row_P, tables, bag_N, table_N, size_2)
     return bag_N, table_N
+
+
+def _rows(row_P: torch.Tensor | None, gpu: Gpu) -> torch.Tensor:
+    """As loops take it: empty for None."""
+    return gpu.empty(0, dtype=torch.int32) if row_P is None else row_P
 
 
 @cuda
@@ -99,9 +116,9 @@ def mean_scales_cuda(offset_P1: torch.Tensor, inverse_N: torch.Tensor, *, gpu: G
 
 @cuda
 def pool_loop(
-    weight_SX: Array, slot_U: Array, inverse_N: Array, offset_P1: Array, scale_N: Array, out_PD: Array
+    weight_SX: Array, slot_U: Array, inverse_N: Array, offset_P1: Array, row_P: Array, scale_N: Array, out_PD: Array
 ) -> None:
-    """out_PD[p] = sum of scale_N[n] * weights of id n over the ids of bag p, in batch order, in float32.
+    """out_PD[row of p] = sum of scale_N[n] * weights of id n over the ids of bag p, in batch order, in float32.
 
     scale_N of length 0 stands for ones.
     """
@@ -121,7 +138,7 @@ def pool_loop(
                     scale = scale_N[n] if scale_N.shape[0] > 0 else np.float32(1)
                     for i in range(V):
                         sum_V[i] = weighed(sum_V[i], scale, x_V[i])
-            store(out_PD, p, d, sum_V)
+            store(out_PD, row_of_bag(row_P, p), d, sum_V)
             d += cuda.blockDim.x * V
         p += cuda.gridDim.x * cuda.blockDim.y
 
@@ -130,7 +147,7 @@ def pool_cuda(
     weight_SX: torch.Tensor,
     slot_U: torch.Tensor,
     inverse_N: torch.Tensor,
-    offset_P1: torch.Tensor,
+    bags: Bags,
     scale_N: torch.Tensor | None,
     out_PD: torch.Tensor,
     *,
@@ -140,21 +157,22 @@ def pool_cuda(
 
     Args:
         inverse_N: int64 [N], the key of each id; -1 for padding, which is left out.
-        offset_P1: int64 [P + 1], where each bag begins among the ids.
+        bags: how they lie.
         scale_N: float32 [N], the factor of each row; None = 1.
         out_PD: [P, D], bits of float32, float16 or bfloat16, of the dtype of `weight_SX`.
     """
-    bags, dim = out_PD.shape
+    rows, dim = out_PD.shape
     v = vector_width(dim, weight_SX, out_PD)
     scale_N = gpu.empty(0, dtype=torch.float32) if scale_N is None else scale_N
-    gpu.run_rows(pool_loop.at(V=v), bags, dim // v, weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PD)
+    offset_P1, row_P = bags.offset_P1, _rows(bags.row_P, gpu)
+    gpu.run_rows(pool_loop.at(V=v), rows, dim // v, weight_SX, slot_U, inverse_N, offset_P1, row_P, scale_N, out_PD)
 
 
 @cuda
 def pool_max_loop(
-    weight_SX: Array, slot_U: Array, inverse_N: Array, offset_P1: Array, out_PD: Array, argmax_PD: Array
+    weight_SX: Array, slot_U: Array, inverse_N: Array, offset_P1: Array, row_P: Array, out_PD: Array, argmax_PD: Array
 ) -> None:
-    """out_PD[p] = maximum of the weights of the ids of bag p; argmax_PD[p] = the places in the bag that it is of.
+    """out_PD[row of p] = maximum of the weights of the ids of bag p; argmax_PD = the places in the bag that it is of.
 
     The first of equal weights is the maximum. A NaN is greater than nothing, and nothing is greater.
     """
@@ -164,7 +182,7 @@ def pool_max_loop(
     dim = out_PD.shape[1]
     p = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while p < offset_P1.shape[0] - 1:
-        begin = offset_P1[p]
+        begin, row = offset_P1[p], row_of_bag(row_P, p)
         d = cuda.threadIdx.x * V
         while d < dim:
             for i in range(V):
@@ -178,9 +196,9 @@ def pool_max_loop(
                         if place_V[i] < 0 or x_V[i] > max_V[i]:
                             max_V[i] = x_V[i]
                             place_V[i] = n - begin
-            store(out_PD, p, d, max_V)
+            store(out_PD, row, d, max_V)
             for i in range(V):
-                argmax_PD[p, d + i] = place_V[i]
+                argmax_PD[row, d + i] = place_V[i]
             d += cuda.blockDim.x * V
         p += cuda.gridDim.x * cuda.blockDim.y
 
@@ -189,7 +207,7 @@ def pool_max_cuda(
     weight_SX: torch.Tensor,
     slot_U: torch.Tensor,
     inverse_N: torch.Tensor,
-    offset_P1: torch.Tensor,
+    bags: Bags,
     out_PD: torch.Tensor,
     argmax_PD: torch.Tensor,
     *,
@@ -198,16 +216,19 @@ def pool_max_cuda(
     """The elementwise maximum of the rows of each bag, and which of its ids gave each number.
 
     Args:
-        inverse_N, offset_P1, out_PD: as in `pool_cuda`.
+        inverse_N, bags, out_PD: as in `pool_cuda`.
         argmax_PD: int32 [P, D], the place in the bag, from 0; -1 for a bag that holds nothing but padding.
     """
-    bags, dim = out_PD.shape
+    rows, dim = out_PD.shape
     v = vector_width(dim, weight_SX, out_PD)
-    gpu.run_rows(pool_max_loop.at(V=v), bags, dim // v, weight_SX, slot_U, inverse_N, offset_P1, out_PD, argmax_PD)
+    offset_P1, row_P = bags.offset_P1, _rows(bags.row_P, gpu)
+    gpu.run_rows(
+        pool_max_loop.at(V=v), rows, dim // v, weight_SX, slot_U, inverse_N, offset_P1, row_P, out_PD, argmax_PD
+    )
 
 
 @cuda
-def spread_max_grads_loop(offset_P1: Array, argmax_PD: Array, grad_PX: Array, out_NX: Array) -> None:
+def spread_max_grads_loop(offset_P1: Array, row_P: Array, argmax_PD: Array, grad_PX: Array, out_NX: Array) -> None:
     """out_NX[n] = of the gradient of n's bag, the numbers whose maximum n gave; zeros for the others."""
     grad_V = cuda.local.array(V, np.float32)
     place_V = cuda.local.array(V, np.int32)
@@ -215,12 +236,12 @@ def spread_max_grads_loop(offset_P1: Array, argmax_PD: Array, grad_PX: Array, ou
     dim = grad_PX.shape[1]
     p = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while p < grad_PX.shape[0]:
-        begin = offset_P1[p]
+        begin, row = offset_P1[p], row_of_bag(row_P, p)
         d = cuda.threadIdx.x * V
         while d < dim:
-            load(grad_V, grad_PX, p, d)
+            load(grad_V, grad_PX, row, d)
             for i in range(V):
-                place_V[i] = argmax_PD[p, d + i]
+                place_V[i] = argmax_PD[row, d + i]
             for n in range(begin, offset_P1[p + 1]):
                 for i in range(V):
                     x_V[i] = grad_V[i] if place_V[i] == n - begin else np.float32(0)
@@ -230,12 +251,13 @@ def spread_max_grads_loop(offset_P1: Array, argmax_PD: Array, grad_PX: Array, ou
 
 
 def spread_max_grads_cuda(
-    offset_P1: torch.Tensor, argmax_PD: torch.Tensor, grad_PX: torch.Tensor, out_NX: torch.Tensor, *, gpu: Gpu
+    bags: Bags, argmax_PD: torch.Tensor, grad_PX: torch.Tensor, out_NX: torch.Tensor, *, gpu: Gpu
 ) -> None:
     """out_NX = the gradients of ids from those of their bags' maxima, bits of one of the three formats."""
-    bags, dim = grad_PX.shape
+    rows, dim = grad_PX.shape
     v = vector_width(dim, grad_PX, out_NX)
-    gpu.run_rows(spread_max_grads_loop.at(V=v), bags, dim // v, offset_P1, argmax_PD, grad_PX, out_NX)
+    offset_P1, row_P = bags.offset_P1, _rows(bags.row_P, gpu)
+    gpu.run_rows(spread_max_grads_loop.at(V=v), rows, dim // v, offset_P1, row_P, argmax_PD, grad_PX, out_NX)
 
 
 @cuda

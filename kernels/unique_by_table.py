@@ -1,15 +1,17 @@
-"""Unique keys of a batch of bags, table by table.  T tables, P bags, N ids, U unique keys.
+"""Unique keys of a batch of bags, table by table.  T tables, C columns, P bags, N ids, U unique keys.
 
-Bag p is of table p % T: the bags of a sample lie side by side, one for each table. Keys come table by table, and those
-of a table in the order in which they first occur:
+A sample has a bag for each column, and a table one column or more. Bags lie sample by sample, those of a sample side by
+side, or column by column. Keys come table by table, and those of a table in the order in which they first occur, column
+by column:
 
-    T = 2, offset_P1  0 2 3 5 6      table_U  0 0 1 1      inverse_N  0 1 2 0 0 3
-           id_N       7 9 7 7 7 8    id_U     7 9 7 8
+    C = T = 2, offset_P1  0 2 3 5 6      table_U  0 0 1 1      inverse_N  0 1 2 0 0 3
+               id_N       7 9 7 7 7 8    id_U     7 9 7 8
 
-One thread finds the keys of a table, in memory that stays in its cache. J counts ids table by table, in batch order
-within a table; Q counts bags table by table; place_Q1 says where the ids of each bag lie among those of J.
+One thread finds the keys of a table, in memory that stays in its cache. J counts ids column by column, in batch order
+within a column; Q counts bags column by column; place_Q1 says where the ids of each bag lie among those of J.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +52,10 @@ class KeysByTable(NamedTuple):
     """int64 [T + 1]: the keys of table t are key_T1[t] to key_T1[t + 1] - 1"""
     begin_U1: np.ndarray
     """int32 [U + 1]: how many ids the keys before each key have in all"""
+    column_T1: np.ndarray
+    """int64 [T + 1]: the columns of table t are column_T1[t] to column_T1[t + 1] - 1"""
+    step_2: tuple[int, int]
+    """From a column's bag to that of the next column, and from a sample's bag to that of the next sample."""
 
     @property
     def head_U(self) -> np.ndarray:
@@ -58,43 +64,46 @@ class KeysByTable(NamedTuple):
     def occurrences(
         self, of_bags: bool = True, scale_N: np.ndarray | None = None, *, threads: Threads = _ONE_THREAD
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """As oneemb.kernels.unique_keys.occurrences, in batch order: the bags in which each key occurs, or the ids."""
+        """As oneemb.kernels.unique_keys.occurrences, in the order of J: the bags in which each key occurs, or the ids.
+        Bags are numbered sample by sample, however they lie."""
         begin_U1, size, tables = self.begin_U1, int(self.begin_U1[-1]), len(self.key_T1) - 1
         order_N = np.empty(size, np.int32)
         scale_M = None if scale_N is None else np.empty(size, np.float32)
         threads.run(
-            _occurrences_cpu, tables, self.offset_P1, self.place_Q1, self.key_J, self.key_T1, of_bags, scale_N,
-            begin_U1[:-1].copy(), order_N, scale_M, share_min=_tables_min(tables, size),
+            _occurrences_cpu, tables, self.offset_P1, self.place_Q1, self.column_T1, *self.step_2, self.key_J,
+            self.key_T1, of_bags, scale_N, begin_U1[:-1].copy(), order_N, scale_M, share_min=_tables_min(tables, size),
         )  # fmt: skip
         return order_N, begin_U1, scale_M
 
 
 @cpu
 def _find_keys_cpu(
-    begin: Number, end: Number, id_N: Array, offset_P1: Array, place_Q1: Array, tables: Number, padded: Number,
-    padding_id: Number, id_V: Array, count_V: Array, key_J: Array, size_T: Array,
+    begin: Number, end: Number, id_N: Array, offset_P1: Array, place_Q1: Array, column_T1: Array, step_c: Number,
+    step_b: Number, padded: Number, padding_id: Number, id_V: Array, count_V: Array, key_J: Array, size_T: Array,
 ) -> None:  # fmt: skip
     """Number the keys of tables begin to end - 1 from 0 in each: key u of table t is id_V[v], v = place of its first
     id + u, and has count_V[v] ids. A table has size_T[t, 0] keys, of size_T[t, 1] ids."""
-    samples = (len(place_Q1) - 1) // tables
+    samples = (len(place_Q1) - 1) // max(column_T1[-1], 1)
     longest = np.int64(1)
     for t in range(begin, end):
-        longest = max(longest, place_Q1[(t + 1) * samples] - place_Q1[t * samples])
+        longest = max(longest, place_Q1[column_T1[t + 1] * samples] - place_Q1[column_T1[t] * samples])
     cells = 2
     while cells < 2 * longest:
         cells *= 2
     cell_C, id_K, hash_K = np.empty(cells, np.int32), np.empty(longest, np.int64), np.empty(longest, np.uint64)
     for t in range(begin, end):
-        first = natural(place_Q1[t * samples])
-        ids = place_Q1[(t + 1) * samples] - place_Q1[t * samples]
+        first = natural(place_Q1[column_T1[t] * samples])
+        ids = place_Q1[column_T1[t + 1] * samples] - place_Q1[column_T1[t] * samples]
         k = natural(0)
-        for b in range(samples):
+        for c in range(column_T1[t], column_T1[t + 1]):
             keep_rolled()
-            p = b * tables + t
-            for n in range(natural(offset_P1[p]), natural(offset_P1[p + 1])):
+            for b in range(samples):
                 keep_rolled()
-                id_K[k] = id_N[n]
-                k += natural(1)
+                p = c * step_c + b * step_b
+                for n in range(natural(offset_P1[p]), natural(offset_P1[p + 1])):
+                    keep_rolled()
+                    id_K[k] = id_N[n]
+                    k += natural(1)
         for k in range(ids):
             hash_K[k] = hash_key(np.int64(t), id_K[k], np.int64(0))
         cells = 2
@@ -148,43 +157,55 @@ def _close_up_cpu(
 
 @cpu
 def _inverse_cpu(
-    begin: Number, end: Number, offset_P1: Array, place_Q1: Array, key_J: Array, key_T1: Array, inverse_N: Array
+    begin: Number, end: Number, offset_P1: Array, place_Q1: Array, key_J: Array, key_C: Array, inverse_N: Array
 ) -> None:
-    """inverse_N of the ids in the bags of samples begin to end - 1."""
-    tables = len(key_T1) - 1
-    samples = (len(place_Q1) - 1) // tables
+    """inverse_N of the ids in the bags of samples begin to end - 1, which lie sample by sample."""
+    columns = len(key_C)
+    samples = (len(place_Q1) - 1) // columns
     for b in range(begin, end):
-        for t in range(tables):
+        for c in range(columns):
             keep_rolled()
-            p, j = b * tables + t, natural(place_Q1[t * samples + b])
+            p, j = b * columns + c, natural(place_Q1[c * samples + b])
             for n in range(natural(offset_P1[p]), natural(offset_P1[p + 1])):
                 keep_rolled()
-                inverse_N[n] = key_J[j] + key_T1[t] if key_J[j] >= 0 else -1
+                inverse_N[n] = key_J[j] + key_C[c] if key_J[j] >= 0 else -1
                 j += natural(1)
 
 
 @cpu
+def _inverse_of_columns_cpu(
+    begin: Number, end: Number, place_C1: Array, key_J: Array, key_C: Array, inverse_N: Array
+) -> None:
+    """inverse_N of the ids of columns begin to end - 1, which lie column by column."""
+    for c in range(begin, end):
+        for n in range(natural(place_C1[c]), natural(place_C1[c + 1])):
+            inverse_N[n] = key_J[n] + key_C[c] if key_J[n] >= 0 else -1
+
+
+@cpu
 def _occurrences_cpu(
-    begin: Number, end: Number, offset_P1: Array, place_Q1: Array, key_J: Array, key_T1: Array, of_bags: Number,
-    scale_N: Array, next_U: Array, order_N: Array, scale_M: Array,
+    begin: Number, end: Number, offset_P1: Array, place_Q1: Array, column_T1: Array, step_c: Number, step_b: Number,
+    key_J: Array, key_T1: Array, of_bags: Number, scale_N: Array, next_U: Array, order_N: Array, scale_M: Array,
 ) -> None:  # fmt: skip
     """Put each id of tables begin to end - 1, or its bag, at the next place of its key."""
-    tables = len(key_T1) - 1
-    samples = (len(place_Q1) - 1) // tables
+    columns = column_T1[-1]
+    samples = (len(place_Q1) - 1) // max(columns, 1)
     for t in range(begin, end):
-        for b in range(samples):
+        for c in range(column_T1[t], column_T1[t + 1]):
             keep_rolled()
-            p, q = b * tables + t, t * samples + b
-            for j in range(natural(place_Q1[q]), natural(place_Q1[q + 1])):
+            for b in range(samples):
                 keep_rolled()
-                if key_J[j] >= 0:
-                    u = natural(key_T1[t] + key_J[j])
-                    at = natural(next_U[u])
-                    n = natural(offset_P1[p] + np.int64(j) - place_Q1[q])
-                    order_N[at] = natural(p) if of_bags else n
-                    if scale_N is not None:
-                        scale_M[at] = scale_N[n]
-                    next_U[u] += 1
+                p, q, bag = c * step_c + b * step_b, c * samples + b, natural(b * columns + c)
+                for j in range(natural(place_Q1[q]), natural(place_Q1[q + 1])):
+                    keep_rolled()
+                    if key_J[j] >= 0:
+                        u = natural(key_T1[t] + key_J[j])
+                        at = natural(next_U[u])
+                        n = natural(offset_P1[p] + np.int64(j) - place_Q1[q])
+                        order_N[at] = bag if of_bags else n
+                        if scale_N is not None:
+                            scale_M[at] = scale_N[n]
+                        next_U[u] += 1
 
 
 def unique_keys_by_table(
@@ -192,37 +213,52 @@ def unique_keys_by_table(
     offset_P1: np.ndarray,
     tables: int,
     *,
+    columns: Sequence[int] | None = None,
     padding_id: int | None = None,
     threads: Threads = _ONE_THREAD,
 ) -> KeysByTable:
     """The unique keys among ids, int32 or int64 [N], leaving out those that equal `padding_id`.
 
-    `offset_P1`, int64 from 0 up to N, says which ids each bag holds; there are as many bags of each table.
+    Args:
+        offset_P1: int64 from 0 up to N: which ids each bag holds. There are as many bags of each column.
+        columns: the table of each column, none below the one before: bags lie column by column. None = each table is a
+            column, and bags lie sample by sample.
     """
-    ids, bags = len(id_N), len(offset_P1) - 1
-    assert ids < 2**31 and bags < 2**31 and bags % tables == 0
-    samples = bags // tables
-    place_Q1 = np.append(0, np.cumsum(np.diff(offset_P1).reshape(samples, tables).T))
+    ids, bags, count = len(id_N), len(offset_P1) - 1, tables if columns is None else len(columns)
+    assert ids < 2**31 and bags < 2**31 and bags % count == 0
+    samples = bags // count
+    if columns is None:
+        column_T1, step_2 = np.arange(tables + 1), (1, tables)
+        place_Q1 = np.append(0, np.cumsum(np.diff(offset_P1).reshape(samples, tables).T))
+    else:
+        column_T1, step_2 = np.searchsorted(columns, np.arange(tables + 1)), (samples, 1)
+        place_Q1 = offset_P1
     id_V, count_V, key_J = np.empty(ids, np.int64), np.empty(ids, np.int32), np.empty(ids, np.int32)
     size_T = np.empty((tables, 2), np.int64)
     share_min = _tables_min(tables, ids)
     threads.run(
-        _find_keys_cpu, tables, id_N, offset_P1, place_Q1, tables, padding_id is not None,
+        _find_keys_cpu, tables, id_N, offset_P1, place_Q1, column_T1, *step_2, padding_id is not None,
         0 if padding_id is None else padding_id, id_V, count_V, key_J, size_T, share_min=share_min,
     )  # fmt: skip
     key_T1, id_T1 = (np.append(0, np.cumsum(size_T[:, i])) for i in range(2))
     unique = int(key_T1[-1])
     table_U, id_U, begin_U1 = np.empty(unique, np.int32), np.empty(unique, np.int64), np.empty(unique + 1, np.int32)
     begin_U1[-1] = id_T1[-1]
-    place_T = place_Q1[::samples] if samples else np.zeros(tables, np.int64)
+    place_T = place_Q1[column_T1 * samples]
     threads.run(
         _close_up_cpu, tables, place_T, key_T1, id_T1, id_V, count_V, table_U, id_U, begin_U1, share_min=share_min
     )
-    inverse_N = np.empty(ids, np.int32)
-    threads.run(
-        _inverse_cpu, samples, offset_P1, place_Q1, key_J, key_T1, inverse_N, share_min=_tables_min(samples, ids)
-    )
-    return KeysByTable(table_U, id_U, inverse_N, offset_P1, place_Q1, key_J, key_T1, begin_U1)
+    inverse_N, key_C = np.empty(ids, np.int32), np.repeat(key_T1[:-1], np.diff(column_T1))
+    if columns is None:
+        threads.run(
+            _inverse_cpu, samples, offset_P1, place_Q1, key_J, key_C, inverse_N, share_min=_tables_min(samples, ids)
+        )
+    else:
+        place_C1 = np.ascontiguousarray(place_Q1[np.arange(count + 1) * samples])
+        threads.run(_inverse_of_columns_cpu, count, place_C1, key_J, key_C, inverse_N, share_min=share_min)
+    return KeysByTable(
+        table_U, id_U, inverse_N, offset_P1, place_Q1, key_J, key_T1, begin_U1, column_T1, step_2
+    )  # fmt: skip
 
 
 def _tables_min(tables: int, ids: int) -> int:

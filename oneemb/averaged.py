@@ -11,6 +11,7 @@ makes up for the rest as it reads.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -135,13 +136,16 @@ class AveragedEmbedding(torch.nn.Module):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
         pooling: Literal["sum", "mean", "max"] = "sum",
+        *,
+        columns: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """The averages of the rows of ids, without a gradient; arguments, result and errors are those of the
         embedding in eval mode."""
         rows, averages = self.rows, _Averages(self)
 
         def keys() -> ops.Keys:
-            return rows.keys_of(ids, table_ids, offsets, per_sample_weights, pooling)
+            its_columns = None if columns is None else tuple(columns)
+            return rows.keys_of(ids, table_ids, offsets, per_sample_weights, pooling, its_columns)
 
         def look_up() -> torch.Tensor:
             if rows.asked_ranks is None:

@@ -125,6 +125,8 @@ class TableEmbedding(torch.nn.Module):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
         pooling: Literal["sum", "mean", "max"] = "sum",
+        *,
+        columns: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """The rows of ids, one for each id or, with `offsets`, one for each bag of ids.
 
@@ -142,10 +144,13 @@ class TableEmbedding(torch.nn.Module):
             pooling: "sum", "mean" or elementwise "max" of a bag's ids. Those equal to `padding_idx` are left out. As
                 in `torch.nn.EmbeddingBag` the gradient of a maximum goes to the id that gave it, the first of several;
                 a NaN is the maximum where the first id of a bag has it, and is passed over elsewhere.
+            columns: with `offsets`, the table of each of C columns, 0 to T-1, none below the one before. Bags then lie
+                column by column: P = C * B, and bag p is of column p // B. Several columns may be of one table.
 
         Returns:
             [*ids.shape, D] of the embedding's dtype, which `model.half()` and the like do not change; zeros where an id
-            equals `padding_idx`. For bags [B, T, D], or [P, D] with `table_ids` or one table; zeros for an empty bag.
+            equals `padding_idx`. For bags [B, T, D], with `columns` [B, C, D], or [P, D] with `table_ids` or one table;
+            zeros for an empty bag.
             Sums and means of bags are made in float32 and rounded once.
 
         Raises:
@@ -164,7 +169,7 @@ class TableEmbedding(torch.nn.Module):
             )
         arguments: dict[str, Any] = {
             "ids": ids, "table_ids": table_ids, "offsets": offsets, "per_sample_weights": per_sample_weights,
-            "pooling": pooling,
+            "pooling": pooling, "columns": None if columns is None else tuple(columns),
         }  # fmt: skip
         building = building_now()
         if building is None:
@@ -179,18 +184,20 @@ class TableEmbedding(torch.nn.Module):
         offsets: torch.Tensor | None,
         per_sample_weights: torch.Tensor | None,
         pooling: str,
+        columns: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
         if self.asked_ranks is not None:
             return self._look_up_on_ranks(
-                self.asked_ranks, has_gradient, ids, table_ids, offsets, per_sample_weights, pooling
+                self.asked_ranks, has_gradient, ids, table_ids, offsets, per_sample_weights, pooling, columns
             )
-        if not has_gradient and offsets is None and per_sample_weights is None and pooling == "sum":
+        is_plain = offsets is None and per_sample_weights is None and columns is None
+        if not has_gradient and is_plain and pooling == "sum":
             read = ops.read_ids(
                 self.store, ids, table_ids, self.num_tables, self.key_type, self.padding_idx, inserts=self.training
             )
             if read is not None:
                 return read
-        keys = self.keys_of(ids, table_ids, offsets, per_sample_weights, pooling)
+        keys = self.keys_of(ids, table_ids, offsets, per_sample_weights, pooling, columns)
         if not self.training and not has_gradient:
             return ops.peek(self.store, keys, per_sample_weights, pooling)
         lease = ops.acquire(self.store, keys) if self.training else ops.acquire_later(self.store, keys)
@@ -201,7 +208,7 @@ class TableEmbedding(torch.nn.Module):
         return rows
 
     def _look_up_on_ranks(self, ranks: Ranks, has_gradient: bool, *arguments: Any) -> torch.Tensor:
-        *_, offsets, per_sample_weights, pooling = arguments
+        _, _, offsets, per_sample_weights, pooling, _ = arguments
         lease = ops.look_up_on_ranks(
             ranks, self.store, self.name, lambda: self.keys_of(*arguments), inserts=self.training,
             has_gradient=has_gradient, sums_bags=ops.sums_bags(offsets, per_sample_weights, pooling),
@@ -216,10 +223,12 @@ class TableEmbedding(torch.nn.Module):
         offsets: torch.Tensor | None,
         per_sample_weights: torch.Tensor | None,
         pooling: str,
+        columns: tuple[int, ...] | None = None,
     ) -> ops.Keys:
         """The unique keys of a lookup with these arguments; raises as `forward` does of what is wrong with them."""
         keys = ops.unique_keys(
-            ids, table_ids, self.num_tables, self.key_type, self.padding_idx, offsets, threads=self.store.threads
+            ids, table_ids, self.num_tables, self.key_type, self.padding_idx, offsets, columns,
+            threads=self.store.threads,
         )
         ops.check_pooling(keys, per_sample_weights, pooling)
         return keys

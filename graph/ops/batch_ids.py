@@ -1,10 +1,10 @@
 """The ids of a lookup: what they, their tables and their offsets must be, and the table of each as an array.
 
-N ids, P bags, B samples, T tables.
+N ids, P bags, B samples, T tables, C columns.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ import torch
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Loops
 
-__all__ = ["bags_of_ids", "check_ids", "check_tables", "tables_and_ids"]
+__all__ = ["bags_of_ids", "check_ids", "check_no_columns", "check_tables", "tables_and_ids"]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -83,11 +83,13 @@ def bags_of_ids(
     num_tables: int,
     key_type: torch.dtype,
     offsets: torch.Tensor,
+    columns: Sequence[int] | None,
     loops: Loops,
 ) -> tuple[torch.Size, torch.Tensor, torch.Tensor | None, Callable[[], None]]:
     """The shape that bags of ids give, their offsets and tables, and what checks the values of both.
 
     Args:
+        columns: the table of each column; see `unique_keys`.
         loops: those that work where the ids are.
 
     Raises:
@@ -100,7 +102,10 @@ def bags_of_ids(
     bags = len(offsets) - 1
     # A copy: what a backward pass reads must be what the lookup was given, and was checked.
     offset_P1 = offsets.detach().to(torch.int64, copy=True, memory_format=torch.contiguous_format)
-    if table_ids is not None:
+    if columns is not None:
+        _check_columns(columns, num_tables, bags, table_ids)
+        shape = torch.Size([bags // len(columns), len(columns)])
+    elif table_ids is not None:
         _check_tables_of_bags(table_ids, bags, ids.device)
         table_ids = table_ids.expand(bags)
         shape = torch.Size([bags])
@@ -120,6 +125,24 @@ def bags_of_ids(
             check_tables(table_ids, num_tables)
 
     return shape, offset_P1, table_P, check
+
+
+def check_no_columns(columns: object) -> None:
+    """Raise ValueError if columns are given for ids that are in no bags."""
+    if columns is not None:
+        raise ValueError("columns say how bags lie, so that they need offsets; ids [B, T] have columns of their own")
+
+
+def _check_columns(columns: Sequence[int], num_tables: int, bags: int, table_ids: object) -> None:
+    if not isinstance(columns, list | tuple) or not columns or not all(type(table) is int for table in columns):
+        raise TypeError(f"columns must be a list of the table of each column, ints, got {columns!r}")
+    in_order = all(before <= table for before, table in zip(columns, columns[1:], strict=False))
+    if columns[0] < 0 or columns[-1] >= num_tables or not in_order:
+        raise ValueError(f"columns must be tables from 0 to {num_tables - 1}, none below the one before, got {columns}")
+    if bags % len(columns):
+        raise ValueError(f"offsets must be of as many bags for each of {len(columns)} columns, got {bags} bags")
+    if table_ids is not None:
+        raise ValueError("columns and table_ids both say which table a bag is of; pass one of them")
 
 
 def _check_tables_of_bags(table_ids: torch.Tensor, bags: int, device: torch.device) -> None:

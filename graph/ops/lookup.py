@@ -109,6 +109,7 @@ def unique_keys(
     key_type: torch.dtype,
     padding_idx: int | None,
     offsets: torch.Tensor | None = None,
+    columns: Sequence[int] | None = None,
     *,
     threads: Threads = _ONE_THREAD,
 ) -> Keys:
@@ -122,6 +123,8 @@ def unique_keys(
         offsets: integers [P + 1] from 0 to N, none below the one before: `ids` is [N] and bag p holds the ids from
             offsets[p] to offsets[p + 1] - 1. `table_ids` then says the table of each bag, [P], or of all; without it
             bags are those of B samples one after another, P = B * T, bag p of table p % T.
+        columns: the table of each of C columns, none below the one before: bags are those of C columns one after
+            another, P = C * B, bag p of column p // B. They give [B, C].
         threads: runs the loops on the CPU.
 
     Raises:
@@ -129,15 +132,18 @@ def unique_keys(
     """
     loops = loops_of(ids, threads) if isinstance(ids, torch.Tensor) else _NO_LOOPS  # which is refused just below
     if offsets is None:
+        batch_ids.check_no_columns(columns)
         batch_ids.check_ids(ids, table_ids, num_tables, key_type)
         table_N, id_N, check = batch_ids.tables_and_ids(ids, table_ids, num_tables, loops)
         unique = loops.unique_keys(table_N, id_N, tables=num_tables, padding_id=padding_idx, check=check)
         return Keys(ids.shape, unique, None, loops)
-    shape, offset_P1, table_P, check_bags = batch_ids.bags_of_ids(ids, table_ids, num_tables, key_type, offsets, loops)
+    shape, offset_P1, table_P, check_bags = batch_ids.bags_of_ids(
+        ids, table_ids, num_tables, key_type, offsets, columns, loops
+    )
     id_N = loops.array(ids.detach().contiguous())
     unique, bags = loops.unique_keys_of_bags(
         id_N, loops.array(offset_P1), None if table_P is None else loops.array(table_P), tables=num_tables,
-        padding_id=padding_idx, check=check_bags,
+        columns=columns, padding_id=padding_idx, check=check_bags,
     )  # fmt: skip
     return Keys(shape, unique, bags, loops)
 
@@ -334,7 +340,8 @@ class Lease:
         part_S = loops.array(order_S.to(loops.device))
         out = torch.empty(*self.keys.shape, store.format.dim, dtype=DTYPES[store.format.dtype], device=loops.device)
         rows = RowsOfIds(remote.weight_SX, remote.slot_U, part_S)
-        loops.pool(rows, loops.array(offset_P1.to(loops.device)), scale_S, loops.array(out.view(-1, out.shape[-1])))
+        bags = Bags(loops.array(offset_P1.to(loops.device)))
+        loops.pool(rows, bags, scale_S, loops.array(out.view(-1, out.shape[-1])))
         return out
 
     def grad_of_scales(self, grad_PD: torch.Tensor) -> torch.Tensor:
@@ -541,9 +548,9 @@ def _read(
         loops.gather(rows, out_ND)
     elif pooling == "max":
         argmax_PD = loops.array(torch.empty(out_ND.shape, dtype=torch.int32, device=loops.device))
-        loops.pool_max(rows, keys.bags.offset_P1, out_ND, argmax_PD)
+        loops.pool_max(rows, keys.bags, out_ND, argmax_PD)
     else:
-        loops.pool(rows, keys.bags.offset_P1, scale_N, out_ND)
+        loops.pool(rows, keys.bags, scale_N, out_ND)
     return out, argmax_PD
 
 
@@ -551,7 +558,7 @@ def spread_max_grads(keys: Keys, argmax_PD: Array, grad_PD: torch.Tensor, loops:
     """The gradients of ids, [N, D], from those of their bags' maxima: each number goes to the id that gave it."""
     assert keys.bags is not None
     grad_ND = grad_PD.new_empty(len(keys.unique.inverse_N), grad_PD.shape[1])
-    loops.spread_max_grads(keys.bags.offset_P1, argmax_PD, loops.array(grad_PD), loops.array(grad_ND))
+    loops.spread_max_grads(keys.bags, argmax_PD, loops.array(grad_PD), loops.array(grad_ND))
     return grad_ND
 
 

@@ -1,6 +1,6 @@
 """Lookups of several embeddings as one op: `unique_keys` and `gather` for merged stores.
 
-    keys  = unique_merged_keys([(first_table, ids, table_ids, num_tables, offsets), ...], key_type, padding_idx)
+    keys  = unique_merged_keys([(first_table, ids, table_ids, num_tables, offsets, columns), ...], key_type, padding_idx)
     check_merged_pooling(keys, [(p, per_sample_weights, pooling), ...])
     reserved = reserve(merged_store, keys)
     rows  = gather_merged(reserved, [(p, per_sample_weights, pooling), ...])   a tensor for each
@@ -31,7 +31,7 @@ from oneemb.graph.ops.lookup import (
 )
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.kernels import unique_keys as kernel
-from oneemb.kernels.arrays import Bags, RowsOfIds
+from oneemb.kernels.arrays import Bags, RowsOfIds, rows_of_columns
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.reduce_grads import Segments
 from oneemb.kernels.threads import Threads
@@ -45,7 +45,7 @@ __all__ = [
 
 _LOOPS = HostLoops(Threads(1))
 
-Lookup = tuple[int, torch.Tensor, torch.Tensor | None, int, torch.Tensor | None]
+Lookup = tuple[int, torch.Tensor, torch.Tensor | None, int, torch.Tensor | None, Sequence[int] | None]
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def unique_merged_keys(lookups: Sequence[Lookup], key_type: torch.dtype, padding
     end_P = list(itertools.accumulate(len(batch.id_N) for batch in batches))
     begin_P = [0, *end_P[:-1]]
     table_N = np.empty(end_P[-1], np.int32)
-    for (first_table, _, _, num_tables, _), batch, begin, end in zip(lookups, batches, begin_P, end_P, strict=True):
+    for (first_table, _, _, num_tables, *_), batch, begin, end in zip(lookups, batches, begin_P, end_P, strict=True):
         if batch.table_N is not None:
             np.add(batch.table_N, np.int32(first_table), out=table_N[begin:end])
         elif num_tables == 1:
@@ -274,16 +274,24 @@ def _batch_of(
     table_ids: torch.Tensor | None,
     num_tables: int,
     offsets: torch.Tensor | None,
+    columns: Sequence[int] | None,
     key_type: torch.dtype,
 ) -> _Batch:
     if isinstance(ids, torch.Tensor) and ids.device.type != "cpu":
         raise ValueError(f"ids must be on the CPU, where the embedding is, got {ids.device}; call ids.cpu()")
     if offsets is not None:
-        shape, offset_P1, table_P, check = batch_ids.bags_of_ids(ids, table_ids, num_tables, key_type, offsets, _LOOPS)
+        shape, offset_P1, table_P, check = batch_ids.bags_of_ids(
+            ids, table_ids, num_tables, key_type, offsets, columns, _LOOPS
+        )
         check()
         bags = Bags(offset_P1.numpy())
-        table_N = bags.bag_N % np.int32(num_tables) if table_P is None else table_P.numpy()[bags.bag_N]
+        if columns is not None:
+            bags = Bags(bags.offset_P1, row_P=rows_of_columns(len(offset_P1) - 1, len(columns)))
+            table_N = np.array(columns, np.int32)[bags.bag_N % np.int32(len(columns))]
+        else:
+            table_N = bags.bag_N % np.int32(num_tables) if table_P is None else table_P.numpy()[bags.bag_N]
         return _Batch(ids.detach(), table_N, shape, bags)
+    batch_ids.check_no_columns(columns)
     batch_ids.check_ids(ids, table_ids, num_tables, key_type)
     tables = None
     if table_ids is not None:
@@ -337,14 +345,14 @@ def _read(merged: MergedRows, read: Sequence[int], leases: Sequence[Lease]) -> l
         if not pooled:
             loops.gather(rows, row_ND[first:end])
         else:
-            offset_P1, scale_N = _pooling([parts[i] for i in adjacent], [leases[i] for i in adjacent])
+            bags, scale_N = _pooling([parts[i] for i in adjacent], [leases[i] for i in adjacent])
             if takes_max:
                 argmax_PD = np.empty((end - first, dim), np.int32)
-                loops.pool_max(rows, offset_P1, row_ND[first:end], argmax_PD)
+                loops.pool_max(rows, bags, row_ND[first:end], argmax_PD)
                 for i in adjacent:
                     leases[i].argmax_PD = argmax_PD[begin_P[i] - first : end_P[i] - first]
             else:
-                loops.pool(rows, offset_P1, scale_N, row_ND[first:end])
+                loops.pool(rows, bags, scale_N, row_ND[first:end])
         first = end
     return [
         torch.empty(0, dtype=dtype).set_(all_ND.untyped_storage(), begin * dim, (*part.keys.shape, dim))  # type: ignore[call-overload]
@@ -352,19 +360,25 @@ def _read(merged: MergedRows, read: Sequence[int], leases: Sequence[Lease]) -> l
     ]
 
 
-def _pooling(parts: Sequence[KeysPart], leases: Sequence[Lease]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Offsets and scales of lookups that lie side by side, as of one."""
-    offsets = [np.zeros(1, np.int64)]
+def _pooling(parts: Sequence[KeysPart], leases: Sequence[Lease]) -> tuple[Bags, np.ndarray | None]:
+    """Bags and scales of lookups that lie side by side, as of one."""
+    offsets, rows, count = [np.zeros(1, np.int64)], list[np.ndarray](), 0
     for part in parts:
-        assert part.keys.bags is not None
-        offsets.append(part.keys.bags.offset_P1[1:] + (part.ids.start - parts[0].ids.start))
+        own = part.keys.bags
+        assert own is not None
+        offsets.append(own.offset_P1[1:] + (part.ids.start - parts[0].ids.start))
+        size = len(own.offset_P1) - 1
+        rows.append(np.int32(count) + (np.arange(size, dtype=np.int32) if own.row_P is None else own.row_P))
+        count += size
+    in_order = all(part.keys.bags is not None and part.keys.bags.row_P is None for part in parts)
+    bags = Bags(np.concatenate(offsets), row_P=None if in_order else np.concatenate(rows))
     if all(lease.scale_N is None for lease in leases):
-        return np.concatenate(offsets), None
+        return bags, None
     scales = [
         np.ones(part.ids.stop - part.ids.start, np.float32) if lease.scale_N is None else lease.scale_N
         for part, lease in zip(parts, leases, strict=True)
     ]
-    return np.concatenate(offsets), np.concatenate(scales)
+    return bags, np.concatenate(scales)
 
 
 @Op(LOOKUP, takes=("reserved",))

@@ -17,7 +17,7 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
 
     Before:  rows = embedding(ids);  return (rows,)
     After:   kept = keep(ids);  keys = unique_keys(kept, ...);  reserved = reserve(store, keys)
-             return (("embedding", kept, None, None, reserved, None, None, "sum", ids),)
+             return (("embedding", kept, None, None, None, reserved, None, None, "sum", ids),)
 
     What is returned of a lookup are the arguments of `Expected`. Values of the batch are copied, since `build` may
     change them in place before it looks them up; of tensors from outside the batch, what is looked up is. Rows are
@@ -58,7 +58,8 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
             store = graph.get_attr(f"{node.target}.store")
             key_arguments = call.ids, call.table_ids, module.num_tables, module.key_type, module.padding_idx
             offsets = () if call.offsets is None else (call.offsets,)
-            keys = graph.call_function(ops.unique_keys, (*key_arguments, *offsets))
+            columns = () if call.columns is None else (call.columns,)
+            keys = graph.call_function(ops.unique_keys, (*key_arguments, *offsets, *columns))
             if call.per_sample_weights is not None:
                 graph.call_function(ops.check_pooling, (keys, call.per_sample_weights, call.pooling))
             pooled = () if call.offsets is None else (call.per_sample_weights, call.pooling)
@@ -73,7 +74,7 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
                 rows = graph.call_function(ops.peek, (store, keys, *pooled))
         ids = node_of(call.ids)
         origin = ids.args[0] if ids.target is ops.keep else None
-        made.append([str(node.target), *call[:3], lease, rows, *call[3:], origin])
+        made.append([str(node.target), *call[:4], lease, rows, *call[4:], origin])
         if module.asked_ranks is not None:
             with graph.inserting_before(node):
                 ranks = graph.get_attr(f"{node.target}.ranks")
@@ -101,7 +102,7 @@ def _announce(graph: fx.Graph, lookups: Sequence[tuple[list[fx.node.Argument], t
             returned[_RESERVED] = graph.call_function(ops.announced_lookup, (announced, number))
 
 
-_RESERVED = 4  # of what is returned of a lookup
+_RESERVED = 5  # of what is returned of a lookup
 
 
 class _Copies:
@@ -130,6 +131,7 @@ class _Call(NamedTuple):
     ids: fx.node.Argument
     table_ids: fx.node.Argument = None
     offsets: fx.node.Argument = None
+    columns: fx.node.Argument = None
     per_sample_weights: fx.node.Argument = None
     pooling: fx.node.Argument = None
     """None = ids are pooled by weights that are not known before `build`."""

@@ -28,11 +28,11 @@ def merge_embeddings(graph: fx.Graph, members: Mapping[str, Member]) -> fx.Graph
 
     Before:  u1 = unique_keys(x, ...);  reserved1 = reserve(a.store, u1)
              u2 = unique_keys(y, ...);  reserved2 = reserve(b.store, u2)
-             return (("a", x, None, None, reserved1, None, None, "sum", x), ...)
+             return (("a", x, None, None, None, reserved1, None, None, "sum", x), ...)
     After:   keys = unique_merged_keys(((0, x, ...), (1, y, ...)), ...);  reserved = reserve(merged, keys)
              reserved1 = part_of(reserved, 0);  reserved2 = part_of(reserved, 1)
              rows = gather_merged(reserved, ((0, None, "sum"), (1, None, "sum")));  rows1 = rows[0];  rows2 = rows[1]
-             return (("a", x, None, None, reserved1, rows1, None, "sum", x), ...)
+             return (("a", x, None, None, None, reserved1, rows1, None, "sum", x), ...)
 
     Exact: a key occurs in one lookup only, so nothing is summed in another order.
 
@@ -62,8 +62,9 @@ def _merge(graph: fx.Graph, merged: str, reserves: list[fx.Node], members: Mappi
     read: list[fx.node.Argument] = []
     reads: list[list[fx.node.Argument]] = []
     for p, reserve in enumerate(reserves):
-        ids, table_ids, num_tables, key_type, padding_idx, *offsets = node_of(reserve.args[1]).args
-        looked_up.append((members[store_of(reserve)].first_table, ids, table_ids, num_tables, *(offsets or [None])))
+        ids, table_ids, num_tables, key_type, padding_idx, *bags = node_of(reserve.args[1]).args
+        bags += [None] * (2 - len(bags))
+        looked_up.append((members[store_of(reserve)].first_table, ids, table_ids, num_tables, *bags))
         for check in [user for user in node_of(reserve.args[1]).users if user.target is ops.check_pooling]:
             checked.append((p, *check.args[1:]))
             graph.erase_node(check)
@@ -92,4 +93,4 @@ def _merge(graph: fx.Graph, merged: str, reserves: list[fx.Node], members: Mappi
                 graph.erase_node(unused)
 
 
-_RESERVED, _ROWS = 4, 5  # of what is returned of a lookup
+_RESERVED, _ROWS = 5, 6  # of what is returned of a lookup

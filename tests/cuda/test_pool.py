@@ -6,6 +6,7 @@ import torch
 
 import oneemb
 from oneemb.kernels import pool as cpu
+from oneemb.kernels.arrays import Bags, rows_of_columns
 from oneemb.kernels.pool_cuda import (
     bags_of_cuda,
     mean_scales_cuda,
@@ -64,9 +65,13 @@ def test_a_pooled_bag_is_its_rows_summed_in_order(gpu, dim, dtype, scales):
     offsets, inverse = gpu.put(offset_P1), gpu.put(inverse_N)
     scale = {"none": None, "weights": gpu.put(scale_N), "mean": mean_scales_cuda(offsets, inverse, gpu=gpu)}[scales]
     out_PD = gpu.empty(*expected.shape, dtype=DTYPES[dtype])
-    pool_cuda(gpu.put(weight_SX), gpu.put(slot_U), inverse, offsets, scale, out_PD, gpu=gpu)
-    found = out_PD.cpu().numpy()
+    rows = gpu.put(weight_SX), gpu.put(slot_U), inverse
+    pool_cuda(*rows, Bags(offsets), scale, out_PD, gpu=gpu)
+    found = out_PD.cpu().numpy().copy()  # which in the simulator is a view
     assert found.tobytes() == to_bits(expected, dtype).tobytes() and not found[:2].any()
+    row_P = np.arange(len(expected), dtype=np.int32)[::-1].copy()
+    pool_cuda(*rows, Bags(offsets, None, gpu.put(row_P)), scale, out_PD, gpu=gpu)
+    assert out_PD.cpu().numpy()[row_P].tobytes() == found.tobytes()
 
 
 @pytest.mark.parametrize("dim, dtype", [(3, "float32"), (40, "float32"), (8, "float16"), (8, "bfloat16")])
@@ -77,20 +82,30 @@ def test_maxima_of_bags_and_their_gradients_have_the_cpus_bits(gpu, dim, dtype):
     weight_SX[:] = to_bits(values, dtype)
     grad_PX = to_bits(np.random.default_rng(6).normal(0, 1, (9, dim)).astype(np.float32), dtype)
     expected_PX, argmax = np.empty((9, dim), weight_SX.dtype), np.empty((9, dim), np.int32)
-    cpu.pool_max(weight_SX, slot_U, inverse_N, offset_P1, expected_PX, argmax, threads=ONE)
+    cpu.pool_max(weight_SX, slot_U, inverse_N, Bags(offset_P1), expected_PX, argmax, threads=ONE)
     assert (argmax[:2] == -1).all() and argmax.max() > 1
     offsets, out_PD = gpu.put(offset_P1), gpu.empty(9, dim, dtype=DTYPES[dtype])
     argmax_PD = gpu.empty(9, dim, dtype=torch.int32)
     rows = map(gpu.put, (weight_SX, slot_U, inverse_N))
-    pool_max_cuda(*rows, offsets, out_PD, argmax_PD, gpu=gpu)
+    pool_max_cuda(*rows, Bags(offsets), out_PD, argmax_PD, gpu=gpu)
     np.testing.assert_array_equal(argmax_PD.cpu().numpy(), argmax)
     found, expected = (from_bits(array, dtype) for array in (out_PD.cpu().numpy(), expected_PX))
     np.testing.assert_array_equal(found, expected)
     assert (np.signbit(found) == np.signbit(expected))[~np.isnan(expected)].all()
     expected_NX = np.empty((len(inverse_N), dim), weight_SX.dtype)
-    cpu.spread_max_grads(offset_P1, argmax, grad_PX, expected_NX, threads=ONE)
+    cpu.spread_max_grads(Bags(offset_P1), argmax, grad_PX, expected_NX, threads=ONE)
     grad_NX = gpu.empty(*expected_NX.shape, dtype=DTYPES[dtype])
-    spread_max_grads_cuda(offsets, argmax_PD, gpu.put(grad_PX), grad_NX, gpu=gpu)
+    spread_max_grads_cuda(Bags(offsets), argmax_PD, gpu.put(grad_PX), grad_NX, gpu=gpu)
+    assert grad_NX.cpu().numpy().tobytes() == expected_NX.tobytes()
+    row_P = rows_of_columns(9, 3)
+    moved = [np.empty_like(array) for array in (expected_PX, argmax, grad_PX)]
+    for array, at_rows in zip((expected_PX, argmax, grad_PX), moved, strict=True):
+        at_rows[row_P] = array
+    bags = Bags(offsets, None, gpu.put(row_P))
+    pool_max_cuda(*map(gpu.put, (weight_SX, slot_U, inverse_N)), bags, out_PD, argmax_PD, gpu=gpu)
+    np.testing.assert_array_equal(argmax_PD.cpu().numpy(), moved[1])
+    np.testing.assert_array_equal(from_bits(out_PD.cpu().numpy(), dtype), from_bits(moved[0], dtype))
+    spread_max_grads_cuda(bags, argmax_PD, gpu.put(moved[2]), grad_NX, gpu=gpu)
     assert grad_NX.cpu().numpy().tobytes() == expected_NX.tobytes()
 
 
@@ -112,7 +127,7 @@ def test_bags_and_tables_of_ids(gpu):
     for tables, given, expected in [(3, table_P, table_P[bag_N]), (2, None, bag_N % 2)]:
         size_2 = gpu.full(2, value=0, dtype=torch.int64)
         given = None if given is None else gpu.put(given)
-        found, table_N = bags_of_cuda(gpu.put(offset_P1), given, tables, 9, size_2, gpu=gpu)
+        found, table_N = bags_of_cuda(gpu.put(offset_P1), given, None, tables, 9, size_2, gpu=gpu)
         assert found.tolist() == bag_N.tolist() and table_N.tolist() == expected.tolist()
         assert size_2.tolist() == [0, 0]
 
@@ -128,7 +143,7 @@ def test_bags_and_tables_of_ids(gpu):
 def test_offsets_and_tables_that_are_wrong_are_noted_and_read_nothing_out_of_range(gpu, offsets, tables):
     size_2 = gpu.full(2, value=0, dtype=torch.int64)
     table_P = None if tables is None else gpu.put(np.array(tables, np.int32))
-    bag_N, _ = bags_of_cuda(gpu.put(np.array(offsets)), table_P, 2, 4, size_2, gpu=gpu)
+    bag_N, _ = bags_of_cuda(gpu.put(np.array(offsets)), table_P, None, 2, 4, size_2, gpu=gpu)
     assert int(size_2[1]) == 1 and all(0 <= bag < max(1, len(offsets) - 1) for bag in bag_N.tolist())
 
 

@@ -68,7 +68,7 @@ CASES = {
     ),
     "release": (slots_cuda.release_loop, (KEYS, array(i32))),
     "count pinned": (slots_cuda.count_pinned_loop, (array(i32), i64, KEYS)),
-    "bags": (pool_cuda.bags_loop, (KEYS, array(i32), i64, KEYS, array(i32), KEYS)),
+    "bags": (pool_cuda.bags_loop, (KEYS, array(i32), array(i32), i64, KEYS, array(i32), KEYS)),
     "mean scales": (pool_cuda.mean_scales_loop, (KEYS, KEYS, array(f32))),
     "count parts": (reduce_grads_cuda.count_parts_loop, (KEYS, KEYS)),
     "copy in": (gather_cuda.copy_in_loop.at(V=4), (array(i32, 2), KEYS, array(i32, 2))),
@@ -91,15 +91,15 @@ for dtype, bits in BITS.items():
         CASES[f"gather {of}"] = (gather_cuda.gather_loop.at(V=V), (weights, KEYS, KEYS, weights))
         CASES[f"pool {of}"] = (
             pool_cuda.pool_loop.at(V=V),
-            (weights, KEYS, KEYS, KEYS, array(f32), weights),
+            (weights, KEYS, KEYS, KEYS, array(i32), array(f32), weights),
         )
         CASES[f"pool max {of}"] = (
             pool_cuda.pool_max_loop.at(V=V),
-            (weights, KEYS, KEYS, KEYS, weights, array(i32, 2)),
+            (weights, KEYS, KEYS, KEYS, array(i32), weights, array(i32, 2)),
         )
         CASES[f"spread max grads {of}"] = (
             pool_cuda.spread_max_grads_loop.at(V=V),
-            (KEYS, array(i32, 2), weights, weights),
+            (KEYS, array(i32), array(i32, 2), weights, weights),
         )
         CASES[f"sum parts {of}"] = (reduce_grads_cuda.sum_parts_loop.at(V=V), segments)
         CASES[f"sum scaled parts {of}"] = (reduce_grads_cuda.sum_parts_loop.at(V=V, SCALED=True), segments)

@@ -46,7 +46,7 @@ def peeked(embedding, ids):
     """A lookup that is expected of an embedding that is not trained."""
     keys = ops.unique_keys(ids, None, embedding.num_tables, torch.int64, None)
     rows = ops.peek(embedding.store, keys)
-    return Expected(embedding.store.changes, False, "a", ids.clone(), None, None, None, rows, None, "sum", None)
+    return Expected(embedding.store.changes, False, "a", ids.clone(), None, None, None, None, rows, None, "sum", None)
 
 
 def pinned(embedding):
@@ -231,7 +231,7 @@ def test_an_embedding_in_eval_mode_is_inserted_by_no_lookup(embedding):
     ids = torch.tensor([200, 3])
     keys = ops.unique_keys(ids, None, 1, torch.int64, None)
     lease = ops.acquire_later(embedding.store, keys)
-    read = ids.clone(), None, None, lease, ops.gather(lease), None, "sum", None
+    read = ids.clone(), None, None, None, lease, ops.gather(lease), None, "sum", None
     lookup = Expected(embedding.store.changes, False, "a", *read)
     building = Building({embedding.store: "a"}, [lookup])
 
@@ -271,7 +271,7 @@ def test_leases_have_the_order_in_which_lookups_were_made(embedding):
     expected = []
     for ids in several:
         lease = ops.acquire_later(embedding.store, ops.unique_keys(ids, None, 1, torch.int64, None))
-        read = ids, None, None, lease, ops.gather(lease), None, "sum", None
+        read = ids, None, None, None, lease, ops.gather(lease), None, "sum", None
         expected.append(Expected(embedding.store.changes, False, "a", *read))
     building = Building({embedding.store: "a"}, expected)
 
@@ -458,7 +458,7 @@ def test_the_ids_of_the_batch_itself_are_not_compared_where_that_would_wait(embe
 def test_ids_of_inference_mode_are_compared_as_they_count_no_changes(embedding):
     with torch.inference_mode():
         ids = torch.arange(5)
-    lookup = Expected(0, True, "a", ids.clone(), None, None, None, None, None, "sum", ids)
+    lookup = Expected(0, True, "a", ids.clone(), None, None, None, None, None, None, "sum", ids)
     assert lookup.is_of(ids, None, None)
     with torch.inference_mode():
         ids.add_(1)

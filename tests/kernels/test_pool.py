@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from oneemb.kernels.arrays import Bags, rows_of_columns
 from oneemb.kernels.pool import pool, pool_max, spread_max_grads
 from tests.kernels.test_reduce_grads import TORCH, float32_of
 from tests.support.row_updates import SmallShares, to_bits
@@ -28,18 +29,25 @@ def test_a_bag_is_summed_in_float32_and_batch_order(dtype, dim, scaled):
                 row_D = float32_of(weight_SX, dtype)[slot_U[inverse_N[n]], :dim]
                 expected_PD[p] += row_D if scale_N is None else row_D * scale_N[n]
     for count in (1, 2, 3):
-        out_PX = np.full((50, dim), 7, weight_SX.dtype)
-        pool(weight_SX, slot_U, inverse_N, offset_P1, scale_N, out_PX, threads=SmallShares(count))
-        assert out_PX.tobytes() == to_bits(expected_PD, dtype).tobytes()
+        for row_P in (None, rows_of_columns(50, 5)):
+            out_PX = np.full((50, dim), 7, weight_SX.dtype)
+            pool(weight_SX, slot_U, inverse_N, Bags(offset_P1, row_P=row_P), scale_N, out_PX, threads=SmallShares(count))
+            assert out_PX[np.arange(50) if row_P is None else row_P].tobytes() == to_bits(expected_PD, dtype).tobytes()
+
+
+def test_bags_of_columns_give_rows_sample_by_sample():
+    assert rows_of_columns(6, 2).tolist() == [0, 2, 4, 1, 3, 5]
+    bags = Bags(np.array([0, 2, 3, 3, 4, 4, 5]), row_P=rows_of_columns(6, 2))
+    assert bags.bag_N.tolist() == [0, 0, 2, 1, 5] and bags.bag_N.dtype == np.int32
 
 
 def test_bags_of_nothing_but_padding_are_zeros():
     out_PD, argmax_PD = np.full((2, 4), 7, np.float32), np.zeros((2, 4), np.int32)
     rows = np.ones((3, 4), np.float32), np.empty(0, np.int64), np.array([-1, -1])
-    pool(*rows, np.array([0, 0, 2]), None, out_PD, threads=SmallShares(1))
+    pool(*rows, Bags(np.array([0, 0, 2])), None, out_PD, threads=SmallShares(1))
     assert not out_PD.any()
     out_PD[:] = 7
-    pool_max(*rows, np.array([0, 0, 2]), out_PD, argmax_PD, threads=SmallShares(1))
+    pool_max(*rows, Bags(np.array([0, 0, 2])), out_PD, argmax_PD, threads=SmallShares(1))
     assert not out_PD.any() and (argmax_PD == -1).all()
 
 
@@ -72,9 +80,12 @@ def test_the_first_of_the_greatest_numbers_is_the_maximum_of_a_bag(dtype, dim):
                 expected_ND[best, d] = grad_PX[p, d]
     for count in (1, 2, 3):
         threads = SmallShares(count)
-        out_PX, argmax_PD = np.full((50, dim), 7, weight_SX.dtype), np.full((50, dim), 7, np.int32)
-        pool_max(weight_SX, slot_U, inverse_N, offset_P1, out_PX, argmax_PD, threads=threads)
-        assert out_PX.tobytes() == expected_PX.tobytes() and (argmax_PD == argmax).all()
-        grad_ND = np.full_like(expected_ND, 7)
-        spread_max_grads(offset_P1, argmax_PD, grad_PX, grad_ND, threads=threads)
-        assert grad_ND.tobytes() == expected_ND.tobytes()
+        for row_P in (None, rows_of_columns(50, 10)):
+            bags, at = Bags(offset_P1, row_P=row_P), np.arange(50) if row_P is None else row_P
+            out_PX, argmax_PD = np.full((50, dim), 7, weight_SX.dtype), np.full((50, dim), 7, np.int32)
+            pool_max(weight_SX, slot_U, inverse_N, bags, out_PX, argmax_PD, threads=threads)
+            assert out_PX[at].tobytes() == expected_PX.tobytes() and (argmax_PD[at] == argmax).all()
+            grad_ND, its_grad_PX = np.full_like(expected_ND, 7), np.empty_like(grad_PX)
+            its_grad_PX[at] = grad_PX
+            spread_max_grads(bags, argmax_PD, its_grad_PX, grad_ND, threads=threads)
+            assert grad_ND.tobytes() == expected_ND.tobytes()

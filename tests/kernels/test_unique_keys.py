@@ -173,6 +173,48 @@ def test_any_bags_agree_with_a_dict(samples, tables, padding_id, data):
     check_bags(sizes, tables, np.array(ids, np.int64), padding_id)
 
 
+def check_columns(size_CB, columns, tables, id_N, padding_id=None, threads=None):
+    """Bags of these sizes, column by column, against a dict that is filled column by column."""
+    threads, (count, samples) = threads or Threads(1), size_CB.shape
+    offset_P1 = np.append(0, np.cumsum(size_CB)).astype(np.int64)
+    column_N = np.repeat(np.repeat(np.arange(count), samples), size_CB.ravel())
+    bag_N = np.repeat(np.tile(np.arange(samples), count) * count + np.repeat(np.arange(count), samples), size_CB.ravel())
+    places = {}
+    for n, (c, id) in enumerate(zip(column_N.tolist(), id_N.tolist(), strict=True)):
+        if id != padding_id:
+            places.setdefault((columns[c], id), []).append(n)
+    found = unique_keys_by_table(id_N, offset_P1, tables, columns=columns, padding_id=padding_id, threads=threads)
+    assert list(zip(found.table_U.tolist(), found.id_U.tolist(), strict=True)) == list(places)
+    inverse_N = np.full(len(id_N), -1)
+    for u, at in enumerate(places.values()):
+        inverse_N[at] = u
+    assert found.inverse_N.tolist() == inverse_N.tolist()
+    scale_N, everywhere = np.arange(len(id_N), dtype=np.float32), sum(places.values(), [])
+    order_N, begin_U1, scale_M = found.occurrences(True, scale_N, threads=threads)
+    assert begin_U1.tolist() == np.append(0, np.cumsum([len(at) for at in places.values()])).tolist()
+    assert order_N.tolist() == bag_N[everywhere].tolist() and scale_M.tolist() == everywhere
+    assert found.occurrences(False, threads=threads)[0].tolist() == everywhere
+
+
+@given(st.integers(0, 5), st.lists(st.integers(0, 3), min_size=1, max_size=5), st.none() | st.integers(-2, 2), st.data())
+def test_any_bags_column_by_column_agree_with_a_dict(samples, columns, padding_id, data):
+    columns = sorted(columns)
+    count = samples * len(columns)
+    sizes = np.array(data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count)), np.int64)
+    total = int(sizes.sum())
+    ids = data.draw(st.lists(st.integers(-2, 2) | st.integers(INT64.min, INT64.max), min_size=total, max_size=total))
+    check_columns(sizes.reshape(len(columns), samples), columns, 4, np.array(ids, np.int64), padding_id)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_many_bags_column_by_column(threads):
+    print("seed 1")
+    rng = np.random.default_rng(1)
+    size_CB = rng.integers(0, 9, (4, 3000))
+    id_N = rng.zipf(1.2, size_CB.sum()).clip(max=5000).astype(np.int64)
+    check_columns(size_CB, [0, 0, 2, 3], 4, id_N, padding_id=1, threads=Threads(threads))
+
+
 def _sorted_by_id(found):
     order = np.argsort(found.id_U)
     rank = np.argsort(order)
