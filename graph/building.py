@@ -34,10 +34,14 @@ class LooksUp(Protocol):
 
     name: str
     store: EmbeddingStore
-    weight: torch.nn.Parameter
+    weights: tuple[torch.nn.Parameter, ...]
     training: bool
     ranks: Ranks | None
     asked_ranks: Ranks | None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether rows are to get a gradient."""
 
 
 class AnyReserved(Protocol):
@@ -227,7 +231,7 @@ class Building:
         """
         name = self._names.get(embedding.store)
         if name is None:
-            if has_gradient and embedding.weight.requires_grad:
+            if has_gradient and embedding.is_trained:
                 raise BuildError(
                     f"embedding {embedding.name!r}, looked up{user_line()}, is no part of the graph, which would not"
                     f" train its rows; {REGISTER}, or freeze it with requires_grad_(False)"
@@ -248,7 +252,7 @@ class Building:
                 scales, lease = arguments["per_sample_weights"], lookup.lease
                 rows = lookup.read(embedding.store, scales, arguments["pooling"])
                 if rows is not None and lease is not None and has_gradient:
-                    rows = ops.with_grad(rows, lease, embedding.weight, scales, embedding.ranks)
+                    rows = ops.with_grad(rows, lease, embedding.weights, scales, embedding.ranks)
                     lookup.hand_over()
                     return rows
                 if rows is not None and not has_gradient:

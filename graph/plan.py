@@ -171,7 +171,8 @@ def _members(
         trained: list[Hashable] = []
         for i, trainer in enumerate(trainers):
             if (rows := trainer.rows_of(store)) is not None:
-                trained += [i, rows[0].name, id(rows[1])]
+                groups = {id(group) for group in rows[1]}  # where tables have groups of their own, they are not merged
+                trained += [i, rows[0].name, groups.pop() if len(groups) == 1 else id(store)]
         kind = store.format, embedding.key_type, embedding.padding_idx, tuple(trained)
         alike.setdefault(kind, []).append(name)
     members: dict[str, Member] = {}

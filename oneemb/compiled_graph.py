@@ -215,7 +215,7 @@ class CompiledGraph(torch.nn.Module):
             (
                 embedding.store, embedding.num_tables, embedding.key_type, embedding.padding_idx,
                 embedding.store.format, embedding.store.loops.place,
-                inserts and (embedding.training, embedding.weight.requires_grad),
+                inserts and (embedding.training, embedding.is_trained),
             )
             for embedding in batch.embeddings.values()
         ]  # fmt: skip

@@ -12,7 +12,7 @@ from oneemb.embedding import TableEmbedding
 from oneemb.graph import ops
 from oneemb.graph.recorder import StepStats
 from oneemb.graph.row_optimizers import Group, RowOptimizer
-from oneemb.row_step import RowStep, TrainedRows, attach, row_weights, rows_stepped, settle_rows
+from oneemb.row_step import RowStep, TrainedRows, attach, groups_of_rows, row_weights, rows_stepped, settle_rows
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.step_lock import in_step
 from oneemb.storage.turns import undisturbed
@@ -66,8 +66,8 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__([torch.empty(0)], {})  # whose groups and state nobody sees: see below
         self._inner = optimizer
         self.steps_rows_itself = True
-        groups: dict[TrainedRows, int] = {}
-        held = {embedding: g for g, embedding in row_weights(optimizer)}
+        groups: dict[TrainedRows, tuple[int, ...]] = {}
+        held = groups_of_rows(optimizer)
         for embedding in held if embeddings is None else embeddings:
             if embedding in groups:
                 raise ValueError(f"embedding {embedding.name!r} is given twice; its rows would be stepped twice")
@@ -78,9 +78,14 @@ class Optimizer(torch.optim.Optimizer):
                 )
             groups[embedding] = held[embedding]
         self.embeddings = tuple(groups)
-        self._group_of = {embedding.store: g for embedding, g in groups.items()}
+        self._groups_of = {embedding.store: its for embedding, its in groups.items()}
         self.row_step = RowStep(optimizer, skip_nonfinite)
         """What this optimizer does to rows."""
+        if fused and any(len(embedding.weights) > 1 for embedding in self.embeddings):
+            raise ValueError(
+                "fused=True updates the rows of an embedding as soon as their gradient has come, and those of tables"
+                " that have weights of their own come one by one; leave it out for them"
+            )
         if fused and any(embedding.ranks is not None for embedding in self.embeddings):
             raise ValueError(
                 "fused=True updates rows in the backward pass, where ranks cannot exchange gradients; leave it out for"
@@ -92,7 +97,7 @@ class Optimizer(torch.optim.Optimizer):
             # are nothing that Python's collector looks into.
             step = weakref.WeakMethod(self.row_step.step_in_backward)
             for embedding in self.embeddings:
-                embedding.weight.register_post_accumulate_grad_hook(functools.partial(_step_in_backward, step))
+                embedding.weights[0].register_post_accumulate_grad_hook(functools.partial(_step_in_backward, step))
 
     # What schedulers, loggers and trainers look at is the torch optimizer's.
 
@@ -165,14 +170,15 @@ class Optimizer(torch.optim.Optimizer):
     def taken(self, taken: int) -> None:
         self.row_step.taken = taken
 
-    def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, Group] | None:
-        """The row optimizer of a store and its parameter group now; None if it is not trained here."""
-        if store not in self._group_of:
+    def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, list[Group]] | None:
+        """The row optimizer of a store and its param groups now, of each table, or of all; None if it is not trained
+        here."""
+        if store not in self._groups_of:
             return None
         embedding = next(embedding for embedding in self.embeddings if embedding.store is store)
         if embedding.row_optimizer is None:  # It was detached, and is attached anew by the next step.
             return None
-        return embedding.row_optimizer, self.optimizer.param_groups[self._group_of[store]]
+        return embedding.row_optimizer, [self.optimizer.param_groups[g] for g in self._groups_of[store]]
 
     @torch._disable_dynamo  # torch.compile stays out of it, as out of a lookup
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -194,7 +200,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         stores = {embedding.store: None for embedding in self.embeddings}
-        stores |= {embedding.store: None for _, embedding in row_weights(self.optimizer)}
+        stores |= {embedding.store: None for _, _, embedding in row_weights(self.optimizer)}
         in_step((store.step_lock for store in stores), lambda: step_together([self]))
         return loss
 
@@ -203,10 +209,10 @@ class Optimizer(torch.optim.Optimizer):
         """Drop the gradients of rows and dense parameters."""
         with undisturbed:
             self.row_step.put_back()  # what a step has left that was stopped
-            for _, embedding in row_weights(self.optimizer):
-                if isinstance(embedding.weight.grad, ops.RowGrad):
-                    embedding.weight.grad.unpin()
-                    embedding.weight.grad = None
+            for _, weight, _ in row_weights(self.optimizer):
+                if isinstance(weight.grad, ops.RowGrad):
+                    weight.grad.unpin()
+                    weight.grad = None
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -98,8 +98,9 @@ class TableEmbedding(torch.nn.Module):
         """The snapshots that the ranks have together."""
         self.weight = torch.nn.Parameter(torch.empty(0, self.embedding_dim))
         """Stands for all rows in parameter lists, [0, D]: it holds none. Its gradient is a `RowGrad`."""
-        self.weight.embedding = _RowsOf(self)  # type: ignore[attr-defined]
-        self.weight.register_hook(ops.refuse_dense)
+        self._stands_for(self.weight)
+        self.weights: tuple[torch.nn.Parameter, ...] = (self.weight,)
+        """Those that stand for rows: one for all, or see `weight_for_each_table`."""
         self.row_optimizer: RowOptimizer | None = None
         """How the rows are updated; set by the first step of a torch optimizer, `oneemb.Optimizer` or
         `TrainGraph.add_optimizer`."""
@@ -159,10 +160,10 @@ class TableEmbedding(torch.nn.Module):
                 was inserted.
         """
         scaled = isinstance(per_sample_weights, torch.Tensor) and per_sample_weights.requires_grad
-        has_gradient = torch.is_grad_enabled() and (self.weight.requires_grad or scaled)
+        has_gradient = torch.is_grad_enabled() and (self.is_trained or scaled)
         if not self.training and self.store.turns.forked:
             has_gradient = False  # A child of fork may read rows, not train them.
-        if has_gradient and self.weight.requires_grad and _in_ddp(self.weight):
+        if has_gradient and self.is_trained and _in_ddp(self.weights):
             raise RuntimeError(
                 f"embedding {self.name!r} is inside DistributedDataParallel, which would leave each rank with rows of"
                 " its own; wrap the dense modules alone, and look ids up outside of them"
@@ -203,7 +204,7 @@ class TableEmbedding(torch.nn.Module):
         lease = ops.acquire(self.store, keys) if self.training else ops.acquire_later(self.store, keys)
         rows = ops.gather(lease, per_sample_weights, pooling)
         if has_gradient:
-            return ops.with_grad(rows, lease, self.weight, per_sample_weights, self.ranks)
+            return ops.with_grad(rows, lease, self.weights, per_sample_weights, self.ranks)
         lease.unpin()
         return rows
 
@@ -214,7 +215,7 @@ class TableEmbedding(torch.nn.Module):
             has_gradient=has_gradient, sums_bags=ops.sums_bags(offsets, per_sample_weights, pooling),
         )  # fmt: skip
         rows = ops.gather(lease, per_sample_weights, pooling)
-        return ops.with_grad(rows, lease, self.weight, per_sample_weights) if has_gradient else rows
+        return ops.with_grad(rows, lease, self.weights, per_sample_weights) if has_gradient else rows
 
     def keys_of(
         self,
@@ -227,7 +228,13 @@ class TableEmbedding(torch.nn.Module):
     ) -> ops.Keys:
         """The unique keys of a lookup with these arguments; raises as `forward` does of what is wrong with them."""
         keys = ops.unique_keys(
-            ids, table_ids, self.num_tables, self.key_type, self.padding_idx, offsets, columns,
+            ids,
+            table_ids,
+            self.num_tables,
+            self.key_type,
+            self.padding_idx,
+            offsets,
+            columns,
             threads=self.store.threads,
         )
         ops.check_pooling(keys, per_sample_weights, pooling)
@@ -235,6 +242,35 @@ class TableEmbedding(torch.nn.Module):
 
     if TYPE_CHECKING:
         __call__ = forward  # Editors see `forward` where torch.nn.Module has Callable[..., Any].
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether rows, of any table, are to get a gradient."""
+        return any(weight.requires_grad for weight in self.weights)
+
+    def weight_for_each_table(self) -> tuple[torch.nn.Parameter, ...]:
+        """Let each table have a weight that stands for its rows, in place of `weight`: so tables can be frozen, and
+        trained with options of their own, by groups of one optimizer. To be called before the first lookup.
+
+        Returns:
+            Parameters of shape [0, D], which are no parameters of this module: the caller's module has them.
+        """
+        assert self.ranks is None, "between ranks all rows have one gradient"
+        self.weights = tuple(torch.nn.Parameter(self.weight.detach().clone()) for _ in self.tables)
+        for weight in self.weights:
+            self._stands_for(weight)
+        return self.weights
+
+    def _stands_for(self, weight: torch.nn.Parameter) -> None:
+        weight.embedding = _RowsOf(self)  # type: ignore[attr-defined]
+        weight.register_hook(ops.refuse_dense)
+
+    def drop_grads(self) -> None:
+        """Forget the gradients of rows."""
+        for weight in self.weights:
+            weight.grad = None
 
     # ---- optimizer --------------------------------------------------------------------------------------------------
 
@@ -327,7 +363,7 @@ class TableEmbedding(torch.nn.Module):
         info, as_saved = self.rank_snapshots.load(name, weights_only=weights_only, check=self._check_tables)
         theirs, ours = self._check_tables(info), self.description()
         ours["tables"] = ours["tables"][: len(theirs.get("tables", ()))]  # Further tables here are no difference.
-        self.weight.grad = None
+        self.drop_grads()
         snapshot: SnapshotName = {"oneemb_snapshot": name, "oneemb_identity": info.identity}
         self._saved = (snapshot, self.store.changes) if as_saved else None
         return [key for key in ("seed", "tables") if key in theirs and _begins(theirs[key]) != _begins(ours[key])]
@@ -391,7 +427,7 @@ class TableEmbedding(torch.nn.Module):
         del destination[f"{prefix}weight"]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        weight = self.weight
+        weight = self.weight  # which is one of `weights`
         super()._load_from_state_dict({**state_dict, f"{prefix}weight": weight.detach()}, prefix, *args)
         self.weight = weight  # load_state_dict(assign=True) has put another one in its place
 
@@ -478,7 +514,7 @@ class TableEmbedding(torch.nn.Module):
 
     def _clear(self) -> None:
         self.store.clear()
-        self.weight.grad = None
+        self.drop_grads()
         self._saved = None
 
     def stats(self) -> EmbeddingStats:
@@ -523,7 +559,7 @@ class TableEmbedding(torch.nn.Module):
                 f"embedding {self.name!r} runs on the CPU and on GPUs of NVIDIA, asked to move to {moved.device}; keep"
                 " it on the CPU and move its output: embedding(ids).to(device)"
             )
-        if moved.device != self.weight.device and self.weight.grad is not None:
+        if moved.device != self.weight.device and any(weight.grad is not None for weight in self.weights):
             raise RuntimeError(
                 f"embedding {self.name!r} holds lookups whose update is still to come; step the optimizer, then move it"
             )
@@ -723,10 +759,11 @@ class _RowsOf(weakref.ref):
         )
 
 
-def _in_ddp(weight: torch.Tensor) -> bool:
-    """Whether DistributedDataParallel runs, and counts this weight among those whose gradients it sums over ranks."""
+def _in_ddp(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether DistributedDataParallel runs, and counts one of these among those whose gradients it sums over ranks."""
     ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
-    return ddp is not None and any(parameter is weight for parameter in ddp._module_parameters)
+    its = () if ddp is None else ddp._module_parameters
+    return any(parameter is weight for parameter in its for weight in weights)
 
 
 def _why_no_gpu(failure: BaseException) -> str:

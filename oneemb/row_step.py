@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -38,7 +38,7 @@ class TrainedRows(Protocol):
 
     name: str
     store: EmbeddingStore
-    weight: torch.nn.Parameter
+    weights: tuple[torch.nn.Parameter, ...]
     ranks: Ranks | None
     row_optimizer: RowOptimizer | None
 
@@ -62,12 +62,43 @@ def embedding_of(parameter: torch.Tensor) -> TrainedRows | None:
     return reference() if isinstance(reference, weakref.ref) else None
 
 
-def row_weights(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, TrainedRows]]:
-    """The embeddings whose weights an optimizer holds, with the number of the param group."""
+class RowWeight(NamedTuple):
+    """A parameter that stands for rows, in a group of an optimizer."""
+
+    group: int
+    weight: torch.nn.Parameter
+    embedding: TrainedRows
+
+
+def row_weights(optimizer: torch.optim.Optimizer) -> Iterator[RowWeight]:
+    """The parameters of an optimizer that stand for rows."""
     for g, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if (embedding := embedding_of(parameter)) is not None:
-                yield g, embedding
+                yield RowWeight(g, parameter, embedding)
+
+
+def groups_of_rows(optimizer: torch.optim.Optimizer) -> dict[TrainedRows, tuple[int, ...]]:
+    """The numbers of the param groups that each embedding is in: of each of its weights, or of one that stands for all.
+
+    Raises:
+        ValueError: some tables of an embedding are in no group, and are not frozen.
+    """
+    of_weights: dict[TrainedRows, dict[int, int]] = {}
+    for g, weight, embedding in row_weights(optimizer):
+        of_weights.setdefault(embedding, {})[id(weight)] = g
+    groups = {}
+    for embedding, its in of_weights.items():
+        missing = [t for t, weight in enumerate(embedding.weights) if id(weight) not in its and weight.requires_grad]
+        if missing:
+            raise ValueError(
+                f"the rows of embedding {embedding.name!r} are trained by one optimizer: {type(optimizer).__name__}"
+                f" holds the weights of some of its tables, not those of {missing}; add these, or freeze them with"
+                " requires_grad_(False)"
+            )
+        first = next(iter(its.values()))
+        groups[embedding] = tuple(its.get(id(weight), first) for weight in embedding.weights)
+    return groups
 
 
 def _has_grad(weight: torch.Tensor) -> bool:
@@ -79,7 +110,7 @@ def _world_size() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
-def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, int]) -> None:
+def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, Sequence[int]]) -> None:
     """Let rows carry this optimizer's state. All of these embeddings are attached, or none is.
 
     Raises:
@@ -87,7 +118,7 @@ def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, int]) -> None
         StorageError: the rows hold another optimizer's state, or a path is in use.
     """
     row_optimizers: dict[Rows, RowOptimizer] = {}
-    for embedding, g in groups.items():
+    for embedding, its_groups in groups.items():
         if embedding.ranks is None and (world := _world_size()) > 1:
             raise ValueError(
                 f"embedding {embedding.name!r} would be trained by each of {world} ranks"
@@ -99,7 +130,7 @@ def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, int]) -> None
                 f"embedding {embedding.name!r} has an optimizer already; one trains it, until"
                 " embedding.detach_optimizer()"
             )
-        row_optimizers[embedding] = row_optimizer_of(optimizer, optimizer.param_groups[g])
+        row_optimizers[embedding] = _row_optimizer(embedding, optimizer, its_groups)
 
     def attach_all() -> None:
         try:
@@ -114,6 +145,19 @@ def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, int]) -> None
     alone((embedding.store.step_lock for embedding in row_optimizers), attach_all)
 
 
+def _row_optimizer(embedding: TrainedRows, optimizer: torch.optim.Optimizer, groups: Sequence[int]) -> RowOptimizer:
+    first, *others = (row_optimizer_of(optimizer, optimizer.param_groups[g]) for g in dict.fromkeys(groups))
+    if any(
+        (other.name, other.weight_state, other.row_state) != (first.name, first.weight_state, first.row_state)
+        for other in others
+    ):
+        raise ValueError(
+            f"the tables of embedding {embedding.name!r} are in groups of {type(optimizer).__name__} whose options ask"
+            " for state of different kinds (momentum, amsgrad and the like): its rows have one; use the same in all"
+        )
+    return first
+
+
 def settle_rows(optimizers: Iterable[torch.optim.Optimizer]) -> Ranks | None:
     """Bring the gradients of rows that ranks own together to their owners; all ranks call it before a step.
 
@@ -124,26 +168,26 @@ def settle_rows(optimizers: Iterable[torch.optim.Optimizer]) -> Ranks | None:
         ValueError: the rows are of several process groups.
         RankError: another rank has failed.
     """
-    embeddings: dict[TrainedRows, None] = {}
+    embeddings: dict[TrainedRows, torch.nn.Parameter] = {}
     for optimizer in optimizers:
         embeddings |= {
-            embedding: None
-            for _, embedding in row_weights(optimizer)
-            if embedding.ranks is not None and (embedding.weight.requires_grad or _has_grad(embedding.weight))
+            embedding: weight
+            for _, weight, embedding in row_weights(optimizer)
+            if embedding.ranks is not None and (weight.requires_grad or _has_grad(weight))
         }
     grads: list[ops.RowGrad] = []
-    for embedding in embeddings:
+    for embedding, weight in embeddings.items():
         # Also where this rank has looked nothing up: it owns rows that others have.
-        grad = embedding.weight.grad
+        grad = weight.grad
         grads.append(grad if isinstance(grad, ops.RowGrad) else ops.RowGrad(embedding.store, ranks=embedding.ranks))
     ranks = [embedding.ranks for embedding in embeddings if embedding.ranks is not None]
     if (groups := len({one.group for one in ranks})) > 1:
         names = ", ".join(repr(embedding.name) for embedding in embeddings)
         raise ValueError(f"a step trains embeddings of one process_group, those of {names} are {groups}")
     ops.settle(grads)
-    for embedding, grad in zip(embeddings, grads, strict=True):
+    for weight, grad in zip(embeddings.values(), grads, strict=True):
         if grad.summed is not None:
-            embedding.weight.grad = grad
+            weight.grad = grad
     # Of all of them: lookups of tables that are all replicated ask no rank, so that nothing else tells how these were
     # made.
     return Ranks.joined(ranks) if ranks else None
@@ -161,19 +205,25 @@ class RowStep:
         self.optimizer = optimizer
         self.skip_nonfinite = skip_nonfinite
         self.skipped = self.taken = 0
-        self.grads: list[tuple[TrainedRows, ops.RowGrad]] = []
+        self.grads: list[tuple[RowWeight, ops.RowGrad]] = []
         """The gradients that have been taken out of weights."""
-        self._spent: list[tuple[TrainedRows, ops.RowGrad]] = []
+        self._spent: list[tuple[RowWeight, ops.RowGrad]] = []
         """Those too, of rows that were updated in the backward pass."""
-        self._groups: dict[EmbeddingStore, int] = {}
+        self._groups: dict[EmbeddingStore, tuple[int, ...]] = {}
         self._options: ops.Groups = {}
 
-    def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, Group] | None:
-        """The row optimizer of a store and its parameter group now; None if it is not trained here."""
-        for embedding, _ in self.grads:
+    def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, list[Group]] | None:
+        """The row optimizer of a store and its param groups now, of each table, or of all; None if it is not trained
+        here."""
+        for (_, _, embedding), _ in self.grads:
             if embedding.store is store and embedding.row_optimizer is not None:
-                return embedding.row_optimizer, self.optimizer.param_groups[self._groups[store]]
+                return embedding.row_optimizer, [self.optimizer.param_groups[g] for g in self._groups[store]]
         return None
+
+    @property
+    def embeddings(self) -> dict[TrainedRows, None]:
+        """Those whose gradients have been taken."""
+        return {taken.embedding: None for taken, _ in self.grads}
 
     def take_grads(self) -> None:
         """Take the gradients of rows out of the weights, attaching embeddings that have no optimizer.
@@ -182,29 +232,31 @@ class RowStep:
             ValueError, TypeError, StorageError: an embedding cannot be attached; its gradient stays where it is.
         """
         weights = list(row_weights(self.optimizer))
-        found = [(g, embedding) for g, embedding in weights if _has_grad(embedding.weight)]
-        for g, embedding in found:
+        found = {embedding: None for _, weight, embedding in weights if _has_grad(weight)}
+        groups = groups_of_rows(self.optimizer) if found else {}
+        for embedding in found:
             if embedding.optimizer is not self.optimizer:
                 if embedding.optimizer is not None:
                     raise ValueError(
                         f"embedding {embedding.name!r} is trained by another {type(embedding.optimizer).__name__}; its"
                         " weight may be in the groups of one optimizer, until embedding.detach_optimizer()"
                     )
-                embedding.weight.grad.unpin()  # type: ignore[union-attr]  # rows move: they come to have state
-                attach(self.optimizer, {embedding: g})
-        for g, embedding in found:
-            self._groups[embedding.store] = g
-        for _, embedding in weights:
-            grad = embedding.weight.grad
+                for weight in embedding.weights:  # rows move: they come to have state
+                    if isinstance(weight.grad, ops.RowGrad):
+                        weight.grad.unpin()
+                attach(self.optimizer, {embedding: groups[embedding]})
+            self._groups[embedding.store] = groups[embedding]
+        for taken in weights:
+            grad = taken.weight.grad
             if isinstance(grad, ops.RowGrad):
-                (self._spent if grad.spent else self.grads).append((embedding, grad))
-                embedding.weight.grad = None
+                (self._spent if grad.spent else self.grads).append((taken, grad))
+                taken.weight.grad = None
 
     def put_back(self) -> None:
         """Give the weights their gradients back, those that have no newer one."""
-        for embedding, grad in self.grads + self._spent:
-            if embedding.weight.grad is None:
-                embedding.weight.grad = grad
+        for taken, grad in self.grads + self._spent:
+            if taken.weight.grad is None:
+                taken.weight.grad = grad
         self.grads, self._spent = [], []
 
     def reduce(self, stats: StepStats) -> list[ops.RowGrads]:
@@ -216,10 +268,13 @@ class RowStep:
         Raises:
             StoreFullError: the rows of the step do not fit.
         """
-        of_group: dict[int, list[ops.RowGrad]] = {}  # one group's options are those of all rows that are updated as one
-        for embedding, grad in self.grads:
-            embedding.store.turns.check(changes=True)
-            of_group.setdefault(self._groups[embedding.store], []).append(grad)
+        # Rows that are updated as one have the same options, table by table if need be.
+        of_group: dict[tuple[int, ...], list[ops.RowGrad]] = {}
+        for taken, grad in self.grads:
+            store = taken.embedding.store
+            store.turns.check(changes=True)
+            its = self._groups[store]
+            of_group.setdefault(its[:1] if len(set(its)) == 1 else (*its, id(store)), []).append(grad)
         reduced = [stats.call("reduce_grads", ops.reduce_grads, group) for group in of_group.values()]
         return [grads for each in reduced for grads in each]
 
@@ -257,8 +312,7 @@ class RowStep:
         assert isinstance(row_grad, ops.RowGrad)
         try:
             self.take_grads()
-            locks = [embedding.store.step_lock for embedding, _ in self.grads]
-            in_step(locks, self._update_now)
+            in_step([embedding.store.step_lock for embedding in self.embeddings], self._update_now)
         finally:
             self.put_back()
         row_grad.spend()
@@ -329,7 +383,7 @@ class _Hooked(RowStep):
 
     def end(self) -> None:
         """Update the rows."""
-        locks = [embedding.store.step_lock for embedding, _ in self.grads]
+        locks = [embedding.store.step_lock for embedding in self.embeddings]
         with undisturbed:
             try:
                 in_step(locks, self._update_rows)
@@ -349,7 +403,7 @@ class _Hooked(RowStep):
     def drop(self) -> None:
         """Forget the gradients of a step that has raised: whoever keeps the error may have zeroed them since."""
         if self.grads:
-            names = ", ".join(repr(embedding.name) for embedding, _ in self.grads)
+            names = ", ".join(repr(embedding.name) for embedding in self.embeddings)
             warnings.warn(
                 f"the step of {type(self.optimizer).__name__} before this one has raised; the gradients of rows that it"
                 f" had taken, of {names}, are dropped, since its error is still kept: they may have been zeroed since",

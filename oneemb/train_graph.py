@@ -141,7 +141,9 @@ class TrainGraph(CompiledGraph):
             raise ValueError("lr_scheduler must be made on the optimizer it is added with")
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm must be above 0, or None, got {clip_grad_norm}")
-        embeddings = [embedding for embedding in embeddings_of(self).values() if id(embedding.weight) in trained]
+        embeddings = [
+            one for one in embeddings_of(self).values() if any(id(weight) in trained for weight in one.weights)
+        ]
 
         def add() -> None:
             with undisturbed:
@@ -154,9 +156,10 @@ class TrainGraph(CompiledGraph):
     def _refuse_foreign_embeddings(self, optimizer: torch.optim.Optimizer) -> None:
         registered = {id(parameter) for parameter in self.parameters()}
         unregistered = {
-            id(embedding.weight): embedding
+            id(weight): embedding
             for _, module in unregistered_modules(self)
             for embedding in embeddings_of(module).values()
+            for weight in embedding.weights
         }
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             embedding = embedding_of(parameter)
@@ -235,10 +238,10 @@ class TrainGraph(CompiledGraph):
         state = self._train_state
         scaling.check()
         trained = {store for optimizer in state.optimizers for store in (e.store for e in optimizer.embeddings)}
-        looked_up = [embedding for embedding in batch.embeddings.values() if embedding.weight.grad is not None]
+        looked_up = [one for one in batch.embeddings.values() if any(weight.grad is not None for weight in one.weights)]
         untrained = [one for one in looked_up if one.store not in trained and one.optimizer is None]
         for embedding in untrained:
-            embedding.weight.grad = None
+            embedding.drop_grads()
         if untrained:
             raise BuildError(
                 f"embedding {untrained[0].name!r} is looked up in build and no optimizer of the graph trains it; give"

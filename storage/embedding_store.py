@@ -148,6 +148,7 @@ class EmbeddingStore:
             bottom = TableBottom(plan.persistent_path, plan.physical_block_size, threads, _MEND)
         self.plan = plan
         self.threads = threads
+        self.num_tables = len(initial.kind_TC)
         self.step = 0
         """Updates made so far."""
         self.changes = 0

@@ -88,7 +88,11 @@ def test_several_columns_of_one_table_equal_embedding_bag(tmp_path, how):
 
 def test_no_samples_and_no_ids(tmp_path):
     embedding = make_embedding(tmp_path, dim=DIM, tables=3)
-    none, no_bags, empty_bags = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.zeros(7).long()
+    none, no_bags, empty_bags = (
+        torch.zeros(0, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int64),
+        torch.zeros(7).long(),
+    )
     for offsets, samples in [(no_bags, 0), (empty_bags, 3)]:
         out = embedding(none, offsets=offsets, columns=[0, 2])
         assert out.shape == (samples, 2, DIM) and not out.any()
@@ -150,7 +154,9 @@ def test_a_graph_has_the_bits_of_the_eager_step(tmp_path, how):
         optimizer.zero_grad()
         losses["eager"].append(eager.build(*one))
         optimizer.step()
-    assert "unique_merged_keys" in str(graphs["called"].compiled()) and "(0, 1, 1, 2)" in str(graphs["called"].compiled())
+    assert "unique_merged_keys" in str(graphs["called"].compiled()) and "(0, 1, 1, 2)" in str(
+        graphs["called"].compiled()
+    )
     for way in ("called", "run"):
         assert torch.equal(torch.stack(losses[way]), torch.stack(losses["eager"]))
         for t in range(3):
@@ -177,7 +183,9 @@ def trains(group, path, way, most):
         optimizer.zero_grad()
         for ids, offsets, weights in its:
             out = embedding(ids, offsets=offsets, **pooled(way, weights), columns=[0, 1, 1, 2])
-            (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(step))).sum().div(2 // size).backward()
+            (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(step))).sum().div(
+                2 // size
+            ).backward()
         optimizer.step()
     rows = [rows_of(embedding, range(VOCABULARY), t) for t in range(3)]
     embedding.close()

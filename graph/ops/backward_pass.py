@@ -47,6 +47,10 @@ def grads_of_leases(passes: Iterable[Pass]) -> list[tuple[Lease, list[torch.Tens
     return sorted(grads_of.items(), key=lambda its: its[0].order)
 
 
-def reduce_passes(passes: Iterable[Pass]) -> Sequence[RowGrads]:
-    """The gradient of each row, to be summed, of each lookup."""
-    return [lease.reduce(grads) for lease, grads in grads_of_leases(passes)]
+def reduce_passes(passes: Iterable[Pass], *, shared: bool = False) -> Sequence[RowGrads]:
+    """The gradient of each row, to be summed, of each lookup.
+
+    Args:
+        shared: keep them for others that ask for the same, such as those of other tables of the lookup.
+    """
+    return [(lease.reduce_once if shared else lease.reduce)(grads) for lease, grads in grads_of_leases(passes)]

@@ -32,8 +32,9 @@ def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads |
         for grad in present:
             rows = optimizer.rows_of(grad.stores[0])
             if rows is not None:
-                row_optimizer, group = rows
-                row_optimizer.check(group)
+                row_optimizer, groups = rows
+                for group in groups:
+                    row_optimizer.check(group)
     found = None if _surely_finite(optimizers, present) else _find_nonfinite(optimizers, present)
     if found is None:
         for grad in present:

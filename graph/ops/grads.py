@@ -1,6 +1,6 @@
 """Gradients of rows, summed for each key."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -102,6 +102,14 @@ class RowGrads:
             if member.watchers and len(own):
                 table_U = self.table_U[own] - store.first_table_M1[m]
                 member.before_change(table_U, self.id_U[own], weight_UD[torch.from_numpy(own)])
+
+    def of_tables(self, tables: Collection[int]) -> "RowGrads":
+        """The gradients of rows of these tables, of one store."""
+        table_U = self.store.loops.tensor(self.table_U)
+        wanted_U = torch.isin(table_U, torch.tensor(sorted(tables), dtype=table_U.dtype, device=table_U.device))
+        if bool(wanted_U.all()):
+            return self
+        return self.rows(self.store.loops.array(wanted_U.nonzero().view(-1)))
 
     def rows(self, u: Array) -> "RowGrads":
         """The gradients of the keys `u` alone, which may be of any store here."""

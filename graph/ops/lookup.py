@@ -219,6 +219,7 @@ class Lease:
         self._keys = keys
         self._replaced = store.replaced
         self._pins: Pins | None = None
+        self._reduced: tuple[list[torch.Tensor], Array | None, RowGrads] | None = None
         if slot_U is not None:
             self._pins, self.generation = store.pin_for(self, slot_U), store.generation
 
@@ -303,6 +304,17 @@ class Lease:
         segments = loops.segments(unique, bags, grad_NX, self.scale_N)
         slot_U = nowhere(loops, len(unique.id_U)) if self.slot_U is None else self.slot_U
         return RowGrads(self.store, self.generation, unique.table_U, unique.id_U, slot_U, segments=segments)
+
+    def reduce_once(self, grads: Sequence[torch.Tensor]) -> RowGrads:
+        """The same, made once for those who ask for the same gradients one after another."""
+        if self._reduced is not None:
+            before, slot_U, reduced = self._reduced
+            same = len(before) == len(grads) and all(one is two for one, two in zip(before, grads, strict=True))
+            if same and slot_U is self.slot_U and reduced.generation == self.generation:
+                return reduced
+        reduced = self.reduce(grads)
+        self._reduced = list(grads), self.slot_U, reduced
+        return reduced
 
     def sum_passes(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """The gradients of ids, [N, D], or of bags that gave a sum, [P, D], summed over backward passes; perhaps in

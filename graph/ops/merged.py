@@ -1,6 +1,6 @@
 """Lookups of several embeddings as one op: `unique_keys` and `gather` for merged stores.
 
-    keys  = unique_merged_keys([(first_table, ids, table_ids, num_tables, offsets, columns), ...], key_type, padding_idx)
+    keys  = unique_merged_keys([(first_table, ids, table_ids, num_tables, offsets, columns), ...], key_type, padding)
     check_merged_pooling(keys, [(p, per_sample_weights, pooling), ...])
     reserved = reserve(merged_store, keys)
     rows  = gather_merged(reserved, [(p, per_sample_weights, pooling), ...])   a tensor for each

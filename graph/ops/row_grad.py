@@ -51,6 +51,8 @@ class RowGrad(torch.Tensor):
     """Those who own the rows together; None = this process has all."""
     settled: bool
     """Whether nothing waits to be brought to the owners: see `settle`."""
+    tables: frozenset[int] | None
+    """Those whose rows it is of; None = all."""
     changes: int = 0
     """How often something has been done to what it holds."""
     spent: bool = False
@@ -67,12 +69,13 @@ class RowGrad(torch.Tensor):
         ranks: Ranks | None = None,
         *,
         settled: bool = False,
+        tables: frozenset[int] | None = None,
     ) -> "RowGrad":
         grad = torch.Tensor._make_wrapper_subclass(
             cls, (0, store.format.dim), dtype=torch.float32, device=store.loops.device
         )
         grad.store, grad.passes, grad.summed, grad.holders = store, list(passes), summed, list(holders)
-        grad.ranks, grad.settled = ranks, settled
+        grad.ranks, grad.settled, grad.tables = ranks, settled, tables
         return grad
 
     def __init__(self, *args: object, **kwargs: object):
@@ -87,7 +90,10 @@ class RowGrad(torch.Tensor):
 
     def reduce(self) -> RowGrads | None:
         """The gradient of each row, to be summed; None if there is none. Its slots are those of rows at the lookup."""
-        return join_grads([*([] if self.summed is None else [self.summed]), *reduce_passes(self.passes)])
+        of_passes = reduce_passes(self.passes, shared=self.tables is not None)
+        if self.tables is not None:
+            of_passes = [grads.of_tables(self.tables) for grads in of_passes]
+        return join_grads([*([] if self.summed is None else [self.summed]), *of_passes])
 
     def row_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The tables, int32 [U], and ids, int64 [U], of the rows that have a gradient."""
@@ -124,7 +130,11 @@ class RowGrad(torch.Tensor):
     def merged_in(self) -> MergedStore | None:
         """The merged store whose lookups gave all of this, with their rows still pinned; None if there is none."""
         stores = {lease.shared[0].store for lease, *_ in self.passes if lease.shared is not None and lease.is_pinned}
-        whole = self.summed is None and all(lease.shared is not None and lease.is_pinned for lease, *_ in self.passes)
+        whole = (
+            self.summed is None
+            and self.tables is None
+            and all(lease.shared is not None and lease.is_pinned for lease, *_ in self.passes)
+        )
         return stores.pop() if whole and len(stores) == 1 else None
 
     def unpin(self) -> None:
@@ -145,7 +155,9 @@ class RowGrad(torch.Tensor):
             self.passes = []
 
     def copy_of(self) -> "RowGrad":
-        copy = RowGrad(self.store, self.passes, self.summed, self.holders, self.ranks, settled=self.settled)
+        copy = RowGrad(
+            self.store, self.passes, self.summed, self.holders, self.ranks, settled=self.settled, tables=self.tables
+        )
         copy.spent = self.spent
         return copy
 
@@ -394,7 +406,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.div_.Scalar: _div_,
     aten.neg.default: lambda grad: _mul(grad, -1.0),
     aten.zero_.default: _zero_,
-    aten.zeros_like.default: lambda grad, **_: RowGrad(grad.store),
+    aten.zeros_like.default: lambda grad, **_: RowGrad(grad.store, tables=grad.tables),
     aten.linalg_vector_norm.default: _norm,
     aten.clamp_.default: _clamp_,
     aten.clamp.default: lambda grad, min=None, max=None: _clamp_(grad.copy_of(), min, max),
@@ -441,7 +453,8 @@ def reduce_grads(row_grads: Sequence[RowGrad]) -> list[RowGrads]:
     order, then over lookups in the order they were made.
 
     Args:
-        row_grads: of one embedding each, trained by one group of one optimizer where their lookups were merged.
+        row_grads: of one embedding each, or of some of its tables, which are reduced as one; trained by one group of
+            one optimizer where their lookups were merged.
 
     Raises:
         StoreFullError: rows that were let go do not fit any more; nothing has changed.
@@ -449,7 +462,7 @@ def reduce_grads(row_grads: Sequence[RowGrad]) -> list[RowGrads]:
     """
     merged: dict[MergedStore, list[RowGrad]] = {}
     alone: list[RowGrad] = []
-    for row_grad in row_grads:
+    for row_grad in of_stores(row_grads):
         store = row_grad.merged_in()
         (alone if store is None else merged.setdefault(store, [])).append(row_grad)
     reduced: list[RowGrads | None] = []
@@ -461,6 +474,28 @@ def reduce_grads(row_grads: Sequence[RowGrad]) -> list[RowGrads]:
             reduced.append(join_grads([rows.reduce(grads) for rows, grads in lookups]))
     reduced += [row_grad.acquire() for row_grad in alone]
     return [grads for grads in reduced if grads is not None]
+
+
+def of_stores(row_grads: Sequence[RowGrad]) -> list[RowGrad]:
+    """The gradients of each store as one: where there are several, they are of tables of their own."""
+    of_store: dict[EmbeddingStore, list[RowGrad]] = {}
+    for row_grad in row_grads:
+        of_store.setdefault(row_grad.store, []).append(row_grad)
+    return [its[0] if len(its) == 1 else _as_one(store, its) for store, its in of_store.items()]
+
+
+def _as_one(store: EmbeddingStore, row_grads: Sequence[RowGrad]) -> RowGrad:
+    first, its_tables = row_grads[0], frozenset[int]().union(*(grad.tables or () for grad in row_grads))
+    tables = None if len(its_tables) == store.num_tables else its_tables
+    left = [[id(one.grad_NX) for one in grad.passes] for grad in row_grads]
+    if all(its == left[0] for its in left) and all(grad.summed is None for grad in row_grads):
+        return RowGrad(store, first.passes, tables=tables)
+    # What was done to one of them has left sums in place of passes.
+    parts = [grads for grad in row_grads if (grads := grad.reduce()) is not None]
+    holders = dict.fromkeys(
+        lease for grad in row_grads for lease in (*(one.lease for one in grad.passes), *grad.holders)
+    )
+    return RowGrad(store, (), join_grads(parts), holders, tables=tables)
 
 
 def _merged_lookups(

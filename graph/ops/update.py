@@ -29,8 +29,9 @@ class StepOptimizer(Protocol):
     def optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer."""
 
-    def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, Group] | None:
-        """The row optimizer of a store and its parameter group now; None where the store is not its own."""
+    def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, list[Group]] | None:
+        """The row optimizer of a store and its param groups now, of each table, or of all; None where the store is not
+        its own."""
 
 
 class Scheduler(Protocol):
@@ -115,25 +116,36 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
     rows = optimizer.rows_of(grads.stores[0]) if grads is not None else None
     if grads is None or rows is None or not go:
         return
-    store, (row_optimizer, group) = grads.store, rows
-    group = (groups or {}).get(id(group), group)
+    store, (row_optimizer, its_groups) = grads.store, rows
+    options = [(groups or {}).get(id(group), group) for group in its_groups]
     for member in grads.stores:
         member.turns.check(changes=True)
     if grads.generation != store.generation:  # A hook, or another thread beside torch's own step, has loaded others.
         raise StorageError(REPLACED)
 
     def write() -> None:
-        for part, step in _by_step(grads):
-            row_optimizer.update(
-                store.weight_SX, store.row_SW, part.slot_U, part.segments or part.grad_UD,
-                state_begin=store.format.state_begin, group=group, step=step + 1, loops=store.loops,
-            )  # fmt: skip
+        for its_grads, group in _by_group(grads, options):
+            for part, step in _by_step(its_grads):
+                row_optimizer.update(
+                    store.weight_SX, store.row_SW, part.slot_U, part.segments or part.grad_UD,
+                    state_begin=store.format.state_begin, group=group, step=step + 1, loops=store.loops,
+                )  # fmt: skip
 
     with whole(member.turns for member in grads.stores):
         while_held(sorted((member.writing for member in grads.stores), key=id), write)
         for member in grads.stores:
             member.step += 1
         store.mark_dirty(grads.table_U, grads.slot_U)
+
+
+def _by_group(grads: RowGrads, options: Sequence[Group]) -> list[tuple[RowGrads, Group]]:
+    """The gradients and the options of their tables: those of tables that have others, apart."""
+    tables: dict[int, list[int]] = {}
+    for t, group in enumerate(options):
+        tables.setdefault(id(group), []).append(t)
+    if len(tables) == 1:
+        return [(grads, options[0])]
+    return [(grads.of_tables(its), options[its[0]]) for its in tables.values()]
 
 
 def _by_step(grads: RowGrads) -> list[tuple[RowGrads, int]]:

@@ -1,5 +1,6 @@
 """Where gradients of rows come from: what a lookup gave, as autograd knows it."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,19 +15,20 @@ __all__ = ["with_grad"]
 
 
 def with_grad(
-    rows: torch.Tensor, lease: Lease, weight: torch.Tensor, per_sample_weights: torch.Tensor | None = None,
+    rows: torch.Tensor, lease: Lease, weights: Sequence[torch.Tensor], per_sample_weights: torch.Tensor | None = None,
     ranks: Ranks | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """What `gather` gave of a lookup, differentiable: a backward pass through it gives `weight` a `RowGrad`.
+    """What `gather` gave of a lookup, differentiable: a backward pass through it gives each weight a `RowGrad`.
 
     The rows need not be pinned: those of an embedding in eval mode are inserted by the step that trains them.
 
     Args:
+        weights: one that stands for all rows, or for each table one that stands for its rows.
         ranks: those who train the rows together; None = the ranks that the lookup has asked, if any.
     """
     if ranks is None and lease.remote is not None:
         ranks = lease.remote.ranks
-    return _WithGrad.apply(weight, per_sample_weights, lease, _Rows(rows), ranks)
+    return _WithGrad.apply(per_sample_weights, lease, _Rows(rows), ranks, *weights)
 
 
 class _Rows(NamedTuple):
@@ -61,22 +63,23 @@ def _is_alone(grad: torch.Tensor) -> bool:
 class _WithGrad(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weight: torch.Tensor, scales: torch.Tensor | None, lease: Lease, rows: _Rows, ranks: Ranks | None
+        ctx: Any, scales: torch.Tensor | None, lease: Lease, rows: _Rows, ranks: Ranks | None, *weights: torch.Tensor
     ) -> torch.Tensor:
         ctx.lease, ctx.ranks = lease, ranks
         return rows.tensor
 
     @staticmethod
     @torch._disable_dynamo  # torch.compile stays out of it, as out of a lookup
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[RowGrad | None, torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         alone = _is_alone(*grads)
+        of_scales, _, _, _, *of_weights = ctx.needs_input_grad
         lease, (grad,) = ctx.lease, grads
         if lease is None:
             raise RuntimeError(
                 "backward through a lookup of an embedding for the second time, whose rows were let go after the first;"
                 " pass retain_graph=True to the first, or look the ids up again"
             )
-        if torch.is_grad_enabled() and ctx.needs_input_grad[0]:
+        if torch.is_grad_enabled() and any(of_weights):
             raise RuntimeError(
                 "the gradient of an embedding's rows has no gradient itself: leave out create_graph=True, or take the"
                 " gradient with respect to what the lookup gave, torch.autograd.grad(loss, rows, create_graph=True)"
@@ -88,5 +91,10 @@ class _WithGrad(torch.autograd.Function):
         grad_NX = flat if alone else flat.clone(memory_format=torch.contiguous_format)
         lease.has_grad = True
         one = Pass(lease, grad_NX, version_of(grad_NX))
-        row_grad = RowGrad(lease.store, [one], ranks=ctx.ranks) if ctx.needs_input_grad[0] else None
-        return row_grad, lease.grad_of_scales(grad_NX) if ctx.needs_input_grad[1] else None, None, None, None
+        row_grads = [
+            RowGrad(lease.store, [one], ranks=ctx.ranks, tables=None if len(of_weights) == 1 else frozenset([t]))
+            if needed
+            else None
+            for t, needed in enumerate(of_weights)
+        ]
+        return lease.grad_of_scales(grad_NX) if of_scales else None, None, None, None, *row_grads

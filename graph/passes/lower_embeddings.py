@@ -66,7 +66,7 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
             lease = rows = None
             if module.asked_ranks is not None:
                 pass
-            elif inserts and (module.training or module.weight.requires_grad):
+            elif inserts and (module.training or module.is_trained):
                 lease = graph.call_function(ops.reserve if module.training else ops.acquire_later, (store, keys))
                 if call.pooling is not None and not module.training:
                     rows = graph.call_function(ops.gather, (lease, *pooled))

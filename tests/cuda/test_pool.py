@@ -195,7 +195,10 @@ class Pooled(oneemb.TrainGraph):
         scales = self.weigh(ids).squeeze(1)
         summed = self.embedding(ids, offsets=offsets, per_sample_weights=scales)
         maximum = self.embedding(ids, offsets=offsets, pooling="max")
-        logit = self.top((mean + summed + maximum).float().flatten(1)).squeeze(1)
+        by_column = self.embedding(ids, offsets=offsets, pooling="mean", columns=(0, 1))
+        greatest = self.embedding(ids, offsets=offsets, pooling="max", columns=(1, 1))
+        pooled = mean + summed + maximum + by_column + greatest
+        logit = self.top(pooled.float().flatten(1)).squeeze(1)
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, label)
         loss.backward()
         return loss

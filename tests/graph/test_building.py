@@ -38,7 +38,7 @@ def expect(embedding, ids, table_ids=None, offsets=None, per_sample_weights=None
     reserved = ops.reserve(embedding.store, keys)
     rows = ops.gather(reserved.acquire(), per_sample_weights, pooling) if reads else None
     store = embedding.store
-    lookup = ids, table_ids, offsets, reserved, rows, per_sample_weights, pooling, None
+    lookup = ids, table_ids, offsets, None, reserved, rows, per_sample_weights, pooling, None
     return Expected(store.changes, False, "a", *lookup)
 
 
@@ -444,6 +444,7 @@ def test_the_ids_of_the_batch_itself_are_not_compared_where_that_would_wait(embe
             ids.clone(),
             None,
             None,
+            None,
             lookup.reserved,
             lookup.rows,
             None,
@@ -452,14 +453,14 @@ def test_the_ids_of_the_batch_itself_are_not_compared_where_that_would_wait(embe
         )
         if change:
             ids.add_(1)
-        assert lookup.is_of(ids, None, None) == matches
+        assert lookup.is_of(ids, None, None, None) == matches
 
 
 def test_ids_of_inference_mode_are_compared_as_they_count_no_changes(embedding):
     with torch.inference_mode():
         ids = torch.arange(5)
     lookup = Expected(0, True, "a", ids.clone(), None, None, None, None, None, None, "sum", ids)
-    assert lookup.is_of(ids, None, None)
+    assert lookup.is_of(ids, None, None, None)
     with torch.inference_mode():
         ids.add_(1)
-    assert not lookup.is_of(ids, None, None)
+    assert not lookup.is_of(ids, None, None, None)

@@ -75,7 +75,7 @@ def bags(self, ids, offsets, scales):
 def test_lower_embeddings():
     recorded, embeddings = record(simple, IDS)
     assert graph_text(recorded).splitlines()[1:] == [
-        "a = a(ids=ids, table_ids=None, offsets=None, per_sample_weights=None, pooling='sum')",
+        "a = a(ids=ids, table_ids=None, offsets=None, columns=None, per_sample_weights=None, pooling='sum')",
         "return (a,)",
     ]
     check_pass(
@@ -86,7 +86,7 @@ inputs: ids
 keep = keep(ids)
 unique_keys = unique_keys{KEYS}
 reserve = reserve(a.store, unique_keys)
-return (('a', keep, None, None, reserve, None, None, 'sum', ids),)""",
+return (('a', keep, None, None, None, reserve, None, None, 'sum', ids),)""",
     )
 
 
@@ -110,9 +110,9 @@ getitem = keep_1[1:]
 remainder = getitem.remainder(2)
 unique_keys_2 = unique_keys(reshape, remainder, 2, int64, None, keep_1)
 reserve_2 = reserve(c.store, unique_keys_2)
-return (('a', reshape, None, keep_1, reserve, None, keep_2, 'sum', None),
-  ('b', reshape, None, keep_1, reserve_1, None, None, None, None),
-  ('c', reshape, remainder, keep_1, reserve_2, None, None, 'max', None))""",
+return (('a', reshape, None, keep_1, None, reserve, None, keep_2, 'sum', None),
+  ('b', reshape, None, keep_1, None, reserve_1, None, None, None, None),
+  ('c', reshape, remainder, keep_1, None, reserve_2, None, None, 'max', None))""",
     )
 
 
@@ -161,7 +161,7 @@ def test_lower_embeddings_that_do_not_insert(change, inserts, after):
         lowered(simple, IDS, change=change, inserts=inserts),
         "\n".join(
             ["inputs: ids", "keep = keep(ids)", f"unique_keys = unique_keys{KEYS}", *lines]
-            + [f"return (('a', keep, None, None, {rows}, None, 'sum', ids),)"]
+            + [f"return (('a', keep, None, None, None, {rows}, None, 'sum', ids),)"]
         ),
     )
 
@@ -170,7 +170,7 @@ def test_bags_that_are_read_at_once_are_pooled_where_it_is_known_how():
     text = graph_text(lowered(bags, IDS, OFFSETS, SCALES, inserts=False))
     assert "peek = peek(a.store, unique_keys, keep_2, 'sum')" in text and "peek(b.store" not in text
     assert "peek_1 = peek(c.store, unique_keys_2, None, 'max')" in text
-    assert "('b', reshape, None, keep_1, None, None, None, None, None)" in text
+    assert "('b', reshape, None, keep_1, None, None, None, None, None, None)" in text
 
 
 def test_a_lookup_with_a_pooling_that_no_bag_has_is_not_recorded():
@@ -192,17 +192,18 @@ def test_merge_embeddings():
         a = self.a((ids + 1).reshape(-1), None, offsets, scales)
         return c.sum() + a.sum() + self.b(ids).sum()
 
+    lookups = "((0, reshape, None, 2, keep_1, None), (4, keep, None, 2, None, None))"
     check_pass(
         lambda graph: merge_embeddings(graph, {name: MEMBERS[name] for name in ("a.store", "c.store")}),
         lowered(build, IDS, OFFSETS, SCALES),
-        """
+        f"""
 inputs: ids, offsets, scales
 keep = keep(ids)
 keep_1 = keep(offsets)
 keep_2 = keep(scales)
 add = keep.add(1)
 reshape = add.reshape(-1)
-unique_merged_keys = unique_merged_keys(((0, reshape, None, 2, keep_1), (4, keep, None, 2, None)), int64, None)
+unique_merged_keys = unique_merged_keys({lookups}, int64, None)
 check_merged_pooling(unique_merged_keys, ((0, keep_2, 'sum'),))
 reserve_3 = reserve(merged_0, unique_merged_keys)
 part_of = part_of(reserve_3, 0)
@@ -212,9 +213,9 @@ getitem = gather_merged[0]
 getitem_1 = gather_merged[1]
 unique_keys_2 = unique_keys(keep, None, 2, int64, None)
 reserve_2 = reserve(b.store, unique_keys_2)
-return (('c', keep, None, None, part_of_1, getitem_1, None, 'sum', ids),
-  ('a', reshape, None, keep_1, part_of, getitem, keep_2, 'sum', None),
-  ('b', keep, None, None, reserve_2, None, None, 'sum', ids))""",
+return (('c', keep, None, None, None, part_of_1, getitem_1, None, 'sum', ids),
+  ('a', reshape, None, keep_1, None, part_of, getitem, keep_2, 'sum', None),
+  ('b', keep, None, None, None, reserve_2, None, None, 'sum', ids))""",
     )
 
 
@@ -222,7 +223,7 @@ def test_a_merged_lookup_whose_weights_are_not_known_is_not_read():
     text = graph_text(merge_embeddings(lowered(bags, IDS, OFFSETS, SCALES), MEMBERS))
     assert "check_merged_pooling(unique_merged_keys, ((0, keep_2, 'sum'),))" in text
     assert "gather_merged(reserve_3, ((0, keep_2, 'sum'), (2, None, 'max')))" in text
-    assert "('b', reshape, None, keep_1, part_of_1, None, None, None, None)" in text
+    assert "('b', reshape, None, keep_1, None, part_of_1, None, None, None, None)" in text
 
     def unknown(self, ids, offsets):
         scales = self.mlp.weight.sum() * torch.ones(6)
@@ -281,8 +282,8 @@ keep = keep(ids)
 unique_keys = unique_keys{KEYS}
 reserve = reserve(a.store, unique_keys)
 reserve_1 = reserve(b.store, unique_keys)
-return (('a', keep, None, None, reserve, None, None, 'sum', ids),
-  ('b', keep, None, None, reserve_1, None, None, 'sum', ids))""",
+return (('a', keep, None, None, None, reserve, None, None, 'sum', ids),
+  ('b', keep, None, None, None, reserve_1, None, None, 'sum', ids))""",
     )
 
 
@@ -345,9 +346,9 @@ def test_split_prepare():
         "return [ids, keep, unique_keys, add, unique_keys_1, prefetch, prefetch_1, prefetch_2]",
     ]
     made = [
-        "('a', keep, None, None, reserve, None, None, 'sum', ids)",
-        "('b', add, None, None, reserve_1, None, None, 'sum', None)",
-        "('a', keep, None, None, reserve_2, None, None, 'sum', ids)",
+        "('a', keep, None, None, None, reserve, None, None, 'sum', ids)",
+        "('b', add, None, None, None, reserve_1, None, None, 'sum', None)",
+        "('a', keep, None, None, None, reserve_2, None, None, 'sum', ids)",
     ]
     assert graph_text(lookup).splitlines() == [
         "inputs: ids, keep, unique_keys, add, unique_keys_1, prefetch, prefetch_1, prefetch_2",

@@ -35,7 +35,8 @@ class Recording:
 
     def _look_up(self, ids, **others):
         self.asked.append(ids.detach().clone())
-        arguments = dict(ids=ids, table_ids=None, offsets=None, per_sample_weights=None, pooling="sum") | others
+        arguments = dict.fromkeys(["ids", "table_ids", "offsets", "columns", "per_sample_weights"]) | {"pooling": "sum"}
+        arguments |= {"ids": ids} | others
         return self.tape.lookup("a", arguments, lambda: torch.ones(3))
 
     def lookups(self):
@@ -164,8 +165,10 @@ def test_all_arguments_of_a_lookup_are_noted():
 
     recording = Recording(build, torch.arange(4), torch.tensor([0, 2, 4]), torch.rand(4))
     one, other = ({key: str(value) for key, value in lookup.items()} for lookup in recording.lookups())
-    assert one == dict(ids="batch_0", table_ids="remainder", offsets="batch_1", per_sample_weights="mul", pooling="sum")
-    assert other == dict(ids="batch_0", table_ids="None", offsets="None", per_sample_weights="None", pooling="max")
+    no_columns = {"columns": "None", "per_sample_weights": "None", "ids": "batch_0"}
+    mul = {"per_sample_weights": "mul", "pooling": "sum"}
+    assert one == no_columns | mul | {"table_ids": "remainder", "offsets": "batch_1"}
+    assert other == no_columns | {"table_ids": "None", "offsets": "None", "pooling": "max"}
 
 
 def test_nothing_is_recorded_that_no_lookup_needs():
@@ -179,7 +182,7 @@ def test_nothing_is_recorded_that_no_lookup_needs():
     assert recording.others == 1 and not recording.tape.constants
     assert graph_text(recording.graph).splitlines()[1:-1] == [
         "add = batch_0.add(1)",
-        "a = a(ids=add, table_ids=None, offsets=None, per_sample_weights=None, pooling='sum')",
+        "a = a(ids=add, table_ids=None, offsets=None, columns=None, per_sample_weights=None, pooling='sum')",
     ]
 
 

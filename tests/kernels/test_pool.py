@@ -31,7 +31,8 @@ def test_a_bag_is_summed_in_float32_and_batch_order(dtype, dim, scaled):
     for count in (1, 2, 3):
         for row_P in (None, rows_of_columns(50, 5)):
             out_PX = np.full((50, dim), 7, weight_SX.dtype)
-            pool(weight_SX, slot_U, inverse_N, Bags(offset_P1, row_P=row_P), scale_N, out_PX, threads=SmallShares(count))
+            bags, threads = Bags(offset_P1, row_P=row_P), SmallShares(count)
+            pool(weight_SX, slot_U, inverse_N, bags, scale_N, out_PX, threads=threads)
             assert out_PX[np.arange(50) if row_P is None else row_P].tobytes() == to_bits(expected_PD, dtype).tobytes()
 
 

@@ -178,7 +178,8 @@ def check_columns(size_CB, columns, tables, id_N, padding_id=None, threads=None)
     threads, (count, samples) = threads or Threads(1), size_CB.shape
     offset_P1 = np.append(0, np.cumsum(size_CB)).astype(np.int64)
     column_N = np.repeat(np.repeat(np.arange(count), samples), size_CB.ravel())
-    bag_N = np.repeat(np.tile(np.arange(samples), count) * count + np.repeat(np.arange(count), samples), size_CB.ravel())
+    bag_P = np.tile(np.arange(samples), count) * count + np.repeat(np.arange(count), samples)
+    bag_N = np.repeat(bag_P, size_CB.ravel())
     places = {}
     for n, (c, id) in enumerate(zip(column_N.tolist(), id_N.tolist(), strict=True)):
         if id != padding_id:
@@ -196,7 +197,10 @@ def check_columns(size_CB, columns, tables, id_N, padding_id=None, threads=None)
     assert found.occurrences(False, threads=threads)[0].tolist() == everywhere
 
 
-@given(st.integers(0, 5), st.lists(st.integers(0, 3), min_size=1, max_size=5), st.none() | st.integers(-2, 2), st.data())
+COLUMNS = st.lists(st.integers(0, 3), min_size=1, max_size=5)
+
+
+@given(st.integers(0, 5), COLUMNS, st.none() | st.integers(-2, 2), st.data())
 def test_any_bags_column_by_column_agree_with_a_dict(samples, columns, padding_id, data):
     columns = sorted(columns)
     count = samples * len(columns)
