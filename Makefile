@@ -66,6 +66,8 @@ $(VENV)/ready-demo: setup.cfg pyproject.toml constraints/demo.txt
 
 $(VENV)/ready-test: $(VENV)/ready-demo constraints/test.txt
 	$(INSTALL) -c constraints/test.txt -e .[dev]
+	# By itself: it asks for fbgemm-gpu, which needs CUDA, where fbgemm-gpu-cpu of `dev` does the same.
+	$(INSTALL) -c constraints/test.txt --no-deps torchrec
 	touch $@
 
 $(VENV)/ready-bench: $(VENV)/ready-test constraints/bench.txt

@@ -86,7 +86,7 @@ class AveragedEmbedding(torch.nn.Module):
             process_group=None if embedding.ranks is None else embedding.ranks.group,
         )  # fmt: skip
         """What is stored of the averages."""
-        weight = self.rows.to(embedding.weight.device).weight.detach()
+        weight = self.rows.to(embedding.store.loops.device).weight.detach()
         del self.rows.weight
         self.rows.register_buffer("weight", weight)  # It is no parameter: no optimizer trains averages.
         store = self.rows.store

@@ -100,7 +100,7 @@ class TableEmbedding(torch.nn.Module):
         """Stands for all rows in parameter lists, [0, D]: it holds none. Its gradient is a `RowGrad`."""
         self._stands_for(self.weight)
         self.weights: tuple[torch.nn.Parameter, ...] = (self.weight,)
-        """Those that stand for rows: one for all, or see `weight_for_each_table`."""
+        """Those that stand for rows: one for all, or see `belongs_to`."""
         self.row_optimizer: RowOptimizer | None = None
         """How the rows are updated; set by the first step of a torch optimizer, `oneemb.Optimizer` or
         `TrainGraph.add_optimizer`."""
@@ -250,18 +250,24 @@ class TableEmbedding(torch.nn.Module):
         """Whether rows, of any table, are to get a gradient."""
         return any(weight.requires_grad for weight in self.weights)
 
-    def weight_for_each_table(self) -> tuple[torch.nn.Parameter, ...]:
-        """Let each table have a weight that stands for its rows, in place of `weight`: so tables can be frozen, and
-        trained with options of their own, by groups of one optimizer. To be called before the first lookup.
+    def belongs_to(self, weights: Sequence[torch.nn.Parameter]) -> None:
+        """Let parameters of another module stand for the rows of each table, in place of `weight`: so tables can be
+        frozen, and trained with options of their own, by groups of one optimizer. To be called before the first lookup.
 
-        Returns:
-            Parameters of shape [0, D], which are no parameters of this module: the caller's module has them.
+        Parameters and state dicts then have nothing of this embedding: the other module is asked.
+
+        Args:
+            weights: of shape [0, D], one for each table, or one for all.
         """
         assert self.ranks is None, "between ranks all rows have one gradient"
-        self.weights = tuple(torch.nn.Parameter(self.weight.detach().clone()) for _ in self.tables)
+        del self._parameters["weight"]
+        self.weights = tuple(weights)
         for weight in self.weights:
             self._stands_for(weight)
-        return self.weights
+
+    @property
+    def _is_anothers(self) -> bool:
+        return "weight" not in self._parameters
 
     def _stands_for(self, weight: torch.nn.Parameter) -> None:
         weight.embedding = _RowsOf(self)  # type: ignore[attr-defined]
@@ -423,10 +429,14 @@ class TableEmbedding(torch.nn.Module):
     # The weight holds nothing: it is in no state dict, and one that is in an older one is passed over.
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if self._is_anothers:
+            return
         super()._save_to_state_dict(destination, prefix, keep_vars)
         del destination[f"{prefix}weight"]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self._is_anothers:
+            return
         weight = self.weight  # which is one of `weights`
         super()._load_from_state_dict({**state_dict, f"{prefix}weight": weight.detach()}, prefix, *args)
         self.weight = weight  # load_state_dict(assign=True) has put another one in its place
@@ -473,6 +483,10 @@ class TableEmbedding(torch.nn.Module):
         what = snapshots.words("load_state_dict")
         snapshots.together("load_state_dict", lambda: snapshots.agree(what, lambda: named.append(decode(state))))
         self.load_named(named[0])
+
+    def holds(self, snapshot: SnapshotName) -> bool:
+        """Whether the rows are those of this snapshot still, saved or loaded last."""
+        return self._saved == (snapshot, self.store.changes)
 
     def load_named(self, snapshot: SnapshotName) -> None:
         """The same with what `named_snapshot` gave."""
@@ -547,7 +561,8 @@ class TableEmbedding(torch.nn.Module):
         Raises:
             RuntimeError, NotImplementedError: rows cannot be moved where the conversion moves its parameters.
         """
-        moved, failure = self.weight.detach(), None
+        moved = torch.empty(0, self.embedding_dim, dtype=torch.float32, device=self.store.loops.device)
+        failure = None
         try:
             moved = fn(moved)
         except (AssertionError, RuntimeError) as error:  # This build of torch lacks the device that was asked for.
@@ -559,7 +574,7 @@ class TableEmbedding(torch.nn.Module):
                 f"embedding {self.name!r} runs on the CPU and on GPUs of NVIDIA, asked to move to {moved.device}; keep"
                 " it on the CPU and move its output: embedding(ids).to(device)"
             )
-        if moved.device != self.weight.device and any(weight.grad is not None for weight in self.weights):
+        if moved.device != self.store.loops.device and any(weight.grad is not None for weight in self.weights):
             raise RuntimeError(
                 f"embedding {self.name!r} holds lookups whose update is still to come; step the optimizer, then move it"
             )
@@ -574,13 +589,13 @@ class TableEmbedding(torch.nn.Module):
                 f"{error}. Parts of the model that come before this embedding, if any do, are converted already; those"
                 " on meta have lost their values: load them again"
             ) from error.__cause__
-        if moved.dtype not in (self.weight.dtype, self.dtype):
+        if moved.dtype not in (torch.float32, self.dtype):
             warnings.warn(
                 f"embedding {self.name!r} keeps its {self.dtype} rows where the model becomes {moved.dtype}: cast what"
                 f" it gives, embedding(ids).to({moved.dtype}), or make it with that dtype",
                 stacklevel=2,
             )
-        if moved.device != self.weight.device:
+        if moved.device != self.store.loops.device:
             self.store.move_to(moved.device)
         # The weight keeps its dtype, as the rows that it stands for keep theirs.
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
@@ -621,8 +636,8 @@ def copied(
         starts_empty=False,
     )  # fmt: skip
     try:
-        copy.to(embedding.weight.device).train(embedding.training)
-        copy.weight.requires_grad_(embedding.weight.requires_grad)
+        copy.to(embedding.store.loops.device).train(embedding.training)
+        copy.weight.requires_grad_(embedding.is_trained)
         embedding.store.copy_to(copy.store, with_state=not weights_only, change=change)
     except BaseException:
         copy.close()

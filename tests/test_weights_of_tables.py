@@ -28,7 +28,8 @@ class Ours(torch.nn.Module):
     def __init__(self, path, **options):
         super().__init__()
         self.embedding = make_embedding(path, dim=DIM, tables=TABLES, **options)
-        self.weights = torch.nn.ParameterList(self.embedding.weight_for_each_table())
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.empty(0, DIM)) for _ in range(TABLES))
+        self.embedding.belongs_to(self.weights)
 
     def forward(self, ids, offsets):
         return self.embedding(ids, offsets=offsets, columns=range(TABLES))

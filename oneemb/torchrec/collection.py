@@ -1,0 +1,373 @@
+"""What both collections are: tables by name, and the embeddings that hold their rows.
+
+Tables of one width, dtype and pooling in one store are one embedding underneath (`rows`), so that their ids are found,
+read and updated by one loop each. Each table has a parameter of its own, [0, D], that stands for its rows.
+"""
+
+import dataclasses
+import functools
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torchrec.fx.tracer import is_fx_tracing
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+
+from oneemb.embedding import MultiTableEmbedding
+from oneemb.named_snapshot import decode
+from oneemb.options import StoreOptions, make_device_mem_store_options, make_table
+from oneemb.rows.import_rows import import_rows
+from oneemb.storage.row_store import StorageError
+from oneemb.torchrec.configs import (
+    Column,
+    check_configs,
+    columns_of,
+    dtype_of,
+    first_rows,
+    initializer_of,
+    later_rows,
+    pooling_of,
+)
+
+__all__ = ["Collection", "Group"]
+
+_CHUNK = 1 << 16
+"""Rows of a table that are read at a time."""
+
+
+class Group(NamedTuple):
+    """Tables that are one embedding."""
+
+    rows: MultiTableEmbedding
+    tables: tuple[int, ...]
+    """Which of the configs they are."""
+    columns: tuple[int, ...]
+    """Which of the embeddings of the output they give."""
+    tables_of_columns: tuple[int, ...]
+    """Which table of `rows` each column is of."""
+    pooling: str
+
+
+class TableParameter(torch.nn.Module):
+    """One table of a collection: `weight` stands for its rows, [0, D]."""
+
+    def __init__(self, config: BaseEmbeddingConfig, device: torch.device | None):
+        super().__init__()
+        self.num_embeddings = config.num_embeddings
+        self.embedding_dim = config.embedding_dim
+        self.weight = torch.nn.Parameter(torch.empty(0, config.embedding_dim, device=device))
+        self._state: Callable[[], torch.Tensor] | None = None
+        self._load: Callable[[torch.Tensor], None] | None = None
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+    def serves(self, state: Callable[[], torch.Tensor], load: Callable[[torch.Tensor], None]) -> None:
+        """Have state dicts hold what `state` gives, and be loaded by `load`."""
+        self._state, self._load = state, load
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.weight if self._state is None else self._state()
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: object, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key != f"{prefix}weight"]
+        state = state_dict.get(f"{prefix}weight")
+        if state is None:
+            missing_keys.append(f"{prefix}weight")
+        elif self._load is not None:
+            try:
+                self._load(state)
+            except (StorageError, TypeError, ValueError) as error:
+                error_msgs.append(f"{prefix}weight: {error}")
+
+
+class Collection(torch.nn.Module):
+    """Base of both collections.
+
+    Args:
+        tables: TorchRec's configs.
+        device: where lookups run; None = torch's default device. On meta there are no rows until the module is moved.
+        store_options: where rows live: made by one of `oneemb.make_*_store_options`, for all tables or, in a dict, by
+            table; each embedding has a subfolder of `persistent_path`. Rows begin as they are met, as `init_fn` says;
+            state dicts name snapshots. None = a table begins as TorchRec's does, with `num_embeddings` rows that
+            `init_fn` fills, and grows from there; it is in memory, and state dicts hold its rows.
+        seed: a row that begins as it is met is a pure function of (seed, table, id).
+        num_threads: threads that run the kernels; None = the cores there are.
+        pools: whether bags are pooled.
+        named: the attribute that has the tables by name.
+    """
+
+    # What TorchScript need not know.
+    __jit_ignored_attributes__ = ["rows"]
+    __jit_unused_properties__ = ["_tables", "device"]
+
+    def __init__(
+        self,
+        tables: Sequence[BaseEmbeddingConfig],
+        device: torch.device | str | None,
+        store_options: StoreOptions | Mapping[str, StoreOptions] | None,
+        seed: int,
+        num_threads: int | None,
+        *,
+        pools: bool,
+        named: str,
+    ):
+        super().__init__()
+        check_configs(tables)
+        self.configs = list(tables)
+        self._columns: list[Column] = columns_of(tables)
+        self._pools = pools
+        self._pooling = [pooling_of(config) if pools else "none" for config in tables]
+        self._device = torch.empty(0, device=device).device
+        self._seed, self._num_threads = seed, num_threads
+        self._folder: str | None = None
+        self._options = self._options_of(store_options)
+        holders = {config.name: TableParameter(config, self._device) for config in tables}
+        setattr(self, named, torch.nn.ModuleDict(holders))
+        self._holders = named
+        self.rows = torch.nn.ModuleList()
+        """The embeddings that hold the rows: `rows[0].stats()`, `rows[0].save_snapshot(name)` and the like."""
+        self._groups: list[Group] = []
+        self._steppers: list[tuple[int, ...]] = []
+        if self._device.type != "meta":
+            self._make_rows(self._first_rows())
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    def _options_of(self, given: StoreOptions | Mapping[str, StoreOptions] | None) -> list[StoreOptions | None]:
+        names = [config.name for config in self.configs]
+        if not isinstance(given, Mapping):
+            return [given] * len(names)
+        unknown = sorted(set(given) - set(names))
+        if unknown:
+            raise ValueError(f"store_options are by table, of {names}; got some for {unknown}")
+        return [given.get(name) for name in names]
+
+    @property
+    def _tables(self) -> list[TableParameter]:
+        return list(getattr(self, self._holders).values())
+
+    def _first_rows(self) -> list[torch.Tensor | None]:
+        """The rows that each table begins with, as TorchRec draws them; None = none."""
+        begin: list[torch.Tensor | None] = []
+        for config, options in zip(self.configs, self._options, strict=True):
+            begin.append(first_rows(config) if options is None else None)
+            if not self._pools:
+                _fill(config, begin[-1])
+        for config, weights in zip(self.configs, begin, strict=True):
+            if self._pools:
+                _fill(config, weights)
+        return begin
+
+    def _make_rows(self, begin: Sequence[torch.Tensor | None]) -> None:
+        """Make the embeddings.
+
+        Args:
+            begin: the rows that each table begins with; None = none.
+        """
+        alike: dict[tuple[object, ...], list[int]] = {}
+        self._steppers = [self._stepper_of(table) for table in self._tables]
+        for t, config in enumerate(self.configs):
+            kind = config.embedding_dim, dtype_of(config), self._pooling[t], self._options[t], self._steppers[t]
+            alike.setdefault(kind, []).append(t)
+        self._groups = [self._make_group(tuple(its)) for its in alike.values()]
+        self.rows = torch.nn.ModuleList(group.rows for group in self._groups)
+        self.rows.train(self.training)
+        for group in self._groups:
+            for place, t in enumerate(group.tables):
+                if (weights := begin[t]) is not None:
+                    _put(group.rows, place, weights)
+
+    @staticmethod
+    def _stepper_of(table: TableParameter) -> tuple[int, ...]:
+        # What steps in the backward pass steps one table: an embedding has one optimizer.
+        return tuple(id(stepper) for stepper in getattr(table.weight, "_in_backward_optimizers", ()))
+
+    def _make_group(self, tables: tuple[int, ...]) -> Group:
+        configs = [self.configs[t] for t in tables]
+        first, options = configs[0], self._options[tables[0]]
+        words = [f"{first.embedding_dim}x{str(dtype_of(first)).removeprefix('torch.')}", self._pooling[tables[0]]]
+        if self._steppers[tables[0]]:
+            words.append(first.name)
+        folder = self._temporary_folder() if options is None else None
+        paths = [folder] if options is None else list(options.persistent_path)
+        own = [os.path.join(path, "-".join(words)) for path in paths if path is not None]
+        made = make_device_mem_store_options(own[0]) if options is None else _at(options, own)
+        names = ", ".join(config.name for config in configs)
+        begins = later_rows if options is None else initializer_of
+        rows = MultiTableEmbedding(
+            names, first.embedding_dim, dtype_of(first), torch.int64,
+            [make_table(begins(config)) for config in configs], made, seed=self._seed,
+            num_threads=self._num_threads,
+        )  # fmt: skip
+        rows.belongs_to([self._tables[t].weight for t in tables])
+        if self._device.type != "cpu":
+            rows.to(self._device)
+        columns = tuple(c for c, column in enumerate(self._columns) if column.table in tables)
+        of_columns = tuple(tables.index(self._columns[c].table) for c in columns)
+        group = Group(rows, tables, columns, of_columns, self._pooling[tables[0]])
+        for place, t in enumerate(tables):
+            arguments = weakref.ref(self), group, place, options is not None
+            self._tables[t].serves(functools.partial(_state_of, *arguments), functools.partial(_load_into, *arguments))
+        return group
+
+    def _temporary_folder(self) -> str:
+        if self._folder is None:
+            self._folder = tempfile.mkdtemp(prefix="oneemb-torchrec-")
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        return self._folder
+
+    def _ready(self) -> list[Group]:
+        """The embeddings, as the optimizers of tables now ask for them."""
+        if self._device.type == "meta":
+            raise RuntimeError(
+                "the tables are on the meta device and have no rows: move the module, module.to_empty(device='cpu')"
+            )
+        steppers = [self._stepper_of(table) for table in self._tables]
+        if steppers != self._steppers:
+            self._make_rows_anew()
+        return self._groups
+
+    def _make_rows_anew(self) -> None:
+        """Group tables by what steps them now."""
+        begin: list[torch.Tensor | None] = [None] * len(self.configs)
+        for group in self._groups:
+            if group.rows.stats()["step"] or (
+                group.rows.stats()["rows"] and self._options[group.tables[0]] is not None
+            ):
+                raise RuntimeError(
+                    f"apply_optimizer_in_backward comes before the first lookup; tables {group.rows.name} have rows"
+                )
+            for place, t in enumerate(group.tables):
+                if self._options[t] is None:
+                    begin[t] = _state_of(lambda: self, group, place, False)
+        for group in self._groups:
+            group.rows.close()
+        self._make_rows(begin)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        moved: Self = super()._apply(fn, recurse)
+        device = self._tables[0].weight.device if self.configs else self._device
+        for group in self._groups:
+            group.rows.weights = tuple(self._tables[t].weight for t in group.tables)
+        was, self._device = self._device, device
+        if was.type == "meta" and device.type != "meta":
+            self._make_rows(self._first_rows())
+        return moved
+
+    @torch.jit.unused
+    def _is_called(self) -> bool:
+        """Whether this is a call on values; it is not where a model is traced or exported, or has none."""
+        return not (is_fx_tracing() or torch.compiler.is_exporting() or self._device.type == "meta")
+
+    def close(self) -> None:
+        """Free memory, files and the locks on the paths. Rows that no snapshot holds are gone."""
+        for group in self._groups:
+            group.rows.close()
+
+    # ---- what TorchRec's modules have -------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where lookups run."""
+        return self._device
+
+    def reset_parameters(self) -> None:
+        """Begin anew, as after the module was made."""
+        begin = self._first_rows()
+        for group in self._groups:
+            group.rows.clear()
+            for place, t in enumerate(group.tables):
+                if (weights := begin[t]) is not None:
+                    _put(group.rows, place, weights)
+
+
+def _fill(config: BaseEmbeddingConfig, weights: torch.Tensor | None) -> None:
+    if weights is not None and config.init_fn is not None:
+        with torch.no_grad():
+            config.init_fn(weights)
+
+
+def _at(options: StoreOptions, paths: Sequence[str]) -> StoreOptions:
+    return dataclasses.replace(options, persistent_path=tuple(paths))
+
+
+# ---- state dicts ----------------------------------------------------------------------------------------------------
+
+
+def _state_of(owner: Any, group: Group, place: int, is_kept: bool) -> torch.Tensor:
+    """What a state dict holds of a table: where its rows are kept, a snapshot's name; else its rows, [N, D]."""
+    if is_kept:
+        return group.rows.get_extra_state()
+    collection = owner()
+    configs = [collection.configs[t] for t in group.tables]
+    if place == 0:
+        _check_in_range(group.rows, configs)
+    return _dense(group.rows, place, configs[place])
+
+
+def _check_in_range(rows: MultiTableEmbedding, configs: Sequence[BaseEmbeddingConfig]) -> None:
+    """Raise StorageError if a table has rows of other ids than 0 to num_embeddings - 1."""
+    store, known = rows.store, 0
+    if not store.built:
+        return
+    for table, config in enumerate(configs):
+        for begin in range(0, config.num_embeddings, _CHUNK):
+            id_U = torch.arange(begin, min(begin + _CHUNK, config.num_embeddings), device=store.loops.device)
+            table_U = torch.full_like(id_U, table, dtype=torch.int32)
+            keys = store.loops.distinct_keys(store.loops.array(table_U), store.loops.array(id_U))
+            prefetched = store.prefetch(keys)
+            known += len(id_U) - prefetched.missing
+            store.unprefetch(prefetched)
+    if known < rows.stats()["rows"]:
+        raise StorageError(
+            f"tables {rows.name} have {rows.stats()['rows'] - known} rows of ids that are not from 0 to num_embeddings"
+            " - 1, so that a state dict cannot hold them as TorchRec's does; give store_options with a path, where a"
+            " state dict names a snapshot"
+        )
+
+
+def _dense(rows: MultiTableEmbedding, table: int, config: BaseEmbeddingConfig) -> torch.Tensor:
+    """Rows 0 to num_embeddings - 1 of a table."""
+    weights = torch.empty(config.num_embeddings, config.embedding_dim, dtype=rows.dtype, device=rows.store.loops.device)
+    training = rows.training
+    rows.eval()
+    try:
+        with torch.no_grad():
+            for begin in range(0, len(weights), _CHUNK):
+                ids = torch.arange(begin, min(begin + _CHUNK, len(weights)), device=weights.device)
+                weights[begin : begin + _CHUNK] = rows(ids, torch.full_like(ids, table))
+    finally:
+        rows.train(training)
+    return weights
+
+
+def _load_into(owner: Any, group: Group, place: int, is_kept: bool, state: torch.Tensor) -> None:
+    """Take what a state dict holds of a table: a snapshot's name, or rows of which row r becomes id r."""
+    rows, collection = group.rows, owner()
+    config = collection.configs[group.tables[place]]
+    if state.dim() == 1:
+        snapshot = decode(state)
+        if not rows.holds(snapshot):  # once for all tables of the embedding
+            rows.load_named(snapshot)
+        return
+    if state.dim() != 2 or state.shape[1] != config.embedding_dim or not state.dtype.is_floating_point:
+        raise ValueError(
+            f"rows must be floats [rows, {config.embedding_dim}], or the name of a snapshot, got {state.dtype}"
+            f" {list(state.shape)}"
+        )
+    _put(rows, place, state)
+
+
+def _put(rows: MultiTableEmbedding, table: int, weights: torch.Tensor) -> None:
+    """Let row r of `weights` be the row of id r."""
+    values = weights.detach().to("cpu", torch.float32).numpy()
+    import_rows(rows, [np.arange(len(values)), values], table=table, allow_nonfinite=True)

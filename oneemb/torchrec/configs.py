@@ -1,0 +1,171 @@
+"""TorchRec's configs of tables: checked, and as this library says the same."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, PoolingType
+from torchrec.types import DataType
+
+from oneemb.options import (
+    Initializer,
+    make_constant_initializer,
+    make_normal_initializer,
+    make_trunc_normal_initializer,
+    make_uniform_initializer,
+)
+
+__all__ = [
+    "Column", "check_configs", "columns_of", "dtype_of", "first_rows", "initializer_of", "later_rows", "pooling_of",
+]  # fmt: skip
+
+_DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
+_POOLINGS = {PoolingType.SUM: "sum", PoolingType.MEAN: "mean"}
+
+
+class Column(NamedTuple):
+    """One embedding of the output."""
+
+    table: int
+    """Which of the configs it is of."""
+    feature: str
+    name: str
+    """As the output calls it: the feature, or feature@table where several tables have it."""
+
+
+def check_configs(tables: Sequence[BaseEmbeddingConfig]) -> None:
+    """Raise TypeError or ValueError unless tables can be made of these. A config without features gets its name as one.
+
+    Reference: TorchRec's modules, which fill `feature_names` in the same way.
+    """
+    if not all(isinstance(config, BaseEmbeddingConfig) for config in tables):
+        raise TypeError(f"tables must be a list of TorchRec's table configs, got {tables!r}")
+    names = set[str]()
+    for config in tables:
+        if not config.name:
+            raise ValueError(f"every table needs a name, got {config!r}")
+        if config.name in names:
+            raise ValueError(f"Duplicate table name {config.name}: names of tables must differ")
+        names.add(config.name)
+        if not config.feature_names:
+            config.feature_names = [config.name]
+        if len(set(config.feature_names)) < len(config.feature_names):
+            raise ValueError(f"table {config.name!r} names a feature twice: {config.feature_names}")
+        if config.data_type not in _DTYPES:
+            raise ValueError(
+                f"table {config.name!r}: data_type must be FP32, FP16 or BF16, got {config.data_type}; quantize what is"
+                " trained"
+            )
+        if config.num_embeddings_post_pruning is not None:
+            raise ValueError(f"table {config.name!r}: num_embeddings_post_pruning is for inference, leave it out")
+        if config.need_pos:
+            raise ValueError(f"table {config.name!r}: position-weighted features (need_pos) are not supported")
+
+
+def columns_of(tables: Sequence[BaseEmbeddingConfig]) -> list[Column]:
+    """The embeddings of the output, table by table."""
+    features = [feature for config in tables for feature in config.feature_names]
+    return [
+        Column(t, feature, f"{feature}@{config.name}" if features.count(feature) > 1 else feature)
+        for t, config in enumerate(tables)
+        for feature in config.feature_names
+    ]
+
+
+def dtype_of(config: BaseEmbeddingConfig) -> torch.dtype:
+    """That of the table's weights."""
+    return _DTYPES[config.data_type]
+
+
+def pooling_of(config: BaseEmbeddingConfig) -> str:
+    """What a bag gives: "sum" or "mean".
+
+    Raises:
+        ValueError: the config says something else.
+    """
+    pooling = config.pooling if isinstance(config, EmbeddingBagConfig) else PoolingType.SUM
+    if pooling not in _POOLINGS:
+        raise ValueError(f"table {config.name!r}: pooling must be SUM or MEAN, got {pooling}")
+    return _POOLINGS[pooling]
+
+
+def initializer_of(config: BaseEmbeddingConfig) -> Initializer:
+    """How new rows begin, of a table that has no end: as `init_fn` says.
+
+    Raises:
+        ValueError: it is no function of torch.nn.init for which a row can begin by itself.
+    """
+    function: Any = config.init_fn
+    options: dict[str, Any] = {}
+    if isinstance(function, functools.partial):
+        if function.args:
+            raise ValueError(_say_init(config))
+        function, options = function.func, dict(function.keywords)
+    options.pop("generator", None)  # A row follows from the seed of the module.
+    make = _INITIALIZERS.get(function)
+    if make is None:
+        raise ValueError(_say_init(config))
+    return make(**options)
+
+
+def _say_init(config: BaseEmbeddingConfig) -> str:
+    known = ", ".join(sorted(function.__name__ for function in _INITIALIZERS))
+    return (
+        f"table {config.name!r}: init_fn must be one of torch.nn.init's {known}, with options by functools.partial(...,"
+        f" name=value), got {config.init_fn!r}: new rows begin one by one, as they are met. Load other weights by"
+        " load_state_dict"
+    )
+
+
+def _uniform(a: float = 0.0, b: float = 1.0) -> Initializer:
+    return make_uniform_initializer(a, b) if a != b else make_constant_initializer(a)
+
+
+def _normal(mean: float = 0.0, std: float = 1.0) -> Initializer:
+    return make_normal_initializer(mean, std) if std else make_constant_initializer(mean)
+
+
+def _trunc_normal(mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0) -> Initializer:
+    return make_trunc_normal_initializer(mean, std, a, b)
+
+
+def _constant(val: float) -> Initializer:
+    return make_constant_initializer(val)
+
+
+_INITIALIZERS: dict[Callable[..., Any], Callable[..., Initializer]] = {
+    torch.nn.init.uniform_: _uniform,
+    torch.nn.init.normal_: _normal,
+    torch.nn.init.trunc_normal_: _trunc_normal,
+    torch.nn.init.constant_: _constant,
+    torch.nn.init.zeros_: functools.partial(_constant, 0.0),
+    torch.nn.init.ones_: functools.partial(_constant, 1.0),
+}
+
+
+def first_rows(config: BaseEmbeddingConfig) -> torch.Tensor:
+    """What torch's module of a table begins with, [num_embeddings, D], before `init_fn` fills it: it takes the numbers
+    from torch's generator that TorchRec's module takes, so that a script with a seed goes on with the same ones.
+
+    Raises:
+        ValueError: it is more than memory has.
+    """
+    size = config.num_embeddings, config.embedding_dim
+    try:
+        weights = torch.empty(size, dtype=dtype_of(config), device="cpu")
+    except (RuntimeError, TypeError) as error:  # torch's way to say that there is no memory, or no such size
+        raise ValueError(
+            f"table {config.name!r}: there is no memory for {size[0]:,} rows of {size[1]} weights, with which"
+            " TorchRec's table begins; give store_options, and rows begin as they are met"
+        ) from error
+    return weights.normal_()
+
+
+def later_rows(config: BaseEmbeddingConfig) -> Initializer:
+    """How rows begin of ids that `first_rows` has not: as `init_fn` says; where that fills a whole table in its own
+    way, as TorchRec's default."""
+    try:
+        return initializer_of(config)
+    except ValueError:
+        return make_uniform_initializer(config.get_weight_init_min(), config.get_weight_init_max())

@@ -1,0 +1,135 @@
+"""What is looked up of a KeyedJaggedTensor: ids feature by feature, as they lie, without a copy where that can be.
+
+F features, B samples, N ids. The bag of sample b of feature f is bag f * B + b.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = ["Jagged", "check_jagged", "select_features"]
+
+
+class Jagged(NamedTuple):
+    """Bags of some features, feature by feature."""
+
+    values: torch.Tensor
+    """int64 [N]"""
+    offsets: torch.Tensor
+    """int64: where the ids of each bag begin, and the end."""
+    weights: torch.Tensor | None
+    """float32 [N]"""
+    samples: list[int]
+    """Of each feature; all the same, but where batches are of variable size."""
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all features have as many samples."""
+        return all(samples == self.samples[0] for samples in self.samples)
+
+
+def check_jagged(features: KeyedJaggedTensor) -> Jagged:
+    """All features of a KeyedJaggedTensor.
+
+    Raises:
+        TypeError, ValueError: keys, values, lengths, offsets or weights do not go together; the message says which.
+    """
+    if not isinstance(features, KeyedJaggedTensor):
+        raise TypeError(f"features must be a KeyedJaggedTensor, got {type(features).__name__}")
+    keys, values, weights = features.keys(), features.values(), features.weights_or_none()
+    if len(set(keys)) < len(keys):
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        raise ValueError(f"a KeyedJaggedTensor has each key once, got {twice} more often")
+    if values.dtype not in (torch.int64, torch.int32) or values.dim() != 1:
+        raise TypeError(f"values of a KeyedJaggedTensor must be ids, int64 or int32 [N], got {_say(values)}")
+    if weights is not None and (weights.shape != values.shape or not weights.dtype.is_floating_point):
+        raise ValueError(f"weights must be floats, one for each of {len(values)} values, got {_say(weights)}")
+    offsets, lengths = features.offsets_or_none(), features.lengths_or_none()
+    if offsets is None and lengths is None:
+        raise ValueError("a KeyedJaggedTensor needs lengths or offsets, got neither")
+    bags = len(offsets) - 1 if offsets is not None else len(lengths)
+    samples = features.stride_per_key() if features.variable_stride_per_key() else _even(features, bags)
+    if len(samples) != len(keys) or sum(samples) != bags:
+        raise ValueError(
+            f"lengths must be one for each sample of each key, got {bags} for {len(keys)} keys with {samples} samples"
+        )
+    if offsets is None:
+        _check_lengths(lengths, len(values))
+        offsets = torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0))
+    else:
+        _check_offsets(offsets, len(values))
+    return Jagged(values.long(), offsets.long(), None if weights is None else weights.float(), samples)
+
+
+def _even(features: KeyedJaggedTensor, bags: int) -> list[int]:
+    keys = len(features.keys())
+    if keys == 0 or bags % keys:
+        raise ValueError(f"lengths must be one for each sample of each key, got {bags} for {keys} keys")
+    if features.stride() * keys != bags:
+        raise ValueError(f"lengths must be {features.stride()} (stride) for each of {keys} keys, got {bags}")
+    return [bags // keys] * keys
+
+
+def _check_lengths(lengths: torch.Tensor, ids: int) -> None:
+    if lengths.dtype.is_floating_point or lengths.dim() != 1:
+        raise TypeError(f"lengths must be integers [keys * samples], got {_say(lengths)}")
+    length_P = _array(lengths)
+    if len(length_P) and length_P.min() < 0:
+        raise ValueError(f"lengths must be at least 0, got {int(length_P.min())}")
+    if int(length_P.sum()) != ids:
+        raise ValueError(f"lengths must add up to the number of values, {ids}, got {int(length_P.sum())}")
+
+
+def _check_offsets(offsets: torch.Tensor, ids: int) -> None:
+    if offsets.dtype.is_floating_point or offsets.dim() != 1 or not len(offsets):
+        raise TypeError(f"offsets must be integers [keys * samples + 1], got {_say(offsets)}")
+    offset_P1 = _array(offsets)
+    if offset_P1[0] != 0 or offset_P1[-1] != ids or (offset_P1[1:] < offset_P1[:-1]).any():
+        raise ValueError(
+            f"offsets must begin with 0, never fall and end with the number of values, {ids}, got"
+            f" {offset_P1[:3].tolist()} ... {offset_P1[-1:].tolist()}"
+        )
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().cpu().numpy()  # on the CPU without torch's threads, which go on spinning
+
+
+def _say(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def select_features(jagged: Jagged, keys: Sequence[str], wanted: Sequence[str]) -> Jagged:
+    """The bags of these features in this order; one may come several times.
+
+    Args:
+        keys: the features of `jagged`.
+
+    Raises:
+        ValueError: one is not there.
+    """
+    if keys == wanted:
+        return jagged
+    place = {key: k for k, key in enumerate(keys)}
+    missing = [feature for feature in wanted if feature not in place]
+    if missing:
+        raise ValueError(f"the KeyedJaggedTensor lacks the features {missing} of the tables, it has {list(keys)}")
+    at = [place[feature] for feature in wanted]
+    begin = np.cumsum([0, *jagged.samples]).tolist()  # the first bag of each key
+    if at == list(range(at[0], at[-1] + 1)):
+        offsets = jagged.offsets[begin[at[0]] : begin[at[-1] + 1] + 1]
+        first, end = int(offsets[0]), int(offsets[-1])
+        weights = None if jagged.weights is None else jagged.weights[first:end]
+        return Jagged(jagged.values[first:end], offsets - first, weights, [jagged.samples[k] for k in at])
+    own = [jagged.offsets[begin[k] : begin[k + 1] + 1] for k in at]
+    ids = [slice(int(offsets[0]), int(offsets[-1])) for offsets in own]
+    lengths = torch.cat([offsets.diff() for offsets in own])
+    return Jagged(
+        torch.cat([jagged.values[its] for its in ids]),
+        torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
+        None if jagged.weights is None else torch.cat([jagged.weights[its] for its in ids]),
+        [jagged.samples[k] for k in at],
+    )

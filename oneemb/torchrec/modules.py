@@ -1,0 +1,348 @@
+"""EmbeddingBagCollection and EmbeddingCollection, as TorchRec has them, over tables that grow.
+
+F features, B samples, N ids, D weights of a row.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from oneemb.options import StoreOptions
+from oneemb.torchrec.collection import Collection, Group
+from oneemb.torchrec.jagged import Jagged, check_jagged, select_features
+from oneemb.torchrec.ops import know
+
+__all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]
+
+
+@torch.fx.wrap
+def jagged_of(features: KeyedJaggedTensor, wanted: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Values, offsets and weights of these features, in this order, as TorchScript can select them."""
+    place = {key: k for k, key in enumerate(features.keys())}
+    selected = features.permute([place[feature] for feature in wanted])
+    return selected.values(), selected.offsets(), selected.weights_or_none()
+
+
+@torch.fx.wrap
+def jagged_by_name(
+    features: KeyedJaggedTensor, rows: torch.Tensor, wanted: list[str], names: list[str], need_indices: bool
+) -> dict[str, JaggedTensor]:
+    """The rows of each feature as a JaggedTensor."""
+    jagged, found, begin = features.to_dict(), torch.jit.annotate(dict[str, JaggedTensor], {}), 0
+    for i, name in enumerate(names):
+        its = jagged[wanted[i]]
+        end = begin + its.values().numel()
+        found[name] = JaggedTensor(
+            values=rows[begin:end], lengths=its.lengths(), weights=its.values() if need_indices else None
+        )
+        begin = end
+    return found
+
+
+class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
+    """Pooled embeddings of the features of a KeyedJaggedTensor: TorchRec's class, whose tables grow with their ids.
+
+    Any int64 is an id, and `num_embeddings` bounds nothing. In training mode unknown ids are inserted, in eval mode
+    they read as they would begin.
+
+    Args:
+        tables: TorchRec's configs. With `store_options`, `init_fn` is one of torch.nn.init's functions, with options by
+            functools.partial.
+        is_weighted: whether ids are multiplied by the weights of the KeyedJaggedTensor before they are summed.
+        device: where lookups run; None = torch's default device. On "meta" there are no rows until the module is moved.
+        store_options: where rows live: made by one of `oneemb.make_*_store_options`, for all tables or, in a dict, by
+            table; each embedding has a subfolder of `persistent_path`. Rows begin as they are met, as `init_fn` says;
+            state dicts name snapshots. None = a table begins as TorchRec's does, with `num_embeddings` rows that
+            `init_fn` fills, and grows from there; it is in memory, and state dicts hold its rows.
+        seed: a row that begins as it is met is a pure function of (seed, table, id).
+        num_threads: threads that run the kernels; None = the cores there are. No result depends on it.
+
+    Raises:
+        TypeError, ValueError: a config is not as above, or asks for what there is not; the message says which.
+
+    Example:
+        >>> import torch
+        >>> from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+        >>> from oneemb.torchrec import EmbeddingBagCollection
+        >>> ebc = EmbeddingBagCollection([EmbeddingBagConfig(100, 4, "t", feature_names=["f", "g"])])
+        >>> ids, lengths = torch.tensor([3, -1, 2**60]), torch.tensor([2, 0, 0, 1])
+        >>> kjt = KeyedJaggedTensor.from_lengths_sync(["f", "g"], ids, lengths)
+        >>> ebc(kjt).keys(), ebc(kjt).values().shape
+        (['f', 'g'], torch.Size([2, 8]))
+
+    Reference: torchrec.modules.embedding_modules.EmbeddingBagCollection.
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingBagConfig],
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        *,
+        store_options: StoreOptions | Mapping[str, StoreOptions] | None = None,
+        seed: int = 0,
+        num_threads: int | None = None,
+    ):
+        super().__init__(tables, device, store_options, seed, num_threads, pools=True, named="embedding_bags")
+        self._is_weighted = is_weighted
+        self._feature_names: list[str] = [column.feature for column in self._columns]
+        self._embedding_names: list[str] = [column.name for column in self._columns]
+        self._lengths_per_embedding: list[int] = [tables[column.table].embedding_dim for column in self._columns]
+        self._dim: int = sum(self._lengths_per_embedding)
+        for table in self._tables:
+            know(table.weight, self)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """The pooled embeddings of each feature.
+
+        Args:
+            features: a KeyedJaggedTensor with, among others, the features of the tables, in any order; or a TensorDict
+                of nested tensors. Where samples are of variable number it has `inverse_indices`.
+
+        Returns:
+            float32, the embeddings of a sample side by side, table by table and feature by feature.
+
+        Raises:
+            TypeError, ValueError: lengths, values, keys and weights do not go together, or a feature is missing;
+                nothing was inserted.
+            StoreFullError: the rows do not fit; nothing of that table's lookup was inserted.
+        """
+        if not torch.jit.is_scripting():
+            if self._is_called():
+                return self._keyed(self._pooled(features))
+        values, offsets, weights = jagged_of(features, self._feature_names)
+        parameters = [table.weight for table in self.embedding_bags.values()]  # type: ignore[operator]
+        pooled = torch.ops.oneemb.embedding_bags(
+            values, offsets, weights if self._is_weighted else None, parameters, len(self._feature_names), self._dim
+        )
+        return self._keyed(pooled)
+
+    def _keyed(self, pooled: torch.Tensor) -> KeyedTensor:
+        return KeyedTensor(self._embedding_names, self._lengths_per_embedding, pooled)
+
+    @torch.jit.unused
+    def _pooled(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        features = maybe_td_to_kjt(features, None)
+        jagged, keys = check_jagged(features), features.keys()
+        if self._is_weighted and jagged.weights is None:
+            raise ValueError("the collection is weighted (is_weighted=True), and the KeyedJaggedTensor has no weights")
+        if not self._is_weighted:
+            jagged = jagged._replace(weights=None)
+        inverse = features.inverse_indices_or_none()
+        if inverse is None and not features.variable_stride_per_key():
+            return self._even(keys, jagged)
+        return self._uneven(keys, jagged, inverse)
+
+    @torch.jit.unused
+    def look_up(
+        self, values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The pooled embeddings of the features of all columns, given feature by feature: [B, D of all]."""
+        features = len(self._columns)
+        if (len(offsets) - 1) % features:
+            raise ValueError(f"offsets must be of as many samples for each of {features} features")
+        jagged = Jagged(values, offsets, per_sample_weights, [(len(offsets) - 1) // features] * features)
+        if self._is_weighted and per_sample_weights is None:
+            raise ValueError("the collection is weighted (is_weighted=True), and the KeyedJaggedTensor has no weights")
+        return self._even(self._feature_names, jagged, by_column=True)
+
+    @torch.jit.unused
+    def _even(self, keys: Sequence[str], jagged: Jagged, *, by_column: bool = False) -> torch.Tensor:
+        """Of as many samples for each feature."""
+        groups = self._ready()
+        if not groups:
+            return torch.empty(jagged.samples[0] if jagged.samples else 0, 0, device=jagged.values.device)
+        pooled = [self._of_group(group, *self._selected(keys, jagged, group, by_column)) for group in groups]
+        if len(groups) == 1:
+            return pooled[0].flatten(1)
+        parts: list[torch.Tensor | None] = [None] * len(self._columns)
+        for group, its in zip(groups, pooled, strict=True):
+            for c, part in zip(group.columns, its.unbind(1), strict=True):
+                parts[c] = part
+        return torch.cat(cast(Any, parts), dim=1)
+
+    @torch.jit.unused
+    def _selected(
+        self, keys: Sequence[str], jagged: Jagged, group: Group, by_column: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        if by_column:  # Features may come several times, of several tables: they are known by their place.
+            names = [str(c) for c in range(len(self._columns))]
+            selected = select_features(jagged, names, [str(c) for c in group.columns])
+        else:
+            selected = select_features(jagged, keys, [self._feature_names[c] for c in group.columns])
+        return selected.values, selected.offsets, selected.weights
+
+    @torch.jit.unused
+    def _of_group(
+        self, group: Group, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        pooling = cast(Literal["sum", "mean"], group.pooling)
+        rows = group.rows(
+            values, offsets=offsets, per_sample_weights=weights, pooling=pooling, columns=group.tables_of_columns
+        )
+        return rows.float()
+
+    @torch.jit.unused
+    def _uneven(
+        self, keys: Sequence[str], jagged: Jagged, inverse: tuple[list[str], torch.Tensor] | None
+    ) -> torch.Tensor:
+        """Of batches whose features have samples of their own, of which `inverse` makes one batch."""
+        if inverse is None:
+            raise ValueError(
+                "features have samples of their own number (stride_per_key_per_rank): inverse_indices say which of them"
+                " each sample of the batch has"
+            )
+        order = {key: k for k, key in enumerate(inverse[0])}
+        missing = [column.feature for column in self._columns if column.feature not in order]
+        if missing:
+            raise ValueError(f"inverse_indices lack the features {missing}, they have {inverse[0]}")
+        parts: list[torch.Tensor | None] = [None] * len(self._columns)
+        for group in self._ready():
+            wanted = [self._feature_names[c] for c in group.columns]
+            selected = select_features(jagged, keys, wanted)
+            samples = torch.tensor(selected.samples)
+            table_ids = torch.tensor(group.tables_of_columns).repeat_interleave(samples).to(selected.values.device)
+            pooling = cast(Literal["sum", "mean"], group.pooling)
+            rows = group.rows(selected.values, table_ids, selected.offsets, selected.weights, pooling).float()
+            for c, feature, its in zip(group.columns, wanted, rows.split(selected.samples), strict=True):
+                parts[c] = its.index_select(0, inverse[1][order[feature]].long())
+        return torch.cat(cast(Any, parts), dim=1)
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The tables' configs."""
+        return self.configs
+
+    def is_weighted(self) -> bool:
+        """Whether ids are weighted."""
+        return self._is_weighted
+
+
+class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
+    """The embedding of each id of a KeyedJaggedTensor: TorchRec's class, whose tables grow with their ids.
+
+    Args:
+        tables: TorchRec's configs, of one `embedding_dim`.
+        device: as of `EmbeddingBagCollection`.
+        need_indices: whether the JaggedTensors of the output have the ids as their weights.
+        use_gather_select, use_gather_select_per_sharding: what TorchRec's sharding is told; no lookup depends on it.
+        store_options, seed, num_threads: as of `EmbeddingBagCollection`.
+
+    Raises:
+        TypeError, ValueError: as `EmbeddingBagCollection`; or tables differ in `embedding_dim`.
+
+    Reference: torchrec.modules.embedding_modules.EmbeddingCollection.
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingConfig],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+        use_gather_select: bool = False,
+        use_gather_select_per_sharding: dict[str, bool] | None = None,
+        *,
+        store_options: StoreOptions | Mapping[str, StoreOptions] | None = None,
+        seed: int = 0,
+        num_threads: int | None = None,
+    ):
+        super().__init__(tables, device, store_options, seed, num_threads, pools=False, named="embeddings")
+        self._embedding_dim: int = tables[0].embedding_dim if tables else -1
+        for config in tables:
+            if config.embedding_dim != self._embedding_dim:
+                raise ValueError(
+                    f"tables of an EmbeddingCollection have one embedding_dim; {config.name} has"
+                    f" {config.embedding_dim}, {tables[0].name} {self._embedding_dim}"
+                )
+        self._need_indices: bool = need_indices
+        self._use_gather_select = use_gather_select
+        self._use_gather_select_per_sharding = use_gather_select_per_sharding
+        self._feature_names: list[str] = [column.feature for column in self._columns]
+        self._embedding_names: list[str] = [column.name for column in self._columns]
+        for table in self._tables:
+            know(table.weight, self)
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """The embeddings of each feature's ids, by the feature's name; arguments and errors as of
+        `EmbeddingBagCollection`.
+
+        Returns:
+            JaggedTensors of float32 [ids, D], with the lengths of the feature.
+        """
+        if not torch.jit.is_scripting():
+            if self._is_called():
+                return self._by_name(features)
+        values, offsets, _ = jagged_of(features, self._feature_names)
+        parameters = [table.weight for table in self.embeddings.values()]  # type: ignore[operator]
+        rows = torch.ops.oneemb.embeddings(values, offsets, parameters, len(self._feature_names), self._embedding_dim)
+        return jagged_by_name(features, rows, self._feature_names, self._embedding_names, self._need_indices)
+
+    @torch.jit.unused
+    def _by_name(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        features = maybe_td_to_kjt(features, None)
+        selected = select_features(check_jagged(features), features.keys(), self._feature_names)
+        first_bags = torch.nn.functional.pad(torch.tensor(selected.samples).cumsum(0), (1, 0))
+        begins = selected.offsets[first_bags.to(selected.offsets.device)]
+        rows = self._rows_of(self._ready(), selected.values, begins.diff())
+        found, own, begin = {}, features.to_dict(), begins.tolist()
+        for c, name in enumerate(self._embedding_names):
+            its = slice(begin[c], begin[c + 1])
+            found[name] = JaggedTensor(
+                values=rows[its],
+                lengths=own[self._feature_names[c]].lengths(),
+                weights=cast(Any, selected.values[its] if self._need_indices else None),
+            )
+        return found
+
+    @torch.jit.unused
+    def look_up(
+        self, values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The rows of the ids of all columns, given feature by feature: [N, D]."""
+        groups, features = self._ready(), len(self._columns)
+        samples = (len(offsets) - 1) // features
+        ends = offsets[torch.arange(features + 1, device=offsets.device) * samples]
+        return self._rows_of(groups, values, ends.diff())
+
+    @torch.jit.unused
+    def _rows_of(self, groups: Sequence[Group], values: torch.Tensor, ids_C: torch.Tensor) -> torch.Tensor:
+        column_N = torch.arange(len(ids_C), device=values.device).repeat_interleave(ids_C)
+        out: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for group in groups:
+            table_C = torch.full((len(ids_C),), -1, device=values.device)
+            table_C[list(group.columns)] = torch.tensor(group.tables_of_columns, device=values.device)
+            table_N = table_C[column_N]
+            if len(groups) == 1:
+                return group.rows(values, table_N).float()
+            own_N = (table_N >= 0).nonzero().view(-1)
+            out.append((own_N, group.rows(values[own_N], table_N[own_N]).float()))
+        order_N = torch.cat([own_N for own_N, _ in out]).argsort()
+        return torch.cat([rows for _, rows in out])[order_N]
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The tables' configs."""
+        return self.configs
+
+    def embedding_dim(self) -> int:
+        """Weights of a row."""
+        return self._embedding_dim
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """The names of each table's embeddings in the output."""
+        return [[column.name for column in self._columns if column.table == t] for t in range(len(self.configs))]
+
+    def need_indices(self) -> bool:
+        """Whether the output has ids."""
+        return self._need_indices
+
+    def use_gather_select(self) -> bool:
+        """What TorchRec's sharding was told."""
+        return self._use_gather_select
+
+    def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
+        """What TorchRec's sharding was told."""
+        return self._use_gather_select_per_sharding

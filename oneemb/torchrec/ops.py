@@ -1,0 +1,102 @@
+"""The lookups of collections as registered ops: what torch.fx, TorchScript and torch.export keep of a model.
+
+    torch.ops.oneemb.embedding_bags(values, offsets, per_sample_weights, weights, features, dim)     [B, dim]
+    torch.ops.oneemb.embeddings(values, offsets, weights, features, dim)                             [N, dim]
+
+`weights` are the parameters of the tables, which know the collection they are of: an op has no state of its own. A
+model that was saved and loaded elsewhere has parameters that know none; looking up in it is an error.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["LooksUpJagged", "know"]
+
+
+class LooksUpJagged(Protocol):
+    """What the ops ask of a collection."""
+
+    def look_up(
+        self, values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The rows of the features of all columns, feature by feature: see the ops."""
+
+
+def know(weight: torch.Tensor, collection: LooksUpJagged) -> None:
+    """Let a parameter know the collection that it is of."""
+    weight.collection = weakref.ref(collection)  # type: ignore[attr-defined]
+
+
+def _known(weights: list[torch.Tensor]) -> LooksUpJagged | None:
+    reference = getattr(weights[0], "collection", None)
+    return None if reference is None else reference()
+
+
+def _collection_of(weights: list[torch.Tensor]) -> LooksUpJagged:
+    found = _known(weights)
+    if found is None:
+        raise RuntimeError(
+            "the parameters of these tables know no collection: a model that was traced, scripted or exported looks up"
+            " in the process, and as long as, its collection of oneemb.torchrec is there"
+        )
+    return found
+
+
+_library = torch.library.Library("oneemb", "FRAGMENT")
+_library.define(
+    "embedding_bags(Tensor values, Tensor offsets, Tensor? per_sample_weights, Tensor[] weights, SymInt features,"
+    " SymInt dim) -> Tensor"
+)
+_library.define("embeddings(Tensor values, Tensor offsets, Tensor[] weights, SymInt features, SymInt dim) -> Tensor")
+
+
+def _embedding_bags(
+    values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None, weights: list[torch.Tensor],
+    features: int, dim: int,
+) -> torch.Tensor:  # fmt: skip
+    return _collection_of(weights).look_up(values, offsets, per_sample_weights)
+
+
+def _embeddings(
+    values: torch.Tensor, offsets: torch.Tensor, weights: list[torch.Tensor], features: int, dim: int
+) -> torch.Tensor:
+    return _collection_of(weights).look_up(values, offsets, None)
+
+
+def _with_autograd(op: Any, function: Callable[..., torch.Tensor], weights_at: int) -> Callable[..., torch.Tensor]:
+    """The lookup with a gradient; of stand-ins for parameters, as an exporter has them, what is below autograd."""
+
+    def call(*args: Any) -> torch.Tensor:
+        if _known(args[weights_at]) is not None:
+            return function(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            found: torch.Tensor = op(*args)
+            return found
+
+    return call
+
+
+for _place in ("CPU", "CUDA"):
+    _library.impl("embedding_bags", _embedding_bags, _place)
+    _library.impl("embeddings", _embeddings, _place)
+    _ops = torch.ops.oneemb
+    _library.impl("embedding_bags", _with_autograd(_ops.embedding_bags, _embedding_bags, 3), f"Autograd{_place}")
+    _library.impl("embeddings", _with_autograd(_ops.embeddings, _embeddings, 2), f"Autograd{_place}")
+
+
+@torch.library.register_fake("oneemb::embedding_bags", lib=_library)
+def _(
+    values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None, weights: list[torch.Tensor],
+    features: int, dim: int,
+) -> torch.Tensor:  # fmt: skip
+    return offsets.new_empty(((offsets.shape[0] - 1) // features, dim), dtype=torch.float32)
+
+
+@torch.library.register_fake("oneemb::embeddings", lib=_library)
+def _(
+    values: torch.Tensor, offsets: torch.Tensor, weights: list[torch.Tensor], features: int, dim: int
+) -> torch.Tensor:
+    return values.new_empty((values.shape[0], dim), dtype=torch.float32)

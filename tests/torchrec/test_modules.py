@@ -1,0 +1,569 @@
+"""Our collections against TorchRec's, from the same weights on the same batches."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+import oneemb
+
+torchrec = pytest.importorskip("torchrec")
+
+from torch.distributed.optim import _apply_optimizer_in_backward  # noqa: E402
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, PoolingType  # noqa: E402
+from torchrec.types import DataType  # noqa: E402
+
+from oneemb.torchrec import EmbeddingBagCollection, EmbeddingCollection  # noqa: E402
+
+SAMPLES, ROWS = 6, 40
+
+# Tables as (name, width, features).
+SHAPES = {
+    "one table": [("t", 4, ["f"])],
+    "one width": [("t", 4, ["f", "h"]), ("u", 4, ["g"])],
+    "two widths": [("t", 4, ["f"]), ("u", 8, ["g", "h"]), ("v", 4, ["i"])],
+    "shared features": [("t", 4, ["f", "g"]), ("u", 4, ["g"]), ("v", 3, ["f"])],
+}
+
+
+def configs(shape, kind=EmbeddingBagConfig, **more):
+    width = {"embedding_dim": 4} if kind is EmbeddingConfig else {}
+    return [
+        kind(
+            **{
+                "num_embeddings": ROWS,
+                "name": name,
+                "feature_names": list(features),
+                "embedding_dim": dim,
+                **width,
+                **more,
+            }
+        )
+        for name, dim, features in SHAPES[shape]
+    ]
+
+
+def batch(seed, keys="ihgfx", *, dtype=torch.int64, weighted=False, most=5, samples=SAMPLES):
+    """Features in another order than the tables have them, one that no table has, empty bags."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, most, (len(keys) * samples,), generator=generator)
+    ids = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+    weights = torch.rand(len(ids), generator=generator) if weighted else None
+    return KeyedJaggedTensor.from_lengths_sync(list(keys), ids.to(dtype), lengths, weights)
+
+
+def pair(shape, *, weighted=False, **more):
+    """Ours, and TorchRec's with the same weights."""
+    ours = EmbeddingBagCollection(configs(shape, **more), is_weighted=weighted)
+    theirs = torchrec.EmbeddingBagCollection(configs(shape, **more), is_weighted=weighted)
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+def sequences(shape, **more):
+    ours, theirs = (kind(configs(shape, EmbeddingConfig), **more)
+                    for kind in (EmbeddingCollection, torchrec.EmbeddingCollection))  # fmt: skip
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+def close(ours, theirs, rtol=1e-6):
+    scale = float(theirs.abs().max()) if theirs.numel() else 1.0
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol * scale)
+
+
+def rows_of(collection):
+    return torch.cat([weights.detach().reshape(-1).float() for weights in collection.state_dict().values()])
+
+
+# ---- lookups ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("how", ["sum", "mean", "weighted", "int32", "from offsets"])
+def test_bags_are_pooled_as_torchrec_pools_them(shape, how):
+    pooling = PoolingType.MEAN if how == "mean" else PoolingType.SUM
+    ours, theirs = pair(shape, weighted=how == "weighted", pooling=pooling)
+    kjt = batch(1, weighted=how == "weighted", dtype=torch.int32 if how == "int32" else torch.int64)
+    if how == "from offsets":
+        kjt = KeyedJaggedTensor.from_offsets_sync(kjt.keys(), kjt.values(), kjt.offsets())
+    found, expected = ours(kjt), theirs(kjt)
+    assert found.keys() == expected.keys() and found.length_per_key() == expected.length_per_key()
+    assert found.values().dtype == torch.float32
+    close(found.values(), expected.values())
+
+
+@pytest.mark.parametrize("data_type, rtol", [(DataType.FP16, 1e-3), (DataType.BF16, 1e-2)])
+def test_half_width_tables(data_type, rtol):
+    ours, theirs = pair("two widths", data_type=data_type)
+    assert {rows.dtype for rows in ours.rows} == {torch.bfloat16 if data_type == DataType.BF16 else torch.float16}
+    close(ours(batch(2)).values(), theirs(batch(2)).values(), rtol)
+
+
+@pytest.mark.parametrize("keys", ["fghi", "xfghi", "hg", "ghf"])
+def test_features_in_any_order_beside_others(keys):
+    tables = [EmbeddingBagConfig(ROWS, 4, "t", feature_names=["h", "g"])]
+    ours, theirs = EmbeddingBagCollection(tables), torchrec.EmbeddingBagCollection(tables)
+    theirs.load_state_dict(ours.state_dict())
+    close(ours(batch(3, keys)).values(), theirs(batch(3, keys)).values())
+
+
+@pytest.mark.parametrize("samples, most", [(0, 5), (3, 1)], ids=["no samples", "no ids"])
+def test_nothing_to_look_up(samples, most):
+    ours, _ = pair("two widths")
+    found = ours(batch(0, samples=samples, most=most))
+    assert torch.equal(found.values(), torch.zeros(samples, 24)) and found.keys() == ["f", "g", "h", "i"]
+
+
+@pytest.mark.parametrize("shape", ["one width", "shared features"])
+@pytest.mark.parametrize("need_indices", [False, True])
+def test_sequences_are_looked_up_as_torchrec_does(shape, need_indices):
+    ours, theirs = sequences(shape, need_indices=need_indices)
+    found, expected = ours(batch(4)), theirs(batch(4))
+    assert list(found) == list(expected)
+    for name, one in found.items():
+        assert torch.equal(one.values(), expected[name].values()), "rows are what they are"
+        assert torch.equal(one.lengths(), expected[name].lengths())
+        assert (one.weights_or_none() is not None) == need_indices
+        if need_indices:
+            assert torch.equal(one.weights(), expected[name].weights())
+    assert ours.embedding_names_by_table() == theirs.embedding_names_by_table()
+    assert ours.embedding_dim() == 4 and ours.need_indices() == need_indices
+
+
+def of_variable_batch():
+    """Features with samples of their own, and which of them each sample of the batch has."""
+    lengths, ids = torch.tensor([2, 1, 0, 3, 1, 2, 1]), torch.arange(10)
+    inverse = torch.tensor([[0, 1, 1, 0], [0, 1, 2, 1], [1, 0, 0, 1]])
+    return KeyedJaggedTensor(
+        ["f", "g", "h"], ids, lengths=lengths, stride_per_key_per_rank=[[2], [3], [2]],
+        inverse_indices=(["f", "g", "h"], inverse),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", ["one width", "shared features"])
+def test_batches_of_variable_size(shape):
+    ours, theirs = pair(shape)
+    for model in (ours, theirs):
+        model(of_variable_batch()).values().square().sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    close(ours(of_variable_batch()).values(), theirs(of_variable_batch()).values())
+    close(rows_of(ours), rows_of(theirs))
+    without = KeyedJaggedTensor(["f", "g", "h"], torch.arange(10), lengths=torch.tensor([2, 1, 0, 3, 1, 2, 1]),
+                                stride_per_key_per_rank=[[2], [3], [2]])  # fmt: skip
+    with pytest.raises(ValueError, match="inverse_indices say which"):
+        ours(without)
+    found, expected = sequences("one width")[0](without), sequences("one width")[1](without)
+    assert [len(one.values()) for one in found.values()] == [len(one.values()) for one in expected.values()]
+
+
+def test_a_tensor_dict_is_a_batch():
+    from tensordict import TensorDict
+
+    ours, theirs = pair("one width")
+    jagged = {
+        key: torch.nested.nested_tensor_from_jagged(torch.arange(5) + i, lengths=torch.tensor([2, 0, 3]))
+        for i, key in enumerate("hgf")
+    }
+    found = TensorDict(jagged, batch_size=[3])
+    close(ours(found).values(), theirs(found).values())
+
+
+def test_any_integer_is_an_id():
+    ids = torch.tensor([-(2**63), -1, 2**63 - 1, ROWS, 0])
+    kjt = KeyedJaggedTensor.from_lengths_sync(["f"], ids, torch.ones(5, dtype=torch.int64))
+    tables = [EmbeddingBagConfig(ROWS, 4, "t", feature_names=["f"], init_fn=torch.nn.init.ones_)]
+    ebc = EmbeddingBagCollection(tables)
+    assert torch.equal(ebc(kjt).values(), torch.ones(5, 4)) and ebc.rows[0].stats()["rows"] == ROWS + 4
+    optimizer = torch.optim.SGD(ebc.parameters(), lr=0.5)
+    ebc(kjt).values().sum().backward()
+    optimizer.step()
+    assert torch.equal(ebc.eval()(kjt).values(), torch.full((5, 4), 0.5))
+    with pytest.raises(oneemb.StorageError, match="4 rows of ids that are not from 0 to num_embeddings - 1"):
+        ebc.state_dict()
+
+
+# ---- how rows begin --------------------------------------------------------------------------------------------------
+
+
+def test_a_script_with_a_seed_begins_with_torchrecs_numbers():
+    for kind, config, theirs in [
+        (EmbeddingBagCollection, EmbeddingBagConfig, torchrec.EmbeddingBagCollection),
+        (EmbeddingCollection, EmbeddingConfig, torchrec.EmbeddingCollection),
+    ]:
+        states = []
+        for make in (kind, theirs):
+            torch.manual_seed(5)
+            made = make(configs("one width", config, init_fn=functools.partial(torch.nn.init.normal_, std=0.1)))
+            states.append([*made.state_dict().values(), torch.rand(3)])
+        assert all(torch.equal(ours, its) for ours, its in zip(*states, strict=True)), "the generator is left alike too"
+
+
+def test_an_init_fn_of_ones_own_fills_a_table_that_is_in_memory():
+    tables = configs("one table", init_fn=lambda weights: weights.copy_(torch.arange(160.0).view(40, 4)))
+    (weights,) = EmbeddingBagCollection(tables).state_dict().values()
+    assert torch.equal(weights, torch.arange(160.0).view(40, 4))
+    options = oneemb.make_device_mem_store_options("unused")
+    with pytest.raises(ValueError, match="init_fn must be one of torch.nn.init's constant_, normal_"):
+        EmbeddingBagCollection(tables, store_options=options)
+
+
+@pytest.mark.parametrize(
+    "init_fn, check",
+    [
+        (functools.partial(torch.nn.init.uniform_, a=2.0, b=3.0), lambda rows: 2 <= rows.min() and rows.max() <= 3),
+        (functools.partial(torch.nn.init.normal_, mean=9.0, std=0.1), lambda rows: abs(rows.mean() - 9) < 0.1),
+        (functools.partial(torch.nn.init.normal_, mean=9.0, std=0.0), lambda rows: (rows == 9).all()),
+        (functools.partial(torch.nn.init.trunc_normal_, a=-0.5, b=0.5), lambda rows: rows.abs().max() <= 0.5),
+        (functools.partial(torch.nn.init.constant_, val=4.0), lambda rows: (rows == 4).all()),
+        (torch.nn.init.zeros_, lambda rows: not rows.any()),
+        (None, lambda rows: rows.abs().max() <= ROWS**-0.5),
+    ],
+    ids=["uniform", "normal", "of no width", "trunc_normal", "constant", "zeros", "default"],
+)
+def test_rows_in_a_store_begin_as_they_are_met(tmp_path, init_fn, check):
+    options = oneemb.make_device_mem_store_options(str(tmp_path))
+    ebc = EmbeddingBagCollection(configs("one table", init_fn=init_fn), store_options=options)
+    assert ebc.rows[0].stats()["rows"] == 0
+    kjt = KeyedJaggedTensor.from_lengths_sync(["f"], torch.arange(1000) - 500, torch.ones(1000, dtype=torch.int64))
+    assert check(ebc(kjt).values()) and ebc.rows[0].stats()["rows"] == 1000
+
+
+def test_huge_tables_need_a_store(tmp_path):
+    tables = [EmbeddingBagConfig(2**60, 64, "t", feature_names=["f"])]
+    with pytest.raises(ValueError, match="give store_options, and rows begin as they are met"):
+        EmbeddingBagCollection(tables)
+    ebc = EmbeddingBagCollection(tables, store_options=oneemb.make_cached_ssd_store_options(1, str(tmp_path)))
+    assert ebc(batch(0)).values().shape == (SAMPLES, 64)
+
+
+def test_tables_may_be_in_stores_of_their_own(tmp_path):
+    stores = {"t": oneemb.make_cached_ssd_store_options(1, str(tmp_path / "ssd")),
+              "u": oneemb.make_cached_host_mem_store_options(1, str(tmp_path / "host"))}  # fmt: skip
+    ours = EmbeddingBagCollection(configs("two widths"), store_options=stores)
+    assert [rows.name for rows in ours.rows] == ["t", "u", "v"] and ours(batch(0)).values().shape == (SAMPLES, 24)
+    assert "persistent" in ours.rows[0].stats()
+    with pytest.raises(ValueError, match=r"got some for \['w'\]"):
+        EmbeddingBagCollection(configs("two widths"), store_options={"w": stores["t"]})
+    with pytest.raises(oneemb.StorageError, match="is held by process"):  # two collections in one place
+        EmbeddingBagCollection(configs("two widths"), store_options=stores)(batch(0))
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+}
+
+
+def every_row(seed):
+    """A batch in which every id is in each feature: torch's dense optimizers move rows without a gradient too."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.cat([torch.randperm(ROWS, generator=generator) for _ in range(4)])
+    lengths = torch.full((4 * SAMPLES,), ROWS // SAMPLES)
+    lengths[SAMPLES - 1 :: SAMPLES] += ROWS % SAMPLES
+    return KeyedJaggedTensor.from_lengths_sync(["i", "f", "g", "h"], ids, lengths)
+
+
+def train(model, steps, optimizer, batches, seed=0):
+    targets = torch.Generator().manual_seed(seed)
+    losses = []
+    for step in range(steps):
+        found = model(batches(step))
+        values = found.values() if hasattr(found, "values") and not isinstance(found, dict) else torch.cat(
+            [one.values() for one in found.values()])  # fmt: skip
+        loss = (values - torch.randn(values.shape, generator=targets)).square().mean() * 10
+        if optimizer is not None:
+            optimizer.zero_grad()
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["bags", "sequences"])
+def test_fifty_steps_of_torchs_optimizers(name, kind):
+    ours, theirs = pair("two widths") if kind == "bags" else sequences("one width")
+    make, options = OPTIMIZERS[name]
+    losses = [train(model, 50, make(model.parameters(), **options), every_row) for model in (ours, theirs)]
+    close(*losses)
+    # What a step of Adam divides by may be small: there a rounding of the gradient is a larger part of the row.
+    close(rows_of(ours), rows_of(theirs), 1e-6 if "adam" not in name else 2e-5)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
+def test_fifty_steps_in_backward(name):
+    make, options = OPTIMIZERS[name]
+    ours, theirs = pair("two widths")
+    losses = []
+    for model in (ours, theirs):
+        _apply_optimizer_in_backward(make, model.embedding_bags["t"].parameters(), options)
+        _apply_optimizer_in_backward(torch.optim.SGD, model.embedding_bags["u"].parameters(), {"lr": 0.05})
+        _apply_optimizer_in_backward(torch.optim.SGD, model.embedding_bags["v"].parameters(), {"lr": 0.02})
+        losses.append(train(model, 50, None, every_row))
+    close(*losses)
+    close(rows_of(ours), rows_of(theirs), 1e-6 if name != "adam" else 2e-5)
+    assert [rows.name for rows in ours.rows] == ["t", "u", "v"], "what steps by itself is an embedding by itself"
+
+
+def test_an_optimizer_in_backward_comes_before_the_first_lookup(tmp_path):
+    ours = EmbeddingBagCollection(
+        configs("one width"), store_options=oneemb.make_device_mem_store_options(str(tmp_path))
+    )
+    ours(batch(0))
+    _apply_optimizer_in_backward(torch.optim.SGD, ours.parameters(), {"lr": 0.1})
+    with pytest.raises(RuntimeError, match="comes before the first lookup; tables t, u have rows"):
+        ours(batch(0))
+
+
+def test_groups_freezing_and_clipping_by_table():
+    ours, theirs = pair("one width")
+    for model in (ours, theirs):
+        names = dict(model.named_parameters())
+        assert list(names) == ["embedding_bags.t.weight", "embedding_bags.u.weight"]
+        optimizer = torch.optim.Adagrad(
+            [{"params": [weight], "lr": 0.1 * (i + 1)} for i, weight in enumerate(names.values())]
+        )
+        for step in range(4):
+            names["embedding_bags.t.weight"].requires_grad_(step != 2)
+            optimizer.zero_grad()
+            model(batch(step)).values().square().sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+    close(rows_of(ours), rows_of(theirs))
+
+
+class Clicks(oneemb.TrainGraph):
+    def __init__(self, ebc, ec, item):
+        super().__init__()
+        self.ebc, self.ec, self.item = ebc, ec, item
+        self.top = torch.nn.Linear(12, 1)
+        self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=0.1))
+
+    def build(self, kjt, items, labels):
+        pooled = self.ebc(kjt).values() + self.item(items).sum(1, keepdim=True)
+        sequence = self.ec(kjt)["f"].values().mean()
+        loss = torch.nn.functional.mse_loss(self.top(pooled).squeeze(1) + sequence, labels)
+        loss.backward()
+        return loss.detach()
+
+
+def test_collections_in_a_train_graph(tmp_path):
+    batches = [(batch(seed), torch.randint(0, 9, (SAMPLES,)), torch.rand(SAMPLES)) for seed in range(5)]
+    found = []
+    for way in ("called", "run", "eager"):
+        torch.manual_seed(0)
+        ebc, ec = (
+            EmbeddingBagCollection(configs("one width")),
+            EmbeddingCollection(configs("one width", EmbeddingConfig)),
+        )
+        item = oneemb.MultiTableEmbedding("item", 4, torch.float32, torch.int64, [oneemb.make_table()],
+                                          oneemb.make_device_mem_store_options(str(tmp_path / way)))  # fmt: skip
+        graph = Clicks(ebc, ec, item)
+        if way == "eager":
+            optimizer, losses = torch.optim.Adagrad(graph.parameters(), lr=0.1), []
+            for embedding in (*ebc.rows, *ec.rows, item):
+                embedding.detach_optimizer()
+            for one in batches:
+                optimizer.zero_grad()
+                losses.append(graph.build(*one))
+                optimizer.step()
+        else:
+            losses = [graph(*one) for one in batches] if way == "called" else list(graph.run(batches))
+        found.append(torch.cat([torch.stack(losses), rows_of(ebc), rows_of(ec)]))
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2])
+
+
+# ---- state dicts -----------------------------------------------------------------------------------------------------
+
+
+def test_state_dicts_are_torchrecs_both_ways(tmp_path):
+    ours, theirs = pair("shared features")
+    train(ours, 3, torch.optim.Adagrad(ours.parameters(), lr=0.1), batch)
+    state = ours.state_dict()
+    assert list(state) == list(theirs.state_dict())
+    theirs.load_state_dict(state)
+    close(ours(batch(7)).values(), theirs(batch(7)).values())
+    torch.save(theirs.state_dict(), tmp_path / "theirs.pt")
+    again = EmbeddingBagCollection(configs("shared features"))
+    again.load_state_dict(torch.load(tmp_path / "theirs.pt"))
+    assert torch.equal(rows_of(again), rows_of(ours))
+    kept = EmbeddingBagCollection(
+        configs("shared features"), store_options=oneemb.make_device_mem_store_options(str(tmp_path / "rows"))
+    )
+    kept.load_state_dict(torch.load(tmp_path / "theirs.pt"))
+    assert torch.equal(kept(batch(7)).values(), ours(batch(7)).values())
+
+
+def test_a_state_dict_of_kept_rows_names_snapshots(tmp_path):
+    def make():
+        options = oneemb.make_cached_ssd_store_options(1, str(tmp_path))
+        made = EmbeddingBagCollection(configs("two widths"), store_options=options)
+        return made, torch.optim.Adam(made.parameters(), lr=0.01)
+
+    ours, optimizer = make()
+    train(ours, 3, optimizer, batch)
+    state = {name: value.clone() for name, value in ours.state_dict().items()}
+    torch.save((state, optimizer.state_dict()), tmp_path / "state.pt")
+    assert {oneemb.snapshot_name(value) for value in state.values()} == {rows.snapshots()[-1] for rows in ours.rows}
+    expected = train(ours, 3, optimizer, batch, seed=1)
+    ours.close()
+    again, optimizer = make()
+    state, of_optimizer = torch.load(tmp_path / "state.pt")
+    again.load_state_dict(state)
+    optimizer.load_state_dict(of_optimizer)
+    assert torch.equal(train(again, 3, optimizer, batch, seed=1), expected)
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    ours = EmbeddingBagCollection(configs("one width"))
+    before = rows_of(ours)
+    state = ours.state_dict()
+    for change, message in [
+        ({"embedding_bags.t.weight": torch.zeros(ROWS, 5)}, r"floats \[rows, 4\]"),
+        ({"embedding_bags.t.weight": torch.zeros(1024, dtype=torch.uint8)}, "names a snapshot"),
+        ({"embedding_bags.w.weight": torch.zeros(ROWS, 4)}, "Unexpected key"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            ours.load_state_dict({**state, **change})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        ours.load_state_dict({"embedding_bags.t.weight": state["embedding_bags.t.weight"]})
+    assert torch.equal(rows_of(ours), before)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+IDS, ONES = torch.arange(100, 104), torch.ones(4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "kjt, error, message",
+    [
+        (KeyedJaggedTensor(["f"], IDS, lengths=ONES[:3]), ValueError, "add up to the number of values, 4, got 3"),
+        (KeyedJaggedTensor(["f"], IDS, lengths=torch.tensor([5, -1])), ValueError, "at least 0, got -1"),
+        (KeyedJaggedTensor(["f"], IDS, offsets=torch.tensor([0, 3, 2, 4])), ValueError, "never fall"),
+        (KeyedJaggedTensor(["f"], IDS, offsets=torch.tensor([1, 4])), ValueError, "begin with 0"),
+        (KeyedJaggedTensor(["f"], IDS, offsets=torch.tensor([0, 5])), ValueError, "end with the number of values, 4"),
+        (KeyedJaggedTensor(["f"], IDS), ValueError, "lengths or offsets, got neither"),
+        (KeyedJaggedTensor(["f", "f"], IDS, lengths=ONES), ValueError, r"each key once, got \['f'\]"),
+        (KeyedJaggedTensor(["g"], IDS, lengths=ONES), ValueError, r"lacks the features \['f'\]"),
+        (KeyedJaggedTensor(["f", "g", "h"], IDS, lengths=ONES), ValueError, "sample of each key, got 4 for 3"),
+        (KeyedJaggedTensor(["f"], IDS, lengths=ONES, stride=3), ValueError, r"must be 3 \(stride\)"),
+        (KeyedJaggedTensor(["f"], IDS.float(), lengths=ONES), TypeError, "int64 or int32"),
+        (KeyedJaggedTensor(["f"], IDS.view(2, 2), lengths=ONES), TypeError, "int64 or int32"),
+        (KeyedJaggedTensor(["f"], IDS, torch.ones(3), lengths=ONES), ValueError, "one for each of 4 values"),
+        (KeyedJaggedTensor(["f"], IDS, lengths=ONES), ValueError, "the KeyedJaggedTensor has no weights"),
+        (torch.arange(3), TypeError, "must be a KeyedJaggedTensor, got Tensor"),
+    ],
+)  # fmt: skip
+def test_a_malformed_batch_inserts_nothing(kjt, error, message):
+    ours = EmbeddingBagCollection(configs("one table"), is_weighted="no weights" in message)
+    with pytest.raises(error, match=message):
+        ours(kjt)
+    assert ours.rows[0].stats()["rows"] == ROWS
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"name": ""}, "every table needs a name"),
+        ({"feature_names": ["f", "f"]}, "names a feature twice"),
+        ({"data_type": DataType.INT8}, "data_type must be FP32, FP16 or BF16"),
+        ({"num_embeddings_post_pruning": 3}, "is for inference"),
+        ({"need_pos": True}, "position-weighted"),
+        ({"pooling": PoolingType.NONE}, "pooling must be SUM or MEAN"),
+    ],
+    ids=str,
+)
+def test_configs_that_cannot_be_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        EmbeddingBagCollection(configs("one table", **change))
+
+
+def test_names_and_widths_of_tables():
+    with pytest.raises(ValueError, match="Duplicate table name t"):
+        EmbeddingBagCollection(configs("one table") * 2)
+    with pytest.raises(ValueError, match="one embedding_dim; u has 8"):
+        EmbeddingCollection([EmbeddingConfig(ROWS, 4, "t"), EmbeddingConfig(ROWS, 8, "u")])
+    with pytest.raises(TypeError, match="TorchRec's table configs"):
+        EmbeddingBagCollection(["t"])
+    tables = [EmbeddingBagConfig(ROWS, 4, "t")]
+    assert EmbeddingBagCollection(tables)._feature_names == ["t"] == tables[0].feature_names
+
+
+# ---- devices and compilers -------------------------------------------------------------------------------------------
+
+
+def test_on_meta_there_are_no_rows():
+    ours = EmbeddingBagCollection(configs("one width"), device="meta")
+    assert ours.device.type == "meta" and len(ours.rows) == 0
+    kjt = batch(0).to(torch.device("meta"))
+    assert ours(kjt).values().device.type == "meta"
+    ours.to_empty(device="cpu")
+    ours.reset_parameters()
+    assert ours.device.type == "cpu" and ours(batch(0)).values().shape == (SAMPLES, 12)
+    with torch.device("meta"):
+        assert EmbeddingCollection(configs("one width", EmbeddingConfig)).device.type == "meta"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_traced_or_scripted_collection_looks_up_and_trains(shape):
+    from torchrec.fx import symbolic_trace
+
+    ours, theirs = pair(shape)
+    kjt = batch(1)
+    for model in (symbolic_trace(ours), torch.jit.script(symbolic_trace(ours)), torch.jit.script(ours)):
+        close(model(kjt).values(), theirs(kjt).values())
+    scripted = torch.jit.script(symbolic_trace(ours))
+    for model, parameters in ((scripted, ours.parameters()), (theirs, theirs.parameters())):
+        model(kjt).values().square().sum().backward()
+        torch.optim.SGD(parameters, lr=0.1).step()
+    close(rows_of(ours), rows_of(theirs))
+    sequence, its = sequences("one width")
+    traced = torch.jit.script(symbolic_trace(sequence))(kjt)
+    assert all(torch.equal(traced[name].values(), one.values()) for name, one in its(kjt).items())
+
+
+def test_an_exported_model_looks_up_while_its_tables_are_there():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ebc = EmbeddingBagCollection(configs("two widths"))
+
+        def forward(self, values, lengths):
+            return self.ebc(KeyedJaggedTensor.from_lengths_sync(list("fghi"), values, lengths)).values()
+
+    model, kjt = Model().eval(), batch(1, "fghi")
+    exported = torch.export.export(model, (kjt.values(), kjt.lengths()), strict=False)
+    assert "oneemb.embedding_bags" in exported.graph_module.code
+    with torch.no_grad():
+        assert torch.equal(exported.module()(kjt.values(), kjt.lengths()), model(kjt.values(), kjt.lengths()))
+
+
+def test_torch_compile_goes_around_the_lookup():
+    ours, theirs = pair("one width")
+    top = torch.nn.Linear(12, 1)
+    step = torch.compile(lambda kjt: top(ours(kjt).values()).square().sum(), backend="eager")
+    loss, expected = step(batch(1)), top(theirs(batch(1)).values()).square().sum()
+    close(loss, expected)
+    loss.backward()
+    expected.backward()
+    for model in (ours, theirs):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    close(rows_of(ours), rows_of(theirs))
+
+
+def test_rows_do_not_depend_on_threads():
+    found = []
+    for threads in (1, 2):
+        torch.manual_seed(0)
+        ours = EmbeddingBagCollection(configs("two widths"), num_threads=threads)
+        found.append(torch.cat([train(ours, 3, torch.optim.Adagrad(ours.parameters(), lr=0.1), batch), rows_of(ours)]))
+    assert np.array_equal(found[0].numpy(), found[1].numpy())
