@@ -260,7 +260,7 @@ class TableEmbedding(torch.nn.Module):
             weights: of shape [0, D], one for each table, or one for all.
         """
         assert self.ranks is None, "between ranks all rows have one gradient"
-        del self._parameters["weight"]
+        self._parameters.pop("weight", None)
         self.weights = tuple(weights)
         for weight in self.weights:
             self._stands_for(weight)

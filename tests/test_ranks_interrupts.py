@@ -70,13 +70,15 @@ def trains(group, report, path, way):
         for _ in graph.run([batch_of(0, rank)]):
             pass
     report(("begins",))
-    while made() < STEPS:
-        try:  # An interrupt may also come as an error of another rank is caught.
-            try:
-                goes_on(graph, way, rank, optimizer)
-            except oneemb.RankError as error:
-                assert "has failed (KeyboardInterrupt" in str(error) or "do different things" in str(error), error
-                caught.append("RankError")
+    going = True
+    while going:
+        try:  # An interrupt may come at any line here, also as an error of another rank is caught.
+            while going := made() < STEPS:
+                try:
+                    goes_on(graph, way, rank, optimizer)
+                except oneemb.RankError as error:
+                    assert "has failed (KeyboardInterrupt" in str(error) or "do different things" in str(error), error
+                    caught.append("RankError")
         except KeyboardInterrupt:
             caught.append("KeyboardInterrupt")
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -10,8 +10,9 @@ import os
 import shutil
 import tempfile
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from oneemb.torchrec.configs import (
     later_rows,
     pooling_of,
 )
+from oneemb.torchrec.ops import LooksUpJagged, know
 
 __all__ = ["Collection", "Group"]
 
@@ -71,6 +73,10 @@ class TableParameter(torch.nn.Module):
         """Have state dicts hold what `state` gives, and be loaded by `load`."""
         self._state, self._load = state, load
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # The weight keeps its dtype, as the rows that it stands for keep theirs.
+        return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.weight if self._state is None else self._state()
 
@@ -99,7 +105,8 @@ class Collection(torch.nn.Module):
             table; each embedding has a subfolder of `persistent_path`. Rows begin as they are met, as `init_fn` says;
             state dicts name snapshots. None = a table begins as TorchRec's does, with `num_embeddings` rows that
             `init_fn` fills, and grows from there; it is in memory, and state dicts hold its rows.
-        seed: a row that begins as it is met is a pure function of (seed, table, id).
+        seed: a row that begins as it is met is a pure function of (seed, its table and those that are one embedding
+            with it, id).
         num_threads: threads that run the kernels; None = the cores there are.
         pools: whether bags are pooled.
         named: the attribute that has the tables by name.
@@ -137,6 +144,7 @@ class Collection(torch.nn.Module):
         """The embeddings that hold the rows: `rows[0].stats()`, `rows[0].save_snapshot(name)` and the like."""
         self._groups: list[Group] = []
         self._steppers: list[tuple[int, ...]] = []
+        self._introduce()
         if self._device.type != "meta":
             self._make_rows(self._first_rows())
 
@@ -205,7 +213,7 @@ class Collection(torch.nn.Module):
         begins = later_rows if options is None else initializer_of
         rows = MultiTableEmbedding(
             names, first.embedding_dim, dtype_of(first), torch.int64,
-            [make_table(begins(config)) for config in configs], made, seed=self._seed,
+            [make_table(begins(config)) for config in configs], made, seed=(self._seed + zlib.crc32(first.name.encode())) % 2**64,
             num_threads=self._num_threads,
         )  # fmt: skip
         rows.belongs_to([self._tables[t].weight for t in tables])
@@ -256,8 +264,12 @@ class Collection(torch.nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         moved: Self = super()._apply(fn, recurse)
         device = self._tables[0].weight.device if self.configs else self._device
+        weights = [table.weight for table in self._tables]
         for group in self._groups:
-            group.rows.weights = tuple(self._tables[t].weight for t in group.tables)
+            its = [weights[t] for t in group.tables]
+            if any(one is not other for one, other in zip(its, group.rows.weights, strict=True)):
+                group.rows.belongs_to(its)
+        self._introduce()
         was, self._device = self._device, device
         if was.type == "meta" and device.type != "meta":
             self._make_rows(self._first_rows())
@@ -267,6 +279,10 @@ class Collection(torch.nn.Module):
     def _is_called(self) -> bool:
         """Whether this is a call on values; it is not where a model is traced or exported, or has none."""
         return not (is_fx_tracing() or torch.compiler.is_exporting() or self._device.type == "meta")
+
+    def _introduce(self) -> None:
+        for table in self._tables:
+            know(table.weight, cast(LooksUpJagged, self))
 
     def close(self) -> None:
         """Free memory, files and the locks on the paths. Rows that no snapshot holds are gone."""

@@ -15,7 +15,6 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from oneemb.options import StoreOptions
 from oneemb.torchrec.collection import Collection, Group
 from oneemb.torchrec.jagged import Jagged, check_jagged, select_features
-from oneemb.torchrec.ops import know
 
 __all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]
 
@@ -59,7 +58,8 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
             table; each embedding has a subfolder of `persistent_path`. Rows begin as they are met, as `init_fn` says;
             state dicts name snapshots. None = a table begins as TorchRec's does, with `num_embeddings` rows that
             `init_fn` fills, and grows from there; it is in memory, and state dicts hold its rows.
-        seed: a row that begins as it is met is a pure function of (seed, table, id).
+        seed: a row that begins as it is met is a pure function of (seed, its table and those that are one embedding
+            with it, id).
         num_threads: threads that run the kernels; None = the cores there are. No result depends on it.
 
     Raises:
@@ -94,8 +94,6 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         self._embedding_names: list[str] = [column.name for column in self._columns]
         self._lengths_per_embedding: list[int] = [tables[column.table].embedding_dim for column in self._columns]
         self._dim: int = sum(self._lengths_per_embedding)
-        for table in self._tables:
-            know(table.weight, self)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """The pooled embeddings of each feature.
@@ -263,8 +261,6 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
         self._use_gather_select_per_sharding = use_gather_select_per_sharding
         self._feature_names: list[str] = [column.feature for column in self._columns]
         self._embedding_names: list[str] = [column.name for column in self._columns]
-        for table in self._tables:
-            know(table.weight, self)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """The embeddings of each feature's ids, by the feature's name; arguments and errors as of

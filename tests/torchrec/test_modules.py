@@ -170,6 +170,18 @@ def test_a_tensor_dict_is_a_batch():
     close(ours(found).values(), theirs(found).values())
 
 
+def test_weights_of_ids_get_a_gradient():
+    ours, theirs = pair("two widths", weighted=True)
+    grads = []
+    for model in (ours, theirs):
+        kjt = batch(5, weighted=True)
+        weights = kjt.weights().clone().requires_grad_()
+        weighted = KeyedJaggedTensor.from_lengths_sync(kjt.keys(), kjt.values(), kjt.lengths(), weights)
+        model(weighted).values().square().sum().backward()
+        grads.append(weights.grad)
+    close(*grads)
+
+
 def test_any_integer_is_an_id():
     ids = torch.tensor([-(2**63), -1, 2**63 - 1, ROWS, 0])
     kjt = KeyedJaggedTensor.from_lengths_sync(["f"], ids, torch.ones(5, dtype=torch.int64))
@@ -508,6 +520,11 @@ def test_on_meta_there_are_no_rows():
     assert ours(kjt).values().device.type == "meta"
     ours.to_empty(device="cpu")
     ours.reset_parameters()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    found = torch.jit.script(ours)(batch(0)).values()
+    found.square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(ours(batch(0)).values(), found)
     assert ours.device.type == "cpu" and ours(batch(0)).values().shape == (SAMPLES, 12)
     with torch.device("meta"):
         assert EmbeddingCollection(configs("one width", EmbeddingConfig)).device.type == "meta"
@@ -558,6 +575,25 @@ def test_torch_compile_goes_around_the_lookup():
     for model in (ours, theirs):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     close(rows_of(ours), rows_of(theirs))
+
+
+def test_a_model_that_is_converted_keeps_its_rows():
+    ours, theirs = pair("one width")
+    with pytest.warns(UserWarning, match="keeps its torch.float32 rows"):
+        ours.half()
+    for model in (ours, theirs):
+        model(batch(1)).values().square().sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    close(rows_of(ours), rows_of(theirs))
+
+
+def test_tables_of_equal_ids_begin_with_other_numbers(tmp_path):
+    tables = [EmbeddingBagConfig(9, 4, "t", feature_names=["f"]),
+              EmbeddingBagConfig(9, 4, "u", feature_names=["f"], pooling=PoolingType.MEAN)]  # fmt: skip
+    ours = EmbeddingBagCollection(tables, store_options=oneemb.make_device_mem_store_options(str(tmp_path)))
+    assert len(ours.rows) == 2
+    found = ours(KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([7]), torch.tensor([1])))
+    assert not torch.equal(found["f@t"], found["f@u"])
 
 
 def test_rows_do_not_depend_on_threads():
