@@ -211,9 +211,10 @@ class Collection(torch.nn.Module):
         made = make_device_mem_store_options(own[0]) if options is None else _at(options, own)
         names = ", ".join(config.name for config in configs)
         begins = later_rows if options is None else initializer_of
+        seed = (self._seed + zlib.crc32(first.name.encode())) % 2**64  # another one for each embedding
         rows = MultiTableEmbedding(
             names, first.embedding_dim, dtype_of(first), torch.int64,
-            [make_table(begins(config)) for config in configs], made, seed=(self._seed + zlib.crc32(first.name.encode())) % 2**64,
+            [make_table(begins(config)) for config in configs], made, seed=seed,
             num_threads=self._num_threads,
         )  # fmt: skip
         rows.belongs_to([self._tables[t].weight for t in tables])
