@@ -170,7 +170,7 @@ class Optimizer(torch.optim.Optimizer):
     def taken(self, taken: int) -> None:
         self.row_step.taken = taken
 
-    def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, list[Group]] | None:
+    def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, Sequence[Group | None]] | None:
         """The row optimizer of a store and its param groups now, of each table, or of all; None if it is not trained
         here."""
         if store not in self._groups_of:

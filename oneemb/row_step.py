@@ -13,7 +13,7 @@ until the next step, they are gone, with a warning. `oneemb.Optimizer` puts them
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -209,14 +209,18 @@ class RowStep:
         """The gradients that have been taken out of weights."""
         self._spent: list[tuple[RowWeight, ops.RowGrad]] = []
         """Those too, of rows that were updated in the backward pass."""
+        self.groups_of_tables: Callable[[], Sequence[Group | None]] | None = None
+        """Gives the options of each table, None for one that is frozen, where they are not those of the param group."""
         self._groups: dict[EmbeddingStore, tuple[int, ...]] = {}
         self._options: ops.Groups = {}
 
-    def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, list[Group]] | None:
+    def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, Sequence[Group | None]] | None:
         """The row optimizer of a store and its param groups now, of each table, or of all; None if it is not trained
         here."""
         for (_, _, embedding), _ in self.grads:
             if embedding.store is store and embedding.row_optimizer is not None:
+                if self.groups_of_tables is not None:
+                    return embedding.row_optimizer, self.groups_of_tables()
                 return embedding.row_optimizer, [self.optimizer.param_groups[g] for g in self._groups[store]]
         return None
 

@@ -403,11 +403,10 @@ class EmbeddingStore:
 
     def take(self, prefetched: Prefetched) -> bool:
         """Let the caller have these pins, in a turn. Returns whether there are any that still mean anything."""
-        if not prefetched.held or prefetched.generation != self.generation:
-            return False
+        valid = prefetched.held and prefetched.generation == self.generation
         prefetched.held = False
         self._prefetched.discard(prefetched)
-        return True
+        return valid
 
     def unprefetch(self, prefetched: Prefetched) -> None:
         """Unpin what `prefetch` pinned, if no `acquire` has taken it over."""

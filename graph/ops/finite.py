@@ -34,7 +34,8 @@ def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads |
             if rows is not None:
                 row_optimizer, groups = rows
                 for group in groups:
-                    row_optimizer.check(group)
+                    if group is not None:
+                        row_optimizer.check(group)
     found = None if _surely_finite(optimizers, present) else _find_nonfinite(optimizers, present)
     if found is None:
         for grad in present:

@@ -29,9 +29,9 @@ class StepOptimizer(Protocol):
     def optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer."""
 
-    def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, list[Group]] | None:
-        """The row optimizer of a store and its param groups now, of each table, or of all; None where the store is not
-        its own."""
+    def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, Sequence[Group | None]] | None:
+        """The row optimizer of a store and its param groups now, of each table, None for one that is frozen; or one of
+        all. None where the store is not its own."""
 
 
 class Scheduler(Protocol):
@@ -117,7 +117,7 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
     if grads is None or rows is None or not go:
         return
     store, (row_optimizer, its_groups) = grads.store, rows
-    options = [(groups or {}).get(id(group), group) for group in its_groups]
+    options = [group if group is None else (groups or {}).get(id(group), group) for group in its_groups]
     for member in grads.stores:
         member.turns.check(changes=True)
     if grads.generation != store.generation:  # A hook, or another thread beside torch's own step, has loaded others.
@@ -138,14 +138,30 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
         store.mark_dirty(grads.table_U, grads.slot_U)
 
 
-def _by_group(grads: RowGrads, options: Sequence[Group]) -> list[tuple[RowGrads, Group]]:
+def _by_group(grads: RowGrads, options: Sequence[Group | None]) -> list[tuple[RowGrads, Group]]:
     """The gradients and the options of their tables: those of tables that have others, apart."""
-    tables: dict[int, list[int]] = {}
+    alike: list[tuple[Group | None, list[int]]] = []
     for t, group in enumerate(options):
-        tables.setdefault(id(group), []).append(t)
-    if len(tables) == 1:
-        return [(grads, options[0])]
-    return [(grads.of_tables(its), options[its[0]]) for its in tables.values()]
+        its = next((tables for other, tables in alike if other is group or _same_options(other, group)), None)
+        if its is None:
+            alike.append((group, [t]))
+        else:
+            its.append(t)
+    if len(alike) == 1:
+        return [(grads, group) for group, _ in alike if group is not None]
+    return [(grads.of_tables(tables), group) for group, tables in alike if group is not None]
+
+
+def _same_options(one: Group | None, other: Group | None) -> bool:
+    if one is None or other is None or one.keys() != other.keys():
+        return False
+    return all(name == "params" or _same(one[name], other[name]) for name in one)
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return one is other
+    return one == other
 
 
 def _by_step(grads: RowGrads) -> list[tuple[RowGrads, int]]:

@@ -19,7 +19,9 @@ import torch
 from torchrec.fx.tracer import is_fx_tracing
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from oneemb.eager import Optimizer
 from oneemb.embedding import MultiTableEmbedding
+from oneemb.graph.row_optimizers import Group as Options, row_optimizer_of
 from oneemb.named_snapshot import decode
 from oneemb.options import StoreOptions, make_device_mem_store_options, make_table
 from oneemb.rows.import_rows import import_rows
@@ -143,7 +145,9 @@ class Collection(torch.nn.Module):
         self.rows = torch.nn.ModuleList()
         """The embeddings that hold the rows: `rows[0].stats()`, `rows[0].save_snapshot(name)` and the like."""
         self._groups: list[Group] = []
-        self._steppers: list[tuple[int, ...]] = []
+        self._steppers: list[object] = []
+        self._in_backward: list[Optimizer] = []
+        """What steps rows in the backward pass, of each embedding whose tables are stepped so."""
         self._introduce()
         if self._device.type != "meta":
             self._make_rows(self._first_rows())
@@ -183,6 +187,7 @@ class Collection(torch.nn.Module):
         """
         alike: dict[tuple[object, ...], list[int]] = {}
         self._steppers = [self._stepper_of(table) for table in self._tables]
+        self._in_backward.clear()
         for t, config in enumerate(self.configs):
             kind = config.embedding_dim, dtype_of(config), self._pooling[t], self._options[t], self._steppers[t]
             alike.setdefault(kind, []).append(t)
@@ -194,17 +199,22 @@ class Collection(torch.nn.Module):
                 if (weights := begin[t]) is not None:
                     _put(group.rows, place, weights)
 
-    @staticmethod
-    def _stepper_of(table: TableParameter) -> tuple[int, ...]:
-        # What steps in the backward pass steps one table: an embedding has one optimizer.
-        return tuple(id(stepper) for stepper in getattr(table.weight, "_in_backward_optimizers", ()))
+    def _stepper_of(self, table: TableParameter) -> object:
+        """What tells tables apart that cannot be stepped as one in the backward pass; None = the table is not."""
+        steppers = in_backward_optimizers(table.weight)
+        if not steppers:
+            return None
+        if len(steppers) > 1:
+            raise ValueError("apply_optimizer_in_backward was called twice for a table, which one optimizer steps")
+        found = row_optimizer_of(steppers[0], steppers[0].param_groups[0])
+        return type(steppers[0]), found.name, found.weight_state, found.row_state
 
     def _make_group(self, tables: tuple[int, ...]) -> Group:
         configs = [self.configs[t] for t in tables]
         first, options = configs[0], self._options[tables[0]]
         words = [f"{first.embedding_dim}x{str(dtype_of(first)).removeprefix('torch.')}", self._pooling[tables[0]]]
-        if self._steppers[tables[0]]:
-            words.append(first.name)
+        if self._steppers[tables[0]] is not None:
+            words.append(type(in_backward_optimizers(self._tables[tables[0]].weight)[0]).__name__.lower())
         folder = self._temporary_folder() if options is None else None
         paths = [folder] if options is None else list(options.persistent_path)
         own = [os.path.join(path, "-".join(words)) for path in paths if path is not None]
@@ -217,7 +227,7 @@ class Collection(torch.nn.Module):
             [make_table(begins(config)) for config in configs], made, seed=seed,
             num_threads=self._num_threads,
         )  # fmt: skip
-        rows.belongs_to([self._tables[t].weight for t in tables])
+        self._give_weights(rows, tables)
         if self._device.type != "cpu":
             rows.to(self._device)
         columns = tuple(c for c, column in enumerate(self._columns) if column.table in tables)
@@ -227,6 +237,29 @@ class Collection(torch.nn.Module):
             arguments = weakref.ref(self), group, place, options is not None
             self._tables[t].serves(functools.partial(_state_of, *arguments), functools.partial(_load_into, *arguments))
         return group
+
+    def _give_weights(self, rows: MultiTableEmbedding, tables: Sequence[int]) -> None:
+        """Let the tables' parameters stand for the rows; or where their optimizers step in the backward pass, one that
+        nobody else has, so that the rows of all are stepped as one."""
+        weights = [self._tables[t].weight for t in tables]
+        if self._steppers[tables[0]] is None:
+            rows.belongs_to(weights)
+            return
+        steppers = [in_backward_optimizers(weight)[0] for weight in weights]
+        one = torch.nn.Parameter(torch.empty_like(weights[0]))
+        rows.belongs_to([one])
+        kind = type(steppers[0])
+        optimizer = Optimizer(kind([{**steppers[0].param_groups[0], "params": [one]}]), [rows], fused=True)
+
+        def options() -> list[Options | None]:
+            """As their optimizers have them at this step."""
+            return [
+                stepper.param_groups[0] if weight.requires_grad else None
+                for weight, stepper in zip(weights, steppers, strict=True)
+            ]
+
+        optimizer.row_step.groups_of_tables = options
+        self._in_backward.append(optimizer)
 
     def _temporary_folder(self) -> str:
         if self._folder is None:
@@ -240,9 +273,12 @@ class Collection(torch.nn.Module):
             raise RuntimeError(
                 "the tables are on the meta device and have no rows: move the module, module.to_empty(device='cpu')"
             )
-        steppers = [self._stepper_of(table) for table in self._tables]
-        if steppers != self._steppers:
+        if [self._stepper_of(table) for table in self._tables] != self._steppers:
             self._make_rows_anew()
+        for group in self._groups:
+            if self._steppers[group.tables[0]] is not None:
+                trained = any(self._tables[t].weight.requires_grad for t in group.tables)
+                group.rows.weights[0].requires_grad_(trained)
         return self._groups
 
     def _make_rows_anew(self) -> None:
@@ -268,7 +304,9 @@ class Collection(torch.nn.Module):
         weights = [table.weight for table in self._tables]
         for group in self._groups:
             its = [weights[t] for t in group.tables]
-            if any(one is not other for one, other in zip(its, group.rows.weights, strict=True)):
+            if self._steppers[group.tables[0]] is None and any(
+                one is not other for one, other in zip(its, group.rows.weights, strict=True)
+            ):
                 group.rows.belongs_to(its)
         self._introduce()
         was, self._device = self._device, device
@@ -305,6 +343,11 @@ class Collection(torch.nn.Module):
             for place, t in enumerate(group.tables):
                 if (weights := begin[t]) is not None:
                     _put(group.rows, place, weights)
+
+
+def in_backward_optimizers(weight: torch.Tensor) -> list[torch.optim.Optimizer]:
+    """What torch's `_apply_optimizer_in_backward` has given a parameter."""
+    return list(getattr(weight, "_in_backward_optimizers", ()))
 
 
 def _fill(config: BaseEmbeddingConfig, weights: torch.Tensor | None) -> None:

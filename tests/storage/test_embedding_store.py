@@ -504,6 +504,19 @@ def test_prefetched_rows_that_nobody_takes_are_let_go(open_store):
     assert store.stats()["device"]["pinned"] == 0
 
 
+@pytest.mark.parametrize("kind", PLANS)
+def test_prefetched_rows_that_were_replaced_are_forgotten_by_their_lookup(kind, open_store):
+    store = open_store(kind)
+    store.attach(*ADAM)
+    train(store, *range(20))
+    prefetched = store.prefetch(keys(*range(20)))
+    store.clear()
+    slot_U = store.acquire(keys(*range(20)), prefetched)[0]
+    assert not store._prefetched and not prefetched.held, "a store would keep the keys of such lookups for ever"
+    assert store.stats()["device"]["pinned"] == 20
+    store.release(slot_U)
+
+
 # ---- a store at the bottom that is no persistent table --------------------------------------------------------------
 
 

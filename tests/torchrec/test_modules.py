@@ -322,7 +322,23 @@ def test_fifty_steps_in_backward(name):
         losses.append(train(model, 50, None, every_row))
     close(*losses)
     close(rows_of(ours), rows_of(theirs), 1e-6 if name != "adam" else 2e-5)
-    assert [rows.name for rows in ours.rows] == ["t", "u", "v"], "what steps by itself is an embedding by itself"
+    assert [rows.name for rows in ours.rows] == (["t, v", "u"] if name == "sgd" else ["t", "u", "v"])
+
+
+@pytest.mark.parametrize("make, freezes", [(torch.optim.Adam, False), (torch.optim.Adagrad, True)])
+def test_options_of_optimizers_in_backward_are_those_of_each_step_and_table(make, freezes):
+    ours, theirs = pair("one width")
+    for model in (ours, theirs):
+        weights = [bag.weight for bag in model.embedding_bags.values()]
+        _apply_optimizer_in_backward(make, weights, {"lr": 0.01})
+        for step in range(6):
+            for t, weight in enumerate(weights):
+                weight._in_backward_optimizers[0].param_groups[0]["lr"] = 0.01 * (step + t + 1)
+            weights[1].requires_grad_(step != 3 or not freezes)
+            model(every_row(step)).values().square().sum().backward()
+            assert all(weight.grad is None for weight in weights)
+    close(rows_of(ours), rows_of(theirs), 2e-5)
+    assert len(ours.rows) == 1, "tables whose optimizers are alike are stepped as one"
 
 
 def test_an_optimizer_in_backward_comes_before_the_first_lookup(tmp_path):
