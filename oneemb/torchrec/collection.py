@@ -248,7 +248,7 @@ class Collection(torch.nn.Module):
         steppers = [in_backward_optimizers(weight)[0] for weight in weights]
         one = torch.nn.Parameter(torch.empty_like(weights[0]))
         rows.belongs_to([one])
-        kind = type(steppers[0])
+        kind: Callable[..., torch.optim.Optimizer] = type(steppers[0])
         optimizer = Optimizer(kind([{**steppers[0].param_groups[0], "params": [one]}]), [rows], fused=True)
 
         def options() -> list[Options | None]:
