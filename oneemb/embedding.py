@@ -250,7 +250,7 @@ class TableEmbedding(torch.nn.Module):
         """Whether rows, of any table, are to get a gradient."""
         return any(weight.requires_grad for weight in self.weights)
 
-    def belongs_to(self, weights: Sequence[torch.nn.Parameter]) -> None:
+    def belongs_to(self, weights: Sequence[torch.nn.Parameter], *, is_kept: bool = True) -> None:
         """Let parameters of another module stand for the rows of each table, in place of `weight`: so tables can be
         frozen, and trained with options of their own, by groups of one optimizer. To be called before the first lookup.
 
@@ -258,8 +258,10 @@ class TableEmbedding(torch.nn.Module):
 
         Args:
             weights: of shape [0, D], one for each table, or one for all.
+            is_kept: whether `persistent_path` stays when the other module is gone; otherwise no snapshot can be saved.
         """
         assert self.ranks is None, "between ranks all rows have one gradient"
+        self.rank_snapshots.are_kept = is_kept
         self._parameters.pop("weight", None)
         self.weights = tuple(weights)
         for weight in self.weights:

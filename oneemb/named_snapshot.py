@@ -5,7 +5,7 @@ only. It is of one length, so that it fits into the place of another.
 """
 
 import json
-from typing import NotRequired, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 import torch
 
@@ -22,6 +22,8 @@ class SnapshotName(TypedDict):
     """None = there are no rows."""
     oneemb_identity: NotRequired[str | None]
     """Of this snapshot alone: names repeat from folder to folder and from run to run."""
+    oneemb_table: NotRequired[list[Any]]
+    """Number and name of a table, where a state dict has an entry for each table of an embedding."""
 
 
 def encode(snapshot: SnapshotName) -> torch.Tensor:

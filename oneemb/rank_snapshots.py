@@ -81,6 +81,8 @@ class RankSnapshots:
         self._own = self._folders[self._rank]
         self._fs = LocalFileSystem()
         self._swept = False
+        self.are_kept = True
+        """Whether the folders stay; they do not where a module that has made them takes them away."""
 
     def together(self, what: str, call: Callable[[], T]) -> T:
         """Run `call` between two steps, on all ranks; returns what it gives. Its first exchange must say the same.
@@ -149,6 +151,11 @@ class RankSnapshots:
 
     def save(self, name: str, description: dict[str, Any], *, overwrite: bool = False) -> str:
         """Save a snapshot; see `TableEmbedding.save_snapshot`. Returns its identity."""
+        if not self.are_kept:
+            raise StorageError(
+                f"the rows of tables {self._name} are in a folder that goes with their collection, where no snapshot"
+                " lasts: give the collection store_options with a path"
+            )
         if self._is_alone():
             return self._store.save_snapshot(name, description, overwrite=overwrite).identity
         return self.together(f"save_snapshot {name!r}", lambda: self._save(name, description, overwrite))

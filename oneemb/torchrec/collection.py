@@ -9,6 +9,7 @@ import functools
 import os
 import shutil
 import tempfile
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from oneemb.eager import Optimizer
 from oneemb.embedding import MultiTableEmbedding
 from oneemb.graph.row_optimizers import Group as Options, row_optimizer_of
-from oneemb.named_snapshot import decode
+from oneemb.named_snapshot import decode, encode
 from oneemb.options import StoreOptions, make_device_mem_store_options, make_table
 from oneemb.rows.import_rows import import_rows
 from oneemb.storage.row_store import StorageError
@@ -145,7 +146,8 @@ class Collection(torch.nn.Module):
         self.rows = torch.nn.ModuleList()
         """The embeddings that hold the rows: `rows[0].stats()`, `rows[0].save_snapshot(name)` and the like."""
         self._groups: list[Group] = []
-        self._steppers: list[object] = []
+        self._steppers: list[tuple[torch.optim.Optimizer, ...]] = []
+        """What steps each table in the backward pass, as `apply_optimizer_in_backward` has it."""
         self._in_backward: list[Optimizer] = []
         """What steps rows in the backward pass, of each embedding whose tables are stepped so."""
         self._introduce()
@@ -186,12 +188,13 @@ class Collection(torch.nn.Module):
             begin: the rows that each table begins with; None = none.
         """
         alike: dict[tuple[object, ...], list[int]] = {}
-        self._steppers = [self._stepper_of(table) for table in self._tables]
+        self._steppers = [in_backward_optimizers(table.weight) for table in self._tables]
         self._in_backward.clear()
         for t, config in enumerate(self.configs):
-            kind = config.embedding_dim, dtype_of(config), self._pooling[t], self._options[t], self._steppers[t]
+            steps = _kind_of(self._steppers[t])
+            kind = config.embedding_dim, dtype_of(config), self._pooling[t], self._options[t], steps
             alike.setdefault(kind, []).append(t)
-        self._groups = [self._make_group(tuple(its)) for its in alike.values()]
+        self._groups = [self._make_group(tuple(its), places) for places in [set[str]()] for its in alike.values()]
         self.rows = torch.nn.ModuleList(group.rows for group in self._groups)
         self.rows.train(self.training)
         for group in self._groups:
@@ -199,25 +202,17 @@ class Collection(torch.nn.Module):
                 if (weights := begin[t]) is not None:
                     _put(group.rows, place, weights)
 
-    def _stepper_of(self, table: TableParameter) -> object:
-        """What tells tables apart that cannot be stepped as one in the backward pass; None = the table is not."""
-        steppers = in_backward_optimizers(table.weight)
-        if not steppers:
-            return None
-        if len(steppers) > 1:
-            raise ValueError("apply_optimizer_in_backward was called twice for a table, which one optimizer steps")
-        found = row_optimizer_of(steppers[0], steppers[0].param_groups[0])
-        return type(steppers[0]), found.name, found.weight_state, found.row_state
-
-    def _make_group(self, tables: tuple[int, ...]) -> Group:
+    def _make_group(self, tables: tuple[int, ...], places: set[str]) -> Group:
         configs = [self.configs[t] for t in tables]
         first, options = configs[0], self._options[tables[0]]
         words = [f"{first.embedding_dim}x{str(dtype_of(first)).removeprefix('torch.')}", self._pooling[tables[0]]]
-        if self._steppers[tables[0]] is not None:
-            words.append(type(in_backward_optimizers(self._tables[tables[0]].weight)[0]).__name__.lower())
-        folder = self._temporary_folder() if options is None else None
-        paths = [folder] if options is None else list(options.persistent_path)
-        own = [os.path.join(path, "-".join(words)) for path in paths if path is not None]
+        if steps := _kind_of(self._steppers[tables[0]]):
+            words.append(steps[1])
+        paths = [self._temporary_folder()] if options is None else list(options.persistent_path)
+        while os.path.join(paths[0], "-".join(words)) in places:
+            words.append("other")
+        own = [os.path.join(path, "-".join(words)) for path in paths]
+        places.add(own[0])
         made = make_device_mem_store_options(own[0]) if options is None else _at(options, own)
         names = ", ".join(config.name for config in configs)
         begins = later_rows if options is None else initializer_of
@@ -227,7 +222,7 @@ class Collection(torch.nn.Module):
             [make_table(begins(config)) for config in configs], made, seed=seed,
             num_threads=self._num_threads,
         )  # fmt: skip
-        self._give_weights(rows, tables)
+        self._give_weights(rows, tables, is_kept=options is not None)
         if self._device.type != "cpu":
             rows.to(self._device)
         columns = tuple(c for c, column in enumerate(self._columns) if column.table in tables)
@@ -238,16 +233,16 @@ class Collection(torch.nn.Module):
             self._tables[t].serves(functools.partial(_state_of, *arguments), functools.partial(_load_into, *arguments))
         return group
 
-    def _give_weights(self, rows: MultiTableEmbedding, tables: Sequence[int]) -> None:
+    def _give_weights(self, rows: MultiTableEmbedding, tables: Sequence[int], *, is_kept: bool) -> None:
         """Let the tables' parameters stand for the rows; or where their optimizers step in the backward pass, one that
         nobody else has, so that the rows of all are stepped as one."""
         weights = [self._tables[t].weight for t in tables]
-        if self._steppers[tables[0]] is None:
-            rows.belongs_to(weights)
+        if not self._steppers[tables[0]]:
+            rows.belongs_to(weights, is_kept=is_kept)
             return
-        steppers = [in_backward_optimizers(weight)[0] for weight in weights]
+        steppers = [self._steppers[t][0] for t in tables]
         one = torch.nn.Parameter(torch.empty_like(weights[0]))
-        rows.belongs_to([one])
+        rows.belongs_to([one], is_kept=is_kept)
         kind: Callable[..., torch.optim.Optimizer] = type(steppers[0])
         optimizer = Optimizer(kind([{**steppers[0].param_groups[0], "params": [one]}]), [rows], fused=True)
 
@@ -273,10 +268,13 @@ class Collection(torch.nn.Module):
             raise RuntimeError(
                 "the tables are on the meta device and have no rows: move the module, module.to_empty(device='cpu')"
             )
-        if [self._stepper_of(table) for table in self._tables] != self._steppers:
+        if any(
+            in_backward_optimizers(table.weight) != steppers
+            for table, steppers in zip(self._tables, self._steppers, strict=True)
+        ):
             self._make_rows_anew()
         for group in self._groups:
-            if self._steppers[group.tables[0]] is not None:
+            if self._steppers[group.tables[0]]:
                 trained = any(self._tables[t].weight.requires_grad for t in group.tables)
                 group.rows.weights[0].requires_grad_(trained)
         return self._groups
@@ -304,10 +302,10 @@ class Collection(torch.nn.Module):
         weights = [table.weight for table in self._tables]
         for group in self._groups:
             its = [weights[t] for t in group.tables]
-            if self._steppers[group.tables[0]] is None and any(
-                one is not other for one, other in zip(its, group.rows.weights, strict=True)
-            ):
-                group.rows.belongs_to(its)
+            if self._steppers[group.tables[0]]:
+                group.rows.weights[0].data = group.rows.weights[0].data.to(device)
+            elif any(one is not other for one, other in zip(its, group.rows.weights, strict=True)):
+                group.rows.belongs_to(its, is_kept=self._options[group.tables[0]] is not None)
         self._introduce()
         was, self._device = self._device, device
         if was.type == "meta" and device.type != "meta":
@@ -345,9 +343,23 @@ class Collection(torch.nn.Module):
                     _put(group.rows, place, weights)
 
 
-def in_backward_optimizers(weight: torch.Tensor) -> list[torch.optim.Optimizer]:
+def in_backward_optimizers(weight: torch.Tensor) -> tuple[torch.optim.Optimizer, ...]:
     """What torch's `_apply_optimizer_in_backward` has given a parameter."""
-    return list(getattr(weight, "_in_backward_optimizers", ()))
+    return tuple(getattr(weight, "_in_backward_optimizers", ()))
+
+
+def _kind_of(steppers: Sequence[torch.optim.Optimizer]) -> tuple[Any, ...] | None:
+    """What is the same of tables that can be stepped as one in the backward pass; None = they are not stepped there.
+
+    Raises:
+        ValueError: there are several of one table, or the class is not supported for rows.
+    """
+    if not steppers:
+        return None
+    if len(steppers) > 1:
+        raise ValueError("apply_optimizer_in_backward was called twice for a table, which one optimizer steps")
+    found = row_optimizer_of(steppers[0], steppers[0].param_groups[0])
+    return type(steppers[0]), found.name, found.weight_state, found.row_state
 
 
 def _fill(config: BaseEmbeddingConfig, weights: torch.Tensor | None) -> None:
@@ -365,12 +377,20 @@ def _at(options: StoreOptions, paths: Sequence[str]) -> StoreOptions:
 
 def _state_of(owner: Any, group: Group, place: int, is_kept: bool) -> torch.Tensor:
     """What a state dict holds of a table: where its rows are kept, a snapshot's name; else its rows, [N, D]."""
-    if is_kept:
-        return group.rows.get_extra_state()
     collection = owner()
     configs = [collection.configs[t] for t in group.tables]
+    if is_kept:
+        return encode({**group.rows.named_snapshot(), "oneemb_table": [place, configs[place].name]})
     if place == 0:
         _check_in_range(group.rows, configs)
+        row_optimizer = group.rows.row_optimizer
+        if group.rows.store.step and row_optimizer is not None and row_optimizer.state_width(configs[0].embedding_dim):
+            warnings.warn(
+                f"the state dict of tables {group.rows.name} holds their weights, not the state that"
+                f" {row_optimizer.name!r} has of each row: a job that is resumed from it begins that anew. With"
+                " store_options it names a snapshot, which has both",
+                stacklevel=2,
+            )
     return _dense(group.rows, place, configs[place])
 
 
@@ -416,6 +436,12 @@ def _load_into(owner: Any, group: Group, place: int, is_kept: bool, state: torch
     config = collection.configs[group.tables[place]]
     if state.dim() == 1:
         snapshot = decode(state)
+        at, name = snapshot.pop("oneemb_table", (place, config.name))
+        if (at, name) != (place, config.name):
+            raise ValueError(
+                f"table {config.name!r} is number {place} of the tables that are one embedding, in the snapshot number"
+                f" {at} is {name!r}; make the collection with the same tables in the same order"
+            )
         if not rows.holds(snapshot):  # once for all tables of the embedding
             rows.load_named(snapshot)
         return

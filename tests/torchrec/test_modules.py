@@ -1,6 +1,7 @@
 """Our collections against TorchRec's, from the same weights on the same batches."""
 
 import functools
+import warnings
 
 import numpy as np
 import pytest
@@ -448,6 +449,44 @@ def test_a_state_dict_of_kept_rows_names_snapshots(tmp_path):
     again.load_state_dict(state)
     optimizer.load_state_dict(of_optimizer)
     assert torch.equal(train(again, 3, optimizer, batch, seed=1), expected)
+
+
+def test_a_snapshot_is_of_the_same_tables_in_the_same_order(tmp_path):
+    def make(order):
+        tables = [EmbeddingBagConfig(ROWS, 4, name, feature_names=[name]) for name in order]
+        return EmbeddingBagCollection(tables, store_options=oneemb.make_device_mem_store_options(str(tmp_path)))
+
+    ours = make("fg")
+    ours(batch(0))
+    state = ours.state_dict()
+    ours.close()
+    with pytest.raises(
+        RuntimeError, match="'g' is number 0 .* in the snapshot number 1 is 'g'; make .* in the same order"
+    ):
+        make("gf").load_state_dict({name: state[name] for name in reversed(state)})
+
+
+def test_what_a_state_dict_lacks_is_said():
+    ours, _ = pair("one width")
+    train(ours, 1, torch.optim.SGD(ours.parameters(), lr=0.1), batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours.state_dict()
+    ours, _ = pair("one width")
+    train(ours, 1, torch.optim.Adagrad(ours.parameters(), lr=0.1), batch)
+    with pytest.warns(UserWarning, match="not the state that 'adagrad' has of each row"):
+        ours.state_dict()
+    with pytest.raises(oneemb.StorageError, match="a folder that goes with their collection"):
+        ours.rows[0].save_snapshot("s")
+
+
+def test_a_graph_of_tables_without_a_path_is_not_saved(tmp_path):
+    graph = Clicks(*(kind(configs("one width", config)) for kind, config in [
+        (EmbeddingBagCollection, EmbeddingBagConfig), (EmbeddingCollection, EmbeddingConfig)]),
+        EmbeddingBagCollection(configs("one table")))  # fmt: skip
+    with pytest.raises(oneemb.StorageError, match="give the collection store_options"):
+        graph.save(tmp_path / "checkpoint.pt")
+    assert not (tmp_path / "checkpoint.pt").exists()
 
 
 def test_what_does_not_fit_is_named(tmp_path):
