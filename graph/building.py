@@ -34,10 +34,13 @@ class LooksUp(Protocol):
 
     name: str
     store: EmbeddingStore
-    weights: tuple[torch.nn.Parameter, ...]
     training: bool
     ranks: Ranks | None
     asked_ranks: Ranks | None
+
+    @property
+    def weights(self) -> tuple[torch.nn.Parameter, ...]:
+        """Those that stand for the rows."""
 
     @property
     def is_trained(self) -> bool:

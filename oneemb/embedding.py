@@ -99,8 +99,7 @@ class TableEmbedding(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(0, self.embedding_dim))
         """Stands for all rows in parameter lists, [0, D]: it holds none. Its gradient is a `RowGrad`."""
         self._stands_for(self.weight)
-        self.weights: tuple[torch.nn.Parameter, ...] = (self.weight,)
-        """Those that stand for rows: one for all, or see `belongs_to`."""
+        self._weights_of_another: tuple[torch.nn.Parameter, ...] | None = None
         self.row_optimizer: RowOptimizer | None = None
         """How the rows are updated; set by the first step of a torch optimizer, `oneemb.Optimizer` or
         `TrainGraph.add_optimizer`."""
@@ -246,6 +245,12 @@ class TableEmbedding(torch.nn.Module):
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     @property
+    def weights(self) -> tuple[torch.nn.Parameter, ...]:
+        """The parameters that stand for rows: one for all, or see `belongs_to`."""
+        # Asked anew each time: torch's tools, such as fully_shard, put other parameters in a module's place.
+        return (self.weight,) if self._weights_of_another is None else self._weights_of_another
+
+    @property
     def is_trained(self) -> bool:
         """Whether rows, of any table, are to get a gradient."""
         return any(weight.requires_grad for weight in self.weights)
@@ -263,13 +268,9 @@ class TableEmbedding(torch.nn.Module):
         assert self.ranks is None, "between ranks all rows have one gradient"
         self.rank_snapshots.are_kept = is_kept
         self._parameters.pop("weight", None)
-        self.weights = tuple(weights)
+        self._weights_of_another = tuple(weights)
         for weight in self.weights:
             self._stands_for(weight)
-
-    @property
-    def _is_anothers(self) -> bool:
-        return "weight" not in self._parameters
 
     def _stands_for(self, weight: torch.nn.Parameter) -> None:
         weight.embedding = _RowsOf(self)  # type: ignore[attr-defined]
@@ -431,15 +432,15 @@ class TableEmbedding(torch.nn.Module):
     # The weight holds nothing: it is in no state dict, and one that is in an older one is passed over.
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        if self._is_anothers:
+        if self._weights_of_another is not None:
             return
         super()._save_to_state_dict(destination, prefix, keep_vars)
         del destination[f"{prefix}weight"]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if self._is_anothers:
+        if self._weights_of_another is not None:
             return
-        weight = self.weight  # which is one of `weights`
+        weight = self.weight
         super()._load_from_state_dict({**state_dict, f"{prefix}weight": weight.detach()}, prefix, *args)
         self.weight = weight  # load_state_dict(assign=True) has put another one in its place
 

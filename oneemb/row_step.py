@@ -38,9 +38,12 @@ class TrainedRows(Protocol):
 
     name: str
     store: EmbeddingStore
-    weights: tuple[torch.nn.Parameter, ...]
     ranks: Ranks | None
     row_optimizer: RowOptimizer | None
+
+    @property
+    def weights(self) -> tuple[torch.nn.Parameter, ...]:
+        """Those that stand for the rows: of each table, or one of all."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

@@ -115,7 +115,7 @@ def test_the_judge_sees_what_a_graph_does_wrong(graph, outcome):
 
 @pytest.mark.parametrize("fields", [1, 3])
 def test_the_judge_sees_a_guess_that_nobody_checks(fields, monkeypatch):
-    def trusts(self, ids, table_ids, offsets):
+    def trusts(self, ids, table_ids, offsets, columns):
         return ids.shape == self.ids.shape
 
     monkeypatch.setattr(Expected, "is_of", trusts)
