@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from oneemb.kernels.arrays import Bags
 from oneemb.kernels.cuda_loops import CudaLoops
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda, gather_cuda
 from oneemb.kernels.pool_cuda import pool_cuda
@@ -37,7 +38,7 @@ def test_rows_beyond_two_to_the_31_elements_are_read_written_and_updated(gpu, sl
     gather_cuda(slab_SX, slot_U, gpu.put(np.arange(4)), out_ND, gpu=gpu)
     assert out_ND.cpu().numpy().tobytes() == bits.tobytes()
     out_PD = gpu.empty(1, DIM, dtype=torch.int16)
-    pool_cuda(slab_SX, slot_U, gpu.put(np.arange(4)), gpu.put(np.array([0, 4])), None, out_PD, gpu=gpu)
+    pool_cuda(slab_SX, slot_U, gpu.put(np.arange(4)), Bags(gpu.put(np.array([0, 4]))), None, out_PD, gpu=gpu)
     assert out_PD.cpu().numpy().tobytes() == to_bits(rows.sum(0, keepdims=True), "bfloat16").tobytes()
     grad_UD = gpu.full(4, DIM, value=2, dtype=torch.float32)
     update_sgd(slab_SX, row_SW, slot_U, grad_UD, state_begin=DIM // 2, lr=0.5, weight_decay=0.0, loops=CudaLoops(gpu))

@@ -114,7 +114,7 @@ def test_a_step_of_several_lookups_waits_once_more_for_each_and_once_for_their_s
             graph(*batch)
         waits = at.waits
         graph(*batch)
-        assert at.waits - waits == 2 + 2 + 1
+        assert at.waits - waits == 2 + 4 + 1
     graph.embedding.close()
 
 
