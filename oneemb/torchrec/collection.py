@@ -104,12 +104,7 @@ class Collection(torch.nn.Module):
     Args:
         tables: TorchRec's configs.
         device: where lookups run; None = torch's default device. On meta there are no rows until the module is moved.
-        store_options: where rows live: made by one of `oneemb.make_*_store_options`, for all tables or, in a dict, by
-            table; each embedding has a subfolder of `persistent_path`. Rows begin as they are met, as `init_fn` says;
-            state dicts name snapshots. None = a table begins as TorchRec's does, with `num_embeddings` rows that
-            `init_fn` fills, and grows from there; it is in memory, and state dicts hold its rows.
-        seed: a row that begins as it is met is a pure function of (seed, its table and those that are one embedding
-            with it, id).
+        store_options, seed: as of `EmbeddingBagCollection`.
         num_threads: threads that run the kernels; None = the cores there are.
         pools: whether bags are pooled.
         named: the attribute that has the tables by name.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
@@ -89,6 +89,8 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         num_threads: int | None = None,
     ):
         super().__init__(tables, device, store_options, seed, num_threads, pools=True, named="embedding_bags")
+        if is_weighted and (means := [config.name for config in tables if config.pooling == PoolingType.MEAN]):
+            raise ValueError(f"weights are for bags that are summed, tables {means} take the mean; use PoolingType.SUM")
         self._is_weighted = is_weighted
         self._feature_names: list[str] = [column.feature for column in self._columns]
         self._embedding_names: list[str] = [column.name for column in self._columns]
@@ -155,7 +157,9 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         groups = self._ready()
         if not groups:
             return torch.empty(jagged.samples[0] if jagged.samples else 0, 0, device=jagged.values.device)
-        pooled = [self._of_group(group, *self._selected(keys, jagged, group, by_column)) for group in groups]
+        # All are selected first: a feature that is missing is an error before any table has new rows.
+        selected = [self._selected(keys, jagged, group, by_column) for group in groups]
+        pooled = [self._of_group(group, *its) for group, its in zip(groups, selected, strict=True)]
         if len(groups) == 1:
             return pooled[0].flatten(1)
         parts: list[torch.Tensor | None] = [None] * len(self._columns)
@@ -200,9 +204,10 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         if missing:
             raise ValueError(f"inverse_indices lack the features {missing}, they have {inverse[0]}")
         parts: list[torch.Tensor | None] = [None] * len(self._columns)
-        for group in self._ready():
-            wanted = [self._feature_names[c] for c in group.columns]
-            selected = select_features(jagged, keys, wanted)
+        groups = self._ready()
+        wanted_of = [[self._feature_names[c] for c in group.columns] for group in groups]
+        selected_of = [select_features(jagged, keys, wanted) for wanted in wanted_of]
+        for group, wanted, selected in zip(groups, wanted_of, selected_of, strict=True):
             samples = torch.tensor(selected.samples)
             table_ids = torch.tensor(group.tables_of_columns).repeat_interleave(samples).to(selected.values.device)
             pooling = cast(Literal["sum", "mean"], group.pooling)

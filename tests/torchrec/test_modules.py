@@ -537,6 +537,24 @@ def test_a_malformed_batch_inserts_nothing(kjt, error, message):
     assert ours.rows[0].stats()["rows"] == ROWS
 
 
+@pytest.mark.parametrize("inverse", [False, True])
+def test_a_feature_that_one_embedding_lacks_inserts_nothing_in_another(inverse):
+    ours, _ = pair("two widths")
+    kjt = batch(0, "fi") if not inverse else KeyedJaggedTensor(
+        ["f", "i"], IDS, lengths=ONES, stride_per_key_per_rank=[[2], [2]],
+        inverse_indices=(["f", "g", "h", "i"], torch.zeros(4, 2, dtype=torch.int64)),
+    )  # fmt: skip
+    kjt = KeyedJaggedTensor(kjt.keys(), kjt.values() + 1000, lengths=kjt.lengths()) if not inverse else kjt
+    with pytest.raises(ValueError, match=r"lacks the features \['g', 'h'\]"):
+        ours(kjt)
+    assert [rows.stats()["rows"] for rows in ours.rows] == [2 * ROWS, ROWS]
+
+
+def test_weights_are_for_sums():
+    with pytest.raises(ValueError, match=r"tables \['t'\] take the mean"):
+        EmbeddingBagCollection(configs("one table", pooling=PoolingType.MEAN), is_weighted=True)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
