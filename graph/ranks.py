@@ -225,6 +225,12 @@ class Ranks:
             again: Any = distributed.ProcessGroupGloo(store, self.rank, self.size, timeout)
         return Ranks(again, self.gradients, name="connections", made=name)
 
+    def over(self, connections: "Ranks") -> "Ranks":
+        """These, by the connections that `again` gave."""
+        over = copy.copy(self)
+        over.group = connections.group
+        return over
+
     def exchange(self, what: str, make: Callable[[], Blocks]) -> list[Received]:
         """Send blocks to the ranks, and get those that they send to this one.
 

@@ -35,7 +35,8 @@ class Optimizer(torch.optim.Optimizer):
             `skipped`, instead of raising `NonFiniteGradientError`.
         fused: update the rows of an embedding in the backward pass, as soon as their gradient has come: no step is
             needed for them, and no gradient is kept. One backward pass is one step; clipping, a GradScaler and
-            accumulation need gradients that are kept, and are refused.
+            accumulation need gradients that are kept, and are refused. Ranks bring gradients to their owners in the
+            backward pass, which every one of them then makes.
 
     Raises:
         ValueError: an embedding is in no group, is given twice or has an optimizer already; or the class, or an option
@@ -86,10 +87,10 @@ class Optimizer(torch.optim.Optimizer):
                 "fused=True updates the rows of an embedding as soon as their gradient has come, and those of tables"
                 " that have weights of their own come one by one; leave it out for them"
             )
-        if fused and any(embedding.ranks is not None for embedding in self.embeddings):
+        if fused and len(self.embeddings) > 1 and any(embedding.ranks is not None for embedding in self.embeddings):
             raise ValueError(
-                "fused=True updates rows in the backward pass, where ranks cannot exchange gradients; leave it out for"
-                " embeddings with a process_group"
+                "fused=True updates the rows of an embedding as soon as their gradient has come, and ranks bring those"
+                " of an optimizer to their owners together; make an optimizer for each embedding with a process_group"
             )
         attach(optimizer, groups)
         if fused:

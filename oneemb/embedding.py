@@ -265,7 +265,7 @@ class TableEmbedding(torch.nn.Module):
             weights: of shape [0, D], one for each table, or one for all.
             is_kept: whether `persistent_path` stays when the other module is gone; otherwise no snapshot can be saved.
         """
-        assert self.ranks is None, "between ranks all rows have one gradient"
+        assert self.ranks is None or len(weights) == 1, "between ranks all rows have one gradient"
         self.rank_snapshots.are_kept = is_kept
         self._parameters.pop("weight", None)
         self._weights_of_another = tuple(weights)

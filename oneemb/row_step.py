@@ -315,19 +315,29 @@ class RowStep:
 
     def step_in_backward(self, weight: torch.Tensor) -> None:
         """A hook of a weight, called when its gradient has come: update the rows."""
-        row_grad = weight.grad
-        assert isinstance(row_grad, ops.RowGrad)
+        row_grad, embedding = weight.grad, embedding_of(weight)
+        assert isinstance(row_grad, ops.RowGrad) and embedding is not None
         try:
-            self.take_grads()
-            in_step([embedding.store.step_lock for embedding in self.embeddings], self._update_now)
+            in_step([embedding.store.step_lock], self._update_now)
         finally:
             self.put_back()
         row_grad.spend()
 
     def _update_now(self) -> None:
-        grads = self.reduce(StepStats())
-        go = ops.may_step(ops.check_finite([self], grads), [self])
+        grads: list[ops.RowGrads] = []
+
+        def ready() -> str | None:
+            self.take_grads()
+            grads.extend(self.reduce(StepStats()))
+            return ops.check_finite([self], grads)
+
+        ranks = settle_rows([self.optimizer])
+        found = ready() if ranks is None else None
         with undisturbed:
+            if ranks is not None:  # Once they have agreed the other ranks make the step: this one must make it too.
+                with undisturbed.forks_allowed():
+                    found = ranks.agree(f"step by {type(self.optimizer).__name__} in the backward pass", ready)
+            go = ops.may_step(found, [self])
             self.update(grads, go, ops.options_of(self.optimizer), StepStats())
             self.taken += go
 

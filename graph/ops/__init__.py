@@ -52,16 +52,24 @@ from oneemb.graph.ops.op import OPS
 from oneemb.graph.ops.row_grad import RowGrad, reduce_grads, refuse_dense
 from oneemb.graph.ops.scale import forget_unscaled, unscale, update_scale
 from oneemb.graph.ops.settle import settle, shuffle_grads
-from oneemb.graph.ops.shuffle import look_up_on_ranks, shuffle_keys, shuffle_rows, sums_bags
+from oneemb.graph.ops.shuffle import (
+    Routed,
+    lease_on_ranks,
+    look_up_on_ranks,
+    lookup_of,
+    shuffle_keys,
+    shuffle_rows,
+    sums_bags,
+)
 from oneemb.graph.ops.unprefetch import unprefetch
 from oneemb.graph.ops.update import Groups, StepOptimizer, add_note, advance, options_of, step, update
 from oneemb.graph.ops.with_grad import with_grad
 
 __all__ = [
     "Announced", "AnnouncedLookup", "Announcement", "Groups", "Keys", "Lease", "MergedKeys", "MergedReserved",
-    "NonFiniteGradientError", "OPS", "Reserved", "RowGrad", "RowGrads", "StepOptimizer", "acquire", "acquire_later",
+    "NonFiniteGradientError", "OPS", "Reserved", "Routed", "RowGrad", "RowGrads", "StepOptimizer", "acquire", "acquire_later",
     "add_note", "advance", "announce", "announced_lookup", "check_finite", "check_merged_pooling", "check_pooling",
-    "forget_unscaled", "gather", "gather_merged", "keep", "look_up_on_ranks", "may_step", "options_of", "part_of",
+    "forget_unscaled", "gather", "gather_merged", "keep", "lease_on_ranks", "look_up_on_ranks", "lookup_of", "may_step", "options_of", "part_of",
     "peek", "prefetch", "read_ids", "reduce_grads", "refuse_dense", "reserve", "settle", "shuffle_grads",
     "shuffle_keys", "shuffle_rows", "step", "sums_bags", "unique_keys", "unique_merged_keys", "unprefetch", "unscale",
     "update", "update_scale", "with_grad",

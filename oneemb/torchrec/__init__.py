@@ -17,7 +17,11 @@ except ImportError as error:
     ) from error
 
 from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
+from oneemb.torchrec.sharder import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder, get_default_sharders
 
-__all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]
+__all__ = [
+    "EmbeddingBagCollection", "EmbeddingBagCollectionSharder", "EmbeddingCollection", "EmbeddingCollectionSharder",
+    "get_default_sharders",
+]  # fmt: skip
 
 del _torchrec

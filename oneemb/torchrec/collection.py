@@ -5,27 +5,23 @@ read and updated by one loop each. Each table has a parameter of its own, [0, D]
 """
 
 import dataclasses
-import functools
 import os
 import shutil
 import tempfile
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Literal, NamedTuple, Self, cast
 
-import numpy as np
 import torch
 from torchrec.fx.tracer import is_fx_tracing
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from oneemb.eager import Optimizer
 from oneemb.embedding import MultiTableEmbedding
+from oneemb.graph.ranks import Ranks
 from oneemb.graph.row_optimizers import Group as Options, row_optimizer_of
-from oneemb.named_snapshot import decode, encode
 from oneemb.options import StoreOptions, make_device_mem_store_options, make_table
-from oneemb.rows.import_rows import import_rows
 from oneemb.storage.row_store import StorageError
 from oneemb.torchrec.configs import (
     Column,
@@ -38,11 +34,22 @@ from oneemb.torchrec.configs import (
     pooling_of,
 )
 from oneemb.torchrec.ops import LooksUpJagged, know
+from oneemb.torchrec.optimizers import MakeOptimizer, options_now, row_stepper
+from oneemb.torchrec.table_state import TableState, dense_rows, put_rows, write_back
 
-__all__ = ["Collection", "Group"]
+__all__ = ["Collection", "Group", "Lookups", "OnRanks", "arguments_of", "at_paths", "in_backward_optimizers"]
 
-_CHUNK = 1 << 16
-"""Rows of a table that are read at a time."""
+@dataclasses.dataclass(frozen=True)
+class OnRanks:
+    """What a sharder says of tables whose rows ranks own together."""
+
+    process_group: "torch.distributed.ProcessGroup"
+    gradients: Literal["mean", "sum"]
+    comm_dtype: torch.dtype
+    steppers: Sequence[MakeOptimizer]
+    """What makes the optimizer of each table."""
+    begin: Sequence[torch.Tensor | None]
+    """The rows that each table begins with; None = none."""
 
 
 class Group(NamedTuple):
@@ -56,6 +63,21 @@ class Group(NamedTuple):
     tables_of_columns: tuple[int, ...]
     """Which table of `rows` each column is of."""
     pooling: str
+
+
+class Lookups(NamedTuple):
+    """What a call of a collection looks up."""
+
+    groups: Sequence[Group]
+    arguments: Sequence[dict[str, Any]]
+    """Those of the lookup of each group, as `MultiTableEmbedding.keys_of` takes them."""
+    output: Callable[[Sequence[torch.Tensor]], Any]
+    """What the call gives, of the rows of each group."""
+
+    def look_up(self) -> Any:
+        """What the call gives."""
+        its = zip(self.groups, self.arguments, strict=True)
+        return self.output([group.rows(**arguments) for group, arguments in its])
 
 
 class TableParameter(torch.nn.Module):
@@ -106,6 +128,7 @@ class Collection(torch.nn.Module):
         device: where lookups run; None = torch's default device. On meta there are no rows until the module is moved.
         store_options, seed: as of `EmbeddingBagCollection`.
         num_threads: threads that run the kernels; None = the cores there are.
+        on_ranks: of tables whose rows ranks own together; None = this process has them all.
         pools: whether bags are pooled.
         named: the attribute that has the tables by name.
     """
@@ -121,6 +144,7 @@ class Collection(torch.nn.Module):
         store_options: StoreOptions | Mapping[str, StoreOptions] | None,
         seed: int,
         num_threads: int | None,
+        on_ranks: OnRanks | None,
         *,
         pools: bool,
         named: str,
@@ -132,12 +156,16 @@ class Collection(torch.nn.Module):
         self._pools = pools
         self._pooling = [pooling_of(config) if pools else "none" for config in tables]
         self._device = torch.empty(0, device=device).device
-        self._seed, self._num_threads = seed, num_threads
-        self._folder: str | None = None
+        self.seed, self._num_threads = seed, num_threads
+        self.store_options = store_options
+        self._on_ranks = on_ranks
+        self._paths: list[str] = []
+        """Of tables without a path: temporary folders, one a rank."""
         self._options = self._options_of(store_options)
         holders = {config.name: TableParameter(config, self._device) for config in tables}
         setattr(self, named, torch.nn.ModuleDict(holders))
-        self._holders = named
+        self.holders = named
+        """The attribute that has the tables by name."""
         self.rows = torch.nn.ModuleList()
         """The embeddings that hold the rows: `rows[0].stats()`, `rows[0].save_snapshot(name)` and the like."""
         self._groups: list[Group] = []
@@ -145,8 +173,14 @@ class Collection(torch.nn.Module):
         """What steps each table in the backward pass, as `apply_optimizer_in_backward` has it."""
         self._in_backward: list[Optimizer] = []
         """What steps rows in the backward pass, of each embedding whose tables are stepped so."""
+        self.states: list[TableState] = [cast(TableState, None)] * len(self.configs)
+        """What state dicts have of each table."""
         self._introduce()
-        if self._device.type != "meta":
+        if on_ranks is not None:
+            for table, make in zip(self._tables, on_ranks.steppers, strict=True):
+                table.weight._in_backward_optimizers = [make([table.weight])]  # type: ignore[attr-defined]
+            self._make_rows(on_ranks.begin)
+        elif self._device.type != "meta":
             self._make_rows(self._first_rows())
 
     # ---- rows -------------------------------------------------------------------------------------------------------
@@ -162,7 +196,7 @@ class Collection(torch.nn.Module):
 
     @property
     def _tables(self) -> list[TableParameter]:
-        return list(getattr(self, self._holders).values())
+        return list(getattr(self, self.holders).values())
 
     def _first_rows(self) -> list[torch.Tensor | None]:
         """The rows that each table begins with, as TorchRec draws them; None = none."""
@@ -195,7 +229,7 @@ class Collection(torch.nn.Module):
         for group in self._groups:
             for place, t in enumerate(group.tables):
                 if (weights := begin[t]) is not None:
-                    _put(group.rows, place, weights)
+                    put_rows(group.rows, place, weights)
 
     def _make_group(self, tables: tuple[int, ...], places: set[str]) -> Group:
         configs = [self.configs[t] for t in tables]
@@ -203,19 +237,19 @@ class Collection(torch.nn.Module):
         words = [f"{first.embedding_dim}x{str(dtype_of(first)).removeprefix('torch.')}", self._pooling[tables[0]]]
         if steps := _kind_of(self._steppers[tables[0]]):
             words.append(steps[1])
-        paths = [self._temporary_folder()] if options is None else list(options.persistent_path)
+        paths = self._temporary_folders() if options is None else list(options.persistent_path)
         while os.path.join(paths[0], "-".join(words)) in places:
             words.append("other")
         own = [os.path.join(path, "-".join(words)) for path in paths]
         places.add(own[0])
-        made = make_device_mem_store_options(own[0]) if options is None else _at(options, own)
+        made = make_device_mem_store_options(own) if options is None else at_paths(options, own)
         names = ", ".join(config.name for config in configs)
         begins = later_rows if options is None else initializer_of
-        seed = (self._seed + zlib.crc32(first.name.encode())) % 2**64  # another one for each embedding
+        seed = (self.seed + zlib.crc32(first.name.encode())) % 2**64  # another one for each embedding
         rows = MultiTableEmbedding(
             names, first.embedding_dim, dtype_of(first), torch.int64,
             [make_table(begins(config)) for config in configs], made, seed=seed,
-            num_threads=self._num_threads,
+            num_threads=self._num_threads, **self._of_ranks(),
         )  # fmt: skip
         self._give_weights(rows, tables, is_kept=options is not None)
         if self._device.type != "cpu":
@@ -224,9 +258,17 @@ class Collection(torch.nn.Module):
         of_columns = tuple(tables.index(self._columns[c].table) for c in columns)
         group = Group(rows, tables, columns, of_columns, self._pooling[tables[0]])
         for place, t in enumerate(tables):
-            arguments = weakref.ref(self), group, place, options is not None
-            self._tables[t].serves(functools.partial(_state_of, *arguments), functools.partial(_load_into, *arguments))
+            state = TableState(rows, place, configs, is_kept=options is not None)
+            self.states[t] = state
+            self._tables[t].serves(state.give, state.load)
         return group
+
+    def _of_ranks(self) -> dict[str, Any]:
+        if (its := self._on_ranks) is None:
+            return {}
+        return {
+            "process_group": its.process_group, "gradients_of_ranks": its.gradients, "comm_dtype": its.comm_dtype,
+        }  # fmt: skip
 
     def _give_weights(self, rows: MultiTableEmbedding, tables: Sequence[int], *, is_kept: bool) -> None:
         """Let the tables' parameters stand for the rows; or where their optimizers step in the backward pass, one that
@@ -235,7 +277,8 @@ class Collection(torch.nn.Module):
         if not self._steppers[tables[0]]:
             rows.belongs_to(weights, is_kept=is_kept)
             return
-        steppers = [self._steppers[t][0] for t in tables]
+        optimizers = [self._steppers[t][0] for t in tables]
+        steppers = [row_stepper(optimizer) for optimizer in optimizers]
         one = torch.nn.Parameter(torch.empty_like(weights[0]))
         rows.belongs_to([one], is_kept=is_kept)
         kind: Callable[..., torch.optim.Optimizer] = type(steppers[0])
@@ -244,20 +287,24 @@ class Collection(torch.nn.Module):
         def options() -> list[Options | None]:
             """As their optimizers have them at this step."""
             return [
-                stepper.param_groups[0] if weight.requires_grad else None
-                for weight, stepper in zip(weights, steppers, strict=True)
+                options_now(optimizer, stepper) if weight.requires_grad else None
+                for weight, optimizer, stepper in zip(weights, optimizers, steppers, strict=True)
             ]
 
         optimizer.row_step.groups_of_tables = options
         self._in_backward.append(optimizer)
 
-    def _temporary_folder(self) -> str:
-        if self._folder is None:
-            self._folder = tempfile.mkdtemp(prefix="oneemb-torchrec-")
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        return self._folder
+    def _temporary_folders(self) -> list[str]:
+        if not self._paths:
+            own = tempfile.mkdtemp(prefix="oneemb-torchrec-")
+            weakref.finalize(self, shutil.rmtree, own, ignore_errors=True)
+            ranks = self._on_ranks
+            self._paths = [own]
+            if ranks is not None:
+                self._paths = Ranks(ranks.process_group).all_gather("make temporary folders of tables", lambda: own)
+        return self._paths
 
-    def _ready(self) -> list[Group]:
+    def ready(self) -> list[Group]:
         """The embeddings, as the optimizers of tables now ask for them."""
         if self._device.type == "meta":
             raise RuntimeError(
@@ -267,12 +314,33 @@ class Collection(torch.nn.Module):
             in_backward_optimizers(table.weight) != steppers
             for table, steppers in zip(self._tables, self._steppers, strict=True)
         ):
+            if self._on_ranks is not None:
+                raise RuntimeError("apply_optimizer_in_backward comes before the module is sharded")
             self._make_rows_anew()
+        write_back(self.states)
         for group in self._groups:
             if self._steppers[group.tables[0]]:
                 trained = any(self._tables[t].weight.requires_grad for t in group.tables)
                 group.rows.weights[0].requires_grad_(trained)
         return self._groups
+
+    def rows_to_shard(self) -> list[torch.Tensor | None]:
+        """The rows of each table for those that take its place; None = it begins with none.
+
+        Raises:
+            RuntimeError: they are in a path of the user's, where snapshots are to be used.
+        """
+        begin: list[torch.Tensor | None] = [None] * len(self.configs)
+        for group in self._groups:
+            if group.rows.stats()["rows"] and any(self._options[t] is not None for t in group.tables):
+                raise RuntimeError(
+                    f"tables {group.rows.name} have rows in their path; make the collection on the meta device, shard"
+                    " it, and load a snapshot of these rows"
+                )
+            for place, t in enumerate(group.tables):
+                if self._options[t] is None:
+                    begin[t] = dense_rows(group.rows, place, self.configs[t])
+        return begin
 
     def _make_rows_anew(self) -> None:
         """Group tables by what steps them now."""
@@ -286,7 +354,7 @@ class Collection(torch.nn.Module):
                 )
             for place, t in enumerate(group.tables):
                 if self._options[t] is None:
-                    begin[t] = _state_of(lambda: self, group, place, False)
+                    begin[t] = dense_rows(group.rows, place, self.configs[t])
         for group in self._groups:
             group.rows.close()
         self._make_rows(begin)
@@ -335,7 +403,22 @@ class Collection(torch.nn.Module):
             group.rows.clear()
             for place, t in enumerate(group.tables):
                 if (weights := begin[t]) is not None:
-                    _put(group.rows, place, weights)
+                    put_rows(group.rows, place, weights)
+
+
+def arguments_of(
+    ids: torch.Tensor,
+    table_ids: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    per_sample_weights: torch.Tensor | None = None,
+    pooling: str = "sum",
+    columns: tuple[int, ...] | None = None,
+) -> dict[str, Any]:
+    """The arguments of a lookup."""
+    return {
+        "ids": ids, "table_ids": table_ids, "offsets": offsets, "per_sample_weights": per_sample_weights,
+        "pooling": pooling, "columns": columns,
+    }  # fmt: skip
 
 
 def in_backward_optimizers(weight: torch.Tensor) -> tuple[torch.optim.Optimizer, ...]:
@@ -353,8 +436,9 @@ def _kind_of(steppers: Sequence[torch.optim.Optimizer]) -> tuple[Any, ...] | Non
         return None
     if len(steppers) > 1:
         raise ValueError("apply_optimizer_in_backward was called twice for a table, which one optimizer steps")
-    found = row_optimizer_of(steppers[0], steppers[0].param_groups[0])
-    return type(steppers[0]), found.name, found.weight_state, found.row_state
+    stepper = row_stepper(steppers[0])
+    found = row_optimizer_of(stepper, stepper.param_groups[0])
+    return type(stepper), found.name, found.weight_state, found.row_state
 
 
 def _fill(config: BaseEmbeddingConfig, weights: torch.Tensor | None) -> None:
@@ -363,92 +447,6 @@ def _fill(config: BaseEmbeddingConfig, weights: torch.Tensor | None) -> None:
             config.init_fn(weights)
 
 
-def _at(options: StoreOptions, paths: Sequence[str]) -> StoreOptions:
+def at_paths(options: StoreOptions, paths: Sequence[str]) -> StoreOptions:
+    """The same options with other folders."""
     return dataclasses.replace(options, persistent_path=tuple(paths))
-
-
-# ---- state dicts ----------------------------------------------------------------------------------------------------
-
-
-def _state_of(owner: Any, group: Group, place: int, is_kept: bool) -> torch.Tensor:
-    """What a state dict holds of a table: where its rows are kept, a snapshot's name; else its rows, [N, D]."""
-    collection = owner()
-    configs = [collection.configs[t] for t in group.tables]
-    if is_kept:
-        return encode({**group.rows.named_snapshot(), "oneemb_table": [place, configs[place].name]})
-    if place == 0:
-        _check_in_range(group.rows, configs)
-        row_optimizer = group.rows.row_optimizer
-        if group.rows.store.step and row_optimizer is not None and row_optimizer.state_width(configs[0].embedding_dim):
-            warnings.warn(
-                f"the state dict of tables {group.rows.name} holds their weights, not the state that"
-                f" {row_optimizer.name!r} has of each row: a job that is resumed from it begins that anew. With"
-                " store_options it names a snapshot, which has both",
-                stacklevel=2,
-            )
-    return _dense(group.rows, place, configs[place])
-
-
-def _check_in_range(rows: MultiTableEmbedding, configs: Sequence[BaseEmbeddingConfig]) -> None:
-    """Raise StorageError if a table has rows of other ids than 0 to num_embeddings - 1."""
-    store, known = rows.store, 0
-    if not store.built:
-        return
-    for table, config in enumerate(configs):
-        for begin in range(0, config.num_embeddings, _CHUNK):
-            id_U = torch.arange(begin, min(begin + _CHUNK, config.num_embeddings), device=store.loops.device)
-            table_U = torch.full_like(id_U, table, dtype=torch.int32)
-            keys = store.loops.distinct_keys(store.loops.array(table_U), store.loops.array(id_U))
-            prefetched = store.prefetch(keys)
-            known += len(id_U) - prefetched.missing
-            store.unprefetch(prefetched)
-    if known < rows.stats()["rows"]:
-        raise StorageError(
-            f"tables {rows.name} have {rows.stats()['rows'] - known} rows of ids that are not from 0 to num_embeddings"
-            " - 1, so that a state dict cannot hold them as TorchRec's does; give store_options with a path, where a"
-            " state dict names a snapshot"
-        )
-
-
-def _dense(rows: MultiTableEmbedding, table: int, config: BaseEmbeddingConfig) -> torch.Tensor:
-    """Rows 0 to num_embeddings - 1 of a table."""
-    weights = torch.empty(config.num_embeddings, config.embedding_dim, dtype=rows.dtype, device=rows.store.loops.device)
-    training = rows.training
-    rows.eval()
-    try:
-        with torch.no_grad():
-            for begin in range(0, len(weights), _CHUNK):
-                ids = torch.arange(begin, min(begin + _CHUNK, len(weights)), device=weights.device)
-                weights[begin : begin + _CHUNK] = rows(ids, torch.full_like(ids, table))
-    finally:
-        rows.train(training)
-    return weights
-
-
-def _load_into(owner: Any, group: Group, place: int, is_kept: bool, state: torch.Tensor) -> None:
-    """Take what a state dict holds of a table: a snapshot's name, or rows of which row r becomes id r."""
-    rows, collection = group.rows, owner()
-    config = collection.configs[group.tables[place]]
-    if state.dim() == 1:
-        snapshot = decode(state)
-        at, name = snapshot.pop("oneemb_table", (place, config.name))
-        if (at, name) != (place, config.name):
-            raise ValueError(
-                f"table {config.name!r} is number {place} of the tables that are one embedding, in the snapshot number"
-                f" {at} is {name!r}; make the collection with the same tables in the same order"
-            )
-        if not rows.holds(snapshot):  # once for all tables of the embedding
-            rows.load_named(snapshot)
-        return
-    if state.dim() != 2 or state.shape[1] != config.embedding_dim or not state.dtype.is_floating_point:
-        raise ValueError(
-            f"rows must be floats [rows, {config.embedding_dim}], or the name of a snapshot, got {state.dtype}"
-            f" {list(state.shape)}"
-        )
-    _put(rows, place, state)
-
-
-def _put(rows: MultiTableEmbedding, table: int, weights: torch.Tensor) -> None:
-    """Let row r of `weights` be the row of id r."""
-    values = weights.detach().to("cpu", torch.float32).numpy()
-    import_rows(rows, [np.arange(len(values)), values], table=table, allow_nonfinite=True)

@@ -4,7 +4,7 @@ F features, B samples, N ids, D weights of a row.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from oneemb.options import StoreOptions
-from oneemb.torchrec.collection import Collection, Group
+from oneemb.torchrec.collection import Collection, Lookups, OnRanks, arguments_of
 from oneemb.torchrec.jagged import Jagged, check_jagged, select_features
 
 __all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]
@@ -61,6 +61,7 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         seed: a row that begins as it is met is a pure function of (seed, its table and those that are one embedding
             with it, id).
         num_threads: threads that run the kernels; None = the cores there are. No result depends on it.
+        on_ranks: given by `EmbeddingBagCollectionSharder`, which shards a collection between ranks; None = it is not.
 
     Raises:
         TypeError, ValueError: a config is not as above, or asks for what there is not; the message says which.
@@ -87,8 +88,9 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         store_options: StoreOptions | Mapping[str, StoreOptions] | None = None,
         seed: int = 0,
         num_threads: int | None = None,
+        on_ranks: OnRanks | None = None,
     ):
-        super().__init__(tables, device, store_options, seed, num_threads, pools=True, named="embedding_bags")
+        super().__init__(tables, device, store_options, seed, num_threads, on_ranks, pools=True, named="embedding_bags")
         if is_weighted and (means := [config.name for config in tables if config.pooling == PoolingType.MEAN]):
             raise ValueError(f"weights are for bags that are summed, tables {means} take the mean; use PoolingType.SUM")
         self._is_weighted = is_weighted
@@ -127,6 +129,20 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
 
     @torch.jit.unused
     def _pooled(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        return self._lookups_of(features).look_up()
+
+    @torch.jit.unused
+    def lookups_of(self, features: KeyedJaggedTensor) -> Lookups:
+        """What a call with these features looks up; it gives a KeyedTensor.
+
+        Raises:
+            TypeError, ValueError: as `forward`.
+        """
+        lookups = self._lookups_of(features)
+        return lookups._replace(output=lambda rows: self._keyed(lookups.output(rows)))
+
+    @torch.jit.unused
+    def _lookups_of(self, features: KeyedJaggedTensor) -> Lookups:
         features = maybe_td_to_kjt(features, None)
         jagged, keys = check_jagged(features), features.keys()
         if self._is_weighted and jagged.weights is None:
@@ -135,7 +151,8 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
             jagged = jagged._replace(weights=None)
         inverse = features.inverse_indices_or_none()
         if inverse is None and not features.variable_stride_per_key():
-            return self._even(keys, jagged)
+            wanted_of = [[self._feature_names[c] for c in group.columns] for group in self.ready()]
+            return self._even([select_features(jagged, keys, wanted) for wanted in wanted_of], jagged)
         return self._uneven(keys, jagged, inverse)
 
     @torch.jit.unused
@@ -149,72 +166,74 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         jagged = Jagged(values, offsets, per_sample_weights, [(len(offsets) - 1) // features] * features)
         if self._is_weighted and per_sample_weights is None:
             raise ValueError("the collection is weighted (is_weighted=True), and the KeyedJaggedTensor has no weights")
-        return self._even(self._feature_names, jagged, by_column=True)
+        # Features may come several times, of several tables: they are known by their place.
+        names = [str(c) for c in range(features)]
+        selected = [select_features(jagged, names, [str(c) for c in group.columns]) for group in self.ready()]
+        return self._even(selected, jagged).look_up()
 
     @torch.jit.unused
-    def _even(self, keys: Sequence[str], jagged: Jagged, *, by_column: bool = False) -> torch.Tensor:
-        """Of as many samples for each feature."""
-        groups = self._ready()
-        if not groups:
-            return torch.empty(jagged.samples[0] if jagged.samples else 0, 0, device=jagged.values.device)
-        # All are selected first: a feature that is missing is an error before any table has new rows.
-        selected = [self._selected(keys, jagged, group, by_column) for group in groups]
-        pooled = [self._of_group(group, *its) for group, its in zip(groups, selected, strict=True)]
-        if len(groups) == 1:
-            return pooled[0].flatten(1)
-        parts: list[torch.Tensor | None] = [None] * len(self._columns)
-        for group, its in zip(groups, pooled, strict=True):
-            for c, part in zip(group.columns, its.unbind(1), strict=True):
-                parts[c] = part
-        return torch.cat(cast(Any, parts), dim=1)
+    def _even(self, selected_of: Sequence[Jagged], jagged: Jagged) -> Lookups:
+        """Of as many samples for each feature.
 
-    @torch.jit.unused
-    def _selected(
-        self, keys: Sequence[str], jagged: Jagged, group: Group, by_column: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        if by_column:  # Features may come several times, of several tables: they are known by their place.
-            names = [str(c) for c in range(len(self._columns))]
-            selected = select_features(jagged, names, [str(c) for c in group.columns])
-        else:
-            selected = select_features(jagged, keys, [self._feature_names[c] for c in group.columns])
-        return selected.values, selected.offsets, selected.weights
+        Args:
+            selected_of: the bags of each group's features. All are selected before anything is looked up: a feature
+                that is missing is an error before any table has new rows.
+        """
+        groups = self.ready()
 
-    @torch.jit.unused
-    def _of_group(
-        self, group: Group, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
-    ) -> torch.Tensor:
-        pooling = cast(Literal["sum", "mean"], group.pooling)
-        rows = group.rows(
-            values, offsets=offsets, per_sample_weights=weights, pooling=pooling, columns=group.tables_of_columns
-        )
-        return rows.float()
+        def output(pooled: Sequence[torch.Tensor]) -> torch.Tensor:
+            if not groups:
+                return torch.empty(jagged.samples[0] if jagged.samples else 0, 0, device=jagged.values.device)
+            if len(groups) == 1:
+                return pooled[0].float().flatten(1)
+            parts: list[torch.Tensor | None] = [None] * len(self._columns)
+            for group, its in zip(groups, pooled, strict=True):
+                for c, part in zip(group.columns, its.float().unbind(1), strict=True):
+                    parts[c] = part
+            return torch.cat(cast(Any, parts), dim=1)
+
+        arguments = [
+            arguments_of(
+                selected.values, None, selected.offsets, selected.weights, group.pooling, group.tables_of_columns
+            )
+            for group, selected in zip(groups, selected_of, strict=True)
+        ]
+        return Lookups(groups, arguments, output)
 
     @torch.jit.unused
     def _uneven(
         self, keys: Sequence[str], jagged: Jagged, inverse: tuple[list[str], torch.Tensor] | None
-    ) -> torch.Tensor:
+    ) -> Lookups:
         """Of batches whose features have samples of their own, of which `inverse` makes one batch."""
         if inverse is None:
             raise ValueError(
                 "features have samples of their own number (stride_per_key_per_rank): inverse_indices say which of them"
                 " each sample of the batch has"
             )
-        order = {key: k for k, key in enumerate(inverse[0])}
+        names, index_KB = inverse
+        order = {key: k for k, key in enumerate(names)}
         missing = [column.feature for column in self._columns if column.feature not in order]
         if missing:
-            raise ValueError(f"inverse_indices lack the features {missing}, they have {inverse[0]}")
-        parts: list[torch.Tensor | None] = [None] * len(self._columns)
-        groups = self._ready()
+            raise ValueError(f"inverse_indices lack the features {missing}, they have {names}")
+        groups = self.ready()
         wanted_of = [[self._feature_names[c] for c in group.columns] for group in groups]
         selected_of = [select_features(jagged, keys, wanted) for wanted in wanted_of]
-        for group, wanted, selected in zip(groups, wanted_of, selected_of, strict=True):
+        arguments = []
+        for group, selected in zip(groups, selected_of, strict=True):
             samples = torch.tensor(selected.samples)
             table_ids = torch.tensor(group.tables_of_columns).repeat_interleave(samples).to(selected.values.device)
-            pooling = cast(Literal["sum", "mean"], group.pooling)
-            rows = group.rows(selected.values, table_ids, selected.offsets, selected.weights, pooling).float()
-            for c, feature, its in zip(group.columns, wanted, rows.split(selected.samples), strict=True):
-                parts[c] = its.index_select(0, inverse[1][order[feature]].long())
-        return torch.cat(cast(Any, parts), dim=1)
+            arguments.append(
+                arguments_of(selected.values, table_ids, selected.offsets, selected.weights, group.pooling)
+            )
+
+        def output(pooled: Sequence[torch.Tensor]) -> torch.Tensor:
+            parts: list[torch.Tensor | None] = [None] * len(self._columns)
+            for group, wanted, selected, rows in zip(groups, wanted_of, selected_of, pooled, strict=True):
+                for c, feature, its in zip(group.columns, wanted, rows.float().split(selected.samples), strict=True):
+                    parts[c] = its.index_select(0, index_KB[order[feature]].long())
+            return torch.cat(cast(Any, parts), dim=1)
+
+        return Lookups(groups, arguments, output)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables' configs."""
@@ -233,7 +252,7 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
         device: as of `EmbeddingBagCollection`.
         need_indices: whether the JaggedTensors of the output have the ids as their weights.
         use_gather_select, use_gather_select_per_sharding: what TorchRec's sharding is told; no lookup depends on it.
-        store_options, seed, num_threads: as of `EmbeddingBagCollection`.
+        store_options, seed, num_threads, on_ranks: as of `EmbeddingBagCollection`.
 
     Raises:
         TypeError, ValueError: as `EmbeddingBagCollection`; or tables differ in `embedding_dim`.
@@ -252,8 +271,9 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
         store_options: StoreOptions | Mapping[str, StoreOptions] | None = None,
         seed: int = 0,
         num_threads: int | None = None,
+        on_ranks: OnRanks | None = None,
     ):
-        super().__init__(tables, device, store_options, seed, num_threads, pools=False, named="embeddings")
+        super().__init__(tables, device, store_options, seed, num_threads, on_ranks, pools=False, named="embeddings")
         self._embedding_dim: int = tables[0].embedding_dim if tables else -1
         for config in tables:
             if config.embedding_dim != self._embedding_dim:
@@ -284,45 +304,66 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
 
     @torch.jit.unused
     def _by_name(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        return self.lookups_of(features).look_up()
+
+    @torch.jit.unused
+    def lookups_of(self, features: KeyedJaggedTensor) -> Lookups:
+        """What a call with these features looks up; it gives JaggedTensors by name.
+
+        Raises:
+            TypeError, ValueError: as `forward`.
+        """
         features = maybe_td_to_kjt(features, None)
         selected = select_features(check_jagged(features), features.keys(), self._feature_names)
         first_bags = torch.nn.functional.pad(torch.tensor(selected.samples).cumsum(0), (1, 0))
         begins = selected.offsets[first_bags.to(selected.offsets.device)]
-        rows = self._rows_of(self._ready(), selected.values, begins.diff())
-        found, own, begin = {}, features.to_dict(), begins.tolist()
-        for c, name in enumerate(self._embedding_names):
-            its = slice(begin[c], begin[c + 1])
-            found[name] = JaggedTensor(
-                values=rows[its],
-                lengths=own[self._feature_names[c]].lengths(),
-                weights=cast(Any, selected.values[its] if self._need_indices else None),
-            )
-        return found
+        lookups, own, begin = self._rows_of(selected.values, begins.diff()), features.to_dict(), begins.tolist()
+
+        def output(rows_of: Sequence[torch.Tensor]) -> dict[str, JaggedTensor]:
+            rows, found = lookups.output(rows_of), {}
+            for c, name in enumerate(self._embedding_names):
+                its = slice(begin[c], begin[c + 1])
+                found[name] = JaggedTensor(
+                    values=rows[its],
+                    lengths=own[self._feature_names[c]].lengths(),
+                    weights=cast(Any, selected.values[its] if self._need_indices else None),
+                )
+            return found
+
+        return lookups._replace(output=output)
 
     @torch.jit.unused
     def look_up(
         self, values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
     ) -> torch.Tensor:
         """The rows of the ids of all columns, given feature by feature: [N, D]."""
-        groups, features = self._ready(), len(self._columns)
+        features = len(self._columns)
         samples = (len(offsets) - 1) // features
         ends = offsets[torch.arange(features + 1, device=offsets.device) * samples]
-        return self._rows_of(groups, values, ends.diff())
+        return self._rows_of(values, ends.diff()).look_up()
 
     @torch.jit.unused
-    def _rows_of(self, groups: Sequence[Group], values: torch.Tensor, ids_C: torch.Tensor) -> torch.Tensor:
+    def _rows_of(self, values: torch.Tensor, ids_C: torch.Tensor) -> Lookups:
+        """The rows of ids that lie column by column, so many of each."""
+        groups = self.ready()
         column_N = torch.arange(len(ids_C), device=values.device).repeat_interleave(ids_C)
-        out: list[tuple[torch.Tensor, torch.Tensor]] = []
+        arguments, own_of = [], []
         for group in groups:
             table_C = torch.full((len(ids_C),), -1, device=values.device)
             table_C[list(group.columns)] = torch.tensor(group.tables_of_columns, device=values.device)
             table_N = table_C[column_N]
             if len(groups) == 1:
-                return group.rows(values, table_N).float()
-            own_N = (table_N >= 0).nonzero().view(-1)
-            out.append((own_N, group.rows(values[own_N], table_N[own_N]).float()))
-        order_N = torch.cat([own_N for own_N, _ in out]).argsort()
-        return torch.cat([rows for _, rows in out])[order_N]
+                arguments.append(arguments_of(values, table_N))
+                break
+            own_of.append((table_N >= 0).nonzero().view(-1))
+            arguments.append(arguments_of(values[own_of[-1]], table_N[own_of[-1]]))
+
+        def output(rows_of: Sequence[torch.Tensor]) -> torch.Tensor:
+            if len(groups) == 1:
+                return rows_of[0].float()
+            return torch.cat([rows.float() for rows in rows_of])[torch.cat(own_of).argsort()]
+
+        return Lookups(groups, arguments, output)
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The tables' configs."""

@@ -1,0 +1,84 @@
+"""What a sharded module says of the optimizers that step its rows in the backward pass, as TorchRec's tools ask."""
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torchrec.optim.fused import FusedOptimizer
+
+from oneemb.torchrec.table_state import TableState
+
+__all__ = ["FusedRowsOptimizer"]
+
+
+class _States(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
+    """The state of each table, gathered whenever it is asked for, which every rank does."""
+
+    def __init__(self, tables: Mapping[torch.Tensor, TableState]):
+        self._tables = tables
+        self.given: dict[torch.Tensor, dict[str, weakref.ref[torch.Tensor]]] = {}
+        """What was asked for last, by the names of the optimizer: who loads a state writes into it."""
+
+    def __getitem__(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        table = self._tables[weight]
+        found = table.of_optimizer()
+        self.given[weight] = {name: weakref.ref(part) for name, part in found.items()}
+        return {f"{table.name}.{name}": part for name, part in found.items()}
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+
+class FusedRowsOptimizer(FusedOptimizer):
+    """The optimizers of tables: rows are updated in the backward pass, with the options that `param_groups` has then.
+
+    Its state has TorchRec's names, `t1.momentum1`, and does not depend on how rows are sharded. Tables that have a path
+    have none here: their snapshots hold it.
+
+    Args:
+        weights: the tables' parameters, by name.
+        tables: their states, in the same order.
+        optimizers: those that step them.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, torch.nn.Parameter],
+        tables: Sequence[TableState],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ):
+        self._tables = dict(zip(weights.values(), tables, strict=True))
+        self._states = _States(self._tables)
+        super().__init__(weights, self._states, [optimizer.param_groups[0] for optimizer in optimizers])
+
+    def step(self, closure: Any = None) -> None:
+        """Does nothing: the backward pass has updated the rows."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Does nothing: rows keep no gradient."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave. Every rank makes the call, with the same.
+
+        Raises:
+            ValueError: the state is that of other tables, or of another optimizer.
+        """
+        held = dict(self.state)  # so that what is written into it is there when it is brought into the rows
+        self.state, states = held, self.state
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            self.state = states
+
+    def post_load_state_dict(self) -> None:
+        """Bring what was written into the state that was asked for last into the rows."""
+        for weight, given in self._states.given.items():
+            found = {name: part() for name, part in given.items()}
+            if any(part is None for part in found.values()):
+                raise RuntimeError("the state that was loaded is gone; keep what `state` gives until it is brought back")
+            self._tables[weight].load_optimizer(cast(dict[str, torch.Tensor], found))
+        self._states.given.clear()

@@ -1,0 +1,186 @@
+"""From the optimizers that TorchRec's users name to those that step rows.
+
+    apply_optimizer_in_backward(torchrec.optim.RowWiseAdagrad, parameters, {"lr": 0.1})      a class and its arguments
+    EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.ADAM, ...})        FBGEMM's names
+
+FBGEMM's options that choose among its ways to compute the same (caches, bounds checks, precisions of caches) are
+accepted and have no effect. Those that change what is computed are followed or refused by name.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec import optim as torchrec_optim
+from torchrec.optim import rowwise_adagrad
+
+from oneemb import optim
+
+__all__ = ["MakeOptimizer", "from_classes", "from_fused_params", "options_now", "row_stepper"]
+
+MakeOptimizer = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
+
+_TYPES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "exact_sgd": torch.optim.SGD,
+    "exact_adagrad": torch.optim.Adagrad,
+    "adagrad": torch.optim.Adagrad,
+    "row_wise_adagrad": optim.RowWiseAdagrad,
+    "exact_row_wise_adagrad": optim.RowWiseAdagrad,
+    "adam": torch.optim.AdamW,
+    "partial_row_wise_adam": optim.PartialRowWiseAdam,
+    "lamb": optim.Lamb,
+    "lars_sgd": optim.Lars,
+}
+"""By the values of FBGEMM's EmbOptimType, whose Adam decays weights apart from gradients."""
+
+_PLACEHOLDERS: dict[type, str] = {
+    torchrec_optim.SGD: "exact_sgd",
+    torchrec_optim.Adagrad: "exact_adagrad",
+    torchrec_optim.Adam: "adam",
+    torchrec_optim.PartialRowWiseAdam: "partial_row_wise_adam",
+    torchrec_optim.LAMB: "lamb",
+    torchrec_optim.LarsSGD: "lars_sgd",
+    rowwise_adagrad.RowWiseAdagrad: "exact_row_wise_adagrad",
+}
+"""TorchRec's classes, which stand for FBGEMM's."""
+
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "sgd": ("lr",),
+    "exact_sgd": ("lr",),
+    "exact_adagrad": ("lr", "eps"),
+    "adagrad": ("lr", "eps"),
+    "row_wise_adagrad": ("lr", "eps", "weight_decay"),
+    "exact_row_wise_adagrad": ("lr", "eps", "weight_decay"),
+    "adam": ("lr", "eps", "betas", "weight_decay"),
+    "partial_row_wise_adam": ("lr", "eps", "betas", "weight_decay"),
+    "lamb": ("lr", "eps", "betas", "weight_decay"),
+    "lars_sgd": ("lr", "momentum", "eta", "weight_decay"),
+}
+"""What each has of FBGEMM's options, by torch's names."""
+
+# FBGEMM's defaults, which are not torch's; and of lr there is one for all.
+_DEFAULTS = {"lr": 0.01, "eps": 1e-8, "weight_decay": 0.0}
+
+_NO_EFFECT = {
+    "bounds_check_mode", "cache_algorithm", "cache_load_factor", "cache_precision", "cache_reserved_memory",
+    "cache_sets", "embedding_table_index_type", "embedding_table_offset_type", "enforce_hbm",
+    "multipass_prefetch_config", "output_dtype", "prefetch_pipeline", "record_cache_metrics", "stats_reporter_config",
+    "stochastic_rounding", "use_experimental_tbe", "uvm_host_mapped", "uvm_non_rowwise_momentum", "weights_precision",
+}  # fmt: skip
+"""Options that say how FBGEMM computes, or where it keeps rows; rounding is to nearest here."""
+
+_OFF = {
+    "gradient_clipping": False, "max_norm": 0.0, "global_weight_decay": None, "counter_based_regularization": None,
+    "cowclip_regularization": None, "ensemble_mode": None, "emainplace_mode": None, "extra_optimizer_config": None,
+    "optimizer_state_dtypes": None,
+}  # fmt: skip
+"""Options that change what is computed and are not followed, with the values that turn them off."""
+
+_UNUSED = {"exact_sgd", "sgd", "exact_adagrad", "adagrad"}
+"""Optimizers for which FBGEMM reads no weight decay."""
+
+
+def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
+    """What makes the optimizer that FBGEMM's options ask for; SGD at rate 0.01 if they name none, as there.
+
+    Args:
+        fused_params: `optimizer`, an EmbOptimType or its value, `learning_rate`, `eps`, `beta1`, `beta2`,
+            `weight_decay`, `momentum`, `eta`, as FBGEMM's operator takes them.
+
+    Raises:
+        ValueError: an optimizer or an option that rows cannot follow; the message names it.
+    """
+    given = dict(fused_params)
+    asked = given.pop("optimizer", EmbOptimType.EXACT_SGD)
+    name = asked.value if isinstance(asked, EmbOptimType) else str(asked)
+    if name not in _TYPES:
+        raise ValueError(f"fused_params: optimizer {name!r} is not one of {', '.join(_TYPES)}")
+    for option in [option for option in given if option in _NO_EFFECT or option.startswith("__register")]:
+        del given[option]
+    for option in [option for option in given if option in _OFF]:
+        if given[option] != _OFF[option]:
+            raise ValueError(f"fused_params: {option}={given[option]!r} is not supported; leave it out")
+        del given[option]
+    given.pop("max_gradient", None)  # which FBGEMM reads with gradient_clipping alone
+    decay_mode = getattr(given.pop("weight_decay_mode", None), "name", "NONE")
+    options = dict(_DEFAULTS)
+    for theirs, ours in [("learning_rate", "lr"), ("lr", "lr")]:
+        if theirs in given:
+            options[ours] = given.pop(theirs)
+    if "beta1" in given or "beta2" in given:
+        given["betas"] = (given.pop("beta1", 0.9), given.pop("beta2", 0.999))
+    unknown = sorted(set(given) - {"eps", "betas", "weight_decay", "momentum", "eta"})
+    if unknown:
+        raise ValueError(f"fused_params: unknown options {unknown}")
+    if given.get("weight_decay"):
+        _check_decay(name, decay_mode)
+    options |= given
+    return _make(name, {option: options[option] for option in _OPTIONS[name] if option in options})
+
+
+def _check_decay(name: str, mode: str) -> None:
+    if name in _UNUSED:
+        raise ValueError(f"fused_params: weight_decay has no effect on {name!r} in FBGEMM, and none here; leave it out")
+    if "adagrad" in name and mode not in ("NONE", "L2"):
+        raise ValueError(f"fused_params: weight_decay_mode {mode} is not supported; L2 is what there is")
+
+
+def _make(name: str, options: Mapping[str, Any]) -> MakeOptimizer:
+    def make(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return _TYPES[name](parameters, **options)
+
+    return make
+
+
+def from_classes(classes: Sequence[type], options: Sequence[Mapping[str, Any]]) -> MakeOptimizer:
+    """What makes the optimizer that `apply_optimizer_in_backward` was given, from what it has noted of a parameter.
+
+    Raises:
+        ValueError: it was called twice, or has an option that rows cannot follow.
+    """
+    if len(classes) > 1:
+        raise ValueError("apply_optimizer_in_backward was called twice for a table, which one optimizer steps")
+    name = _PLACEHOLDERS.get(classes[0])
+    if name is not None:
+        return from_fused_params({"optimizer": name, **_own_defaults(classes[0]), **_fbgemm_names(options[0])})
+    cls: Any = classes[0]
+    return lambda parameters: cls(parameters, **options[0])
+
+
+def _own_defaults(cls: type) -> dict[str, Any]:
+    # The one class that is no placeholder has defaults of its own.
+    return {"lr": 1e-2, "eps": 1e-10} if cls is rowwise_adagrad.RowWiseAdagrad else {}
+
+
+def _fbgemm_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    options = dict(options)
+    if "betas" in options:
+        options["beta1"], options["beta2"] = options.pop("betas")
+    for name, off in [("lr_decay", 0.0), ("initial_accumulator_value", 0.0), ("maximize", False)]:
+        if options.pop(name, off) != off:
+            raise ValueError(f"apply_optimizer_in_backward: {name} of TorchRec's optimizers is not supported")
+    return options
+
+
+def row_stepper(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that steps rows as this one, of torch or TorchRec, says."""
+    kind = type(optimizer)
+    if kind not in _PLACEHOLDERS:
+        return optimizer
+    if kind is rowwise_adagrad.RowWiseAdagrad:
+        group = optimizer.param_groups[0]
+        parameters = group["params"]
+        options = {name: value for name, value in group.items() if name in optimizer.defaults}
+    else:  # A placeholder has no groups.
+        parameters, options = list(optimizer._params), optimizer._kwargs  # type: ignore[attr-defined]
+    return from_classes([kind], [options])(parameters)
+
+
+def options_now(optimizer: torch.optim.Optimizer, stepper: torch.optim.Optimizer) -> dict[str, Any]:
+    """The options of `stepper`, which `row_stepper` gave, as the users' optimizer has them at this step."""
+    if stepper is optimizer or not hasattr(optimizer, "param_groups"):
+        return stepper.param_groups[0]
+    own = stepper.param_groups[0]
+    return {name: optimizer.param_groups[0].get(name, value) for name, value in own.items()}

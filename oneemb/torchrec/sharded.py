@@ -1,0 +1,202 @@
+"""Collections whose rows ranks own together, as `DistributedModelParallel` and TorchRec's pipelines run them.
+
+    input_dist     unique keys to the ranks that own them, on a thread
+    compute        owners read their rows, new ones as they begin, and send them back
+    output_dist    what the call gives
+    backward       gradients to the owners, which update their rows
+
+A key's owner follows from the key alone. A pipeline may send the keys of coming batches ahead; rows are read in the
+step. No number depends on it.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyNoWait, NoWait, ShardedModule
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.streamable import Multistreamable
+
+from oneemb.graph.ranks import Ranks
+from oneemb.lookup_ahead import LookupAhead
+from oneemb.torchrec.collection import Lookups, in_backward_optimizers
+from oneemb.torchrec.fused_optimizer import FusedRowsOptimizer
+from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
+
+__all__ = ["ShardedCollection", "ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection"]
+
+
+class _KeySender:
+    """Sends the keys of lookups to their owners on a thread, in the order in which lookups are given.
+
+    Args:
+        connections: of the owners, for this thread alone. Every rank makes one, and gives it the same lookups.
+    """
+
+    def __init__(self, connections: Ranks):
+        self.connections = connections
+        self._given: queue.SimpleQueue[tuple[LookupAhead, Future[None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_send_all, args=(self._given,), name="oneemb-keys", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._given.put, None)
+
+    def send(self, lookup: LookupAhead) -> "Future[None]":
+        """Have the keys of a lookup sent; what that raises is the future's."""
+        future: Future[None] = Future()
+        if self.connections.forked:  # In a child of fork there is no thread; that it cannot ask ranks is said there.
+            _send(lookup, future)
+        else:
+            self._given.put((lookup, future))
+        return future
+
+
+def _send_all(given: "queue.SimpleQueue[tuple[LookupAhead, Future[None]] | None]") -> None:
+    while (one := given.get()) is not None:
+        _send(*one)
+        del one  # The loop waits, and must keep no lookup.
+
+
+def _send(lookup: LookupAhead, future: "Future[None]") -> None:
+    try:
+        lookup.send_keys()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+
+
+class _Sent(Multistreamable):
+    """A lookup whose keys the owners have."""
+
+    def __init__(self, lookup: LookupAhead):
+        self.lookup = lookup
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Does nothing: keys are on the host."""
+
+
+class _KeysSent(Awaitable[_Sent]):
+    def __init__(self, lookup: LookupAhead, future: "Future[None]"):
+        super().__init__()
+        self._lookup, self._future = lookup, future
+
+    def _wait_impl(self) -> _Sent:
+        self._future.result()
+        return _Sent(self._lookup)
+
+
+@dataclass
+class LookupContext(Multistreamable):
+    """What one call of a sharded collection knows from `input_dist` on."""
+
+    lookups: Lookups | None = None
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Does nothing: the rows are on the stream that computes."""
+
+
+class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupContext], FusedOptimizerModule):
+    """Base of both sharded collections.
+
+    Args:
+        collection: made with `on_ranks`.
+        unsharded: the class of the module that is sharded.
+        connections: of the ranks, for the keys of lookups.
+    """
+
+    def __init__(
+        self,
+        collection: EmbeddingBagCollection | EmbeddingCollection,
+        unsharded: type[torch.nn.Module],
+        connections: Ranks,
+    ):
+        super().__init__()
+        self._unsharded, holders = unsharded, collection.holders
+        self._collection = (collection,)  # no part of this module: its parts are, by TorchRec's names
+        setattr(self, holders, getattr(collection, holders))
+        self.rows = collection.rows
+        self._sender = _KeySender(connections)
+        weights = dict(collection.named_parameters())
+        optimizers = [in_backward_optimizers(weight)[0] for weight in weights.values()]
+        self._fused_optimizer = FusedRowsOptimizer(weights, collection.states, optimizers)
+
+    @property
+    def collection(self) -> EmbeddingBagCollection | EmbeddingCollection:
+        """What looks rows up; its `rows` are this module's."""
+        return self._collection[0]
+
+    @property
+    def fused_optimizer(self) -> FusedRowsOptimizer:
+        """What steps the rows in the backward pass."""
+        return self._fused_optimizer
+
+    def create_context(self) -> LookupContext:
+        """For one call."""
+        return LookupContext()
+
+    # TorchRec's signatures take any arguments.
+    def input_dist(self, ctx: LookupContext, features: Any) -> Awaitable[Awaitable[KJTList]]:  # type: ignore[override]
+        """Send the unique keys of a batch to their owners. Rows are not read, nothing is inserted.
+
+        Raises, where it is waited for:
+            TypeError, ValueError: as of `EmbeddingBagCollection.forward`; on the other ranks RankError.
+        """
+        features = LazyAwaitable._wait_async(features)
+        failed: list[Exception] = []
+        try:
+            ctx.lookups = self.collection.lookups_of(features)
+        except Exception as error:  # The other ranks wait for keys: they are told in their place.
+            failed.append(error)
+
+        def arguments(g: int) -> dict[str, Any]:
+            if ctx.lookups is None:
+                raise failed[0]
+            return ctx.lookups.arguments[g]
+
+        awaitables: list[Any] = []
+        for g, rows in enumerate(self.rows):
+            lookup = LookupAhead(rows, self._sender.connections, lambda g=g: arguments(g))
+            awaitables.append(NoWait(_KeysSent(lookup, self._sender.send(lookup))))
+        return KJTListSplitsAwaitable(awaitables, ctx)
+
+    def compute(self, ctx: LookupContext, dist_input: Sequence[_Sent]) -> list[torch.Tensor]:  # type: ignore[override]
+        """The rows of the batch, from their owners.
+
+        Raises:
+            StoreFullError: rows do not fit; on the other ranks RankError.
+        """
+        return [sent.lookup.rows() for sent in dist_input]
+
+    def output_dist(self, ctx: LookupContext, output: list[torch.Tensor]) -> LazyAwaitable[Any]:
+        """What the collection gives."""
+        assert ctx.lookups is not None
+        return LazyNoWait(ctx.lookups.output(output))
+
+    @property
+    def unsharded_module_type(self) -> type[torch.nn.Module]:
+        """The class that was sharded."""
+        return self._unsharded
+
+    @property
+    def device(self) -> torch.device:
+        """Where lookups run."""
+        return self.collection.device
+
+    def close(self) -> None:
+        """Free memory, files and the locks on the paths."""
+        self.collection.close()
+
+
+class ShardedEmbeddingBagCollection(ShardedCollection):
+    """What `EmbeddingBagCollectionSharder` makes of a collection; see there."""
+
+
+class ShardedEmbeddingCollection(ShardedCollection):
+    """What `EmbeddingCollectionSharder` makes of a collection; see there."""

@@ -1,0 +1,240 @@
+"""Sharders: TorchRec's `DistributedModelParallel` over tables that grow.
+
+    model = DistributedModelParallel(model, sharders=get_default_sharders())
+
+A plan is read for which modules are sharded. Every table is spread over all ranks by key, whatever sharding type,
+kernel or place the plan says: there is no table too large for a rank, and none that needs balancing.
+"""
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torchrec
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv, ShardingType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+
+from oneemb.graph.ranks import Ranks
+from oneemb.options import StoreOptions
+from oneemb.torchrec.collection import Collection, OnRanks, at_paths
+from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
+from oneemb.torchrec.optimizers import MakeOptimizer, from_classes, from_fused_params
+from oneemb.torchrec.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+
+__all__ = ["EmbeddingBagCollectionSharder", "EmbeddingCollectionSharder", "get_default_sharders"]
+
+_PLANNED_ROWS = 1 << 14
+"""A planner sees no more rows of a table than these: it would refuse, or fail with, what has no end."""
+
+_KERNELS = (EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.DENSE)
+_KERNELS_OF_GPU = (
+    EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING, EmbeddingComputeKernel.KEY_VALUE,
+)  # fmt: skip
+"""Those that TorchRec's planner has costs for, by device."""
+
+
+class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
+    """Base of both sharders; see `EmbeddingBagCollectionSharder`."""
+
+    _own: type[Collection]
+
+    def __init__(
+        self,
+        module_type: type[torch.nn.Module] | None = None,
+        fused_params: Mapping[str, Any] | None = None,
+        *,
+        store_options: StoreOptions | Mapping[str, StoreOptions] | None = None,
+        seed: int = 0,
+        num_threads: int | None = None,
+        comm_dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__(fused_params=dict(fused_params or {}))
+        self._module_type = module_type or self._own
+        self._store_options, self._seed, self._num_threads = store_options, seed, num_threads
+        self._comm_dtype = comm_dtype
+        from_fused_params(self._fused_params or {})
+
+    @property
+    def module_type(self) -> type[torch.nn.Module]:
+        """The class whose modules are sharded."""
+        return self._module_type
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """All, so that a plan may say what it likes."""
+        return [kind.value for kind in ShardingType]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Those that a plan may say."""
+        its = _KERNELS + _KERNELS_OF_GPU if compute_device_type == "cuda" else _KERNELS
+        return [kernel.value for kernel in its]
+
+    def shardable_parameters(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+        """What a planner plans for: a table's width, and some of its rows."""
+        return {
+            config.name: torch.nn.Parameter(
+                torch.empty(min(config.num_embeddings, _PLANNED_ROWS), config.embedding_dim, device="meta")
+            )
+            for config in _configs_of(module)
+        }
+
+    def shard(
+        self,
+        module: torch.nn.Module,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> Any:
+        """The module with its rows spread over the ranks of `env`; every one of them makes the call.
+
+        Args:
+            params: the plan for the module's tables.
+            module_fqn: names it in messages.
+
+        Raises:
+            ValueError: an optimizer that rows cannot follow, or there is no process group.
+            RuntimeError: the module has rows that cannot be taken over.
+        """
+        if env.process_group is None:
+            raise ValueError(f"module {module_fqn!r} is sharded between the ranks of a process group, env has none")
+        self._check_plan(params, env, module_fqn or type(module).__name__)
+        # Connections of their own: DistributedDataParallel sends gradients meanwhile, and keys may go ahead of rows.
+        ranks = Ranks(env.process_group)
+        for_rows, for_keys = ranks.again(), ranks.again()
+        options, seed = self._options_of(module, module_fqn or "")
+        own: type[Any] = self._own
+        collection = own(
+            _configs_of(module), **_arguments_of(module), device=device, store_options=options, seed=seed,
+            num_threads=self._num_threads,
+            on_ranks=OnRanks(
+                for_rows.group, "mean" if get_gradient_division() else "sum", self._comm_dtype,
+                [self._optimizer_of(weight) for weight in _weights_of(module)], _rows_of(module),
+            ),
+        )  # fmt: skip
+        collection.train(module.training)
+        if isinstance(module, Collection):
+            module.close()
+        sharded = ShardedEmbeddingBagCollection if own is EmbeddingBagCollection else ShardedEmbeddingCollection
+        return sharded(collection, type(module), for_keys)
+
+    def _check_plan(self, params: Mapping[str, ParameterSharding], env: ShardingEnv, name: str) -> None:
+        others = {
+            table: its.sharding_type for table, its in params.items() if its.sharding_type != ShardingType.ROW_WISE
+        }
+        if others and env.rank == 0:
+            said = ", ".join(f"{kind} of {table!r}" for table, kind in others.items())
+            warnings.warn(
+                f"{name}: rows are spread over all ranks by key; what the plan says of them ({said:.300}) has no effect",
+                stacklevel=3,
+            )
+
+    def _options_of(self, module: torch.nn.Module, name: str) -> tuple[Any, int]:
+        if not isinstance(module, Collection):
+            return _in_subfolder(self._store_options, name), self._seed
+        if self._store_options is not None:
+            raise ValueError("the modules that are sharded have store_options of their own; leave the sharder's out")
+        return module.store_options, module.seed
+
+    def _optimizer_of(self, weight: torch.Tensor) -> MakeOptimizer:
+        classes, options = (getattr(weight, name, ()) for name in ("_optimizer_classes", "_optimizer_kwargs"))
+        return from_classes(classes, options) if classes else from_fused_params(self._fused_params or {})
+
+
+class EmbeddingBagCollectionSharder(_Sharder):
+    """Shards `EmbeddingBagCollection`s: each row lives with one rank, which its key says.
+
+    Rows are updated in the backward pass: by what `apply_optimizer_in_backward` was given, else by `fused_params`,
+    else, as in TorchRec, by SGD at a rate of 0.01. Gradients are divided by the number of ranks, or summed after
+    `torchrec.distributed.comm_ops.set_gradient_division(False)`.
+
+    A module on the meta device gets rows as they are met, as `init_fn` says. One that has weights keeps them: row r
+    becomes id r.
+
+    Args:
+        module_type: the class whose modules are sharded: `oneemb.torchrec.EmbeddingBagCollection`, or TorchRec's own,
+            so that a model need not be changed. None = the former.
+        fused_params: the optimizer and its options, by FBGEMM's names. Those that say where FBGEMM keeps rows, or how
+            it computes, have no effect; others that rows cannot follow are refused.
+        store_options, seed: of TorchRec's own modules, as of `oneemb.torchrec.EmbeddingBagCollection`. `persistent_path`
+            is a folder that all ranks see, or a list of folders, one a rank; each module has a subfolder of its name.
+        num_threads: threads that run the kernels; None = the cores there are. No result depends on it.
+        comm_dtype: of rows and gradients between ranks, as of `oneemb.MultiTableEmbedding`.
+
+    Raises:
+        ValueError: an option of `fused_params` is refused; the message names it.
+
+    Example:
+        >>> from torchrec.distributed.types import ShardingType
+        >>> ShardingType.ROW_WISE.value in EmbeddingBagCollectionSharder().sharding_types("cpu")
+        True
+
+    Reference: torchrec.distributed.embeddingbag.EmbeddingBagCollectionSharder.
+    """
+
+    _own = EmbeddingBagCollection
+
+
+class EmbeddingCollectionSharder(_Sharder):
+    """Shards `EmbeddingCollection`s; arguments and behaviour as of `EmbeddingBagCollectionSharder`.
+
+    Reference: torchrec.distributed.embedding.EmbeddingCollectionSharder.
+    """
+
+    _own = EmbeddingCollection
+
+
+def get_default_sharders(
+    fused_params: Mapping[str, Any] | None = None,
+    *,
+    store_options: StoreOptions | None = None,
+    seed: int = 0,
+    num_threads: int | None = None,
+    comm_dtype: torch.dtype = torch.float32,
+) -> list[ModuleSharder[torch.nn.Module]]:
+    """Sharders for oneemb's collections and for TorchRec's own; arguments as of `EmbeddingBagCollectionSharder`.
+
+    Reference: torchrec.distributed.sharding_plan.get_default_sharders.
+    """
+    sharders: list[Any] = []
+    for sharder, theirs in [
+        (EmbeddingBagCollectionSharder, torchrec.EmbeddingBagCollection),
+        (EmbeddingCollectionSharder, torchrec.EmbeddingCollection),
+    ]:
+        shared: dict[str, Any] = {"num_threads": num_threads, "comm_dtype": comm_dtype}
+        sharders.append(sharder(None, fused_params, **shared))
+        sharders.append(sharder(theirs, fused_params, store_options=store_options, seed=seed, **shared))
+    return sharders
+
+
+def _in_subfolder(options: Any, name: str) -> Any:
+    if isinstance(options, Mapping):
+        return {table: _in_subfolder(its, name) for table, its in options.items()}
+    return options and at_paths(options, [os.path.join(path, name) for path in options.persistent_path])
+
+
+def _configs_of(module: Any) -> list[BaseEmbeddingConfig]:
+    configs = module.embedding_bag_configs if hasattr(module, "embedding_bag_configs") else module.embedding_configs
+    return list(configs())
+
+
+def _arguments_of(module: Any) -> dict[str, Any]:
+    """Those of the module's class that its own collection needs too."""
+    if hasattr(module, "is_weighted"):
+        return {"is_weighted": module.is_weighted()}
+    return {"need_indices": module.need_indices()}
+
+
+def _weights_of(module: Any) -> list[torch.Tensor]:
+    holders = module.embedding_bags if hasattr(module, "embedding_bags") else module.embeddings
+    return [holders[config.name].weight for config in _configs_of(module)]
+
+
+def _rows_of(module: torch.nn.Module) -> list[torch.Tensor | None]:
+    """The rows that each table has."""
+    if isinstance(module, Collection):
+        return module.rows_to_shard()
+    return [None if weight.device.type == "meta" else cast(torch.Tensor, weight.data) for weight in _weights_of(module)]

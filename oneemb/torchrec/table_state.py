@@ -1,0 +1,311 @@
+"""What state dicts hold of a table: where it has a path, the name of a snapshot; else tensors, as TorchRec's do.
+
+    state = TableState(rows, table, configs, is_kept=False)
+    state.give()                    its rows 0 to num_embeddings - 1, [N, D]
+    state.load(tensor)              such rows, or the name of a snapshot
+    state.of_optimizer()            {"momentum1": [N, D], ...}, by FBGEMM's names
+
+Tensors that were given are copies of the rows. Changes that are made to them in place reach the rows at the next
+lookup, step or state dict: tools that load checkpoints write into the tensors of a state dict. N rows, D weights of
+one, Z values of state, U rows at a time.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+
+from oneemb.embedding import MultiTableEmbedding
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.owner import owner_of
+from oneemb.named_snapshot import decode, encode
+from oneemb.rows.import_rows import import_rows
+from oneemb.rows.values import state_of
+from oneemb.storage.row_store import StorageError
+
+__all__ = ["TableState", "dense_rows", "put_rows", "write_back"]
+
+_CHUNK = 1 << 16
+"""Rows of a table that are read at a time."""
+
+_COUNTS_STEPS = ("adam", "lamb")
+"""Parts of the names of optimizers whose steps depend on how many there were."""
+
+
+class _Given:
+    """A tensor that a state dict has, with the rows at a moment."""
+
+    def __init__(self, tensor: torch.Tensor, changes: int, put: Callable[[torch.Tensor], None]):
+        self._held: torch.Tensor | None = tensor
+        self._tensor = weakref.ref(tensor)
+        self._version, self._changes = tensor._version, changes
+        self._put = put
+
+    def changed(self, changes: int, what: str) -> bool:
+        """Whether it was changed in place since."""
+        tensor = self._tensor()
+        if tensor is None or tensor._version == self._version:
+            return False
+        if changes != self._changes:
+            raise RuntimeError(
+                f"a tensor of a state dict was changed in place, and so were the rows of {what} since it was taken, as"
+                " training does; take a new state dict before you change it, or give it to load_state_dict()"
+            )
+        return True
+
+    def write(self) -> None:
+        """Bring the tensor into the rows."""
+        tensor = self._tensor()
+        assert tensor is not None
+        self._put(tensor)
+
+    def let_go(self) -> None:
+        """No longer keep the tensor alive: who changes it has it."""
+        self._held = None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody has the tensor."""
+        return self._tensor() is None
+
+    def keep(self, changes: int) -> None:
+        """Note that the tensor and the rows are the same now."""
+        tensor = self._tensor()
+        if tensor is not None:
+            self._version, self._changes = tensor._version, changes
+
+
+def write_back(states: Iterable["TableState"]) -> None:
+    """Bring what was changed in place into the rows.
+
+    Raises:
+        RuntimeError: the rows have changed since, too.
+    """
+    its = [(state, given) for state in states for given in state.given]
+    if not its:
+        return
+    changed = [given for state, given in its if given.changed(state.rows.store.changes, state.rows.name)]
+    for given in changed:
+        given.write()
+    for state, given in its:
+        if changed:
+            given.keep(state.rows.store.changes)
+        given.let_go()
+    for state, _ in its:
+        state.given[:] = [given for given in state.given if not given.is_gone]
+
+
+class TableState:
+    """Gives and takes what state dicts hold of a table.
+
+    Args:
+        rows: the embedding that has the table's rows.
+        table: which of its tables this is.
+        configs: of all of them.
+        is_kept: whether the rows have a path of the user's.
+    """
+
+    def __init__(
+        self, rows: MultiTableEmbedding, table: int, configs: Sequence[BaseEmbeddingConfig], *, is_kept: bool
+    ):
+        self.rows = rows
+        self.is_kept = is_kept
+        self.given: list[_Given] = []
+        """Tensors that state dicts have."""
+        self._table, self._configs, self._config = table, configs, configs[table]
+
+    @property
+    def name(self) -> str:
+        """That of the table."""
+        return self._config.name
+
+    def give(self) -> torch.Tensor:
+        """A snapshot's name, or the table's rows. On ranks every one makes the call.
+
+        Raises:
+            StorageError: there are rows of other ids than 0 to num_embeddings - 1, and no path.
+        """
+        rows, config = self.rows, self._config
+        if self.is_kept:
+            return encode({**rows.named_snapshot(), "oneemb_table": [self._table, config.name]})
+        write_back([self])
+        if self._table == 0:
+            self._check_in_range()
+            row_optimizer = rows.row_optimizer
+            has_state = row_optimizer is not None and row_optimizer.state_width(config.embedding_dim)
+            if rows.store.step and has_state and rows.ranks is None:
+                assert row_optimizer is not None
+                warnings.warn(
+                    f"the state dict of tables {rows.name} holds their weights, not the state that"
+                    f" {row_optimizer.name!r} has of each row: a job that is resumed from it begins that anew. With"
+                    " store_options it names a snapshot, which has both",
+                    stacklevel=2,
+                )
+        weights = dense_rows(rows, self._table, config)
+        self.given.append(_Given(weights, rows.store.changes, lambda tensor: put_rows(rows, self._table, tensor)))
+        return weights
+
+    def _check_in_range(self) -> None:
+        """Raise StorageError if a table has rows of other ids than 0 to num_embeddings - 1."""
+        if self.rows.ranks is None:
+            self._check_own()
+        else:
+            self.rows.ranks.agree(f"make a state dict of {self.rows.name}", self._check_own)
+
+    def _check_own(self) -> None:
+        rows, known = self.rows, 0
+        store = rows.store
+        if not store.built:
+            return
+        for table, config in enumerate(self._configs):
+            for table_U, id_U in _chunks(rows, table, config.num_embeddings):
+                keys = store.loops.distinct_keys(table_U, id_U)
+                prefetched = store.prefetch(keys)
+                known += len(id_U) - prefetched.missing
+                store.unprefetch(prefetched)
+        if known < rows.stats()["rows"]:
+            raise StorageError(
+                f"tables {rows.name} have {rows.stats()['rows'] - known} rows of ids that are not from 0 to"
+                " num_embeddings - 1, so that a state dict cannot hold them as TorchRec's does; give store_options with"
+                " a path, where a state dict names a snapshot"
+            )
+
+    def load(self, state: torch.Tensor) -> None:
+        """Take a snapshot's name, or rows of which row r becomes id r.
+
+        Raises:
+            ValueError: it is neither, or of other tables.
+            StorageError: the snapshot cannot be loaded.
+        """
+        rows, config = self.rows, self._config
+        if state.dim() == 1:
+            snapshot = decode(state)
+            at, name = snapshot.pop("oneemb_table", (self._table, config.name))
+            if (at, name) != (self._table, config.name):
+                raise ValueError(
+                    f"table {config.name!r} is number {self._table} of the tables that are one embedding, in the"
+                    f" snapshot number {at} is {name!r}; make the collection with the same tables in the same order"
+                )
+            if not rows.holds(snapshot):  # once for all tables of the embedding
+                rows.load_named(snapshot)
+            return
+        if state.dim() != 2 or state.shape[1] != config.embedding_dim or not state.dtype.is_floating_point:
+            raise ValueError(
+                f"rows must be floats [rows, {config.embedding_dim}], or the name of a snapshot, got {state.dtype}"
+                f" {list(state.shape)}"
+            )
+        self.given.clear()  # What was written into them is what is loaded now, or takes its place.
+        put_rows(rows, self._table, state)
+
+    # ---- optimizer --------------------------------------------------------------------------------------------------
+
+    def of_optimizer(self) -> dict[str, torch.Tensor]:
+        """The state that the optimizer has of rows 0 to num_embeddings - 1, float32 [N, D] or [N], by FBGEMM's names,
+        and `step` where it counts. Empty where rows have a path: snapshots hold it. On ranks every one makes the call.
+        """
+        rows, row_optimizer = self.rows, self.rows.row_optimizer
+        if self.is_kept or row_optimizer is None:
+            return {}
+        dim, size = self._config.embedding_dim, self._config.num_embeddings
+        width = row_optimizer.state_width(dim)
+        found: dict[str, torch.Tensor] = {}
+        if width:
+            state_NZ = self._states(size, row_optimizer.initial_state(dim))
+            parts = state_NZ.split([dim] * len(row_optimizer.weight_state) + [1] * len(row_optimizer.row_state), 1)
+            for k, part in enumerate(parts):
+                is_of_row = k >= len(row_optimizer.weight_state)
+                found[_state_name(k)] = (part.squeeze(1) if is_of_row else part).clone()
+        if any(word in row_optimizer.name for word in _COUNTS_STEPS):
+            found["step"] = torch.tensor(float(rows.store.step))
+        return found
+
+    def _states(self, size: int, initial_Z: np.ndarray) -> torch.Tensor:
+        rows, store = self.rows, self.rows.store
+        own: list[tuple[np.ndarray, np.ndarray]] = []
+        if store.built:
+            for table_U, id_U in self._own_chunks(size):
+                row_UW, _ = store.read(store.loops.distinct_keys(table_U, id_U))
+                words_UW = store.loops.tensor(row_UW).cpu().numpy()
+                ids = store.loops.tensor(id_U).cpu().numpy()
+                own.append((ids, state_of(store.format, words_UW)[:, : len(initial_Z)].copy()))
+        of_all = [own]
+        if rows.ranks is not None:
+            of_all = rows.ranks.all_gather(f"state of table {self.name!r}", lambda: own)
+        state_NZ = np.tile(initial_Z, (size, 1))
+        for its in of_all:
+            for ids, states in its:
+                state_NZ[ids] = states
+        return torch.from_numpy(state_NZ)
+
+    def load_optimizer(self, found: dict[str, torch.Tensor]) -> None:
+        """Take what `of_optimizer` gave. Every row from 0 to num_embeddings - 1 is known afterwards."""
+        rows, row_optimizer, store = self.rows, self.rows.row_optimizer, self.rows.store
+        if not found or row_optimizer is None:
+            return
+        store.build()
+        parts = [found[name].reshape(len(found[name]), -1).float() for name in found if name != "step"]
+        if parts:
+            state_NZ = torch.cat(parts, dim=1).cpu().numpy()
+            for table_U, id_U in self._own_chunks(len(state_NZ)):
+                row_UW, _ = store.read(store.loops.distinct_keys(table_U, id_U))
+                words_UW = store.loops.tensor(row_UW).cpu().numpy().copy()
+                ids = store.loops.tensor(id_U).cpu().numpy()
+                state_of(store.format, words_UW)[:, : state_NZ.shape[1]] = state_NZ[ids]
+                store.put(store.loops.tensor(table_U).cpu().numpy(), ids, words_UW)
+        if "step" in found:
+            store.step = int(found["step"])
+
+    def _own_chunks(self, size: int) -> Iterator[tuple[Array, Array]]:
+        store = self.rows.store
+        for table_U, id_U in _chunks(self.rows, self._table, size):
+            tables, ids = (store.loops.tensor(array).cpu().numpy() for array in (table_U, id_U))
+            own_U = np.flatnonzero(owner_of(tables, ids, store.plan.owners) == store.plan.owner)
+            if len(own_U):
+                own = torch.from_numpy(own_U).to(store.loops.device)
+                yield store.loops.array(store.loops.tensor(table_U)[own]), store.loops.array(
+                    store.loops.tensor(id_U)[own]
+                )
+
+
+def _state_name(k: int) -> str:
+    return ["momentum1", "exp_avg_sq"][k] if k < 2 else f"state{k + 1}"
+
+
+def _chunks(rows: MultiTableEmbedding, table: int, size: int) -> Iterator[tuple[Array, Array]]:
+    """Tables and ids of rows 0 to `size` - 1, some at a time."""
+    loops = rows.store.loops
+    for begin in range(0, size, _CHUNK):
+        id_U = torch.arange(begin, min(begin + _CHUNK, size), device=loops.device)
+        yield loops.array(torch.full_like(id_U, table, dtype=torch.int32)), loops.array(id_U)
+
+
+def dense_rows(rows: MultiTableEmbedding, table: int, config: BaseEmbeddingConfig) -> torch.Tensor:
+    """Rows 0 to num_embeddings - 1 of a table: [N, D]."""
+    size: list[Any] = [config.num_embeddings, config.embedding_dim]
+    try:
+        weights = torch.empty(size, dtype=rows.dtype, device=rows.store.loops.device)
+    except RuntimeError as error:  # torch's way to say that there is no memory
+        raise StorageError(
+            f"there is no memory for a state dict with {size[0]:,} rows of table {config.name!r}; give store_options"
+            " with a path, where a state dict names a snapshot"
+        ) from error
+    training = rows.training
+    rows.eval()
+    try:
+        with torch.no_grad():
+            for begin in range(0, len(weights), _CHUNK):
+                ids = torch.arange(begin, min(begin + _CHUNK, len(weights)), device=weights.device)
+                weights[begin : begin + _CHUNK] = rows(ids, torch.full_like(ids, table))
+    finally:
+        rows.train(training)
+    return weights
+
+
+def put_rows(rows: MultiTableEmbedding, table: int, weights: torch.Tensor) -> None:
+    """Let row r of `weights` be the row of id r."""
+    values = weights.detach().to("cpu", torch.float32).numpy()
+    import_rows(rows, [np.arange(len(values)), values], table=table, allow_nonfinite=True)
