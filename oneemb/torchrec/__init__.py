@@ -16,12 +16,14 @@ except ImportError as error:
         " pip install fbgemm-gpu-cpu tensordict pyre-extensions iopath, then pip install --no-deps torchrec"
     ) from error
 
+from oneemb.torchrec.model_parallel import DistributedModelParallel
 from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
+from oneemb.torchrec.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from oneemb.torchrec.sharder import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder, get_default_sharders
 
 __all__ = [
-    "EmbeddingBagCollection", "EmbeddingBagCollectionSharder", "EmbeddingCollection", "EmbeddingCollectionSharder",
-    "get_default_sharders",
+    "DistributedModelParallel", "EmbeddingBagCollection", "EmbeddingBagCollectionSharder", "EmbeddingCollection",
+    "EmbeddingCollectionSharder", "ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection", "get_default_sharders",
 ]  # fmt: skip
 
 del _torchrec

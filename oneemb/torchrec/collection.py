@@ -103,7 +103,13 @@ class TableParameter(torch.nn.Module):
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}weight"] = self.weight if self._state is None else self._state()
+        if self._state is not None:
+            destination[f"{prefix}weight"] = self._state()
+            return
+        # On meta there are no rows.
+        destination[f"{prefix}weight"] = torch.empty(
+            self.num_embeddings, self.embedding_dim, dtype=self.weight.dtype, device=self.weight.device
+        )
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: object, strict: bool,
@@ -173,12 +179,13 @@ class Collection(torch.nn.Module):
         """What steps each table in the backward pass, as `apply_optimizer_in_backward` has it."""
         self._in_backward: list[Optimizer] = []
         """What steps rows in the backward pass, of each embedding whose tables are stepped so."""
-        self.states: list[TableState] = [cast(TableState, None)] * len(self.configs)
-        """What state dicts have of each table."""
+        self.states: list[TableState | None] = [None] * len(self.configs)
+        """What state dicts have of each table; None where there are no rows."""
         self._introduce()
         if on_ranks is not None:
             for table, make in zip(self._tables, on_ranks.steppers, strict=True):
                 table.weight._in_backward_optimizers = [make([table.weight])]  # type: ignore[attr-defined]
+        if on_ranks is not None and self._device.type != "meta":
             self._make_rows(on_ranks.begin)
         elif self._device.type != "meta":
             self._make_rows(self._first_rows())
@@ -308,7 +315,9 @@ class Collection(torch.nn.Module):
         """The embeddings, as the optimizers of tables now ask for them."""
         if self._device.type == "meta":
             raise RuntimeError(
-                "the tables are on the meta device and have no rows: move the module, module.to_empty(device='cpu')"
+                "the tables are on the meta device and have no rows: move the module, module.to_empty(device='cpu'), or"
+                " shard it: DistributedModelParallel of oneemb.torchrec does, TorchRec's where it is given sharders="
+                "oneemb.torchrec.get_default_sharders()"
             )
         if any(
             in_backward_optimizers(table.weight) != steppers
@@ -317,7 +326,7 @@ class Collection(torch.nn.Module):
             if self._on_ranks is not None:
                 raise RuntimeError("apply_optimizer_in_backward comes before the module is sharded")
             self._make_rows_anew()
-        write_back(self.states)
+        write_back(state for state in self.states if state is not None)
         for group in self._groups:
             if self._steppers[group.tables[0]]:
                 trained = any(self._tables[t].weight.requires_grad for t in group.tables)

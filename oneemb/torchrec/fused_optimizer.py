@@ -41,17 +41,18 @@ class FusedRowsOptimizer(FusedOptimizer):
 
     Args:
         weights: the tables' parameters, by name.
-        tables: their states, in the same order.
+        tables: their states, in the same order; None on the meta device, where there are no rows.
         optimizers: those that step them.
     """
 
     def __init__(
         self,
         weights: Mapping[str, torch.nn.Parameter],
-        tables: Sequence[TableState],
+        tables: Sequence[TableState | None],
         optimizers: Sequence[torch.optim.Optimizer],
     ):
-        self._tables = dict(zip(weights.values(), tables, strict=True))
+        its = zip(weights.values(), tables, strict=True)
+        self._tables = {weight: table for weight, table in its if table is not None}
         self._states = _States(self._tables)
         super().__init__(weights, self._states, [optimizer.param_groups[0] for optimizer in optimizers])
 

@@ -42,7 +42,7 @@ def check_jagged(features: KeyedJaggedTensor) -> Jagged:
     keys, values, weights = features.keys(), features.values(), features.weights_or_none()
     if len(set(keys)) < len(keys):
         twice = sorted({key for key in keys if keys.count(key) > 1})
-        raise ValueError(f"a KeyedJaggedTensor has each key once, got {twice} more often")
+        raise ValueError(f"keys must be unique in a KeyedJaggedTensor, got {twice} more often")
     if values.dtype not in (torch.int64, torch.int32) or values.dim() != 1:
         raise TypeError(f"values of a KeyedJaggedTensor must be ids, int64 or int32 [N], got {_say(values)}")
     if weights is not None and (weights.shape != values.shape or not weights.dtype.is_floating_point):

@@ -15,7 +15,13 @@ import torch
 import torchrec
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel
-from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv, ShardingType
+from torchrec.distributed.types import (
+    ModuleSharder,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingType,
+)
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from oneemb.graph.ranks import Ranks
@@ -44,18 +50,19 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
 
     def __init__(
         self,
-        module_type: type[torch.nn.Module] | None = None,
         fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
         *,
+        module_type: type[torch.nn.Module] | None = None,
         store_options: StoreOptions | Mapping[str, StoreOptions] | None = None,
         seed: int = 0,
         num_threads: int | None = None,
-        comm_dtype: torch.dtype = torch.float32,
+        comm_dtype: torch.dtype | None = None,
     ):
         super().__init__(fused_params=dict(fused_params or {}))
         self._module_type = module_type or self._own
         self._store_options, self._seed, self._num_threads = store_options, seed, num_threads
-        self._comm_dtype = comm_dtype
+        self._comm_dtype = comm_dtype or _dtype_of(qcomm_codecs_registry or {})
         from_fused_params(self._fused_params or {})
 
     @property
@@ -155,17 +162,19 @@ class EmbeddingBagCollectionSharder(_Sharder):
     becomes id r.
 
     Args:
-        module_type: the class whose modules are sharded: `oneemb.torchrec.EmbeddingBagCollection`, or TorchRec's own,
-            so that a model need not be changed. None = the former.
         fused_params: the optimizer and its options, by FBGEMM's names. Those that say where FBGEMM keeps rows, or how
             it computes, have no effect; others that rows cannot follow are refused.
+        qcomm_codecs_registry: what `get_qcomm_codecs_registry` gave; says `comm_dtype` where that is None: float16
+            where all codecs are, bfloat16 where one is.
+        module_type: the class whose modules are sharded: `oneemb.torchrec.EmbeddingBagCollection`, or TorchRec's own,
+            so that a model need not be changed. None = the former.
         store_options, seed: of TorchRec's own modules, as of `oneemb.torchrec.EmbeddingBagCollection`. `persistent_path`
             is a folder that all ranks see, or a list of folders, one a rank; each module has a subfolder of its name.
         num_threads: threads that run the kernels; None = the cores there are. No result depends on it.
-        comm_dtype: of rows and gradients between ranks, as of `oneemb.MultiTableEmbedding`.
+        comm_dtype: of rows and gradients between ranks, as of `oneemb.MultiTableEmbedding`; None = float32.
 
     Raises:
-        ValueError: an option of `fused_params` is refused; the message names it.
+        ValueError: an option of `fused_params` is refused, or a codec; the message names it.
 
     Example:
         >>> from torchrec.distributed.types import ShardingType
@@ -189,11 +198,12 @@ class EmbeddingCollectionSharder(_Sharder):
 
 def get_default_sharders(
     fused_params: Mapping[str, Any] | None = None,
+    qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
     *,
     store_options: StoreOptions | None = None,
     seed: int = 0,
     num_threads: int | None = None,
-    comm_dtype: torch.dtype = torch.float32,
+    comm_dtype: torch.dtype | None = None,
 ) -> list[ModuleSharder[torch.nn.Module]]:
     """Sharders for oneemb's collections and for TorchRec's own; arguments as of `EmbeddingBagCollectionSharder`.
 
@@ -205,9 +215,20 @@ def get_default_sharders(
         (EmbeddingCollectionSharder, torchrec.EmbeddingCollection),
     ]:
         shared: dict[str, Any] = {"num_threads": num_threads, "comm_dtype": comm_dtype}
-        sharders.append(sharder(None, fused_params, **shared))
-        sharders.append(sharder(theirs, fused_params, store_options=store_options, seed=seed, **shared))
+        sharders.append(sharder(fused_params, qcomm_codecs_registry, **shared))
+        shared |= {"module_type": theirs, "store_options": store_options, "seed": seed}
+        sharders.append(sharder(fused_params, qcomm_codecs_registry, **shared))
     return sharders
+
+
+def _dtype_of(codecs: Mapping[str, QuantizedCommCodecs]) -> torch.dtype:
+    dtypes = {codec.quantized_dtype for both in codecs.values() for codec in (both.forward, both.backward)}
+    dtypes -= {torch.float32}
+    if dtypes - {torch.float16, torch.bfloat16}:
+        raise ValueError(f"qcomm_codecs_registry: rows travel as FP32, FP16 or BF16, got codecs of {dtypes}")
+    if not dtypes:
+        return torch.float32
+    return torch.bfloat16 if torch.bfloat16 in dtypes else torch.float16
 
 
 def _in_subfolder(options: Any, name: str) -> Any:
