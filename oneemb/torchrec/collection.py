@@ -39,6 +39,7 @@ from oneemb.torchrec.table_state import TableState, dense_rows, put_rows, write_
 
 __all__ = ["Collection", "Group", "Lookups", "OnRanks", "arguments_of", "at_paths", "in_backward_optimizers"]
 
+
 @dataclasses.dataclass(frozen=True)
 class OnRanks:
     """What a sharder says of tables whose rows ranks own together."""

@@ -80,6 +80,8 @@ class FusedRowsOptimizer(FusedOptimizer):
         for weight, given in self._states.given.items():
             found = {name: part() for name, part in given.items()}
             if any(part is None for part in found.values()):
-                raise RuntimeError("the state that was loaded is gone; keep what `state` gives until it is brought back")
+                raise RuntimeError(
+                    "the state that was loaded is gone; keep what `state` gives until it is brought back"
+                )
             self._tables[weight].load_optimizer(cast(dict[str, torch.Tensor], found))
         self._states.given.clear()

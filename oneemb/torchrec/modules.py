@@ -201,9 +201,7 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         return Lookups(groups, arguments, output)
 
     @torch.jit.unused
-    def _uneven(
-        self, keys: Sequence[str], jagged: Jagged, inverse: tuple[list[str], torch.Tensor] | None
-    ) -> Lookups:
+    def _uneven(self, keys: Sequence[str], jagged: Jagged, inverse: tuple[list[str], torch.Tensor] | None) -> Lookups:
         """Of batches whose features have samples of their own, of which `inverse` makes one batch."""
         if inverse is None:
             raise ValueError(

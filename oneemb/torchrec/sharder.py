@@ -130,12 +130,14 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
 
     def _check_plan(self, params: Mapping[str, ParameterSharding], env: ShardingEnv, name: str) -> None:
         others = {
-            table: its.sharding_type for table, its in params.items() if its.sharding_type != ShardingType.ROW_WISE
+            table: its.sharding_type
+            for table, its in params.items()
+            if its.sharding_type != ShardingType.ROW_WISE.value
         }
         if others and env.rank == 0:
             said = ", ".join(f"{kind} of {table!r}" for table, kind in others.items())
             warnings.warn(
-                f"{name}: rows are spread over all ranks by key; what the plan says of them ({said:.300}) has no effect",
+                f"{name}: rows are spread over all ranks by key; what the plan says ({said:.300}) has no effect",
                 stacklevel=3,
             )
 
@@ -168,8 +170,9 @@ class EmbeddingBagCollectionSharder(_Sharder):
             where all codecs are, bfloat16 where one is.
         module_type: the class whose modules are sharded: `oneemb.torchrec.EmbeddingBagCollection`, or TorchRec's own,
             so that a model need not be changed. None = the former.
-        store_options, seed: of TorchRec's own modules, as of `oneemb.torchrec.EmbeddingBagCollection`. `persistent_path`
-            is a folder that all ranks see, or a list of folders, one a rank; each module has a subfolder of its name.
+        store_options, seed: of TorchRec's own modules, as of `oneemb.torchrec.EmbeddingBagCollection`.
+            `persistent_path` is a folder that all ranks see, or a list of folders, one a rank; each module has a
+            subfolder of its name.
         num_threads: threads that run the kernels; None = the cores there are. No result depends on it.
         comm_dtype: of rows and gradients between ranks, as of `oneemb.MultiTableEmbedding`; None = float32.
 

@@ -109,9 +109,7 @@ class TableState:
         is_kept: whether the rows have a path of the user's.
     """
 
-    def __init__(
-        self, rows: MultiTableEmbedding, table: int, configs: Sequence[BaseEmbeddingConfig], *, is_kept: bool
-    ):
+    def __init__(self, rows: MultiTableEmbedding, table: int, configs: Sequence[BaseEmbeddingConfig], *, is_kept: bool):
         self.rows = rows
         self.is_kept = is_kept
         self.given: list[_Given] = []
@@ -243,7 +241,7 @@ class TableState:
 
     def load_optimizer(self, found: dict[str, torch.Tensor]) -> None:
         """Take what `of_optimizer` gave. Every row from 0 to num_embeddings - 1 is known afterwards."""
-        rows, row_optimizer, store = self.rows, self.rows.row_optimizer, self.rows.store
+        row_optimizer, store = self.rows.row_optimizer, self.rows.store
         if not found or row_optimizer is None:
             return
         store.build()
@@ -266,8 +264,9 @@ class TableState:
             own_U = np.flatnonzero(owner_of(tables, ids, store.plan.owners) == store.plan.owner)
             if len(own_U):
                 own = torch.from_numpy(own_U).to(store.loops.device)
-                yield store.loops.array(store.loops.tensor(table_U)[own]), store.loops.array(
-                    store.loops.tensor(id_U)[own]
+                yield (
+                    store.loops.array(store.loops.tensor(table_U)[own]),
+                    store.loops.array(store.loops.tensor(id_U)[own]),
                 )
 
 

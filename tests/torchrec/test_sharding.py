@@ -1,30 +1,43 @@
 """Sharded collections on ranks give what TorchRec's own give, sharded and not."""
 
+import os
+import re
+import warnings
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 import torchrec
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
-from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed import DistributedModelParallel, TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import PoolingType
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.streamable import Pipelineable
 
-import oneemb
-from oneemb.torchrec import get_default_sharders
+import oneemb.torchrec
+from oneemb.torchrec import EmbeddingBagCollectionSharder, get_default_sharders
 from tests.support.rank_jobs import RankJob
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*what the plan says")
 
 ROWS, DIM, BATCH = 40, 8, 6
 FEATURES = ["f", "g", "h"]
 
 
-def configs(cls, **more):
+def configs(cls, rows=ROWS, **more):
     bags = {"pooling": PoolingType.MEAN} if cls is EmbeddingBagConfig else {}
     return [
-        cls(num_embeddings=ROWS, embedding_dim=DIM, name="one", feature_names=["f", "g"], **more),
-        cls(num_embeddings=ROWS, embedding_dim=DIM, name="two", feature_names=["h", "f"], **bags, **more),
+        cls(num_embeddings=rows, embedding_dim=DIM, name="one", feature_names=["f", "g"], **more),
+        cls(num_embeddings=rows, embedding_dim=DIM, name="two", feature_names=["h", "f"], **bags, **more),
     ]
 
 
@@ -49,10 +62,10 @@ def batch_of(step, rank=0, ranks=1, weighted=False):
 
 
 class Bags(torch.nn.Module):
-    def __init__(self, module, **arguments):
+    def __init__(self, module, rows=ROWS, **arguments):
         super().__init__()
         torch.manual_seed(3)
-        self.sparse = module(configs(EmbeddingBagConfig), **arguments)
+        self.sparse = module(configs(EmbeddingBagConfig, rows), **arguments)
         self.dense = torch.nn.Linear(4 * DIM, 1)
 
     def forward(self, features):
@@ -60,15 +73,16 @@ class Bags(torch.nn.Module):
 
 
 class Ids(torch.nn.Module):
-    def __init__(self, module, **arguments):
+    def __init__(self, module, rows=ROWS, **arguments):
         super().__init__()
         torch.manual_seed(3)
-        self.sparse = module(configs(EmbeddingConfig), **arguments)
+        self.sparse = module(configs(EmbeddingConfig, rows), **arguments)
         self.dense = torch.nn.Linear(4 * DIM, 1)
 
     def forward(self, features):
         found = self.sparse(features)
-        sums = [torch.segment_reduce(its.values(), "sum", lengths=its.lengths()) for its in found.values()]
+        of_each = [found[name] for name in ["f@one", "g", "h", "f@two"]]
+        sums = [torch.segment_reduce(its.values(), "sum", lengths=its.lengths()) for its in of_each]
         return self.dense(torch.cat(sums, dim=1)).squeeze(1)
 
 
@@ -92,7 +106,7 @@ def set_rows(model):
     generator = torch.Generator().manual_seed(5)
     for key, its in sorted(model.state_dict().items()):
         if "sparse" in key:
-            weights = torch.rand(ROWS, DIM, generator=generator) - 0.5
+            weights = torch.rand(ROWS, its.shape[1], generator=generator) - 0.5
             if isinstance(its, ShardedTensor):
                 for shard in its.local_shards():
                     begin, size = shard.metadata.shard_offsets[0], shard.metadata.shard_sizes[0]
@@ -101,10 +115,10 @@ def set_rows(model):
                 its.detach().copy_(weights)
 
 
-def train(model, group, steps, dense=None, weighted=False):
+def train(model, group, steps, dense=None, weighted=False, begin=0):
     losses = []
     dense = dense or torch.optim.SGD([p for n, p in model.named_parameters() if "dense" in n], lr=0.1)
-    for step in range(steps):
+    for step in range(begin, steps):
         kjt, labels = batch_of(step, group.rank(), group.size(), weighted)
         dense.zero_grad()
         loss = torch.nn.functional.mse_loss(model(kjt), labels)
@@ -126,27 +140,394 @@ def on_ranks(size, function, *args):
     return [reports[0] for _, reports in ended]
 
 
+STOCK = {"bags": torchrec.distributed.embeddingbag.EmbeddingBagCollectionSharder,
+         "ids": torchrec.distributed.embedding.EmbeddingCollectionSharder}  # fmt: skip
+
+
+def stock(kind, **arguments):
+    """TorchRec's sharder, and a plan that it can follow on a CPU."""
+    constraints = {name: ParameterConstraints(sharding_types=["table_wise"]) for name in ("one", "two")}
+    return [STOCK[kind](**arguments)], constraints
+
+
+def rows_of(model):
+    """The weights of all tables, where a state dict has them on this rank."""
+    rows = {}
+    for key, its in model.state_dict().items():
+        for tensor in [shard.tensor for shard in its.local_shards()] if isinstance(its, ShardedTensor) else [its]:
+            rows[key] = tensor.numpy().copy()
+    return rows
+
+
 def both(group, kind, optimizer, options, steps):
-    """Losses of ours and theirs."""
+    """Losses and rows of ours and theirs."""
     found = []
     for ours in (True, False):
         make, theirs, own = MODELS[kind]
         model = make(own if ours else theirs)
-        apply_optimizer_in_backward(optimizer, model.sparse.parameters(), options)
-        sharders = get_default_sharders() if ours else [
-            torchrec.distributed.embeddingbag.EmbeddingBagCollectionSharder(),
-            torchrec.distributed.embedding.EmbeddingCollectionSharder(),
-        ]  # fmt: skip
-        constraints = {name: ParameterConstraints(sharding_types=["table_wise"]) for name in ("one", "two")}
+        apply_optimizer_in_backward(optimizer, model.sparse.parameters(), dict(options))
+        sharders, constraints = (get_default_sharders(), None) if ours else stock(kind)
         model = shard(model, group, sharders, constraints)
         set_rows(model)
-        found.append(train(model, group, steps))
+        found.append((train(model, group, steps), rows_of(model)))
     return found
+
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "adagrad": (torchrec.optim.Adagrad, {"lr": 0.1, "eps": 1e-6}),
+    "row-wise adagrad": (torchrec.optim.RowWiseAdagrad, {"lr": 0.1}),
+    "adam": (torchrec.optim.Adam, {"lr": 0.1}),
+    "partial row-wise adam": (torchrec.optim.PartialRowWiseAdam, {"lr": 0.1, "betas": (0.8, 0.9)}),
+}
+STOCK_ON_CPU = ["sgd", "adagrad", "row-wise adagrad"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["bags", "ids"])
-@pytest.mark.filterwarnings("ignore:.*what the plan says of them")
-def test_fifty_steps_of_torchrecs_sharded_modules(kind, ranks):
-    for ours, theirs in on_ranks(ranks, both, kind, torch.optim.SGD, {"lr": 0.1}, 50):
+@pytest.mark.parametrize("name", STOCK_ON_CPU)
+def test_fifty_steps_of_torchrecs_sharded_modules(name, kind, ranks):
+    for (losses, rows), (their_losses, their_rows) in on_ranks(ranks, both, kind, *OPTIMIZERS[name], 50):
+        assert losses == pytest.approx(their_losses, rel=0, abs=1e-6 * max(their_losses))
+        for key, weights in their_rows.items():
+            np.testing.assert_allclose(rows[key], weights, rtol=0, atol=2e-6)
+
+
+def by_fused_params(group, fused_params):
+    found = []
+    for ours in (True, False):
+        make, theirs, _ = MODELS["bags"]
+        model = make(theirs)
+        sharder = EmbeddingBagCollectionSharder(dict(fused_params), module_type=theirs)
+        sharders, constraints = ([sharder], None) if ours else stock("bags", fused_params=dict(fused_params))
+        model = shard(model, group, sharders, constraints)
+        set_rows(model)
+        losses = train(model, group, 5)
+        for param_group in model.fused_optimizer.param_groups:
+            param_group["lr"] = 0.02
+        model.fused_optimizer.zero_grad()  # where TorchRec's reads its rate
+        found.append(losses + train(model, group, 5))
+    return found
+
+
+@pytest.mark.parametrize(
+    "fused_params",
+    [
+        {},
+        {"learning_rate": 0.2},
+        {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1, "eps": 1e-3},
+        {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, "cache_load_factor": 0.5},
+    ],
+    ids=["nothing", "rate", "adagrad", "row-wise adagrad"],
+)
+def test_an_unchanged_model_is_trained_as_fused_params_say(fused_params):
+    for ours, theirs in on_ranks(2, by_fused_params, fused_params):
         assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fused_params, match",
+    [
+        ({"optimizer": EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD}, "optimizer 'ensemble_row_wise_adagrad' is not one of"),
+        ({"weight_decay": 0.1}, "weight_decay has no effect on 'exact_sgd' in FBGEMM"),
+        ({"gradient_clipping": True}, "gradient_clipping=True is not supported"),
+        ({"learning_rat": 0.1}, r"unknown options \['learning_rat'\]"),
+        (
+            {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay": 0.1,
+             "weight_decay_mode": WeightDecayMode.DECOUPLE},
+            "weight_decay_mode DECOUPLE is not supported",
+        ),
+    ],
+)  # fmt: skip
+def test_fused_params_that_rows_cannot_follow(fused_params, match):
+    with pytest.raises(ValueError, match=match):
+        EmbeddingBagCollectionSharder(fused_params)
+
+
+@dataclass
+class Pair(Pipelineable):
+    features: KeyedJaggedTensor
+    labels: torch.Tensor
+
+    def to(self, device, non_blocking=False):
+        return self
+
+    def record_stream(self, stream):
+        pass
+
+    def pin_memory(self):
+        return self
+
+
+class WithLoss(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch):
+        output = self.model(batch.features)
+        return torch.nn.functional.mse_loss(output, batch.labels), output.detach()
+
+
+def pipelined(group, kind, pipeline):
+    found = []
+    for make_pipeline in (None, pipeline):
+        make, _, own = MODELS[kind]
+        model = make(own)
+        apply_optimizer_in_backward(torch.optim.Adam, model.sparse.parameters(), {"lr": 0.1})
+        model = shard(WithLoss(model), group, get_default_sharders())
+        set_rows(model)
+        dense = KeyedOptimizerWrapper(
+            dict(in_backward_optimizer_filter(model.named_parameters())), lambda its: torch.optim.SGD(its, lr=0.1)
+        )
+        batches = [Pair(*batch_of(step, group.rank(), group.size())) for step in range(20)]
+        losses = []
+        if make_pipeline is None:
+            for batch in batches:
+                dense.zero_grad()
+                loss, output = model(batch)
+                loss.backward()
+                dense.step()
+                losses.append(output.sum().item())
+        else:
+            its, steps = make_pipeline(model, dense, torch.device("cpu")), iter(batches)
+            losses = [its.progress(steps).sum().item() for _ in batches]
+            with pytest.raises(StopIteration):
+                its.progress(steps)
+        found.append((losses, rows_of(model)))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["bags", "ids"])
+@pytest.mark.parametrize("pipeline", [TrainPipelineSparseDist, TrainPipelineBase])
+def test_pipelines_are_exact(pipeline, kind):
+    for (losses, rows), (piped_losses, piped_rows) in on_ranks(2, pipelined, kind, pipeline):
+        assert losses == piped_losses
+        for key, weights in rows.items():
+            assert np.array_equal(weights, piped_rows[key])
+
+
+def endless(group, of_torchrec):
+    """Tables of 2^40 rows, on meta, under sharding types that a plan may say."""
+    found = []
+    make, theirs, own = MODELS["bags"]
+    for kind in ["table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise", None]:
+        model = make(theirs if of_torchrec else own, device=torch.device("meta"), rows=2**40)
+        constraints = {name: ParameterConstraints(sharding_types=[kind]) for name in ("one", "two")} if kind else None
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model = shard(model, group, get_default_sharders(), constraints)
+        found.append(
+            (kind, train(model, group, 3), [str(its.message) for its in said if "no effect" in str(its.message)])
+        )
+    return found
+
+
+@pytest.mark.parametrize("of_torchrec", [True, False])
+def test_a_plan_may_say_what_it_likes_of_tables_without_end(of_torchrec):
+    first, _ = on_ranks(2, endless, of_torchrec)
+    for kind, losses, warned in first:
+        assert losses == first[0][1]
+        if kind == "row_wise":
+            assert not warned
+        elif kind is not None:
+            assert f"{kind} of 'one'" in warned[0]
+
+
+def checkpointed(group, kind, optimizer, options, folder):
+    """State after 6 steps, against state after 3 that go on, from a checkpoint, in another model."""
+
+    def make():
+        make, _, own = MODELS[kind]
+        model = make(own, device=torch.device("meta"))
+        apply_optimizer_in_backward(optimizer, model.sparse.parameters(), dict(options))
+        return shard(model, group, get_default_sharders())
+
+    model = make()
+    set_rows(model)
+    train(model, group, 6)
+    straight = rows_of(model)
+    first = make()
+    set_rows(first)
+    train(first, group, 3)
+    state = {"model": first.state_dict(), "optimizer": first.fused_optimizer.state_dict()}
+    names = sorted(state["optimizer"]["state"]["sparse." + HOLDERS[kind] + ".one.weight"])
+    torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+    second = make()
+    state = {"model": second.state_dict(), "optimizer": second.fused_optimizer.state_dict()}
+    torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+    second.load_state_dict(state["model"])
+    second.fused_optimizer.load_state_dict(state["optimizer"])
+    train(second, group, 6, begin=3)
+    return names, straight, rows_of(second)
+
+
+HOLDERS = {"bags": "embedding_bags", "ids": "embeddings"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["bags", "ids"])
+@pytest.mark.parametrize("name, names", [
+    ("sgd", []),
+    ("adagrad", ["one.momentum1"]),
+    ("row-wise adagrad", ["one.momentum1"]),
+    ("adam", ["one.exp_avg_sq", "one.momentum1", "one.step"]),
+    ("partial row-wise adam", ["one.exp_avg_sq", "one.momentum1", "one.step"]),
+])  # fmt: skip
+def test_a_checkpoint_of_torch_distributed_goes_on_as_if_nothing_had_happened(name, names, kind, ranks, tmp_path):
+    for found, straight, resumed in on_ranks(ranks, checkpointed, kind, *OPTIMIZERS[name], str(tmp_path)):
+        assert found == names
+        for key, weights in straight.items():
+            assert np.array_equal(resumed[key], weights)
+
+
+def in_a_path(group, kind, path, steps, begin):
+    make, _, own = MODELS[kind]
+    options = oneemb.make_cached_ssd_store_options(cache_budget_mb=1, persistent_path=path)
+    model = make(own, device=torch.device("meta"), store_options=options)
+    apply_optimizer_in_backward(torch.optim.Adam, model.sparse.parameters(), {"lr": 0.1})
+    model = shard(model, group, get_default_sharders())
+    dense = torch.optim.Adam([p for n, p in model.named_parameters() if "dense" in n], lr=0.1)
+    checkpoint = f"{path}/dense.pt"
+    if begin:
+        state = torch.load(checkpoint)
+        model.load_state_dict(state["model"])
+        dense.load_state_dict(state["dense"])
+    losses = train(model, group, begin + steps, dense, begin=begin)
+    state = {"model": model.state_dict(), "dense": dense.state_dict()}
+    if group.rank() == 0:
+        torch.save(state, checkpoint)
+    found = model.fused_optimizer.state_dict()["state"]
+    torch.distributed.barrier()
+    return losses, sorted(found), [len(its) for its in found.values()]
+
+
+@pytest.mark.parametrize("kind", ["bags", "ids"])
+def test_with_a_path_a_state_dict_names_a_snapshot_that_any_number_of_ranks_loads(kind, tmp_path):
+    straight = on_ranks(1, in_a_path, kind, str(tmp_path / "a"), 6, 0)[0][0]
+    ours = [
+        on_ranks(2, in_a_path, kind, str(tmp_path / "b"), 3, 0),
+        on_ranks(1, in_a_path, kind, str(tmp_path / "b"), 3, 3),
+    ]
+    (first, keys, parts), (second, _, _) = ours[0][0], ours[1][0]
+    mean = [sum(its) / 2 for its in zip(first, ours[0][1][0], strict=True)]
+    assert [*mean, *second] == pytest.approx(straight, rel=2e-5)
+    assert keys == [f"sparse.{HOLDERS[kind]}.{table}.weight" for table in ("one", "two")]
+    assert parts == [0, 0]  # snapshots hold it
+
+
+def malformed(group, way):
+    make, _, own = MODELS["bags"]
+    model = shard(make(own, device=torch.device("meta")), group, get_default_sharders())
+    sparse = model.module.sparse
+    train(model, group, 1)
+    rows = sparse.rows[0].stats()["rows"]
+    kjt, _ = batch_of(1, group.rank(), group.size())
+    error = None
+    if group.rank() == 1:
+        kjt = {
+            "negative": KeyedJaggedTensor(FEATURES, kjt.values(), lengths=-kjt.lengths()),
+            "feature": KeyedJaggedTensor(["f", "g", "x"], kjt.values(), lengths=kjt.lengths()),
+            "type": "no jagged tensor",
+        }[way]
+    try:
+        sparse(kjt)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    assert sparse.rows[0].stats()["rows"] == rows
+    return error, train(model, group, 2)
+
+
+@pytest.mark.parametrize(
+    "way, match",
+    [("negative", "ValueError: lengths must"), ("feature", r"ValueError: .*lacks the features \['h'\]"),
+     ("type", "TypeError: features must be a KeyedJaggedTensor")],
+)  # fmt: skip
+def test_a_batch_that_is_malformed_on_one_rank_is_an_error_on_all_and_they_go_on(way, match):
+    (other, losses), (own, _) = on_ranks(2, malformed, way)
+    assert re.match(match, own)
+    assert other.startswith("RankError: rank 1 has failed (")
+    assert len(losses) == 2
+
+
+def divided(group, divides):
+    torchrec.distributed.comm_ops.set_gradient_division(divides)
+    found = []
+    for ours in (True, False):
+        make, theirs, own = MODELS["bags"]
+        model = make(own if ours else theirs)
+        sharders, constraints = (get_default_sharders(), None) if ours else stock("bags")
+        model = shard(model, group, sharders, constraints)
+        set_rows(model)
+        found.append(train(model, group, 10))
+    return found
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_gradients_are_divided_by_the_ranks_as_torchrecs_are(divides):
+    for ours, theirs in on_ranks(2, divided, divides):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+class Weighted(Bags):
+    def __init__(self, module, **arguments):
+        super().__init__(module)
+        torch.manual_seed(3)
+        tables = [
+            EmbeddingBagConfig(num_embeddings=ROWS, embedding_dim=DIM, name="one", feature_names=["f", "g"]),
+            EmbeddingBagConfig(num_embeddings=ROWS, embedding_dim=2 * DIM, name="two", feature_names=["h"]),
+        ]
+        self.sparse = module(tables, is_weighted=True, **arguments)
+
+    def forward(self, features):
+        found = self.sparse(features)  # TorchRec's sharded module gives them in an order of its own.
+        return self.dense(torch.cat([found[name] for name in FEATURES], dim=1)).squeeze(1)
+
+
+def weighted(group):
+    found = []
+    for ours in (True, False):
+        _, theirs, own = MODELS["bags"]
+        model = Weighted(own if ours else theirs)
+        sharders, constraints = (get_default_sharders(), None) if ours else stock("bags")
+        model = shard(model, group, sharders, constraints)
+        set_rows(model)
+        found.append(train(model, group, 10, weighted=True))
+    return found
+
+
+def test_weighted_bags_and_tables_of_two_widths():
+    for ours, theirs in on_ranks(2, weighted):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def forked(group):
+    make, _, own = MODELS["bags"]
+    model = shard(make(own, device=torch.device("meta")), group, get_default_sharders())
+    train(model, group, 1)
+    said = said_by_child(lambda: model.module.sparse(batch_of(1)[0]))
+    return said, train(model, group, 2)
+
+
+def test_a_child_of_a_rank_is_told_that_it_is_none():
+    for said, losses in on_ranks(2, forked):
+        assert "children cannot reach the ranks" in said
+        assert len(losses) == 2
+
+
+def said_by_child(call):
+    """What a child of fork says of the error that a call raises in it."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            call()
+            os.write(writing, b"nothing")
+        except BaseException as error:
+            os.write(writing, str(error).encode()[:4000])
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading) as said:
+        return said.read()
