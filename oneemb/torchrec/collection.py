@@ -385,6 +385,34 @@ class Collection(torch.nn.Module):
             self._make_rows(self._first_rows())
         return moved
 
+    def empty_copy(self) -> Self:
+        """The same on the meta device, without rows."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: object) -> Self:
+        if self._on_ranks is not None or any(options is not None for options in self._options):
+            names = ", ".join(repr(config.name) for config in self.configs)
+            raise TypeError(
+                f"the collection of tables {names} cannot be copied: its rows live in a path, or with other ranks, and"
+                " a copy needs a path of its own; make another collection, and have it load a state dict of this one"
+            )
+        copied = self.empty_copy()
+        if self._device.type != "meta":
+            torch.nn.Module._apply(copied, lambda tensor: torch.empty_like(tensor, device=self._device))
+            copied._device = self._device
+            copied._introduce()
+            copied._make_rows([None] * len(self.configs))
+            if [group.tables for group in copied._groups] != [group.tables for group in self._groups]:
+                raise TypeError(
+                    "tables that apply_optimizer_in_backward steps by optimizers of different classes cannot be copied"
+                    " together; copy the collection before that"
+                )
+            for group, theirs in zip(self._groups, copied._groups, strict=True):
+                group.rows.store.copy_to(theirs.rows.store, with_state=True)
+        for table, its in zip(self._tables, copied._tables, strict=True):
+            its.weight.requires_grad_(table.weight.requires_grad)
+        return copied.train(self.training)
+
     @torch.jit.unused
     def _is_called(self) -> bool:
         """Whether this is a call on values; it is not where a model is traced or exported, or has none."""

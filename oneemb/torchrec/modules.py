@@ -3,8 +3,9 @@
 F features, B samples, N ids, D weights of a row.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
@@ -233,6 +234,12 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
 
         return Lookups(groups, arguments, output)
 
+    def empty_copy(self) -> Self:
+        """The same on the meta device, without rows."""
+        return type(self)(
+            copy.deepcopy(self.configs), self._is_weighted, "meta", seed=self.seed, num_threads=self._num_threads
+        )
+
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables' configs."""
         return self.configs
@@ -362,6 +369,13 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
             return torch.cat([rows.float() for rows in rows_of])[torch.cat(own_of).argsort()]
 
         return Lookups(groups, arguments, output)
+
+    def empty_copy(self) -> Self:
+        """The same on the meta device, without rows."""
+        return type(self)(
+            copy.deepcopy(self.configs), "meta", self._need_indices, self._use_gather_select,
+            self._use_gather_select_per_sharding, seed=self.seed, num_threads=self._num_threads,
+        )  # fmt: skip
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The tables' configs."""

@@ -123,8 +123,6 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
             ),
         )  # fmt: skip
         collection.train(module.training)
-        if isinstance(module, Collection):
-            module.close()
         sharded = ShardedEmbeddingBagCollection if own is EmbeddingBagCollection else ShardedEmbeddingCollection
         return sharded(collection, type(module), for_keys)
 
@@ -134,7 +132,7 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
             for table, its in params.items()
             if its.sharding_type != ShardingType.ROW_WISE.value
         }
-        if others and env.rank == 0:
+        if others and env.rank == 0 and env.world_size > 1:
             said = ", ".join(f"{kind} of {table!r}" for table, kind in others.items())
             warnings.warn(
                 f"{name}: rows are spread over all ranks by key; what the plan says ({said:.300}) has no effect",

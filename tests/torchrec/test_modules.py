@@ -1,5 +1,6 @@
 """Our collections against TorchRec's, from the same weights on the same batches."""
 
+import copy
 import functools
 import warnings
 
@@ -676,3 +677,92 @@ def test_rows_do_not_depend_on_threads():
         ours = EmbeddingBagCollection(configs("two widths"), num_threads=threads)
         found.append(torch.cat([train(ours, 3, torch.optim.Adagrad(ours.parameters(), lr=0.1), batch), rows_of(ours)]))
     assert np.array_equal(found[0].numpy(), found[1].numpy())
+
+
+# ---- copies, and state dicts that are written into ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
+def test_a_deep_copy_has_the_rows_and_lives_by_itself(kind):
+    config = EmbeddingConfig if kind is EmbeddingCollection else EmbeddingBagConfig
+    ours = kind(configs("one width", config))
+    far = KeyedJaggedTensor(["f", "g", "h"], torch.tensor([1, -5, 2**60]), lengths=torch.ones(3, dtype=torch.int64))
+
+    def values(module):
+        found = module(far)
+        return torch.cat([its.values() for its in found.values()]) if kind is EmbeddingCollection else found.values()
+
+    _apply_optimizer_in_backward(torch.optim.Adam, ours.parameters(), {"lr": 0.1})
+    values(ours).sum().backward()
+    before, copied = values(ours).detach().clone(), copy.deepcopy(ours)
+    assert torch.equal(values(copied), before)
+    assert copied.rows[0].stats()["rows"] == ours.rows[0].stats()["rows"]
+    values(ours).sum().backward()
+    assert torch.equal(values(copied), before)
+    assert not torch.equal(values(ours), before)
+    assert [its.requires_grad for its in copied.parameters()] == [True, True]
+
+
+def test_what_has_a_path_is_not_copied(tmp_path):
+    options = oneemb.make_device_mem_store_options(str(tmp_path))
+    ours = EmbeddingBagCollection(configs("one width"), store_options=options)
+    with pytest.raises(TypeError, match=r"collection of tables 't', 'u' cannot be copied: its rows live in a path"):
+        copy.deepcopy(ours)
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_what_is_written_into_a_state_dict_reaches_the_rows(dropped):
+    ours, theirs = pair("two widths")
+    state = ours.state_dict()
+    for key, its in state.items():
+        its.copy_(torch.full_like(its, 0.25))
+        theirs.state_dict()[key].copy_(its)
+    state["embedding_bags.t.weight"][3] = 7.0
+    theirs.state_dict()["embedding_bags.t.weight"][3] = 7.0
+    if dropped:
+        del state, its
+    kjt = batch(1)
+    close(ours(kjt).values(), theirs(kjt).values())
+
+
+def test_a_state_dict_that_is_older_than_the_rows_is_not_written_back():
+    ours, _ = pair("one table")
+    state = ours.state_dict()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    ours(batch(1)).values().sum().backward()
+    optimizer.step()
+    state["embedding_bags.t.weight"].zero_()
+    with pytest.raises(RuntimeError, match="a tensor of a state dict was changed in place, and so were the rows of t"):
+        ours(batch(1))
+    state.clear()
+    ours(batch(1))
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [
+        (torchrec.optim.RowWiseAdagrad, oneemb.optim.RowWiseAdagrad),
+        (torchrec.optim.Adagrad, torch.optim.Adagrad),
+        (torchrec.optim.PartialRowWiseAdam, oneemb.optim.PartialRowWiseAdam),
+        (torchrec.optim.LAMB, oneemb.optim.Lamb),
+        (torchrec.optim.LarsSGD, oneemb.optim.Lars),
+    ],
+)
+def test_torchrecs_optimizers_are_those_of_this_library(theirs, ours):
+    models = [EmbeddingBagCollection(configs("one width", init_fn=functools.partial(torch.nn.init.constant_, val=0.5)))
+              for _ in range(2)]  # fmt: skip
+    options = {"lr": 0.1} if theirs is torchrec.optim.LarsSGD else {"lr": 0.1, "eps": 1e-3}
+    for model, cls in zip(models, (theirs, ours), strict=True):
+        _apply_optimizer_in_backward(cls, model.parameters(), options)
+        for seed in range(3):
+            model(batch(seed)).values().square().sum().backward()
+    assert torch.equal(*(model(batch(1)).values() for model in models))
+
+
+def test_the_rate_of_torchrecs_row_wise_adagrad_is_read_at_each_step():
+    ours, _ = pair("one table")
+    _apply_optimizer_in_backward(torchrec.optim.RowWiseAdagrad, ours.parameters(), {"lr": 0.1})
+    before = ours(batch(1)).values().detach()
+    ours.embedding_bags["t"].weight._in_backward_optimizers[0].param_groups[0]["lr"] = 0.0
+    ours(batch(1)).values().sum().backward()
+    assert torch.equal(ours(batch(1)).values(), before)

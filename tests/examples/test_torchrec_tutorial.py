@@ -1,0 +1,26 @@
+"""TorchRec's introduction runs with oneemb's collections."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def test_torchrec_tutorial():
+    ran = subprocess.run(
+        [sys.executable, str(EXAMPLES / "torchrec_tutorial.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert "rows before and after two ids that no table of 4096 rows has: 8192 8194" in ran.stdout
+    assert "the same numbers: True" in ran.stdout
+    assert "rates: 0.01 of the first sharded module, 0.02 with fused_params" in ran.stdout
+    assert "no optimizer steps in the backward pass: []" in ran.stdout
+    (losses,) = re.findall(r"losses: \[(.*)\]", ran.stdout)
+    first, second, third = map(float, losses.split(","))
+    assert first > second > third
