@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["SYSTEMS", "Batch", "Case", "make_batches", "peers_of"]
+__all__ = ["Batch", "Case", "make_batches", "peers_of", "systems_of"]
 
 LEARNING_RATE = 0.01
 
@@ -30,6 +30,7 @@ class Case:
         ids: "zipf" (exponent 1.05) or "uniform".
         pooled: 1 to 20 ids a bag in place of one id.
         pooling: "sum" or "max" of a bag.
+        keyed: the whole call of TorchRec's EmbeddingBagCollection, and of those that take its place.
     """
 
     optimizer: str
@@ -40,10 +41,11 @@ class Case:
     ids: str
     pooled: bool
     pooling: str = "sum"
+    keyed: bool = False
 
     def __str__(self) -> str:
         ids = f"{self.ids} {f'1-20 {self.pooling}' if self.pooled else 'one-hot'}"
-        return f"{self.optimizer} D={self.dim} B={self.batch} {ids}"
+        return f"{self.optimizer} D={self.dim} B={self.batch} {ids}{' keyed' if self.keyed else ''}"
 
 
 @dataclass(frozen=True)
@@ -225,16 +227,12 @@ class TorchEmbeddingBag:
         del self._bag, self._optimizer
 
 
-class TorchRec:
-    """TorchRec's EmbeddingBagCollection under DistributedModelParallel: one rank, gloo, fused optimizer."""
-
-    name = "torchrec"
+class _Keyed:
+    """A collection's whole call: a KeyedJaggedTensor in, a KeyedTensor out, the update in the backward pass."""
 
     def __init__(self, case: Case, batches: Sequence[Batch], grad: torch.Tensor, threads: int):
         import torch.distributed
         import torchrec
-        from torch.distributed.optim import _apply_optimizer_in_backward
-        from torchrec.distributed import DistributedModelParallel
 
         if not torch.distributed.is_initialized():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -244,19 +242,16 @@ class TorchRec:
             "sgd": torch.optim.SGD,
             "adagrad": torch.optim.Adagrad,
             "row_wise_adagrad": torchrec.optim.RowWiseAdagrad,
+            "adam": torch.optim.Adam,
         }[case.optimizer]
         names = [f"f{t}" for t in range(case.tables)]
-        collection = torchrec.EmbeddingBagCollection(
-            device=torch.device("meta"),
-            tables=[
-                torchrec.EmbeddingBagConfig(
-                    name=f"t_{name}", embedding_dim=case.dim, num_embeddings=case.rows, feature_names=[name]
-                )
-                for name in names
-            ],
-        )
-        _apply_optimizer_in_backward(optimizer, collection.parameters(), {"lr": LEARNING_RATE})
-        self._model = DistributedModelParallel(collection, device=torch.device("cpu"))
+        tables = [
+            torchrec.EmbeddingBagConfig(
+                name=f"t_{name}", embedding_dim=case.dim, num_embeddings=case.rows, feature_names=[name]
+            )
+            for name in names
+        ]
+        self._model = self._make(tables, optimizer, threads)
         self._grad = grad
         self._inputs = []
         for batch in batches:
@@ -264,6 +259,9 @@ class TorchRec:
             self._inputs.append(
                 torchrec.KeyedJaggedTensor(names, torch.from_numpy(id_N), lengths=torch.from_numpy(length_P))
             )
+
+    def _make(self, tables: list[Any], optimizer: Any, threads: int) -> torch.nn.Module:
+        raise NotImplementedError
 
     def lookup(self, i: int) -> Any:
         with torch.no_grad():
@@ -278,17 +276,80 @@ class TorchRec:
         del self._model
 
 
+class TorchRec(_Keyed):
+    """TorchRec's EmbeddingBagCollection under DistributedModelParallel: one rank, gloo, fused optimizer."""
+
+    name = "torchrec"
+
+    def _make(self, tables: list[Any], optimizer: Any, threads: int) -> torch.nn.Module:
+        import torchrec
+        from torch.distributed.optim import _apply_optimizer_in_backward
+        from torchrec.distributed import DistributedModelParallel
+
+        collection = torchrec.EmbeddingBagCollection(tables, device=torch.device("meta"))
+        _apply_optimizer_in_backward(optimizer, collection.parameters(), {"lr": LEARNING_RATE})
+        return DistributedModelParallel(collection, device=torch.device("cpu"))
+
+
+class TorchRecFused(_Keyed):
+    """TorchRec's FusedEmbeddingBagCollection."""
+
+    name = "torchrec_fused"
+
+    def _make(self, tables: list[Any], optimizer: Any, threads: int) -> torch.nn.Module:
+        from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+
+        return FusedEmbeddingBagCollection(tables, optimizer, {"lr": LEARNING_RATE}, device=torch.device("cpu"))
+
+
+class OneembCollection(_Keyed):
+    """oneemb's EmbeddingBagCollection."""
+
+    name = "oneemb"
+
+    def _make(self, tables: list[Any], optimizer: Any, threads: int) -> torch.nn.Module:
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+        from oneemb.torchrec import EmbeddingBagCollection
+
+        collection = EmbeddingBagCollection(tables, device="cpu", num_threads=threads)
+        _apply_optimizer_in_backward(optimizer, collection.parameters(), {"lr": LEARNING_RATE})
+        return collection
+
+
+class OneembSharded(_Keyed):
+    """The same under DistributedModelParallel: one rank, gloo."""
+
+    name = "oneemb_sharded"
+
+    def _make(self, tables: list[Any], optimizer: Any, threads: int) -> torch.nn.Module:
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+        from oneemb.torchrec import DistributedModelParallel, EmbeddingBagCollection, get_default_sharders
+
+        collection = EmbeddingBagCollection(tables, device="cpu", num_threads=threads)
+        _apply_optimizer_in_backward(optimizer, collection.parameters(), {"lr": LEARNING_RATE})
+        sharders = get_default_sharders(num_threads=threads)
+        return DistributedModelParallel(collection, device=torch.device("cpu"), sharders=sharders)
+
+
 def _scattered(id_N: np.ndarray) -> np.ndarray:
     return (id_N.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)
 
 
 SYSTEMS: dict[str, Any] = {system.name: system for system in (Oneemb, Fbgemm, TorchEmbeddingBag, TorchRec)}
+KEYED_SYSTEMS: dict[str, Any] = {
+    system.name: system for system in (OneembCollection, TorchRecFused, TorchRec, OneembSharded)
+}
+"""Those of the whole call of a collection; oneemb's is the first."""
 
 # What the other systems have on the CPU.
 _OPTIMIZERS = {
     "fbgemm": ("lookup", "sgd", "adagrad", "row_wise_adagrad"),
     "torch": ("lookup", "sgd", "adagrad", "adam"),
     "torchrec": ("lookup", "sgd", "adagrad", "row_wise_adagrad"),
+    "torchrec_fused": ("lookup", "sgd", "adagrad", "row_wise_adagrad"),
+    "oneemb_sharded": ("lookup", "sgd", "adagrad", "row_wise_adagrad", "adam"),
 }
 
 
@@ -296,4 +357,9 @@ def peers_of(case: Case) -> list[str]:
     """The systems that can run a case. Steps of a maximum: none has them, torch but with a gradient of all rows."""
     if case.pooling == "max":
         return ["torch"] if case.optimizer == "lookup" else []
-    return [name for name, optimizers in _OPTIMIZERS.items() if case.optimizer in optimizers]
+    return [name for name in systems_of(case) if case.optimizer in _OPTIMIZERS.get(name, ())]
+
+
+def systems_of(case: Case) -> dict[str, Any]:
+    """All that there are for a case, oneemb's first."""
+    return KEYED_SYSTEMS if case.keyed else SYSTEMS

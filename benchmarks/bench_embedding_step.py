@@ -3,6 +3,7 @@
     python benchmarks/bench_embedding_step.py                                  the cases of the README
     python benchmarks/bench_embedding_step.py --all                            every optimizer, width, batch, ids
     python benchmarks/bench_embedding_step.py --optimizer adam --dim 16 128    some of them
+    python benchmarks/bench_embedding_step.py --keyed                          TorchRec's EmbeddingBagCollection, whole
 
 All systems run in turn on the same ids in one process. A row of the table gives the median of a case in
 milliseconds, its ratio to each peer (below 1: oneemb takes less time), and how far it is from the memory's limit:
@@ -21,7 +22,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from _embedding_systems import SYSTEMS, Batch, Case, make_batches, peers_of
+from _embedding_systems import Batch, Case, make_batches, peers_of, systems_of
 from _machine import copy_bandwidth, interleaved, keep_freed_memory, machine, table
 
 _OPTIMIZERS = ("lookup", "row_wise_adagrad", "sgd", "adagrad", "adam")
@@ -67,8 +68,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=200_000, help="rows of a table")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=30)
-    parser.add_argument("--peers", nargs="*", default=["fbgemm", "torch", "torchrec"])
-    return parser.parse_args()
+    parser.add_argument("--keyed", action="store_true", help="the whole call of EmbeddingBagCollection")
+    parser.add_argument("--peers", nargs="*", help="default: all that there are")
+    options = parser.parse_args()
+    if options.peers is None:
+        options.peers = (
+            ["torchrec_fused", "torchrec", "oneemb_sharded"] if options.keyed else ["fbgemm", "torch", "torchrec"]
+        )
+    return options
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
@@ -79,12 +86,14 @@ def _cases(options: argparse.Namespace) -> list[Case]:
         default = _OPTIMIZERS, (64,), (4096,), ("zipf",), (0,)
     chosen = itertools.product(*(some or usual for some, usual in zip(asked, default, strict=True)))
     cases = [
-        Case(optimizer, dim, batch, options.tables, options.rows, ids, bool(pooled), pooling)
+        Case(optimizer, dim, batch, options.tables, options.rows, ids, bool(pooled), pooling, options.keyed)
         for (optimizer, dim, batch, ids, pooled), pooling in itertools.product(chosen, options.pooling)
         if pooled or pooling == "sum"
     ]
     if not options.all and not any(asked):
-        cases.append(Case("row_wise_adagrad", 64, 4096, options.tables, options.rows, "zipf", True))
+        cases.append(
+            Case("row_wise_adagrad", 64, 4096, options.tables, options.rows, "zipf", True, keyed=options.keyed)
+        )
     return cases
 
 
@@ -95,7 +104,7 @@ def _measure(case: Case, peers: list[str], threads: int, runs: int, bandwidth: f
     systems = {}
     for name in ["oneemb", *(peer for peer in peers_of(case) if peer in peers)]:
         try:
-            systems[name] = SYSTEMS[name](case, batches, grad, threads)
+            systems[name] = systems_of(case)[name](case, batches, grad, threads)
         except ImportError as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
     calls = {name: system.lookup if case.optimizer == "lookup" else system.step for name, system in systems.items()}

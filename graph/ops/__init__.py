@@ -67,10 +67,10 @@ from oneemb.graph.ops.with_grad import with_grad
 
 __all__ = [
     "Announced", "AnnouncedLookup", "Announcement", "Groups", "Keys", "Lease", "MergedKeys", "MergedReserved",
-    "NonFiniteGradientError", "OPS", "Reserved", "Routed", "RowGrad", "RowGrads", "StepOptimizer", "acquire", "acquire_later",
-    "add_note", "advance", "announce", "announced_lookup", "check_finite", "check_merged_pooling", "check_pooling",
-    "forget_unscaled", "gather", "gather_merged", "keep", "lease_on_ranks", "look_up_on_ranks", "lookup_of", "may_step", "options_of", "part_of",
-    "peek", "prefetch", "read_ids", "reduce_grads", "refuse_dense", "reserve", "settle", "shuffle_grads",
-    "shuffle_keys", "shuffle_rows", "step", "sums_bags", "unique_keys", "unique_merged_keys", "unprefetch", "unscale",
-    "update", "update_scale", "with_grad",
+    "NonFiniteGradientError", "OPS", "Reserved", "Routed", "RowGrad", "RowGrads", "StepOptimizer", "acquire",
+    "acquire_later", "add_note", "advance", "announce", "announced_lookup", "check_finite", "check_merged_pooling",
+    "check_pooling", "forget_unscaled", "gather", "gather_merged", "keep", "lease_on_ranks", "look_up_on_ranks",
+    "lookup_of", "may_step", "options_of", "part_of", "peek", "prefetch", "read_ids", "reduce_grads", "refuse_dense",
+    "reserve", "settle", "shuffle_grads", "shuffle_keys", "shuffle_rows", "step", "sums_bags", "unique_keys",
+    "unique_merged_keys", "unprefetch", "unscale", "update", "update_scale", "with_grad",
 ]  # fmt: skip
