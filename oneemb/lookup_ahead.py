@@ -89,5 +89,6 @@ class LookupAhead:
         return ops.with_grad(rows, lease, embedding.weights, scales) if has_gradient else rows
 
     def __del__(self) -> None:
-        if getattr(self, "_prefetched", None) is not None:
-            self._embedding.store.unprefetch(self._prefetched)
+        prefetched: Prefetched | None = getattr(self, "_prefetched", None)
+        if prefetched is not None:
+            self._embedding.store.unprefetch(prefetched)

@@ -583,9 +583,62 @@ def is_refused(group, path):
     two[1].close()
     with pytest.raises(ValueError, match="needs a path of its own, got that of its rows"):
         model.embedding.copy_to(path)
-    with pytest.raises(ValueError, match=r"fused=True updates rows in the backward pass, where ranks"):
-        oneemb.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), fused=True)
     model.embedding.close()
+    pair = torch.nn.ModuleList([Model(f"{path}/{n}", "plain", "device", group).embedding for n in "34"])
+    with pytest.raises(ValueError, match=r"fused=True .* make an optimizer for each embedding with a process_group"):
+        oneemb.Optimizer(torch.optim.SGD(pair.parameters(), lr=0.1), fused=True)
+    for embedding in pair:
+        embedding.close()
+
+
+def updates_in_backward(group, path, how):
+    """Losses and weights with rows updated in the backward pass, and by a step after it."""
+    found = []
+    for fused in (True, False):
+        model = Model(f"{path}/{fused}", how, "ssd", group)
+        rows = oneemb.Optimizer(torch.optim.Adam([model.embedding.weight], lr=0.1), [model.embedding], fused=fused)
+        dense = torch.optim.SGD(model.dense.parameters(), lr=0.1)
+        losses = []
+        for step in range(8):
+            loss = model.loss(*batch_of(step, group.rank(), group.size()))
+            loss.backward()
+            if not fused:
+                rows.step()
+                rows.zero_grad()
+            dense.step()
+            dense.zero_grad()
+            losses.append(loss.item())
+        found.append((losses, weights_of(model.embedding), model.embedding.stats()["step"]))
+        model.embedding.close()
+    return found
+
+
+@pytest.mark.parametrize("how", ["plain", "sum", "weighted"])
+def test_rows_of_ranks_updated_in_backward_are_those_of_a_step(how, tmp_path, rank_pool):
+    for fused, stepped in rank_pool(2, updates_in_backward, str(tmp_path), how):
+        assert fused[0] == stepped[0]
+        assert np.array_equal(fused[1], stepped[1])
+        assert fused[2] == stepped[2] == 8
+
+
+def fails_in_backward(group, path):
+    model = Model(path, "plain", "device", group)
+    embedding = model.embedding
+    optimizer = oneemb.Optimizer(torch.optim.SGD([embedding.weight], lr=0.1), fused=True)
+    before = weights_of(embedding)
+    ids = batch_of(0, group.rank(), group.size())[0][..., 0]
+    with pytest.raises(oneemb.NonFiniteGradientError):
+        (embedding(ids).sum() * (float("nan") if group.rank() else 1.0)).backward()
+    assert np.array_equal(weights_of(embedding), before)
+    optimizer.zero_grad()
+    embedding(ids).sum().backward()
+    assert not np.array_equal(weights_of(embedding), before)
+    assert optimizer.taken == 1
+    embedding.close()
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_updates_nothing_on_any(tmp_path, rank_pool):
+    rank_pool(2, fails_in_backward, str(tmp_path))
 
 
 def test_what_ranks_cannot_do_is_refused_with_what_to_do(tmp_path, rank_pool):

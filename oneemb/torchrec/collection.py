@@ -95,6 +95,10 @@ class TableParameter(torch.nn.Module):
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
+    def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note what steps the table in the backward pass, where TorchRec's tools see it."""
+        vars(self.weight)["_in_backward_optimizers"] = [optimizer]
+
     def serves(self, state: Callable[[], torch.Tensor], load: Callable[[torch.Tensor], None]) -> None:
         """Have state dicts hold what `state` gives, and be loaded by `load`."""
         self._state, self._load = state, load
@@ -185,7 +189,7 @@ class Collection(torch.nn.Module):
         self._introduce()
         if on_ranks is not None:
             for table, make in zip(self._tables, on_ranks.steppers, strict=True):
-                table.weight._in_backward_optimizers = [make([table.weight])]  # type: ignore[attr-defined]
+                table.is_stepped_by(make([table.weight]))
         if on_ranks is not None and self._device.type != "meta":
             self._make_rows(on_ranks.begin)
         elif self._device.type != "meta":
@@ -397,21 +401,29 @@ class Collection(torch.nn.Module):
                 " a copy needs a path of its own; make another collection, and have it load a state dict of this one"
             )
         copied = self.empty_copy()
+        for own, its in zip(self.parameters(), copied.parameters(), strict=True):
+            its.requires_grad_(own.requires_grad)
         if self._device.type != "meta":
-            torch.nn.Module._apply(copied, lambda tensor: torch.empty_like(tensor, device=self._device))
-            copied._device = self._device
-            copied._introduce()
-            copied._make_rows([None] * len(self.configs))
-            if [group.tables for group in copied._groups] != [group.tables for group in self._groups]:
-                raise TypeError(
-                    "tables that apply_optimizer_in_backward steps by optimizers of different classes cannot be copied"
-                    " together; copy the collection before that"
-                )
-            for group, theirs in zip(self._groups, copied._groups, strict=True):
-                group.rows.store.copy_to(theirs.rows.store, with_state=True)
-        for table, its in zip(self._tables, copied._tables, strict=True):
-            its.weight.requires_grad_(table.weight.requires_grad)
+            copied.take_rows(self._device, self._groups)
         return copied.train(self.training)
+
+    def take_rows(self, device: torch.device, groups: Sequence[Group]) -> None:
+        """Leave the meta device with copies of the rows of another collection of the same tables.
+
+        Raises:
+            TypeError: its tables are grouped otherwise.
+        """
+        torch.nn.Module._apply(self, lambda tensor: torch.empty_like(tensor, device=device))
+        self._device = device
+        self._introduce()
+        self._make_rows([None] * len(self.configs))
+        if [group.tables for group in self._groups] != [group.tables for group in groups]:
+            raise TypeError(
+                "tables that apply_optimizer_in_backward steps by optimizers of different classes cannot be copied"
+                " together; copy the collection before that"
+            )
+        for own, theirs in zip(self._groups, groups, strict=True):
+            theirs.rows.store.copy_to(own.rows.store, with_state=True)
 
     @torch.jit.unused
     def _is_called(self) -> bool:

@@ -52,7 +52,7 @@ class FusedRowsOptimizer(FusedOptimizer):
         optimizers: Sequence[torch.optim.Optimizer],
     ):
         its = zip(weights.values(), tables, strict=True)
-        self._tables = {weight: table for weight, table in its if table is not None}
+        self._tables: dict[torch.Tensor, TableState] = {weight: table for weight, table in its if table is not None}
         self._states = _States(self._tables)
         super().__init__(weights, self._states, [optimizer.param_groups[0] for optimizer in optimizers])
 
@@ -68,12 +68,13 @@ class FusedRowsOptimizer(FusedOptimizer):
         Raises:
             ValueError: the state is that of other tables, or of another optimizer.
         """
-        held = dict(self.state)  # so that what is written into it is there when it is brought into the rows
-        self.state, states = held, self.state
+        self.state: Mapping[torch.Tensor, dict[str, torch.Tensor]] = dict(
+            self._states
+        )  # so that what is written into it is there when it is brought into the rows
         try:
             super().load_state_dict(state_dict)
         finally:
-            self.state = states
+            self.state = self._states
 
     def post_load_state_dict(self) -> None:
         """Bring what was written into the state that was asked for last into the rows."""

@@ -9,6 +9,7 @@ A key's owner follows from the key alone. A pipeline may send the keys of coming
 step. No number depends on it.
 """
 
+import functools
 import queue
 import threading
 import weakref
@@ -142,13 +143,14 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
         return LookupContext()
 
     # TorchRec's signatures take any arguments.
-    def input_dist(self, ctx: LookupContext, features: Any) -> Awaitable[Awaitable[KJTList]]:  # type: ignore[override]
+    def input_dist(self, ctx: LookupContext, features: Any) -> Awaitable[Awaitable[KJTList]]:
         """Send the unique keys of a batch to their owners. Rows are not read, nothing is inserted.
 
         Raises, where it is waited for:
             TypeError, ValueError: as of `EmbeddingBagCollection.forward`; on the other ranks RankError.
         """
-        features = LazyAwaitable._wait_async(features)
+        if isinstance(features, LazyAwaitable):
+            features = features.wait()
         failed: list[Exception] = []
         try:
             ctx.lookups = self.collection.lookups_of(features)
@@ -161,12 +163,12 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
             return ctx.lookups.arguments[g]
 
         awaitables: list[Any] = []
-        for g, rows in enumerate(self.rows):
-            lookup = LookupAhead(rows, self._sender.connections, lambda g=g: arguments(g))
+        for g, group in enumerate(self.collection.ready()):
+            lookup = LookupAhead(group.rows, self._sender.connections, functools.partial(arguments, g))
             awaitables.append(NoWait(_KeysSent(lookup, self._sender.send(lookup))))
         return KJTListSplitsAwaitable(awaitables, ctx)
 
-    def compute(self, ctx: LookupContext, dist_input: Sequence[_Sent]) -> list[torch.Tensor]:  # type: ignore[override]
+    def compute(self, ctx: LookupContext, dist_input: Sequence[_Sent]) -> list[torch.Tensor]:
         """The rows of the batch, from their owners.
 
         Raises:

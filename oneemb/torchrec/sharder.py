@@ -9,7 +9,7 @@ kernel or place the plan says: there is no table too large for a rank, and none 
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torchrec
@@ -259,4 +259,4 @@ def _rows_of(module: torch.nn.Module) -> list[torch.Tensor | None]:
     """The rows that each table has."""
     if isinstance(module, Collection):
         return module.rows_to_shard()
-    return [None if weight.device.type == "meta" else cast(torch.Tensor, weight.data) for weight in _weights_of(module)]
+    return [None if weight.device.type == "meta" else weight.data for weight in _weights_of(module)]
