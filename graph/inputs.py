@@ -8,7 +8,8 @@ Values may differ from call to call: tensors, numbers, strings inside a tuple, l
 structure. A list or tuple of nothing but strings, as a collate function gives it, is one value.
 
 Structure is what says which lookups `build` makes; they are recorded anew when it changes:
-- tuples, lists, dicts and dataclasses, their lengths and keys;
+- tuples, lists, dicts and dataclasses, their lengths and keys; classes that torch's pytrees know, and what they say of
+  an object beside its leaves, such as the keys of a KeyedJaggedTensor;
 - None, True, False, dtypes and devices, wherever they are;
 - a string that is an argument of its own, as in build(self, batch, mode="train");
 - what a parameter has as its default, strings in tuples too, where a call does not give it.
@@ -17,11 +18,13 @@ A variable batch size changes no structure.
 """
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import SUPPORTED_NODES
 
 __all__ = ["Signature", "Structure"]
 
@@ -39,9 +42,9 @@ class Structure:
     """The nesting of a call's arguments; hashable.
 
     Args:
-        kind: "value", "constant", "sequence" or "dict".
-        what: a value's name, the class of a constant and the constant, the class of a sequence, or the class and keys
-            of a dict or dataclass.
+        kind: "value", "constant", "sequence", "dict" or "tree".
+        what: a value's name, the class of a constant and the constant, the class of a sequence, the class and keys of a
+            dict or dataclass, or the class and what it says of itself of what a pytree knows.
         parts: what is nested in it.
     """
 
@@ -71,6 +74,8 @@ class Structure:
             return repr(self.what[1])
         if self.kind == "dict":
             return f"a {self.what[0].__name__} of {', '.join(map(repr, self.what[1]))}"
+        if self.kind == "tree":
+            return f"a {self.what[0].__name__} of {self.what[1]}"
         return "a value" if self.kind == "value" else f"a {self.what.__name__} of {len(self.parts)}"
 
     def names(self) -> Iterator[str]:
@@ -153,5 +158,10 @@ def _flatten(argument: Any, name: str, values: list[Any], depth: int) -> Structu
         held = [field.name for field in fields(argument) if hasattr(argument, field.name)]  # some may not be set yet
         parts = tuple(_flatten(getattr(argument, key), f"{name}_{key}", values, inside) for key in held)
         return Structure("dict", (type(argument), tuple(held)), parts)
+    tree = None if isinstance(argument, dict | list | tuple | deque) else SUPPORTED_NODES.get(type(argument))
+    if tree is not None:
+        leaves, context = tree.flatten_fn(argument)
+        parts = tuple(_flatten(leaf, f"{name}_{i}", values, inside) for i, leaf in enumerate(leaves))
+        return Structure("tree", (type(argument), repr(context)), parts)
     values.append(argument)
     return Structure("value", name)

@@ -119,17 +119,23 @@ def select_features(jagged: Jagged, keys: Sequence[str], wanted: Sequence[str]) 
         raise ValueError(f"the KeyedJaggedTensor lacks the features {missing} of the tables, it has {list(keys)}")
     at = [place[feature] for feature in wanted]
     begin = np.cumsum([0, *jagged.samples]).tolist()  # the first bag of each key
+    # Split at tensors, not at their numbers: so a graph knows which ids a coming batch will look up.
     if at == list(range(at[0], at[-1] + 1)):
         offsets = jagged.offsets[begin[at[0]] : begin[at[-1] + 1] + 1]
-        first, end = int(offsets[0]), int(offsets[-1])
-        weights = None if jagged.weights is None else jagged.weights[first:end]
-        return Jagged(jagged.values[first:end], offsets - first, weights, [jagged.samples[k] for k in at])
-    own = [jagged.offsets[begin[k] : begin[k + 1] + 1] for k in at]
-    ids = [slice(int(offsets[0]), int(offsets[-1])) for offsets in own]
-    lengths = torch.cat([offsets.diff() for offsets in own])
+        _, values, _ = _split(jagged.values, offsets[[0, -1]])
+        weights = None if jagged.weights is None else _split(jagged.weights, offsets[[0, -1]])[1]
+        return Jagged(values, offsets - offsets[:1], weights, [jagged.samples[k] for k in at])
+    ends = jagged.offsets[begin[1:-1]]
+    lengths = torch.cat([jagged.offsets[begin[k] : begin[k + 1] + 1].diff() for k in at])
+    values_K = _split(jagged.values, ends)
+    weights_K = None if jagged.weights is None else _split(jagged.weights, ends)
     return Jagged(
-        torch.cat([jagged.values[its] for its in ids]),
+        torch.cat([values_K[k] for k in at]),
         torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
-        None if jagged.weights is None else torch.cat([jagged.weights[its] for its in ids]),
+        None if weights_K is None else torch.cat([weights_K[k] for k in at]),
         [jagged.samples[k] for k in at],
     )
+
+
+def _split(tensor: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.tensor_split(tensor, at.cpu())

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import oneemb
+import oneemb.graph.inputs
 
 torchrec = pytest.importorskip("torchrec")
 
@@ -677,6 +678,34 @@ def test_rows_do_not_depend_on_threads():
         ours = EmbeddingBagCollection(configs("two widths"), num_threads=threads)
         found.append(torch.cat([train(ours, 3, torch.optim.Adagrad(ours.parameters(), lr=0.1), batch), rows_of(ours)]))
     assert np.array_equal(found[0].numpy(), found[1].numpy())
+
+
+@pytest.mark.parametrize("keys", ["fhg", "ihgfx"], ids=["as they lie", "in another order"])
+def test_a_graph_knows_which_ids_a_coming_batch_will_look_up(keys):
+    torch.manual_seed(0)
+    graph = Pooled(EmbeddingBagCollection(configs("one width")))
+    list(graph.run([(batch(seed, keys), torch.rand(SAMPLES)) for seed in range(5)]))
+    assert "prefetch = prefetch(ebc.rows.0.store, unique_keys)" in str(graph)
+    assert "0 lookups of ids that are not known before" in str(graph)
+
+
+def test_another_order_of_keys_is_another_structure():
+    flatten = oneemb.graph.inputs.Signature(lambda kjt: 0).flatten
+    (values, one), (_, same), (_, other) = (flatten([batch(1, keys)], {}) for keys in ("fg", "fg", "gf"))
+    assert one == same and len(values) == 2  # values and lengths
+    assert one.difference(other) == ("kjt: a KeyedJaggedTensor of ['f', 'g'], then a KeyedJaggedTensor of ['g', 'f']")
+
+
+class Pooled(oneemb.TrainGraph):
+    def __init__(self, ebc):
+        super().__init__()
+        self.ebc, self.top = ebc, torch.nn.Linear(12, 1)
+        self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=0.1))
+
+    def build(self, kjt, labels):
+        loss = torch.nn.functional.mse_loss(self.top(self.ebc(kjt).values()).squeeze(1), labels)
+        loss.backward()
+        return loss.detach()
 
 
 # ---- copies, and state dicts that are written into ------------------------------------------------------------------
