@@ -8,9 +8,9 @@ import dataclasses
 import os
 import shutil
 import tempfile
-import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.util import Finalize
 from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
@@ -44,7 +44,8 @@ __all__ = ["Collection", "Group", "Lookups", "OnRanks", "arguments_of", "at_path
 class OnRanks:
     """What a sharder says of tables whose rows ranks own together."""
 
-    process_group: "torch.distributed.ProcessGroup"
+    process_group: "torch.distributed.ProcessGroup | None"
+    """None = there is one, which asks nobody."""
     gradients: Literal["mean", "sum"]
     comm_dtype: torch.dtype
     steppers: Sequence[MakeOptimizer]
@@ -276,7 +277,8 @@ class Collection(torch.nn.Module):
         return group
 
     def _of_ranks(self) -> dict[str, Any]:
-        if (its := self._on_ranks) is None:
+        its = self._on_ranks
+        if its is None or its.process_group is None:
             return {}
         return {
             "process_group": its.process_group, "gradients_of_ranks": its.gradients, "comm_dtype": its.comm_dtype,
@@ -309,10 +311,11 @@ class Collection(torch.nn.Module):
     def _temporary_folders(self) -> list[str]:
         if not self._paths:
             own = tempfile.mkdtemp(prefix="oneemb-torchrec-")
-            weakref.finalize(self, shutil.rmtree, own, ignore_errors=True)
+            # Not weakref.finalize, which does nothing when a process of multiprocessing ends, and too much in a fork.
+            Finalize(self, shutil.rmtree, args=(own,), kwargs={"ignore_errors": True}, exitpriority=0)
             ranks = self._on_ranks
             self._paths = [own]
-            if ranks is not None:
+            if ranks is not None and ranks.process_group is not None:
                 self._paths = Ranks(ranks.process_group).all_gather("make temporary folders of tables", lambda: own)
         return self._paths
 

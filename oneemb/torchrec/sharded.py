@@ -13,10 +13,10 @@ import functools
 import queue
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
@@ -74,10 +74,10 @@ def _send(lookup: LookupAhead, future: "Future[None]") -> None:
 
 
 class _Sent(Multistreamable):
-    """A lookup whose keys the owners have."""
+    """A lookup whose keys the owners have; `rows` makes it."""
 
-    def __init__(self, lookup: LookupAhead):
-        self.lookup = lookup
+    def __init__(self, rows: Callable[[], torch.Tensor]):
+        self.rows = rows
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Does nothing: keys are on the host."""
@@ -90,7 +90,7 @@ class _KeysSent(Awaitable[_Sent]):
 
     def _wait_impl(self) -> _Sent:
         self._future.result()
-        return _Sent(self._lookup)
+        return _Sent(self._lookup.rows)
 
 
 @dataclass
@@ -109,21 +109,21 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
     Args:
         collection: made with `on_ranks`.
         unsharded: the class of the module that is sharded.
-        connections: of the ranks, for the keys of lookups.
+        connections: of the ranks, for the keys of lookups; None = this process has all rows.
     """
 
     def __init__(
         self,
         collection: EmbeddingBagCollection | EmbeddingCollection,
         unsharded: type[torch.nn.Module],
-        connections: Ranks,
+        connections: Ranks | None,
     ):
         super().__init__()
         self._unsharded, holders = unsharded, collection.holders
         self._collection = (collection,)  # no part of this module: its parts are, by TorchRec's names
         setattr(self, holders, getattr(collection, holders))
         self.rows = collection.rows
-        self._sender = _KeySender(connections)
+        self._sender = None if connections is None else _KeySender(connections)
         weights = dict(collection.named_parameters())
         optimizers = [in_backward_optimizers(weight)[0] for weight in weights.values()]
         self._fused_optimizer = FusedRowsOptimizer(weights, collection.states, optimizers)
@@ -151,6 +151,10 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
         """
         if isinstance(features, LazyAwaitable):
             features = features.wait()
+        if self._sender is None:
+            lookups = ctx.lookups = self.collection.lookups_of(features)
+            calls = [functools.partial(group.rows, **its) for group, its in zip(*lookups[:2], strict=True)]
+            return KJTListSplitsAwaitable([NoWait(NoWait(cast(Any, _Sent(call)))) for call in calls], ctx)
         failed: list[Exception] = []
         try:
             ctx.lookups = self.collection.lookups_of(features)
@@ -174,7 +178,7 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
         Raises:
             StoreFullError: rows do not fit; on the other ranks RankError.
         """
-        return [sent.lookup.rows() for sent in dist_input]
+        return [sent.rows() for sent in dist_input]
 
     def output_dist(self, ctx: LookupContext, output: list[torch.Tensor]) -> LazyAwaitable[Any]:
         """What the collection gives."""

@@ -109,17 +109,20 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
         if env.process_group is None:
             raise ValueError(f"module {module_fqn!r} is sharded between the ranks of a process group, env has none")
         self._check_plan(params, env, module_fqn or type(module).__name__)
-        # Connections of their own: DistributedDataParallel sends gradients meanwhile, and keys may go ahead of rows.
         ranks = Ranks(env.process_group)
-        for_rows, for_keys = ranks.again(), ranks.again()
+        # Connections of their own: DistributedDataParallel sends gradients meanwhile, and keys may go ahead of rows.
+        # One rank that has all rows asks nobody.
+        for_rows = for_keys = None
+        if ranks.size > 1 or torch.distributed.get_world_size() > 1:
+            for_rows, for_keys = ranks.again(), ranks.again()
         options, seed = self._options_of(module, module_fqn or "")
         own: type[Any] = self._own
         collection = own(
             _configs_of(module), **_arguments_of(module), device=device, store_options=options, seed=seed,
             num_threads=self._num_threads,
             on_ranks=OnRanks(
-                for_rows.group, "mean" if get_gradient_division() else "sum", self._comm_dtype,
-                [self._optimizer_of(weight) for weight in _weights_of(module)], _rows_of(module),
+                None if for_rows is None else for_rows.group, "mean" if get_gradient_division() else "sum",
+                self._comm_dtype, [self._optimizer_of(weight) for weight in _weights_of(module)], _rows_of(module),
             ),
         )  # fmt: skip
         collection.train(module.training)
