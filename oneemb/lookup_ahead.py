@@ -7,6 +7,7 @@
 Every rank makes both calls, in the order in which the others make them. No number depends on how far ahead keys go.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -30,12 +31,19 @@ class LookupAhead:
         connections: what `Ranks.again` gave, for the thread that sends keys.
         arguments: gives the arguments of the lookup, as `TableEmbedding.keys_of` takes them; what it raises is raised
             by `send_keys`, on every rank.
+        later: has its argument called outside of everything else, as what is dropped may be dropped anywhere.
     """
 
-    def __init__(self, embedding: TableEmbedding, connections: Ranks, arguments: Callable[[], Mapping[str, Any]]):
+    def __init__(
+        self,
+        embedding: TableEmbedding,
+        connections: Ranks,
+        arguments: Callable[[], Mapping[str, Any]],
+        later: Callable[[Callable[[], None]], object],
+    ):
         assert embedding.asked_ranks is not None
         self._embedding, self._ranks = embedding, embedding.asked_ranks
-        self._connections = connections
+        self._connections, self._later = connections, later
         self._arguments: Mapping[str, Any] = {"offsets": None, "per_sample_weights": None, "pooling": "sum"}
         self._failed: list[Exception] = []
         try:
@@ -91,4 +99,4 @@ class LookupAhead:
     def __del__(self) -> None:
         prefetched: Prefetched | None = getattr(self, "_prefetched", None)
         if prefetched is not None:
-            self._embedding.store.unprefetch(prefetched)
+            self._later(functools.partial(self._embedding.store.unprefetch, prefetched))

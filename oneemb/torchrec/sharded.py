@@ -25,6 +25,7 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyNoWait, NoW
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.streamable import Multistreamable
 
+from oneemb.embedding import MultiTableEmbedding
 from oneemb.graph.ranks import Ranks
 from oneemb.lookup_ahead import LookupAhead
 from oneemb.torchrec.collection import Lookups, in_backward_optimizers
@@ -43,25 +44,27 @@ class _KeySender:
 
     def __init__(self, connections: Ranks):
         self.connections = connections
-        self._given: queue.SimpleQueue[tuple[LookupAhead, Future[None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_send_all, args=(self._given,), name="oneemb-keys", daemon=True)
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.later = self._calls.put
+        """Has its argument called on the thread. May be called by the garbage collector."""
+        self._thread = threading.Thread(target=_call_all, args=(self._calls,), name="oneemb-keys", daemon=True)
         self._thread.start()
-        weakref.finalize(self, self._given.put, None)
+        weakref.finalize(self, self._calls.put, None)
 
     def send(self, lookup: LookupAhead) -> "Future[None]":
         """Have the keys of a lookup sent; what that raises is the future's."""
         future: Future[None] = Future()
-        if self.connections.forked:  # In a child of fork there is no thread; that it cannot ask ranks is said there.
+        if self._thread.is_alive():
+            self.later(functools.partial(_send, lookup, future))
+        else:  # In a child of fork there is no thread. That it cannot ask ranks is said there.
             _send(lookup, future)
-        else:
-            self._given.put((lookup, future))
         return future
 
 
-def _send_all(given: "queue.SimpleQueue[tuple[LookupAhead, Future[None]] | None]") -> None:
-    while (one := given.get()) is not None:
-        _send(*one)
-        del one  # The loop waits, and must keep no lookup.
+def _call_all(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # The loop waits, and must keep no lookup.
 
 
 def _send(lookup: LookupAhead, future: "Future[None]") -> None:
@@ -167,9 +170,13 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
             return ctx.lookups.arguments[g]
 
         awaitables: list[Any] = []
-        for g, group in enumerate(self.collection.ready()):
-            lookup = LookupAhead(group.rows, self._sender.connections, functools.partial(arguments, g))
+        for g, rows in enumerate(self.rows):
+            lookup = LookupAhead(
+                cast(MultiTableEmbedding, rows), self._sender.connections, functools.partial(arguments, g),
+                self._sender.later,
+            )  # fmt: skip
             awaitables.append(NoWait(_KeysSent(lookup, self._sender.send(lookup))))
+        failed.clear()  # Its traceback holds this frame.
         return KJTListSplitsAwaitable(awaitables, ctx)
 
     def compute(self, ctx: LookupContext, dist_input: Sequence[_Sent]) -> list[torch.Tensor]:
