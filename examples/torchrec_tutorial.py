@@ -7,6 +7,7 @@ Where the introduction hashes ids into a table, this one looks them up as they a
 
 import copy
 import tempfile
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,9 +49,10 @@ print("pooled embeddings:", pooled.keys(), tuple(pooled.values().shape))
 
 # Any int64 is an id: nothing is hashed, nothing collides, and the table grows.
 met = KeyedJaggedTensor(["product", "user"], torch.tensor([-7, 2**62, 5, 6]), lengths=torch.tensor([1, 1, 1, 1]))
-print("rows before and after two ids that no table of 4096 rows has:", ebc.rows[0].stats()["rows"], end=" ")
+rows: Any = ebc.rows[0]  # the embedding under both tables, which are alike
+before = rows.stats()["rows"]
 ebc(met)
-print(ebc.rows[0].stats()["rows"])
+print("rows before and after two ids that no table of 4096 rows has:", before, rows.stats()["rows"])
 
 # ---- Sharding --------------------------------------------------------------------------------------------------------
 
