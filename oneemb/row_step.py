@@ -319,8 +319,12 @@ class RowStep:
         assert isinstance(row_grad, ops.RowGrad) and embedding is not None
         try:
             in_step([embedding.store.step_lock], self._update_now)
-        finally:
+        except BaseException:
             self.put_back()
+            row_grad.unpin()
+            weight.grad = None  # None is kept: the next one would be added to what was refused.
+            raise
+        self.put_back()
         row_grad.spend()
 
     def _update_now(self) -> None:

@@ -126,6 +126,8 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
             ),
         )  # fmt: skip
         collection.train(module.training)
+        for parameter, weight in zip(collection.parameters(), _weights_of(module), strict=True):
+            parameter.requires_grad_(weight.requires_grad)
         sharded = ShardedEmbeddingBagCollection if own is EmbeddingBagCollection else ShardedEmbeddingCollection
         return sharded(collection, type(module), for_keys)
 

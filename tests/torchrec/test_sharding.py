@@ -1,7 +1,11 @@
 """Sharded collections on ranks give what TorchRec's own give, sharded and not."""
 
+import gc
+import itertools
 import os
 import re
+import threading
+import time
 import warnings
 from dataclasses import dataclass
 
@@ -499,6 +503,103 @@ def weighted(group):
 def test_weighted_bags_and_tables_of_two_widths():
     for ours, theirs in on_ranks(2, weighted):
         assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def frozen(group):
+    make, _, own = MODELS["bags"]
+    model = make(own)
+    model.sparse.embedding_bags["two"].weight.requires_grad_(False)
+    model = shard(model, group, get_default_sharders())
+    set_rows(model)
+    found = [rows_of(model)]
+    for trains in (["one"], ["two"]):
+        for name, table in model.module.sparse.embedding_bags.items():
+            table.weight.requires_grad_(name in trains)
+        train(model, group, 2)
+        found.append(rows_of(model))
+    return [
+        {key.split(".")[-2] for key in after if "sparse" in key and not np.array_equal(before[key], after[key])}
+        for before, after in itertools.pairwise(found)
+    ]
+
+
+def test_tables_are_frozen_before_and_after_they_are_sharded():
+    for changed in on_ranks(2, frozen):
+        assert changed == [{"one"}, {"two"}]
+
+
+def not_finite(group, kind):
+    make, _, own = MODELS[kind]
+    sparse = shard(make(own), group, get_default_sharders()).module.sparse
+    kjt, _ = batch_of(0, group.rank(), group.size())
+
+    def backward(factor):
+        found = sparse(kjt)
+        values = found["g"].values() if kind == "ids" else found.values()
+        (values.sum() * factor).backward()
+
+    before = rows_of(sparse)
+    with pytest.raises(oneemb.NonFiniteGradientError):
+        backward(float("nan") if group.rank() == group.size() - 1 else 1.0)
+    assert all(np.array_equal(rows, before[key]) for key, rows in rows_of(sparse).items())
+    backward(1.0)
+    assert not all(np.array_equal(rows, before[key]) for key, rows in rows_of(sparse).items())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["bags", "ids"])
+def test_a_gradient_that_is_not_finite_changes_nothing_and_training_goes_on(kind, ranks):
+    on_ranks(ranks, not_finite, kind)
+
+
+def full(group, path):
+    make, _, own = MODELS["bags"]
+    options = oneemb.make_device_mem_store_options(path, capacity=60)
+    sparse = shard(make(own, device="meta", store_options=options), group, get_default_sharders()).module.sparse
+    ids = torch.arange(200) if group.rank() else torch.arange(3)
+    with pytest.raises((oneemb.StoreFullError, oneemb.RankError), match="capacity is 60 rows"):
+        sparse(KeyedJaggedTensor(FEATURES, ids, lengths=torch.tensor([len(ids), 0, 0]))).values()
+    sparse(KeyedJaggedTensor(FEATURES, ids[:1], lengths=torch.tensor([1, 0, 0]))).values().sum().backward()
+    return sparse.rows[0].stats()["step"]
+
+
+def test_a_full_store_is_an_error_and_training_goes_on(tmp_path):
+    assert on_ranks(2, full, str(tmp_path)) == [1, 1]
+
+
+class Several(torch.nn.Module):
+    """Two collections of bags, one of them called twice, and one of ids, of which the loss leaves one out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        bags, ids = (its[2] for its in MODELS.values())
+        self.sparse, self.unused = (bags(configs(EmbeddingBagConfig), device="meta") for _ in range(2))
+        self.ids = ids(configs(EmbeddingConfig), device="meta")
+        self.dense = torch.nn.Linear(4 * DIM, 1)
+
+    def forward(self, features):
+        pooled = self.sparse(features).values() + self.sparse(features).values()
+        self.unused(features).wait()
+        ids = self.ids(features)["g"]
+        return self.dense(pooled).squeeze(1) + torch.segment_reduce(ids.values(), "sum", lengths=ids.lengths())[:, 0]
+
+
+def several(group):
+    model = shard(Several(), group, get_default_sharders())
+    losses = train(model, group, 4)
+    steps = [model.module.get_submodule(name).rows[0].stats()["step"] for name in ("sparse", "unused", "ids")]
+    del model
+    gc.collect()
+    time.sleep(0.2)
+    return losses, steps, [thread.name for thread in threading.enumerate() if thread.name == "oneemb-keys"]
+
+
+def test_several_collections_of_a_model_and_their_threads():
+    (losses, *rest), (others, *other_rest) = on_ranks(2, several)
+    ((together, _, _),) = on_ranks(1, several)
+    assert [sum(its) / 2 for its in zip(losses, others, strict=True)] == pytest.approx(together, rel=1e-5)
+    assert rest == other_rest == [[4, 0, 4], []]
 
 
 def forked(group):
