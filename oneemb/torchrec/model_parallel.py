@@ -30,6 +30,8 @@ class DistributedModelParallel(model_parallel.DistributedModelParallel):
         sharders: list[ModuleSharder[torch.nn.Module]] | None = None,
         **arguments: Any,
     ):
-        if len(positional) < 4:  # env, device, plan, sharders
-            arguments["sharders"] = get_default_sharders() if sharders is None else sharders
+        if sharders is not None:
+            arguments["sharders"] = sharders
+        elif len(positional) < 4:  # env, device, plan, sharders
+            arguments["sharders"] = get_default_sharders()
         super().__init__(module, *positional, **arguments)
