@@ -68,9 +68,8 @@ class FusedRowsOptimizer(FusedOptimizer):
         Raises:
             ValueError: the state is that of other tables, or of another optimizer.
         """
-        self.state: Mapping[torch.Tensor, dict[str, torch.Tensor]] = dict(
-            self._states
-        )  # so that what is written into it is there when it is brought into the rows
+        # What is written into it must be there when it is brought into the rows.
+        self.state: Mapping[torch.Tensor, dict[str, torch.Tensor]] = dict(self._states)
         try:
             super().load_state_dict(state_dict)
         finally:
