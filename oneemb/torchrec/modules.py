@@ -33,14 +33,14 @@ def jagged_by_name(
     features: KeyedJaggedTensor, rows: torch.Tensor, wanted: list[str], names: list[str], need_indices: bool
 ) -> dict[str, JaggedTensor]:
     """The rows of each feature as a JaggedTensor."""
-    jagged, found, begin = features.to_dict(), torch.jit.annotate(dict[str, JaggedTensor], {}), 0
+    jagged, found = features.to_dict(), torch.jit.annotate(dict[str, JaggedTensor], {})
+    # Split, not sliced: the gradient of each slice would be as large as that of all.
+    rows_of = rows.split([jagged[feature].values().numel() for feature in wanted])
     for i, name in enumerate(names):
         its = jagged[wanted[i]]
-        end = begin + its.values().numel()
         found[name] = JaggedTensor(
-            values=rows[begin:end], lengths=its.lengths(), weights=its.values() if need_indices else None
+            values=rows_of[i], lengths=its.lengths(), weights=its.values() if need_indices else None
         )
-        begin = end
     return found
 
 
@@ -322,16 +322,18 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
         selected = select_features(check_jagged(features), features.keys(), self._feature_names)
         first_bags = torch.nn.functional.pad(torch.tensor(selected.samples).cumsum(0), (1, 0))
         begins = selected.offsets[first_bags.to(selected.offsets.device)]
-        lookups, own, begin = self._rows_of(selected.values, begins.diff()), features.to_dict(), begins.tolist()
+        ids_of = begins.diff().tolist()
+        lookups, own = self._rows_of(selected.values, begins.diff()), features.to_dict()
 
         def output(rows_of: Sequence[torch.Tensor]) -> dict[str, JaggedTensor]:
-            rows, found = lookups.output(rows_of), {}
+            # Split, not sliced: the gradient of each slice would be as large as that of all.
+            rows_C, ids_C = (tensor.split(ids_of) for tensor in (lookups.output(rows_of), selected.values))
+            found = {}
             for c, name in enumerate(self._embedding_names):
-                its = slice(begin[c], begin[c + 1])
                 found[name] = JaggedTensor(
-                    values=rows[its],
+                    values=rows_C[c],
                     lengths=own[self._feature_names[c]].lengths(),
-                    weights=cast(Any, selected.values[its] if self._need_indices else None),
+                    weights=cast(Any, ids_C[c] if self._need_indices else None),
                 )
             return found
 
