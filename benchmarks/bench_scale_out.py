@@ -7,7 +7,8 @@
 A DLRM of 26 tables of 100,000 rows, 32 weights each, ids by Zipf's law (1.05), Adagrad, a batch of 2,048 on each rank,
 every process on one thread. The dense part is the same module in DistributedDataParallel for all. TorchRec's tables are
 sharded by rows and by tables, its optimizer is fused, and it is run plainly and with TrainPipelineSparseDist, which
-exchanges the ids of coming batches ahead as `run` does; it is left out where it is not installed.
+exchanges the ids of coming batches ahead as `run` does; it is left out where it is not installed. The same TorchRec
+model is also run with oneemb's sharder.
 
 The systems take turns in the same processes, a stretch of steps each. Printed are medians of the time of a step, as a
 share of the best of TorchRec's, and of oneemb
@@ -148,6 +149,8 @@ def torchrec_systems(
         from torchrec.distributed.types import ShardingEnv, ShardingPlan
         from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
         from torchrec.streamable import Pipelineable
+
+        import oneemb.torchrec
     except ImportError:
         return {}
     ranks, names = distributed.get_world_size(), [f"f{t}" for t in range(options.tables)]
@@ -200,15 +203,19 @@ def torchrec_systems(
         model = Model()
         apply_optimizer_in_backward(torch.optim.Adagrad, model.rows.parameters(), {"lr": LEARNING_RATE})
         shards = {
-            f"t{t}": row_wise(compute_kernel="fused")
-            if kind == "rows"
-            else table_wise(t % ranks, compute_kernel="fused")
+            f"t{t}": table_wise(t % ranks, compute_kernel="fused")
+            if kind == "tables"
+            else row_wise(compute_kernel="fused")
             for t in range(options.tables)
         }
         plan = construct_module_sharding_plan(model.rows, shards, local_size=ranks, world_size=ranks, device_type="cpu")
+        sharder: Any = EmbeddingBagCollectionSharder()
+        if kind == "keys":
+            its = torchrec.EmbeddingBagCollection
+            sharder = oneemb.torchrec.EmbeddingBagCollectionSharder(module_type=its, num_threads=1)
         parallel = DistributedModelParallel(
             model, env=ShardingEnv.from_process_group(distributed.group.WORLD), device=torch.device("cpu"),
-            plan=ShardingPlan({"rows": plan}), sharders=[EmbeddingBagCollectionSharder()],
+            plan=ShardingPlan({"rows": plan}), sharders=[sharder],
         )  # fmt: skip
         dense = [parameter for name, parameter in parallel.named_parameters() if "dense" in name]
         optimizer = torch.optim.Adagrad(dense, lr=LEARNING_RATE)
@@ -233,9 +240,10 @@ def torchrec_systems(
 
         return in_pipeline if pipelined else plain
 
+    kinds = {"keys": "oneemb's sharder", "rows": "TorchRec, by rows", "tables": "TorchRec, by tables"}
     return {
-        f"TorchRec, by {kind}{', pipelined' if pipelined else ''}": (system(kind, pipelined), batches)
-        for kind in ("rows", "tables")
+        f"{name}{', pipelined' if pipelined else ''}": (system(kind, pipelined), batches)
+        for kind, name in kinds.items()
         for pipelined in (False, True)
     }
 
@@ -282,7 +290,7 @@ def report(
         sent, spent = traffic[name]
         line = {"case": case, "system": name, "ms": round(ms, 2)}
         cells = [name, f"{ms:.1f}", "" if best is None else f"{ms / best:.2f}", "", "", ""]
-        if name.startswith("oneemb"):
+        if name.startswith("oneemb,"):
             line |= {
                 "sent_bytes": round(sent),
                 "exchange_ms": round(spent * 1e3, 2),
