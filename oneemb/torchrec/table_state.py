@@ -10,13 +10,15 @@ lookup, step or state dict: tools that load checkpoints write into the tensors o
 one, Z values of state, U rows at a time.
 """
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from oneemb.embedding import MultiTableEmbedding
@@ -26,6 +28,9 @@ from oneemb.named_snapshot import decode, encode
 from oneemb.rows.import_rows import import_rows
 from oneemb.rows.values import state_of
 from oneemb.storage.row_store import StorageError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["TableState", "dense_rows", "put_rows", "write_back"]
 
@@ -172,14 +177,17 @@ class TableState:
                 " a path, where a state dict names a snapshot"
             )
 
-    def load(self, state: torch.Tensor) -> None:
-        """Take a snapshot's name, or rows of which row r becomes id r.
+    def load(self, state: "torch.Tensor | ShardedTensor | DTensor") -> None:
+        """Take a snapshot's name, or rows of which row r becomes id r, num_embeddings at most.
+
+        Of rows that are sharded each rank has its part; every rank makes the call.
 
         Raises:
             ValueError: it is neither, or of other tables.
             StorageError: the snapshot cannot be loaded.
         """
         rows, config = self.rows, self._config
+        state = _whole(state, rows)
         if state.dim() == 1:
             snapshot = decode(state)
             at, name = snapshot.pop("oneemb_table", (self._table, config.name))
@@ -195,6 +203,11 @@ class TableState:
             raise ValueError(
                 f"rows must be floats [rows, {config.embedding_dim}], or the name of a snapshot, got {state.dtype}"
                 f" {list(state.shape)}"
+            )
+        if len(state) > config.num_embeddings:
+            raise ValueError(
+                f"rows must be as many as num_embeddings, {config.num_embeddings}, or fewer, got {len(state)}; give"
+                f" table {config.name!r} num_embeddings={len(state)} or more"
             )
         self.given.clear()  # What was written into them is what is loaded now, or takes its place.
         put_rows(rows, self._table, state)
@@ -270,6 +283,28 @@ class TableState:
                 )
 
 
+def _whole(state: "torch.Tensor | ShardedTensor | DTensor", rows: MultiTableEmbedding) -> torch.Tensor:
+    """What ranks have parts of, put together."""
+    if hasattr(state, "full_tensor"):
+        found: torch.Tensor = state.full_tensor()
+        return found
+    if not isinstance(state, ShardedTensor):
+        return state
+    its = [(shard.metadata.shard_offsets, shard.tensor.detach().cpu()) for shard in state.local_shards()]
+    of_all = [its] if rows.ranks is None else rows.ranks.all_gather(f"load rows of {rows.name}", lambda: its)
+    shards = [shard for of_rank in of_all for shard in of_rank]
+    size = list(state.size())
+    if sum(part.numel() for _, part in shards) != math.prod(size):
+        raise ValueError(
+            f"the ranks of {rows.name} have {sum(part.numel() for _, part in shards)} of the {math.prod(size)} weights"
+            " of a ShardedTensor; load a checkpoint of another number of ranks with torch.distributed.checkpoint"
+        )
+    whole = torch.empty(size, dtype=state.dtype)
+    for offsets, part in shards:
+        whole[tuple(slice(at, at + length) for at, length in zip(offsets, part.shape, strict=True))] = part
+    return whole
+
+
 def _state_name(k: int) -> str:
     return ["momentum1", "exp_avg_sq"][k] if k < 2 else f"state{k + 1}"
 
@@ -282,6 +317,7 @@ def _chunks(rows: MultiTableEmbedding, table: int, size: int) -> Iterator[tuple[
         yield loops.array(torch.full_like(id_U, table, dtype=torch.int32)), loops.array(id_U)
 
 
+@torch.inference_mode(False)  # Whether the tensor is changed in place is told by its version.
 def dense_rows(rows: MultiTableEmbedding, table: int, config: BaseEmbeddingConfig) -> torch.Tensor:
     """Rows 0 to num_embeddings - 1 of a table: [N, D]."""
     size: list[Any] = [config.num_embeddings, config.embedding_dim]

@@ -497,6 +497,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     state = ours.state_dict()
     for change, message in [
         ({"embedding_bags.t.weight": torch.zeros(ROWS, 5)}, r"floats \[rows, 4\]"),
+        ({"embedding_bags.t.weight": torch.zeros(ROWS + 1, 4)}, f"num_embeddings, {ROWS}, or fewer, got {ROWS + 1}"),
         ({"embedding_bags.t.weight": torch.zeros(1024, dtype=torch.uint8)}, "names a snapshot"),
         ({"embedding_bags.w.weight": torch.zeros(ROWS, 4)}, "Unexpected key"),
     ]:
@@ -737,6 +738,14 @@ def test_what_has_a_path_is_not_copied(tmp_path):
     ours = EmbeddingBagCollection(configs("one width"), store_options=options)
     with pytest.raises(TypeError, match=r"collection of tables 't', 'u' cannot be copied: its rows live in a path"):
         copy.deepcopy(ours)
+
+
+def test_a_state_dict_of_inference_mode_is_one_as_any_other():
+    ours, _ = pair("one table")
+    with torch.inference_mode():
+        (weights,) = ours.state_dict().values()
+    weights.fill_(0.5)
+    assert torch.equal(rows_of(ours), torch.full_like(rows_of(ours), 0.5))
 
 
 @pytest.mark.parametrize("dropped", [True, False])

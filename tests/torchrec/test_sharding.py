@@ -197,6 +197,33 @@ def test_fifty_steps_of_torchrecs_sharded_modules(name, kind, ranks):
             np.testing.assert_allclose(rows[key], weights, rtol=0, atol=2e-6)
 
 
+def of_a_stock_state_dict(group):
+    """Rows of stock, and of ours after it has loaded stock's state dict; and what ours says of a part of it."""
+    make, theirs, own = MODELS["bags"]
+    their_model = shard(make(theirs), group, *stock("bags"))
+    set_rows(their_model)
+    model = shard(make(own, device=torch.device("meta")), group, get_default_sharders())
+    state = their_model.state_dict()
+    model.load_state_dict(state)
+    wrong = dict(state)
+    key = "sparse.embedding_bags.one.weight"
+    wrong[key] = torch.zeros(ROWS + 1, DIM)
+    with pytest.raises(RuntimeError, match=f"num_embeddings, {ROWS}, or fewer, got {ROWS + 1}"):
+        model.load_state_dict(wrong)
+    return rows_of(their_model), rows_of(model)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_sharded_tensors_of_stock_are_loaded(ranks):
+    found = on_ranks(ranks, of_a_stock_state_dict)
+    for key, whole in found[0][1].items():
+        if "sparse" in key:
+            assert sum(len(theirs.get(key, ())) for theirs, _ in found) == ROWS == len(whole)
+            parts = np.concatenate([theirs[key] for theirs, _ in found if key in theirs])
+            for _, ours in found:
+                np.testing.assert_array_equal(ours[key], parts)
+
+
 def by_fused_params(group, fused_params):
     found = []
     for ours in (True, False):
