@@ -323,7 +323,8 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
         first_bags = torch.nn.functional.pad(torch.tensor(selected.samples).cumsum(0), (1, 0))
         begins = selected.offsets[first_bags.to(selected.offsets.device)]
         ids_of = begins.diff().tolist()
-        lookups, own = self._rows_of(selected.values, begins.diff()), features.to_dict()
+        lookups = self._rows_of(selected.values, begins.diff())
+        lengths_C = selected.offsets.diff().to(features.lengths().dtype).split(selected.samples)
 
         def output(rows_of: Sequence[torch.Tensor]) -> dict[str, JaggedTensor]:
             # Split, not sliced: the gradient of each slice would be as large as that of all.
@@ -332,7 +333,7 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
             for c, name in enumerate(self._embedding_names):
                 found[name] = JaggedTensor(
                     values=rows_C[c],
-                    lengths=own[self._feature_names[c]].lengths(),
+                    lengths=lengths_C[c],
                     weights=cast(Any, ids_C[c] if self._need_indices else None),
                 )
             return found

@@ -740,6 +740,17 @@ def test_what_has_a_path_is_not_copied(tmp_path):
         copy.deepcopy(ours)
 
 
+def test_a_batch_without_samples():
+    tables = [EmbeddingConfig(num_embeddings=ROWS, embedding_dim=4, name="t", feature_names=["f", "g"])]
+    collection = EmbeddingCollection(tables)
+    empty = torch.empty(0, dtype=torch.int64)
+    for lengths in (empty, empty.int()):
+        found = collection(KeyedJaggedTensor(["f", "g"], empty, lengths=lengths))
+        assert {key: (its.values().shape, its.lengths().dtype) for key, its in found.items()} == {
+            key: ((0, 4), lengths.dtype) for key in ("f", "g")
+        }
+
+
 def test_a_state_dict_of_inference_mode_is_one_as_any_other():
     ours, _ = pair("one table")
     with torch.inference_mode():
