@@ -473,8 +473,8 @@ def rows_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (building := building_now()) is not None:
         building.check_step(optimizer)
-    if getattr(optimizer, "steps_rows_itself", False) or optimizer in _stepped:
-        return None
+    if getattr(optimizer, "steps_rows_itself", False) or optimizer in _stepped or hasattr(optimizer, "optimizers"):
+        return None  # One that has optimizers, as TorchRec's CombinedOptimizer, steps those: their turns come.
     left = _begun.pop(optimizer, None)
     if left is not None and (raised := left()) is not None:
         raised.drop()

@@ -86,6 +86,13 @@ class RowGrad(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch names an argument that nobody gives
         return f"RowGrad({len(self.passes)} backward passes{', summed ones' if self.summed else ''})"
 
+    def numel(self) -> int:
+        """Numbers that it holds, or the width of a row where it holds none: TorchRec's clipping passes over a gradient
+        that is empty, by its shape, and on ranks all are to take part."""
+        held = [len(lease.keys.unique.id_U) for lease, *_ in self.passes]
+        held += [] if self.summed is None else [len(self.summed.id_U)]
+        return self.shape[1] * max(1, sum(held))
+
     # ---- values -----------------------------------------------------------------------------------------------------
 
     def reduce(self) -> RowGrads | None:

@@ -15,6 +15,9 @@ torchrec = pytest.importorskip("torchrec")
 
 from torch.distributed.optim import _apply_optimizer_in_backward  # noqa: E402
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, PoolingType  # noqa: E402
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer  # noqa: E402
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # noqa: E402
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage  # noqa: E402
 from torchrec.types import DataType  # noqa: E402
 
 from oneemb.torchrec import EmbeddingBagCollection, EmbeddingCollection  # noqa: E402
@@ -815,3 +818,49 @@ def test_the_rate_of_torchrecs_row_wise_adagrad_is_read_at_each_step():
     ours.embedding_bags["t"].weight._in_backward_optimizers[0].param_groups[0]["lr"] = 0.0
     ours(batch(1)).values().sum().backward()
     assert torch.equal(ours(batch(1)).values(), before)
+
+
+def by_name(parameters, optimizer, **options):
+    return KeyedOptimizerWrapper(dict(parameters), lambda its: optimizer(its, **options))
+
+
+def clipped(model, kind, limit, **more):
+    kept = by_name(model.named_parameters(), torch.optim.SGD, lr=0.5)
+    return GradientClippingOptimizer(kept, clipping=kind, max_gradient=limit, **more)
+
+
+def combined(model):
+    rows = by_name(model[0].named_parameters(), torch.optim.Adagrad, lr=0.5)
+    return CombinedOptimizer([("rows", rows), ("dense", by_name(model[2].named_parameters(), torch.optim.SGD, lr=0.1))])
+
+
+WRAPPERS = {
+    "norm": lambda model: clipped(model, GradientClipping.NORM, 0.05),
+    "largest": lambda model: clipped(model, GradientClipping.NORM, 0.01, norm_type=float("inf")),
+    "value": lambda model: clipped(model, GradientClipping.VALUE, 0.002),
+    "combined": combined,
+    "warmup": lambda model: WarmupOptimizer(
+        combined(model), [WarmupStage(WarmupPolicy.LINEAR, max_iters=3, value=0.1)], lr=0.5
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_torchrecs_wrappers_of_optimizers(wrapper):
+    found = []
+    for collection in pair("two widths"):
+        torch.manual_seed(2)
+        model = torch.nn.Sequential(collection, Values(), torch.nn.LazyLinear(1))
+        model(batch(0))
+        optimizer = WRAPPERS[wrapper](model)
+        for step in range(5):
+            optimizer.zero_grad()
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+        found.append(rows_of(collection))
+    close(*found, rtol=1e-5)
+
+
+class Values(torch.nn.Module):
+    def forward(self, kept):
+        return kept.values()
