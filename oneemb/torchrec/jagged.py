@@ -3,14 +3,14 @@
 F features, B samples, N ids. The bag of sample b of feature f is bag f * B + b.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["Jagged", "check_jagged", "select_features"]
+__all__ = ["Jagged", "check_inverse", "check_jagged", "select_features"]
 
 
 class Jagged(NamedTuple):
@@ -45,8 +45,8 @@ def check_jagged(features: KeyedJaggedTensor) -> Jagged:
         raise ValueError(f"keys must be unique in a KeyedJaggedTensor, got {twice} more often")
     if values.dtype not in (torch.int64, torch.int32) or values.dim() != 1:
         raise TypeError(f"values of a KeyedJaggedTensor must be ids, int64 or int32 [N], got {_say(values)}")
-    if weights is not None and (weights.shape != values.shape or not weights.dtype.is_floating_point):
-        raise ValueError(f"weights must be floats, one for each of {len(values)} values, got {_say(weights)}")
+    if weights is not None and (weights.shape != values.shape or weights.dtype.is_complex):
+        raise ValueError(f"weights must be numbers, one for each of {len(values)} values, got {_say(weights)}")
     offsets, lengths = features.offsets_or_none(), features.lengths_or_none()
     if offsets is None and lengths is None:
         raise ValueError("a KeyedJaggedTensor needs lengths or offsets, got neither")
@@ -56,11 +56,14 @@ def check_jagged(features: KeyedJaggedTensor) -> Jagged:
         raise ValueError(
             f"lengths must be one for each sample of each key, got {bags} for {len(keys)} keys with {samples} samples"
         )
-    if offsets is None:
+    if lengths is not None:
         _check_lengths(lengths, len(values))
+    if offsets is None:
         offsets = torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0))
     else:
         _check_offsets(offsets, len(values))
+        if lengths is not None and not np.array_equal(np.diff(_array(offsets)), _array(lengths)):
+            raise ValueError("lengths and offsets of a KeyedJaggedTensor must say the same, they differ")
     return Jagged(values.long(), offsets.long(), None if weights is None else weights.float(), samples)
 
 
@@ -77,8 +80,8 @@ def _check_lengths(lengths: torch.Tensor, ids: int) -> None:
     if lengths.dtype.is_floating_point or lengths.dim() != 1:
         raise TypeError(f"lengths must be integers [keys * samples], got {_say(lengths)}")
     length_P = _array(lengths)
-    if len(length_P) and length_P.min() < 0:
-        raise ValueError(f"lengths must be at least 0, got {int(length_P.min())}")
+    if len(length_P) and not 0 <= int(length_P.min()) <= int(length_P.max()) <= ids:
+        raise ValueError(f"lengths must be from 0 to {ids}, got {int(length_P.min())} to {int(length_P.max())}")
     if int(length_P.sum()) != ids:
         raise ValueError(f"lengths must add up to the number of values, {ids}, got {int(length_P.sum())}")
 
@@ -92,6 +95,26 @@ def _check_offsets(offsets: torch.Tensor, ids: int) -> None:
             f"offsets must begin with 0, never fall and end with the number of values, {ids}, got"
             f" {offset_P1[:3].tolist()} ... {offset_P1[-1:].tolist()}"
         )
+
+
+def check_inverse(names: Sequence[str], index_KB: torch.Tensor, samples: Mapping[str, int]) -> None:
+    """Raise TypeError or ValueError unless inverse indices are of these features' samples.
+
+    Args:
+        names: the feature of each of K rows.
+        samples: how many each feature has.
+    """
+    if index_KB.dtype not in (torch.int64, torch.int32) or index_KB.dim() != 2 or len(index_KB) != len(names):
+        raise TypeError(
+            f"inverse_indices must be integers, a row for each of {len(names)} features, got {_say(index_KB)}"
+        )
+    for name, index_B in zip(names, _array(index_KB), strict=True):
+        most = samples.get(name, 0) - 1
+        if name in samples and len(index_B) and not 0 <= int(index_B.min()) <= int(index_B.max()) <= most:
+            raise ValueError(
+                f"inverse_indices of feature {name!r} must be from 0 to {most}, its last sample, got"
+                f" {int(index_B.min())} to {int(index_B.max())}"
+            )
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

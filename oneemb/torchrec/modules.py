@@ -15,7 +15,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from oneemb.options import StoreOptions
 from oneemb.torchrec.collection import Collection, Lookups, OnRanks, arguments_of
-from oneemb.torchrec.jagged import Jagged, check_jagged, select_features
+from oneemb.torchrec.jagged import Jagged, check_inverse, check_jagged, select_features
 
 __all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]
 
@@ -214,6 +214,7 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         missing = [column.feature for column in self._columns if column.feature not in order]
         if missing:
             raise ValueError(f"inverse_indices lack the features {missing}, they have {names}")
+        check_inverse(names, index_KB, dict(zip(keys, jagged.samples, strict=True)))
         groups = self.ready()
         wanted_of = [[self._feature_names[c] for c in group.columns] for group in groups]
         selected_of = [select_features(jagged, keys, wanted) for wanted in wanted_of]

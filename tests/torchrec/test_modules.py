@@ -520,7 +520,9 @@ IDS, ONES = torch.arange(100, 104), torch.ones(4, dtype=torch.int64)
     "kjt, error, message",
     [
         (KeyedJaggedTensor(["f"], IDS, lengths=ONES[:3]), ValueError, "add up to the number of values, 4, got 3"),
-        (KeyedJaggedTensor(["f"], IDS, lengths=torch.tensor([5, -1])), ValueError, "at least 0, got -1"),
+        (KeyedJaggedTensor(["f"], IDS, lengths=torch.tensor([5, -1])), ValueError, "from 0 to 4, got -1 to 5"),
+        (KeyedJaggedTensor(["f"], IDS, lengths=torch.tensor([2**62, 2**62])), ValueError, "from 0 to 4"),
+        (KeyedJaggedTensor(["f"], IDS, lengths=ONES, offsets=torch.tensor([0, 1, 1, 3, 4])), ValueError, "the same"),
         (KeyedJaggedTensor(["f"], IDS, offsets=torch.tensor([0, 3, 2, 4])), ValueError, "never fall"),
         (KeyedJaggedTensor(["f"], IDS, offsets=torch.tensor([1, 4])), ValueError, "begin with 0"),
         (KeyedJaggedTensor(["f"], IDS, offsets=torch.tensor([0, 5])), ValueError, "end with the number of values, 4"),
@@ -554,6 +556,36 @@ def test_a_feature_that_one_embedding_lacks_inserts_nothing_in_another(inverse):
     with pytest.raises(ValueError, match=r"lacks the features \['g', 'h'\]"):
         ours(kjt)
     assert [rows.stats()["rows"] for rows in ours.rows] == [2 * ROWS, ROWS]
+
+
+@pytest.mark.parametrize(
+    "index, error, message",
+    [
+        ([[0, 1], [0, 2]], ValueError, "of feature 'g' must be from 0 to 1, its last sample, got 0 to 2"),
+        ([[0, 1], [-1, 0]], ValueError, "got -1 to 0"),
+        ([[0.0, 1.0], [0.0, 1.0]], TypeError, r"integers, a row for each of 2 features, got torch.float32 \[2, 2\]"),
+        ([[0, 1]], TypeError, r"got torch.int64 \[1, 2\]"),
+    ],
+    ids=str,
+)
+def test_inverse_indices_that_are_none_insert_nothing(index, error, message):
+    ours = EmbeddingBagCollection(
+        [EmbeddingBagConfig(num_embeddings=ROWS, embedding_dim=4, name="t", feature_names=["f", "g"])]
+    )
+    kjt = KeyedJaggedTensor(
+        ["f", "g"], IDS, lengths=ONES, stride_per_key_per_rank=[[2], [2]],
+        inverse_indices=(["f", "g"], torch.tensor(index)),
+    )  # fmt: skip
+    with pytest.raises(error, match=message):
+        ours(kjt)
+    assert ours.rows[0].stats()["rows"] == ROWS
+
+
+def test_weights_of_ids_may_be_integers():
+    ours, theirs = pair("one table", weighted=True)
+    kjt = KeyedJaggedTensor(["f"], IDS % ROWS, torch.arange(4), lengths=ONES)
+    floats = KeyedJaggedTensor(["f"], IDS % ROWS, torch.arange(4.0), lengths=ONES)
+    close(ours(kjt).values(), theirs(floats).values())
 
 
 def test_weights_are_for_sums():
