@@ -270,8 +270,9 @@ class Collection(torch.nn.Module):
         columns = tuple(c for c, column in enumerate(self._columns) if column.table in tables)
         of_columns = tuple(tables.index(self._columns[c].table) for c in columns)
         group = Group(rows, tables, columns, of_columns, self._pooling[tables[0]])
+        of_rows: list[TableState] = []
         for place, t in enumerate(tables):
-            state = TableState(rows, place, configs, is_kept=options is not None)
+            state = TableState(rows, place, configs, of_rows, is_kept=options is not None)
             self.states[t] = state
             self._tables[t].serves(state.give, state.load)
         return group

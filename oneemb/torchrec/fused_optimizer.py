@@ -1,30 +1,28 @@
 """What a sharded module says of the optimizers that step its rows in the backward pass, as TorchRec's tools ask."""
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torchrec.optim.fused import FusedOptimizer
 
-from oneemb.torchrec.table_state import TableState
+from oneemb.torchrec.table_state import TableState, write_back
 
 __all__ = ["FusedRowsOptimizer"]
 
 
 class _States(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
-    """The state of each table, gathered whenever it is asked for, which every rank does."""
+    """The state of each table, gathered whenever it is asked for, which every rank does.
+
+    As tensors of a state dict, what is written into it in place reaches the rows: see table_state.py.
+    """
 
     def __init__(self, tables: Mapping[torch.Tensor, TableState]):
         self._tables = tables
-        self.given: dict[torch.Tensor, dict[str, weakref.ref[torch.Tensor]]] = {}
-        """What was asked for last, by the names of the optimizer: who loads a state writes into it."""
 
     def __getitem__(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         table = self._tables[weight]
-        found = table.of_optimizer()
-        self.given[weight] = {name: weakref.ref(part) for name, part in found.items()}
-        return {f"{table.name}.{name}": part for name, part in found.items()}
+        return {f"{table.name}.{name}": part for name, part in table.of_optimizer().items()}
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._tables)
@@ -76,12 +74,5 @@ class FusedRowsOptimizer(FusedOptimizer):
             self.state = self._states
 
     def post_load_state_dict(self) -> None:
-        """Bring what was written into the state that was asked for last into the rows."""
-        for weight, given in self._states.given.items():
-            found = {name: part() for name, part in given.items()}
-            if any(part is None for part in found.values()):
-                raise RuntimeError(
-                    "the state that was loaded is gone; keep what `state` gives until it is brought back"
-                )
-            self._tables[weight].load_optimizer(cast(dict[str, torch.Tensor], found))
-        self._states.given.clear()
+        """Bring what was written into the state into the rows."""
+        write_back(self._tables.values())

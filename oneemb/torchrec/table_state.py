@@ -1,6 +1,6 @@
 """What state dicts hold of a table: where it has a path, the name of a snapshot; else tensors, as TorchRec's do.
 
-    state = TableState(rows, table, configs, is_kept=False)
+    state = TableState(rows, table, configs, of_rows, is_kept=False)
     state.give()                    its rows 0 to num_embeddings - 1, [N, D]
     state.load(tensor)              such rows, or the name of a snapshot
     state.of_optimizer()            {"momentum1": [N, D], ...}, by FBGEMM's names
@@ -10,6 +10,7 @@ lookup, step or state dict: tools that load checkpoints write into the tensors o
 one, Z values of state, U rows at a time.
 """
 
+import functools
 import math
 import warnings
 import weakref
@@ -44,7 +45,8 @@ _COUNTS_STEPS = ("adam", "lamb")
 class _Given:
     """A tensor that a state dict has, with the rows at a moment."""
 
-    def __init__(self, tensor: torch.Tensor, changes: int, put: Callable[[torch.Tensor], None]):
+    def __init__(self, tensor: torch.Tensor, changes: int, put: Callable[[torch.Tensor], None], *, is_of_weights: bool):
+        self.is_of_weights = is_of_weights
         self._held: torch.Tensor | None = tensor
         self._tensor = weakref.ref(tensor)
         self._version, self._changes = tensor._version, changes
@@ -112,10 +114,16 @@ class TableState:
         table: which of its tables this is.
         configs: of all of them.
         is_kept: whether the rows have a path of the user's.
+        of_rows: the states of all tables of `rows`, this one's among them from here on.
     """
 
-    def __init__(self, rows: MultiTableEmbedding, table: int, configs: Sequence[BaseEmbeddingConfig], *, is_kept: bool):
+    def __init__(
+        self, rows: MultiTableEmbedding, table: int, configs: Sequence[BaseEmbeddingConfig],
+        of_rows: "list[TableState]", *, is_kept: bool,
+    ):  # fmt: skip
         self.rows = rows
+        of_rows.append(self)
+        self._of_rows = of_rows
         self.is_kept = is_kept
         self.given: list[_Given] = []
         """Tensors that state dicts have."""
@@ -135,7 +143,7 @@ class TableState:
         rows, config = self.rows, self._config
         if self.is_kept:
             return encode({**rows.named_snapshot(), "oneemb_table": [self._table, config.name]})
-        write_back([self])
+        write_back(self._of_rows)
         if self._table == 0:
             self._check_in_range()
             row_optimizer = rows.row_optimizer
@@ -149,7 +157,7 @@ class TableState:
                     stacklevel=2,
                 )
         weights = dense_rows(rows, self._table, config)
-        self.given.append(_Given(weights, rows.store.changes, lambda tensor: put_rows(rows, self._table, tensor)))
+        self._give(weights, functools.partial(put_rows, rows, self._table), is_of_weights=True)
         return weights
 
     def _check_in_range(self) -> None:
@@ -209,8 +217,12 @@ class TableState:
                 f"rows must be as many as num_embeddings, {config.num_embeddings}, or fewer, got {len(state)}; give"
                 f" table {config.name!r} num_embeddings={len(state)} or more"
             )
-        self.given.clear()  # What was written into them is what is loaded now, or takes its place.
+        # What was written into tensors of weights is what is loaded now, or it takes their place; that of state stays.
+        self.given[:] = [given for given in self.given if not given.is_of_weights]
+        write_back(self._of_rows)
         put_rows(rows, self._table, state)
+        for given in (given for its in self._of_rows for given in its.given):
+            given.keep(rows.store.changes)
 
     # ---- optimizer --------------------------------------------------------------------------------------------------
 
@@ -230,9 +242,15 @@ class TableState:
             for k, part in enumerate(parts):
                 is_of_row = k >= len(row_optimizer.weight_state)
                 found[_state_name(k)] = (part.squeeze(1) if is_of_row else part).clone()
+                self._give(found[_state_name(k)], functools.partial(self._put_state, k))
         if any(word in row_optimizer.name for word in _COUNTS_STEPS):
             found["step"] = torch.tensor(float(rows.store.step))
+            self._give(found["step"], self._put_step)
         return found
+
+    def _give(self, tensor: torch.Tensor, put: Callable[[torch.Tensor], None], *, is_of_weights: bool = False) -> None:
+        """Have what is written into a tensor put into the rows."""
+        self.given.append(_Given(tensor, self.rows.store.changes, put, is_of_weights=is_of_weights))
 
     def _states(self, size: int, initial_Z: np.ndarray) -> torch.Tensor:
         rows, store = self.rows, self.rows.store
@@ -252,23 +270,27 @@ class TableState:
                 state_NZ[ids] = states
         return torch.from_numpy(state_NZ)
 
-    def load_optimizer(self, found: dict[str, torch.Tensor]) -> None:
-        """Take what `of_optimizer` gave. Every row from 0 to num_embeddings - 1 is known afterwards."""
-        row_optimizer, store = self.rows.row_optimizer, self.rows.store
-        if not found or row_optimizer is None:
-            return
+    def _put_state(self, k: int, part: torch.Tensor) -> None:
+        """Let rows have this part of the state, as `of_optimizer` gives it. All of them are known afterwards."""
+        store, dim, row_optimizer = self.rows.store, self._config.embedding_dim, self.rows.row_optimizer
+        if row_optimizer is None:
+            raise RuntimeError(
+                f"a tensor of the state of table {self.name!r} was changed in place, and no optimizer trains its rows"
+            )
+        widths = [dim] * len(row_optimizer.weight_state) + [1] * len(row_optimizer.row_state)
+        its = slice(sum(widths[:k]), sum(widths[: k + 1]))
+        part_NZ = part.detach().reshape(len(part), -1).float().cpu().numpy()
         store.build()
-        parts = [found[name].reshape(len(found[name]), -1).float() for name in found if name != "step"]
-        if parts:
-            state_NZ = torch.cat(parts, dim=1).cpu().numpy()
-            for table_U, id_U in self._own_chunks(len(state_NZ)):
-                row_UW, _ = store.read(store.loops.distinct_keys(table_U, id_U))
-                words_UW = store.loops.tensor(row_UW).cpu().numpy().copy()
-                ids = store.loops.tensor(id_U).cpu().numpy()
-                state_of(store.format, words_UW)[:, : state_NZ.shape[1]] = state_NZ[ids]
-                store.put(store.loops.tensor(table_U).cpu().numpy(), ids, words_UW)
-        if "step" in found:
-            store.step = int(found["step"])
+        for table_U, id_U in self._own_chunks(len(part_NZ)):
+            row_UW, _ = store.read(store.loops.distinct_keys(table_U, id_U))
+            words_UW = store.loops.tensor(row_UW).cpu().numpy().copy()
+            ids = store.loops.tensor(id_U).cpu().numpy()
+            state_of(store.format, words_UW)[:, its] = part_NZ[ids]
+            store.put(store.loops.tensor(table_U).cpu().numpy(), ids, words_UW)
+
+    def _put_step(self, step: torch.Tensor) -> None:
+        self.rows.store.step = int(step)
+        self.rows.store.changes += 1
 
     def _own_chunks(self, size: int) -> Iterator[tuple[Array, Array]]:
         store = self.rows.store
