@@ -230,8 +230,8 @@ class EmbeddingStore:
         if not fits and (self.step or before.state and len(self._rows)):
             raise StorageError(
                 f"the rows hold the state of {before.optimizer!r} ({before.state_width} values a row), the optimizer"
-                f" attached is {optimizer!r} ({len(state)} values); attach {before.optimizer!r}, or start from another"
-                " path"
+                f" attached is {optimizer!r} ({len(state)} values); attach {before.optimizer!r}, let its state go by"
+                " detach_optimizer('drop'), or start from another path"
             )
         self._relayout(format, self.loops)
 

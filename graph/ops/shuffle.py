@@ -284,7 +284,7 @@ def lease_on_ranks(
         owned.append(acquire(store, asked, prefetched))
         return gather(owned[0])
 
-    row_SD, slot_U = shuffle_rows(ranks, f"rows to {what}", routed, read, store)
+    row_SD, slot_U = shuffle_rows(ranks, f"bring rows to {what}", routed, read, store)
     array = store.loops.array
     remote = Remote(ranks, array(row_SD), array(slot_U), owned[0] if owned else None, routed.asking)
     return Lease(store, routed.keys, remote=remote)

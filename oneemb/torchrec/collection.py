@@ -11,7 +11,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
-from typing import Any, Literal, NamedTuple, Self, cast
+from typing import Any, Literal, NamedTuple, Never, Self, cast
 
 import torch
 from torchrec.fx.tracer import is_fx_tracing
@@ -21,6 +21,7 @@ from oneemb.eager import Optimizer
 from oneemb.embedding import MultiTableEmbedding
 from oneemb.graph.ranks import Ranks
 from oneemb.graph.row_optimizers import Group as Options, row_optimizer_of
+from oneemb.graph.tape import version_of
 from oneemb.options import StoreOptions, make_device_mem_store_options, make_table
 from oneemb.storage.row_store import StorageError
 from oneemb.torchrec.configs import (
@@ -35,7 +36,7 @@ from oneemb.torchrec.configs import (
 )
 from oneemb.torchrec.ops import LooksUpJagged, know
 from oneemb.torchrec.optimizers import MakeOptimizer, options_now, row_stepper
-from oneemb.torchrec.table_state import TableState, dense_rows, put_rows, write_back
+from oneemb.torchrec.table_state import TableState, dense_rows, let_go, put_rows, write_back
 
 __all__ = ["Collection", "Group", "Lookups", "OnRanks", "arguments_of", "at_paths", "in_backward_optimizers"]
 
@@ -335,12 +336,24 @@ class Collection(torch.nn.Module):
             if self._on_ranks is not None:
                 raise RuntimeError("apply_optimizer_in_backward comes before the module is sharded")
             self._make_rows_anew()
-        write_back(state for state in self.states if state is not None)
+        for config, table in zip(self.configs, self._tables, strict=True):
+            if len(table.weight) or version_of(table.weight):
+                raise RuntimeError(
+                    f"the weight of table {config.name!r} was written to, by an initializer or an average of"
+                    " parameters; it stands for the rows and holds none. Give rows to load_state_dict(), average them"
+                    " by oneemb.AveragedEmbedding"
+                )
+        self._bring_in()
+        let_go(state for state in self.states if state is not None)
         for group in self._groups:
             if self._steppers[group.tables[0]]:
                 trained = any(self._tables[t].weight.requires_grad for t in group.tables)
                 group.rows.weights[0].requires_grad_(trained)
         return self._groups
+
+    def _bring_in(self) -> None:
+        """Bring what was written into tensors of state dicts into the rows."""
+        write_back(state for state in self.states if state is not None)
 
     def rows_to_shard(self) -> list[torch.Tensor | None]:
         """The rows of each table for those that take its place; None = it begins with none.
@@ -348,6 +361,7 @@ class Collection(torch.nn.Module):
         Raises:
             RuntimeError: they are in a path of the user's, where snapshots are to be used.
         """
+        self._bring_in()
         begin: list[torch.Tensor | None] = [None] * len(self.configs)
         for group in self._groups:
             if group.rows.stats()["rows"] and any(self._options[t] is not None for t in group.tables):
@@ -362,6 +376,7 @@ class Collection(torch.nn.Module):
 
     def _make_rows_anew(self) -> None:
         """Group tables by what steps them now."""
+        self._bring_in()
         begin: list[torch.Tensor | None] = [None] * len(self.configs)
         for group in self._groups:
             if group.rows.stats()["step"] or (
@@ -404,12 +419,20 @@ class Collection(torch.nn.Module):
                 f"the collection of tables {names} cannot be copied: its rows live in a path, or with other ranks, and"
                 " a copy needs a path of its own; make another collection, and have it load a state dict of this one"
             )
+        self._bring_in()
         copied = self.empty_copy()
         for own, its in zip(self.parameters(), copied.parameters(), strict=True):
             its.requires_grad_(own.requires_grad)
         if self._device.type != "meta":
             copied.take_rows(self._device, self._groups)
         return copied.train(self.training)
+
+    def __reduce_ex__(self, protocol: object) -> Never:
+        names = ", ".join(repr(config.name) for config in self.configs)
+        raise TypeError(
+            f"the collection of tables {names} cannot be pickled, by torch.save of a model or for another process: save"
+            " its state_dict(), and make the collection anew where that is loaded"
+        )
 
     def take_rows(self, device: torch.device, groups: Sequence[Group]) -> None:
         """Leave the meta device with copies of the rows of another collection of the same tables.

@@ -27,13 +27,13 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.owner import owner_of
 from oneemb.named_snapshot import decode, encode
 from oneemb.rows.import_rows import import_rows
-from oneemb.rows.values import state_of
+from oneemb.rows.values import encode_rows, state_of
 from oneemb.storage.row_store import StorageError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["TableState", "dense_rows", "put_rows", "write_back"]
+__all__ = ["TableState", "dense_rows", "let_go", "put_rows", "write_back"]
 
 _CHUNK = 1 << 16
 """Rows of a table that are read at a time."""
@@ -71,7 +71,7 @@ class _Given:
         self._put(tensor)
 
     def let_go(self) -> None:
-        """No longer keep the tensor alive: who changes it has it."""
+        """No longer keep the tensor alive."""
         self._held = None
 
     @property
@@ -98,11 +98,16 @@ def write_back(states: Iterable["TableState"]) -> None:
     changed = [given for state, given in its if given.changed(state.rows.store.changes, state.rows.name)]
     for given in changed:
         given.write()
-    for state, given in its:
-        if changed:
+    if changed:
+        for state, given in its:
             given.keep(state.rows.store.changes)
-        given.let_go()
-    for state, _ in its:
+
+
+def let_go(states: Iterable["TableState"]) -> None:
+    """Keep no tensor that was given alive any more: who goes on to change it has it."""
+    for state in states:
+        for given in state.given:
+            given.let_go()
         state.given[:] = [given for given in state.given if not given.is_gone]
 
 
@@ -144,6 +149,7 @@ class TableState:
         if self.is_kept:
             return encode({**rows.named_snapshot(), "oneemb_table": [self._table, config.name]})
         write_back(self._of_rows)
+        let_go([self])
         if self._table == 0:
             self._check_in_range()
             row_optimizer = rows.row_optimizer
@@ -157,7 +163,7 @@ class TableState:
                     stacklevel=2,
                 )
         weights = dense_rows(rows, self._table, config)
-        self._give(weights, functools.partial(put_rows, rows, self._table), is_of_weights=True)
+        self._give(weights, self._put_weights, is_of_weights=True)
         return weights
 
     def _check_in_range(self) -> None:
@@ -269,6 +275,16 @@ class TableState:
             for ids, states in its:
                 state_NZ[ids] = states
         return torch.from_numpy(state_NZ)
+
+    def _put_weights(self, weight_ND: torch.Tensor) -> None:
+        """Let rows have these weights. On ranks each brings in those of its own, without a word to the others."""
+        store = self.rows.store
+        store.build()
+        for table_U, id_U in self._own_chunks(len(weight_ND)):
+            ids = store.loops.tensor(id_U).cpu()
+            words_UW = encode_rows(store.format, weight_ND.detach()[ids].float().cpu().numpy())
+            its = words_UW[:, : store.format.state_begin]
+            store.put(store.loops.tensor(table_U).cpu().numpy(), ids.numpy(), np.ascontiguousarray(its))
 
     def _put_state(self, k: int, part: torch.Tensor) -> None:
         """Let rows have this part of the state, as `of_optimizer` gives it. All of them are known afterwards."""

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 import warnings
 
 import numpy as np
@@ -775,6 +776,19 @@ def test_what_has_a_path_is_not_copied(tmp_path):
         copy.deepcopy(ours)
 
 
+def test_what_a_model_of_tables_cannot_do_is_said():
+    ours, _ = pair("two widths")
+    with pytest.raises(TypeError, match="cannot be pickled.*save its state_dict"):
+        pickle.dumps(ours)
+    averaged = torch.optim.swa_utils.AveragedModel(ours)
+    averaged.update_parameters(ours)
+    ours(batch(0))
+    ours.embedding_bags["t"].weight.data = torch.zeros(ROWS, 4)
+    for model in (ours, averaged):
+        with pytest.raises(RuntimeError, match="'t' was written to.*Give rows to load_state_dict"):
+            model(batch(0))
+
+
 def test_a_batch_without_samples():
     tables = [EmbeddingConfig(num_embeddings=ROWS, embedding_dim=4, name="t", feature_names=["f", "g"])]
     collection = EmbeddingCollection(tables)
@@ -807,6 +821,21 @@ def test_what_is_written_into_a_state_dict_reaches_the_rows(dropped):
         del state, its
     kjt = batch(1)
     close(ours(kjt).values(), theirs(kjt).values())
+
+
+@pytest.mark.parametrize("how", ["copied", "sharded", "stepped in backward"])
+def test_what_is_written_into_a_state_dict_goes_where_the_rows_go(how):
+    ours, _ = pair("two widths")
+    state = ours.state_dict()
+    for its in state.values():
+        its.fill_(0.25)
+    if how == "copied":
+        ours = copy.deepcopy(ours)
+    elif how == "sharded":
+        assert all(torch.equal(rows, torch.full_like(rows, 0.25)) for rows in ours.rows_to_shard())
+    else:
+        _apply_optimizer_in_backward(torch.optim.SGD, ours.parameters(), {"lr": 0.1})
+    assert torch.equal(rows_of(ours), torch.full_like(rows_of(ours), 0.25))
 
 
 def test_a_state_dict_that_is_older_than_the_rows_is_not_written_back():

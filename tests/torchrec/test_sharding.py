@@ -365,6 +365,25 @@ def test_a_plan_may_say_what_it_likes_of_tables_without_end(of_torchrec):
             assert f"{kind} of 'one'" in warned[0]
 
 
+def written_twice(group):
+    """Rows after weights were written into a state dict, and another one was taken; and on the first rank alone."""
+    make, _, own = MODELS["bags"]
+    model = shard(make(own, device=torch.device("meta")), group, get_default_sharders())
+    for value, own_rank in [(0.5, False), (0.75, True)]:
+        state = model.state_dict()
+        for key, its in state.items():
+            if "sparse" in key and (group.rank() == 0 or not own_rank):
+                its.fill_(value)
+        model.state_dict()
+        train(model, group, 1)
+    return [np.unique(weights).tolist() for key, weights in rows_of(model).items() if "sparse" in key]
+
+
+def test_state_dicts_may_be_written_and_taken_again():
+    for found in on_ranks(2, written_twice):
+        assert len(found) == 2
+
+
 def checkpointed(group, kind, optimizer, options, folder, calls=("model", "optimizer")):
     """State after 6 steps, against state after 3 that go on, from a checkpoint, in another model.
 
