@@ -98,7 +98,9 @@ class Optimizer(torch.optim.Optimizer):
             # are nothing that Python's collector looks into.
             step = weakref.WeakMethod(self.row_step.step_in_backward)
             for embedding in self.embeddings:
-                embedding.weights[0].register_post_accumulate_grad_hook(functools.partial(_step_in_backward, step))
+                (weight,) = embedding.weights
+                weight.register_post_accumulate_grad_hook(functools.partial(_step_in_backward, step))
+                weight.is_stepped_in_backward = True  # type: ignore[attr-defined]
 
     # What schedulers, loggers and trainers look at is the torch optimizer's.
 

@@ -536,6 +536,30 @@ def test_fused_rows_are_updated_in_backward_with_the_bits_of_a_step(tmp_path, st
     assert embeddings[1].stats()["step"] == STEPS
 
 
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_a_gradient_that_another_parameter_has_too_is_never_wrong(tmp_path, rows_first):
+    """It is not copied for a step in the backward pass: a hook that changes it before that is found out."""
+    embedding = make_embedding(tmp_path / "rows", dim=DIM)
+    positions = torch.nn.Parameter(torch.zeros(3, DIM))
+
+    def grow(parameter):
+        parameter.grad.mul_(100.0)
+
+    positions.register_post_accumulate_grad_hook(grow)
+    optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.5), [embedding], fused=True)
+    rows = embedding(torch.arange(3))
+    before = rows.detach().clone()
+    parts = [rows[None], positions[None]]
+    total = sum(parts if rows_first else parts[::-1]).sum()
+    try:
+        total.backward()
+    except RuntimeError as error:
+        assert "was changed in place since its backward pass" in str(error)
+    else:
+        assert torch.equal(embedding.eval()(torch.arange(3)), before - 0.5)
+    assert optimizer is not None
+
+
 def test_what_needs_a_gradient_after_a_fused_step_is_refused(tmp_path):
     embedding = make_embedding(tmp_path / "rows", dim=DIM)
     optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), [embedding], fused=True)

@@ -66,6 +66,7 @@ class _WithGrad(torch.autograd.Function):
         ctx: Any, scales: torch.Tensor | None, lease: Lease, rows: _Rows, ranks: Ranks | None, *weights: torch.Tensor
     ) -> torch.Tensor:
         ctx.lease, ctx.ranks = lease, ranks
+        ctx.at_once = all(getattr(weight, "is_stepped_in_backward", False) for weight in weights)
         return rows.tensor
 
     @staticmethod
@@ -88,7 +89,9 @@ class _WithGrad(torch.autograd.Function):
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.lease = None  # A loss that is kept keeps none of the lookup's arrays.
         flat = grad.detach().reshape(-1, grad.shape[-1])
-        grad_NX = flat if alone else flat.clone(memory_format=torch.contiguous_format)
+        # Nor is it copied where rows are updated before this backward pass is over: who changes it then is told so.
+        as_is = alone or ctx.at_once and flat.is_contiguous()
+        grad_NX = flat if as_is else flat.clone(memory_format=torch.contiguous_format)
         lease.has_grad = True
         one = Pass(lease, grad_NX, version_of(grad_NX))
         row_grads = [
