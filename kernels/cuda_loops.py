@@ -114,6 +114,12 @@ class CudaLoops:
             raise AssertionError("the device found tables or offsets to be wrong, and the host does not")
         return keys.cut(size)
 
+    def uses_of(self, keys: Any) -> np.ndarray:
+        if len(keys.inverse_N) == 0:  # They did not come from a batch.
+            return np.ones(len(keys.id_U), np.int64)
+        inverse_N = keys.inverse_N.cpu().numpy()
+        return np.bincount(inverse_N[inverse_N >= 0], minlength=len(keys.id_U))
+
     # ---- rows -------------------------------------------------------------------------------------------------------
 
     def initial_rows(self, initial: InitialRows) -> DeviceInitialRows:

@@ -94,6 +94,13 @@ class HostLoops:
     def counted(self, keys: Any) -> UniqueKeys | KeysByTable:
         return keys
 
+    def uses_of(self, keys: Any) -> np.ndarray:
+        if isinstance(keys, KeysByTable):
+            return np.diff(keys.begin_U1.astype(np.int64))
+        if keys.head_U is None:
+            return np.ones(len(keys.id_U), np.int64)
+        return np.bincount(keys.inverse_N[keys.inverse_N >= 0], minlength=len(keys.id_U))
+
     # ---- rows -------------------------------------------------------------------------------------------------------
 
     def initial_rows(self, initial: InitialRows) -> InitialRows:

@@ -120,6 +120,9 @@ class Loops(Protocol):
     def counted(self, keys: Keys) -> Keys:
         """The same keys, their arrays cut to as many as there are. A GPU is waited for."""
 
+    def uses_of(self, keys: Keys) -> np.ndarray:
+        """How many ids each of these keys is of, counted: int64 [U], on the host."""
+
     # ---- rows
     def initial_rows(self, initial: InitialRows) -> Any:
         """How rows begin, as `init_rows` takes it."""

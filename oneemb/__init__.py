@@ -41,7 +41,7 @@ _WHERE |= {
     "StorageError": "oneemb.storage.row_store",
     "StoreFullError": "oneemb.storage.row_store",
 }
-_SUBMODULES = ("nn", "optim", "options")
+_SUBMODULES = ("nn", "optim", "options", "policies")
 
 __all__ = [*_WHERE, *_SUBMODULES]  # noqa: PLE0604 - all of them are strings
 

@@ -1,6 +1,6 @@
 """What editors and type checkers see; the package itself loads each name when it is first used."""
 
-from oneemb import nn as nn, optim as optim, options as options
+from oneemb import nn as nn, optim as optim, options as options, policies as policies
 from oneemb.averaged import AveragedEmbedding as AveragedEmbedding
 from oneemb.eager import Optimizer as Optimizer
 from oneemb.embedding import (

@@ -71,6 +71,11 @@ class AveragedEmbedding(torch.nn.Module):
         super().__init__()
         if decay is not None and not 0 <= decay <= 1:
             raise ValueError(f"decay must be from 0 to 1, or None for a mean, got {decay!r}")
+        if embedding.policies is not None:
+            raise ValueError(
+                f"the rows of embedding {embedding.name!r} leave by its policy, and averages are of rows that stay;"
+                " average an embedding without a policy"
+            )
         self._decay = decay
         self._embedding = (embedding,)  # no submodule: it is the model's
         # The optimizer's state, for which these two make room, is not averaged.
@@ -196,6 +201,10 @@ class AveragedEmbedding(torch.nn.Module):
         _check_place(self)
         if self.n_averaged:
             alone((self.rows.store.step_lock,), lambda: self._catch_up(table_U, id_U, weight_UD.float()))
+
+    def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
+        """Forget the averages of rows that have been erased: they begin anew too."""
+        self.rows.store.erase(table_U, id_U)
 
     def _catch_up(self, table_U: Array, id_U: Array, row_UD: torch.Tensor) -> None:
         store, dim = self.rows.store, self.rows.embedding_dim

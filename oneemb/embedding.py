@@ -18,6 +18,7 @@ from oneemb.embedding_arguments import (
     DTYPE_NAMES,
     check_arguments,
     initial_rows,
+    policies_of,
     rank_folders,
     state_width_of,
     store_plan,
@@ -34,6 +35,7 @@ from oneemb.rank_snapshots import RankSnapshots
 from oneemb.stats import EmbeddingStats
 from oneemb.storage.embedding_store import ChangeRows, EmbeddingStore
 from oneemb.storage.fs import AnyPath, absolute_path
+from oneemb.storage.policies import RowPolicy
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
@@ -60,6 +62,7 @@ class TableEmbedding(torch.nn.Module):
         process_group: "torch.distributed.ProcessGroup | None",
         gradients_of_ranks: str = "mean",
         comm_dtype: torch.dtype = torch.float32,
+        policy: RowPolicy | Sequence[RowPolicy] | None = None,
         *,
         starts_empty: bool = True,
     ):
@@ -70,6 +73,8 @@ class TableEmbedding(torch.nn.Module):
             name, dim_C, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
             1 if self.ranks is None else self.ranks.size,
         )  # fmt: skip
+        self.policies = policies_of(policy, tables, store_options, self.ranks)
+        """Which rows each table keeps; None = all of them."""
         self.name = name
         self.column_dims = tuple(dim_C)
         self.embedding_dim = sum(dim_C)
@@ -91,6 +96,7 @@ class TableEmbedding(torch.nn.Module):
             initial=initial_rows(seed, dim_C, self.tables, default_initializer or _DEFAULT_INITIALIZER),
             plan=store_plan(store_options, self.tables, self.ranks),
             threads=Threads(num_threads),
+            policies=self.policies,
         )
         self.rank_snapshots = RankSnapshots(
             name, self.store, store_options.persistent_path, rank_folders(store_options, self.ranks), self.ranks
@@ -519,6 +525,116 @@ class TableEmbedding(torch.nn.Module):
         """
         return copied(self, persistent_path, weights_only=weights_only)
 
+    # ---- rows that come and go --------------------------------------------------------------------------------------
+
+    def erase(self, ids: torch.Tensor, table: int = 0) -> int:
+        """Forget the rows of ids, weights and optimizer state: one that is looked up again begins anew. Snapshots keep
+        the rows that they have.
+
+        With `process_group` every rank makes the call, each with ids of its own; what any of them names is erased.
+
+        Args:
+            ids: integers of `key_type`, any shape; those without a row, or several times the same, are fine.
+            table: of these ids.
+
+        Returns:
+            How many rows there were, of all ranks together.
+
+        Raises:
+            TypeError, ValueError: ids or table are not as above.
+            StorageError: a lookup whose step is still to come holds one; nothing has changed.
+        """
+        of_ranks = [self._ids_of_table(ids, table)]
+        if self.ranks is not None:
+            (mine,) = of_ranks
+            of_ranks = self.ranks.all_gather(f"erase rows of {self.name!r}", lambda: mine)
+        table_N, id_N = (np.concatenate(column) for column in zip(*of_ranks, strict=True))
+        order_N = np.lexsort((id_N, table_N))
+        table_N, id_N = table_N[order_N], id_N[order_N]
+        first_N = np.append(True, (table_N[1:] != table_N[:-1]) | (id_N[1:] != id_N[:-1]))[: len(id_N)]
+        table_U, id_U = table_N[first_N], id_N[first_N]
+        if self.ranks is None:
+            return self._erase(table_U, id_U)
+        # On none of them, if one refuses.
+        self.ranks.agree(f"erase rows of {self.name!r}", lambda: self.store.check_free(table_U, id_U))
+        return sum(self.ranks.all_gather(f"erase rows of {self.name!r}", lambda: self._erase(table_U, id_U)))
+
+    def _erase(self, table_U: np.ndarray, id_U: np.ndarray) -> int:
+        """Erase those that are here. Returns how many there were of which no other rank has copies that count."""
+        erased_U = self.store.erase(table_U, id_U)
+        for watcher in list(self.store.watchers):
+            watcher.erase(table_U, id_U)
+        counted_U = self.store.replicas.are_counted(table_U[erased_U], id_U[erased_U])
+        return int(np.count_nonzero(counted_U))
+
+    def evict(self) -> dict[str, int]:
+        """Let all rows leave that have expired, by age, norm or `expire_where`, as the tables' policies say.
+
+        Returns:
+            How many, by reason: "expired", "norm", "where".
+        """
+        return self.store.evict()
+
+    def scores(self, ids: torch.Tensor, table: int = 0) -> torch.Tensor:
+        """The scores of rows, uint64 of the shape of `ids`: those of least score leave first. 0 where there is no row.
+
+        What a score means is the policy's: the number of the last lookup of `LRU`, of the step of `StepLRU`, uses of
+        `LFU` (with a half-life the bits of a float64, log2(uses) + step / half_life), the power and the step of
+        `MixedLFU`, the epoch and the lookup or the uses of `EpochLRU` and `EpochLFU`, what was given of `GivenScore`.
+
+        Raises:
+            ValueError: there is no policy.
+        """
+        table_N, id_N = self._ids_of_table(ids, table)
+        return torch.from_numpy(self.store.scores(table_N, id_N)[0]).view(ids.shape)
+
+    def set_scores(self, ids: torch.Tensor, scores: torch.Tensor, table: int = 0) -> int:
+        """Give rows other scores; the next use changes them as the policy says, which of `GivenScore` is not at all.
+
+        Args:
+            ids: integers of `key_type`, any shape, each once; those without a row are passed over.
+            scores: uint64, or int64 from 0 up, of the shape of `ids`.
+
+        Returns:
+            How many of the ids have a row.
+
+        Raises:
+            TypeError, ValueError: `scores` is not as above, ids repeat, or there is no policy.
+            StoreFullError: so many rows do not fit in the hot tier at a time.
+        """
+        table_N, id_N = self._ids_of_table(ids, table)
+        if scores.shape != ids.shape or scores.dtype not in (torch.uint64, torch.int64):
+            raise TypeError(
+                f"scores must be uint64 or int64 {list(ids.shape)}, as the ids, got {scores.dtype} {list(scores.shape)}"
+            )
+        score_N = scores.detach().cpu().reshape(-1).numpy()
+        if scores.dtype == torch.int64 and (score_N < 0).any():
+            raise ValueError(f"scores must be 0 or more, got {int(score_N.min())}")
+        if len(np.unique(id_N)) < len(id_N):
+            raise ValueError("ids must be there once each, so that it is clear which score each has; some repeat")
+        return self.store.set_scores(table_N, id_N, score_N.astype(np.uint64))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let uses from now on be of this epoch, for `EpochLRU` and `EpochLFU`; snapshots keep it.
+
+        Args:
+            epoch: 0 to 2^32 - 1, not before the present one. A new embedding is at 0.
+
+        Raises:
+            ValueError: it is not as above, or there is no policy.
+        """
+        self.store.set_epoch(epoch)
+
+    def _ids_of_table(self, ids: torch.Tensor, table: int) -> tuple[np.ndarray, np.ndarray]:
+        """int32 [N] and int64 [N]."""
+        if not isinstance(ids, torch.Tensor) or ids.dtype != self.key_type:
+            got = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
+            raise TypeError(f"ids must be {self.key_type}, got {got}")
+        if type(table) is not int or not 0 <= table < self.num_tables:
+            raise ValueError(f"table must be an int from 0 to {self.num_tables - 1}, got {table!r}")
+        id_N = ids.detach().cpu().reshape(-1).to(torch.int64).numpy()
+        return np.full(len(id_N), table, np.int32), id_N
+
     # ---- rows, counters, memory -------------------------------------------------------------------------------------
 
     def clear(self) -> None:
@@ -636,7 +752,7 @@ def copied(
         copy, embedding.name, embedding.column_dims, embedding.dtype, embedding.key_type, embedding.tables, options,
         embedding.default_initializer, embedding.padding_idx, embedding.seed, embedding.store.threads.count,
         *((None,) if ranks is None else (ranks.group, ranks.gradients, ranks.comm_dtype)),
-        starts_empty=False,
+        policy=embedding.policies, starts_empty=False,
     )  # fmt: skip
     try:
         copy.to(embedding.store.loops.device).train(embedding.training)
@@ -683,6 +799,8 @@ class MultiTableEmbedding(TableEmbedding):
             float16 are infinite, and the step is refused or, with a GradScaler, skipped. Where owners sum parts of long
             bags the sums are rounded in place of rows. Rows of replicated tables are rounded too, as gradients always
             are, but where all tables of the embedding are replicated.
+        policy: which rows tables keep, a `oneemb.policies.RowPolicy` for all or a list of one for each; None = all
+            rows. Without `process_group`.
 
     Raises:
         TypeError, ValueError: an argument is not as above.
@@ -717,10 +835,11 @@ class MultiTableEmbedding(TableEmbedding):
         process_group: "torch.distributed.ProcessGroup | None" = None,
         gradients_of_ranks: Literal["mean", "sum"] = "mean",
         comm_dtype: torch.dtype = torch.float32,
+        policy: RowPolicy | Sequence[RowPolicy] | None = None,
     ):
         super().__init__(
             name, [embedding_dim], dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
-            num_threads, process_group, gradients_of_ranks, comm_dtype,
+            num_threads, process_group, gradients_of_ranks, comm_dtype, policy,
         )  # fmt: skip
 
 
@@ -751,12 +870,13 @@ class MultiTableMultiColumnEmbedding(TableEmbedding):
         process_group: "torch.distributed.ProcessGroup | None" = None,
         gradients_of_ranks: Literal["mean", "sum"] = "mean",
         comm_dtype: torch.dtype = torch.float32,
+        policy: RowPolicy | Sequence[RowPolicy] | None = None,
     ):
         if not isinstance(embedding_dim, list | tuple):
             raise TypeError(f"embedding_dim must be a list of column widths, got {embedding_dim!r}")
         super().__init__(
             name, embedding_dim, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
-            num_threads, process_group, gradients_of_ranks, comm_dtype,
+            num_threads, process_group, gradients_of_ranks, comm_dtype, policy,
         )  # fmt: skip
 
 

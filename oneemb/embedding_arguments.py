@@ -23,10 +23,11 @@ from oneemb.options import (
     UniformInitializer,
     normal_cdf,
 )
+from oneemb.storage.policies import RowPolicy
 from oneemb.storage.snapshot_parts import rank_folder_name
 from oneemb.storage.tiers.stack import StorePlan
 
-__all__ = ["DTYPE_NAMES", "check_arguments", "initial_rows", "rank_folders", "state_width_of", "store_plan"]
+__all__ = ["DTYPE_NAMES", "check_arguments", "initial_rows", "policies_of", "rank_folders", "state_width_of", "store_plan"]
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """The dtypes of rows, with the names that storage has for them."""
@@ -157,6 +158,32 @@ def store_plan(options: StoreOptions, tables: Sequence[TableOptions], ranks: Ran
     return StorePlan(
         folder, cache_bytes, host_bytes, options.capacity, options.physical_block_size, policy, rank, size, replicated
     )
+
+
+def policies_of(
+    policy: RowPolicy | Sequence[RowPolicy] | None, tables: Sequence[TableOptions], options: StoreOptions,
+    ranks: Ranks | None,
+) -> tuple[RowPolicy, ...] | None:  # fmt: skip
+    """The policy of each table; None = they keep all rows.
+
+    Raises:
+        TypeError, ValueError: it is no policy, or none for these tables.
+    """
+    if policy is None:
+        return None
+    if ranks is not None:
+        raise ValueError("a policy is for an embedding without process_group, got both")
+    policies = (policy,) * len(tables) if isinstance(policy, RowPolicy) else tuple(policy)
+    if not all(isinstance(one, RowPolicy) for one in policies):
+        raise TypeError(f"policy must be a oneemb.policies.RowPolicy, or a list of one for each table, got {policy!r}")
+    if len(policies) != len(tables):
+        raise ValueError(f"policy must be one for all tables, or one for each of {len(tables)}, got {len(policies)}")
+    if options.capacity is not None and len({one.evict for one in policies}) > 1:
+        raise ValueError(
+            f"tables that share the store's capacity, {options.capacity} rows, must have one evict=, so that it is"
+            " clear whose rows leave; give each table a capacity of its own, in its policy"
+        )
+    return policies
 
 
 def state_width_of(options: StoreOptions, dim: int, optimizer: str, needed: int) -> int:

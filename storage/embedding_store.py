@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -34,7 +34,10 @@ from oneemb.kernels.places import loops_at
 from oneemb.kernels.threads import Threads
 from oneemb.storage.bottom import EXPORTED, Bottom, TableBottom
 from oneemb.storage.errors import OtherSnapshotError, SnapshotNotFoundError
+from oneemb.storage.hash_index import SHARDS
+from oneemb.storage.ledger import MARKS, Ledger
 from oneemb.storage.owned_rows import OwnedRows
+from oneemb.storage.policies import RowPolicy
 from oneemb.storage.replicas import Keys as ReplicatedKeys, Replicas
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError, StoreFullError
@@ -66,9 +69,11 @@ class Pins(weakref.ref):
     Python calls the function of a weak reference without running a line of code: no interrupt can lose the note.
     """
 
-    __slots__ = ("generation", "slot_U")
+    __slots__ = ("generation", "place_U", "slot_U")
     slot_U: Array
     generation: int
+    place_U: np.ndarray
+    """Where the rows are in the ledger, if there is one."""
 
 
 class Watcher(Protocol):
@@ -76,6 +81,9 @@ class Watcher(Protocol):
 
     def before_change(self, table_U: Array, id_U: Array, weight_UD: torch.Tensor) -> None:
         """These rows are about to change, whose weights are these. One that raises keeps them from it."""
+
+    def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
+        """The rows of these keys have been erased."""
 
 
 Method = Callable[Concatenate["EmbeddingStore", P], R]
@@ -135,6 +143,7 @@ class EmbeddingStore:
         plan: the tiers.
         threads: runs the loops.
         bottom: what lies below the tiers; None = a persistent table at the plan's path.
+        policies: which rows each table keeps; None = all of them.
 
     Raises:
         StorageError: the path cannot be made or written to.
@@ -142,7 +151,7 @@ class EmbeddingStore:
 
     def __init__(
         self, *, dim: int, dtype: str, initial: InitialRows, plan: StorePlan, threads: Threads,
-        bottom: Bottom | None = None,
+        bottom: Bottom | None = None, policies: Sequence[RowPolicy] | None = None,
     ):  # fmt: skip
         if bottom is None:
             bottom = TableBottom(plan.persistent_path, plan.physical_block_size, threads, _MEND)
@@ -168,7 +177,11 @@ class EmbeddingStore:
         """The keys of replicated tables."""
         self._pins: dict[int, Pins] = {}
         self._bottom = bottom
-        self._rows = TieredRows(plan, bottom, RowFormat(dim, dtype), initial, HostLoops(threads), threads, self.writing)
+        self.ledger = None if policies is None else Ledger(policies, plan.capacity, threads)
+        """What is known of each row's use; None where no table has a policy."""
+        format = RowFormat(dim, dtype, marks=0 if policies is None else MARKS)
+        self._rows = TieredRows(plan, bottom, format, initial, HostLoops(threads), threads, self.writing)
+        self._places: tuple[Array | None, np.ndarray] = None, np.empty(0, np.int64)
         self._closed = False
         self._prefetched: set[Prefetched] = set()
 
@@ -308,11 +321,14 @@ class EmbeddingStore:
         """The hot tier. In a turn only."""
         return self._rows.tiers[0]
 
-    def acquire(self, keys: Keys, prefetched: Prefetched | None = None) -> tuple[Array, Keys]:
+    def acquire(
+        self, keys: Keys, prefetched: Prefetched | None = None, *, again: bool = False
+    ) -> tuple[Array, Keys]:
         """Make the rows of these keys resident in the hot tier, beginning new ones, and pin each once more.
 
         Args:
             prefetched: what `prefetch` gave for the same keys; its pins are the caller's from here on.
+            again: a lookup that was made before needs its rows again: to a policy that is no use of them.
 
         Returns:
             slot_U, int64 [U], good until it is released; and the keys, cut to as many as there are.
@@ -328,7 +344,10 @@ class EmbeddingStore:
             self._release_abandoned()
             hot = self.hot
             begun, new = hot.begun, self._new_replicas(keys)
-            found = self._acquire(hot, keys, prefetched)
+            if self.ledger is None:
+                found = self._acquire(hot, keys, prefetched)
+            else:
+                found = self._acquire_by_policy(self.ledger, hot, keys, prefetched, again)
             self.changes += hot.begun > begun
             if new is not None:
                 self.replicas.add(new)
@@ -360,6 +379,165 @@ class EmbeddingStore:
         for held in list(self._prefetched):
             self.unprefetch(held)
         return hot.acquire(keys)
+
+    def _acquire_by_policy(
+        self, ledger: Ledger, hot: HotRows, keys: Keys, prefetched: Prefetched | None, again: bool
+    ) -> tuple[Array, Keys]:
+        """`_acquire`, after the rows have left that are to leave now, and counted as a use."""
+        keys = self.loops.counted(keys)
+        table_U, id_U = (self.loops.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
+        held = [ledger.find(table_U, id_U), *self._held_places()]
+        for departing in ledger.sweep(self.step, np.concatenate(held)):
+            self._erase(*departing)
+        for departing in ledger.make_room(table_U, id_U, held[1:]):
+            self._erase(*departing)
+        ledger.reserve(table_U, id_U)
+        slot_U, keys = self._acquire(hot, keys, prefetched)
+        used = np.flatnonzero(held[0] < 0) if again else slice(None)  # Rows that had left begin anew.
+        if not again or len(table_U[used]):
+            uses_U = self.loops.uses_of(keys)
+            place_U, mark_U4 = ledger.use(table_U[used], id_U[used], uses_U[used], self.step)
+            self._write_marks(slot_U[used], mark_U4)
+        if again:
+            place_U = ledger.find(table_U, id_U)
+        self._places = slot_U, place_U
+        return slot_U, keys
+
+    def _write_marks(self, slot_U: Array, mark_U4: np.ndarray) -> None:
+        """Write what the ledger knows into the records of rows that are pinned."""
+        format = self.format
+        with self.writing:
+            self.row_SW[slot_U, format.mark_begin : format.state_begin] = self.loops.put(mark_U4.view(np.float32))
+        self.hot.mark_dirty(slot_U)
+
+    def _held_places(self) -> list[np.ndarray]:
+        """Where the rows that lookups hold are in the ledger."""
+        return [pins.place_U for pins in self._pins.values() if pins.generation == self.generation]
+
+    def _erase(self, table_V: np.ndarray, id_V: np.ndarray, reason: str) -> np.ndarray:
+        """Erase rows that no lookup holds. What has been prefetched of them gives way, as without prefetching. Returns
+        which there were."""
+        if self._prefetched:
+            slot_V = self._slots_here(table_V, id_V)
+            for held in list(self._prefetched):
+                if bool(torch.isin(self.loops.tensor(held.slot_U), slot_V).any()):
+                    self.unprefetch(held)
+        erased_V = self.hot.erase(table_V, id_V)
+        self.replicas.forget(table_V, id_V)
+        if self.ledger is not None:
+            self.ledger.forget(table_V, id_V, reason)
+        self.changes += bool(erased_V.any())
+        return erased_V
+
+    def _slots_here(self, table_V: np.ndarray, id_V: np.ndarray) -> torch.Tensor:
+        """Slots of the hot tier that the rows of these keys are in, of those that are there."""
+        put = self.loops.put
+        found_V, *_ = self.hot.pin_resident(self.loops.distinct_keys(put(table_V), put(id_V)))
+        self.hot.release(found_V)
+        slot_V = self.loops.tensor(found_V)
+        return slot_V[slot_V >= 0]
+
+    @_in_turn
+    def check_free(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
+        """Raise StorageError if a lookup whose step is still to come holds the row of one of these keys."""
+        if not self.built:
+            return
+        self._release_abandoned()
+        slot_U = self._slots_here(table_U, id_U)
+        held = [self.loops.tensor(pins.slot_U) for pins in self._pins.values() if pins.generation == self.generation]
+        if in_use := sum(int(torch.isin(slot_U, slots).sum()) for slots in held):
+            raise StorageError(f"{in_use} of the rows to erase are in use by a lookup; erase them between two steps")
+
+    @_between_steps
+    @_in_turn
+    def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """Forget the rows of these keys, here and in every tier. Snapshots keep theirs.
+
+        Returns:
+            Which there were, bool [U].
+
+        Raises:
+            StorageError: a lookup whose step is still to come holds one; nothing has changed.
+        """
+        self._check_open()
+        if not self.built and self._bottom.keeps_rows:
+            self._rows.build()
+        if not self.built:
+            return np.zeros(len(id_U), np.bool_)
+        self._release_abandoned()
+        return self._erase(table_U, id_U, "erased")
+
+    @_between_steps
+    @_in_turn
+    def evict(self) -> dict[str, int]:
+        """Let all rows leave that have expired, as policies say, and that no lookup holds.
+
+        Returns:
+            How many, by reason.
+        """
+        self._check_open()
+        ledger, left = self.ledger, dict[str, int]()
+        if ledger is None or not self.built:
+            return left
+        self._release_abandoned()
+        held = np.concatenate([np.empty(0, np.int64), *self._held_places()])
+        departing = ledger.expired(range(SHARDS), self.step, held)
+        if ledger.looks_at_weights:
+            for table_N, id_N, row_NW in self._rows.rows():
+                weight_ND = self.format.weights(row_NW)[:, : self.format.dim]
+                weights = torch.from_numpy(weight_ND).view(getattr(torch, self.format.dtype)).float().numpy()
+                departing += ledger.unwanted(table_N, id_N, weights, held)
+        for its in departing:
+            left[its.reason] = left.get(its.reason, 0) + int(np.count_nonzero(self._erase(*its)))
+        return left
+
+    @_in_turn
+    def scores(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The scores of these rows, uint64 [U], 0 of those that are not there; and which are, bool [U]."""
+        ledger = self._need_ledger()
+        place_U = ledger.find(table_U, id_U)
+        score_U = np.zeros(len(id_U), np.uint64)
+        score_U[place_U >= 0] = ledger.scores(place_U[place_U >= 0])
+        return score_U, place_U >= 0
+
+    @_between_steps
+    @_in_turn
+    def set_scores(self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray) -> int:
+        """Give those of these rows that are there other scores. Returns how many there are.
+
+        Raises:
+            StoreFullError: so many rows do not fit in the hot tier at a time.
+        """
+        ledger = self._need_ledger()
+        place_U = ledger.find(table_U, id_U)
+        known = np.flatnonzero(place_U >= 0)
+        put, table_U, id_U, place_U = self.loops.put, table_U[known], id_U[known], place_U[known]
+        if len(known):
+            slot_U, _ = self._acquire(self.hot, self.loops.distinct_keys(put(table_U), put(id_U)), None)
+            try:
+                ledger.set_scores(place_U, score_U[known])
+                self._write_marks(slot_U, ledger.marks(place_U))
+            finally:
+                self.release(slot_U)
+            self.changes += 1
+        return len(known)
+
+    @_in_turn
+    def set_epoch(self, epoch: int) -> None:
+        """Let uses from now on be of this epoch."""
+        ledger = self._need_ledger()
+        if not ledger.clock.epoch <= epoch < 2**32:
+            raise ValueError(
+                f"an epoch must be an int below 2**32 and not before the present one, {ledger.clock.epoch}, got {epoch}"
+            )
+        ledger.clock.epoch = epoch
+        self.changes += 1
+
+    def _need_ledger(self) -> Ledger:
+        self._check_open()
+        if self.ledger is None:
+            raise ValueError(f"the embedding on {self._bottom.name} has no policy, so that its rows have no scores")
+        return self.ledger
 
     def prefetch(self, keys: Keys) -> Prefetched:
         """Read those rows of a coming lookup that are known, and pin them as far as there is room; begin none.
@@ -429,8 +607,13 @@ class EmbeddingStore:
         try:
             if self.watchers:
                 self.before_change(keys.table_U, keys.id_U, self.weights_in(slot_U))
+            format = self.format
             with self.writing:
-                self.row_SW[slot_U, : row_UX.shape[1]] = put(row_UX)
+                its = slice(0, min(format.mark_begin, row_UX.shape[1]))
+                self.row_SW[slot_U, its] = put(row_UX[:, its])
+                its = slice(format.state_begin, row_UX.shape[1])  # What a policy notes is not the caller's.
+                if its.start < its.stop:
+                    self.row_SW[slot_U, its] = put(row_UX[:, its])
             self.mark_dirty(keys.table_U, slot_U)
         finally:
             self.release(slot_U)
@@ -512,6 +695,7 @@ class EmbeddingStore:
         """Have these rows, for `copy_to`. There are none here yet."""
         self._rows.copy_from(rows, with_state=with_state, change=change)
         self.step = step
+        self._read_ledger(None)
         self.changes += 1
 
     def release(self, slot_U: Array, *, elsewhere: bool = False) -> None:
@@ -523,6 +707,9 @@ class EmbeddingStore:
         """Let an object own the pins of slots that `acquire` gave: they are released for it when it is dropped."""
         pins = Pins(owner, self.abandoned.append)
         pins.slot_U, pins.generation = slot_U, self.generation
+        of_slots, pins.place_U = self._places
+        assert self.ledger is None or of_slots is slot_U, "pins are owned in the turn in which they were made"
+        self._places = None, np.empty(0, np.int64)
         self._pins[id(pins)] = pins
         return pins
 
@@ -601,7 +788,10 @@ class EmbeddingStore:
         """
         self._check_open()
         without = self.replicas.keys(own=False) if part is not None and self.replicas else None
-        return self._rows.save(name, meta, self.step, overwrite=overwrite, part=part, without=without)
+        ledger = None if self.ledger is None else self.ledger.to_meta()
+        return self._rows.save(
+            name, meta, self.step, overwrite=overwrite, part=part, without=without, ledger=ledger
+        )
 
     @_between_steps
     def load_snapshot(self, name: str, *, weights_only: bool = False) -> bool:
@@ -695,12 +885,28 @@ class EmbeddingStore:
                 self.replaced += 1
                 self.step, same = self._rows.load(info, weights_only, owned)
                 self.replicas.clear()
+                self._read_ledger(info)
             except BaseException as error:
                 if broken or not self._rows.whole:  # Without rows, or with a part of them, there is nothing to go on.
                     self.turns.cut_short(error)
                 raise
             self.changes += 1
             return same
+
+    def _read_ledger(self, info: SnapshotInfo | None) -> None:
+        """Know the rows that are here now, by what their records hold.
+
+        Args:
+            info: of the snapshot that they are of; None = of another store with the same policies.
+        """
+        if self.ledger is None:
+            return
+        has_marks = info is None or SnapshotRows.of_meta(info.meta, info.name).format.marks == MARKS
+        self.ledger.begin(info.meta.get("ledger") if info is not None else None, self.step)
+        its = slice(self.format.mark_begin, self.format.state_begin)
+        for table_N, id_N, row_NW in self._rows.rows():
+            mark_N4 = np.ascontiguousarray(row_NW[:, its]).view(np.uint32)
+            self.ledger.add(table_N, id_N, mark_N4 if has_marks else None, self.step)
 
     def check_fits(self, name: str) -> None:
         """Raise StorageError unless `load_snapshot` would find this snapshot, and rows in it that fit."""
@@ -757,6 +963,8 @@ class EmbeddingStore:
                 self._rows.build()
             self._rows.clear()
             self.replicas.clear()
+            if self.ledger is not None:
+                self.ledger.clear()
             self.changes += 1
             self.replaced += 1
             self.step = 0
@@ -766,7 +974,11 @@ class EmbeddingStore:
         """Sizes now and counters since the store was built, a dict a tier."""
         if self.built and not self.turns.forked:
             self._release_abandoned()
-        counts = {"rows": len(self._rows), "replicated_rows": len(self.replicas), "step": self.step}
+        counts: dict[str, Any] = {
+            "rows": len(self._rows), "replicated_rows": len(self.replicas), "step": self.step,
+        }  # fmt: skip
+        if self.ledger is not None:
+            counts["policy"] = {"left": dict(self.ledger.left), "bytes": self.ledger.nbytes}
         return {**counts, **self._rows.stats()}
 
     @_between_steps
@@ -785,6 +997,8 @@ class EmbeddingStore:
         if broken:
             self._rows.dismantle()
             self.replicas.clear()
+            if self.ledger is not None:
+                self.ledger.clear()
             self._prefetched.clear()
             self.turns.mended()
         return broken

@@ -30,9 +30,11 @@ from oneemb.kernels.hash_index import (
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import IndexMemoryError
 
-__all__ = ["HashIndex", "check_tables"]
+__all__ = ["SHARDS", "HashIndex", "check_tables"]
 
-_SHARDS = 256
+SHARDS = 256
+"""A key's shard follows from its hash alone."""
+
 _CELL_BYTES = 16
 _CELLS_MIN = LINE
 _LOAD_MAX = 0.84
@@ -44,7 +46,7 @@ _BLOCK_SHARDS = 16
 _SHARE_MIN = 512
 
 # Where between two sizes of the common ladder each shard has its own: as far apart as can be for any run of shards.
-_PHASE_P = np.array([int(f"{p:08b}"[::-1], 2) for p in range(_SHARDS)]) / _SHARDS
+_PHASE_P = np.array([int(f"{p:08b}"[::-1], 2) for p in range(SHARDS)]) / SHARDS
 
 
 def check_tables(table_U: np.ndarray) -> None:
@@ -141,8 +143,8 @@ class HashIndex:
         )
         old_U = np.empty(len(id_U), np.int64)
         self._threads.run(
-            cells_put, _SHARDS, self._address_P, self._cells_P, self._size_P, begin_P1, order_U, cell_U2, old_U,
-            share_min=1 + _SHARDS * _SHARE_MIN // (len(id_U) + 1),
+            cells_put, SHARDS, self._address_P, self._cells_P, self._size_P, begin_P1, order_U, cell_U2, old_U,
+            share_min=1 + SHARDS * _SHARE_MIN // (len(id_U) + 1),
         )  # fmt: skip
         return old_U, cell_U2
 
@@ -152,12 +154,15 @@ class HashIndex:
         cells_erase(self._address_P, self._cells_P, self._size_P, table_U, id_U, old_U)
         return old_U
 
-    def items(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """All (table_N int32, id_N int64, place_N int64), in batches. The index must not change meanwhile."""
-        shard, cell = 0, 0
-        while shard < _SHARDS:
+    def items(
+        self, batch: int = 65536, shards: range = range(SHARDS)
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """All (table_N int32, id_N int64, place_N int64) of these shards, in batches. The index must not change
+        meanwhile."""
+        shard, cell, cells_P = shards.start, 0, self._cells_P[: shards.stop]
+        while shard < shards.stop:
             table_N, id_N, place_N = np.empty(batch, np.int32), np.empty(batch, np.int64), np.empty(batch, np.int64)
-            size, shard, cell = cells_items(self._address_P, self._cells_P, shard, cell, table_N, id_N, place_N)
+            size, shard, cell = cells_items(self._address_P, cells_P, shard, cell, table_N, id_N, place_N)
             if size:
                 yield table_N[:size], id_N[:size], place_N[:size]
 
@@ -170,7 +175,7 @@ class HashIndex:
             IndexMemoryError: there is no memory for the cells; the index is as it was.
         """
         if more > 0:
-            mean = more / _SHARDS
+            mean = more / SHARDS
             self.grow(self._size_P + min(more, math.ceil(mean + 6 * math.sqrt(mean)) + 4))
 
     def reserve_keys(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
@@ -225,19 +230,19 @@ class HashIndex:
     def _count(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The shard of each key, uint8 [U], and how many each has in each block of keys, int64 [K, P]."""
         shard_U = np.empty(len(id_U), np.uint8)
-        count_KP = np.zeros((-(-len(id_U) // BLOCK), _SHARDS), np.int64)
+        count_KP = np.zeros((-(-len(id_U) // BLOCK), SHARDS), np.int64)
         self._threads.run(count_keys, len(count_KP), table_U, id_U, shard_U, count_KP, share_min=1)
         return shard_U, count_KP
 
     def clear(self) -> None:
         """Forget every key."""
-        self._cells_P = np.full(_SHARDS, _CELLS_MIN, np.int64)
+        self._cells_P = np.full(SHARDS, _CELLS_MIN, np.int64)
         # The arrays whose addresses loops are given.
         self._cell_PC2 = _new_cells(self._cells_P)
         for cell_C2 in self._cell_PC2:
             cell_C2[:] = 0
         self._address_P = np.array([cells.ctypes.data for cells in self._cell_PC2], np.int64)
-        self._size_P = np.zeros(_SHARDS, np.int64)
+        self._size_P = np.zeros(SHARDS, np.int64)
         self._limit_P = _limit(self._cells_P)
 
 

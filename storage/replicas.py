@@ -98,6 +98,11 @@ class Replicas:
         if len(keys[1]):
             self._index.put(*keys, np.zeros(len(keys[1]), np.int64))
 
+    def forget(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
+        """Of these keys, of any tables, none has a row any more."""
+        if self:
+            self._index.erase(table_U, id_U)
+
     def clear(self) -> None:
         """Forget every key."""
         self._index.clear()

@@ -1,7 +1,8 @@
 """What one row is made of: the weights, then the optimizer's state, in one record of 32-bit words.
 
-words   0 .. state_begin             D weights of the table's dtype; half-width weights lie two a word, and an
+words   0 .. mark_begin              D weights of the table's dtype; half-width weights lie two a word, and an
                                      odd last one is followed by 16 zero bits
+words   mark_begin .. state_begin    what a policy notes of the row's use (ledger.py): none, where there is no policy
 words   state_begin .. row_width     the optimizer's state, float32 whatever the weights are: squares of
                                      gradients underflow in float16
 """
@@ -29,12 +30,14 @@ class RowFormat:
         dtype: of the weights, "float32", "float16" or "bfloat16".
         optimizer: whose state follows the weights; None = nobody's, or not known.
         state: what the state of a new row holds, a float32 value each.
+        marks: words of what a policy notes.
     """
 
     dim: int
     dtype: str
     optimizer: str | None = None
     state: tuple[float, ...] = ()
+    marks: int = 0
 
     @property
     def state_width(self) -> int:
@@ -42,9 +45,14 @@ class RowFormat:
         return len(self.state)
 
     @property
+    def mark_begin(self) -> int:
+        """Word at which the weights have ended."""
+        return -(-self.dim * np.dtype(_BITS[self.dtype]).itemsize // 4)
+
+    @property
     def state_begin(self) -> int:
         """Word at which the state begins."""
-        return -(-self.dim * np.dtype(_BITS[self.dtype]).itemsize // 4)
+        return self.mark_begin + self.marks
 
     @property
     def row_width(self) -> int:
@@ -69,8 +77,28 @@ class RowFormat:
         return (self.dim, self.dtype) == (other.dim, other.dtype)
 
     def same_words(self, other: "RowFormat") -> bool:
-        """Whether a row of one format is a row of the other: the same weights, and as much state."""
-        return self.same_weights(other) and self.state_width == other.state_width
+        """Whether a row of one format is a row of the other: the same weights, as many marks and as much state."""
+        widths = self.state_width, self.marks
+        return self.same_weights(other) and widths == (other.state_width, other.marks)
+
+    def converted(self, row_NW: np.ndarray, format: "RowFormat", *, with_state: bool) -> np.ndarray:
+        """Rows of another format, of the same weights, as rows of this one: float32 [N, W].
+
+        Marks that those lack are zeros.
+
+        Args:
+            with_state: whether they keep their state, which is as much as here; off, they get that of new rows.
+        """
+        out_NW = np.zeros((len(row_NW), self.row_width), np.float32)
+        out_NW[:, : self.mark_begin] = row_NW[:, : self.mark_begin]
+        if self.marks == format.marks:
+            its = slice(self.mark_begin, self.state_begin)
+            out_NW[:, its] = row_NW[:, its]
+        if with_state:
+            out_NW[:, self.state_begin :] = row_NW[:, format.state_begin : format.state_begin + self.state_width]
+        else:
+            out_NW[:, self.state_begin :] = self.state
+        return out_NW
 
     def weights(self, row_NW: Array) -> Array:
         """The same memory as an array [N, X] of weights' bits, the first `dim` of each row being the weights.

@@ -28,8 +28,9 @@ class SnapshotRows:
     def described(self) -> dict[str, Any]:
         """This as JSON can hold it."""
         row = self.format
+        marks = {"marks": row.marks} if row.marks else {}
         return {
-            "layout": {"dim": row.dim, "dtype": row.dtype, "state_width": row.state_width},
+            "layout": {"dim": row.dim, "dtype": row.dtype, "state_width": row.state_width, **marks},
             "optimizer": row.optimizer,
             "state": row.state,
             "step": self.step,
@@ -54,15 +55,17 @@ class SnapshotRows:
         rows = meta["rows"]
         _need(isinstance(rows, dict) and {"layout", "optimizer", "state", "step"} <= rows.keys(), name, rows)
         layout, optimizer, state, step = rows["layout"], rows["optimizer"], rows["state"], rows["step"]
-        _need(isinstance(layout, dict) and layout.keys() == {"dim", "dtype", "state_width"}, name, layout)
+        _need(isinstance(layout, dict) and layout.keys() - {"marks"} == {"dim", "dtype", "state_width"}, name, layout)
         _need(_number(layout["dim"], 1, ROW_WIDTH_MAX), name, layout)
         _need(isinstance(layout["dtype"], str) and layout["dtype"] in WEIGHTS, name, layout)
         _need(_number(layout["state_width"], 0, ROW_WIDTH_MAX), name, layout)
+        _need(_number(layout.get("marks", 0), 0, ROW_WIDTH_MAX), name, layout)
         _need(optimizer is None or isinstance(optimizer, str), name, optimizer)
         _need(isinstance(state, list | tuple) and len(state) == layout["state_width"], name, state)
         _need(all(type(value) in (int, float) for value in state), name, state)
         _need(_number(step, 0, _STEP_MAX), name, step)
-        return cls(RowFormat(layout["dim"], layout["dtype"], optimizer, tuple(state)), step)
+        marks = layout.get("marks", 0)
+        return cls(RowFormat(layout["dim"], layout["dtype"], optimizer, tuple(state), marks), step)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -176,10 +177,11 @@ class TieredRows:
             self._load_saved(saved)
 
     def _load_saved(self, name: str) -> None:
-        if SnapshotRows.of_meta(self._bottom.snapshot(name).meta, name).format.same_words(self.format):
+        format = SnapshotRows.of_meta(self._bottom.snapshot(name).meta, name).format
+        if format.same_words(self.format):
             self._snapshots().load_snapshot(name)
         else:
-            self._put_all(name)
+            self._put_all(name, format)
         self._reload()
 
     def _say_where_rows_are(self, error: BaseException, second: BaseException, saved: str | None, step: int) -> None:
@@ -285,18 +287,25 @@ class TieredRows:
 
     def save(
         self, name: str, meta: dict[str, Any], step: int, *, overwrite: bool = False, part: NewPart | None = None,
-        without: tuple[np.ndarray, np.ndarray] | None = None,
+        without: tuple[np.ndarray, np.ndarray] | None = None, ledger: dict[str, int] | None = None,
     ) -> SnapshotInfo:  # fmt: skip
-        """Write every row, or those that are no copies, durably, under a name; see `EmbeddingStore.save_snapshot`."""
+        """Write every row, or those that are no copies, durably, under a name; see `EmbeddingStore.save_snapshot`.
+
+        Args:
+            ledger: what the ledger counts.
+        """
         snapshots = self._snapshots()
         self.hot.flush()
-        return self._save(snapshots, name, meta, step, overwrite=overwrite, part=part, without=without)
+        return self._save(snapshots, name, meta, step, overwrite=overwrite, part=part, without=without, ledger=ledger)
 
     def _save(
         self, snapshots: Snapshots, name: str, meta: dict[str, Any], step: int, *, overwrite: bool,
         part: NewPart | None = None, without: tuple[np.ndarray, np.ndarray] | None = None,
+        ledger: dict[str, int] | None = None,
     ) -> SnapshotInfo:  # fmt: skip
         meta, shard = SnapshotRows(self.format, step).to_meta(meta), (self._plan.owner, self._plan.owners)
+        if ledger is not None:
+            meta["ledger"] = ledger
         if part is not None:
             meta |= PartOf(part.name, *shard).to_meta(name)
             return snapshots.save_snapshot(
@@ -340,7 +349,7 @@ class TieredRows:
             )
         if self.built and not (weights_only or self._lacks_state_of(format) or self._adds_state_to(format)):
             known = format.optimizer is not None and format.state_width > 0
-            if not format.same_words(self.format) or known and format.optimizer != self.format.optimizer:
+            if format.state_width != self.format.state_width or known and format.optimizer != self.format.optimizer:
                 raise StorageError(
                     f"{where} holds the state of {format.optimizer!r} ({format.state_width} values a row), the"
                     f" optimizer attached is {self.format.optimizer!r} ({self.format.state_width} values); attach"
@@ -366,7 +375,8 @@ class TieredRows:
         format = SnapshotRows.of_meta(info.meta, info.name).format
         self.hot.check_holds(info.rows if owned is None else len(owned))
         in_memory = None in (self._plan.cache_bytes, self._plan.host_bytes)
-        if owned is not None or in_memory or self._narrower(format, weights_only) or self._wider(format, weights_only):
+        other_words = not format.same_words(self.format) or self._wider(format, weights_only)
+        if owned is not None or in_memory or other_words:
             for _ in self._scan(info.name, owned):
                 pass
 
@@ -389,14 +399,14 @@ class TieredRows:
                 replaced = True
                 self.dismantle()
             if not self.built:
-                self.build(rows.format)
+                self.build(replace(rows.format, marks=self.format.marks))
             elif self.format.optimizer is None and self.format.state_width == 0 and not weights_only:
-                self.new_rows.format = rows.format
+                self.new_rows.format = replace(rows.format, marks=self.format.marks)
             for tier in self.tiers:
                 tier.check_holds(info.rows if owned is None else len(owned))
-            if wider or owned is not None:
+            if wider or owned is not None or not rows.format.same_words(self.format):
                 replaced = True
-                self._put_all(name, owned, with_state=not wider)
+                self._put_all(name, rows.format, owned, with_state=not wider)
             else:
                 self._snapshots().load_snapshot(name)
                 replaced = True
@@ -407,6 +417,12 @@ class TieredRows:
             raise
         return 0 if wider else rows.step, not wider
 
+    def rows(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """All of them: see `RowSource.scan`."""
+        for batch in self.hot.scan() if self.built else ():
+            undisturbed.raise_interrupt()
+            yield batch
+
     def _narrower(self, format: RowFormat, weights_only: bool) -> bool:
         """Whether a load has to make the tiers anew, for rows with state."""
         return self.built and not weights_only and self._lacks_state_of(format)
@@ -415,18 +431,17 @@ class TieredRows:
         """Whether a load has to give rows the state of new ones."""
         return self.built and (self._adds_state_to(format) or weights_only and format.state_width > 0)
 
-    def _put_all(self, name: str, owned: OwnedRows | None = None, *, with_state: bool = False) -> None:
-        """Start from the rows of a snapshot, put one after another; without state they are given that of new rows."""
+    def _put_all(
+        self, name: str, format: RowFormat, owned: OwnedRows | None = None, *, with_state: bool = False
+    ) -> None:
+        """Start from the rows of a snapshot, of this format, put one after another; without state they are given that
+        of new rows."""
         assert self._store is not None
         self._store.clear()
-        begin = self.format.state_begin
         for table_N, id_N, row_NX in self._scan(name, owned):
-            row_NW = row_NX
-            if not with_state:
-                row_NW = np.empty((len(id_N), self.format.row_width), np.float32)
-                row_NW[:, :begin] = row_NX[:, :begin]
-                row_NW[:, begin:] = self.format.state
-            self._store.put(table_N, id_N, row_NW)
+            if not with_state or not format.same_words(self.format):
+                row_NX = self.format.converted(row_NX, format, with_state=with_state)
+            self._store.put(table_N, id_N, row_NX)
 
     def copy_from(self, source: "TieredRows", *, with_state: bool, change: ChangeRows | None) -> None:
         """Make the tiers, for rows as those of `source`, and have all of them. There are none here yet.
@@ -438,14 +453,14 @@ class TieredRows:
         Raises:
             StorageError: the store at the bottom cannot be opened, or has no room for them.
         """
-        format = source.format
+        format = replace(source.format, marks=self.format.marks)
         self.build(format if with_state else format.with_state(None, np.empty(0, np.float32)))
         assert self._store is not None
         for tier in self.tiers:
             tier.check_holds(len(source))
         for table_N, id_N, row_NW in source.hot.scan():
             undisturbed.raise_interrupt()
-            row_NW = np.ascontiguousarray(row_NW[:, : self.format.row_width])
+            row_NW = self.format.converted(row_NW, source.format, with_state=with_state)
             if change is not None:
                 change(table_N, id_N, row_NW)
             self._store.put(table_N, id_N, row_NW)

@@ -234,10 +234,10 @@ class Lease:
 
     @classmethod
     def of_keys(cls, store: EmbeddingStore, table_U: Array, id_U: Array) -> "Lease":
-        """The rows of these distinct keys, pinned."""
+        """The rows of these distinct keys, which other leases have had, pinned."""
         unique = store.loops.distinct_keys(table_U, id_U)
         lease = cls(store, Keys(torch.Size((len(id_U),)), unique, None, store.loops))
-        lease.pin()
+        lease.pin(again=True)
         return lease
 
     @property
@@ -270,8 +270,11 @@ class Lease:
         self.scale_N = _scales_of(keys, per_sample_weights, pooling, self.store)
         self.pooling = pooling
 
-    def pin(self, prefetched: Prefetched | None = None) -> None:
+    def pin(self, prefetched: Prefetched | None = None, *, again: bool = False) -> None:
         """Make the rows resident and pin them, if they are not; unknown ones are inserted.
+
+        Args:
+            again: it is no other use of the rows, as it is none where this lease has had them before.
 
         Raises:
             StoreFullError: they do not fit.
@@ -282,7 +285,8 @@ class Lease:
         self.check_not_replaced()
         # In one turn, so that what is pinned has an owner. The turn is the outermost block: Ctrl-C ends a wait for it.
         with self.store.turns:
-            self.slot_U, unique = self.store.acquire(self.keys.unique, prefetched)
+            again = again or self.generation != -1
+            self.slot_U, unique = self.store.acquire(self.keys.unique, prefetched, again=again)
             self._keys = dataclasses.replace(self.keys, unique=unique)
             self.generation, self._pins = self.store.generation, self.store.pin_for(self, self.slot_U)
 
@@ -649,7 +653,7 @@ def read_ids(
     Raises:
         TypeError, ValueError, StoreFullError: as `unique_keys` and `acquire`.
     """
-    if not store.reads_in_place:
+    if not store.reads_in_place or inserts and store.ledger is not None:  # A policy counts unique keys.
         return None
     batch_ids.check_ids(ids, table_ids, num_tables, key_type)
     loops = loops_of(ids, store.threads)

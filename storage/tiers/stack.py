@@ -72,7 +72,7 @@ class NewRows:
     def __call__(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:
         self.loops.init_rows(
             self.format.weights(row_SW), row_SW, slot_M, table_M, id_M, self._initial,
-            np.array(self.format.state, np.float32), state_begin=self.format.state_begin,
+            np.array((0.0,) * self.format.marks + self.format.state, np.float32), state_begin=self.format.mark_begin,
         )  # fmt: skip
 
 

@@ -1,0 +1,145 @@
+"""Scores of rows, by which a table that is full chooses those that leave: the least first.  U keys, P places, T tables.
+
+How a use changes a row's score is its table's rule:
+
+    LOOKUP        the number of the lookup                       those not used for longest leave first
+    STEP          the number of the step                         the same, whatever a step looks up
+    COUNT         uses so far                                    those used least often
+    DECAYED       uses, each halved with every half-life         those used least often of late
+    MIXED         2^power uses, roughly; then the step           of those used about as often, the oldest
+    EPOCH_LOOKUP  the epoch; then the number of the lookup       those of old epochs
+    EPOCH_COUNT   the epoch; then uses so far                    those of old epochs, of these those used least often
+    GIVEN         what the user says
+
+A score is a uint64. That of DECAYED is a float64 of the same order, log2(uses) + step / half-life, which stays what it
+is while a row rests. MIXED counts as Morris' approximate counter does: the power grows with probability 2^-power, drawn
+from the key and the lookup.
+
+MIXED: Redis' and TorchRec's dynamic embedding's LFU; Morris, CACM 21(10), 1978.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.hash_index import hash_key
+from oneemb.kernels.jit import Number, cpu, rule
+from oneemb.kernels.jit_code import natural
+from oneemb.kernels.threads import Threads
+
+__all__ = [
+    "COUNT", "DECAYED", "EPOCH_COUNT", "EPOCH_LOOKUP", "GIVEN", "LOOKUP", "MIXED", "STEP", "ScoreRules",
+    "score_uses", "ties_of",
+]  # fmt: skip
+
+LOOKUP, STEP, COUNT, DECAYED, MIXED, EPOCH_LOOKUP, EPOCH_COUNT, GIVEN = range(8)
+
+# Unlike the salts of hash indexes and owners.
+_TIE_SALT = np.uint64(0x6F776E6572730002)
+
+# The fewest rows that are worth waking a thread for.
+_SHARE_MIN = 1 << 13
+
+_POWER_MAX = np.uint64(63)
+_LOW = np.uint64(0xFFFFFFFF)
+_MOST = np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+class ScoreRules(NamedTuple):
+    """Those of T tables."""
+
+    kind_T: np.ndarray
+    """int64: LOOKUP and so on."""
+    param_T: np.ndarray
+    """float64: of DECAYED the half-life in steps, of MIXED the power of a new row."""
+    given_T: np.ndarray
+    """uint64: of GIVEN the score of new rows."""
+    writes_T: np.ndarray
+    """bool: of GIVEN whether every use gives a row that score."""
+
+
+@rule
+def _more(count: Number, uses: Number, most: Number) -> Number:
+    """count + uses, at most `most`."""
+    return count + uses if uses <= most - count else most
+
+
+@rule
+def _count_score(
+    kind: Number, is_new: Number, before: Number, uses: Number, lookup: Number, step: Number, epoch: Number
+) -> Number:
+    """The score of the rules that count in integers."""
+    if kind == LOOKUP:
+        return lookup
+    if kind == STEP:
+        return step
+    if kind == COUNT:
+        return uses if is_new else _more(before, uses, _MOST)
+    if kind == EPOCH_LOOKUP:
+        return epoch << np.uint64(32) | lookup & _LOW
+    # A count goes on through epochs.
+    return epoch << np.uint64(32) | _more(np.uint64(0) if is_new else before & _LOW, uses, _LOW)
+
+
+@rule
+def _mixed_score(is_new: Number, before: Number, least: Number, step: Number, draw: Number) -> Number:
+    power = least if is_new else before >> np.uint64(32)
+    if not is_new and power < _POWER_MAX and (power == np.uint64(0) or draw >> (np.uint64(64) - power) == np.uint64(0)):
+        power += np.uint64(1)
+    return power << np.uint64(32) | step & _LOW
+
+
+@cpu
+def _score_uses_cpu(
+    begin: Number, end: Number, place_U: Array, is_new_U: Array, table_U: Array, id_U: Array, uses_U: Array,
+    kind_T: Array, param_T: Array, given_T: Array, writes_T: Array, score_P: Array, number_P: Array, lookup: Number,
+    step: Number, epoch: Number,
+) -> None:  # fmt: skip
+    for u in range(begin, end):
+        t, p = natural(table_U[u]), natural(place_U[u])
+        kind, is_new, uses = kind_T[t], is_new_U[u], np.uint64(uses_U[u])
+        if kind == GIVEN:
+            if is_new or writes_T[t]:
+                score_P[p] = given_T[t]
+        elif kind == DECAYED:
+            halved = np.float64(step) / param_T[t]
+            known = 0.0 if is_new else 2.0 ** (number_P[p] - halved)
+            number_P[p] = np.log2(known + np.float64(uses)) + halved
+        elif kind == MIXED:
+            draw = hash_key(np.int64(t), id_U[u], lookup)
+            score_P[p] = _mixed_score(is_new, score_P[p], np.uint64(param_T[t]), step, draw)
+        else:
+            score_P[p] = _count_score(kind, is_new, score_P[p], uses, lookup, step, epoch)
+
+
+@cpu
+def _ties_cpu(begin: Number, end: Number, table_N: Array, id_N: Array, tie_N: Array) -> None:
+    for n in range(begin, end):
+        tie_N[n] = hash_key(np.int64(table_N[n]), id_N[n], _TIE_SALT)
+
+
+def score_uses(
+    place_U: np.ndarray, is_new_U: np.ndarray, table_U: np.ndarray, id_U: np.ndarray, uses_U: np.ndarray,
+    rules: ScoreRules, score_P: np.ndarray, *, lookup: int, step: int, epoch: int, threads: Threads,
+) -> None:  # fmt: skip
+    """Change the scores of rows that a lookup uses.
+
+    Args:
+        place_U: int64, where each key's score is.
+        is_new_U: bool, whether its row has begun just now, and has none yet.
+        table_U, id_U, uses_U: int32, int64, int64: the keys, distinct, and how often each is used.
+        score_P: uint64.
+        lookup, step, epoch: numbers that never fall.
+    """
+    threads.run(
+        _score_uses_cpu, len(place_U), place_U, is_new_U, table_U, id_U, uses_U, *rules, score_P,
+        score_P.view(np.float64), np.uint64(lookup), np.uint64(step), np.uint64(epoch), share_min=_SHARE_MIN,
+    )  # fmt: skip
+
+
+def ties_of(table_N: np.ndarray, id_N: np.ndarray, *, threads: Threads) -> np.ndarray:
+    """What decides between rows of one score, a function of the key alone: uint64 [N]."""
+    tie_N = np.empty(len(id_N), np.uint64)
+    threads.run(_ties_cpu, len(id_N), table_N, id_N, tie_N, share_min=_SHARE_MIN)
+    return tie_N

@@ -1,0 +1,377 @@
+"""What is known of each row's use, and which rows are to leave for it.
+
+The ledger has the key of every row of a store, its score, and when it was last used. It is asked before a lookup's rows
+are made, and told after; the same numbers are in the row's record (`MARKS` words of it), which moves between tiers and
+into snapshots, and from which the ledger is made anew after a load.
+
+Which rows leave depends on keys, scores and counts alone, never on where rows are or who has prefetched them. All rows
+are in 256 shards, by their keys' hashes. A round takes the rows that leave out of some of them, the shards of the next
+round being the next ones: so the time of a round does not grow with the table. Each shard is a random sample of the
+rows, and gives up as large a share as all others by the time that each had its turn.
+
+U distinct keys of a lookup, N rows, P places of the ledger, V rows that leave, T tables.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from oneemb.kernels.score_rows import score_uses, ties_of
+from oneemb.kernels.threads import Threads
+from oneemb.storage.hash_index import SHARDS, HashIndex
+from oneemb.storage.policies import RowPolicy, rules_of
+from oneemb.storage.row_store import StoreFullError
+
+__all__ = ["MARKS", "Departing", "Ledger", "LedgerClock"]
+
+MARKS = 4
+"""Words of a row's record: its score, the lower half first, and the step and the second of its last use."""
+
+# Rows that a round looks at, or all where there are fewer; and which share of the rows it looks at leave at least.
+_ROUND_ROWS = 1 << 17
+_ROUND_SHARE = 1 / 32
+
+
+class Departing(NamedTuple):
+    """Rows that are to leave."""
+
+    table_V: np.ndarray
+    id_V: np.ndarray
+    reason: str
+
+
+@dataclass
+class LedgerClock:
+    """What a ledger counts, which a snapshot keeps."""
+
+    lookups: int = 0
+    shard: int = 0
+    """Where the next round of eviction begins."""
+    swept: int = 0
+    """Where the next sweep begins, in shards since the beginning."""
+    swept_step: int = 0
+    """The step of the last sweep."""
+    seconds: int = 0
+    """On the ledger's own clock, which stands while there is no job."""
+    epoch: int = 0
+
+
+class Ledger:
+    """See the head of this file.
+
+    Args:
+        policies: of each table.
+        capacity: rows of all tables together at most; None = no limit.
+        threads: runs loops.
+    """
+
+    def __init__(self, policies: Sequence[RowPolicy], capacity: int | None, threads: Threads):
+        self.policies = tuple(policies)
+        self.clock = LedgerClock()
+        self._capacity, self._threads = capacity, threads
+        self._rules = rules_of(policies)
+        self._limits = {t: policy.capacity for t, policy in enumerate(policies) if policy.capacity is not None}
+        self._times = {policy.clock or time.time for policy in policies if policy.expire_after_seconds is not None}
+        self._began = self._now()
+        self._index = HashIndex(threads)
+        self.left: dict[str, int] = {}
+        """How many rows have left, by reason."""
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        return self._index.nbytes + self._used * (8 + 4 + 4 + 4 + 1)
+
+    def clear(self) -> None:
+        """Forget every row, and begin to count anew."""
+        self._index.clear()
+        self.clock = LedgerClock()
+        self._began = self._now()
+        self._resize(0)
+        self._freed = np.empty(0, np.int64)
+        self._used = 0
+        self._rows_T = np.zeros(len(self.policies), np.int64)
+
+    def _resize(self, places: int) -> None:
+        if places == 0:
+            self._score_P, self._table_P = np.empty(0, np.uint64), np.empty(0, np.int32)
+            self._step_P, self._second_P = np.empty(0, np.uint32), np.empty(0, np.uint32)
+            self._held_P = np.empty(0, np.bool_)
+            return
+        for name in ("_score_P", "_table_P", "_step_P", "_second_P", "_held_P"):
+            before = getattr(self, name)
+            after = np.zeros(places, before.dtype)
+            after[: len(before)] = before
+            setattr(self, name, after)
+
+    # ---- time -------------------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return max((clock() for clock in self._times), default=0.0)
+
+    @property
+    def second(self) -> int:
+        """Whole seconds on the ledger's own clock."""
+        return self.clock.seconds + max(0, int(self._now() - self._began))
+
+    def to_meta(self) -> dict[str, int]:
+        """What a snapshot keeps beside the rows."""
+        return {**asdict(self.clock), "seconds": self.second}
+
+    # ---- lookups ----------------------------------------------------------------------------------------------------
+
+    def find(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """The place of each key, -1 of one that has no row: int64 [U]."""
+        return self._index.find(table_U, id_U)
+
+    def reserve(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
+        """Have memory for rows of these keys, which have none.
+
+        Raises:
+            IndexMemoryError, MemoryError: there is none.
+        """
+        self._index.reserve_keys(table_U, id_U)
+        need = self._used + max(0, len(id_U) - len(self._freed))
+        if need > len(self._score_P):
+            # All at once where a limit is known: what is never written takes no memory, and nothing is copied later.
+            most = self._capacity or 0
+            if len(self._limits) == len(self.policies):
+                most = min(sum(self._limits.values()), most or 2**62)
+            self._resize(max(need, most, len(self._score_P) * 3 // 2, 1024))
+
+    def use(self, table_U: np.ndarray, id_U: np.ndarray, uses_U: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Count a lookup of these keys, whose rows are there now: new ones are known from here on.
+
+        Returns:
+            The place of each, int64 [U]; and what its row's record is to hold, uint32 [U, MARKS].
+        """
+        self.clock.lookups += 1
+        place_U = self.find(table_U, id_U)
+        is_new_U = place_U < 0
+        new = np.flatnonzero(is_new_U)
+        if len(new):
+            place_U[new] = self._add(table_U[new], id_U[new])
+        score_uses(
+            place_U, is_new_U, table_U, id_U, uses_U, self._rules, self._score_P, lookup=self.clock.lookups, step=step,
+            epoch=self.clock.epoch, threads=self._threads,
+        )  # fmt: skip
+        self._step_P[place_U] = min(step, 2**32 - 1)
+        self._second_P[place_U] = self.second
+        return place_U, self.marks(place_U)
+
+    def _add(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+        self.reserve(table_N, id_N)
+        reused = self._freed[: len(id_N)]
+        fresh = len(id_N) - len(reused)
+        place_N = np.concatenate([reused, np.arange(self._used, self._used + fresh)])
+        self._freed = self._freed[len(reused) :]
+        self._used += fresh
+        self._index.put(table_N, id_N, place_N)
+        self._table_P[place_N] = table_N
+        self._rows_T += np.bincount(table_N, minlength=len(self._rows_T))
+        return place_N
+
+    def marks(self, place_N: np.ndarray) -> np.ndarray:
+        """What the records of rows at these places are to hold: uint32 [N, MARKS]."""
+        mark_N4 = np.empty((len(place_N), MARKS), np.uint32)
+        mark_N4[:, :2] = self._score_P[place_N].view(np.uint32).reshape(-1, 2)
+        mark_N4[:, 2], mark_N4[:, 3] = self._step_P[place_N], self._second_P[place_N]
+        return mark_N4
+
+    def scores(self, place_N: np.ndarray) -> np.ndarray:
+        """Of rows at these places: uint64 [N]."""
+        return self._score_P[place_N]
+
+    def set_scores(self, place_N: np.ndarray, score_N: np.ndarray) -> None:
+        """Of rows at these places."""
+        self._score_P[place_N] = score_N
+
+    def forget(self, table_V: np.ndarray, id_V: np.ndarray, reason: str) -> None:
+        """These rows have left."""
+        place_V = self._index.erase(table_V, id_V)
+        known = place_V >= 0
+        self._freed = np.concatenate([self._freed, place_V[known]])
+        self._rows_T -= np.bincount(table_V[known], minlength=len(self._rows_T))
+        self.left[reason] = self.left.get(reason, 0) + int(np.count_nonzero(known))
+
+    # ---- who leaves -------------------------------------------------------------------------------------------------
+
+    def make_room(self, table_U: np.ndarray, id_U: np.ndarray, in_use: Sequence[np.ndarray]) -> list[Departing]:
+        """Which rows have to leave before a lookup of these keys.
+
+        Args:
+            in_use: places of rows that other lookups hold, arrays.
+
+        Raises:
+            StoreFullError: there would be more rows than fit, and too few that may leave.
+        """
+        place_U = self.find(table_U, id_U)
+        new = np.flatnonzero(place_U < 0)
+        new_T = np.bincount(table_U[new], minlength=len(self._rows_T))
+        after_T = self._rows_T + new_T
+        over = [t for t, limit in self._limits.items() if new_T[t] and after_T[t] > limit]
+        if not over and (self._capacity is None or after_T.sum() <= self._capacity):
+            return []
+        held = np.unique(np.concatenate([place_U[place_U >= 0], *in_use]))
+        departing: list[Departing] = []
+        with self._holding(held):
+            for table in over:
+                limit = self._limits[table]
+                found = self._choose(table, int(after_T[table]) - limit, limit, held, int(new_T[table]))
+                departing.append(found)
+                after_T[table] -= len(found.id_V)
+            if self._capacity is not None and (excess := int(after_T.sum()) - self._capacity) > 0:
+                departing.append(self._choose(None, excess, self._capacity, held, len(new)))
+        return departing
+
+    @contextmanager
+    def _holding(self, held: np.ndarray) -> Iterator[None]:
+        """Rows at these places may not leave."""
+        self._held_P[held] = True
+        try:
+            yield
+        finally:
+            self._held_P[:] = False
+
+    def _choose(self, table: int | None, excess: int, limit: int, held: np.ndarray, new: int) -> Departing:
+        policy, where = self.policies[table or 0], "the store" if table is None else f"table {table}"
+        known = len(self) if table is None else int(self._rows_T[table])
+        in_use = len(held) if table is None else int(np.count_nonzero(self._table_P[held] == table))
+        if policy.evict is None or known - in_use < excess:
+            why = (
+                "nothing says which of them may leave (evict=)"
+                if policy.evict is None
+                else f"{in_use} of them are in use by this step and cannot leave"
+            )
+            raise StoreFullError(
+                f"capacity of {where} is {limit} rows; {known} are kept, {why}, and {new} new ones were asked for; give"
+                f" a capacity of at least {known + new}, or use fewer ids a step"
+            )
+        rows = max(_ROUND_ROWS, math.ceil(excess / _ROUND_SHARE))
+        share = min(SHARDS, math.ceil(SHARDS * rows / known))
+        tables, ids, left = [], [], excess
+        while left > 0:
+            shards = range(self.clock.shard, min(self.clock.shard + share, SHARDS))
+            self.clock.shard = shards.stop % SHARDS
+            table_N, id_N, place_N = self._rows_in(shards)
+            free_N = ~self._held_P[place_N]
+            if table is not None:
+                free_N &= table_N == table
+            table_N, id_N, place_N = table_N[free_N], id_N[free_N], place_N[free_N]
+            count = min(len(id_N), max(left, int(len(id_N) * _ROUND_SHARE)))
+            least = self._least(table_N, id_N, place_N, count)
+            tables.append(table_N[least])
+            ids.append(id_N[least])
+            self._held_P[place_N[least]] = True
+            left -= count
+        return Departing(np.concatenate(tables), np.concatenate(ids), "capacity")
+
+    def _rows_in(self, shards: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tables, ids and places of the rows in these shards."""
+        batches = list(self._index.items(shards=shards))
+        if not batches:
+            return np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64)
+        table_N, id_N, place_N = (np.concatenate(column) for column in zip(*batches, strict=True))
+        return table_N, id_N, place_N
+
+    def _least(self, table_N: np.ndarray, id_N: np.ndarray, place_N: np.ndarray, count: int) -> np.ndarray:
+        """Which `count` rows are of least score; between equal ones the hash of the key decides."""
+        score_N = self._score_P[place_N]
+        if count >= len(score_N):
+            return np.arange(len(score_N))
+        if count == 0:
+            return np.empty(0, np.int64)
+        bound = np.partition(score_N, count - 1)[count - 1]
+        below, equal = np.flatnonzero(score_N < bound), np.flatnonzero(score_N == bound)
+        tie_N = ties_of(table_N[equal], id_N[equal], threads=self._threads)
+        return np.concatenate([below, equal[np.argsort(tie_N)[: count - len(below)]]])
+
+    def sweep(self, step: int, held: np.ndarray) -> list[Departing]:
+        """The rows that have expired, of the shards whose turn it is in this step; [] for a step that was swept.
+
+        Args:
+            held: places of rows that may not leave.
+        """
+        steps = [policy.sweep_steps for policy in self.policies if policy.expires]
+        if not steps or step <= self.clock.swept_step:
+            return []
+        many = min(SHARDS, -(-SHARDS * (step - self.clock.swept_step) // min(steps)))
+        self.clock.swept_step = step
+        begin, self.clock.swept = self.clock.swept, (self.clock.swept + many) % SHARDS
+        found = [*range(begin, min(begin + many, SHARDS)), *range(0, max(0, begin + many - SHARDS))]
+        return self.expired(found, step, held)
+
+    def expired(self, shards: Iterable[int], step: int, held: np.ndarray) -> list[Departing]:
+        """The rows of these shards that were not used for longer than their policies say."""
+        limits = [(policy.expire_after_steps, policy.expire_after_seconds) for policy in self.policies]
+        steps_T = np.array([2**62 if limit is None else limit for limit, _ in limits])
+        seconds_T = np.array([2**62 if limit is None else limit for _, limit in limits])
+        second, departing = self.second, []
+        for shard in shards:
+            table_N, id_N, place_N = self._rows_in(range(shard, shard + 1))
+            old_N = step - self._step_P[place_N].astype(np.int64) > steps_T[table_N]
+            old_N |= second - self._second_P[place_N].astype(np.int64) > seconds_T[table_N]
+            old = np.flatnonzero(old_N)
+            old = old[~np.isin(place_N[old], held)]
+            if len(old):
+                departing.append(Departing(table_N[old], id_N[old], "expired"))
+        return departing
+
+    @property
+    def looks_at_weights(self) -> bool:
+        """Whether a policy lets rows leave by their weights."""
+        return any(policy.expire_below_norm is not None or policy.expire_where is not None for policy in self.policies)
+
+    def unwanted(
+        self, table_N: np.ndarray, id_N: np.ndarray, weight_ND: np.ndarray, held: np.ndarray
+    ) -> list[Departing]:
+        """Those of these rows that are to leave by their weights, float32 [N, D].
+
+        Raises:
+            ValueError: `expire_where` gives what it is not to give.
+        """
+        departing = []
+        free_N = ~np.isin(self.find(table_N, id_N), held)
+        for t in np.unique(table_N).tolist():
+            policy = self.policies[t]
+            of_table = np.flatnonzero((table_N == t) & free_N)
+            if policy.expire_below_norm is not None:
+                norm_N = np.sqrt(np.square(weight_ND[of_table].astype(np.float64)).sum(1))
+                small = of_table[norm_N < policy.expire_below_norm]
+                departing.append(Departing(table_N[small], id_N[small], "norm"))
+                of_table = of_table[norm_N >= policy.expire_below_norm]
+            if policy.expire_where is not None and len(of_table):
+                leaves_N = np.asarray(policy.expire_where(t, id_N[of_table].copy(), weight_ND[of_table].copy()))
+                if leaves_N.dtype != np.bool_ or leaves_N.shape != of_table.shape:
+                    raise ValueError(
+                        f"expire_where must give bool [{len(of_table)}], one for each row, got {leaves_N.dtype}"
+                        f" {list(leaves_N.shape)}"
+                    )
+                gone = of_table[leaves_N]
+                departing.append(Departing(table_N[gone], id_N[gone], "where"))
+        return [its for its in departing if len(its.id_V)]
+
+    # ---- snapshots --------------------------------------------------------------------------------------------------
+
+    def begin(self, meta: dict[str, int] | None, step: int) -> None:
+        """Forget all, and go on from what a snapshot keeps; None = it has been saved without a ledger."""
+        self.clear()
+        self.clock = LedgerClock(**meta) if meta is not None else LedgerClock(swept_step=step)
+
+    def add(self, table_N: np.ndarray, id_N: np.ndarray, mark_N4: np.ndarray | None, step: int) -> None:
+        """Know rows that have been loaded, with what their records hold; None = they count as used once, now."""
+        if mark_N4 is None:
+            self.use(table_N, id_N, np.ones(len(id_N), np.int64), step)
+            return
+        place_N = self._add(table_N, id_N)
+        self._score_P[place_N] = np.ascontiguousarray(mark_N4[:, :2]).view(np.uint64).reshape(-1)
+        self._step_P[place_N], self._second_P[place_N] = mark_N4[:, 2], mark_N4[:, 3]

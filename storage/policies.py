@@ -1,0 +1,181 @@
+"""Which rows a table keeps: what users say of it, checked.
+
+`RowPolicy` is of one table. `kernels/score_rows.py` has the rules by which a use changes a row's score, and `ledger.py`
+finds the rows that are to leave.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from oneemb.kernels.score_rows import (
+    COUNT,
+    DECAYED,
+    EPOCH_COUNT,
+    EPOCH_LOOKUP,
+    GIVEN,
+    LOOKUP,
+    MIXED,
+    STEP,
+    ScoreRules,
+)
+
+__all__ = ["LFU", "LRU", "EpochLFU", "EpochLRU", "Eviction", "GivenScore", "MixedLFU", "RowPolicy", "StepLRU", "rules_of"]
+
+
+@dataclass(frozen=True)
+class LRU:
+    """Rows that were not looked up for longest leave first."""
+
+
+@dataclass(frozen=True)
+class StepLRU:
+    """Rows that were not looked up for most steps leave first; those of one step are equal."""
+
+
+@dataclass(frozen=True)
+class LFU:
+    """Rows that were looked up least often leave first.
+
+    Args:
+        half_life: steps in which a use comes to count half as much; None = uses count for ever.
+    """
+
+    half_life: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive("half_life", self.half_life)
+
+
+@dataclass(frozen=True)
+class MixedLFU:
+    """Rows that were looked up least often leave first, and of those looked up about as often the oldest ones.
+
+    How often is known to a power of two, as TorchRec's dynamic embedding has it (`mixed_lru_lfu`).
+
+    Args:
+        new_power: the power of a new row.
+    """
+
+    new_power: int = 5
+
+    def __post_init__(self) -> None:
+        if type(self.new_power) is not int or not 0 <= self.new_power <= 31:
+            raise ValueError(f"new_power must be an int from 0 to 31, got {self.new_power!r}")
+
+
+@dataclass(frozen=True)
+class EpochLRU:
+    """Rows of old epochs leave first, of these those that were not looked up for longest. See `set_epoch`."""
+
+
+@dataclass(frozen=True)
+class EpochLFU:
+    """Rows of old epochs leave first, of these those that were looked up least often. See `set_epoch`."""
+
+
+@dataclass(frozen=True)
+class GivenScore:
+    """Rows of the least score leave first, which is what `set_scores` says.
+
+    Args:
+        new: the score of new rows, 0 to 2^64 - 1.
+        on_use: whether a lookup gives its rows that score again, rather than new ones alone.
+    """
+
+    new: int = 0
+    on_use: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.new) is not int or not 0 <= self.new < 2**64:
+            raise ValueError(f"new must be a score, an int from 0 to 2**64 - 1, got {self.new!r}")
+
+
+Eviction = LRU | StepLRU | LFU | MixedLFU | EpochLRU | EpochLFU | GivenScore
+
+
+@dataclass(frozen=True)
+class RowPolicy:
+    """Which rows a table keeps.
+
+    Args:
+        evict: which rows leave where there would be more than `capacity`, or than the store's; None = none, a full
+            table or store is a StoreFullError. Tables that share the store's capacity evict by one rule.
+        capacity: rows of the table at most; None = no limit but the store's. Some more than needed leave at a time, a
+            thirty-second of it at most.
+        expire_after_steps: rows that were not looked up for more steps than this leave; None = none.
+        expire_after_seconds: rows that were not looked up for longer leave, whole seconds; None = none.
+        expire_below_norm: rows whose weights have an L2 norm below this leave; None = none.
+        expire_where: `expire_where(table, ids, weights)`, of int, int64 [N] and float32 [N, D] arrays, says by bool
+            [N] which rows leave; None = none.
+        sweep_steps: in so many steps every row is looked at once, whether it has expired by steps or seconds, an equal
+            share of them in each step. `embedding.evict()` looks at all of them, at norms and `expire_where` too.
+        clock: what gives seconds; None = `time.time`.
+
+    Raises:
+        TypeError, ValueError: an argument is out of its range.
+    """
+
+    evict: Eviction | None = None
+    capacity: int | None = None
+    expire_after_steps: int | None = None
+    expire_after_seconds: int | None = None
+    expire_below_norm: float | None = None
+    expire_where: Callable[[int, np.ndarray, np.ndarray], np.ndarray] | None = None
+    sweep_steps: int = 256
+    clock: Callable[[], float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.evict is not None and not isinstance(self.evict, Eviction):
+            raise TypeError(f"evict must be one of oneemb.policies, such as LRU(), got {self.evict!r}")
+        for name in ("capacity", "expire_after_steps", "expire_after_seconds"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be an int, 1 or more, or None, got {value!r}")
+        _check_positive("expire_below_norm", self.expire_below_norm)
+        if type(self.sweep_steps) is not int or not 1 <= self.sweep_steps <= 2**31:
+            raise ValueError(f"sweep_steps must be an int, 1 or more, got {self.sweep_steps!r}")
+        for name in ("expire_where", "clock"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TypeError(f"{name} must be a function, got {value!r}")
+
+    @property
+    def expires(self) -> bool:
+        """Whether rows leave by their age, which is looked at in steps."""
+        return self.expire_after_steps is not None or self.expire_after_seconds is not None
+
+
+def rules_of(policies: Sequence[RowPolicy]) -> ScoreRules:
+    """How uses change the scores of rows, for loops."""
+    tables = len(policies)
+    rules = ScoreRules(
+        np.zeros(tables, np.int64), np.ones(tables), np.zeros(tables, np.uint64), np.zeros(tables, np.bool_)
+    )
+    for t, policy in enumerate(policies):
+        match policy.evict:
+            case None | LRU():
+                rules.kind_T[t] = LOOKUP
+            case StepLRU():
+                rules.kind_T[t] = STEP
+            case LFU(half_life):
+                rules.kind_T[t] = COUNT if half_life is None else DECAYED
+                rules.param_T[t] = 1.0 if half_life is None else half_life
+            case MixedLFU(new_power):
+                rules.kind_T[t], rules.param_T[t] = MIXED, new_power
+            case EpochLRU():
+                rules.kind_T[t] = EPOCH_LOOKUP
+            case EpochLFU():
+                rules.kind_T[t] = EPOCH_COUNT
+            case GivenScore(new, on_use):
+                rules.kind_T[t], rules.given_T[t], rules.writes_T[t] = GIVEN, new, on_use
+    return rules
+
+
+def _check_positive(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be a number above 0, or None, got {value!r}")
