@@ -9,11 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import oneemb
 import oneemb.embedding
+from oneemb.cli.commands import oneemb as command
 from oneemb.kernels.score_rows import ties_of
 from oneemb.kernels.threads import Threads
 from oneemb.policies import LFU, LRU, EpochLFU, EpochLRU, GivenScore, MixedLFU, RowPolicy, StepLRU
@@ -308,3 +310,322 @@ class Jobs(RuleBasedStateMachine):
 
 Jobs.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 TestJobs = Jobs.TestCase
+
+
+# ---- the same on every store, prefetched or not ----------------------------------------------------------------------
+
+
+class Clicks(oneemb.TrainGraph):
+    def __init__(self, embedding, optimizer):
+        super().__init__()
+        self.embedding = embedding
+        self.add_optimizer(optimizer(embedding.parameters()))
+
+    def build(self, its, label):
+        loss = torch.nn.functional.mse_loss(self.embedding(its).sum((1, 2)), label)
+        loss.backward()
+        return loss.detach()
+
+
+def clicks(steps, seed=0):
+    """Batches whose ids drift, so that rows come and go."""
+    generator = torch.Generator().manual_seed(seed)
+    for t in range(steps):
+        its = (torch.rand(20, 2, generator=generator) ** 2 * 150).long() + 3 * t
+        yield its, torch.rand(20, generator=generator)
+
+
+def everything(embedding):
+    rows = {}
+    for table_N, id_N, row_NW in embedding.store._rows.rows():
+        rows |= {(t, n): row.tobytes() for t, n, row in zip(table_N.tolist(), id_N.tolist(), row_NW, strict=True)}
+    return rows
+
+
+@pytest.mark.parametrize("evict", [LRU(), LFU(), LFU(half_life=3.0), MixedLFU(2), EpochLFU()], ids=repr)
+def test_no_number_depends_on_stores_threads_or_prefetching(tmp_path, evict):
+    policy = RowPolicy(evict, expire_after_steps=9, sweep_steps=5)
+    found = []
+    for way, (store, threads) in enumerate([("device", 1), *((store, 2) for store in STORES)]):
+        for depth in (None, 0, 2):
+            path = tmp_path / f"{way} {depth}"
+            embedding = make(path, store, policy, tables=2, capacity=120, threads=threads)
+            graph = Clicks(embedding, lambda its: torch.optim.Adagrad(its, lr=0.1))
+            batches = list(clicks(30))
+            if depth is None:
+                losses = [graph(*batch) for batch in batches]
+            else:
+                losses = list(graph.run(batches, prefetch_depth=depth))
+            found.append((torch.stack(losses).tolist(), everything(embedding), embedding.stats()["policy"]["left"]))
+            embedding.close()
+    assert all(one == found[0] for one in found)
+    assert found[0][2]["capacity"] > 20 and (isinstance(evict, LRU) or half_life_of(evict) or found[0][2]["expired"] > 20)
+
+
+def half_life_of(evict):
+    return getattr(evict, "half_life", None)
+
+
+def test_a_sweep_looks_at_every_row_once_in_its_steps(tmp_path):
+    embedding = make(tmp_path, "device", RowPolicy(expire_after_steps=3, sweep_steps=8))
+    optimizer = sgd(embedding)
+    with torch.no_grad():
+        embedding(torch.arange(2000))
+    rows = []
+    for _ in range(13):
+        step(embedding, optimizer, ids(5000))
+        rows.append(embedding.stats()["rows"])
+    assert rows[:4] == [2001] * 4, "nothing has expired before step 4"
+    assert rows[-1] == 1 and all(100 < a - b < 400 for a, b in zip(rows[4:11], rows[5:12], strict=True))
+
+
+def test_uses_of_long_ago_count_less(tmp_path):
+    embedding = make(tmp_path, "device", RowPolicy(LFU(half_life=10.0)), capacity=20)
+    optimizer = sgd(embedding)
+    for _ in range(8):
+        step(embedding, optimizer, ids(1, 2, 3, 4))
+    for n in range(60):
+        step(embedding, optimizer, ids(5, 6))
+    for n in range(10, 30):
+        step(embedding, optimizer, ids(n))
+    assert {(0, 5), (0, 6)} <= known(embedding) and not known(embedding) & {(0, n) for n in (1, 2, 3, 4)}
+    scores = embedding.scores(ids(5)).numpy().view(np.float64)
+    uses = sum(2 ** -((87 - at) / 10) for at in range(8, 68))
+    np.testing.assert_allclose(2 ** (scores - 87 / 10), [uses], rtol=1e-9)
+
+
+def test_mixed_scores_know_uses_to_a_power_of_two(tmp_path):
+    embedding = make(tmp_path, "device", RowPolicy(MixedLFU(new_power=0)))
+    optimizer = sgd(embedding)
+    for _ in range(64):
+        step(embedding, optimizer, torch.arange(500))
+    power = embedding.scores(torch.arange(500)).numpy() >> np.uint64(32)
+    # Morris' counter: the mean of 2^power - 1 is the number of uses after the first.
+    assert abs(float((2.0**power - 1).mean()) - 63) < 12
+    assert (embedding.scores(torch.arange(500)).numpy() & np.uint64(0xFFFFFFFF) == 63).all()
+
+
+# ---- what stays ------------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_a_lookup_holds_stay(tmp_path):
+    embedding = make(tmp_path, "ssd", RowPolicy(LRU()), capacity=6)
+    optimizer = sgd(embedding)
+    held = embedding(ids(1, 2, 3))
+    step(embedding, optimizer, ids(4, 5, 6))
+    optimizer.zero_grad()
+    rows = embedding(ids(7, 8))  # Two of 4, 5 and 6 leave.
+    assert {(0, n) for n in (1, 2, 3, 7, 8)} < known(embedding)
+    with pytest.raises(oneemb.StorageError, match="2 of the rows to erase are in use by a lookup"):
+        embedding.erase(ids(2, 3, 9))
+    with pytest.raises(oneemb.StoreFullError, match="of the store is 6 rows; 6 are kept, 5 of them are in use.*or use"):
+        embedding(ids(10, 11))
+    (held.sum() + rows.sum()).backward()
+    optimizer.step()
+    assert embedding.eval()(ids(1, 7))[:, 0].tolist() == [1 - RATE, 1 - RATE]
+
+
+def test_a_step_of_more_rows_than_fit_changes_nothing(tmp_path):
+    embedding = make(tmp_path, "device", RowPolicy(LRU()), capacity=6)
+    optimizer = sgd(embedding)
+    step(embedding, optimizer, ids(1, 2, 3))
+    before = everything(embedding)
+    with pytest.raises(oneemb.StoreFullError, match="capacity of at least 10"):
+        embedding(torch.arange(10, 17))
+    assert everything(embedding) == before
+    step(embedding, optimizer, torch.arange(10, 16))
+    assert known(embedding) == {(0, n) for n in range(10, 16)}
+
+
+def test_an_erased_row_begins_anew_and_snapshots_keep_theirs(tmp_path):
+    for store in STORES:
+        embedding = make(tmp_path / store, store, None)
+        optimizer = torch.optim.Adagrad(embedding.parameters(), lr=RATE)
+        step(embedding, optimizer, ids(1, 2, 3))
+        embedding.save_snapshot("before")
+        assert embedding.erase(ids(2, 2, 7)) == 1 and embedding.erase(ids(2)) == 0 and embedding.erase(ids()) == 0
+        assert embedding.stats()["rows"] == 2
+        step(embedding, optimizer, ids(2))  # Adagrad's state is that of a new row, too.
+        assert embedding.eval()(ids(1, 2))[:, 0].tolist() == [0.75, 0.75]
+        embedding.load_snapshot("before")
+        assert embedding.stats()["rows"] == 3
+        embedding.close()
+
+
+def test_averages_of_erased_rows_are_erased(tmp_path):
+    embedding = make(tmp_path / "rows", "device", None)
+    averaged = oneemb.AveragedEmbedding(embedding, tmp_path / "averages", decay=0.5)
+    optimizer = sgd(embedding)
+    averaged.update_rows()
+    step(embedding, optimizer, ids(1, 2))
+    averaged.update_rows()
+    assert averaged(ids(1, 2))[:, 0].tolist() == [0.875, 0.875]
+    embedding.erase(ids(1))
+    assert averaged(ids(1, 2))[:, 0].tolist() == [1.0, 0.875]
+    with pytest.raises(ValueError, match="leave by its policy"):
+        oneemb.AveragedEmbedding(make(tmp_path / "others", "device", RowPolicy(LRU())), tmp_path / "more")
+
+
+# ---- in and out ------------------------------------------------------------------------------------------------------
+
+
+def trained(path, store, policy, optimizer=torch.optim.Adam):
+    embedding = make(path, store, policy)
+    made = optimizer(embedding.parameters(), lr=0.1)
+    for n in (1, 2, 2):
+        step(embedding, made, torch.arange(10 * n, 10 * n + 20))
+    return embedding, made
+
+
+@pytest.mark.parametrize("store", ["device", "ssd"])
+@pytest.mark.parametrize("kinds", [(None, LFU()), (LFU(), None)], ids=str)
+def test_a_snapshot_is_loaded_with_a_policy_or_without(tmp_path, kinds, store):
+    was, now = (None if kind is None else RowPolicy(kind) for kind in kinds)
+    first, _ = trained(tmp_path / "rows", store, was)
+    first.save_snapshot("all")
+    rows = first.eval()(torch.arange(50)).clone()
+    first.train().close()
+    second = make(tmp_path / "rows", store, now)
+    second.load_snapshot("all")
+    assert torch.equal(second.eval()(torch.arange(50)), rows)
+    optimizer = torch.optim.Adam(second.parameters(), lr=0.1)
+    straight, other = trained(tmp_path / "straight", store, None)
+    for embedding, its in [(second.train(), optimizer), (straight, other)]:
+        step(embedding, its, torch.arange(15, 35))
+    assert torch.equal(second.eval()(torch.arange(50)), straight.eval()(torch.arange(50)))
+    if now is not None:  # They count as used once, and in the last lookup again.
+        assert second.scores(ids(12, 20, 5)).tolist() == [1, 2, 0]
+
+
+def test_scores_stay_where_rows_get_state_or_are_copied(tmp_path):
+    embedding = make(tmp_path / "rows", "ssd", RowPolicy(LFU()))
+    for _ in range(3):
+        embedding(ids(1, 2, 2))
+    optimizer = torch.optim.Adam(embedding.parameters(), lr=0.1)
+    step(embedding, optimizer, ids(2))
+    expected = [3, 7, 0]
+    assert embedding.scores(ids(1, 2, 3)).tolist() == expected
+    copied = embedding.copy_to(tmp_path / "copy")
+    assert copied.scores(ids(1, 2, 3)).tolist() == expected and copied.policies == embedding.policies
+    weights = embedding.copy_to(tmp_path / "weights", weights_only=True)
+    assert weights.scores(ids(1, 2, 3)).tolist() == expected
+    embedding.detach_optimizer("drop")
+    torch.optim.Adagrad(embedding.parameters(), lr=0.1)
+    assert embedding.scores(ids(1, 2, 3)).tolist() == expected
+
+
+def test_rows_are_exported_and_imported_without_scores(tmp_path):
+    first, _ = trained(tmp_path / "first", "ssd", RowPolicy(LFU()))
+    oneemb.export_rows(first, tmp_path / "rows.npz")
+    second = make(tmp_path / "second", "device", RowPolicy(LFU()))
+    torch.optim.Adam(second.parameters(), lr=0.1)
+    oneemb.import_rows(second, tmp_path / "rows.npz")
+    assert torch.equal(second.eval()(torch.arange(50)), first.eval()(torch.arange(50)))
+    assert second.scores(ids(10, 25, 5)).tolist() == [1, 1, 0]
+    full = make(tmp_path / "full", "device", RowPolicy(LFU()), capacity=7)
+    oneemb.import_rows(full, tmp_path / "rows.npz")
+    assert full.stats()["rows"] == 7
+
+
+def test_tools_read_snapshots_of_a_policy(tmp_path):
+    first, _ = trained(tmp_path / "rows", "ssd", RowPolicy(LFU()))
+    first.save_snapshot("all")
+    rows = first.eval()(torch.arange(10, 30)).detach()
+    first.close()
+    for words in (["check"], ["inspect"], ["compact"]):
+        done = CliRunner().invoke(command, [*words, str(tmp_path / "rows")])
+        assert done.exit_code == 0, done.output
+    with oneemb.make_persistent_table_reader([str(tmp_path / "rows")], "all", torch.int64, torch.float32) as reader:
+        found = {key: row for keys, values in reader for key, row in zip(keys.tolist(), values, strict=True)}
+    assert torch.equal(torch.from_numpy(np.stack([found[n] for n in range(10, 30)]))[:, :DIM], rows)
+
+
+# ---- what users may say ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: RowPolicy("lru"), TypeError, r"one of oneemb.policies, such as LRU\(\), got 'lru'"),
+        (lambda: RowPolicy(LRU), TypeError, "such as LRU"),
+        (lambda: RowPolicy(capacity=0), ValueError, "capacity must be an int, 1 or more"),
+        (lambda: RowPolicy(expire_after_steps=1.5), ValueError, "expire_after_steps must be an int"),
+        (lambda: RowPolicy(expire_below_norm=-1), ValueError, "expire_below_norm must be a number above 0"),
+        (lambda: RowPolicy(expire_where=3), TypeError, "expire_where must be a function"),
+        (lambda: RowPolicy(sweep_steps=0), ValueError, "sweep_steps must be an int"),
+        (lambda: LFU(half_life=0), ValueError, "half_life must be a number above 0"),
+        (lambda: MixedLFU(new_power=40), ValueError, "from 0 to 31"),
+        (lambda: GivenScore(new=-1), ValueError, "from 0 to 2"),
+    ],
+)
+def test_policies_that_cannot_be_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_arguments_of_calls_are_checked(tmp_path):
+    plain = make(tmp_path / "plain", "device", None)
+    with pytest.raises(ValueError, match="no policy, so that its rows have no scores"):
+        plain.scores(ids(1))
+    embedding = make(tmp_path / "rows", "device", RowPolicy(GivenScore()), tables=2)
+    embedding(ids(1, 2), ids(0, 1))
+    with pytest.raises(TypeError, match="ids must be torch.int64, got torch.int32"):
+        embedding.erase(ids(1).int())
+    with pytest.raises(ValueError, match="table must be an int from 0 to 1, got 2"):
+        embedding.erase(ids(1), 2)
+    with pytest.raises(TypeError, match=r"uint64 or int64 \[1\], as the ids, got torch.float32 \[1\]"):
+        embedding.set_scores(ids(1), torch.ones(1))
+    with pytest.raises(ValueError, match="0 or more, got -1"):
+        embedding.set_scores(ids(1), ids(-1))
+    with pytest.raises(ValueError, match="some repeat"):
+        embedding.set_scores(ids(1, 1), ids(3, 4))
+    embedding.set_epoch(3)
+    for epoch in (2, 2**32):
+        with pytest.raises(ValueError, match="not before the present one, 3"):
+            embedding.set_epoch(epoch)
+    with pytest.raises(ValueError, match="one for each of 2, got 1"):
+        make(tmp_path / "a", "device", [RowPolicy()], tables=2)
+    with pytest.raises(TypeError, match="policy must be a oneemb.policies.RowPolicy"):
+        make(tmp_path / "b", "device", [RowPolicy(), LRU()], tables=2)
+    with pytest.raises(ValueError, match="must have one evict="):
+        make(tmp_path / "c", "device", [RowPolicy(LRU()), RowPolicy(LFU())], tables=2, capacity=10)
+
+
+def test_rows_leave_by_what_a_function_says(tmp_path):
+    embedding = make(tmp_path, "ssd", RowPolicy(expire_where=lambda table, its, weights: its % 2 == 1))
+    optimizer = sgd(embedding)
+    step(embedding, optimizer, torch.arange(10))
+    optimizer.zero_grad()
+    held = embedding(ids(3))
+    assert embedding.evict() == {"where": 4}
+    assert known(embedding) == {(0, n) for n in (0, 2, 3, 4, 6, 8)}
+    held.sum().backward()
+    optimizer.step()
+    assert embedding.evict() == {"where": 1} and embedding.evict() == {}
+    wrong = make(tmp_path / "wrong", "device", RowPolicy(expire_where=lambda table, its, weights: its))
+    wrong(ids(1, 2))
+    with pytest.raises(ValueError, match=r"bool \[2\], one for each row, got int64 \[2\]"):
+        wrong.evict()
+    assert wrong.stats()["rows"] == 2
+
+
+def test_seconds_are_counted_while_there_is_a_job(tmp_path):
+    clock = Clock()
+    policy = RowPolicy(expire_after_seconds=10, sweep_steps=1, clock=clock)
+    embedding = make(tmp_path, "device", policy)
+    optimizer = sgd(embedding)
+    step(embedding, optimizer, ids(1))
+    clock.now += 8
+    embedding.save_snapshot("eight")
+    embedding.close()
+    clock.now += 1e6  # The job stands still.
+    with pytest.warns(UserWarning, match="starts empty"):
+        embedding = make(tmp_path, "device", policy)
+    embedding.load_snapshot("eight")
+    optimizer = sgd(embedding)
+    clock.now += 2
+    step(embedding, optimizer, ids(2))
+    assert known(embedding) == {(0, 1), (0, 2)}
+    clock.now += 1
+    step(embedding, optimizer, ids(2))
+    assert known(embedding) == {(0, 2)}
