@@ -114,6 +114,9 @@ class CudaLoops:
             raise AssertionError("the device found tables or offsets to be wrong, and the host does not")
         return keys.cut(size)
 
+    def copy_words_in(self, row_SW: torch.Tensor, slot_U: torch.Tensor, first: int, word_UX: np.ndarray) -> None:
+        row_SW[slot_U, first : first + word_UX.shape[1]] = self.put(word_UX.view(np.float32))
+
     def uses_of(self, keys: Any) -> np.ndarray:
         if len(keys.inverse_N) == 0:  # They did not come from a batch.
             return np.ones(len(keys.id_U), np.int64)

@@ -11,7 +11,7 @@ from oneemb.kernels.jit_code import keep_rolled, natural, prefetch, prefetch_row
 from oneemb.kernels.jit_lanes import LANES, move_lanes
 from oneemb.kernels.threads import Threads
 
-__all__ = ["copy_rows_in", "copy_rows_out", "gather"]
+__all__ = ["copy_rows_in", "copy_rows_out", "copy_words_in", "gather"]
 
 # Rows that are prefetched ahead of the current one.
 _AHEAD = np.uint64(24)
@@ -76,6 +76,19 @@ def copy_rows_out(row_SW: np.ndarray, slot_U: np.ndarray, *, threads: Threads) -
     # As integers: a copy of float32 may quiet a signalling NaN, and state words may be any bits.
     threads.run(_copy_rows_out_cpu, len(slot_U), row_SW.view(np.int32), slot_U, out_UW.view(np.int32))
     return out_UW
+
+
+@cpu
+def _copy_words_in_cpu(begin: Number, end: Number, row_SW: Array, slot_U: Array, first: Number, word_UX: Array) -> None:
+    for u in range(begin, end):
+        prefetch_row(row_SW, slot_U[min(natural(u) + _AHEAD, natural(end - 1))], first, word_UX.shape[1])
+        for x in range(word_UX.shape[1]):
+            row_SW[slot_U[u], first + x] = word_UX[u, x]
+
+
+def copy_words_in(row_SW: np.ndarray, slot_U: np.ndarray, first: int, word_UX: np.ndarray, *, threads: Threads) -> None:
+    """Put int32 words into rows of distinct slots, from their word `first` on."""
+    threads.run(_copy_words_in_cpu, len(slot_U), row_SW.view(np.int32), slot_U, first, word_UX)
 
 
 @cpu

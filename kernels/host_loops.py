@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Bags, RowsOfIds, Terms, rows_of_columns
-from oneemb.kernels.gather import gather
+from oneemb.kernels.gather import copy_words_in, gather
 from oneemb.kernels.init_rows import InitialRows, init_rows
 from oneemb.kernels.jit import CpuLoop
 from oneemb.kernels.pool import mean_scales, pool, pool_max, scale_grads, spread_max_grads
@@ -93,6 +93,9 @@ class HostLoops:
 
     def counted(self, keys: Any) -> UniqueKeys | KeysByTable:
         return keys
+
+    def copy_words_in(self, row_SW: np.ndarray, slot_U: np.ndarray, first: int, word_UX: np.ndarray) -> None:
+        copy_words_in(row_SW, slot_U, first, word_UX, threads=self.threads)
 
     def uses_of(self, keys: Any) -> np.ndarray:
         if isinstance(keys, KeysByTable):

@@ -120,6 +120,9 @@ class Loops(Protocol):
     def counted(self, keys: Keys) -> Keys:
         """The same keys, their arrays cut to as many as there are. A GPU is waited for."""
 
+    def copy_words_in(self, row_SW: Array, slot_U: Array, first: int, word_UX: np.ndarray) -> None:
+        """Put int32 words, [U, X] on the host, into rows of distinct slots, from their word `first` on."""
+
     def uses_of(self, keys: Keys) -> np.ndarray:
         """How many ids each of these keys is of, counted: int64 [U], on the host."""
 

@@ -93,8 +93,8 @@ def _mixed_score(is_new: Number, before: Number, least: Number, step: Number, dr
 @cpu
 def _score_uses_cpu(
     begin: Number, end: Number, place_U: Array, is_new_U: Array, table_U: Array, id_U: Array, uses_U: Array,
-    kind_T: Array, param_T: Array, given_T: Array, writes_T: Array, score_P: Array, number_P: Array, lookup: Number,
-    step: Number, epoch: Number,
+    kind_T: Array, param_T: Array, given_T: Array, writes_T: Array, score_P: Array, number_P: Array, step_P: Array,
+    second_P: Array, mark_U4: Array, lookup: Number, step: Number, second: Number, epoch: Number,
 ) -> None:  # fmt: skip
     for u in range(begin, end):
         t, p = natural(table_U[u]), natural(place_U[u])
@@ -111,6 +111,9 @@ def _score_uses_cpu(
             score_P[p] = _mixed_score(is_new, score_P[p], np.uint64(param_T[t]), step, draw)
         else:
             score_P[p] = _count_score(kind, is_new, score_P[p], uses, lookup, step, epoch)
+        step_P[p], second_P[p] = step & _LOW, second
+        mark_U4[u, 0], mark_U4[u, 1] = score_P[p] & _LOW, score_P[p] >> np.uint64(32)
+        mark_U4[u, 2], mark_U4[u, 3] = step & _LOW, second
 
 
 @cpu
@@ -121,20 +124,24 @@ def _ties_cpu(begin: Number, end: Number, table_N: Array, id_N: Array, tie_N: Ar
 
 def score_uses(
     place_U: np.ndarray, is_new_U: np.ndarray, table_U: np.ndarray, id_U: np.ndarray, uses_U: np.ndarray,
-    rules: ScoreRules, score_P: np.ndarray, *, lookup: int, step: int, epoch: int, threads: Threads,
+    rules: ScoreRules, score_P: np.ndarray, step_P: np.ndarray, second_P: np.ndarray, mark_U4: np.ndarray, *,
+    lookup: int, step: int, second: int, epoch: int, threads: Threads,
 ) -> None:  # fmt: skip
-    """Change the scores of rows that a lookup uses.
+    """Change the scores of rows that a lookup uses, and note when it was.
 
     Args:
         place_U: int64, where each key's score is.
         is_new_U: bool, whether its row has begun just now, and has none yet.
         table_U, id_U, uses_U: int32, int64, int64: the keys, distinct, and how often each is used.
-        score_P: uint64.
-        lookup, step, epoch: numbers that never fall.
+        score_P, step_P, second_P: uint64, uint32, uint32: the score of each row, the step and the second of its last
+            use.
+        mark_U4: uint32 [U, 4], gets these of each key, the lower half of the score first.
+        lookup, step, second, epoch: numbers that never fall.
     """
     threads.run(
         _score_uses_cpu, len(place_U), place_U, is_new_U, table_U, id_U, uses_U, *rules, score_P,
-        score_P.view(np.float64), np.uint64(lookup), np.uint64(step), np.uint64(epoch), share_min=_SHARE_MIN,
+        score_P.view(np.float64), step_P, second_P, mark_U4, np.uint64(lookup), np.uint64(step), np.uint32(second),
+        np.uint64(epoch), share_min=_SHARE_MIN,
     )  # fmt: skip
 
 

@@ -751,8 +751,10 @@ def copied(
     TableEmbedding.__init__(
         copy, embedding.name, embedding.column_dims, embedding.dtype, embedding.key_type, embedding.tables, options,
         embedding.default_initializer, embedding.padding_idx, embedding.seed, embedding.store.threads.count,
-        *((None,) if ranks is None else (ranks.group, ranks.gradients, ranks.comm_dtype)),
-        policy=embedding.policies, starts_empty=False,
+        None if ranks is None else ranks.group,
+        "mean" if ranks is None else ranks.gradients,
+        torch.float32 if ranks is None else ranks.comm_dtype,
+        embedding.policies, starts_empty=False,
     )  # fmt: skip
     try:
         copy.to(embedding.store.loops.device).train(embedding.training)

@@ -27,7 +27,15 @@ from oneemb.storage.policies import RowPolicy
 from oneemb.storage.snapshot_parts import rank_folder_name
 from oneemb.storage.tiers.stack import StorePlan
 
-__all__ = ["DTYPE_NAMES", "check_arguments", "initial_rows", "policies_of", "rank_folders", "state_width_of", "store_plan"]
+__all__ = [
+    "DTYPE_NAMES",
+    "check_arguments",
+    "initial_rows",
+    "policies_of",
+    "rank_folders",
+    "state_width_of",
+    "store_plan",
+]
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """The dtypes of rows, with the names that storage has for them."""

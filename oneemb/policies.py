@@ -1,7 +1,7 @@
 """Which rows tables keep, and which of them leave: the `policy` of an embedding.
 
-    policy = oneemb.policies.RowPolicy(evict=oneemb.policies.LFU(half_life=10_000), expire_after_steps=100_000)
-    embedding = oneemb.MultiTableEmbedding(..., store_options=make_..._options(path, capacity=10_000_000), policy=policy)
+policy = oneemb.policies.RowPolicy(evict=oneemb.policies.LFU(half_life=10_000), expire_after_steps=100_000)
+embedding = oneemb.MultiTableEmbedding(..., store_options=make_..._options(path, capacity=10_000_000), policy=policy)
 """
 
 from oneemb.storage.policies import LFU, LRU, EpochLFU, EpochLRU, GivenScore, MixedLFU, RowPolicy, StepLRU

@@ -321,9 +321,7 @@ class EmbeddingStore:
         """The hot tier. In a turn only."""
         return self._rows.tiers[0]
 
-    def acquire(
-        self, keys: Keys, prefetched: Prefetched | None = None, *, again: bool = False
-    ) -> tuple[Array, Keys]:
+    def acquire(self, keys: Keys, prefetched: Prefetched | None = None, *, again: bool = False) -> tuple[Array, Keys]:
         """Make the rows of these keys resident in the hot tier, beginning new ones, and pin each once more.
 
         Args:
@@ -386,28 +384,29 @@ class EmbeddingStore:
         """`_acquire`, after the rows have left that are to leave now, and counted as a use."""
         keys = self.loops.counted(keys)
         table_U, id_U = (self.loops.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
-        held = [ledger.find(table_U, id_U), *self._held_places()]
-        for departing in ledger.sweep(self.step, np.concatenate(held)):
+        place_U = ledger.find(table_U, id_U)
+        held = [place_U, *self._held_places()]
+        for departing in ledger.sweep(self.step, held):
             self._erase(*departing)
-        for departing in ledger.make_room(table_U, id_U, held[1:]):
+        for departing in ledger.make_room(table_U, id_U, held):
             self._erase(*departing)
-        ledger.reserve(table_U, id_U)
+        new = np.flatnonzero(place_U < 0)
+        ledger.reserve(table_U[new], id_U[new])
         slot_U, keys = self._acquire(hot, keys, prefetched)
-        used = np.flatnonzero(held[0] < 0) if again else slice(None)  # Rows that had left begin anew.
+        used = new if again else slice(None)  # Rows that had left begin anew.
         if not again or len(table_U[used]):
             uses_U = self.loops.uses_of(keys)
-            place_U, mark_U4 = ledger.use(table_U[used], id_U[used], uses_U[used], self.step)
+            mark_U4 = ledger.use(table_U[used], id_U[used], place_U[used], uses_U[used], self.step)
             self._write_marks(slot_U[used], mark_U4)
-        if again:
-            place_U = ledger.find(table_U, id_U)
+            if again:
+                place_U = ledger.find(table_U, id_U)
         self._places = slot_U, place_U
         return slot_U, keys
 
     def _write_marks(self, slot_U: Array, mark_U4: np.ndarray) -> None:
         """Write what the ledger knows into the records of rows that are pinned."""
-        format = self.format
         with self.writing:
-            self.row_SW[slot_U, format.mark_begin : format.state_begin] = self.loops.put(mark_U4.view(np.float32))
+            self.loops.copy_words_in(self.row_SW, slot_U, self.format.mark_begin, mark_U4.view(np.int32))
         self.hot.mark_dirty(slot_U)
 
     def _held_places(self) -> list[np.ndarray]:
@@ -480,7 +479,7 @@ class EmbeddingStore:
         if ledger is None or not self.built:
             return left
         self._release_abandoned()
-        held = np.concatenate([np.empty(0, np.int64), *self._held_places()])
+        held = self._held_places()
         departing = ledger.expired(range(SHARDS), self.step, held)
         if ledger.looks_at_weights:
             for table_N, id_N, row_NW in self._rows.rows():
@@ -789,9 +788,7 @@ class EmbeddingStore:
         self._check_open()
         without = self.replicas.keys(own=False) if part is not None and self.replicas else None
         ledger = None if self.ledger is None else self.ledger.to_meta()
-        return self._rows.save(
-            name, meta, self.step, overwrite=overwrite, part=part, without=without, ledger=ledger
-        )
+        return self._rows.save(name, meta, self.step, overwrite=overwrite, part=part, without=without, ledger=ledger)
 
     @_between_steps
     def load_snapshot(self, name: str, *, weights_only: bool = False) -> bool:

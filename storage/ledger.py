@@ -148,25 +148,30 @@ class Ledger:
                 most = min(sum(self._limits.values()), most or 2**62)
             self._resize(max(need, most, len(self._score_P) * 3 // 2, 1024))
 
-    def use(self, table_U: np.ndarray, id_U: np.ndarray, uses_U: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Count a lookup of these keys, whose rows are there now: new ones are known from here on.
+    def use(
+        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, uses_U: np.ndarray, step: int
+    ) -> np.ndarray:
+        """Count a lookup of these keys, whose rows are there now.
+
+        Args:
+            place_U: what `find` has given. New keys, of -1, are known from here on, and have their places in it.
+            uses_U: int64, ids that each key is of.
 
         Returns:
-            The place of each, int64 [U]; and what its row's record is to hold, uint32 [U, MARKS].
+            What the record of each row is to hold: uint32 [U, MARKS].
         """
         self.clock.lookups += 1
-        place_U = self.find(table_U, id_U)
         is_new_U = place_U < 0
         new = np.flatnonzero(is_new_U)
         if len(new):
             place_U[new] = self._add(table_U[new], id_U[new])
+        mark_U4 = np.empty((len(id_U), MARKS), np.uint32)
         score_uses(
-            place_U, is_new_U, table_U, id_U, uses_U, self._rules, self._score_P, lookup=self.clock.lookups, step=step,
-            epoch=self.clock.epoch, threads=self._threads,
+            place_U, is_new_U, table_U, id_U, uses_U, self._rules, self._score_P, self._step_P, self._second_P,
+            mark_U4, lookup=self.clock.lookups, step=step, second=self.second, epoch=self.clock.epoch,
+            threads=self._threads,
         )  # fmt: skip
-        self._step_P[place_U] = min(step, 2**32 - 1)
-        self._second_P[place_U] = self.second
-        return place_U, self.marks(place_U)
+        return mark_U4
 
     def _add(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
         self.reserve(table_N, id_N)
@@ -205,46 +210,48 @@ class Ledger:
 
     # ---- who leaves -------------------------------------------------------------------------------------------------
 
-    def make_room(self, table_U: np.ndarray, id_U: np.ndarray, in_use: Sequence[np.ndarray]) -> list[Departing]:
+    def make_room(self, table_U: np.ndarray, id_U: np.ndarray, held: Sequence[np.ndarray]) -> list[Departing]:
         """Which rows have to leave before a lookup of these keys.
 
         Args:
-            in_use: places of rows that other lookups hold, arrays.
+            held: places of rows that may not leave, arrays, -1 for none; the first one those of these keys.
 
         Raises:
             StoreFullError: there would be more rows than fit, and too few that may leave.
         """
-        place_U = self.find(table_U, id_U)
-        new = np.flatnonzero(place_U < 0)
+        new = np.flatnonzero(held[0] < 0)
+        if len(new) == 0:
+            return []
         new_T = np.bincount(table_U[new], minlength=len(self._rows_T))
         after_T = self._rows_T + new_T
         over = [t for t, limit in self._limits.items() if new_T[t] and after_T[t] > limit]
         if not over and (self._capacity is None or after_T.sum() <= self._capacity):
             return []
-        held = np.unique(np.concatenate([place_U[place_U >= 0], *in_use]))
         departing: list[Departing] = []
         with self._holding(held):
             for table in over:
                 limit = self._limits[table]
-                found = self._choose(table, int(after_T[table]) - limit, limit, held, int(new_T[table]))
+                found = self._choose(table, int(after_T[table]) - limit, limit, int(new_T[table]))
                 departing.append(found)
                 after_T[table] -= len(found.id_V)
             if self._capacity is not None and (excess := int(after_T.sum()) - self._capacity) > 0:
-                departing.append(self._choose(None, excess, self._capacity, held, len(new)))
+                departing.append(self._choose(None, excess, self._capacity, len(new)))
         return departing
 
     @contextmanager
-    def _holding(self, held: np.ndarray) -> Iterator[None]:
+    def _holding(self, held: Sequence[np.ndarray]) -> Iterator[None]:
         """Rows at these places may not leave."""
-        self._held_P[held] = True
+        for place_N in held:
+            self._held_P[place_N[place_N >= 0]] = True
         try:
             yield
         finally:
-            self._held_P[:] = False
+            self._held_P[: self._used] = False
 
-    def _choose(self, table: int | None, excess: int, limit: int, held: np.ndarray, new: int) -> Departing:
+    def _choose(self, table: int | None, excess: int, limit: int, new: int) -> Departing:
         policy, where = self.policies[table or 0], "the store" if table is None else f"table {table}"
         known = len(self) if table is None else int(self._rows_T[table])
+        held = np.flatnonzero(self._held_P[: self._used])
         in_use = len(held) if table is None else int(np.count_nonzero(self._table_P[held] == table))
         if policy.evict is None or known - in_use < excess:
             why = (
@@ -295,11 +302,11 @@ class Ledger:
         tie_N = ties_of(table_N[equal], id_N[equal], threads=self._threads)
         return np.concatenate([below, equal[np.argsort(tie_N)[: count - len(below)]]])
 
-    def sweep(self, step: int, held: np.ndarray) -> list[Departing]:
+    def sweep(self, step: int, held: Sequence[np.ndarray]) -> list[Departing]:
         """The rows that have expired, of the shards whose turn it is in this step; [] for a step that was swept.
 
         Args:
-            held: places of rows that may not leave.
+            held: as in `make_room`.
         """
         steps = [policy.sweep_steps for policy in self.policies if policy.expires]
         if not steps or step <= self.clock.swept_step:
@@ -310,20 +317,20 @@ class Ledger:
         found = [*range(begin, min(begin + many, SHARDS)), *range(0, max(0, begin + many - SHARDS))]
         return self.expired(found, step, held)
 
-    def expired(self, shards: Iterable[int], step: int, held: np.ndarray) -> list[Departing]:
+    def expired(self, shards: Iterable[int], step: int, held: Sequence[np.ndarray]) -> list[Departing]:
         """The rows of these shards that were not used for longer than their policies say."""
         limits = [(policy.expire_after_steps, policy.expire_after_seconds) for policy in self.policies]
         steps_T = np.array([2**62 if limit is None else limit for limit, _ in limits])
         seconds_T = np.array([2**62 if limit is None else limit for _, limit in limits])
         second, departing = self.second, []
-        for shard in shards:
-            table_N, id_N, place_N = self._rows_in(range(shard, shard + 1))
-            old_N = step - self._step_P[place_N].astype(np.int64) > steps_T[table_N]
-            old_N |= second - self._second_P[place_N].astype(np.int64) > seconds_T[table_N]
-            old = np.flatnonzero(old_N)
-            old = old[~np.isin(place_N[old], held)]
-            if len(old):
-                departing.append(Departing(table_N[old], id_N[old], "expired"))
+        with self._holding(held):
+            for shard in shards:
+                table_N, id_N, place_N = self._rows_in(range(shard, shard + 1))
+                old_N = step - self._step_P[place_N].astype(np.int64) > steps_T[table_N]
+                old_N |= second - self._second_P[place_N].astype(np.int64) > seconds_T[table_N]
+                old = np.flatnonzero(old_N & ~self._held_P[place_N])
+                if len(old):
+                    departing.append(Departing(table_N[old], id_N[old], "expired"))
         return departing
 
     @property
@@ -332,7 +339,7 @@ class Ledger:
         return any(policy.expire_below_norm is not None or policy.expire_where is not None for policy in self.policies)
 
     def unwanted(
-        self, table_N: np.ndarray, id_N: np.ndarray, weight_ND: np.ndarray, held: np.ndarray
+        self, table_N: np.ndarray, id_N: np.ndarray, weight_ND: np.ndarray, held: Sequence[np.ndarray]
     ) -> list[Departing]:
         """Those of these rows that are to leave by their weights, float32 [N, D].
 
@@ -340,7 +347,8 @@ class Ledger:
             ValueError: `expire_where` gives what it is not to give.
         """
         departing = []
-        free_N = ~np.isin(self.find(table_N, id_N), held)
+        with self._holding(held):
+            free_N = ~self._held_P[self.find(table_N, id_N)]
         for t in np.unique(table_N).tolist():
             policy = self.policies[t]
             of_table = np.flatnonzero((table_N == t) & free_N)
@@ -370,7 +378,7 @@ class Ledger:
     def add(self, table_N: np.ndarray, id_N: np.ndarray, mark_N4: np.ndarray | None, step: int) -> None:
         """Know rows that have been loaded, with what their records hold; None = they count as used once, now."""
         if mark_N4 is None:
-            self.use(table_N, id_N, np.ones(len(id_N), np.int64), step)
+            self.use(table_N, id_N, np.full(len(id_N), -1), np.ones(len(id_N), np.int64), step)
             return
         place_N = self._add(table_N, id_N)
         self._score_P[place_N] = np.ascontiguousarray(mark_N4[:, :2]).view(np.uint64).reshape(-1)

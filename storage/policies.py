@@ -22,7 +22,18 @@ from oneemb.kernels.score_rows import (
     ScoreRules,
 )
 
-__all__ = ["LFU", "LRU", "EpochLFU", "EpochLRU", "Eviction", "GivenScore", "MixedLFU", "RowPolicy", "StepLRU", "rules_of"]
+__all__ = [
+    "LFU",
+    "LRU",
+    "EpochLFU",
+    "EpochLRU",
+    "Eviction",
+    "GivenScore",
+    "MixedLFU",
+    "RowPolicy",
+    "StepLRU",
+    "rules_of",
+]
 
 
 @dataclass(frozen=True)

@@ -239,9 +239,7 @@ class Jobs(RuleBasedStateMachine):
         """In training mode, without a gradient: it is a use."""
         table_ids, its = (torch.tensor(column) for column in zip(*keys, strict=True))
         with torch.no_grad():
-            self.guarded(
-                lambda: self.embedding(its, table_ids), lambda: self.model.use(Counter(keys), self.second)
-            )
+            self.guarded(lambda: self.embedding(its, table_ids), lambda: self.model.use(Counter(keys), self.second))
 
     @rule(table=st.integers(0, 1), numbers=st.lists(st.integers(0, 39), max_size=10))
     def erase(self, table, numbers):
@@ -359,7 +357,9 @@ def test_no_number_depends_on_stores_threads_or_prefetching(tmp_path, evict):
             found.append((torch.stack(losses).tolist(), everything(embedding), embedding.stats()["policy"]["left"]))
             embedding.close()
     assert all(one == found[0] for one in found)
-    assert found[0][2]["capacity"] > 20 and (isinstance(evict, LRU) or half_life_of(evict) or found[0][2]["expired"] > 20)
+    assert found[0][2]["capacity"] > 20 and (
+        isinstance(evict, LRU) or half_life_of(evict) or found[0][2]["expired"] > 20
+    )
 
 
 def half_life_of(evict):
@@ -384,7 +384,7 @@ def test_uses_of_long_ago_count_less(tmp_path):
     optimizer = sgd(embedding)
     for _ in range(8):
         step(embedding, optimizer, ids(1, 2, 3, 4))
-    for n in range(60):
+    for _ in range(60):
         step(embedding, optimizer, ids(5, 6))
     for n in range(10, 30):
         step(embedding, optimizer, ids(n))

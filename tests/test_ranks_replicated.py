@@ -746,3 +746,34 @@ def test_copies_stay_equal_whatever_gradients_are_rounded_to(tmp_path, rank_pool
     check_copies(rounded, replicated)
     check_copies(whole, replicated)
     assert rounded[0] != whole[0]
+
+
+def erases(group, path):
+    """Table 0 is replicated."""
+    embedding = oneemb.MultiTableEmbedding(
+        "rows", 4, torch.float32, torch.int64, [oneemb.make_table(replicate=True), oneemb.make_table()],
+        oneemb.make_device_mem_store_options(path), process_group=group,
+    )  # fmt: skip
+    with torch.no_grad():
+        embedding(torch.arange(10).repeat(2, 1).T.contiguous())
+    mine = torch.arange(4) if group.rank() == 0 else torch.arange(2, 6)
+    erased = [embedding.erase(mine, table) for table in range(2)]
+    rows = set(rows_of(embedding))
+    held = embedding(torch.tensor([[8, 8]]))
+    with pytest.raises((oneemb.StorageError, oneemb.RankError), match="in use by a lookup"):
+        embedding.erase(torch.tensor([8, 9]), 1)
+    kept = set(rows_of(embedding)) == rows
+    del held
+    erased.append(embedding.erase(torch.tensor([8, 8, 1000 + group.rank()]), 1))
+    stats = embedding.stats()
+    embedding.close()
+    return erased, kept, rows, stats["replicated_rows"]
+
+
+def test_rows_are_erased_on_every_rank_that_has_them(rank_pool, tmp_path):
+    found = rank_pool(2, erases, str(tmp_path))
+    assert all(erased == [6, 6, 1] and kept and replicated == 4 for erased, kept, _, replicated in found)
+    copies = {(0, n) for n in range(6, 10)}
+    own = [rows - copies for *_, rows, _ in found]
+    assert all(copies < rows for *_, rows, _ in found)
+    assert set.union(*own) == {(1, n) for n in range(6, 10)} and not set.intersection(*own)
