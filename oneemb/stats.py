@@ -2,7 +2,7 @@
 
 from typing import NotRequired, TypedDict
 
-__all__ = ["EmbeddingStats", "TableStats", "TierStats"]
+__all__ = ["EmbeddingStats", "PolicyStats", "TableStats", "TierStats"]
 
 
 class TierStats(TypedDict):
@@ -54,6 +54,15 @@ class TableStats(TypedDict):
     bytes_read: int
 
 
+class PolicyStats(TypedDict):
+    """What a policy has done, and what it takes."""
+
+    left: dict[str, int]
+    """Rows that have left since the embedding was made, by reason: "capacity", "expired", "norm", "where", "erased"."""
+    bytes: int
+    """Memory beside rows and their records."""
+
+
 class EmbeddingStats(TypedDict):
     """An embedding, with a dict for each place that keeps its rows. There are none before the first lookup."""
 
@@ -65,6 +74,8 @@ class EmbeddingStats(TypedDict):
     """Updates made."""
     hit_rate: float
     """Share of unique keys found in the hot tier; of ids, in lookups without gradient on the device store."""
+    policy: NotRequired[PolicyStats]
+    """Of an embedding with a policy."""
     device: NotRequired[TierStats]
     host: NotRequired[TierStats]
     persistent: NotRequired[TableStats]

@@ -527,6 +527,29 @@ def test_rows_are_exported_and_imported_without_scores(tmp_path):
     assert full.stats()["rows"] == 7
 
 
+@pytest.mark.parametrize("policies", [(LFU(), None), (LFU(), LFU()), (None, LFU())], ids=str)
+def test_rows_are_exported_and_imported_with_their_state(tmp_path, policies):
+    was, now = (None if evict is None else RowPolicy(evict) for evict in policies)
+    first, made = trained(tmp_path / "first", "ssd", was)
+    oneemb.export_rows(first, tmp_path / "rows.npz", with_state=True)
+    second = make(tmp_path / "second", "device", now)
+    other = torch.optim.Adam(second.parameters(), lr=0.1)
+    step(second, other, ids(100))
+    second.detach_optimizer("keep")
+    oneemb.import_rows(second, tmp_path / "rows.npz", with_state=True)
+    first.erase(ids(*range(35, 50)))
+    rows = [{n: row for (_, n), row in everything(embedding).items()} for embedding in (first, second)]
+    for n in rows[0]:
+        ours, theirs = (np.frombuffer(its[n], np.float32) for its in rows)
+        np.testing.assert_array_equal(ours[:DIM], theirs[:DIM])
+        np.testing.assert_array_equal(ours[-2 * DIM :], theirs[-2 * DIM :])
+    again = [f"{tmp_path}/again", "all"]
+    oneemb.import_rows(again[0], tmp_path / "rows.npz", with_state=True, snapshot=again[1])
+    third = make(again[0], "ssd", now)
+    third.load_snapshot("all")
+    assert torch.equal(third.eval()(torch.arange(30)), first.eval()(torch.arange(30)))
+
+
 def test_tools_read_snapshots_of_a_policy(tmp_path):
     first, _ = trained(tmp_path / "rows", "ssd", RowPolicy(LFU()))
     first.save_snapshot("all")
