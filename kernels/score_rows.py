@@ -111,9 +111,9 @@ def _score_uses_cpu(
             score_P[p] = _mixed_score(is_new, score_P[p], np.uint64(param_T[t]), step, draw)
         else:
             score_P[p] = _count_score(kind, is_new, score_P[p], uses, lookup, step, epoch)
-        step_P[p], second_P[p] = step & _LOW, second
+        step_P[p], second_P[p] = min(step, _LOW), second
         mark_U4[u, 0], mark_U4[u, 1] = score_P[p] & _LOW, score_P[p] >> np.uint64(32)
-        mark_U4[u, 2], mark_U4[u, 3] = step & _LOW, second
+        mark_U4[u, 2], mark_U4[u, 3] = min(step, _LOW), second
 
 
 @cpu

@@ -35,7 +35,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.bottom import EXPORTED, Bottom, TableBottom
 from oneemb.storage.errors import OtherSnapshotError, SnapshotNotFoundError
 from oneemb.storage.hash_index import SHARDS
-from oneemb.storage.ledger import MARKS, Ledger
+from oneemb.storage.ledger import MARKS, Ledger, LedgerClock
 from oneemb.storage.owned_rows import OwnedRows
 from oneemb.storage.policies import RowPolicy
 from oneemb.storage.replicas import Keys as ReplicatedKeys, Replicas
@@ -265,6 +265,8 @@ class EmbeddingStore:
         self._check_open()
         if state == "drop":
             self._relayout(self.format.with_state(None, np.empty(0, np.float32)), self.loops)
+            if self.ledger is not None:
+                self.ledger.begin_steps(self.step)
             self.step = 0
             self.changes += 1
         elif state != "keep" and self.format.state:
@@ -687,14 +689,17 @@ class EmbeddingStore:
             if self._bottom.keeps_rows and not self.built:
                 self._rows.build()
             if self.built:
-                other.begin_with(self._rows, self.step if with_state else 0, with_state, change)
+                clock = None if self.ledger is None else LedgerClock(**self.ledger.to_meta())
+                other.begin_with(self._rows, self.step, with_state, change, clock)
                 other.replicas.add(self.replicas.keys())
 
-    def begin_with(self, rows: TieredRows, step: int, with_state: bool, change: ChangeRows | None) -> None:
-        """Have these rows, for `copy_to`. There are none here yet."""
+    def begin_with(
+        self, rows: TieredRows, step: int, with_state: bool, change: ChangeRows | None, clock: LedgerClock | None
+    ) -> None:
+        """Have these rows, of a store that was at this step, for `copy_to`. There are none here yet."""
         self._rows.copy_from(rows, with_state=with_state, change=change)
-        self.step = step
-        self._read_ledger(None)
+        self.step = step if with_state else 0
+        self._read_ledger(rows.format, clock, step)
         self.changes += 1
 
     def release(self, slot_U: Array, *, elsewhere: bool = False) -> None:
@@ -875,6 +880,7 @@ class EmbeddingStore:
         return self.turns.broken or self._rows.broken
 
     def _load(self, info: SnapshotInfo, weights_only: bool, owned: OwnedRows | None = None) -> bool:
+        rows, clock = SnapshotRows.of_meta(info.meta, info.name), LedgerClock.of_meta(info.meta, info.name)
         with self.turns:
             broken = self._mend()
             self._check_open()
@@ -882,7 +888,7 @@ class EmbeddingStore:
                 self.replaced += 1
                 self.step, same = self._rows.load(info, weights_only, owned)
                 self.replicas.clear()
-                self._read_ledger(info)
+                self._read_ledger(rows.format, clock, rows.step)
             except BaseException as error:
                 if broken or not self._rows.whole:  # Without rows, or with a part of them, there is nothing to go on.
                     self.turns.cut_short(error)
@@ -890,20 +896,26 @@ class EmbeddingStore:
             self.changes += 1
             return same
 
-    def _read_ledger(self, info: SnapshotInfo | None) -> None:
+    def _read_ledger(self, format: RowFormat, clock: LedgerClock | None, step: int) -> None:
         """Know the rows that are here now, by what their records hold.
 
         Args:
-            info: of the snapshot that they are of; None = of another store with the same policies.
+            format: of the rows where they have come from.
+            clock: what was counted there; None = nothing.
+            step: updates made there.
         """
         if self.ledger is None:
             return
-        has_marks = info is None or SnapshotRows.of_meta(info.meta, info.name).format.marks == MARKS
-        self.ledger.begin(info.meta.get("ledger") if info is not None else None, self.step)
+        has_marks = format.marks == MARKS and clock is not None
         its = slice(self.format.mark_begin, self.format.state_begin)
-        for table_N, id_N, row_NW in self._rows.rows():
-            mark_N4 = np.ascontiguousarray(row_NW[:, its]).view(np.uint32)
-            self.ledger.add(table_N, id_N, mark_N4 if has_marks else None, self.step)
+        try:
+            self.ledger.begin(clock if has_marks else None, step, self.step)
+            for table_N, id_N, row_NW in self._rows.rows():
+                mark_N4 = np.ascontiguousarray(row_NW[:, its]).view(np.uint32)
+                self.ledger.add(table_N, id_N, mark_N4 if has_marks else None, self.step)
+        except BaseException as error:  # Rows that the ledger does not know would never leave.
+            self.turns.cut_short(error)
+            raise
 
     def check_fits(self, name: str) -> None:
         """Raise StorageError unless `load_snapshot` would find this snapshot, and rows in it that fit."""

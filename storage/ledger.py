@@ -16,13 +16,14 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from oneemb.kernels.score_rows import score_uses, ties_of
 from oneemb.kernels.threads import Threads
+from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.hash_index import SHARDS, HashIndex
 from oneemb.storage.policies import RowPolicy, rules_of
 from oneemb.storage.row_store import StoreFullError
@@ -59,6 +60,28 @@ class LedgerClock:
     seconds: int = 0
     """On the ledger's own clock, which stands while there is no job."""
     epoch: int = 0
+    steps: int = 0
+    """Steps before those of the store, which begins to count them anew where rows lose their optimizer's state."""
+
+    @classmethod
+    def of_meta(cls, meta: dict[str, Any], name: str) -> "LedgerClock | None":
+        """What `Ledger.to_meta` has put into the meta of the snapshot `name`; None if nothing.
+
+        Raises:
+            CorruptTableError: it is what no ledger says.
+        """
+        found = meta.get("ledger")
+        if found is None:
+            return None
+        names = {field.name for field in fields(cls)}
+        if not isinstance(found, dict) or found.keys() != names or not all(
+            type(value) is int and 0 <= value < 2**62 for value in found.values()
+        ):  # fmt: skip
+            raise CorruptTableError(
+                f"snapshot {name!r} says of the uses of its rows what no embedding says: {repr(found)[:100]}; restore"
+                " its file from a copy, or load another one"
+            )
+        return cls(**found)
 
 
 class Ledger:
@@ -149,18 +172,21 @@ class Ledger:
             self._resize(max(need, most, len(self._score_P) * 3 // 2, 1024))
 
     def use(
-        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, uses_U: np.ndarray, step: int
-    ) -> np.ndarray:
+        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, uses_U: np.ndarray, step: int,
+        *, counts: bool = True,
+    ) -> np.ndarray:  # fmt: skip
         """Count a lookup of these keys, whose rows are there now.
 
         Args:
             place_U: what `find` has given. New keys, of -1, are known from here on, and have their places in it.
             uses_U: int64, ids that each key is of.
+            step: of the store.
+            counts: whether it is a lookup of its own; off, it goes with the one before.
 
         Returns:
             What the record of each row is to hold: uint32 [U, MARKS].
         """
-        self.clock.lookups += 1
+        self.clock.lookups += counts
         is_new_U = place_U < 0
         new = np.flatnonzero(is_new_U)
         if len(new):
@@ -168,8 +194,8 @@ class Ledger:
         mark_U4 = np.empty((len(id_U), MARKS), np.uint32)
         score_uses(
             place_U, is_new_U, table_U, id_U, uses_U, self._rules, self._score_P, self._step_P, self._second_P,
-            mark_U4, lookup=self.clock.lookups, step=step, second=self.second, epoch=self.clock.epoch,
-            threads=self._threads,
+            mark_U4, lookup=self.clock.lookups, step=self.clock.steps + step, second=self.second,
+            epoch=self.clock.epoch, threads=self._threads,
         )  # fmt: skip
         return mark_U4
 
@@ -309,19 +335,21 @@ class Ledger:
             held: as in `make_room`.
         """
         steps = [policy.sweep_steps for policy in self.policies if policy.expires]
+        step += self.clock.steps
         if not steps or step <= self.clock.swept_step:
             return []
         many = min(SHARDS, -(-SHARDS * (step - self.clock.swept_step) // min(steps)))
         self.clock.swept_step = step
         begin, self.clock.swept = self.clock.swept, (self.clock.swept + many) % SHARDS
         found = [*range(begin, min(begin + many, SHARDS)), *range(0, max(0, begin + many - SHARDS))]
-        return self.expired(found, step, held)
+        return self.expired(found, step - self.clock.steps, held)
 
     def expired(self, shards: Iterable[int], step: int, held: Sequence[np.ndarray]) -> list[Departing]:
         """The rows of these shards that were not used for longer than their policies say."""
         limits = [(policy.expire_after_steps, policy.expire_after_seconds) for policy in self.policies]
         steps_T = np.array([2**62 if limit is None else limit for limit, _ in limits])
         seconds_T = np.array([2**62 if limit is None else limit for _, limit in limits])
+        step += self.clock.steps
         second, departing = self.second, []
         with self._holding(held):
             for shard in shards:
@@ -370,15 +398,29 @@ class Ledger:
 
     # ---- snapshots --------------------------------------------------------------------------------------------------
 
-    def begin(self, meta: dict[str, int] | None, step: int) -> None:
-        """Forget all, and go on from what a snapshot keeps; None = it has been saved without a ledger."""
+    def begin(self, clock: LedgerClock | None, step: int, step_now: int) -> None:
+        """Forget all, and go on from what another ledger has counted, of rows that are to be added.
+
+        Args:
+            clock: its; None = there was none.
+            step: of the store whose ledger that was.
+            step_now: of the store that has the rows now.
+        """
         self.clear()
-        self.clock = LedgerClock(**meta) if meta is not None else LedgerClock(swept_step=step)
+        if clock is None:
+            self.clock = LedgerClock(lookups=1, swept_step=step_now)
+        else:
+            self.clock = replace(clock, steps=clock.steps + step - step_now)
+
+    def begin_steps(self, step: int) -> None:
+        """The store begins to count its steps anew; `step` was the last one."""
+        self.clock.steps += step
 
     def add(self, table_N: np.ndarray, id_N: np.ndarray, mark_N4: np.ndarray | None, step: int) -> None:
         """Know rows that have been loaded, with what their records hold; None = they count as used once, now."""
         if mark_N4 is None:
-            self.use(table_N, id_N, np.full(len(id_N), -1), np.ones(len(id_N), np.int64), step)
+            uses_N = np.ones(len(id_N), np.int64)
+            self.use(table_N, id_N, np.full(len(id_N), -1), uses_N, step, counts=False)
             return
         place_N = self._add(table_N, id_N)
         self._score_P[place_N] = np.ascontiguousarray(mark_N4[:, :2]).view(np.uint64).reshape(-1)

@@ -563,6 +563,71 @@ def test_tools_read_snapshots_of_a_policy(tmp_path):
     assert torch.equal(torch.from_numpy(np.stack([found[n] for n in range(10, 30)]))[:, :DIM], rows)
 
 
+@pytest.mark.parametrize("store", ["device", "ssd"])
+@pytest.mark.parametrize("evict", [LRU(), StepLRU(), LFU(half_life=5.0)], ids=str)
+@pytest.mark.parametrize("how", ["dropped", "weights only", "copied", "copied weights", "no scores"])
+def test_where_steps_begin_anew_the_rows_that_leave_are_the_same(tmp_path, how, evict, store):
+    policy = RowPolicy(evict, expire_after_steps=20, sweep_steps=1)
+    embedding = make(tmp_path / "rows", store, policy if how != "no scores" else None, capacity=12)
+    optimizer = torch.optim.Adam(embedding.parameters(), lr=0.1)
+    for n in range(6):
+        step(embedding, optimizer, ids(n))
+    for n in (1, 3):
+        step(embedding, optimizer, ids(n))
+    if how == "dropped":
+        embedding.detach_optimizer("drop")
+    elif how in ("weights only", "no scores"):
+        embedding.save_snapshot("all")
+        embedding.close()
+        with pytest.warns(UserWarning, match="starts empty"):
+            embedding = make(tmp_path / "rows", store, policy, capacity=12)
+        embedding.load_snapshot("all", weights_only=True)
+    else:
+        embedding = embedding.copy_to(tmp_path / "copy", weights_only=how == "copied weights")
+    assert embedding.stats()["step"] == (8 if how == "copied" else 0)
+    optimizer = sgd(embedding) if how != "copied" else torch.optim.Adam(embedding.parameters(), lr=0.1)
+    for n in range(100, 110):
+        step(embedding, optimizer, ids(n))
+    # Rows without scores count as used at the load: as the first row of a step that is the same, or uses that are.
+    later = range(100 if how != "no scores" or isinstance(evict, LRU) else 101, 110)
+    assert {key for key in known(embedding, 200) if key[1] >= later.start} == {(0, n) for n in later}
+    if how != "no scores":  # Of equal ones a hash says which.
+        assert {key for key in known(embedding, 200) if key[1] < 100} == {(0, 1), (0, 3)}
+    for _ in range(25):
+        step(embedding, optimizer, ids(100))
+    assert known(embedding, 200) == {(0, 100)}
+
+
+def test_a_ledger_that_was_not_read_whole_is_none(tmp_path, monkeypatch):
+    embedding, _ = trained(tmp_path, "ssd", RowPolicy(LFU()))
+    embedding.save_snapshot("all")
+    with monkeypatch.context() as patch:
+
+        def stop(*_):
+            raise KeyboardInterrupt
+
+        patch.setattr(embedding.store.ledger, "add", stop)
+        with pytest.raises(KeyboardInterrupt):
+            embedding.load_snapshot("all")
+    with pytest.raises(oneemb.StorageError, match="load_snapshot"):
+        embedding(ids(1))
+    embedding.load_snapshot("all")
+    assert embedding.scores(ids(12, 25)).tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("change", [{"lookups": -1}, {"lookups": "1"}, {"more": 1}, None], ids=str)
+def test_what_no_ledger_says_is_an_error_before_rows_are_replaced(tmp_path, monkeypatch, change):
+    embedding, _ = trained(tmp_path, "device", RowPolicy(LFU()))
+    said = embedding.store.ledger.to_meta()
+    with monkeypatch.context() as patch:
+        patch.setattr(embedding.store.ledger, "to_meta", lambda: [] if change is None else {**said, **change})
+        embedding.save_snapshot("bad")
+    before = everything(embedding)
+    with pytest.raises(oneemb.StorageError, match="'bad' says of the uses of its rows"):
+        embedding.load_snapshot("bad")
+    assert everything(embedding) == before and embedding.scores(ids(12)).tolist() == [1]
+
+
 # ---- what users may say ----------------------------------------------------------------------------------------------
 
 
