@@ -35,7 +35,10 @@ MARKS = 4
 
 # Rows that a round looks at, or all where there are fewer; and which share of the rows it looks at leave at least.
 _ROUND_ROWS = 1 << 17
-_ROUND_SHARE = 1 / 32
+_ROUND_SHARE = 1 / 16
+
+# Places that address space is taken for before they are needed.
+_PLACES_AT_ONCE = 1 << 26
 
 
 class Departing(NamedTuple):
@@ -99,7 +102,7 @@ class Ledger:
         self._capacity, self._threads = capacity, threads
         self._rules = rules_of(policies)
         self._limits = {t: policy.capacity for t, policy in enumerate(policies) if policy.capacity is not None}
-        self._times = {policy.clock or time.time for policy in policies if policy.expire_after_seconds is not None}
+        self._times = {policy.clock or time.monotonic for policy in policies if policy.expire_after_seconds is not None}
         self._began = self._now()
         self._index = HashIndex(threads)
         self.left: dict[str, int] = {}
@@ -169,7 +172,7 @@ class Ledger:
             most = self._capacity or 0
             if len(self._limits) == len(self.policies):
                 most = min(sum(self._limits.values()), most or 2**62)
-            self._resize(max(need, most, len(self._score_P) * 3 // 2, 1024))
+            self._resize(max(need, min(most, _PLACES_AT_ONCE), len(self._score_P) * 3 // 2, 1024))
 
     def use(
         self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, uses_U: np.ndarray, step: int,

@@ -115,7 +115,7 @@ class RowPolicy:
         evict: which rows leave where there would be more than `capacity`, or than the store's; None = none, a full
             table or store is a StoreFullError. Tables that share the store's capacity evict by one rule.
         capacity: rows of the table at most; None = no limit but the store's. Some more than needed leave at a time, a
-            thirty-second of it at most.
+            sixteenth of it at most.
         expire_after_steps: rows that were not looked up for more steps than this leave; None = none.
         expire_after_seconds: rows that were not looked up for longer leave, whole seconds; None = none.
         expire_below_norm: rows whose weights have an L2 norm below this leave; None = none.
@@ -123,7 +123,7 @@ class RowPolicy:
             [N] which rows leave; None = none.
         sweep_steps: in so many steps every row is looked at once, whether it has expired by steps or seconds, an equal
             share of them in each step. `embedding.evict()` looks at all of them, at norms and `expire_where` too.
-        clock: what gives seconds; None = `time.time`.
+        clock: what gives seconds; None = `time.monotonic`.
 
     Raises:
         TypeError, ValueError: an argument is out of its range.

@@ -116,7 +116,7 @@ class Model:
         free = [key for key in scope if key not in used]
         if self.policies[table or 0].evict is None or len(free) < excess:
             raise Full
-        count = max(excess, len(free) // 32)
+        count = max(excess, len(free) // 16)
         return set(sorted(free, key=lambda key: (self.rows[key][1], tie(key)))[:count])
 
     def use(self, uses, second):
