@@ -8,6 +8,7 @@ import dataclasses
 import os
 import shutil
 import tempfile
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
@@ -91,6 +92,7 @@ class TableParameter(torch.nn.Module):
         self.num_embeddings = config.num_embeddings
         self.embedding_dim = config.embedding_dim
         self.weight = torch.nn.Parameter(torch.empty(0, config.embedding_dim, device=device))
+        self._dtype = dtype_of(config)
         self._state: Callable[[], torch.Tensor] | None = None
         self._load: Callable[[torch.Tensor], None] | None = None
 
@@ -115,7 +117,7 @@ class TableParameter(torch.nn.Module):
             return
         # On meta there are no rows.
         destination[f"{prefix}weight"] = torch.empty(
-            self.num_embeddings, self.embedding_dim, dtype=self.weight.dtype, device=self.weight.device
+            self.num_embeddings, self.embedding_dim, dtype=self._dtype, device=self.weight.device
         )
 
     def _load_from_state_dict(
@@ -126,7 +128,13 @@ class TableParameter(torch.nn.Module):
         state = state_dict.get(f"{prefix}weight")
         if state is None:
             missing_keys.append(f"{prefix}weight")
-        elif self._load is not None:
+        elif self._load is None:
+            warnings.warn(
+                f"{prefix}weight is on the meta device and has no rows: what is loaded into it has no effect; move the"
+                " collection first, to_empty(device='cpu')",
+                stacklevel=2,
+            )
+        else:
             try:
                 self._load(state)
             except (StorageError, TypeError, ValueError) as error:
@@ -194,6 +202,7 @@ class Collection(torch.nn.Module):
                 table.is_stepped_by(make([table.weight]))
         if on_ranks is not None and self._device.type != "meta":
             self._make_rows(on_ranks.begin)
+            self._on_ranks = dataclasses.replace(on_ranks, begin=())  # The rows have them now.
         elif self._device.type != "meta":
             self._make_rows(self._first_rows())
 
@@ -371,11 +380,24 @@ class Collection(torch.nn.Module):
                 )
             for place, t in enumerate(group.tables):
                 if self._options[t] is None:
+                    state = self.states[t]
+                    assert state is not None
+                    state.check_in_range()
                     begin[t] = dense_rows(group.rows, place, self.configs[t])
+            if group.rows.stats()["step"] and self._steppers[group.tables[0]]:
+                warnings.warn(
+                    f"tables {group.rows.name} were trained in the backward pass before they are sharded: their weights"
+                    " go along, their optimizer's state does not",
+                    stacklevel=2,
+                )
         return begin
 
     def _make_rows_anew(self) -> None:
         """Group tables by what steps them now."""
+        for table in self._tables:
+            _kind_of(
+                in_backward_optimizers(table.weight)
+            )  # One that rows cannot follow is refused with all rows there.
         self._bring_in()
         begin: list[torch.Tensor | None] = [None] * len(self.configs)
         for group in self._groups:
@@ -476,6 +498,9 @@ class Collection(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Begin anew, as after the module was made."""
         begin = self._first_rows()
+        for state in self.states:
+            if state is not None:
+                state.given.clear()
         for group in self._groups:
             group.rows.clear()
             for place, t in enumerate(group.tables):

@@ -30,8 +30,9 @@ class DistributedModelParallel(model_parallel.DistributedModelParallel):
         sharders: list[ModuleSharder[torch.nn.Module]] | None = None,
         **arguments: Any,
     ):
-        if sharders is not None:
-            arguments["sharders"] = sharders
-        elif len(positional) < 4:  # env, device, plan, sharders
-            arguments["sharders"] = get_default_sharders()
+        by_position = positional[3:4]  # after env, device and plan
+        if by_position == (None,):
+            positional = (*positional[:3], get_default_sharders() if sharders is None else sharders, *positional[4:])
+        elif sharders is not None or not by_position:
+            arguments["sharders"] = get_default_sharders() if sharders is None else sharders
         super().__init__(module, *positional, **arguments)

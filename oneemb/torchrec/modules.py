@@ -23,9 +23,11 @@ __all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]
 @torch.fx.wrap
 def jagged_of(features: KeyedJaggedTensor, wanted: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Values, offsets and weights of these features, in this order, as TorchScript can select them."""
+    if features.inverse_indices_or_none() is not None:
+        raise RuntimeError("a collection that was traced or scripted takes no inverse_indices: call the collection")
     place = {key: k for k, key in enumerate(features.keys())}
     selected = features.permute([place[feature] for feature in wanted])
-    return selected.values(), selected.offsets(), selected.weights_or_none()
+    return selected.values().long(), selected.offsets(), selected.weights_or_none()
 
 
 @torch.fx.wrap
@@ -335,7 +337,7 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
                 found[name] = JaggedTensor(
                     values=rows_C[c],
                     lengths=lengths_C[c],
-                    weights=cast(Any, ids_C[c] if self._need_indices else None),
+                    weights=cast(Any, ids_C[c].to(features.values().dtype) if self._need_indices else None),
                 )
             return found
 

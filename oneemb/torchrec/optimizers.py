@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torchrec import optim as torchrec_optim
 from torchrec.optim import rowwise_adagrad
 
@@ -104,7 +105,12 @@ def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
             raise ValueError(f"fused_params: {option}={given[option]!r} is not supported; leave it out")
         del given[option]
     given.pop("max_gradient", None)  # which FBGEMM reads with gradient_clipping alone
-    decay_mode = getattr(given.pop("weight_decay_mode", None), "name", "NONE")
+    mode = given.pop("weight_decay_mode", WeightDecayMode.NONE)
+    decay_mode = (mode if isinstance(mode, WeightDecayMode) else WeightDecayMode(mode)).name
+    if decay_mode not in ("NONE", "L2", "DECOUPLE"):
+        raise ValueError(f"fused_params: weight_decay_mode {decay_mode} is not supported; L2 is what there is")
+    if "lr" in given and "learning_rate" in given:
+        raise ValueError("fused_params: lr and learning_rate are the same; give one of them")
     options = dict(_DEFAULTS)
     for theirs, ours in [("learning_rate", "lr"), ("lr", "lr")]:
         if theirs in given:

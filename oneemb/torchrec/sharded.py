@@ -51,6 +51,10 @@ class _KeySender:
         self._thread.start()
         weakref.finalize(self, self._calls.put, None)
 
+    def end(self) -> None:
+        """End the thread, when it has done what it was given."""
+        self.later(None)
+
     def send(self, lookup: LookupAhead) -> "Future[None]":
         """Have the keys of a lookup sent; what that raises is the future's."""
         future: Future[None] = Future()
@@ -203,8 +207,10 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
         return self.collection.device
 
     def close(self) -> None:
-        """Free memory, files and the locks on the paths."""
+        """Free memory, files and the locks on the paths, and end the thread."""
         self.collection.close()
+        if self._sender is not None:
+            self._sender.end()
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):

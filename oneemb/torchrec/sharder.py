@@ -170,7 +170,7 @@ class EmbeddingBagCollectionSharder(_Sharder):
         fused_params: the optimizer and its options, by FBGEMM's names. Those that say where FBGEMM keeps rows, or how
             it computes, have no effect; others that rows cannot follow are refused.
         qcomm_codecs_registry: what `get_qcomm_codecs_registry` gave; says `comm_dtype` where that is None: float16
-            where all codecs are, bfloat16 where one is.
+            where all codecs are, bfloat16 where others are, float32 where one is: rows and gradients travel alike.
         module_type: the class whose modules are sharded: `oneemb.torchrec.EmbeddingBagCollection`, or TorchRec's own,
             so that a model need not be changed. None = the former.
         store_options, seed: of TorchRec's own modules, as of `oneemb.torchrec.EmbeddingBagCollection`.
@@ -229,10 +229,9 @@ def get_default_sharders(
 
 def _dtype_of(codecs: Mapping[str, QuantizedCommCodecs]) -> torch.dtype:
     dtypes = {codec.quantized_dtype for both in codecs.values() for codec in (both.forward, both.backward)}
-    dtypes -= {torch.float32}
-    if dtypes - {torch.float16, torch.bfloat16}:
+    if dtypes - {torch.float32, torch.float16, torch.bfloat16}:
         raise ValueError(f"qcomm_codecs_registry: rows travel as FP32, FP16 or BF16, got codecs of {dtypes}")
-    if not dtypes:
+    if not dtypes or torch.float32 in dtypes:  # Rows and gradients travel alike.
         return torch.float32
     return torch.bfloat16 if torch.bfloat16 in dtypes else torch.float16
 

@@ -6,7 +6,7 @@
     state.of_optimizer()            {"momentum1": [N, D], ...}, by FBGEMM's names
 
 Tensors that were given are copies of the rows. Changes that are made to them in place reach the rows at the next
-lookup, step or state dict: tools that load checkpoints write into the tensors of a state dict. N rows, D weights of
+lookup or state dict: tools that load checkpoints write into the tensors of a state dict. N rows, D weights of
 one, Z values of state, U rows at a time.
 """
 
@@ -45,8 +45,9 @@ _COUNTS_STEPS = ("adam", "lamb")
 class _Given:
     """A tensor that a state dict has, with the rows at a moment."""
 
-    def __init__(self, tensor: torch.Tensor, changes: int, put: Callable[[torch.Tensor], None], *, is_of_weights: bool):
-        self.is_of_weights = is_of_weights
+    def __init__(self, tensor: torch.Tensor, changes: int, put: Callable[[torch.Tensor], None], part: str):
+        self.part = part
+        """What it is of rows: "weight", "step", or the name of a part of the state."""
         self._held: torch.Tensor | None = tensor
         self._tensor = weakref.ref(tensor)
         self._version, self._changes = tensor._version, changes
@@ -79,8 +80,12 @@ class _Given:
         """Whether nobody has the tensor."""
         return self._tensor() is None
 
+    def is_current(self, changes: int) -> bool:
+        """Whether the rows are those of the tensor, or of what was written into it."""
+        return changes == self._changes
+
     def keep(self, changes: int) -> None:
-        """Note that the tensor and the rows are the same now."""
+        """Note that the tensor and the rows are the same now; of -1, that they are not."""
         tensor = self._tensor()
         if tensor is not None:
             self._version, self._changes = tensor._version, changes
@@ -93,14 +98,17 @@ def write_back(states: Iterable["TableState"]) -> None:
         RuntimeError: the rows have changed since, too.
     """
     its = [(state, given) for state in states for given in state.given]
-    if not its:
+    written = [(state, given) for state, given in its if given.changed(state.rows.store.changes, state.rows.name)]
+    if not written:
         return
-    changed = [given for state, given in its if given.changed(state.rows.store.changes, state.rows.name)]
-    for given in changed:
+    current = [(state, given) for state, given in its if given.is_current(state.rows.store.changes)]
+    for _, given in written:
         given.write()
-    if changed:
-        for state, given in its:
-            given.keep(state.rows.store.changes)
+    last = {(state, given.part): given for state, given in written}
+    for state, given in current:
+        # Another tensor of the same rows is older than they are from here on.
+        is_older = last.get((state, given.part), given) is not given
+        given.keep(-1 if is_older else state.rows.store.changes)
 
 
 def let_go(states: Iterable["TableState"]) -> None:
@@ -129,6 +137,8 @@ class TableState:
         self.rows = rows
         of_rows.append(self)
         self._of_rows = of_rows
+        self.checked = -1
+        """Of the first table: at which count of changes no table had rows of other ids than 0 to num_embeddings - 1."""
         self.is_kept = is_kept
         self.given: list[_Given] = []
         """Tensors that state dicts have."""
@@ -150,8 +160,9 @@ class TableState:
             return encode({**rows.named_snapshot(), "oneemb_table": [self._table, config.name]})
         write_back(self._of_rows)
         let_go([self])
+        weights = _empty_rows(rows, config)
+        self.check_in_range()
         if self._table == 0:
-            self._check_in_range()
             row_optimizer = rows.row_optimizer
             has_state = row_optimizer is not None and row_optimizer.state_width(config.embedding_dim)
             if rows.store.step and has_state and rows.ranks is None:
@@ -162,16 +173,20 @@ class TableState:
                     " store_options it names a snapshot, which has both",
                     stacklevel=2,
                 )
-        weights = dense_rows(rows, self._table, config)
-        self._give(weights, self._put_weights, is_of_weights=True)
+        weights = dense_rows(rows, self._table, config, weights)
+        self._give(weights, self._put_weights, "weight")
         return weights
 
-    def _check_in_range(self) -> None:
-        """Raise StorageError if a table has rows of other ids than 0 to num_embeddings - 1."""
+    def check_in_range(self) -> None:
+        """Raise StorageError if a table of the rows has rows of other ids than 0 to num_embeddings - 1."""
+        first = self._of_rows[0]
+        if first.checked == self.rows.store.changes and self.rows.ranks is None:
+            return
         if self.rows.ranks is None:
             self._check_own()
-        else:
+        elif self._table == 0:  # On ranks state dicts are of all tables.
             self.rows.ranks.agree(f"make a state dict of {self.rows.name}", self._check_own)
+        first.checked = self.rows.store.changes
 
     def _check_own(self) -> None:
         rows, known = self.rows, 0
@@ -224,10 +239,11 @@ class TableState:
                 f" table {config.name!r} num_embeddings={len(state)} or more"
             )
         # What was written into tensors of weights is what is loaded now, or it takes their place; that of state stays.
-        self.given[:] = [given for given in self.given if not given.is_of_weights]
+        self.given[:] = [given for given in self.given if given.part != "weight"]
         write_back(self._of_rows)
+        current = [given for its in self._of_rows for given in its.given if given.is_current(rows.store.changes)]
         put_rows(rows, self._table, state)
-        for given in (given for its in self._of_rows for given in its.given):
+        for given in current:
             given.keep(rows.store.changes)
 
     # ---- optimizer --------------------------------------------------------------------------------------------------
@@ -248,15 +264,15 @@ class TableState:
             for k, part in enumerate(parts):
                 is_of_row = k >= len(row_optimizer.weight_state)
                 found[_state_name(k)] = (part.squeeze(1) if is_of_row else part).clone()
-                self._give(found[_state_name(k)], functools.partial(self._put_state, k))
+                self._give(found[_state_name(k)], functools.partial(self._put_state, k), _state_name(k))
         if any(word in row_optimizer.name for word in _COUNTS_STEPS):
             found["step"] = torch.tensor(float(rows.store.step))
-            self._give(found["step"], self._put_step)
+            self._give(found["step"], self._put_step, "step")
         return found
 
-    def _give(self, tensor: torch.Tensor, put: Callable[[torch.Tensor], None], *, is_of_weights: bool = False) -> None:
+    def _give(self, tensor: torch.Tensor, put: Callable[[torch.Tensor], None], part: str) -> None:
         """Have what is written into a tensor put into the rows."""
-        self.given.append(_Given(tensor, self.rows.store.changes, put, is_of_weights=is_of_weights))
+        self.given.append(_Given(tensor, self.rows.store.changes, put, part))
 
     def _states(self, size: int, initial_Z: np.ndarray) -> torch.Tensor:
         rows, store = self.rows, self.rows.store
@@ -356,16 +372,23 @@ def _chunks(rows: MultiTableEmbedding, table: int, size: int) -> Iterator[tuple[
 
 
 @torch.inference_mode(False)  # Whether the tensor is changed in place is told by its version.
-def dense_rows(rows: MultiTableEmbedding, table: int, config: BaseEmbeddingConfig) -> torch.Tensor:
-    """Rows 0 to num_embeddings - 1 of a table: [N, D]."""
+def _empty_rows(rows: MultiTableEmbedding, config: BaseEmbeddingConfig) -> torch.Tensor:
     size: list[Any] = [config.num_embeddings, config.embedding_dim]
     try:
-        weights = torch.empty(size, dtype=rows.dtype, device=rows.store.loops.device)
+        return torch.empty(size, dtype=rows.dtype, device=rows.store.loops.device)
     except RuntimeError as error:  # torch's way to say that there is no memory
         raise StorageError(
             f"there is no memory for a state dict with {size[0]:,} rows of table {config.name!r}; give store_options"
             " with a path, where a state dict names a snapshot"
         ) from error
+
+
+@torch.inference_mode(False)
+def dense_rows(
+    rows: MultiTableEmbedding, table: int, config: BaseEmbeddingConfig, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Rows 0 to num_embeddings - 1 of a table: [N, D]."""
+    weights = _empty_rows(rows, config) if out is None else out
     training = rows.training
     rows.eval()
     try:

@@ -789,6 +789,67 @@ def test_what_a_model_of_tables_cannot_do_is_said():
             model(batch(0))
 
 
+def test_of_two_state_dicts_the_older_one_does_not_undo_the_newer():
+    ours, _ = pair("one table")
+    first, second = ours.state_dict(), ours.state_dict()
+    (older,), (newer,) = first.values(), second.values()
+    newer.fill_(0.5)
+    ours(batch(0))
+    newer[3] = 2.0
+    ours(batch(0))
+    expected = rows_of(ours)
+    assert expected.max() == 2.0
+    older[4] = 1.0
+    with pytest.raises(RuntimeError, match="take a new state dict"):
+        ours(batch(0))
+    ours.load_state_dict(second)
+    assert torch.equal(rows_of(ours), expected)
+
+
+def test_an_optimizer_that_rows_cannot_follow_leaves_them_as_they_are():
+    ours, _ = pair("one table")
+    before = rows_of(ours)
+    (weight,) = ours.parameters()
+    _apply_optimizer_in_backward(torch.optim.Rprop, [weight], {"lr": 0.1})
+    with pytest.raises(TypeError, match="embedding rows cannot be stepped by torch.optim.rprop.Rprop"):
+        ours(batch(0))
+    del weight._in_backward_optimizers
+    assert torch.equal(rows_of(ours), before)
+
+
+def test_rows_of_other_ids_are_not_lost_silently():
+    ours, _ = pair("two widths")
+    kjt = batch(0)
+    ours(KeyedJaggedTensor(kjt.keys(), kjt.values() + ROWS, lengths=kjt.lengths()))
+    for call in (ours.rows_to_shard, ours.state_dict, *(its.state_dict for its in ours.embedding_bags.values())):
+        with pytest.raises(oneemb.StorageError, match="rows of ids that are not from 0 to"):
+            call()
+
+
+def test_what_is_loaded_on_meta_and_what_is_given_back():
+    tables = configs("one table", data_type=DataType.FP16)
+    ours = EmbeddingBagCollection(tables, device="meta")
+    (weights,) = ours.state_dict().values()
+    assert weights.dtype == torch.float16
+    with pytest.warns(UserWarning, match="on the meta device and has no rows"):
+        ours.load_state_dict({"embedding_bags.t.weight": torch.zeros(ROWS, 4)})
+    table = EmbeddingConfig(num_embeddings=ROWS, embedding_dim=4, name="t", feature_names=["f"])
+    sequence = EmbeddingCollection([table], need_indices=True)
+    found = sequence(KeyedJaggedTensor(["f"], torch.arange(3, dtype=torch.int32), lengths=torch.tensor([3])))
+    assert found["f"].weights().dtype == torch.int32
+
+
+def test_a_traced_collection_of_int32_ids_and_of_inverse_indices():
+    from torchrec.fx import symbolic_trace
+
+    ours, _ = pair("one width")
+    kjt = batch(0, dtype=torch.int32)
+    for model in (symbolic_trace(ours), torch.jit.script(symbolic_trace(ours)), torch.jit.script(ours)):
+        close(model(kjt).values(), ours(kjt).values())
+        with pytest.raises(Exception, match="takes no inverse_indices"):  # TorchScript's are of a class of its own.
+            model(of_variable_batch())
+
+
 def test_a_batch_without_samples():
     tables = [EmbeddingConfig(num_embeddings=ROWS, embedding_dim=4, name="t", feature_names=["f", "g"])]
     collection = EmbeddingCollection(tables)
