@@ -489,7 +489,9 @@ class EmbeddingStore:
                 weights = torch.from_numpy(weight_ND).view(getattr(torch, self.format.dtype)).float().numpy()
                 departing += ledger.unwanted(table_N, id_N, weights, held)
         for its in departing:
-            left[its.reason] = left.get(its.reason, 0) + int(np.count_nonzero(self._erase(*its)))
+            # A row may leave for two reasons: the first one counts.
+            if erased := int(np.count_nonzero(self._erase(*its))):
+                left[its.reason] = left.get(its.reason, 0) + erased
         return left
 
     @_in_turn

@@ -235,7 +235,8 @@ class Ledger:
         known = place_V >= 0
         self._freed = np.concatenate([self._freed, place_V[known]])
         self._rows_T -= np.bincount(table_V[known], minlength=len(self._rows_T))
-        self.left[reason] = self.left.get(reason, 0) + int(np.count_nonzero(known))
+        if known.any():
+            self.left[reason] = self.left.get(reason, 0) + int(np.count_nonzero(known))
 
     # ---- who leaves -------------------------------------------------------------------------------------------------
 

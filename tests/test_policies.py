@@ -697,6 +697,15 @@ def test_rows_leave_by_what_a_function_says(tmp_path):
     assert wrong.stats()["rows"] == 2
 
 
+def test_a_row_that_leaves_for_two_reasons_is_counted_once(tmp_path):
+    clock = Clock()
+    embedding = make(tmp_path, "device", RowPolicy(expire_after_seconds=1, expire_below_norm=0.5, clock=clock))
+    for _ in range(4):
+        step(embedding, sgd(embedding) if embedding.optimizer is None else embedding.optimizer, ids(0))
+    clock.now += 10
+    assert embedding.evict() == {"expired": 1} == embedding.stats()["policy"]["left"]
+
+
 def test_seconds_are_counted_while_there_is_a_job(tmp_path):
     clock = Clock()
     policy = RowPolicy(expire_after_seconds=10, sweep_steps=1, clock=clock)

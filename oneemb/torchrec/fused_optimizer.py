@@ -69,9 +69,22 @@ class FusedRowsOptimizer(FusedOptimizer):
         # What is written into it must be there when it is brought into the rows.
         self.state: Mapping[torch.Tensor, dict[str, torch.Tensor]] = dict(self._states)
         try:
+            self._check(state_dict["state"])
             super().load_state_dict(state_dict)
         finally:
             self.state = self._states
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        for name, weight in self.params.items():
+            if weight not in self.state or name not in state:
+                continue
+            its, given = ({key: tuple(part.shape) for key, part in found.items()} for found in (
+                self.state[weight], state[name]))  # fmt: skip
+            if its != given:
+                raise ValueError(
+                    f"the state of {name} must be {its}, as its optimizer has it, got {given}: it is that of another"
+                    " optimizer, or of a table of another size"
+                )
 
     def post_load_state_dict(self) -> None:
         """Bring what was written into the state into the rows."""

@@ -265,10 +265,17 @@ class TableState:
                 is_of_row = k >= len(row_optimizer.weight_state)
                 found[_state_name(k)] = (part.squeeze(1) if is_of_row else part).clone()
                 self._give(found[_state_name(k)], functools.partial(self._put_state, k), _state_name(k))
-        if any(word in row_optimizer.name for word in _COUNTS_STEPS):
+        if self._counts_steps(row_optimizer.name):
             found["step"] = torch.tensor(float(rows.store.step))
             self._give(found["step"], self._put_step, "step")
         return found
+
+    def _counts_steps(self, name: str) -> bool:
+        """Whether an update depends on how many there were before."""
+        optimizer = self.rows.optimizer
+        group = {} if optimizer is None else optimizer.param_groups[0]
+        damped = bool(group.get("momentum")) and bool(group.get("dampening"))
+        return any(word in name for word in _COUNTS_STEPS) or bool(group.get("lr_decay")) or damped
 
     def _give(self, tensor: torch.Tensor, put: Callable[[torch.Tensor], None], part: str) -> None:
         """Have what is written into a tensor put into the rows."""

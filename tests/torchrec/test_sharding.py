@@ -384,6 +384,36 @@ def test_state_dicts_may_be_written_and_taken_again():
         assert len(found) == 2
 
 
+def of_another_optimizer(group):
+    """What is said of the state of another optimizer."""
+    models = []
+
+    def make(optimizer, **options):
+        make, _, own = MODELS["bags"]
+        model = make(own, device=torch.device("meta"))
+        apply_optimizer_in_backward(optimizer, model.sparse.parameters(), {"lr": 0.1, **options})
+        model = shard(model, group, get_default_sharders())
+        train(model, group, 1)
+        models.append(model)
+        return model.module.sparse.fused_optimizer
+
+    adam, adagrad = make(torchrec.optim.Adam), make(torchrec.optim.Adagrad)
+    decayed, damped = make(torch.optim.Adagrad, lr_decay=0.1), make(torch.optim.SGD, momentum=0.9, dampening=0.5)
+    said = []
+    for optimizer, state in [(adagrad, adam.state_dict()), (adagrad, make(oneemb.optim.RowWiseAdagrad).state_dict())]:
+        with pytest.raises(ValueError, match="as its optimizer has it, got|Different|not found") as raised:
+            optimizer.load_state_dict(state)
+        said.append(str(raised.value))
+    names = [sorted(next(iter(its.state_dict()["state"].values()))) for its in (decayed, damped)]
+    return said, names
+
+
+def test_the_state_of_another_optimizer_is_refused_and_steps_are_kept_where_they_count():
+    for said, names in on_ranks(2, of_another_optimizer):
+        assert all("(40, 8)" in its for its in said) and "(40,)" in said[1]
+        assert names == [["one.momentum1", "one.step"]] * 2
+
+
 def checkpointed(group, kind, optimizer, options, folder, calls=("model", "optimizer")):
     """State after 6 steps, against state after 3 that go on, from a checkpoint, in another model.
 
