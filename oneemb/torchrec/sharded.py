@@ -5,8 +5,8 @@
     output_dist    what the call gives
     backward       gradients to the owners, which update their rows
 
-A key's owner follows from the key alone. A pipeline may send the keys of coming batches ahead; rows are read in the
-step. No number depends on it.
+A key's owner follows from the key alone. A pipeline may send the keys of coming batches ahead: owners then bring rows
+that they know into memory; rows are read, and new ones begun, in the step. No number depends on it.
 """
 
 import functools
@@ -151,9 +151,9 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
 
     # TorchRec's signatures take any arguments.
     def input_dist(self, ctx: LookupContext, features: Any) -> Awaitable[Awaitable[KJTList]]:
-        """Send the unique keys of a batch to their owners. Rows are not read, nothing is inserted.
+        """Send the unique keys of a batch to their owners. Nothing is inserted, and no number of a row is read.
 
-        Raises, where it is waited for:
+        Raises, on several ranks where it is waited for:
             TypeError, ValueError: as of `EmbeddingBagCollection.forward`; on the other ranks RankError.
         """
         if isinstance(features, LazyAwaitable):

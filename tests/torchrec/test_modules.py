@@ -931,15 +931,18 @@ def test_torchrecs_optimizers_are_those_of_this_library(theirs, ours):
         for seed in range(3):
             model(batch(seed)).values().square().sum().backward()
     assert torch.equal(*(model(batch(1)).values() for model in models))
+    assert all(float((rows_of(model) - 0.5).abs().max()) > 0.01 for model in models)
 
 
 def test_the_rate_of_torchrecs_row_wise_adagrad_is_read_at_each_step():
     ours, _ = pair("one table")
     _apply_optimizer_in_backward(torchrec.optim.RowWiseAdagrad, ours.parameters(), {"lr": 0.1})
+    group = ours.embedding_bags["t"].weight._in_backward_optimizers[0].param_groups[0]
     before = ours(batch(1)).values().detach()
-    ours.embedding_bags["t"].weight._in_backward_optimizers[0].param_groups[0]["lr"] = 0.0
-    ours(batch(1)).values().sum().backward()
-    assert torch.equal(ours(batch(1)).values(), before)
+    for rate in (0.0, 0.1):
+        group["lr"] = rate
+        ours(batch(1)).values().sum().backward()
+        assert torch.equal(ours(batch(1)).values(), before) == (rate == 0.0)
 
 
 def by_name(parameters, optimizer, **options):
