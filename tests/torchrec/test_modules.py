@@ -931,7 +931,7 @@ def test_torchrecs_optimizers_are_those_of_this_library(theirs, ours):
         for seed in range(3):
             model(batch(seed)).values().square().sum().backward()
     assert torch.equal(*(model(batch(1)).values() for model in models))
-    assert all(float((rows_of(model) - 0.5).abs().max()) > 0.01 for model in models)
+    assert all(bool((rows_of(model) != 0.5).any()) for model in models)
 
 
 def test_the_rate_of_torchrecs_row_wise_adagrad_is_read_at_each_step():
