@@ -5,10 +5,12 @@ read and updated by one loop each. Each table has a parameter of its own, [0, D]
 """
 
 import dataclasses
+import functools
 import os
 import shutil
 import tempfile
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
@@ -93,8 +95,7 @@ class TableParameter(torch.nn.Module):
         self.embedding_dim = config.embedding_dim
         self.weight = torch.nn.Parameter(torch.empty(0, config.embedding_dim, device=device))
         self._dtype = dtype_of(config)
-        self._state: Callable[[], torch.Tensor] | None = None
-        self._load: Callable[[torch.Tensor], None] | None = None
+        self._state: Callable[[], TableState] | None = None
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"
@@ -103,9 +104,9 @@ class TableParameter(torch.nn.Module):
         """Note what steps the table in the backward pass, where TorchRec's tools see it."""
         vars(self.weight)["_in_backward_optimizers"] = [optimizer]
 
-    def serves(self, state: Callable[[], torch.Tensor], load: Callable[[torch.Tensor], None]) -> None:
-        """Have state dicts hold what `state` gives, and be loaded by `load`."""
-        self._state, self._load = state, load
+    def serves(self, state: Callable[[], TableState]) -> None:
+        """Have state dicts hold, and load, what `state` has of the table at that time."""
+        self._state = state
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # The weight keeps its dtype, as the rows that it stands for keep theirs.
@@ -113,7 +114,7 @@ class TableParameter(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if self._state is not None:
-            destination[f"{prefix}weight"] = self._state()
+            destination[f"{prefix}weight"] = self._state().give()
             return
         # On meta there are no rows.
         destination[f"{prefix}weight"] = torch.empty(
@@ -128,7 +129,7 @@ class TableParameter(torch.nn.Module):
         state = state_dict.get(f"{prefix}weight")
         if state is None:
             missing_keys.append(f"{prefix}weight")
-        elif self._load is None:
+        elif self._state is None:
             warnings.warn(
                 f"{prefix}weight is on the meta device and has no rows: what is loaded into it has no effect; move the"
                 " collection first, to_empty(device='cpu')",
@@ -136,7 +137,7 @@ class TableParameter(torch.nn.Module):
             )
         else:
             try:
-                self._load(state)
+                self._state().load(state)
             except (StorageError, TypeError, ValueError) as error:
                 error_msgs.append(f"{prefix}weight: {error}")
 
@@ -284,7 +285,7 @@ class Collection(torch.nn.Module):
         for place, t in enumerate(tables):
             state = TableState(rows, place, configs, of_rows, is_kept=options is not None)
             self.states[t] = state
-            self._tables[t].serves(state.give, state.load)
+            self._tables[t].serves(functools.partial(_state_of, weakref.ref(self), t))
         return group
 
     def _of_ranks(self) -> dict[str, Any]:
@@ -338,13 +339,7 @@ class Collection(torch.nn.Module):
                 " shard it: DistributedModelParallel of oneemb.torchrec does, TorchRec's where it is given sharders="
                 "oneemb.torchrec.get_default_sharders()"
             )
-        if any(
-            in_backward_optimizers(table.weight) != steppers
-            for table, steppers in zip(self._tables, self._steppers, strict=True)
-        ):
-            if self._on_ranks is not None:
-                raise RuntimeError("apply_optimizer_in_backward comes before the module is sharded")
-            self._make_rows_anew()
+        self.regroup()
         for config, table in zip(self.configs, self._tables, strict=True):
             if len(table.weight) or version_of(table.weight):
                 raise RuntimeError(
@@ -359,6 +354,14 @@ class Collection(torch.nn.Module):
                 trained = any(self._tables[t].weight.requires_grad for t in group.tables)
                 group.rows.weights[0].requires_grad_(trained)
         return self._groups
+
+    def regroup(self) -> None:
+        """Group tables by what steps them now, if that is something else than before."""
+        its = zip(self._tables, self._steppers, strict=True)
+        if any(in_backward_optimizers(table.weight) != steppers for table, steppers in its):
+            if self._on_ranks is not None:
+                raise RuntimeError("apply_optimizer_in_backward comes before the module is sharded")
+            self._make_rows_anew()
 
     def _bring_in(self) -> None:
         """Bring what was written into tensors of state dicts into the rows."""
@@ -506,6 +509,17 @@ class Collection(torch.nn.Module):
             for place, t in enumerate(group.tables):
                 if (weights := begin[t]) is not None:
                     put_rows(group.rows, place, weights)
+
+
+def _state_of(reference: "weakref.ref[Collection]", table: int) -> TableState:
+    """What a collection has of a table now: state dicts are asked for, and loaded, before the first lookup too."""
+    collection = reference()
+    if collection is None:
+        raise RuntimeError("the collection of this table is gone, and its rows with it")
+    collection.regroup()
+    state = collection.states[table]
+    assert state is not None
+    return state
 
 
 def arguments_of(

@@ -806,6 +806,28 @@ def test_of_two_state_dicts_the_older_one_does_not_undo_the_newer():
     assert torch.equal(rows_of(ours), expected)
 
 
+def test_rows_in_a_path_that_are_stepped_in_backward_are_resumed(tmp_path):
+    options = oneemb.make_cached_ssd_store_options(1, tmp_path)
+
+    def make():
+        collection = EmbeddingBagCollection(configs("two widths"), store_options=options)
+        _apply_optimizer_in_backward(torch.optim.Adam, collection.parameters(), {"lr": 0.1})
+        return collection
+
+    ours = make()
+    for seed in range(3):
+        ours(batch(seed)).values().square().sum().backward()
+    state = ours.state_dict()
+    ours(batch(3)).values().square().sum().backward()
+    expected = ours.eval()(batch(0)).values().detach()
+    ours.close()
+    with pytest.warns(UserWarning, match="starts empty"):
+        again = make()
+        again.load_state_dict(state)
+    again(batch(3)).values().square().sum().backward()
+    assert torch.equal(again.eval()(batch(0)).values(), expected)
+
+
 def test_an_optimizer_that_rows_cannot_follow_leaves_them_as_they_are():
     ours, _ = pair("one table")
     before = rows_of(ours)
