@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -181,7 +182,9 @@ def policies_of(
         return None
     if ranks is not None:
         raise ValueError("a policy is for an embedding without process_group, got both")
-    policies = (policy,) * len(tables) if isinstance(policy, RowPolicy) else tuple(policy)
+    policies: tuple[Any, ...] = (policy,) * len(tables)
+    if isinstance(policy, list | tuple):
+        policies = tuple(policy)
     if not all(isinstance(one, RowPolicy) for one in policies):
         raise TypeError(f"policy must be a oneemb.policies.RowPolicy, or a list of one for each table, got {policy!r}")
     if len(policies) != len(tables):

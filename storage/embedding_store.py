@@ -795,7 +795,10 @@ class EmbeddingStore:
         self._check_open()
         without = self.replicas.keys(own=False) if part is not None and self.replicas else None
         ledger = None if self.ledger is None else self.ledger.to_meta()
-        return self._rows.save(name, meta, self.step, overwrite=overwrite, part=part, without=without, ledger=ledger)
+        rules = None if self.ledger is None else self.ledger.rules()
+        return self._rows.save(
+            name, meta, self.step, overwrite=overwrite, part=part, without=without, ledger=ledger, score_rules=rules
+        )
 
     @_between_steps
     def load_snapshot(self, name: str, *, weights_only: bool = False) -> bool:
@@ -883,12 +886,16 @@ class EmbeddingStore:
 
     def _load(self, info: SnapshotInfo, weights_only: bool, owned: OwnedRows | None = None) -> bool:
         rows, clock = SnapshotRows.of_meta(info.meta, info.name), LedgerClock.of_meta(info.meta, info.name)
+        marks = None
+        if self.ledger is not None:
+            self.ledger.check_rules(info.meta, info.name)
+            marks = self.ledger.first_marks
         with self.turns:
             broken = self._mend()
             self._check_open()
             try:
                 self.replaced += 1
-                self.step, same = self._rows.load(info, weights_only, owned)
+                self.step, same = self._rows.load(info, weights_only, owned, marks)
                 self.replicas.clear()
                 self._read_ledger(rows.format, clock, rows.step)
             except BaseException as error:
@@ -908,13 +915,14 @@ class EmbeddingStore:
         """
         if self.ledger is None:
             return
-        has_marks = format.marks == MARKS and clock is not None
+        if format.marks != MARKS:
+            clock = None
         its = slice(self.format.mark_begin, self.format.state_begin)
         try:
-            self.ledger.begin(clock if has_marks else None, step, self.step)
+            self.ledger.begin(clock, step, self.step)
             for table_N, id_N, row_NW in self._rows.rows():
                 mark_N4 = np.ascontiguousarray(row_NW[:, its]).view(np.uint32)
-                self.ledger.add(table_N, id_N, mark_N4 if has_marks else None, self.step)
+                self.ledger.add(table_N, id_N, mark_N4)
         except BaseException as error:  # Rows that the ledger does not know would never leave.
             self.turns.cut_short(error)
             raise

@@ -26,7 +26,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.hash_index import SHARDS, HashIndex
 from oneemb.storage.policies import RowPolicy, rules_of
-from oneemb.storage.row_store import StoreFullError
+from oneemb.storage.row_store import StorageError, StoreFullError
 
 __all__ = ["MARKS", "Departing", "Ledger", "LedgerClock"]
 
@@ -133,9 +133,10 @@ class Ledger:
             self._step_P, self._second_P = np.empty(0, np.uint32), np.empty(0, np.uint32)
             self._held_P = np.empty(0, np.bool_)
             return
-        for name in ("_score_P", "_table_P", "_step_P", "_second_P", "_held_P"):
+        names = "_score_P", "_table_P", "_step_P", "_second_P", "_held_P"
+        grown = [np.zeros(places, getattr(self, name).dtype) for name in names]  # All of them, or none.
+        for name, after in zip(names, grown, strict=True):
             before = getattr(self, name)
-            after = np.zeros(places, before.dtype)
             after[: len(before)] = before
             setattr(self, name, after)
 
@@ -175,21 +176,19 @@ class Ledger:
             self._resize(max(need, min(most, _PLACES_AT_ONCE), len(self._score_P) * 3 // 2, 1024))
 
     def use(
-        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, uses_U: np.ndarray, step: int,
-        *, counts: bool = True,
-    ) -> np.ndarray:  # fmt: skip
+        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, uses_U: np.ndarray, step: int
+    ) -> np.ndarray:
         """Count a lookup of these keys, whose rows are there now.
 
         Args:
             place_U: what `find` has given. New keys, of -1, are known from here on, and have their places in it.
             uses_U: int64, ids that each key is of.
             step: of the store.
-            counts: whether it is a lookup of its own; off, it goes with the one before.
 
         Returns:
             What the record of each row is to hold: uint32 [U, MARKS].
         """
-        self.clock.lookups += counts
+        self.clock.lookups += 1
         is_new_U = place_U < 0
         new = np.flatnonzero(is_new_U)
         if len(new):
@@ -386,9 +385,10 @@ class Ledger:
             of_table = np.flatnonzero((table_N == t) & free_N)
             if policy.expire_below_norm is not None:
                 norm_N = np.sqrt(np.square(weight_ND[of_table].astype(np.float64)).sum(1))
-                small = of_table[norm_N < policy.expire_below_norm]
+                is_small_N = norm_N < policy.expire_below_norm
+                small = of_table[is_small_N]
                 departing.append(Departing(table_N[small], id_N[small], "norm"))
-                of_table = of_table[norm_N >= policy.expire_below_norm]
+                of_table = of_table[~is_small_N]
             if policy.expire_where is not None and len(of_table):
                 leaves_N = np.asarray(policy.expire_where(t, id_N[of_table].copy(), weight_ND[of_table].copy()))
                 if leaves_N.dtype != np.bool_ or leaves_N.shape != of_table.shape:
@@ -406,7 +406,7 @@ class Ledger:
         """Forget all, and go on from what another ledger has counted, of rows that are to be added.
 
         Args:
-            clock: its; None = there was none.
+            clock: its; None = there was none: the rows have `first_marks`.
             step: of the store whose ledger that was.
             step_now: of the store that has the rows now.
         """
@@ -420,12 +420,32 @@ class Ledger:
         """The store begins to count its steps anew; `step` was the last one."""
         self.clock.steps += step
 
-    def add(self, table_N: np.ndarray, id_N: np.ndarray, mark_N4: np.ndarray | None, step: int) -> None:
-        """Know rows that have been loaded, with what their records hold; None = they count as used once, now."""
-        if mark_N4 is None:
-            uses_N = np.ones(len(id_N), np.int64)
-            self.use(table_N, id_N, np.full(len(id_N), -1), uses_N, step, counts=False)
-            return
+    def first_marks(self, table_N: np.ndarray, id_N: np.ndarray, step: int) -> np.ndarray:
+        """What the records of rows that are loaded without marks are to hold: they count as used once, then."""
+        rows = len(id_N)
+        mark_N4 = np.empty((rows, MARKS), np.uint32)
+        score_uses(
+            np.arange(rows), np.ones(rows, np.bool_), table_N, id_N, np.ones(rows, np.int64), self._rules,
+            np.zeros(rows, np.uint64), np.zeros(rows, np.uint32), np.zeros(rows, np.uint32), mark_N4, lookup=1,
+            step=step, second=0, epoch=0, threads=self._threads,
+        )  # fmt: skip
+        return mark_N4
+
+    def add(self, table_N: np.ndarray, id_N: np.ndarray, mark_N4: np.ndarray) -> None:
+        """Know rows that have been loaded, with what their records hold."""
         place_N = self._add(table_N, id_N)
         self._score_P[place_N] = np.ascontiguousarray(mark_N4[:, :2]).view(np.uint64).reshape(-1)
         self._step_P[place_N], self._second_P[place_N] = mark_N4[:, 2], mark_N4[:, 3]
+
+    def check_rules(self, meta: dict[str, Any], name: str) -> None:
+        """Raise StorageError if the scores in the snapshot of this meta are those of other rules."""
+        theirs = meta.get("score_rules")
+        if theirs is not None and theirs != self.rules():
+            raise StorageError(
+                f"snapshot {name!r} holds scores of other rules than this embedding's evict= asks for; load it into an"
+                " embedding with the policy that it was saved with, or export its rows and import them"
+            )
+
+    def rules(self) -> list[list[float]]:
+        """Of each table, by which rule rows are scored, as a snapshot says it."""
+        return [[int(kind), float(param)] for kind, param in zip(*self._rules[:2], strict=True)]

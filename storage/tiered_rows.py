@@ -12,6 +12,7 @@ Nothing here is thread-safe: `EmbeddingStore` calls it in a turn.
 """
 
 import _thread
+import functools
 import threading
 import uuid
 import warnings
@@ -49,6 +50,10 @@ class NewPart(NamedTuple):
 
 ChangeRows = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 """change(table_N, id_N, row_NW) writes other words into the rows of these keys."""
+
+
+MarksOf = Callable[..., np.ndarray]
+"""marks(table_N, id_N, step=) gives uint32 [N, words of marks] of rows at this step."""
 
 
 def _rescue_name() -> str:
@@ -288,6 +293,7 @@ class TieredRows:
     def save(
         self, name: str, meta: dict[str, Any], step: int, *, overwrite: bool = False, part: NewPart | None = None,
         without: tuple[np.ndarray, np.ndarray] | None = None, ledger: dict[str, int] | None = None,
+        score_rules: list[list[float]] | None = None,
     ) -> SnapshotInfo:  # fmt: skip
         """Write every row, or those that are no copies, durably, under a name; see `EmbeddingStore.save_snapshot`.
 
@@ -296,16 +302,27 @@ class TieredRows:
         """
         snapshots = self._snapshots()
         self.hot.flush()
-        return self._save(snapshots, name, meta, step, overwrite=overwrite, part=part, without=without, ledger=ledger)
+        return self._save(
+            snapshots,
+            name,
+            meta,
+            step,
+            overwrite=overwrite,
+            part=part,
+            without=without,
+            ledger=ledger,
+            score_rules=score_rules,
+        )
 
     def _save(
         self, snapshots: Snapshots, name: str, meta: dict[str, Any], step: int, *, overwrite: bool,
         part: NewPart | None = None, without: tuple[np.ndarray, np.ndarray] | None = None,
         ledger: dict[str, int] | None = None,
+        score_rules: list[list[float]] | None = None,
     ) -> SnapshotInfo:  # fmt: skip
         meta, shard = SnapshotRows(self.format, step).to_meta(meta), (self._plan.owner, self._plan.owners)
         if ledger is not None:
-            meta["ledger"] = ledger
+            meta |= {"ledger": ledger, "score_rules": score_rules}
         if part is not None:
             meta |= PartOf(part.name, *shard).to_meta(name)
             return snapshots.save_snapshot(
@@ -380,11 +397,15 @@ class TieredRows:
             for _ in self._scan(info.name, owned):
                 pass
 
-    def load(self, info: SnapshotInfo, weights_only: bool = False, owned: OwnedRows | None = None) -> tuple[int, bool]:
+    def load(
+        self, info: SnapshotInfo, weights_only: bool = False, owned: OwnedRows | None = None,
+        marks: MarksOf | None = None,
+    ) -> tuple[int, bool]:  # fmt: skip
         """Start from the rows of a snapshot that `check_loads` has found; see `EmbeddingStore.load_snapshot`.
 
         Args:
             owned: the rows, if they are not one snapshot of the store at the bottom.
+            marks: gives rows that lack them theirs.
 
         Returns:
             The updates made so far; and False if the rows were given state that the snapshot lacks.
@@ -406,7 +427,8 @@ class TieredRows:
                 tier.check_holds(info.rows if owned is None else len(owned))
             if wider or owned is not None or not rows.format.same_words(self.format):
                 replaced = True
-                self._put_all(name, rows.format, owned, with_state=not wider)
+                first = None if marks is None else functools.partial(marks, step=0 if wider else rows.step)
+                self._put_all(name, rows.format, owned, with_state=not wider, marks=first)
             else:
                 self._snapshots().load_snapshot(name)
                 replaced = True
@@ -432,8 +454,9 @@ class TieredRows:
         return self.built and (self._adds_state_to(format) or weights_only and format.state_width > 0)
 
     def _put_all(
-        self, name: str, format: RowFormat, owned: OwnedRows | None = None, *, with_state: bool = False
-    ) -> None:
+        self, name: str, format: RowFormat, owned: OwnedRows | None = None, *, with_state: bool = False,
+        marks: MarksOf | None = None,
+    ) -> None:  # fmt: skip
         """Start from the rows of a snapshot, of this format, put one after another; without state they are given that
         of new rows."""
         assert self._store is not None
@@ -441,6 +464,9 @@ class TieredRows:
         for table_N, id_N, row_NX in self._scan(name, owned):
             if not with_state or not format.same_words(self.format):
                 row_NX = self.format.converted(row_NX, format, with_state=with_state)
+                if marks is not None and format.marks != self.format.marks:
+                    its = slice(self.format.mark_begin, self.format.state_begin)
+                    row_NX[:, its] = marks(table_N, id_N).view(np.float32)
             self._store.put(table_N, id_N, row_NX)
 
     def copy_from(self, source: "TieredRows", *, with_state: bool, change: ChangeRows | None) -> None:

@@ -497,6 +497,36 @@ def test_a_snapshot_is_loaded_with_a_policy_or_without(tmp_path, kinds, store):
         assert second.scores(ids(12, 20, 5)).tolist() == [1, 2, 0]
 
 
+@pytest.mark.parametrize("store", ["device", "ssd"])
+def test_rows_that_lack_scores_have_them_from_the_load_on(tmp_path, store):
+    first = make(tmp_path / "rows", store, None)
+    optimizer = sgd(first)
+    for n in range(20):
+        step(first, optimizer, ids(n))
+    first.save_snapshot("plain")
+    first.close()
+    policy = RowPolicy(LFU(), expire_after_steps=4, sweep_steps=1)
+    with pytest.warns(UserWarning, match="starts empty"):
+        second = make(tmp_path / "rows", store, policy)
+    second.load_snapshot("plain")
+    second.save_snapshot("scored")
+    second.load_snapshot("scored")
+    assert second.scores(ids(0, 19, 20)).tolist() == [1, 1, 0]
+    optimizer = sgd(second)
+    for _ in range(4):
+        step(second, optimizer, ids(3))
+    assert second.stats()["rows"] == 20 and second.scores(ids(3)).tolist() == [5]
+    for _ in range(2):
+        step(second, optimizer, ids(3))
+    assert known(second) == {(0, 3)}
+    second.save_snapshot("one")
+    second.close()
+    with pytest.warns(UserWarning, match="starts empty"):
+        other = make(tmp_path / "rows", store, RowPolicy(LFU(half_life=3.0)))
+    with pytest.raises(oneemb.StorageError, match="scores of other rules than this embedding's evict="):
+        other.load_snapshot("one")
+
+
 def test_scores_stay_where_rows_get_state_or_are_copied(tmp_path):
     embedding = make(tmp_path / "rows", "ssd", RowPolicy(LFU()))
     for _ in range(3):
