@@ -395,14 +395,16 @@ class EmbeddingStore:
         new = np.flatnonzero(place_U < 0)
         ledger.reserve(table_U[new], id_U[new])
         slot_U, keys = self._acquire(hot, keys, prefetched)
-        used = new if again else slice(None)  # Rows that had left begin anew.
-        if not again or len(table_U[used]):
-            uses_U = self.loops.uses_of(keys)
-            mark_U4 = ledger.use(table_U[used], id_U[used], place_U[used], uses_U[used], self.step)
-            self._write_marks(slot_U[used], mark_U4)
-            if again:
-                place_U = ledger.find(table_U, id_U)
-        self._places = slot_U, place_U
+        try:
+            used = new if again else slice(None)  # Rows that had left begin anew.
+            if not again or len(table_U[used]):
+                uses_U = self.loops.uses_of(keys)
+                mark_U4 = ledger.use(table_U[used], id_U[used], place_U[used], uses_U[used], self.step)
+                self._write_marks(slot_U[used], mark_U4)
+        except BaseException:
+            self.release(slot_U)
+            raise
+        self._places = slot_U, ledger.find(table_U, id_U) if again else place_U
         return slot_U, keys
 
     def _write_marks(self, slot_U: Array, mark_U4: np.ndarray) -> None:
@@ -691,7 +693,7 @@ class EmbeddingStore:
             if self._bottom.keeps_rows and not self.built:
                 self._rows.build()
             if self.built:
-                clock = None if self.ledger is None else LedgerClock(**self.ledger.to_meta())
+                clock = None if self.ledger is None else self.ledger.counted()
                 other.begin_with(self._rows, self.step, with_state, change, clock)
                 other.replicas.add(self.replicas.keys())
 
@@ -794,11 +796,8 @@ class EmbeddingStore:
         """
         self._check_open()
         without = self.replicas.keys(own=False) if part is not None and self.replicas else None
-        ledger = None if self.ledger is None else self.ledger.to_meta()
-        rules = None if self.ledger is None else self.ledger.rules()
-        return self._rows.save(
-            name, meta, self.step, overwrite=overwrite, part=part, without=without, ledger=ledger, score_rules=rules
-        )
+        uses = None if self.ledger is None else self.ledger.to_meta()
+        return self._rows.save(name, meta, self.step, overwrite=overwrite, part=part, without=without, uses=uses)
 
     @_between_steps
     def load_snapshot(self, name: str, *, weights_only: bool = False) -> bool:

@@ -150,9 +150,13 @@ class Ledger:
         """Whole seconds on the ledger's own clock."""
         return self.clock.seconds + max(0, int(self._now() - self._began))
 
-    def to_meta(self) -> dict[str, int]:
-        """What a snapshot keeps beside the rows."""
-        return {**asdict(self.clock), "seconds": self.second}
+    def counted(self) -> LedgerClock:
+        """What has been counted up to now."""
+        return replace(self.clock, seconds=self.second)
+
+    def to_meta(self) -> dict[str, Any]:
+        """What the meta of a snapshot says beside the rows."""
+        return {"ledger": asdict(self.counted()), "score_rules": self.rules()}
 
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
@@ -188,6 +192,7 @@ class Ledger:
         Returns:
             What the record of each row is to hold: uint32 [U, MARKS].
         """
+        second = self.second  # A clock of the user's, which may raise: before anything has changed.
         self.clock.lookups += 1
         is_new_U = place_U < 0
         new = np.flatnonzero(is_new_U)
@@ -196,7 +201,7 @@ class Ledger:
         mark_U4 = np.empty((len(id_U), MARKS), np.uint32)
         score_uses(
             place_U, is_new_U, table_U, id_U, uses_U, self._rules, self._score_P, self._step_P, self._second_P,
-            mark_U4, lookup=self.clock.lookups, step=self.clock.steps + step, second=self.second,
+            mark_U4, lookup=self.clock.lookups, step=self.clock.steps + step, second=second,
             epoch=self.clock.epoch, threads=self._threads,
         )  # fmt: skip
         return mark_U4

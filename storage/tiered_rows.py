@@ -292,37 +292,24 @@ class TieredRows:
 
     def save(
         self, name: str, meta: dict[str, Any], step: int, *, overwrite: bool = False, part: NewPart | None = None,
-        without: tuple[np.ndarray, np.ndarray] | None = None, ledger: dict[str, int] | None = None,
-        score_rules: list[list[float]] | None = None,
+        without: tuple[np.ndarray, np.ndarray] | None = None, uses: dict[str, Any] | None = None,
     ) -> SnapshotInfo:  # fmt: skip
         """Write every row, or those that are no copies, durably, under a name; see `EmbeddingStore.save_snapshot`.
 
         Args:
-            ledger: what the ledger counts.
+            uses: what the ledger says of them, for the meta.
         """
         snapshots = self._snapshots()
         self.hot.flush()
-        return self._save(
-            snapshots,
-            name,
-            meta,
-            step,
-            overwrite=overwrite,
-            part=part,
-            without=without,
-            ledger=ledger,
-            score_rules=score_rules,
-        )
+        return self._save(snapshots, name, meta, step, overwrite=overwrite, part=part, without=without, uses=uses)
 
     def _save(
         self, snapshots: Snapshots, name: str, meta: dict[str, Any], step: int, *, overwrite: bool,
         part: NewPart | None = None, without: tuple[np.ndarray, np.ndarray] | None = None,
-        ledger: dict[str, int] | None = None,
-        score_rules: list[list[float]] | None = None,
+        uses: dict[str, Any] | None = None,
     ) -> SnapshotInfo:  # fmt: skip
         meta, shard = SnapshotRows(self.format, step).to_meta(meta), (self._plan.owner, self._plan.owners)
-        if ledger is not None:
-            meta |= {"ledger": ledger, "score_rules": score_rules}
+        meta |= uses or {}
         if part is not None:
             meta |= PartOf(part.name, *shard).to_meta(name)
             return snapshots.save_snapshot(

@@ -648,9 +648,11 @@ def test_a_ledger_that_was_not_read_whole_is_none(tmp_path, monkeypatch):
 @pytest.mark.parametrize("change", [{"lookups": -1}, {"lookups": "1"}, {"more": 1}, None], ids=str)
 def test_what_no_ledger_says_is_an_error_before_rows_are_replaced(tmp_path, monkeypatch, change):
     embedding, _ = trained(tmp_path, "device", RowPolicy(LFU()))
-    said = embedding.store.ledger.to_meta()
+    said = embedding.store.ledger.to_meta()["ledger"]
     with monkeypatch.context() as patch:
-        patch.setattr(embedding.store.ledger, "to_meta", lambda: [] if change is None else {**said, **change})
+        patch.setattr(
+            embedding.store.ledger, "to_meta", lambda: {"ledger": [] if change is None else {**said, **change}}
+        )
         embedding.save_snapshot("bad")
     before = everything(embedding)
     with pytest.raises(oneemb.StorageError, match="'bad' says of the uses of its rows"):
