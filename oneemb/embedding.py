@@ -1,6 +1,7 @@
 """Embedding modules: what users assign to a model and look ids up in."""
 
 import dataclasses
+import functools
 import json
 import os
 import uuid
@@ -179,11 +180,21 @@ class TableEmbedding(torch.nn.Module):
         }  # fmt: skip
         building = building_now()
         if building is None:
-            return self._look_up(has_gradient, **arguments)
-        return building.look_up(self, arguments, has_gradient, lambda: self._look_up(has_gradient, **arguments))
+            return self._look_up(self.training, has_gradient, **arguments)
+        look_up = functools.partial(self._look_up, self.training, has_gradient, **arguments)
+        return building.look_up(self, arguments, has_gradient, look_up)
+
+    def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """What lookups in eval mode give, without gradient, whatever mode the embedding is in: nothing is inserted.
+
+        Args:
+            ids, table_ids: as of `forward`.
+        """
+        return self._look_up(False, False, ids, table_ids, None, None, "sum")
 
     def _look_up(
         self,
+        inserts: bool,
         has_gradient: bool,
         ids: torch.Tensor,
         table_ids: torch.Tensor | None,
@@ -194,29 +205,29 @@ class TableEmbedding(torch.nn.Module):
     ) -> torch.Tensor:
         if self.asked_ranks is not None:
             return self._look_up_on_ranks(
-                self.asked_ranks, has_gradient, ids, table_ids, offsets, per_sample_weights, pooling, columns
+                self.asked_ranks, inserts, has_gradient, ids, table_ids, offsets, per_sample_weights, pooling, columns
             )
         is_plain = offsets is None and per_sample_weights is None and columns is None
         if not has_gradient and is_plain and pooling == "sum":
             read = ops.read_ids(
-                self.store, ids, table_ids, self.num_tables, self.key_type, self.padding_idx, inserts=self.training
+                self.store, ids, table_ids, self.num_tables, self.key_type, self.padding_idx, inserts=inserts
             )
             if read is not None:
                 return read
         keys = self.keys_of(ids, table_ids, offsets, per_sample_weights, pooling, columns)
-        if not self.training and not has_gradient:
+        if not inserts and not has_gradient:
             return ops.peek(self.store, keys, per_sample_weights, pooling)
-        lease = ops.acquire(self.store, keys) if self.training else ops.acquire_later(self.store, keys)
+        lease = ops.acquire(self.store, keys) if inserts else ops.acquire_later(self.store, keys)
         rows = ops.gather(lease, per_sample_weights, pooling)
         if has_gradient:
             return ops.with_grad(rows, lease, self.weights, per_sample_weights, self.ranks)
         lease.unpin()
         return rows
 
-    def _look_up_on_ranks(self, ranks: Ranks, has_gradient: bool, *arguments: Any) -> torch.Tensor:
+    def _look_up_on_ranks(self, ranks: Ranks, inserts: bool, has_gradient: bool, *arguments: Any) -> torch.Tensor:
         _, _, offsets, per_sample_weights, pooling, _ = arguments
         lease = ops.look_up_on_ranks(
-            ranks, self.store, self.name, lambda: self.keys_of(*arguments), inserts=self.training,
+            ranks, self.store, self.name, lambda: self.keys_of(*arguments), inserts=inserts,
             has_gradient=has_gradient, sums_bags=ops.sums_bags(offsets, per_sample_weights, pooling),
         )  # fmt: skip
         rows = ops.gather(lease, per_sample_weights, pooling)

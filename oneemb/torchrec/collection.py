@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Never, Self, cast
 
 import torch
 from torchrec.fx.tracer import is_fx_tracing
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig
 
 from oneemb.eager import Optimizer
 from oneemb.embedding import MultiTableEmbedding
@@ -101,8 +101,12 @@ class TableParameter(torch.nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
     def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note what steps the table in the backward pass, where TorchRec's tools see it."""
-        vars(self.weight)["_in_backward_optimizers"] = [optimizer]
+        """Note what steps the table in the backward pass, where TorchRec's tools, and torch's that would add another,
+        see it."""
+        vars(self.weight).update(
+            _in_backward_optimizers=[optimizer], _optimizer_classes=[type(optimizer)],
+            _optimizer_kwargs=[dict(optimizer.defaults)],
+        )  # fmt: skip
 
     def serves(self, state: Callable[[], TableState]) -> None:
         """Have state dicts hold, and load, what `state` has of the table at that time."""
@@ -172,7 +176,7 @@ class Collection(torch.nn.Module):
         named: str,
     ):
         super().__init__()
-        check_configs(tables)
+        check_configs(tables, EmbeddingBagConfig if pools else EmbeddingConfig)
         self.configs = list(tables)
         self._columns: list[Column] = columns_of(tables)
         self._pools = pools
@@ -183,6 +187,8 @@ class Collection(torch.nn.Module):
         self._on_ranks = on_ranks
         self._paths: list[str] = []
         """Of tables without a path: temporary folders, one a rank."""
+        self._remove_own: Callable[[], object] = lambda: None
+        """Removes this rank's."""
         self._options = self._options_of(store_options)
         holders = {config.name: TableParameter(config, self._device) for config in tables}
         setattr(self, named, torch.nn.ModuleDict(holders))
@@ -229,8 +235,8 @@ class Collection(torch.nn.Module):
             begin.append(first_rows(config) if options is None else None)
             if not self._pools:
                 _fill(config, begin[-1])
-        for config, weights in zip(self.configs, begin, strict=True):
-            if self._pools:
+        if self._pools:  # TorchRec's module of bags fills its tables when it has made them all.
+            for config, weights in zip(self.configs, begin, strict=True):
                 _fill(config, weights)
         return begin
 
@@ -324,7 +330,9 @@ class Collection(torch.nn.Module):
         if not self._paths:
             own = tempfile.mkdtemp(prefix="oneemb-torchrec-")
             # Not weakref.finalize, which does nothing when a process of multiprocessing ends, and too much in a fork.
-            Finalize(self, shutil.rmtree, args=(own,), kwargs={"ignore_errors": True}, exitpriority=0)
+            self._remove_own = Finalize(
+                self, shutil.rmtree, args=(own,), kwargs={"ignore_errors": True}, exitpriority=0
+            )
             ranks = self._on_ranks
             self._paths = [own]
             if ranks is not None and ranks.process_group is not None:
@@ -397,10 +405,8 @@ class Collection(torch.nn.Module):
 
     def _make_rows_anew(self) -> None:
         """Group tables by what steps them now."""
-        for table in self._tables:
-            _kind_of(
-                in_backward_optimizers(table.weight)
-            )  # One that rows cannot follow is refused with all rows there.
+        for table in self._tables:  # One that rows cannot follow is refused with all rows there.
+            _kind_of(in_backward_optimizers(table.weight))
         self._bring_in()
         begin: list[torch.Tensor | None] = [None] * len(self.configs)
         for group in self._groups:
@@ -490,6 +496,7 @@ class Collection(torch.nn.Module):
         """Free memory, files and the locks on the paths. Rows that no snapshot holds are gone."""
         for group in self._groups:
             group.rows.close()
+        self._remove_own()
 
     # ---- what TorchRec's modules have -------------------------------------------------------------------------------
 
@@ -558,7 +565,8 @@ def _kind_of(steppers: Sequence[torch.optim.Optimizer]) -> tuple[Any, ...] | Non
 
 
 def _fill(config: BaseEmbeddingConfig, weights: torch.Tensor | None) -> None:
-    if weights is not None and config.init_fn is not None:
+    if weights is not None:
+        assert config.init_fn is not None, "TorchRec's configs give it one"
         with torch.no_grad():
             config.init_fn(weights)
 

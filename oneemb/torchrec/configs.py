@@ -34,13 +34,13 @@ class Column(NamedTuple):
     """As the output calls it: the feature, or feature@table where several tables have it."""
 
 
-def check_configs(tables: Sequence[BaseEmbeddingConfig]) -> None:
+def check_configs(tables: Sequence[BaseEmbeddingConfig], kind: type[BaseEmbeddingConfig]) -> None:
     """Raise TypeError or ValueError unless tables can be made of these. A config without features gets its name as one.
 
     Reference: TorchRec's modules, which fill `feature_names` in the same way.
     """
-    if not all(isinstance(config, BaseEmbeddingConfig) for config in tables):
-        raise TypeError(f"tables must be a list of TorchRec's table configs, got {tables!r}")
+    if not all(isinstance(config, kind) for config in tables):
+        raise TypeError(f"tables must be a list of TorchRec's {kind.__name__}, got {tables!r}")
     names = set[str]()
     for config in tables:
         if not config.name:
@@ -106,7 +106,10 @@ def initializer_of(config: BaseEmbeddingConfig) -> Initializer:
     make = _INITIALIZERS.get(function)
     if make is None:
         raise ValueError(_say_init(config))
-    return make(**options)
+    try:
+        return make(**options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"table {config.name!r}: init_fn {config.init_fn!r}: {error}") from error
 
 
 def _say_init(config: BaseEmbeddingConfig) -> str:

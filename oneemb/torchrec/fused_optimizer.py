@@ -75,6 +75,7 @@ class FusedRowsOptimizer(FusedOptimizer):
             self.state = self._states
 
     def _check(self, state: Mapping[str, Any]) -> None:
+        steps: dict[Any, dict[str, float]] = {}
         for name, weight in self.params.items():
             if weight not in self.state or name not in state:
                 continue
@@ -85,6 +86,12 @@ class FusedRowsOptimizer(FusedOptimizer):
                     f"the state of {name} must be {its}, as its optimizer has it, got {given}: it is that of another"
                     " optimizer, or of a table of another size"
                 )
+            table = self._tables[weight]
+            if (step := state[name].get(f"{table.name}.step")) is not None:
+                steps.setdefault(table.rows, {})[table.name] = float(step)
+        for of_tables in steps.values():
+            if len(set(of_tables.values())) > 1:
+                raise ValueError(f"tables that are one embedding have one count of steps, got {of_tables}")
 
     def post_load_state_dict(self) -> None:
         """Bring what was written into the state into the rows."""

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from oneemb.options import StoreOptions
-from oneemb.torchrec.collection import Collection, Lookups, OnRanks, arguments_of
+from oneemb.torchrec.collection import Collection, Group, Lookups, OnRanks, arguments_of
 from oneemb.torchrec.jagged import Jagged, check_inverse, check_jagged, select_features
 
 __all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]
@@ -23,8 +23,11 @@ __all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]
 @torch.fx.wrap
 def jagged_of(features: KeyedJaggedTensor, wanted: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Values, offsets and weights of these features, in this order, as TorchScript can select them."""
-    if features.inverse_indices_or_none() is not None:
-        raise RuntimeError("a collection that was traced or scripted takes no inverse_indices: call the collection")
+    if features.inverse_indices_or_none() is not None or features.variable_stride_per_key():
+        raise RuntimeError(
+            "a collection that was traced or scripted takes batches of one size for all features, without"
+            " inverse_indices: call the collection"
+        )
     place = {key: k for k, key in enumerate(features.keys())}
     selected = features.permute([place[feature] for feature in wanted])
     return selected.values().long(), selected.offsets(), selected.weights_or_none()
@@ -154,8 +157,9 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
             jagged = jagged._replace(weights=None)
         inverse = features.inverse_indices_or_none()
         if inverse is None and not features.variable_stride_per_key():
-            wanted_of = [[self._feature_names[c] for c in group.columns] for group in self.ready()]
-            return self._even([select_features(jagged, keys, wanted) for wanted in wanted_of], jagged)
+            groups = self.ready()
+            wanted_of = [[self._feature_names[c] for c in group.columns] for group in groups]
+            return self._even(groups, [select_features(jagged, keys, wanted) for wanted in wanted_of], jagged)
         return self._uneven(keys, jagged, inverse)
 
     @torch.jit.unused
@@ -171,18 +175,18 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
             raise ValueError("the collection is weighted (is_weighted=True), and the KeyedJaggedTensor has no weights")
         # Features may come several times, of several tables: they are known by their place.
         names = [str(c) for c in range(features)]
-        selected = [select_features(jagged, names, [str(c) for c in group.columns]) for group in self.ready()]
-        return self._even(selected, jagged).look_up()
+        groups = self.ready()
+        selected = [select_features(jagged, names, [str(c) for c in group.columns]) for group in groups]
+        return self._even(groups, selected, jagged).look_up()
 
     @torch.jit.unused
-    def _even(self, selected_of: Sequence[Jagged], jagged: Jagged) -> Lookups:
+    def _even(self, groups: Sequence[Group], selected_of: Sequence[Jagged], jagged: Jagged) -> Lookups:
         """Of as many samples for each feature.
 
         Args:
             selected_of: the bags of each group's features. All are selected before anything is looked up: a feature
                 that is missing is an error before any table has new rows.
         """
-        groups = self.ready()
 
         def output(pooled: Sequence[torch.Tensor]) -> torch.Tensor:
             if not groups:

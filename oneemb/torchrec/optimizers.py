@@ -122,6 +122,9 @@ def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
         raise ValueError(f"fused_params: unknown options {unknown}")
     if given.get("weight_decay"):
         _check_decay(name, decay_mode)
+    for option in ("betas", "momentum", "eta"):
+        if given.get(option) and option not in _OPTIONS[name]:
+            raise ValueError(f"fused_params: {option} has no effect on {name!r} in FBGEMM, and none here; leave it out")
     options |= given
     return _make(name, {option: options[option] for option in _OPTIONS[name] if option in options})
 

@@ -12,6 +12,7 @@ that they know into memory; rows are read, and new ones begun, in the step. No n
 import functools
 import queue
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -67,7 +68,10 @@ class _KeySender:
 
 def _call_all(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while (call := calls.get()) is not None:
-        call()
+        try:
+            call()
+        except Exception as error:  # A lookup's are its future's; this is of one that was dropped.
+            warnings.warn(f"a lookup that was dropped: {error}", stacklevel=1)
         del call  # The loop waits, and must keep no lookup.
 
 

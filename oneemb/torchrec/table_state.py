@@ -396,15 +396,9 @@ def dense_rows(
 ) -> torch.Tensor:
     """Rows 0 to num_embeddings - 1 of a table: [N, D]."""
     weights = _empty_rows(rows, config) if out is None else out
-    training = rows.training
-    rows.eval()
-    try:
-        with torch.no_grad():
-            for begin in range(0, len(weights), _CHUNK):
-                ids = torch.arange(begin, min(begin + _CHUNK, len(weights)), device=weights.device)
-                weights[begin : begin + _CHUNK] = rows(ids, torch.full_like(ids, table))
-    finally:
-        rows.train(training)
+    for begin in range(0, len(weights), _CHUNK):
+        ids = torch.arange(begin, min(begin + _CHUNK, len(weights)), device=weights.device)
+        weights[begin : begin + _CHUNK] = rows.read(ids, torch.full_like(ids, table))
     return weights
 
 

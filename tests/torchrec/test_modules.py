@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import os
 import pickle
 import warnings
 
@@ -247,6 +248,14 @@ def test_rows_in_a_store_begin_as_they_are_met(tmp_path, init_fn, check):
     assert ebc.rows[0].stats()["rows"] == 0
     kjt = KeyedJaggedTensor.from_lengths_sync(["f"], torch.arange(1000) - 500, torch.ones(1000, dtype=torch.int64))
     assert check(ebc(kjt).values()) and ebc.rows[0].stats()["rows"] == 1000
+
+
+@pytest.mark.parametrize("options", [{"low": 0.0}, {"std": float("nan")}])
+def test_options_that_an_init_fn_lacks_are_named(tmp_path, options):
+    init_fn = functools.partial(torch.nn.init.normal_, **options)
+    stored = oneemb.make_device_mem_store_options(tmp_path)
+    with pytest.raises(ValueError, match="table 't': init_fn functools.partial"):
+        EmbeddingBagCollection(configs("one table", init_fn=init_fn), store_options=stored)
 
 
 def test_huge_tables_need_a_store(tmp_path):
@@ -616,8 +625,10 @@ def test_names_and_widths_of_tables():
         EmbeddingBagCollection(configs("one table") * 2)
     with pytest.raises(ValueError, match="one embedding_dim; u has 8"):
         EmbeddingCollection([EmbeddingConfig(ROWS, 4, "t"), EmbeddingConfig(ROWS, 8, "u")])
-    with pytest.raises(TypeError, match="TorchRec's table configs"):
+    with pytest.raises(TypeError, match="TorchRec's EmbeddingBagConfig"):
         EmbeddingBagCollection(["t"])
+    with pytest.raises(TypeError, match="TorchRec's EmbeddingConfig"):
+        EmbeddingCollection([EmbeddingBagConfig(ROWS, 4, "t", pooling=PoolingType.MEAN)])
     tables = [EmbeddingBagConfig(ROWS, 4, "t")]
     assert EmbeddingBagCollection(tables)._feature_names == ["t"] == tables[0].feature_names
 
@@ -710,10 +721,11 @@ def test_tables_of_equal_ids_begin_with_other_numbers(tmp_path):
 
 def test_rows_do_not_depend_on_threads():
     found = []
+    many = functools.partial(batch, samples=4000)  # enough ids for several shares
     for threads in (1, 2):
         torch.manual_seed(0)
-        ours = EmbeddingBagCollection(configs("two widths"), num_threads=threads)
-        found.append(torch.cat([train(ours, 3, torch.optim.Adagrad(ours.parameters(), lr=0.1), batch), rows_of(ours)]))
+        ours = EmbeddingBagCollection(configs("two widths", num_embeddings=20_000), num_threads=threads)
+        found.append(torch.cat([train(ours, 3, torch.optim.Adagrad(ours.parameters(), lr=0.1), many), rows_of(ours)]))
     assert np.array_equal(found[0].numpy(), found[1].numpy())
 
 
@@ -868,8 +880,42 @@ def test_a_traced_collection_of_int32_ids_and_of_inverse_indices():
     kjt = batch(0, dtype=torch.int32)
     for model in (symbolic_trace(ours), torch.jit.script(symbolic_trace(ours)), torch.jit.script(ours)):
         close(model(kjt).values(), ours(kjt).values())
-        with pytest.raises(Exception, match="takes no inverse_indices"):  # TorchScript's are of a class of its own.
+        with pytest.raises(Exception, match="without inverse_indices"):  # TorchScript's are of a class of its own.
             model(of_variable_batch())
+    bare = of_variable_batch()
+    bare = KeyedJaggedTensor(
+        bare.keys(), bare.values(), lengths=bare.lengths(), stride_per_key_per_rank=bare.stride_per_key_per_rank()
+    )
+    sequence, _ = sequences("one width")
+    sequence(bare)
+    for model in (symbolic_trace(sequence), torch.jit.script(sequence)):
+        with pytest.raises(Exception, match="batches of one size"):
+            model(bare)
+
+
+def test_a_state_dict_is_taken_while_others_train():
+    ours, _ = pair("one width")
+    seen, rows = [], ours.rows[0]
+    read = rows.read
+    rows.read = lambda *args: (seen.append(rows.training), read(*args))[1]
+    ours.state_dict()
+    assert seen == [True, True]
+
+
+def test_reading_inserts_nothing_and_has_no_gradient():
+    ours = EmbeddingBagCollection(configs("one table"))
+    rows, ids = ours.rows[0], torch.tensor([[3, -7], [2**60, 3]])
+    before, read = rows.stats()["rows"], rows.read(ids)
+    assert rows.stats()["rows"] == before and not read.requires_grad
+    assert torch.equal(rows(ids), read) and rows.stats()["rows"] == before + 2
+
+
+def test_a_collection_that_is_closed_leaves_no_folder():
+    ours = EmbeddingBagCollection(configs("one table"))
+    folder = ours.rows[0].store_options.persistent_path[0]
+    assert os.path.isdir(os.path.dirname(folder))
+    ours.close()
+    assert not os.path.exists(os.path.dirname(folder))
 
 
 def test_a_batch_without_samples():

@@ -1,5 +1,6 @@
 """Sharded collections on ranks give what TorchRec's own give, sharded and not."""
 
+import copy
 import gc
 import itertools
 import os
@@ -20,6 +21,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel, TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import PoolingType
@@ -262,6 +264,8 @@ def test_an_unchanged_model_is_trained_as_fused_params_say(fused_params):
         ({"optimizer": EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD}, "optimizer 'ensemble_row_wise_adagrad' is not one of"),
         ({"weight_decay": 0.1}, "weight_decay has no effect on 'exact_sgd' in FBGEMM"),
         ({"gradient_clipping": True}, "gradient_clipping=True is not supported"),
+        ({"momentum": 0.9}, "momentum has no effect on 'exact_sgd' in FBGEMM"),
+        ({"optimizer": EmbOptimType.ADAM, "eta": 0.1}, "eta has no effect on 'adam' in FBGEMM"),
         ({"learning_rat": 0.1}, r"unknown options \['learning_rat'\]"),
         (
             {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay": 0.1,
@@ -412,6 +416,103 @@ def test_the_state_of_another_optimizer_is_refused_and_steps_are_kept_where_they
     for said, names in on_ranks(2, of_another_optimizer):
         assert all("(40, 8)" in its for its in said) and "(40,)" in said[1]
         assert names == [["one.momentum1", "one.step"]] * 2
+
+
+def of_two_steps(group):
+    make, _, own = MODELS["ids"]
+    model = make(own, device=torch.device("meta"))
+    apply_optimizer_in_backward(torchrec.optim.Adam, model.sparse.parameters(), {"lr": 0.1})
+    model = shard(model, group, get_default_sharders())
+    train(model, group, 2)
+    adam = model.module.sparse.fused_optimizer
+    state = copy.deepcopy(adam.state_dict())
+    next(iter(state["state"].values()))["one.step"].fill_(7)
+    before = str(adam.state_dict())
+    with pytest.raises(ValueError, match="one embedding have one count of steps, got {'one': 7.0, 'two': 2.0}"):
+        adam.load_state_dict(state)
+    assert str(adam.state_dict()) == before
+
+
+def test_tables_that_are_one_embedding_have_one_count_of_steps():
+    on_ranks(2, of_two_steps)
+
+
+def stepped_by_another(group):
+    make, _, own = MODELS["bags"]
+    model = shard(make(own, device=torch.device("meta")), group, get_default_sharders())
+    apply_optimizer_in_backward(torch.optim.SGD, model.module.sparse.parameters(), {"lr": 0.1})
+    with pytest.raises(RuntimeError, match="comes before the module is sharded"):
+        train(model, group, 1)
+
+
+def test_an_optimizer_in_backward_comes_before_the_module_is_sharded():
+    on_ranks(1, stepped_by_another)
+
+
+def by_arguments_of_sharders(group, path):
+    """Where the rows of TorchRec's own module are, and what travels between ranks."""
+    make, theirs, _ = MODELS["bags"]
+    options = oneemb.make_cached_ssd_store_options(cache_budget_mb=1, persistent_path=path)
+    registry = get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.FP16))
+    model = oneemb.torchrec.DistributedModelParallel(
+        make(theirs, device=torch.device("meta"), rows=2**40), ShardingEnv.from_process_group(group),
+        torch.device("cpu"), None, get_default_sharders(None, registry, store_options=options, seed=5),
+    )  # fmt: skip
+    losses = train(model, group, 2)
+    its = model.module.sparse.rows[0]
+    state = model.state_dict()  # names a snapshot
+    return losses, its.seed, its.ranks.comm_dtype, its.stats()["rows"], sorted(os.listdir(path)), len(state)
+
+
+def test_store_options_seed_and_codecs_of_sharders_are_those_of_the_rows(tmp_path):
+    (losses, seed, dtype, rows, folders, _), (_, _, _, others, *_) = on_ranks(
+        2, by_arguments_of_sharders, str(tmp_path)
+    )
+    assert np.isfinite(losses).all() and seed != 5 and dtype == torch.float16
+    assert folders == ["sparse"] and 0 < rows < rows + others <= 2 * ROWS
+
+
+def by_default(group):
+    """The losses of unchanged scripts: no sharders by name, by place, or by word."""
+    found = []
+    for given in [(), (None,)]:
+        make, _, own = MODELS["bags"]
+        model = oneemb.torchrec.DistributedModelParallel(
+            make(own), ShardingEnv.from_process_group(group), torch.device("cpu"), None, *given
+        )
+        assert type(model.module.sparse).__name__ == "ShardedEmbeddingBagCollection"
+        found.append(train(model, group, 2))
+    with pytest.raises(TypeError):
+        oneemb.torchrec.DistributedModelParallel(
+            make(own), ShardingEnv.from_process_group(group), torch.device("cpu"), None, [], sharders=[]
+        )
+    return found
+
+
+def test_our_model_parallel_needs_no_sharders():
+    for first, second in on_ranks(2, by_default):
+        assert first == second
+
+
+def thrown_on_the_thread(group):
+    """What is dropped and fails ends no thread: keys are sent afterwards."""
+    make, _, own = MODELS["bags"]
+    model = shard(make(own, device=torch.device("meta")), group, get_default_sharders())
+    sender = model.module.sparse._sender
+
+    def fail():
+        raise RuntimeError("no room for it")
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        sender.later(fail)
+        losses = train(model, group, 2)
+    return losses, [str(its.message) for its in said if "dropped" in str(its.message)]
+
+
+def test_the_thread_of_keys_lives_on():
+    for losses, said in on_ranks(2, thrown_on_the_thread):
+        assert len(losses) == 2 and said == ["a lookup that was dropped: no room for it"]
 
 
 def checkpointed(group, kind, optimizer, options, folder, calls=("model", "optimizer")):
