@@ -120,7 +120,7 @@ def quality(evict: Any, threads: int) -> float:
     ids = rng.permutation(rows)
     for begin in range(0, rows, 20_000):
         its = ids[begin : begin + 20_000]
-        ledger.use(np.zeros(len(its), np.int32), its, np.full(len(its), -1), rng.zipf(1.5, len(its)), begin)
+        ledger.use(np.zeros(len(its), np.int32), its, np.full(len(its), -1), rng.zipf(1.5, len(its)), begin, 0)
     score_N = ledger.scores(ledger.find(np.zeros(rows, np.int32), np.arange(rows)))
     bound = np.partition(score_N, leave - 1)[leave - 1]
     right = 0
@@ -130,7 +130,7 @@ def quality(evict: Any, threads: int) -> float:
             ledger.forget(*gone)
             old = gone.id_V[gone.id_V < rows]
             right += int(np.count_nonzero(score_N[old] <= bound))
-        ledger.use(np.zeros(len(new), np.int32), new, np.full(len(new), -1), np.full(len(new), 2**20), rows + begin)
+        ledger.use(np.zeros(len(new), np.int32), new, np.full(len(new), -1), np.full(len(new), 2**20), rows + begin, 0)
     return right / ledger.left["capacity"]
 
 

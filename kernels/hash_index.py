@@ -247,13 +247,20 @@ def cells_move(
 
 
 @cpu
-def cells_erase(address_P: Array, cells_P: Array, size_P: Array, table_U: Array, id_U: Array, old_U: Array) -> None:
-    """Take the keys out; old_U[u] = the place key u had, -1 if it was not there. Counts them off size_P."""
+def cells_erase(
+    begin: Number, end: Number, address_P: Array, cells_P: Array, size_P: Array, shard_U: Array, table_U: Array,
+    id_U: Array, old_U: Array,
+) -> None:  # fmt: skip
+    """Take out the keys of shards begin to end - 1; old_U[u] = the place key u had, -1 if it was not there. Counts them
+    off size_P."""
     for u in range(len(id_U)):
         ahead = min(u + _AHEAD, len(id_U) - 1)
-        hash = hash_key(np.int64(table_U[ahead]), np.int64(id_U[ahead]), np.int64(0))
-        p = _shard(hash, len(cells_P))
-        prefetch_word(address_P[p], 2 * _home(hash, cells_P[p]))
+        if begin <= shard_U[ahead] < end:
+            hash = hash_key(np.int64(table_U[ahead]), np.int64(id_U[ahead]), np.int64(0))
+            p = _shard(hash, len(cells_P))
+            prefetch_word(address_P[p], 2 * _home(hash, cells_P[p]))
+        if not begin <= shard_U[u] < end:
+            continue
         table, id = np.int64(table_U[u]), np.int64(id_U[u])
         hash = hash_key(table, id, np.int64(0))
         p = _shard(hash, len(cells_P))

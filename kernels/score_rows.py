@@ -25,18 +25,21 @@ import numpy as np
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.hash_index import hash_key
 from oneemb.kernels.jit import Number, cpu, rule
-from oneemb.kernels.jit_code import natural
+from oneemb.kernels.jit_code import natural, prefetch_row
 from oneemb.kernels.threads import Threads
 
 __all__ = [
     "COUNT", "DECAYED", "EPOCH_COUNT", "EPOCH_LOOKUP", "GIVEN", "LOOKUP", "MIXED", "STEP", "ScoreRules",
-    "score_uses", "ties_of",
+    "free_rows", "score_uses", "ties_of",
 ]  # fmt: skip
 
 LOOKUP, STEP, COUNT, DECAYED, MIXED, EPOCH_LOOKUP, EPOCH_COUNT, GIVEN = range(8)
 
 # Unlike the salts of hash indexes and owners.
 _TIE_SALT = np.uint64(0x6F776E6572730002)
+
+# Keys whose marks are fetched before they are needed.
+_AHEAD = 16
 
 # The fewest rows that are worth waking a thread for.
 _SHARE_MIN = 1 << 13
@@ -93,26 +96,27 @@ def _mixed_score(is_new: Number, before: Number, least: Number, step: Number, dr
 @cpu
 def _score_uses_cpu(
     begin: Number, end: Number, place_U: Array, is_new_U: Array, table_U: Array, id_U: Array, uses_U: Array,
-    kind_T: Array, param_T: Array, given_T: Array, writes_T: Array, score_P: Array, number_P: Array, step_P: Array,
-    second_P: Array, mark_U4: Array, lookup: Number, step: Number, second: Number, epoch: Number,
+    kind_T: Array, param_T: Array, given_T: Array, writes_T: Array, score_P2: Array, number_P2: Array, mark_P4: Array,
+    mark_U4: Array, lookup: Number, step: Number, second: Number, epoch: Number,
 ) -> None:  # fmt: skip
     for u in range(begin, end):
+        prefetch_row(mark_P4, natural(place_U[min(u + _AHEAD, end - 1)]), 0, 4)
         t, p = natural(table_U[u]), natural(place_U[u])
         kind, is_new, uses = kind_T[t], is_new_U[u], np.uint64(uses_U[u])
         if kind == GIVEN:
             if is_new or writes_T[t]:
-                score_P[p] = given_T[t]
+                score_P2[p, 0] = given_T[t]
         elif kind == DECAYED:
             halved = np.float64(step) / param_T[t]
-            known = 0.0 if is_new else 2.0 ** (number_P[p] - halved)
-            number_P[p] = np.log2(known + np.float64(uses)) + halved
+            known = 0.0 if is_new else 2.0 ** (number_P2[p, 0] - halved)
+            number_P2[p, 0] = np.log2(known + np.float64(uses)) + halved
         elif kind == MIXED:
             draw = hash_key(np.int64(t), id_U[u], lookup)
-            score_P[p] = _mixed_score(is_new, score_P[p], np.uint64(param_T[t]), step, draw)
+            score_P2[p, 0] = _mixed_score(is_new, score_P2[p, 0], np.uint64(param_T[t]), step, draw)
         else:
-            score_P[p] = _count_score(kind, is_new, score_P[p], uses, lookup, step, epoch)
-        step_P[p], second_P[p] = min(step, _LOW), second
-        mark_U4[u, 0], mark_U4[u, 1] = score_P[p] & _LOW, score_P[p] >> np.uint64(32)
+            score_P2[p, 0] = _count_score(kind, is_new, score_P2[p, 0], uses, lookup, step, epoch)
+        mark_P4[p, 2], mark_P4[p, 3] = min(step, _LOW), second
+        mark_U4[u, 0], mark_U4[u, 1] = score_P2[p, 0] & _LOW, score_P2[p, 0] >> np.uint64(32)
         mark_U4[u, 2], mark_U4[u, 3] = min(step, _LOW), second
 
 
@@ -122,10 +126,33 @@ def _ties_cpu(begin: Number, end: Number, table_N: Array, id_N: Array, tie_N: Ar
         tie_N[n] = hash_key(np.int64(table_N[n]), id_N[n], _TIE_SALT)
 
 
+@cpu
+def _free_rows_cpu(
+    table_N: Array, id_N: Array, place_N: Array, held_P: Array, score_P2: Array, score_N: Array
+) -> Number:  # fmt: skip
+    size = 0
+    for n in range(len(place_N)):
+        prefetch_row(score_P2, place_N[min(n + _AHEAD, len(place_N) - 1)], 0, 2)
+        p = place_N[n]
+        if not held_P[p]:
+            table_N[size], id_N[size], score_N[size] = table_N[n], id_N[n], score_P2[p, 0]
+            size += 1
+    return size
+
+
+def free_rows(
+    table_N: np.ndarray, id_N: np.ndarray, place_N: np.ndarray, held_P: np.ndarray, mark_P4: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Those of N rows that are not held, in the same memory, and their scores: int32, int64 and uint64 [F]."""
+    score_N = np.empty(len(id_N), np.uint64)
+    size = _free_rows_cpu(table_N, id_N, place_N, held_P, mark_P4.view(np.uint64), score_N)
+    return table_N[:size], id_N[:size], score_N[:size]
+
+
 def score_uses(
     place_U: np.ndarray, is_new_U: np.ndarray, table_U: np.ndarray, id_U: np.ndarray, uses_U: np.ndarray,
-    rules: ScoreRules, score_P: np.ndarray, step_P: np.ndarray, second_P: np.ndarray, mark_U4: np.ndarray, *,
-    lookup: int, step: int, second: int, epoch: int, threads: Threads,
+    rules: ScoreRules, mark_P4: np.ndarray, mark_U4: np.ndarray, *, lookup: int, step: int, second: int, epoch: int,
+    threads: Threads,
 ) -> None:  # fmt: skip
     """Change the scores of rows that a lookup uses, and note when it was.
 
@@ -133,14 +160,13 @@ def score_uses(
         place_U: int64, where each key's score is.
         is_new_U: bool, whether its row has begun just now, and has none yet.
         table_U, id_U, uses_U: int32, int64, int64: the keys, distinct, and how often each is used.
-        score_P, step_P, second_P: uint64, uint32, uint32: the score of each row, the step and the second of its last
-            use.
-        mark_U4: uint32 [U, 4], gets these of each key, the lower half of the score first.
+        mark_P4: uint32 [P, 4]: the score of each row, the lower half first, the step and the second of its last use.
+        mark_U4: uint32 [U, 4], gets these of each key.
         lookup, step, second, epoch: numbers that never fall.
     """
     threads.run(
-        _score_uses_cpu, len(place_U), place_U, is_new_U, table_U, id_U, uses_U, *rules, score_P,
-        score_P.view(np.float64), step_P, second_P, mark_U4, np.uint64(lookup), np.uint64(step), np.uint32(second),
+        _score_uses_cpu, len(place_U), place_U, is_new_U, table_U, id_U, uses_U, *rules, mark_P4.view(np.uint64),
+        mark_P4.view(np.float64), mark_P4, mark_U4, np.uint64(lookup), np.uint64(step), np.uint32(second),
         np.uint64(epoch), share_min=_SHARE_MIN,
     )  # fmt: skip
 

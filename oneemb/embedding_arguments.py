@@ -189,6 +189,8 @@ def policies_of(
         raise TypeError(f"policy must be a oneemb.policies.RowPolicy, or a list of one for each table, got {policy!r}")
     if len(policies) != len(tables):
         raise ValueError(f"policy must be one for all tables, or one for each of {len(tables)}, got {len(policies)}")
+    if len({one.clock for one in policies if one.expire_after_seconds is not None}) > 1:
+        raise ValueError("the policies of an embedding have one clock=, got several")
     if options.capacity is not None and len({one.evict for one in policies}) > 1:
         raise ValueError(
             f"tables that share the store's capacity, {options.capacity} rows, must have one evict=, so that it is"

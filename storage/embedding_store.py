@@ -384,28 +384,68 @@ class EmbeddingStore:
         self, ledger: Ledger, hot: HotRows, keys: Keys, prefetched: Prefetched | None, again: bool
     ) -> tuple[Array, Keys]:
         """`_acquire`, after the rows have left that are to leave now, and counted as a use."""
+        second = ledger.second  # Whatever may fail comes before rows leave; what a disk does may come afterwards.
         keys = self.loops.counted(keys)
         table_U, id_U = (self.loops.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
         place_U = ledger.find(table_U, id_U)
         held = [place_U, *self._held_places()]
-        for departing in ledger.sweep(self.step, held):
-            self._erase(*departing)
-        for departing in ledger.make_room(table_U, id_U, held):
-            self._erase(*departing)
+        for expired in ledger.sweep(self.step, second, held):
+            self._erase(*expired)
         new = np.flatnonzero(place_U < 0)
         ledger.reserve(table_U[new], id_U[new])
-        slot_U, keys = self._acquire(hot, keys, prefetched)
+        used = new if again else np.arange(len(table_U))  # Rows that had left begin anew.
+        uses_U = self.loops.uses_of(keys)[used] if ledger.counts_uses else np.ones(len(used), np.int64)
+        shard = ledger.clock.shard
+        departing = ledger.make_room(table_U, id_U, held)
         try:
-            used = new if again else slice(None)  # Rows that had left begin anew.
-            if not again or len(table_U[used]):
-                uses_U = self.loops.uses_of(keys)
-                mark_U4 = ledger.use(table_U[used], id_U[used], place_U[used], uses_U[used], self.step)
-                self._write_marks(slot_U[used], mark_U4)
+            slot_U = self._pin_with_room(hot, keys, prefetched, sum(len(its.id_V) for its in departing))
+        except BaseException:
+            ledger.clock.shard = shard
+            raise
+        try:
+            for its in departing:
+                self._erase(*its)
         except BaseException:
             self.release(slot_U)
             raise
-        self._places = slot_U, ledger.find(table_U, id_U) if again else place_U
+        hot.acquire_rest(keys, slot_U)
+        try:
+            if len(used):
+                its_place_U = place_U[used]  # which gets those of new rows
+                mark_U4 = ledger.use(table_U[used], id_U[used], its_place_U, uses_U, self.step, second)
+                place_U[used] = its_place_U
+                self._write_marks(slot_U if len(used) == len(table_U) else slot_U[self.loops.put(used)], mark_U4)
+        except BaseException:
+            self.release(slot_U)
+            raise
+        self._places = slot_U, place_U
         return slot_U, keys
+
+    def _pin_with_room(self, hot: HotRows, keys: Keys, prefetched: Prefetched | None, leaving: int) -> Array:
+        """Pin the rows of these keys that are in the hot tier: their slots, -1 for others.
+
+        Raises:
+            StoreFullError: others would not fit, though `leaving` rows leave; nothing is pinned.
+        """
+        if prefetched is not None and self.take(prefetched):
+            slot_U = prefetched.slot_U
+            missing = self.loops.array((self.loops.tensor(slot_U) < 0).nonzero().view(-1))
+            if len(missing):  # Lookups before this one may have brought some of them in.
+                its = self.loops.distinct_keys(keys.table_U[missing], keys.id_U[missing])
+                slot_U[missing], _, missing = hot.pin_resident(its)
+        else:
+            slot_U, _, missing = hot.pin_resident(keys)
+        try:
+            hot.check_room(len(missing), leaving)
+        except StoreFullError:
+            for held in list(self._prefetched):
+                self.unprefetch(held)
+            try:
+                hot.check_room(len(missing), leaving)
+            except BaseException:
+                self.release(slot_U)
+                raise
+        return slot_U
 
     def _write_marks(self, slot_U: Array, mark_U4: np.ndarray) -> None:
         """Write what the ledger knows into the records of rows that are pinned."""
@@ -473,7 +513,8 @@ class EmbeddingStore:
     @_between_steps
     @_in_turn
     def evict(self) -> dict[str, int]:
-        """Let all rows leave that have expired, as policies say, and that no lookup holds.
+        """Let all rows leave that have expired, or are more than a table may have, as policies say, and that no
+        lookup holds.
 
         Returns:
             How many, by reason.
@@ -484,13 +525,13 @@ class EmbeddingStore:
             return left
         self._release_abandoned()
         held = self._held_places()
-        departing = ledger.expired(range(SHARDS), self.step, held)
+        departing = ledger.expired(range(SHARDS), self.step, ledger.second, held)
         if ledger.looks_at_weights:
             for table_N, id_N, row_NW in self._rows.rows():
                 weight_ND = self.format.weights(row_NW)[:, : self.format.dim]
                 weights = torch.from_numpy(weight_ND).view(getattr(torch, self.format.dtype)).float().numpy()
                 departing += ledger.unwanted(table_N, id_N, weights, held)
-        for its in departing:
+        for its in [*departing, *ledger.surplus(held)]:
             # A row may leave for two reasons: the first one counts.
             if erased := int(np.count_nonzero(self._erase(*its))):
                 left[its.reason] = left.get(its.reason, 0) + erased
@@ -511,12 +552,14 @@ class EmbeddingStore:
         """Give those of these rows that are there other scores. Returns how many there are.
 
         Raises:
+            ValueError: a score is none of its table's rule.
             StoreFullError: so many rows do not fit in the hot tier at a time.
         """
         ledger = self._need_ledger()
         place_U = ledger.find(table_U, id_U)
         known = np.flatnonzero(place_U >= 0)
         put, table_U, id_U, place_U = self.loops.put, table_U[known], id_U[known], place_U[known]
+        ledger.check_scores(table_U, score_U[known])
         if len(known):
             slot_U, _ = self._acquire(self.hot, self.loops.distinct_keys(put(table_U), put(id_U)), None)
             try:
@@ -531,6 +574,8 @@ class EmbeddingStore:
     def set_epoch(self, epoch: int) -> None:
         """Let uses from now on be of this epoch."""
         ledger = self._need_ledger()
+        if type(epoch) is not int:
+            raise TypeError(f"an epoch must be an int, got {epoch!r}")
         if not ledger.clock.epoch <= epoch < 2**32:
             raise ValueError(
                 f"an epoch must be an int below 2**32 and not before the present one, {ledger.clock.epoch}, got {epoch}"

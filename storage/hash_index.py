@@ -151,7 +151,11 @@ class HashIndex:
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """Take the keys out. Returns the places they had, -1 for a key that was not here: int64 [U]."""
         old_U = np.empty(len(id_U), np.int64)
-        cells_erase(self._address_P, self._cells_P, self._size_P, table_U, id_U, old_U)
+        shard_U, _ = self._count(table_U, id_U)
+        self._threads.run(
+            cells_erase, SHARDS, self._address_P, self._cells_P, self._size_P, shard_U, table_U, id_U, old_U,
+            share_min=1 + SHARDS * _SHARE_MIN // (len(id_U) + 1),
+        )  # fmt: skip
         return old_U
 
     def items(

@@ -7,7 +7,8 @@ into snapshots, and from which the ledger is made anew after a load.
 Which rows leave depends on keys, scores and counts alone, never on where rows are or who has prefetched them. All rows
 are in 256 shards, by their keys' hashes. A round takes the rows that leave out of some of them, the shards of the next
 round being the next ones: so the time of a round does not grow with the table. Each shard is a random sample of the
-rows, and gives up as large a share as all others by the time that each had its turn.
+rows, and gives up as large a share as all others by the time that each had its turn. A round is for all tables that
+are full, whichever needs room: so each of them has its turn with every shard, too.
 
 U distinct keys of a lookup, N rows, P places of the ledger, V rows that leave, T tables.
 """
@@ -21,7 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from oneemb.kernels.score_rows import score_uses, ties_of
+from oneemb.kernels.score_rows import COUNT, DECAYED, EPOCH_COUNT, free_rows, score_uses, ties_of
+from oneemb.kernels.slot_marks import set_marks
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.hash_index import SHARDS, HashIndex
@@ -36,6 +38,9 @@ MARKS = 4
 # Rows that a round looks at, or all where there are fewer; and which share of the rows it looks at leave at least.
 _ROUND_ROWS = 1 << 17
 _ROUND_SHARE = 1 / 16
+
+_UNLIMITED = 2**62
+_SECONDS_MAX = 2**32 - 1
 
 # Places that address space is taken for before they are needed.
 _PLACES_AT_ONCE = 1 << 26
@@ -77,8 +82,9 @@ class LedgerClock:
         if found is None:
             return None
         names = {field.name for field in fields(cls)}
+        most = {"shard": SHARDS - 1, "swept": SHARDS - 1, "seconds": _SECONDS_MAX, "epoch": 2**32 - 1}
         if not isinstance(found, dict) or found.keys() != names or not all(
-            type(value) is int and 0 <= value < 2**62 for value in found.values()
+            type(value) is int and 0 <= value <= most.get(key, _UNLIMITED) for key, value in found.items()
         ):  # fmt: skip
             raise CorruptTableError(
                 f"snapshot {name!r} says of the uses of its rows what no embedding says: {repr(found)[:100]}; restore"
@@ -102,7 +108,10 @@ class Ledger:
         self._capacity, self._threads = capacity, threads
         self._rules = rules_of(policies)
         self._limits = {t: policy.capacity for t, policy in enumerate(policies) if policy.capacity is not None}
-        self._times = {policy.clock or time.monotonic for policy in policies if policy.expire_after_seconds is not None}
+        self._evicts_T = np.array([policy.evict is not None for policy in policies])
+        # One for all tables: see `policies_of`.
+        times = [policy.clock or time.monotonic for policy in policies if policy.expire_after_seconds is not None]
+        self._time = times[0] if times else None
         self._began = self._now()
         self._index = HashIndex(threads)
         self.left: dict[str, int] = {}
@@ -115,40 +124,52 @@ class Ledger:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return self._index.nbytes + self._used * (8 + 4 + 4 + 4 + 1)
+        return self._index.nbytes + self._used * (4 * MARKS + 4 + 1)
 
     def clear(self) -> None:
         """Forget every row, and begin to count anew."""
+        began = self._now()
         self._index.clear()
-        self.clock = LedgerClock()
-        self._began = self._now()
-        self._resize(0)
+        self.clock, self._began = LedgerClock(), began
+        self._mark_P4, self._table_P = np.empty((0, MARKS), np.uint32), np.empty(0, np.int32)
+        self._held_P = np.empty(0, np.bool_)
         self._freed = np.empty(0, np.int64)
         self._used = 0
         self._rows_T = np.zeros(len(self.policies), np.int64)
 
-    def _resize(self, places: int) -> None:
-        if places == 0:
-            self._score_P, self._table_P = np.empty(0, np.uint64), np.empty(0, np.int32)
-            self._step_P, self._second_P = np.empty(0, np.uint32), np.empty(0, np.uint32)
-            self._held_P = np.empty(0, np.bool_)
-            return
-        names = "_score_P", "_table_P", "_step_P", "_second_P", "_held_P"
-        grown = [np.zeros(places, getattr(self, name).dtype) for name in names]  # All of them, or none.
-        for name, after in zip(names, grown, strict=True):
-            before = getattr(self, name)
-            after[: len(before)] = before
+    def _enlarge(self, places: int) -> None:
+        names = "_mark_P4", "_table_P", "_held_P"
+        before = [getattr(self, name) for name in names]
+        grown = [np.zeros((places, *array.shape[1:]), array.dtype) for array in before]  # All of them, or none.
+        for name, array, after in zip(names, before, grown, strict=True):
+            after[: len(array)] = array
             setattr(self, name, after)
+
+    @property
+    def _score_P(self) -> np.ndarray:
+        return self._mark_P4.view(np.uint64)[:, 0]
 
     # ---- time -------------------------------------------------------------------------------------------------------
 
     def _now(self) -> float:
-        return max((clock() for clock in self._times), default=0.0)
+        if self._time is None:
+            return 0.0
+        try:
+            now = float(self._time())
+        except Exception as error:
+            raise ValueError(f"the clock of a policy must give seconds, and raised {error!r}") from error
+        if not math.isfinite(now):
+            raise ValueError(f"the clock of a policy must give seconds, got {now}")
+        return now
 
     @property
     def second(self) -> int:
-        """Whole seconds on the ledger's own clock."""
-        return self.clock.seconds + max(0, int(self._now() - self._began))
+        """Whole seconds on the ledger's own clock.
+
+        Raises:
+            ValueError: the policies' clock gives none.
+        """
+        return min(self.clock.seconds + max(0, int(self._now() - self._began)), _SECONDS_MAX)
 
     def counted(self) -> LedgerClock:
         """What has been counted up to now."""
@@ -172,15 +193,15 @@ class Ledger:
         """
         self._index.reserve_keys(table_U, id_U)
         need = self._used + max(0, len(id_U) - len(self._freed))
-        if need > len(self._score_P):
+        if need > len(self._held_P):
             # All at once where a limit is known: what is never written takes no memory, and nothing is copied later.
             most = self._capacity or 0
             if len(self._limits) == len(self.policies):
                 most = min(sum(self._limits.values()), most or 2**62)
-            self._resize(max(need, min(most, _PLACES_AT_ONCE), len(self._score_P) * 3 // 2, 1024))
+            self._enlarge(max(need, min(most, _PLACES_AT_ONCE), len(self._held_P) * 3 // 2, 1024))
 
     def use(
-        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, uses_U: np.ndarray, step: int
+        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, uses_U: np.ndarray, step: int, second: int
     ) -> np.ndarray:
         """Count a lookup of these keys, whose rows are there now.
 
@@ -188,11 +209,11 @@ class Ledger:
             place_U: what `find` has given. New keys, of -1, are known from here on, and have their places in it.
             uses_U: int64, ids that each key is of.
             step: of the store.
+            second: of the ledger's clock.
 
         Returns:
             What the record of each row is to hold: uint32 [U, MARKS].
         """
-        second = self.second  # A clock of the user's, which may raise: before anything has changed.
         self.clock.lookups += 1
         is_new_U = place_U < 0
         new = np.flatnonzero(is_new_U)
@@ -200,9 +221,8 @@ class Ledger:
             place_U[new] = self._add(table_U[new], id_U[new])
         mark_U4 = np.empty((len(id_U), MARKS), np.uint32)
         score_uses(
-            place_U, is_new_U, table_U, id_U, uses_U, self._rules, self._score_P, self._step_P, self._second_P,
-            mark_U4, lookup=self.clock.lookups, step=self.clock.steps + step, second=second,
-            epoch=self.clock.epoch, threads=self._threads,
+            place_U, is_new_U, table_U, id_U, uses_U, self._rules, self._mark_P4, mark_U4, lookup=self.clock.lookups,
+            step=self.clock.steps + step, second=second, epoch=self.clock.epoch, threads=self._threads,
         )  # fmt: skip
         return mark_U4
 
@@ -220,14 +240,22 @@ class Ledger:
 
     def marks(self, place_N: np.ndarray) -> np.ndarray:
         """What the records of rows at these places are to hold: uint32 [N, MARKS]."""
-        mark_N4 = np.empty((len(place_N), MARKS), np.uint32)
-        mark_N4[:, :2] = self._score_P[place_N].view(np.uint32).reshape(-1, 2)
-        mark_N4[:, 2], mark_N4[:, 3] = self._step_P[place_N], self._second_P[place_N]
-        return mark_N4
+        return self._mark_P4[place_N]
 
     def scores(self, place_N: np.ndarray) -> np.ndarray:
         """Of rows at these places: uint64 [N]."""
         return self._score_P[place_N]
+
+    @property
+    def counts_uses(self) -> bool:
+        """Whether a score depends on how many ids of a lookup are of a key."""
+        return bool(np.isin(self._rules.kind_T, (COUNT, DECAYED, EPOCH_COUNT)).any())
+
+    def check_scores(self, table_N: np.ndarray, score_N: np.ndarray) -> None:
+        """Raise ValueError unless rows of these tables may have these scores, uint64 [N]."""
+        is_number_N = self._rules.kind_T[table_N] == DECAYED
+        if not np.isfinite(score_N[is_number_N].view(np.float64)).all():
+            raise ValueError("scores of LFU with a half-life are the bits of finite float64 numbers, got others")
 
     def set_scores(self, place_N: np.ndarray, score_N: np.ndarray) -> None:
         """Of rows at these places."""
@@ -257,64 +285,114 @@ class Ledger:
         if len(new) == 0:
             return []
         new_T = np.bincount(table_U[new], minlength=len(self._rows_T))
-        after_T = self._rows_T + new_T
-        over = [t for t, limit in self._limits.items() if new_T[t] and after_T[t] > limit]
-        if not over and (self._capacity is None or after_T.sum() <= self._capacity):
+        excess_T = self._excess(new_T)
+        over_T, excess = (excess_T > 0) & (new_T > 0), self._excess_of_all(len(new))
+        if not over_T.any() and excess <= 0:
             return []
-        departing: list[Departing] = []
+        self._check_enough(new_T, np.where(over_T, excess_T, 0), excess, held)
+        excess_T[~over_T] = np.minimum(excess_T[~over_T], 0)
         with self._holding(held):
-            for table in over:
-                limit = self._limits[table]
-                found = self._choose(table, int(after_T[table]) - limit, limit, int(new_T[table]))
-                departing.append(found)
-                after_T[table] -= len(found.id_V)
-            if self._capacity is not None and (excess := int(after_T.sum()) - self._capacity) > 0:
-                departing.append(self._choose(None, excess, self._capacity, len(new)))
-        return departing
+            return [self._choose(excess_T, excess)]
+
+    def surplus(self, held: Sequence[np.ndarray]) -> list[Departing]:
+        """Which rows have to leave of tables that were loaded with more than they may have, as far as they may."""
+        excess_T = self._excess(np.zeros(len(self._rows_T), np.int64))
+        if not (self._evicts_T & (excess_T > 0)).any():
+            return []
+        excess_T = np.where(self._evicts_T, np.minimum(excess_T, self._rows_T - self._in_use(held)), 0)
+        with self._holding(held):
+            return [self._choose(excess_T, 0)]
+
+    def _excess(self, new_T: np.ndarray) -> np.ndarray:
+        """How many rows more than it may have each table has with so many new ones; below 0 where there is room."""
+        excess_T = np.full(len(self._rows_T), -_UNLIMITED, np.int64)
+        for t, limit in self._limits.items():
+            excess_T[t] = self._rows_T[t] + new_T[t] - limit
+        return excess_T
+
+    def _excess_of_all(self, new: int) -> int:
+        return -_UNLIMITED if self._capacity is None else len(self) + new - self._capacity
+
+    def _check_enough(self, new_T: np.ndarray, excess_T: np.ndarray, excess: int, held: Sequence[np.ndarray]) -> None:
+        """Raise StoreFullError unless as many rows may leave as have to."""
+        domains = [(f"table {t}", self._limits[t], int(excess_T[t]), t) for t in np.flatnonzero(excess_T > 0).tolist()]
+        if excess > 0:
+            assert self._capacity is not None
+            domains.append(("the store", self._capacity, excess, None))
+        most_held = sum(len(place_N) for place_N in held)
+        for where, limit, leaving, t in domains:
+            known, new = (int(its_T.sum() if t is None else its_T[t]) for its_T in (self._rows_T, new_T))
+            evicts = bool(self._evicts_T[t or 0])
+            if evicts and known - most_held >= leaving:
+                continue
+            held_T = self._in_use(held)
+            in_use = int(held_T.sum() if t is None else held_T[t])
+            if evicts and known - in_use >= leaving:
+                continue
+            why, least = "nothing says which of them may leave (evict=)", known + new
+            if evicts:
+                why, least = f"{in_use} of them are in use by this step and cannot leave", in_use + new
+            raise StoreFullError(
+                f"capacity of {where} is {limit} rows; {known} are kept, {why}, and {new} new ones were asked for; give"
+                f" a capacity of at least {least}, or use fewer ids a step"
+            )
+
+    def _in_use(self, held: Sequence[np.ndarray]) -> np.ndarray:
+        """How many rows of each table are at these places: int64 [T]."""
+        with self._holding(held):
+            return np.bincount(self._table_P[np.flatnonzero(self._held_P)], minlength=len(self._rows_T))
 
     @contextmanager
     def _holding(self, held: Sequence[np.ndarray]) -> Iterator[None]:
         """Rows at these places may not leave."""
-        for place_N in held:
-            self._held_P[place_N[place_N >= 0]] = True
         try:
+            for place_N in held:
+                set_marks(self._held_P, place_N, True, threads=self._threads)
             yield
         finally:
-            self._held_P[: self._used] = False
+            for place_N in held:
+                set_marks(self._held_P, place_N, False, threads=self._threads)
 
-    def _choose(self, table: int | None, excess: int, limit: int, new: int) -> Departing:
-        policy, where = self.policies[table or 0], "the store" if table is None else f"table {table}"
-        known = len(self) if table is None else int(self._rows_T[table])
-        held = np.flatnonzero(self._held_P[: self._used])
-        in_use = len(held) if table is None else int(np.count_nonzero(self._table_P[held] == table))
-        if policy.evict is None or known - in_use < excess:
-            why = (
-                "nothing says which of them may leave (evict=)"
-                if policy.evict is None
-                else f"{in_use} of them are in use by this step and cannot leave"
-            )
-            raise StoreFullError(
-                f"capacity of {where} is {limit} rows; {known} are kept, {why}, and {new} new ones were asked for; give"
-                f" a capacity of at least {known + new}, or use fewer ids a step"
-            )
-        rows = max(_ROUND_ROWS, math.ceil(excess / _ROUND_SHARE))
-        share = min(SHARDS, math.ceil(SHARDS * rows / known))
-        tables, ids, left = [], [], excess
-        while left > 0:
-            shards = range(self.clock.shard, min(self.clock.shard + share, SHARDS))
-            self.clock.shard = shards.stop % SHARDS
-            table_N, id_N, place_N = self._rows_in(shards)
-            free_N = ~self._held_P[place_N]
-            if table is not None:
-                free_N &= table_N == table
-            table_N, id_N, place_N = table_N[free_N], id_N[free_N], place_N[free_N]
-            count = min(len(id_N), max(left, int(len(id_N) * _ROUND_SHARE)))
-            least = self._least(table_N, id_N, place_N, count)
-            tables.append(table_N[least])
-            ids.append(id_N[least])
-            self._held_P[place_N[least]] = True
-            left -= count
+    def _choose(self, excess_T: np.ndarray, excess: int) -> Departing:
+        """The rows that leave in a round.
+
+        Args:
+            excess_T: how many of each table have to leave; below 0 where so many more would fit.
+            excess: how many have to leave of all tables, these among them.
+        """
+        share = max([_ROUND_ROWS / max(len(self), 1), excess / (_ROUND_SHARE * max(len(self), 1))])
+        for t in np.flatnonzero(excess_T > 0).tolist():
+            share = max(share, int(excess_T[t]) / (_ROUND_SHARE * int(self._rows_T[t])))
+        many, shard = min(SHARDS, math.ceil(SHARDS * share)), self.clock.shard
+        tables, ids = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
+        while (excess_T > 0).any() or excess > 0:
+            shards = range(shard, min(shard + many, SHARDS))
+            shard = shards.stop % SHARDS
+            table_V, id_V = self._choose_in(shards, excess_T, excess)
+            excess -= len(id_V)
+            excess_T -= np.bincount(table_V, minlength=len(excess_T))
+            tables.append(table_V)
+            ids.append(id_V)
+        self.clock.shard = shard
         return Departing(np.concatenate(tables), np.concatenate(ids), "capacity")
+
+    def _choose_in(self, shards: range, excess_T: np.ndarray, excess: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tables and ids of those that leave of the rows in these shards."""
+        table_N, id_N, score_N = free_rows(*self._rows_in(shards), self._held_P, self._mark_P4)
+        chosen_N = np.zeros(len(id_N), np.bool_)
+
+        def leave(of: np.ndarray, count: int) -> None:
+            chosen_N[of[self._least(table_N[of], id_N[of], score_N[of], min(count, len(of)))]] = True
+
+        for t in [t for t in self._limits if self._evicts_T[t]]:
+            of_table = np.flatnonzero(table_N == t)
+            some = int(len(of_table) * _ROUND_SHARE)
+            leave(of_table, max(int(excess_T[t]), min(some, int(excess_T[t]) + some), 0))
+        excess -= int(np.count_nonzero(chosen_N))
+        if excess > 0:
+            rest = np.flatnonzero(~chosen_N)
+            leave(rest, max(excess, int(len(rest) * _ROUND_SHARE)))
+        return table_N[chosen_N], id_N[chosen_N]
 
     def _rows_in(self, shards: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tables, ids and places of the rows in these shards."""
@@ -324,19 +402,20 @@ class Ledger:
         table_N, id_N, place_N = (np.concatenate(column) for column in zip(*batches, strict=True))
         return table_N, id_N, place_N
 
-    def _least(self, table_N: np.ndarray, id_N: np.ndarray, place_N: np.ndarray, count: int) -> np.ndarray:
+    def _least(self, table_N: np.ndarray, id_N: np.ndarray, score_N: np.ndarray, count: int) -> np.ndarray:
         """Which `count` rows are of least score; between equal ones the hash of the key decides."""
-        score_N = self._score_P[place_N]
         if count >= len(score_N):
             return np.arange(len(score_N))
         if count == 0:
             return np.empty(0, np.int64)
         bound = np.partition(score_N, count - 1)[count - 1]
         below, equal = np.flatnonzero(score_N < bound), np.flatnonzero(score_N == bound)
-        tie_N = ties_of(table_N[equal], id_N[equal], threads=self._threads)
-        return np.concatenate([below, equal[np.argsort(tie_N)[: count - len(below)]]])
+        if len(equal) > (more := count - len(below)):
+            tie_N = ties_of(table_N[equal], id_N[equal], threads=self._threads)
+            equal = equal[np.argsort(tie_N)[:more]]
+        return np.concatenate([below, equal])
 
-    def sweep(self, step: int, held: Sequence[np.ndarray]) -> list[Departing]:
+    def sweep(self, step: int, second: int, held: Sequence[np.ndarray]) -> list[Departing]:
         """The rows that have expired, of the shards whose turn it is in this step; [] for a step that was swept.
 
         Args:
@@ -350,24 +429,25 @@ class Ledger:
         self.clock.swept_step = step
         begin, self.clock.swept = self.clock.swept, (self.clock.swept + many) % SHARDS
         found = [*range(begin, min(begin + many, SHARDS)), *range(0, max(0, begin + many - SHARDS))]
-        return self.expired(found, step - self.clock.steps, held)
+        return self.expired(found, step - self.clock.steps, second, held)
 
-    def expired(self, shards: Iterable[int], step: int, held: Sequence[np.ndarray]) -> list[Departing]:
+    def expired(self, shards: Iterable[int], step: int, second: int, held: Sequence[np.ndarray]) -> list[Departing]:
         """The rows of these shards that were not used for longer than their policies say."""
         limits = [(policy.expire_after_steps, policy.expire_after_seconds) for policy in self.policies]
-        steps_T = np.array([2**62 if limit is None else limit for limit, _ in limits])
-        seconds_T = np.array([2**62 if limit is None else limit for _, limit in limits])
+        steps_T = np.array([_UNLIMITED if limit is None else limit for limit, _ in limits])
+        seconds_T = np.array([_UNLIMITED if limit is None else limit for _, limit in limits])
         step += self.clock.steps
-        second, departing = self.second, []
-        with self._holding(held):
-            for shard in shards:
-                table_N, id_N, place_N = self._rows_in(range(shard, shard + 1))
-                old_N = step - self._step_P[place_N].astype(np.int64) > steps_T[table_N]
-                old_N |= second - self._second_P[place_N].astype(np.int64) > seconds_T[table_N]
-                old = np.flatnonzero(old_N & ~self._held_P[place_N])
-                if len(old):
-                    departing.append(Departing(table_N[old], id_N[old], "expired"))
-        return departing
+        departing = []
+        for shard in shards:
+            table_N, id_N, place_N = self._rows_in(range(shard, shard + 1))
+            mark_N4 = self._mark_P4[place_N]
+            old_N = step - mark_N4[:, 2].astype(np.int64) > steps_T[table_N]
+            old_N |= second - mark_N4[:, 3].astype(np.int64) > seconds_T[table_N]
+            if old_N.any():
+                with self._holding(held):
+                    old = np.flatnonzero(old_N & ~self._held_P[place_N])
+                departing.append(Departing(table_N[old], id_N[old], "expired"))
+        return [its for its in departing if len(its.id_V)]
 
     @property
     def looks_at_weights(self) -> bool:
@@ -390,12 +470,15 @@ class Ledger:
             of_table = np.flatnonzero((table_N == t) & free_N)
             if policy.expire_below_norm is not None:
                 norm_N = np.sqrt(np.square(weight_ND[of_table].astype(np.float64)).sum(1))
-                is_small_N = norm_N < policy.expire_below_norm
+                is_small_N = norm_N < policy.expire_below_norm  # Not one of NaN: that is for `expire_where`.
                 small = of_table[is_small_N]
                 departing.append(Departing(table_N[small], id_N[small], "norm"))
                 of_table = of_table[~is_small_N]
             if policy.expire_where is not None and len(of_table):
-                leaves_N = np.asarray(policy.expire_where(t, id_N[of_table].copy(), weight_ND[of_table].copy()))
+                try:
+                    leaves_N = np.asarray(policy.expire_where(t, id_N[of_table].copy(), weight_ND[of_table].copy()))
+                except Exception as error:
+                    raise ValueError(f"expire_where of table {t} raised {error!r}; no row has left") from error
                 if leaves_N.dtype != np.bool_ or leaves_N.shape != of_table.shape:
                     raise ValueError(
                         f"expire_where must give bool [{len(of_table)}], one for each row, got {leaves_N.dtype}"
@@ -431,16 +514,15 @@ class Ledger:
         mark_N4 = np.empty((rows, MARKS), np.uint32)
         score_uses(
             np.arange(rows), np.ones(rows, np.bool_), table_N, id_N, np.ones(rows, np.int64), self._rules,
-            np.zeros(rows, np.uint64), np.zeros(rows, np.uint32), np.zeros(rows, np.uint32), mark_N4, lookup=1,
-            step=step, second=0, epoch=0, threads=self._threads,
+            np.zeros((rows, MARKS), np.uint32), mark_N4, lookup=1, step=step, second=0, epoch=0,
+            threads=self._threads,
         )  # fmt: skip
         return mark_N4
 
     def add(self, table_N: np.ndarray, id_N: np.ndarray, mark_N4: np.ndarray) -> None:
         """Know rows that have been loaded, with what their records hold."""
         place_N = self._add(table_N, id_N)
-        self._score_P[place_N] = np.ascontiguousarray(mark_N4[:, :2]).view(np.uint64).reshape(-1)
-        self._step_P[place_N], self._second_P[place_N] = mark_N4[:, 2], mark_N4[:, 3]
+        self._mark_P4[place_N] = mark_N4
 
     def check_rules(self, meta: dict[str, Any], name: str) -> None:
         """Raise StorageError if the scores in the snapshot of this meta are those of other rules."""

@@ -113,17 +113,19 @@ class RowPolicy:
 
     Args:
         evict: which rows leave where there would be more than `capacity`, or than the store's; None = none, a full
-            table or store is a StoreFullError. Tables that share the store's capacity evict by one rule.
+            table or store is a StoreFullError. Tables that share the store's capacity evict by one rule. Where there is
+            no capacity, rows get scores by this rule, and none leaves.
         capacity: rows of the table at most; None = no limit but the store's. Some more than needed leave at a time, a
             sixteenth of it at most.
         expire_after_steps: rows that were not looked up for more steps than this leave; None = none.
         expire_after_seconds: rows that were not looked up for longer leave, whole seconds; None = none.
         expire_below_norm: rows whose weights have an L2 norm below this leave; None = none.
         expire_where: `expire_where(table, ids, weights)`, of int, int64 [N] and float32 [N, D] arrays, says by bool
-            [N] which rows leave; None = none.
+            [N] which rows leave; None = none. It must not call the embedding.
         sweep_steps: in so many steps every row is looked at once, whether it has expired by steps or seconds, an equal
-            share of them in each step. `embedding.evict()` looks at all of them, at norms and `expire_where` too.
-        clock: what gives seconds; None = `time.monotonic`.
+            share of them in each step, a 256th of them at least; of several tables the least holds for all.
+            `embedding.evict()` looks at all of them, at norms and `expire_where` too.
+        clock: what gives seconds, the same for all tables; None = `time.monotonic`.
 
     Raises:
         TypeError, ValueError: an argument is out of its range.

@@ -15,10 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import oneemb
 import oneemb.embedding
+import oneemb.kernels.score_rows
+import oneemb.storage.ledger
 from oneemb.cli.commands import oneemb as command
 from oneemb.kernels.score_rows import ties_of
 from oneemb.kernels.threads import Threads
 from oneemb.policies import LFU, LRU, EpochLFU, EpochLRU, GivenScore, MixedLFU, RowPolicy, StepLRU
+from oneemb.storage.ledger import Ledger
 
 DIM, RATE, KIB = 4, 0.25, 1024
 STORES = {
@@ -108,16 +111,31 @@ class Model:
             del self.rows[key]
         return {name: len(keys) for name, keys in [("expired", gone), ("norm", small)] if keys}
 
-    def choose(self, table, limit, new, used, leaving):
-        scope = [key for key in self.rows if key not in leaving and table in (None, key[0])]
-        excess = len(scope) + new - limit
-        if excess <= 0:
+    def leaving(self, new, used):
+        """The rows that leave for new keys; every row is looked at in a round."""
+        limits = {t: policy.capacity for t, policy in enumerate(self.policies) if policy.capacity is not None}
+        excess = {t: sum(key[0] == t for key in [*self.rows, *new]) - limit for t, limit in limits.items()}
+        over = {t for t in limits if excess[t] > 0 and any(key[0] == t for key in new)}
+        of_all = 0 if self.capacity is None else len(self.rows) + len(new) - self.capacity
+        if not over and of_all <= 0 or not new:
             return set()
-        free = [key for key in scope if key not in used]
-        if self.policies[table or 0].evict is None or len(free) < excess:
+        free = [key for key in self.rows if key not in used]
+        of_table = {t: [key for key in free if key[0] == t] for t in limits}
+        if any(self.policies[t].evict is None or len(of_table[t]) < excess[t] for t in over) or (
+            of_all > 0 and (self.policies[0].evict is None or len(free) < of_all)
+        ):
             raise Full
-        count = max(excess, len(free) // 16)
-        return set(sorted(free, key=lambda key: (self.rows[key][1], tie(key)))[:count])
+        leaving = set()
+        for t in [t for t in limits if self.policies[t].evict is not None]:
+            some, least = len(of_table[t]) // 16, excess[t] if t in over else min(excess[t], 0)
+            leaving |= self.least(of_table[t], max(least, min(some, least + some), 0))
+        if (of_all := of_all - len(leaving)) > 0:
+            free = [key for key in free if key not in leaving]
+            leaving |= self.least(free, max(of_all, len(free) // 16))
+        return leaving
+
+    def least(self, keys, count):
+        return set(sorted(keys, key=lambda key: (self.rows[key][1], tie(key)))[:count])
 
     def use(self, uses, second):
         if self.step > self.swept and any(
@@ -126,14 +144,7 @@ class Model:
             self.swept = self.step
             for key in [key for key in self.rows if key not in uses and self.expired(key, second)]:
                 del self.rows[key]
-        new, leaving = [key for key in uses if key not in self.rows], set()
-        for t, policy in enumerate(self.policies):
-            of_table = sum(key[0] == t for key in new)
-            if policy.capacity is not None and of_table:
-                leaving |= self.choose(t, policy.capacity, of_table, uses, leaving)
-        if self.capacity is not None and new:
-            leaving |= self.choose(None, self.capacity, len(new), uses, leaving)
-        for key in leaving:
+        for key in self.leaving([key for key in uses if key not in self.rows], uses):
             del self.rows[key]
         self.lookups += 1
         for key, count in uses.items():
@@ -341,7 +352,9 @@ def everything(embedding):
 
 
 @pytest.mark.parametrize("evict", [LRU(), LFU(), LFU(half_life=3.0), MixedLFU(2), EpochLFU()], ids=repr)
-def test_no_number_depends_on_stores_threads_or_prefetching(tmp_path, evict):
+def test_no_number_depends_on_stores_threads_or_prefetching(tmp_path, monkeypatch, evict):
+    monkeypatch.setattr(oneemb.kernels.score_rows, "_SHARE_MIN", 4)  # so that threads have their shares
+    monkeypatch.setattr(oneemb.storage.ledger, "_ROUND_ROWS", 40)
     policy = RowPolicy(evict, expire_after_steps=9, sweep_steps=5)
     found = []
     for way, (store, threads) in enumerate([("device", 1), *((store, 2) for store in STORES)]):
@@ -430,11 +443,107 @@ def test_a_step_of_more_rows_than_fit_changes_nothing(tmp_path):
     optimizer = sgd(embedding)
     step(embedding, optimizer, ids(1, 2, 3))
     before = everything(embedding)
-    with pytest.raises(oneemb.StoreFullError, match="capacity of at least 10"):
+    with pytest.raises(oneemb.StoreFullError, match="3 are kept, 0 of them are in use.*capacity of at least 7"):
         embedding(torch.arange(10, 17))
     assert everything(embedding) == before
     step(embedding, optimizer, torch.arange(10, 16))
     assert known(embedding) == {(0, n) for n in range(10, 16)}
+
+
+def test_a_lookup_that_does_not_fit_in_the_cache_lets_no_row_leave(tmp_path):
+    embedding = make(tmp_path, "ssd", RowPolicy(LRU()), capacity=400)
+    optimizer = sgd(embedding)
+    for n in range(0, 400, 20):
+        step(embedding, optimizer, torch.arange(n, n + 20))
+    before, shard = everything(embedding), embedding.store.ledger.clock.shard
+    with pytest.raises(oneemb.StoreFullError, match="the device tier has .* slots"):
+        embedding(torch.arange(1000, 1390))
+    assert everything(embedding) == before and embedding.store.ledger.clock.shard == shard
+    assert embedding.store.hot.pinned == 0
+    step(embedding, optimizer, ids(1000))
+    assert embedding.stats()["rows"] < 400
+
+
+def test_what_was_prefetched_gives_way_before_a_lookup_is_refused(tmp_path):
+    embedding = make(tmp_path, "ssd", RowPolicy(LRU()), capacity=400)
+    optimizer = sgd(embedding)
+    for n in range(0, 400, 20):
+        step(embedding, optimizer, torch.arange(n, n + 20))
+    keys = embedding.keys_of(torch.arange(300, 340), None, None, None, "sum").unique
+    held = embedding.store.prefetch(keys)
+    assert held.held
+    step(embedding, optimizer, torch.arange(1000, 1040))
+    assert not held.held
+
+
+@pytest.mark.parametrize("tables, capacity", [(1, None), (4, None), (4, 4000)], ids=str)
+def test_rounds_of_a_part_of_the_rows_let_the_oldest_leave(monkeypatch, tables, capacity):
+    """An eighth of the rows is looked at in a round; each table gets as many new ids as the others, in turns."""
+    limit, kept = 1000, {}
+    monkeypatch.setattr(oneemb.storage.ledger, "_ROUND_ROWS", limit * tables // 8)
+    policy = RowPolicy(LRU(), limit if capacity is None else None)
+    ledger = Ledger([policy] * tables, capacity, Threads(1))
+    for n in range(6 * limit):
+        table_U = np.full(4, n % tables, np.int32)
+        id_U = np.arange(4) + 4 * n
+        place_U = ledger.find(table_U, id_U)
+        for gone in ledger.make_room(table_U, id_U, [place_U]):
+            for key in zip(gone.table_V.tolist(), gone.id_V.tolist(), strict=True):
+                del kept[key]
+            ledger.forget(*gone)
+        ledger.use(table_U, id_U, place_U, np.ones(4, np.int64), n, 0)
+        kept |= {(n % tables, its): n for its in id_U.tolist()}
+        if capacity is None:
+            assert sum(key[0] == n % tables for key in kept) <= limit
+        assert len(kept) == len(ledger) <= limit * tables
+    ages = 6 * limit - np.array(list(kept.values()))
+    assert np.all(ages < 1.3 * limit * tables / 4), "each of the rows that are kept is among the youngest, nearly"
+    assert len(kept) > 0.9 * limit * tables
+
+
+def test_a_table_that_was_loaded_with_too_many_rows_is_brought_to_its_capacity(tmp_path):
+    embedding = make(tmp_path, "device", RowPolicy(LRU()), tables=2)
+    for n in range(50):
+        embedding(ids(n), ids(0))
+    embedding.save_snapshot("all")
+    embedding.close()
+    with pytest.warns(UserWarning, match="starts empty"):
+        embedding = make(tmp_path, "device", [RowPolicy(LRU(), 20), RowPolicy()], tables=2)
+    embedding.load_snapshot("all")
+    assert embedding.stats()["rows"] == 50
+    assert embedding.evict() == {"capacity": 30} and embedding.evict() == {}
+    assert known(embedding, tables=2) == {(0, n) for n in range(30, 50)}
+
+
+def test_an_error_of_a_users_function_changes_nothing(tmp_path):
+    clock, wrong = Clock(), [KeyError("typo")]
+
+    def where(table, its, weights):
+        raise wrong[0]
+
+    def now():
+        if isinstance(clock.now, Exception):
+            raise clock.now
+        return clock.now
+
+    policy = RowPolicy(LRU(), expire_after_seconds=5, expire_where=where, clock=now)
+    embedding = make(tmp_path, "device", policy, capacity=10)
+    optimizer = sgd(embedding)
+    step(embedding, optimizer, ids(1, 2))
+    with pytest.raises(ValueError, match=r"expire_where of table 0 raised KeyError\('typo'\); no row has left"):
+        embedding.evict()
+    for bad in (RuntimeError("no clock"), float("nan"), "later"):
+        before, clock.now = clock.now, bad
+        with pytest.raises(ValueError, match="the clock of a policy must give seconds"):
+            embedding(ids(1, 3))
+        clock.now = before
+    assert known(embedding) == {(0, 1), (0, 2)} and embedding.scores(ids(1, 2, 3)).tolist() == [1, 1, 0]
+    step(embedding, optimizer, ids(1, 3))
+    assert embedding.erase(ids(1, 3)) == 2
+    clock.now += 1e12  # as a clock in nanoseconds would
+    step(embedding, optimizer, ids(4))
+    embedding.save_snapshot("late")
+    embedding.load_snapshot("late")
 
 
 def test_an_erased_row_begins_anew_and_snapshots_keep_theirs(tmp_path):
@@ -700,6 +809,9 @@ def test_arguments_of_calls_are_checked(tmp_path):
     with pytest.raises(ValueError, match="some repeat"):
         embedding.set_scores(ids(1, 1), ids(3, 4))
     embedding.set_epoch(3)
+    for epoch in (1.5, True, "4", np.int64(4)):
+        with pytest.raises(TypeError, match="an epoch must be an int"):
+            embedding.set_epoch(epoch)
     for epoch in (2, 2**32):
         with pytest.raises(ValueError, match="not before the present one, 3"):
             embedding.set_epoch(epoch)
@@ -709,6 +821,12 @@ def test_arguments_of_calls_are_checked(tmp_path):
         make(tmp_path / "b", "device", [RowPolicy(), LRU()], tables=2)
     with pytest.raises(ValueError, match="must have one evict="):
         make(tmp_path / "c", "device", [RowPolicy(LRU()), RowPolicy(LFU())], tables=2, capacity=10)
+    with pytest.raises(ValueError, match="have one clock="):
+        make(tmp_path / "d", "device", [RowPolicy(expire_after_seconds=1, clock=Clock()) for _ in "ab"], tables=2)
+    decayed = make(tmp_path / "e", "device", RowPolicy(LFU(half_life=3.0)))
+    decayed(ids(1))
+    with pytest.raises(ValueError, match="bits of finite float64"):
+        decayed.set_scores(ids(1), ids(2**63 - 1))
 
 
 def test_rows_leave_by_what_a_function_says(tmp_path):

@@ -371,6 +371,9 @@ class DeviceTier:
             self._write_down()
             self._below.flush()
 
+    def check_room(self, more: int, leaving: int) -> None:
+        self._limits.check_fits(more, self._held() - (leaving if self._resident else 0))
+
     def check_holds(self, rows: int) -> None:
         self._limits.check_holds(rows)
 

@@ -105,6 +105,10 @@ class HotRows(RowStore, Protocol):
     def mark_dirty(self, slot_U: Array) -> None:
         """Say that loops have changed the rows in these slots."""
 
+    def check_room(self, more: int, leaving: int) -> None:
+        """Raise `StoreFullError` unless so many rows more fit here beside those that are pinned, when `leaving` of the
+        others have been erased."""
+
     def check_holds(self, rows: int) -> None:
         """Raise `StoreFullError` if this many rows in all are more than the tier may ever know or hold."""
 
