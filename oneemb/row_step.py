@@ -26,6 +26,7 @@ from oneemb.graph.building import building_now
 from oneemb.graph.ranks import Ranks
 from oneemb.graph.recorder import StepStats
 from oneemb.graph.row_optimizers import Group, RowOptimizer, row_optimizer_of
+from oneemb.graph.tape import version_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.step_lock import alone, in_step
 from oneemb.storage.turns import undisturbed
@@ -504,6 +505,9 @@ def _after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> No
     step = None if begun is None else begun()
     if step is not None:
         step.end()
+    for _, weight, _ in row_weights(optimizer):
+        # A step with gradients of zeros, by which tools make an optimizer's state, writes to what stands for rows.
+        weight.stepped_version = version_of(weight)  # type: ignore[attr-defined]
 
 
 register_optimizer_step_pre_hook(_before)

@@ -9,6 +9,7 @@ import functools
 import os
 import shutil
 import tempfile
+import threading
 import warnings
 import weakref
 import zlib
@@ -37,7 +38,7 @@ from oneemb.torchrec.configs import (
     later_rows,
     pooling_of,
 )
-from oneemb.torchrec.ops import LooksUpJagged, know
+from oneemb.torchrec.ops import ON_META, LooksUpJagged, know
 from oneemb.torchrec.optimizers import MakeOptimizer, options_now, row_stepper
 from oneemb.torchrec.table_state import TableState, dense_rows, let_go, put_rows, write_back
 
@@ -160,7 +161,7 @@ class Collection(torch.nn.Module):
     """
 
     # What TorchScript need not know.
-    __jit_ignored_attributes__ = ["rows"]
+    __jit_ignored_attributes__ = ["rows", "_regrouping"]
     __jit_unused_properties__ = ["_tables", "device"]
 
     def __init__(
@@ -201,6 +202,7 @@ class Collection(torch.nn.Module):
         """What steps each table in the backward pass, as `apply_optimizer_in_backward` has it."""
         self._in_backward: list[Optimizer] = []
         """What steps rows in the backward pass, of each embedding whose tables are stepped so."""
+        self._regrouping = threading.RLock()
         self.states: list[TableState | None] = [None] * len(self.configs)
         """What state dicts have of each table; None where there are no rows."""
         self._introduce()
@@ -342,14 +344,10 @@ class Collection(torch.nn.Module):
     def ready(self) -> list[Group]:
         """The embeddings, as the optimizers of tables now ask for them."""
         if self._device.type == "meta":
-            raise RuntimeError(
-                "the tables are on the meta device and have no rows: move the module, module.to_empty(device='cpu'), or"
-                " shard it: DistributedModelParallel of oneemb.torchrec does, TorchRec's where it is given sharders="
-                "oneemb.torchrec.get_default_sharders()"
-            )
+            raise RuntimeError(ON_META)
         self.regroup()
         for config, table in zip(self.configs, self._tables, strict=True):
-            if len(table.weight) or version_of(table.weight):
+            if len(table.weight) or version_of(table.weight) != getattr(table.weight, "stepped_version", 0):
                 raise RuntimeError(
                     f"the weight of table {config.name!r} was written to, by an initializer or an average of"
                     " parameters; it stands for the rows and holds none. Give rows to load_state_dict(), average them"
@@ -365,11 +363,12 @@ class Collection(torch.nn.Module):
 
     def regroup(self) -> None:
         """Group tables by what steps them now, if that is something else than before."""
-        its = zip(self._tables, self._steppers, strict=True)
-        if any(in_backward_optimizers(table.weight) != steppers for table, steppers in its):
-            if self._on_ranks is not None:
-                raise RuntimeError("apply_optimizer_in_backward comes before the module is sharded")
-            self._make_rows_anew()
+        with self._regrouping:  # Threads may take state dicts while others train.
+            its = zip(self._tables, self._steppers, strict=True)
+            if any(in_backward_optimizers(table.weight) != steppers for table, steppers in its):
+                if self._on_ranks is not None:
+                    raise RuntimeError("apply_optimizer_in_backward comes before the module is sharded")
+                self._make_rows_anew()
 
     def _bring_in(self) -> None:
         """Bring what was written into tensors of state dicts into the rows."""

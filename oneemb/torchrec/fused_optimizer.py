@@ -89,10 +89,29 @@ class FusedRowsOptimizer(FusedOptimizer):
             table = self._tables[weight]
             if (step := state[name].get(f"{table.name}.step")) is not None:
                 steps.setdefault(table.rows, {})[table.name] = float(step)
-        for of_tables in steps.values():
-            if len(set(of_tables.values())) > 1:
-                raise ValueError(f"tables that are one embedding have one count of steps, got {of_tables}")
+        _check_steps(steps)
 
     def post_load_state_dict(self) -> None:
-        """Bring what was written into the state into the rows."""
+        """Bring what was written into the state into the rows. TorchRec's optimizer of a whole model calls it, too.
+
+        Raises:
+            ValueError: tables that are one embedding would have different counts of steps; nothing is brought in.
+        """
+        steps: dict[Any, dict[str, float]] = {}
+        for table in self._tables.values():
+            if (step := table.written_step) is not None:
+                steps.setdefault(table.rows, {})[table.name] = step
+        try:
+            _check_steps(steps)
+        except ValueError:
+            for table in self._tables.values():
+                table.given.clear()
+            raise
         write_back(self._tables.values())
+
+
+def _check_steps(steps: Mapping[Any, Mapping[str, float]]) -> None:
+    """Raise ValueError unless the tables of each embedding have one count of steps."""
+    for of_tables in steps.values():
+        if len(set(of_tables.values())) > 1:
+            raise ValueError(f"tables that are one embedding have one count of steps, got {of_tables}")

@@ -156,7 +156,7 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         if not self._is_weighted:
             jagged = jagged._replace(weights=None)
         inverse = features.inverse_indices_or_none()
-        if inverse is None and not features.variable_stride_per_key():
+        if inverse is None and jagged.is_even:
             groups = self.ready()
             wanted_of = [[self._feature_names[c] for c in group.columns] for group in groups]
             return self._even(groups, [select_features(jagged, keys, wanted) for wanted in wanted_of], jagged)

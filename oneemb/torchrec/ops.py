@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["LooksUpJagged", "know"]
+__all__ = ["ON_META", "LooksUpJagged", "know"]
 
 
 class LooksUpJagged(Protocol):
@@ -44,6 +44,19 @@ def _collection_of(weights: list[torch.Tensor]) -> LooksUpJagged:
         )
     return found
 
+
+def _check_meta(values: torch.Tensor, weights: list[torch.Tensor]) -> None:
+    """Raise RuntimeError if numbers are asked for of tables on meta, rather than what they are like."""
+    if type(values) is torch.Tensor and values.device.type != "meta" and weights[0].device.type == "meta":
+        raise RuntimeError(ON_META)
+
+
+ON_META = (
+    "the tables are on the meta device and have no rows: move the module, module.to_empty(device='cpu'), or shard it:"
+    " DistributedModelParallel of oneemb.torchrec does, TorchRec's where it is given sharders="
+    "oneemb.torchrec.get_default_sharders()"
+)
+"""What a lookup says of numbers that are not there."""
 
 _library = torch.library.Library("oneemb", "FRAGMENT")
 _library.define(
@@ -92,6 +105,7 @@ def _(
     values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None, weights: list[torch.Tensor],
     features: int, dim: int,
 ) -> torch.Tensor:  # fmt: skip
+    _check_meta(values, weights)
     return offsets.new_empty(((offsets.shape[0] - 1) // features, dim), dtype=torch.float32)
 
 
@@ -99,4 +113,5 @@ def _(
 def _(
     values: torch.Tensor, offsets: torch.Tensor, weights: list[torch.Tensor], features: int, dim: int
 ) -> torch.Tensor:
+    _check_meta(values, weights)
     return values.new_empty((values.shape[0], dim), dtype=torch.float32)

@@ -66,7 +66,7 @@ _DEFAULTS = {"lr": 0.01, "eps": 1e-8, "weight_decay": 0.0}
 
 _NO_EFFECT = {
     "bounds_check_mode", "cache_algorithm", "cache_load_factor", "cache_precision", "cache_reserved_memory",
-    "cache_sets", "embedding_table_index_type", "embedding_table_offset_type", "enforce_hbm",
+    "cache_sets", "gather_uvm_cache_stats", "embedding_table_index_type", "embedding_table_offset_type", "enforce_hbm",
     "multipass_prefetch_config", "output_dtype", "prefetch_pipeline", "record_cache_metrics", "stats_reporter_config",
     "stochastic_rounding", "use_experimental_tbe", "uvm_host_mapped", "uvm_non_rowwise_momentum", "weights_precision",
 }  # fmt: skip
@@ -75,7 +75,7 @@ _NO_EFFECT = {
 _OFF = {
     "gradient_clipping": False, "max_norm": 0.0, "global_weight_decay": None, "counter_based_regularization": None,
     "cowclip_regularization": None, "ensemble_mode": None, "emainplace_mode": None, "extra_optimizer_config": None,
-    "optimizer_state_dtypes": None,
+    "optimizer_state_dtypes": None, "enable_raw_embedding_streaming": False,
 }  # fmt: skip
 """Options that change what is computed and are not followed, with the values that turn them off."""
 
@@ -122,8 +122,8 @@ def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
         raise ValueError(f"fused_params: unknown options {unknown}")
     if given.get("weight_decay"):
         _check_decay(name, decay_mode)
-    for option in ("betas", "momentum", "eta"):
-        if given.get(option) and option not in _OPTIONS[name]:
+    for option, default in [("betas", (0.9, 0.999)), ("momentum", 0.9), ("eta", 0.001)]:
+        if given.get(option) and given[option] != default and option not in _OPTIONS[name]:
             raise ValueError(f"fused_params: {option} has no effect on {name!r} in FBGEMM, and none here; leave it out")
     options |= given
     return _make(name, {option: options[option] for option in _OPTIONS[name] if option in options})

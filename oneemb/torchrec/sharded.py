@@ -29,6 +29,7 @@ from torchrec.streamable import Multistreamable
 from oneemb.embedding import MultiTableEmbedding
 from oneemb.graph.ranks import Ranks
 from oneemb.lookup_ahead import LookupAhead
+from oneemb.storage.row_store import StorageError
 from oneemb.torchrec.collection import Lookups, in_backward_optimizers
 from oneemb.torchrec.fused_optimizer import FusedRowsOptimizer
 from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
@@ -48,18 +49,22 @@ class _KeySender:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.later = self._calls.put
         """Has its argument called on the thread. May be called by the garbage collector."""
+        self._ended = False
         self._thread = threading.Thread(target=_call_all, args=(self._calls,), name="oneemb-keys", daemon=True)
         self._thread.start()
         weakref.finalize(self, self._calls.put, None)
 
     def end(self) -> None:
         """End the thread, when it has done what it was given."""
+        self._ended = True
         self.later(None)
 
     def send(self, lookup: LookupAhead) -> "Future[None]":
         """Have the keys of a lookup sent; what that raises is the future's."""
         future: Future[None] = Future()
-        if self._thread.is_alive():
+        if self._ended:
+            future.set_exception(StorageError("the sharded collection is closed; make it again to go on"))
+        elif self._thread.is_alive():
             self.later(functools.partial(_send, lookup, future))
         else:  # In a child of fork there is no thread. That it cannot ask ranks is said there.
             _send(lookup, future)
@@ -212,9 +217,9 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
 
     def close(self) -> None:
         """Free memory, files and the locks on the paths, and end the thread."""
-        self.collection.close()
         if self._sender is not None:
             self._sender.end()
+        self.collection.close()
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):

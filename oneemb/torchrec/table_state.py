@@ -71,6 +71,11 @@ class _Given:
         assert tensor is not None
         self._put(tensor)
 
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor, if anybody has it."""
+        return self._tensor()
+
     def let_go(self) -> None:
         """No longer keep the tensor alive."""
         self._held = None
@@ -269,6 +274,12 @@ class TableState:
             found["step"] = torch.tensor(float(rows.store.step))
             self._give(found["step"], self._put_step, "step")
         return found
+
+    @property
+    def written_step(self) -> float | None:
+        """The count of steps that is to be brought into the rows; None = there is none."""
+        tensors = [given.tensor for given in self.given if given.part == "step"]
+        return next((float(tensor) for tensor in reversed(tensors) if tensor is not None), None)
 
     def _counts_steps(self, name: str) -> bool:
         """Whether an update depends on how many there were before."""

@@ -4,11 +4,13 @@ import copy
 import functools
 import os
 import pickle
+import threading
 import warnings
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint.state_dict
 
 import oneemb
 import oneemb.graph.inputs
@@ -916,6 +918,74 @@ def test_a_collection_that_is_closed_leaves_no_folder():
     assert os.path.isdir(os.path.dirname(folder))
     ours.close()
     assert not os.path.exists(os.path.dirname(folder))
+
+
+def test_optimizers_make_their_state_before_the_first_lookup():
+    def by_torch(model):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)
+        return optimizer
+
+    def by_torchrec(model):
+        optimizer = by_name(model.named_parameters(), torch.optim.Adam, lr=0.1)
+        optimizer.init_state()
+        return optimizer
+
+    found = []
+    for make in (lambda model: torch.optim.Adam(model.parameters(), lr=0.1), by_torch, by_torchrec):
+        torch.manual_seed(0)
+        model = EmbeddingBagCollection(configs("one width"))
+        found.append(train(model, 3, make(model), batch))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    torch.nn.init.zeros_(next(model.parameters()))
+    with pytest.raises(RuntimeError, match="was written to"):
+        model(batch(0))
+
+
+def test_threads_may_take_state_dicts_as_soon_as_optimizers_are_given():
+    torch.manual_seed(0)
+    alone = EmbeddingBagCollection(configs("one width"))
+    state = alone.state_dict()
+    _apply_optimizer_in_backward(torch.optim.Adagrad, alone.parameters(), {"lr": 0.1})
+    losses = train(alone, 3, None, batch)
+    for _ in range(10):
+        ours = EmbeddingBagCollection(configs("one width"))
+        ours.load_state_dict(state)
+        _apply_optimizer_in_backward(torch.optim.Adagrad, ours.parameters(), {"lr": 0.1})
+        begin, failed = threading.Barrier(3), []
+
+        def take(ours=ours, begin=begin, failed=failed):
+            begin.wait()
+            try:
+                ours.state_dict()
+            except Exception as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=take) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        begin.wait()
+        assert torch.equal(train(ours, 3, None, batch), losses)
+        for thread in threads:
+            thread.join()
+        assert not failed
+
+
+def test_numbers_are_not_asked_for_on_meta():
+    for ours in (
+        EmbeddingBagCollection(configs("one width"), device="meta"),
+        EmbeddingCollection(configs("one width", EmbeddingConfig), device="meta"),
+    ):
+        with pytest.raises(RuntimeError, match="on the meta device and have no rows"):
+            ours(batch(0))
+
+
+def test_batches_of_variable_size_that_are_all_of_one():
+    ours, theirs = pair("one width")
+    even = batch(0, "fgh")
+    strides = [[SAMPLES]] * 3
+    kjt = KeyedJaggedTensor(even.keys(), even.values(), lengths=even.lengths(), stride_per_key_per_rank=strides)
+    close(ours(kjt).values(), theirs(even).values())
 
 
 def test_a_batch_without_samples():

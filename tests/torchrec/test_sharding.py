@@ -264,7 +264,7 @@ def test_an_unchanged_model_is_trained_as_fused_params_say(fused_params):
         ({"optimizer": EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD}, "optimizer 'ensemble_row_wise_adagrad' is not one of"),
         ({"weight_decay": 0.1}, "weight_decay has no effect on 'exact_sgd' in FBGEMM"),
         ({"gradient_clipping": True}, "gradient_clipping=True is not supported"),
-        ({"momentum": 0.9}, "momentum has no effect on 'exact_sgd' in FBGEMM"),
+        ({"momentum": 0.5}, "momentum has no effect on 'exact_sgd' in FBGEMM"),
         ({"optimizer": EmbOptimType.ADAM, "eta": 0.1}, "eta has no effect on 'adam' in FBGEMM"),
         ({"learning_rat": 0.1}, r"unknown options \['learning_rat'\]"),
         (
@@ -431,6 +431,12 @@ def of_two_steps(group):
     with pytest.raises(ValueError, match="one embedding have one count of steps, got {'one': 7.0, 'two': 2.0}"):
         adam.load_state_dict(state)
     assert str(adam.state_dict()) == before
+    state = copy.deepcopy(model.fused_optimizer.state_dict())  # TorchRec's, of all modules
+    next(iter(state["state"].values()))["one.step"].fill_(7)
+    with pytest.raises(ValueError, match="one embedding have one count of steps, got {'one': 7.0, 'two': 2.0}"):
+        model.fused_optimizer.load_state_dict(state)
+    assert str(adam.state_dict()) == before
+    return train(model, group, 1)
 
 
 def test_tables_that_are_one_embedding_have_one_count_of_steps():
@@ -492,6 +498,22 @@ def by_default(group):
 def test_our_model_parallel_needs_no_sharders():
     for first, second in on_ranks(2, by_default):
         assert first == second
+
+
+def closed(group):
+    make, _, own = MODELS["bags"]
+    model = shard(make(own, device=torch.device("meta")), group, get_default_sharders())
+    train(model, group, 1)
+    model.module.sparse.close()
+    begin = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(oneemb.StorageError, match="is closed"):
+            model(batch_of(0, group.rank(), group.size())[0])
+    return time.monotonic() - begin
+
+
+def test_a_lookup_after_closing_waits_for_nobody():
+    assert max(on_ranks(2, closed)) < 5
 
 
 def thrown_on_the_thread(group):
