@@ -315,7 +315,9 @@ class Ledger:
 
     def _check_enough(self, new_T: np.ndarray, excess_T: np.ndarray, excess: int, held: Sequence[np.ndarray]) -> None:
         """Raise StoreFullError unless as many rows may leave as have to."""
-        domains = [(f"table {t}", self._limits[t], int(excess_T[t]), t) for t in np.flatnonzero(excess_T > 0).tolist()]
+        domains: list[tuple[str, int, int, int | None]] = [
+            (f"table {t}", self._limits[t], int(excess_T[t]), t) for t in np.flatnonzero(excess_T > 0).tolist()
+        ]
         if excess > 0:
             assert self._capacity is not None
             domains.append(("the store", self._capacity, excess, None))
