@@ -126,7 +126,7 @@ def quality(evict: Any, threads: int) -> float:
     right = 0
     for begin in range(0, leave, 2_000):
         new = np.arange(rows + begin, rows + begin + 2_000)
-        for gone in ledger.make_room(np.zeros(len(new), np.int32), new, [np.full(len(new), -1)]):
+        for gone in ledger.make_room(np.zeros(len(new), np.int32), [np.full(len(new), -1)]):
             ledger.forget(*gone)
             old = gone.id_V[gone.id_V < rows]
             right += int(np.count_nonzero(score_N[old] <= bound))

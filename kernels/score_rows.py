@@ -30,7 +30,7 @@ from oneemb.kernels.threads import Threads
 
 __all__ = [
     "COUNT", "DECAYED", "EPOCH_COUNT", "EPOCH_LOOKUP", "GIVEN", "LOOKUP", "MIXED", "STEP", "ScoreRules",
-    "free_rows", "score_uses", "ties_of",
+    "free_rows", "hashes_of", "score_uses", "ties_of",
 ]  # fmt: skip
 
 LOOKUP, STEP, COUNT, DECAYED, MIXED, EPOCH_LOOKUP, EPOCH_COUNT, GIVEN = range(8)
@@ -121,9 +121,9 @@ def _score_uses_cpu(
 
 
 @cpu
-def _ties_cpu(begin: Number, end: Number, table_N: Array, id_N: Array, tie_N: Array) -> None:
+def _hashes_cpu(begin: Number, end: Number, table_N: Array, id_N: Array, salt: Number, hash_N: Array) -> None:
     for n in range(begin, end):
-        tie_N[n] = hash_key(np.int64(table_N[n]), id_N[n], _TIE_SALT)
+        hash_N[n] = hash_key(np.int64(table_N[n]), id_N[n], salt)
 
 
 @cpu
@@ -173,6 +173,11 @@ def score_uses(
 
 def ties_of(table_N: np.ndarray, id_N: np.ndarray, *, threads: Threads) -> np.ndarray:
     """What decides between rows of one score, a function of the key alone: uint64 [N]."""
-    tie_N = np.empty(len(id_N), np.uint64)
-    threads.run(_ties_cpu, len(id_N), table_N, id_N, tie_N, share_min=_SHARE_MIN)
-    return tie_N
+    return hashes_of(table_N, id_N, int(_TIE_SALT), threads=threads)
+
+
+def hashes_of(table_N: np.ndarray, id_N: np.ndarray, salt: int, *, threads: Threads) -> np.ndarray:
+    """A hash of each key and `salt`, uint64 [N]: numbers that are as good as drawn."""
+    hash_N = np.empty(len(id_N), np.uint64)
+    threads.run(_hashes_cpu, len(id_N), table_N, id_N, np.uint64(salt), hash_N, share_min=_SHARE_MIN)
+    return hash_N

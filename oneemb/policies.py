@@ -4,6 +4,21 @@ policy = oneemb.policies.RowPolicy(evict=oneemb.policies.LFU(half_life=10_000), 
 embedding = oneemb.MultiTableEmbedding(..., store_options=make_..._options(path, capacity=10_000_000), policy=policy)
 """
 
-from oneemb.storage.policies import LFU, LRU, EpochLFU, EpochLRU, GivenScore, MixedLFU, RowPolicy, StepLRU
+from oneemb.storage.policies import (
+    LFU,
+    LRU,
+    AdmitAfter,
+    AdmitChance,
+    AdmitWhere,
+    EpochLFU,
+    EpochLRU,
+    GivenScore,
+    MixedLFU,
+    RowPolicy,
+    StepLRU,
+)  # fmt: skip
 
-__all__ = ["LFU", "LRU", "EpochLFU", "EpochLRU", "GivenScore", "MixedLFU", "RowPolicy", "StepLRU"]
+__all__ = [
+    "LFU", "LRU", "AdmitAfter", "AdmitChance", "AdmitWhere", "EpochLFU", "EpochLRU", "GivenScore", "MixedLFU",
+    "RowPolicy", "StepLRU",
+]  # fmt: skip

@@ -8,6 +8,8 @@ import os
 from contextlib import suppress
 from typing import Protocol
 
+import numpy as np
+
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import LocalFileSystem
@@ -50,6 +52,9 @@ class Bottom(Protocol):
 
     def read(self, name: str) -> RowSource:
         """The rows of a snapshot; raises as `snapshot`."""
+
+    def arrays(self, name: str) -> dict[str, np.ndarray]:
+        """What a snapshot holds beside its rows; raises as `snapshot`."""
 
 
 class TableBottom:
@@ -106,6 +111,10 @@ class TableBottom:
 
     def read(self, name: str) -> SnapshotReader:
         return SnapshotReader.open(self.name, name)
+
+    def arrays(self, name: str) -> dict[str, np.ndarray]:
+        with self.read(name) as reader:
+            return {array: reader.array(array) for array in reader.arrays}
 
 
 def _check_writable(path: str) -> None:

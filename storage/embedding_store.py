@@ -32,6 +32,7 @@ from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.loops import Keys, Loops
 from oneemb.kernels.places import loops_at
 from oneemb.kernels.threads import Threads
+from oneemb.storage.admission import Admission
 from oneemb.storage.bottom import EXPORTED, Bottom, TableBottom
 from oneemb.storage.errors import OtherSnapshotError, SnapshotNotFoundError
 from oneemb.storage.hash_index import SHARDS
@@ -69,9 +70,11 @@ class Pins(weakref.ref):
     Python calls the function of a weak reference without running a line of code: no interrupt can lose the note.
     """
 
-    __slots__ = ("generation", "place_U", "slot_U")
+    __slots__ = ("generation", "lent_M", "place_U", "slot_U")
     slot_U: Array
     generation: int
+    lent_M: Array | None
+    """Slots among them of rows that are not kept."""
     place_U: np.ndarray
     """Where the rows are in the ledger, if there is one."""
 
@@ -155,8 +158,10 @@ class EmbeddingStore:
     ):  # fmt: skip
         if bottom is None:
             bottom = TableBottom(plan.persistent_path, plan.physical_block_size, threads, _MEND)
-        self.plan = plan
-        self.threads = threads
+        self.threads, self._policies = threads, policies
+        self.admission = self._admission()
+        """Which ids get a row; None = all."""
+        self.plan = plan = replace(plan, lends=self.admission is not None)
         self.num_tables = len(initial.kind_TC)
         self.step = 0
         """Updates made so far."""
@@ -181,7 +186,9 @@ class EmbeddingStore:
         """What is known of each row's use; None where no table has a policy."""
         format = RowFormat(dim, dtype, marks=0 if policies is None else MARKS)
         self._rows = TieredRows(plan, bottom, format, initial, HostLoops(threads), threads, self.writing)
-        self._places: tuple[Array | None, np.ndarray] = None, np.empty(0, np.int64)
+        self._places: tuple[Array | None, np.ndarray, Array | None] = None, np.empty(0, np.int64), None
+        self._released: deque[Pins] = deque()
+        """Pins that were released, of lookups to which rows were lent."""
         self._closed = False
         self._prefetched: set[Prefetched] = set()
 
@@ -323,12 +330,16 @@ class EmbeddingStore:
         """The hot tier. In a turn only."""
         return self._rows.tiers[0]
 
-    def acquire(self, keys: Keys, prefetched: Prefetched | None = None, *, again: bool = False) -> tuple[Array, Keys]:
+    def acquire(
+        self, keys: Keys, prefetched: Prefetched | None = None, *, again: bool = False, admits: bool = False
+    ) -> tuple[Array, Keys]:
         """Make the rows of these keys resident in the hot tier, beginning new ones, and pin each once more.
 
         Args:
             prefetched: what `prefetch` gave for the same keys; its pins are the caller's from here on.
             again: a lookup that was made before needs its rows again: to a policy that is no use of them.
+            admits: whether every key gets a row, whatever a policy says. Otherwise some may be lent one, until the
+                `Pins` that `pin_for` makes of the slots are released.
 
         Returns:
             slot_U, int64 [U], good until it is released; and the keys, cut to as many as there are.
@@ -347,7 +358,7 @@ class EmbeddingStore:
             if self.ledger is None:
                 found = self._acquire(hot, keys, prefetched)
             else:
-                found = self._acquire_by_policy(self.ledger, hot, keys, prefetched, again)
+                found = self._acquire_by_policy(self.ledger, hot, keys, prefetched, again, admits)
             self.changes += hot.begun > begun
             if new is not None:
                 self.replicas.add(new)
@@ -364,6 +375,10 @@ class EmbeddingStore:
     def _release_abandoned(self) -> None:
         while self.abandoned:
             self.release_pins(self.abandoned.popleft(), dropped=True)
+        while self._released:
+            pins = self._released.popleft()
+            if pins.lent_M is not None and pins.generation == self.generation:
+                self.hot.take_back(pins.lent_M)
 
     def _acquire(self, hot: HotRows, keys: Keys, prefetched: Prefetched | None) -> tuple[Array, Keys]:
         if prefetched is not None and self.take(prefetched):
@@ -381,7 +396,7 @@ class EmbeddingStore:
         return hot.acquire(keys)
 
     def _acquire_by_policy(
-        self, ledger: Ledger, hot: HotRows, keys: Keys, prefetched: Prefetched | None, again: bool
+        self, ledger: Ledger, hot: HotRows, keys: Keys, prefetched: Prefetched | None, again: bool, admits: bool
     ) -> tuple[Array, Keys]:
         """`_acquire`, after the rows have left that are to leave now, and counted as a use."""
         second = ledger.second  # Whatever may fail comes before rows leave; what a disk does may come afterwards.
@@ -391,12 +406,19 @@ class EmbeddingStore:
         held = [place_U, *self._held_places()]
         for expired in ledger.sweep(self.step, second, held):
             self._erase(*expired)
-        new = np.flatnonzero(place_U < 0)
+        unknown = np.flatnonzero(place_U < 0)
+        asks = self.admission is not None and len(unknown) > 0 and not admits
+        uses_U = np.ones(len(table_U), np.int64)
+        if ledger.counts_uses or asks:
+            uses_U = self.loops.uses_of(keys)
+        admitted_M, sighted = np.ones(len(unknown), np.bool_), (table_U[unknown], id_U[unknown], uses_U[unknown])
+        if asks:
+            assert self.admission is not None
+            admitted_M = self.admission.asks(*sighted, ledger.clock.lookups + 1, again=again)
+        new, lent = unknown[admitted_M], unknown[~admitted_M]
         ledger.reserve(table_U[new], id_U[new])
-        used = new if again else np.arange(len(table_U))  # Rows that had left begin anew.
-        uses_U = self.loops.uses_of(keys)[used] if ledger.counts_uses else np.ones(len(used), np.int64)
         shard = ledger.clock.shard
-        departing = ledger.make_room(table_U, id_U, held)
+        departing = ledger.make_room(table_U[new], held)
         try:
             slot_U = self._pin_with_room(hot, keys, prefetched, sum(len(its.id_V) for its in departing))
         except BaseException:
@@ -408,18 +430,44 @@ class EmbeddingStore:
         except BaseException:
             self.release(slot_U)
             raise
-        hot.acquire_rest(keys, slot_U)
+        lent_M = self._lend(hot, keys, slot_U, lent)
         try:
-            if len(used):
+            hot.acquire_rest(keys, slot_U)
+        except BaseException:
+            if lent_M is not None:
+                hot.take_back(lent_M)
+            raise
+        try:
+            if not again and not len(lent):
+                self._write_marks(slot_U, ledger.use(table_U, id_U, place_U, uses_U, self.step, second))
+            elif not again or len(new):
+                used = new if again else np.append(np.flatnonzero(place_U >= 0), new)  # Rows that had left begin anew.
                 its_place_U = place_U[used]  # which gets those of new rows
-                mark_U4 = ledger.use(table_U[used], id_U[used], its_place_U, uses_U, self.step, second)
+                mark_U4 = ledger.use(table_U[used], id_U[used], its_place_U, uses_U[used], self.step, second)
                 place_U[used] = its_place_U
-                self._write_marks(slot_U if len(used) == len(table_U) else slot_U[self.loops.put(used)], mark_U4)
+                self._write_marks(slot_U[self.loops.put(used)], mark_U4)
+            if asks and not again:
+                assert self.admission is not None
+                self.admission.note(*sighted, admitted_M, ledger.clock.lookups)
+        except BaseException:
+            self.release(slot_U)
+            if lent_M is not None:
+                hot.take_back(lent_M)
+            raise
+        self._places = slot_U, place_U, lent_M
+        return slot_U, keys
+
+    def _lend(self, hot: HotRows, keys: Keys, slot_U: Array, lent: np.ndarray) -> Array | None:
+        """Lend rows to those of the keys that get none. Returns their slots, which are in slot_U too."""
+        if len(lent) == 0:
+            return None
+        which = self.loops.put(lent)
+        try:
+            slot_U[which] = lent_M = hot.lend(keys.table_U[which], keys.id_U[which])
         except BaseException:
             self.release(slot_U)
             raise
-        self._places = slot_U, place_U
-        return slot_U, keys
+        return lent_M
 
     def _pin_with_room(self, hot: HotRows, keys: Keys, prefetched: Prefetched | None, leaving: int) -> Array:
         """Pin the rows of these keys that are in the hot tier: their slots, -1 for others.
@@ -583,6 +631,11 @@ class EmbeddingStore:
         ledger.clock.epoch = epoch
         self.changes += 1
 
+    def _admission(self) -> Admission | None:
+        if self._policies is None or all(policy.admit is None for policy in self._policies):
+            return None
+        return Admission(self._policies, self.threads)
+
     def _need_ledger(self) -> Ledger:
         self._check_open()
         if self.ledger is None:
@@ -653,7 +706,7 @@ class EmbeddingStore:
             StoreFullError: a tier is too small for so many rows at a time, or capacity is reached; nothing has changed.
         """
         put = self.loops.put
-        slot_U, keys = self.acquire(self.loops.distinct_keys(put(table_U), put(id_U)))
+        slot_U, keys = self.acquire(self.loops.distinct_keys(put(table_U), put(id_U)), admits=True)
         try:
             if self.watchers:
                 self.before_change(keys.table_U, keys.id_U, self.weights_in(slot_U))
@@ -740,6 +793,8 @@ class EmbeddingStore:
             if self.built:
                 clock = None if self.ledger is None else self.ledger.counted()
                 other.begin_with(self._rows, self.step, with_state, change, clock)
+                if self.admission is not None and other.admission is not None:
+                    other.admission.from_arrays(self.admission.to_arrays(), "of the other")
                 other.replicas.add(self.replicas.keys())
 
     def begin_with(
@@ -760,9 +815,9 @@ class EmbeddingStore:
         """Let an object own the pins of slots that `acquire` gave: they are released for it when it is dropped."""
         pins = Pins(owner, self.abandoned.append)
         pins.slot_U, pins.generation = slot_U, self.generation
-        of_slots, pins.place_U = self._places
+        of_slots, pins.place_U, pins.lent_M = self._places
         assert self.ledger is None or of_slots is slot_U, "pins are owned in the turn in which they were made"
-        self._places = None, np.empty(0, np.int64)
+        self._places = None, np.empty(0, np.int64), None
         self._pins[id(pins)] = pins
         return pins
 
@@ -771,6 +826,8 @@ class EmbeddingStore:
         with undisturbed:
             if self._pins.pop(id(pins), None) is not None and pins.generation == self.generation:
                 self.hot.release(pins.slot_U, elsewhere=dropped)
+                if pins.lent_M is not None:
+                    self._released.append(pins)
 
     def mark_dirty(self, table_U: Array, slot_U: Array) -> None:
         """Say that the rows of keys of these tables, in these slots, have changed."""
@@ -842,7 +899,10 @@ class EmbeddingStore:
         self._check_open()
         without = self.replicas.keys(own=False) if part is not None and self.replicas else None
         uses = None if self.ledger is None else self.ledger.to_meta()
-        return self._rows.save(name, meta, self.step, overwrite=overwrite, part=part, without=without, uses=uses)
+        arrays = None if self.admission is None else self.admission.to_arrays()
+        return self._rows.save(
+            name, meta, self.step, overwrite=overwrite, part=part, without=without, uses=uses, arrays=arrays
+        )
 
     @_between_steps
     def load_snapshot(self, name: str, *, weights_only: bool = False) -> bool:
@@ -930,10 +990,13 @@ class EmbeddingStore:
 
     def _load(self, info: SnapshotInfo, weights_only: bool, owned: OwnedRows | None = None) -> bool:
         rows, clock = SnapshotRows.of_meta(info.meta, info.name), LedgerClock.of_meta(info.meta, info.name)
-        marks = None
+        marks, admission = None, None
         if self.ledger is not None:
             self.ledger.check_rules(info.meta, info.name)
             marks = self.ledger.first_marks
+            admission = self._admission()
+            if admission is not None and owned is None:
+                admission.from_arrays(self._bottom.arrays(info.name), info.name)
         with self.turns:
             broken = self._mend()
             self._check_open()
@@ -942,6 +1005,7 @@ class EmbeddingStore:
                 self.step, same = self._rows.load(info, weights_only, owned, marks)
                 self.replicas.clear()
                 self._read_ledger(rows.format, clock, rows.step)
+                self.admission = admission
             except BaseException as error:
                 if broken or not self._rows.whole:  # Without rows, or with a part of them, there is nothing to go on.
                     self.turns.cut_short(error)
@@ -1028,6 +1092,8 @@ class EmbeddingStore:
             self.replicas.clear()
             if self.ledger is not None:
                 self.ledger.clear()
+            if self.admission is not None:
+                self.admission.clear()
             self.changes += 1
             self.replaced += 1
             self.step = 0
@@ -1042,6 +1108,9 @@ class EmbeddingStore:
         }  # fmt: skip
         if self.ledger is not None:
             counts["policy"] = {"left": dict(self.ledger.left), "bytes": self.ledger.nbytes}
+            if self.admission is not None:
+                counts["policy"]["refused"] = sum(self.admission.refused.values())
+                counts["policy"]["bytes"] += self.admission.nbytes
         return {**counts, **self._rows.stats()}
 
     @_between_steps

@@ -238,6 +238,10 @@ class Ledger:
         self._rows_T += np.bincount(table_N, minlength=len(self._rows_T))
         return place_N
 
+    def items(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Tables, ids and places of all rows, some at a time."""
+        return self._index.items()
+
     def marks(self, place_N: np.ndarray) -> np.ndarray:
         """What the records of rows at these places are to hold: uint32 [N, MARKS]."""
         return self._mark_P4[place_N]
@@ -272,27 +276,25 @@ class Ledger:
 
     # ---- who leaves -------------------------------------------------------------------------------------------------
 
-    def make_room(self, table_U: np.ndarray, id_U: np.ndarray, held: Sequence[np.ndarray]) -> list[Departing]:
-        """Which rows have to leave before a lookup of these keys.
+    def make_room(self, table_M: np.ndarray, held: Sequence[np.ndarray]) -> list[Departing]:
+        """Which rows have to leave before new ones, of these tables, begin.
 
         Args:
-            held: places of rows that may not leave, arrays, -1 for none; the first one those of these keys.
+            held: places of rows that may not leave, arrays, -1 for none; those of the lookup's other keys among them.
 
         Raises:
             StoreFullError: there would be more rows than fit, and too few that may leave.
         """
-        new = np.flatnonzero(held[0] < 0)
-        if len(new) == 0:
+        if len(table_M) == 0:
             return []
-        new_T = np.bincount(table_U[new], minlength=len(self._rows_T))
+        new_T = np.bincount(table_M, minlength=len(self._rows_T))
         excess_T = self._excess(new_T)
-        over_T, excess = (excess_T > 0) & (new_T > 0), self._excess_of_all(len(new))
+        over_T, excess = (excess_T > 0) & (new_T > 0), self._excess_of_all(len(table_M))
         if not over_T.any() and excess <= 0:
             return []
         self._check_enough(new_T, np.where(over_T, excess_T, 0), excess, held)
         excess_T[~over_T] = np.minimum(excess_T[~over_T], 0)
-        with self._holding(held):
-            return [self._choose(excess_T, excess)]
+        return [self._choose(excess_T, excess, held)]
 
     def surplus(self, held: Sequence[np.ndarray]) -> list[Departing]:
         """Which rows have to leave of tables that were loaded with more than they may have, as far as they may."""
@@ -300,8 +302,7 @@ class Ledger:
         if not (self._evicts_T & (excess_T > 0)).any():
             return []
         excess_T = np.where(self._evicts_T, np.minimum(excess_T, self._rows_T - self._in_use(held)), 0)
-        with self._holding(held):
-            return [self._choose(excess_T, 0)]
+        return [self._choose(excess_T, 0, held)]
 
     def _excess(self, new_T: np.ndarray) -> np.ndarray:
         """How many rows more than it may have each table has with so many new ones; below 0 where there is room."""
@@ -355,12 +356,13 @@ class Ledger:
             for place_N in held:
                 set_marks(self._held_P, place_N, False, threads=self._threads)
 
-    def _choose(self, excess_T: np.ndarray, excess: int) -> Departing:
-        """The rows that leave in a round.
+    def _choose(self, excess_T: np.ndarray, excess: int, held: Sequence[np.ndarray]) -> Departing:
+        """The rows that leave, in a round or more.
 
         Args:
             excess_T: how many of each table have to leave; below 0 where so many more would fit.
             excess: how many have to leave of all tables, these among them.
+            held: as in `make_room`.
         """
         share = max([_ROUND_ROWS / max(len(self), 1), excess / (_ROUND_SHARE * max(len(self), 1))])
         for t in np.flatnonzero(excess_T > 0).tolist():
@@ -370,7 +372,9 @@ class Ledger:
         while (excess_T > 0).any() or excess > 0:
             shards = range(shard, min(shard + many, SHARDS))
             shard = shards.stop % SHARDS
-            table_V, id_V = self._choose_in(shards, excess_T, excess)
+            with self._holding(held):
+                table_V, id_V = self._choose_in(shards, excess_T, excess)
+            held = [*held, self.find(table_V, id_V)]  # None leaves twice.
             excess -= len(id_V)
             excess_T -= np.bincount(table_V, minlength=len(excess_T))
             tables.append(table_V)

@@ -25,6 +25,10 @@ from oneemb.kernels.score_rows import (
 __all__ = [
     "LFU",
     "LRU",
+    "Admission",
+    "AdmitAfter",
+    "AdmitChance",
+    "AdmitWhere",
     "EpochLFU",
     "EpochLRU",
     "Eviction",
@@ -104,7 +108,74 @@ class GivenScore:
             raise ValueError(f"new must be a score, an int from 0 to 2**64 - 1, got {self.new!r}")
 
 
+@dataclass(frozen=True)
+class AdmitAfter:
+    """An id gets a row when it has been seen so often, in lookups in training mode; the row begins then.
+
+    Args:
+        sightings: ids of lookups that are equal, this lookup's among them.
+        per_lookup: whether a lookup counts once, however many of its ids are equal.
+        counters: ids of the table whose sightings are counted at most: those that were not seen for longest are
+            forgotten first.
+        sketch_width: None = counts are exact; else they are in a count-min sketch of 4 rows of this width, 16 bytes of
+            memory for each, and `counters` has no effect. A sketch never counts too few, so that no row begins late;
+            with probability 1 - e^-4 a count is too large by less than e / sketch_width of all sightings of ids that
+            had no row, which nothing takes out again.
+    """
+
+    sightings: int
+    per_lookup: bool = False
+    counters: int = 1 << 20
+    sketch_width: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("sightings", self.sightings, 1, 2**31)
+        _check_int("counters", self.counters, 1, 2**38)
+        if self.sketch_width is not None:
+            _check_int("sketch_width", self.sketch_width, 1, 2**32)
+
+
+@dataclass(frozen=True)
+class AdmitChance:
+    """A lookup gives an id without a row one with a probability, a pure function of seed, key and the lookup's number.
+
+    Args:
+        probability: above 0, 1 at most, whatever number of the lookup's ids are equal.
+        seed: any int from 0 up.
+    """
+
+    probability: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_positive("probability", self.probability)
+        if self.probability > 1:
+            raise ValueError(f"probability must be 1 at most, got {self.probability!r}")
+        _check_int("seed", self.seed, 0, 2**64 - 1)
+
+
+@dataclass(frozen=True)
+class AdmitWhere:
+    """An id gets a row where a function says so.
+
+    Args:
+        function: `function(table, ids, counts)`, of int, int64 [N] and int64 [N] arrays: distinct ids that have no row,
+            and their sightings, this lookup's among them. Gives bool [N]. It must not call the embedding.
+        per_lookup, counters: as of `AdmitAfter`.
+    """
+
+    function: Callable[[int, np.ndarray, np.ndarray], np.ndarray]
+    per_lookup: bool = False
+    counters: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"function must be a function, got {self.function!r}")
+        _check_int("counters", self.counters, 1, 2**38)
+
+
 Eviction = LRU | StepLRU | LFU | MixedLFU | EpochLRU | EpochLFU | GivenScore
+Admission = AdmitAfter | AdmitChance | AdmitWhere
 
 
 @dataclass(frozen=True)
@@ -126,6 +197,8 @@ class RowPolicy:
             share of them in each step, a 256th of them at least; of several tables the least holds for all.
             `embedding.evict()` looks at all of them, at norms and `expire_where` too.
         clock: what gives seconds, the same for all tables; None = `time.monotonic`.
+        admit: which ids get a row; None = all that are looked up in training mode. One that gets none reads as it would
+            begin, and its gradient is dropped.
 
     Raises:
         TypeError, ValueError: an argument is out of its range.
@@ -139,10 +212,13 @@ class RowPolicy:
     expire_where: Callable[[int, np.ndarray, np.ndarray], np.ndarray] | None = None
     sweep_steps: int = 256
     clock: Callable[[], float] | None = None
+    admit: Admission | None = None
 
     def __post_init__(self) -> None:
         if self.evict is not None and not isinstance(self.evict, Eviction):
             raise TypeError(f"evict must be one of oneemb.policies, such as LRU(), got {self.evict!r}")
+        if self.admit is not None and not isinstance(self.admit, Admission):
+            raise TypeError(f"admit must be one of oneemb.policies, such as AdmitAfter(2), got {self.admit!r}")
         for name in ("capacity", "expire_after_steps", "expire_after_seconds"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -185,6 +261,11 @@ def rules_of(policies: Sequence[RowPolicy]) -> ScoreRules:
             case GivenScore(new, on_use):
                 rules.kind_T[t], rules.given_T[t], rules.writes_T[t] = GIVEN, new, on_use
     return rules
+
+
+def _check_int(name: str, value: object, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name} must be an int from {least} to {most}, got {value!r}")
 
 
 def _check_positive(name: str, value: object) -> None:

@@ -10,7 +10,7 @@ Invariants, for every implementation:
 - one thread at a time calls a store.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -80,9 +80,11 @@ class Snapshots(Protocol):
     def save_snapshot(
         self, name: str, meta: dict[str, Any], *, overwrite: bool = False, identity: str | None = None,
         sequence: int = 0, without: tuple[np.ndarray, np.ndarray] | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None,
     ) -> "SnapshotInfo":  # fmt: skip
         """Keep all rows as they are now, but for those of the keys `without`, (table_U, id_U); atomic. Without an
-        identity the snapshot gets one of its own; its number among the snapshots is `sequence` or more."""
+        identity the snapshot gets one of its own; its number among the snapshots is `sequence` or more. It holds
+        `arrays` beside the rows."""
 
     def load_snapshot(self, name: str) -> dict[str, Any]:
         """Make a snapshot's rows the rows of the store; returns the `meta` it was saved with."""

@@ -17,7 +17,7 @@ import threading
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -293,31 +293,36 @@ class TieredRows:
     def save(
         self, name: str, meta: dict[str, Any], step: int, *, overwrite: bool = False, part: NewPart | None = None,
         without: tuple[np.ndarray, np.ndarray] | None = None, uses: dict[str, Any] | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None,
     ) -> SnapshotInfo:  # fmt: skip
         """Write every row, or those that are no copies, durably, under a name; see `EmbeddingStore.save_snapshot`.
 
         Args:
             uses: what the ledger says of them, for the meta.
+            arrays: what the snapshot holds beside them.
         """
         snapshots = self._snapshots()
         self.hot.flush()
-        return self._save(snapshots, name, meta, step, overwrite=overwrite, part=part, without=without, uses=uses)
+        return self._save(
+            snapshots, name, meta, step, overwrite=overwrite, part=part, without=without, uses=uses, arrays=arrays
+        )
 
     def _save(
         self, snapshots: Snapshots, name: str, meta: dict[str, Any], step: int, *, overwrite: bool,
         part: NewPart | None = None, without: tuple[np.ndarray, np.ndarray] | None = None,
-        uses: dict[str, Any] | None = None,
+        uses: dict[str, Any] | None = None, arrays: Mapping[str, np.ndarray] | None = None,
     ) -> SnapshotInfo:  # fmt: skip
         meta, shard = SnapshotRows(self.format, step).to_meta(meta), (self._plan.owner, self._plan.owners)
         meta |= uses or {}
         if part is not None:
             meta |= PartOf(part.name, *shard).to_meta(name)
             return snapshots.save_snapshot(
-                name, meta, overwrite=overwrite, identity=part.identity, sequence=part.sequence, without=without
-            )
+                name, meta, overwrite=overwrite, identity=part.identity, sequence=part.sequence, without=without,
+                arrays=arrays,
+            )  # fmt: skip
         if shard != (0, 1):  # None of other ranks is beside it: nobody may take it for a whole one.
             meta["shard"] = list(shard)
-        return snapshots.save_snapshot(name, meta, overwrite=overwrite)
+        return snapshots.save_snapshot(name, meta, overwrite=overwrite, arrays=arrays)
 
     def delete(self, name: str) -> None:
         """Forget a snapshot and free what only it held."""

@@ -18,9 +18,21 @@ import oneemb.embedding
 import oneemb.kernels.score_rows
 import oneemb.storage.ledger
 from oneemb.cli.commands import oneemb as command
-from oneemb.kernels.score_rows import ties_of
+from oneemb.kernels.score_rows import hashes_of, ties_of
 from oneemb.kernels.threads import Threads
-from oneemb.policies import LFU, LRU, EpochLFU, EpochLRU, GivenScore, MixedLFU, RowPolicy, StepLRU
+from oneemb.policies import (
+    LFU,
+    LRU,
+    AdmitAfter,
+    AdmitChance,
+    AdmitWhere,
+    EpochLFU,
+    EpochLRU,
+    GivenScore,
+    MixedLFU,
+    RowPolicy,
+    StepLRU,
+)  # fmt: skip
 from oneemb.storage.ledger import Ledger
 
 DIM, RATE, KIB = 4, 0.25, 1024
@@ -94,6 +106,7 @@ class Model:
     def __init__(self, policies, capacity):
         self.policies, self.capacity = policies, capacity
         self.rows = {}  # key -> [weight, score, step, second]
+        self.seen = Counter()  # sightings of keys without a row
         self.step = self.lookups = self.epoch = self.swept = 0
 
     def expired(self, key, second):
@@ -144,13 +157,39 @@ class Model:
             self.swept = self.step
             for key in [key for key in self.rows if key not in uses and self.expired(key, second)]:
                 del self.rows[key]
-        for key in self.leaving([key for key in uses if key not in self.rows], uses):
+        unknown = [key for key in uses if key not in self.rows]
+        admitted = {key for key in unknown if self.admits(key, uses[key])}
+        for key in self.leaving(admitted, uses):
             del self.rows[key]
         self.lookups += 1
+        for key in unknown:
+            if key not in admitted:
+                self.seen[key] += self.sightings(key, uses[key])
+            elif getattr(self.policies[key[0]].admit, "sketch_width", None) is None:
+                del self.seen[key]
         for key, count in uses.items():
+            if key in unknown and key not in admitted:
+                continue
             before = self.rows.get(key)
             weight = 1.0 if before is None else before[0]
             self.rows[key] = [weight, self.score(key, before, count), self.step, second]
+
+    def sightings(self, key, count):
+        return 1 if getattr(self.policies[key[0]].admit, "per_lookup", True) else count
+
+    def admits(self, key, count):
+        seen = self.seen[key] + self.sightings(key, count)
+        match self.policies[key[0]].admit:
+            case None:
+                return True
+            case AdmitAfter(sightings):
+                return seen >= sightings
+            case AdmitWhere(function):
+                return bool(function(key[0], np.array([key[1]]), np.array([seen]))[0])
+            case AdmitChance(probability, seed):
+                salt = (seed * 0x9E3779B97F4A7C15 + (self.lookups + 1) * 0xD1342543DE82EF95) % 2**64
+                draw = hashes_of(np.array([key[0]], np.int32), np.array([key[1]]), salt, threads=Threads(1))
+                return int(draw[0]) < probability * 2**64
 
     def score(self, key, before, count):
         was = 0 if before is None else before[1]
@@ -171,11 +210,16 @@ class Model:
     def train(self, uses, second):
         self.use(uses, second)
         for key, count in uses.items():
-            self.rows[key][0] -= RATE * count
+            if key in self.rows:
+                self.rows[key][0] -= RATE * count
         self.step += 1
 
 
 EVICTIONS = [None, LRU(), StepLRU(), LFU(), EpochLRU(), EpochLFU(), GivenScore(7), GivenScore(3, on_use=True)]
+ADMISSIONS = [
+    None, None, AdmitAfter(1), AdmitAfter(3), AdmitAfter(2, per_lookup=True), AdmitAfter(3, sketch_width=1 << 20),
+    AdmitChance(0.5, seed=3), AdmitWhere(lambda table, ids, counts: (ids % 2 == table) | (counts >= 3)),
+]  # fmt: skip
 KEYS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 39)), min_size=1, max_size=14)
 
 
@@ -190,15 +234,16 @@ class Jobs(RuleBasedStateMachine):
         steps=st.none() | st.integers(1, 4),
         seconds=st.none() | st.integers(1, 50),
         norm=st.none() | st.floats(0.5, 2.0),
+        admit=st.tuples(st.sampled_from(ADMISSIONS), st.sampled_from(ADMISSIONS)),
     )
-    def begin(self, store, evict, limits, capacity, steps, seconds, norm):
+    def begin(self, store, evict, limits, capacity, steps, seconds, norm, admit):
         self.clock = Clock()
         self.policies = [
             RowPolicy(
                 evict, limit, expire_after_steps=steps, expire_after_seconds=seconds, expire_below_norm=norm,
-                sweep_steps=1, clock=self.clock,
+                sweep_steps=1, clock=self.clock, admit=its,
             )
-            for limit in limits
+            for limit, its in zip(limits, admit, strict=True)
         ]  # fmt: skip
         self.store, self.capacity, self.folder = store, capacity, tempfile.mkdtemp()
         self.model, self.saved, self.began = Model(self.policies, capacity), {}, self.clock.now
@@ -240,10 +285,15 @@ class Jobs(RuleBasedStateMachine):
         held = self.embedding.store.prefetch(self.embedding.keys_of(its, table_ids, None, None, "sum").unique)
         if not prefetch:
             self.embedding.store.unprefetch(held)
+        found = []
         self.guarded(
-            lambda: step(self.embedding, self.optimizer, its, table_ids), lambda: self.model.train(uses, self.second)
+            lambda: found.append(step(self.embedding, self.optimizer, its, table_ids)),
+            lambda: self.model.train(uses, self.second),
         )
         self.embedding.store.unprefetch(held)
+        for row, key in zip(found[0].tolist() if found else [], keys, strict=False):
+            its = self.model.rows.get(key)
+            assert row[0] == (1.0 if its is None else its[0] + RATE * uses[key])
 
     @rule(keys=KEYS)
     def look(self, keys):
@@ -351,11 +401,12 @@ def everything(embedding):
     return rows
 
 
+@pytest.mark.parametrize("admit", [None, AdmitAfter(2)], ids=["all", "seen twice"])
 @pytest.mark.parametrize("evict", [LRU(), LFU(), LFU(half_life=3.0), MixedLFU(2), EpochLFU()], ids=repr)
-def test_no_number_depends_on_stores_threads_or_prefetching(tmp_path, monkeypatch, evict):
+def test_no_number_depends_on_stores_threads_or_prefetching(tmp_path, monkeypatch, evict, admit):
     monkeypatch.setattr(oneemb.kernels.score_rows, "_SHARE_MIN", 4)  # so that threads have their shares
     monkeypatch.setattr(oneemb.storage.ledger, "_ROUND_ROWS", 40)
-    policy = RowPolicy(evict, expire_after_steps=9, sweep_steps=5)
+    policy = RowPolicy(evict, expire_after_steps=9, sweep_steps=5, admit=admit)
     found = []
     for way, (store, threads) in enumerate([("device", 1), *((store, 2) for store in STORES)]):
         for depth in (None, 0, 2):
@@ -370,8 +421,8 @@ def test_no_number_depends_on_stores_threads_or_prefetching(tmp_path, monkeypatc
             found.append((torch.stack(losses).tolist(), everything(embedding), embedding.stats()["policy"]["left"]))
             embedding.close()
     assert all(one == found[0] for one in found)
-    assert found[0][2]["capacity"] > 20 and (
-        isinstance(evict, LRU) or half_life_of(evict) or found[0][2]["expired"] > 20
+    assert admit is not None or (
+        found[0][2]["capacity"] > 20 and (isinstance(evict, LRU) or half_life_of(evict) or found[0][2]["expired"] > 20)
     )
 
 
@@ -416,6 +467,134 @@ def test_mixed_scores_know_uses_to_a_power_of_two(tmp_path):
     # Morris' counter: the mean of 2^power - 1 is the number of uses after the first.
     assert abs(float((2.0**power - 1).mean()) - 63) < 12
     assert (embedding.scores(torch.arange(500)).numpy() & np.uint64(0xFFFFFFFF) == 63).all()
+
+
+# ---- who gets a row --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_ids_that_get_no_row_are_trained_for_nothing_and_take_no_room(tmp_path, store):
+    embedding = make(tmp_path, store, RowPolicy(LRU(), admit=AdmitAfter(2)), capacity=10)
+    optimizer = torch.optim.Adam(embedding.parameters(), lr=RATE)
+    step(embedding, optimizer, ids(1, 1, 2, 2))
+    nbytes = None
+    for n in range(100, 1100, 20):
+        rows = step(embedding, optimizer, torch.cat([torch.arange(n, n + 20), ids(1, 2)]))
+        assert bool((rows[:20] == 1.0).all())
+        nbytes = nbytes or embedding.stats()["device"]["bytes"]
+    stats = embedding.stats()
+    assert stats["rows"] == 2 and stats["policy"]["refused"] == 1000 and stats["device"]["pinned"] == 0
+    assert stats["device"]["bytes"] == nbytes, "what was lent is used again"
+    assert known(embedding) == {(0, 1), (0, 2)}
+    embedding.save_snapshot("two")
+    assert embedding.store.snapshot("two").rows == 2
+
+
+def test_an_id_that_gets_a_row_in_a_step_is_trained_by_all_of_its_gradients(tmp_path):
+    embedding = make(tmp_path, "ssd", RowPolicy(admit=AdmitAfter(2)))
+    optimizer = sgd(embedding)
+    optimizer.zero_grad()
+    first, second = embedding(ids(1, 5)), embedding(ids(1))
+    (first.sum() + second.sum()).backward()
+    optimizer.step()
+    assert embedding.eval()(ids(1, 5))[:, 0].tolist() == [1 - 2 * RATE, 1.0]
+    dropped = embedding.train()(ids(7, 8))  # and never stepped
+    del first, second, dropped
+    assert embedding.stats()["device"]["pinned"] == 0
+
+
+def test_a_lookup_that_lends_too_many_rows_counts_nothing(tmp_path):
+    embedding = make(tmp_path, "ssd", RowPolicy(admit=AdmitAfter(3)))
+    optimizer = sgd(embedding)
+    with pytest.raises(oneemb.StoreFullError, match="the device tier has .* slots"):
+        embedding(torch.arange(1000))
+    assert embedding.store.hot.pinned == 0 and embedding.stats()["policy"]["refused"] == 0
+    for _ in range(3):
+        assert embedding.stats()["rows"] == 0
+        step(embedding, optimizer, ids(1))
+    assert embedding.stats()["rows"] == 1
+
+
+def test_sightings_of_the_ids_that_were_seen_last_are_counted(tmp_path):
+    embedding = make(tmp_path, "device", RowPolicy(admit=AdmitAfter(2, counters=20)))
+    with torch.no_grad():
+        for n in range(100):
+            embedding(ids(n))
+        embedding(ids(*range(90, 100), *range(10)))
+    assert known(embedding, 100) == {(0, n) for n in range(90, 100)}
+    with torch.no_grad():  # More than can be counted in one lookup: some are.
+        embedding(torch.arange(1000, 1100))
+        embedding(torch.arange(1000, 1100))
+    assert 10 + 10 < embedding.stats()["rows"] <= 10 + 20
+    assert embedding.stats()["policy"]["bytes"] < 200_000
+
+
+def test_a_sketch_counts_never_too_few(tmp_path):
+    width, sightings = 200, 5
+    embedding = make(tmp_path, "device", RowPolicy(admit=AdmitAfter(sightings, sketch_width=width)))
+    exact, rng, early = Counter(), np.random.default_rng(0), 0
+    with torch.no_grad():
+        for _ in range(30):
+            batch = rng.integers(0, 300, 8)
+            before = {key[1] for key in known(embedding, 300)}
+            embedding(torch.from_numpy(batch))
+            exact.update(batch.tolist())
+            after = {key[1] for key in known(embedding, 300)}
+            assert {n for n in set(batch.tolist()) - before if exact[n] >= sightings} <= after
+            early += sum(exact[n] < sightings for n in after - before)
+    assert early <= 15
+
+
+def test_by_chance_the_same_ids_get_a_row_again_and_after_a_load(tmp_path):
+    policy = RowPolicy(admit=AdmitChance(0.3, seed=7))
+    found = []
+    for way in ("straight", "loaded"):
+        embedding = make(tmp_path / way, "device", policy)
+        for n in range(6):
+            if way == "loaded" and n == 3:
+                embedding.save_snapshot("three")
+                embedding.close()
+                with pytest.warns(UserWarning, match="starts empty"):
+                    embedding = make(tmp_path / way, "device", policy)
+                embedding.load_snapshot("three")
+            with torch.no_grad():
+                embedding(torch.arange(200 * n, 200 * n + 250))
+        found.append(known(embedding, 1300))
+    assert found[0] == found[1] and 350 < len(found[0]) < 550
+
+
+def test_what_is_imported_gets_a_row(tmp_path):
+    embedding = make(tmp_path, "device", RowPolicy(admit=AdmitAfter(9)))
+    oneemb.import_rows(embedding, [np.arange(5), np.full((5, DIM), 2.0, np.float32)])
+    assert embedding.stats()["rows"] == 5 and embedding(ids(3, 7))[:, 0].tolist() == [2.0, 1.0]
+
+
+def test_functions_that_admit_are_checked_before_anything_changes(tmp_path):
+    wrong = [lambda table, its, counts: 1 / 0, lambda table, its, counts: counts]
+    for n, (function, message) in enumerate(zip(wrong, ["raised ZeroDivisionError", "must give bool"], strict=True)):
+        embedding = make(tmp_path / str(n), "device", RowPolicy(admit=AdmitWhere(function)))
+        with pytest.raises(ValueError, match=f"admit= of table 0 {message}"):
+            embedding(ids(1, 2))
+        assert embedding.stats()["rows"] == 0 and embedding.store.hot.pinned == 0
+
+
+def test_sightings_are_in_copies_and_begin_anew_where_they_were_counted_otherwise(tmp_path):
+    embedding = make(tmp_path / "first", "device", RowPolicy(admit=AdmitAfter(2)))
+    embedding(ids(1, 2))
+    copied = embedding.copy_to(tmp_path / "copy")
+    embedding.save_snapshot("one sighting")
+    embedding.clear()
+    for one in (embedding, copied):
+        one(ids(1))
+    assert embedding.stats()["rows"] == 0 and copied.stats()["rows"] == 1
+    embedding.close()
+    for n, (admit, rows) in enumerate([(AdmitAfter(2), 1), (AdmitAfter(2, sketch_width=64), 0), (None, 1)]):
+        shutil.copytree(tmp_path / "first", tmp_path / str(n))
+        with pytest.warns(UserWarning, match="starts empty"):
+            other = make(tmp_path / str(n), "device", RowPolicy(admit=admit))
+        other.load_snapshot("one sighting")
+        other(ids(1))
+        assert other.stats()["rows"] == rows
 
 
 # ---- what stays ------------------------------------------------------------------------------------------------------
@@ -487,7 +666,7 @@ def test_rounds_of_a_part_of_the_rows_let_the_oldest_leave(monkeypatch, tables, 
         table_U = np.full(4, n % tables, np.int32)
         id_U = np.arange(4) + 4 * n
         place_U = ledger.find(table_U, id_U)
-        for gone in ledger.make_room(table_U, id_U, [place_U]):
+        for gone in ledger.make_room(table_U[place_U < 0], [place_U]):
             for key in zip(gone.table_V.tolist(), gone.id_V.tolist(), strict=True):
                 del kept[key]
             ledger.forget(*gone)
@@ -499,6 +678,24 @@ def test_rounds_of_a_part_of_the_rows_let_the_oldest_leave(monkeypatch, tables, 
     ages = 6 * limit - np.array(list(kept.values()))
     assert np.all(ages < 1.3 * limit * tables / 4), "each of the rows that are kept is among the youngest, nearly"
     assert len(kept) > 0.9 * limit * tables
+
+
+@pytest.mark.parametrize("capacity", [None, 300], ids=str)
+def test_many_rounds_for_one_lookup_let_no_row_leave_twice(monkeypatch, capacity):
+    monkeypatch.setattr(oneemb.storage.ledger, "_ROUND_ROWS", 4)
+    monkeypatch.setattr(oneemb.storage.ledger, "_ROUND_SHARE", 1.0)  # so few shards a round that they come round again
+    ledger, kept = Ledger([RowPolicy(LRU(), 300 if capacity is None else None)], capacity, Threads(1)), set()
+    for n in range(12):
+        id_U = np.arange(n * 250, n * 250 + 250)
+        table_U, place_U = np.zeros(250, np.int32), np.full(250, -1)
+        for gone in ledger.make_room(table_U, [place_U]):
+            leaving = set(gone.id_V.tolist())
+            assert len(leaving) == len(gone.id_V) and leaving <= kept
+            kept -= leaving
+            ledger.forget(*gone)
+        ledger.use(table_U, id_U, place_U, np.ones(250, np.int64), n, 0)
+        kept |= set(id_U.tolist())
+        assert len(kept) == len(ledger) <= 300
 
 
 def test_a_table_that_was_loaded_with_too_many_rows_is_brought_to_its_capacity(tmp_path):
@@ -782,6 +979,13 @@ def test_what_no_ledger_says_is_an_error_before_rows_are_replaced(tmp_path, monk
         (lambda: RowPolicy(expire_below_norm=-1), ValueError, "expire_below_norm must be a number above 0"),
         (lambda: RowPolicy(expire_where=3), TypeError, "expire_where must be a function"),
         (lambda: RowPolicy(sweep_steps=0), ValueError, "sweep_steps must be an int"),
+        (lambda: RowPolicy(admit=3), TypeError, "admit must be one of oneemb.policies"),
+        (lambda: AdmitAfter(0), ValueError, "sightings must be an int from 1"),
+        (lambda: AdmitAfter(2, counters=0), ValueError, "counters must be an int from 1"),
+        (lambda: AdmitAfter(2, sketch_width=-1), ValueError, "sketch_width must be an int from 1"),
+        (lambda: AdmitChance(1.5), ValueError, "1 at most"),
+        (lambda: AdmitChance(0.5, seed=-1), ValueError, "seed must be an int from 0"),
+        (lambda: AdmitWhere(3), TypeError, "function must be a function"),
         (lambda: LFU(half_life=0), ValueError, "half_life must be a number above 0"),
         (lambda: MixedLFU(new_power=40), ValueError, "from 0 to 31"),
         (lambda: GivenScore(new=-1), ValueError, "from 0 to 2"),

@@ -174,6 +174,11 @@ class _Check:
                     f"{record.path}: snapshot {name!r} has {int((old_U >= 0).sum())} keys of chunk {part.number} twice,"
                     f" the first is table {keys.table_N[row]}, id {keys.id_N[row]}"
                 )
+        for array in record.arrays:
+            try:
+                self._files.read_array(record, array)
+            except (CorruptTableError, SnapshotNotFoundError) as error:
+                self._problem(error, [name])
         self.result.snapshots.append(name)
         self.result.rows += record.info.rows
 

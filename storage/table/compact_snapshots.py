@@ -171,7 +171,8 @@ def _moved(
             bit[own] = True
             bit_N = np.packbits(bit, bitorder="little")
             parts.append(ChunkPart(chunk.number, chunk.blocks, chunk.keys_bytes, chunk.keys_sum, len(own), bit_N=bit_N))
-    new = replace(record, parts=parts, info=replace(record.info))
+    arrays = {name: replace(array, data=files.read_array(record, name)) for name, array in record.arrays.items()}
+    new = replace(record, parts=parts, info=replace(record.info), arrays=arrays)
     new.info.bytes = chunk_bytes_of([new])
     return new
 

@@ -17,7 +17,7 @@ The steps that make a snapshot durable (2 to 7 are in `SnapshotStore` and `Snaps
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -37,7 +37,7 @@ from oneemb.storage.table.recovery import Recovery
 from oneemb.storage.table.row_reader import RowReader
 from oneemb.storage.table.row_writer import RowWriter
 from oneemb.storage.table.snapshot_load import load_live_rows
-from oneemb.storage.table.snapshot_manifest import SnapshotInfo
+from oneemb.storage.table.snapshot_manifest import ArrayPart, SnapshotInfo
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.table.snapshot_store import Cut, SnapshotStore
 from oneemb.storage.table.writer_lock import WriterLock
@@ -246,6 +246,7 @@ class PersistentTable:
     def save_snapshot(
         self, name: str, meta: dict[str, Any], *, overwrite: bool = False, identity: str | None = None,
         sequence: int = 0, without: tuple[np.ndarray, np.ndarray] | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None,
     ) -> SnapshotInfo:  # fmt: skip
         """Keep all rows as they are now under a name. Durable when this returns, and atomic.
 
@@ -259,6 +260,7 @@ class PersistentTable:
             identity: 32 hexadecimal digits, of a snapshot of which this is a part or a copy; None = one of its own.
             sequence: the least number that it is to have among the snapshots.
             without: the snapshot does not hold the rows of these keys, (table_U, id_U), which the table keeps.
+            arrays: what it holds beside the rows, by name: integers, float32 or bytes.
 
         Returns:
             The snapshot's description.
@@ -279,6 +281,8 @@ class PersistentTable:
             cut = self._cut(without)
             try:
                 record = self._store.describe(name, cut, meta, time.time(), identity, sequence)
+                record.arrays = {its: ArrayPart(data.dtype.str, data.shape, data=data) for its, data in (
+                    arrays or {}).items()}  # fmt: skip
             except BaseException:
                 cut.release(self._files)
                 raise

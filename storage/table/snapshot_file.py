@@ -6,6 +6,7 @@ A snapshot is one file that appears by a rename, so it is there completely or no
 Invariant: bytes are compared with their checksum before they are used, and memory is taken for bytes that are there.
 """
 
+import math
 import struct
 from dataclasses import replace
 from urllib.parse import quote, unquote
@@ -162,13 +163,32 @@ class SnapshotFiles:
             )
         return bit_N
 
+    def read_array(self, record: SnapshotRecord, name: str) -> np.ndarray:
+        """An array that the snapshot holds beside its rows."""
+        array = record.arrays[name]
+        size = -(-array.nbytes // 8) * 8
+        try:
+            file = self._fs.open(record.path)
+        except FileNotFoundError as error:
+            raise self.not_found(record.info.name) from error
+        except OSError as error:
+            raise storage_error(error, "open the snapshot", record.path) from error
+        try:
+            data = self._bytes(file, array.offset, size)
+        except OSError as error:
+            raise storage_error(error, "read the snapshot", record.path) from error
+        finally:
+            self._fs.close(file)
+        _check(data, size, array.sum, record.path, array.offset, f"array {name!r}")
+        return np.frombuffer(data, array.dtype, math.prod(array.shape)).reshape(array.shape)
+
     def not_found(self, name: str) -> SnapshotNotFoundError:
         """The error for a snapshot that does not exist."""
         there = ", ".join(repr(other) for other in self.names()) or "none"
         return SnapshotNotFoundError(f"no snapshot named {name!r} in {self.directory}; there are: {there}")
 
     def _read(self, file: int, path: str, name: str) -> SnapshotRecord:
-        json_bytes, bits_bytes, _, _ = read_header(self._bytes(file, 0, HEADER_BYTES), SNAPSHOT_MAGIC, path)
+        json_bytes, bits_bytes, arrays_bytes, _ = read_header(self._bytes(file, 0, HEADER_BYTES), SNAPSHOT_MAGIC, path)
         if json_bytes % 8 or not 0 < json_bytes < _FILE_BYTES_MAX:
             raise CorruptTableError(f"{path}: the header at offset 0 gives the manifest {json_bytes} bytes")
         body = self._bytes(file, HEADER_BYTES, json_bytes)
@@ -177,11 +197,15 @@ class SnapshotFiles:
             raise CorruptTableError(f"{path}: the file ends before offset {HEADER_BYTES + json_bytes + _SUM.size}")
         _check(body, json_bytes, _SUM.unpack(expected)[0], path, HEADER_BYTES, "manifest")
         record = decode_manifest(body, HEADER_BYTES + json_bytes + _SUM.size, path, name)
-        end = HEADER_BYTES + json_bytes + _SUM.size + sum(record.bits_bytes(part) for part in record.parts)
-        if end - HEADER_BYTES - json_bytes - _SUM.size != bits_bytes or not self._bytes(file, end - 1, 1):
+        begin = HEADER_BYTES + json_bytes + _SUM.size
+        bits = sum(record.bits_bytes(part) for part in record.parts)
+        arrays = sum(-(-array.nbytes // 8) * 8 for array in record.arrays.values())
+        end = begin + bits + arrays
+        if (bits, arrays) != (bits_bytes, arrays_bytes) or not self._bytes(file, end - 1, 1):
             raise CorruptTableError(
-                f"{path}: the lists of rows of {len(record.parts)} chunks must end at offset {end}; the header at "
-                f"offset 0 gives them {bits_bytes} bytes, or the file ends before"
+                f"{path}: the lists of rows of {len(record.parts)} chunks must end at offset {begin + bits}, and"
+                f" {len(record.arrays)} arrays at {end}; the header at offset 0 gives them {bits_bytes} and"
+                f" {arrays_bytes} bytes, or the file ends before"
             )
         return record
 

@@ -5,6 +5,7 @@ before it is used.
 """
 
 import json
+import math
 import struct
 import time
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.table.file_header import HEADER_BYTES, SNAPSHOT_MAGIC, pack_header
 from oneemb.storage.table.geometry import Geometry, geometry_problem
 
-__all__ = ["ChunkPart", "SnapshotInfo", "SnapshotRecord", "decode_manifest", "encode_snapshot"]
+__all__ = ["ArrayPart", "ChunkPart", "SnapshotInfo", "SnapshotRecord", "decode_manifest", "encode_snapshot"]
 
 _SUM = struct.Struct("<Q")
 _CHUNK_NUMBER_MAX = 10**12 - 1
@@ -25,6 +26,7 @@ _CHUNK_NUMBER_MAX = 10**12 - 1
 _RUN_BYTES_MIN = 32
 _RUN_BYTES_MAX = 40
 _CREATED_MAX = 253_402_300_800  # the year 10000, which Python's calendar does not reach
+_ARRAY_DTYPES = ("<i4", "<i8", "<u4", "<u8", "<f4", "|u1")
 _HEX = set("0123456789abcdef")
 _FIELDS = {
     "name", "sequence", "created", "bytes", "row_width", "physical_block_size", "blocks_per_chunk", "meta", "chunks"
@@ -82,6 +84,24 @@ class ChunkPart:
 
 
 @dataclass
+class ArrayPart:
+    """An array that a snapshot holds beside its rows."""
+
+    dtype: str
+    """As NumPy says it, with the order of bytes: "<i8"."""
+    shape: tuple[int, ...]
+    sum: int = 0
+    offset: int = 0
+    data: np.ndarray | None = None
+    """None where the file was read, whose bytes `SnapshotFiles.read_array` brings."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass
 class SnapshotRecord:
     """A snapshot file as read: `parts` without their bits, which `SnapshotFiles.read_bits` brings."""
 
@@ -89,6 +109,8 @@ class SnapshotRecord:
     geometry: Geometry
     parts: list[ChunkPart]
     path: str
+    arrays: dict[str, ArrayPart] = field(default_factory=dict)
+    """By name."""
 
     def bits_bytes(self, part: ChunkPart) -> int:
         """Bytes of a part's list of rows: whole words of 64 bits."""
@@ -98,6 +120,11 @@ class SnapshotRecord:
 def encode_snapshot(record: SnapshotRecord) -> bytes:
     """The bytes of a snapshot's file. Notes in `parts` the checksums and offsets of their lists of rows."""
     info, geometry = record.info, record.geometry
+    arrays = []
+    for array in record.arrays.values():
+        assert array.data is not None
+        arrays.append(_padded(np.ascontiguousarray(array.data).tobytes()))
+        array.sum = xxh64(arrays[-1])
     bits = []
     for part in record.parts:
         bits.append(part.bit_N.tobytes())
@@ -119,14 +146,25 @@ def encode_snapshot(record: SnapshotRecord) -> bytes:
             for part in record.parts
         ],
     }
+    if arrays:
+        manifest["arrays"] = [
+            [name, array.dtype, list(array.shape), f"{array.sum:016x}"] for name, array in record.arrays.items()
+        ]
     body = json.dumps(manifest, ensure_ascii=True).encode()
     body += b" " * (-len(body) % 8)
     offset = HEADER_BYTES + len(body) + _SUM.size
     for part, data in zip(record.parts, bits, strict=True):
         part.bits_offset = offset
         offset += len(data)
-    header = pack_header(SNAPSHOT_MAGIC, (len(body), sum(map(len, bits)), 0, 0))
-    return b"".join([header, body, _SUM.pack(xxh64(body)), *bits])
+    for array, data in zip(record.arrays.values(), arrays, strict=True):
+        array.offset = offset
+        offset += len(data)
+    header = pack_header(SNAPSHOT_MAGIC, (len(body), sum(map(len, bits)), sum(map(len, arrays)), 0))
+    return b"".join([header, body, _SUM.pack(xxh64(body)), *bits, *arrays])
+
+
+def _padded(data: bytes) -> bytes:
+    return data + bytes(-len(data) % 8)
 
 
 def decode_manifest(body: bytes, bits_offset: int, path: str, name: str) -> SnapshotRecord:
@@ -197,6 +235,18 @@ def decode_manifest(body: bytes, bits_offset: int, path: str, name: str) -> Snap
         need(number(keys_bytes, least, most), f"{least} to {most} bytes of keys for a chunk", entry)
         parts[chunk] = ChunkPart(chunk, blocks, keys_bytes, sum_of(keys_sum), rows, sum_of(bits_sum), offset)
         offset += _bits_bytes(geometry, blocks)
+    arrays: dict[str, ArrayPart] = {}
+    listed = manifest.get("arrays", [])
+    need(isinstance(listed, list), "a list of arrays", listed)
+    for entry in listed:
+        need(isinstance(entry, list) and len(entry) == 4, "four values for each array", entry)
+        array_name, dtype, shape, its_sum = entry
+        need(isinstance(array_name, str) and array_name not in arrays, "each array's name once", entry)
+        need(dtype in _ARRAY_DTYPES, f"arrays of {', '.join(_ARRAY_DTYPES)}", entry)
+        sizes = isinstance(shape, list) and 1 <= len(shape) <= 4 and all(number(size, 0, 1 << 48) for size in shape)
+        need(sizes and math.prod(shape) < 1 << 48, "1 to 4 sizes of an array", entry)
+        arrays[array_name] = ArrayPart(dtype, tuple(shape), sum_of(its_sum), offset)
+        offset += -(-arrays[array_name].nbytes // 8) * 8
     info = SnapshotInfo(
         name=name,
         rows=sum(part.rows for part in parts.values()),
@@ -210,7 +260,7 @@ def decode_manifest(body: bytes, bits_offset: int, path: str, name: str) -> Snap
         identity=identity,
         saved_by=saved_by,
     )
-    return SnapshotRecord(info, geometry, list(parts.values()), path)
+    return SnapshotRecord(info, geometry, list(parts.values()), path, arrays)
 
 
 def _bits_bytes(geometry: Geometry, blocks: int) -> int:

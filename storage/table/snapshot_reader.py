@@ -134,6 +134,15 @@ class SnapshotReader:
         check_tables(table_U)
         return self._find_keys().index.find(table_U, id_U) >= 0
 
+    @property
+    def arrays(self) -> list[str]:
+        """The names of the arrays that the snapshot holds beside its rows."""
+        return list(self._record.arrays)
+
+    def array(self, name: str) -> np.ndarray:
+        """An array that the snapshot holds beside its rows; raises as `scan`."""
+        return self._files.read_array(self._record, name)
+
     def _find_keys(self) -> LiveRows:
         if self._live is None:
             self._live = load_live_rows(self._fs, self._files, self._chunks, self._record, Threads(1))

@@ -171,6 +171,8 @@ class SnapshotStore:
         self._saving = [saving for saving in self._saving if saving[0] is not record]
         for part in record.parts:
             part.bit_N = np.empty(0, np.uint8)
+        for array in record.arrays.values():
+            array.data = None
         if error is None:
             self._settle()
             self._forget(name)

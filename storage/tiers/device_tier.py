@@ -125,7 +125,7 @@ class DeviceTier:
         if self._rows is None:
             rows = len(self._index)
             if not self._resident and self._below is not None:
-                table_N, id_N, _ = self._keys_of(torch.nonzero(self._dirty_S[: self._used]).reshape(-1))
+                table_N, id_N, _ = self._keys_of(self._dirty())
                 rows = len(self._below) + int(np.count_nonzero(~self._below.contains(_host(table_N), _host(id_N))))
             self._rows = rows
         return self._rows
@@ -227,6 +227,28 @@ class DeviceTier:
 
     def slots_of(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
         raise AssertionError("rows here do not lie still")
+
+    @_in_order
+    def lend(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
+        self._limits.check_fits(len(id_M), self._held())
+        slot_M = self._take_slots(len(id_M))
+        try:
+            self._begin(self.row_SW, slot_M, table_M, id_M)
+        except BaseException:
+            self._freed = torch.cat([self._freed, slot_M])
+            raise
+        self._lent += len(slot_M)
+        self._table_S[slot_M] = -1  # no row's, whatever is written to it
+        self._pin_S[slot_M] = 2
+        return slot_M
+
+    @_in_order
+    def take_back(self, slot_M: torch.Tensor) -> None:
+        self._order.after_releases()
+        self._pin_S[slot_M] -= 1
+        self._dirty_S[slot_M] = False
+        self._lent -= len(slot_M)
+        self._freed = torch.cat([self._freed, slot_M])
 
     def release(self, slot_U: torch.Tensor, *, elsewhere: bool = False) -> None:
         if elsewhere:
@@ -522,7 +544,7 @@ class DeviceTier:
 
     def _held(self) -> int:
         """Rows that cannot make room for others: all there are or, in a cache, those that are pinned."""
-        return len(self._index) if self._resident else self.pinned
+        return len(self._index) + self._lent if self._resident else self.pinned
 
     def _room(self) -> int:
         """Rows that could come in: free slots, and in a cache those of rows that could be evicted."""
@@ -530,7 +552,7 @@ class DeviceTier:
 
     def _take_slots(self, size: int) -> torch.Tensor:
         """Free slots, evicting for them. The caller has checked that there is room."""
-        short = size - (self.slots - len(self._index))
+        short = size - (self.slots - len(self._index) - self._lent)
         if short > 0:
             self._evict(max(short, int(self.slots * _EVICT_SHARE)))
         reused = self._freed[:size]
@@ -604,7 +626,7 @@ class DeviceTier:
         pinned_S = self._pin_S[used] > 0
         score_S[pinned_S] = torch.iinfo(torch.int64).max
         score_S[self._freed] = torch.iinfo(torch.int64).max
-        evictable = len(self._index) - self._gpu.read(pinned_S.sum())[0]
+        evictable = len(self._index) + self._lent - self._gpu.read(pinned_S.sum())[0]
         # Stable, so that rows of one score leave in order of slot, whatever the device does.
         victim_V = torch.sort(score_S, stable=True).indices[: min(count, evictable)]
         victim_V = torch.sort(victim_V).values
@@ -616,7 +638,12 @@ class DeviceTier:
 
     def _write_down(self) -> None:
         self._order.after_releases()
-        self._put_below(torch.nonzero(self._dirty_S[: self._used]).reshape(-1))
+        self._put_below(self._dirty())
+
+    def _dirty(self) -> torch.Tensor:
+        """Slots of rows that the store below does not have as they are."""
+        used = slice(0, self._used)
+        return torch.nonzero(self._dirty_S[used] & (self._table_S[used] >= 0)).reshape(-1)
 
     def _put_below(self, slot_N: torch.Tensor) -> None:
         if len(slot_N) == 0:
@@ -644,6 +671,7 @@ class DeviceTier:
         self._dirty_S = gpu.empty(0, dtype=torch.bool)
         self._freed = gpu.empty(0, dtype=torch.int64)
         self._used = 0  # slots from here on have never been used
+        self._lent = 0  # slots of rows that are in no index
         self._index.clear()
         self._rows = 0
 

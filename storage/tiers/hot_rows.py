@@ -95,6 +95,18 @@ class HotRows(RowStore, Protocol):
         Keys may be there many times.
         """
 
+    def lend(self, table_M: Array, id_M: Array) -> Array:
+        """Slots with initial rows of keys that get no row: int64 [M]. Nobody else finds them.
+
+        Each is pinned twice: for the lookup that releases it, and until `take_back`.
+
+        Raises:
+            StoreFullError: they do not fit beside those that are pinned.
+        """
+
+    def take_back(self, slot_M: Array) -> None:
+        """Free slots that were lent, which their lookup has released."""
+
     def release(self, slot_U: Array, *, elsewhere: bool = False) -> None:
         """Unpin slots, once each; -1 is none.
 

@@ -120,6 +120,7 @@ class HotTier:
         self._mark_bytes = 1 if resident else 13
         self._freed = np.empty(0, np.int64)  # slots given back, used again before new ones
         self._used = 0  # slots from here on have never been used
+        self._lent = 0  # slots of rows that are in no index
         # What a use counts now. Old uses are not made to count less, but new ones more: scores of rows used at any two
         # times compare, and only rows that are used have theirs changed. "lru" counts calls.
         self._use_score = 1.0
@@ -219,6 +220,28 @@ class HotTier:
         self._pin(slot_U, 1)
         self._touch(slot_U)
         self._counters.hits += len(slot_U)
+
+    def lend(self, table_M: np.ndarray, id_M: np.ndarray) -> np.ndarray:
+        self._limits.check_fits(len(id_M), self._held())
+        self._free_slots(len(id_M))
+        slot_M = self._next_slots(len(id_M))
+        self._lent += len(slot_M)
+        try:
+            assert self._begin is not None
+            self._begin(self.row_SW, slot_M, table_M, id_M)
+        except BaseException:
+            self._lent -= len(slot_M)
+            self._freed = np.concatenate([self._freed, slot_M])
+            raise
+        self._dirty_S[slot_M] = False
+        self._pin(slot_M.copy(), 2)
+        return slot_M
+
+    def take_back(self, slot_M: np.ndarray) -> None:
+        self._pin(slot_M.copy(), -1)
+        self._dirty_S[slot_M] = False
+        self._lent -= len(slot_M)
+        self._freed = np.concatenate([self._freed, slot_M])
 
     def release(self, slot_U: np.ndarray, *, elsewhere: bool = False) -> None:
         self._pin(slot_U, -1)
@@ -482,7 +505,7 @@ class HotTier:
 
     def _held(self) -> int:
         """Rows that cannot make room for others: all there are or, in a cache, those that are pinned."""
-        return len(self._index) if self._resident else self.pinned
+        return len(self._index) + self._lent if self._resident else self.pinned
 
     def _room(self) -> int:
         """Rows that could come in: free slots, and in a cache those of rows that could be evicted."""
@@ -490,12 +513,17 @@ class HotTier:
 
     def _take_slots(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
         """Free slots for these keys, evicting for them. The caller has checked that there is room."""
-        size = len(id_N)
-        short = size - (self.slots - len(self._index))
-        if short > 0:
-            self._evict(max(short, int(self.slots * _EVICT_SHARE)))
+        self._free_slots(len(id_N))
         # Put into the index, keys count as taken at once; so room there is made before any slot is handed out.
         self._index.reserve_keys(table_N, id_N)
+        return self._next_slots(len(id_N))
+
+    def _free_slots(self, size: int) -> None:
+        short = size - (self.slots - len(self._index) - self._lent)
+        if short > 0:
+            self._evict(max(short, int(self.slots * _EVICT_SHARE)))
+
+    def _next_slots(self, size: int) -> np.ndarray:
         reused = self._freed[:size]
         fresh = size - len(reused)
         slots = np.concatenate([reused, np.arange(self._used, self._used + fresh)])
@@ -555,7 +583,7 @@ class HotTier:
         self._pin_S[: self._used] = 0
         self._dirty_S[: self._used] = False
         self._freed = np.empty(0, np.int64)
-        self._used = 0
+        self._used = self._lent = 0
         self._rows = 0
 
 

@@ -41,6 +41,7 @@ class StorePlan:
         cache_policy: which rows caches evict first, "lru" or "lfu"; oneemb.storage.tiers.hot_tier says what they mean.
         owner, owners: which of so many stores this is that have the rows together; `owner_of` says whose a key is.
         replicated: tables of which each of these stores has all rows.
+        lends: whether lookups get rows that are not kept.
     """
 
     persistent_path: str
@@ -52,6 +53,7 @@ class StorePlan:
     owner: int = 0
     owners: int = 1
     replicated: tuple[int, ...] = ()
+    lends: bool = False
 
 
 class NewRows:
@@ -130,7 +132,7 @@ def _device_tier(plan: StorePlan, begin: NewRows, below: RowStore) -> HotRows:
     if budget_bytes is None:
         budget_bytes = int(begin.loops.gpu.free_bytes() * _MEMORY_SHARE)
     slots = max(budget_bytes // slot_bytes, 1)
-    if plan.cache_bytes is None and plan.capacity is not None:
+    if plan.cache_bytes is None and plan.capacity is not None and not plan.lends:
         slots = min(slots, plan.capacity)
     tier = device_tier.DeviceTier(
         "device", row_width=begin.format.row_width, slots=slots, below=below, resident=plan.cache_bytes is None,
@@ -157,7 +159,8 @@ def _host_slots(plan: StorePlan, format: RowFormat, budget_bytes: int | None) ->
     if budget_bytes is not None:
         return max(budget_bytes // slot_bytes, 1)
     slots = int(_memory_bytes() * _MEMORY_SHARE) // slot_bytes
-    return max(slots if plan.capacity is None else min(slots, plan.capacity), 1)
+    # Rows that are lent are beside those that are kept.
+    return max(slots if plan.capacity is None or plan.lends else min(slots, plan.capacity), 1)
 
 
 def _memory_bytes() -> int:
