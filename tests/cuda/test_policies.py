@@ -6,13 +6,14 @@ import pytest
 import torch
 
 import oneemb
-from oneemb.policies import LFU, LRU, RowPolicy
+from oneemb.policies import LFU, LRU, AdmitAfter, RowPolicy
 from tests.cuda.test_train import on_gpu
 
 
 @pytest.mark.parametrize("store", ["device", "host"])
+@pytest.mark.parametrize("admit", [None, AdmitAfter(2)], ids=["all", "seen twice"])
 @pytest.mark.parametrize("evict", [LRU(), LFU()], ids=str)
-def test_the_same_rows_leave_on_a_gpu(gpu, tmp_path, store, evict):
+def test_the_same_rows_come_and_leave_on_a_gpu(gpu, tmp_path, store, evict, admit):
     found = []
     for place in ("host", "gpu"):
         path = tmp_path / place
@@ -23,7 +24,8 @@ def test_the_same_rows_leave_on_a_gpu(gpu, tmp_path, store, evict):
         )
         embedding = oneemb.MultiTableEmbedding(
             "rows", 4, torch.float32, torch.int64, [oneemb.make_table()], options,
-            oneemb.make_constant_initializer(1.0), policy=RowPolicy(evict, expire_after_steps=4, sweep_steps=2),
+            oneemb.make_constant_initializer(1.0),
+            policy=RowPolicy(evict, expire_after_steps=4, sweep_steps=2, admit=admit),
         )  # fmt: skip
         with on_gpu(gpu, embedding) if place == "gpu" else contextlib.nullcontext():
             found.append(what_happens(embedding))
@@ -45,7 +47,9 @@ def what_happens(embedding):
     assert embedding.set_scores(torch.arange(60), torch.arange(60)) == sum(score > 0 for score in scores)
     embedding.save_snapshot("all")
     embedding.load_snapshot("all")
-    left, rows = embedding.stats()["policy"]["left"], embedding.stats()["rows"]
+    stats = embedding.stats()
+    left, rows, refused = stats["policy"]["left"], stats["rows"], stats["policy"].get("refused")
+    assert stats["device"]["pinned"] == 0
     later = embedding.scores(torch.arange(60)).tolist()
     assert embedding.erase(torch.arange(10)) == sum(score > 0 for score in scores[:10])
-    return losses, scores, later, left, rows, embedding.evict(), embedding.stats()["rows"]
+    return losses, scores, later, left, rows, refused, embedding.evict(), embedding.stats()["rows"]
