@@ -354,6 +354,10 @@ class TableEmbedding(torch.nn.Module):
         Raises:
             StorageError: the name is taken or cannot be a name, or the disk fails; the snapshots there stay whole.
         """
+        if self.store.ledger is not None:
+            policies = enumerate(self.store.ledger.policies)
+            if tables := [t for t, policy in policies if policy.evict_at_snapshot]:
+                self.store.evict(tables)
         changes = self.store.changes
         identity = self.rank_snapshots.save(name, self.description(), overwrite=overwrite)
         self._saved = {"oneemb_snapshot": name, "oneemb_identity": identity}, changes

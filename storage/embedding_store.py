@@ -36,7 +36,7 @@ from oneemb.storage.admission import Admission
 from oneemb.storage.bottom import EXPORTED, Bottom, TableBottom
 from oneemb.storage.errors import OtherSnapshotError, SnapshotNotFoundError
 from oneemb.storage.hash_index import SHARDS
-from oneemb.storage.ledger import MARKS, Ledger, LedgerClock
+from oneemb.storage.ledger import MARKS, Departing, Ledger, LedgerClock
 from oneemb.storage.owned_rows import OwnedRows
 from oneemb.storage.policies import RowPolicy
 from oneemb.storage.replicas import Keys as ReplicatedKeys, Replicas
@@ -404,8 +404,7 @@ class EmbeddingStore:
         table_U, id_U = (self.loops.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
         place_U = ledger.find(table_U, id_U)
         held = [place_U, *self._held_places()]
-        for expired in ledger.sweep(self.step, second, held):
-            self._erase(*expired)
+        self._sweep(ledger, second, held)
         unknown = np.flatnonzero(place_U < 0)
         asks = self.admission is not None and len(unknown) > 0 and not admits
         uses_U = np.ones(len(table_U), np.int64)
@@ -417,6 +416,7 @@ class EmbeddingStore:
             admitted_M = self.admission.asks(*sighted, ledger.clock.lookups + 1, again=again)
         new, lent = unknown[admitted_M], unknown[~admitted_M]
         ledger.reserve(table_U[new], id_U[new])
+        ledger.fit(self.format.row_bytes)
         shard = ledger.clock.shard
         departing = ledger.make_room(table_U[new], held)
         try:
@@ -468,6 +468,23 @@ class EmbeddingStore:
             self.release(slot_U)
             raise
         return lent_M
+
+    def _sweep(self, ledger: Ledger, second: int, held: Sequence[np.ndarray]) -> None:
+        """Let those rows leave that have expired, of the part of all that this step looks at."""
+        shards = ledger.due(self.step)
+        departing = ledger.expired(shards, self.step, second, held)
+        for table_N, id_N in ledger.keys_to_weigh(shards):
+            row_NW = np.empty((len(id_N), self.format.row_width), np.float32)
+            self.hot.get(table_N, id_N, row_NW)
+            departing += ledger.unwanted(table_N, id_N, self._numbers(row_NW), held)
+        ledger.swept(self.step, shards)
+        for its in departing:
+            self._erase(*its)
+
+    def _numbers(self, row_NW: np.ndarray) -> np.ndarray:
+        """The weights of rows: float32 [N, D]."""
+        weight_ND = torch.from_numpy(self.format.weights(row_NW)[:, : self.format.dim])
+        return weight_ND.view(getattr(torch, self.format.dtype)).float().numpy()
 
     def _pin_with_room(self, hot: HotRows, keys: Keys, prefetched: Prefetched | None, leaving: int) -> Array:
         """Pin the rows of these keys that are in the hot tier: their slots, -1 for others.
@@ -560,9 +577,12 @@ class EmbeddingStore:
 
     @_between_steps
     @_in_turn
-    def evict(self) -> dict[str, int]:
+    def evict(self, tables: Sequence[int] | None = None) -> dict[str, int]:
         """Let all rows leave that have expired, or are more than a table may have, as policies say, and that no
         lookup holds.
+
+        Args:
+            tables: whose rows leave; None = those of all.
 
         Returns:
             How many, by reason.
@@ -576,10 +596,12 @@ class EmbeddingStore:
         departing = ledger.expired(range(SHARDS), self.step, ledger.second, held)
         if ledger.looks_at_weights:
             for table_N, id_N, row_NW in self._rows.rows():
-                weight_ND = self.format.weights(row_NW)[:, : self.format.dim]
-                weights = torch.from_numpy(weight_ND).view(getattr(torch, self.format.dtype)).float().numpy()
-                departing += ledger.unwanted(table_N, id_N, weights, held)
+                departing += ledger.unwanted(table_N, id_N, self._numbers(row_NW), held)
+        ledger.fit(self.format.row_bytes)
         for its in [*departing, *ledger.surplus(held)]:
+            if tables is not None:
+                chosen = np.flatnonzero(np.isin(its.table_V, tables))
+                its = Departing(its.table_V[chosen], its.id_V[chosen], its.reason)
             # A row may leave for two reasons: the first one counts.
             if erased := int(np.count_nonzero(self._erase(*its))):
                 left[its.reason] = left.get(its.reason, 0) + erased

@@ -100,14 +100,16 @@ class Ledger:
         policies: of each table.
         capacity: rows of all tables together at most; None = no limit.
         threads: runs loops.
+        row_bytes: of a row, by which a `capacity_mb` is so many rows.
     """
 
-    def __init__(self, policies: Sequence[RowPolicy], capacity: int | None, threads: Threads):
+    def __init__(self, policies: Sequence[RowPolicy], capacity: int | None, threads: Threads, row_bytes: int = 4):
         self.policies = tuple(policies)
         self.clock = LedgerClock()
         self._capacity, self._threads = capacity, threads
         self._rules = rules_of(policies)
-        self._limits = {t: policy.capacity for t, policy in enumerate(policies) if policy.capacity is not None}
+        self._limits: dict[int, int] = {}
+        self.fit(row_bytes)
         self._evicts_T = np.array([policy.evict is not None for policy in policies])
         # One for all tables: see `policies_of`.
         times = [policy.clock or time.monotonic for policy in policies if policy.expire_after_seconds is not None]
@@ -117,6 +119,14 @@ class Ledger:
         self.left: dict[str, int] = {}
         """How many rows have left, by reason."""
         self.clear()
+
+    def fit(self, row_bytes: int) -> None:
+        """Let rows have so many bytes from here on."""
+        for t, policy in enumerate(self.policies):
+            if policy.capacity is not None:
+                self._limits[t] = policy.capacity
+            elif policy.capacity_mb is not None:
+                self._limits[t] = max(1, policy.capacity_mb * 2**20 // row_bytes)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -421,21 +431,19 @@ class Ledger:
             equal = equal[np.argsort(tie_N)[:more]]
         return np.concatenate([below, equal])
 
-    def sweep(self, step: int, second: int, held: Sequence[np.ndarray]) -> list[Departing]:
-        """The rows that have expired, of the shards whose turn it is in this step; [] for a step that was swept.
-
-        Args:
-            held: as in `make_room`.
-        """
-        steps = [policy.sweep_steps for policy in self.policies if policy.expires]
+    def due(self, step: int) -> list[int]:
+        """The shards whose turn it is to be swept in this step: all of them in `sweep_steps`."""
+        sweeps = [policy.sweep_steps for policy in self.policies if policy.sweeps]
         step += self.clock.steps
-        if not steps or step <= self.clock.swept_step:
+        if not sweeps or step <= self.clock.swept_step:
             return []
-        many = min(SHARDS, -(-SHARDS * (step - self.clock.swept_step) // min(steps)))
-        self.clock.swept_step = step
-        begin, self.clock.swept = self.clock.swept, (self.clock.swept + many) % SHARDS
-        found = [*range(begin, min(begin + many, SHARDS)), *range(0, max(0, begin + many - SHARDS))]
-        return self.expired(found, step - self.clock.steps, second, held)
+        many = SHARDS * step // min(sweeps) - SHARDS * self.clock.swept_step // min(sweeps)
+        return [(self.clock.swept + n) % SHARDS for n in range(min(many, SHARDS))]
+
+    def swept(self, step: int, shards: Sequence[int]) -> None:
+        """Note that the shards that were due have been swept."""
+        if shards:
+            self.clock.swept, self.clock.swept_step = (shards[-1] + 1) % SHARDS, step + self.clock.steps
 
     def expired(self, shards: Iterable[int], step: int, second: int, held: Sequence[np.ndarray]) -> list[Departing]:
         """The rows of these shards that were not used for longer than their policies say."""
@@ -458,7 +466,17 @@ class Ledger:
     @property
     def looks_at_weights(self) -> bool:
         """Whether a policy lets rows leave by their weights."""
-        return any(policy.expire_below_norm is not None or policy.expire_where is not None for policy in self.policies)
+        return any(policy.weighs for policy in self.policies)
+
+    def keys_to_weigh(self, shards: Iterable[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Tables and ids of the rows of these shards whose weights sweeps look at."""
+        weighed_T = np.array([policy.sweeps_weights for policy in self.policies])
+        if weighed_T.any():
+            for shard in shards:
+                table_N, id_N, _ = self._rows_in(range(shard, shard + 1))
+                its = np.flatnonzero(weighed_T[table_N])
+                if len(its):
+                    yield table_N[its], id_N[its]
 
     def unwanted(
         self, table_N: np.ndarray, id_N: np.ndarray, weight_ND: np.ndarray, held: Sequence[np.ndarray]

@@ -188,14 +188,17 @@ class RowPolicy:
             no capacity, rows get scores by this rule, and none leaves.
         capacity: rows of the table at most; None = no limit but the store's. Some more than needed leave at a time, a
             sixteenth of it at most.
+        capacity_mb: the same in MiB of rows, optimizer state included; None = no limit. One of both at most.
         expire_after_steps: rows that were not looked up for more steps than this leave; None = none.
         expire_after_seconds: rows that were not looked up for longer leave, whole seconds; None = none.
         expire_below_norm: rows whose weights have an L2 norm below this leave; None = none.
         expire_where: `expire_where(table, ids, weights)`, of int, int64 [N] and float32 [N, D] arrays, says by bool
             [N] which rows leave; None = none. It must not call the embedding.
-        sweep_steps: in so many steps every row is looked at once, whether it has expired by steps or seconds, an equal
-            share of them in each step, a 256th of them at least; of several tables the least holds for all.
-            `embedding.evict()` looks at all of them, at norms and `expire_where` too.
+        sweep_steps: in so many steps every row is looked at once, whether it has expired by steps or seconds, 256th by
+            256th of them; of several tables the least holds for all. `embedding.evict()` looks at all of them, at
+            norms and `expire_where` too.
+        sweep_weights: whether sweeps look at norms and `expire_where` too, which reads the weights of rows.
+        evict_at_snapshot: whether rows of the table that have expired, by whatever, leave before a snapshot is saved.
         clock: what gives seconds, the same for all tables; None = `time.monotonic`.
         admit: which ids get a row; None = all that are looked up in training mode. One that gets none reads as it would
             begin, and its gradient is dropped.
@@ -213,13 +216,18 @@ class RowPolicy:
     sweep_steps: int = 256
     clock: Callable[[], float] | None = None
     admit: Admission | None = None
+    capacity_mb: int | None = None
+    sweep_weights: bool = False
+    evict_at_snapshot: bool = False
 
     def __post_init__(self) -> None:
         if self.evict is not None and not isinstance(self.evict, Eviction):
             raise TypeError(f"evict must be one of oneemb.policies, such as LRU(), got {self.evict!r}")
         if self.admit is not None and not isinstance(self.admit, Admission):
             raise TypeError(f"admit must be one of oneemb.policies, such as AdmitAfter(2), got {self.admit!r}")
-        for name in ("capacity", "expire_after_steps", "expire_after_seconds"):
+        if self.capacity is not None and self.capacity_mb is not None:
+            raise ValueError("a table has a capacity or a capacity_mb, got both")
+        for name in ("capacity", "capacity_mb", "expire_after_steps", "expire_after_seconds"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an int, 1 or more, or None, got {value!r}")
@@ -232,9 +240,19 @@ class RowPolicy:
                 raise TypeError(f"{name} must be a function, got {value!r}")
 
     @property
-    def expires(self) -> bool:
-        """Whether rows leave by their age, which is looked at in steps."""
-        return self.expire_after_steps is not None or self.expire_after_seconds is not None
+    def weighs(self) -> bool:
+        """Whether rows leave by their weights."""
+        return self.expire_below_norm is not None or self.expire_where is not None
+
+    @property
+    def sweeps_weights(self) -> bool:
+        """Whether steps look at rows' weights."""
+        return self.sweep_weights and self.weighs
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether steps look for rows that have expired."""
+        return self.expire_after_steps is not None or self.expire_after_seconds is not None or self.sweeps_weights
 
 
 def rules_of(policies: Sequence[RowPolicy]) -> ScoreRules:

@@ -114,12 +114,13 @@ class Model:
         steps, seconds = policy.expire_after_steps, policy.expire_after_seconds
         return (steps is not None and self.step - at > steps) or (seconds is not None and second - moment > seconds)
 
-    def evict(self, second):
-        gone = {key for key in self.rows if self.expired(key, second)}
-        small = {
-            key for key, its in self.rows.items()
-            if key not in gone and (least := self.policies[key[0]].expire_below_norm) and 2 * abs(its[0]) < least
-        }  # fmt: skip
+    def small(self, key):
+        least = self.policies[key[0]].expire_below_norm
+        return least is not None and 2 * abs(self.rows[key][0]) < least
+
+    def evict(self, second, tables=(0, 1)):
+        gone = {key for key in self.rows if key[0] in tables and self.expired(key, second)}
+        small = {key for key in self.rows if key[0] in tables and key not in gone and self.small(key)}
         for key in gone | small:
             del self.rows[key]
         return {name: len(keys) for name, keys in [("expired", gone), ("norm", small)] if keys}
@@ -151,12 +152,11 @@ class Model:
         return set(sorted(keys, key=lambda key: (self.rows[key][1], tie(key)))[:count])
 
     def use(self, uses, second):
-        if self.step > self.swept and any(
-            policy.expire_after_steps or policy.expire_after_seconds for policy in self.policies
-        ):
+        if self.step > self.swept and any(policy.sweeps for policy in self.policies):
             self.swept = self.step
-            for key in [key for key in self.rows if key not in uses and self.expired(key, second)]:
-                del self.rows[key]
+            for key in [key for key in self.rows if key not in uses]:
+                if self.expired(key, second) or (self.policies[key[0]].sweep_weights and self.small(key)):
+                    del self.rows[key]
         unknown = [key for key in uses if key not in self.rows]
         admitted = {key for key in unknown if self.admits(key, uses[key])}
         for key in self.leaving(admitted, uses):
@@ -235,15 +235,17 @@ class Jobs(RuleBasedStateMachine):
         seconds=st.none() | st.integers(1, 50),
         norm=st.none() | st.floats(0.5, 2.0),
         admit=st.tuples(st.sampled_from(ADMISSIONS), st.sampled_from(ADMISSIONS)),
+        sweep_weights=st.booleans(),
+        evict_at_snapshot=st.tuples(st.booleans(), st.booleans()),
     )
-    def begin(self, store, evict, limits, capacity, steps, seconds, norm, admit):
+    def begin(self, store, evict, limits, capacity, steps, seconds, norm, admit, sweep_weights, evict_at_snapshot):
         self.clock = Clock()
         self.policies = [
             RowPolicy(
                 evict, limit, expire_after_steps=steps, expire_after_seconds=seconds, expire_below_norm=norm,
-                sweep_steps=1, clock=self.clock, admit=its,
+                sweep_steps=1, clock=self.clock, admit=its, sweep_weights=sweep_weights, evict_at_snapshot=first,
             )
-            for limit, its in zip(limits, admit, strict=True)
+            for limit, its, first in zip(limits, admit, evict_at_snapshot, strict=True)
         ]  # fmt: skip
         self.store, self.capacity, self.folder = store, capacity, tempfile.mkdtemp()
         self.model, self.saved, self.began = Model(self.policies, capacity), {}, self.clock.now
@@ -333,6 +335,7 @@ class Jobs(RuleBasedStateMachine):
     @rule(name=st.sampled_from("ab"))
     def save(self, name):
         self.embedding.save_snapshot(name, overwrite=True)
+        self.model.evict(self.second, [t for t in range(2) if self.policies[t].evict_at_snapshot])
         self.saved[name] = copy.deepcopy(self.model), self.second
 
     @precondition(lambda self: self.saved)
@@ -441,6 +444,52 @@ def test_a_sweep_looks_at_every_row_once_in_its_steps(tmp_path):
         rows.append(embedding.stats()["rows"])
     assert rows[:4] == [2001] * 4, "nothing has expired before step 4"
     assert rows[-1] == 1 and all(100 < a - b < 400 for a, b in zip(rows[4:11], rows[5:12], strict=True))
+
+
+def test_a_sweep_may_take_more_steps_than_there_are_parts(tmp_path):
+    embedding = make(tmp_path, "device", RowPolicy(expire_after_steps=1, sweep_steps=600))
+    optimizer = sgd(embedding)
+    with torch.no_grad():
+        embedding(torch.arange(2000))
+    rows = []
+    for _ in range(603):
+        step(embedding, optimizer, ids(5000))
+        rows.append(embedding.stats()["rows"])
+    assert rows[-1] == 1 and 1000 - 200 < rows[300] < 1000 + 200 and rows[580] > 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_sweeps_look_at_weights_where_they_are_told_to(tmp_path, dtype):
+    found = []
+    for sweeps in (False, True):
+        policy = RowPolicy(expire_below_norm=1.5, sweep_steps=4, sweep_weights=sweeps)
+        embedding = oneemb.MultiTableEmbedding(
+            "rows", DIM, dtype, torch.int64, [oneemb.make_table()],
+            oneemb.make_device_mem_store_options(tmp_path / str(sweeps)), oneemb.make_constant_initializer(1.0),
+            policy=policy,
+        )  # fmt: skip
+        optimizer = sgd(embedding)
+        with torch.no_grad():
+            embedding(torch.arange(100))
+        step(embedding, optimizer, torch.arange(50))  # weights of 0.75, a norm of 1.5
+        step(embedding, optimizer, torch.arange(20))  # of 0.5
+        for _ in range(4):
+            step(embedding, optimizer, ids(200))
+        found.append(embedding.stats()["rows"])
+    assert found == [101, 81]
+
+
+def test_a_capacity_in_mebibytes_is_that_of_rows_with_their_state(tmp_path):
+    embedding = make(tmp_path, "device", RowPolicy(LRU(), capacity_mb=1))
+    optimizer = torch.optim.Adam(embedding.parameters(), lr=0.1)
+    step(embedding, optimizer, ids(1))
+    most = 2**20 // embedding.store.format.row_bytes
+    assert embedding.store.format.row_bytes == 4 * (DIM + 4 + 2 * DIM)
+    with torch.no_grad():
+        for n in range(0, 2 * most, 4000):
+            embedding(torch.arange(n, n + 4000))
+            assert embedding.stats()["rows"] <= most
+    assert embedding.stats()["rows"] > most * 14 // 16
 
 
 def test_uses_of_long_ago_count_less(tmp_path):
@@ -975,6 +1024,8 @@ def test_what_no_ledger_says_is_an_error_before_rows_are_replaced(tmp_path, monk
         (lambda: RowPolicy("lru"), TypeError, r"one of oneemb.policies, such as LRU\(\), got 'lru'"),
         (lambda: RowPolicy(LRU), TypeError, "such as LRU"),
         (lambda: RowPolicy(capacity=0), ValueError, "capacity must be an int, 1 or more"),
+        (lambda: RowPolicy(capacity_mb=0.5), ValueError, "capacity_mb must be an int, 1 or more"),
+        (lambda: RowPolicy(capacity=3, capacity_mb=3), ValueError, "a capacity or a capacity_mb, got both"),
         (lambda: RowPolicy(expire_after_steps=1.5), ValueError, "expire_after_steps must be an int"),
         (lambda: RowPolicy(expire_below_norm=-1), ValueError, "expire_below_norm must be a number above 0"),
         (lambda: RowPolicy(expire_where=3), TypeError, "expire_where must be a function"),
