@@ -1,6 +1,7 @@
 """Which rows tables keep, and which leave, against a model in plain Python."""
 
 import copy
+import json
 import shutil
 import tempfile
 from collections import Counter
@@ -946,6 +947,39 @@ def test_tools_read_snapshots_of_a_policy(tmp_path):
     with oneemb.make_persistent_table_reader([str(tmp_path / "rows")], "all", torch.int64, torch.float32) as reader:
         found = {key: row for keys, values in reader for key, row in zip(keys.tolist(), values, strict=True)}
     assert torch.equal(torch.from_numpy(np.stack([found[n] for n in range(10, 30)]))[:, :DIM], rows)
+
+
+@pytest.mark.parametrize("evict", [LFU(), LFU(half_life=10.0), None], ids=str)
+def test_inspect_shows_how_scores_ages_and_norms_are_spread(tmp_path, evict):
+    embedding = make(tmp_path, "ssd", None if evict is None else RowPolicy(evict), tables=2)
+    optimizer = sgd(embedding)
+    for n in range(20):
+        step(embedding, optimizer, torch.arange(n + 1).tile(2), ids(0, 1).repeat_interleave(n + 1))
+    embedding.save_snapshot("all")
+    tables = embedding.store.ledger.rules() if evict else None
+    embedding.close()
+    done = CliRunner().invoke(command, ["inspect", "--histogram", "all", "--json", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)["tables"]
+    weights = 1 - RATE * np.arange(1, 21)  # of ids 19 to 0
+    expected = {"norm": 2 * np.abs(weights)}
+    if evict is not None:
+        expected |= {"age": np.ones(20), "score": np.arange(1, 21)}
+        if evict.half_life is not None:
+            uses = [sum(2 ** ((at - 19) / 10) for at in range(first, 20)) for first in range(20)]
+            expected["score"] = np.log2(uses) + 19 / 10
+        assert [rule[0] for rule in tables]
+    assert list(found) == ["0", "1"] and found["0"] == found["1"] and found["0"].keys() == expected.keys()
+    for name, numbers in expected.items():
+        rows, edges = np.histogram(numbers, 10)
+        np.testing.assert_allclose(found["0"][name]["edges"], edges, rtol=1e-6)
+        assert sum(found["0"][name]["rows"]) == 20 and (
+            evict == LFU(half_life=10.0) or found["0"][name]["rows"] == rows.tolist()
+        )
+    done = CliRunner().invoke(command, ["inspect", "--histogram", "all", str(tmp_path)])
+    assert done.exit_code == 0 and "table 1, norm:" in done.output and "####" in done.output
+    done = CliRunner().invoke(command, ["inspect", "--histogram", "none", str(tmp_path)])
+    assert done.exit_code == 2 and "there are: 'all'" in done.output
 
 
 @pytest.mark.parametrize("store", ["device", "ssd"])

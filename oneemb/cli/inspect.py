@@ -1,6 +1,7 @@
 """The command `inspect`: what a table holds."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -18,8 +19,12 @@ __all__ = ["inspect"]
 
 @click.command()
 @click.argument("path", type=FOLDER)
+@click.option(
+    "--histogram", "snapshot", metavar="SNAPSHOT",
+    help="Show how norms, and where a policy notes uses, ages and scores of its rows are spread.",
+)  # fmt: skip
 @json_option
-def inspect(path: str, as_json: bool) -> None:
+def inspect(path: str, snapshot: str | None, as_json: bool) -> None:
     """Show what a table holds, or the tables of ranks.
 
     The snapshots at PATH, the disk they take, and who writes there. Reads only, beside a job that writes too.
@@ -29,6 +34,9 @@ def inspect(path: str, as_json: bool) -> None:
     from oneemb.storage.table.recovery import lost_text
     from oneemb.storage.table.table_info import table_info
 
+    if snapshot is not None:
+        _inspect_rows(path, snapshot, as_json)
+        return
     if is_oneflow_table(path):
         _inspect_oneflow(path, as_json)
         return
@@ -68,6 +76,18 @@ def inspect(path: str, as_json: bool) -> None:
         *([f"lost: {lost_text(info.lost, info.lost_more, len(info.kept))}"]
           if info.lost or info.lost_more or info.kept else []),
     )  # fmt: skip
+
+
+def _inspect_rows(path: str, snapshot: str, as_json: bool) -> None:
+    from oneemb.cli.histogram import histogram_lines, histograms
+    from oneemb.storage.snapshot_parts import look_at
+    from oneemb.storage.table.snapshot_reader import SnapshotReader
+
+    with ExitStack() as stack:
+        parts = [(part.folder, part.info.name) for part in look_at([path]).get(snapshot).parts]
+        found = histograms([stack.enter_context(SnapshotReader.open(*part)) for part in parts])
+    result = {"path": path, "snapshot": snapshot, "tables": found}
+    tell(as_json, result, f"{path}, snapshot {snapshot!r}:", *(histogram_lines(found) or ["no rows"]))
 
 
 def _inspect_ranks(path: str, found: "FoundParts", as_json: bool) -> None:

@@ -1,0 +1,92 @@
+"""What `inspect --histogram` shows: how scores, ages and norms of a snapshot's rows are spread, table by table."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from oneemb.cli.output import table_lines
+
+if TYPE_CHECKING:
+    from oneemb.storage.snapshot_rows import SnapshotRows
+    from oneemb.storage.table.snapshot_reader import SnapshotReader
+
+__all__ = ["histogram_lines", "histograms"]
+
+_BINS = 10
+_BAR = 40
+"""Letters of the longest bar."""
+
+
+def histograms(readers: Sequence["SnapshotReader"]) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """The histograms of a snapshot, or of the parts that are one, by table and by what is counted.
+
+    Of each there are the `edges` of bins, and how many `rows` are in each. "norm" is the L2 norm of a row's weights.
+    Where a policy has noted uses, "score" is the row's, and "age" the steps since its last use.
+
+    Raises:
+        StorageError: a file is damaged, or no embedding has saved the snapshot.
+    """
+    from oneemb.storage.ledger import MARKS, LedgerClock
+    from oneemb.storage.snapshot_rows import SnapshotRows
+
+    found: dict[int, dict[str, list[np.ndarray]]] = {}
+    for reader in readers:
+        info = reader.info
+        saved, clock = SnapshotRows.of_meta(info.meta, info.name), LedgerClock.of_meta(info.meta, info.name)
+        decayed = {t for t, rule in enumerate(info.meta.get("score_rules", [])) if _is_decayed(rule)}
+        for table_N, _, row_NW in reader.scan():
+            columns = {"norm": _norms(saved, row_NW)}
+            if clock is not None and saved.format.marks == MARKS:
+                its = slice(saved.format.mark_begin, saved.format.state_begin)
+                mark_N4 = np.ascontiguousarray(row_NW[:, its]).view(np.uint32)
+                columns["age"] = clock.steps + saved.step - mark_N4[:, 2].astype(np.int64)
+                columns["score"] = mark_N4.view(np.uint64)[:, 0]
+            for t in np.unique(table_N).tolist():
+                of_table = found.setdefault(t, {})
+                for name, column_N in columns.items():
+                    numbers = column_N[table_N == t]
+                    if name == "score" and t in decayed:
+                        numbers = numbers.copy().view(np.float64)
+                    of_table.setdefault(name, []).append(numbers)
+    return {
+        str(t): {name: _histogram(np.concatenate(parts)) for name, parts in sorted(of_table.items())}
+        for t, of_table in sorted(found.items())
+    }
+
+
+def _is_decayed(rule: Any) -> bool:
+    from oneemb.kernels.score_rows import DECAYED
+
+    return isinstance(rule, list) and len(rule) == 2 and rule[0] == DECAYED
+
+
+def _norms(saved: "SnapshotRows", row_NW: np.ndarray) -> np.ndarray:
+    from oneemb.rows.values import weights_of
+
+    norm_N: np.ndarray = np.sqrt(np.square(weights_of(saved.format, row_NW).astype(np.float64)).sum(1))
+    return norm_N
+
+
+def _histogram(numbers: np.ndarray) -> dict[str, list[float]]:
+    finite = numbers[np.isfinite(numbers)].astype(np.float64)
+    rows, edges = np.histogram(finite, _BINS) if len(finite) else (np.empty(0, np.int64), np.empty(0))
+    found: dict[str, list[float]] = {"edges": edges.tolist(), "rows": rows.tolist()}
+    if len(finite) < len(numbers):
+        found["not finite"] = [len(numbers) - len(finite)]
+    return found
+
+
+def histogram_lines(found: dict[str, dict[str, dict[str, list[float]]]]) -> list[str]:
+    """The histograms as lines of text."""
+    lines = []
+    for table, of_table in found.items():
+        for name, its in of_table.items():
+            most = max(its["rows"], default=0) or 1
+            rows = [
+                (f"{low:.6g}", f"{high:.6g}", f"{int(count):,}", "#" * round(_BAR * count / most))
+                for low, high, count in zip(its["edges"][:-1], its["edges"][1:], its["rows"], strict=True)
+            ]
+            lines += [f"table {table}, {name}:", *table_lines(("from", "to", "rows", ""), rows, "no rows")]
+            lines += [f"  not finite  {int(count):,}" for count in its.get("not finite", [])]
+    return lines
