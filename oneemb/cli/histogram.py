@@ -18,7 +18,7 @@ _BAR = 40
 """Letters of the longest bar."""
 
 
-def histograms(readers: Sequence["SnapshotReader"]) -> dict[str, dict[str, dict[str, list[float]]]]:
+def histograms(readers: Sequence["SnapshotReader"]) -> dict[str, dict[str, dict[str, Sequence[float]]]]:
     """The histograms of a snapshot, or of the parts that are one, by table and by what is counted.
 
     Of each there are the `edges` of bins, and how many `rows` are in each. "norm" is the L2 norm of a row's weights.
@@ -68,16 +68,16 @@ def _norms(saved: "SnapshotRows", row_NW: np.ndarray) -> np.ndarray:
     return norm_N
 
 
-def _histogram(numbers: np.ndarray) -> dict[str, list[float]]:
+def _histogram(numbers: np.ndarray) -> dict[str, Sequence[float]]:
     finite = numbers[np.isfinite(numbers)].astype(np.float64)
     rows, edges = np.histogram(finite, _BINS) if len(finite) else (np.empty(0, np.int64), np.empty(0))
-    found: dict[str, list[float]] = {"edges": edges.tolist(), "rows": rows.tolist()}
+    found: dict[str, Sequence[float]] = {"edges": edges.tolist(), "rows": rows.tolist()}
     if len(finite) < len(numbers):
         found["not finite"] = [len(numbers) - len(finite)]
     return found
 
 
-def histogram_lines(found: dict[str, dict[str, dict[str, list[float]]]]) -> list[str]:
+def histogram_lines(found: dict[str, dict[str, dict[str, Sequence[float]]]]) -> list[str]:
     """The histograms as lines of text."""
     lines = []
     for table, of_table in found.items():
