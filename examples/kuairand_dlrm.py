@@ -32,6 +32,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from tqdm import tqdm
 
 import oneemb
+from oneemb.policies import RowPolicy
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TABLES = "kuairand_tables"
@@ -131,15 +132,20 @@ def load(arguments: argparse.Namespace) -> ClickLog:
 
 
 def make_embedding(
-    arguments: argparse.Namespace, tables: int, process_group: torch.distributed.ProcessGroup | None = None
+    arguments: argparse.Namespace,
+    tables: int,
+    process_group: torch.distributed.ProcessGroup | None = None,
+    *,
+    policy: RowPolicy | None = None,
+    capacity: int | None = None,
 ) -> oneemb.MultiTableEmbedding:
     path = str(arguments.workdir / TABLES)
     if arguments.store == "device":
-        store: Any = oneemb.make_device_mem_store_options(path)
+        store: Any = oneemb.make_device_mem_store_options(path, capacity)
     elif arguments.store == "host":
-        store = oneemb.make_cached_host_mem_store_options(arguments.cache_mb, path)
+        store = oneemb.make_cached_host_mem_store_options(arguments.cache_mb, path, capacity=capacity)
     else:
-        store = oneemb.make_cached_ssd_store_options(arguments.cache_mb, path)
+        store = oneemb.make_cached_ssd_store_options(arguments.cache_mb, path, capacity=capacity)
     initializer = oneemb.make_normal_initializer(mean=0, std=0.01)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*starts empty")  # until the checkpoint is loaded
@@ -154,6 +160,7 @@ def make_embedding(
             seed=arguments.seed,
             num_threads=arguments.threads,
             process_group=process_group,
+            policy=policy,
         )
 
 

@@ -1,0 +1,17 @@
+"""The script on a small generated log: rows are as many as the policies say, and the same on every store."""
+
+import kuairand_policies as script
+
+SMALL = ["--generate", "4000", "--batch-size", "32", "--share", "0.4"]
+
+
+def test_policies_keep_what_they_say(tmp_path):
+    found = script.main([*SMALL, "--workdir", str(tmp_path / "a")])
+    every, second, fifth, lru, lfu, both = found.values()
+    assert every["rows"] > second["rows"] > fifth["rows"] > 0
+    for its in (lru, lfu, both):
+        assert 0.3 * every["rows"] < its["rows"] <= 0.4 * every["rows"] and its["bytes"] < every["bytes"]
+    assert all(0.5 < its["auc"] < 1 for its in found.values())
+    on_ssd = script.main([*SMALL, "--workdir", str(tmp_path / "b"), "--store", "ssd"])
+    for name, its in found.items():
+        assert (on_ssd[name]["auc"], on_ssd[name]["rows"]) == (its["auc"], its["rows"]), name
