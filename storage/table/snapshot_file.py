@@ -136,18 +136,7 @@ class SnapshotFiles:
 
     def read_bits(self, record: SnapshotRecord, part: ChunkPart) -> np.ndarray:
         """The bits of one part: uint8, a whole number of 64-bit words."""
-        try:
-            file = self._fs.open(record.path)
-        except FileNotFoundError as error:
-            raise self.not_found(record.info.name) from error
-        except OSError as error:
-            raise storage_error(error, "open the snapshot", record.path) from error
-        try:
-            bit_N = np.frombuffer(self._bytes(file, part.bits_offset, record.bits_bytes(part)), np.uint8)
-        except OSError as error:
-            raise storage_error(error, "read the snapshot", record.path) from error
-        finally:
-            self._fs.close(file)
+        bit_N = np.frombuffer(self._piece(record, part.bits_offset, record.bits_bytes(part)), np.uint8)
         _check(bit_N, record.bits_bytes(part), part.bits_sum, record.path, part.bits_offset, "list of rows")
         rows = part.blocks * record.geometry.rows_per_block
         if int.from_bytes(bit_N[rows // 8 :].tobytes(), "little") >> rows % 8:
@@ -167,6 +156,12 @@ class SnapshotFiles:
         """An array that the snapshot holds beside its rows."""
         array = record.arrays[name]
         size = -(-array.nbytes // 8) * 8
+        data = self._piece(record, array.offset, size)
+        _check(data, size, array.sum, record.path, array.offset, f"array {name!r}")
+        return np.frombuffer(data, array.dtype, math.prod(array.shape)).reshape(array.shape)
+
+    def _piece(self, record: SnapshotRecord, offset: int, size: int) -> bytes:
+        """Bytes of a snapshot's file, as `_bytes`."""
         try:
             file = self._fs.open(record.path)
         except FileNotFoundError as error:
@@ -174,13 +169,11 @@ class SnapshotFiles:
         except OSError as error:
             raise storage_error(error, "open the snapshot", record.path) from error
         try:
-            data = self._bytes(file, array.offset, size)
+            return self._bytes(file, offset, size)
         except OSError as error:
             raise storage_error(error, "read the snapshot", record.path) from error
         finally:
             self._fs.close(file)
-        _check(data, size, array.sum, record.path, array.offset, f"array {name!r}")
-        return np.frombuffer(data, array.dtype, math.prod(array.shape)).reshape(array.shape)
 
     def not_found(self, name: str) -> SnapshotNotFoundError:
         """The error for a snapshot that does not exist."""
