@@ -38,8 +38,8 @@ class Admission:
     def __init__(self, policies: Sequence[RowPolicy], threads: Threads):
         self._rules = {t: policy.admit for t, policy in enumerate(policies) if policy.admit is not None}
         self._threads = threads
-        self.refused: dict[int, int] = {}
-        """How many keys of each table were looked up, in so many lookups, and got no row."""
+        self.admitted = self.refused = 0
+        """How many keys without a row were looked up, each once a lookup, and got one, or none."""
         self.clear()
 
     def clear(self) -> None:
@@ -106,7 +106,7 @@ class Admission:
         for t in self._rules:
             of_table = np.flatnonzero(table_M == t)
             refused, admitted = of_table[~admitted_M[of_table]], of_table[admitted_M[of_table]]
-            self.refused[t] = self.refused.get(t, 0) + len(refused)
+            self.admitted, self.refused = self.admitted + len(admitted), self.refused + len(refused)
             if t in self._counters and len(of_table):
                 self._counters[t].forget(id_M[admitted])
                 self._counters[t].add(id_M[refused], self._sightings(t, uses_M[refused]), lookup)

@@ -1131,7 +1131,7 @@ class EmbeddingStore:
         if self.ledger is not None:
             counts["policy"] = {"left": dict(self.ledger.left), "bytes": self.ledger.nbytes}
             if self.admission is not None:
-                counts["policy"]["refused"] = sum(self.admission.refused.values())
+                counts["policy"] |= {"admitted": self.admission.admitted, "refused": self.admission.refused}
                 counts["policy"]["bytes"] += self.admission.nbytes
         return {**counts, **self._rows.stats()}
 
