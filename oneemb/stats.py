@@ -61,6 +61,10 @@ class PolicyStats(TypedDict):
     """Rows that have left since the embedding was made, by reason: "capacity", "expired", "norm", "where", "erased"."""
     bytes: int
     """Memory beside rows and their records."""
+    admitted: NotRequired[int]
+    """Ids that were looked up, each once a lookup, and got a row by a rule of admission."""
+    refused: NotRequired[int]
+    """Those that got none."""
 
 
 class EmbeddingStats(TypedDict):

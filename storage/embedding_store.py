@@ -404,7 +404,6 @@ class EmbeddingStore:
         table_U, id_U = (self.loops.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
         place_U = ledger.find(table_U, id_U)
         held = [place_U, *self._held_places()]
-        self._sweep(ledger, second, held)
         unknown = np.flatnonzero(place_U < 0)
         asks = self.admission is not None and len(unknown) > 0 and not admits
         uses_U = np.ones(len(table_U), np.int64)
@@ -415,6 +414,7 @@ class EmbeddingStore:
             assert self.admission is not None
             admitted_M = self.admission.asks(*sighted, ledger.clock.lookups + 1, again=again)
         new, lent = unknown[admitted_M], unknown[~admitted_M]
+        self._sweep(ledger, second, held)
         ledger.reserve(table_U[new], id_U[new])
         ledger.fit(self.format.row_bytes)
         shard = ledger.clock.shard
@@ -456,6 +456,18 @@ class EmbeddingStore:
             raise
         self._places = slot_U, place_U, lent_M
         return slot_U, keys
+
+    @property
+    def lends(self) -> bool:
+        """Whether lookups may be lent rows: one key may then have several slots."""
+        return self.admission is not None
+
+    @_in_turn
+    def lent(self) -> np.ndarray:
+        """The slots of rows that are lent now: int64."""
+        its = [pins.lent_M for pins in self._pins.values() if pins.generation == self.generation]
+        slots = [self.loops.tensor(lent_M).cpu().numpy() for lent_M in its if lent_M is not None]
+        return np.concatenate([np.empty(0, np.int64), *slots])
 
     def _lend(self, hot: HotRows, keys: Keys, slot_U: Array, lent: np.ndarray) -> Array | None:
         """Lend rows to those of the keys that get none. Returns their slots, which are in slot_U too."""
@@ -598,13 +610,14 @@ class EmbeddingStore:
             for table_N, id_N, row_NW in self._rows.rows():
                 departing += ledger.unwanted(table_N, id_N, self._numbers(row_NW), held)
         ledger.fit(self.format.row_bytes)
-        for its in [*departing, *ledger.surplus(held)]:
-            if tables is not None:
-                chosen = np.flatnonzero(np.isin(its.table_V, tables))
-                its = Departing(its.table_V[chosen], its.id_V[chosen], its.reason)
-            # A row may leave for two reasons: the first one counts.
-            if erased := int(np.count_nonzero(self._erase(*its))):
-                left[its.reason] = left.get(its.reason, 0) + erased
+        for more in (lambda: departing, lambda: ledger.surplus(held)):
+            for its in more():
+                if tables is not None:
+                    chosen = np.flatnonzero(np.isin(its.table_V, tables))
+                    its = Departing(its.table_V[chosen], its.id_V[chosen], its.reason)
+                # A row may leave for two reasons: the first one counts.
+                if erased := int(np.count_nonzero(self._erase(*its))):
+                    left[its.reason] = left.get(its.reason, 0) + erased
         return left
 
     @_in_turn

@@ -1,5 +1,6 @@
 """Which rows tables keep, and which leave, against a model in plain Python."""
 
+import contextlib
 import copy
 import json
 import shutil
@@ -541,14 +542,24 @@ def test_ids_that_get_no_row_are_trained_for_nothing_and_take_no_room(tmp_path, 
     assert embedding.store.snapshot("two").rows == 2
 
 
-def test_an_id_that_gets_a_row_in_a_step_is_trained_by_all_of_its_gradients(tmp_path):
-    embedding = make(tmp_path, "ssd", RowPolicy(admit=AdmitAfter(2)))
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("store", STORES)
+def test_an_id_that_gets_a_row_in_a_step_is_trained_by_all_of_its_gradients(tmp_path, store, attached):
+    embedding = make(tmp_path, store, RowPolicy(admit=AdmitAfter(2)))
     optimizer = sgd(embedding)
+    if attached:
+        step(embedding, optimizer, ids(50, 50))
     optimizer.zero_grad()
     first, second = embedding(ids(1, 5)), embedding(ids(1))
     (first.sum() + second.sum()).backward()
     optimizer.step()
     assert embedding.eval()(ids(1, 5))[:, 0].tolist() == [1 - 2 * RATE, 1.0]
+    embedding.train()
+    optimizer.zero_grad()
+    for _ in range(4):  # gradients that accumulate: a row from the second one on
+        embedding(ids(7)).sum().backward()
+    optimizer.step()
+    assert embedding.eval()(ids(7))[:, 0].tolist() == [1 - 4 * RATE]
     dropped = embedding.train()(ids(7, 8))  # and never stepped
     del first, second, dropped
     assert embedding.stats()["device"]["pinned"] == 0
@@ -627,6 +638,15 @@ def test_functions_that_admit_are_checked_before_anything_changes(tmp_path):
         with pytest.raises(ValueError, match=f"admit= of table 0 {message}"):
             embedding(ids(1, 2))
         assert embedding.stats()["rows"] == 0 and embedding.store.hot.pinned == 0
+    rule = AdmitWhere(lambda table, its, counts: np.ones(len(its), bool) if its[0] < 5 else 1 / 0)
+    embedding = make(tmp_path / "expiring", "device", RowPolicy(expire_after_steps=2, sweep_steps=1, admit=rule))
+    optimizer = sgd(embedding)
+    for n in (1, 2, 2):
+        step(embedding, optimizer, ids(n))
+    for its, rows in [(ids(9), 2), (ids(2), 1)]:  # What has expired leaves with the next lookup that is made.
+        with pytest.raises(ValueError, match="ZeroDivisionError") if rows == 2 else contextlib.nullcontext():
+            embedding(its)
+        assert embedding.stats()["rows"] == rows
 
 
 def test_sightings_are_in_copies_and_begin_anew_where_they_were_counted_otherwise(tmp_path):
@@ -761,6 +781,11 @@ def test_a_table_that_was_loaded_with_too_many_rows_is_brought_to_its_capacity(t
     assert embedding.stats()["rows"] == 50
     assert embedding.evict() == {"capacity": 30} and embedding.evict() == {}
     assert known(embedding, tables=2) == {(0, n) for n in range(30, 50)}
+    embedding.close()
+    with pytest.warns(UserWarning, match="starts empty"):
+        embedding = make(tmp_path, "device", RowPolicy(LRU(), 45, expire_where=lambda t, its, _: its < 10), tables=2)
+    embedding.load_snapshot("all")
+    assert embedding.evict() == {"where": 10}, "fewer than fit are left then"
 
 
 def test_an_error_of_a_users_function_changes_nothing(tmp_path):

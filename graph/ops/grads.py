@@ -1,6 +1,7 @@
 """Gradients of rows, summed for each key."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -134,9 +135,22 @@ def join_grads(parts: Sequence[RowGrads]) -> RowGrads | None:
     )
     unique = loops.counted(loops.unique_keys(table_N, id_N, tables=TABLE_MAX + 1, padding_id=None, check=None))
     return RowGrads(
-        store, parts[0].generation, unique.table_U, unique.id_U, slot_N[unique.head_U],
+        store, parts[0].generation, unique.table_U, unique.id_U, _slots_of(store, unique, slot_N),
         segments=loops.segments(unique, None, grad_ND, None), stores=stores,
     )  # fmt: skip
+
+
+def _slots_of(store: EmbeddingStore | MergedStore, unique: Any, slot_N: Array) -> Array:
+    """The slot of each key: where it was lent a row before it got one, that of the one that it got."""
+    if isinstance(store, MergedStore) or not store.lends:
+        return slot_N[unique.head_U]
+    loops = store.loops
+    inverse_N, slot_of_N = (loops.tensor(array).cpu().numpy() for array in (unique.inverse_N, slot_N))
+    kept = np.flatnonzero(~np.isin(slot_of_N, store.lent()))
+    slot_U = np.empty(len(unique.id_U), np.int64)
+    slot_U[inverse_N] = slot_of_N
+    slot_U[inverse_N[kept]] = slot_of_N[kept]
+    return loops.put(slot_U)
 
 
 def sum_over_passes(grads: Sequence[torch.Tensor]) -> torch.Tensor:
