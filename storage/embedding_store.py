@@ -608,7 +608,8 @@ class EmbeddingStore:
         departing = ledger.expired(range(SHARDS), self.step, ledger.second, held)
         if ledger.looks_at_weights:
             for table_N, id_N, row_NW in self._rows.rows():
-                departing += ledger.unwanted(table_N, id_N, self._numbers(row_NW), held)
+                asked = np.arange(len(id_N)) if tables is None else np.flatnonzero(np.isin(table_N, tables))
+                departing += ledger.unwanted(table_N[asked], id_N[asked], self._numbers(row_NW[asked]), held)
         ledger.fit(self.format.row_bytes)
         for more in (lambda: departing, lambda: ledger.surplus(held)):
             for its in more():

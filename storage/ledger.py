@@ -268,8 +268,8 @@ class Ledger:
     def check_scores(self, table_N: np.ndarray, score_N: np.ndarray) -> None:
         """Raise ValueError unless rows of these tables may have these scores, uint64 [N]."""
         is_number_N = self._rules.kind_T[table_N] == DECAYED
-        if not np.isfinite(score_N[is_number_N].view(np.float64)).all():
-            raise ValueError("scores of LFU with a half-life are the bits of finite float64 numbers, got others")
+        if (score_N[is_number_N] >= np.array(np.inf).view(np.uint64)).any():
+            raise ValueError("scores of LFU with a half-life are bits of finite float64 numbers, 0 or more, got others")
 
     def set_scores(self, place_N: np.ndarray, score_N: np.ndarray) -> None:
         """Of rows at these places."""

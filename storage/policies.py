@@ -62,6 +62,8 @@ class LFU:
 
     def __post_init__(self) -> None:
         _check_positive("half_life", self.half_life)
+        if self.half_life is not None and not 1e-3 <= self.half_life <= 1e15:
+            raise ValueError(f"half_life must be from 0.001 to 1e15 steps, got {self.half_life!r}")
 
 
 @dataclass(frozen=True)
@@ -229,8 +231,8 @@ class RowPolicy:
             raise ValueError("a table has a capacity or a capacity_mb, got both")
         for name in ("capacity", "capacity_mb", "expire_after_steps", "expire_after_seconds"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} must be an int, 1 or more, or None, got {value!r}")
+            if value is not None and (type(value) is not int or not 1 <= value < 2**40):
+                raise ValueError(f"{name} must be an int, 1 or more and below 2**40, or None, got {value!r}")
         _check_positive("expire_below_norm", self.expire_below_norm)
         if type(self.sweep_steps) is not int or not 1 <= self.sweep_steps <= 2**31:
             raise ValueError(f"sweep_steps must be an int, 1 or more, got {self.sweep_steps!r}")

@@ -1097,6 +1097,8 @@ def test_what_no_ledger_says_is_an_error_before_rows_are_replaced(tmp_path, monk
         (lambda: AdmitChance(1.5), ValueError, "1 at most"),
         (lambda: AdmitChance(0.5, seed=-1), ValueError, "seed must be an int from 0"),
         (lambda: AdmitWhere(3), TypeError, "function must be a function"),
+        (lambda: RowPolicy(capacity=2**50), ValueError, "capacity must be an int, 1 or more and below"),
+        (lambda: LFU(half_life=1e-300), ValueError, "half_life must be from 0.001"),
         (lambda: LFU(half_life=0), ValueError, "half_life must be a number above 0"),
         (lambda: MixedLFU(new_power=40), ValueError, "from 0 to 31"),
         (lambda: GivenScore(new=-1), ValueError, "from 0 to 2"),
@@ -1142,6 +1144,8 @@ def test_arguments_of_calls_are_checked(tmp_path):
     decayed(ids(1))
     with pytest.raises(ValueError, match="bits of finite float64"):
         decayed.set_scores(ids(1), ids(2**63 - 1))
+    with pytest.raises(ValueError, match="bits of finite float64"):
+        decayed.set_scores(ids(1), torch.from_numpy(np.array([-1.5]).view(np.uint64)))
 
 
 def test_rows_leave_by_what_a_function_says(tmp_path):
@@ -1160,6 +1164,18 @@ def test_rows_leave_by_what_a_function_says(tmp_path):
     with pytest.raises(ValueError, match=r"bool \[2\], one for each row, got int64 \[2\]"):
         wrong.evict()
     assert wrong.stats()["rows"] == 2
+
+
+def test_a_snapshot_asks_the_functions_of_the_tables_that_it_is_to_evict_from(tmp_path):
+    asked = []
+    policies = [
+        RowPolicy(expire_where=lambda t, its, _: bool(asked.append(t)) | (its == 1), evict_at_snapshot=table == 0)
+        for table in range(2)
+    ]
+    embedding = make(tmp_path, "ssd", policies, tables=2)
+    embedding(ids(1, 2, 1, 2), ids(0, 0, 1, 1))
+    embedding.save_snapshot("all")
+    assert asked == [0] and known(embedding, tables=2) == {(0, 2), (1, 1), (1, 2)}
 
 
 def test_a_row_that_leaves_for_two_reasons_is_counted_once(tmp_path):
