@@ -44,6 +44,7 @@ _AHEAD = 16
 # The fewest rows that are worth waking a thread for.
 _SHARE_MIN = 1 << 13
 
+_LOG_MAX = 1000.0
 _POWER_MAX = np.uint64(63)
 _LOW = np.uint64(0xFFFFFFFF)
 _MOST = np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -108,8 +109,11 @@ def _score_uses_cpu(
                 score_P2[p, 0] = given_T[t]
         elif kind == DECAYED:
             halved = np.float64(step) / param_T[t]
-            known = 0.0 if is_new else 2.0 ** (number_P2[p, 0] - halved)
-            number_P2[p, 0] = np.log2(known + np.float64(uses)) + halved
+            more = number_P2[p, 0] - halved
+            if is_new:
+                number_P2[p, 0] = np.log2(np.float64(uses)) + halved
+            elif more < _LOG_MAX:  # A score that a user gave may be any; beyond this uses are nothing beside it.
+                number_P2[p, 0] = np.log2(2.0**more + np.float64(uses)) + halved
         elif kind == MIXED:
             draw = hash_key(np.int64(t), id_U[u], lookup)
             score_P2[p, 0] = _mixed_score(is_new, score_P2[p, 0], np.uint64(param_T[t]), step, draw)

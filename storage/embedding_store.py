@@ -621,7 +621,7 @@ class EmbeddingStore:
                     left[its.reason] = left.get(its.reason, 0) + erased
         return left
 
-    @_in_turn
+    @_reading
     def scores(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The scores of these rows, uint64 [U], 0 of those that are not there; and which are, bool [U]."""
         ledger = self._need_ledger()
@@ -1031,8 +1031,10 @@ class EmbeddingStore:
             self.ledger.check_rules(info.meta, info.name)
             marks = self.ledger.first_marks
             admission = self._admission()
-            if admission is not None and owned is None:
-                admission.from_arrays(self._bottom.arrays(info.name), info.name)
+            if admission is not None and self.admission is not None:
+                admission.admitted, admission.refused = self.admission.admitted, self.admission.refused
+                if owned is None:
+                    admission.from_arrays(self._bottom.arrays(info.name), info.name)
         with self.turns:
             broken = self._mend()
             self._check_open()

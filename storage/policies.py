@@ -117,8 +117,8 @@ class AdmitAfter:
     Args:
         sightings: ids of lookups that are equal, this lookup's among them.
         per_lookup: whether a lookup counts once, however many of its ids are equal.
-        counters: ids of the table whose sightings are counted at most: those that were not seen for longest are
-            forgotten first.
+        counters: ids of the table whose sightings are counted at most. Those that were not seen for longest are
+            forgotten first, nearly, a sixteenth of those looked at at a time, as rows leave by `LRU`.
         sketch_width: None = counts are exact; else they are in a count-min sketch of 4 rows of this width, 16 bytes of
             memory for each, and `counters` has no effect. A sketch never counts too few, so that no row begins late;
             with probability 1 - e^-4 a count is too large by less than e / sketch_width of all sightings of ids that

@@ -406,8 +406,14 @@ def everything(embedding):
     return rows
 
 
-@pytest.mark.parametrize("admit", [None, AdmitAfter(2)], ids=["all", "seen twice"])
-@pytest.mark.parametrize("evict", [LRU(), LFU(), LFU(half_life=3.0), MixedLFU(2), EpochLFU()], ids=repr)
+@pytest.mark.parametrize(
+    "evict, admit",
+    [
+        *((evict, None) for evict in (LRU(), LFU(half_life=3.0), MixedLFU(2), EpochLFU())),
+        *((evict, AdmitAfter(2)) for evict in (LRU(), LFU())),
+    ],
+    ids=str,
+)
 def test_no_number_depends_on_stores_threads_or_prefetching(tmp_path, monkeypatch, evict, admit):
     monkeypatch.setattr(oneemb.kernels.score_rows, "_SHARE_MIN", 4)  # so that threads have their shares
     monkeypatch.setattr(oneemb.storage.ledger, "_ROUND_ROWS", 40)
@@ -540,6 +546,8 @@ def test_ids_that_get_no_row_are_trained_for_nothing_and_take_no_room(tmp_path, 
     assert known(embedding) == {(0, 1), (0, 2)}
     embedding.save_snapshot("two")
     assert embedding.store.snapshot("two").rows == 2
+    embedding.load_snapshot("two")
+    assert embedding.stats()["policy"]["refused"] == 1000
 
 
 @pytest.mark.parametrize("attached", [False, True])
@@ -1146,6 +1154,10 @@ def test_arguments_of_calls_are_checked(tmp_path):
         decayed.set_scores(ids(1), ids(2**63 - 1))
     with pytest.raises(ValueError, match="bits of finite float64"):
         decayed.set_scores(ids(1), torch.from_numpy(np.array([-1.5]).view(np.uint64)))
+    great = torch.from_numpy(np.array([1e308]).view(np.uint64))
+    decayed.set_scores(ids(1), great)
+    decayed(ids(1))
+    assert torch.equal(decayed.scores(ids(1)), great)
 
 
 def test_rows_leave_by_what_a_function_says(tmp_path):

@@ -75,26 +75,27 @@ def job(path):
             print(step + 1, flush=True)
 
 
-def killed(path, seconds):
-    """The last step that a job announced before it was killed; 0 = none."""
+def killed(path, saves, seconds):
+    """The last step that a job announced before it was killed, some time after so many saves."""
     child = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", f"from tests.test_policies_kill import job; job({str(path)!r})"],
         stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1],
     )  # fmt: skip
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    announced = [int(child.stdout.readline()) for _ in range(saves)]
     time.sleep(seconds)
     os.kill(child.pid, signal.SIGKILL)
-    announced = [int(line) for line in child.stdout.read().splitlines()]
+    announced += [int(line) for line in child.stdout.read().splitlines()]
     child.wait()
-    return max(announced, default=0)
+    return max(announced)
 
 
 @pytest.mark.filterwarnings("ignore:.*starts empty")
-@pytest.mark.parametrize("kills", [5, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(80, marks=pytest.mark.slow)])
 def test_a_job_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path, kills):
     rng, announced, straight = random.Random(kills), 0, open_rows(tmp_path / "straight", ssd=False)
     for _ in range(kills):
-        announced = max(announced, killed(tmp_path / "killed", rng.uniform(0.05, 1.0)))
+        announced = max(announced, killed(tmp_path / "killed", rng.randrange(5, 10), rng.uniform(0, 0.1)))
         embedding, _ = open_rows(tmp_path / "killed", ssd=True)
         if "last" in embedding.snapshots():
             embedding.load_snapshot("last")
@@ -107,7 +108,6 @@ def test_a_job_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path, kills
                 straight[0].store.evict([0, 1])
         assert same(state_of(embedding), state_of(straight[0]))
         embedding.close()
-    assert announced > 5 * kills
     left = straight[0].stats()["policy"]["left"]
     assert all(left[reason] > 20 for reason in ("capacity", "expired", "norm", "erased"))
 

@@ -2,7 +2,7 @@
 
 import kuairand_policies as script
 
-SMALL = ["--generate", "4000", "--batch-size", "32", "--share", "0.4"]
+SMALL = ["--generate", "2000", "--batch-size", "16", "--share", "0.4"]
 
 
 def test_policies_keep_what_they_say(tmp_path):
