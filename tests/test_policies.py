@@ -372,7 +372,7 @@ class Jobs(RuleBasedStateMachine):
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-Jobs.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+Jobs.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 TestJobs = Jobs.TestCase
 
 

@@ -1,4 +1,4 @@
-"""The script on a small generated log: rows are as many as the policies say, and the same on every store."""
+"""The script on a small generated log: rows are as many as the policies say."""
 
 import kuairand_policies as script
 
@@ -12,6 +12,3 @@ def test_policies_keep_what_they_say(tmp_path):
     for its in (lru, lfu, both):
         assert 0.3 * every["rows"] < its["rows"] <= 0.4 * every["rows"] and its["bytes"] < every["bytes"]
     assert all(0.5 < its["auc"] < 1 for its in found.values())
-    on_ssd = script.main([*SMALL, "--workdir", str(tmp_path / "b"), "--store", "ssd"])
-    for name, its in found.items():
-        assert (on_ssd[name]["auc"], on_ssd[name]["rows"]) == (its["auc"], its["rows"]), name

@@ -150,6 +150,11 @@ STOCK = {"bags": torchrec.distributed.embeddingbag.EmbeddingBagCollectionSharder
          "ids": torchrec.distributed.embedding.EmbeddingCollectionSharder}  # fmt: skip
 
 
+def of_each(group, function, calls):
+    """What a function gives for each of several arguments: processes that have TorchRec take their time to begin."""
+    return [function(group, *its) for its in calls]
+
+
 def stock(kind, **arguments):
     """TorchRec's sharder, and a plan that it can follow on a CPU."""
     constraints = {name: ParameterConstraints(sharding_types=["table_wise"]) for name in ("one", "two")}
@@ -191,12 +196,13 @@ STOCK_ON_CPU = ["sgd", "adagrad", "row-wise adagrad"]
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["bags", "ids"])
-@pytest.mark.parametrize("name", STOCK_ON_CPU)
-def test_fifty_steps_of_torchrecs_sharded_modules(name, kind, ranks):
-    for (losses, rows), (their_losses, their_rows) in on_ranks(ranks, both, kind, *OPTIMIZERS[name], 50):
-        assert losses == pytest.approx(their_losses, rel=0, abs=1e-6 * max(their_losses))
+def test_fifty_steps_of_torchrecs_sharded_modules(kind, ranks):
+    calls = [(kind, *OPTIMIZERS[name], 50) for name in STOCK_ON_CPU]
+    for name, its in itertools.product(range(len(calls)), on_ranks(ranks, of_each, both, calls)):
+        (losses, rows), (their_losses, their_rows) = its[name]
+        assert losses == pytest.approx(their_losses, rel=0, abs=1e-6 * max(their_losses)), STOCK_ON_CPU[name]
         for key, weights in their_rows.items():
-            np.testing.assert_allclose(rows[key], weights, rtol=0, atol=2e-6)
+            np.testing.assert_allclose(rows[key], weights, rtol=0, atol=2e-6, err_msg=STOCK_ON_CPU[name])
 
 
 def of_a_stock_state_dict(group):
@@ -243,19 +249,18 @@ def by_fused_params(group, fused_params):
     return found
 
 
-@pytest.mark.parametrize(
-    "fused_params",
-    [
-        {},
-        {"learning_rate": 0.2},
-        {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1, "eps": 1e-3},
-        {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, "cache_load_factor": 0.5},
-    ],
-    ids=["nothing", "rate", "adagrad", "row-wise adagrad"],
-)
-def test_an_unchanged_model_is_trained_as_fused_params_say(fused_params):
-    for ours, theirs in on_ranks(2, by_fused_params, fused_params):
-        assert ours == pytest.approx(theirs, rel=1e-6)
+FUSED_PARAMS = [
+    {},
+    {"learning_rate": 0.2},
+    {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1, "eps": 1e-3},
+    {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, "cache_load_factor": 0.5},
+]
+
+
+def test_an_unchanged_model_is_trained_as_fused_params_say():
+    for of_rank in on_ranks(2, of_each, by_fused_params, [(its,) for its in FUSED_PARAMS]):
+        for (ours, theirs), fused_params in zip(of_rank, FUSED_PARAMS, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-6), fused_params
 
 
 @pytest.mark.parametrize(
@@ -574,29 +579,34 @@ def checkpointed(group, kind, optimizer, options, folder, calls=("model", "optim
 HOLDERS = {"bags": "embedding_bags", "ids": "embeddings"}
 
 
-@pytest.mark.parametrize("calls", [(), ("model",), ("optimizer",)], ids=str)
-@pytest.mark.parametrize("name", ["row-wise adagrad", "adam"])
-def test_what_is_read_into_the_tensors_of_state_dicts_is_there(name, calls, tmp_path):
-    for _, straight, resumed in on_ranks(2, checkpointed, "bags", *OPTIMIZERS[name], str(tmp_path), calls):
-        for key, weights in straight.items():
-            if "sparse" in key:
-                np.testing.assert_array_equal(resumed[key], weights)
+def test_what_is_read_into_the_tensors_of_state_dicts_is_there(tmp_path):
+    ways = [*itertools.product(["row-wise adagrad", "adam"], [(), ("model",), ("optimizer",)])]
+    arguments = [("bags", *OPTIMIZERS[name], str(tmp_path / f"{name} {calls}"), calls) for name, calls in ways]
+    for of_rank in on_ranks(2, of_each, checkpointed, arguments):
+        for (_, straight, resumed), way in zip(of_rank, ways, strict=True):
+            for key, weights in straight.items():
+                if "sparse" in key:
+                    np.testing.assert_array_equal(resumed[key], weights, err_msg=str(way))
+
+
+STATE_OF = {
+    "sgd": [],
+    "adagrad": ["one.momentum1"],
+    "row-wise adagrad": ["one.momentum1"],
+    "adam": ["one.exp_avg_sq", "one.momentum1", "one.step"],
+    "partial row-wise adam": ["one.exp_avg_sq", "one.momentum1", "one.step"],
+}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["bags", "ids"])
-@pytest.mark.parametrize("name, names", [
-    ("sgd", []),
-    ("adagrad", ["one.momentum1"]),
-    ("row-wise adagrad", ["one.momentum1"]),
-    ("adam", ["one.exp_avg_sq", "one.momentum1", "one.step"]),
-    ("partial row-wise adam", ["one.exp_avg_sq", "one.momentum1", "one.step"]),
-])  # fmt: skip
-def test_a_checkpoint_of_torch_distributed_goes_on_as_if_nothing_had_happened(name, names, kind, ranks, tmp_path):
-    for found, straight, resumed in on_ranks(ranks, checkpointed, kind, *OPTIMIZERS[name], str(tmp_path)):
-        assert found == names
-        for key, weights in straight.items():
-            assert np.array_equal(resumed[key], weights)
+def test_a_checkpoint_of_torch_distributed_goes_on_as_if_nothing_had_happened(kind, ranks, tmp_path):
+    arguments = [(kind, *OPTIMIZERS[name], str(tmp_path / name)) for name in STATE_OF]
+    for of_rank in on_ranks(ranks, of_each, checkpointed, arguments):
+        for (found, straight, resumed), (name, names) in zip(of_rank, STATE_OF.items(), strict=True):
+            assert found == names
+            for key, weights in straight.items():
+                np.testing.assert_array_equal(resumed[key], weights, err_msg=name)
 
 
 def in_a_path(group, kind, path, steps, begin):
