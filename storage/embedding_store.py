@@ -605,21 +605,23 @@ class EmbeddingStore:
             return left
         self._release_abandoned()
         held = self._held_places()
+        asked = list(range(self.num_tables) if tables is None else tables)
         departing = ledger.expired(range(SHARDS), self.step, ledger.second, held)
-        if ledger.looks_at_weights:
+        if any(ledger.policies[t].weighs for t in asked):
             for table_N, id_N, row_NW in self._rows.rows():
-                asked = np.arange(len(id_N)) if tables is None else np.flatnonzero(np.isin(table_N, tables))
-                departing += ledger.unwanted(table_N[asked], id_N[asked], self._numbers(row_NW[asked]), held)
+                of_asked = np.flatnonzero(np.isin(table_N, asked))
+                departing += ledger.unwanted(table_N[of_asked], id_N[of_asked], self._numbers(row_NW[of_asked]), held)
+        self._erase_of(asked, departing, left)
         ledger.fit(self.format.row_bytes)
-        for more in (lambda: departing, lambda: ledger.surplus(held)):
-            for its in more():
-                if tables is not None:
-                    chosen = np.flatnonzero(np.isin(its.table_V, tables))
-                    its = Departing(its.table_V[chosen], its.id_V[chosen], its.reason)
-                # A row may leave for two reasons: the first one counts.
-                if erased := int(np.count_nonzero(self._erase(*its))):
-                    left[its.reason] = left.get(its.reason, 0) + erased
+        self._erase_of(asked, ledger.surplus(held), left)  # of what is left by now
         return left
+
+    def _erase_of(self, tables: Sequence[int], departing: Sequence[Departing], left: dict[str, int]) -> None:
+        """Erase those that are of these tables, and count them by reason: one that leaves for two by the first."""
+        for its in departing:
+            chosen = np.flatnonzero(np.isin(its.table_V, tables))
+            if erased := int(np.count_nonzero(self._erase(its.table_V[chosen], its.id_V[chosen], its.reason))):
+                left[its.reason] = left.get(its.reason, 0) + erased
 
     @_reading
     def scores(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -1033,8 +1035,8 @@ class EmbeddingStore:
             admission = self._admission()
             if admission is not None and self.admission is not None:
                 admission.admitted, admission.refused = self.admission.admitted, self.admission.refused
-                if owned is None:
-                    admission.from_arrays(self._bottom.arrays(info.name), info.name)
+                arrays = self._bottom.arrays(info.name) if owned is None else owned.arrays()
+                admission.from_arrays(arrays, info.name)
         with self.turns:
             broken = self._mend()
             self._check_open()

@@ -463,11 +463,6 @@ class Ledger:
                 departing.append(Departing(table_N[old], id_N[old], "expired"))
         return [its for its in departing if len(its.id_V)]
 
-    @property
-    def looks_at_weights(self) -> bool:
-        """Whether a policy lets rows leave by their weights."""
-        return any(policy.weighs for policy in self.policies)
-
     def keys_to_weigh(self, shards: Iterable[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Tables and ids of the rows of these shards whose weights sweeps look at."""
         weighed_T = np.array([policy.sweeps_weights for policy in self.policies])

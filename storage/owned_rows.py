@@ -31,6 +31,7 @@ class OwnedRows:
     def __init__(self, snapshot: PartedSnapshot, owner: int, owners: int, fs: FileSystem | None = None):
         self._owner, self._owners = owner, owners
         self._readers = [_open(part, fs) for part in snapshot.parts_for(owner, owners)]
+        self._first, self._fs = snapshot.parts[0], fs
         self._count: int | None = None
 
     def __len__(self) -> int:
@@ -56,6 +57,11 @@ class OwnedRows:
         for reader in self._readers:
             if len(reader):
                 yield from reader.scan(batch, self._is_own)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What the snapshot holds beside its rows, by name; each of its parts holds all of it."""
+        with _open(self._first, self._fs) as reader:
+            return {name: reader.array(name) for name in reader.arrays}
 
     def close(self) -> None:
         """Close the files."""

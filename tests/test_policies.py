@@ -35,6 +35,7 @@ from oneemb.policies import (
     RowPolicy,
     StepLRU,
 )  # fmt: skip
+from oneemb.rows.reshard import reshard
 from oneemb.storage.ledger import Ledger
 
 DIM, RATE, KIB = 4, 0.25, 1024
@@ -674,6 +675,22 @@ def test_sightings_are_in_copies_and_begin_anew_where_they_were_counted_otherwis
         other.load_snapshot("one sighting")
         other(ids(1))
         assert other.stats()["rows"] == rows
+
+
+def test_sightings_are_in_each_part_of_a_snapshot_that_was_resharded(tmp_path):
+    embedding = make(tmp_path / "one", "device", RowPolicy(LFU(), admit=AdmitAfter(3)))
+    embedding(ids(1, 1, 2, 3, 3, 3))
+    embedding.save_snapshot("all")
+    embedding.close()
+    reshard(tmp_path / "one", "all", 3, tmp_path / "three")
+    reshard(tmp_path / "three", "all", 1, tmp_path / "again")
+    for folder in ("three", "again"):
+        with pytest.warns(UserWarning, match="starts empty"):
+            other = make(tmp_path / folder, "device", RowPolicy(LFU(), admit=AdmitAfter(3)))
+        other.load_snapshot("all")
+        other(ids(1, 2))
+        assert known(other) == {(0, 1), (0, 3)}
+        other.close()
 
 
 # ---- what stays ------------------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def _make(
                 of_others = ("snapshot", "shard")
                 meta = {key: value for key, value in info.meta.items() if key not in of_others}
                 meta |= PartOf(info.name, owner, len(folders)).to_meta(table_name)
-                table.save_snapshot(table_name, meta, identity=info.identity, sequence=sequence)
+                table.save_snapshot(table_name, meta, identity=info.identity, sequence=sequence, arrays=owned.arrays())
     except BaseException:
         for folder, table_name in made:
             with suppress(StorageError), open_anew(folder) as table:
