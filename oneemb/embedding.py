@@ -184,6 +184,7 @@ class TableEmbedding(torch.nn.Module):
         look_up = functools.partial(self._look_up, self.training, has_gradient, **arguments)
         return building.look_up(self, arguments, has_gradient, look_up)
 
+    @torch._disable_dynamo
     def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
         """What lookups in eval mode give, without gradient, whatever mode the embedding is in: nothing is inserted.
 
