@@ -355,8 +355,8 @@ class TableEmbedding(torch.nn.Module):
         Raises:
             StorageError: the name is taken or cannot be a name, or the disk fails; the snapshots there stay whole.
         """
-        if self.store.ledger is not None:
-            policies = enumerate(self.store.ledger.policies)
+        if self.store.kept is not None:
+            policies = enumerate(self.store.kept.policies)
             if tables := [t for t, policy in policies if policy.evict_at_snapshot]:
                 self.store.evict(tables)
         changes = self.store.changes

@@ -19,6 +19,7 @@ from oneemb.kernels.sketch import add_to_sketch, read_sketch
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.ledger import MARKS, Ledger, LedgerClock
+from oneemb.storage.part_arrays import sightings_name
 from oneemb.storage.policies import AdmitAfter, AdmitChance, AdmitWhere, EpochLFU, RowPolicy
 
 __all__ = ["Admission"]
@@ -115,7 +116,7 @@ class Admission:
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """What snapshots hold of the sightings."""
-        return {f"sightings of table {t}": counters.to_array() for t, counters in self._counters.items()}
+        return {sightings_name(t): counters.to_array() for t, counters in self._counters.items()}
 
     def from_arrays(self, arrays: Mapping[str, np.ndarray], name: str) -> None:
         """Go on from what `to_arrays` gave; sightings that are not there, or were counted otherwise, begin anew.
@@ -125,7 +126,7 @@ class Admission:
         """
         self.clear()
         for t, counters in self._counters.items():
-            found = arrays.get(f"sightings of table {t}")
+            found = arrays.get(sightings_name(t))
             if found is None:
                 continue
             try:

@@ -17,9 +17,7 @@ import functools
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -32,12 +30,12 @@ from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.loops import Keys, Loops
 from oneemb.kernels.places import loops_at
 from oneemb.kernels.threads import Threads
-from oneemb.storage.admission import Admission
 from oneemb.storage.bottom import EXPORTED, Bottom, TableBottom
 from oneemb.storage.errors import OtherSnapshotError, SnapshotNotFoundError
-from oneemb.storage.hash_index import SHARDS
-from oneemb.storage.ledger import MARKS, Departing, Ledger, LedgerClock
+from oneemb.storage.kept_rows import KeptRows, admits_some
+from oneemb.storage.ledger import MARKS, LedgerClock
 from oneemb.storage.owned_rows import OwnedRows
+from oneemb.storage.pins import PinBook
 from oneemb.storage.policies import RowPolicy
 from oneemb.storage.replicas import Keys as ReplicatedKeys, Replicas
 from oneemb.storage.row_format import RowFormat
@@ -50,7 +48,7 @@ from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
 from oneemb.storage.tiers.stack import StorePlan
 from oneemb.storage.turns import Turns, undisturbed
 
-__all__ = ["EXPORTED", "ChangeRows", "EmbeddingStore", "NewPart", "Pins", "Watcher", "weights_in"]
+__all__ = ["EXPORTED", "ChangeRows", "EmbeddingStore", "NewPart", "Watcher", "weights_in"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,21 +60,6 @@ _NAPS_MAX = 500
 
 # Rows read ahead at a time, before others may have their turn: enough to keep a disk busy, some 50 ms of its reads.
 _PREFETCH_CHUNK = 4096
-
-
-class Pins(weakref.ref):
-    """The pins of a lookup, for when its owner is dropped before it has released them.
-
-    Python calls the function of a weak reference without running a line of code: no interrupt can lose the note.
-    """
-
-    __slots__ = ("generation", "lent_M", "place_U", "slot_U")
-    slot_U: Array
-    generation: int
-    lent_M: Array | None
-    """Slots among them of rows that are not kept."""
-    place_U: np.ndarray
-    """Where the rows are in the ledger, if there is one."""
 
 
 class Watcher(Protocol):
@@ -158,10 +141,8 @@ class EmbeddingStore:
     ):  # fmt: skip
         if bottom is None:
             bottom = TableBottom(plan.persistent_path, plan.physical_block_size, threads, _MEND)
-        self.threads, self._policies = threads, policies
-        self.admission = self._admission()
-        """Which ids get a row; None = all."""
-        self.plan = plan = replace(plan, lends=self.admission is not None)
+        self.threads = threads
+        self.plan = plan = replace(plan, lends=admits_some(policies))
         self.num_tables = len(initial.kind_TC)
         self.step = 0
         """Updates made so far."""
@@ -169,8 +150,6 @@ class EmbeddingStore:
         """Counts what changed the rows: two equal readings mean equal rows."""
         self.replaced = 0
         """Counts how often other rows have taken the place of those that were looked up, or none have."""
-        self.abandoned: deque[Pins] = deque()
-        """Those of lookups that were dropped unfinished; `acquire` releases them."""
         self.turns = Turns(f"the embedding on {bottom.name}", _MEND, rank=0)
         self.step_lock = StepLock()
         """Held by steps, and by whoever takes all rows as they are or puts others in their place; before any turn."""
@@ -180,17 +159,16 @@ class EmbeddingStore:
         """Held by loops that write rows in place, and by those that read rows which may be written; after any turn."""
         self.replicas = Replicas(plan, threads)
         """The keys of replicated tables."""
-        self._pins: dict[int, Pins] = {}
         self._bottom = bottom
-        self.ledger = None if policies is None else Ledger(policies, plan.capacity, threads)
-        """What is known of each row's use; None where no table has a policy."""
         format = RowFormat(dim, dtype, marks=0 if policies is None else MARKS)
         self._rows = TieredRows(plan, bottom, format, initial, HostLoops(threads), threads, self.writing)
-        self._places: tuple[Array | None, np.ndarray, Array | None] = None, np.empty(0, np.int64), None
-        self._released: deque[Pins] = deque()
-        """Pins that were released, of lookups to which rows were lent."""
+        self.pins = PinBook(self._rows, placed=policies is not None)
+        """Who holds rows. In a turn only."""
+        self.kept: KeptRows | None = None
+        """Which rows policies keep; None where no table has one, and all stay. In a turn only."""
+        if policies is not None:
+            self.kept = KeptRows(policies, plan.capacity, self._rows, self.pins, threads, self.writing)
         self._closed = False
-        self._prefetched: set[Prefetched] = set()
 
     # ---- form and place -----------------------------------------------------------------------------------------
 
@@ -272,8 +250,8 @@ class EmbeddingStore:
         self._check_open()
         if state == "drop":
             self._relayout(self.format.with_state(None, np.empty(0, np.float32)), self.loops)
-            if self.ledger is not None:
-                self.ledger.begin_steps(self.step)
+            if self.kept is not None:
+                self.kept.ledger.begin_steps(self.step)
             self.step = 0
             self.changes += 1
         elif state != "keep" and self.format.state:
@@ -331,15 +309,17 @@ class EmbeddingStore:
         return self._rows.tiers[0]
 
     def acquire(
-        self, keys: Keys, prefetched: Prefetched | None = None, *, again: bool = False, admits: bool = False
-    ) -> tuple[Array, Keys]:
+        self, keys: Keys, prefetched: Prefetched | None = None, *, again: bool = False, admits: bool = False,
+        uses_U: np.ndarray | None = None,
+    ) -> tuple[Array, Keys]:  # fmt: skip
         """Make the rows of these keys resident in the hot tier, beginning new ones, and pin each once more.
 
         Args:
             prefetched: what `prefetch` gave for the same keys; its pins are the caller's from here on.
             again: a lookup that was made before needs its rows again: to a policy that is no use of them.
             admits: whether every key gets a row, whatever a policy says. Otherwise some may be lent one, until the
-                `Pins` that `pin_for` makes of the slots are released.
+                `Pins` of the slots are released.
+            uses_U: int64, how many ids of a batch each key is of, for policies; None = as the keys say.
 
         Returns:
             slot_U, int64 [U], good until it is released; and the keys, cut to as many as there are.
@@ -352,13 +332,17 @@ class EmbeddingStore:
         with self.turns:
             self.turns.check(changes=True)
             self._check_open()
-            self._release_abandoned()
-            hot = self.hot
+            self.pins.release_abandoned()
+            hot, kept = self.hot, self.kept
             begun, new = hot.begun, self._new_replicas(keys)
-            if self.ledger is None:
-                found = self._acquire(hot, keys, prefetched)
+            if kept is None:
+                found = self.pins.acquire(keys, prefetched)
             else:
-                found = self._acquire_by_policy(self.ledger, hot, keys, prefetched, again, admits)
+                gone = kept.gone
+                try:
+                    found = kept.acquire(keys, prefetched, step=self.step, again=again, admits=admits, uses_U=uses_U)
+                finally:
+                    self.changes += kept.gone > gone
             self.changes += hot.begun > begun
             if new is not None:
                 self.replicas.add(new)
@@ -372,200 +356,28 @@ class EmbeddingStore:
         table_U, id_U = (self.loops.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
         return self.replicas.new(table_U, id_U, self.format.row_bytes)
 
-    def _release_abandoned(self) -> None:
-        while self.abandoned:
-            self.release_pins(self.abandoned.popleft(), dropped=True)
-        while self._released:
-            pins = self._released.popleft()
-            if pins.lent_M is not None and pins.generation == self.generation:
-                self.hot.take_back(pins.lent_M)
-
-    def _acquire(self, hot: HotRows, keys: Keys, prefetched: Prefetched | None) -> tuple[Array, Keys]:
-        if prefetched is not None and self.take(prefetched):
-            with suppress(StoreFullError):
-                if prefetched.missing:
-                    hot.acquire_rest(prefetched.keys, prefetched.slot_U)
-                return prefetched.slot_U, prefetched.keys
-        try:
-            return hot.acquire(keys)
-        except StoreFullError:
-            if not self._prefetched:
-                raise
-        for held in list(self._prefetched):
-            self.unprefetch(held)
-        return hot.acquire(keys)
-
-    def _acquire_by_policy(
-        self, ledger: Ledger, hot: HotRows, keys: Keys, prefetched: Prefetched | None, again: bool, admits: bool
-    ) -> tuple[Array, Keys]:
-        """`_acquire`, after the rows have left that are to leave now, and counted as a use."""
-        second = ledger.second  # Whatever may fail comes before rows leave; what a disk does may come afterwards.
-        keys = self.loops.counted(keys)
-        table_U, id_U = (self.loops.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
-        place_U = ledger.find(table_U, id_U)
-        held = [place_U, *self._held_places()]
-        unknown = np.flatnonzero(place_U < 0)
-        asks = self.admission is not None and len(unknown) > 0 and not admits
-        uses_U = np.ones(len(table_U), np.int64)
-        if ledger.counts_uses or asks:
-            uses_U = self.loops.uses_of(keys)
-        admitted_M, sighted = np.ones(len(unknown), np.bool_), (table_U[unknown], id_U[unknown], uses_U[unknown])
-        if asks:
-            assert self.admission is not None
-            admitted_M = self.admission.asks(*sighted, ledger.clock.lookups + 1, again=again)
-        new, lent = unknown[admitted_M], unknown[~admitted_M]
-        self._sweep(ledger, second, held)
-        ledger.reserve(table_U[new], id_U[new])
-        ledger.fit(self.format.row_bytes)
-        shard = ledger.clock.shard
-        departing = ledger.make_room(table_U[new], held)
-        try:
-            slot_U = self._pin_with_room(hot, keys, prefetched, sum(len(its.id_V) for its in departing))
-        except BaseException:
-            ledger.clock.shard = shard
-            raise
-        try:
-            for its in departing:
-                self._erase(*its)
-        except BaseException:
-            self.release(slot_U)
-            raise
-        lent_M = self._lend(hot, keys, slot_U, lent)
-        try:
-            hot.acquire_rest(keys, slot_U)
-        except BaseException:
-            if lent_M is not None:
-                hot.take_back(lent_M)
-            raise
-        try:
-            if not again and not len(lent):
-                self._write_marks(slot_U, ledger.use(table_U, id_U, place_U, uses_U, self.step, second))
-            elif not again or len(new):
-                used = new if again else np.append(np.flatnonzero(place_U >= 0), new)  # Rows that had left begin anew.
-                its_place_U = place_U[used]  # which gets those of new rows
-                mark_U4 = ledger.use(table_U[used], id_U[used], its_place_U, uses_U[used], self.step, second)
-                place_U[used] = its_place_U
-                self._write_marks(slot_U[self.loops.put(used)], mark_U4)
-            if asks and not again:
-                assert self.admission is not None
-                self.admission.note(*sighted, admitted_M, ledger.clock.lookups)
-        except BaseException:
-            self.release(slot_U)
-            if lent_M is not None:
-                hot.take_back(lent_M)
-            raise
-        self._places = slot_U, place_U, lent_M
-        return slot_U, keys
+    @property
+    def counts_uses(self) -> bool:
+        """Whether policies ask how many ids of a batch a key is of."""
+        return self.kept is not None and self.kept.counts_uses
 
     @property
     def lends(self) -> bool:
         """Whether lookups may be lent rows: one key may then have several slots."""
-        return self.admission is not None
+        return self.plan.lends
 
     @_in_turn
     def lent(self) -> np.ndarray:
         """The slots of rows that are lent now: int64."""
-        its = [pins.lent_M for pins in self._pins.values() if pins.generation == self.generation]
-        slots = [self.loops.tensor(lent_M).cpu().numpy() for lent_M in its if lent_M is not None]
-        return np.concatenate([np.empty(0, np.int64), *slots])
-
-    def _lend(self, hot: HotRows, keys: Keys, slot_U: Array, lent: np.ndarray) -> Array | None:
-        """Lend rows to those of the keys that get none. Returns their slots, which are in slot_U too."""
-        if len(lent) == 0:
-            return None
-        which = self.loops.put(lent)
-        try:
-            slot_U[which] = lent_M = hot.lend(keys.table_U[which], keys.id_U[which])
-        except BaseException:
-            self.release(slot_U)
-            raise
-        return lent_M
-
-    def _sweep(self, ledger: Ledger, second: int, held: Sequence[np.ndarray]) -> None:
-        """Let those rows leave that have expired, of the part of all that this step looks at."""
-        shards = ledger.due(self.step)
-        departing = ledger.expired(shards, self.step, second, held)
-        for table_N, id_N in ledger.keys_to_weigh(shards):
-            row_NW = np.empty((len(id_N), self.format.row_width), np.float32)
-            self.hot.get(table_N, id_N, row_NW)
-            departing += ledger.unwanted(table_N, id_N, self._numbers(row_NW), held)
-        ledger.swept(self.step, shards)
-        for its in departing:
-            self._erase(*its)
-
-    def _numbers(self, row_NW: np.ndarray) -> np.ndarray:
-        """The weights of rows: float32 [N, D]."""
-        weight_ND = torch.from_numpy(self.format.weights(row_NW)[:, : self.format.dim])
-        return weight_ND.view(getattr(torch, self.format.dtype)).float().numpy()
-
-    def _pin_with_room(self, hot: HotRows, keys: Keys, prefetched: Prefetched | None, leaving: int) -> Array:
-        """Pin the rows of these keys that are in the hot tier: their slots, -1 for others.
-
-        Raises:
-            StoreFullError: others would not fit, though `leaving` rows leave; nothing is pinned.
-        """
-        if prefetched is not None and self.take(prefetched):
-            slot_U = prefetched.slot_U
-            missing = self.loops.array((self.loops.tensor(slot_U) < 0).nonzero().view(-1))
-            if len(missing):  # Lookups before this one may have brought some of them in.
-                its = self.loops.distinct_keys(keys.table_U[missing], keys.id_U[missing])
-                slot_U[missing], _, missing = hot.pin_resident(its)
-        else:
-            slot_U, _, missing = hot.pin_resident(keys)
-        try:
-            hot.check_room(len(missing), leaving)
-        except StoreFullError:
-            for held in list(self._prefetched):
-                self.unprefetch(held)
-            try:
-                hot.check_room(len(missing), leaving)
-            except BaseException:
-                self.release(slot_U)
-                raise
-        return slot_U
-
-    def _write_marks(self, slot_U: Array, mark_U4: np.ndarray) -> None:
-        """Write what the ledger knows into the records of rows that are pinned."""
-        with self.writing:
-            self.loops.copy_words_in(self.row_SW, slot_U, self.format.mark_begin, mark_U4.view(np.int32))
-        self.hot.mark_dirty(slot_U)
-
-    def _held_places(self) -> list[np.ndarray]:
-        """Where the rows that lookups hold are in the ledger."""
-        return [pins.place_U for pins in self._pins.values() if pins.generation == self.generation]
-
-    def _erase(self, table_V: np.ndarray, id_V: np.ndarray, reason: str) -> np.ndarray:
-        """Erase rows that no lookup holds. What has been prefetched of them gives way, as without prefetching. Returns
-        which there were."""
-        if self._prefetched:
-            slot_V = self._slots_here(table_V, id_V)
-            for held in list(self._prefetched):
-                if bool(torch.isin(self.loops.tensor(held.slot_U), slot_V).any()):
-                    self.unprefetch(held)
-        erased_V = self.hot.erase(table_V, id_V)
-        self.replicas.forget(table_V, id_V)
-        if self.ledger is not None:
-            self.ledger.forget(table_V, id_V, reason)
-        self.changes += bool(erased_V.any())
-        return erased_V
-
-    def _slots_here(self, table_V: np.ndarray, id_V: np.ndarray) -> torch.Tensor:
-        """Slots of the hot tier that the rows of these keys are in, of those that are there."""
-        put = self.loops.put
-        found_V, *_ = self.hot.pin_resident(self.loops.distinct_keys(put(table_V), put(id_V)))
-        self.hot.release(found_V)
-        slot_V = self.loops.tensor(found_V)
-        return slot_V[slot_V >= 0]
+        return self.pins.lent()
 
     @_in_turn
     def check_free(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
         """Raise StorageError if a lookup whose step is still to come holds the row of one of these keys."""
         if not self.built:
             return
-        self._release_abandoned()
-        slot_U = self._slots_here(table_U, id_U)
-        held = [self.loops.tensor(pins.slot_U) for pins in self._pins.values() if pins.generation == self.generation]
-        if in_use := sum(int(torch.isin(slot_U, slots).sum()) for slots in held):
+        self.pins.release_abandoned()
+        if in_use := self.pins.in_use(table_U, id_U):
             raise StorageError(f"{in_use} of the rows to erase are in use by a lookup; erase them between two steps")
 
     @_between_steps
@@ -584,8 +396,13 @@ class EmbeddingStore:
             self._rows.build()
         if not self.built:
             return np.zeros(len(id_U), np.bool_)
-        self._release_abandoned()
-        return self._erase(table_U, id_U, "erased")
+        self.pins.release_abandoned()
+        erased_U = self.pins.erase(table_U, id_U)
+        self.replicas.forget(table_U, id_U)
+        if self.kept is not None:
+            self.kept.forget(table_U, id_U)
+        self.changes += bool(erased_U.any())
+        return erased_U
 
     @_between_steps
     @_in_turn
@@ -600,37 +417,17 @@ class EmbeddingStore:
             How many, by reason.
         """
         self._check_open()
-        ledger, left = self.ledger, dict[str, int]()
-        if ledger is None or not self.built:
-            return left
-        self._release_abandoned()
-        held = self._held_places()
-        asked = list(range(self.num_tables) if tables is None else tables)
-        departing = ledger.expired(range(SHARDS), self.step, ledger.second, held)
-        if any(ledger.policies[t].weighs for t in asked):
-            for table_N, id_N, row_NW in self._rows.rows():
-                of_asked = np.flatnonzero(np.isin(table_N, asked))
-                departing += ledger.unwanted(table_N[of_asked], id_N[of_asked], self._numbers(row_NW[of_asked]), held)
-        self._erase_of(asked, departing, left)
-        ledger.fit(self.format.row_bytes)
-        self._erase_of(asked, ledger.surplus(held), left)  # of what is left by now
+        if self.kept is None or not self.built:
+            return {}
+        self.pins.release_abandoned()
+        left = self.kept.evict(range(self.num_tables) if tables is None else tables, self.step)
+        self.changes += bool(left)
         return left
-
-    def _erase_of(self, tables: Sequence[int], departing: Sequence[Departing], left: dict[str, int]) -> None:
-        """Erase those that are of these tables, and count them by reason: one that leaves for two by the first."""
-        for its in departing:
-            chosen = np.flatnonzero(np.isin(its.table_V, tables))
-            if erased := int(np.count_nonzero(self._erase(its.table_V[chosen], its.id_V[chosen], its.reason))):
-                left[its.reason] = left.get(its.reason, 0) + erased
 
     @_reading
     def scores(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The scores of these rows, uint64 [U], 0 of those that are not there; and which are, bool [U]."""
-        ledger = self._need_ledger()
-        place_U = ledger.find(table_U, id_U)
-        score_U = np.zeros(len(id_U), np.uint64)
-        score_U[place_U >= 0] = ledger.scores(place_U[place_U >= 0])
-        return score_U, place_U >= 0
+        return self._need_policy().scores(table_U, id_U)
 
     @_between_steps
     @_in_turn
@@ -641,44 +438,21 @@ class EmbeddingStore:
             ValueError: a score is none of its table's rule.
             StoreFullError: so many rows do not fit in the hot tier at a time.
         """
-        ledger = self._need_ledger()
-        place_U = ledger.find(table_U, id_U)
-        known = np.flatnonzero(place_U >= 0)
-        put, table_U, id_U, place_U = self.loops.put, table_U[known], id_U[known], place_U[known]
-        ledger.check_scores(table_U, score_U[known])
-        if len(known):
-            slot_U, _ = self._acquire(self.hot, self.loops.distinct_keys(put(table_U), put(id_U)), None)
-            try:
-                ledger.set_scores(place_U, score_U[known])
-                self._write_marks(slot_U, ledger.marks(place_U))
-            finally:
-                self.release(slot_U)
-            self.changes += 1
-        return len(known)
+        known = self._need_policy().set_scores(table_U, id_U, score_U)
+        self.changes += known > 0
+        return known
 
     @_in_turn
     def set_epoch(self, epoch: int) -> None:
         """Let uses from now on be of this epoch."""
-        ledger = self._need_ledger()
-        if type(epoch) is not int:
-            raise TypeError(f"an epoch must be an int, got {epoch!r}")
-        if not ledger.clock.epoch <= epoch < 2**32:
-            raise ValueError(
-                f"an epoch must be an int below 2**32 and not before the present one, {ledger.clock.epoch}, got {epoch}"
-            )
-        ledger.clock.epoch = epoch
+        self._need_policy().set_epoch(epoch)
         self.changes += 1
 
-    def _admission(self) -> Admission | None:
-        if self._policies is None or all(policy.admit is None for policy in self._policies):
-            return None
-        return Admission(self._policies, self.threads)
-
-    def _need_ledger(self) -> Ledger:
+    def _need_policy(self) -> KeptRows:
         self._check_open()
-        if self.ledger is None:
+        if self.kept is None:
             raise ValueError(f"the embedding on {self._bottom.name} has no policy, so that its rows have no scores")
-        return self.ledger
+        return self.kept
 
     def prefetch(self, keys: Keys) -> Prefetched:
         """Read those rows of a coming lookup that are known, and pin them as far as there is room; begin none.
@@ -717,23 +491,16 @@ class EmbeddingStore:
     def hold(self, keys: Keys, slot_U: Array, missing: int = 0) -> Prefetched:
         """Note the pins of a coming lookup, in the turn in which they were made."""
         prefetched = Prefetched(self, keys, slot_U, self.generation, missing)
-        self._prefetched.add(prefetched)
+        self.pins.prefetched.add(prefetched)
         return prefetched
-
-    def take(self, prefetched: Prefetched) -> bool:
-        """Let the caller have these pins, in a turn. Returns whether there are any that still mean anything."""
-        valid = prefetched.held and prefetched.generation == self.generation
-        prefetched.held = False
-        self._prefetched.discard(prefetched)
-        return valid
 
     def unprefetch(self, prefetched: Prefetched) -> None:
         """Unpin what `prefetch` pinned, if no `acquire` has taken it over."""
         with self.turns:
-            if prefetched.held and prefetched.generation == self.generation and not self.turns.broken:
-                self.release(prefetched.slot_U, elsewhere=True)
-            prefetched.held = False
-            self._prefetched.discard(prefetched)
+            if self.turns.broken:
+                self.pins.take(prefetched)
+            else:
+                self.pins.give_up(prefetched)
 
     @_between_steps
     @_in_turn
@@ -829,43 +596,25 @@ class EmbeddingStore:
             if self._bottom.keeps_rows and not self.built:
                 self._rows.build()
             if self.built:
-                clock = None if self.ledger is None else self.ledger.counted()
-                other.begin_with(self._rows, self.step, with_state, change, clock)
-                if self.admission is not None and other.admission is not None:
-                    other.admission.from_arrays(self.admission.to_arrays(), "of the other")
+                other.begin_with(self._rows, self.step, with_state, change, self.kept)
                 other.replicas.add(self.replicas.keys())
 
     def begin_with(
-        self, rows: TieredRows, step: int, with_state: bool, change: ChangeRows | None, clock: LedgerClock | None
+        self, rows: TieredRows, step: int, with_state: bool, change: ChangeRows | None, kept: KeptRows | None
     ) -> None:
         """Have these rows, of a store that was at this step, for `copy_to`. There are none here yet."""
         self._rows.copy_from(rows, with_state=with_state, change=change)
         self.step = step if with_state else 0
-        self._read_ledger(rows.format, clock, step)
+        if self.kept is not None:
+            self._know_rows(self.kept, rows.format, None if kept is None else kept.ledger.counted(), step)
+            if kept is not None:
+                self.kept.admission = self.kept.loaded_admission(kept.to_arrays(), "of the other")
         self.changes += 1
 
     def release(self, slot_U: Array, *, elsewhere: bool = False) -> None:
         """Unpin slots that `acquire` gave, once each; see `HotRows.release`."""
         with undisturbed:
             self.hot.release(slot_U, elsewhere=elsewhere)
-
-    def pin_for(self, owner: object, slot_U: Array) -> Pins:
-        """Let an object own the pins of slots that `acquire` gave: they are released for it when it is dropped."""
-        pins = Pins(owner, self.abandoned.append)
-        pins.slot_U, pins.generation = slot_U, self.generation
-        of_slots, pins.place_U, pins.lent_M = self._places
-        assert self.ledger is None or of_slots is slot_U, "pins are owned in the turn in which they were made"
-        self._places = None, np.empty(0, np.int64), None
-        self._pins[id(pins)] = pins
-        return pins
-
-    def release_pins(self, pins: Pins, *, dropped: bool = False) -> None:
-        """Unpin what `pin_for` gave, once, if its slots still mean anything."""
-        with undisturbed:
-            if self._pins.pop(id(pins), None) is not None and pins.generation == self.generation:
-                self.hot.release(pins.slot_U, elsewhere=dropped)
-                if pins.lent_M is not None:
-                    self._released.append(pins)
 
     def mark_dirty(self, table_U: Array, slot_U: Array) -> None:
         """Say that the rows of keys of these tables, in these slots, have changed."""
@@ -936,8 +685,7 @@ class EmbeddingStore:
         """
         self._check_open()
         without = self.replicas.keys(own=False) if part is not None and self.replicas else None
-        uses = None if self.ledger is None else self.ledger.to_meta()
-        arrays = None if self.admission is None else self.admission.to_arrays()
+        uses, arrays = (None, None) if self.kept is None else (self.kept.to_meta(), self.kept.to_arrays())
         return self._rows.save(
             name, meta, self.step, overwrite=overwrite, part=part, without=without, uses=uses, arrays=arrays
         )
@@ -1028,15 +776,12 @@ class EmbeddingStore:
 
     def _load(self, info: SnapshotInfo, weights_only: bool, owned: OwnedRows | None = None) -> bool:
         rows, clock = SnapshotRows.of_meta(info.meta, info.name), LedgerClock.of_meta(info.meta, info.name)
-        marks, admission = None, None
-        if self.ledger is not None:
-            self.ledger.check_rules(info.meta, info.name)
-            marks = self.ledger.first_marks
-            admission = self._admission()
-            if admission is not None and self.admission is not None:
-                admission.admitted, admission.refused = self.admission.admitted, self.admission.refused
-                arrays = self._bottom.arrays(info.name) if owned is None else owned.arrays()
-                admission.from_arrays(arrays, info.name)
+        marks, kept = None, self.kept
+        if kept is not None:
+            kept.ledger.check_rules(info.meta, info.name)
+            marks = kept.ledger.first_marks
+            arrays = self._bottom.arrays(info.name) if owned is None else owned.arrays()
+            admission = kept.loaded_admission(arrays, info.name)
         with self.turns:
             broken = self._mend()
             self._check_open()
@@ -1044,8 +789,9 @@ class EmbeddingStore:
                 self.replaced += 1
                 self.step, same = self._rows.load(info, weights_only, owned, marks)
                 self.replicas.clear()
-                self._read_ledger(rows.format, clock, rows.step)
-                self.admission = admission
+                if kept is not None:
+                    self._know_rows(kept, rows.format, clock, rows.step)
+                    kept.admission = admission
             except BaseException as error:
                 if broken or not self._rows.whole:  # Without rows, or with a part of them, there is nothing to go on.
                     self.turns.cut_short(error)
@@ -1053,24 +799,10 @@ class EmbeddingStore:
             self.changes += 1
             return same
 
-    def _read_ledger(self, format: RowFormat, clock: LedgerClock | None, step: int) -> None:
-        """Know the rows that are here now, by what their records hold.
-
-        Args:
-            format: of the rows where they have come from.
-            clock: what was counted there; None = nothing.
-            step: updates made there.
-        """
-        if self.ledger is None:
-            return
-        if format.marks != MARKS:
-            clock = None
-        its = slice(self.format.mark_begin, self.format.state_begin)
+    def _know_rows(self, kept: KeptRows, format: RowFormat, clock: LedgerClock | None, steps: int) -> None:
+        """Let policies know the rows that are here now; see `KeptRows.read_rows`."""
         try:
-            self.ledger.begin(clock, step, self.step)
-            for table_N, id_N, row_NW in self._rows.rows():
-                mark_N4 = np.ascontiguousarray(row_NW[:, its]).view(np.uint32)
-                self.ledger.add(table_N, id_N, mark_N4)
+            kept.read_rows(format, clock, steps, self.step)
         except BaseException as error:  # Rows that the ledger does not know would never leave.
             self.turns.cut_short(error)
             raise
@@ -1130,10 +862,8 @@ class EmbeddingStore:
                 self._rows.build()
             self._rows.clear()
             self.replicas.clear()
-            if self.ledger is not None:
-                self.ledger.clear()
-            if self.admission is not None:
-                self.admission.clear()
+            if self.kept is not None:
+                self.kept.clear()
             self.changes += 1
             self.replaced += 1
             self.step = 0
@@ -1142,15 +872,12 @@ class EmbeddingStore:
     def stats(self) -> dict[str, Any]:
         """Sizes now and counters since the store was built, a dict a tier."""
         if self.built and not self.turns.forked:
-            self._release_abandoned()
+            self.pins.release_abandoned()
         counts: dict[str, Any] = {
             "rows": len(self._rows), "replicated_rows": len(self.replicas), "step": self.step,
         }  # fmt: skip
-        if self.ledger is not None:
-            counts["policy"] = {"left": dict(self.ledger.left), "bytes": self.ledger.nbytes}
-            if self.admission is not None:
-                counts["policy"] |= {"admitted": self.admission.admitted, "refused": self.admission.refused}
-                counts["policy"]["bytes"] += self.admission.nbytes
+        if self.kept is not None:
+            counts["policy"] = self.kept.stats()
         return {**counts, **self._rows.stats()}
 
     @_between_steps
@@ -1169,9 +896,9 @@ class EmbeddingStore:
         if broken:
             self._rows.dismantle()
             self.replicas.clear()
-            if self.ledger is not None:
-                self.ledger.clear()
-            self._prefetched.clear()
+            if self.kept is not None:
+                self.kept.ledger.clear()
+            self.pins.prefetched.clear()
             self.turns.mended()
         return broken
 

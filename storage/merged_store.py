@@ -221,7 +221,7 @@ class MergedStore:
         begins = begin_M1.tolist()
         slots: list[Array | None] = [None] * len(tiers)
         for m, tier in enumerate(tiers):
-            if m + 1 not in missing and not self.members[m].abandoned:
+            if m + 1 not in missing and not self.members[m].pins.abandoned:
                 own = slot_U[begins[m] : begins[m + 1]]
                 tier.pin_found(own)
                 slots[m] = own
@@ -231,7 +231,7 @@ class MergedStore:
         """The slots in each member of which all rows were prefetched."""
         slots: list[Array | None] = [None] * len(self.members)
         for m, (store, part) in enumerate(zip(self.members, prefetched.parts, strict=True)):
-            if part.missing == 0 and not store.abandoned and store.take(part):
+            if part.missing == 0 and not store.pins.abandoned and store.pins.take(part):
                 slots[m] = part.slot_U
             elif begin_M1[m] == begin_M1[m + 1]:  # It has no lookup that would give this back, or one of nothing.
                 store.unprefetch(part)

@@ -10,6 +10,7 @@ import numpy as np
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.errors import OtherSnapshotError
 from oneemb.storage.fs import FileSystem
+from oneemb.storage.part_arrays import joined_arrays
 from oneemb.storage.snapshot_parts import Part, PartedSnapshot
 from oneemb.storage.table.snapshot_reader import Keep, SnapshotReader
 
@@ -31,7 +32,6 @@ class OwnedRows:
     def __init__(self, snapshot: PartedSnapshot, owner: int, owners: int, fs: FileSystem | None = None):
         self._owner, self._owners = owner, owners
         self._readers = [_open(part, fs) for part in snapshot.parts_for(owner, owners)]
-        self._first, self._fs = snapshot.parts[0], fs
         self._count: int | None = None
 
     def __len__(self) -> int:
@@ -59,9 +59,9 @@ class OwnedRows:
                 yield from reader.scan(batch, self._is_own)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What the snapshot holds beside its rows, by name; each of its parts holds all of it."""
-        with _open(self._first, self._fs) as reader:
-            return {name: reader.array(name) for name in reader.arrays}
+        """What the parts hold beside their rows, by name, as far as it is the owner's."""
+        parts = [{name: reader.array(name) for name in reader.arrays} for reader in self._readers]
+        return joined_arrays(parts, self._is_own)
 
     def close(self) -> None:
         """Close the files."""

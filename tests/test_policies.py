@@ -730,10 +730,10 @@ def test_a_lookup_that_does_not_fit_in_the_cache_lets_no_row_leave(tmp_path):
     optimizer = sgd(embedding)
     for n in range(0, 400, 20):
         step(embedding, optimizer, torch.arange(n, n + 20))
-    before, shard = everything(embedding), embedding.store.ledger.clock.shard
+    before, shard = everything(embedding), embedding.store.kept.ledger.clock.shard
     with pytest.raises(oneemb.StoreFullError, match="the device tier has .* slots"):
         embedding(torch.arange(1000, 1390))
-    assert everything(embedding) == before and embedding.store.ledger.clock.shard == shard
+    assert everything(embedding) == before and embedding.store.kept.ledger.clock.shard == shard
     assert embedding.store.hot.pinned == 0
     step(embedding, optimizer, ids(1000))
     assert embedding.stats()["rows"] < 400
@@ -1007,7 +1007,7 @@ def test_inspect_shows_how_scores_ages_and_norms_are_spread(tmp_path, evict):
     for n in range(20):
         step(embedding, optimizer, torch.arange(n + 1).tile(2), ids(0, 1).repeat_interleave(n + 1))
     embedding.save_snapshot("all")
-    tables = embedding.store.ledger.rules() if evict else None
+    tables = embedding.store.kept.ledger.rules() if evict else None
     embedding.close()
     done = CliRunner().invoke(command, ["inspect", "--histogram", "all", "--json", str(tmp_path)])
     assert done.exit_code == 0, done.output
@@ -1076,7 +1076,7 @@ def test_a_ledger_that_was_not_read_whole_is_none(tmp_path, monkeypatch):
         def stop(*_):
             raise KeyboardInterrupt
 
-        patch.setattr(embedding.store.ledger, "add", stop)
+        patch.setattr(embedding.store.kept.ledger, "add", stop)
         with pytest.raises(KeyboardInterrupt):
             embedding.load_snapshot("all")
     with pytest.raises(oneemb.StorageError, match="load_snapshot"):
@@ -1088,10 +1088,10 @@ def test_a_ledger_that_was_not_read_whole_is_none(tmp_path, monkeypatch):
 @pytest.mark.parametrize("change", [{"lookups": -1}, {"lookups": "1"}, {"more": 1}, None], ids=str)
 def test_what_no_ledger_says_is_an_error_before_rows_are_replaced(tmp_path, monkeypatch, change):
     embedding, _ = trained(tmp_path, "device", RowPolicy(LFU()))
-    said = embedding.store.ledger.to_meta()["ledger"]
+    said = embedding.store.kept.ledger.to_meta()["ledger"]
     with monkeypatch.context() as patch:
         patch.setattr(
-            embedding.store.ledger, "to_meta", lambda: {"ledger": [] if change is None else {**said, **change}}
+            embedding.store.kept.ledger, "to_meta", lambda: {"ledger": [] if change is None else {**said, **change}}
         )
         embedding.save_snapshot("bad")
     before = everything(embedding)

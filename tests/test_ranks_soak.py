@@ -309,7 +309,7 @@ class Soak:
         assert found == expected
         for embedding in self.model.embeddings():
             stats = embedding.stats()
-            held = stats["device"]["pinned"], len(embedding.store._prefetched)
+            held = stats["device"]["pinned"], len(embedding.store.pins.prefetched)
             assert held == (0, 0), (embedding.name, held)
         self.watchdog.alive()
 

@@ -135,7 +135,7 @@ def results(make, build, optimizers, ways, options=None, **kwargs):
     stats = [one.stats() for one in embeddings]
     if make is make_graph:
         assert not any(one["device"]["pinned"] for one in stats) and not any(
-            one.store._prefetched for one in embeddings
+            one.store.pins.prefetched for one in embeddings
         )
     found = got, [rows_of(one) for one in embeddings], weights_of(modules["mlp"]), [one["step"] for one in stats]
     for one in embeddings:

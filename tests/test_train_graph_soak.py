@@ -121,7 +121,7 @@ def soak(steps, seed, folder):
             graph(*batches[taken])
             taken += 1
         for one in (graph.embedding, graph.users):
-            assert one.stats()["device"]["pinned"] == 0 and not one.store._prefetched
+            assert one.stats()["device"]["pinned"] == 0 and not one.store.pins.prefetched
         for batch in batches[:taken]:
             plain(*batch)
         done += taken

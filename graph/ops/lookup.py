@@ -30,8 +30,9 @@ from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.loops import Loops
 from oneemb.kernels.places import loops_of
 from oneemb.kernels.threads import Threads
-from oneemb.storage.embedding_store import EmbeddingStore, Pins
+from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedPrefetched, MergedStore
+from oneemb.storage.pins import Pins
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.tiers.hot_rows import Prefetched
@@ -221,7 +222,7 @@ class Lease:
         self._pins: Pins | None = None
         self._reduced: tuple[list[torch.Tensor], Array | None, RowGrads] | None = None
         if slot_U is not None:
-            self._pins, self.generation = store.pin_for(self, slot_U), store.generation
+            self._pins, self.generation = store.pins.own(self, slot_U), store.generation
 
     @property
     def keys(self) -> Keys:
@@ -288,7 +289,7 @@ class Lease:
             again = again or self.generation != -1
             self.slot_U, unique = self.store.acquire(self.keys.unique, prefetched, again=again)
             self._keys = dataclasses.replace(self.keys, unique=unique)
-            self.generation, self._pins = self.store.generation, self.store.pin_for(self, self.slot_U)
+            self.generation, self._pins = self.store.generation, self.store.pins.own(self, self.slot_U)
 
     def unpin(self) -> None:
         """Let the rows be evicted; `pin` brings them back."""
@@ -298,7 +299,7 @@ class Lease:
         pins, self._pins = self._pins, None
         if pins is not None:
             self.slot_U = None
-            self.store.release_pins(pins)
+            self.store.pins.release(pins)
 
     def reduce(self, grads: Sequence[torch.Tensor]) -> RowGrads:
         """These gradients, of one backward pass each, those of each key to be summed."""
@@ -653,7 +654,7 @@ def read_ids(
     Raises:
         TypeError, ValueError, StoreFullError: as `unique_keys` and `acquire`.
     """
-    if not store.reads_in_place or inserts and store.ledger is not None:  # A policy counts unique keys.
+    if not store.reads_in_place or inserts and store.kept is not None:  # A policy counts unique keys.
         return None
     batch_ids.check_ids(ids, table_ids, num_tables, key_type)
     loops = loops_of(ids, store.threads)

@@ -140,7 +140,7 @@ def test_rows_of_a_lookup_that_was_dropped_are_released_after_it_on_whatever_str
         pass
 
     lookup = Lookup()
-    store.pin_for(lookup, acquire(store, gpu, 60, 70))
+    store.pins.own(lookup, acquire(store, gpu, 60, 70))
     del lookup
     assert tier.pinned == 10
     slot_U = acquire(store, gpu, 60, 62)

@@ -196,15 +196,15 @@ def test_abandoned_pins_are_released_by_the_next_acquire(open_store):
         pass
 
     dropped, kept, of_old_rows = Owner(), Owner(), Owner()
-    store.pin_for(of_old_rows, store.acquire(keys(7))[0])
+    store.pins.own(of_old_rows, store.acquire(keys(7))[0])
     store.load_snapshot("before")
-    store.pin_for(dropped, store.acquire(keys(*range(30)))[0])
-    pins = store.pin_for(kept, store.acquire(keys(*range(30, 36)))[0])
+    store.pins.own(dropped, store.acquire(keys(*range(30)))[0])
+    pins = store.pins.own(kept, store.acquire(keys(*range(30, 36)))[0])
     del dropped, of_old_rows
     store.release(store.acquire(keys(*range(100, 140)))[0])
     assert store.stats()["device"]["pinned"] == 6
-    store.release_pins(pins)
-    store.release_pins(pins)
+    store.pins.release(pins)
+    store.pins.release(pins)
     assert store.stats()["device"]["pinned"] == 0
 
 
@@ -512,7 +512,7 @@ def test_prefetched_rows_that_were_replaced_are_forgotten_by_their_lookup(kind, 
     prefetched = store.prefetch(keys(*range(20)))
     store.clear()
     slot_U = store.acquire(keys(*range(20)), prefetched)[0]
-    assert not store._prefetched and not prefetched.held, "a store would keep the keys of such lookups for ever"
+    assert not store.pins.prefetched and not prefetched.held, "a store would keep the keys of such lookups for ever"
     assert store.stats()["device"]["pinned"] == 20
     store.release(slot_U)
 

@@ -42,7 +42,7 @@ def pinned(merged):
 
 
 def held(merged):
-    return [len(store._prefetched) for store in merged.members]
+    return [len(store.pins.prefetched) for store in merged.members]
 
 
 @pytest.mark.parametrize("prefetched", [False, True])
@@ -71,9 +71,9 @@ def test_a_member_without_keys_holds_nothing(dropped):
     if dropped:
         slot_U, _ = merged.members[0].acquire(distinct([0], [1]))
         owner = type("Owner", (), {})()
-        merged.members[0].pin_for(owner, slot_U)
+        merged.members[0].pins.own(owner, slot_U)
         del owner
-        assert merged.members[0].abandoned
+        assert merged.members[0].pins.abandoned
     table_U, id_U, begin_M1 = np.array([2, 2], np.int32), np.array([5, 6]), np.array([0, 0, 2, 2])
     for _ in range(2):
         prefetched = merged.prefetch(distinct(table_U, id_U), begin_M1)
@@ -86,7 +86,7 @@ def test_pins_of_lookups_that_were_dropped_are_released_before_rows_are_found():
     merged = merged_of(("device", "device"), (1, 1))
     table_U, id_U, begin_M1 = np.array([0, 1], np.int32), np.array([7, 7]), np.array([0, 1, 2])
     slots = acquire(merged, table_U, id_U, begin_M1)
-    merged.members[0].pin_for(type("Owner", (), {})(), slots[0])  # dropped at once
+    merged.members[0].pins.own(type("Owner", (), {})(), slots[0])  # dropped at once
     merged.members[1].release(slots[1])
     found = merged.acquire_found(distinct(table_U, id_U), begin_M1)
     assert found[0] is None and found[1] is not None
@@ -150,7 +150,7 @@ def test_what_was_prefetched_and_never_acquired_is_given_back():
     prefetched = merged.prefetch(distinct(table_U, id_U), begin_M1)
     assert pinned(merged) == np.diff(begin_M1).tolist()
     merged.unprefetch(prefetched)
-    assert pinned(merged) == [0, 0, 0] and not any(store._prefetched for store in merged.members)
+    assert pinned(merged) == [0, 0, 0] and not any(store.pins.prefetched for store in merged.members)
 
 
 @pytest.mark.parametrize("prefetched", [False, True])

@@ -1,0 +1,316 @@
+"""Which rows an embedding keeps: the policies of its tables, carried out on its tiers.
+
+A lookup goes through `acquire`: rows that have expired leave, ids that may have one get a row, as many leave as there
+has to be room for, and what the ledger knows of each row's use goes into its record.
+
+Invariants:
+- the ledger has every row of the store, and its numbers are those in the rows' records;
+- what leaves is held by no lookup, and does not depend on what is held for coming ones;
+- an `acquire` that raises has let no row leave but such as had expired.
+
+Nothing here is thread-safe: `EmbeddingStore` calls it in a turn.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.loops import Keys
+from oneemb.kernels.threads import Threads
+from oneemb.storage.admission import Admission
+from oneemb.storage.hash_index import SHARDS
+from oneemb.storage.ledger import MARKS, Departing, Ledger, LedgerClock
+from oneemb.storage.pins import PinBook
+from oneemb.storage.policies import RowPolicy
+from oneemb.storage.row_format import RowFormat
+from oneemb.storage.tiered_rows import TieredRows
+from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
+from oneemb.storage.turns import undisturbed
+
+__all__ = ["KeptRows", "admits_some"]
+
+
+class KeptRows:
+    """The rows that policies keep.
+
+    Args:
+        policies: of each table.
+        capacity: rows of all tables together at most; None = no limit.
+        rows: those of the store.
+        pins: who holds them.
+        threads: runs loops.
+        writing: the lock that is held by whoever writes rows in place.
+    """
+
+    def __init__(
+        self, policies: Sequence[RowPolicy], capacity: int | None, rows: TieredRows, pins: PinBook, threads: Threads,
+        writing: AbstractContextManager[Any],
+    ):  # fmt: skip
+        self._policies, self._threads = policies, threads
+        self._rows, self._pins, self._writing = rows, pins, writing
+        self.ledger = Ledger(policies, capacity, threads)
+        """What is known of each row's use."""
+        self.admission = self.new_admission()
+        """Which ids get a row; None = all."""
+
+    def new_admission(self) -> Admission | None:
+        """One that has counted nothing."""
+        return Admission(self._policies, self._threads) if admits_some(self._policies) else None
+
+    @property
+    def policies(self) -> Sequence[RowPolicy]:
+        """Of each table."""
+        return self._policies
+
+    @property
+    def counts_uses(self) -> bool:
+        """Whether anything depends on how many ids of a lookup are of a key."""
+        return self.ledger.counts_uses or self.admission is not None
+
+    @property
+    def gone(self) -> int:
+        """How many rows have left, for whatever reason."""
+        return sum(self.ledger.left.values())
+
+    # ---- lookups ----------------------------------------------------------------------------------------------------
+
+    def acquire(
+        self, keys: Keys, prefetched: Prefetched | None, *, step: int, again: bool, admits: bool,
+        uses_U: np.ndarray | None,
+    ) -> tuple[Array, Keys]:  # fmt: skip
+        """See `EmbeddingStore.acquire`.
+
+        Args:
+            step: updates made so far.
+            uses_U: int64, how many ids of a batch each key is of; None = as the keys say.
+        """
+        ledger, loops, hot = self.ledger, self._rows.loops, self._rows.hot
+        second = ledger.second  # Whatever may fail comes before rows leave; what a disk does may come afterwards.
+        keys = loops.counted(keys)
+        table_U, id_U = (loops.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
+        place_U = ledger.find(table_U, id_U)
+        held = [place_U, *self._pins.places()]
+        unknown = np.flatnonzero(place_U < 0)
+        asks = self.admission is not None and len(unknown) > 0 and not admits
+        if uses_U is None:
+            uses_U = loops.uses_of(keys) if ledger.counts_uses or asks else np.ones(len(table_U), np.int64)
+        admitted_M, sighted = np.ones(len(unknown), np.bool_), (table_U[unknown], id_U[unknown], uses_U[unknown])
+        if asks:
+            assert self.admission is not None
+            admitted_M = self.admission.asks(*sighted, ledger.clock.lookups + 1, again=again)
+        new, lent = unknown[admitted_M], unknown[~admitted_M]
+        self._sweep(step, second, held)
+        ledger.reserve(table_U[new], id_U[new])
+        ledger.fit(self._format.row_bytes)
+        shard = ledger.clock.shard
+        departing = ledger.make_room(table_U[new], held)
+        try:
+            slot_U = self._pins.pin_with_room(keys, prefetched, sum(len(its.id_V) for its in departing))
+        except BaseException:
+            ledger.clock.shard = shard
+            raise
+        try:
+            for its in departing:
+                self._leave(its)
+        except BaseException:
+            self._release(slot_U)
+            raise
+        lent_M = self._lend(keys, slot_U, lent)
+        try:
+            hot.acquire_rest(keys, slot_U)
+        except BaseException:
+            if lent_M is not None:
+                hot.take_back(lent_M)
+            raise
+        try:
+            if not again and not len(lent):
+                self._write_marks(slot_U, ledger.use(table_U, id_U, place_U, uses_U, step, second))
+            elif not again or len(new):
+                used = new if again else np.append(np.flatnonzero(place_U >= 0), new)  # Rows that had left begin anew.
+                its_place_U = place_U[used]  # which gets those of new rows
+                mark_U4 = ledger.use(table_U[used], id_U[used], its_place_U, uses_U[used], step, second)
+                place_U[used] = its_place_U
+                self._write_marks(slot_U[loops.put(used)], mark_U4)
+            if asks and not again:
+                assert self.admission is not None
+                self.admission.note(*sighted, admitted_M, ledger.clock.lookups)
+        except BaseException:
+            self._release(slot_U)
+            if lent_M is not None:
+                hot.take_back(lent_M)
+            raise
+        self._pins.note_places(slot_U, place_U, lent_M)
+        return slot_U, keys
+
+    def _lend(self, keys: Keys, slot_U: Array, lent: np.ndarray) -> Array | None:
+        """Lend rows to those of the keys that get none. Returns their slots, which are in slot_U too."""
+        if len(lent) == 0:
+            return None
+        which = self._rows.loops.put(lent)
+        try:
+            slot_U[which] = lent_M = self._rows.hot.lend(keys.table_U[which], keys.id_U[which])
+        except BaseException:
+            self._release(slot_U)
+            raise
+        return lent_M
+
+    def _sweep(self, step: int, second: int, held: Sequence[np.ndarray]) -> None:
+        """Let those rows leave that have expired, of the part of all that this step looks at."""
+        ledger = self.ledger
+        shards = ledger.due(step)
+        departing = ledger.expired(shards, step, second, held)
+        for table_N, id_N in ledger.keys_to_weigh(shards):
+            row_NW = np.empty((len(id_N), self._format.row_width), np.float32)
+            self._rows.hot.get(table_N, id_N, row_NW)
+            departing += ledger.unwanted(table_N, id_N, self._numbers(row_NW), held)
+        ledger.swept(step, shards)
+        for its in departing:
+            self._leave(its)
+
+    def _numbers(self, row_NW: np.ndarray) -> np.ndarray:
+        """The weights of rows: float32 [N, D]."""
+        weight_ND = torch.from_numpy(self._format.weights(row_NW)[:, : self._format.dim])
+        return weight_ND.view(getattr(torch, self._format.dtype)).float().numpy()
+
+    def _write_marks(self, slot_U: Array, mark_U4: np.ndarray) -> None:
+        """Write what the ledger knows into the records of rows that are pinned."""
+        hot: HotRows = self._rows.hot
+        with self._writing:
+            self._rows.loops.copy_words_in(hot.row_SW, slot_U, self._format.mark_begin, mark_U4.view(np.int32))
+        with undisturbed:
+            hot.mark_dirty(slot_U)
+
+    @property
+    def _format(self) -> RowFormat:
+        return self._rows.format
+
+    def _release(self, slot_U: Array) -> None:
+        with undisturbed:
+            self._rows.hot.release(slot_U)
+
+    # ---- rows that leave --------------------------------------------------------------------------------------------
+
+    def _leave(self, departing: Departing) -> np.ndarray:
+        """Let rows leave that no lookup holds. Returns which there were, bool [V]."""
+        table_V, id_V, reason = departing
+        erased_V = self._pins.erase(table_V, id_V)
+        self.ledger.forget(table_V, id_V, reason)
+        return erased_V
+
+    def forget(self, table_V: np.ndarray, id_V: np.ndarray) -> None:
+        """These rows have been erased by hand."""
+        self.ledger.forget(table_V, id_V, "erased")
+
+    def evict(self, tables: Sequence[int], step: int) -> dict[str, int]:
+        """Let all rows of these tables leave that have expired, or are more than a table may have, and that no lookup
+        holds. Returns how many, by reason."""
+        ledger, left, held = self.ledger, dict[str, int](), self._pins.places()
+        departing = ledger.expired(range(SHARDS), step, ledger.second, held)
+        if any(ledger.policies[t].weighs for t in tables):
+            for table_N, id_N, row_NW in self._rows.rows():
+                asked = np.flatnonzero(np.isin(table_N, tables))
+                departing += ledger.unwanted(table_N[asked], id_N[asked], self._numbers(row_NW[asked]), held)
+        self._leave_of(tables, departing, left)
+        ledger.fit(self._format.row_bytes)
+        self._leave_of(tables, ledger.surplus(held), left)  # of what is left by now
+        return left
+
+    def _leave_of(self, tables: Sequence[int], departing: Sequence[Departing], left: dict[str, int]) -> None:
+        """Let those leave that are of these tables, and count them by reason: one that leaves for two by the first."""
+        for its in departing:
+            chosen = np.flatnonzero(np.isin(its.table_V, tables))
+            erased_V = self._leave(Departing(its.table_V[chosen], its.id_V[chosen], its.reason))
+            if erased := int(np.count_nonzero(erased_V)):
+                left[its.reason] = left.get(its.reason, 0) + erased
+
+    # ---- scores -----------------------------------------------------------------------------------------------------
+
+    def scores(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See `EmbeddingStore.scores`."""
+        place_U = self.ledger.find(table_U, id_U)
+        score_U = np.zeros(len(id_U), np.uint64)
+        score_U[place_U >= 0] = self.ledger.scores(place_U[place_U >= 0])
+        return score_U, place_U >= 0
+
+    def set_scores(self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray) -> int:
+        """See `EmbeddingStore.set_scores`."""
+        ledger, loops = self.ledger, self._rows.loops
+        place_U = ledger.find(table_U, id_U)
+        known = np.flatnonzero(place_U >= 0)
+        table_U, id_U, place_U = table_U[known], id_U[known], place_U[known]
+        ledger.check_scores(table_U, score_U[known])
+        if len(known):
+            slot_U, _ = self._pins.acquire(loops.distinct_keys(loops.put(table_U), loops.put(id_U)))
+            try:
+                ledger.set_scores(place_U, score_U[known])
+                self._write_marks(slot_U, ledger.marks(place_U))
+            finally:
+                self._release(slot_U)
+        return len(known)
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `EmbeddingStore.set_epoch`."""
+        clock = self.ledger.clock
+        if type(epoch) is not int:
+            raise TypeError(f"an epoch must be an int, got {epoch!r}")
+        if not clock.epoch <= epoch < 2**32:
+            raise ValueError(
+                f"an epoch must be an int below 2**32 and not before the present one, {clock.epoch}, got {epoch}"
+            )
+        clock.epoch = epoch
+
+    # ---- snapshots --------------------------------------------------------------------------------------------------
+
+    def to_meta(self) -> dict[str, Any]:
+        """What the meta of a snapshot says beside the rows."""
+        return self.ledger.to_meta()
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """What a snapshot holds beside them."""
+        return {} if self.admission is None else self.admission.to_arrays()
+
+    def loaded_admission(self, arrays: Mapping[str, np.ndarray], name: str) -> Admission | None:
+        """What goes on from the sightings among the arrays of snapshot `name`; ids are counted on from here."""
+        admission = self.new_admission()
+        if admission is not None and self.admission is not None:
+            admission.admitted, admission.refused = self.admission.admitted, self.admission.refused
+            admission.from_arrays(arrays, name)
+        return admission
+
+    def read_rows(self, format: RowFormat, clock: LedgerClock | None, steps: int, step: int) -> None:
+        """Know the rows that are here now, by what their records hold.
+
+        Args:
+            format: of the rows where they have come from.
+            clock: what was counted there; None = nothing.
+            steps: updates made there.
+            step: updates that count here.
+        """
+        its = slice(self._format.mark_begin, self._format.state_begin)
+        self.ledger.begin(clock if format.marks == MARKS else None, steps, step)
+        for table_N, id_N, row_NW in self._rows.rows():
+            mark_N4 = np.ascontiguousarray(row_NW[:, its]).view(np.uint32)
+            self.ledger.add(table_N, id_N, mark_N4)
+
+    def clear(self) -> None:
+        """Forget every row and all sightings."""
+        self.ledger.clear()
+        if self.admission is not None:
+            self.admission.clear()
+
+    def stats(self) -> dict[str, Any]:
+        """What has left, and what has been counted."""
+        counts: dict[str, Any] = {"left": dict(self.ledger.left), "bytes": self.ledger.nbytes}
+        if self.admission is not None:
+            counts |= {"admitted": self.admission.admitted, "refused": self.admission.refused}
+            counts["bytes"] += self.admission.nbytes
+        return counts
+
+
+def admits_some(policies: Sequence[RowPolicy] | None) -> bool:
+    """Whether ids may get no row."""
+    return policies is not None and any(policy.admit is not None for policy in policies)

@@ -1,0 +1,193 @@
+"""Which rows of the hot tier are held, and for whom: lookups hold theirs until they are done, coming ones what was
+prefetched for them.
+
+Nothing here is thread-safe: `EmbeddingStore` calls it in a turn, but for what says that it needs none.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.loops import Keys
+from oneemb.storage.row_store import StoreFullError
+from oneemb.storage.tiered_rows import TieredRows
+from oneemb.storage.tiers.hot_rows import Prefetched
+from oneemb.storage.turns import undisturbed
+
+__all__ = ["PinBook", "Pins"]
+
+
+class Pins(weakref.ref):
+    """The pins of a lookup, for when its owner is dropped before it has released them.
+
+    Python calls the function of a weak reference without running a line of code: no interrupt can lose the note.
+    """
+
+    __slots__ = ("generation", "lent_M", "place_U", "slot_U")
+    slot_U: Array
+    generation: int
+    lent_M: Array | None
+    """Slots among them of rows that are not kept."""
+    place_U: np.ndarray
+    """Where the rows are in the ledger, if there is one."""
+
+
+class PinBook:
+    """Who holds rows of the hot tier.
+
+    Args:
+        rows: those of the store.
+        placed: whether every lookup's rows have places in a ledger: see `note_places`.
+    """
+
+    def __init__(self, rows: TieredRows, *, placed: bool):
+        self._rows, self._placed = rows, placed
+        self.abandoned: deque[Pins] = deque()
+        """Those of lookups that were dropped unfinished; `release_abandoned` releases them."""
+        self.prefetched: set[Prefetched] = set()
+        """What is held for coming lookups."""
+        self._pins: dict[int, Pins] = {}
+        self._released: deque[Pins] = deque()
+        """Pins that were released, of lookups to which rows were lent."""
+        self._places: tuple[Array | None, np.ndarray, Array | None] = None, np.empty(0, np.int64), None
+
+    # ---- of lookups -------------------------------------------------------------------------------------------------
+
+    def own(self, owner: object, slot_U: Array) -> Pins:
+        """Let an object own the pins of slots, in the turn in which they were made: they are released for it when it
+        is dropped."""
+        pins = Pins(owner, self.abandoned.append)
+        pins.slot_U, pins.generation = slot_U, self._rows.generation
+        of_slots, pins.place_U, pins.lent_M = self._places
+        assert not self._placed or of_slots is slot_U, "pins are owned in the turn in which they were made"
+        self._places = None, np.empty(0, np.int64), None
+        self._pins[id(pins)] = pins
+        return pins
+
+    def note_places(self, slot_U: Array, place_U: np.ndarray, lent_M: Array | None) -> None:
+        """Say where the rows in these slots are in the ledger, and which are lent; `own` of them follows."""
+        self._places = slot_U, place_U, lent_M
+
+    def release(self, pins: Pins, *, dropped: bool = False) -> None:
+        """Unpin what `own` has noted, once, if its slots still mean anything. Needs no turn."""
+        with undisturbed:
+            if self._pins.pop(id(pins), None) is not None and pins.generation == self._rows.generation:
+                self._rows.hot.release(pins.slot_U, elsewhere=dropped)
+                if pins.lent_M is not None:
+                    self._released.append(pins)
+
+    def release_abandoned(self) -> None:
+        """Unpin what nobody owns any more, and have rows back that were lent."""
+        while self.abandoned:
+            self.release(self.abandoned.popleft(), dropped=True)
+        while self._released:
+            pins = self._released.popleft()
+            if pins.lent_M is not None and pins.generation == self._rows.generation:
+                self._rows.hot.take_back(pins.lent_M)
+
+    def _owned(self) -> Iterator[Pins]:
+        return (pins for pins in self._pins.values() if pins.generation == self._rows.generation)
+
+    def places(self) -> list[np.ndarray]:
+        """Where the rows that lookups hold are in the ledger."""
+        return [pins.place_U for pins in self._owned()]
+
+    def lent(self) -> np.ndarray:
+        """The slots of rows that are lent now: int64."""
+        slots = [self._rows.loops.tensor(its.lent_M).cpu().numpy() for its in self._owned() if its.lent_M is not None]
+        return np.concatenate([np.empty(0, np.int64), *slots])
+
+    def in_use(self, table_U: np.ndarray, id_U: np.ndarray) -> int:
+        """How many of the rows of these keys lookups hold."""
+        slot_U = self._slots_here(table_U, id_U)
+        held = [self._rows.loops.tensor(pins.slot_U) for pins in self._owned()]
+        return sum(int(torch.isin(slot_U, slots).sum()) for slots in held)
+
+    # ---- of coming lookups ------------------------------------------------------------------------------------------
+
+    def take(self, prefetched: Prefetched) -> bool:
+        """Let the caller have these pins. Returns whether there are any that still mean anything."""
+        valid = prefetched.held and prefetched.generation == self._rows.generation
+        prefetched.held = False
+        self.prefetched.discard(prefetched)
+        return valid
+
+    def give_up(self, prefetched: Prefetched) -> None:
+        """Unpin what was prefetched, if no lookup has taken it over."""
+        if self.take(prefetched):
+            with undisturbed:
+                self._rows.hot.release(prefetched.slot_U, elsewhere=True)
+
+    def give_way(self) -> None:
+        """Unpin all that was prefetched: a step needs the slots."""
+        for prefetched in list(self.prefetched):
+            self.give_up(prefetched)
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    def acquire(self, keys: Keys, prefetched: Prefetched | None = None) -> tuple[Array, Keys]:
+        """As `HotRows.acquire`; what was prefetched, for these keys or others, gives way where there is no room."""
+        hot = self._rows.hot
+        if prefetched is not None and self.take(prefetched):
+            with suppress(StoreFullError):
+                if prefetched.missing:
+                    hot.acquire_rest(prefetched.keys, prefetched.slot_U)
+                return prefetched.slot_U, prefetched.keys
+        try:
+            return hot.acquire(keys)
+        except StoreFullError:
+            if not self.prefetched:
+                raise
+        self.give_way()
+        return hot.acquire(keys)
+
+    def pin_with_room(self, keys: Keys, prefetched: Prefetched | None, leaving: int) -> Array:
+        """Pin the rows of these keys that are in the hot tier: their slots, -1 for others.
+
+        Raises:
+            StoreFullError: others would not fit, though `leaving` rows leave; nothing is pinned.
+        """
+        hot, loops = self._rows.hot, self._rows.loops
+        if prefetched is not None and self.take(prefetched):
+            slot_U = prefetched.slot_U
+            missing = loops.array((loops.tensor(slot_U) < 0).nonzero().view(-1))
+            if len(missing):  # Lookups before this one may have brought some of them in.
+                its = loops.distinct_keys(keys.table_U[missing], keys.id_U[missing])
+                slot_U[missing], _, missing = hot.pin_resident(its)
+        else:
+            slot_U, _, missing = hot.pin_resident(keys)
+        try:
+            hot.check_room(len(missing), leaving)
+        except StoreFullError:
+            self.give_way()
+            try:
+                hot.check_room(len(missing), leaving)
+            except BaseException:
+                with undisturbed:
+                    hot.release(slot_U)
+                raise
+        return slot_U
+
+    def erase(self, table_V: np.ndarray, id_V: np.ndarray) -> np.ndarray:
+        """Erase rows that no lookup holds. What has been prefetched of them gives way, as without prefetching. Returns
+        which there were, bool [V]."""
+        if self.prefetched:
+            slot_V = self._slots_here(table_V, id_V)
+            for held in list(self.prefetched):
+                if bool(torch.isin(self._rows.loops.tensor(held.slot_U), slot_V).any()):
+                    self.give_up(held)
+        return self._rows.hot.erase(table_V, id_V)
+
+    def _slots_here(self, table_V: np.ndarray, id_V: np.ndarray) -> torch.Tensor:
+        """Slots of the hot tier that the rows of these keys are in, of those that are there."""
+        hot, loops = self._rows.hot, self._rows.loops
+        found_V, *_ = hot.pin_resident(loops.distinct_keys(loops.put(table_V), loops.put(id_V)))
+        with undisturbed:
+            hot.release(found_V)
+        slot_V = loops.tensor(found_V)
+        return slot_V[slot_V >= 0]
