@@ -33,10 +33,11 @@ from oneemb.kernels.threads import Threads
 from oneemb.named_snapshot import SnapshotName, decode, encode
 from oneemb.options import Initializer, NormalInitializer, StoreOptions, TableOptions, to_json
 from oneemb.rank_snapshots import RankSnapshots
+from oneemb.row_calls import RowCalls
 from oneemb.stats import EmbeddingStats
 from oneemb.storage.embedding_store import ChangeRows, EmbeddingStore
 from oneemb.storage.fs import AnyPath, absolute_path
-from oneemb.storage.policies import RowPolicy
+from oneemb.storage.policies import RowPolicy, described
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
@@ -103,6 +104,7 @@ class TableEmbedding(torch.nn.Module):
             name, self.store, store_options.persistent_path, rank_folders(store_options, self.ranks), self.ranks
         )
         """The snapshots that the ranks have together."""
+        self._row_calls = RowCalls(name, self.store, self.ranks, key_type, self.num_tables)
         self.weight = torch.nn.Parameter(torch.empty(0, self.embedding_dim))
         """Stands for all rows in parameter lists, [0, D]: it holds none. Its gradient is a `RowGrad`."""
         self._stands_for(self.weight)
@@ -358,7 +360,7 @@ class TableEmbedding(torch.nn.Module):
         if self.store.kept is not None:
             policies = enumerate(self.store.kept.policies)
             if tables := [t for t, policy in policies if policy.evict_at_snapshot]:
-                self.store.evict(tables)
+                self._row_calls.evict(tables)
         changes = self.store.changes
         identity = self.rank_snapshots.save(name, self.description(), overwrite=overwrite)
         self._saved = {"oneemb_snapshot": name, "oneemb_identity": identity}, changes
@@ -448,7 +450,7 @@ class TableEmbedding(torch.nn.Module):
             f"{self.num_tables} tables, embedding_dim={list(self.column_dims)}, dtype={self.dtype},"
             f" key_type={self.key_type}, seed={self.seed}, padding_idx={self.padding_idx},"
             f" gradients_of_ranks={self.ranks.gradients!r}, comm_dtype={self.ranks.comm_dtype}, tables and"
-            f" default_initializer {zlib.crc32(initializers.encode()):08x}"
+            f" default_initializer {zlib.crc32(initializers.encode()):08x}{described(self.policies)}"
         )
 
     # The weight holds nothing: it is in no state dict, and one that is in an older one is passed over.
@@ -560,36 +562,17 @@ class TableEmbedding(torch.nn.Module):
             TypeError, ValueError: ids or table are not as above.
             StorageError: a lookup whose step is still to come holds one; nothing has changed.
         """
-        of_ranks = [self._ids_of_table(ids, table)]
-        if self.ranks is not None:
-            (mine,) = of_ranks
-            of_ranks = self.ranks.all_gather(f"erase rows of {self.name!r}", lambda: mine)
-        table_N, id_N = (np.concatenate(column) for column in zip(*of_ranks, strict=True))
-        order_N = np.lexsort((id_N, table_N))
-        table_N, id_N = table_N[order_N], id_N[order_N]
-        first_N = np.append(True, (table_N[1:] != table_N[:-1]) | (id_N[1:] != id_N[:-1]))[: len(id_N)]
-        table_U, id_U = table_N[first_N], id_N[first_N]
-        if self.ranks is None:
-            return self._erase(table_U, id_U)
-        # On none of them, if one refuses.
-        self.ranks.agree(f"erase rows of {self.name!r}", lambda: self.store.check_free(table_U, id_U))
-        return sum(self.ranks.all_gather(f"erase rows of {self.name!r}", lambda: self._erase(table_U, id_U)))
-
-    def _erase(self, table_U: np.ndarray, id_U: np.ndarray) -> int:
-        """Erase those that are here. Returns how many there were of which no other rank has copies that count."""
-        erased_U = self.store.erase(table_U, id_U)
-        for watcher in list(self.store.watchers):
-            watcher.erase(table_U, id_U)
-        counted_U = self.store.replicas.are_counted(table_U[erased_U], id_U[erased_U])
-        return int(np.count_nonzero(counted_U))
+        return self._row_calls.erase(ids, table)
 
     def evict(self) -> dict[str, int]:
-        """Let all rows leave that have expired, by age, norm or `expire_where`, as the tables' policies say.
+        """Let all rows leave that have expired, by age, norm or `expire_where`, as the tables' policies say. With
+        `process_group` every rank makes the call.
 
         Returns:
-            How many, by reason: "expired", "norm", "where".
+            How many, of all ranks together, by reason: "expired", "norm", "where", and "capacity" of tables that were
+            loaded with more rows than they may have.
         """
-        return self.store.evict()
+        return self._row_calls.evict()
 
     def scores(self, ids: torch.Tensor, table: int = 0) -> torch.Tensor:
         """The scores of rows, uint64 of the shape of `ids`: those of least score leave first. 0 where there is no row.
@@ -597,18 +580,20 @@ class TableEmbedding(torch.nn.Module):
         What a score means is the policy's: the number of the last lookup of `LRU`, of the step of `StepLRU`, uses of
         `LFU` (with a half-life the bits of a float64, log2(uses) + step / half_life), the power and the step of
         `MixedLFU`, the epoch and the lookup or the uses of `EpochLRU` and `EpochLFU`, what was given of `GivenScore`.
+        With `process_group` every rank makes the call, each with ids of its own.
 
         Raises:
             ValueError: there is no policy.
         """
-        table_N, id_N = self._ids_of_table(ids, table)
-        return torch.from_numpy(self.store.scores(table_N, id_N)[0]).view(ids.shape)
+        return self._row_calls.scores(ids, table)
 
     def set_scores(self, ids: torch.Tensor, scores: torch.Tensor, table: int = 0) -> int:
         """Give rows other scores; the next use changes them as the policy says, which of `GivenScore` is not at all.
 
+        With `process_group` every rank makes the call, each with ids of its own, which may be none.
+
         Args:
-            ids: integers of `key_type`, any shape, each once; those without a row are passed over.
+            ids: integers of `key_type`, any shape, each once, on all ranks together; others are passed over.
             scores: uint64, or int64 from 0 up, of the shape of `ids`.
 
         Returns:
@@ -618,20 +603,11 @@ class TableEmbedding(torch.nn.Module):
             TypeError, ValueError: `scores` is not as above, ids repeat, or there is no policy.
             StoreFullError: so many rows do not fit in the hot tier at a time.
         """
-        table_N, id_N = self._ids_of_table(ids, table)
-        if scores.shape != ids.shape or scores.dtype not in (torch.uint64, torch.int64):
-            raise TypeError(
-                f"scores must be uint64 or int64 {list(ids.shape)}, as the ids, got {scores.dtype} {list(scores.shape)}"
-            )
-        score_N = scores.detach().cpu().reshape(-1).numpy()
-        if scores.dtype == torch.int64 and (score_N < 0).any():
-            raise ValueError(f"scores must be 0 or more, got {int(score_N.min())}")
-        if len(np.unique(id_N)) < len(id_N):
-            raise ValueError("ids must be there once each, so that it is clear which score each has; some repeat")
-        return self.store.set_scores(table_N, id_N, score_N.astype(np.uint64))
+        return self._row_calls.set_scores(ids, scores, table)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let uses from now on be of this epoch, for `EpochLRU` and `EpochLFU`; snapshots keep it.
+        """Let uses from now on be of this epoch, for `EpochLRU` and `EpochLFU`; snapshots keep it. With
+        `process_group` every rank makes the call, with the same one.
 
         Args:
             epoch: 0 to 2^32 - 1, not before the present one. A new embedding is at 0.
@@ -639,17 +615,7 @@ class TableEmbedding(torch.nn.Module):
         Raises:
             ValueError: it is not as above, or there is no policy.
         """
-        self.store.set_epoch(epoch)
-
-    def _ids_of_table(self, ids: torch.Tensor, table: int) -> tuple[np.ndarray, np.ndarray]:
-        """int32 [N] and int64 [N]."""
-        if not isinstance(ids, torch.Tensor) or ids.dtype != self.key_type:
-            got = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
-            raise TypeError(f"ids must be {self.key_type}, got {got}")
-        if type(table) is not int or not 0 <= table < self.num_tables:
-            raise ValueError(f"table must be an int from 0 to {self.num_tables - 1}, got {table!r}")
-        id_N = ids.detach().cpu().reshape(-1).to(torch.int64).numpy()
-        return np.full(len(id_N), table, np.int32), id_N
+        self._row_calls.set_epoch(epoch)
 
     # ---- rows, counters, memory -------------------------------------------------------------------------------------
 
@@ -818,7 +784,7 @@ class MultiTableEmbedding(TableEmbedding):
             bags the sums are rounded in place of rows. Rows of replicated tables are rounded too, as gradients always
             are, but where all tables of the embedding are replicated.
         policy: which rows tables keep, a `oneemb.policies.RowPolicy` for all or a list of one for each; None = all
-            rows. Without `process_group`.
+            rows. With `process_group` the same on all ranks; capacities are of the rows that each owns.
 
     Raises:
         TypeError, ValueError: an argument is not as above.

@@ -180,8 +180,11 @@ def policies_of(
     """
     if policy is None:
         return None
-    if ranks is not None:
-        raise ValueError("a policy is for an embedding without process_group, got both")
+    if ranks is not None and any(table.replicate for table in tables):
+        raise ValueError(
+            "replicated tables keep all rows: make those with a policy an embedding of their own, got replicate=True"
+            " and policy= in one"
+        )
     policies: tuple[Any, ...] = (policy,) * len(tables)
     if isinstance(policy, list | tuple):
         policies = tuple(policy)

@@ -429,6 +429,11 @@ class EmbeddingStore:
         """The scores of these rows, uint64 [U], 0 of those that are not there; and which are, bool [U]."""
         return self._need_policy().scores(table_U, id_U)
 
+    @_in_turn
+    def check_scores(self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray) -> None:
+        """Raise ValueError unless `set_scores` may give these rows these scores."""
+        self._need_policy().check_scores(table_U, id_U, score_U)
+
     @_between_steps
     @_in_turn
     def set_scores(self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray) -> int:

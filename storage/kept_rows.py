@@ -236,6 +236,11 @@ class KeptRows:
         score_U[place_U >= 0] = self.ledger.scores(place_U[place_U >= 0])
         return score_U, place_U >= 0
 
+    def check_scores(self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray) -> None:
+        """See `EmbeddingStore.check_scores`."""
+        known_U = self.ledger.find(table_U, id_U) >= 0
+        self.ledger.check_scores(table_U[known_U], score_U[known_U])
+
     def set_scores(self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray) -> int:
         """See `EmbeddingStore.set_scores`."""
         ledger, loops = self.ledger, self._rows.loops

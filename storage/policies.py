@@ -6,7 +6,7 @@ finds the rows that are to leave.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -36,6 +36,7 @@ __all__ = [
     "MixedLFU",
     "RowPolicy",
     "StepLRU",
+    "described",
     "rules_of",
 ]
 
@@ -255,6 +256,20 @@ class RowPolicy:
     def sweeps(self) -> bool:
         """Whether steps look for rows that have expired."""
         return self.expire_after_steps is not None or self.expire_after_seconds is not None or self.sweeps_weights
+
+
+def described(policies: Sequence[RowPolicy] | None) -> str:
+    """What policies say, in words that are equal where they are: of functions that they have one."""
+    if policies is None:
+        return ""
+    plain = [{field.name: _plain(getattr(its, field.name)) for field in fields(its)} for its in policies]
+    return f", policies {plain}"
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, AdmitWhere):
+        return f"AdmitWhere(a function, per_lookup={value.per_lookup}, counters={value.counters})"
+    return "a function" if callable(value) else value
 
 
 def rules_of(policies: Sequence[RowPolicy]) -> ScoreRules:

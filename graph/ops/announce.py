@@ -182,6 +182,7 @@ def _of_some(routed: Routed, told: Sequence[int], rank: int) -> Routed:
         id_N=asked.id_N[takes_N],
         count_R=[count if takes else 0 for count, takes in zip(asked.count_R, takes_R, strict=True)],
         parts_R=[parts if takes else None for parts, takes in zip(asked.parts_R, takes_R, strict=True)],
+        uses_N=None if asked.uses_N is None else asked.uses_N[takes_N],
     )
     asking = routed.asking if takes_R[rank] else routed.asking.of_none()
     return Routed(routed.keys, asking, remains)
@@ -225,7 +226,11 @@ class Announcement:
             return Announced(lookups, None)
         told_RL = [block.take(COUNTS * len(lookups), torch.int64).view(-1, COUNTS).tolist() for block in received]
         routed = [
-            Routed(keys, asking, asked_by(store, its_ranks, received, [told[n] for told in told_RL]))
+            Routed(
+                keys,
+                asking,
+                asked_by(store, its_ranks, received, [told[n] for told in told_RL], uses=store.counts_uses),
+            )
             for n, ((_, its_ranks, store, *_), (keys, asking)) in enumerate(zip(lookups, its, strict=True))
         ]
         self.announced = Announced(lookups, routed)

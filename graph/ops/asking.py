@@ -110,6 +110,8 @@ class Asking:
 
     sent: KeysByRank
     cut: CutBags | None
+    uses_R: Sequence[torch.Tensor] | None = None
+    """int32 [number]: how many ids of the lookup each key is of, by rank; None = owners do not ask."""
 
     @property
     def comes_R(self) -> list[int]:
@@ -122,7 +124,8 @@ class Asking:
 
     def tensors(self, r: int) -> list[torch.Tensor]:
         """What follows."""
-        return tensors_of(self.sent.id_R[r], self.sent.table_R[r], None if self.cut is None else self.cut.parts_R[r])
+        keys = tensors_of(self.sent.id_R[r], self.sent.table_R[r], None if self.cut is None else self.cut.parts_R[r])
+        return keys if self.uses_R is None else [*keys, self.uses_R[r]]
 
     def of_none(self) -> "Asking":
         """Asking nobody for anything."""
@@ -131,7 +134,8 @@ class Asking:
             parts = [Parts(its.key_N[:0], its.size_S[:0]) for its in cut.parts_R]
             cut = CutBags(parts, cut.bag_S[:0], cut.ids_P)
         order_N, id_R, table_R = self.sent
-        return Asking(KeysByRank(order_N[:0], [ids[:0] for ids in id_R], [tables[:0] for tables in table_R]), cut)
+        sent = KeysByRank(order_N[:0], [ids[:0] for ids in id_R], [tables[:0] for tables in table_R])
+        return Asking(sent, cut, None if self.uses_R is None else [uses[:0] for uses in self.uses_R])
 
 
 COUNTS = 3

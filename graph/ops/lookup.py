@@ -86,6 +86,8 @@ class Keys:
     bags: Bags | None
     loops: Loops
     """Those that work where the ids are."""
+    uses_U: np.ndarray | None = None
+    """int64: how many ids of ranks' batches each key is of, for policies; None = as `unique` says."""
 
     def prefetch(self, store: EmbeddingStore) -> Prefetched:
         """See the op."""
@@ -287,7 +289,7 @@ class Lease:
         # In one turn, so that what is pinned has an owner. The turn is the outermost block: Ctrl-C ends a wait for it.
         with self.store.turns:
             again = again or self.generation != -1
-            self.slot_U, unique = self.store.acquire(self.keys.unique, prefetched, again=again)
+            self.slot_U, unique = self.store.acquire(self.keys.unique, prefetched, again=again, uses_U=self.keys.uses_U)
             self._keys = dataclasses.replace(self.keys, unique=unique)
             self.generation, self._pins = self.store.generation, self.store.pins.own(self, self.slot_U)
 

@@ -60,6 +60,8 @@ class Asked:
     """How many are each rank's."""
     parts_R: Sequence[Parts | None]
     """What each rank asks for; None = the row of each of its keys."""
+    uses_N: torch.Tensor | None = None
+    """int32: how many ids each is of; None = no policy asks."""
 
     @property
     def answers_R(self) -> list[int]:
@@ -89,8 +91,12 @@ class Asked:
             size_A[at_A] = torch.cat(size_R).long()
             of_answer_N = inverse_N[torch.cat(key_R).to(loops.device)]
             bags = bags_of_sizes(size_A, store)
+        uses_U = None
+        if self.uses_N is not None:
+            uses_U = np.zeros(len(keys.unique.id_U), np.int64)
+            np.add.at(uses_U, inverse_N.cpu().numpy(), self.uses_N.numpy())
         unique = keys.unique._replace(inverse_N=loops.array(of_answer_N))  # type: ignore[attr-defined]  # a NamedTuple
-        return dataclasses.replace(keys, shape=torch.Size((answers,)), unique=unique, bags=bags)
+        return dataclasses.replace(keys, shape=torch.Size((answers,)), unique=unique, bags=bags, uses_U=uses_U)
 
     def _explicit_parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """For each rank the places of the ids of its parts among all keys, and the sizes of its parts."""
@@ -102,10 +108,15 @@ class Asked:
 
 
 def asked_by(
-    store: EmbeddingStore, ranks: Ranks, received: Sequence[Received], counts_R: Sequence[Sequence[int]]
-) -> Asked:
-    """What ranks ask this one for: `counts_R` is what they have told first, the rest is what they have sent next."""
-    tables, ids, parts_R = [], [], []
+    store: EmbeddingStore, ranks: Ranks, received: Sequence[Received], counts_R: Sequence[Sequence[int]], *,
+    uses: bool = False,
+) -> Asked:  # fmt: skip
+    """What ranks ask this one for: `counts_R` is what they have told first, the rest is what they have sent next.
+
+    Args:
+        uses: whether they have sent how many ids each key is of.
+    """
+    tables, ids, parts_R, uses_R = [], [], [], []
     for block, (keys, parts, ids_of_parts) in zip(received, counts_R, strict=True):
         ids.append(block.take(keys, torch.int64))
         tables.append(block.take(keys, torch.int32))
@@ -113,7 +124,10 @@ def asked_by(
         if parts >= 0:
             its = Parts(block.take(ids_of_parts, torch.int32), block.take(parts, torch.int32))
         parts_R.append(its)
-    return Asked(store, ranks, torch.cat(tables), torch.cat(ids), [keys for keys, *_ in counts_R], parts_R)
+        if uses:
+            uses_R.append(block.take(keys, torch.int32))
+    uses_N = torch.cat(uses_R) if uses else None
+    return Asked(store, ranks, torch.cat(tables), torch.cat(ids), [keys for keys, *_ in counts_R], parts_R, uses_N)
 
 
 @dataclass(frozen=True)
@@ -138,7 +152,10 @@ def asking_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: bo
     owner_U = owner_of(table_U.numpy(), id_U.numpy(), ranks.size)
     if store.replicas:
         owner_U[store.replicas.are_of(table_U.numpy())] = ranks.rank  # It has the rows too.
-    sent = keys_by_rank(table_U, id_U, owner_U, ranks.size)
+    sent, uses_R = keys_by_rank(table_U, id_U, owner_U, ranks.size), None
+    if store.counts_uses:
+        uses_U = torch.from_numpy(keys.loops.uses_of(keys.unique).astype(np.int32))
+        uses_R = uses_U[sent.order_N].split(sent.count_R)
     cut, like = None, rows_like(store, ranks)
     # Rows of half as many bits give a sum that is rounded once; so would sums of parts be, each. float16 may not hold
     # a sum of what it holds. Gradients of replicated rows go to all ranks.
@@ -149,7 +166,7 @@ def asking_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: bo
         )
         row_bytes, grad_bytes = (store.format.dim * dtype.itemsize for dtype in (like.dtype, ranks.comm_dtype))
         cut = cut_bags(sent, inverse_N, offset_P1, bag_N, rank=ranks.rank, row_bytes=row_bytes, grad_bytes=grad_bytes)
-    return keys, Asking(sent, cut)
+    return keys, Asking(sent, cut, uses_R)
 
 
 @Op(LOOKUP, takes=("ranks",))
@@ -177,7 +194,7 @@ def shuffle_keys(
 
     received = ranks.exchange(what, blocks)
     counts_R = [block.take(COUNTS, torch.int64).tolist() for block in received]
-    return Routed(*made[0], asked_by(store, ranks, received, counts_R))
+    return Routed(*made[0], asked_by(store, ranks, received, counts_R, uses=store.counts_uses))
 
 
 def keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tensor) -> Keys:
