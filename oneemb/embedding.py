@@ -357,12 +357,42 @@ class TableEmbedding(torch.nn.Module):
         Raises:
             StorageError: the name is taken or cannot be a name, or the disk fails; the snapshots there stay whole.
         """
+        self._save(name, overwrite=overwrite)
+
+    def save_delta(self, name: str, since: str, *, keep_evicted: bool = False, overwrite: bool = False) -> None:
+        """Save what has changed since a snapshot or delta: the rows that were trained, begun or imported since, and the
+        keys of those that have left. `load_snapshot(name)` loads the rows as they are now, from the snapshot and the
+        deltas since, wherever it lies; `oneemb merge-deltas` makes the delta a whole snapshot.
+
+        A delta counts as a snapshot: it is complete when the call returns, listed, deleted and named by state dicts as
+        one. What it goes on from cannot be deleted or replaced as long as it is there.
+
+        Args:
+            name: as of `save_snapshot`.
+            since: one of the last four snapshots and deltas that this embedding has saved, or loaded as they were
+                saved by as many ranks.
+            keep_evicted: do not say which rows have left by a policy: who loads the delta has them as they were before,
+                for serving. Those that `erase` has forgotten go all the same.
+            overwrite: replace a snapshot of this name, atomically.
+
+        Raises:
+            ValueError: `since` is `name`.
+            StorageError: `since` is none of those, the name is taken or cannot be a name, or the disk fails; the
+                snapshots there stay whole.
+        """
+        self._save(name, overwrite=overwrite, since=since, keep_evicted=keep_evicted)
+
+    def _save(
+        self, name: str, *, overwrite: bool = False, since: str | None = None, keep_evicted: bool = False
+    ) -> None:
         if self.store.kept is not None:
             policies = enumerate(self.store.kept.policies)
             if tables := [t for t, policy in policies if policy.evict_at_snapshot]:
                 self._row_calls.evict(tables)
         changes = self.store.changes
-        identity = self.rank_snapshots.save(name, self.description(), overwrite=overwrite)
+        identity = self.rank_snapshots.save(
+            name, self.description(), overwrite=overwrite, since=since, keep_evicted=keep_evicted
+        )
         self._saved = {"oneemb_snapshot": name, "oneemb_identity": identity}, changes
 
     def load_snapshot(self, name: str, *, weights_only: bool = False) -> None:

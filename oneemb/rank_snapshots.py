@@ -149,19 +149,30 @@ class RankSnapshots:
 
     # ---- save -------------------------------------------------------------------------------------------------------
 
-    def save(self, name: str, description: dict[str, Any], *, overwrite: bool = False) -> str:
-        """Save a snapshot; see `TableEmbedding.save_snapshot`. Returns its identity."""
+    def save(
+        self, name: str, description: dict[str, Any], *, overwrite: bool = False, since: str | None = None,
+        keep_evicted: bool = False,
+    ) -> str:  # fmt: skip
+        """Save a snapshot, or a delta; see `TableEmbedding.save_snapshot` and `save_delta`. Returns its identity."""
+        if since is not None and since == name:
+            raise ValueError(f"a delta needs a name of its own, got {name!r} for one since {since!r}")
         if not self.are_kept:
             raise StorageError(
                 f"the rows of tables {self._name} are in a folder that goes with their collection, where no snapshot"
                 " lasts: give the collection store_options with a path"
             )
         if self._is_alone():
-            return self._store.save_snapshot(name, description, overwrite=overwrite).identity
-        return self.together(f"save_snapshot {name!r}", lambda: self._save(name, description, overwrite))
+            return self._store.save_snapshot(
+                name, description, overwrite=overwrite, since=since, keep_evicted=keep_evicted
+            ).identity
+        its = f"save_snapshot {name!r}" if since is None else f"save_delta {name!r} since {since!r}"
+        return self.together(its, lambda: self._save(its, name, description, overwrite, since, keep_evicted))
 
-    def _save(self, name: str, description: dict[str, Any], overwrite: bool) -> str:
-        what = self.words(f"save_snapshot {name!r}")
+    def _save(
+        self, its: str, name: str, description: dict[str, Any], overwrite: bool, since: str | None = None,
+        keep_evicted: bool = False,
+    ) -> str:  # fmt: skip
+        what = self.words(its)
         identity = self.all_gather(what, lambda: uuid.uuid4().hex)[0]
         table_name = ""
 
@@ -177,11 +188,16 @@ class RankSnapshots:
                 f"there is a snapshot named {name!r} already, in {', '.join(former)}; pass overwrite=True to replace"
                 " it, or delete it, or choose another name"
             )
+        _check_no_deltas(found, name, "replaced")
+        if since is not None:
+            parents = set(self.all_gather(what, lambda: self._store.check_since(since)))
+            if len(parents) > 1:
+                raise StorageError(f"ranks know different snapshots {since!r}; save a whole one")
         self.agree(what, lambda: self._sweep(found))
         self._bring_new_replicas(what)
         part = NewPart(name, identity, found.next_sequence)
         try:
-            self.agree(what, lambda: self._save_part(table_name, description, part))
+            self.agree(what, lambda: self._save_part(table_name, description, part, since, keep_evicted))
         except BaseException:
             self._take_back(table_name, identity)
             raise
@@ -195,10 +211,12 @@ class RankSnapshots:
                     self._remove(what, snapshots)
         return identity
 
-    def _save_part(self, table_name: str, description: dict[str, Any], part: NewPart) -> None:
+    def _save_part(
+        self, table_name: str, description: dict[str, Any], part: NewPart, since: str | None, keep_evicted: bool
+    ) -> None:
         if self._size > 1:
             mark(self._fs, self._own, [part.identity])
-        self._store.save_snapshot(table_name, description, part=part)
+        self._store.save_snapshot(table_name, description, part=part, since=since, keep_evicted=keep_evicted)
 
     def _unmark(self, identity: str) -> None:
         if self._size > 1:
@@ -235,7 +253,9 @@ class RankSnapshots:
 
     def _delete(self, name: str) -> None:
         what = self.words(f"delete_snapshot {name!r}")
-        for snapshots in to_remove(self._find(what, self._store.build), name):
+        found = self._find(what, self._store.build)
+        _check_no_deltas(found, name, "deleted")
+        for snapshots in to_remove(found, name):
             self._remove(what, snapshots)
 
     def _remove(self, what: str, snapshots: Sequence[Any]) -> None:
@@ -279,7 +299,7 @@ class RankSnapshots:
         def run() -> int:
             what = self.words("export_rows")
             shared = self.all_gather(what, lambda: (check(), name))[0][1]
-            self._save(shared, {}, overwrite=False)
+            self._save("export_rows", shared, {}, overwrite=False)
             try:
                 return self.all_gather(what, lambda: export(self._folders, shared))[0]
             finally:
@@ -478,6 +498,15 @@ class _Opened(NamedTuple):
     """Its rows in the parts of others; None = its own part."""
     replicated: Keys | None
     """The keys of replicated tables among them; None = there are no such tables."""
+
+
+def _check_no_deltas(found: FoundParts, name: str, done: str) -> None:
+    """Raise StorageError if deltas go on from the snapshot of this name."""
+    if deltas := found.going_on_from(name):
+        raise StorageError(
+            f"snapshot {name!r} cannot be {done}: {', '.join(map(repr, deltas))} are deltas since it; make them whole"
+            " with `oneemb merge-deltas`, or delete them first"
+        )
 
 
 def _is_there(check: Callable[[str, str | None, str], object], name: str, identity: str | None) -> bool:

@@ -13,7 +13,9 @@ import numpy as np
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.row_store import RowSource, RowStore
+from oneemb.storage.linked_rows import LinkedRows
+from oneemb.storage.row_store import RowStore
+from oneemb.storage.table.delta import chain_of
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
@@ -50,8 +52,11 @@ class Bottom(Protocol):
             StorageError: it cannot be read, or the store keeps none.
         """
 
-    def read(self, name: str) -> RowSource:
-        """The rows of a snapshot; raises as `snapshot`."""
+    def chain(self, name: str) -> list[SnapshotInfo]:
+        """A snapshot and, before it, those that it goes on from, the whole one first; raises as `snapshot`."""
+
+    def read(self, name: str) -> LinkedRows:
+        """The rows of a snapshot, those of a delta with those that have not changed; raises as `snapshot`."""
 
     def arrays(self, name: str) -> dict[str, np.ndarray]:
         """What a snapshot holds beside its rows; raises as `snapshot`."""
@@ -109,12 +114,15 @@ class TableBottom:
     def snapshot(self, name: str) -> SnapshotInfo:
         return read_snapshot_info(self.name, name)
 
-    def read(self, name: str) -> SnapshotReader:
-        return SnapshotReader.open(self.name, name)
+    def chain(self, name: str) -> list[SnapshotInfo]:
+        return chain_of(self.snapshot(name), self.snapshots, lambda info: info)
+
+    def read(self, name: str) -> LinkedRows:
+        return LinkedRows([[SnapshotReader.open(self.name, info.name)] for info in self.chain(name)])
 
     def arrays(self, name: str) -> dict[str, np.ndarray]:
         with self.read(name) as reader:
-            return {array: reader.array(array) for array in reader.arrays}
+            return reader.arrays()[0]
 
 
 def _check_writable(path: str) -> None:

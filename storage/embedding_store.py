@@ -32,6 +32,8 @@ from oneemb.kernels.places import loops_at
 from oneemb.kernels.threads import Threads
 from oneemb.storage.bottom import EXPORTED, Bottom, TableBottom
 from oneemb.storage.errors import OtherSnapshotError, SnapshotNotFoundError
+from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.journal import Journal, Point
 from oneemb.storage.kept_rows import KeptRows, admits_some
 from oneemb.storage.ledger import MARKS, LedgerClock
 from oneemb.storage.owned_rows import OwnedRows
@@ -40,8 +42,9 @@ from oneemb.storage.policies import RowPolicy
 from oneemb.storage.replicas import Keys as ReplicatedKeys, Replicas
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError, StoreFullError
-from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.snapshot_rows import PartOf, SnapshotRows
 from oneemb.storage.step_lock import StepLock, alone, between_steps
+from oneemb.storage.table.delta import GONE, Delta, deltas_since, gone_array
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiered_rows import ChangeRows, NewPart, TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
@@ -168,6 +171,8 @@ class EmbeddingStore:
         """Which rows policies keep; None where no table has one, and all stay. In a turn only."""
         if policies is not None:
             self.kept = KeptRows(policies, plan.capacity, self._rows, self.pins, threads, self.writing)
+        self.journal = Journal()
+        """The snapshots since which a delta can be saved. In a turn only."""
         self._closed = False
 
     # ---- form and place -----------------------------------------------------------------------------------------
@@ -398,6 +403,7 @@ class EmbeddingStore:
             return np.zeros(len(id_U), np.bool_)
         self.pins.release_abandoned()
         erased_U = self.pins.erase(table_U, id_U)
+        self.journal.erase(table_U, id_U)
         self.replicas.forget(table_U, id_U)
         if self.kept is not None:
             self.kept.forget(table_U, id_U)
@@ -673,27 +679,83 @@ class EmbeddingStore:
     @_between_steps
     @_in_turn
     def save_snapshot(
-        self, name: str, meta: dict[str, Any], *, overwrite: bool = False, part: NewPart | None = None
-    ) -> SnapshotInfo:
+        self, name: str, meta: dict[str, Any], *, overwrite: bool = False, part: NewPart | None = None,
+        since: str | None = None, keep_evicted: bool = False,
+    ) -> SnapshotInfo:  # fmt: skip
         """Write every row as it is now, durably, under a name.
 
         Args:
             meta: what the caller wants to find again beside the rows, any JSON.
             part: of which snapshot of several stores this is a part; None = it is one of this store alone. A part
                 has those rows of replicated tables that count here.
+            since: write a delta: only what has changed since this snapshot, one of the last that were saved or loaded.
+            keep_evicted: a delta does not say which rows have left by a policy: who loads it has them still.
 
         Returns:
             What the snapshot is.
 
         Raises:
-            StorageError: the name is taken and `overwrite` is off, or the disk fails; the snapshots there are whole.
+            StorageError: the name is taken and `overwrite` is off, or the disk fails; the snapshots there are whole. Or
+                it is of a snapshot that deltas go on from; or `since` is none of the last.
         """
         self._check_open()
+        if overwrite:
+            self._check_no_deltas(name, "replaced")
         without = self.replicas.keys(own=False) if part is not None and self.replicas else None
         uses, arrays = (None, None) if self.kept is None else (self.kept.to_meta(), self.kept.to_arrays())
-        return self._rows.save(
-            name, meta, self.step, overwrite=overwrite, part=part, without=without, uses=uses, arrays=arrays
-        )
+        loaded = rows = len(self._rows) - (0 if without is None else len(without[1]))
+        places = None
+        if since is not None:
+            point = self.journal.since(since, self._rows.opened)
+            gone, delta = self._delta(point, rows, keep_evicted)
+            places, loaded = point.places, delta.rows
+            uses, arrays = {**(uses or {}), **delta.to_meta()}, {**(arrays or {}), GONE: gone}
+        info = self._rows.save(
+            name, meta, self.step, overwrite=overwrite, part=part, without=without, more=uses, arrays=arrays,
+            since=places,
+        )  # fmt: skip
+        whole = name if part is None else part.name
+        if not whole.startswith(EXPORTED):
+            self.journal.add(Point(whole, info, rows, loaded, self._rows.places(), self._rows.opened))
+        return info
+
+    def check_since(self, since: str) -> str:
+        """The identity of a snapshot since which a delta can be saved.
+
+        Raises:
+            StorageError: it is none of the last that were saved or loaded.
+        """
+        with self.turns:
+            return self.journal.since(since, self._rows.opened).info.identity
+
+    def _delta(self, point: Point, rows: int, keep_evicted: bool) -> tuple[np.ndarray, Delta]:
+        """The keys that are gone since a point, and what a delta of it is that has so many rows."""
+        table_N, id_N = self._rows.gone_since(point.places)
+        counted = np.flatnonzero(self.replicas.are_counted(table_N, id_N))
+        table_N, id_N = table_N[counted], id_N[counted]
+        inserted = max(rows - point.rows + len(id_N), 0)
+        table_E, id_E = self.journal.erased_since(point)
+        if keep_evicted:  # Of those that were erased by hand it says so all the same.
+            gone = HashIndex(self.threads)
+            gone.put(table_E, id_E, np.zeros(len(id_E), np.int64))
+            erased = np.flatnonzero(gone.find(table_N, id_N) >= 0)
+            table_N, id_N = table_N[erased], id_N[erased]
+        loaded = point.loaded + inserted - len(id_N)
+        if len(id_E):  # Those, too, that others have kept though they had no row here.
+            erased = np.flatnonzero(~self._rows.contains(table_E, id_E) & self.replicas.are_counted(table_E, id_E))
+            table_N, id_N = np.append(table_N, table_E[erased]), np.append(id_N, id_E[erased])
+        delta = Delta(point.name, point.info.identity, point.number, point.number + 1, loaded, inserted)
+        return gone_array(table_N, id_N), delta
+
+    def _check_no_deltas(self, name: str, done: str) -> None:
+        """Raise StorageError if deltas go on from the snapshot of this name."""
+        infos = self._rows.snapshots()
+        for info in infos:
+            if info.name == name and (deltas := deltas_since(info.identity, infos)):
+                raise StorageError(
+                    f"snapshot {name!r} cannot be {done}: {', '.join(map(repr, deltas))} are deltas since it; make them"
+                    " whole with `oneemb merge-deltas`, or delete them first"
+                )
 
     @_between_steps
     def load_snapshot(self, name: str, *, weights_only: bool = False) -> bool:
@@ -792,11 +854,16 @@ class EmbeddingStore:
             self._check_open()
             try:
                 self.replaced += 1
+                self.journal.clear()
                 self.step, same = self._rows.load(info, weights_only, owned, marks)
                 self.replicas.clear()
                 if kept is not None:
                     self._know_rows(kept, rows.format, clock, rows.step)
                     kept.admission = admission
+                if same and owned is None and self._rows.lie_as_saved:
+                    whole = PartOf.name_of(info)
+                    rows = len(self._rows)
+                    self.journal.add(Point(whole, info, rows, rows, self._rows.places(), self._rows.opened))
             except BaseException as error:
                 if broken or not self._rows.whole:  # Without rows, or with a part of them, there is nothing to go on.
                     self.turns.cut_short(error)
@@ -818,9 +885,15 @@ class EmbeddingStore:
 
     @_in_turn
     def delete_snapshot(self, name: str) -> None:
-        """Forget a snapshot and free what only it held."""
+        """Forget a snapshot and free what only it held.
+
+        Raises:
+            StorageError: there is none, deltas go on from it, or the disk fails.
+        """
         self._check_open()
+        self._check_no_deltas(name, "deleted")
         self._rows.delete(name)
+        self.journal.forget(name)
 
     def snapshot(self, name: str) -> SnapshotInfo:
         """What a snapshot is.
@@ -866,6 +939,7 @@ class EmbeddingStore:
             if self._bottom.keeps_rows and not self.built:
                 self._rows.build()
             self._rows.clear()
+            self.journal.clear()
             self.replicas.clear()
             if self.kept is not None:
                 self.kept.clear()

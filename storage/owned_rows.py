@@ -10,6 +10,7 @@ import numpy as np
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.errors import OtherSnapshotError
 from oneemb.storage.fs import FileSystem
+from oneemb.storage.linked_rows import LinkedRows
 from oneemb.storage.part_arrays import joined_arrays
 from oneemb.storage.snapshot_parts import Part, PartedSnapshot
 from oneemb.storage.table.snapshot_reader import Keep, SnapshotReader
@@ -21,7 +22,7 @@ class OwnedRows:
     """The rows that an owner of so many has in a snapshot.
 
     Args:
-        snapshot: which; of its parts those are opened that may hold such rows.
+        snapshot: which, with those it goes on from; of their parts those are opened that may hold such rows.
         owner, owners: whose rows; of one owner they are all.
         fs: where the parts are; None = this machine's.
 
@@ -31,12 +32,14 @@ class OwnedRows:
 
     def __init__(self, snapshot: PartedSnapshot, owner: int, owners: int, fs: FileSystem | None = None):
         self._owner, self._owners = owner, owners
-        self._readers = [_open(part, fs) for part in snapshot.parts_for(owner, owners)]
+        self._linked = LinkedRows(
+            [[_open(part, fs) for part in link.parts_for(owner, owners)] for link in (*snapshot.before, snapshot)]
+        )
         self._count: int | None = None
 
     def __len__(self) -> int:
         if self._count is None:
-            self._count = sum(reader.count(self._is_own) for reader in self._readers)
+            self._count = self._linked.count(self._is_own)
         return self._count
 
     def keys(self, keep: Keep) -> tuple[np.ndarray, np.ndarray]:
@@ -46,27 +49,22 @@ class OwnedRows:
             return self._is_own(table_N, id_N) & keep(table_N, id_N)
 
         tables, ids = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
-        for reader in self._readers:
-            for table_N, id_N in reader.keys(is_kept):
-                tables.append(table_N)
-                ids.append(id_N)
+        for table_N, id_N in self._linked.keys(is_kept):
+            tables.append(table_N)
+            ids.append(id_N)
         return np.concatenate(tables), np.concatenate(ids)
 
     def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Every row once as (table_N int32, id_N int64, row_NW float32), at most `batch` at a time."""
-        for reader in self._readers:
-            if len(reader):
-                yield from reader.scan(batch, self._is_own)
+        yield from self._linked.scan(batch, self._is_own)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What the parts hold beside their rows, by name, as far as it is the owner's."""
-        parts = [{name: reader.array(name) for name in reader.arrays} for reader in self._readers]
-        return joined_arrays(parts, self._is_own)
+        return joined_arrays(self._linked.arrays(), self._is_own)
 
     def close(self) -> None:
         """Close the files."""
-        for reader in self._readers:
-            reader.close()
+        self._linked.close()
 
     def _is_own(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
         return owner_of(table_N, id_N, self._owners) == self._owner

@@ -10,15 +10,19 @@ Invariants, for every implementation:
 - one thread at a time calls a store.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from oneemb.storage.table.snapshot_manifest import SnapshotInfo
+    from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotInfo
 
-__all__ = ["RowSource", "RowStore", "Snapshots", "StorageError", "StoreFullError"]
+__all__ = ["Places", "RowSource", "RowStore", "Snapshots", "StorageError", "StoreFullError"]
+
+
+Places = Mapping[int, "ChunkPart"]
+"""By the numbers of chunks, which of their rows were live at one moment."""
 
 
 class StorageError(RuntimeError):
@@ -80,14 +84,21 @@ class Snapshots(Protocol):
     def save_snapshot(
         self, name: str, meta: dict[str, Any], *, overwrite: bool = False, identity: str | None = None,
         sequence: int = 0, without: tuple[np.ndarray, np.ndarray] | None = None,
-        arrays: Mapping[str, np.ndarray] | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None, since: "Places | None" = None,
     ) -> "SnapshotInfo":  # fmt: skip
         """Keep all rows as they are now, but for those of the keys `without`, (table_U, id_U); atomic. Without an
         identity the snapshot gets one of its own; its number among the snapshots is `sequence` or more. It holds
-        `arrays` beside the rows."""
+        `arrays` beside the rows. With `since`, which `places` gave, it holds only rows that were written after that."""
 
-    def load_snapshot(self, name: str) -> dict[str, Any]:
-        """Make a snapshot's rows the rows of the store; returns the `meta` it was saved with."""
+    def load_snapshot(self, name: str, deltas: Sequence[str] = ()) -> dict[str, Any]:
+        """Make a snapshot's rows, as the deltas that go on from it have changed them, the rows of the store; returns
+        the `meta` of the last."""
+
+    def places(self) -> "Places":
+        """Where the rows are that have been flushed."""
+
+    def gone_since(self, then: "Places") -> tuple[np.ndarray, np.ndarray]:
+        """The keys that had rows at those places, and have none now."""
 
     def delete_snapshot(self, name: str) -> None:
         """Forget a snapshot."""

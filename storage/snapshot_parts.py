@@ -29,6 +29,7 @@ from oneemb.storage.errors import (
 )
 from oneemb.storage.fs import FileSystem, LocalFileSystem
 from oneemb.storage.snapshot_rows import PartOf, SnapshotRows, part_of, shard_of
+from oneemb.storage.table.delta import chain_of, deltas_since, rows_of
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.table_info import need_table
@@ -101,9 +102,15 @@ class Part:
 
 @dataclass(frozen=True)
 class PartedSnapshot:
-    """A snapshot of which all parts are there, in their order."""
+    """A snapshot of which all parts are there, in their order.
+
+    Args:
+        parts: its own.
+        before: of a delta, the snapshots that it goes on from, the whole one first: see storage/table/delta.py.
+    """
 
     parts: tuple[Part, ...]
+    before: tuple["PartedSnapshot", ...] = ()
 
     @property
     def name(self) -> str:
@@ -116,31 +123,26 @@ class PartedSnapshot:
 
     @cached_property
     def info(self) -> SnapshotInfo:
-        """What the snapshot is. A part without rows may not know yet what state rows have: the others say.
+        """What the snapshot is; of a delta, that of which it has the changes too. A part without rows may not know yet
+        what state rows have: the others say.
 
         Raises:
             CorruptTableError: parts hold rows of several kinds.
         """
-        if len(self.parts) == 1:
-            return replace(self.parts[0].info, name=self.name)
         filled = [part for part in self.parts if part.info.rows] or [self.parts[0]]
         first = filled[0].info
-        format = SnapshotRows.of_meta(first.meta, first.name).format
-        for part in filled:
-            other = SnapshotRows.of_meta(part.info.meta, part.info.name).format
-            if not other.same_words(format):
-                raise CorruptTableError(
-                    f"snapshot {self.name!r} holds rows of {format} in {filled[0].folder} and of {other} in"
-                    f" {part.folder}; restore its files from a copy, or load another one"
-                )
+        _check_kind(f"snapshot {self.name!r}", filled)
         return replace(
-            first, name=self.name, rows=sum(part.info.rows for part in self.parts),
+            first, name=self.name, rows=sum(rows_of(part.info) for part in self.parts),
             bytes=sum(part.info.bytes for part in self.parts), created=self.parts[0].info.created,
             sequence=self.sequence,
         )  # fmt: skip
 
     def part_in(self, folder: str, shard: int, shards: int) -> Part | None:
-        """The part that a rank has saved itself, if its rows are of the kind of the others; else None."""
+        """The part that a rank has saved itself, if its rows are of the kind of the others; else None. Of a delta it
+        has to have saved one of each snapshot that it goes on from."""
+        if any(link.part_in(folder, shard, shards) is None for link in self.before):
+            return None
         for part in self.parts:
             if (part.folder, part.whole.shard, part.whole.shards) == (folder, shard, shards):
                 format = SnapshotRows.of_meta(self.info.meta, self.name).format
@@ -219,7 +221,11 @@ class FoundParts:
         if whole is not None:
             if identity is not None and identity != whole.info.identity:
                 raise OtherSnapshotError.named_by(named_by, name, identity, self._where, whole.info)
-            return whole
+            *before, last = chain_of(whole, self.snapshots, lambda one: one.parts[0].info)
+            if before:
+                its = [part for link in (*before, last) for part in link.parts if part.info.rows]
+                _check_kind(f"snapshot {name!r}, with those that it goes on from,", its)
+            return replace(last, before=tuple(before))
         for damaged in self.damaged_of(name):
             raise (FormatVersionError if damaged.newer else CorruptTableError)(damaged.reason)
         begin = f"{named_by} names a snapshot that is not there: " if named_by else ""
@@ -232,6 +238,14 @@ class FoundParts:
     @property
     def _where(self) -> str:
         return ", ".join(self.folders) or "the folders given, where there is no table"
+
+    def going_on_from(self, name: str) -> list[str]:
+        """The deltas whose parent is the snapshot of this name."""
+        whole = self._whole.get(name)
+        if whole is None:
+            return []
+        infos = [replace(one.parts[0].info, name=one.name) for one in self.snapshots()]
+        return deltas_since(whole.parts[0].info.identity, infos)
 
     def incomplete(self) -> list[list[Part]]:
         """The parts of snapshots that are not whole, though nothing says that they never were."""
@@ -276,6 +290,19 @@ class FoundParts:
     @staticmethod
     def _is_whole(parts: list[Part]) -> bool:
         return len({part.whole.shard for part in parts}) == parts[0].whole.shards
+
+
+def _check_kind(what: str, parts: Sequence[Part]) -> None:
+    """Raise CorruptTableError unless these parts hold rows of one kind."""
+    if len(parts) < 2:
+        return
+    first, *rest = [(part, SnapshotRows.of_meta(part.info.meta, part.info.name).format) for part in parts]
+    for part, format in rest:
+        if not format.same_words(first[1]):
+            raise CorruptTableError(
+                f"{what} holds rows of {first[1]} in {first[0].folder} and of {format} in {part.folder}; restore its"
+                " files from a copy, or load another one"
+            )
 
 
 def incomplete_text(parts: list[Part]) -> str:

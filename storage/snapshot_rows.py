@@ -7,6 +7,7 @@ from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.row_format import WEIGHTS, RowFormat
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.table.geometry import ROW_WIDTH_MAX
+from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
 __all__ = ["PartOf", "SnapshotRows", "part_of", "shard_of"]
 
@@ -81,6 +82,12 @@ class PartOf:
     name: str
     shard: int
     shards: int
+
+    @staticmethod
+    def name_of(info: SnapshotInfo) -> str:
+        """The name of the whole snapshot that this one of a table is a part of, or is."""
+        part = part_of(info.meta, info.name)
+        return info.name if part is None else part.name
 
     def to_meta(self, table_name: str) -> dict[str, Any]:
         """What the meta of the table's snapshot of this name says of this: nothing, if that is the whole."""

@@ -30,8 +30,9 @@ from oneemb.kernels.threads import Threads, within_thread_code
 from oneemb.storage.bottom import Bottom
 from oneemb.storage.owned_rows import OwnedRows
 from oneemb.storage.row_format import RowFormat
-from oneemb.storage.row_store import RowStore, Snapshots, StorageError
+from oneemb.storage.row_store import Places, RowStore, Snapshots, StorageError
 from oneemb.storage.snapshot_rows import PartOf, SnapshotRows, shard_of
+from oneemb.storage.table.delta import rows_of
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiers.hot_rows import HotRows
 from oneemb.storage.tiers.stack import NewRows, StorePlan, check_room, make_tiers
@@ -87,6 +88,10 @@ class TieredRows:
         """False when a call was cut short and a part of the rows is gone, until `dismantle`."""
         self.tiers: list[HotRows] = []
         """Those in memory, the hot one first. Empty until `build`."""
+        self.opened = 0
+        """How often the store at the bottom has been opened: what `places` gave is of one of these times."""
+        self.lie_as_saved = False
+        """Whether the load before has taken rows where they lie, rather than copies of them."""
         self._store: RowStore | None = None
 
     # ---- tiers ------------------------------------------------------------------------------------------------------
@@ -227,6 +232,7 @@ class TieredRows:
             store.close()
             raise
         self.new_rows, self.tiers, self._store = new_rows, tiers, store
+        self.opened += 1
         # Rows that are dropped give back their threads, files and lock. At exit the system does.
         self._finalizer = weakref.finalize(self, _close_dropped, store)
         self._finalizer.atexit = False
@@ -292,37 +298,54 @@ class TieredRows:
 
     def save(
         self, name: str, meta: dict[str, Any], step: int, *, overwrite: bool = False, part: NewPart | None = None,
-        without: tuple[np.ndarray, np.ndarray] | None = None, uses: dict[str, Any] | None = None,
-        arrays: Mapping[str, np.ndarray] | None = None,
+        without: tuple[np.ndarray, np.ndarray] | None = None, more: dict[str, Any] | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None, since: Places | None = None,
     ) -> SnapshotInfo:  # fmt: skip
         """Write every row, or those that are no copies, durably, under a name; see `EmbeddingStore.save_snapshot`.
 
         Args:
-            uses: what the ledger says of them, for the meta.
+            more: what the meta says beside what the rows are.
             arrays: what the snapshot holds beside them.
+            since: what `places` gave: write only the rows that have changed since.
         """
         snapshots = self._snapshots()
         self.hot.flush()
         return self._save(
-            snapshots, name, meta, step, overwrite=overwrite, part=part, without=without, uses=uses, arrays=arrays
-        )
+            snapshots, name, meta, step, overwrite=overwrite, part=part, without=without, more=more, arrays=arrays,
+            since=since,
+        )  # fmt: skip
+
+    def places(self) -> Places:
+        """Where the rows lie in the store at the bottom that it has: those of a snapshot, after a save or a load."""
+        return self._snapshots().places()
+
+    def gone_since(self, then: Places) -> tuple[np.ndarray, np.ndarray]:
+        """The keys, table_N and id_N, that had rows at those places and have none now.
+
+        Raises:
+            StorageError: it cannot be said any more.
+        """
+        snapshots = self._snapshots()
+        self.hot.flush()
+        return snapshots.gone_since(then)
 
     def _save(
         self, snapshots: Snapshots, name: str, meta: dict[str, Any], step: int, *, overwrite: bool,
         part: NewPart | None = None, without: tuple[np.ndarray, np.ndarray] | None = None,
-        uses: dict[str, Any] | None = None, arrays: Mapping[str, np.ndarray] | None = None,
+        more: dict[str, Any] | None = None, arrays: Mapping[str, np.ndarray] | None = None,
+        since: Places | None = None,
     ) -> SnapshotInfo:  # fmt: skip
         meta, shard = SnapshotRows(self.format, step).to_meta(meta), (self._plan.owner, self._plan.owners)
-        meta |= uses or {}
+        meta |= more or {}
         if part is not None:
             meta |= PartOf(part.name, *shard).to_meta(name)
             return snapshots.save_snapshot(
                 name, meta, overwrite=overwrite, identity=part.identity, sequence=part.sequence, without=without,
-                arrays=arrays,
+                arrays=arrays, since=since,
             )  # fmt: skip
         if shard != (0, 1):  # None of other ranks is beside it: nobody may take it for a whole one.
             meta["shard"] = list(shard)
-        return snapshots.save_snapshot(name, meta, overwrite=overwrite, arrays=arrays)
+        return snapshots.save_snapshot(name, meta, overwrite=overwrite, arrays=arrays, since=since)
 
     def delete(self, name: str) -> None:
         """Forget a snapshot and free what only it held."""
@@ -382,7 +405,7 @@ class TieredRows:
         if not len(self):
             return
         format = SnapshotRows.of_meta(info.meta, info.name).format
-        self.hot.check_holds(info.rows if owned is None else len(owned))
+        self.hot.check_holds(rows_of(info) if owned is None else len(owned))
         in_memory = None in (self._plan.cache_bytes, self._plan.host_bytes)
         other_words = not format.same_words(self.format) or self._wider(format, weights_only)
         if owned is not None or in_memory or other_words:
@@ -406,7 +429,7 @@ class TieredRows:
         if weights_only and not self.built:
             self.build()
         narrower, wider = self._narrower(rows.format, weights_only), self._wider(rows.format, weights_only)
-        replaced = False
+        self.lie_as_saved = replaced = False
         try:
             if narrower:
                 replaced = True
@@ -416,13 +439,15 @@ class TieredRows:
             elif self.format.optimizer is None and self.format.state_width == 0 and not weights_only:
                 self.new_rows.format = replace(rows.format, marks=self.format.marks)
             for tier in self.tiers:
-                tier.check_holds(info.rows if owned is None else len(owned))
+                tier.check_holds(rows_of(info) if owned is None else len(owned))
             if wider or owned is not None or not rows.format.same_words(self.format):
                 replaced = True
                 first = None if marks is None else functools.partial(marks, step=0 if wider else rows.step)
                 self._put_all(name, rows.format, owned, with_state=not wider, marks=first)
             else:
-                self._snapshots().load_snapshot(name)
+                whole, *deltas = [link.name for link in self._bottom.chain(name)]
+                self._snapshots().load_snapshot(whole, deltas)
+                self.lie_as_saved = True
                 replaced = True
             self.generation += 1
             self._reload()
@@ -430,6 +455,10 @@ class TieredRows:
             self.whole = not replaced  # Half of the rows are nothing to go on from.
             raise
         return 0 if wider else rows.step, not wider
+
+    def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """Whether each key has a row: bool [U]."""
+        return self.hot.contains(table_U, id_U)
 
     def rows(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """All of them: see `RowSource.scan`."""

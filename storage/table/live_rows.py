@@ -179,12 +179,25 @@ class LiveRows:
         )
         return self.index.put_new(table_N, id_N, row_N + self.first_place(chunk))
 
+    def load_over(self, chunk: ChunkFile, table_N: np.ndarray, id_N: np.ndarray, row_N: np.ndarray) -> None:
+        """Add rows of a chunk, in place of those that their keys have. `load_chunk` must not follow.
+
+        Raises:
+            MemoryError: there is none for so many keys.
+        """
+        self.index.reserve_keys(table_N, id_N)
+        self._put(table_N, id_N, row_N + self.first_place(chunk))
+
+    def load_sums(self, chunk: ChunkFile, sum_B: np.ndarray) -> None:
+        """Set the checksums of a chunk's first blocks."""
+        begin = self.first_block(chunk)
+        self.sum_B[begin : begin + len(sum_B)] = sum_B
+
     def load_chunk(self, chunk: ChunkFile, bit_N: np.ndarray, sum_B: np.ndarray) -> None:
         """Set the live rows, as bits, and the blocks' checksums of a chunk whose extents are new."""
         begin = self.first_place(chunk) // 8
         self.bit_N[begin : begin + len(bit_N)] = bit_N
-        begin = self.first_block(chunk)
-        self.sum_B[begin : begin + len(sum_B)] = sum_B
+        self.load_sums(chunk, sum_B)
 
     def part(self, chunk: ChunkFile, without_N: np.ndarray | None = None) -> ChunkPart:
         """The live rows of one chunk that are on disk now, but for those in these places, which grow."""

@@ -17,7 +17,7 @@ The steps that make a snapshot durable (2 to 7 are in `SnapshotStore` and `Snaps
 
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,8 +27,10 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, ForkedProcessError, RowWidthError, StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, storage_error
 from oneemb.storage.hash_index import check_tables
+from oneemb.storage.row_store import Places
 from oneemb.storage.table.aio_reader import open_reader
 from oneemb.storage.table.background import Background
+from oneemb.storage.table.chunk_files import chunk_paths
 from oneemb.storage.table.chunk_scan import live_rows, read_keys, scan_rows
 from oneemb.storage.table.compaction import CompactionResult, Compactor
 from oneemb.storage.table.geometry import Geometry, make_geometry
@@ -39,7 +41,7 @@ from oneemb.storage.table.row_writer import RowWriter
 from oneemb.storage.table.snapshot_load import load_live_rows
 from oneemb.storage.table.snapshot_manifest import ArrayPart, SnapshotInfo
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
-from oneemb.storage.table.snapshot_store import Cut, SnapshotStore
+from oneemb.storage.table.snapshot_store import Cut, SnapshotStore, rows_not_in
 from oneemb.storage.table.writer_lock import WriterLock
 from oneemb.storage.turns import Turns
 
@@ -246,7 +248,7 @@ class PersistentTable:
     def save_snapshot(
         self, name: str, meta: dict[str, Any], *, overwrite: bool = False, identity: str | None = None,
         sequence: int = 0, without: tuple[np.ndarray, np.ndarray] | None = None,
-        arrays: Mapping[str, np.ndarray] | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None, since: Places | None = None,
     ) -> SnapshotInfo:  # fmt: skip
         """Keep all rows as they are now under a name. Durable when this returns, and atomic.
 
@@ -261,6 +263,8 @@ class PersistentTable:
             sequence: the least number that it is to have among the snapshots.
             without: the snapshot does not hold the rows of these keys, (table_U, id_U), which the table keeps.
             arrays: what it holds beside the rows, by name: integers, float32 or bytes.
+            since: what `places` gave: the snapshot holds only rows that were written since, and moves none. A row that
+                was moved meanwhile, to free disk, counts as written.
 
         Returns:
             The snapshot's description.
@@ -276,9 +280,12 @@ class PersistentTable:
             if not overwrite:
                 self._store.must_not_exist(name)
             self._leave_suspects()
-            self._compactor.clean_for_save(name)
+            if since is None:
+                self._compactor.clean_for_save(name)
             self._writer.write_out()  # 1.
             cut = self._cut(without)
+            if since is not None:
+                cut.leave_out(since, self._files)
             try:
                 record = self._store.describe(name, cut, meta, time.time(), identity, sequence)
                 record.arrays = {its: ArrayPart(data.dtype.str, data.shape, data=data) for its, data in (
@@ -295,8 +302,40 @@ class PersistentTable:
             self._store.enter(record, cut, None)
         return record.info
 
-    def load_snapshot(self, name: str) -> dict[str, Any]:
+    def places(self) -> Places:
+        """Where the rows lie that have been written to files, for `save_snapshot` and `gone_since`: a bit a row. It
+        means something as long as the table is open and snapshots hold the chunks of those rows."""
+        with self._turns:
+            self._begin()
+            return {chunk.number: self._live.part(chunk) for chunk in self._live.chunks() if chunk.blocks}
+
+    def gone_since(self, then: Places) -> tuple[np.ndarray, np.ndarray]:
+        """The keys, table_N and id_N, that had rows at those places and have none now.
+
+        Raises:
+            StorageError: their files are not there any more, or damaged.
+        """
+        tables, ids = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
+        with self._turns:
+            self._begin()
+            now, geometry = self.places(), self._live.geometry
+            for number, part in then.items():
+                lost = live_rows(rows_not_in(part, now.get(number)).bit_N)
+                if len(lost):
+                    keys_path = chunk_paths(self._files.directory, number)[1]
+                    table_N, id_N = read_keys(self._fs, keys_path, geometry, part).of(lost)
+                    gone = np.flatnonzero(self._live.index.find(table_N, id_N) < 0)
+                    tables.append(table_N[gone])
+                    ids.append(id_N[gone])
+        return np.concatenate(tables), np.concatenate(ids)
+
+    def load_snapshot(self, name: str, deltas: Sequence[str] = ()) -> dict[str, Any]:
         """Make the snapshot's rows the table's rows; returns the `meta` it was saved with.
+
+        Args:
+            name: of a whole one.
+            deltas: those that go on from it, in order: their rows take the place of what was there, and what they say
+                is gone goes. The `meta` is that of the last.
 
         Raises:
             SnapshotNotFoundError: there is no snapshot of that name.
@@ -305,18 +344,25 @@ class PersistentTable:
         """
         with self._turns:
             self._begin(settle=False)
-            record = self._store.files.read(name)
-            if record.geometry.row_width != self.row_width:
-                raise RowWidthError(
-                    f"snapshot {name!r} at {record.path} has rows of {record.geometry.row_width} words, this table has "
-                    f"{self.row_width}; open the table with row_width={record.geometry.row_width}: the same dimension, "
-                    f"dtype and optimizer as when it was saved"
-                )
-            self._reader_for(record.geometry)
+            records = [self._store.files.read(name) for name in (name, *deltas)]
+            for record in records:
+                geometry = record.geometry
+                if geometry.row_width != self.row_width:
+                    raise RowWidthError(
+                        f"snapshot {record.info.name!r} at {record.path} has rows of {geometry.row_width} words, this"
+                        f" table has {self.row_width}; open the table with row_width={geometry.row_width}: the same"
+                        " dimension, dtype and optimizer as when it was saved"
+                    )
+                if geometry != records[0].geometry:
+                    raise CorruptTableError(
+                        f"snapshot {record.info.name!r} at {record.path} has blocks of another size than {name!r}, from"
+                        " which it goes on; restore their files from a copy, or load another one"
+                    )
+            self._reader_for(records[0].geometry)
             self._replace(
-                load_live_rows(self._fs, self._store.files, self._files, record, self._threads, self._settles)
+                load_live_rows(self._fs, self._store.files, self._files, records, self._threads, self._settles)
             )
-            return record.info.meta
+            return records[-1].info.meta
 
     def delete_snapshot(self, name: str) -> None:
         """Remove a snapshot, and the chunks that nothing else needs. Durable when this returns.

@@ -1,7 +1,7 @@
 """Loads a snapshot into a table: builds the index from the keys files, and reads no rows."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -11,7 +11,8 @@ from oneemb.kernels.threads import Threads, submit
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.fs import FileSystem, storage_error
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_paths
-from oneemb.storage.table.chunk_scan import ChunkKeys, check_header, fill_keys, live_rows, missing_file
+from oneemb.storage.table.chunk_scan import ChunkKeys, check_header, fill_keys, live_rows, missing_file, read_keys
+from oneemb.storage.table.delta import GONE, gone_keys
 from oneemb.storage.table.file_header import HEADER_BYTES, ROWS_MAGIC
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.live_rows import LiveRows
@@ -28,15 +29,19 @@ _PIECE_ROWS = 1 << 20
 
 
 def load_live_rows(
-    fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: SnapshotRecord, threads: Threads,
+    fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, records: Sequence[SnapshotRecord], threads: Threads,
     beside: Executor | None = None,
 ) -> LiveRows:  # fmt: skip
     """The live rows of a table that holds exactly this snapshot.
 
+    Args:
+        records: a whole one, and the deltas that go on from it.
+
     Raises:
         CorruptTableError: a file is damaged; no chunk is held.
     """
-    for part in record.parts:
+    record, *deltas = records
+    for part in [part for one in records for part in one.parts]:
         keys_path = chunk_paths(files.directory, part.number)[1]
         _check_size(fs, keys_path, part.keys_bytes)  # before memory is taken for that many keys
     pieces = _pieces(fs, snapshots, files, record)
@@ -62,10 +67,30 @@ def load_live_rows(
                 if piece.bit_N is not None and piece.sum_B is not None:
                     live.load_chunk(chunk, piece.bit_N, piece.sum_B)
                     chunk = None
+            for delta in deltas:
+                _go_on(fs, snapshots, files, delta, live)
         except BaseException:
             live.release()
             raise
     return live
+
+
+def _go_on(fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: SnapshotRecord, live: LiveRows) -> None:
+    """Let live rows be those that a delta makes of them."""
+    gone = snapshots.read_array(record, GONE) if GONE in record.arrays else None
+    live.erase(*gone_keys(gone, record.info.name))
+    for part in record.parts:
+        undisturbed.raise_interrupt()
+        rows_path, keys_path = chunk_paths(files.directory, part.number)
+        _check_rows_file(fs, rows_path, record.geometry, part)
+        keys, row_N = read_keys(fs, keys_path, record.geometry, part), live_rows(snapshots.read_bits(record, part))
+        chunk = files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
+        if chunk in live:
+            files.release(chunk)  # It is held once.
+        else:
+            live.add(chunk, chunk.blocks)
+        live.load_sums(chunk, keys.sum_B)
+        live.load_over(chunk, *keys.of(row_N), row_N)
 
 
 @dataclass

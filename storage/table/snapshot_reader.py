@@ -145,7 +145,7 @@ class SnapshotReader:
 
     def _find_keys(self) -> LiveRows:
         if self._live is None:
-            self._live = load_live_rows(self._fs, self._files, self._chunks, self._record, Threads(1))
+            self._live = load_live_rows(self._fs, self._files, self._chunks, [self._record], Threads(1))
         return self._live
 
     def close(self) -> None:

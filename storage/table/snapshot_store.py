@@ -12,7 +12,8 @@ import json
 import os
 import socket
 import uuid
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from oneemb.storage.errors import SnapshotExistsError, StorageError
 from oneemb.storage.fs import FileSystem, storage_error
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_numbers
+from oneemb.storage.table.chunk_scan import live_rows
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.recovery import Recovery, find_lost, needed_bytes, read_snapshots, remove_orphans
 from oneemb.storage.table.snapshot_file import RenameUncertainError, SnapshotFiles
@@ -27,7 +29,7 @@ from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotInfo, Snap
 from oneemb.storage.table.writer_lock import KnownSnapshots, WriterLock
 from oneemb.storage.turns import undisturbed
 
-__all__ = ["Cut", "SnapshotStore"]
+__all__ = ["Cut", "SnapshotStore", "rows_not_in"]
 
 
 @dataclass
@@ -52,6 +54,25 @@ class Cut:
         for chunk in self.chunks:
             files.release(chunk)
         self.chunks = []
+
+    def leave_out(self, then: Mapping[int, ChunkPart], files: ChunkFiles) -> None:
+        """Leave out rows that were live at those places then, chunk by chunk."""
+        its = zip(self.parts, self.chunks, strict=True)
+        kept = [(rows_not_in(part, then.get(part.number)), chunk) for part, chunk in its]
+        for part, chunk in kept:
+            if not part.rows:
+                files.release(chunk)
+        self.parts = [part for part, _ in kept if part.rows]
+        self.chunks = [chunk for part, chunk in kept if part.rows]
+
+
+def rows_not_in(part: ChunkPart, other: ChunkPart | None) -> ChunkPart:
+    """Those rows of a part that are not in another part of the same chunk."""
+    if other is None:
+        return part
+    bit_N, size = part.bit_N.copy(), min(len(part.bit_N), len(other.bit_N))
+    bit_N[:size] &= ~other.bit_N[:size]
+    return replace(part, bit_N=bit_N, rows=len(live_rows(bit_N)))
 
 
 class SnapshotStore:
