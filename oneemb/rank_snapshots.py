@@ -188,7 +188,7 @@ class RankSnapshots:
                 f"there is a snapshot named {name!r} already, in {', '.join(former)}; pass overwrite=True to replace"
                 " it, or delete it, or choose another name"
             )
-        _check_no_deltas(found, name, "replaced")
+        found.check_no_deltas(name, "replaced")
         if since is not None:
             parents = set(self.all_gather(what, lambda: self._store.check_since(since)))
             if len(parents) > 1:
@@ -254,7 +254,7 @@ class RankSnapshots:
     def _delete(self, name: str) -> None:
         what = self.words(f"delete_snapshot {name!r}")
         found = self._find(what, self._store.build)
-        _check_no_deltas(found, name, "deleted")
+        found.check_no_deltas(name, "deleted")
         for snapshots in to_remove(found, name):
             self._remove(what, snapshots)
 
@@ -498,15 +498,6 @@ class _Opened(NamedTuple):
     """Its rows in the parts of others; None = its own part."""
     replicated: Keys | None
     """The keys of replicated tables among them; None = there are no such tables."""
-
-
-def _check_no_deltas(found: FoundParts, name: str, done: str) -> None:
-    """Raise StorageError if deltas go on from the snapshot of this name."""
-    if deltas := found.going_on_from(name):
-        raise StorageError(
-            f"snapshot {name!r} cannot be {done}: {', '.join(map(repr, deltas))} are deltas since it; make them whole"
-            " with `oneemb merge-deltas`, or delete them first"
-        )
 
 
 def _is_there(check: Callable[[str, str | None, str], object], name: str, identity: str | None) -> bool:

@@ -44,7 +44,7 @@ from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError, StoreFullError
 from oneemb.storage.snapshot_rows import PartOf, SnapshotRows
 from oneemb.storage.step_lock import StepLock, alone, between_steps
-from oneemb.storage.table.delta import GONE, Delta, deltas_since, gone_array
+from oneemb.storage.table.delta import GONE, Delta, deltas_since, gone_array, in_chain_text
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiered_rows import ChangeRows, NewPart, TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
@@ -752,10 +752,7 @@ class EmbeddingStore:
         infos = self._rows.snapshots()
         for info in infos:
             if info.name == name and (deltas := deltas_since(info.identity, infos)):
-                raise StorageError(
-                    f"snapshot {name!r} cannot be {done}: {', '.join(map(repr, deltas))} are deltas since it; make them"
-                    " whole with `oneemb merge-deltas`, or delete them first"
-                )
+                raise StorageError(in_chain_text(name, done, deltas))
 
     @_between_steps
     def load_snapshot(self, name: str, *, weights_only: bool = False) -> bool:

@@ -19,7 +19,7 @@ from oneemb.storage.snapshot_parts import FoundParts, Part, find_parts
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.unfinished import drop_unwritten, mark, marks_at, unmark
 
-__all__ = ["PartRemoval", "open_anew", "sweep_folder", "to_remove"]
+__all__ = ["NewParts", "PartRemoval", "open_anew", "sweep_folder", "to_remove"]
 
 
 class _Snapshot(NamedTuple):
@@ -120,6 +120,38 @@ class PartRemoval:
 
     def __exit__(self, *error: object) -> None:
         self._opened.close()
+
+
+class NewParts:
+    """Parts of a snapshot that are made in the folders of several tables: in `with`, all of them or none.
+
+    Args:
+        identity: of the snapshot.
+        count: how many there will be.
+    """
+
+    def __init__(self, identity: str, count: int, fs: FileSystem | None = None):
+        self._identity, self._count, self._fs = identity, count, fs or LocalFileSystem()
+        self._made: list[tuple[str, str]] = []
+
+    def begin(self, folder: str, table_name: str) -> None:
+        """A part is about to be saved under this name in the table of this folder, which is open."""
+        if self._count > 1:
+            mark(self._fs, folder, [self._identity])
+        self._made.append((folder, table_name))
+
+    def __enter__(self) -> "NewParts":
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        for folder, table_name in self._made:
+            if kind is None:
+                unmark(self._fs, folder, [self._identity])
+                continue
+            with suppress(StorageError), open_anew(folder, self._fs) as table:
+                with suppress(SnapshotNotFoundError):
+                    table.delete_snapshot(table_name)
+                unmark(self._fs, folder, [self._identity])
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from oneemb.storage.fs import FileSystem
-from oneemb.storage.snapshot_parts import incomplete_text, look_at
+from oneemb.storage.row_store import StorageError
+from oneemb.storage.snapshot_parts import FoundParts, incomplete_text, look_at
 from oneemb.storage.table.check import CheckResult, check_table
 
 __all__ = ["check_parts"]
@@ -15,7 +16,9 @@ def check_parts(
     """Check as `check_table` does, in a folder and in those of ranks within; raises as it does."""
     found = look_at([path], fs)
     if found.folders == [path]:
-        return check_table(path, fs=fs, progress=progress)
+        result = check_table(path, fs=fs, progress=progress)
+        result.problems += _broken_chains(found)
+        return result
     result = CheckResult()
     for folder in found.folders:
         one = check_table(folder, fs=fs, progress=progress)
@@ -25,5 +28,17 @@ def check_parts(
         result.unneeded += one.unneeded
         result.kept += one.kept
     result.problems += [incomplete_text(parts) for parts in found.incomplete()]
+    result.problems += _broken_chains(found)
     result.snapshots = [snapshot.name for snapshot in found.snapshots()]
     return result
+
+
+def _broken_chains(found: FoundParts) -> list[str]:
+    """What deltas lack."""
+    problems = []
+    for snapshot in found.snapshots():
+        try:
+            found.get(snapshot.name)
+        except StorageError as error:
+            problems.append(str(error))
+    return list(dict.fromkeys(problems))

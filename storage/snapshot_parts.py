@@ -29,7 +29,7 @@ from oneemb.storage.errors import (
 )
 from oneemb.storage.fs import FileSystem, LocalFileSystem
 from oneemb.storage.snapshot_rows import PartOf, SnapshotRows, part_of, shard_of
-from oneemb.storage.table.delta import chain_of, deltas_since, rows_of
+from oneemb.storage.table.delta import chain_of, deltas_since, in_chain_text, rows_of
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.table_info import need_table
@@ -246,6 +246,11 @@ class FoundParts:
             return []
         infos = [replace(one.parts[0].info, name=one.name) for one in self.snapshots()]
         return deltas_since(whole.parts[0].info.identity, infos)
+
+    def check_no_deltas(self, name: str, done: str) -> None:
+        """Raise StorageError if deltas go on from the snapshot of this name, which is about to be `done`."""
+        if deltas := self.going_on_from(name):
+            raise StorageError(in_chain_text(name, done, deltas))
 
     def incomplete(self) -> list[list[Part]]:
         """The parts of snapshots that are not whole, though nothing says that they never were."""

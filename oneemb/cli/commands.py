@@ -15,6 +15,7 @@ import click
 
 from oneemb.cli.check import check, compact
 from oneemb.cli.inspect import inspect
+from oneemb.cli.merge_deltas import merge_deltas_command
 from oneemb.cli.plan import plan_command
 from oneemb.cli.reshard import reshard_command
 from oneemb.cli.rows import export_command, import_command
@@ -71,5 +72,8 @@ def oneemb() -> None:
     """Embedding tables on disk: what they hold, whether they are sound, and the way in and out; and what jobs take."""
 
 
-for _command in (inspect, check, compact, snapshot, export_command, import_command, reshard_command, plan_command):
+for _command in (
+    inspect, check, compact, snapshot, merge_deltas_command, export_command, import_command, reshard_command,
+    plan_command,
+):  # fmt: skip
     oneemb.add_command(_command)

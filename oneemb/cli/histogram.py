@@ -8,7 +8,9 @@ import numpy as np
 from oneemb.cli.output import table_lines
 
 if TYPE_CHECKING:
+    from oneemb.storage.owned_rows import OwnedRows
     from oneemb.storage.snapshot_rows import SnapshotRows
+    from oneemb.storage.table.snapshot_manifest import SnapshotInfo
     from oneemb.storage.table.snapshot_reader import SnapshotReader
 
 __all__ = ["histogram_lines", "histograms"]
@@ -18,7 +20,9 @@ _BAR = 40
 """Letters of the longest bar."""
 
 
-def histograms(readers: Sequence["SnapshotReader"]) -> dict[str, dict[str, dict[str, Sequence[float]]]]:
+def histograms(
+    parts: Sequence[tuple["SnapshotInfo", "SnapshotReader | OwnedRows"]],
+) -> dict[str, dict[str, dict[str, Sequence[float]]]]:
     """The histograms of a snapshot, or of the parts that are one, by table and by what is counted.
 
     Of each there are the `edges` of bins, and how many `rows` are in each. "norm" is the L2 norm of a row's weights.
@@ -31,8 +35,7 @@ def histograms(readers: Sequence["SnapshotReader"]) -> dict[str, dict[str, dict[
     from oneemb.storage.snapshot_rows import SnapshotRows
 
     found: dict[int, dict[str, list[np.ndarray]]] = {}
-    for reader in readers:
-        info = reader.info
+    for info, reader in parts:
         saved, clock = SnapshotRows.of_meta(info.meta, info.name), LedgerClock.of_meta(info.meta, info.name)
         decayed = {t for t, rule in enumerate(info.meta.get("score_rules", [])) if _is_decayed(rule)}
         for table_N, _, row_NW in reader.scan():

@@ -80,12 +80,21 @@ def inspect(path: str, snapshot: str | None, as_json: bool) -> None:
 
 def _inspect_rows(path: str, snapshot: str, as_json: bool) -> None:
     from oneemb.cli.histogram import histogram_lines, histograms
+    from oneemb.storage.owned_rows import OwnedRows
     from oneemb.storage.snapshot_parts import look_at
     from oneemb.storage.table.snapshot_reader import SnapshotReader
 
+    whole = look_at([path]).get(snapshot)
     with ExitStack() as stack:
-        parts = [(part.folder, part.info.name) for part in look_at([path]).get(snapshot).parts]
-        found = histograms([stack.enter_context(SnapshotReader.open(*part)) for part in parts])
+        if whole.before:
+            rows = OwnedRows(whole, 0, 1)
+            stack.callback(rows.close)
+            found = histograms([(whole.info, rows)])
+        else:
+            parts = [(part.info, SnapshotReader.open(part.folder, part.info.name)) for part in whole.parts]
+            for _, reader in parts:
+                stack.enter_context(reader)
+            found = histograms(parts)
     result = {"path": path, "snapshot": snapshot, "tables": found}
     tell(as_json, result, f"{path}, snapshot {snapshot!r}:", *(histogram_lines(found) or ["no rows"]))
 
@@ -98,7 +107,8 @@ def _inspect_ranks(path: str, found: "FoundParts", as_json: bool) -> None:
 
     infos = {folder: table_info(folder) for folder in found.folders}
     snapshots = [
-        _described(whole.info) | {"shard": None, "shards": len(whole.parts), "folders": [p.folder for p in whole.parts]}
+        _described(whole.info, sum(part.info.rows for part in whole.parts))
+        | {"shard": None, "shards": len(whole.parts), "folders": [part.folder for part in whole.parts]}
         for whole in found.snapshots()
     ]
     incomplete = {parts[0].whole.name: incomplete_text(parts) for parts in found.incomplete()}
@@ -136,17 +146,27 @@ def _inspect_ranks(path: str, found: "FoundParts", as_json: bool) -> None:
 
 def _lines(snapshots: Sequence[Mapping[str, Any]]) -> list[str]:
     """The snapshots as lines of a table."""
-    columns = ("name", "rows", "weights", "state", "optimizer", "step", "bytes", "saved")
+    columns: tuple[str, ...] = ("name", "rows", "weights", "state", "optimizer", "step", "bytes", "saved")
     several = any((saved["shards"] or 1) > 1 for saved in snapshots)
+    deltas = any(saved["since"] for saved in snapshots)
     rows = [
         (
             saved["name"], f"{saved['rows']:,}", f"{saved['dim']} {saved['dtype']}" if saved["dim"] else "-",
             str(saved["state_width"]), saved["optimizer"] or "-", str(saved["step"]), size_text(saved["bytes"]),
             saved["created"], *([str(saved["shards"])] if several else []),
+            *([_delta_text(saved)] if deltas else []),
         )
         for saved in snapshots
     ]  # fmt: skip
-    return table_lines((*columns, "parts") if several else columns, rows, "no snapshots")
+    columns += ("parts",) * several + ("a delta",) * deltas
+    return table_lines(columns, rows, "no snapshots")
+
+
+def _delta_text(saved: Mapping[str, Any]) -> str:
+    """What a delta has of the rows there are then."""
+    if saved["since"] is None:
+        return "-"
+    return f"since {saved['since']!r}: {saved['changed_rows']:,} changed, {saved['inserted_rows']:,} of them new"
 
 
 def _inspect_oneflow(path: str, as_json: bool) -> None:
@@ -195,23 +215,31 @@ class _Snapshot(TypedDict):
     format_version: int
     shard: int | None
     shards: int | None
+    since: str | None
+    """Of a delta, what it goes on from. Its `rows` are those that there are then."""
+    changed_rows: int | None
+    inserted_rows: int | None
 
 
-def _described(info: "SnapshotInfo") -> _Snapshot:
+def _described(info: "SnapshotInfo", changed: int | None = None) -> _Snapshot:
+    """Of a delta of several parts, `changed` are the rows that they hold."""
     from oneemb.storage.errors import StorageError
     from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
+    from oneemb.storage.table.delta import Delta
 
     rows: SnapshotRows | None = None
     shard: int | None = None
     shards: int | None = None
+    delta: Delta | None = None
     try:
         rows = SnapshotRows.of_meta(info.meta, info.name)
         shard, shards = shard_of(info.meta, info.name)
+        delta = Delta.of_meta(info.meta, info.name)
     except StorageError:
         pass  # Another program wrote the rows, or their description makes no sense.
     return {
         "name": info.name,
-        "rows": info.rows,
+        "rows": delta.rows if delta and changed is None else info.rows,
         "dim": rows.format.dim if rows else None,
         "dtype": rows.format.dtype if rows else None,
         "state_width": rows.format.state_width if rows else None,
@@ -224,4 +252,7 @@ def _described(info: "SnapshotInfo") -> _Snapshot:
         "format_version": info.format_version,
         "shard": shard,
         "shards": shards,
+        "since": delta.since if delta else None,
+        "changed_rows": (info.rows if changed is None else changed) if delta else None,
+        "inserted_rows": delta.inserted if delta else None,
     }

@@ -52,6 +52,7 @@ def delete_snapshot(path: str, name: str, shard: tuple[str, ...], yes: bool, as_
     need_own_tables(paths)
     found = look_at(paths)
     removals = to_remove(found, name)
+    found.check_no_deltas(name, "deleted")
     if not yes:
         click.confirm(f"Delete snapshot {name!r} of {', '.join(paths)} for good?", abort=True, err=True)
     before = sum(table_info(folder).disk_bytes for folder in found.folders)

@@ -13,10 +13,12 @@ from oneemb.rows.values import state_of, weights_of
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError
 from oneemb.storage.foreign.oneflow_reader import OneFlowReader
 from oneemb.storage.foreign.oneflow_table import is_oneflow_table
+from oneemb.storage.owned_rows import OwnedRows
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_parts import folders_at, look_at
 from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.snapshot_reader import SnapshotReader
 
 __all__ = ["PersistentTableReader", "make_persistent_table_reader"]
@@ -153,14 +155,15 @@ class _Source(Protocol):
 
 
 class _SnapshotSource:
-    def __init__(self, path: str, name: str):
-        self.path = path
-        self._reader = SnapshotReader.open(path, name)
-        self.rows = SnapshotRows.of_meta(self._reader.info.meta, name)
-        if self.rows.format.row_width != self._reader.row_width:
+    """The rows of a part of a snapshot, or of a delta with all that it goes on from."""
+
+    def __init__(self, path: str, reader: SnapshotReader | OwnedRows, info: SnapshotInfo):
+        self.path, self._reader = path, reader
+        self.rows = SnapshotRows.of_meta(info.meta, info.name)
+        if self.rows.format.row_width != info.row_width:
             raise CorruptTableError(
-                f"snapshot {name!r} in {path} says that its rows are {self.rows.format}, which take"
-                f" {self.rows.format.row_width} words, and has rows of {self._reader.row_width} words"
+                f"snapshot {info.name!r} in {path} says that its rows are {self.rows.format}, which take"
+                f" {self.rows.format.row_width} words, and has rows of {info.row_width} words"
             )
 
     def __len__(self) -> int:
@@ -207,13 +210,15 @@ def _snapshot_sources(paths: list[str], name: str) -> list[_SnapshotSource]:
     except StorageError as error:
         raise SnapshotNotFoundError(f"no snapshot named {name!r}: {error}") from error
     snapshot = found.get(name)
-    used = {part.folder for part in snapshot.parts}
+    used = {part.folder for link in (*snapshot.before, snapshot) for part in link.parts}
     for n, path in enumerate(paths):
         if path in paths[:n] or used.isdisjoint(folders_at([path])):
             raise StorageError(
                 f"snapshot {name!r} lies in {len(used)} paths and each is needed once, {path} is given beyond those:"
                 f" {', '.join(paths)}"
             )
+    if snapshot.before:
+        return [_SnapshotSource(paths[0], OwnedRows(snapshot, 0, 1), snapshot.info)]
     # A rank that had no rows yet may not have known what state they have.
     parts = [part for part in snapshot.parts if part.info.rows] or snapshot.parts[:1]
-    return [_SnapshotSource(part.folder, part.info.name) for part in parts]
+    return [_SnapshotSource(its.folder, SnapshotReader.open(its.folder, its.info.name), its.info) for its in parts]

@@ -8,14 +8,14 @@ Invariants:
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 
 from oneemb.kernels.threads import Threads
 from oneemb.rows.arguments import Paths, as_list
-from oneemb.storage.errors import SnapshotExistsError, SnapshotNotFoundError, StorageError
+from oneemb.storage.errors import SnapshotExistsError, StorageError
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.owned_rows import OwnedRows
-from oneemb.storage.part_folders import PartRemoval, open_anew, sweep_folder, to_remove
+from oneemb.storage.part_folders import NewParts, PartRemoval, sweep_folder, to_remove
 from oneemb.storage.snapshot_parts import (
     FoundParts,
     PartedSnapshot,
@@ -26,9 +26,9 @@ from oneemb.storage.snapshot_parts import (
     table_name_of,
 )
 from oneemb.storage.snapshot_rows import PartOf
+from oneemb.storage.table.delta import number_of, without_delta
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.turns import undisturbed
-from oneemb.storage.unfinished import mark, unmark
 
 __all__ = ["reshard"]
 
@@ -40,7 +40,7 @@ def reshard(
 
     Args:
         source: the folder of a job's ranks or of a table, or the folders of a sharded one.
-        name: of the snapshot.
+        name: of the snapshot. The parts of a delta are made whole, with what it goes on from.
         ranks: how many; 1 = a table without ranks.
         to: the folder in which they go, each to `rank-r-of-R`; or a folder for each rank. None = the first of the
             source: there the new parts take the place of the former ones.
@@ -93,9 +93,8 @@ def _make(
     """Make a part in each folder, all or none."""
     fs, info = LocalFileSystem(), snapshot.info
     sequence = max(there.next_sequence, snapshot.sequence + 1)
-    made: list[tuple[str, str]] = []
     done = 0
-    try:
+    with NewParts(info.identity, len(folders), fs) as parts:
         for owner, folder in enumerate(folders):
             with (
                 closing(OwnedRows(snapshot, owner, len(folders))) as owned,
@@ -105,9 +104,7 @@ def _make(
             ):
                 sweep_folder(folder, there, table.delete_snapshot, fs)
                 table_name = table_name_of(info.name, info.identity, folder)
-                if len(folders) > 1:
-                    mark(fs, folder, [info.identity])
-                made.append((folder, table_name))
+                parts.begin(folder, table_name)
                 for batch in owned.scan():
                     undisturbed.raise_interrupt()
                     table.put(*batch)
@@ -116,14 +113,7 @@ def _make(
                         progress(done, info.rows)
                 of_others = ("snapshot", "shard")
                 meta = {key: value for key, value in info.meta.items() if key not in of_others}
+                if snapshot.before:
+                    meta = without_delta(meta, number_of(info))
                 meta |= PartOf(info.name, owner, len(folders)).to_meta(table_name)
                 table.save_snapshot(table_name, meta, identity=info.identity, sequence=sequence, arrays=owned.arrays())
-    except BaseException:
-        for folder, table_name in made:
-            with suppress(StorageError), open_anew(folder) as table:
-                with suppress(SnapshotNotFoundError):
-                    table.delete_snapshot(table_name)
-                unmark(fs, folder, [info.identity])
-        raise
-    for folder in folders:
-        unmark(fs, folder, [info.identity])

@@ -13,7 +13,7 @@ Invariants:
 - numbers grow along a chain, so that it ends.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ __all__ = [
     "deltas_since",
     "gone_array",
     "gone_keys",
+    "in_chain_text",
     "number_of",
     "rows_of",
     "without_delta",
@@ -147,6 +148,14 @@ def deltas_since(identity: str, infos: Iterable[SnapshotInfo]) -> list[str]:
     """The names of those snapshots that are deltas since the one of this identity."""
     its = [(info.name, Delta.of_meta(info.meta, info.name)) for info in infos]
     return [name for name, delta in its if delta is not None and delta.identity == identity]
+
+
+def in_chain_text(name: str, done: str, deltas: Sequence[str]) -> str:
+    """What to say of a snapshot that deltas go on from, which is not to be `done`."""
+    return (
+        f"snapshot {name!r} cannot be {done}: {', '.join(map(repr, deltas))}, deltas since it, need it; make the last"
+        " of them whole with `oneemb merge-deltas` and delete them first"
+    )
 
 
 def gone_array(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
