@@ -252,6 +252,7 @@ class Jobs(RuleBasedStateMachine):
         ]  # fmt: skip
         self.store, self.capacity, self.folder = store, capacity, tempfile.mkdtemp()
         self.model, self.saved, self.began = Model(self.policies, capacity), {}, self.clock.now
+        self.parents, self.points = {}, []
         self.embedding = None
         self.open()
 
@@ -337,8 +338,28 @@ class Jobs(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("ab"))
     def save(self, name):
-        self.embedding.save_snapshot(name, overwrite=True)
+        self.save_as(name, None, lambda: self.embedding.save_snapshot(name, overwrite=True))
+
+    @precondition(lambda self: self.points)
+    @rule(name=st.sampled_from("abcd"), data=st.data())
+    def save_delta(self, name, data):
+        """Since one of the last four snapshots that were saved, or the one that was loaded."""
+        since = data.draw(st.sampled_from(self.points))
+        if since == name:
+            with pytest.raises(ValueError, match="a name of its own"):
+                self.embedding.save_delta(name, since, overwrite=True)
+        else:
+            self.save_as(name, since, lambda: self.embedding.save_delta(name, since, overwrite=True))
+
+    def save_as(self, name, since, save):
         self.model.evict(self.second, [t for t in range(2) if self.policies[t].evict_at_snapshot])
+        if name in self.parents.values():
+            with pytest.raises(oneemb.StorageError, match="deltas since it"):
+                save()
+            return
+        save()
+        self.parents[name] = since
+        self.points = [*(point for point in self.points if point != name), name][-4:]
         self.saved[name] = copy.deepcopy(self.model), self.second
 
     @precondition(lambda self: self.saved)
@@ -349,6 +370,7 @@ class Jobs(RuleBasedStateMachine):
             with pytest.warns(UserWarning, match="starts empty"):
                 self.open()
         self.embedding.load_snapshot(name)
+        self.points = [name]
         model, second = self.saved[name]
         self.model, self.began = copy.deepcopy(model), self.clock.now - second
 

@@ -64,15 +64,29 @@ def same(one, other):
 def job(path):
     """Runs until it is killed; prints the steps of each snapshot that is there."""
     embedding, optimizer = open_rows(path, ssd=True)
-    if "last" in embedding.snapshots():
-        embedding.load_snapshot("last")
+    latest = load_last(embedding)
     print("ready", flush=True)
     while True:
         step = embedding.stats()["step"]
         one_step(embedding, optimizer, step)
         if step % 2:
-            embedding.save_snapshot("last", overwrite=True)
+            name = f"{step + 1:06d}"
+            if latest is None or step % 10 == 9:
+                embedding.save_snapshot(name)
+                for older in reversed(embedding.snapshots()[:-1]):  # Deltas before what they go on from.
+                    embedding.delete_snapshot(older)
+            else:
+                embedding.save_delta(name, latest)
+            latest = name
             print(step + 1, flush=True)
+
+
+def load_last(embedding):
+    """Load the snapshot or delta that was saved last. Returns its name."""
+    names = embedding.snapshots()
+    if names:
+        embedding.load_snapshot(names[-1])
+    return names[-1] if names else None
 
 
 def killed(path, saves, seconds):
@@ -97,8 +111,7 @@ def test_a_job_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path, kills
     for _ in range(kills):
         announced = max(announced, killed(tmp_path / "killed", rng.randrange(5, 10), rng.uniform(0, 0.1)))
         embedding, _ = open_rows(tmp_path / "killed", ssd=True)
-        if "last" in embedding.snapshots():
-            embedding.load_snapshot("last")
+        load_last(embedding)
         step = embedding.stats()["step"]
         assert step >= announced
         while straight[0].stats()["step"] < step:
