@@ -380,6 +380,8 @@ class TableEmbedding(torch.nn.Module):
             StorageError: `since` is none of those, the name is taken or cannot be a name, or the disk fails; the
                 snapshots there stay whole.
         """
+        if since == name:
+            raise ValueError(f"a delta needs a name of its own, got {name!r} for one since {since!r}")
         self._save(name, overwrite=overwrite, since=since, keep_evicted=keep_evicted)
 
     def _save(

@@ -154,8 +154,6 @@ class RankSnapshots:
         keep_evicted: bool = False,
     ) -> str:  # fmt: skip
         """Save a snapshot, or a delta; see `TableEmbedding.save_snapshot` and `save_delta`. Returns its identity."""
-        if since is not None and since == name:
-            raise ValueError(f"a delta needs a name of its own, got {name!r} for one since {since!r}")
         if not self.are_kept:
             raise StorageError(
                 f"the rows of tables {self._name} are in a folder that goes with their collection, where no snapshot"

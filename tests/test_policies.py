@@ -286,6 +286,9 @@ class Jobs(RuleBasedStateMachine):
 
     @rule(keys=KEYS, prefetch=st.booleans())
     def train(self, keys, prefetch):
+        self.train_step(keys, prefetch)
+
+    def train_step(self, keys, prefetch):
         table_ids, its = (torch.tensor(column) for column in zip(*keys, strict=True))
         uses = Counter(keys)
         held = self.embedding.store.prefetch(self.embedding.keys_of(its, table_ids, None, None, "sum").unique)
@@ -340,16 +343,21 @@ class Jobs(RuleBasedStateMachine):
     def save(self, name):
         self.save_as(name, None, lambda: self.embedding.save_snapshot(name, overwrite=True))
 
-    @precondition(lambda self: self.points)
-    @rule(name=st.sampled_from("abcd"), data=st.data())
-    def save_delta(self, name, data):
-        """Since one of the last four snapshots that were saved, or the one that was loaded."""
+    @rule(name=st.sampled_from("abcd"), batches=st.lists(KEYS, max_size=4), back=st.booleans(), data=st.data())
+    def save_delta(self, name, batches, back, data):
+        """Of some steps and those before, since one of the last four snapshots saved, or that which was loaded."""
+        if not self.points:
+            self.save("a")
         since = data.draw(st.sampled_from(self.points))
+        for keys in batches:
+            self.train_step(keys, False)
         if since == name:
             with pytest.raises(ValueError, match="a name of its own"):
                 self.embedding.save_delta(name, since, overwrite=True)
         else:
             self.save_as(name, since, lambda: self.embedding.save_delta(name, since, overwrite=True))
+            if back:
+                self.load_as_saved(name)
 
     def save_as(self, name, since, save):
         self.model.evict(self.second, [t for t in range(2) if self.policies[t].evict_at_snapshot])
@@ -369,6 +377,9 @@ class Jobs(RuleBasedStateMachine):
         if reopen:
             with pytest.warns(UserWarning, match="starts empty"):
                 self.open()
+        self.load_as_saved(name)
+
+    def load_as_saved(self, name):
         self.embedding.load_snapshot(name)
         self.points = [name]
         model, second = self.saved[name]
