@@ -46,7 +46,7 @@ from oneemb.graph_state import (
 from oneemb.named_snapshot import SnapshotName
 from oneemb.new_files import close_dropped, make_durable
 from oneemb.rank_calls import RankCalls
-from oneemb.storage.errors import StorageError
+from oneemb.storage.errors import SnapshotNeededError, StorageError
 from oneemb.storage.fs import LocalFileSystem, close_in_child, storage_error
 from oneemb.storage.turns import undisturbed
 from oneemb.train_state import TrainState
@@ -414,9 +414,11 @@ def _existing(embeddings: _Embeddings, of_saves: Sequence[_Snapshots]) -> list[l
 
 
 def _delete(embeddings: _Embeddings, snapshots: _Snapshots) -> None:
-    """Delete those of these snapshots that still exist; snapshots of another identity stay."""
+    """Delete those of these snapshots that still exist; snapshots of another identity stay, and those that deltas go on
+    from."""
     for name in _existing(embeddings, [snapshots])[0]:
-        embeddings[name].delete_snapshot(str(snapshots[name]["oneemb_snapshot"]))
+        with suppress(SnapshotNeededError):
+            embeddings[name].delete_snapshot(str(snapshots[name]["oneemb_snapshot"]))
 
 
 def _write(path: str, data: bytes) -> None:

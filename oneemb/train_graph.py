@@ -296,7 +296,8 @@ class TrainGraph(CompiledGraph):
 
         Args:
             path: the file; its folder must exist. Ranks give the same path, which only the first one needs to see.
-            keep: how many of the snapshots that saves to this path have made to keep, this one among them. Older
+            keep: how many of the snapshots that saves to this path have made to keep, this one among them; those that
+                deltas go on from stay besides. Older
                 ones are deleted when the file is in place; copies of the file that name them cannot be loaded any more.
                 None = all of them, until `delete_snapshot`: each takes the disk space of its own rows.
 

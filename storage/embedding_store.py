@@ -31,7 +31,7 @@ from oneemb.kernels.loops import Keys, Loops
 from oneemb.kernels.places import loops_at
 from oneemb.kernels.threads import Threads
 from oneemb.storage.bottom import EXPORTED, Bottom, TableBottom
-from oneemb.storage.errors import OtherSnapshotError, SnapshotNotFoundError
+from oneemb.storage.errors import OtherSnapshotError, SnapshotNeededError, SnapshotNotFoundError
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.journal import Journal, Point
 from oneemb.storage.kept_rows import KeptRows, admits_some
@@ -752,7 +752,7 @@ class EmbeddingStore:
         infos = self._rows.snapshots()
         for info in infos:
             if info.name == name and (deltas := deltas_since(info.identity, infos)):
-                raise StorageError(in_chain_text(name, done, deltas))
+                raise SnapshotNeededError(in_chain_text(name, done, deltas))
 
     @_between_steps
     def load_snapshot(self, name: str, *, weights_only: bool = False) -> bool:
@@ -858,9 +858,8 @@ class EmbeddingStore:
                     self._know_rows(kept, rows.format, clock, rows.step)
                     kept.admission = admission
                 if same and owned is None and self._rows.lie_as_saved:
-                    whole = PartOf.name_of(info)
-                    rows = len(self._rows)
-                    self.journal.add(Point(whole, info, rows, rows, self._rows.places(), self._rows.opened))
+                    whole, count = PartOf.name_of(info), len(self._rows)
+                    self.journal.add(Point(whole, info, count, count, self._rows.places(), self._rows.opened))
             except BaseException as error:
                 if broken or not self._rows.whole:  # Without rows, or with a part of them, there is nothing to go on.
                     self.turns.cut_short(error)

@@ -12,6 +12,7 @@ __all__ = [
     "OtherSnapshotError",
     "RowWidthError",
     "SnapshotExistsError",
+    "SnapshotNeededError",
     "SnapshotNotFoundError",
     "StorageError",
     "StoreFullError",
@@ -56,6 +57,10 @@ class OtherSnapshotError(StorageError):
 
 class SnapshotNotFoundError(StorageError):
     """There is no snapshot of this name. The message names those that exist."""
+
+
+class SnapshotNeededError(StorageError):
+    """Deltas go on from this snapshot, so that it can neither go nor be replaced. The message names them."""
 
 
 class SnapshotExistsError(StorageError):

@@ -24,6 +24,7 @@ from oneemb.storage.errors import (
     CorruptTableError,
     FormatVersionError,
     OtherSnapshotError,
+    SnapshotNeededError,
     SnapshotNotFoundError,
     StorageError,
 )
@@ -248,9 +249,9 @@ class FoundParts:
         return deltas_since(whole.parts[0].info.identity, infos)
 
     def check_no_deltas(self, name: str, done: str) -> None:
-        """Raise StorageError if deltas go on from the snapshot of this name, which is about to be `done`."""
+        """Raise SnapshotNeededError if deltas go on from the snapshot of this name, which is about to be `done`."""
         if deltas := self.going_on_from(name):
-            raise StorageError(in_chain_text(name, done, deltas))
+            raise SnapshotNeededError(in_chain_text(name, done, deltas))
 
     def incomplete(self) -> list[list[Part]]:
         """The parts of snapshots that are not whole, though nothing says that they never were."""

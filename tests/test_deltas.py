@@ -185,6 +185,32 @@ def test_a_state_dict_names_a_delta(tmp_path):
     assert rows_of(embedding) == states["d3"]
 
 
+class Clicks(oneemb.TrainGraph):
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding = embedding
+        self.add_optimizer(adagrad(embedding))
+
+    def build(self, ids):
+        loss = self.embedding(ids).square().sum()
+        loss.backward()
+        return loss.detach()
+
+
+def test_checkpoints_keep_what_deltas_go_on_from(tmp_path):
+    graph = Clicks(made(tmp_path / "rows"))
+    embedding, ids, names = graph.embedding, torch.arange(10)[:, None].expand(-1, 2).contiguous(), []
+    for n in range(4):
+        graph(ids + n)
+        graph.save(tmp_path / "checkpoint", keep=2)
+        names.append(embedding.snapshots()[-1])
+        if n == 0:
+            graph(ids + 100)
+            embedding.save_delta("mine", names[0])
+    assert embedding.snapshots() == [names[0], "mine", *names[2:]]
+    assert rows_of(embedding).keys() > read(tmp_path / "rows", "mine").keys()
+
+
 def test_rows_move_in_the_background_and_nothing_is_lost(tmp_path):
     """Many small saves of a table of which most is written again and again."""
     embedding = made(tmp_path)
