@@ -153,7 +153,7 @@ def check_steps(tmp_path, store, states, how, way, number):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("how", ["eager", "graph"])
 def test_a_step_that_is_stopped_is_done_or_not(tmp_path, store, states, how, way):
-    check_steps(tmp_path, store, states, how, way, 12)
+    check_steps(tmp_path, store, states, how, way, 6)
 
 
 @pytest.mark.slow
@@ -208,7 +208,7 @@ def check_snapshots(tmp_path, store, states, way, number):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_snapshots_that_are_stopped_are_there_or_not(tmp_path, store, states, way):
-    check_snapshots(tmp_path, store, states, way, 12)
+    check_snapshots(tmp_path, store, states, way, 6)
 
 
 @pytest.mark.slow

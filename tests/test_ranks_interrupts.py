@@ -120,7 +120,9 @@ def run(path, way, interrupts, rng):
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [way if way in ("call", "run 1", "saves") else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+)
 def test_ranks_go_on_after_interrupts_with_the_same_bits(tmp_path, way):
     expected = run(tmp_path / "plain", way, 0, None)
     assert not any(caught for _, caught in expected)

@@ -35,6 +35,11 @@ from tests.support.rank_jobs import RankJob
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*what the plan says")
 
+SLOW = pytest.mark.slow
+KINDS_ON_RANKS = [
+    ("bags", 2), ("ids", 1), pytest.param("bags", 1, marks=SLOW), pytest.param("ids", 2, marks=SLOW),
+]  # fmt: skip
+
 ROWS, DIM, BATCH = 40, 8, 6
 FEATURES = ["f", "g", "h"]
 
@@ -194,8 +199,7 @@ OPTIMIZERS = {
 STOCK_ON_CPU = ["sgd", "adagrad", "row-wise adagrad"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["bags", "ids"])
+@pytest.mark.parametrize("kind, ranks", KINDS_ON_RANKS)
 def test_fifty_steps_of_torchrecs_sharded_modules(kind, ranks):
     calls = [(kind, *OPTIMIZERS[name], 50) for name in STOCK_ON_CPU]
     for name, its in itertools.product(range(len(calls)), on_ranks(ranks, of_each, both, calls)):
@@ -338,8 +342,11 @@ def pipelined(group, kind, pipeline):
     return found
 
 
-@pytest.mark.parametrize("kind", ["bags", "ids"])
-@pytest.mark.parametrize("pipeline", [TrainPipelineSparseDist, TrainPipelineBase])
+@pytest.mark.parametrize(
+    "pipeline, kind",
+    [(TrainPipelineSparseDist, "bags"), (TrainPipelineBase, "ids")]
+    + [pytest.param(*one, marks=SLOW) for one in [(TrainPipelineSparseDist, "ids"), (TrainPipelineBase, "bags")]],
+)
 def test_pipelines_are_exact(pipeline, kind):
     for (losses, rows), (piped_losses, piped_rows) in on_ranks(2, pipelined, kind, pipeline):
         assert losses == piped_losses
@@ -598,8 +605,7 @@ STATE_OF = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["bags", "ids"])
+@pytest.mark.parametrize("kind, ranks", KINDS_ON_RANKS)
 def test_a_checkpoint_of_torch_distributed_goes_on_as_if_nothing_had_happened(kind, ranks, tmp_path):
     arguments = [(kind, *OPTIMIZERS[name], str(tmp_path / name)) for name in STATE_OF]
     for of_rank in on_ranks(ranks, of_each, checkpointed, arguments):
@@ -630,7 +636,7 @@ def in_a_path(group, kind, path, steps, begin):
     return losses, sorted(found), [len(its) for its in found.values()]
 
 
-@pytest.mark.parametrize("kind", ["bags", "ids"])
+@pytest.mark.parametrize("kind", ["bags", pytest.param("ids", marks=SLOW)])
 def test_with_a_path_a_state_dict_names_a_snapshot_that_any_number_of_ranks_loads(kind, tmp_path):
     straight = on_ranks(1, in_a_path, kind, str(tmp_path / "a"), 6, 0)[0][0]
     ours = [
@@ -770,8 +776,7 @@ def not_finite(group, kind):
     assert not all(np.array_equal(rows, before[key]) for key, rows in rows_of(sparse).items())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["bags", "ids"])
+@pytest.mark.parametrize("kind, ranks", KINDS_ON_RANKS)
 def test_a_gradient_that_is_not_finite_changes_nothing_and_training_goes_on(kind, ranks):
     on_ranks(ranks, not_finite, kind)
 
