@@ -34,7 +34,7 @@ from oneemb.storage.bottom import EXPORTED, Bottom, TableBottom
 from oneemb.storage.errors import OtherSnapshotError, SnapshotNeededError, SnapshotNotFoundError
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.journal import Journal, Point
-from oneemb.storage.kept_rows import KeptRows, admits_some
+from oneemb.storage.kept_rows import KeptRows, admits_some, read_as_zeros
 from oneemb.storage.ledger import MARKS, LedgerClock
 from oneemb.storage.owned_rows import OwnedRows
 from oneemb.storage.pins import PinBook
@@ -145,7 +145,7 @@ class EmbeddingStore:
         if bottom is None:
             bottom = TableBottom(plan.persistent_path, plan.physical_block_size, threads, _MEND)
         self.threads = threads
-        self.plan = plan = replace(plan, lends=admits_some(policies))
+        self.plan = plan = replace(plan, lends=admits_some(policies), zeros=read_as_zeros(policies))
         self.num_tables = len(initial.kind_TC)
         self.step = 0
         """Updates made so far."""
@@ -637,7 +637,7 @@ class EmbeddingStore:
     def read(self, keys: Keys) -> tuple[Array, Keys]:
         """The rows of these keys: float32 [U, at least W]; and the keys, cut to as many as there are.
 
-        A key that is not known stays so and reads as its initial row.
+        A key that is not known stays so and reads as its initial row, or as zeros, as a policy says.
 
         Raises:
             ValueError: tables or offsets, on a GPU, are not as they must be.
@@ -649,7 +649,7 @@ class EmbeddingStore:
             return self.hot.read(keys)
         keys = self.loops.counted(keys)
         row_UW = self.loops.put(np.zeros((len(keys.id_U), self.format.row_width), np.float32))
-        self._rows.new_rows(row_UW, self.loops.arange(len(keys.id_U)), keys.table_U, keys.id_U)
+        self._rows.new_rows.absent(row_UW, self.loops.arange(len(keys.id_U)), keys.table_U, keys.id_U)
         return row_UW, keys
 
     @_reading

@@ -31,7 +31,7 @@ from oneemb.storage.tiered_rows import TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
 from oneemb.storage.turns import undisturbed
 
-__all__ = ["KeptRows", "admits_some"]
+__all__ = ["KeptRows", "admits_some", "read_as_zeros"]
 
 
 class KeptRows:
@@ -319,3 +319,8 @@ class KeptRows:
 def admits_some(policies: Sequence[RowPolicy] | None) -> bool:
     """Whether ids may get no row."""
     return policies is not None and any(policy.admit is not None for policy in policies)
+
+
+def read_as_zeros(policies: Sequence[RowPolicy] | None) -> tuple[int, ...]:
+    """The tables of which ids that have no row, and get none, read as zeros."""
+    return tuple(t for t, policy in enumerate(policies or ()) if policy.absent == "zeros")

@@ -7,6 +7,7 @@ finds the rows that are to leave.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import numpy as np
 
@@ -203,8 +204,10 @@ class RowPolicy:
         sweep_weights: whether sweeps look at norms and `expire_where` too, which reads the weights of rows.
         evict_at_snapshot: whether rows of the table that have expired, by whatever, leave before a snapshot is saved.
         clock: what gives seconds, the same for all tables; None = `time.monotonic`.
-        admit: which ids get a row; None = all that are looked up in training mode. One that gets none reads as it would
-            begin, and its gradient is dropped.
+        admit: which ids get a row; None = all that are looked up in training mode. Gradients of those that get none
+            are dropped.
+        absent: what ids read as that have no row and get none, in eval mode, and in training where `admit` refuses
+            them: "initial" = as they would begin, or "zeros".
 
     Raises:
         TypeError, ValueError: an argument is out of its range.
@@ -222,12 +225,15 @@ class RowPolicy:
     capacity_mb: int | None = None
     sweep_weights: bool = False
     evict_at_snapshot: bool = False
+    absent: Literal["initial", "zeros"] = "initial"
 
     def __post_init__(self) -> None:
         if self.evict is not None and not isinstance(self.evict, Eviction):
             raise TypeError(f"evict must be one of oneemb.policies, such as LRU(), got {self.evict!r}")
         if self.admit is not None and not isinstance(self.admit, Admission):
             raise TypeError(f"admit must be one of oneemb.policies, such as AdmitAfter(2), got {self.admit!r}")
+        if self.absent not in ("initial", "zeros"):
+            raise ValueError(f'absent must be "initial" or "zeros", got {self.absent!r}')
         if self.capacity is not None and self.capacity_mb is not None:
             raise ValueError("a table has a capacity or a capacity_mb, got both")
         for name in ("capacity", "capacity_mb", "expire_after_steps", "expire_after_seconds"):

@@ -81,7 +81,7 @@ class TieredRows:
         writing: AbstractContextManager[Any],
     ):  # fmt: skip
         self._plan, self._bottom, self._threads, self._writing = plan, bottom, threads, writing
-        self.new_rows = NewRows(format, initial, loops)
+        self.new_rows = NewRows(format, initial, loops, plan.zeros)
         """How rows begin: their form, and the loops of the hot tier."""
         self.generation = 0
         self.whole = True
@@ -222,7 +222,7 @@ class TieredRows:
             )
 
     def _new_rows(self, format: RowFormat, loops: Loops) -> NewRows:
-        return NewRows(format, self.new_rows.initial, loops)
+        return self.new_rows.of(format, loops)
 
     def _open(self, new_rows: NewRows) -> None:
         store = self._bottom.open(new_rows.format.row_width)

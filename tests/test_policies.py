@@ -240,15 +240,19 @@ class Jobs(RuleBasedStateMachine):
         admit=st.tuples(st.sampled_from(ADMISSIONS), st.sampled_from(ADMISSIONS)),
         sweep_weights=st.booleans(),
         evict_at_snapshot=st.tuples(st.booleans(), st.booleans()),
+        absent=st.tuples(*[st.sampled_from(["initial", "zeros"])] * 2),
     )
-    def begin(self, store, evict, limits, capacity, steps, seconds, norm, admit, sweep_weights, evict_at_snapshot):
+    def begin(
+        self, store, evict, limits, capacity, steps, seconds, norm, admit, sweep_weights, evict_at_snapshot, absent
+    ):  # fmt: skip
         self.clock = Clock()
         self.policies = [
             RowPolicy(
                 evict, limit, expire_after_steps=steps, expire_after_seconds=seconds, expire_below_norm=norm,
                 sweep_steps=1, clock=self.clock, admit=its, sweep_weights=sweep_weights, evict_at_snapshot=first,
+                absent=reads,
             )
-            for limit, its, first in zip(limits, admit, evict_at_snapshot, strict=True)
+            for limit, its, first, reads in zip(limits, admit, evict_at_snapshot, absent, strict=True)
         ]  # fmt: skip
         self.store, self.capacity, self.folder = store, capacity, tempfile.mkdtemp()
         self.model, self.saved, self.began = Model(self.policies, capacity), {}, self.clock.now
@@ -302,7 +306,11 @@ class Jobs(RuleBasedStateMachine):
         self.embedding.store.unprefetch(held)
         for row, key in zip(found[0].tolist() if found else [], keys, strict=False):
             its = self.model.rows.get(key)
-            assert row[0] == (1.0 if its is None else its[0] + RATE * uses[key])
+            assert row[0] == (self.absent(key[0]) if its is None else its[0] + RATE * uses[key])
+
+    def absent(self, table):
+        """What ids without a row read as."""
+        return {"initial": 1.0, "zeros": 0.0}[self.policies[table].absent]
 
     @rule(keys=KEYS)
     def look(self, keys):
@@ -394,7 +402,7 @@ class Jobs(RuleBasedStateMachine):
         embedding.eval()
         for table in range(2):
             rows = embedding(torch.arange(40), torch.full((40,), table))
-            assert rows[:, 0].tolist() == [model.rows.get((table, n), [1.0])[0] for n in range(40)]
+            assert rows[:, 0].tolist() == [model.rows.get((table, n), [self.absent(table)])[0] for n in range(40)]
             assert bool((rows == rows[:, :1]).all())
             scores = embedding.scores(torch.arange(40), table).tolist()
             assert scores == [model.rows.get((table, n), [0, 0])[1] for n in range(40)]

@@ -19,7 +19,7 @@ RULES = {
     "lru": [RowPolicy(LRU(), 14), RowPolicy(LRU(), 12, expire_after_steps=3, sweep_steps=1)],
     "lfu, admitted": [RowPolicy(LFU(), 10, admit=AdmitAfter(3)), RowPolicy(LFU(), 9, admit=AdmitChance(0.6, 1))],
     "epochs, by lookup": [RowPolicy(EpochLFU(), 10, admit=AdmitAfter(2, per_lookup=True))] * 2,
-    "a sketch": [RowPolicy(LRU(), 12, admit=AdmitAfter(3, sketch_width=1 << 16))] * 2,
+    "a sketch": [RowPolicy(LRU(), 12, admit=AdmitAfter(3, sketch_width=1 << 16), absent="zeros")] * 2,
 }
 
 
@@ -103,7 +103,8 @@ class Models:
 
     def rows(self):
         rows = {key: (its[0], its[1]) for model in self.of_rank for key, its in model.rows.items()}
-        return {(t, n): rows.get((t, n), (1.0, 0)) for t in range(TABLES) for n in range(IDS)}
+        absent = 0.0 if self.of_rank[0].policies[0].absent == "zeros" else 1.0
+        return {(t, n): rows.get((t, n), (absent, 0)) for t in range(TABLES) for n in range(IDS)}
 
 
 @pytest.mark.parametrize("how", RULES)

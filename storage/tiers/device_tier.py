@@ -77,6 +77,7 @@ class DeviceTier:
         row_limit: rows that may be known to this tier and those below together; None = no limit.
         policy: which rows a cache evicts first, "lfu" = those least often used of late, "lru" = least recently.
         begin: writes the rows of keys that no tier has.
+        absent: writes what such keys read as that get no row; None = the same.
         loops: where it is.
     """
 
@@ -91,6 +92,7 @@ class DeviceTier:
         row_limit: int | None = None,
         policy: str = "lfu",
         begin: BeginRows,
+        absent: BeginRows | None = None,
         loops: CudaLoops,
     ):
         assert (resident or below is not None) and policy in ("lru", "lfu")
@@ -102,7 +104,7 @@ class DeviceTier:
         self._below = below
         self._resident = resident
         self.lies_still = False  # What is read must be pinned: growing and evicting wait for no stream that reads.
-        self._begin = begin
+        self._begin, self._absent = begin, begin if absent is None else absent
         self._limits = Limits(name, slots, _padded(row_width) * 4 + SLOT_OVERHEAD_BYTES, resident, row_limit)
         self._counters = Counters()
         self._policy = policy
@@ -222,7 +224,7 @@ class DeviceTier:
             copy_rows_in_cuda(row_UW, found, self._bus.to_device(row_MW[~absent_M]), gpu=self._gpu)
             missing = missing[self._gpu.put(absent_M)]
         if len(missing):
-            self._begin(row_UW, missing, table_U[missing], id_U[missing])
+            self._absent(row_UW, missing, table_U[missing], id_U[missing])
         return row_UW, keys
 
     def slots_of(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
@@ -233,7 +235,7 @@ class DeviceTier:
         self._limits.check_fits(len(id_M), self._held())
         slot_M = self._take_slots(len(id_M))
         try:
-            self._begin(self.row_SW, slot_M, table_M, id_M)
+            self._absent(self.row_SW, slot_M, table_M, id_M)
         except BaseException:
             self._freed = torch.cat([self._freed, slot_M])
             raise

@@ -72,6 +72,7 @@ class HotTier:
         row_limit: rows that may be known to this tier and those below together; None = no limit.
         policy: which rows a cache evicts first, "lru" or "lfu" (see the head of this file).
         begin: writes the rows of keys that no tier has; None where nobody acquires rows here.
+        absent: writes what such keys read as that get no row; None = the same.
         threads: runs the copies.
         writing: held by whoever writes rows in place; None = nobody does.
 
@@ -90,6 +91,7 @@ class HotTier:
         row_limit: int | None = None,
         policy: str = "lfu",
         begin: BeginRows | None = None,
+        absent: BeginRows | None = None,
         threads: Threads,
         writing: AbstractContextManager[Any] | None = None,
     ):
@@ -103,7 +105,7 @@ class HotTier:
         self._below = below
         self._resident = resident
         self.lies_still = resident  # rows of a cache are evicted
-        self._begin = begin
+        self._begin, self._absent = begin, begin if absent is None else absent
         self._threads = threads
         self._writing = threading.Lock() if writing is None else writing
         self._index = HashIndex(threads)
@@ -203,8 +205,8 @@ class HotTier:
     def read(self, keys: Keys) -> tuple[np.ndarray, Keys]:
         row_UW = np.zeros((len(keys.id_U), self.row_width), np.float32)
         missing = np.flatnonzero(self.get(keys.table_U, keys.id_U, row_UW))
-        assert self._begin is not None
-        self._begin(row_UW, missing, keys.table_U[missing], keys.id_U[missing])
+        assert self._absent is not None
+        self._absent(row_UW, missing, keys.table_U[missing], keys.id_U[missing])
         return row_UW, keys
 
     def slots_of(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
@@ -227,8 +229,8 @@ class HotTier:
         slot_M = self._next_slots(len(id_M))
         self._lent += len(slot_M)
         try:
-            assert self._begin is not None
-            self._begin(self.row_SW, slot_M, table_M, id_M)
+            assert self._absent is not None
+            self._absent(self.row_SW, slot_M, table_M, id_M)
         except BaseException:
             self._lent -= len(slot_M)
             self._freed = np.concatenate([self._freed, slot_M])

@@ -25,7 +25,7 @@ def test_the_same_rows_come_and_leave_on_a_gpu(gpu, tmp_path, store, evict, admi
         embedding = oneemb.MultiTableEmbedding(
             "rows", 4, torch.float32, torch.int64, [oneemb.make_table()], options,
             oneemb.make_constant_initializer(1.0),
-            policy=RowPolicy(evict, expire_after_steps=4, sweep_steps=2, admit=admit),
+            policy=RowPolicy(evict, expire_after_steps=4, sweep_steps=2, admit=admit, absent="zeros" if admit else "initial"),
         )  # fmt: skip
         with on_gpu(gpu, embedding) if place == "gpu" else contextlib.nullcontext():
             found.append(what_happens(embedding))
@@ -47,9 +47,15 @@ def what_happens(embedding):
     assert embedding.set_scores(torch.arange(60), torch.arange(60)) == sum(score > 0 for score in scores)
     embedding.save_snapshot("all")
     embedding.load_snapshot("all")
+    embedding.erase(torch.arange(40, 45))
+    embedding.save_delta("less", "all")
+    embedding.load_snapshot("less")
+    embedding.eval()
+    read = embedding(torch.arange(60).to(embedding.weight.device)).cpu().tolist()
+    embedding.train()
     stats = embedding.stats()
     left, rows, refused = stats["policy"]["left"], stats["rows"], stats["policy"].get("refused")
     assert stats["device"]["pinned"] == 0
     later = embedding.scores(torch.arange(60)).tolist()
     assert embedding.erase(torch.arange(10)) == sum(score > 0 for score in scores[:10])
-    return losses, scores, later, left, rows, refused, embedding.evict(), embedding.stats()["rows"]
+    return losses, scores, read, later, left, rows, refused, embedding.evict(), embedding.stats()["rows"]
