@@ -105,7 +105,6 @@ class KeptRows:
         new, lent = unknown[admitted_M], unknown[~admitted_M]
         self._sweep(step, second, held)
         ledger.reserve(table_U[new], id_U[new])
-        ledger.fit(self._format.row_bytes)
         shard = ledger.clock.shard
         departing = ledger.make_room(table_U[new], held)
         try:
@@ -162,7 +161,8 @@ class KeptRows:
         """Let those rows leave that have expired, of the part of all that this step looks at."""
         ledger = self.ledger
         shards = ledger.due(step)
-        departing = ledger.expired(shards, step, second, held)
+        ledger.fit(self._format.row_bytes)
+        departing = ledger.expired(shards, step, second, held, sweeps=True)
         for table_N, id_N in ledger.keys_to_weigh(shards):
             row_NW = np.empty((len(id_N), self._format.row_width), np.float32)
             self._rows.hot.get(table_N, id_N, row_NW)

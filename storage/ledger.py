@@ -109,6 +109,7 @@ class Ledger:
         self._capacity, self._threads = capacity, threads
         self._rules = rules_of(policies)
         self._limits: dict[int, int] = {}
+        self._above_T = np.full(len(policies), -1)
         self.fit(row_bytes)
         self._evicts_T = np.array([policy.evict is not None for policy in policies])
         # One for all tables: see `policies_of`.
@@ -127,6 +128,8 @@ class Ledger:
                 self._limits[t] = policy.capacity
             elif policy.capacity_mb is not None:
                 self._limits[t] = max(1, policy.capacity_mb * 2**20 // row_bytes)
+            if policy.sweep_above_mb is not None:
+                self._above_T[t] = policy.sweep_above_mb * 2**20 // row_bytes
 
     def __len__(self) -> int:
         return len(self._index)
@@ -445,11 +448,20 @@ class Ledger:
         if shards:
             self.clock.swept, self.clock.swept_step = (shards[-1] + 1) % SHARDS, step + self.clock.steps
 
-    def expired(self, shards: Iterable[int], step: int, second: int, held: Sequence[np.ndarray]) -> list[Departing]:
-        """The rows of these shards that were not used for longer than their policies say."""
+    def expired(
+        self, shards: Iterable[int], step: int, second: int, held: Sequence[np.ndarray], *, sweeps: bool = False
+    ) -> list[Departing]:
+        """The rows of these shards that were not used for longer than their policies say.
+
+        Args:
+            sweeps: pass over tables that have too few rows to be swept.
+        """
         limits = [(policy.expire_after_steps, policy.expire_after_seconds) for policy in self.policies]
         steps_T = np.array([_UNLIMITED if limit is None else limit for limit, _ in limits])
         seconds_T = np.array([_UNLIMITED if limit is None else limit for _, limit in limits])
+        if sweeps:
+            few_T = self._rows_T <= self._above_T
+            steps_T[few_T] = seconds_T[few_T] = _UNLIMITED
         step += self.clock.steps
         departing = []
         for shard in shards:
@@ -465,7 +477,7 @@ class Ledger:
 
     def keys_to_weigh(self, shards: Iterable[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Tables and ids of the rows of these shards whose weights sweeps look at."""
-        weighed_T = np.array([policy.sweeps_weights for policy in self.policies])
+        weighed_T = np.array([policy.sweeps_weights for policy in self.policies]) & (self._rows_T > self._above_T)
         if weighed_T.any():
             for shard in shards:
                 table_N, id_N, _ = self._rows_in(range(shard, shard + 1))

@@ -202,6 +202,8 @@ class RowPolicy:
             256th of them; of several tables the least holds for all. `embedding.evict()` looks at all of them, at
             norms and `expire_where` too.
         sweep_weights: whether sweeps look at norms and `expire_where` too, which reads the weights of rows.
+        sweep_above_mb: sweeps pass over the table's rows until they take more MiB than this, optimizer state included,
+            wherever they are; None = they never do.
         evict_at_snapshot: whether rows of the table that have expired, by whatever, leave before a snapshot is saved.
         clock: what gives seconds, the same for all tables; None = `time.monotonic`.
         admit: which ids get a row; None = all that are looked up in training mode. Gradients of those that get none
@@ -226,6 +228,7 @@ class RowPolicy:
     sweep_weights: bool = False
     evict_at_snapshot: bool = False
     absent: Literal["initial", "zeros"] = "initial"
+    sweep_above_mb: int | None = None
 
     def __post_init__(self) -> None:
         if self.evict is not None and not isinstance(self.evict, Eviction):
@@ -236,7 +239,7 @@ class RowPolicy:
             raise ValueError(f'absent must be "initial" or "zeros", got {self.absent!r}')
         if self.capacity is not None and self.capacity_mb is not None:
             raise ValueError("a table has a capacity or a capacity_mb, got both")
-        for name in ("capacity", "capacity_mb", "expire_after_steps", "expire_after_seconds"):
+        for name in ("capacity", "capacity_mb", "expire_after_steps", "expire_after_seconds", "sweep_above_mb"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 1 <= value < 2**40):
                 raise ValueError(f"{name} must be an int, 1 or more and below 2**40, or None, got {value!r}")

@@ -418,6 +418,24 @@ Jobs.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadl
 TestJobs = Jobs.TestCase
 
 
+def test_sweeps_begin_at_a_mark_of_rows_in_mib(tmp_path):
+    embedding = make(
+        tmp_path, "device", [RowPolicy(expire_after_steps=1, sweep_steps=1, sweep_above_mb=1)] * 2, tables=2
+    )
+    optimizer, row_bytes = sgd(embedding), embedding.store.format.row_bytes
+    many = 2**20 // row_bytes
+    embedding.store.build()
+    embedding.store.put(np.zeros(many, np.int32), np.arange(many), np.ones((many, DIM), np.float32))
+    for n in range(4):  # as many rows as the mark, which is not more
+        step(embedding, optimizer, ids(n % 2), ids(1))
+        assert embedding.stats()["rows"] == many + min(n + 1, 2)
+    step(embedding, optimizer, ids(many + 5), ids(0))
+    step(embedding, optimizer, ids(many + 5), ids(0))
+    assert embedding.stats()["policy"]["left"] == {"expired": many} and embedding.stats()["rows"] == 3
+    step(embedding, optimizer, ids(many + 5), ids(0))
+    assert embedding.stats()["rows"] == 3 and embedding.evict() == {"expired": 2}
+
+
 # ---- the same on every store, prefetched or not ----------------------------------------------------------------------
 
 

@@ -25,7 +25,9 @@ def test_the_same_rows_come_and_leave_on_a_gpu(gpu, tmp_path, store, evict, admi
         embedding = oneemb.MultiTableEmbedding(
             "rows", 4, torch.float32, torch.int64, [oneemb.make_table()], options,
             oneemb.make_constant_initializer(1.0),
-            policy=RowPolicy(evict, expire_after_steps=4, sweep_steps=2, admit=admit, absent="zeros" if admit else "initial"),
+            policy=RowPolicy(
+                evict, expire_after_steps=4, sweep_steps=2, admit=admit, absent="zeros" if admit else "initial"
+            ),
         )  # fmt: skip
         with on_gpu(gpu, embedding) if place == "gpu" else contextlib.nullcontext():
             found.append(what_happens(embedding))
