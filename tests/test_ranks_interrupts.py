@@ -70,15 +70,25 @@ def trains(group, report, path, way):
         for _ in graph.run([batch_of(0, rank)]):
             pass
     report(("begins",))
+
+    def to_the_end():
+        while made() < STEPS:
+            try:
+                goes_on(graph, way, rank, optimizer)
+            except oneemb.RankError as error:
+                assert "has failed (KeyboardInterrupt" in str(error) or "do different things" in str(error), error
+                caught.append("RankError")
+
+    # An interrupt may come at any line here, also as an error of another rank, or another interrupt, is caught.
     going = True
     while going:
-        try:  # An interrupt may come at any line here, also as an error of another rank is caught.
-            while going := made() < STEPS:
+        try:
+            while going:
                 try:
-                    goes_on(graph, way, rank, optimizer)
-                except oneemb.RankError as error:
-                    assert "has failed (KeyboardInterrupt" in str(error) or "do different things" in str(error), error
-                    caught.append("RankError")
+                    to_the_end()
+                    going = False
+                except KeyboardInterrupt:
+                    caught.append("KeyboardInterrupt")
         except KeyboardInterrupt:
             caught.append("KeyboardInterrupt")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
