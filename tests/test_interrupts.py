@@ -173,6 +173,7 @@ def check_snapshots(tmp_path, store, states, way, number):
     for ids in BATCHES[2:STOPPED]:
         model.step(ids)
     embedding.save_snapshot("new")
+    embedding.save_delta("delta", "old")
     rows = {name: states[step][0] for name, step in (("old", 2), ("new", STOPPED))}
 
     def save():
@@ -181,25 +182,38 @@ def check_snapshots(tmp_path, store, states, way, number):
     def load():
         embedding.load_snapshot("old")
 
-    for call in (save, load):
+    def save_delta():
+        embedding.save_delta("saved", "old", overwrite=True)
+
+    def load_delta():
+        embedding.load_snapshot("delta")
+
+    def prepare(call):
+        embedding.load_snapshot("new" if call is load else "old")
+        for ids in BATCHES[2:STOPPED] if call is save_delta else ():
+            model.step(ids)
+
+    for call in (save, load, save_delta, load_delta):
         embedding.load_snapshot("new")
         embedding.save_snapshot("saved", overwrite=True)
+        prepare(call)
         lines = each_line(call, way) if number is None else some_lines(count_lines(call, way), number)
         for at in lines:
-            embedding.load_snapshot("new")
-            if call is save:
-                embedding.load_snapshot("old")
+            embedding.load_snapshot("saved")
+            was = model.state()[0]
+            prepare(call)
+            before = model.state()[0]
             _, place = interrupted(call, at, way)
             try:
                 now = model.state()[0]
-                assert now in ((rows["old"],) if call is save else rows.values()), place
-                assert sorted(set(embedding.snapshots()) - {"saved"}) == ["new", "old"], place
+                assert now in ([before] if call in (save, save_delta) else rows.values()), place
+                assert sorted(set(embedding.snapshots()) - {"saved"}) == ["delta", "new", "old"], place
                 embedding.load_snapshot("saved")
-                assert model.state()[0] in rows.values(), place
+                assert model.state()[0] in ((was, before) if call in (save, save_delta) else (was,)), place
                 model.step(BATCHES[0])
             except BrokenStoreError:
                 # A load may be stopped where that takes long: it says so.
-                assert way == "raise" or call is load, place
+                assert way == "raise" or call in (load, load_delta), place
             embedding.load_snapshot("new")
             assert model.state()[0] == rows["new"], place
     assert model.pinned() == 0
