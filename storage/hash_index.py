@@ -199,6 +199,10 @@ class HashIndex:
         """How many of these keys belong to each shard: int64 [P]."""
         return self._count(table_U, id_U)[1].sum(0)
 
+    def shards_of(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """The shard of each key: uint8 [U]."""
+        return self._count(table_U, id_U)[0]
+
     def has_room(self, need_P: np.ndarray) -> bool:
         """Whether each shard has room for so many keys, those here included."""
         return bool(np.all(need_P <= self._limit_P))

@@ -29,6 +29,7 @@ from oneemb.storage.policies import RowPolicy
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.tiered_rows import TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
+from oneemb.storage.tiers.hot_tier import HotTier
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["KeptRows", "admits_some", "read_as_zeros"]
@@ -56,6 +57,7 @@ class KeptRows:
         """What is known of each row's use."""
         self.admission = self.new_admission()
         """Which ids get a row; None = all."""
+        self._slots = _KnownSlots(rows)
 
     def new_admission(self) -> Admission | None:
         """One that has counted nothing."""
@@ -105,25 +107,12 @@ class KeptRows:
         new, lent = unknown[admitted_M], unknown[~admitted_M]
         self._sweep(step, second, held)
         ledger.reserve(table_U[new], id_U[new])
-        shard = ledger.clock.shard
-        departing = ledger.make_room(table_U[new], held)
+        shard, gone = ledger.clock.shard, self.gone
         try:
-            slot_U = self._pins.pin_with_room(keys, prefetched, sum(len(its.id_V) for its in departing))
+            slot_U, lent_M = self._make_resident(keys, prefetched, ledger.make_room(table_U[new], held), lent, place_U)
         except BaseException:
-            ledger.clock.shard = shard
-            raise
-        try:
-            for its in departing:
-                self._leave(its)
-        except BaseException:
-            self._release(slot_U)
-            raise
-        lent_M = self._lend(keys, slot_U, lent)
-        try:
-            hot.acquire_rest(keys, slot_U)
-        except BaseException:
-            if lent_M is not None:
-                hot.take_back(lent_M)
+            if self.gone == gone:  # Whose turn it is to leave has not changed either.
+                ledger.clock.shard = shard
             raise
         try:
             if not again and not len(lent):
@@ -142,8 +131,42 @@ class KeptRows:
             if lent_M is not None:
                 hot.take_back(lent_M)
             raise
+        self._slots.note(place_U, slot_U)
         self._pins.note_places(slot_U, place_U, lent_M)
         return slot_U, keys
+
+    def _make_resident(
+        self, keys: Keys, prefetched: Prefetched | None, departing: Sequence[Departing], lent: np.ndarray,
+        place_U: np.ndarray,
+    ) -> tuple[Array, Array | None]:  # fmt: skip
+        """Pin the rows of these keys, once these others have left, beginning those that have none.
+
+        Returns:
+            Their slots, and those of them that are lent.
+        """
+        hot, leaving, lent_M = self._rows.hot, sum(len(its.id_V) for its in departing), None
+        if prefetched is None and len(lent) == 0 and isinstance(hot, HotTier) and hot.lies_still:
+            slot_U = self._slots.of(hot, keys, place_U)
+            hot.check_room(int(np.count_nonzero(slot_U < 0)), leaving)
+            for its in departing:
+                self._leave(its)
+            hot.acquire_at(keys, slot_U)
+            return slot_U, None
+        slot_U = self._pins.pin_with_room(keys, prefetched, leaving)
+        try:
+            for its in departing:
+                self._leave(its)
+        except BaseException:
+            self._release(slot_U)
+            raise
+        lent_M = self._lend(keys, slot_U, lent)
+        try:
+            hot.acquire_rest(keys, slot_U)
+        except BaseException:
+            if lent_M is not None:
+                hot.take_back(lent_M)
+            raise
+        return slot_U, lent_M
 
     def _lend(self, keys: Keys, slot_U: Array, lent: np.ndarray) -> Array | None:
         """Lend rows to those of the keys that get none. Returns their slots, which are in slot_U too."""
@@ -198,12 +221,12 @@ class KeptRows:
         """Let rows leave that no lookup holds. Returns which there were, bool [V]."""
         table_V, id_V, reason = departing
         erased_V = self._pins.erase(table_V, id_V)
-        self.ledger.forget(table_V, id_V, reason)
+        self._slots.forget(self.ledger.forget(table_V, id_V, reason))
         return erased_V
 
     def forget(self, table_V: np.ndarray, id_V: np.ndarray) -> None:
         """These rows have been erased by hand."""
-        self.ledger.forget(table_V, id_V, "erased")
+        self._slots.forget(self.ledger.forget(table_V, id_V, "erased"))
 
     def evict(self, tables: Sequence[int], step: int) -> dict[str, int]:
         """Let all rows of these tables leave that have expired, or are more than a table may have, and that no lookup
@@ -314,6 +337,48 @@ class KeptRows:
             counts |= {"admitted": self.admission.admitted, "refused": self.admission.refused}
             counts["bytes"] += self.admission.nbytes
         return counts
+
+
+class _KnownSlots:
+    """Where rows that lie still are, by their places in the ledger: what the ledger has found need not be found again.
+
+    Args:
+        rows: those of the store.
+    """
+
+    def __init__(self, rows: TieredRows):
+        self._rows = rows
+        self._generation = rows.generation
+        self._slot_P = np.empty(0, np.int64)
+
+    def of(self, hot: HotTier, keys: Keys, place_U: np.ndarray) -> np.ndarray:
+        """The slots of these keys' rows, -1 of those that have none."""
+        self._begin(place_U)
+        slot_U = np.where(place_U >= 0, self._slot_P[place_U], -1)
+        unsure = np.flatnonzero((slot_U < 0) & (place_U >= 0))
+        if len(unsure):
+            slot_U[unsure] = hot.index.find(keys.table_U[unsure], keys.id_U[unsure])
+        return slot_U
+
+    def note(self, place_U: np.ndarray, slot_U: Array) -> None:
+        """Rows at these places are in these slots; -1 is no place."""
+        if self._rows.hot.lies_still:
+            self._begin(place_U)
+            known = place_U >= 0
+            self._slot_P[place_U[known]] = slot_U[known]
+
+    def forget(self, place_V: np.ndarray) -> None:
+        """Rows at these places have left; -1 is no place."""
+        self._slot_P[place_V[(place_V >= 0) & (place_V < len(self._slot_P))]] = -1
+
+    def _begin(self, place_U: np.ndarray) -> None:
+        if self._generation != self._rows.generation:
+            self._generation = self._rows.generation
+            self._slot_P[:] = -1
+        if len(self._slot_P) <= (most := int(place_U.max(initial=0))):
+            grown = np.full(max(most + 1, len(self._slot_P) * 3 // 2), -1)
+            grown[: len(self._slot_P)] = self._slot_P
+            self._slot_P = grown
 
 
 def admits_some(policies: Sequence[RowPolicy] | None) -> bool:

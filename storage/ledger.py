@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from oneemb.kernels.score_rows import COUNT, DECAYED, EPOCH_COUNT, free_rows, score_uses, ties_of
+from oneemb.kernels.score_rows import COUNT, DECAYED, EPOCH_COUNT, score_uses, ties_of
+from oneemb.kernels.shard_places import BLOCK, free_rows, give_back, open_blocks, rows_of_blocks, take
 from oneemb.kernels.slot_marks import set_marks
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError
@@ -137,23 +138,25 @@ class Ledger:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return self._index.nbytes + self._used * (4 * MARKS + 4 + 1)
+        return self._index.nbytes + self._blocks * (BLOCK * (4 * MARKS + 4 + 8 + 1) + 1)
 
     def clear(self) -> None:
         """Forget every row, and begin to count anew."""
         began = self._now()
         self._index.clear()
         self.clock, self._began = LedgerClock(), began
-        self._mark_P4, self._table_P = np.empty((0, MARKS), np.uint32), np.empty(0, np.int32)
-        self._held_P = np.empty(0, np.bool_)
-        self._freed = np.empty(0, np.int64)
-        self._used = 0
+        self._mark_P4, self._held_P = np.empty((0, MARKS), np.uint32), np.empty(0, np.bool_)
+        self._table_P, self._id_P = np.empty(0, np.int32), np.empty(0, np.int64)
+        self._shard_B, self._blocks = np.empty(0, np.uint8), 0
+        self._head_S, self._free_S = np.full(SHARDS, -1), np.zeros(SHARDS, np.int64)
         self._rows_T = np.zeros(len(self.policies), np.int64)
 
-    def _enlarge(self, places: int) -> None:
-        names = "_mark_P4", "_table_P", "_held_P"
-        before = [getattr(self, name) for name in names]
-        grown = [np.zeros((places, *array.shape[1:]), array.dtype) for array in before]  # All of them, or none.
+    def _enlarge(self, blocks: int) -> None:
+        names = "_shard_B", "_mark_P4", "_held_P", "_table_P", "_id_P"
+        before, sizes = [getattr(self, name) for name in names], [blocks, *[blocks * BLOCK] * 4]
+        grown = [  # All of them, or none.
+            np.zeros((size, *array.shape[1:]), array.dtype) for size, array in zip(sizes, before, strict=True)
+        ]
         for name, array, after in zip(names, before, grown, strict=True):
             after[: len(array)] = array
             setattr(self, name, after)
@@ -205,13 +208,18 @@ class Ledger:
             IndexMemoryError, MemoryError: there is none.
         """
         self._index.reserve_keys(table_U, id_U)
-        need = self._used + max(0, len(id_U) - len(self._freed))
-        if need > len(self._held_P):
+        need = self._blocks + int(self._blocks_for(self._index.key_counts(table_U, id_U)).sum())
+        if need > len(self._shard_B):
             # All at once where a limit is known: what is never written takes no memory, and nothing is copied later.
             most = self._capacity or 0
             if len(self._limits) == len(self.policies):
                 most = min(sum(self._limits.values()), most or 2**62)
-            self._enlarge(max(need, min(most, _PLACES_AT_ONCE), len(self._held_P) * 3 // 2, 1024))
+            most = min(most, _PLACES_AT_ONCE) * 9 // 8 // BLOCK
+            self._enlarge(max(need, most + SHARDS if most else 0, len(self._shard_B) * 3 // 2))
+
+    def _blocks_for(self, new_S: np.ndarray) -> np.ndarray:
+        """How many blocks more each shard needs for so many new rows: int64 [S]."""
+        return -(-np.maximum(new_S - self._free_S, 0) // BLOCK)
 
     def use(
         self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, uses_U: np.ndarray, step: int, second: int
@@ -241,19 +249,21 @@ class Ledger:
 
     def _add(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
         self.reserve(table_N, id_N)
-        reused = self._freed[: len(id_N)]
-        fresh = len(id_N) - len(reused)
-        place_N = np.concatenate([reused, np.arange(self._used, self._used + fresh)])
-        self._freed = self._freed[len(reused) :]
-        self._used += fresh
+        shard_N = self._index.shards_of(table_N, id_N)
+        more_S = self._blocks_for(np.bincount(shard_N, minlength=SHARDS))
+        begin, end = self._blocks, self._blocks + int(more_S.sum())
+        self._shard_B[begin:end] = np.repeat(np.arange(SHARDS), more_S)
+        open_blocks(begin, end, self._shard_B, self._head_S, self._free_S, self._table_P, self._id_P)
+        self._blocks = end
+        place_N = take(shard_N, self._head_S, self._free_S, self._id_P)
         self._index.put(table_N, id_N, place_N)
-        self._table_P[place_N] = table_N
+        self._table_P[place_N], self._id_P[place_N] = table_N, id_N
         self._rows_T += np.bincount(table_N, minlength=len(self._rows_T))
         return place_N
 
     def items(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Tables, ids and places of all rows, some at a time."""
-        return self._index.items()
+        yield self._rows_in(range(SHARDS))
 
     def marks(self, place_N: np.ndarray) -> np.ndarray:
         """What the records of rows at these places are to hold: uint32 [N, MARKS]."""
@@ -278,14 +288,15 @@ class Ledger:
         """Of rows at these places."""
         self._score_P[place_N] = score_N
 
-    def forget(self, table_V: np.ndarray, id_V: np.ndarray, reason: str) -> None:
-        """These rows have left."""
+    def forget(self, table_V: np.ndarray, id_V: np.ndarray, reason: str) -> np.ndarray:
+        """These rows have left. Returns the places that they had, -1 of those that were not known."""
         place_V = self._index.erase(table_V, id_V)
         known = place_V >= 0
-        self._freed = np.concatenate([self._freed, place_V[known]])
+        give_back(place_V, self._shard_B, self._head_S, self._free_S, self._table_P, self._id_P)
         self._rows_T -= np.bincount(table_V[known], minlength=len(self._rows_T))
         if known.any():
             self.left[reason] = self.left.get(reason, 0) + int(np.count_nonzero(known))
+        return place_V
 
     # ---- who leaves -------------------------------------------------------------------------------------------------
 
@@ -397,7 +408,9 @@ class Ledger:
 
     def _choose_in(self, shards: range, excess_T: np.ndarray, excess: int) -> tuple[np.ndarray, np.ndarray]:
         """Tables and ids of those that leave of the rows in these shards."""
-        table_N, id_N, score_N = free_rows(*self._rows_in(shards), self._held_P, self._mark_P4)
+        table_N, id_N, score_N = free_rows(
+            self._blocks_of(shards), self._table_P, self._id_P, self._held_P, self._mark_P4, threads=self._threads
+        )  # fmt: skip
         chosen_N = np.zeros(len(id_N), np.bool_)
 
         def leave(of: np.ndarray, count: int) -> None:
@@ -415,11 +428,13 @@ class Ledger:
 
     def _rows_in(self, shards: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tables, ids and places of the rows in these shards."""
-        batches = list(self._index.items(shards=shards))
-        if not batches:
-            return np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64)
-        table_N, id_N, place_N = (np.concatenate(column) for column in zip(*batches, strict=True))
-        return table_N, id_N, place_N
+        place_N = rows_of_blocks(self._blocks_of(shards), self._table_P)
+        return self._table_P[place_N], self._id_P[place_N], place_N
+
+    def _blocks_of(self, shards: range) -> np.ndarray:
+        """The blocks of these shards: int64."""
+        shard_B = self._shard_B[: self._blocks]
+        return np.flatnonzero((shard_B >= shards.start) & (shard_B < shards.stop))
 
     def _least(self, table_N: np.ndarray, id_N: np.ndarray, score_N: np.ndarray, count: int) -> np.ndarray:
         """Which `count` rows are of least score; between equal ones the hash of the key decides."""

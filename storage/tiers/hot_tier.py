@@ -152,6 +152,15 @@ class HotTier:
             self.release(slot_U[slot_U >= 0])
             raise
 
+    def acquire_at(self, keys: Keys, slot_U: np.ndarray) -> None:
+        """As `acquire`, where the caller knows in which slots rows lie still: slot_U has them, and -1 for keys that
+        have no row, of which it gets those."""
+        missing = np.flatnonzero(slot_U < 0)
+        slot_U[missing] = self._bring_in(keys.table_U[missing], keys.id_U[missing])
+        self._pin(slot_U, 1)
+        self._counters.hits += len(slot_U) - len(missing)
+        self._counters.misses += len(missing)
+
     def _acquire(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         slot_U = self._index.find(table_U, id_U)
         missing = np.flatnonzero(slot_U < 0)
