@@ -355,7 +355,9 @@ class TableEmbedding(torch.nn.Module):
             overwrite: replace a snapshot of this name, atomically.
 
         Raises:
-            StorageError: the name is taken or cannot be a name, or the disk fails; the snapshots there stay whole.
+            StorageError: the name is taken or cannot be a name, deltas go on from the snapshot that is to be replaced,
+                or the disk fails; the snapshots there stay whole.
+            ValueError: `expire_where` of a policy that evicts at snapshots raises; nothing is saved.
         """
         self._save(name, overwrite=overwrite)
 
@@ -387,14 +389,13 @@ class TableEmbedding(torch.nn.Module):
     def _save(
         self, name: str, *, overwrite: bool = False, since: str | None = None, keep_evicted: bool = False
     ) -> None:
-        if self.store.kept is not None:
-            policies = enumerate(self.store.kept.policies)
-            if tables := [t for t, policy in policies if policy.evict_at_snapshot]:
-                self._row_calls.evict(tables)
         changes = self.store.changes
         identity = self.rank_snapshots.save(
             name, self.description(), overwrite=overwrite, since=since, keep_evicted=keep_evicted
         )
+        saved = self.store.saved
+        if saved is not None and saved[0] == identity:
+            changes = saved[1]  # Rows that have expired may have left before it.
         self._saved = {"oneemb_snapshot": name, "oneemb_identity": identity}, changes
 
     def load_snapshot(self, name: str, *, weights_only: bool = False) -> None:
@@ -451,7 +452,7 @@ class TableEmbedding(torch.nn.Module):
         """Delete a snapshot and free the disk space only it used.
 
         Raises:
-            StorageError: there is no snapshot of this name.
+            StorageError: there is no snapshot of this name, or deltas go on from it.
         """
         if self._saved is not None and self._saved[0]["oneemb_snapshot"] == name:
             self._saved = None  # First of all: no state dict may name a snapshot that is gone, whatever interrupts.
@@ -603,6 +604,9 @@ class TableEmbedding(torch.nn.Module):
         Returns:
             How many, of all ranks together, by reason: "expired", "norm", "where", and "capacity" of tables that were
             loaded with more rows than they may have.
+
+        Raises:
+            ValueError: `expire_where` or a clock raises, or gives what it is not to give. On this rank no row has left.
         """
         return self._row_calls.evict()
 
@@ -615,7 +619,7 @@ class TableEmbedding(torch.nn.Module):
         With `process_group` every rank makes the call, each with ids of its own.
 
         Raises:
-            ValueError: there is no policy.
+            TypeError, ValueError: ids or table are not as of `erase`, or there is no policy.
         """
         return self._row_calls.scores(ids, table)
 
@@ -645,14 +649,15 @@ class TableEmbedding(torch.nn.Module):
             epoch: 0 to 2^32 - 1, not before the present one. A new embedding is at 0.
 
         Raises:
-            ValueError: it is not as above, or there is no policy.
+            TypeError, ValueError: it is not as above, or there is no policy.
         """
         self._row_calls.set_epoch(epoch)
 
     # ---- rows, counters, memory -------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forget every row and the optimizer's steps: all ids are new again. Snapshots stay.
+        """Forget every row and the optimizer's steps, and what policies have counted: all ids are new again. Snapshots
+        stay.
 
         An embedding whose calls raise `BrokenStoreError` can be used again afterwards, as after `load_snapshot`.
         """

@@ -41,6 +41,7 @@ from oneemb.storage.owned_rows import OwnedRows
 from oneemb.storage.part_folders import PartRemoval, sweep_folder, to_remove
 from oneemb.storage.replicas import Keys
 from oneemb.storage.snapshot_parts import FoundParts, PartedSnapshot, find_parts, folders_at, table_name_of
+from oneemb.storage.table.delta import rows_of
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.unfinished import mark, unmark
 
@@ -253,6 +254,7 @@ class RankSnapshots:
         what = self.words(f"delete_snapshot {name!r}")
         found = self._find(what, self._store.build)
         found.check_no_deltas(name, "deleted")
+        self.agree(what, lambda: self._sweep(found))  # What killed saves have left goes on from nothing.
         for snapshots in to_remove(found, name):
             self._remove(what, snapshots)
 
@@ -392,7 +394,7 @@ class RankSnapshots:
         info = snapshot.info if own is None else own.info
         try:
             self.agree(what, check)
-            replicated = self._check_replicated(what, snapshot, info.rows if owned is None else len(owned))
+            replicated = self._check_replicated(what, snapshot, rows_of(info) if owned is None else len(owned))
         except BaseException:
             if owned is not None:
                 owned.close()

@@ -35,6 +35,9 @@ class RowCalls:
     def erase(self, ids: torch.Tensor, table: int) -> int:
         """See `TableEmbedding.erase`."""
         what = f"erase rows of {self._name!r}"
+        return self._calls.together("erase", what, lambda: self._erase_named(what, ids, table))
+
+    def _erase_named(self, what: str, ids: torch.Tensor, table: int) -> int:
         table_N, id_N = self._named_by_ranks(what, ids, table)
         order_N = np.lexsort((id_N, table_N))
         table_N, id_N = table_N[order_N], id_N[order_N]
@@ -58,8 +61,11 @@ class RowCalls:
         Args:
             tables: whose rows leave; None = those of all.
         """
-        left = Counter[str]()
-        for its in self._calls.all_gather(f"evict rows of {self._name!r}", lambda: self._store.evict(tables)):
+        what, left = f"evict rows of {self._name!r}", Counter[str]()
+        of_ranks = self._calls.together(
+            "evict", what, lambda: self._calls.all_gather(what, lambda: self._store.evict(tables))
+        )
+        for its in of_ranks:
             left.update(its)
         return dict(left)
 
@@ -68,9 +74,14 @@ class RowCalls:
         what = f"read scores of {self._name!r}"
         if self._calls.alone:
             return torch.from_numpy(self._store.scores(*self._named(ids, table))[0]).view(ids.shape)
-        named_R = self._calls.all_gather(what, lambda: self._named(ids, table))
-        of_owners = self._calls.all_gather(what, lambda: [self._store.scores(*named)[0] for named in named_R])
-        score_N = np.zeros(len(named_R[self._calls.rank][1]), np.uint64)
+
+        def ask() -> tuple[list[list[np.ndarray]], int]:
+            named_R = self._calls.all_gather(what, lambda: self._named(ids, table))
+            found = self._calls.all_gather(what, lambda: [self._store.scores(*named)[0] for named in named_R])
+            return found, len(named_R[self._calls.rank][1])
+
+        of_owners, count = self._calls.together("scores", what, ask)
+        score_N = np.zeros(count, np.uint64)
         for scores_R in of_owners:  # A rank that does not own a row says 0.
             score_N |= scores_R[self._calls.rank]
         return torch.from_numpy(score_N).view(ids.shape)
@@ -78,6 +89,9 @@ class RowCalls:
     def set_scores(self, ids: torch.Tensor, scores: torch.Tensor, table: int) -> int:
         """See `TableEmbedding.set_scores`."""
         what = f"set scores of {self._name!r}"
+        return self._calls.together("set_scores", what, lambda: self._set_scores(what, ids, scores, table))
+
+    def _set_scores(self, what: str, ids: torch.Tensor, scores: torch.Tensor, table: int) -> int:
         of_ranks = self._calls.all_gather(what, lambda: self._named_scores(ids, scores, table))
         table_N, id_N, score_N = (np.concatenate(column) for column in zip(*of_ranks, strict=True))
         if len(np.unique(np.rec.fromarrays([table_N, id_N]))) < len(id_N):
@@ -103,10 +117,14 @@ class RowCalls:
     def set_epoch(self, epoch: int) -> None:
         """See `TableEmbedding.set_epoch`."""
         what = f"set the epoch of {self._name!r}"
-        of_ranks = self._calls.all_gather(what, lambda: epoch)
-        if any(its != epoch for its in of_ranks):
-            raise ValueError(f"an epoch is the same for all ranks, got {of_ranks}")
-        self._calls.agree(what, lambda: self._store.set_epoch(epoch))
+
+        def set_it() -> None:
+            of_ranks = self._calls.all_gather(what, lambda: epoch)
+            if any(its != epoch for its in of_ranks):
+                raise ValueError(f"an epoch is the same for all ranks, got {of_ranks}")
+            self._calls.agree(what, lambda: self._store.set_epoch(epoch))
+
+        self._calls.together("set_epoch", what, set_it)
 
     def _named_by_ranks(self, what: str, ids: torch.Tensor, table: int) -> tuple[np.ndarray, np.ndarray]:
         """The keys that any rank names."""

@@ -112,6 +112,11 @@ class Admission:
                 self._counters[t].forget(id_M[admitted])
                 self._counters[t].add(id_M[refused], self._sightings(t, uses_M[refused]), lookup)
 
+    def forget(self, table_M: np.ndarray, id_M: np.ndarray) -> None:
+        """These ids have got a row that nobody was asked for: they are counted no more."""
+        for t, counters in self._counters.items():
+            counters.forget(id_M[table_M == t])
+
     # ---- snapshots --------------------------------------------------------------------------------------------------
 
     def to_arrays(self) -> dict[str, np.ndarray]:

@@ -28,10 +28,11 @@ from oneemb.kernels.arrays import Array, RowsOfIds
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.loops import Keys, Loops
+from oneemb.kernels.owner import owner_of
 from oneemb.kernels.places import loops_at
 from oneemb.kernels.threads import Threads
 from oneemb.storage.bottom import EXPORTED, Bottom, TableBottom
-from oneemb.storage.errors import OtherSnapshotError, SnapshotNeededError, SnapshotNotFoundError
+from oneemb.storage.errors import OtherSnapshotError, SnapshotExistsError, SnapshotNeededError, SnapshotNotFoundError
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.journal import Journal, Point
 from oneemb.storage.kept_rows import KeptRows, admits_some, read_as_zeros
@@ -151,6 +152,8 @@ class EmbeddingStore:
         """Updates made so far."""
         self.changes = 0
         """Counts what changed the rows: two equal readings mean equal rows."""
+        self.saved: tuple[str, int] | None = None
+        """The identity of the snapshot that was saved last, and `changes` then."""
         self.replaced = 0
         """Counts how often other rows have taken the place of those that were looked up, or none have."""
         self.turns = Turns(f"the embedding on {bottom.name}", _MEND, rank=0)
@@ -348,6 +351,7 @@ class EmbeddingStore:
                     found = kept.acquire(keys, prefetched, step=self.step, again=again, admits=admits, uses_U=uses_U)
                 finally:
                     self.changes += kept.gone > gone
+                self.changes += not again  # Scores and sightings have.
             self.changes += hot.begun > begun
             if new is not None:
                 self.replicas.add(new)
@@ -403,7 +407,8 @@ class EmbeddingStore:
             return np.zeros(len(id_U), np.bool_)
         self.pins.release_abandoned()
         erased_U = self.pins.erase(table_U, id_U)
-        self.journal.erase(table_U, id_U)
+        own = np.flatnonzero(owner_of(table_U, id_U, self.plan.owners) == self.plan.owner)
+        self.journal.erase(table_U[own], id_U[own])
         self.replicas.forget(table_U, id_U)
         if self.kept is not None:
             self.kept.forget(table_U, id_U)
@@ -702,6 +707,15 @@ class EmbeddingStore:
         if overwrite:
             self._check_no_deltas(name, "replaced")
         without = self.replicas.keys(own=False) if part is not None and self.replicas else None
+        if since is not None:
+            self._check_parent(since)
+        if not overwrite and any(info.name == name for info in self._rows.snapshots()):
+            raise SnapshotExistsError(
+                f"there is a snapshot named {name!r} already, in {self._bottom.name}; pass overwrite=True to replace"
+                " it, or delete it, or choose another name"
+            )
+        if not name.startswith(EXPORTED):
+            self._evict_before_save()
         uses, arrays = (None, None) if self.kept is None else (self.kept.to_meta(), self.kept.to_arrays())
         loaded = rows = len(self._rows) - (0 if without is None else len(without[1]))
         places = None
@@ -714,10 +728,25 @@ class EmbeddingStore:
             name, meta, self.step, overwrite=overwrite, part=part, without=without, more=uses, arrays=arrays,
             since=places,
         )  # fmt: skip
+        self.saved = info.identity, self.changes
         whole = name if part is None else part.name
         if not whole.startswith(EXPORTED):
-            self.journal.add(Point(whole, info, rows, loaded, self._rows.places(), self._rows.opened))
+            self.journal.add(Point(whole, info, rows, loaded, self._rows.places, self._rows.opened))
         return info
+
+    def _evict_before_save(self) -> None:
+        """Let rows leave that have expired, of tables that are to have none of these in a snapshot."""
+        if self.kept is not None and self.built:
+            self.pins.release_abandoned()
+            tables = [t for t, policy in enumerate(self.kept.policies) if policy.evict_at_snapshot]
+            if tables and self.kept.evict(tables, self.step, expired_only=True):
+                self.changes += 1
+
+    def _check_parent(self, since: str) -> None:
+        """Raise StorageError unless a delta can be saved since this snapshot, which is there still."""
+        point = self.journal.since(since, self._rows.opened)
+        if all(info.identity != point.info.identity for info in self._rows.snapshots()):
+            raise StorageError(f"snapshot {since!r} is not there any more; save a whole one")
 
     def check_since(self, since: str) -> str:
         """The identity of a snapshot since which a delta can be saved.
@@ -726,6 +755,7 @@ class EmbeddingStore:
             StorageError: it is none of the last that were saved or loaded.
         """
         with self.turns:
+            self._check_parent(since)
             return self.journal.since(since, self._rows.opened).info.identity
 
     def _delta(self, point: Point, rows: int, keep_evicted: bool) -> tuple[np.ndarray, Delta]:
@@ -736,9 +766,9 @@ class EmbeddingStore:
         inserted = max(rows - point.rows + len(id_N), 0)
         table_E, id_E = self.journal.erased_since(point)
         if keep_evicted:  # Of those that were erased by hand it says so all the same.
-            gone = HashIndex(self.threads)
-            gone.put(table_E, id_E, np.zeros(len(id_E), np.int64))
-            erased = np.flatnonzero(gone.find(table_N, id_N) >= 0)
+            by_hand = HashIndex(self.threads)
+            by_hand.put(table_E, id_E, np.zeros(len(id_E), np.int64))
+            erased = np.flatnonzero(by_hand.find(table_N, id_N) >= 0)
             table_N, id_N = table_N[erased], id_N[erased]
         loaded = point.loaded + inserted - len(id_N)
         if len(id_E):  # Those, too, that others have kept though they had no row here.
@@ -792,6 +822,7 @@ class EmbeddingStore:
             self._check_process()
             self._check_open()
             self._rows.check_kind(info, weights_only)
+            self._check_policy(info)
             if read and not self._broken:
                 self._rows.check_reads(info, weights_only, owned)
 
@@ -841,8 +872,8 @@ class EmbeddingStore:
     def _load(self, info: SnapshotInfo, weights_only: bool, owned: OwnedRows | None = None) -> bool:
         rows, clock = SnapshotRows.of_meta(info.meta, info.name), LedgerClock.of_meta(info.meta, info.name)
         marks, kept = None, self.kept
+        self._check_policy(info)
         if kept is not None:
-            kept.ledger.check_rules(info.meta, info.name)
             marks = kept.ledger.first_marks
             arrays = self._bottom.arrays(info.name) if owned is None else owned.arrays()
             admission = kept.loaded_admission(arrays, info.name)
@@ -851,15 +882,15 @@ class EmbeddingStore:
             self._check_open()
             try:
                 self.replaced += 1
-                self.journal.clear()
                 self.step, same = self._rows.load(info, weights_only, owned, marks)
+                self.journal.clear()
                 self.replicas.clear()
                 if kept is not None:
                     self._know_rows(kept, rows.format, clock, rows.step)
                     kept.admission = admission
                 if same and owned is None and self._rows.lie_as_saved:
                     whole, count = PartOf.name_of(info), len(self._rows)
-                    self.journal.add(Point(whole, info, count, count, self._rows.places(), self._rows.opened))
+                    self.journal.add(Point(whole, info, count, count, self._rows.places, self._rows.opened))
             except BaseException as error:
                 if broken or not self._rows.whole:  # Without rows, or with a part of them, there is nothing to go on.
                     self.turns.cut_short(error)
@@ -877,7 +908,13 @@ class EmbeddingStore:
 
     def check_fits(self, name: str) -> None:
         """Raise StorageError unless `load_snapshot` would find this snapshot, and rows in it that fit."""
-        self._rows.check_loads(name)
+        self._check_policy(self._rows.check_loads(name))
+
+    def _check_policy(self, info: SnapshotInfo) -> None:
+        """Raise StorageError unless a snapshot says of the uses of its rows what the policy here can go on with."""
+        LedgerClock.of_meta(info.meta, info.name)
+        if self.kept is not None:
+            self.kept.ledger.check_rules(info.meta, info.name)
 
     @_in_turn
     def delete_snapshot(self, name: str) -> None:

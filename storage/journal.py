@@ -9,6 +9,7 @@ Nothing here is thread-safe: `EmbeddingStore` calls it in a turn.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +27,9 @@ POINTS_MAX = 4
 ERASED_MAX = 1 << 24
 """Keys that may be erased by hand between two of them."""
 
+# Calls whose keys are kept as they came, before they are put together.
+_ARRAYS_MAX = 256
+
 
 @dataclass
 class Point:
@@ -41,7 +45,8 @@ class Point:
     opened: int
     """Of the store at the bottom; see `TieredRows.opened`."""
     erased: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    """Keys that were erased by hand between this and the next point."""
+    """Keys that were erased by hand between this and the next point, some perhaps twice."""
+    erased_count: int = 0
     erased_too_many: bool = False
 
     @property
@@ -70,6 +75,7 @@ class Journal:
     def _drop(self, n: int) -> None:
         if n:  # Those before need what has happened since.
             self._points[n - 1].erased += self._points[n].erased
+            self._points[n - 1].erased_count += self._points[n].erased_count
             self._points[n - 1].erased_too_many |= self._points[n].erased_too_many
         del self._points[n]
 
@@ -82,7 +88,10 @@ class Journal:
         if self._points:
             last = self._points[-1]
             last.erased.append((table_N.copy(), id_N.copy()))
-            if sum(len(ids) for _, ids in last.erased) > ERASED_MAX:
+            last.erased_count += len(id_N)
+            if len(last.erased) > _ARRAYS_MAX:
+                last.erased = [_joined(last.erased)]
+            if last.erased_count > ERASED_MAX:
                 last.erased, last.erased_too_many = [], True
 
     def since(self, name: str, opened: int) -> Point:
@@ -108,12 +117,13 @@ class Journal:
 
     def erased_since(self, point: Point) -> tuple[np.ndarray, np.ndarray]:
         """The keys that were erased by hand since, table_N and id_N, some perhaps twice."""
-        erased = [keys for its in self._from(point) for keys in its.erased]
-        return (
-            np.concatenate([np.empty(0, np.int32), *(tables for tables, _ in erased)]),
-            np.concatenate([np.empty(0, np.int64), *(ids for _, ids in erased)]),
-        )
+        return _joined([keys for its in self._from(point) for keys in its.erased])
 
     def _from(self, point: Point) -> list[Point]:
         points = list(self._points)
         return points[next(n for n, its in enumerate(points) if its is point) :]
+
+
+def _joined(erased: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    tables, ids = [table_N for table_N, _ in erased], [id_N for _, id_N in erased]
+    return np.concatenate([np.empty(0, np.int32), *tables]), np.concatenate([np.empty(0, np.int64), *ids])

@@ -126,6 +126,8 @@ class KeptRows:
             if asks and not again:
                 assert self.admission is not None
                 self.admission.note(*sighted, admitted_M, ledger.clock.lookups)
+            elif self.admission is not None and len(new):
+                self.admission.forget(table_U[new], id_U[new])
         except BaseException:
             self._release(slot_U)
             if lent_M is not None:
@@ -228,9 +230,13 @@ class KeptRows:
         """These rows have been erased by hand."""
         self._slots.forget(self.ledger.forget(table_V, id_V, "erased"))
 
-    def evict(self, tables: Sequence[int], step: int) -> dict[str, int]:
+    def evict(self, tables: Sequence[int], step: int, *, expired_only: bool = False) -> dict[str, int]:
         """Let all rows of these tables leave that have expired, or are more than a table may have, and that no lookup
-        holds. Returns how many, by reason."""
+        holds. Returns how many, by reason.
+
+        Args:
+            expired_only: those alone that have expired.
+        """
         ledger, left, held = self.ledger, dict[str, int](), self._pins.places()
         departing = ledger.expired(range(SHARDS), step, ledger.second, held)
         if any(ledger.policies[t].weighs for t in tables):
@@ -238,8 +244,9 @@ class KeptRows:
                 asked = np.flatnonzero(np.isin(table_N, tables))
                 departing += ledger.unwanted(table_N[asked], id_N[asked], self._numbers(row_NW[asked]), held)
         self._leave_of(tables, departing, left)
-        ledger.fit(self._format.row_bytes)
-        self._leave_of(tables, ledger.surplus(held), left)  # of what is left by now
+        if not expired_only:
+            ledger.fit(self._format.row_bytes)
+            self._leave_of(tables, ledger.surplus(held, tables), left)  # of what is left by now
         return left
 
     def _leave_of(self, tables: Sequence[int], departing: Sequence[Departing], left: dict[str, int]) -> None:

@@ -63,7 +63,7 @@ class LedgerClock:
     shard: int = 0
     """Where the next round of eviction begins."""
     swept: int = 0
-    """Where the next sweep begins, in shards since the beginning."""
+    """The shard at which the next sweep begins."""
     swept_step: int = 0
     """The step of the last sweep."""
     seconds: int = 0
@@ -320,9 +320,11 @@ class Ledger:
         excess_T[~over_T] = np.minimum(excess_T[~over_T], 0)
         return [self._choose(excess_T, excess, held)]
 
-    def surplus(self, held: Sequence[np.ndarray]) -> list[Departing]:
-        """Which rows have to leave of tables that were loaded with more than they may have, as far as they may."""
+    def surplus(self, held: Sequence[np.ndarray], tables: Sequence[int]) -> list[Departing]:
+        """Which rows have to leave of these tables where they were loaded with more than they may have, as far as they
+        may."""
         excess_T = self._excess(np.zeros(len(self._rows_T), np.int64))
+        excess_T[[t for t in range(len(excess_T)) if t not in tables]] = -_UNLIMITED
         if not (self._evicts_T & (excess_T > 0)).any():
             return []
         excess_T = np.where(self._evicts_T, np.minimum(excess_T, self._rows_T - self._in_use(held)), 0)
@@ -573,7 +575,8 @@ class Ledger:
     def check_rules(self, meta: dict[str, Any], name: str) -> None:
         """Raise StorageError if the scores in the snapshot of this meta are those of other rules."""
         theirs = meta.get("score_rules")
-        if theirs is not None and theirs != self.rules():
+        # Further tables here are no difference.
+        if theirs is not None and (not isinstance(theirs, list) or theirs != self.rules()[: len(theirs)]):
             raise StorageError(
                 f"snapshot {name!r} holds scores of other rules than this embedding's evict= asks for; load it into an"
                 " embedding with the policy that it was saved with, or export its rows and import them"

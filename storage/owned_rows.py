@@ -4,6 +4,7 @@ Invariant: memory does not grow with the rows: one chunk of one part is read at 
 """
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import numpy as np
 
@@ -32,9 +33,12 @@ class OwnedRows:
 
     def __init__(self, snapshot: PartedSnapshot, owner: int, owners: int, fs: FileSystem | None = None):
         self._owner, self._owners = owner, owners
-        self._linked = LinkedRows(
-            [[_open(part, fs) for part in link.parts_for(owner, owners)] for link in (*snapshot.before, snapshot)]
-        )
+        links: list[list[SnapshotReader]] = []
+        with ExitStack() as opened:  # closed where a later one cannot be opened
+            for link in (*snapshot.before, snapshot):
+                links.append([opened.enter_context(_open(part, fs)) for part in link.parts_for(owner, owners)])
+            opened.pop_all()
+        self._linked = LinkedRows(links)
         self._count: int | None = None
 
     def __len__(self) -> int:

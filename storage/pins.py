@@ -4,6 +4,7 @@ prefetched for them.
 Nothing here is thread-safe: `EmbeddingStore` calls it in a turn, but for what says that it needs none.
 """
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -28,13 +29,15 @@ class Pins(weakref.ref):
     Python calls the function of a weak reference without running a line of code: no interrupt can lose the note.
     """
 
-    __slots__ = ("generation", "lent_M", "place_U", "slot_U")
+    __slots__ = ("generation", "lent_M", "place_U", "released", "slot_U")
     slot_U: Array
     generation: int
     lent_M: Array | None
     """Slots among them of rows that are not kept."""
     place_U: np.ndarray
     """Where the rows are in the ledger, if there is one."""
+    released: threading.Lock
+    """Held by the one who releases them."""
 
 
 class PinBook:
@@ -62,7 +65,7 @@ class PinBook:
         """Let an object own the pins of slots, in the turn in which they were made: they are released for it when it
         is dropped."""
         pins = Pins(owner, self.abandoned.append)
-        pins.slot_U, pins.generation = slot_U, self._rows.generation
+        pins.slot_U, pins.generation, pins.released = slot_U, self._rows.generation, threading.Lock()
         of_slots, pins.place_U, pins.lent_M = self._places
         assert not self._placed or of_slots is slot_U, "pins are owned in the turn in which they were made"
         self._places = None, np.empty(0, np.int64), None
@@ -76,10 +79,14 @@ class PinBook:
     def release(self, pins: Pins, *, dropped: bool = False) -> None:
         """Unpin what `own` has noted, once, if its slots still mean anything. Needs no turn."""
         with undisturbed:
-            if self._pins.pop(id(pins), None) is not None and pins.generation == self._rows.generation:
+            if not pins.released.acquire(blocking=False):
+                return
+            # First the pins: rows without a place here are taken for free ones.
+            if pins.generation == self._rows.generation:
                 self._rows.hot.release(pins.slot_U, elsewhere=dropped)
                 if pins.lent_M is not None:
                     self._released.append(pins)
+            self._pins.pop(id(pins), None)
 
     def release_abandoned(self) -> None:
         """Unpin what nobody owns any more, and have rows back that were lent."""
@@ -91,7 +98,8 @@ class PinBook:
                 self._rows.hot.take_back(pins.lent_M)
 
     def _owned(self) -> Iterator[Pins]:
-        return (pins for pins in self._pins.values() if pins.generation == self._rows.generation)
+        # A copy in one step of Python's: another thread may release some meanwhile.
+        return (pins for pins in list(self._pins.values()) if pins.generation == self._rows.generation)
 
     def places(self) -> list[np.ndarray]:
         """Where the rows that lookups hold are in the ledger."""

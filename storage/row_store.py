@@ -94,8 +94,9 @@ class Snapshots(Protocol):
         """Make a snapshot's rows, as the deltas that go on from it have changed them, the rows of the store; returns
         the `meta` of the last."""
 
+    @property
     def places(self) -> "Places":
-        """Where the rows are that have been flushed."""
+        """Where the rows lay of the snapshot that was saved or loaded last."""
 
     def gone_since(self, then: "Places") -> tuple[np.ndarray, np.ndarray]:
         """The keys that had rows at those places, and have none now."""

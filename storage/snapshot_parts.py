@@ -30,7 +30,7 @@ from oneemb.storage.errors import (
 )
 from oneemb.storage.fs import FileSystem, LocalFileSystem
 from oneemb.storage.snapshot_rows import PartOf, SnapshotRows, part_of, shard_of
-from oneemb.storage.table.delta import chain_of, deltas_since, in_chain_text, rows_of
+from oneemb.storage.table.delta import Delta, chain_of, deltas_since, in_chain_text, rows_of
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.table_info import need_table
@@ -133,8 +133,13 @@ class PartedSnapshot:
         filled = [part for part in self.parts if part.info.rows] or [self.parts[0]]
         first = filled[0].info
         _check_kind(f"snapshot {self.name!r}", filled)
+        meta, delta = first.meta, Delta.of_meta(first.meta, first.name)
+        if delta is not None:
+            deltas = [Delta.of_meta(part.info.meta, part.info.name) or delta for part in self.parts]
+            rows, inserted = sum(its.rows for its in deltas), sum(its.inserted for its in deltas)
+            meta = meta | replace(delta, rows=rows, inserted=inserted).to_meta()
         return replace(
-            first, name=self.name, rows=sum(rows_of(part.info) for part in self.parts),
+            first, name=self.name, meta=meta, rows=sum(rows_of(part.info) for part in self.parts),
             bytes=sum(part.info.bytes for part in self.parts), created=self.parts[0].info.created,
             sequence=self.sequence,
         )  # fmt: skip
@@ -242,11 +247,11 @@ class FoundParts:
 
     def going_on_from(self, name: str) -> list[str]:
         """The deltas whose parent is the snapshot of this name."""
-        whole = self._whole.get(name)
-        if whole is None:
-            return []
-        infos = [replace(one.parts[0].info, name=one.name) for one in self.snapshots()]
-        return deltas_since(whole.parts[0].info.identity, infos)
+        left = {id(part) for part in self.leftovers()}
+        there = [part for part in self.parts if id(part) not in left]  # also those of which other parts are away
+        named = {part.info.identity for part in there if part.whole.name == name}
+        infos = [replace(part.info, name=part.whole.name) for part in there]
+        return list(dict.fromkeys(child for identity in named for child in deltas_since(identity, infos)))
 
     def check_no_deltas(self, name: str, done: str) -> None:
         """Raise SnapshotNeededError if deltas go on from the snapshot of this name, which is about to be `done`."""

@@ -315,9 +315,10 @@ class TieredRows:
             since=since,
         )  # fmt: skip
 
+    @property
     def places(self) -> Places:
-        """Where the rows lie in the store at the bottom that it has: those of a snapshot, after a save or a load."""
-        return self._snapshots().places()
+        """Where the rows lay, in the store at the bottom, of the snapshot that was saved or loaded last."""
+        return self._snapshots().places
 
     def gone_since(self, then: Places) -> tuple[np.ndarray, np.ndarray]:
         """The keys, table_N and id_N, that had rows at those places and have none now.
@@ -359,7 +360,7 @@ class TieredRows:
 
     def check_loads(self, name: str, weights_only: bool = False) -> SnapshotInfo:
         """Raise StorageError unless a snapshot is there and `load` finds rows of this embedding's kind in it."""
-        info = self._bottom.snapshot(name)
+        info = self._bottom.chain(name)[-1]
         self.check_kind(info, weights_only)
         shard, shards = shard_of(info.meta, name)
         if (shard, shards) != (self._plan.owner, self._plan.owners):

@@ -271,6 +271,17 @@ def test_too_many_erased_keys_need_a_whole_snapshot(tmp_path, monkeypatch):
     embedding.save_delta("x", "whole")
 
 
+def test_a_parent_that_is_gone_by_other_means_is_none(tmp_path):
+    embedding, _, _ = chain(tmp_path)
+    (tmp_path / "snapshots" / "d3.snapshot").rename(tmp_path / "elsewhere")
+    embedding.close()
+    again = made(tmp_path)
+    again.load_snapshot("d2")
+    again.store._rows._store._store._held.pop("d2")  # as after a removal whose end is not certain
+    with pytest.raises(oneemb.StorageError, match="'d2' is not there any more"):
+        again.save_delta("x", "d2")
+
+
 # ---- tools -----------------------------------------------------------------------------------------------------------
 
 
@@ -325,12 +336,13 @@ def test_check_and_loads_say_what_is_missing(tmp_path):
     assert "is a delta since 'd1'" in run("check", tmp_path, code=1)
     assert "is a delta since 'd1'" in run("merge-deltas", tmp_path, "--name", "d3", "--into", "x", code=2)
     # Another one of its name is not it.
-    shutil.copy(tmp_path / "snapshots" / "base.snapshot", tmp_path / "other")
-    other = made(tmp_path / "o")
-    step(other, adagrad(other), range(3))
-    other.save_snapshot("d1")
-    with pytest.raises(oneemb.StorageError):
+    again = made(tmp_path)
+    step(again, adagrad(again), range(3))
+    again.save_snapshot("d1")
+    again.close()
+    with pytest.raises(oneemb.StorageError, match="replaced by another one"):
         read(tmp_path, "d3")
+    (tmp_path / "snapshots" / "d1.snapshot").unlink()
     (tmp_path / "elsewhere").rename(tmp_path / "snapshots" / "d1.snapshot")
     assert read(tmp_path, "d3")
 
@@ -411,7 +423,7 @@ def save_chain(fs, states):
         table.save_snapshot("base", {})
         states["base"], identity = dict(rows), table.snapshots()[0].identity
         for number, name in enumerate(["d1", "d2"]):
-            places = table.places()
+            places = table.places
             put(table, rows, {(0, n): n + 1000 * (number + 1) for n in range(50 * number, 50 * number + 100)})
             gone = np.arange(20 * number, 20 * number + 10)
             table.erase(np.zeros(10, np.int32), gone)
@@ -533,6 +545,9 @@ def test_ranks_save_deltas_that_any_number_of_ranks_loads(tmp_path, rank_pool, p
     merge_deltas(path, "s6", "s26", since="s0")
     for name in ("whole", "s26"):
         assert read(path, name) == read(path, "s6")
+    listed = {one["name"]: one for one in json.loads(run("inspect", path, "--json"))["snapshots"]}
+    assert listed["s6"]["rows"] == len(alone[0]) and listed["s1"]["rows"] == len(joined[1])
+    assert listed["s1"]["inserted_rows"] == len(joined[1].keys() - joined[0].keys())
     reshard(path, "s6", 1, str(tmp_path / "one"))
     assert read(tmp_path / "one", "s6") == read(path, "s6")
     reshard(path, "s1", 3)  # in its place, whole: what goes on from it goes on

@@ -73,7 +73,14 @@ def _norms(saved: "SnapshotRows", row_NW: np.ndarray) -> np.ndarray:
 
 def _histogram(numbers: np.ndarray) -> dict[str, Sequence[float]]:
     finite = numbers[np.isfinite(numbers)].astype(np.float64)
-    rows, edges = np.histogram(finite, _BINS) if len(finite) else (np.empty(0, np.int64), np.empty(0))
+    rows, edges = np.empty(0, np.int64), np.empty(0)
+    if len(finite):
+        low, high = finite.min(), finite.max()
+        rows, edges = np.array([len(finite)]), np.array([low, high])
+        if ((high - low) or 1.0) / _BINS > 4 * np.spacing(
+            max(abs(low), abs(high))
+        ):  # Else no more bins lie between them.
+            rows, edges = np.histogram(finite, _BINS)
     found: dict[str, Sequence[float]] = {"edges": edges.tolist(), "rows": rows.tolist()}
     if len(finite) < len(numbers):
         found["not finite"] = [len(numbers) - len(finite)]

@@ -79,8 +79,9 @@ def merge_deltas(
                 parts.begin(part.folder, table_name)
                 places, meta, arrays = _merged(table, links, None if since is None else (since, begin))
                 meta |= PartOf(into, part.whole.shard, part.whole.shards).to_meta(table_name)
+                # Since nothing, where it is whole: so no row moves.
                 table.save_snapshot(
-                    table_name, meta, identity=identity, sequence=sequence, arrays=arrays, since=places
+                    table_name, meta, identity=identity, sequence=sequence, arrays=arrays, since=places or {}
                 )  # fmt: skip
             if progress is not None:
                 progress(done + 1, len(last.parts))
@@ -103,7 +104,7 @@ def _merged(
     names, last, places, rows = [link.info.name for link in links], links[-1].info, None, 0
     if since is not None:
         table.load_snapshot(names[0], names[1 : since[1] + 1])
-        places, rows = table.places(), len(table)
+        places, rows = table.places, len(table)
     undisturbed.raise_interrupt()
     table.load_snapshot(names[0], names[1:])
     meta = {key: value for key, value in last.meta.items() if key not in ("snapshot", "shard", "delta")}

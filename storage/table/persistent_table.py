@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ from oneemb.storage.table.recovery import Recovery
 from oneemb.storage.table.row_reader import RowReader
 from oneemb.storage.table.row_writer import RowWriter
 from oneemb.storage.table.snapshot_load import load_live_rows
-from oneemb.storage.table.snapshot_manifest import ArrayPart, SnapshotInfo
+from oneemb.storage.table.snapshot_manifest import ArrayPart, ChunkPart, SnapshotInfo
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.table.snapshot_store import Cut, SnapshotStore, rows_not_in
 from oneemb.storage.table.writer_lock import WriterLock
@@ -64,6 +65,7 @@ class PersistentTable:
         self._turns = Turns(f"the table at {path}", mend, rank=1)
         self._closed = False
         self._rows_moved = 0
+        self._places: Places = {}
         self._count = dict.fromkeys(("rows_got", "rows_missing", "rows_put"), 0)
         self.row_width = geometry.row_width
         self.recovery = Recovery()
@@ -284,6 +286,7 @@ class PersistentTable:
                 self._compactor.clean_for_save(name)
             self._writer.write_out()  # 1.
             cut = self._cut(without)
+            places = {part.number: replace(part) for part in cut.parts}  # whose bits go with the save
             if since is not None:
                 cut.leave_out(since, self._files)
             try:
@@ -300,14 +303,15 @@ class PersistentTable:
                 self._store.enter(record, cut, error)
                 raise
             self._store.enter(record, cut, None)
+            self._places = places
         return record.info
 
+    @property
     def places(self) -> Places:
-        """Where the rows lie that have been written to files, for `save_snapshot` and `gone_since`: a bit a row. It
-        means something as long as the table is open and snapshots hold the chunks of those rows."""
-        with self._turns:
-            self._begin()
-            return {chunk.number: self._live.part(chunk) for chunk in self._live.chunks() if chunk.blocks}
+        """Where the rows lay of the snapshot that was saved or loaded last, with all that those before it hold: a bit a
+        row, for `save_snapshot` and `gone_since`. It means something as long as the table is open and these snapshots
+        are there."""
+        return self._places
 
     def gone_since(self, then: Places) -> tuple[np.ndarray, np.ndarray]:
         """The keys, table_N and id_N, that had rows at those places and have none now.
@@ -318,7 +322,7 @@ class PersistentTable:
         tables, ids = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
         with self._turns:
             self._begin()
-            now, geometry = self.places(), self._live.geometry
+            now, geometry = {part.number: part for part in self._parts()}, self._live.geometry
             for number, part in then.items():
                 lost = live_rows(rows_not_in(part, now.get(number)).bit_N)
                 if len(lost):
@@ -362,6 +366,7 @@ class PersistentTable:
             self._replace(
                 load_live_rows(self._fs, self._store.files, self._files, records, self._threads, self._settles)
             )
+            self._places = {part.number: part for part in self._parts()}
             return records[-1].info.meta
 
     def delete_snapshot(self, name: str) -> None:
@@ -505,6 +510,10 @@ class PersistentTable:
                 cut.chunks.append(chunk)
                 self._files.hold(chunk)
         return cut
+
+    def _parts(self) -> list[ChunkPart]:
+        """The live rows of each chunk on disk now."""
+        return [self._live.part(chunk) for chunk in self._live.chunks() if chunk.blocks]
 
     def _leave_suspects(self) -> None:
         """Move live rows out of chunks whose sync has failed, so that no snapshot relies on those chunks."""
