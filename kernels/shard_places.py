@@ -12,7 +12,7 @@ from oneemb.kernels.threads import Threads
 
 __all__ = ["BLOCK", "free_rows", "give_back", "open_blocks", "rows_of_blocks", "take"]
 
-BLOCK = 32
+BLOCK = 16
 """Places of a block."""
 
 _NONE = -1

@@ -339,7 +339,7 @@ class KeptRows:
 
     def stats(self) -> dict[str, Any]:
         """What has left, and what has been counted."""
-        counts: dict[str, Any] = {"left": dict(self.ledger.left), "bytes": self.ledger.nbytes}
+        counts: dict[str, Any] = {"left": dict(self.ledger.left), "bytes": self.ledger.nbytes + self._slots.nbytes}
         if self.admission is not None:
             counts |= {"admitted": self.admission.admitted, "refused": self.admission.refused}
             counts["bytes"] += self.admission.nbytes
@@ -357,6 +357,11 @@ class _KnownSlots:
         self._rows = rows
         self._generation = rows.generation
         self._slot_P = np.empty(0, np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        return self._slot_P.nbytes
 
     def of(self, hot: HotTier, keys: Keys, place_U: np.ndarray) -> np.ndarray:
         """The slots of these keys' rows, -1 of those that have none."""
