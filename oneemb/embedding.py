@@ -378,10 +378,12 @@ class TableEmbedding(torch.nn.Module):
             overwrite: replace a snapshot of this name, atomically.
 
         Raises:
-            ValueError: `since` is `name`.
-            StorageError: `since` is none of those, the name is taken or cannot be a name, or the disk fails; the
-                snapshots there stay whole.
+            TypeError, ValueError: `since` is no name, or is `name`.
+            StorageError: `since` is none of those, or was saved with `keep_evicted` and this is not, the name is taken
+                or cannot be a name, or the disk fails; the snapshots there stay whole.
         """
+        if not isinstance(since, str):
+            raise TypeError(f"since must be the name of a snapshot, got {since!r}")
         if since == name:
             raise ValueError(f"a delta needs a name of its own, got {name!r} for one since {since!r}")
         self._save(name, overwrite=overwrite, since=since, keep_evicted=keep_evicted)
@@ -396,7 +398,8 @@ class TableEmbedding(torch.nn.Module):
         saved = self.store.saved
         if saved is not None and saved[0] == identity:
             changes = saved[1]  # Rows that have expired may have left before it.
-        self._saved = {"oneemb_snapshot": name, "oneemb_identity": identity}, changes
+        if not keep_evicted:  # Else who loads it has other rows.
+            self._saved = {"oneemb_snapshot": name, "oneemb_identity": identity}, changes
 
     def load_snapshot(self, name: str, *, weights_only: bool = False) -> None:
         """Go on from a snapshot: its rows, optimizer state and step replace those of the embedding.

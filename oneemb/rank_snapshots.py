@@ -165,6 +165,7 @@ class RankSnapshots:
                 name, description, overwrite=overwrite, since=since, keep_evicted=keep_evicted
             ).identity
         its = f"save_snapshot {name!r}" if since is None else f"save_delta {name!r} since {since!r}"
+        its += ", replacing" * overwrite + ", keep_evicted" * keep_evicted
         return self.together(its, lambda: self._save(its, name, description, overwrite, since, keep_evicted))
 
     def _save(
@@ -189,7 +190,7 @@ class RankSnapshots:
             )
         found.check_no_deltas(name, "replaced")
         if since is not None:
-            parents = set(self.all_gather(what, lambda: self._store.check_since(since)))
+            parents = set(self.all_gather(what, lambda: self._store.check_since(since, keep_evicted)))
             if len(parents) > 1:
                 raise StorageError(f"ranks know different snapshots {since!r}; save a whole one")
         self.agree(what, lambda: self._sweep(found))

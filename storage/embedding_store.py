@@ -349,6 +349,10 @@ class EmbeddingStore:
                 gone = kept.gone
                 try:
                     found = kept.acquire(keys, prefetched, step=self.step, again=again, admits=admits, uses_U=uses_U)
+                except BaseException:
+                    if prefetched is not None:
+                        self.pins.give_up(prefetched)
+                    raise
                 finally:
                     self.changes += kept.gone > gone
                 self.changes += not again  # Scores and sightings have.
@@ -708,7 +712,7 @@ class EmbeddingStore:
             self._check_no_deltas(name, "replaced")
         without = self.replicas.keys(own=False) if part is not None and self.replicas else None
         if since is not None:
-            self._check_parent(since)
+            self._check_parent(since, keep_evicted)
         if not overwrite and any(info.name == name for info in self._rows.snapshots()):
             raise SnapshotExistsError(
                 f"there is a snapshot named {name!r} already, in {self._bottom.name}; pass overwrite=True to replace"
@@ -731,7 +735,8 @@ class EmbeddingStore:
         self.saved = info.identity, self.changes
         whole = name if part is None else part.name
         if not whole.startswith(EXPORTED):
-            self.journal.add(Point(whole, info, rows, loaded, self._rows.places, self._rows.opened))
+            point = Point(whole, info, rows, loaded, self._rows.places, self._rows.opened, exact=not keep_evicted)
+            self.journal.add(point)
         return info
 
     def _evict_before_save(self) -> None:
@@ -742,20 +747,25 @@ class EmbeddingStore:
             if tables and self.kept.evict(tables, self.step, expired_only=True):
                 self.changes += 1
 
-    def _check_parent(self, since: str) -> None:
+    def _check_parent(self, since: str, keep_evicted: bool) -> None:
         """Raise StorageError unless a delta can be saved since this snapshot, which is there still."""
         point = self.journal.since(since, self._rows.opened)
+        if not (point.exact or keep_evicted):
+            raise StorageError(
+                f"{since!r} was saved with keep_evicted=True, so that nothing says which rows its readers have that are"
+                " gone here; give it for this one too, or save a delta since another one"
+            )
         if all(info.identity != point.info.identity for info in self._rows.snapshots()):
             raise StorageError(f"snapshot {since!r} is not there any more; save a whole one")
 
-    def check_since(self, since: str) -> str:
+    def check_since(self, since: str, keep_evicted: bool) -> str:
         """The identity of a snapshot since which a delta can be saved.
 
         Raises:
             StorageError: it is none of the last that were saved or loaded.
         """
         with self.turns:
-            self._check_parent(since)
+            self._check_parent(since, keep_evicted)
             return self.journal.since(since, self._rows.opened).info.identity
 
     def _delta(self, point: Point, rows: int, keep_evicted: bool) -> tuple[np.ndarray, Delta]:

@@ -44,6 +44,8 @@ class Point:
     places: Places
     opened: int
     """Of the store at the bottom; see `TieredRows.opened`."""
+    exact: bool = True
+    """Whether who loads it has the rows that there were here: a delta may not say which had left."""
     erased: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     """Keys that were erased by hand between this and the next point, some perhaps twice."""
     erased_count: int = 0

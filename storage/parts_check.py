@@ -6,6 +6,8 @@ from oneemb.storage.fs import FileSystem
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_parts import FoundParts, incomplete_text, look_at
 from oneemb.storage.table.check import CheckResult, check_table
+from oneemb.storage.table.delta import GONE, gone_keys
+from oneemb.storage.table.snapshot_reader import SnapshotReader
 
 __all__ = ["check_parts"]
 
@@ -17,7 +19,7 @@ def check_parts(
     found = look_at([path], fs)
     if found.folders == [path]:
         result = check_table(path, fs=fs, progress=progress)
-        result.problems += _broken_chains(found)
+        result.problems += [one for one in _broken_chains(found, fs) if one not in result.problems]
         return result
     result = CheckResult()
     for folder in found.folders:
@@ -28,17 +30,20 @@ def check_parts(
         result.unneeded += one.unneeded
         result.kept += one.kept
     result.problems += [incomplete_text(parts) for parts in found.incomplete()]
-    result.problems += _broken_chains(found)
+    result.problems += [one for one in _broken_chains(found, fs) if one not in result.problems]
     result.snapshots = [snapshot.name for snapshot in found.snapshots()]
     return result
 
 
-def _broken_chains(found: FoundParts) -> list[str]:
+def _broken_chains(found: FoundParts, fs: FileSystem | None) -> list[str]:
     """What deltas lack."""
     problems = []
     for snapshot in found.snapshots():
         try:
             found.get(snapshot.name)
+            for part in snapshot.parts:
+                with SnapshotReader.open(part.folder, part.info.name, fs=fs) as reader:
+                    gone_keys(reader.array(GONE) if GONE in reader.arrays else None, part.info.name)
         except StorageError as error:
             problems.append(str(error))
     return list(dict.fromkeys(problems))

@@ -30,7 +30,7 @@ from oneemb.kernels.threads import Threads, within_thread_code
 from oneemb.storage.bottom import Bottom
 from oneemb.storage.owned_rows import OwnedRows
 from oneemb.storage.row_format import RowFormat
-from oneemb.storage.row_store import Places, RowStore, Snapshots, StorageError
+from oneemb.storage.row_store import Places, RowStore, Snapshots, StorageError, StoreFullError
 from oneemb.storage.snapshot_rows import PartOf, SnapshotRows, shard_of
 from oneemb.storage.table.delta import rows_of
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
@@ -406,7 +406,7 @@ class TieredRows:
         if not len(self):
             return
         format = SnapshotRows.of_meta(info.meta, info.name).format
-        self.hot.check_holds(rows_of(info) if owned is None else len(owned))
+        self._check_holds(self.hot, info, owned)
         in_memory = None in (self._plan.cache_bytes, self._plan.host_bytes)
         other_words = not format.same_words(self.format) or self._wider(format, weights_only)
         if owned is not None or in_memory or other_words:
@@ -440,7 +440,7 @@ class TieredRows:
             elif self.format.optimizer is None and self.format.state_width == 0 and not weights_only:
                 self.new_rows.format = replace(rows.format, marks=self.format.marks)
             for tier in self.tiers:
-                tier.check_holds(rows_of(info) if owned is None else len(owned))
+                self._check_holds(tier, info, owned)
             if wider or owned is not None or not rows.format.same_words(self.format):
                 replaced = True
                 first = None if marks is None else functools.partial(marks, step=0 if wider else rows.step)
@@ -460,6 +460,16 @@ class TieredRows:
     def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """Whether each key has a row: bool [U]."""
         return self.hot.contains(table_U, id_U)
+
+    def _check_holds(self, tier: HotRows, info: SnapshotInfo, owned: OwnedRows | None) -> None:
+        """Raise StoreFullError unless a tier can hold the rows of a snapshot."""
+        try:
+            tier.check_holds(rows_of(info) if owned is None else len(owned))
+        except StoreFullError:
+            if owned is not None or rows_of(info) == info.rows:
+                raise
+            with self._bottom.read(info.name) as linked:  # A delta may have said too many.
+                tier.check_holds(len(linked))
 
     def rows(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """All of them: see `RowSource.scan`."""

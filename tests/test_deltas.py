@@ -247,6 +247,8 @@ def test_who_loads_a_delta_may_keep_what_was_evicted_and_nothing_that_was_erased
         embedding.erase(torch.tensor(erased, dtype=torch.int64), 1)
         embedding.save_delta(f"d{n}", "base" if n == 0 else f"d{n - 1}", keep_evicted=True)
         kept = (kept | set(ids)) - set(erased)
+    with pytest.raises(oneemb.StorageError, match="was saved with keep_evicted=True"):
+        embedding.save_delta("x", "d2")
     embedding.save_delta("dropped", "base")
     here = rows_of(embedding)
     assert len(here) == 40
@@ -258,6 +260,8 @@ def test_who_loads_a_delta_may_keep_what_was_evicted_and_nothing_that_was_erased
     assert {key: rows_of(embedding)[key] for key in here} == here
     embedding.load_snapshot("dropped")
     assert rows_of(embedding) == here
+    embedding.save_delta("kept", "dropped", keep_evicted=True)
+    assert oneemb.snapshot_name(embedding.state_dict()["_extra_state"]) == "dropped"
 
 
 def test_too_many_erased_keys_need_a_whole_snapshot(tmp_path, monkeypatch):
