@@ -718,7 +718,7 @@ class EmbeddingStore:
                 f"there is a snapshot named {name!r} already, in {self._bottom.name}; pass overwrite=True to replace"
                 " it, or delete it, or choose another name"
             )
-        if not name.startswith(EXPORTED):
+        if isinstance(name, str) and not name.startswith(EXPORTED):  # What is no name is refused below.
             self._evict_before_save()
         uses, arrays = (None, None) if self.kept is None else (self.kept.to_meta(), self.kept.to_arrays())
         loaded = rows = len(self._rows) - (0 if without is None else len(without[1]))

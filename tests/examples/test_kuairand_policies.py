@@ -10,5 +10,7 @@ def test_policies_keep_what_they_say(tmp_path):
     every, second, fifth, lru, lfu, both = found.values()
     assert every["rows"] > second["rows"] > fifth["rows"] > 0
     for its in (lru, lfu, both):
-        assert 0.3 * every["rows"] < its["rows"] <= 0.4 * every["rows"] and its["bytes"] < every["bytes"]
+        assert 0.3 * every["rows"] < its["rows"] <= 0.4 * every["rows"]
+    # Counters of 44 tables that have seen little weigh more than these rows.
+    assert max(lru["bytes"], lfu["bytes"]) < every["bytes"] < both["bytes"]
     assert all(0.5 < its["auc"] < 1 for its in found.values())
