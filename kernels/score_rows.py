@@ -30,7 +30,7 @@ from oneemb.kernels.threads import Threads
 
 __all__ = [
     "COUNT", "DECAYED", "EPOCH_COUNT", "EPOCH_LOOKUP", "GIVEN", "LOOKUP", "MIXED", "STEP", "ScoreRules",
-    "free_rows", "hashes_of", "score_uses", "ties_of",
+    "hashes_of", "score_uses", "ties_of",
 ]  # fmt: skip
 
 LOOKUP, STEP, COUNT, DECAYED, MIXED, EPOCH_LOOKUP, EPOCH_COUNT, GIVEN = range(8)
@@ -128,29 +128,6 @@ def _score_uses_cpu(
 def _hashes_cpu(begin: Number, end: Number, table_N: Array, id_N: Array, salt: Number, hash_N: Array) -> None:
     for n in range(begin, end):
         hash_N[n] = hash_key(np.int64(table_N[n]), id_N[n], salt)
-
-
-@cpu
-def _free_rows_cpu(
-    table_N: Array, id_N: Array, place_N: Array, held_P: Array, score_P2: Array, score_N: Array
-) -> Number:  # fmt: skip
-    size = 0
-    for n in range(len(place_N)):
-        prefetch_row(score_P2, place_N[min(n + _AHEAD, len(place_N) - 1)], 0, 2)
-        p = place_N[n]
-        if not held_P[p]:
-            table_N[size], id_N[size], score_N[size] = table_N[n], id_N[n], score_P2[p, 0]
-            size += 1
-    return size
-
-
-def free_rows(
-    table_N: np.ndarray, id_N: np.ndarray, place_N: np.ndarray, held_P: np.ndarray, mark_P4: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Those of N rows that are not held, in the same memory, and their scores: int32, int64 and uint64 [F]."""
-    score_N = np.empty(len(id_N), np.uint64)
-    size = _free_rows_cpu(table_N, id_N, place_N, held_P, mark_P4.view(np.uint64), score_N)
-    return table_N[:size], id_N[:size], score_N[:size]
 
 
 def score_uses(

@@ -184,10 +184,7 @@ class RankSnapshots:
         found = self._find(what, check)
         former = found.folders_with(name)
         if former and not overwrite:
-            raise SnapshotExistsError(
-                f"there is a snapshot named {name!r} already, in {', '.join(former)}; pass overwrite=True to replace"
-                " it, or delete it, or choose another name"
-            )
+            raise SnapshotExistsError.named(name, f"in {', '.join(former)}")
         found.check_no_deltas(name, "replaced")
         if since is not None:
             parents = set(self.all_gather(what, lambda: self._store.check_since(since, keep_evicted)))

@@ -714,10 +714,7 @@ class EmbeddingStore:
         if since is not None:
             self._check_parent(since, keep_evicted)
         if not overwrite and any(info.name == name for info in self._rows.snapshots()):
-            raise SnapshotExistsError(
-                f"there is a snapshot named {name!r} already, in {self._bottom.name}; pass overwrite=True to replace"
-                " it, or delete it, or choose another name"
-            )
+            raise SnapshotExistsError.named(name, f"in {self._bottom.name}")
         if isinstance(name, str) and not name.startswith(EXPORTED):  # What is no name is refused below.
             self._evict_before_save()
         uses, arrays = (None, None) if self.kept is None else (self.kept.to_meta(), self.kept.to_arrays())

@@ -66,6 +66,14 @@ class SnapshotNeededError(StorageError):
 class SnapshotExistsError(StorageError):
     """There is a snapshot of this name already, and `overwrite` was not asked for."""
 
+    @classmethod
+    def named(cls, name: str, where: str) -> "SnapshotExistsError":
+        """The error for this name; `where` it is, such as "in /data"."""
+        return cls(
+            f"there is a snapshot named {name!r} already, {where}; pass overwrite=True to replace it, or delete it, or"
+            " choose another name"
+        )
+
 
 class RowWidthError(StorageError):
     """A snapshot holds rows of another width than the table's."""

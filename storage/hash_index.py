@@ -158,15 +158,12 @@ class HashIndex:
         )  # fmt: skip
         return old_U
 
-    def items(
-        self, batch: int = 65536, shards: range = range(SHARDS)
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """All (table_N int32, id_N int64, place_N int64) of these shards, in batches. The index must not change
-        meanwhile."""
-        shard, cell, cells_P = shards.start, 0, self._cells_P[: shards.stop]
-        while shard < shards.stop:
+    def items(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """All (table_N int32, id_N int64, place_N int64), in batches. The index must not change meanwhile."""
+        shard = cell = 0
+        while shard < SHARDS:
             table_N, id_N, place_N = np.empty(batch, np.int32), np.empty(batch, np.int64), np.empty(batch, np.int64)
-            size, shard, cell = cells_items(self._address_P, cells_P, shard, cell, table_N, id_N, place_N)
+            size, shard, cell = cells_items(self._address_P, self._cells_P, shard, cell, table_N, id_N, place_N)
             if size:
                 yield table_N[:size], id_N[:size], place_N[:size]
 

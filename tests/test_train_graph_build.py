@@ -15,7 +15,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from torch.library import custom_op
+from torch import library
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -997,7 +997,7 @@ def test_what_build_drops_makes_room_for_its_next_lookup():
 
 
 def test_code_that_torch_does_not_define_runs_once_a_step():
-    @custom_op("oneemb_tests::shifted", mutates_args=())
+    @library.custom_op("oneemb_tests::shifted", mutates_args=())
     def shifted(ids: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         return ids + torch.randint(0, 50, ids.shape)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch.library import Library, register_fake
+from torch import library
 
 __all__ = ["ON_META", "LooksUpJagged", "know"]
 
@@ -59,7 +59,7 @@ ON_META = (
 )
 """What a lookup says of numbers that are not there."""
 
-_library = Library("oneemb", "FRAGMENT")
+_library = library.Library("oneemb", "FRAGMENT")
 _library.define(
     "embedding_bags(Tensor values, Tensor offsets, Tensor? per_sample_weights, Tensor[] weights, SymInt features,"
     " SymInt dim) -> Tensor"
@@ -101,7 +101,7 @@ for _place in ("CPU", "CUDA"):
     _library.impl("embeddings", _with_autograd(_ops.embeddings, _embeddings, 2), f"Autograd{_place}")
 
 
-@register_fake("oneemb::embedding_bags", lib=_library)
+@library.register_fake("oneemb::embedding_bags", lib=_library)
 def _(
     values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None, weights: list[torch.Tensor],
     features: int, dim: int,
@@ -110,7 +110,7 @@ def _(
     return offsets.new_empty(((offsets.shape[0] - 1) // features, dim), dtype=torch.float32)
 
 
-@register_fake("oneemb::embeddings", lib=_library)
+@library.register_fake("oneemb::embeddings", lib=_library)
 def _(
     values: torch.Tensor, offsets: torch.Tensor, weights: list[torch.Tensor], features: int, dim: int
 ) -> torch.Tensor:

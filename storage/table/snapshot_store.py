@@ -131,10 +131,7 @@ class SnapshotStore:
 
     def must_not_exist(self, name: str) -> None:
         if self.exists(name):
-            raise SnapshotExistsError(
-                f"there is a snapshot named {name!r} already, at {self.files.path(name)}; pass overwrite=True to "
-                f"replace it, or delete it, or choose another name"
-            )
+            raise SnapshotExistsError.named(name, f"at {self.files.path(name)}")
 
     def describe(
         self, name: str, cut: Cut, meta: dict[str, Any], created: float, identity: str | None, sequence: int
