@@ -58,11 +58,12 @@ def rows_of(embedding):
     return found
 
 
-def train(group, path, policies, steps, load=None, save=None, cache=True):
+def train(group, path, policies, steps, load=None, save=None, cache=True, evaluates=False):
     embedding = made(group, path, policies, cache=cache)
     optimizer = sgd(embedding)
     if load is not None:
         embedding.load_snapshot(load)
+    embedding.train(not evaluates)
     for step in steps:
         optimizer.zero_grad()
         look_up(embedding, batch_of(step, 0 if group is None else group.rank())).sum().backward()
@@ -120,6 +121,15 @@ def test_owners_keep_what_a_model_of_each_keeps_and_go_on_with_other_ranks(tmp_p
     models = models.resharded(policies, 2)
     results = rank_pool(2, train, path, policies, range(7, 12), "all", None, False)
     for step in range(7, 12):
+        models.train(step, 2)
+    assert all(found == models.rows() for found, _ in results)
+
+
+@pytest.mark.parametrize("how", RULES)
+def test_steps_that_train_lookups_in_eval_mode_are_uses(tmp_path, rank_pool, how):
+    models = Models(RULES[how], 2)
+    results = rank_pool(2, train, str(tmp_path / "rows"), RULES[how], range(7), None, None, True, True)
+    for step in range(7):
         models.train(step, 2)
     assert all(found == models.rows() for found, _ in results)
 
@@ -211,19 +221,23 @@ def test_lookups_that_are_announced_keep_the_same_rows(tmp_path, rank_pool, how)
     assert called == run
 
 
-def sum_bags(group, path, policies):
+def sum_bags(group, path, policies, evaluates):
     """Long bags, of which owners make sums: counted are the ids in them."""
     embedding = made(group, path, policies)
     ids = torch.arange(200) % 6 + 3 * group.rank()
-    embedding(ids, torch.zeros(2, dtype=torch.int64), offsets=torch.tensor([0, 90, 200]))
+    embedding.train(not evaluates)
+    optimizer = sgd(embedding)
+    embedding(ids, torch.zeros(2, dtype=torch.int64), offsets=torch.tensor([0, 90, 200])).sum().backward()
+    optimizer.step()
     scores = embedding.scores(torch.arange(12), 0).tolist()
     embedding.close()
     return scores
 
 
-def test_ids_in_bags_are_counted_one_by_one(tmp_path, rank_pool):
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_ids_in_bags_are_counted_one_by_one(tmp_path, rank_pool, evaluates):
     expected = Counter(n % 6 + 3 * rank for rank in range(2) for n in range(200))
-    for scores in rank_pool(2, sum_bags, str(tmp_path / "rows"), RowPolicy(LFU())):
+    for scores in rank_pool(2, sum_bags, str(tmp_path / "rows"), RowPolicy(LFU()), evaluates):
         assert scores == [expected[n] for n in range(12)]
 
 

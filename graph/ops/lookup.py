@@ -243,6 +243,26 @@ class Lease:
         lease.pin(again=True)
         return lease
 
+    def use(self) -> "Lease | None":
+        """Use rows as often as `uses_U` of the keys says, those of it that are used at all; unknown ones are inserted.
+
+        Returns:
+            A lease on them, pinned; None = there is nothing to use, or it is used already.
+
+        Raises:
+            As `pin`.
+        """
+        keys, loops = self.keys, self.store.loops
+        if keys.uses_U is None or not keys.uses_U.any():
+            return None
+        used = np.flatnonzero(keys.uses_U)
+        at = loops.array(torch.from_numpy(used).to(loops.device))
+        unique = loops.distinct_keys(keys.unique.table_U[at], keys.unique.id_U[at])
+        lease = Lease(self.store, Keys(torch.Size((len(used),)), unique, None, loops, keys.uses_U[used]))
+        lease.pin()
+        self._keys = dataclasses.replace(keys, uses_U=None)
+        return lease
+
     @property
     def is_pinned(self) -> bool:
         """Whether the rows are in their slots."""

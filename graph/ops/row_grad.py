@@ -128,8 +128,12 @@ class RowGrad(torch.Tensor):
             lease.check_not_replaced()
         # First what is summed: a lookup that is pinned anew, for its passes, has its rows in other slots.
         if self.summed is not None and not all(lease.is_pinned for lease in self.holders):
+            used = [lease.use() for lease in self.holders]  # by lookups in eval mode of ranks
             lease = Lease.of_keys(self.store, self.summed.table_U, self.summed.id_U)
             self.summed, self.holders = self.summed.with_slots(lease.slot_U, lease.generation), [lease]
+            for one in used:
+                if one is not None:
+                    one.unpin()
         for lease in dict.fromkeys(lease for lease, *_ in self.passes):
             lease.pin()
         return self.reduce()

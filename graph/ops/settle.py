@@ -26,6 +26,7 @@ from oneemb.graph.ops.lookup import Lease
 from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.graph.ops.shuffle import Asked, asked_by
 from oneemb.graph.ranks import Ranks, whole_exchange
+from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
 
@@ -85,6 +86,9 @@ class Left(NamedTuple):
     """What the gradients are of; None = each key."""
     grad_ND: torch.Tensor
     """float32, of each key, or of each part; those for rank 0 first."""
+    uses_R: Sequence[torch.Tensor] | None = None
+    """int32 [number]: how many ids of lookups in eval mode each key is of, which this step makes uses of it; None = no
+    policy asks."""
 
     @property
     def rows_R(self) -> list[int]:
@@ -98,6 +102,9 @@ class Left(NamedTuple):
         if len(those) == 1:
             return those[0]
         of_ranks, grads_R = [], zip(*(one.grad_ND.split(one.rows_R) for one in those), strict=True)
+        uses_R = None
+        if those[0].uses_R is not None:
+            uses_R = [torch.cat(uses) for uses in zip(*(one.uses_R or () for one in those), strict=True)]
         for its in zip(*(zip(*left[:3], strict=True) for left in those), strict=True):
             ids, tables, parts = zip(*its, strict=True)
             begins = np.cumsum([0, *map(len, ids[:-1])]).tolist()
@@ -106,7 +113,7 @@ class Left(NamedTuple):
             joined = Parts(key_N.to(torch.int32), torch.cat([one.size_S for one in explicit]))
             of_ranks.append((torch.cat(ids), torch.cat(tables), joined))
         id_R, table_R, parts_R = zip(*of_ranks, strict=True)
-        return cls(id_R, table_R, parts_R, torch.cat([grads for of_rank in grads_R for grads in of_rank]))
+        return cls(id_R, table_R, parts_R, torch.cat([grads for of_rank in grads_R for grads in of_rank]), uses_R)
 
 
 def _all_left(row_grads: Sequence[GradOfRanks], ranks: Ranks) -> list[Left | None]:
@@ -115,25 +122,47 @@ def _all_left(row_grads: Sequence[GradOfRanks], ranks: Ranks) -> list[Left | Non
 
 def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
     """What lookups of this rank have left; None = nothing."""
-    store, of_keys, left = row_grad.store, [], []
+    store, of_keys, left, leases = row_grad.store, [], [], []
     for lease, grads in grads_of_leases(row_grad.passes):
         cut = None if lease.remote is None else lease.remote.asking.cut
         if lease.remote is None or cut is None:
             of_keys.append(lease.reduce(grads))
+            leases.append(lease)
             continue
         sent, grad_PD = lease.remote.asking.sent, sum_over_passes(grads)
         grad_SD = grad_PD[cut.bag_S.to(grad_PD.device)]
         if lease.pooling == "mean":
             grad_SD = grad_SD * cut.scale_S.to(grad_SD.device)[:, None]
-        left.append(Left(sent.id_R, sent.table_R, cut.parts_R, grad_SD))
+        uses_R = None
+        if store.kept is not None:
+            uses_R = lease.remote.asking.uses_R or [torch.ones_like(tables) for tables in sent.table_R]
+            if lease.remote.owned is not None:  # They were used as they were looked up.
+                uses_R = [torch.zeros_like(uses) for uses in uses_R]
+        left.append(Left(sent.id_R, sent.table_R, cut.parts_R, grad_SD, uses_R))
     summed = join_grads(of_keys)
     if summed is not None:
         loops = store.loops
         table_U, id_U = (loops.tensor(array).cpu() for array in (summed.table_U, summed.id_U))
         sent, grad_UD = _by_trainer(store, ranks, table_U, id_U), loops.tensor(summed.grad_UD)
-        grad_ND = grad_UD[sent.order_N.to(grad_UD.device)]
-        left.insert(0, Left(sent.id_R, sent.table_R, [None] * ranks.size, grad_ND))
+        grad_ND, uses_R = grad_UD[sent.order_N.to(grad_UD.device)], None
+        if store.kept is not None:
+            uses_R = _uses_by_steps(store, leases, summed)[sent.order_N].split(sent.count_R)
+        left.insert(0, Left(sent.id_R, sent.table_R, [None] * ranks.size, grad_ND, uses_R))
     return Left.joined(left) if left else None
+
+
+def _uses_by_steps(store: EmbeddingStore, leases: Sequence[Lease], summed: RowGrads) -> torch.Tensor:
+    """How many ids of those of these lookups that were made in eval mode each summed key is of: int32 [U]."""
+    loops, uses_U = store.loops, np.zeros(len(summed.id_U), np.int64)
+    evaluated = [lease for lease in leases if lease.remote is not None and lease.remote.owned is None]
+    if evaluated:
+        keys = [(summed.table_U, summed.id_U), *((its.keys.unique.table_U, its.keys.unique.id_U) for its in evaluated)]
+        table_N, id_N = (loops.array(torch.cat([*map(loops.tensor, its)])) for its in zip(*keys, strict=True))
+        # Keys that are summed are distinct and come first: they are the unique ones, in their order.
+        unique = loops.unique_keys(table_N, id_N, tables=TABLE_MAX + 1, padding_id=None, check=None)
+        key_N = loops.tensor(unique.inverse_N).cpu().numpy()[len(uses_U) :]
+        np.add.at(uses_U, key_N, np.concatenate([loops.uses_of(its.keys.unique) for its in evaluated]))
+    return torch.from_numpy(uses_U.astype(np.int32))
 
 
 def _by_trainer(store: EmbeddingStore, ranks: Ranks, table_U: torch.Tensor, id_U: torch.Tensor) -> KeysByRank:
@@ -183,7 +212,8 @@ def shuffle_grads(
             if all(keys == _NONE for keys, *_ in counts_R):
                 brought.append(None)
                 continue
-            asked = asked_by(store, ranks, received, [(max(0, keys), *more) for keys, *more in counts_R])
+            counts_R = [(max(0, keys), *more) for keys, *more in counts_R]
+            asked = asked_by(store, ranks, received, counts_R, uses=store.kept is not None)
             if left is None:
                 rows_R, grad_ND = [0] * ranks.size, torch.empty(0, store.format.dim, device=store.loops.device)
             else:
@@ -208,6 +238,7 @@ def _block(sent: Sequence[Left | None], r: int) -> list[torch.Tensor]:
         else:
             counts += counts_of(left.id_R[r], left.parts_R[r])
             keys += tensors_of(left.id_R[r], left.table_R[r], left.parts_R[r])
+            keys += [] if left.uses_R is None else [left.uses_R[r]]
     return [torch.tensor(counts), *keys]
 
 
