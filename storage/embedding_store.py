@@ -32,9 +32,8 @@ from oneemb.kernels.owner import owner_of
 from oneemb.kernels.places import loops_at
 from oneemb.kernels.threads import Threads
 from oneemb.storage.bottom import EXPORTED, Bottom, TableBottom
-from oneemb.storage.errors import OtherSnapshotError, SnapshotExistsError, SnapshotNeededError, SnapshotNotFoundError
-from oneemb.storage.hash_index import HashIndex
-from oneemb.storage.journal import Journal, Point
+from oneemb.storage.errors import OtherSnapshotError, SnapshotExistsError, SnapshotNotFoundError
+from oneemb.storage.journal import Journal
 from oneemb.storage.kept_rows import KeptRows, admits_some, read_as_zeros
 from oneemb.storage.ledger import MARKS, LedgerClock
 from oneemb.storage.owned_rows import OwnedRows
@@ -45,7 +44,7 @@ from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError, StoreFullError
 from oneemb.storage.snapshot_rows import PartOf, SnapshotRows
 from oneemb.storage.step_lock import StepLock, alone, between_steps
-from oneemb.storage.table.delta import GONE, Delta, deltas_since, gone_array, in_chain_text
+from oneemb.storage.table.delta import GONE
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiered_rows import ChangeRows, NewPart, TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
@@ -174,7 +173,7 @@ class EmbeddingStore:
         """Which rows policies keep; None where no table has one, and all stay. In a turn only."""
         if policies is not None:
             self.kept = KeptRows(policies, plan.capacity, self._rows, self.pins, threads, self.writing)
-        self.journal = Journal()
+        self.journal = Journal(self._rows, self.replicas, threads)
         """The snapshots since which a delta can be saved. In a turn only."""
         self._closed = False
 
@@ -709,10 +708,10 @@ class EmbeddingStore:
         """
         self._check_open()
         if overwrite:
-            self._check_no_deltas(name, "replaced")
+            self.journal.check_not_needed(name, "replaced")
         without = self.replicas.keys(own=False) if part is not None and self.replicas else None
         if since is not None:
-            self._check_parent(since, keep_evicted)
+            self.journal.parent(since, keep_evicted)
         if not overwrite and any(info.name == name for info in self._rows.snapshots()):
             raise SnapshotExistsError.named(name, f"in {self._bottom.name}")
         if isinstance(name, str) and not name.startswith(EXPORTED):  # What is no name is refused below.
@@ -721,9 +720,8 @@ class EmbeddingStore:
         loaded = rows = len(self._rows) - (0 if without is None else len(without[1]))
         places = None
         if since is not None:
-            point = self.journal.since(since, self._rows.opened)
-            gone, delta = self._delta(point, rows, keep_evicted)
-            places, loaded = point.places, delta.rows
+            places, gone, delta = self.journal.delta(since, rows, keep_evicted)
+            loaded = delta.rows
             uses, arrays = {**(uses or {}), **delta.to_meta()}, {**(arrays or {}), GONE: gone}
         info = self._rows.save(
             name, meta, self.step, overwrite=overwrite, part=part, without=without, more=uses, arrays=arrays,
@@ -732,8 +730,7 @@ class EmbeddingStore:
         self.saved = info.identity, self.changes
         whole = name if part is None else part.name
         if not whole.startswith(EXPORTED):
-            point = Point(whole, info, rows, loaded, self._rows.places, self._rows.opened, exact=not keep_evicted)
-            self.journal.add(point)
+            self.journal.add(whole, info, rows, loaded, exact=not keep_evicted)
         return info
 
     def _evict_before_save(self) -> None:
@@ -744,17 +741,6 @@ class EmbeddingStore:
             if tables and self.kept.evict(tables, self.step, expired_only=True):
                 self.changes += 1
 
-    def _check_parent(self, since: str, keep_evicted: bool) -> None:
-        """Raise StorageError unless a delta can be saved since this snapshot, which is there still."""
-        point = self.journal.since(since, self._rows.opened)
-        if not (point.exact or keep_evicted):
-            raise StorageError(
-                f"{since!r} was saved with keep_evicted=True, so that nothing says which rows its readers have that are"
-                " gone here; give it for this one too, or save a delta since another one"
-            )
-        if all(info.identity != point.info.identity for info in self._rows.snapshots()):
-            raise StorageError(f"snapshot {since!r} is not there any more; save a whole one")
-
     def check_since(self, since: str, keep_evicted: bool) -> str:
         """The identity of a snapshot since which a delta can be saved.
 
@@ -762,34 +748,7 @@ class EmbeddingStore:
             StorageError: it is none of the last that were saved or loaded.
         """
         with self.turns:
-            self._check_parent(since, keep_evicted)
-            return self.journal.since(since, self._rows.opened).info.identity
-
-    def _delta(self, point: Point, rows: int, keep_evicted: bool) -> tuple[np.ndarray, Delta]:
-        """The keys that are gone since a point, and what a delta of it is that has so many rows."""
-        table_N, id_N = self._rows.gone_since(point.places)
-        counted = np.flatnonzero(self.replicas.are_counted(table_N, id_N))
-        table_N, id_N = table_N[counted], id_N[counted]
-        inserted = max(rows - point.rows + len(id_N), 0)
-        table_E, id_E = self.journal.erased_since(point)
-        if keep_evicted:  # Of those that were erased by hand it says so all the same.
-            by_hand = HashIndex(self.threads)
-            by_hand.put(table_E, id_E, np.zeros(len(id_E), np.int64))
-            erased = np.flatnonzero(by_hand.find(table_N, id_N) >= 0)
-            table_N, id_N = table_N[erased], id_N[erased]
-        loaded = point.loaded + inserted - len(id_N)
-        if len(id_E):  # Those, too, that others have kept though they had no row here.
-            erased = np.flatnonzero(~self._rows.contains(table_E, id_E) & self.replicas.are_counted(table_E, id_E))
-            table_N, id_N = np.append(table_N, table_E[erased]), np.append(id_N, id_E[erased])
-        delta = Delta(point.name, point.info.identity, point.number, point.number + 1, loaded, inserted)
-        return gone_array(table_N, id_N), delta
-
-    def _check_no_deltas(self, name: str, done: str) -> None:
-        """Raise StorageError if deltas go on from the snapshot of this name."""
-        infos = self._rows.snapshots()
-        for info in infos:
-            if info.name == name and (deltas := deltas_since(info.identity, infos)):
-                raise SnapshotNeededError(in_chain_text(name, done, deltas))
+            return self.journal.parent(since, keep_evicted).info.identity
 
     @_between_steps
     def load_snapshot(self, name: str, *, weights_only: bool = False) -> bool:
@@ -896,8 +855,7 @@ class EmbeddingStore:
                     self._know_rows(kept, rows.format, clock, rows.step)
                     kept.admission = admission
                 if same and owned is None and self._rows.lie_as_saved:
-                    whole, count = PartOf.name_of(info), len(self._rows)
-                    self.journal.add(Point(whole, info, count, count, self._rows.places, self._rows.opened))
+                    self.journal.add(PartOf.name_of(info), info, len(self._rows), len(self._rows))
             except BaseException as error:
                 if broken or not self._rows.whole:  # Without rows, or with a part of them, there is nothing to go on.
                     self.turns.cut_short(error)
@@ -931,7 +889,7 @@ class EmbeddingStore:
             StorageError: there is none, deltas go on from it, or the disk fails.
         """
         self._check_open()
-        self._check_no_deltas(name, "deleted")
+        self.journal.check_not_needed(name, "deleted")
         self._rows.delete(name)
         self.journal.forget(name)
 

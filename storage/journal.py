@@ -14,10 +14,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from oneemb.storage.errors import StorageError
+from oneemb.kernels.threads import Threads
+from oneemb.storage.errors import SnapshotNeededError, StorageError
+from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.replicas import Replicas
 from oneemb.storage.row_store import Places
-from oneemb.storage.table.delta import number_of
+from oneemb.storage.table.delta import Delta, deltas_since, gone_array, in_chain_text, number_of
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
+from oneemb.storage.tiered_rows import TieredRows
 
 __all__ = ["Journal", "Point"]
 
@@ -58,16 +62,23 @@ class Point:
 
 
 class Journal:
-    """The points, oldest first."""
+    """The points, oldest first.
 
-    def __init__(self) -> None:
+    Args:
+        rows: those of the store.
+        replicas: the keys of replicated tables among them.
+        threads: runs loops.
+    """
+
+    def __init__(self, rows: TieredRows, replicas: Replicas, threads: Threads):
+        self._rows, self._replicas, self._threads = rows, replicas, threads
         self._points: deque[Point] = deque(maxlen=POINTS_MAX)
 
-    def add(self, point: Point) -> None:
-        """The rows are those of this snapshot now, which has replaced one of its name."""
-        for n in [n for n, its in enumerate(self._points) if its.name == point.name]:
+    def add(self, name: str, info: SnapshotInfo, rows: int, loaded: int, *, exact: bool = True) -> None:
+        """The rows are those of this snapshot now, which has replaced one of its name; see `Point`."""
+        for n in [n for n, its in enumerate(self._points) if its.name == name]:
             self._drop(n)
-        self._points.append(point)
+        self._points.append(Point(name, info, rows, loaded, self._rows.places, self._rows.opened, exact))
 
     def forget(self, table_name: str) -> None:
         """The snapshot that the table had under this name is there no more."""
@@ -96,13 +107,63 @@ class Journal:
             if last.erased_count > ERASED_MAX:
                 last.erased, last.erased_too_many = [], True
 
-    def since(self, name: str, opened: int) -> Point:
-        """The point at which the snapshot of this name was saved or loaded.
+    def check_not_needed(self, name: str, done: str) -> None:
+        """Raise SnapshotNeededError if deltas go on from the table's snapshot of this name, which is about to be
+        `done`."""
+        infos = self._rows.snapshots()
+        for info in infos:
+            if info.name == name and (deltas := deltas_since(info.identity, infos)):
+                raise SnapshotNeededError(in_chain_text(name, done, deltas))
+
+    def parent(self, since: str, keep_evicted: bool) -> Point:
+        """The point at which the snapshot of this name was saved or loaded, since which a delta can be saved.
 
         Raises:
-            StorageError: it is not remembered.
+            StorageError: it is not remembered, or not there any more.
         """
-        known = [point for point in self._points if point.opened == opened]
+        point = self._since(since)
+        if not (point.exact or keep_evicted):
+            raise StorageError(
+                f"{since!r} was saved with keep_evicted=True, so that nothing says which rows its readers have that are"
+                " gone here; give it for this one too, or save a delta since another one"
+            )
+        if all(info.identity != point.info.identity for info in self._rows.snapshots()):
+            raise StorageError(f"snapshot {since!r} is not there any more; save a whole one")
+        return point
+
+    def delta(self, since: str, rows: int, keep_evicted: bool) -> tuple[Places, np.ndarray, Delta]:
+        """What a delta since this snapshot holds.
+
+        Args:
+            rows: how many there are now.
+            keep_evicted: see `EmbeddingStore.save_snapshot`.
+
+        Returns:
+            Where the rows lay then, the keys that are gone since, as `gone_array` gives them, and what the delta is.
+
+        Raises:
+            StorageError: as `parent`.
+        """
+        point = self.parent(since, keep_evicted)
+        table_N, id_N = self._rows.gone_since(point.places)
+        counted = np.flatnonzero(self._replicas.are_counted(table_N, id_N))
+        table_N, id_N = table_N[counted], id_N[counted]
+        inserted = max(rows - point.rows + len(id_N), 0)
+        table_E, id_E = _joined([keys for its in self._from(point) for keys in its.erased])
+        if keep_evicted:  # Of those that were erased by hand it says so all the same.
+            by_hand = HashIndex(self._threads)
+            by_hand.put(table_E, id_E, np.zeros(len(id_E), np.int64))
+            erased = np.flatnonzero(by_hand.find(table_N, id_N) >= 0)
+            table_N, id_N = table_N[erased], id_N[erased]
+        loaded = point.loaded + inserted - len(id_N)
+        if len(id_E):  # Those, too, that others have kept though they had no row here.
+            absent_E = ~self._rows.contains(table_E, id_E) & self._replicas.are_counted(table_E, id_E)
+            table_N, id_N = np.append(table_N, table_E[absent_E]), np.append(id_N, id_E[absent_E])
+        delta = Delta(point.name, point.info.identity, point.number, point.number + 1, loaded, inserted)
+        return point.places, gone_array(table_N, id_N), delta
+
+    def _since(self, name: str) -> Point:
+        known = [point for point in self._points if point.opened == self._rows.opened]
         for point in known:
             if point.name == name:
                 if any(its.erased_too_many for its in self._from(point)):
@@ -116,10 +177,6 @@ class Journal:
             f"a delta is since one of the last {POINTS_MAX} snapshots that were saved here, or loaded as as many ranks"
             f" saved them, with rows of the same form: {names}; got {name!r}"
         )
-
-    def erased_since(self, point: Point) -> tuple[np.ndarray, np.ndarray]:
-        """The keys that were erased by hand since, table_N and id_N, some perhaps twice."""
-        return _joined([keys for its in self._from(point) for keys in its.erased])
 
     def _from(self, point: Point) -> list[Point]:
         points = list(self._points)

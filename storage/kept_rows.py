@@ -34,6 +34,9 @@ from oneemb.storage.turns import undisturbed
 
 __all__ = ["KeptRows", "admits_some", "read_as_zeros"]
 
+# Of which a sweep reads the weights.
+_ROWS_AT_ONCE = 1 << 15
+
 
 class KeptRows:
     """The rows that policies keep.
@@ -188,7 +191,7 @@ class KeptRows:
         shards = ledger.due(step)
         ledger.fit(self._format.row_bytes)
         departing = ledger.expired(shards, step, second, held, sweeps=True)
-        for table_N, id_N in ledger.keys_to_weigh(shards):
+        for table_N, id_N in ledger.keys_to_weigh(shards, _ROWS_AT_ONCE):
             row_NW = np.empty((len(id_N), self._format.row_width), np.float32)
             self._rows.hot.get(table_N, id_N, row_NW)
             departing += ledger.unwanted(table_N, id_N, self._numbers(row_NW), held)

@@ -492,14 +492,15 @@ class Ledger:
                 departing.append(Departing(table_N[old], id_N[old], "expired"))
         return [its for its in departing if len(its.id_V)]
 
-    def keys_to_weigh(self, shards: Iterable[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Tables and ids of the rows of these shards whose weights sweeps look at."""
+    def keys_to_weigh(self, shards: Iterable[int], most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Tables and ids of the rows of these shards whose weights sweeps look at, at most so many at a time."""
         weighed_T = np.array([policy.sweeps_weights for policy in self.policies]) & (self._rows_T > self._above_T)
         if weighed_T.any():
             for shard in shards:
                 table_N, id_N, _ = self._rows_in(range(shard, shard + 1))
-                its = np.flatnonzero(weighed_T[table_N])
-                if len(its):
+                weighed = np.flatnonzero(weighed_T[table_N])
+                for begin in range(0, len(weighed), most):
+                    its = weighed[begin : begin + most]
                     yield table_N[its], id_N[its]
 
     def unwanted(

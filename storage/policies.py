@@ -241,11 +241,13 @@ class RowPolicy:
             raise ValueError("a table has a capacity or a capacity_mb, got both")
         for name in ("capacity", "capacity_mb", "expire_after_steps", "expire_after_seconds", "sweep_above_mb"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or not 1 <= value < 2**40):
-                raise ValueError(f"{name} must be an int, 1 or more and below 2**40, or None, got {value!r}")
+            if value is not None:
+                _check_int(name, value, 1, 2**40)
         _check_positive("expire_below_norm", self.expire_below_norm)
-        if type(self.sweep_steps) is not int or not 1 <= self.sweep_steps <= 2**31:
-            raise ValueError(f"sweep_steps must be an int, 1 or more, got {self.sweep_steps!r}")
+        _check_int("sweep_steps", self.sweep_steps, 1, 2**31)
+        for name in ("sweep_weights", "evict_at_snapshot"):
+            if type(getattr(self, name)) is not bool:
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("expire_where", "clock"):
             value = getattr(self, name)
             if value is not None and not callable(value):

@@ -1,5 +1,6 @@
 """What the rows of a snapshot are: kept in its `meta`, so that whoever reads it knows what the words mean."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from oneemb.storage.row_store import StorageError
 from oneemb.storage.table.geometry import ROW_WIDTH_MAX
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
-__all__ = ["PartOf", "SnapshotRows", "part_of", "shard_of"]
+__all__ = ["PartOf", "SnapshotRows", "part_of", "shard_of", "without_part"]
 
 _STEP_MAX = 1 << 62
 
@@ -107,6 +108,11 @@ def part_of(meta: dict[str, Any], name: str) -> PartOf | None:
     whole = meta["snapshot"]
     _need(isinstance(whole, str) and 0 < len(whole), name, whole)
     return PartOf(whole, *shard_of(meta, name))
+
+
+def without_part(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The meta of a snapshot but for which part it is."""
+    return {key: value for key, value in meta.items() if key not in ("snapshot", "shard")}
 
 
 def shard_of(meta: dict[str, Any], name: str) -> tuple[int, int]:

@@ -17,8 +17,8 @@ from oneemb.storage.errors import SnapshotExistsError, StorageError
 from oneemb.storage.part_folders import NewParts, sweep_folder
 from oneemb.storage.row_store import Places
 from oneemb.storage.snapshot_parts import Part, PartedSnapshot, look_at, table_name_of
-from oneemb.storage.snapshot_rows import PartOf
-from oneemb.storage.table.delta import GONE, Delta, gone_array, gone_keys, number_of
+from oneemb.storage.snapshot_rows import PartOf, without_part
+from oneemb.storage.table.delta import GONE, Delta, gone_array, gone_keys, number_of, without_delta
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_reader import SnapshotReader
 from oneemb.storage.turns import undisturbed
@@ -107,7 +107,7 @@ def _merged(
         places, rows = table.places, len(table)
     undisturbed.raise_interrupt()
     table.load_snapshot(names[0], names[1:])
-    meta = {key: value for key, value in last.meta.items() if key not in ("snapshot", "shard", "delta")}
+    meta = without_delta(without_part(last.meta), 0)
     with SnapshotReader.open(links[-1].folder, last.name) as reader:
         arrays = {name: reader.array(name) for name in reader.arrays if name != GONE}
     if since is not None and places is not None:

@@ -25,7 +25,7 @@ from oneemb.storage.snapshot_parts import (
     rank_folder_name,
     table_name_of,
 )
-from oneemb.storage.snapshot_rows import PartOf
+from oneemb.storage.snapshot_rows import PartOf, without_part
 from oneemb.storage.table.delta import number_of, without_delta
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.turns import undisturbed
@@ -111,8 +111,7 @@ def _make(
                     done += len(batch[1])
                     if progress is not None:
                         progress(done, info.rows)
-                of_others = ("snapshot", "shard")
-                meta = {key: value for key, value in info.meta.items() if key not in of_others}
+                meta = without_part(info.meta)
                 if snapshot.before:
                     meta = without_delta(meta, number_of(info))
                 meta |= PartOf(info.name, owner, len(folders)).to_meta(table_name)
