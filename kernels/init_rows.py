@@ -19,7 +19,17 @@ from oneemb.kernels.jit_code import from_float32
 from oneemb.kernels.philox import philox
 from oneemb.kernels.threads import Threads
 
-__all__ = ["CONSTANT", "NORMAL", "TRUNC_NORMAL", "UNIFORM", "InitialRows", "draw", "init_rows", "normal_quantile"]
+__all__ = [
+    "BY_ID",
+    "CONSTANT",
+    "NORMAL",
+    "TRUNC_NORMAL",
+    "UNIFORM",
+    "InitialRows",
+    "draw",
+    "init_rows",
+    "normal_quantile",
+]
 
 CONSTANT = 0
 """param 0: the value"""
@@ -29,6 +39,9 @@ NORMAL = 2
 """params 0, 1: mean, standard deviation"""
 TRUNC_NORMAL = 3
 """params 0, 1: mean, standard deviation; 2, 3: the bounds' places in the untruncated distribution, from 0 to 1"""
+
+BY_ID = 4
+"""param 0: the modulus of the id; remainders are 0 or more"""
 
 _UNIT = 2.0**-32
 
@@ -70,10 +83,13 @@ def normal_quantile(p: Number) -> Number:
 
 
 @rule
-def draw(kind: Number, param_4: Array, word: Number) -> Number:
-    """One weight, float64, from 32 random bits."""
+def draw(kind: Number, param_4: Array, word: Number, id: Number) -> Number:
+    """One weight, float64, from 32 random bits, or from the id."""
     if kind == CONSTANT:
         return param_4[0]
+    if kind == BY_ID:
+        modulus = np.int64(param_4[0])
+        return np.float64((np.int64(id) % modulus + modulus) % modulus)
     u = (np.float64(word) + 0.5) * _UNIT
     if kind == UNIFORM:
         return param_4[0] + (param_4[1] - param_4[0]) * u
@@ -99,10 +115,10 @@ def _init_rows_cpu(
             while d < end_C[c]:
                 word = d % 4
                 # A column that begins inside a block of four draws the block again: one rule, whatever the columns.
-                if kind != CONSTANT and (word == 0 or d == 0 or d == end_C[max(c - 1, 0)]):
+                if kind != CONSTANT and kind != BY_ID and (word == 0 or d == 0 or d == end_C[max(c - 1, 0)]):
                     words = philox(id, id >> np.uint64(32), table, d // 4, seed)
                 x = words[0] if word == 0 else words[1] if word == 1 else words[2] if word == 2 else words[3]
-                weight_SX[s, d] = from_float32(np.float32(draw(kind, param_4, x)), weight_SX[s, d])
+                weight_SX[s, d] = from_float32(np.float32(draw(kind, param_4, x, id)), weight_SX[s, d])
                 d += 1
         for w in range(len(state)):
             row_SW[s, state_begin + w] = state[w]
@@ -114,7 +130,7 @@ class InitialRows:
 
     Args:
         seed: 64 bits.
-        kind_TC: int64 [T, C], one of CONSTANT, UNIFORM, NORMAL, TRUNC_NORMAL.
+        kind_TC: int64 [T, C], one of CONSTANT, UNIFORM, NORMAL, TRUNC_NORMAL, BY_ID.
         param_TC4: float64 [T, C, 4].
         end_C: int64 [C], where each column ends; the last is D.
     """

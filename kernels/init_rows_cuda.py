@@ -49,7 +49,7 @@ def init_loop(
                     while end_C[column] <= w:
                         column += 1
                     word = a if i == 0 else b if i == 1 else c if i == 2 else d
-                    x = np.float32(draw(kind_TC[table, column], param_TC4[table, column], word))
+                    x = np.float32(draw(kind_TC[table, column], param_TC4[table, column], word, id))
                     weight_SX[s, w] = from_float32(x, weight_SX[s, w])
             block += cuda.blockDim.x
         z = cuda.threadIdx.x

@@ -17,6 +17,7 @@ _MODULES = {
         "make_column_options",
         "make_constant_initializer",
         "make_device_mem_store_options",
+        "make_id_initializer",
         "make_normal_initializer",
         "make_table",
         "make_table_options",

@@ -23,6 +23,7 @@ from oneemb.options import (
     make_column_options as make_column_options,
     make_constant_initializer as make_constant_initializer,
     make_device_mem_store_options as make_device_mem_store_options,
+    make_id_initializer as make_id_initializer,
     make_normal_initializer as make_normal_initializer,
     make_table as make_table,
     make_table_options as make_table_options,

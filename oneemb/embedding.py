@@ -37,7 +37,7 @@ from oneemb.row_calls import RowCalls
 from oneemb.stats import EmbeddingStats
 from oneemb.storage.embedding_store import ChangeRows, EmbeddingStore
 from oneemb.storage.fs import AnyPath, absolute_path
-from oneemb.storage.policies import RowPolicy, described
+from oneemb.storage.policies import GivenScore, RowPolicy, described
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
@@ -655,6 +655,21 @@ class TableEmbedding(torch.nn.Module):
             TypeError, ValueError: it is not as above, or there is no policy.
         """
         self._row_calls.set_epoch(epoch)
+
+    def give_score(self, score: int, table: int = 0) -> None:
+        """Let lookups give the rows of a table whose policy is `GivenScore(on_use=True)` this score from now on, and
+        new rows where it is `GivenScore()`. With `process_group` every rank makes the call.
+
+        Args:
+            score: 0 to 2^64 - 1. It is not in snapshots; the scores of rows are.
+
+        Raises:
+            TypeError, ValueError: it is not as above, or the table's policy is another one.
+        """
+        policy = None if self.policies is None or not 0 <= table < self.num_tables else self.policies[table]
+        if policy is None or not isinstance(policy.evict, GivenScore):
+            raise ValueError(f"table {table} must have a policy with evict=GivenScore(...), got {policy}")
+        self.store.give_score(table, GivenScore(score).new)
 
     # ---- rows, counters, memory -------------------------------------------------------------------------------------
 

@@ -14,16 +14,12 @@ from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.options import (
     CachedHostMemStoreOptions,
     CachedSsdStoreOptions,
-    ConstantInitializer,
     DeviceMemStoreOptions,
     Initializer,
-    NormalInitializer,
     StoreOptions,
     TableOptions,
-    TruncNormalInitializer,
-    UniformInitializer,
-    normal_cdf,
 )
+from oneemb.storage.initializers import encoded, largest_weight
 from oneemb.storage.policies import RowPolicy
 from oneemb.storage.snapshot_parts import rank_folder_name
 from oneemb.storage.tiers.stack import StorePlan
@@ -106,34 +102,14 @@ def initial_rows(
     for t, table in enumerate(tables):
         for c in range(len(dim_C)):
             column = table.columns[c if len(table.columns) > 1 else 0]
-            kind_TC[t, c], params = _encode(column.initializer or default)
+            kind_TC[t, c], params = encoded(column.initializer or default)
             param_TC4[t, c, : len(params)] = params
     return init_rows.InitialRows(seed % 2**64, kind_TC, param_TC4, np.cumsum(dim_C, dtype=np.int64))
 
 
-def _encode(initializer: Initializer) -> tuple[int, list[float]]:
-    match initializer:
-        case ConstantInitializer(value):
-            return init_rows.CONSTANT, [value]
-        case UniformInitializer(low, high):
-            return init_rows.UNIFORM, [low, high]
-        case NormalInitializer(mean, std):
-            return init_rows.NORMAL, [mean, std]
-        case TruncNormalInitializer(mean, std, a, b):
-            return init_rows.TRUNC_NORMAL, [mean, std, *(normal_cdf((bound - mean) / std) for bound in (a, b))]
-
-
 def _check_range(what: str, initializer: Initializer, dtype: torch.dtype) -> None:
     """Raise ValueError if weights may begin infinite: float16 ends at 65504."""
-    match initializer:
-        case ConstantInitializer(value):
-            largest = abs(value)
-        case UniformInitializer(low, high):
-            largest = max(abs(low), abs(high))
-        case NormalInitializer(mean, std):
-            largest = abs(mean) + 7 * std  # No draw from 32 bits lies farther out.
-        case TruncNormalInitializer(_, _, a, b):
-            largest = max(abs(a), abs(b))
+    largest = largest_weight(initializer)
     if largest > torch.finfo(dtype).max:
         raise ValueError(
             f"{what} begins with weights up to {largest:g}, {dtype} holds at most {torch.finfo(dtype).max:g}; choose a"
@@ -194,6 +170,8 @@ def policies_of(
         raise ValueError(f"policy must be one for all tables, or one for each of {len(tables)}, got {len(policies)}")
     if len({one.clock for one in policies if one.expire_after_seconds is not None}) > 1:
         raise ValueError("the policies of an embedding have one clock=, got several")
+    if len({one.timestamps for one in policies}) > 1:
+        raise ValueError("timestamps= of a policy is the same for all tables of an embedding, got both")
     if options.capacity is not None and len({one.evict for one in policies}) > 1:
         raise ValueError(
             f"tables that share the store's capacity, {options.capacity} rows, must have one evict=, so that it is"

@@ -8,87 +8,32 @@ says how much state a row needs.
 """
 
 import json
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, cast
 
 from oneemb.storage.fs import AnyPath, absolute_path
+from oneemb.storage.initializers import (
+    ConstantInitializer,
+    IdInitializer,
+    Initializer,
+    NormalInitializer,
+    TruncNormalInitializer,
+    UniformInitializer,
+)
 
 __all__ = [
     "CachePolicy", "CachedHostMemStoreOptions", "CachedSsdStoreOptions", "ColumnOptions", "ConstantInitializer",
-    "DeviceMemStoreOptions", "Initializer", "NormalInitializer", "Options", "StoreOptions", "TableOptions",
-    "TruncNormalInitializer", "UniformInitializer", "from_json", "make_cached_host_mem_store_options",
+    "DeviceMemStoreOptions", "IdInitializer", "Initializer", "NormalInitializer", "Options", "StoreOptions",
+    "TableOptions", "TruncNormalInitializer", "UniformInitializer", "from_json", "make_cached_host_mem_store_options",
     "make_cached_ssd_store_options", "make_column_options", "make_constant_initializer",
-    "make_device_mem_store_options", "make_normal_initializer", "make_table", "make_table_options",
-    "make_trunc_normal_initializer", "make_uniform_initializer", "normal_cdf", "to_json",
+    "make_device_mem_store_options", "make_id_initializer", "make_normal_initializer", "make_table",
+    "make_table_options", "make_trunc_normal_initializer", "make_uniform_initializer", "to_json",
 ]  # fmt: skip
 
 
 # ---- initializers ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ConstantInitializer:
-    """Every weight begins as `value`."""
-
-    value: float
-
-    def __post_init__(self) -> None:
-        _check_finite(self, "value")
-
-
-@dataclass(frozen=True)
-class UniformInitializer:
-    """Weights begin uniform between `low` and `high`."""
-
-    low: float = 0.0
-    high: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_finite(self, "low", "high")
-        if self.low > self.high:
-            raise ValueError(f"low must not be above high, got low={self.low}, high={self.high}")
-
-
-@dataclass(frozen=True)
-class NormalInitializer:
-    """Weights begin normal with this mean and standard deviation."""
-
-    mean: float = 0.0
-    std: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_finite(self, "mean", "std")
-        if self.std < 0:
-            raise ValueError(f"std must be 0 or more, got {self.std}")
-
-
-@dataclass(frozen=True)
-class TruncNormalInitializer:
-    """Weights begin normal with this mean and standard deviation, truncated to values from `a` to `b`."""
-
-    mean: float = 0.0
-    std: float = 1.0
-    a: float = -2.0
-    b: float = 2.0
-
-    def __post_init__(self) -> None:
-        _check_finite(self, "mean", "std", "a", "b")
-        if self.std <= 0:
-            raise ValueError(f"std must be above 0, got {self.std}")
-        if self.a >= self.b:
-            raise ValueError(f"a must be below b, got a={self.a}, b={self.b}")
-        low, high = (normal_cdf((bound - self.mean) / self.std) for bound in (self.a, self.b))
-        if high - low < 1e-9:
-            raise ValueError(
-                f"a normal distribution with mean={self.mean}, std={self.std} hardly ever lies between a={self.a} and"
-                f" b={self.b}; move the bounds towards the mean"
-            )
-
-
-Initializer = ConstantInitializer | UniformInitializer | NormalInitializer | TruncNormalInitializer
 
 
 def make_constant_initializer(value: float) -> ConstantInitializer:
@@ -123,6 +68,15 @@ def make_trunc_normal_initializer(
         ValueError: std is not above 0, a is not below b, hardly anything lies between them, or one is not finite.
     """
     return TruncNormalInitializer(mean, std, a, b)
+
+
+def make_id_initializer(modulus: int = 100_000) -> IdInitializer:
+    """Weights that all begin as the row's id modulo a number, from 0 up: tests see by it which row they have.
+
+    Raises:
+        ValueError: modulus is not from 1 to 2^24, up to which float32 holds every integer.
+    """
+    return IdInitializer(modulus)
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -335,8 +289,8 @@ def make_cached_ssd_store_options(
 _TYPES = {
     kind.__name__: kind
     for kind in (
-        ConstantInitializer, UniformInitializer, NormalInitializer, TruncNormalInitializer, ColumnOptions,
-        TableOptions, DeviceMemStoreOptions, CachedHostMemStoreOptions, CachedSsdStoreOptions,
+        ConstantInitializer, UniformInitializer, NormalInitializer, TruncNormalInitializer, IdInitializer,
+        ColumnOptions, TableOptions, DeviceMemStoreOptions, CachedHostMemStoreOptions, CachedSsdStoreOptions,
     )
 }  # fmt: skip
 
@@ -432,16 +386,3 @@ def _check_int(name: str, value: object, least: int) -> None:
         raise TypeError(f"{name} must be an int, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def _check_finite(options: Initializer, *names: str) -> None:
-    for name in names:
-        value = getattr(options, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"{name} must be a finite number, got {value!r}")
-        object.__setattr__(options, name, float(value))
-
-
-def normal_cdf(x: float) -> float:
-    """The share of a standard normal distribution that lies below x."""
-    return 0.5 * math.erfc(-x / math.sqrt(2.0))

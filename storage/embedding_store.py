@@ -34,7 +34,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.bottom import EXPORTED, Bottom, TableBottom
 from oneemb.storage.errors import OtherSnapshotError, SnapshotExistsError, SnapshotNotFoundError
 from oneemb.storage.journal import Journal
-from oneemb.storage.kept_rows import KeptRows, admits_some, read_as_zeros
+from oneemb.storage.kept_rows import KeptRows, refuses_some
 from oneemb.storage.ledger import MARKS, LedgerClock
 from oneemb.storage.owned_rows import OwnedRows
 from oneemb.storage.pins import PinBook
@@ -145,7 +145,7 @@ class EmbeddingStore:
         if bottom is None:
             bottom = TableBottom(plan.persistent_path, plan.physical_block_size, threads, _MEND)
         self.threads = threads
-        self.plan = plan = replace(plan, lends=admits_some(policies), zeros=read_as_zeros(policies))
+        self.plan = plan = replace(plan, lends=refuses_some(policies))
         self.num_tables = len(initial.kind_TC)
         self.step = 0
         """Updates made so far."""
@@ -166,7 +166,7 @@ class EmbeddingStore:
         """The keys of replicated tables."""
         self._bottom = bottom
         format = RowFormat(dim, dtype, marks=0 if policies is None else MARKS)
-        self._rows = TieredRows(plan, bottom, format, initial, HostLoops(threads), threads, self.writing)
+        self._rows = TieredRows(plan, bottom, format, initial, HostLoops(threads), threads, self.writing, policies)
         self.pins = PinBook(self._rows, placed=policies is not None)
         """Who holds rows. In a turn only."""
         self.kept: KeptRows | None = None
@@ -450,14 +450,19 @@ class EmbeddingStore:
 
     @_between_steps
     @_in_turn
-    def set_scores(self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray) -> int:
+    def set_scores(
+        self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray, time_U: np.ndarray | None = None
+    ) -> int:
         """Give those of these rows that are there other scores. Returns how many there are.
+
+        Args:
+            time_U: uint64, of their last uses, where the policy has `timestamps`; None = they stay as they are.
 
         Raises:
             ValueError: a score is none of its table's rule.
             StoreFullError: so many rows do not fit in the hot tier at a time.
         """
-        known = self._need_policy().set_scores(table_U, id_U, score_U)
+        known = self._need_policy().set_scores(table_U, id_U, score_U, time_U)
         self.changes += known > 0
         return known
 
@@ -466,6 +471,22 @@ class EmbeddingStore:
         """Let uses from now on be of this epoch."""
         self._need_policy().set_epoch(epoch)
         self.changes += 1
+
+    @_in_turn
+    def give_score(self, table: int, score: int) -> None:
+        """Let uses of rows of a table of `GivenScore` give this score from now on, 0 to 2^64 - 1."""
+        self._need_policy().ledger.give(table, score)
+
+    @_reading
+    def uses(self, table: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of the rows of a table here: ids int64 [N], scores and, with `timestamps`, the times of their last uses, both
+        uint64 [N]."""
+        return self._need_policy().ledger.uses(table)
+
+    @_in_turn
+    def timestamp(self) -> int:
+        """Nanoseconds since 1970, later than the last use of every row."""
+        return self._need_policy().ledger.timestamp()
 
     def _need_policy(self) -> KeptRows:
         self._check_open()

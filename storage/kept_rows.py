@@ -32,7 +32,7 @@ from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
 from oneemb.storage.tiers.hot_tier import HotTier
 from oneemb.storage.turns import undisturbed
 
-__all__ = ["KeptRows", "admits_some", "read_as_zeros"]
+__all__ = ["KeptRows", "refuses_some"]
 
 # Of which a sweep reads the weights.
 _ROWS_AT_ONCE = 1 << 15
@@ -61,10 +61,14 @@ class KeptRows:
         self.admission = self.new_admission()
         """Which ids get a row; None = all."""
         self._slots = _KnownSlots(rows)
+        self._refuses = any(policy.when_full == "refuse" for policy in policies)
+        self.turned_away = 0
+        """How many ids of lookups got no row since their table was full."""
 
     def new_admission(self) -> Admission | None:
         """One that has counted nothing."""
-        return Admission(self._policies, self._threads) if admits_some(self._policies) else None
+        has_rules = any(policy.admit is not None for policy in self._policies)
+        return Admission(self._policies, self._threads) if has_rules else None
 
     @property
     def policies(self) -> Sequence[RowPolicy]:
@@ -107,8 +111,12 @@ class KeptRows:
         if asks:
             assert self.admission is not None
             admitted_M = self.admission.asks(*sighted, ledger.clock.lookups + 1, again=again)
-        new, lent = unknown[admitted_M], unknown[~admitted_M]
         self._sweep(step, second, held)
+        if self._refuses and not admits:
+            fits_M = ledger.fitting(table_U[unknown[admitted_M]], held)
+            self.turned_away += 0 if again else int(np.count_nonzero(~fits_M))
+            admitted_M[np.flatnonzero(admitted_M)[~fits_M]] = False
+        new, lent = unknown[admitted_M], unknown[~admitted_M]
         ledger.reserve(table_U[new], id_U[new])
         shard, gone = ledger.clock.shard, self.gone
         try:
@@ -274,7 +282,9 @@ class KeptRows:
         known_U = self.ledger.find(table_U, id_U) >= 0
         self.ledger.check_scores(table_U[known_U], score_U[known_U])
 
-    def set_scores(self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray) -> int:
+    def set_scores(
+        self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray, time_U: np.ndarray | None = None
+    ) -> int:
         """See `EmbeddingStore.set_scores`."""
         ledger, loops = self.ledger, self._rows.loops
         place_U = ledger.find(table_U, id_U)
@@ -285,6 +295,8 @@ class KeptRows:
             slot_U, _ = self._pins.acquire(loops.distinct_keys(loops.put(table_U), loops.put(id_U)))
             try:
                 ledger.set_scores(place_U, score_U[known])
+                if time_U is not None and ledger.stamps:
+                    ledger.set_times(place_U, time_U[known])
                 self._write_marks(slot_U, ledger.marks(place_U))
             finally:
                 self._release(slot_U)
@@ -346,6 +358,8 @@ class KeptRows:
         if self.admission is not None:
             counts |= {"admitted": self.admission.admitted, "refused": self.admission.refused}
             counts["bytes"] += self.admission.nbytes
+        if self._refuses:
+            counts["turned_away"] = self.turned_away
         return counts
 
 
@@ -396,11 +410,6 @@ class _KnownSlots:
             self._slot_P = grown
 
 
-def admits_some(policies: Sequence[RowPolicy] | None) -> bool:
+def refuses_some(policies: Sequence[RowPolicy] | None) -> bool:
     """Whether ids may get no row."""
-    return policies is not None and any(policy.admit is not None for policy in policies)
-
-
-def read_as_zeros(policies: Sequence[RowPolicy] | None) -> tuple[int, ...]:
-    """The tables of which ids that have no row, and get none, read as zeros."""
-    return tuple(t for t, policy in enumerate(policies or ()) if policy.absent == "zeros")
+    return policies is not None and any(policy.admit is not None or policy.when_full == "refuse" for policy in policies)

@@ -34,7 +34,8 @@ from oneemb.storage.row_store import StorageError, StoreFullError
 __all__ = ["MARKS", "Departing", "Ledger", "LedgerClock"]
 
 MARKS = 4
-"""Words of a row's record: its score, the lower half first, and the step and the second of its last use."""
+"""Words of a row's record: its score, the lower half first, and the step and the second of its last use; or, lower half
+first, the time."""
 
 # Rows that a round looks at, or all where there are fewer; and which share of the rows it looks at leave at least.
 _ROUND_ROWS = 1 << 17
@@ -45,6 +46,11 @@ _SECONDS_MAX = 2**32 - 1
 
 # Places that address space is taken for before they are needed.
 _PLACES_AT_ONCE = 1 << 26
+
+
+def _halves(stamp: int) -> tuple[int, int]:
+    """The lower and the upper half of 64 bits."""
+    return stamp & 0xFFFFFFFF, stamp >> 32
 
 
 class Departing(NamedTuple):
@@ -117,6 +123,9 @@ class Ledger:
         times = [policy.clock or time.monotonic for policy in policies if policy.expire_after_seconds is not None]
         self._time = times[0] if times else None
         self._began = self._now()
+        self.stamps = policies[0].timestamps
+        """Whether marks hold the time of a row's last use, in nanoseconds, in place of its step and second."""
+        self._stamp = 0
         self._index = HashIndex(threads)
         self.left: dict[str, int] = {}
         """How many rows have left, by reason."""
@@ -187,13 +196,19 @@ class Ledger:
         """
         return min(self.clock.seconds + max(0, int(self._now() - self._began)), _SECONDS_MAX)
 
+    def timestamp(self) -> int:
+        """Nanoseconds since 1970, later than all that were given before."""
+        self._stamp = max(self._stamp + 1, time.time_ns())
+        return self._stamp
+
     def counted(self) -> LedgerClock:
         """What has been counted up to now."""
         return replace(self.clock, seconds=self.second)
 
     def to_meta(self) -> dict[str, Any]:
         """What the meta of a snapshot says beside the rows."""
-        return {"ledger": asdict(self.counted()), "score_rules": self.rules()}
+        stamps = {"timestamps": True} if self.stamps else {}
+        return {"ledger": asdict(self.counted()), "score_rules": self.rules(), **stamps}
 
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
@@ -241,9 +256,12 @@ class Ledger:
         if len(new):
             place_U[new] = self._add(table_U[new], id_U[new])
         mark_U4 = np.empty((len(id_U), MARKS), np.uint32)
+        step += self.clock.steps
+        if self.stamps:
+            step, second = _halves(self.timestamp())
         score_uses(
             place_U, is_new_U, table_U, id_U, uses_U, self._rules, self._mark_P4, mark_U4, lookup=self.clock.lookups,
-            step=self.clock.steps + step, second=second, epoch=self.clock.epoch, threads=self._threads,
+            step=step, second=second, epoch=self.clock.epoch, threads=self._threads,
         )  # fmt: skip
         return mark_U4
 
@@ -288,6 +306,22 @@ class Ledger:
         """Of rows at these places."""
         self._score_P[place_N] = score_N
 
+    def give(self, table: int, score: int) -> None:
+        """Let uses of rows of a table of `GivenScore` give this score from now on."""
+        self._rules.given_T[table] = score
+
+    def uses(self, table: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of the rows of a table: ids int64 [N], scores and times of last use, both uint64 [N]."""
+        table_N, id_N, place_N = self._rows_in(range(SHARDS))
+        its = np.flatnonzero(table_N == table)
+        mark_N2 = self._mark_P4[place_N[its]].view(np.uint64)
+        return id_N[its], mark_N2[:, 0].copy(), mark_N2[:, 1].copy()
+
+    def set_times(self, place_N: np.ndarray, time_N: np.ndarray) -> None:
+        """Of the last use of rows at these places, uint64."""
+        self._mark_P4.view(np.uint64)[place_N, 1] = time_N
+        self._stamp = max(self._stamp, min(int(time_N.max(initial=0)), _UNLIMITED))
+
     def forget(self, table_V: np.ndarray, id_V: np.ndarray, reason: str) -> np.ndarray:
         """These rows have left. Returns the places that they had, -1 of those that were not known."""
         place_V = self._index.erase(table_V, id_V)
@@ -319,6 +353,22 @@ class Ledger:
         self._check_enough(new_T, np.where(over_T, excess_T, 0), excess, held)
         excess_T[~over_T] = np.minimum(excess_T[~over_T], 0)
         return [self._choose(excess_T, excess, held)]
+
+    def fitting(self, table_M: np.ndarray, held: Sequence[np.ndarray]) -> np.ndarray:
+        """Which of new rows, of these tables, there can be room for: bool [M]. All, but of tables that refuse rows
+        where they are full, which take the first ones.
+
+        Args:
+            held: as in `make_room`.
+        """
+        fits_M = np.ones(len(table_M), np.bool_)
+        new_T = np.bincount(table_M, minlength=len(self._rows_T))
+        excess_T = self._excess(new_T)
+        for t in [t for t, policy in enumerate(self.policies) if policy.when_full == "refuse" and excess_T[t] > 0]:
+            leaving = max(0, int(self._rows_T[t] - self._in_use(held)[t])) if self._evicts_T[t] else 0
+            many = max(0, int(new_T[t] - excess_T[t] + leaving))
+            fits_M[np.flatnonzero(table_M == t)[many:]] = False
+        return fits_M
 
     def surplus(self, held: Sequence[np.ndarray], tables: Sequence[int]) -> list[Departing]:
         """Which rows have to leave of these tables where they were loaded with more than they may have, as far as they
@@ -559,11 +609,13 @@ class Ledger:
 
     def first_marks(self, table_N: np.ndarray, id_N: np.ndarray, step: int) -> np.ndarray:
         """What the records of rows that are loaded without marks are to hold: they count as used once, then."""
-        rows = len(id_N)
+        rows, second = len(id_N), 0
+        if self.stamps:
+            step, second = _halves(self.timestamp())
         mark_N4 = np.empty((rows, MARKS), np.uint32)
         score_uses(
             np.arange(rows), np.ones(rows, np.bool_), table_N, id_N, np.ones(rows, np.int64), self._rules,
-            np.zeros((rows, MARKS), np.uint32), mark_N4, lookup=1, step=step, second=0, epoch=0,
+            np.zeros((rows, MARKS), np.uint32), mark_N4, lookup=1, step=step, second=second, epoch=0,
             threads=self._threads,
         )  # fmt: skip
         return mark_N4
@@ -572,10 +624,17 @@ class Ledger:
         """Know rows that have been loaded, with what their records hold."""
         place_N = self._add(table_N, id_N)
         self._mark_P4[place_N] = mark_N4
+        if self.stamps and len(mark_N4):
+            self._stamp = max(self._stamp, min(int(self._mark_P4.view(np.uint64)[place_N, 1].max()), _UNLIMITED))
 
     def check_rules(self, meta: dict[str, Any], name: str) -> None:
         """Raise StorageError if the scores in the snapshot of this meta are those of other rules."""
         theirs = meta.get("score_rules")
+        if theirs is not None and bool(meta.get("timestamps")) != self.stamps:
+            raise StorageError(
+                f"snapshot {name!r} was saved with timestamps={bool(meta.get('timestamps'))}, and this embedding's"
+                " policy says otherwise; load it with the same"
+            )
         # Further tables here are no difference.
         if theirs is not None and (not isinstance(theirs, list) or theirs != self.rules()[: len(theirs)]):
             raise StorageError(

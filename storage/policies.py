@@ -6,11 +6,12 @@ finds the rows that are to leave.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import numpy as np
 
+from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.score_rows import (
     COUNT,
     DECAYED,
@@ -22,6 +23,7 @@ from oneemb.kernels.score_rows import (
     STEP,
     ScoreRules,
 )
+from oneemb.storage.initializers import ConstantInitializer, Initializer, encoded
 
 __all__ = [
     "LFU",
@@ -38,6 +40,7 @@ __all__ = [
     "RowPolicy",
     "StepLRU",
     "described",
+    "rows_instead",
     "rules_of",
 ]
 
@@ -180,6 +183,7 @@ class AdmitWhere:
 
 Eviction = LRU | StepLRU | LFU | MixedLFU | EpochLRU | EpochLFU | GivenScore
 Admission = AdmitAfter | AdmitChance | AdmitWhere
+Absent = Literal["initial", "zeros"] | Initializer
 
 
 @dataclass(frozen=True)
@@ -208,8 +212,13 @@ class RowPolicy:
         clock: what gives seconds, the same for all tables; None = `time.monotonic`.
         admit: which ids get a row; None = all that are looked up in training mode. Gradients of those that get none
             are dropped.
-        absent: what ids read as that have no row and get none, in eval mode, and in training where `admit` refuses
-            them: "initial" = as they would begin, or "zeros".
+        absent: what ids without a row read as in eval mode: "initial" = as they would begin, "zeros", or as one of
+            `oneemb.make_*_initializer` says.
+        refused: what ids read as in training that get no row: likewise; None = as `absent` says.
+        timestamps: whether a row notes when it was used last in nanoseconds, in place of the step and the second: where
+            no table expires by these, and no rule of `evict` asks for steps. The same for all tables of an embedding.
+        when_full: what becomes of ids of a lookup that cannot all have rows at a time, since `capacity` is less, or no
+            row may leave: "raise" a StoreFullError, or "refuse" those that come last in the lookup a row.
 
     Raises:
         TypeError, ValueError: an argument is out of its range.
@@ -227,16 +236,25 @@ class RowPolicy:
     capacity_mb: int | None = None
     sweep_weights: bool = False
     evict_at_snapshot: bool = False
-    absent: Literal["initial", "zeros"] = "initial"
+    absent: Absent = "initial"
     sweep_above_mb: int | None = None
+    refused: Absent | None = None
+    when_full: Literal["raise", "refuse"] = "raise"
+    timestamps: bool = False
 
     def __post_init__(self) -> None:
         if self.evict is not None and not isinstance(self.evict, Eviction):
             raise TypeError(f"evict must be one of oneemb.policies, such as LRU(), got {self.evict!r}")
         if self.admit is not None and not isinstance(self.admit, Admission):
             raise TypeError(f"admit must be one of oneemb.policies, such as AdmitAfter(2), got {self.admit!r}")
-        if self.absent not in ("initial", "zeros"):
-            raise ValueError(f'absent must be "initial" or "zeros", got {self.absent!r}')
+        for name in ("absent", "refused"):
+            value = getattr(self, name)
+            if not isinstance(value, Initializer) and value not in ("initial", "zeros", *[None] * (name == "refused")):
+                raise ValueError(f'{name} must be "initial", "zeros" or an initializer, got {value!r}')
+        if self.when_full not in ("raise", "refuse"):
+            raise ValueError(f'when_full must be "raise" or "refuse", got {self.when_full!r}')
+        if self.when_full == "refuse" and self.capacity is None and self.capacity_mb is None:
+            raise ValueError('when_full="refuse" is of tables with a capacity or a capacity_mb; give one')
         if self.capacity is not None and self.capacity_mb is not None:
             raise ValueError("a table has a capacity or a capacity_mb, got both")
         for name in ("capacity", "capacity_mb", "expire_after_steps", "expire_after_seconds", "sweep_above_mb"):
@@ -245,13 +263,21 @@ class RowPolicy:
                 _check_int(name, value, 1, 2**40)
         _check_positive("expire_below_norm", self.expire_below_norm)
         _check_int("sweep_steps", self.sweep_steps, 1, 2**31)
-        for name in ("sweep_weights", "evict_at_snapshot"):
+        for name in ("sweep_weights", "evict_at_snapshot", "timestamps"):
             if type(getattr(self, name)) is not bool:
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("expire_where", "clock"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise TypeError(f"{name} must be a function, got {value!r}")
+
+        by_steps = isinstance(self.evict, StepLRU | MixedLFU) or isinstance(self.evict, LFU) and self.evict.half_life
+        expires = self.expire_after_steps is not None or self.expire_after_seconds is not None
+        if self.timestamps and (by_steps or expires):
+            raise ValueError(
+                "timestamps take the place of the step and the second of a row's last use, by which this table evicts"
+                f" or expires; leave them out, got {self}"
+            )
 
     @property
     def weighs(self) -> bool:
@@ -281,6 +307,19 @@ def _plain(value: object) -> object:
     if isinstance(value, AdmitWhere):
         return f"AdmitWhere(a function, per_lookup={value.per_lookup}, counters={value.counters})"
     return "a function" if callable(value) else value
+
+
+def rows_instead(
+    policies: Sequence[RowPolicy] | None, initial: InitialRows, of: Literal["absent", "refused"]
+) -> InitialRows:
+    """What ids read as that have no row, or that are refused one, where `initial` is how rows begin."""
+    kind_TC, param_TC4 = initial.kind_TC.copy(), initial.param_TC4.copy()
+    for t, policy in enumerate(policies or ()):
+        said = policy.refused if of == "refused" and policy.refused is not None else policy.absent
+        if said != "initial":
+            kind, params = encoded(ConstantInitializer(0.0) if said == "zeros" else said)
+            kind_TC[t], param_TC4[t] = kind, [*params, *[0.0] * (4 - len(params))]
+    return replace(initial, kind_TC=kind_TC, param_TC4=param_TC4)
 
 
 def rules_of(policies: Sequence[RowPolicy]) -> ScoreRules:

@@ -17,7 +17,7 @@ import threading
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from oneemb.kernels.loops import Loops
 from oneemb.kernels.threads import Threads, within_thread_code
 from oneemb.storage.bottom import Bottom
 from oneemb.storage.owned_rows import OwnedRows
+from oneemb.storage.policies import RowPolicy
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import Places, RowStore, Snapshots, StorageError, StoreFullError
 from oneemb.storage.snapshot_rows import PartOf, SnapshotRows, shard_of
@@ -74,14 +75,15 @@ class TieredRows:
         loops: of the hot tier.
         threads: runs what is done on the host.
         writing: the lock that is held by whoever writes rows in place.
+        policies: which rows each table keeps; None = all.
     """
 
     def __init__(
         self, plan: StorePlan, bottom: Bottom, format: RowFormat, initial: InitialRows, loops: Loops, threads: Threads,
-        writing: AbstractContextManager[Any],
+        writing: AbstractContextManager[Any], policies: Sequence[RowPolicy] | None = None,
     ):  # fmt: skip
         self._plan, self._bottom, self._threads, self._writing = plan, bottom, threads, writing
-        self.new_rows = NewRows(format, initial, loops, plan.zeros)
+        self.new_rows = NewRows(format, initial, loops, policies)
         """How rows begin: their form, and the loops of the hot tier."""
         self.generation = 0
         self.whole = True

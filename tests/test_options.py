@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import oneemb
-from oneemb.options import from_json, normal_cdf, to_json
+from oneemb.options import from_json, to_json
+from oneemb.storage.initializers import normal_cdf
 
 STORES = {
     "device": lambda **options: oneemb.make_device_mem_store_options("/rows", **options),

@@ -77,7 +77,8 @@ class DeviceTier:
         row_limit: rows that may be known to this tier and those below together; None = no limit.
         policy: which rows a cache evicts first, "lfu" = those least often used of late, "lru" = least recently.
         begin: writes the rows of keys that no tier has.
-        absent: writes what such keys read as that get no row; None = the same.
+        absent: writes what keys read as that have no row; None = the same.
+        refused: writes what keys read as that get no row; None = the same.
         loops: where it is.
     """
 
@@ -93,6 +94,7 @@ class DeviceTier:
         policy: str = "lfu",
         begin: BeginRows,
         absent: BeginRows | None = None,
+        refused: BeginRows | None = None,
         loops: CudaLoops,
     ):
         assert (resident or below is not None) and policy in ("lru", "lfu")
@@ -104,7 +106,7 @@ class DeviceTier:
         self._below = below
         self._resident = resident
         self.lies_still = False  # What is read must be pinned: growing and evicting wait for no stream that reads.
-        self._begin, self._absent = begin, begin if absent is None else absent
+        self._begin, self._absent, self._refused = begin, absent or begin, refused or begin
         self._limits = Limits(name, slots, _padded(row_width) * 4 + SLOT_OVERHEAD_BYTES, resident, row_limit)
         self._counters = Counters()
         self._policy = policy
@@ -235,7 +237,7 @@ class DeviceTier:
         self._limits.check_fits(len(id_M), self._held())
         slot_M = self._take_slots(len(id_M))
         try:
-            self._absent(self.row_SW, slot_M, table_M, id_M)
+            self._refused(self.row_SW, slot_M, table_M, id_M)
         except BaseException:
             self._freed = torch.cat([self._freed, slot_M])
             raise

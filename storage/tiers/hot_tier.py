@@ -72,7 +72,8 @@ class HotTier:
         row_limit: rows that may be known to this tier and those below together; None = no limit.
         policy: which rows a cache evicts first, "lru" or "lfu" (see the head of this file).
         begin: writes the rows of keys that no tier has; None where nobody acquires rows here.
-        absent: writes what such keys read as that get no row; None = the same.
+        absent: writes what keys read as that have no row; None = the same.
+        refused: writes what keys read as that get no row; None = the same.
         threads: runs the copies.
         writing: held by whoever writes rows in place; None = nobody does.
 
@@ -92,6 +93,7 @@ class HotTier:
         policy: str = "lfu",
         begin: BeginRows | None = None,
         absent: BeginRows | None = None,
+        refused: BeginRows | None = None,
         threads: Threads,
         writing: AbstractContextManager[Any] | None = None,
     ):
@@ -105,7 +107,7 @@ class HotTier:
         self._below = below
         self._resident = resident
         self.lies_still = resident  # rows of a cache are evicted
-        self._begin, self._absent = begin, begin if absent is None else absent
+        self._begin, self._absent, self._refused = begin, absent or begin, refused or begin
         self._threads = threads
         self._writing = threading.Lock() if writing is None else writing
         self._index = HashIndex(threads)
@@ -238,8 +240,8 @@ class HotTier:
         slot_M = self._next_slots(len(id_M))
         self._lent += len(slot_M)
         try:
-            assert self._absent is not None
-            self._absent(self.row_SW, slot_M, table_M, id_M)
+            assert self._refused is not None
+            self._refused(self.row_SW, slot_M, table_M, id_M)
         except BaseException:
             self._lent -= len(slot_M)
             self._freed = np.concatenate([self._freed, slot_M])

@@ -8,16 +8,17 @@ cached SSD       hot tier (cache)     [->  host tier (cache)]    ->  persistent 
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.host_loops import HostLoops
-from oneemb.kernels.init_rows import CONSTANT, InitialRows
+from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.loops import Loops
 from oneemb.kernels.threads import Threads
+from oneemb.storage.policies import RowPolicy, rows_instead
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import RowStore, StoreFullError
 from oneemb.storage.tiers.hot_rows import HotRows
@@ -43,7 +44,6 @@ class StorePlan:
         owner, owners: which of so many stores this is that have the rows together; `owner_of` says whose a key is.
         replicated: tables of which each of these stores has all rows.
         lends: whether lookups get rows that are not kept.
-        zeros: tables of which ids that have no row, and get none, read as zeros and not as they would begin.
     """
 
     persistent_path: str
@@ -56,7 +56,6 @@ class StorePlan:
     owners: int = 1
     replicated: tuple[int, ...] = ()
     lends: bool = False
-    zeros: tuple[int, ...] = ()
 
 
 class NewRows:
@@ -66,30 +65,35 @@ class NewRows:
         format: of a row; another one of the same words may take its place.
         initial: how weights begin.
         loops: write them.
-        zeros: as of `StorePlan`.
+        policies: say what is read where there is no row; None = what rows begin with.
     """
 
-    def __init__(self, format: RowFormat, initial: InitialRows, loops: Loops, zeros: Sequence[int] = ()):
+    def __init__(
+        self, format: RowFormat, initial: InitialRows, loops: Loops, policies: Sequence[RowPolicy] | None = None
+    ):
         self.format = format
         self.initial = initial
         self.loops = loops
-        self._zeros = tuple(zeros)
-        self._initial = self._of_absent = loops.initial_rows(initial)
-        if self._zeros:
-            kind_TC, param_TC4 = initial.kind_TC.copy(), initial.param_TC4.copy()
-            kind_TC[list(self._zeros)], param_TC4[list(self._zeros)] = CONSTANT, 0.0
-            self._of_absent = loops.initial_rows(replace(initial, kind_TC=kind_TC, param_TC4=param_TC4))
+        self._policies = policies
+        self._initial = self._of_absent = self._of_refused = loops.initial_rows(initial)
+        if policies is not None:
+            self._of_absent = loops.initial_rows(rows_instead(policies, initial, "absent"))
+            self._of_refused = loops.initial_rows(rows_instead(policies, initial, "refused"))
 
     def of(self, format: RowFormat, loops: Loops) -> "NewRows":
         """The same of another format, in another place."""
-        return NewRows(format, self.initial, loops, self._zeros)
+        return NewRows(format, self.initial, loops, self._policies)
 
     def __call__(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:
         self._write(row_SW, slot_M, table_M, id_M, self._initial)
 
     def absent(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:
-        """Write what keys read as that have no row and get none; as a `BeginRows`."""
+        """Write what keys read as that have no row; as a `BeginRows`."""
         self._write(row_SW, slot_M, table_M, id_M, self._of_absent)
+
+    def refused(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:
+        """Write what keys read as that get no row; as a `BeginRows`."""
+        self._write(row_SW, slot_M, table_M, id_M, self._of_refused)
 
     def _write(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array, initial: Any) -> None:
         self.loops.init_rows(
@@ -138,7 +142,8 @@ def _host_tier(
     return HotTier(
         name, row_width=format.row_width, slots=_host_slots(plan, format, budget_bytes), below=below,
         resident=budget_bytes is None, row_limit=row_limit, policy=plan.cache_policy, begin=begin,
-        absent=None if begin is None else begin.absent, threads=threads, writing=writing,
+        absent=None if begin is None else begin.absent, refused=None if begin is None else begin.refused,
+        threads=threads, writing=writing,
     )  # fmt: skip
 
 
@@ -156,7 +161,8 @@ def _device_tier(plan: StorePlan, begin: NewRows, below: RowStore) -> HotRows:
         slots = min(slots, plan.capacity)
     tier = device_tier.DeviceTier(
         "device", row_width=begin.format.row_width, slots=slots, below=below, resident=plan.cache_bytes is None,
-        row_limit=plan.capacity, policy=plan.cache_policy, begin=begin, absent=begin.absent, loops=begin.loops,
+        row_limit=plan.capacity, policy=plan.cache_policy, begin=begin, absent=begin.absent,
+        refused=begin.refused, loops=begin.loops,
     )  # fmt: skip
     # It takes the keys that its loops make, which are tensors; no caller has others.
     return cast(HotRows, tier)

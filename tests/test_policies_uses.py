@@ -1,0 +1,212 @@
+"""What ids read as that get no row, tables that refuse rows where they are full, scores that are given, and times."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import oneemb
+from oneemb.policies import LFU, LRU, AdmitAfter, GivenScore, MixedLFU, RowPolicy, StepLRU
+from tests.test_policies import STORES, everything, ids, known, make, sgd, step
+
+ZERO, SEVEN = oneemb.make_constant_initializer(0.0), oneemb.make_constant_initializer(7.0)
+
+
+def values(rows):
+    return rows[:, 0].tolist()
+
+
+# ---- ids without a row -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize(
+    "absent, refused, evaluated, trained",
+    [
+        ("initial", None, 1, 1),
+        ("zeros", None, 0, 0),
+        ("zeros", "initial", 0, 1),
+        (SEVEN, None, 7, 7),
+        (SEVEN, ZERO, 7, 0),
+        ("initial", SEVEN, 1, 7),
+    ],
+)
+def test_ids_read_as_a_policy_says_in_eval_mode_and_where_they_are_refused(
+    tmp_path, store, absent, refused, evaluated, trained
+):
+    policy = RowPolicy(admit=AdmitAfter(2), absent=absent, refused=refused)
+    embedding = make(tmp_path / "rows", store, policy)
+    optimizer = sgd(embedding)
+    assert values(embedding.eval()(ids(5))) == [evaluated]  # before there are tiers, and after
+    embedding.train()
+    assert values(step(embedding, optimizer, ids(5))) == [trained]
+    assert values(embedding.eval()(ids(5, 6))) == [evaluated] * 2
+    assert values(embedding.read(ids(5))) == [evaluated]
+    embedding.train()
+    assert values(step(embedding, optimizer, ids(5))) == [1] and known(embedding) == {(0, 5)}
+    assert values(embedding.read(ids(5, 6))) == [0.75, evaluated]
+
+
+def test_what_rows_begin_with_stays_that_of_the_table(tmp_path):
+    tables = [oneemb.make_table(oneemb.make_normal_initializer()), oneemb.make_table(oneemb.make_id_initializer(10))]
+    policies = [RowPolicy(absent=SEVEN), RowPolicy(absent="zeros")]
+    options = oneemb.make_device_mem_store_options(tmp_path / "rows")
+    plain = oneemb.MultiTableEmbedding(
+        "rows", 3, torch.float32, torch.int64, tables, oneemb.make_device_mem_store_options(tmp_path / "plain")
+    )
+    embedding = oneemb.MultiTableEmbedding("rows", 3, torch.float32, torch.int64, tables, options, policy=policies)
+    assert torch.equal(embedding(ids(3, 4), ids(0, 1)), plain(ids(3, 4), ids(0, 1)))
+    assert embedding.read(ids(8, 8, 3), ids(0, 1, 0))[:2].tolist() == [[7.0] * 3, [0.0] * 3]
+
+
+def test_a_row_may_begin_as_its_id(tmp_path):
+    embedding = oneemb.MultiTableEmbedding(
+        "rows", 3, torch.float32, torch.int64, [oneemb.make_table(oneemb.make_id_initializer(1000))],
+        oneemb.make_device_mem_store_options(tmp_path / "rows"),
+    )  # fmt: skip
+    its = [0, 7, 123456, -1, 2**63 - 1, -(2**63)]
+    assert embedding(ids(*its)).tolist() == [[n % 1000] * 3 for n in its]
+
+
+# ---- tables that are full --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_full_table_refuses_what_comes_last(tmp_path, store):
+    policy = RowPolicy(capacity=3, when_full="refuse", refused=SEVEN)
+    embedding = make(tmp_path / "rows", store, [policy, RowPolicy(capacity=2)], tables=2)
+    optimizer = sgd(embedding)
+    rows = step(embedding, optimizer, ids(4, 4, 9, 2, 8, 9, 1), ids(*[0] * 7))
+    assert values(rows) == [1, 1, 1, 1, 7, 1, 7]
+    assert known(embedding, tables=2) == {(0, 4), (0, 9), (0, 2)}
+    assert embedding.stats()["policy"]["turned_away"] == 2
+    assert values(step(embedding, optimizer, ids(8, 2), ids(0, 0))) == [7, 0.75]
+    with pytest.raises(oneemb.StoreFullError, match="capacity of table 1 is 2 rows"):
+        embedding(ids(1, 2, 3), ids(1, 1, 1))
+    assert embedding.stats()["device"]["pinned"] == 0
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_rows_that_may_leave_make_room_before_any_is_refused(tmp_path, store):
+    embedding = make(tmp_path / "rows", store, RowPolicy(LRU(), capacity=4, when_full="refuse", refused=SEVEN))
+    optimizer = sgd(embedding)
+    step(embedding, optimizer, ids(0, 1, 2, 3))
+    assert values(step(embedding, optimizer, ids(0, 10, 11))) == [0.75, 1, 1]
+    assert known(embedding) > {(0, 0), (0, 10), (0, 11)} and len(known(embedding)) == 4
+    # Of six that are used at a time four fit, the known one among them.
+    assert values(step(embedding, optimizer, ids(20, 21, 0, 22, 23, 24))) == [1, 1, 0.5, 1, 7, 7]
+    assert known(embedding) == {(0, 0), (0, 20), (0, 21), (0, 22)}
+
+
+def test_what_is_refused_for_want_of_room_is_counted_as_seen(tmp_path):
+    policy = RowPolicy(LRU(), capacity=1, when_full="refuse", admit=AdmitAfter(2))
+    embedding = make(tmp_path / "rows", "device", policy)
+    optimizer = sgd(embedding)
+    step(embedding, optimizer, ids(1, 2))
+    step(embedding, optimizer, ids(1, 2))
+    assert known(embedding) == {(0, 1)}
+    step(embedding, optimizer, ids(2))
+    assert known(embedding) == {(0, 2)}
+
+
+# ---- scores that are given -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_uses_give_the_score_of_the_moment(tmp_path, store):
+    policies = [RowPolicy(GivenScore(on_use=True), capacity=3), RowPolicy(GivenScore(4))]
+    embedding = make(tmp_path / "rows", store, policies, tables=2)
+    embedding.give_score(10)
+    embedding(ids(1, 2, 1), ids(0, 0, 1))
+    embedding.give_score(2**64 - 1)
+    embedding.give_score(6, table=1)
+    embedding(ids(2, 3, 1, 2), ids(0, 0, 1, 1))
+    assert embedding.scores(ids(1, 2, 3)).tolist() == [10, 2**64 - 1, 2**64 - 1]
+    assert embedding.scores(ids(1, 2), 1).tolist() == [4, 6]
+    embedding.give_score(11)
+    embedding(ids(4), ids(0))
+    assert known(embedding, tables=2) >= {(0, 2), (0, 3), (0, 4)} and (0, 1) not in known(embedding, tables=2)
+
+
+def test_scores_are_given_where_they_mean_something(tmp_path):
+    embedding = make(tmp_path / "rows", "device", [RowPolicy(GivenScore()), RowPolicy(LRU())], tables=2)
+    for call, message in [
+        (lambda: embedding.give_score(1, 1), "table 1 must have a policy with evict=GivenScore"),
+        (lambda: embedding.give_score(1, 2), "table 2 must have"),
+        (lambda: embedding.give_score(-1), "an int from 0 to"),
+        (lambda: embedding.give_score(1.0), "an int from 0 to"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+# ---- times -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("evict", [LRU(), LFU(), GivenScore(on_use=True), None])
+def test_rows_note_the_time_of_their_last_use(tmp_path, store, evict):
+    embedding = make(tmp_path / "rows", store, RowPolicy(evict, timestamps=True))
+    optimizer = sgd(embedding)
+    begin = time.time_ns()
+    step(embedding, optimizer, ids(*range(10)))
+    between = embedding.store.timestamp()
+    step(embedding, optimizer, ids(3, 20))
+    end = embedding.store.timestamp()
+    id_N, _, time_N = embedding.store.uses(0)
+    times = dict(zip(id_N.tolist(), time_N.tolist(), strict=True))
+    assert sorted(times) == [*range(10), 20]
+    assert all(between < times[n] < end for n in (3, 20))
+    assert all(begin <= times[n] < between for n in range(10) if n != 3)
+    embedding.save_snapshot("all")
+    before = everything(embedding)
+    embedding.clear()
+    embedding.load_snapshot("all")
+    assert everything(embedding) == before
+    id_N, _, time_N = embedding.store.uses(0)
+    assert dict(zip(id_N.tolist(), time_N.tolist(), strict=True)) == times
+    embedding.close()
+    plain = make(tmp_path / "rows", store, RowPolicy(evict))
+    with pytest.raises(oneemb.StorageError, match="saved with timestamps=True, and this embedding's policy says"):
+        plain.load_snapshot("all")
+
+
+def test_times_go_on_from_those_that_were_loaded(tmp_path):
+    embedding = make(tmp_path / "rows", "device", RowPolicy(LRU(), timestamps=True))
+    embedding(ids(1))
+    ahead = np.array([time.time_ns() + 10**12], np.uint64)
+    key = np.array([0], np.int32), np.array([1])
+    embedding.store.set_scores(*key, np.array([5], np.uint64), ahead)
+    embedding.save_snapshot("all")
+    embedding.load_snapshot("all")
+    embedding(ids(2))
+    times = dict(zip(*(array.tolist() for array in embedding.store.uses(0)[::2]), strict=True))
+    assert times[1] == int(ahead[0]) < times[2] < embedding.store.timestamp()
+    assert embedding.scores(ids(1)).tolist() == [5]
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: RowPolicy(absent=3), 'absent must be "initial", "zeros" or an initializer'),
+        (lambda: RowPolicy(refused="ones"), 'refused must be "initial", "zeros" or an initializer'),
+        (lambda: RowPolicy(absent=None), "absent must be"),
+        (lambda: RowPolicy(when_full="wait"), 'when_full must be "raise" or "refuse"'),
+        (lambda: RowPolicy(LRU(), when_full="refuse"), "is of tables with a capacity"),
+        (lambda: RowPolicy(StepLRU(), timestamps=True), "timestamps take the place"),
+        (lambda: RowPolicy(LFU(5.0), timestamps=True), "timestamps take the place"),
+        (lambda: RowPolicy(MixedLFU(), timestamps=True), "timestamps take the place"),
+        (lambda: RowPolicy(LRU(), expire_after_seconds=3, timestamps=True), "timestamps take the place"),
+        (lambda: oneemb.make_id_initializer(0), "modulus must be an int from 1"),
+        (lambda: oneemb.make_id_initializer(2**24 + 1), "modulus must be an int from 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_tables_note_times_alike(tmp_path):
+    with pytest.raises(ValueError, match="timestamps= of a policy is the same for all tables"):
+        make(tmp_path / "rows", "device", [RowPolicy(timestamps=True), RowPolicy()], tables=2)
