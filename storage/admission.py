@@ -117,6 +117,20 @@ class Admission:
         for t, counters in self._counters.items():
             counters.forget(id_M[table_M == t])
 
+    def sightings(self, table: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a table that are counted, and how often they were seen, both int64 [N]; none where a sketch
+        counts, or nothing."""
+        counters = self._counters.get(table)
+        if not isinstance(counters, _Counters):
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        return counters.items()
+
+    def add_sightings(self, table: int, id_N: np.ndarray, count_N: np.ndarray) -> None:
+        """Count these ids, which are distinct and have no row, so often more."""
+        counters = self._counters.get(table)
+        if counters is not None and len(id_N):
+            counters.add(id_N, count_N, None)
+
     # ---- snapshots --------------------------------------------------------------------------------------------------
 
     def to_arrays(self) -> dict[str, np.ndarray]:
@@ -175,7 +189,13 @@ class _Counters:
         count_N[known] = (self._ledger.scores(place_N[known]) & _COUNT).astype(np.int64)
         return count_N
 
-    def add(self, id_N: np.ndarray, more_N: np.ndarray, lookup: int) -> None:
+    def items(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ids that are counted, and how often each was seen: int64 [N]."""
+        id_N, score_N, _ = self._ledger.uses(0)
+        return id_N, (score_N & _COUNT).astype(np.int64)
+
+    def add(self, id_N: np.ndarray, more_N: np.ndarray, lookup: int | None) -> None:
+        """Count them. `lookup` is its number; None = as of the last one."""
         if len(id_N) > self._most:  # More than can be counted in one lookup: those of the greatest hashes are not.
             kept = np.argsort(hashes_of(_no_table(id_N), id_N, 0, threads=self._threads))[: self._most]
             id_N, more_N = id_N[kept], more_N[kept]
@@ -183,7 +203,8 @@ class _Counters:
         place_N = self._ledger.find(table_N, id_N)
         for gone in self._ledger.make_room(table_N[place_N < 0], [place_N]):
             self._ledger.forget(*gone)
-        self._ledger.clock.epoch = min(lookup, 2**32 - 1)
+        if lookup is not None:
+            self._ledger.clock.epoch = min(lookup, 2**32 - 1)
         self._ledger.use(table_N, id_N, place_N, more_N, 0, 0)
 
     def forget(self, id_N: np.ndarray) -> None:
@@ -233,7 +254,7 @@ class _Sketch:
     def counts(self, id_N: np.ndarray) -> np.ndarray:
         return read_sketch(self._count_RS, id_N, threads=self._threads)
 
-    def add(self, id_N: np.ndarray, more_N: np.ndarray, lookup: int) -> None:
+    def add(self, id_N: np.ndarray, more_N: np.ndarray, lookup: int | None) -> None:
         add_to_sketch(self._count_RS, id_N, more_N)
 
     def forget(self, id_N: np.ndarray) -> None:

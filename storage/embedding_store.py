@@ -483,6 +483,33 @@ class EmbeddingStore:
         uint64 [N]."""
         return self._need_policy().ledger.uses(table)
 
+    @_reading
+    def sightings(self, table: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a table that were seen and have no row yet, and how often, both int64 [N]; see `Admission`."""
+        admission = self._need_policy().admission
+        return (np.empty(0, np.int64), np.empty(0, np.int64)) if admission is None else admission.sightings(table)
+
+    @property
+    def sightings_bytes(self) -> int:
+        """Bytes of memory that sightings take."""
+        return 0 if self.kept is None or self.kept.admission is None else self.kept.admission.nbytes
+
+    @_in_turn
+    def add_sightings(self, table: int, id_N: np.ndarray, count_N: np.ndarray) -> None:
+        """Count these ids, which are distinct, so often more; those that have a row are left out."""
+        kept = self._need_policy()
+        if kept.admission is not None:
+            absent = kept.ledger.find(np.full(len(id_N), table, np.int32), id_N) < 0
+            kept.admission.add_sightings(table, id_N[absent], count_N[absent])
+            self.changes += 1
+
+    @_in_turn
+    def forget_sightings(self, table: int, id_N: np.ndarray) -> None:
+        """Count these ids no more."""
+        if (admission := self._need_policy().admission) is not None:
+            admission.forget(np.full(len(id_N), table, np.int32), id_N)
+            self.changes += 1
+
     @_in_turn
     def timestamp(self) -> int:
         """Nanoseconds since 1970, later than the last use of every row."""

@@ -26,7 +26,14 @@ from oneemb.embedding import MultiTableEmbedding
 from oneemb.graph.ranks import Ranks
 from oneemb.graph.row_optimizers import Group as Options, row_optimizer_of
 from oneemb.graph.tape import version_of
-from oneemb.options import StoreOptions, make_device_mem_store_options, make_table
+from oneemb.options import (
+    Initializer,
+    StoreOptions,
+    make_cached_host_mem_store_options,
+    make_device_mem_store_options,
+    make_table,
+)
+from oneemb.policies import RowPolicy
 from oneemb.storage.row_store import StorageError
 from oneemb.torchrec.configs import (
     Column,
@@ -42,7 +49,20 @@ from oneemb.torchrec.ops import ON_META, LooksUpJagged, know
 from oneemb.torchrec.optimizers import MakeOptimizer, options_now, row_stepper
 from oneemb.torchrec.table_state import TableState, dense_rows, let_go, put_rows, write_back
 
-__all__ = ["Collection", "Group", "Lookups", "OnRanks", "arguments_of", "at_paths", "in_backward_optimizers"]
+__all__ = [
+    "Collection", "Group", "Lookups", "OnRanks", "TableRows", "arguments_of", "at_paths", "in_backward_optimizers",
+]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class TableRows:
+    """How the rows of a table begin, and which it keeps, where its config does not say."""
+
+    initializer: Initializer
+    policy: RowPolicy
+    cache_budget_mb: int | None = None
+    """Of rows in the host's memory, the cache on the device; None = rows are where lookups run. With `store_options`
+    these say so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +77,9 @@ class OnRanks:
     """What makes the optimizer of each table."""
     begin: Sequence[torch.Tensor | None]
     """The rows that each table begins with; None = none."""
+    tables: Sequence[TableRows] | None = None
+    """Of each table what its config does not say; None = of none. State dicts hold nothing of such rows without a
+    path."""
 
 
 class Group(NamedTuple):
@@ -253,7 +276,9 @@ class Collection(torch.nn.Module):
         self._in_backward.clear()
         for t, config in enumerate(self.configs):
             steps = _kind_of(self._steppers[t])
-            kind = config.embedding_dim, dtype_of(config), self._pooling[t], self._options[t], steps
+            its = self._table_rows(t)
+            budget = None if its is None else its.cache_budget_mb
+            kind = config.embedding_dim, dtype_of(config), self._pooling[t], self._options[t], steps, budget
             alike.setdefault(kind, []).append(t)
         self._groups = [self._make_group(tuple(its), places) for places in [set[str]()] for its in alike.values()]
         self.rows = torch.nn.ModuleList(group.rows for group in self._groups)
@@ -274,14 +299,19 @@ class Collection(torch.nn.Module):
             words.append("other")
         own = [os.path.join(path, "-".join(words)) for path in paths]
         places.add(own[0])
-        made = make_device_mem_store_options(own) if options is None else at_paths(options, own)
+        its = [self._table_rows(t) for t in tables]
+        made = self._store_of(tables[0], own)
         names = ", ".join(config.name for config in configs)
         begins = later_rows if options is None else initializer_of
         seed = (self.seed + zlib.crc32(first.name.encode())) % 2**64  # another one for each embedding
         rows = MultiTableEmbedding(
             names, first.embedding_dim, dtype_of(first), torch.int64,
-            [make_table(begins(config)) for config in configs], made, seed=seed,
-            num_threads=self._num_threads, **self._of_ranks(),
+            [
+                make_table(begins(config) if kept is None else kept.initializer)
+                for config, kept in zip(configs, its, strict=True)
+            ],
+            made, seed=seed, num_threads=self._num_threads,
+            policy=[kept.policy for kept in its if kept is not None] or None, **self._of_ranks(),
         )  # fmt: skip
         self._give_weights(rows, tables, is_kept=options is not None)
         if self._device.type != "cpu":
@@ -291,10 +321,25 @@ class Collection(torch.nn.Module):
         group = Group(rows, tables, columns, of_columns, self._pooling[tables[0]])
         of_rows: list[TableState] = []
         for place, t in enumerate(tables):
-            state = TableState(rows, place, configs, of_rows, is_kept=options is not None)
+            state = TableState(
+                rows, place, configs, of_rows, is_kept=options is not None, is_empty=its[place] is not None
+            )
             self.states[t] = state
             self._tables[t].serves(functools.partial(_state_of, weakref.ref(self), t))
         return group
+
+    def _table_rows(self, t: int) -> TableRows | None:
+        ranks = self._on_ranks
+        return None if ranks is None or ranks.tables is None else ranks.tables[t]
+
+    def _store_of(self, t: int, paths: Sequence[str]) -> StoreOptions:
+        """Where the rows of a table are, and its like."""
+        options, its = self._options[t], self._table_rows(t)
+        if options is not None:
+            return at_paths(options, paths)
+        if its is not None and its.cache_budget_mb is not None:
+            return make_cached_host_mem_store_options(its.cache_budget_mb, list(paths))
+        return make_device_mem_store_options(list(paths))
 
     def _of_ranks(self) -> dict[str, Any]:
         its = self._on_ranks

@@ -50,10 +50,10 @@ _PLACEHOLDERS: dict[type, str] = {
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "sgd": ("lr",),
     "exact_sgd": ("lr",),
-    "exact_adagrad": ("lr", "eps"),
-    "adagrad": ("lr", "eps"),
-    "row_wise_adagrad": ("lr", "eps", "weight_decay"),
-    "exact_row_wise_adagrad": ("lr", "eps", "weight_decay"),
+    "exact_adagrad": ("lr", "eps", "initial_accumulator_value"),
+    "adagrad": ("lr", "eps", "initial_accumulator_value"),
+    "row_wise_adagrad": ("lr", "eps", "weight_decay", "initial_accumulator_value"),
+    "exact_row_wise_adagrad": ("lr", "eps", "weight_decay", "initial_accumulator_value"),
     "adam": ("lr", "eps", "betas", "weight_decay"),
     "partial_row_wise_adam": ("lr", "eps", "betas", "weight_decay"),
     "lamb": ("lr", "eps", "betas", "weight_decay"),
@@ -88,7 +88,8 @@ def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
 
     Args:
         fused_params: `optimizer`, an EmbOptimType or its value, `learning_rate`, `eps`, `beta1`, `beta2`,
-            `weight_decay`, `momentum`, `eta`, as FBGEMM's operator takes them.
+            `weight_decay`, `momentum`, `eta`, as FBGEMM's operator takes them; and for Adagrad
+            `initial_accumulator_value`.
 
     Raises:
         ValueError: an optimizer or an option that rows cannot follow; the message names it.
@@ -117,12 +118,14 @@ def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
             options[ours] = given.pop(theirs)
     if "beta1" in given or "beta2" in given:
         given["betas"] = (given.pop("beta1", 0.9), given.pop("beta2", 0.999))
-    unknown = sorted(set(given) - {"eps", "betas", "weight_decay", "momentum", "eta"})
+    unknown = sorted(set(given) - {"eps", "betas", "weight_decay", "momentum", "eta", "initial_accumulator_value"})
     if unknown:
         raise ValueError(f"fused_params: unknown options {unknown}")
     if given.get("weight_decay"):
         _check_decay(name, decay_mode)
-    for option, default in [("betas", (0.9, 0.999)), ("momentum", 0.9), ("eta", 0.001)]:
+    for option, default in [
+        ("betas", (0.9, 0.999)), ("momentum", 0.9), ("eta", 0.001), ("initial_accumulator_value", 0.0),
+    ]:  # fmt: skip
         if given.get(option) and given[option] != default and option not in _OPTIONS[name]:
             raise ValueError(f"fused_params: {option} has no effect on {name!r} in FBGEMM, and none here; leave it out")
     options |= given
@@ -167,7 +170,7 @@ def _fbgemm_names(options: Mapping[str, Any]) -> dict[str, Any]:
     options = dict(options)
     if "betas" in options:
         options["beta1"], options["beta2"] = options.pop("betas")
-    for name, off in [("lr_decay", 0.0), ("initial_accumulator_value", 0.0), ("maximize", False)]:
+    for name, off in [("lr_decay", 0.0), ("maximize", False)]:
         if options.pop(name, off) != off:
             raise ValueError(f"apply_optimizer_in_backward: {name} of TorchRec's optimizers is not supported")
     return options

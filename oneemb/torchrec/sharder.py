@@ -8,8 +8,8 @@ kernel or place the plan says: there is no table too large for a rank, and none 
 
 import os
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 import torchrec
@@ -26,12 +26,15 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from oneemb.graph.ranks import Ranks
 from oneemb.options import StoreOptions
-from oneemb.torchrec.collection import Collection, OnRanks, at_paths
+from oneemb.torchrec.collection import Collection, OnRanks, TableRows, at_paths
 from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from oneemb.torchrec.optimizers import MakeOptimizer, from_classes, from_fused_params
 from oneemb.torchrec.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 
-__all__ = ["EmbeddingBagCollectionSharder", "EmbeddingCollectionSharder", "get_default_sharders"]
+__all__ = [
+    "EmbeddingBagCollectionSharder", "EmbeddingCollectionSharder", "collection_on_ranks", "comm_dtype_of", "configs_of",
+    "get_default_sharders", "rows_of",
+]  # fmt: skip
 
 _PLANNED_ROWS = 1 << 14
 """A planner sees no more rows of a table than these: it would refuse, or fail with, what has no end."""
@@ -62,7 +65,7 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
         super().__init__(fused_params=dict(fused_params or {}))
         self._module_type = module_type or self._own
         self._store_options, self._seed, self._num_threads = store_options, seed, num_threads
-        self._comm_dtype = comm_dtype or _dtype_of(qcomm_codecs_registry or {})
+        self._comm_dtype = comm_dtype or comm_dtype_of(qcomm_codecs_registry or {})
         from_fused_params(self._fused_params or {})
 
     @property
@@ -85,7 +88,7 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
             config.name: torch.nn.Parameter(
                 torch.empty(min(config.num_embeddings, _PLANNED_ROWS), config.embedding_dim, device="meta")
             )
-            for config in _configs_of(module)
+            for config in configs_of(module)
         }
 
     def shard(
@@ -109,26 +112,14 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
         if env.process_group is None:
             raise ValueError(f"module {module_fqn!r} is sharded between the ranks of a process group, env has none")
         self._check_plan(params, env, module_fqn or type(module).__name__)
-        ranks = Ranks(env.process_group)
-        # Connections of their own: DistributedDataParallel sends gradients meanwhile, and keys may go ahead of rows.
-        # One rank that has all rows asks nobody.
-        for_rows = for_keys = None
-        if ranks.size > 1 or torch.distributed.get_world_size() > 1:
-            for_rows, for_keys = ranks.again(), ranks.again()
         options, seed = self._options_of(module, module_fqn or "")
-        own: type[Any] = self._own
-        collection = own(
-            _configs_of(module), **_arguments_of(module), device=device, store_options=options, seed=seed,
-            num_threads=self._num_threads,
-            on_ranks=OnRanks(
-                None if for_rows is None else for_rows.group, "mean" if get_gradient_division() else "sum",
-                self._comm_dtype, [self._optimizer_of(weight) for weight in _weights_of(module)], _rows_of(module),
-            ),
+        configs = configs_of(module)
+        collection, for_keys = collection_on_ranks(
+            self._own, module, configs, env.process_group, device, self._comm_dtype, self._fused_params or {},
+            rows_of(module), store_options=options, seed=seed, num_threads=self._num_threads,
         )  # fmt: skip
-        collection.train(module.training)
-        for parameter, weight in zip(collection.parameters(), _weights_of(module), strict=True):
-            parameter.requires_grad_(weight.requires_grad)
-        sharded = ShardedEmbeddingBagCollection if own is EmbeddingBagCollection else ShardedEmbeddingCollection
+        bags = self._own is EmbeddingBagCollection
+        sharded = ShardedEmbeddingBagCollection if bags else ShardedEmbeddingCollection
         return sharded(collection, type(module), for_keys)
 
     def _check_plan(self, params: Mapping[str, ParameterSharding], env: ShardingEnv, name: str) -> None:
@@ -150,10 +141,6 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
         if self._store_options is not None:
             raise ValueError("the modules that are sharded have store_options of their own; leave the sharder's out")
         return module.store_options, module.seed
-
-    def _optimizer_of(self, weight: torch.Tensor) -> MakeOptimizer:
-        classes, options = (getattr(weight, name, ()) for name in ("_optimizer_classes", "_optimizer_kwargs"))
-        return from_classes(classes, options) if classes else from_fused_params(self._fused_params or {})
 
 
 class EmbeddingBagCollectionSharder(_Sharder):
@@ -227,7 +214,56 @@ def get_default_sharders(
     return sharders
 
 
-def _dtype_of(codecs: Mapping[str, QuantizedCommCodecs]) -> torch.dtype:
+def collection_on_ranks(
+    own: type[Any], module: torch.nn.Module, configs: Sequence[BaseEmbeddingConfig],
+    process_group: "torch.distributed.ProcessGroup", device: torch.device | None, comm_dtype: torch.dtype,
+    fused_params: Mapping[str, Any], begin: Sequence[torch.Tensor | None], *, tables: Sequence[TableRows] | None = None,
+    **options: Any,
+) -> tuple[Any, Ranks | None]:  # fmt: skip
+    """A collection of some of a module's tables, whose rows ranks own together. Every rank makes the call.
+
+    Args:
+        own: `EmbeddingBagCollection` or `EmbeddingCollection`.
+        configs: those of the tables.
+        fused_params: what steps tables that have no optimizer of their own.
+        begin: the rows that each table begins with; None = none.
+        tables: as of `OnRanks`.
+        options: of `own`.
+
+    Returns:
+        The collection, and connections for keys; None = this process has all rows.
+
+    Raises:
+        ValueError: an optimizer that rows cannot follow.
+    """
+    ranks = Ranks(process_group)
+    # Connections of their own: DistributedDataParallel sends gradients meanwhile, and keys may go ahead of rows. One
+    # rank that has all rows asks nobody.
+    for_rows = for_keys = None
+    if ranks.size > 1 or torch.distributed.get_world_size() > 1:
+        for_rows, for_keys = ranks.again(), ranks.again()
+    weights = [_weight_of(module, config.name) for config in configs]
+    division: Literal["mean", "sum"] = "mean" if get_gradient_division() else "sum"
+    steppers = [_optimizer_of(weight, fused_params) for weight in weights]
+    on_ranks = OnRanks(None if for_rows is None else for_rows.group, division, comm_dtype, steppers, begin, tables)
+    collection = own(list(configs), **_arguments_of(module), device=device, on_ranks=on_ranks, **options)
+    collection.train(module.training)
+    for parameter, weight in zip(collection.parameters(), weights, strict=True):
+        parameter.requires_grad_(weight.requires_grad)
+    return collection, for_keys
+
+
+def _optimizer_of(weight: torch.Tensor, fused_params: Mapping[str, Any]) -> MakeOptimizer:
+    classes, options = (getattr(weight, name, ()) for name in ("_optimizer_classes", "_optimizer_kwargs"))
+    return from_classes(classes, options) if classes else from_fused_params(fused_params)
+
+
+def comm_dtype_of(codecs: Mapping[str, QuantizedCommCodecs]) -> torch.dtype:
+    """In what rows and gradients travel, by what `get_qcomm_codecs_registry` gave.
+
+    Raises:
+        ValueError: by a codec that there is not.
+    """
     dtypes = {codec.quantized_dtype for both in codecs.values() for codec in (both.forward, both.backward)}
     if dtypes - {torch.float32, torch.float16, torch.bfloat16}:
         raise ValueError(f"qcomm_codecs_registry: rows travel as FP32, FP16 or BF16, got codecs of {dtypes}")
@@ -242,7 +278,8 @@ def _in_subfolder(options: Any, name: str) -> Any:
     return options and at_paths(options, [os.path.join(path, name) for path in options.persistent_path])
 
 
-def _configs_of(module: Any) -> list[BaseEmbeddingConfig]:
+def configs_of(module: Any) -> list[BaseEmbeddingConfig]:
+    """Those of a collection, of TorchRec's or one of ours."""
     configs = module.embedding_bag_configs if hasattr(module, "embedding_bag_configs") else module.embedding_configs
     return list(configs())
 
@@ -254,13 +291,15 @@ def _arguments_of(module: Any) -> dict[str, Any]:
     return {"need_indices": module.need_indices()}
 
 
-def _weights_of(module: Any) -> list[torch.Tensor]:
+def _weight_of(module: Any, table: str) -> torch.Tensor:
     holders = module.embedding_bags if hasattr(module, "embedding_bags") else module.embeddings
-    return [holders[config.name].weight for config in _configs_of(module)]
+    weight: torch.Tensor = holders[table].weight
+    return weight
 
 
-def _rows_of(module: torch.nn.Module) -> list[torch.Tensor | None]:
-    """The rows that each table has."""
+def rows_of(module: torch.nn.Module) -> list[torch.Tensor | None]:
+    """The rows that each table of a collection, of TorchRec's or one of ours, has; None = none yet."""
     if isinstance(module, Collection):
         return module.rows_to_shard()
-    return [None if weight.device.type == "meta" else weight.data for weight in _weights_of(module)]
+    weights = [_weight_of(module, config.name) for config in configs_of(module)]
+    return [None if weight.device.type == "meta" else weight.data for weight in weights]

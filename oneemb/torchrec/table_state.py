@@ -132,19 +132,20 @@ class TableState:
         table: which of its tables this is.
         configs: of all of them.
         is_kept: whether the rows have a path of the user's.
+        is_empty: whether state dicts hold nothing of the rows, which are saved otherwise; for those without a path.
         of_rows: the states of all tables of `rows`, this one's among them from here on.
     """
 
     def __init__(
         self, rows: MultiTableEmbedding, table: int, configs: Sequence[BaseEmbeddingConfig],
-        of_rows: "list[TableState]", *, is_kept: bool,
+        of_rows: "list[TableState]", *, is_kept: bool, is_empty: bool = False,
     ):  # fmt: skip
         self.rows = rows
         of_rows.append(self)
         self._of_rows = of_rows
         self.checked = -1
         """Of the first table: at which count of changes no table had rows of other ids than 0 to num_embeddings - 1."""
-        self.is_kept = is_kept
+        self.is_kept, self._is_empty = is_kept, is_empty and not is_kept
         self.given: list[_Given] = []
         """Tensors that state dicts have."""
         self._table, self._configs, self._config = table, configs, configs[table]
@@ -163,6 +164,8 @@ class TableState:
         rows, config = self.rows, self._config
         if self.is_kept:
             return encode({**rows.named_snapshot(), "oneemb_table": [self._table, config.name]})
+        if self._is_empty:
+            return torch.empty(0, config.embedding_dim, dtype=rows.dtype)
         write_back(self._of_rows)
         let_go([self])
         weights = _empty_rows(rows, config)
@@ -233,6 +236,13 @@ class TableState:
             if not rows.holds(snapshot):  # once for all tables of the embedding
                 rows.load_named(snapshot)
             return
+        if self._is_empty:
+            if len(state):
+                raise ValueError(
+                    f"table {config.name!r} is loaded from a dump, or from a snapshot, and not from the {len(state)}"
+                    " rows of a state dict"
+                )
+            return
         if state.dim() != 2 or state.shape[1] != config.embedding_dim or not state.dtype.is_floating_point:
             raise ValueError(
                 f"rows must be floats [rows, {config.embedding_dim}], or the name of a snapshot, got {state.dtype}"
@@ -258,7 +268,7 @@ class TableState:
         and `step` where it counts. Empty where rows have a path: snapshots hold it. On ranks every one makes the call.
         """
         rows, row_optimizer = self.rows, self.rows.row_optimizer
-        if self.is_kept or row_optimizer is None:
+        if self.is_kept or self._is_empty or row_optimizer is None:
             return {}
         dim, size = self._config.embedding_dim, self._config.num_embeddings
         width = row_optimizer.state_width(dim)

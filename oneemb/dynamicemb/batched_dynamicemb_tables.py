@@ -1,0 +1,325 @@
+"""Tables looked up by ids and offsets, and trained in the backward pass: dynamicemb's module under TorchRec's."""
+
+import enum
+import math
+import shutil
+import tempfile
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    BoundsCheckMode,
+    CounterBasedRegularizationDefinition,
+    CowClipDefinition,
+    WeightDecayMode,
+)
+from torch import distributed
+
+from oneemb.dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions, policy_of
+from oneemb.dynamicemb.embedding_admission import MultiTableKVCounter
+from oneemb.dynamicemb.key_value_table import DynamicEmbStorage, HybridStorage, Storage
+from oneemb.dynamicemb.optimizer import EmbOptimType
+from oneemb.dynamicemb.tables import DynamicTables, TableInfo
+from oneemb.dynamicemb.types import initializer_of
+from oneemb.eager import Optimizer
+from oneemb.embedding import MultiTableEmbedding
+from oneemb.options import make_cached_host_mem_store_options, make_device_mem_store_options, make_table
+from oneemb.torchrec.optimizers import from_fused_params
+
+__all__ = ["BatchedDynamicEmbeddingTables", "BatchedDynamicEmbeddingTablesV2", "StorageLayout"]
+
+
+class StorageLayout(enum.Enum):
+    """Where rows are."""
+
+    HBM_ONLY = "HBM-only (single tier, GPU)"
+    HOST_ONLY = "Host-only (single tier, CPU)"
+    HYBRID = "Hybrid (HBM + Host, disjoint partitions; total = HBM + Host)"
+    CACHING = "Caching (HBM cache + Host full backing; HBM rows duplicate Host)"
+    CACHING_PS = "Caching (HBM cache + external PS backing; HBM rows duplicate PS)"
+    HOST_PS = "External PS only (host-resident, opaque)"
+
+
+class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
+    """Tables of one width, looked up together.
+
+    Args:
+        table_options: of each table; `dim`, `embedding_dtype`, `dist_type` and `external_storage` are those of all.
+        table_names: None = t_0, t_1 and so on.
+        feature_table_map: the table of each feature; None = feature f is looked up in table f.
+        pooling_mode: what a bag gives.
+        output_dtype: of what a lookup gives.
+        device: where lookups run; None = the current GPU, or the CPU where there is none.
+        optimizer, learning_rate, eps, initial_accumulator_value, momentum, weight_decay, weight_decay_mode, eta, beta1,
+            beta2: FBGEMM's.
+        use_index_dedup, prefetch_pipeline, enforce_hbm, bounds_check_mode, stochastic_rounding: have no effect.
+        gradient_clipping, max_gradient, max_norm, counter_based_regularization, cowclip_regularization: are refused
+            where they change what is computed.
+        tables: those of a module that is sharded; None = new ones.
+
+    Raises:
+        ValueError: an option is not as above; the message names it.
+    """
+
+    def __init__(
+        self,
+        table_options: list[DynamicEmbTableOptions],
+        table_names: list[str] | None = None,
+        feature_table_map: list[int] | None = None,
+        use_index_dedup: bool = False,
+        prefetch_pipeline: bool = False,
+        pooling_mode: DynamicEmbPoolingMode = DynamicEmbPoolingMode.SUM,
+        output_dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        enforce_hbm: bool = False,
+        bounds_check_mode: BoundsCheckMode = BoundsCheckMode.WARNING,
+        optimizer: EmbOptimType = EmbOptimType.SGD,
+        stochastic_rounding: bool = True,
+        gradient_clipping: bool = False,
+        max_gradient: float = 1.0,
+        max_norm: float = 0.0,
+        learning_rate: float = 0.01,
+        eps: float = 1.0e-8,
+        initial_accumulator_value: float = 0.0,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        weight_decay_mode: WeightDecayMode = WeightDecayMode.NONE,
+        eta: float = 0.001,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        counter_based_regularization: CounterBasedRegularizationDefinition | None = None,
+        cowclip_regularization: CowClipDefinition | None = None,
+        *,
+        tables: DynamicTables | None = None,
+    ):
+        super().__init__()
+        names = [f"t_{t}" for t in range(len(table_options))] if table_names is None else list(table_names)
+        self.feature_table_map = list(range(len(names))) if feature_table_map is None else list(feature_table_map)
+        self.pooling_mode, self.output_dtype = pooling_mode, output_dtype
+        _check(table_options, names, self.feature_table_map)
+        if tables is None:
+            make = from_fused_params({
+                "optimizer": optimizer, "learning_rate": learning_rate, "eps": eps, "momentum": momentum,
+                "weight_decay": weight_decay, "weight_decay_mode": weight_decay_mode, "eta": eta, "beta1": beta1,
+                "beta2": beta2, "initial_accumulator_value": initial_accumulator_value,
+                "gradient_clipping": gradient_clipping, "max_gradient": max_gradient, "max_norm": max_norm,
+                "counter_based_regularization": counter_based_regularization,
+                "cowclip_regularization": cowclip_regularization,
+            })  # fmt: skip
+            tables = self._made(table_options, names, make, device)
+        self._dynamic = tables
+        self.rows = tables.rows
+        """The embedding that has the rows."""
+        self._admission_counter = None
+        if any(options.admit_strategy is not None for options in table_options):
+            self._admission_counter = MultiTableKVCounter(tables)
+        self._storage = _storage_of(tables, table_options)
+
+    def _made(
+        self, table_options: Sequence[DynamicEmbTableOptions], names: Sequence[str], make: Any,
+        device: torch.device | None,
+    ) -> DynamicTables:  # fmt: skip
+        first = table_options[0]
+        if device is None:
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        store = first.external_storage
+        if store is None:
+            folder = tempfile.mkdtemp(prefix="oneemb-dynamicemb-")
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            store = make_device_mem_store_options(folder)
+            if first.caching and device is not None and device.type == "cuda":
+                budget = sum(options.local_hbm_for_values for options in table_options)
+                store = make_cached_host_mem_store_options(max(1, budget >> 20), folder)
+        rows = MultiTableEmbedding(
+            ", ".join(names), first.dim, first.embedding_dtype or torch.float32, torch.int64,
+            [make_table(initializer_of(options.initializer_args, None)) for options in table_options], store,
+            policy=[policy_of(options, None, 1) for options in table_options],
+        )  # fmt: skip
+        if device is not None and device.type == "cuda":
+            rows.to(device)
+        # It is in no list of parameters: no other optimizer is to step the rows.
+        weight = torch.nn.Parameter(rows.weight.detach().clone())
+        rows.belongs_to([weight], is_kept=first.external_storage is not None)
+        stepper: torch.optim.Optimizer | None = None
+        if first.training:
+            stepper = make([weight])
+            self._stepping = Optimizer(stepper, [rows], fused=True)
+        else:
+            weight.requires_grad_(False)
+        infos = [TableInfo(name, options, None) for name, options in zip(names, table_options, strict=True)]
+        return DynamicTables(rows, infos, [stepper] * len(infos))
+
+    # ---- lookups ----------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None = None,
+        feature_requires_grad: torch.Tensor | None = None,
+        batch_size_per_feature_per_rank: list[list[int]] | None = None,
+        total_unique_indices: int | None = None,
+    ) -> torch.Tensor:
+        """What bags of ids give.
+
+        Args:
+            indices: integers [N]; those of the first feature first.
+            offsets: [F * B + 1]: bag f * B + b is of feature f and sample b.
+            per_sample_weights: float32 [N], for sums.
+            feature_requires_grad, batch_size_per_feature_per_rank, total_unique_indices: are to be left out.
+
+        Returns:
+            [B, sum of the widths of features], or of NONE, [N, D].
+
+        Raises:
+            ValueError: offsets are not as many for each feature; or an argument is to be left out.
+        """
+        if feature_requires_grad is not None or batch_size_per_feature_per_rank is not None:
+            raise ValueError("feature_requires_grad and batch_size_per_feature_per_rank are not supported")
+        bags, features = len(offsets) - 1, len(self.feature_table_map)
+        if bags < 1 or bags % features:
+            raise ValueError(f"offsets must be of as many bags for each of {features} features, got {bags} bags")
+        ids, begins = indices.long(), offsets.long()
+        if self.training:
+            self._dynamic.before_lookup()
+        table_F = torch.tensor(self.feature_table_map, device=ids.device)
+        if self.pooling_mode is DynamicEmbPoolingMode.NONE:
+            ids_F = begins[:: bags // features].diff()
+            found = self.rows(ids, table_F.repeat_interleave(ids_F))
+        else:
+            pooling = "mean" if self.pooling_mode is DynamicEmbPoolingMode.MEAN else "sum"
+            table_P = table_F.repeat_interleave(bags // features)
+            pooled = self.rows(ids, table_P, begins, per_sample_weights, pooling)
+            found = pooled.view(features, bags // features, -1).transpose(0, 1).flatten(1)
+        if self.training:
+            self._dynamic.after_lookup()
+        return found.to(self.output_dtype)
+
+    def prefetch(self, indices: torch.Tensor, offsets: torch.Tensor, **_: Any) -> None:
+        """Does nothing: a pipeline sends keys ahead by itself."""
+
+    def flush(self) -> None:
+        """Does nothing: what reads rows finds those in caches too."""
+
+    def reset_cache_states(self) -> None:
+        """Does nothing; see `flush`."""
+
+    def set_record_cache_metrics(self, record: bool) -> None:
+        """Does nothing: `rows.stats()` has them at any time."""
+
+    @property
+    def cache(self) -> None:
+        """None: `rows` has its caches inside."""
+        return
+
+    # ---- tables -----------------------------------------------------------------------------------------------------
+
+    @property
+    def table_names(self) -> list[str]:
+        """Of the tables."""
+        return self._dynamic.names
+
+    @property
+    def tables(self) -> Storage:
+        """Their rows."""
+        return self._storage
+
+    @property
+    def dynamic(self) -> DynamicTables:
+        """What makes the calls below."""
+        return self._dynamic
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """What steps the rows in the backward pass."""
+        return self.rows.optimizer
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Of all tables, from the next backward pass on."""
+        self._dynamic.set_learning_rate(lr)
+
+    def split_embedding_weights(self) -> list[torch.Tensor]:
+        """A tensor [1, 1] for each table: rows are in no tensor."""
+        return [torch.empty(1, 1, dtype=self.rows.dtype, device=self.rows.weights[0].device) for _ in self.table_names]
+
+    def set_score(self, named_score: dict[str, int]) -> None:
+        """Say what scores lookups from now on give the rows of tables of CUSTOMIZED, by name.
+
+        Raises:
+            TypeError, ValueError: a table is none of these, or a score is not above 0.
+        """
+        self._dynamic.set_score(named_score)
+
+    def get_score(self) -> dict[str, int]:
+        """By table, what `incremental_dump` takes later for what changes from now on."""
+        return self._dynamic.get_score()
+
+    def incremental_dump(
+        self, named_thresholds: dict[str, int], pg: "distributed.ProcessGroup | None" = None
+    ) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, int]]:
+        """Rows whose score, or time of last use, is not below a threshold, by table: ids and weights; and what to give
+        next time. With `pg` those of all ranks, on each; every rank makes the call.
+        """
+        unknown = [name for name in named_thresholds if name not in self.table_names]
+        if unknown:
+            warnings.warn(f"there are no tables {unknown}, there are {self.table_names}", stacklevel=2)
+        known = {name: its for name, its in named_thresholds.items() if name not in unknown}
+        return self._dynamic.incremental_dump(known, gather=pg is not None)
+
+    def export_keys_values(
+        self, table_name: str, device: torch.device, batch_size: int = 65536
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids int64 [N] and weights float32 [N, D] of a table: see `Storage.export_keys_values`."""
+        t = self._dynamic.index(table_name)
+        its = [batch[:2] for batch in self._storage.export_keys_values(device, batch_size, t)]
+        if not its:
+            return torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, 0, device=device)
+        keys, values = zip(*its, strict=True)
+        return torch.cat(keys), torch.cat(values)
+
+    def dump(
+        self, save_dir: str, optim: bool = False, counter: bool = False, table_names: list[str] | None = None,
+        pg: "distributed.ProcessGroup | None" = None, *, layout: str = "today",
+    ) -> None:  # fmt: skip
+        """Write tables into a folder that is there; see `DynamicEmbDump`."""
+        names = [name for name in self.table_names if table_names is None or name in table_names]
+        self._dynamic.dump(save_dir, names, optim=optim, counter=counter, layout=layout)
+
+    def load(
+        self, save_dir: str, optim: bool = False, counter: bool = False, table_names: list[str] | None = None,
+        pg: "distributed.ProcessGroup | None" = None,
+    ) -> None:  # fmt: skip
+        """Bring in the rows of dumps; see `DynamicEmbLoad`."""
+        names = [name for name in self.table_names if table_names is None or name in table_names]
+        dumps = self._dynamic.check_load(save_dir, names, optim=optim, counter=counter)
+        for name, dump in dumps.items():
+            self._dynamic.load(name, dump, optim=optim, counter=counter)
+
+
+BatchedDynamicEmbeddingTables = BatchedDynamicEmbeddingTablesV2
+"""Its older name."""
+
+
+def _check(options: Sequence[DynamicEmbTableOptions], names: Sequence[str], features: Sequence[int]) -> None:
+    if not options or len(names) != len(options) or len(set(names)) < len(names):
+        raise ValueError(f"there must be a table or more, each with a name of its own, got {len(options)} and {names}")
+    if not all(0 <= t < len(names) for t in features):
+        raise ValueError(f"feature_table_map must be of tables 0 to {len(names) - 1}, got {features}")
+    for what in ("dim", "embedding_dtype", "external_storage", "training", "dist_type"):
+        if len({getattr(one, what) for one in options}) > 1:
+            raise ValueError(f"tables that are looked up together have one {what}, got {options}")
+    if options[0].dim is None:
+        raise ValueError(f"dim must be given for table {names[0]!r}")
+
+
+def _storage_of(tables: DynamicTables, options: Sequence[DynamicEmbTableOptions]) -> Storage:
+    format = tables.rows.store.format
+    row_bytes = tables.rows.dtype.itemsize * (format.dim + format.state_width)
+    capacities = [math.inf if one.max_capacity is None else one.max_capacity for one in options]
+    whole = sum(capacity * row_bytes for capacity in capacities)
+    if any(one.caching for one in options) or sum(one.local_hbm_for_values for one in options) >= whole:
+        return DynamicEmbStorage(tables)
+    return HybridStorage(tables)

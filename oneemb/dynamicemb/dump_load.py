@@ -1,0 +1,197 @@
+"""Dumps of the dynamic tables of a model, in dynamicemb's files.
+
+A folder has one for each collection, named by its path in the model, "model.embedding_module"; there each table has
+files of its own. Those of today's dynamicemb, and those that it had at first, are read; either is written.
+"""
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import distributed
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import get_unwrapped_module
+
+from oneemb.dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
+from oneemb.dynamicemb.shard import ShardedDynamicEmbeddingBagCollection, ShardedDynamicEmbeddingCollection
+from oneemb.dynamicemb.tables import DynamicTables
+from oneemb.graph.ranks import Ranks
+from oneemb.rank_calls import RankCalls
+from oneemb.storage.foreign.dynamicemb_files import Dump
+from oneemb.storage.fs import AnyPath, absolute_path
+
+__all__ = [
+    "DynamicEmbDump", "DynamicEmbLoad", "dynamic_tables", "find_sharded_modules", "get_dynamic_emb_module", "named_for",
+]  # fmt: skip
+
+_SHARDED = (
+    ShardedDynamicEmbeddingCollection, ShardedDynamicEmbeddingBagCollection, ShardedEmbeddingCollection,
+    ShardedEmbeddingBagCollection,
+)  # fmt: skip
+
+TableNames = Mapping[str, Sequence[str]]
+"""Names of tables, by the path of their collection, or by the last name of that."""
+
+
+def find_sharded_modules(module: torch.nn.Module, path: str = "") -> list[tuple[str, str, torch.nn.Module]]:
+    """The sharded collections of a model: the path of each, which begins with `path` and "model"; its last name; and
+    itself."""
+    found, pending = [], [(module, f"{path}model", "model")]
+    while pending:
+        current, its_path, name = pending.pop()
+        current = get_unwrapped_module(current)
+        if isinstance(current, _SHARDED):
+            found.append((its_path, name, current))
+        else:
+            pending += [
+                (child, f"{its_path}.{child_name}", child_name) for child_name, child in current.named_children()
+            ]
+    return found
+
+
+def get_dynamic_emb_module(model: torch.nn.Module) -> list[BatchedDynamicEmbeddingTablesV2]:
+    """The dynamic tables of a model, those of each embedding together."""
+    its = model.modules()
+    return list(dict.fromkeys(module for module in its if isinstance(module, BatchedDynamicEmbeddingTablesV2)))
+
+
+def dynamic_tables(model: torch.nn.Module) -> list[tuple[str, str, list[DynamicTables]]]:
+    """Path, last name and dynamic tables of the collections that have some."""
+    its = [(path, name, get_dynamic_emb_module(module)) for path, name, module in find_sharded_modules(model)]
+    return [(path, name, [module.dynamic for module in found]) for path, name, found in its if found]
+
+
+def named_for(named: Mapping[str, Any], path: str, name: str) -> Any:
+    """What is given for a collection, by its path or its last name; None = nothing."""
+    return named.get(path, named.get(name))
+
+
+def DynamicEmbDump(
+    path: AnyPath,
+    model: torch.nn.Module,
+    table_names: TableNames | None = None,
+    optim: bool | None = False,
+    counter: "bool | distributed.ProcessGroup | None" = False,
+    pg: "distributed.ProcessGroup | None" = None,
+    allow_overwrite: bool = False,
+    *,
+    layout: Literal["today", "seed"] = "today",
+) -> None:
+    """Write the rows of dynamic tables into files. Every rank makes the call.
+
+    What is in a file is there for good when the call returns. A dump of a table that was cut short is none: its last
+    file, `<table>_opt_args.json`, is missing.
+
+    Args:
+        path: a folder that all ranks see, empty or new.
+        model: with dynamic tables.
+        table_names: those to dump, by collection; None = all.
+        optim: whether the optimizer's state is written.
+        counter: whether the counts of ids without a row are; or `pg`, which had this place at first.
+        pg: the ranks; None = all.
+        allow_overwrite: whether there may be files.
+        layout: of today's dynamicemb, with files of each rank; or "seed", the first one's, with one file for all.
+
+    Raises:
+        FileExistsError: there are files, and `allow_overwrite` is off.
+        ValueError: a name is none of the model's; or the files cannot say what a table has.
+        StorageError: a file cannot be written; on the other ranks RankError.
+
+    Reference: dynamicemb.DynamicEmbDump.
+    """
+    if layout not in ("today", "seed"):
+        raise ValueError(f'layout must be "today" or "seed", got {layout!r}')
+    counts, calls = _counts_and_ranks(counter, pg)
+    folder, chosen = absolute_path(path), _chosen(model, table_names)
+    calls.agree(f"dump into {folder}", lambda: _make_folder(folder, list(chosen), calls.first, allow_overwrite))
+    for its_path, its in chosen.items():
+        for tables, names in its:
+            where = os.path.join(folder, its_path)
+            tables.dump(where, names, optim=bool(optim), counter=counts, layout=layout)
+
+
+def DynamicEmbLoad(
+    path: AnyPath,
+    model: torch.nn.Module,
+    table_names: TableNames | None = None,
+    optim: bool = False,
+    counter: "bool | distributed.ProcessGroup | None" = False,
+    pg: "distributed.ProcessGroup | None" = None,
+) -> None:
+    """Bring the rows of a dump, of any number of ranks and any `dist_type`, into dynamic tables. Every rank makes the
+    call. Other rows stay.
+
+    All files are looked at before a row changes: that those are there that have to be, each as long as it has to be.
+
+    Args:
+        path: a folder that `DynamicEmbDump`, or dynamicemb, has written.
+        model: with dynamic tables.
+        table_names: those to load, by collection; None = all.
+        optim: whether the optimizer's state is loaded, its options and its count of steps.
+        counter: whether the counts of ids without a row are; or `pg`, which had this place at first.
+        pg: the ranks; None = all.
+
+    Raises:
+        StorageError: a file is missing, too short or too long, or not what it has to be; nothing has changed.
+        ValueError: a name is none of the model's; or the dump has another score strategy, or another optimizer's state.
+        StoreFullError: a table has no room for its rows.
+
+    Reference: dynamicemb.DynamicEmbLoad.
+    """
+    counts, _ = _counts_and_ranks(counter, pg)
+    folder = absolute_path(path)
+    found: list[tuple[DynamicTables, dict[str, Dump]]] = []
+    for its_path, its in _chosen(model, table_names).items():
+        for tables, names in its:
+            where = os.path.join(folder, its_path)
+            found.append((tables, tables.check_load(where, names, optim=optim, counter=counts)))
+    for tables, dumps in found:
+        for name, dump in dumps.items():
+            tables.load(name, dump, optim=optim, counter=counts)
+
+
+def _counts_and_ranks(counter: Any, pg: "distributed.ProcessGroup | None") -> tuple[bool, RankCalls]:
+    if isinstance(counter, distributed.ProcessGroup):
+        counter, pg = False, counter
+    group = pg or (distributed.group.WORLD if distributed.is_initialized() else None)
+    return bool(counter), RankCalls(None if group is None else Ranks(group, name="dumps"), [])
+
+
+def _chosen(model: torch.nn.Module, table_names: TableNames | None) -> dict[str, list[tuple[DynamicTables, list[str]]]]:
+    """The tables to dump or load, by the path of their collection."""
+    found = dynamic_tables(model)
+    if not found:
+        warnings.warn("the model has no sharded collection with dynamic tables: there is nothing to do", stacklevel=3)
+    if table_names is not None:
+        if not isinstance(table_names, Mapping):
+            raise TypeError(
+                f"table_names must be lists of tables by the path of their collection, got {table_names!r}; paths are"
+                f" {[path for path, *_ in found]}"
+            )
+        known = {key for path, name, _ in found for key in (path, name)}
+        unknown = sorted(set(table_names) - known)
+        if unknown:
+            raise ValueError(f"table_names are of {unknown}; the collections with dynamic tables are {sorted(known)}")
+    chosen: dict[str, list[tuple[DynamicTables, list[str]]]] = {}
+    for path, name, its in found:
+        asked = None if table_names is None else named_for(table_names, path, name) or []
+        there = [table for tables in its for table in tables.names]
+        missing = sorted(set(asked or []) - set(there))
+        if missing:
+            raise ValueError(f"collection {path!r} has no dynamic tables {missing}, it has {there}")
+        chosen[path] = [
+            (tables, [table for table in tables.names if asked is None or table in asked]) for tables in its
+        ]
+    return chosen
+
+
+def _make_folder(folder: str, paths: Sequence[str], first: bool, allow_overwrite: bool) -> None:
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise FileExistsError(f"{folder} is no folder; give another path")
+    if first and not allow_overwrite and os.path.isdir(folder) and os.listdir(folder):
+        raise FileExistsError(f"{folder} has files already; give another path, or allow_overwrite=True")
+    for path in paths:
+        os.makedirs(os.path.join(folder, path), exist_ok=True)

@@ -1,0 +1,136 @@
+"""Which ids get a row, in dynamicemb's words.
+
+DynamicEmbTableOptions(admit_strategy=FrequencyAdmissionStrategy(threshold=3), admission_counter=KVCounter(1 << 20))
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from oneemb.dynamicemb.types import AdmissionStrategy, Counter, DynamicEmbInitializerArgs, MemoryType
+
+if TYPE_CHECKING:
+    from oneemb.dynamicemb.tables import DynamicTables
+
+__all__ = ["FrequencyAdmissionStrategy", "KVCounter", "MultiTableKVCounter"]
+
+
+class FrequencyAdmissionStrategy(AdmissionStrategy):
+    """An id gets a row when it has been looked up so often.
+
+    Args:
+        threshold: ids of lookups in training mode, this lookup's among them, 0 or more. 0 and 1 admit all.
+        initializer_args: what others read as; None = as their rows would begin.
+
+    Raises:
+        ValueError: threshold is below 0.
+    """
+
+    def __init__(self, threshold: int, initializer_args: DynamicEmbInitializerArgs | None = None):
+        if threshold < 0:
+            raise ValueError(f"threshold must be 0 or more, got {threshold}")
+        self.threshold = threshold
+        self.initializer_args = initializer_args
+
+    def admit(self, keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+        """Which ids get a row: bool [N]."""
+        if keys.shape[0] != frequencies.shape[0]:
+            raise ValueError(f"keys and frequencies must be of one length, got {len(keys)} and {len(frequencies)}")
+        return frequencies >= self.threshold
+
+
+class KVCounter:
+    """How many ids of a table are counted while they have no row.
+
+    Args:
+        capacity: ids at most; those that were not looked up for longest are forgotten first.
+        bucket_capacity, key_type: have no effect.
+    """
+
+    def __init__(self, capacity: int, bucket_capacity: int = 1024, key_type: torch.dtype = torch.int64):
+        self.capacity = capacity
+        self.bucket_capacity = bucket_capacity
+        self.key_type = key_type
+
+
+class MultiTableKVCounter(Counter):
+    """The counts of the ids without a row that this rank has of some tables.
+
+    Args:
+        tables: whose ids they are.
+    """
+
+    def __init__(self, tables: "DynamicTables"):
+        self._tables = tables
+        self.score_name_ = "counter"
+        self.score_names_ = [self.score_name_]
+
+    @property
+    def table_(self) -> "MultiTableKVCounter":
+        """This: dynamicemb's counter has a hash table of this name, with the methods below."""
+        return self
+
+    def size(self, table_id: int | None = None) -> int:
+        """How many ids are counted, of a table or of all."""
+        tables = range(len(self._tables.names)) if table_id is None else [table_id]
+        return sum(len(self._tables.sightings(t)[0]) for t in tables)
+
+    def lookup(self, keys: torch.Tensor, table_ids: torch.Tensor, score: Any = None) -> tuple[torch.Tensor, ...]:
+        """Counts int64 [N], 0 of ids that are not counted; which are, bool [N]; and their places, -1 of others."""
+        counts, founds = torch.zeros(len(keys), dtype=torch.int64), torch.zeros(len(keys), dtype=torch.bool)
+        for t in table_ids.unique().tolist():
+            of_table = (table_ids == t).nonzero().view(-1).cpu()
+            its = keys[of_table].cpu().numpy()
+            id_N, count_N = self._tables.sightings(t)
+            order_N = np.argsort(id_N)
+            at_N = np.minimum(np.searchsorted(id_N, its, sorter=order_N), max(len(id_N) - 1, 0))
+            found = np.zeros(len(its), np.bool_)
+            if len(id_N):
+                found = id_N[order_N[at_N]] == its
+                counts[of_table] = torch.from_numpy(np.where(found, count_N[order_N[at_N]], 0))
+            founds[of_table] = torch.from_numpy(found)
+        places = torch.where(founds, torch.arange(len(keys)), -1)
+        return counts.to(keys.device), founds.to(keys.device), places.to(keys.device)
+
+    def add(self, keys: torch.Tensor, table_ids: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+        """Count more of these ids, which are distinct, and give what is counted now: int64 [N]."""
+        for t in table_ids.unique().tolist():
+            of_table = table_ids == t
+            self._tables.add_sightings(t, keys[of_table].cpu().numpy(), frequencies[of_table].cpu().numpy())
+        return self.lookup(keys, table_ids)[0]
+
+    def erase(self, keys: torch.Tensor, table_ids: torch.Tensor) -> None:
+        """Forget these ids."""
+        for t in table_ids.unique().tolist():
+            self._tables.forget_sightings(t, keys[table_ids == t].cpu().numpy())
+
+    def memory_usage(self, mem_type: MemoryType = MemoryType.DEVICE) -> int:
+        """Bytes of memory, all of the host."""
+        return self._tables.sightings_bytes if mem_type is MemoryType.HOST else 0
+
+    def _batched_export_keys_scores(
+        self, score_names: list[str], device: torch.device, table_id: int = 0, **_: Any
+    ) -> Iterator[tuple[torch.Tensor, Mapping[str, torch.Tensor], None]]:
+        """The ids of a table and their counts, as dynamicemb's tools ask for them."""
+        id_N, count_N = (torch.from_numpy(array).to(device) for array in self._tables.sightings(table_id))
+        yield id_N, dict.fromkeys(score_names, count_N), None
+
+    def load(self, key_file: str, counter_file: str, table_id: int) -> None:
+        """Count as two files say, of int64 numbers, of ids that are this rank's.
+
+        Raises:
+            ValueError: they are not of one length.
+        """
+        sizes = [os.path.getsize(path) for path in (key_file, counter_file)]
+        if sizes[0] != sizes[1] or sizes[0] % 8:
+            raise ValueError(f"{key_file} and {counter_file} must have as many int64 numbers, got {sizes} bytes")
+        id_N, count_N = (np.fromfile(path, "<i8") for path in (key_file, counter_file))
+        self._tables.add_sightings(table_id, id_N, count_N)
+
+    def dump(self, key_file: str, counter_file: str, table_id: int) -> None:
+        """Write them to two files, of int64 numbers."""
+        for path, array_N in zip((key_file, counter_file), self._tables.sightings(table_id), strict=True):
+            array_N.astype("<i8").tofile(path)

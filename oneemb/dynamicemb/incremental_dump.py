@@ -1,0 +1,111 @@
+"""Rows of a model's dynamic tables that have changed since a score, or since a time.
+
+since = get_score(model)
+...                                                     steps
+rows, since = incremental_dump(model, since, pg)        {path: {table: (ids, weights)}}, and what to give next time
+"""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import distributed
+
+from oneemb.dynamicemb.dump_load import dynamic_tables, named_for
+
+__all__ = ["get_score", "incremental_dump", "is_valid_score_threshold", "set_score"]
+
+Scores = Mapping[str, Mapping[str, int]]
+"""By the path of the collection, or its last name; then by table."""
+
+
+def is_valid_score_threshold(score_threshold: Any) -> bool:
+    """Whether it is a dict of dicts of ints, by names."""
+    return isinstance(score_threshold, dict) and all(
+        isinstance(path, str)
+        and isinstance(its, dict)
+        and all(isinstance(name, str) and isinstance(score, int) for name, score in its.items())
+        for path, its in score_threshold.items()
+    )
+
+
+def get_score(model: torch.nn.Module) -> dict[str, dict[str, int]] | None:
+    """By collection and table, what `incremental_dump` takes later, for what changes from now on; None where the model
+    has no dynamic tables. TIMESTAMP: the time of this machine in nanoseconds; others: the score of the next lookup."""
+    found = dynamic_tables(model)
+    if not found:
+        warnings.warn("the model has no sharded collection with dynamic tables, and no scores", stacklevel=2)
+        return None
+    return {
+        path: {name: score for tables in its for name, score in tables.get_score().items()} for path, _, its in found
+    }
+
+
+def set_score(model: torch.nn.Module, table_score: int | Scores) -> None:
+    """Say what scores lookups from now on give the rows of tables of CUSTOMIZED.
+
+    Args:
+        table_score: of all tables; or by collection, path or last name, and table.
+
+    Raises:
+        TypeError, ValueError: it is neither, or a table's score strategy is another one; or a score is not above 0.
+    """
+    for _, its, asked in _asked(model, table_score, "table_score"):
+        for tables in its:
+            tables.set_score({name: score for name, score in asked.items() if name in tables.names})
+
+
+def incremental_dump(
+    model: torch.nn.Module, score_threshold: int | Scores, pg: "distributed.ProcessGroup | None" = None
+) -> tuple[dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]], dict[str, dict[str, int]]] | None:
+    """The rows whose score, or time of last use where scores have one, is not below a threshold.
+
+    Args:
+        score_threshold: of all tables; or by collection, path or last name, and table: then of those alone.
+        pg: give the rows of all its ranks, on each of them, which all make the call; None = those of this rank.
+
+    Returns:
+        By the path of the collection and by table ids, int64 [N], and weights, float32 [N, D], on the CPU; and what to
+        give next time. None where the model has no dynamic tables.
+
+    Raises:
+        TypeError: the threshold is neither.
+    """
+    asked_of = _asked(model, score_threshold, "score_threshold")
+    if not asked_of:
+        return None
+    found: dict[str, Any] = {}
+    scores: dict[str, Any] = {}
+    for path, its, asked in asked_of:
+        found[path], scores[path] = {}, {}
+        for tables in its:
+            named = {name: score for name, score in asked.items() if name in tables.names}
+            rows, next_scores = tables.incremental_dump(named, gather=pg is not None)
+            found[path] |= rows
+            scores[path] |= next_scores
+    return found, scores
+
+
+def _asked(model: torch.nn.Module, given: Any, what: str) -> list[tuple[str, Any, dict[str, int]]]:
+    """Path and tables of the collections that are named, and the number for each table."""
+    for_all = isinstance(given, int) and not isinstance(given, bool)
+    if not for_all and not is_valid_score_threshold(given):
+        raise TypeError(f"{what} must be an int, or ints by collection and table, got {given!r}")
+    found = dynamic_tables(model)
+    if not found:
+        warnings.warn("the model has no sharded collection with dynamic tables: there is nothing to do", stacklevel=3)
+    asked_of, used = [], set()
+    for path, name, its in found:
+        names = [table for tables in its for table in tables.names]
+        asked = dict.fromkeys(names, given) if for_all else named_for(given, path, name)
+        used |= {path, name}
+        if asked is not None:
+            if unknown := sorted(set(asked) - set(names)):
+                warnings.warn(f"collection {path!r} has no dynamic tables {unknown}, it has {names}", stacklevel=3)
+            asked_of.append((path, its, {name: score for name, score in asked.items() if name in names}))
+    if not for_all and (strange := sorted(set(given) - used)):
+        warnings.warn(
+            f"the model has no collections {strange} with dynamic tables, it has {sorted(used)}", stacklevel=3
+        )
+    return asked_of

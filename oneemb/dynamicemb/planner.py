@@ -1,0 +1,235 @@
+"""Plans of models of which some tables are dynamic.
+
+    constraints = {"users": DynamicEmbParameterConstraints(use_dynamicemb=True, dynamicemb_options=...), ...}
+    enumerator = DynamicEmbeddingEnumerator(topology, constraints=constraints)
+    planner = DynamicEmbeddingShardingPlanner(eb_configs, topology, enumerator=enumerator, constraints=constraints)
+    plan = planner.collective_plan(model, [DynamicEmbeddingCollectionSharder()], dist.GroupMember.WORLD)
+
+TorchRec plans the others. A dynamic table has a place in its reckoning, of some rows; its rows are spread over all
+ranks by id, whatever comes out.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.constants import BATCH_SIZE
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    Partitioner,
+    PerfModel,
+    Proposer,
+    ShardEstimator,
+    ShardingOption,
+    Stats,
+    StorageReservation,
+)
+from torchrec.distributed.sharding_plan import placement
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan, ShardingType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+
+from oneemb.dynamicemb.dynamicemb_config import (
+    DEFAULT_INDEX_TYPE,
+    DynamicEmbTableOptions,
+    data_type_to_dtype,
+    get_sharded_table_capacity,
+)
+
+__all__ = [
+    "DynamicEmbParameterConstraints", "DynamicEmbParameterSharding", "DynamicEmbeddingEnumerator",
+    "DynamicEmbeddingShardingPlanner",
+]  # fmt: skip
+
+_PLANNED_ROWS = 1 << 14
+"""Rows of a dynamic table as TorchRec's planner sees it, which would refuse what has no end."""
+
+
+@dataclass
+class DynamicEmbParameterConstraints(ParameterConstraints):
+    """TorchRec's constraints of a table, which may be dynamic.
+
+    Args:
+        use_dynamicemb: whether it is.
+        dynamicemb_options: how.
+    """
+
+    use_dynamicemb: bool | None = False
+    dynamicemb_options: DynamicEmbTableOptions = field(default_factory=DynamicEmbTableOptions)
+
+
+@dataclass
+class DynamicEmbParameterSharding(ParameterSharding):
+    """TorchRec's plan for a table that is dynamic, with its options."""
+
+    compute_kernel: str = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
+    customized_compute_kernel: str | None = "DynamicEmb"
+    dist_type: str = "roundrobin"
+    dynamicemb_options: DynamicEmbTableOptions = field(default_factory=DynamicEmbTableOptions)
+
+
+class _SomeRows:
+    """A sharder that gives a planner some rows of dynamic tables.
+
+    Args:
+        sharder: which is asked for everything else.
+        dynamic: the names of dynamic tables.
+    """
+
+    def __init__(self, sharder: ModuleSharder[torch.nn.Module], dynamic: set[str]):
+        self._sharder, self._dynamic = sharder, dynamic
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sharder, name)
+
+    def shardable_parameters(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+        parameters = self._sharder.shardable_parameters(module)
+        for name in self._dynamic & parameters.keys():
+            weight = parameters[name]
+            rows = min(len(weight), _PLANNED_ROWS)
+            parameters[name] = torch.nn.Parameter(torch.empty(rows, weight.shape[1], dtype=weight.dtype, device="meta"))
+        return parameters
+
+
+class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
+    """TorchRec's enumerator, of models with dynamic tables.
+
+    Args:
+        topology, batch_size, estimator, use_exact_enumerate_order: as of TorchRec's.
+        constraints: by table; those of dynamic ones are DynamicEmbParameterConstraints.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int | None = BATCH_SIZE,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        estimator: ShardEstimator | list[ShardEstimator] | None = None,
+        use_exact_enumerate_order: bool | None = False,
+    ):
+        super().__init__(
+            topology, BATCH_SIZE if batch_size is None else batch_size, dict(constraints or {}), estimator,
+            use_exact_enumerate_order,
+        )  # fmt: skip
+        self._dynamic = {name for name, its in (constraints or {}).items() if _is_dynamic(its)}
+
+    def enumerate(
+        self, module: torch.nn.Module, sharders: list[ModuleSharder[torch.nn.Module]]
+    ) -> list[ShardingOption]:
+        """What there is to choose from."""
+        seen: list[Any] = [_SomeRows(sharder, self._dynamic) for sharder in sharders]
+        return super().enumerate(module, seen)
+
+
+class DynamicEmbeddingShardingPlanner:
+    """TorchRec's planner, of models with dynamic tables.
+
+    Args:
+        eb_configs: of all tables.
+        topology: None = of this machine, without limits.
+        batch_size, storage_reservation, proposer, partitioner, performance_model, stats, debug: as of TorchRec's.
+        enumerator: None = a DynamicEmbeddingEnumerator.
+        constraints: of every table, by name.
+
+    Raises:
+        ValueError: a table has no constraints, or a constraint no table; or two tables have one name.
+    """
+
+    def __init__(
+        self,
+        eb_configs: list[BaseEmbeddingConfig],
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        enumerator: Enumerator | None = None,
+        storage_reservation: StorageReservation | None = None,
+        proposer: Proposer | list[Proposer] | None = None,
+        partitioner: Partitioner | None = None,
+        performance_model: PerfModel | None = None,
+        stats: Stats | list[Stats] | None = None,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        debug: bool = True,
+    ):
+        constraints = dict(constraints or {})
+        names = [config.name for config in eb_configs]
+        if len(set(names)) < len(names) or set(names) != constraints.keys():
+            raise ValueError(
+                f"constraints must be given for each table, by its own name: tables are {names}, constraints are for"
+                f" {list(constraints)}"
+            )
+        ranks = distributed.get_world_size()
+        if topology is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            topology = Topology(world_size=ranks, compute_device=device, local_world_size=get_local_size())
+        if enumerator is None:
+            enumerator = DynamicEmbeddingEnumerator(topology, batch_size, constraints)
+        others: dict[str, ParameterConstraints] = {}
+        for name, its in constraints.items():
+            # The planner looks at what a table may be sharded by.
+            others[name] = (
+                ParameterConstraints(sharding_types=[ShardingType.ROW_WISE.value]) if _is_dynamic(its) else its
+            )
+        self._planner = EmbeddingShardingPlanner(
+            topology, batch_size, enumerator, storage_reservation, proposer, partitioner, performance_model, stats,
+            others, debug,
+        )  # fmt: skip
+        self._dynamic = {
+            config.name: _sharding_of(config, its.dynamicemb_options, topology, ranks)
+            for config in eb_configs
+            if isinstance(its := constraints[config.name], DynamicEmbParameterConstraints) and _is_dynamic(its)
+        }
+
+    def collective_plan(
+        self,
+        module: torch.nn.Module,
+        sharders: list[ModuleSharder[torch.nn.Module]],
+        pg: "distributed.ProcessGroup | None" = None,
+    ) -> ShardingPlan:
+        """A plan, the same on all ranks, each of which makes the call.
+
+        Args:
+            module: the model.
+            sharders: that shard it.
+            pg: the ranks; None = all.
+        """
+        plan = self._planner.collective_plan(module, sharders, pg or distributed.group.WORLD)
+        for of_module in plan.plan.values():
+            its: Any = of_module
+            for name in its.keys() & self._dynamic.keys():
+                its[name] = copy.copy(self._dynamic[name])
+        return plan
+
+
+def _is_dynamic(constraints: ParameterConstraints) -> bool:
+    return bool(getattr(constraints, "use_dynamicemb", False))
+
+
+def _sharding_of(
+    config: BaseEmbeddingConfig, options: DynamicEmbTableOptions, topology: Topology, ranks: int
+) -> DynamicEmbParameterSharding:
+    rows = options.max_capacity or get_sharded_table_capacity(config, ranks, options.bucket_capacity)
+    options = replace(
+        options, max_capacity=rows, init_capacity=min(options.init_capacity or rows, rows), dim=config.embedding_dim,
+        index_type=options.index_type or DEFAULT_INDEX_TYPE,
+        embedding_dtype=options.embedding_dtype or data_type_to_dtype(config.data_type),
+        local_hbm_for_values=-(-options.global_hbm_for_values // ranks),
+    )  # fmt: skip
+    shards: Sequence[ShardMetadata] = [
+        ShardMetadata(
+            shard_sizes=[rows, config.embedding_dim],
+            shard_offsets=[rows * r, 0],
+            placement=placement(topology.compute_device, r, topology.local_world_size),
+        )  # fmt: skip
+        for r in range(ranks)
+    ]
+    return DynamicEmbParameterSharding(
+        sharding_type=ShardingType.ROW_WISE.value, ranks=list(range(ranks)),
+        sharding_spec=EnumerableShardingSpec(list(shards)), dist_type=options.dist_type, dynamicemb_options=options,
+    )  # fmt: skip

@@ -1,0 +1,405 @@
+"""Sharders of collections of which some tables are dynamic, and what they make.
+
+Dynamic tables are those of `oneemb.torchrec`, with the policies that their options ask for; others are TorchRec's own.
+"""
+
+import functools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torchrec
+from torchrec.distributed.embedding import EmbeddingCollectionSharder as TorchRecSharder
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder, KJTList
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder as TorchRecBagSharder
+from torchrec.distributed.types import (
+    Awaitable,
+    LazyAwaitable,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardedModule,
+    ShardingEnv,
+)
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.streamable import Multistreamable
+
+from oneemb.dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
+from oneemb.dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions, policy_of
+from oneemb.dynamicemb.planner import DynamicEmbParameterSharding
+from oneemb.dynamicemb.tables import DynamicTables, TableInfo
+from oneemb.dynamicemb.types import initializer_of
+from oneemb.torchrec import EmbeddingBagCollection, EmbeddingCollection
+from oneemb.torchrec.collection import TableRows, in_backward_optimizers
+from oneemb.torchrec.configs import columns_of
+from oneemb.torchrec.optimizers import row_stepper
+from oneemb.torchrec.sharded import LookupContext, ShardedCollection
+from oneemb.torchrec.sharder import collection_on_ranks, comm_dtype_of, configs_of, rows_of
+
+__all__ = [
+    "DynamicEmbeddingBagCollectionSharder", "DynamicEmbeddingCollectionSharder", "ShardedDynamicEmbeddingBagCollection",
+    "ShardedDynamicEmbeddingCollection",
+]  # fmt: skip
+
+_log = logging.getLogger("oneemb")
+
+
+@dataclass
+class _Context(Multistreamable):
+    """What one call knows: of dynamic tables, and of the others."""
+
+    dynamic: LookupContext = field(default_factory=LookupContext)
+    static: Any = None
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        self.dynamic.record_stream(stream)
+        if self.static is not None:
+            self.static.record_stream(stream)
+
+
+class _Merged(LazyAwaitable[Any]):
+    """What a call gives, of dynamic tables and of the others."""
+
+    def __init__(self, parts: Sequence[LazyAwaitable[Any]], names: Sequence[str]):
+        super().__init__()
+        self._parts, self._names = parts, names
+
+    def _wait_impl(self) -> Any:
+        found = [part.wait() for part in self._parts]
+        if isinstance(found[0], KeyedTensor):
+            pooled: dict[str, torch.Tensor] = {}
+            for part in found:
+                pooled |= part.to_dict()
+            lengths = [pooled[name].shape[1] for name in self._names]
+            return KeyedTensor(list(self._names), lengths, torch.cat([pooled[name] for name in self._names], 1))
+        embeddings: dict[str, JaggedTensor] = {}
+        for part in found:
+            embeddings |= part
+        return {name: embeddings[name] for name in self._names}
+
+
+@dataclass
+class _RowDist:
+    """By which ranks dumps are split, of each feature, where dynamicemb's tools look for it."""
+
+    _dist_type_per_feature: dict[str, str]
+
+
+class _ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOptimizerModule):
+    """Base of both sharded collections.
+
+    Args:
+        dynamic: the tables that are.
+        static: TorchRec's sharded collection of the others; None = there are none.
+        configs: of all tables, in their order.
+        names: of the embeddings that a call gives.
+        tables: the dynamic ones, by embedding.
+        unsharded: the class of the module that is sharded.
+    """
+
+    def __init__(
+        self, dynamic: ShardedCollection, static: Any, configs: Sequence[BaseEmbeddingConfig], names: Sequence[str],
+        tables: Sequence[DynamicTables], unsharded: type[torch.nn.Module],
+    ):  # fmt: skip
+        super().__init__()
+        self._unsharded, self._names = unsharded, list(names)
+        holders = dynamic.collection.holders
+        self._dynamic, self.rows = (dynamic,), dynamic.rows
+        holder = torch.nn.ModuleDict(dict(getattr(dynamic, holders).items()))
+        mine = {config.name for config in dynamic.collection.configs}
+        others = [config for config in configs if config.name not in mine]
+        self._static = (static,)
+        self._static_features = list(dict.fromkeys(feature for config in others for feature in config.feature_names))
+        if static is not None:
+            for name, module in getattr(static, holders).items():
+                holder[name] = module
+        setattr(self, holders, holder)
+        pooling = DynamicEmbPoolingMode.NONE if holders == "embeddings" else DynamicEmbPoolingMode.SUM
+        self._emb_modules = torch.nn.ModuleList(
+            BatchedDynamicEmbeddingTablesV2(
+                [table.options for table in its.tables], its.names, pooling_mode=pooling, tables=its
+            )
+            for its in tables
+        )
+        dist = {
+            feature: table.options.dist_type
+            for its in tables
+            for table in its.tables
+            for config in configs
+            if config.name == table.name
+            for feature in config.feature_names
+        }
+        self._sharding_type_to_sharding = {"row_wise": _RowDist(dist)}
+        self._input_dists = [_RowDist(dist)]
+        optimizers: list[tuple[str, KeyedOptimizer]] = [("", dynamic.fused_optimizer)]
+        if static is not None:
+            optimizers.append(("", static.fused_optimizer))
+        self._fused_optimizer = CombinedOptimizer(cast(Any, optimizers))
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """What steps the rows in the backward pass."""
+        return self._fused_optimizer
+
+    def create_context(self) -> _Context:
+        """For one call."""
+        static = self._static[0]
+        return _Context(self._dynamic[0].create_context(), None if static is None else static.create_context())
+
+    def input_dist(self, ctx: _Context, features: Any) -> Awaitable[Awaitable[KJTList]]:
+        """Send the keys of a batch to their owners; see `oneemb.torchrec`."""
+        if isinstance(features, LazyAwaitable):
+            features = features.wait()
+        sent = cast(Any, self._dynamic[0].input_dist(ctx.dynamic, features)).awaitables
+        if self._static[0] is None:
+            return KJTListSplitsAwaitable(sent, ctx)
+        its = _select(features, self._static_features)
+        return KJTListSplitsAwaitable([*sent, self._static[0].input_dist(ctx.static, its)], ctx)
+
+    def compute(self, ctx: _Context, dist_input: Sequence[Any]) -> list[Any]:
+        """The rows of the batch."""
+        its = [self._emb_modules[m].dynamic for m in range(len(self._emb_modules))]
+        if self.training:
+            for tables in its:
+                tables.before_lookup()
+        found: list[Any] = list(self._dynamic[0].compute(ctx.dynamic, list(dist_input)[: len(its)]))
+        if self.training:
+            for tables in its:
+                tables.after_lookup()
+        if self._static[0] is not None:
+            found.append(self._static[0].compute(ctx.static, list(dist_input)[len(its)]))
+        return found
+
+    def output_dist(self, ctx: _Context, output: list[Any]) -> LazyAwaitable[Any]:
+        """What the collection gives."""
+        static = self._static[0]
+        if static is None:
+            return self._dynamic[0].output_dist(ctx.dynamic, output)
+        parts = [self._dynamic[0].output_dist(ctx.dynamic, output[:-1]), static.output_dist(ctx.static, output[-1])]
+        return _Merged(parts, self._names)
+
+    @property
+    def unsharded_module_type(self) -> type[torch.nn.Module]:
+        """The class that was sharded."""
+        return self._unsharded
+
+    @property
+    def device(self) -> torch.device:
+        """Where lookups run."""
+        return self._dynamic[0].device
+
+    def close(self) -> None:
+        """Free memory, files and the locks on the paths of dynamic tables."""
+        self._dynamic[0].close()
+
+
+class ShardedDynamicEmbeddingCollection(_ShardedDynamic):
+    """What `DynamicEmbeddingCollectionSharder` makes of a collection; see there."""
+
+
+class ShardedDynamicEmbeddingBagCollection(_ShardedDynamic):
+    """What `DynamicEmbeddingBagCollectionSharder` makes of a collection; see there."""
+
+
+class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
+    """Base of both sharders; see `DynamicEmbeddingCollectionSharder`."""
+
+    _stock: type[Any]
+    _of: type[torch.nn.Module]
+    _own: type[Any]
+    _sharded: type[_ShardedDynamic]
+
+    def __init__(
+        self, fused_params: Mapping[str, Any] | None, qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None,
+        seed: int, num_threads: int | None, **stock: Any,
+    ):  # fmt: skip
+        super().__init__(fused_params=dict(fused_params or {}))
+        self._codecs, self._seed, self._num_threads = qcomm_codecs_registry, seed, num_threads
+        static = {name: value for name, value in (fused_params or {}).items() if name != "initial_accumulator_value"}
+        self._static = self._stock(
+            static, None if qcomm_codecs_registry is None else dict(qcomm_codecs_registry), **stock
+        )
+
+    @property
+    def module_type(self) -> type[torch.nn.Module]:
+        """TorchRec's class, whose modules are sharded."""
+        return self._of
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Those that a plan may say: TorchRec's, and row-wise, by which dynamic tables are planned."""
+        its = list(self._static.sharding_types(compute_device_type))
+        return its if "row_wise" in its else [*its, "row_wise"]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Those that a plan may say."""
+        return list(self._static.compute_kernels(sharding_type, compute_device_type))
+
+    def shardable_parameters(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+        """What a planner plans for."""
+        return dict(self._static.shardable_parameters(module))
+
+    def shard(
+        self,
+        module: torch.nn.Module,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> Any:
+        """The module, sharded; every rank of `env` makes the call.
+
+        Args:
+            params: the plan for the module's tables, dynamic and others.
+
+        Raises:
+            ValueError: an optimizer or an option that dynamic tables cannot follow.
+        """
+        its = {name: plan for name, plan in params.items() if isinstance(plan, DynamicEmbParameterSharding)}
+        if not its:
+            return self._static.shard(module, params, env, device, module_fqn)
+        configs = configs_of(module)
+        dynamic = [config for config in configs if config.name in its]
+        others = [config for config in configs if config.name not in its]
+        if env.process_group is None:
+            raise ValueError(f"module {module_fqn!r} is sharded between the ranks of a process group, env has none")
+        device = device or torch.device("cpu")
+        options = [its[config.name].dynamicemb_options for config in dynamic]
+        size = env.process_group.size()
+        tables = [_table_rows(its, config, device, size) for its, config in zip(options, dynamic, strict=True)]
+        rows = dict(zip([config.name for config in configs], rows_of(module), strict=True))
+        collection, for_keys = collection_on_ranks(
+            self._own, module, dynamic, env.process_group, device, comm_dtype_of(self._codecs or {}),
+            self.fused_params or {}, [rows[config.name] for config in dynamic], tables=tables,
+            store_options={config.name: its.external_storage for config, its in zip(dynamic, options, strict=True)},
+            seed=self._seed, num_threads=self._num_threads,
+        )  # fmt: skip
+        sharded = ShardedCollection(collection, type(module), for_keys)
+        static = None
+        if others:
+            stock: Any = _static_part(module, others)
+            static = self._static.shard(
+                stock, {config.name: params[config.name] for config in others}, env, device, module_fqn
+            )
+        return self._sharded(
+            sharded,
+            static,
+            configs,
+            [column.name for column in columns_of(configs)],
+            list(_dynamic_tables(collection, dynamic, options)),
+            type(module),
+        )
+
+
+class DynamicEmbeddingCollectionSharder(_Sharder):
+    """Shards TorchRec's EmbeddingCollections, of which some tables are dynamic.
+
+    Args:
+        fused_params: the optimizer and its options, by FBGEMM's names.
+        qcomm_codecs_registry: what `get_qcomm_codecs_registry` gave; see `oneemb.torchrec`.
+        use_index_dedup: of tables that are not dynamic, on a GPU; each key of a dynamic one is sent once.
+        seed: rows of dynamic tables are a pure function of (seed, table, id).
+        num_threads: threads that run the kernels; None = the cores there are.
+
+    Raises:
+        ValueError: an option of `fused_params` is refused; the message names it.
+    """
+
+    _stock, _of, _own = TorchRecSharder, torchrec.EmbeddingCollection, EmbeddingCollection
+    _sharded = ShardedDynamicEmbeddingCollection
+
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
+        use_index_dedup: bool = False,
+        *,
+        seed: int = 0,
+        num_threads: int | None = None,
+    ):
+        # FBGEMM deduplicates on GPUs alone.
+        dedup = use_index_dedup and torch.cuda.is_available()
+        super().__init__(fused_params, qcomm_codecs_registry, seed, num_threads, use_index_dedup=dedup)
+
+
+class DynamicEmbeddingBagCollectionSharder(_Sharder):
+    """Shards TorchRec's EmbeddingBagCollections, of which some tables are dynamic.
+
+    Args:
+        fused_params, qcomm_codecs_registry, seed, num_threads: as of `DynamicEmbeddingCollectionSharder`.
+        sharded_module_order_overwrite: of tables that are not dynamic.
+    """
+
+    _stock, _of, _own = TorchRecBagSharder, torchrec.EmbeddingBagCollection, EmbeddingBagCollection
+    _sharded = ShardedDynamicEmbeddingBagCollection
+
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
+        sharded_module_order_overwrite: list[str] | None = None,
+        *,
+        seed: int = 0,
+        num_threads: int | None = None,
+    ):
+        super().__init__(
+            fused_params, qcomm_codecs_registry, seed, num_threads,
+            sharded_module_order_overwrite=sharded_module_order_overwrite,
+        )  # fmt: skip
+
+
+def _table_rows(
+    options: DynamicEmbTableOptions, config: BaseEmbeddingConfig, device: torch.device, ranks: int
+) -> TableRows:
+    budget = None
+    if options.caching and device.type == "cuda":
+        budget = max(1, options.local_hbm_for_values >> 20)
+    elif device.type != "cuda":
+        _say_once(
+            "lookups run on the CPU: rows of dynamic tables are in memory; caching and global_hbm_for_values have no"
+            " effect"
+        )
+    begins = initializer_of(options.initializer_args, config.num_embeddings)
+    return TableRows(begins, policy_of(options, config.num_embeddings, ranks), budget)
+
+
+@functools.cache
+def _say_once(words: str) -> None:
+    _log.info(words)
+
+
+def _static_part(module: Any, configs: list[Any]) -> Any:
+    """A collection of TorchRec's of some of a module's tables, with their weights."""
+    holders = "embedding_bags" if hasattr(module, "embedding_bags") else "embeddings"
+    own: dict[str, Any] = {"is_weighted": module.is_weighted()} if hasattr(module, "is_weighted") else {}
+    if hasattr(module, "need_indices"):
+        own["need_indices"] = module.need_indices()
+    part = type(module)(tables=configs, device=torch.device("meta"), **own)
+    for config in configs:
+        getattr(part, holders)[config.name] = getattr(module, holders)[config.name]
+    return part.train(module.training)
+
+
+def _dynamic_tables(
+    collection: Any, configs: Sequence[BaseEmbeddingConfig], options: Sequence[DynamicEmbTableOptions]
+) -> Iterator[DynamicTables]:
+    parameters = list(collection.parameters())
+    for group in collection.ready():
+        infos = [TableInfo(configs[t].name, options[t], configs[t].num_embeddings) for t in group.tables]
+        steppers = [in_backward_optimizers(parameters[t])[0] for t in group.tables]
+        yield DynamicTables(
+            group.rows, infos, [one if hasattr(one, "param_groups") else row_stepper(one) for one in steppers]
+        )
+
+
+def _select(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:
+    """The features of these names, in this order."""
+    keys = features.keys()
+    missing = [name for name in names if name not in keys]
+    if missing:
+        raise ValueError(f"the KeyedJaggedTensor lacks the features {missing}, it has {keys}")
+    return features if list(names) == keys else features.permute([keys.index(name) for name in names])
