@@ -164,10 +164,11 @@ class DynamicEmbeddingShardingPlanner:
                 f"constraints must be given for each table, by its own name: tables are {names}, constraints are for"
                 f" {list(constraints)}"
             )
-        ranks = distributed.get_world_size()
         if topology is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-            topology = Topology(world_size=ranks, compute_device=device, local_world_size=get_local_size())
+            topology = Topology(
+                world_size=distributed.get_world_size(), compute_device=device, local_world_size=get_local_size()
+            )
         if enumerator is None:
             enumerator = DynamicEmbeddingEnumerator(topology, batch_size, constraints)
         others: dict[str, ParameterConstraints] = {}
@@ -181,7 +182,7 @@ class DynamicEmbeddingShardingPlanner:
             others, debug,
         )  # fmt: skip
         self._dynamic = {
-            config.name: _sharding_of(config, its.dynamicemb_options, topology, ranks)
+            config.name: _sharding_of(config, its.dynamicemb_options, topology)
             for config in eb_configs
             if isinstance(its := constraints[config.name], DynamicEmbParameterConstraints) and _is_dynamic(its)
         }
@@ -212,8 +213,9 @@ def _is_dynamic(constraints: ParameterConstraints) -> bool:
 
 
 def _sharding_of(
-    config: BaseEmbeddingConfig, options: DynamicEmbTableOptions, topology: Topology, ranks: int
+    config: BaseEmbeddingConfig, options: DynamicEmbTableOptions, topology: Topology
 ) -> DynamicEmbParameterSharding:
+    ranks = topology.world_size
     rows = options.max_capacity or get_sharded_table_capacity(config, ranks, options.bucket_capacity)
     options = replace(
         options, max_capacity=rows, init_capacity=min(options.init_capacity or rows, rows), dim=config.embedding_dim,
