@@ -65,6 +65,8 @@ class PolicyStats(TypedDict):
     """Ids that were looked up, each once a lookup, and got a row by a rule of admission."""
     refused: NotRequired[int]
     """Those that got none."""
+    turned_away: NotRequired[int]
+    """Ids of lookups that got no row since their table was full, with `when_full="refuse"`."""
 
 
 class EmbeddingStats(TypedDict):

@@ -7,7 +7,7 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -134,7 +134,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
                 budget = sum(options.local_hbm_for_values for options in table_options)
                 store = make_cached_host_mem_store_options(max(1, budget >> 20), folder)
         rows = MultiTableEmbedding(
-            ", ".join(names), first.dim, first.embedding_dtype or torch.float32, torch.int64,
+            ", ".join(names), first.dim or 0, first.embedding_dtype or torch.float32, torch.int64,
             [make_table(initializer_of(options.initializer_args, None)) for options in table_options], store,
             policy=[policy_of(options, None, 1) for options in table_options],
         )  # fmt: skip
@@ -190,7 +190,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
             ids_F = begins[:: bags // features].diff()
             found = self.rows(ids, table_F.repeat_interleave(ids_F))
         else:
-            pooling = "mean" if self.pooling_mode is DynamicEmbPoolingMode.MEAN else "sum"
+            pooling: Literal["mean", "sum"] = "mean" if self.pooling_mode is DynamicEmbPoolingMode.MEAN else "sum"
             table_P = table_F.repeat_interleave(bags // features)
             pooled = self.rows(ids, table_P, begins, per_sample_weights, pooling)
             found = pooled.view(features, bags // features, -1).transpose(0, 1).flatten(1)

@@ -119,6 +119,7 @@ class _ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOpt
             for name, module in getattr(static, holders).items():
                 holder[name] = module
         setattr(self, holders, holder)
+        self._tables = list(tables)
         pooling = DynamicEmbPoolingMode.NONE if holders == "embeddings" else DynamicEmbPoolingMode.SUM
         self._emb_modules = torch.nn.ModuleList(
             BatchedDynamicEmbeddingTablesV2(
@@ -163,7 +164,7 @@ class _ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOpt
 
     def compute(self, ctx: _Context, dist_input: Sequence[Any]) -> list[Any]:
         """The rows of the batch."""
-        its = [self._emb_modules[m].dynamic for m in range(len(self._emb_modules))]
+        its = self._tables
         if self.training:
             for tables in its:
                 tables.before_lookup()

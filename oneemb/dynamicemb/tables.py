@@ -10,7 +10,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ from oneemb.storage.foreign.dynamicemb_files import (
 )
 
 __all__ = ["DynamicTables", "TableInfo"]
+
+T = TypeVar("T")
 
 _ROWS = 65536
 """Rows that are read, sent or written at a time."""
@@ -135,7 +137,7 @@ class DynamicTables:
             if self._strategy(t) is Score.STEP:
                 self._score[t] = self._score[t] % (2**64 - 1) + 1
         if any(table.options.safe_check_mode == DynamicEmbCheckMode.WARNING for table in self.tables):
-            full = self.rows.stats()["policy"]["turned_away"]
+            full = self.rows.stats()["policy"].get("turned_away", 0)
             if full > self._told_full:
                 warnings.warn(
                     f"{full - self._told_full} ids of a lookup in tables {', '.join(self.names)} got no row, since a"
@@ -200,9 +202,10 @@ class DynamicTables:
             id_N = id_N[(time_N if self._goes_by_time(t) else score_N) >= np.uint64(max(0, threshold))]
             parts = [rows.value_ND for rows in self._read(t, np.sort(id_N), scored=False)]
             values = np.concatenate([np.empty((0, self.rows.embedding_dim), np.float32), *parts])
-            its = [(np.sort(id_N), values)]
+            own = np.sort(id_N), values
+            its = [own]
             if gather:
-                its = self._calls.all_gather(f"gather rows of table {name!r}", lambda its=its: its[0])
+                its = self._calls.all_gather(f"gather rows of table {name!r}", functools.partial(_itself, own))
             ids, weights = (np.concatenate(arrays) for arrays in zip(*its, strict=True))
             found[name], scores[name] = (torch.from_numpy(ids), torch.from_numpy(weights)), self._score_now(t)
         return found, scores
@@ -364,8 +367,9 @@ class DynamicTables:
             now = self.rows.store.timestamp()
             self._move(t, what, rank_of, write)
             calls.agree(what, write_counts)
-            for action in ("finish", "unpublish", "publish"):
-                calls.agree(what, lambda action=action: [getattr(writer, action)() for writer in writers] and None)
+            calls.agree(what, lambda: [writer.finish() for writer in writers] and None)
+            calls.agree(what, lambda: DumpWriter.unpublish(folder, table.name) if calls.first else None)
+            calls.agree(what, lambda: [writer.publish() for writer in writers] and None)
             calls.agree(what, lambda: writers[0].publish_meta(metas[0]) if calls.first else None)
         finally:
             for writer in writers:
@@ -523,6 +527,10 @@ class DynamicTables:
     def sightings_bytes(self) -> int:
         """Bytes of memory that counts take."""
         return self.rows.store.sightings_bytes
+
+
+def _itself(value: T) -> T:
+    return value
 
 
 def _first(id_N: np.ndarray) -> np.ndarray:
