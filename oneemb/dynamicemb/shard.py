@@ -34,7 +34,12 @@ from oneemb.dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEm
 from oneemb.dynamicemb.planner import DynamicEmbParameterSharding
 from oneemb.dynamicemb.tables import DynamicTables, TableInfo
 from oneemb.dynamicemb.types import initializer_of
-from oneemb.torchrec import EmbeddingBagCollection, EmbeddingCollection
+from oneemb.torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionSharder,
+    EmbeddingCollection,
+    EmbeddingCollectionSharder,
+)
 from oneemb.torchrec.collection import TableRows, in_backward_optimizers
 from oneemb.torchrec.configs import columns_of
 from oneemb.torchrec.optimizers import row_stepper
@@ -213,6 +218,7 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
     _stock: type[Any]
     _of: type[torch.nn.Module]
     _own: type[Any]
+    _own_sharder: type[Any]
     _sharded: type[_ShardedDynamic]
 
     def __init__(
@@ -262,7 +268,7 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
         """
         its = {name: plan for name, plan in params.items() if isinstance(plan, DynamicEmbParameterSharding)}
         if not its:
-            return self._static.shard(module, params, env, device, module_fqn)
+            return self._static_sharder(module, device).shard(module, params, env, device, module_fqn)
         configs = configs_of(module)
         dynamic = [config for config in configs if config.name in its]
         others = [config for config in configs if config.name not in its]
@@ -283,7 +289,7 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
         static = None
         if others:
             stock: Any = _static_part(module, others)
-            static = self._static.shard(
+            static = self._static_sharder(stock, device).shard(
                 stock, {config.name: params[config.name] for config in others}, env, device, module_fqn
             )
         return self._sharded(
@@ -293,6 +299,18 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
             [column.name for column in columns_of(configs)],
             list(_dynamic_tables(collection, dynamic, options)),
             type(module),
+        )
+
+    def _static_sharder(self, module: torch.nn.Module, device: torch.device | None) -> Any:
+        """TorchRec's sharder; or, of an optimizer that FBGEMM has on GPUs alone, that of `oneemb.torchrec`."""
+        if device is not None and device.type == "cuda" or _has_on_cpu(module, self.fused_params or {}):
+            return self._static
+        _say_once(
+            "FBGEMM does not have the optimizer of tables that are not dynamic on the CPU: they are those of"
+            " oneemb.torchrec"
+        )
+        return self._own_sharder(
+            self.fused_params, self._codecs, module_type=self._of, seed=self._seed, num_threads=self._num_threads
         )
 
 
@@ -310,7 +328,8 @@ class DynamicEmbeddingCollectionSharder(_Sharder):
         ValueError: an option of `fused_params` is refused; the message names it.
     """
 
-    _stock, _of, _own = TorchRecSharder, torchrec.EmbeddingCollection, EmbeddingCollection
+    _stock, _of = TorchRecSharder, torchrec.EmbeddingCollection
+    _own, _own_sharder = EmbeddingCollection, EmbeddingCollectionSharder
     _sharded = ShardedDynamicEmbeddingCollection
 
     def __init__(
@@ -335,7 +354,8 @@ class DynamicEmbeddingBagCollectionSharder(_Sharder):
         sharded_module_order_overwrite: of tables that are not dynamic.
     """
 
-    _stock, _of, _own = TorchRecBagSharder, torchrec.EmbeddingBagCollection, EmbeddingBagCollection
+    _stock, _of = TorchRecBagSharder, torchrec.EmbeddingBagCollection
+    _own, _own_sharder = EmbeddingBagCollection, EmbeddingBagCollectionSharder
     _sharded = ShardedDynamicEmbeddingBagCollection
 
     def __init__(
@@ -366,6 +386,21 @@ def _table_rows(
         )
     begins = initializer_of(options.initializer_args, config.num_embeddings)
     return TableRows(begins, policy_of(options, config.num_embeddings, ranks), budget)
+
+
+_ON_CPU = {"sgd", "exact_sgd", "exact_adagrad", "exact_row_wise_adagrad"}
+"""The optimizers that FBGEMM has there, by the values of its EmbOptimType."""
+
+
+def _has_on_cpu(module: Any, fused_params: Mapping[str, Any]) -> bool:
+    asked = fused_params.get("optimizer", "exact_sgd")
+    for parameter in module.parameters():
+        classes = getattr(parameter, "_optimizer_classes", ())
+        if classes and not classes[0].__name__.lower().endswith(("sgd", "adagrad")):
+            return False
+        if not classes and getattr(asked, "value", asked) not in _ON_CPU:
+            return False
+    return True
 
 
 @functools.cache
