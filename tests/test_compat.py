@@ -304,6 +304,7 @@ def test_a_script_runs_as_python_runs_it(place):
         from dynamicemb.planner import Planner
         class Mine: pass
         print(__name__, __file__, sys.path[0], sys.argv, __spec__, sys.modules["__main__"].Mine is Mine)
+        assert __builtins__.len([]) == 0
         print(beside.where, Planner.__module__, type(pickle.loads(pickle.dumps(Mine()))) is Mine)
     """
     done = run_script(place, text, "--train", "-m", "--help")

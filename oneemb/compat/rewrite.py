@@ -22,9 +22,9 @@ _CUDA = "__oneemb_cuda__"
 _STANDS_FOR_CUDA = "oneemb.compat.cuda"
 _DEVICE = re.compile(r"cuda(:\d+)?")
 _BACKEND = re.compile(r"nccl|((cpu:gloo|cuda:nccl)(,|$))+")
-# Of a text that is put together: what may stand before and behind the number.
+# Texts into which a script puts the number, by format or %.
 _NUMBERED = {"cuda:{}", "cuda:{0}", "cuda:%d", "cuda:%s", "cuda:%i"}
-# What names the GPUs of a rank, by the function that takes it.
+# Arguments that say which GPUs are a rank's, by the function that takes them.
 _DROPPED = {
     "barrier": {"device_ids"},
     "init_process_group": {"device_id"},
@@ -156,7 +156,7 @@ class _Rules(ast.NodeTransformer):
             return self._cuda(node)
         return self.generic_visit(node)
 
-    def visit_Import(self, node: ast.Import) -> ast.AST | list[ast.stmt]:
+    def visit_Import(self, node: ast.Import) -> ast.AST:
         for one in node.names:
             if one.name == "torch.cuda":
                 self.replaced["torch.cuda"] += 1

@@ -14,6 +14,7 @@ options:
   -h, --help       show this text
 """
 
+import builtins
 import importlib.util
 import multiprocessing.spawn
 import os
@@ -181,7 +182,7 @@ def _run_as_main(code: CodeType, path: str | None, loader: Any, spec: ModuleSpec
     module.__file__, module.__loader__, module.__spec__ = path, loader, spec
     module.__package__ = spec.parent if spec is not None else None
     module.__dict__["__cached__"] = None
-    module.__dict__["__builtins__"] = __builtins__
+    module.__dict__["__builtins__"] = builtins
     # multiprocessing calls the main module __mp_main__ too, since the time when torch imported it.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     exec(code, module.__dict__)
