@@ -1,6 +1,5 @@
 """Tables looked up by ids and offsets, and trained in the backward pass: dynamicemb's module under TorchRec's."""
 
-import enum
 import math
 import shutil
 import tempfile
@@ -29,18 +28,7 @@ from oneemb.embedding import MultiTableEmbedding
 from oneemb.options import make_cached_host_mem_store_options, make_device_mem_store_options, make_table
 from oneemb.torchrec.optimizers import from_fused_params
 
-__all__ = ["BatchedDynamicEmbeddingTables", "BatchedDynamicEmbeddingTablesV2", "StorageLayout"]
-
-
-class StorageLayout(enum.Enum):
-    """Where rows are."""
-
-    HBM_ONLY = "HBM-only (single tier, GPU)"
-    HOST_ONLY = "Host-only (single tier, CPU)"
-    HYBRID = "Hybrid (HBM + Host, disjoint partitions; total = HBM + Host)"
-    CACHING = "Caching (HBM cache + Host full backing; HBM rows duplicate Host)"
-    CACHING_PS = "Caching (HBM cache + external PS backing; HBM rows duplicate PS)"
-    HOST_PS = "External PS only (host-resident, opaque)"
+__all__ = ["BatchedDynamicEmbeddingTables", "BatchedDynamicEmbeddingTablesV2"]
 
 
 class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):

@@ -1,15 +1,11 @@
 """Optimizers by the names that FBGEMM and dynamicemb have for them."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
-__all__ = [
-    "EmbOptimType", "OptimizerArgs", "get_optimizer_ckpt_state_dim", "get_optimizer_state_dim", "get_required_arg",
-    "string_to_opt_type",
-]  # fmt: skip
+__all__ = ["EmbOptimType", "OptimizerArgs", "get_optimizer_ckpt_state_dim", "get_optimizer_state_dim"]
 
 
 @dataclass
@@ -40,30 +36,6 @@ class OptimizerArgs:
     weight_norm_coefficient: float = 0
     lower_bound: float = 0
     regularization_mode: int = 0
-
-
-def string_to_opt_type(optimizer_str: str) -> EmbOptimType:
-    """FBGEMM's optimizer of this value.
-
-    Raises:
-        ValueError: there is none.
-    """
-    try:
-        return EmbOptimType(optimizer_str)
-    except ValueError:
-        known = ", ".join(kind.value for kind in EmbOptimType)
-        raise ValueError(f"optimizer must be one of {known}, got {optimizer_str!r}") from None
-
-
-def get_required_arg(args: dict[str, Any], key: str) -> Any:
-    """An argument that has to be there.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if key not in args:
-        raise ValueError(f"the arguments of an optimizer must have {key!r}, got {sorted(args)}")
-    return args[key]
 
 
 def get_optimizer_state_dim(optimizer_type: EmbOptimType, dim: int, dtype: torch.dtype | None = None) -> int:
