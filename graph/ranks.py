@@ -622,6 +622,8 @@ def _by_rank(of_all: Iterable[object]) -> str:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Its bytes, and zeros up to a multiple of 8, as views of what follows need it."""
+    if tensor.numel() == 0:  # whose strides may be any
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     more = _padded(len(flat)) - len(flat)
     return torch.cat([flat, flat.new_zeros(more)]) if more else flat

@@ -270,7 +270,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
 
     def dump(
         self, save_dir: str, optim: bool = False, counter: bool = False, table_names: list[str] | None = None,
-        pg: "distributed.ProcessGroup | None" = None, *, layout: str = "today",
+        pg: "distributed.ProcessGroup | None" = None, *, layout: Literal["today", "seed"] = "today",
     ) -> None:  # fmt: skip
         """Write tables into a folder that is there; see `DynamicEmbDump`."""
         names = [name for name in self.table_names if table_names is None or name in table_names]

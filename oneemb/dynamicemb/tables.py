@@ -31,10 +31,12 @@ from oneemb.storage.foreign.dynamicemb_files import (
     Dump,
     DumpRows,
     DumpWriter,
+    Layout,
     file_key,
     find_dump,
     key_of_file,
     owner_of_key,
+    unpublish,
 )
 
 __all__ = ["DynamicTables", "TableInfo"]
@@ -315,7 +317,7 @@ class DynamicTables:
             group |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
         return found | {option: float(group[option]) for option in options}
 
-    def dump(self, folder: str, names: Sequence[str], *, optim: bool, counter: bool, layout: str) -> None:
+    def dump(self, folder: str, names: Sequence[str], *, optim: bool, counter: bool, layout: Layout) -> None:
         """Write tables of these names into a folder that is there. Every rank makes the call.
 
         Args:
@@ -329,7 +331,7 @@ class DynamicTables:
             what = f"dump table {self.names[t]!r}"
             self._calls.together("dump", what, functools.partial(self._dump, folder, t, what, optim, counter, layout))
 
-    def _dump(self, folder: str, t: int, what: str, optim: bool, counter: bool, layout: str) -> None:
+    def _dump(self, folder: str, t: int, what: str, optim: bool, counter: bool, layout: Layout) -> None:
         table, calls = self.tables[t], self._calls
         by_first = layout == "seed"
         rank_of = self._rank_by_dist(t)
@@ -339,12 +341,23 @@ class DynamicTables:
         metas: list[dict[str, Any]] = []
 
         def begin() -> None:
-            metas.append(self._meta(t, layout))
+            metas.append(self._meta(t, layout, optim))
             if by_first and not calls.first:
                 return
             states = self._states() if optim else []
             where = (0, 1) if by_first else (calls.rank, calls.size)
-            writers.append(DumpWriter(folder, table.name, rank=where[0], ranks=where[1], version=layout, states=states))
+            writers.append(
+                DumpWriter(
+                    folder,
+                    table.name,
+                    rank=where[0],
+                    ranks=where[1],
+                    version=layout,
+                    states=states,
+                    with_state=optim,
+                    with_counts=counter,
+                )  # fmt: skip
+            )
 
         def write(rows: DumpRows) -> None:
             key_N = rows.key_N
@@ -358,26 +371,45 @@ class DynamicTables:
                 scores = None  # That version keeps none of these.
             writers[0].append(key_N, rows.value_ND, scores, rows.state_NZ if optim else None)
 
-        def write_counts() -> None:
-            if counter and writers:
-                writers[0].append_counter(*self.sightings(t))
-
         try:
             calls.agree(what, begin)
             now = self.rows.store.timestamp()
             self._move(t, what, rank_of, write)
-            calls.agree(what, write_counts)
-            calls.agree(what, lambda: [writer.finish() for writer in writers] and None)
-            calls.agree(what, lambda: DumpWriter.unpublish(folder, table.name) if calls.first else None)
-            calls.agree(what, lambda: [writer.publish() for writer in writers] and None)
+            if counter:
+                counts = self._counts_for(t, what, rank_of)
+                calls.agree(what, lambda: _each(writers, lambda writer: writer.append_counter(*counts)))
+            calls.agree(what, lambda: _each(writers, DumpWriter.finish))
+            calls.agree(what, lambda: unpublish(folder, table.name) if calls.first else None)
+            calls.agree(what, lambda: _each(writers, DumpWriter.publish))
             calls.agree(what, lambda: writers[0].publish_meta(metas[0]) if calls.first else None)
         finally:
             for writer in writers:
                 writer.discard()
 
-    def _meta(self, t: int, layout: str) -> dict[str, Any]:
+    def _counts_for(
+        self, t: int, what: str, rank_of: Callable[[np.ndarray], np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The sightings of all ranks that `rank_of` gives this one."""
+        own = self.sightings(t)
+        if self._calls.size == 1:
+            return own
+
+        def send() -> list[list[torch.Tensor]]:
+            rank_N = rank_of(own[0])
+            of_rank = [[torch.from_numpy(array[rank_N == r]) for array in own] for r in range(self._calls.size)]
+            return [[torch.tensor([len(its[0])]), *its] for its in of_rank]
+
+        ids, counts = [], []
+        for block in self._calls.exchange(what, send):
+            count = int(block.take(1, torch.int64))
+            ids.append(block.take(count, torch.int64).numpy())
+            counts.append(block.take(count, torch.int64).numpy())
+        return np.concatenate(ids), np.concatenate(counts)
+
+    def _meta(self, t: int, layout: Layout, optim: bool) -> dict[str, Any]:
         """What the last file of a dump says."""
-        its = self.opt_args(t)
+        row_optimizer = self.rows.row_optimizer
+        its = self.opt_args(t) if optim or row_optimizer is None or row_optimizer.name in _OPT_ARGS else {}
         if layout == "seed":
             return {name: value for name, value in its.items() if name != "opt_type"}
         strategy = self.tables[t].options.score_strategy
@@ -412,6 +444,7 @@ class DynamicTables:
         dumps = {name: find_dump(folder, name, dim=self.rows.embedding_dim) for name in names}
         for name, dump in dumps.items():
             t = self.index(name)
+            dump.check_distinct(self.tables[t].num_embeddings)
             strategy = self.tables[t].options.score_strategy
             theirs, own = dump.meta.get("evict_strategy"), str(evict_strategy_of(strategy))
             if theirs is not None and theirs != own:
@@ -527,6 +560,11 @@ class DynamicTables:
     def sightings_bytes(self) -> int:
         """Bytes of memory that counts take."""
         return self.rows.store.sightings_bytes
+
+
+def _each(writers: Sequence[DumpWriter], call: Callable[[DumpWriter], None]) -> None:
+    for writer in writers:
+        call(writer)
 
 
 def _itself(value: T) -> T:
