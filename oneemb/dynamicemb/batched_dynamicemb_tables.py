@@ -99,6 +99,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
             })  # fmt: skip
             tables = self._made(table_options, names, make, device)
         self._dynamic = tables
+        self._table_names = tables.names  # where dynamicemb's tools look
         self.rows = tables.rows
         """The embedding that has the rows."""
         self._admission_counter = None

@@ -21,7 +21,7 @@ from oneemb.dynamicemb.tables import DynamicTables
 from oneemb.graph.ranks import Ranks
 from oneemb.rank_calls import RankCalls
 from oneemb.storage.foreign.dynamicemb_files import Dump
-from oneemb.storage.fs import AnyPath, absolute_path
+from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path
 
 __all__ = [
     "DynamicEmbDump", "DynamicEmbLoad", "dynamic_tables", "find_sharded_modules", "get_dynamic_emb_module", "named_for",
@@ -106,7 +106,9 @@ def DynamicEmbDump(
         raise ValueError(f'layout must be "today" or "seed", got {layout!r}')
     counts, calls = _counts_and_ranks(counter, pg)
     folder, chosen = absolute_path(path), _chosen(model, table_names)
-    calls.agree(f"dump into {folder}", lambda: _make_folder(folder, list(chosen), calls.first, allow_overwrite))
+    what = f"dump into {folder}"
+    calls.agree(what, lambda: _check_folder(folder, allow_overwrite))
+    calls.agree(what, lambda: _make_folders(folder, list(chosen)))
     for its_path, its in chosen.items():
         for tables, names in its:
             where = os.path.join(folder, its_path)
@@ -188,10 +190,13 @@ def _chosen(model: torch.nn.Module, table_names: TableNames | None) -> dict[str,
     return chosen
 
 
-def _make_folder(folder: str, paths: Sequence[str], first: bool, allow_overwrite: bool) -> None:
+def _check_folder(folder: str, allow_overwrite: bool) -> None:
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise FileExistsError(f"{folder} is no folder; give another path")
-    if first and not allow_overwrite and os.path.isdir(folder) and os.listdir(folder):
+    if not allow_overwrite and os.path.isdir(folder) and os.listdir(folder):
         raise FileExistsError(f"{folder} has files already; give another path, or allow_overwrite=True")
+
+
+def _make_folders(folder: str, paths: Sequence[str]) -> None:
     for path in paths:
-        os.makedirs(os.path.join(folder, path), exist_ok=True)
+        LocalFileSystem().make_directories(os.path.join(folder, path))

@@ -68,23 +68,32 @@ class _Context(Multistreamable):
 
 
 class _Merged(LazyAwaitable[Any]):
-    """What a call gives, of dynamic tables and of the others."""
+    """What a call gives, of dynamic tables and of the others.
 
-    def __init__(self, parts: Sequence[LazyAwaitable[Any]], names: Sequence[str]):
+    Args:
+        parts: of each what it gives.
+        names_of: what each calls its embeddings, and what all together do: those of a feature that both have are other
+            ones.
+        names: of the latter, in their order.
+    """
+
+    def __init__(
+        self, parts: Sequence[LazyAwaitable[Any]], names_of: Sequence[Mapping[str, str]], names: Sequence[str]
+    ):
         super().__init__()
-        self._parts, self._names = parts, names
+        self._parts, self._names_of, self._names = parts, names_of, names
 
     def _wait_impl(self) -> Any:
         found = [part.wait() for part in self._parts]
         if isinstance(found[0], KeyedTensor):
             pooled: dict[str, torch.Tensor] = {}
-            for part in found:
-                pooled |= part.to_dict()
+            for part, names in zip(found, self._names_of, strict=True):
+                pooled |= {names[name]: tensor for name, tensor in part.to_dict().items()}
             lengths = [pooled[name].shape[1] for name in self._names]
             return KeyedTensor(list(self._names), lengths, torch.cat([pooled[name] for name in self._names], 1))
         embeddings: dict[str, JaggedTensor] = {}
-        for part in found:
-            embeddings |= part
+        for part, names in zip(found, self._names_of, strict=True):
+            embeddings |= {names[name]: its for name, its in part.items()}
         return {name: embeddings[name] for name in self._names}
 
 
@@ -102,23 +111,28 @@ class _ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOpt
         dynamic: the tables that are.
         static: TorchRec's sharded collection of the others; None = there are none.
         configs: of all tables, in their order.
-        names: of the embeddings that a call gives.
         tables: the dynamic ones, by embedding.
         unsharded: the class of the module that is sharded.
     """
 
     def __init__(
-        self, dynamic: ShardedCollection, static: Any, configs: Sequence[BaseEmbeddingConfig], names: Sequence[str],
+        self, dynamic: ShardedCollection, static: Any, configs: Sequence[BaseEmbeddingConfig],
         tables: Sequence[DynamicTables], unsharded: type[torch.nn.Module],
     ):  # fmt: skip
         super().__init__()
-        self._unsharded, self._names = unsharded, list(names)
+        self._unsharded = unsharded
         holders = dynamic.collection.holders
         self._dynamic, self.rows = (dynamic,), dynamic.rows
         holder = torch.nn.ModuleDict(dict(getattr(dynamic, holders).items()))
         mine = {config.name for config in dynamic.collection.configs}
         others = [config for config in configs if config.name not in mine]
         self._static = (static,)
+        whole = {(configs[column.table].name, column.feature): column.name for column in columns_of(configs)}
+        self._names = list(whole.values())
+        self._names_of = [
+            {column.name: whole[part[column.table].name, column.feature] for column in columns_of(part)}
+            for part in (dynamic.collection.configs, others)
+        ]
         self._static_features = list(dict.fromkeys(feature for config in others for feature in config.feature_names))
         if static is not None:
             for name, module in getattr(static, holders).items():
@@ -187,7 +201,7 @@ class _ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOpt
         if static is None:
             return self._dynamic[0].output_dist(ctx.dynamic, output)
         parts = [self._dynamic[0].output_dist(ctx.dynamic, output[:-1]), static.output_dist(ctx.static, output[-1])]
-        return _Merged(parts, self._names)
+        return _Merged(parts, self._names_of, self._names)
 
     @property
     def unsharded_module_type(self) -> type[torch.nn.Module]:
@@ -296,7 +310,6 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
             sharded,
             static,
             configs,
-            [column.name for column in columns_of(configs)],
             list(_dynamic_tables(collection, dynamic, options)),
             type(module),
         )

@@ -373,7 +373,7 @@ class DynamicTables:
 
         try:
             calls.agree(what, begin)
-            now = self.rows.store.timestamp()
+            now = calls.by_first(what, self.rows.store.timestamp)
             self._move(t, what, rank_of, write)
             if counter:
                 counts = self._counts_for(t, what, rank_of)
@@ -479,10 +479,15 @@ class DynamicTables:
         """
         t = self.index(name)
         what = f"load table {name!r}"
-        self._calls.together("load", what, lambda: self._calls.agree(what, lambda: self._load(t, dump, optim, counter)))
 
-    def _load(self, t: int, dump: Dump, optim: bool, counter: bool) -> None:
-        store, table, now = self.rows.store, self.tables[t], self.rows.store.timestamp()
+        def load() -> None:
+            now = self._calls.by_first(what, self.rows.store.timestamp)
+            self._calls.agree(what, lambda: self._load(t, dump, now, optim, counter))
+
+        self._calls.together("load", what, load)
+
+    def _load(self, t: int, dump: Dump, now: int, optim: bool, counter: bool) -> None:
+        store, table = self.rows.store, self.tables[t]
         store.build()
         for rows in dump.read(self._at_once):
             id_N = rows.key_N

@@ -168,7 +168,9 @@ def half(weights):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_where_ids_fit_the_numbers_are_torchrecs_beside_its_own_tables(ranks):
-    calls = [(kind, dynamic) for kind in ("bags", "ids") for dynamic in [("one", "two", "three"), ("two",)]]
+    calls = [
+        (kind, dynamic) for kind in ("bags", "ids") for dynamic in [("one", "two", "three"), ("two",), ("three", "two")]
+    ]
     for of_calls in on_ranks(ranks, of_each, train_beside_stock, calls):
         for differ, names, keys, optimizer in of_calls:
             assert differ < 1e-6
