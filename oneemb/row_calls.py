@@ -4,7 +4,6 @@ Each rank names ids of its own, and each of them is dealt with by the rank that 
 """
 
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ import torch
 from oneemb.graph.ranks import Ranks
 from oneemb.rank_calls import RankCalls
 from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.ledger import Departing
 
 __all__ = ["RowCalls"]
 
@@ -55,17 +55,16 @@ class RowCalls:
         counted_U = self._store.replicas.are_counted(table_U[erased_U], id_U[erased_U])
         return int(np.count_nonzero(counted_U))
 
-    def evict(self, tables: Sequence[int] | None = None) -> dict[str, int]:
-        """See `TableEmbedding.evict`.
-
-        Args:
-            tables: whose rows leave; None = those of all.
-        """
+    def evict(self) -> dict[str, int]:
+        """See `TableEmbedding.evict`."""
         what, left = f"evict rows of {self._name!r}", Counter[str]()
-        of_ranks = self._calls.together(
-            "evict", what, lambda: self._calls.all_gather(what, lambda: self._store.evict(tables))
-        )
-        for its in of_ranks:
+
+        def evict() -> list[dict[str, int]]:
+            departing: list[Departing] = []  # On none of them, if one fails to say what leaves.
+            self._calls.agree(what, lambda: departing.extend(self._store.departing()))
+            return self._calls.all_gather(what, lambda: self._store.evict(departing))
+
+        for its in self._calls.together("evict", what, evict):
             left.update(its)
         return dict(left)
 

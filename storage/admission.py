@@ -18,7 +18,7 @@ from oneemb.kernels.score_rows import hashes_of
 from oneemb.kernels.sketch import add_to_sketch, read_sketch
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError
-from oneemb.storage.ledger import MARKS, Ledger, LedgerClock
+from oneemb.storage.ledger import Ledger, LedgerClock
 from oneemb.storage.part_arrays import sightings_name
 from oneemb.storage.policies import AdmitAfter, AdmitChance, AdmitWhere, EpochLFU, RowPolicy
 
@@ -212,12 +212,8 @@ class _Counters:
 
     def to_array(self) -> np.ndarray:
         """int64 [N, 3]: ids, and the words of their marks in pairs; the first line is the ledger's clock."""
-        ids, marks = [], []
-        for _, id_N, place_N in self._ledger.items():
-            ids.append(id_N)
-            marks.append(self._ledger.marks(place_N))
-        id_N, mark_N4 = np.concatenate([np.empty(0, np.int64), *ids]), np.concatenate(
-            [np.empty((0, MARKS), np.uint32), *marks])  # fmt: skip
+        _, id_N, place_N = self._ledger.items()
+        mark_N4 = self._ledger.marks(place_N)
         order_N = np.argsort(id_N)  # so that equal states are equal bytes
         head = np.array([[self._ledger.clock.lookups, self._ledger.clock.shard, self._ledger.clock.epoch]])
         body_N3 = np.concatenate([id_N[order_N, None], mark_N4[order_N].view(np.int64)], axis=1)

@@ -35,7 +35,7 @@ from oneemb.storage.bottom import EXPORTED, Bottom, TableBottom
 from oneemb.storage.errors import OtherSnapshotError, SnapshotExistsError, SnapshotNotFoundError
 from oneemb.storage.journal import Journal
 from oneemb.storage.kept_rows import KeptRows, refuses_some
-from oneemb.storage.ledger import MARKS, LedgerClock
+from oneemb.storage.ledger import MARKS, Departing, LedgerClock
 from oneemb.storage.owned_rows import OwnedRows
 from oneemb.storage.pins import PinBook
 from oneemb.storage.policies import RowPolicy
@@ -45,6 +45,7 @@ from oneemb.storage.row_store import StorageError, StoreFullError
 from oneemb.storage.snapshot_rows import PartOf, SnapshotRows
 from oneemb.storage.step_lock import StepLock, alone, between_steps
 from oneemb.storage.table.delta import GONE
+from oneemb.storage.table.snapshot_file import check_snapshot_name
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiered_rows import ChangeRows, NewPart, TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
@@ -420,12 +421,22 @@ class EmbeddingStore:
 
     @_between_steps
     @_in_turn
-    def evict(self, tables: Sequence[int] | None = None) -> dict[str, int]:
-        """Let all rows leave that have expired, or are more than a table may have, as policies say, and that no
-        lookup holds.
+    def departing(self) -> list[Departing]:
+        """The rows that have expired, as policies say, and that no lookup holds. `evict` lets them leave.
 
-        Args:
-            tables: whose rows leave; None = those of all.
+        Raises:
+            ValueError: `expire_where` or a clock raises, or gives what it is not to give.
+        """
+        self._check_open()
+        if self.kept is None or not self.built:
+            return []
+        self.pins.release_abandoned()
+        return self.kept.departing(range(self.num_tables), self.step)
+
+    @_between_steps
+    @_in_turn
+    def evict(self, departing: Sequence[Departing]) -> dict[str, int]:
+        """Let these rows leave, and those that are more than a table may have, and that no lookup holds.
 
         Returns:
             How many, by reason.
@@ -433,8 +444,7 @@ class EmbeddingStore:
         self._check_open()
         if self.kept is None or not self.built:
             return {}
-        self.pins.release_abandoned()
-        left = self.kept.evict(range(self.num_tables) if tables is None else tables, self.step)
+        left = self.kept.evict(range(self.num_tables), departing)
         self.changes += bool(left)
         return left
 
@@ -762,7 +772,8 @@ class EmbeddingStore:
             self.journal.parent(since, keep_evicted)
         if not overwrite and any(info.name == name for info in self._rows.snapshots()):
             raise SnapshotExistsError.named(name, f"in {self._bottom.name}")
-        if isinstance(name, str) and not name.startswith(EXPORTED):  # What is no name is refused below.
+        check_snapshot_name(name)
+        if not name.startswith(EXPORTED):
             self._evict_before_save()
         uses, arrays = (None, None) if self.kept is None else (self.kept.to_meta(), self.kept.to_arrays())
         loaded = rows = len(self._rows) - (0 if without is None else len(without[1]))
@@ -786,7 +797,7 @@ class EmbeddingStore:
         if self.kept is not None and self.built:
             self.pins.release_abandoned()
             tables = [t for t, policy in enumerate(self.kept.policies) if policy.evict_at_snapshot]
-            if tables and self.kept.evict(tables, self.step, expired_only=True):
+            if tables and self.kept.evict(tables, self.kept.departing(tables, self.step), expired_only=True):
                 self.changes += 1
 
     def check_since(self, since: str, keep_evicted: bool) -> str:
@@ -926,8 +937,14 @@ class EmbeddingStore:
     def _check_policy(self, info: SnapshotInfo) -> None:
         """Raise StorageError unless a snapshot says of the uses of its rows what the policy here can go on with."""
         LedgerClock.of_meta(info.meta, info.name)
+        self._check_clock()
         if self.kept is not None:
             self.kept.ledger.check_rules(info.meta, info.name)
+
+    def _check_clock(self) -> None:
+        """Raise ValueError if the policies' clock gives no time."""
+        if self.kept is not None:
+            self.kept.ledger.second  # noqa: B018  # It is read.
 
     @_in_turn
     def delete_snapshot(self, name: str) -> None:
@@ -981,6 +998,7 @@ class EmbeddingStore:
         with self.turns:
             self._check_process()
             self._check_open()
+            self._check_clock()
             self._mend()
             if self._bottom.keeps_rows and not self.built:
                 self._rows.build()

@@ -174,8 +174,8 @@ class Journal:
                 return point
         names = ", ".join(repr(point.name) for point in known) or "none, save a whole one first"
         raise StorageError(
-            f"a delta is since one of the last {POINTS_MAX} snapshots that were saved here, or loaded as as many ranks"
-            f" saved them, with rows of the same form: {names}; got {name!r}"
+            f"a delta is since one of the last {POINTS_MAX} snapshots that were saved here, or loaded by as many ranks"
+            f" as saved them, with rows of the same form: {names}; got {name!r}"
         )
 
     def _from(self, point: Point) -> list[Point]:

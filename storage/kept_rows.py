@@ -11,8 +11,8 @@ Invariants:
 Nothing here is thread-safe: `EmbeddingStore` calls it in a turn.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,7 @@ class KeptRows:
         self.admission = self.new_admission()
         """Which ids get a row; None = all."""
         self._slots = _KnownSlots(rows)
+        self._asks = False
         self._refuses = any(policy.when_full == "refuse" for policy in policies)
         self.turned_away = 0
         """How many ids of lookups got no row since their table was full."""
@@ -97,6 +98,8 @@ class KeptRows:
             step: updates made so far.
             uses_U: int64, how many ids of a batch each key is of; None = as the keys say.
         """
+        if self._asks:
+            raise ValueError("a function of a policy (admit=, expire_where=) must not call the embedding that asks it")
         ledger, loops, hot = self.ledger, self._rows.loops, self._rows.hot
         second = ledger.second  # Whatever may fail comes before rows leave; what a disk does may come afterwards.
         keys = loops.counted(keys)
@@ -110,7 +113,8 @@ class KeptRows:
         admitted_M, sighted = np.ones(len(unknown), np.bool_), (table_U[unknown], id_U[unknown], uses_U[unknown])
         if asks:
             assert self.admission is not None
-            admitted_M = self.admission.asks(*sighted, ledger.clock.lookups + 1, again=again)
+            with self._asking():
+                admitted_M = self.admission.asks(*sighted, ledger.clock.lookups + 1, again=again)
         self._sweep(step, second, held)
         if self._refuses and not admits:
             fits_M = ledger.fitting(table_U[unknown[admitted_M]], held)
@@ -139,10 +143,12 @@ class KeptRows:
                 self.admission.note(*sighted, admitted_M, ledger.clock.lookups)
             elif self.admission is not None and len(new):
                 self.admission.forget(table_U[new], id_U[new])
-        except BaseException:
+        except BaseException as error:
             self._release(slot_U)
             if lent_M is not None:
                 hot.take_back(lent_M)
+            if len(new):  # Their rows are there, and what is known of them is not.
+                raise RuntimeError("a lookup was cut short between its rows and what is known of their uses") from error
             raise
         self._slots.note(place_U, slot_U)
         self._pins.note_places(slot_U, place_U, lent_M)
@@ -202,7 +208,8 @@ class KeptRows:
         for table_N, id_N in ledger.keys_to_weigh(shards, _ROWS_AT_ONCE):
             row_NW = np.empty((len(id_N), self._format.row_width), np.float32)
             self._rows.hot.get(table_N, id_N, row_NW)
-            departing += ledger.unwanted(table_N, id_N, self._numbers(row_NW), held)
+            with self._asking():
+                departing += ledger.unwanted(table_N, id_N, self._numbers(row_NW), held)
         ledger.swept(step, shards)
         for its in departing:
             self._leave(its)
@@ -241,24 +248,41 @@ class KeptRows:
         """These rows have been erased by hand."""
         self._slots.forget(self.ledger.forget(table_V, id_V, "erased"))
 
-    def evict(self, tables: Sequence[int], step: int, *, expired_only: bool = False) -> dict[str, int]:
-        """Let all rows of these tables leave that have expired, or are more than a table may have, and that no lookup
-        holds. Returns how many, by reason.
-
-        Args:
-            expired_only: those alone that have expired.
-        """
-        ledger, left, held = self.ledger, dict[str, int](), self._pins.places()
+    def departing(self, tables: Sequence[int], step: int) -> list[Departing]:
+        """The rows that have expired, those of these tables among them, and that no lookup holds."""
+        ledger, held = self.ledger, self._pins.places()
         departing = ledger.expired(range(SHARDS), step, ledger.second, held)
         if any(ledger.policies[t].weighs for t in tables):
             for table_N, id_N, row_NW in self._rows.rows():
                 asked = np.flatnonzero(np.isin(table_N, tables))
-                departing += ledger.unwanted(table_N[asked], id_N[asked], self._numbers(row_NW[asked]), held)
+                with self._asking():
+                    departing += ledger.unwanted(table_N[asked], id_N[asked], self._numbers(row_NW[asked]), held)
+        return departing
+
+    def evict(
+        self, tables: Sequence[int], departing: Sequence[Departing], *, expired_only: bool = False
+    ) -> dict[str, int]:
+        """Let those of these rows leave that are of these tables, and what is more than a table may have and is held by
+        no lookup. Returns how many, by reason.
+
+        Args:
+            expired_only: these rows alone.
+        """
+        left = dict[str, int]()
         self._leave_of(tables, departing, left)
         if not expired_only:
-            ledger.fit(self._format.row_bytes)
-            self._leave_of(tables, ledger.surplus(held, tables), left)  # of what is left by now
+            self.ledger.fit(self._format.row_bytes)
+            self._leave_of(tables, self.ledger.surplus(self._pins.places(), tables), left)  # of what is left by now
         return left
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Within it a user's function is called, which must not call the embedding."""
+        self._asks = True
+        try:
+            yield
+        finally:
+            self._asks = False
 
     def _leave_of(self, tables: Sequence[int], departing: Sequence[Departing], left: dict[str, int]) -> None:
         """Let those leave that are of these tables, and count them by reason: one that leaves for two by the first."""

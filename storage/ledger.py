@@ -279,9 +279,9 @@ class Ledger:
         self._rows_T += np.bincount(table_N, minlength=len(self._rows_T))
         return place_N
 
-    def items(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Tables, ids and places of all rows, some at a time."""
-        yield self._rows_in(range(SHARDS))
+    def items(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tables, ids and places of all rows."""
+        return self._rows_in(range(SHARDS))
 
     def marks(self, place_N: np.ndarray) -> np.ndarray:
         """What the records of rows at these places are to hold: uint32 [N, MARKS]."""
@@ -374,11 +374,20 @@ class Ledger:
         """Which rows have to leave of these tables where they were loaded with more than they may have, as far as they
         may."""
         excess_T = self._excess(np.zeros(len(self._rows_T), np.int64))
-        excess_T[[t for t in range(len(excess_T)) if t not in tables]] = -_UNLIMITED
-        if not (self._evicts_T & (excess_T > 0)).any():
+        over = [t for t in tables if self._evicts_T[t] and excess_T[t] > 0]
+        if not over:
             return []
-        excess_T = np.where(self._evicts_T, np.minimum(excess_T, self._rows_T - self._in_use(held)), 0)
-        return [self._choose(excess_T, 0, held)]
+        free_T, departing = self._rows_T - self._in_use(held), []
+        with self._holding(held):
+            table_N, id_N, score_N = free_rows(
+                self._blocks_of(range(SHARDS)), self._table_P, self._id_P, self._held_P, self._mark_P4,
+                threads=self._threads,
+            )  # fmt: skip
+        for t in over:
+            of = np.flatnonzero(table_N == t)
+            its = of[self._least(table_N[of], id_N[of], score_N[of], int(min(excess_T[t], free_T[t])))]
+            departing.append(Departing(table_N[its], id_N[its], "capacity"))
+        return departing
 
     def _excess(self, new_T: np.ndarray) -> np.ndarray:
         """How many rows more than it may have each table has with so many new ones; below 0 where there is room."""

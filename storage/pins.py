@@ -114,7 +114,7 @@ class PinBook:
         """How many of the rows of these keys lookups hold."""
         slot_U = self._slots_here(table_U, id_U)
         held = [self._rows.loops.tensor(pins.slot_U) for pins in self._owned()]
-        return sum(int(torch.isin(slot_U, slots).sum()) for slots in held)
+        return int(torch.isin(slot_U, torch.cat(held)).sum()) if held else 0
 
     # ---- of coming lookups ------------------------------------------------------------------------------------------
 

@@ -113,6 +113,7 @@ class GivenScore:
     def __post_init__(self) -> None:
         if type(self.new) is not int or not 0 <= self.new < 2**64:
             raise ValueError(f"new must be a score, an int from 0 to 2**64 - 1, got {self.new!r}")
+        _check_bool("on_use", self.on_use)
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class AdmitAfter:
 
     def __post_init__(self) -> None:
         _check_int("sightings", self.sightings, 1, 2**31)
+        _check_bool("per_lookup", self.per_lookup)
         _check_int("counters", self.counters, 1, 2**38)
         if self.sketch_width is not None:
             _check_int("sketch_width", self.sketch_width, 1, 2**32)
@@ -148,7 +150,7 @@ class AdmitChance:
 
     Args:
         probability: above 0, 1 at most, whatever number of the lookup's ids are equal.
-        seed: any int from 0 up.
+        seed: an int from 0 to 2^64 - 1.
     """
 
     probability: float
@@ -178,6 +180,7 @@ class AdmitWhere:
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise TypeError(f"function must be a function, got {self.function!r}")
+        _check_bool("per_lookup", self.per_lookup)
         _check_int("counters", self.counters, 1, 2**38)
 
 
@@ -264,8 +267,7 @@ class RowPolicy:
         _check_positive("expire_below_norm", self.expire_below_norm)
         _check_int("sweep_steps", self.sweep_steps, 1, 2**31)
         for name in ("sweep_weights", "evict_at_snapshot", "timestamps"):
-            if type(getattr(self, name)) is not bool:
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            _check_bool(name, getattr(self, name))
         for name in ("expire_where", "clock"):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -351,6 +353,11 @@ def rules_of(policies: Sequence[RowPolicy]) -> ScoreRules:
 def _check_int(name: str, value: object, least: int, most: int) -> None:
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name} must be an int from {least} to {most}, got {value!r}")
+
+
+def _check_bool(name: str, value: object) -> None:
+    if type(value) is not bool:
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def _check_positive(name: str, value: object) -> None:

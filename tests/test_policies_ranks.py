@@ -276,3 +276,26 @@ def wait(group, path, seconds):
 def test_rows_of_all_ranks_expire_by_the_clock(tmp_path, rank_pool):
     for left in rank_pool(2, wait, str(tmp_path / "rows"), [10, 1, 1]):
         assert left == [{}, {"expired": 20}, {}]
+
+
+def fail_to_say(group, path):
+    """expire_where raises on rank 1."""
+
+    def everything_leaves(table, ids, weights):
+        if group.rank() == 1:
+            raise ZeroDivisionError
+        return np.ones(len(ids), np.bool_)
+
+    embedding = made(group, path, RowPolicy(expire_where=everything_leaves))
+    look_up(embedding, np.stack([np.zeros(20, np.int64), np.arange(20)], axis=1))
+    rows = embedding.stats()["rows"]
+    with pytest.raises((ValueError, oneemb.RankError)) as error:
+        embedding.evict()
+    after = embedding.stats()["rows"]
+    embedding.close()
+    return rows, after, str(error.value)
+
+
+def test_no_rank_lets_rows_leave_where_one_cannot_say_which(tmp_path, rank_pool):
+    for rank, (rows, after, said) in enumerate(rank_pool(2, fail_to_say, str(tmp_path / "rows"))):
+        assert rows == after > 0 and ("nothing was done here" in said) == (rank == 0)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import oneemb
-from oneemb.policies import LFU, LRU, AdmitAfter, GivenScore, MixedLFU, RowPolicy, StepLRU
+from oneemb.policies import LFU, LRU, AdmitAfter, AdmitWhere, GivenScore, MixedLFU, RowPolicy, StepLRU
+from oneemb.storage.errors import BrokenStoreError
 from tests.test_policies import STORES, everything, ids, known, make, sgd, step
 
 ZERO, SEVEN = oneemb.make_constant_initializer(0.0), oneemb.make_constant_initializer(7.0)
@@ -210,3 +211,97 @@ def test_what_cannot_be_is_refused(call, message):
 def test_tables_note_times_alike(tmp_path):
     with pytest.raises(ValueError, match="timestamps= of a policy is the same for all tables"):
         make(tmp_path / "rows", "device", [RowPolicy(timestamps=True), RowPolicy()], tables=2)
+
+
+# ---- what fails half-way ---------------------------------------------------------------------------------------------
+
+
+class Stopping:
+    """A clock that raises when it is told to."""
+
+    fails = False
+
+    def __call__(self):
+        if self.fails:
+            raise OSError("no clock")
+        return 5.0
+
+
+def test_a_clock_that_fails_changes_nothing(tmp_path):
+    clock = Stopping()
+    embedding = make(tmp_path / "rows", "device", RowPolicy(LRU(), expire_after_seconds=9, clock=clock))
+    embedding(ids(1, 2))
+    embedding.save_snapshot("two")
+    embedding(ids(3))
+    before = everything(embedding)
+    clock.fails = True
+    for call in (embedding.clear, lambda: embedding.load_snapshot("two"), embedding.evict, lambda: embedding(ids(9))):
+        with pytest.raises(ValueError, match="clock of a policy must give seconds"):
+            call()
+    clock.fails = False
+    assert everything(embedding) == before and known(embedding) == {(0, 1), (0, 2), (0, 3)}
+    embedding.load_snapshot("two")
+    assert known(embedding) == {(0, 1), (0, 2)}
+
+
+@pytest.mark.parametrize("name", ["", "x" * 300, 5])
+def test_rows_stay_where_a_name_is_none(tmp_path, name):
+    embedding = make(tmp_path / "rows", "device", RowPolicy(expire_after_steps=1, evict_at_snapshot=True))
+    optimizer = sgd(embedding)
+    step(embedding, optimizer, ids(1))
+    for _ in range(3):
+        step(embedding, optimizer, ids(2))
+    there = known(embedding)
+    with pytest.raises((ValueError, TypeError), match="name must"):
+        embedding.save_snapshot(name)
+    assert known(embedding) == there
+    embedding.save_snapshot("good")
+    assert known(embedding) == {(0, 2)}
+
+
+@pytest.mark.parametrize("where", ["admit", "expire_where"])
+def test_a_function_that_calls_the_embedding_is_told(tmp_path, where):
+    calls = []
+
+    def asks(table, its, other):
+        calls.append(embedding(ids(77)))
+        return np.ones(len(its), np.bool_)
+
+    how = {"admit": AdmitWhere(asks)} if where == "admit" else {"expire_where": asks}
+    embedding = make(tmp_path / "rows", "device", RowPolicy(**how))
+    with pytest.raises(ValueError, match="must not call the embedding"):
+        embedding(ids(1))
+        embedding.evict()
+    assert not calls and known(embedding) == (set() if where == "admit" else {(0, 1)})
+
+
+def test_evict_lets_those_leave_that_are_too_many_and_no_others(tmp_path):
+    big = make(tmp_path / "rows", "device", [RowPolicy(LRU())] * 2, tables=2)
+    big(ids(*range(110)), torch.zeros(110, dtype=torch.int64))
+    big(ids(*range(97)), torch.ones(97, dtype=torch.int64))
+    big(ids(*range(50)), torch.zeros(50, dtype=torch.int64))
+    big.save_snapshot("all")
+    big.close()
+    embedding = make(tmp_path / "rows", "device", [RowPolicy(LRU(), capacity=100)] * 2, tables=2)
+    embedding.load_snapshot("all")
+    assert embedding.evict() == {"capacity": 10}
+    there = known(embedding, 120, 2)
+    assert len(there) == 197 and {(0, n) for n in range(50)} <= there and {(1, n) for n in range(97)} <= there
+
+
+def test_memory_that_is_out_in_the_middle_of_a_lookup_breaks_the_embedding(tmp_path, monkeypatch):
+    embedding = make(tmp_path / "rows", "device", RowPolicy(LRU()))
+    embedding(ids(1))
+    embedding.save_snapshot("one")
+
+    def out_of_memory(*_, **__):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("oneemb.storage.ledger.score_uses", out_of_memory)
+        with pytest.raises(Exception, match="cut short between its rows"):
+            embedding(ids(2, 3))
+    with pytest.raises(BrokenStoreError):
+        embedding(ids(4))
+    embedding.load_snapshot("one")
+    assert known(embedding) == {(0, 1)}

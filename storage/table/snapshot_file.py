@@ -19,7 +19,7 @@ from oneemb.storage.fs import FileSystem, storage_error
 from oneemb.storage.table.file_header import HEADER_BYTES, SNAPSHOT_MAGIC, read_header
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotRecord, decode_manifest, encode_snapshot
 
-__all__ = ["RenameUncertainError", "SnapshotFiles"]
+__all__ = ["RenameUncertainError", "SnapshotFiles", "check_snapshot_name"]
 
 _SUFFIX = ".snapshot"
 _TEMPORARY = ".tmp"
@@ -230,6 +230,11 @@ class RenameUncertainError(StorageError):
             f"{storage_error(error, 'sync the directory', directory)}; the snapshot {name!r} is {done}, but a loss of "
             f"power may undo that until a later save or delete of any snapshot succeeds"
         )
+
+
+def check_snapshot_name(name: str) -> None:
+    """Raise TypeError or ValueError if no snapshot can have this name."""
+    _file_name(name)
 
 
 def _file_name(name: str) -> str:
