@@ -275,6 +275,18 @@ def test_too_many_erased_keys_need_a_whole_snapshot(tmp_path, monkeypatch):
     embedding.save_delta("x", "whole")
 
 
+def test_all_that_was_erased_in_many_calls_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(oneemb.storage.journal, "_ARRAYS_MAX", 2)
+    embedding, _, _ = chain(tmp_path)
+    embedding.save_snapshot("before")
+    there = {n for n in range(200) if embedding.erase(torch.tensor([n]), 0)}
+    assert len(there) > 5
+    embedding.save_delta("kept", "before", keep_evicted=True)
+    rows = embedding.stats()["rows"]
+    embedding.load_snapshot("kept")
+    assert embedding.stats()["rows"] == rows
+
+
 def test_a_parent_that_is_gone_by_other_means_is_none(tmp_path):
     embedding, _, _ = chain(tmp_path)
     (tmp_path / "snapshots" / "d3.snapshot").rename(tmp_path / "elsewhere")

@@ -296,6 +296,33 @@ def fail_to_say(group, path):
     return rows, after, str(error.value)
 
 
+def refuse_on_one(group, path):
+    """A row that a lookup of rank 0 holds is erased, and a score that its table has none of given, by all."""
+    embedding = made(group, path, RowPolicy(LFU(half_life=5.0)))
+    look_up(embedding, np.stack([np.zeros(20, np.int64), np.arange(20)], axis=1))
+    before, said = rows_of(embedding), []
+    # One of rank 0's rows gets what is no number; those of rank 1 what is one.
+    mine = torch.tensor(
+        [n for n, owner in enumerate(owners_of([(0, n) for n in range(20)], 2)) if owner == group.rank()]
+    )
+    bits = torch.full_like(mine, int(np.float64(np.nan if group.rank() == 0 else 7.0).view(np.int64)))
+    held = look_up(embedding, np.array([[0, int(mine[0])]]))
+    for call in (lambda: embedding.set_scores(mine, bits, 0), lambda: embedding.erase(torch.arange(20), 0)):
+        with pytest.raises((ValueError, oneemb.StorageError, oneemb.RankError)) as error:
+            call()
+        said.append(str(error.value))
+    held.sum().backward()
+    embedding.drop_grads()
+    after = rows_of(embedding)
+    embedding.close()
+    return before.keys() == after.keys(), {key for key in before if before[key][0] != after[key][0]}, said
+
+
+def test_calls_that_one_rank_refuses_change_nothing_on_any(tmp_path, rank_pool):
+    for same, changed, said in rank_pool(2, refuse_on_one, str(tmp_path / "rows")):
+        assert same and not changed, said
+
+
 def test_no_rank_lets_rows_leave_where_one_cannot_say_which(tmp_path, rank_pool):
     for rank, (rows, after, said) in enumerate(rank_pool(2, fail_to_say, str(tmp_path / "rows"))):
         assert rows == after > 0 and ("nothing was done here" in said) == (rank == 0)
