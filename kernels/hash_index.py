@@ -248,11 +248,12 @@ def cells_move(
 
 @cpu
 def cells_erase(
-    begin: Number, end: Number, address_P: Array, cells_P: Array, size_P: Array, shard_U: Array, table_U: Array,
-    id_U: Array, old_U: Array,
+    begin: Number, end: Number, first: Number, address_P: Array, cells_P: Array, size_P: Array, shard_U: Array,
+    table_U: Array, id_U: Array, old_U: Array,
 ) -> None:  # fmt: skip
-    """Take out the keys of shards begin to end - 1; old_U[u] = the place key u had, -1 if it was not there. Counts them
-    off size_P."""
+    """Take out the keys of shards first + begin to first + end - 1; old_U[u] = the place key u had, -1 if it was not
+    there. Counts them off size_P."""
+    begin, end = begin + first, end + first
     for u in range(len(id_U)):
         ahead = min(u + _AHEAD, len(id_U) - 1)
         if begin <= shard_U[ahead] < end:

@@ -152,9 +152,13 @@ class HashIndex:
         """Take the keys out. Returns the places they had, -1 for a key that was not here: int64 [U]."""
         old_U = np.empty(len(id_U), np.int64)
         shard_U, _ = self._count(table_U, id_U)
+        if len(id_U) == 0:
+            return old_U
+        # Rows that are evicted are of a few shards, side by side: these are the work that threads share.
+        first, shards = int(shard_U.min()), int(shard_U.max()) - int(shard_U.min()) + 1
         self._threads.run(
-            cells_erase, SHARDS, self._address_P, self._cells_P, self._size_P, shard_U, table_U, id_U, old_U,
-            share_min=1 + SHARDS * _SHARE_MIN // (len(id_U) + 1),
+            cells_erase, shards, first, self._address_P, self._cells_P, self._size_P, shard_U, table_U, id_U, old_U,
+            share_min=1 + shards * _SHARE_MIN // (len(id_U) + 1),
         )  # fmt: skip
         return old_U
 

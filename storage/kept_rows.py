@@ -20,6 +20,7 @@ import torch
 
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Keys
+from oneemb.kernels.slot_marks import put_at_places, values_at_places
 from oneemb.kernels.threads import Threads
 from oneemb.storage.admission import Admission
 from oneemb.storage.hash_index import SHARDS
@@ -60,7 +61,7 @@ class KeptRows:
         """What is known of each row's use."""
         self.admission = self.new_admission()
         """Which ids get a row; None = all."""
-        self._slots = _KnownSlots(rows)
+        self._slots = _KnownSlots(rows, threads)
         self._asks = False
         self._refuses = any(policy.when_full == "refuse" for policy in policies)
         self.turned_away = 0
@@ -392,10 +393,11 @@ class _KnownSlots:
 
     Args:
         rows: those of the store.
+        threads: runs loops.
     """
 
-    def __init__(self, rows: TieredRows):
-        self._rows = rows
+    def __init__(self, rows: TieredRows, threads: Threads):
+        self._rows, self._threads = rows, threads
         self._generation = rows.generation
         self._slot_P = np.empty(0, np.int64)
 
@@ -407,7 +409,7 @@ class _KnownSlots:
     def of(self, hot: HotTier, keys: Keys, place_U: np.ndarray) -> np.ndarray:
         """The slots of these keys' rows, -1 of those that have none."""
         self._begin(place_U)
-        slot_U = np.where(place_U >= 0, self._slot_P[place_U], -1)
+        slot_U = values_at_places(self._slot_P, place_U, threads=self._threads)
         unsure = np.flatnonzero((slot_U < 0) & (place_U >= 0))
         if len(unsure):
             slot_U[unsure] = hot.index.find(keys.table_U[unsure], keys.id_U[unsure])
@@ -417,8 +419,7 @@ class _KnownSlots:
         """Rows at these places are in these slots; -1 is no place."""
         if self._rows.hot.lies_still:
             self._begin(place_U)
-            known = place_U >= 0
-            self._slot_P[place_U[known]] = slot_U[known]
+            put_at_places(self._slot_P, place_U, slot_U, threads=self._threads)
 
     def forget(self, place_V: np.ndarray) -> None:
         """Rows at these places have left; -1 is no place."""

@@ -118,7 +118,7 @@ def test_a_job_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path, kills
             at = straight[0].stats()["step"]
             one_step(*straight, at)
             if at % 2:  # Snapshots let rows that have expired leave.
-                straight[0].store.evict([0, 1])
+                straight[0].evict()
         assert same(state_of(embedding), state_of(straight[0]))
         embedding.close()
     left = straight[0].stats()["policy"]["left"]

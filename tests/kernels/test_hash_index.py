@@ -110,7 +110,7 @@ def erase(cell_C2, keys):
     table_U, id_U = arrays(keys)
     old_U = np.empty(len(keys), np.int64)
     size_1 = np.zeros(1, np.int64)
-    cells_erase(0, 1, *shard(cell_C2), size_1, np.zeros(len(id_U), np.uint8), table_U, id_U, old_U)
+    cells_erase(0, 1, 0, *shard(cell_C2), size_1, np.zeros(len(id_U), np.uint8), table_U, id_U, old_U)
     assert -size_1[0] == (old_U >= 0).sum()
     return old_U.tolist()
 
