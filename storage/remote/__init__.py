@@ -1,0 +1,1 @@
+"""Rows that are kept beyond this process: parameter servers."""

@@ -1,0 +1,33 @@
+"""Which parameter server a URL names."""
+
+from collections.abc import Callable
+
+from oneemb.storage.remote.memory_server import MemoryServer
+from oneemb.storage.remote.parameter_server import ParameterServer
+
+__all__ = ["open_server"]
+
+_in_memory: dict[str, dict[tuple[str, int, int], bytes]] = {}
+"""What the servers in memory keep, by name: whoever opens a name again finds its rows."""
+
+
+def open_server(url: str) -> ParameterServer:
+    """The parameter server at a URL, `scheme://what the scheme takes`.
+
+    Raises:
+        ValueError: no scheme of the name is known, or it takes other options.
+        ServerError: it cannot be reached.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in _OPEN:
+        raise ValueError(
+            f"a parameter server's URL begins with one of {', '.join(f'{s}://' for s in _OPEN)}; got {url}"
+        )
+    return _OPEN[scheme](rest)
+
+
+def _memory(name: str) -> ParameterServer:
+    return MemoryServer(_in_memory.setdefault(name, {}), f"memory://{name}")
+
+
+_OPEN: dict[str, Callable[[str], ParameterServer]] = {"memory": _memory}
