@@ -13,6 +13,7 @@ _MODULES = {
     "eager": ("Optimizer",),
     "options": (
         "make_cached_host_mem_store_options",
+        "make_cached_remote_store_options",
         "make_cached_ssd_store_options",
         "make_column_options",
         "make_constant_initializer",
@@ -37,8 +38,11 @@ _MODULES = {
 _WHERE = {name: f"oneemb.{module}" for module, names in _MODULES.items() for name in names}
 _WHERE |= {
     "BuildError": "oneemb.graph.build_error",
+    "LostRowsError": "oneemb.storage.remote.parameter_server",
     "NonFiniteGradientError": "oneemb.graph.ops",
     "RankError": "oneemb.graph.ranks",
+    "ServerError": "oneemb.storage.remote.parameter_server",
+    "ServerTimeoutError": "oneemb.storage.remote.parameter_server",
     "StorageError": "oneemb.storage.row_store",
     "StoreFullError": "oneemb.storage.row_store",
 }

@@ -19,6 +19,7 @@ from oneemb.machine import (
 from oneemb.named_snapshot import snapshot_name as snapshot_name
 from oneemb.options import (
     make_cached_host_mem_store_options as make_cached_host_mem_store_options,
+    make_cached_remote_store_options as make_cached_remote_store_options,
     make_cached_ssd_store_options as make_cached_ssd_store_options,
     make_column_options as make_column_options,
     make_constant_initializer as make_constant_initializer,
@@ -40,6 +41,11 @@ from oneemb.rows.export_rows import export_rows as export_rows
 from oneemb.rows.import_rows import import_rows as import_rows
 from oneemb.rows.reader import make_persistent_table_reader as make_persistent_table_reader
 from oneemb.rows.writer import make_persistent_table_writer as make_persistent_table_writer
+from oneemb.storage.remote.parameter_server import (
+    LostRowsError as LostRowsError,
+    ServerError as ServerError,
+    ServerTimeoutError as ServerTimeoutError,
+)
 from oneemb.storage.row_store import (
     StorageError as StorageError,
     StoreFullError as StoreFullError,

@@ -96,7 +96,7 @@ class TableEmbedding(torch.nn.Module):
             dim=self.embedding_dim,
             dtype=DTYPE_NAMES[dtype],
             initial=initial_rows(seed, dim_C, self.tables, default_initializer or _DEFAULT_INITIALIZER),
-            plan=store_plan(store_options, self.tables, self.ranks),
+            plan=store_plan(name, store_options, self.tables, self.ranks),
             threads=Threads(num_threads),
             policies=self.policies,
         )

@@ -1,5 +1,6 @@
 """The arguments of an embedding: checked, and turned into what storage and kernels take."""
 
+import hashlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from oneemb.kernels import init_rows
 from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.options import (
     CachedHostMemStoreOptions,
+    CachedRemoteStoreOptions,
     CachedSsdStoreOptions,
     DeviceMemStoreOptions,
     Initializer,
@@ -22,7 +24,7 @@ from oneemb.options import (
 from oneemb.storage.initializers import encoded, largest_weight
 from oneemb.storage.policies import RowPolicy
 from oneemb.storage.snapshot_parts import rank_folder_name
-from oneemb.storage.tiers.stack import StorePlan
+from oneemb.storage.tiers.stack import RemotePlan, StorePlan
 
 __all__ = [
     "DTYPE_NAMES",
@@ -125,12 +127,13 @@ def rank_folders(options: StoreOptions, ranks: Ranks | None) -> list[str]:
     return [os.path.join(paths[0], rank_folder_name(rank, ranks.size)) for rank in range(ranks.size)]
 
 
-def store_plan(options: StoreOptions, tables: Sequence[TableOptions], ranks: Ranks | None) -> StorePlan:
-    """What the store of these options is built of, on this rank."""
+def store_plan(name: str, options: StoreOptions, tables: Sequence[TableOptions], ranks: Ranks | None) -> StorePlan:
+    """What the store of these options is built of, on this rank, for an embedding of this name."""
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     folder = rank_folders(options, ranks)[rank]
     cache_bytes: int | None
     host_bytes: int | None
+    remote = None
     match options:
         case DeviceMemStoreOptions():
             cache_bytes, host_bytes, policy = None, 0, "lfu"
@@ -139,10 +142,19 @@ def store_plan(options: StoreOptions, tables: Sequence[TableOptions], ranks: Ran
         case CachedSsdStoreOptions():
             cache_bytes, host_bytes = options.cache_budget_mb * 2**20, options.host_cache_budget_mb * 2**20
             policy = options.cache_policy
+        case CachedRemoteStoreOptions():
+            cache_bytes, host_bytes, policy = options.cache_budget_mb * 2**20, 0, options.cache_policy
+            remote = RemotePlan(options.url, _name_on_server(name, folder))
     replicated = tuple(t for t, table in enumerate(tables) if table.replicate)
     return StorePlan(
-        folder, cache_bytes, host_bytes, options.capacity, options.physical_block_size, policy, rank, size, replicated
-    )
+        folder, cache_bytes, host_bytes, options.capacity, options.physical_block_size, policy, rank, size, replicated,
+        remote=remote,
+    )  # fmt: skip
+
+
+def _name_on_server(name: str, folder: str) -> str:
+    """The same for a job that is started again, and another one for each rank and for a copy in another folder."""
+    return f"{name}.{hashlib.blake2s(folder.encode(), digest_size=4).hexdigest()}"
 
 
 def policies_of(

@@ -10,7 +10,7 @@ says how much state a row needs.
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, cast
 
 from oneemb.storage.fs import AnyPath, absolute_path
@@ -22,14 +22,16 @@ from oneemb.storage.initializers import (
     TruncNormalInitializer,
     UniformInitializer,
 )
+from oneemb.storage.remote.servers import check_url
 
 __all__ = [
-    "CachePolicy", "CachedHostMemStoreOptions", "CachedSsdStoreOptions", "ColumnOptions", "ConstantInitializer",
-    "DeviceMemStoreOptions", "IdInitializer", "Initializer", "NormalInitializer", "Options", "StoreOptions",
-    "TableOptions", "TruncNormalInitializer", "UniformInitializer", "from_json", "make_cached_host_mem_store_options",
-    "make_cached_ssd_store_options", "make_column_options", "make_constant_initializer",
-    "make_device_mem_store_options", "make_id_initializer", "make_normal_initializer", "make_table",
-    "make_table_options", "make_trunc_normal_initializer", "make_uniform_initializer", "to_json",
+    "CachePolicy", "CachedHostMemStoreOptions", "CachedRemoteStoreOptions", "CachedSsdStoreOptions", "ColumnOptions",
+    "ConstantInitializer", "DeviceMemStoreOptions", "IdInitializer", "Initializer", "NormalInitializer", "Options",
+    "StoreOptions", "TableOptions", "TruncNormalInitializer", "UniformInitializer", "from_json",
+    "make_cached_host_mem_store_options", "make_cached_remote_store_options", "make_cached_ssd_store_options",
+    "make_column_options", "make_constant_initializer", "make_device_mem_store_options", "make_id_initializer",
+    "make_normal_initializer", "make_table", "make_table_options", "make_trunc_normal_initializer",
+    "make_uniform_initializer", "to_json",
 ]  # fmt: skip
 
 
@@ -203,7 +205,29 @@ class CachedSsdStoreOptions:
         _check_cache(self)
 
 
-StoreOptions = DeviceMemStoreOptions | CachedHostMemStoreOptions | CachedSsdStoreOptions
+@dataclass(frozen=True)
+class CachedRemoteStoreOptions:
+    """A device cache over rows on a parameter server; the path holds snapshots. Made by
+    `make_cached_remote_store_options`."""
+
+    url: str = field(repr=False)  # It may have a password; JSON has it too.
+    cache_budget_mb: int
+    persistent_path: tuple[str, ...]
+    capacity: int | None = None
+    size_factor: int | None = None
+    storage_dim: int | None = None
+    physical_block_size: int = 4096
+    cache_policy: CachePolicy = "lfu"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.url, str):
+            raise TypeError(f"url must be a str, such as redis://host:6379, got {type(self.url).__name__}")
+        check_url(self.url)
+        _check_store(self)
+        _check_cache(self)
+
+
+StoreOptions = DeviceMemStoreOptions | CachedHostMemStoreOptions | CachedSsdStoreOptions | CachedRemoteStoreOptions
 Options = Initializer | ColumnOptions | TableOptions | StoreOptions
 _Paths = AnyPath | Sequence[AnyPath]
 
@@ -284,6 +308,40 @@ def make_cached_ssd_store_options(
     )  # fmt: skip
 
 
+def make_cached_remote_store_options(
+    url: str,
+    cache_budget_mb: int,
+    persistent_path: _Paths,
+    capacity: int | None = None,
+    size_factor: int | None = None,
+    storage_dim: int | None = None,
+    physical_block_size: int = 4096,
+    cache_policy: CachePolicy = "lfu",
+) -> CachedRemoteStoreOptions:
+    """Options of a store that keeps every row on a parameter server, such as Redis, and the rows in use in a device
+    cache.
+
+    The server is not what makes rows last: snapshots are, whole ones in `persistent_path`, as those of any other store.
+    A row that the server has lost or mixed up is a `LostRowsError`, never a wrong number; loading a snapshot brings all
+    rows back. An embedding begins without rows, whatever the server has of an earlier job. Each row takes 24 bytes of
+    memory here.
+
+    Args:
+        url: of the server: `redis://host:6379/?prefix=job`, `file:///folder`, or of a plugin; docs/tde.md has them all.
+            Jobs that share a server need a prefix each.
+        persistent_path: folder for snapshots, made if it does not exist; or a list of folders, one for each rank.
+
+    The other arguments and errors are those of `make_cached_host_mem_store_options`.
+
+    Raises:
+        ValueError: the URL names no kind of server that there is.
+    """
+    return CachedRemoteStoreOptions(
+        url, cache_budget_mb, _paths(persistent_path), capacity, size_factor, storage_dim, physical_block_size,
+        cache_policy,
+    )  # fmt: skip
+
+
 # ---- JSON -----------------------------------------------------------------------------------------------------------
 
 _TYPES = {
@@ -291,6 +349,7 @@ _TYPES = {
     for kind in (
         ConstantInitializer, UniformInitializer, NormalInitializer, TruncNormalInitializer, IdInitializer,
         ColumnOptions, TableOptions, DeviceMemStoreOptions, CachedHostMemStoreOptions, CachedSsdStoreOptions,
+        CachedRemoteStoreOptions,
     )
 }  # fmt: skip
 
@@ -373,7 +432,7 @@ def _check_store(options: StoreOptions) -> None:
         raise ValueError(f"physical_block_size must be 512 or 4096 bytes, got {options.physical_block_size}")
 
 
-def _check_cache(options: CachedHostMemStoreOptions | CachedSsdStoreOptions) -> None:
+def _check_cache(options: CachedHostMemStoreOptions | CachedSsdStoreOptions | CachedRemoteStoreOptions) -> None:
     _check_int("cache_budget_mb", options.cache_budget_mb, 1)
     if isinstance(options, CachedSsdStoreOptions):
         _check_int("host_cache_budget_mb", options.host_cache_budget_mb, 0)

@@ -2,7 +2,7 @@
 
 from typing import NotRequired, TypedDict
 
-__all__ = ["EmbeddingStats", "PolicyStats", "TableStats", "TierStats"]
+__all__ = ["EmbeddingStats", "PolicyStats", "RemoteStats", "TableStats", "TierStats"]
 
 
 class TierStats(TypedDict):
@@ -24,6 +24,20 @@ class TierStats(TypedDict):
     """Rows written to the store below."""
     bytes: int
     """Memory of the rows and of their index."""
+
+
+class RemoteStats(TypedDict):
+    """Rows on a parameter server."""
+
+    rows: int
+    dirty: int
+    """Rows that were pushed since the last snapshot."""
+    rows_pulled: int
+    rows_pushed: int
+    rows_left_behind: int
+    """Rows that were erased or replaced here, and may be on the server still."""
+    bytes: int
+    """Memory of the index here."""
 
 
 class TableStats(TypedDict):
@@ -84,4 +98,5 @@ class EmbeddingStats(TypedDict):
     """Of an embedding with a policy."""
     device: NotRequired[TierStats]
     host: NotRequired[TierStats]
+    remote: NotRequired[RemoteStats]
     persistent: NotRequired[TableStats]

@@ -183,7 +183,7 @@ class EmbeddingStore:
     @property
     def built(self) -> bool:
         """Whether the tiers are there. Until then no row is known here, and every id reads as its initial value."""
-        return bool(self._rows.tiers)
+        return self._rows.built
 
     @property
     def format(self) -> RowFormat:
@@ -296,10 +296,9 @@ class EmbeddingStore:
     @property
     def row_SW(self) -> Array:
         """The hot tier's slab, float32 [S, W], and on a GPU a tensor [S, at least W]. Read it anew for every use."""
-        tiers = self._rows.tiers
-        if not tiers:
+        if not self._rows.built:
             raise StorageError(f"the embedding on {self._bottom.name} has no rows in memory any more: closed")
-        return tiers[0].row_SW
+        return self._rows.hot.row_SW
 
     @property
     def weight_SX(self) -> Array:
@@ -314,7 +313,7 @@ class EmbeddingStore:
     @property
     def hot(self) -> HotRows:
         """The hot tier. In a turn only."""
-        return self._rows.tiers[0]
+        return self._rows.hot
 
     def acquire(
         self, keys: Keys, prefetched: Prefetched | None = None, *, again: bool = False, admits: bool = False,

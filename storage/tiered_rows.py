@@ -11,23 +11,21 @@ Invariants:
 Nothing here is thread-safe: `EmbeddingStore` calls it in a turn.
 """
 
-import _thread
 import functools
-import threading
 import uuid
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.loops import Loops
-from oneemb.kernels.threads import Threads, within_thread_code
+from oneemb.kernels.threads import Threads
 from oneemb.storage.bottom import Bottom
+from oneemb.storage.dropped import close_when_dropped
 from oneemb.storage.owned_rows import OwnedRows
 from oneemb.storage.policies import RowPolicy
 from oneemb.storage.row_format import RowFormat
@@ -35,7 +33,7 @@ from oneemb.storage.row_store import Places, RowStore, Snapshots, StorageError, 
 from oneemb.storage.snapshot_rows import PartOf, SnapshotRows, shard_of
 from oneemb.storage.table.delta import rows_of
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
-from oneemb.storage.tiers.hot_rows import HotRows
+from oneemb.storage.tiers.hot_rows import HotRows, Tier
 from oneemb.storage.tiers.stack import NewRows, StorePlan, check_room, make_tiers
 from oneemb.storage.turns import undisturbed
 
@@ -88,8 +86,8 @@ class TieredRows:
         self.generation = 0
         self.whole = True
         """False when a call was cut short and a part of the rows is gone, until `dismantle`."""
-        self.tiers: list[HotRows] = []
-        """Those in memory, the hot one first. Empty until `build`."""
+        self.tiers: list[Tier] = []
+        """Those above the store at the bottom, the hot one first. Empty until `build`."""
         self.opened = 0
         """How often the store at the bottom has been opened: what `places` gave is of one of these times."""
         self.lie_as_saved = False
@@ -106,7 +104,7 @@ class TieredRows:
     @property
     def hot(self) -> HotRows:
         """The hot tier of a built one."""
-        return self.tiers[0]
+        return cast(HotRows, self.tiers[0])
 
     @property
     def format(self) -> RowFormat:
@@ -236,8 +234,7 @@ class TieredRows:
         self.new_rows, self.tiers, self._store = new_rows, tiers, store
         self.opened += 1
         # Rows that are dropped give back their threads, files and lock. At exit the system does.
-        self._finalizer = weakref.finalize(self, _close_dropped, store)
-        self._finalizer.atexit = False
+        self._finalizer = close_when_dropped(self, store)
 
     def _reload(self) -> None:
         for tier in reversed(self.tiers):
@@ -409,9 +406,8 @@ class TieredRows:
             return
         format = SnapshotRows.of_meta(info.meta, info.name).format
         self._check_holds(self.hot, info, owned)
-        in_memory = None in (self._plan.cache_bytes, self._plan.host_bytes)
         other_words = not format.same_words(self.format) or self._wider(format, weights_only)
-        if owned is not None or in_memory or other_words:
+        if owned is not None or self._plan.copies_rows or other_words:
             for _ in self._scan(info.name, owned):
                 pass
 
@@ -463,7 +459,7 @@ class TieredRows:
         """Whether each key has a row: bool [U]."""
         return self.hot.contains(table_U, id_U)
 
-    def _check_holds(self, tier: HotRows, info: SnapshotInfo, owned: OwnedRows | None) -> None:
+    def _check_holds(self, tier: Tier, info: SnapshotInfo, owned: OwnedRows | None) -> None:
         """Raise StoreFullError unless a tier can hold the rows of a snapshot."""
         try:
             tier.check_holds(rows_of(info) if owned is None else len(owned))
@@ -536,17 +532,3 @@ class TieredRows:
         finally:
             if owned is None:
                 reader.close()
-
-
-def _close_dropped(store: RowStore) -> None:
-    """Close the store of rows that nobody has any more. The garbage collector may ask for it on any thread, in the
-    middle of anything."""
-    of_a_store = threading.current_thread().name.startswith("oneemb-")  # Which close may have to wait for.
-    if of_a_store or within_thread_code():
-        # Where this thread goes on: to start one by `threading` is to wait for locks that it may hold.
-        _thread.start_new_thread(threading.Thread(target=store.close, name="close").start, ())
-        return
-    try:
-        store.close()
-    except KeyboardInterrupt:  # Python drops what is raised here: it comes again, a moment later.
-        threading.Timer(0.01, _thread.interrupt_main).start()

@@ -22,9 +22,9 @@ import torch.distributed.checkpoint
 import oneemb
 from oneemb.kernels import jit_cuda
 from oneemb.stats import EmbeddingStats, TableStats, TierStats
+from oneemb.storage.dropped import close_when_dropped
 from oneemb.storage.errors import BrokenStoreError
 from oneemb.storage.table.persistent_table import PersistentTable
-from oneemb.storage.tiered_rows import _close_dropped
 from tests.kernels.test_init_rows import uniform_python
 from tests.support.interrupts import AtLine
 from tests.support.models import STORES, make_embedding, reopen, rows_of, store_options
@@ -1035,8 +1035,10 @@ def test_an_interrupt_while_a_dropped_embedding_is_closed_comes_a_moment_later()
         def close(self):
             raise KeyboardInterrupt
 
+    owner = Table()
+    close_when_dropped(owner, Table())
     with pytest.raises(KeyboardInterrupt):
-        _close_dropped(Table())
+        del owner
         time.sleep(10)
 
 

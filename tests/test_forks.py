@@ -29,6 +29,7 @@ STORES = {
     "device": lambda path: oneemb.make_device_mem_store_options(path),
     "host": lambda path: oneemb.make_cached_host_mem_store_options(1, path),
     "ssd": lambda path: oneemb.make_cached_ssd_store_options(1, path),
+    "remote": lambda path: oneemb.make_cached_remote_store_options(f"memory://{path}", 1, path),
 }
 
 pytestmark = [

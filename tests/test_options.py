@@ -18,6 +18,7 @@ STORES = {
     "device": lambda **options: oneemb.make_device_mem_store_options("/rows", **options),
     "host": lambda **options: oneemb.make_cached_host_mem_store_options(64, "/rows", **options),
     "ssd": lambda **options: oneemb.make_cached_ssd_store_options(64, "/rows", **options),
+    "remote": lambda **options: oneemb.make_cached_remote_store_options("memory://", 64, "/rows", **options),
 }
 
 
@@ -105,6 +106,7 @@ def test_a_store_takes_a_path_or_one_for_each_rank(kind, tmp_path):
         "device": oneemb.make_device_mem_store_options,
         "host": lambda path: oneemb.make_cached_host_mem_store_options(1, path),
         "ssd": lambda path: oneemb.make_cached_ssd_store_options(1, path),
+        "remote": lambda path: oneemb.make_cached_remote_store_options("memory://", 1, path),
     }[kind]
     assert make(tmp_path).persistent_path == make(str(tmp_path)).persistent_path == (str(tmp_path),)
     assert make(["/a", Path("/b")]).persistent_path == ("/a", "/b")
@@ -222,6 +224,10 @@ _STORES = st.one_of(
     st.builds(
         lambda mb, host, path, more: oneemb.make_cached_ssd_store_options(mb, path, host_cache_budget_mb=host, **more),
         st.integers(1, 10**9), st.integers(0, 10**9), _PATHS, _CACHED,
+    ),
+    st.builds(
+        lambda mb, path, sizes: oneemb.make_cached_remote_store_options("memory://rows", mb, path, **sizes),
+        st.integers(1, 10**9), _PATHS, _CACHED,
     ),
 )  # fmt: skip
 _OPTIONS = _INITIALIZERS | _COLUMNS | _TABLES | _STORES | st.lists(_TABLES, max_size=4)

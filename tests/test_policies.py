@@ -37,6 +37,7 @@ from oneemb.policies import (
 )  # fmt: skip
 from oneemb.rows.reshard import reshard
 from oneemb.storage.ledger import Ledger
+from oneemb.storage.tiers.stack import RemotePlan
 
 DIM, RATE, KIB = 4, 0.25, 1024
 STORES = {
@@ -44,6 +45,7 @@ STORES = {
     "host": dict(cache_bytes=4 * KIB, host_bytes=None),
     "ssd": dict(cache_bytes=4 * KIB, host_bytes=0),
     "ssd, host cache": dict(cache_bytes=4 * KIB, host_bytes=8 * KIB),
+    "remote": dict(cache_bytes=4 * KIB, host_bytes=0),
 }
 
 
@@ -58,7 +60,8 @@ def make(path, store, policy, *, tables=1, capacity=None, padding_idx=None, thre
     """An embedding whose rows begin with ones, in a store of this kind with small caches."""
     options = oneemb.make_device_mem_store_options(path, capacity=capacity, physical_block_size=512)
     plan = oneemb.embedding.store_plan
-    oneemb.embedding.store_plan = lambda *its: replace(plan(*its), **STORES[store])
+    remote = RemotePlan(f"memory://{path}", "rows") if store == "remote" else None
+    oneemb.embedding.store_plan = lambda *its: replace(plan(*its), **STORES[store], remote=remote)
     try:
         return oneemb.MultiTableEmbedding(
             "rows", DIM, torch.float32, torch.int64, [oneemb.make_table()] * tables, options,

@@ -19,7 +19,7 @@ import numpy as np
 
 from oneemb.storage.row_store import StorageError
 
-__all__ = ["Erases", "ParameterServer", "ServerError", "ServerTimeoutError"]
+__all__ = ["Erases", "LostRowsError", "ParameterServer", "ServerError", "ServerTimeoutError"]
 
 
 class ServerError(StorageError):
@@ -28,6 +28,10 @@ class ServerError(StorageError):
 
 class ServerTimeoutError(ServerError):
     """A parameter server gave no answer in time. What was asked of it may have been done."""
+
+
+class LostRowsError(ServerError):
+    """A parameter server no longer has the rows that were pushed to it last. No other row was taken for them."""
 
 
 class ParameterServer(Protocol):

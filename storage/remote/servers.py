@@ -5,7 +5,7 @@ from collections.abc import Callable
 from oneemb.storage.remote.memory_server import MemoryServer
 from oneemb.storage.remote.parameter_server import ParameterServer
 
-__all__ = ["open_server"]
+__all__ = ["check_url", "open_server"]
 
 _in_memory: dict[str, dict[tuple[str, int, int], bytes]] = {}
 """What the servers in memory keep, by name: whoever opens a name again finds its rows."""
@@ -18,12 +18,23 @@ def open_server(url: str) -> ParameterServer:
         ValueError: no scheme of the name is known, or it takes other options.
         ServerError: it cannot be reached.
     """
+    scheme, rest = check_url(url)
+    return _OPEN[scheme](rest)
+
+
+def check_url(url: str) -> tuple[str, str]:
+    """The scheme of a URL, and what follows it.
+
+    Raises:
+        ValueError: no scheme of the name is known.
+    """
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in _OPEN:
         raise ValueError(
-            f"a parameter server's URL begins with one of {', '.join(f'{s}://' for s in _OPEN)}; got {url}"
+            f"a parameter server's URL begins with one of {', '.join(f'{s}://' for s in _OPEN)}; got"
+            f" {f'{scheme}://' if separator else 'none of these'}"
         )
-    return _OPEN[scheme](rest)
+    return scheme, rest
 
 
 def _memory(name: str) -> ParameterServer:

@@ -21,17 +21,31 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Keys
 from oneemb.storage.row_store import RowStore
 
-__all__ = ["BeginRows", "HotRows", "Prefetched"]
+__all__ = ["BeginRows", "HotRows", "Prefetched", "Tier"]
 
 BeginRows = Callable[[Array, Array, Array, Array], None]
 """begin(row_SW, slot_M, table_M, id_M) writes the initial rows of keys into these slots of an array of rows."""
 
 
-class HotRows(RowStore, Protocol):
-    """Rows that loops compute on, in place."""
+class Tier(RowStore, Protocol):
+    """Rows above a store that has them too, or some of them."""
 
     name: str
     """What errors and statistics call the tier."""
+
+    def check_holds(self, rows: int) -> None:
+        """Raise `StoreFullError` if this many rows in all are more than the tier may ever know or hold."""
+
+    def reload(self) -> None:
+        """Forget every row here and start from those of the store below. One that raises leaves the tier empty."""
+
+    def only_read(self) -> None:
+        """In a child of fork: keep no row of those that are read."""
+
+
+class HotRows(Tier, Protocol):
+    """Rows that loops compute on, in place."""
+
     row_SW: Array
     """float32 [S, at least W]. Read it anew for every use: it moves."""
 
@@ -120,15 +134,6 @@ class HotRows(RowStore, Protocol):
     def check_room(self, more: int, leaving: int) -> None:
         """Raise `StoreFullError` unless so many rows more fit here beside those that are pinned, when `leaving` of the
         others have been erased."""
-
-    def check_holds(self, rows: int) -> None:
-        """Raise `StoreFullError` if this many rows in all are more than the tier may ever know or hold."""
-
-    def reload(self) -> None:
-        """Forget every row here and start from those of the store below. One that raises leaves the tier empty."""
-
-    def only_read(self) -> None:
-        """In a child of fork: keep no row of those that are read."""
 
 
 @dataclass(eq=False)

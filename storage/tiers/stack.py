@@ -3,12 +3,13 @@
 device store     hot tier (all rows)   ->  persistent table (snapshots)
 cached host      hot tier (cache)      ->  host tier (all rows)  ->  persistent table (snapshots)
 cached SSD       hot tier (cache)     [->  host tier (cache)]    ->  persistent table (all rows)
+cached remote    hot tier (cache)      ->  remote tier (all rows) -> persistent table (snapshots)
 """
 
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -19,15 +20,30 @@ from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.loops import Loops
 from oneemb.kernels.threads import Threads
 from oneemb.storage.policies import RowPolicy, rows_instead
+from oneemb.storage.remote.servers import open_server
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import RowStore, StoreFullError
-from oneemb.storage.tiers.hot_rows import HotRows
+from oneemb.storage.tiers.hot_rows import HotRows, Tier
 from oneemb.storage.tiers.hot_tier import SLOT_OVERHEAD_BYTES, HotTier
+from oneemb.storage.tiers.remote_tier import RemoteTier
 
-__all__ = ["NewRows", "StorePlan", "check_room", "make_tiers"]
+__all__ = ["NewRows", "RemotePlan", "StorePlan", "check_room", "make_tiers"]
 
 # Of the machine's memory, or the GPU's, what a tier without a budget may come to use.
 _MEMORY_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class RemotePlan:
+    """Which parameter server keeps the rows.
+
+    Args:
+        url: of the server, as `open_server` takes it.
+        name: what the tables on it are called, followed by the number of each.
+    """
+
+    url: str = field(repr=False)  # It may have a password.
+    name: str
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,7 @@ class StorePlan:
         owner, owners: which of so many stores this is that have the rows together; `owner_of` says whose a key is.
         replicated: tables of which each of these stores has all rows.
         lends: whether lookups get rows that are not kept.
+        remote: the server that keeps all rows, in place of a host tier; None = there is none.
     """
 
     persistent_path: str
@@ -56,6 +73,12 @@ class StorePlan:
     owners: int = 1
     replicated: tuple[int, ...] = ()
     lends: bool = False
+    remote: RemotePlan | None = None
+
+    @property
+    def copies_rows(self) -> bool:
+        """Whether a tier has all rows, beside the store at the bottom."""
+        return self.cache_bytes is None or self.host_bytes is None or self.remote is not None
 
 
 class NewRows:
@@ -104,8 +127,9 @@ class NewRows:
 
 def make_tiers(
     plan: StorePlan, begin: NewRows, bottom: RowStore, threads: Threads, writing: AbstractContextManager[Any]
-) -> list[HotRows]:
-    """The tiers from the hot one, where the loops of `begin` run, down to the one above the store at the bottom.
+) -> list[Tier]:
+    """The tiers from the hot one, `HotRows`, where the loops of `begin` run, down to the one above the store at the
+    bottom.
 
     Tiers that hold all rows copy those that are there already.
 
@@ -116,19 +140,31 @@ def make_tiers(
     Raises:
         StoreFullError: the rows there are do not fit.
         MemoryError, OutOfMemoryError: there is no memory for a tier, or for the rows there are.
+        ValueError, StorageError: the URL names no server, or one that cannot be reached.
     """
-    below, host = bottom, []
-    if plan.host_bytes != 0:
-        host = [_host_tier("host", plan, plan.host_bytes, begin.format, below, None, None, threads, None)]
-        below = host[0]
+    below, between = bottom, list[Tier]()
+    if plan.remote is not None:
+        between = [
+            RemoteTier(
+                open_server(plan.remote.url),
+                plan.remote.name,
+                row_width=begin.format.row_width,
+                below=below,
+                threads=threads,
+            )  # fmt: skip
+        ]
+    elif plan.host_bytes != 0:
+        between = [_host_tier("host", plan, plan.host_bytes, begin.format, below, None, None, threads, None)]
+    if between:
+        below = between[0]
     if isinstance(begin.loops, HostLoops):
         hot: HotRows = _host_tier(
             "device", plan, plan.cache_bytes, begin.format, below, plan.capacity, begin, threads, writing
         )
     else:
         hot = _device_tier(plan, begin, below)
-    tiers: list[HotRows] = [hot, *host]
-    if None in (plan.cache_bytes, plan.host_bytes) and (rows := len(bottom)):
+    tiers: list[Tier] = [hot, *between]
+    if plan.copies_rows and (rows := len(bottom)):
         for tier in reversed(tiers):
             tier.check_holds(rows)
             tier.reload()

@@ -4,7 +4,7 @@ import torch
 
 import oneemb
 
-STORES = ["device", "host", "ssd", "ssd, host cache"]
+STORES = ["device", "host", "ssd", "ssd, host cache", "remote"]
 
 
 def store_options(kind, path, *, cache_mb=1, **options):
@@ -12,6 +12,8 @@ def store_options(kind, path, *, cache_mb=1, **options):
         return oneemb.make_device_mem_store_options(path, **options)
     if kind == "host":
         return oneemb.make_cached_host_mem_store_options(cache_mb, path, **options)
+    if kind == "remote":
+        return oneemb.make_cached_remote_store_options(f"memory://{path}", cache_mb, path, **options)
     if kind == "ssd, host cache":
         options["host_cache_budget_mb"] = 1
     return oneemb.make_cached_ssd_store_options(cache_mb, path, **options)

@@ -1,0 +1,241 @@
+"""A tier whose rows a parameter server keeps.
+
+It holds all rows, as a host tier may, above a persistent table that has them as of the last snapshot. Of each row it
+remembers the key and when it was pushed, a word in an index; the row itself travels with that number, its *stamp*.
+
+Invariants:
+- a row that comes back without the stamp of its last push is an error: a server that has restarted empty or with older
+  rows, that drops rows, or that somebody else writes to, is never taken at its word;
+- a key that has no row here is not asked of the server: what an earlier job has left there is nobody's row;
+- a push that fails has changed no row that a later call gives: whoever pushed has the row still, and pushes it again.
+"""
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from oneemb.kernels.threads import Threads
+from oneemb.storage.dropped import close_when_dropped
+from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.remote.parameter_server import Erases, LostRowsError, ParameterServer, ServerError
+from oneemb.storage.row_store import RowStore
+from oneemb.storage.turns import undisturbed
+
+__all__ = ["RemoteTier"]
+
+_STAMP_WORDS = 2
+_COUNT_BITS = 39
+"""Of a stamp, how many count pushes; a bit less than a place of the index has, which says as well whether the row is
+dirty."""
+
+
+class RemoteTier:
+    """Rows on a server.
+
+    Args:
+        server: keeps them. It is closed with the tier.
+        name: of the tables on the server, which are `name.0`, `name.1` and so on. Nobody else may write to them.
+        row_width: 32-bit words of a row.
+        below: the store underneath; None = nothing.
+        threads: runs lookups in the index.
+    """
+
+    def __init__(self, server: ParameterServer, name: str, *, row_width: int, below: RowStore | None, threads: Threads):
+        self.name = "remote"
+        self.row_width = row_width
+        self._server, self._prefix, self._below, self._threads = server, name, below, threads
+        # Of each row, twice the number of the push that it was in, and 1 where the store below does not have it so.
+        self._index = HashIndex(threads)
+        self._dirty = 0
+        self._pushes = 0
+        self._of_job = secrets.randbits(64 - _COUNT_BITS) << _COUNT_BITS  # No other job's stamp is one of ours.
+        self._pulled = self._pushed = self._left_behind = 0
+        # Tiers that are dropped end their connections. At exit the system does.
+        self._finalizer = close_when_dropped(self, server)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    # ---- rows -----------------------------------------------------------------------------------------------------
+
+    def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
+        """As `RowSource.get`.
+
+        Raises:
+            LostRowsError: the server has another row than was pushed, or none.
+            ServerError: it cannot be reached, or refuses.
+        """
+        place_U = self._index.find(table_U, id_U)
+        known_K = np.flatnonzero(place_U >= 0)
+        row_KW = self._pull(table_U[known_K], id_U[known_K], place_U[known_K])
+        out_UW[known_K] = row_KW
+        return place_U < 0
+
+    def _pull(self, table_K: np.ndarray, id_K: np.ndarray, place_K: np.ndarray) -> np.ndarray:
+        """The rows that were pushed with these numbers."""
+        row_KW = np.empty((len(id_K), self.row_width), np.float32)
+        for table, its in _by_table(table_K):
+            [word_NX], found_NP = self._server.pull(
+                self._table(table), np.ascontiguousarray(id_K[its]), [self.row_width + _STAMP_WORDS]
+            )
+            stamp_N = np.ascontiguousarray(word_NX[:, self.row_width :]).view(np.uint64)[:, 0]
+            wrong_N = ~found_NP[:, 0] | (stamp_N != self._stamps(place_K[its] >> 1))
+            if wrong_N.any():
+                self._raise_lost(table, id_K[its], found_NP[:, 0], wrong_N)
+            row_KW[its] = word_NX[:, : self.row_width]
+        self._pulled += len(id_K)
+        return row_KW
+
+    def _raise_lost(self, table: int, id_N: np.ndarray, found_N: np.ndarray, wrong_N: np.ndarray) -> None:
+        first = int(np.flatnonzero(wrong_N)[0])
+        what = "other rows than were pushed last" if found_N[first] else "no rows"
+        raise LostRowsError(
+            f"{self._server.name} has {what} of {np.count_nonzero(wrong_N)} of {len(id_N)} ids of table"
+            f" {self._table(table)!r} (the first is {id_N[first]}), which this job has pushed to it: it was restarted"
+            " without what it had, drops keys to save memory, or something else writes to that table. Load the last"
+            " snapshot, which brings all rows back; give each job a prefix of its own, and the server a disk to keep"
+            " keys on and room for them"
+        )
+
+    def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
+        """As `RowStore.put`.
+
+        Raises:
+            ServerError: the server cannot be reached, or refuses: it is full, for instance.
+        """
+        self._push(table_U, id_U, row_UW, dirty=True)
+
+    def _push(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray, *, dirty: bool) -> None:
+        for table, its in _by_table(table_U):
+            table_N, id_N = np.ascontiguousarray(table_U[its]), np.ascontiguousarray(id_U[its])
+            self._index.reserve_keys(table_N, id_N)  # What fails for want of memory does so before the push.
+            self._pushes += 1
+            word_NX = np.empty((len(id_N), self.row_width + _STAMP_WORDS), np.float32)
+            word_NX[:, : self.row_width] = row_UW[its]
+            word_NX[:, self.row_width :] = self._stamps(np.array([self._pushes])).view(np.float32)
+            self._server.push(self._table(table), id_N, [word_NX])
+            old_N = self._index.put(table_N, id_N, np.full(len(id_N), 2 * self._pushes + dirty))
+            self._dirty += len(id_N) * dirty - _dirty(old_N)
+            self._pushed += len(id_N)
+
+    def _stamps(self, push_N: np.ndarray) -> np.ndarray:
+        return push_N.astype(np.uint64) | np.uint64(self._of_job)
+
+    def _table(self, table: int) -> str:
+        return f"{self._prefix}.{table}"
+
+    def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """As `RowStore.erase`. What the server does not erase stays there as nobody's row."""
+        erased_U = self._index.find(table_U, id_U) >= 0
+        if self._below is not None:
+            erased_U |= self._below.erase(table_U, id_U)
+        old_U = self._index.erase(table_U, id_U)
+        self._dirty -= _dirty(old_U)
+        known_K = np.flatnonzero(old_U >= 0)
+        for table, its in _by_table(table_U[known_K]):
+            self._erase_there(table, np.ascontiguousarray(id_U[known_K[its]]))
+        return erased_U
+
+    def _erase_there(self, table: int, id_N: np.ndarray) -> None:
+        try:
+            if isinstance(self._server, Erases):
+                self._server.erase(self._table(table), id_N, 1)
+                return
+        except ServerError:
+            pass  # The row is gone from here: nothing depends on it, and the next call that does says what is wrong.
+        self._left_behind += len(id_N)
+
+    def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """As `RowSource.contains`."""
+        return self._index.find(table_U, id_U) >= 0
+
+    def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """As `RowSource.scan`; raises as `get`."""
+        for table_N, id_N, place_N in self._index.items(batch):
+            yield table_N, id_N, self._pull(table_N, id_N, place_N)
+
+    def flush(self) -> None:
+        """Read the rows that were pushed since the last time, and hand them down."""
+        if self._below is None:
+            return
+        for table_N, id_N, place_N in self._dirty_batches():
+            undisturbed.raise_interrupt()  # Rows of a batch that is below are clean, the others are as they were.
+            self._below.put(table_N, id_N, self._pull(table_N, id_N, place_N))
+            self._index.replace(table_N, id_N, place_N - 1)
+            self._dirty -= len(id_N)
+        self._below.flush()
+
+    def _dirty_batches(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        if self._dirty == 0:
+            return
+        its = [[array[place_N % 2 == 1] for array in (table_N, id_N, place_N)]
+               for table_N, id_N, place_N in self._index.items()]  # fmt: skip
+        table_V, id_V, place_V = (np.concatenate(arrays) for arrays in zip(*its, strict=True))
+        for n in range(0, len(id_V), batch):
+            yield table_V[n : n + batch], id_V[n : n + batch], place_V[n : n + batch]
+
+    # ---- the tier -------------------------------------------------------------------------------------------------
+
+    def check_holds(self, rows: int) -> None:
+        """As `Tier.check_holds`: only the server knows how many it has room for, and says so when they come."""
+
+    def reload(self) -> None:
+        """As `Tier.reload`: push every row of the store below."""
+        assert self._below is not None
+        self._forget()
+        try:
+            for table_N, id_N, row_NW in self._below.scan():
+                undisturbed.raise_interrupt()
+                self._push(table_N, id_N, row_NW, dirty=False)
+        except BaseException:
+            self._forget()
+            raise
+
+    def clear(self) -> None:
+        """As `RowStore.clear`. The server keeps what it has, as nobody's rows, until they are pushed anew."""
+        if self._below is not None:
+            self._below.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._left_behind += len(self._index)
+        self._index.clear()
+        self._dirty = 0
+
+    def only_read(self) -> None:
+        """As `Tier.only_read`: nothing is kept of what is read."""
+
+    def stats(self) -> dict[str, Any]:
+        """See `oneemb.stats.RemoteStats`."""
+        return {
+            "rows": len(self._index),
+            "dirty": self._dirty,
+            "rows_pulled": self._pulled,
+            "rows_pushed": self._pushed,
+            "rows_left_behind": self._left_behind,
+            "bytes": self._index.nbytes,
+        }
+
+    def close(self) -> None:
+        """End the connection. The server keeps what it has."""
+        self._finalizer.detach()
+        self._server.close()
+
+
+def _by_table(table_U: np.ndarray) -> Iterator[tuple[int, Any]]:
+    """Each table there is, and where its keys are."""
+    if len(table_U) == 0:
+        return
+    if (table_U == table_U[0]).all():
+        yield int(table_U[0]), slice(None)
+        return
+    order_U = np.argsort(table_U, kind="stable")
+    unique_T, begin_T = np.unique(table_U[order_U], return_index=True)
+    yield from zip(unique_T.tolist(), np.split(order_U, begin_T[1:]), strict=True)
+
+
+def _dirty(place_U: np.ndarray) -> int:
+    """How many of these places are of dirty rows; -1 is none."""
+    return int(np.count_nonzero((place_U >= 0) & (place_U % 2 == 1)))
