@@ -133,16 +133,6 @@ def test_a_tier_that_is_dropped_ends_its_connection():
 # ---- embeddings ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "row-wise adagrad"])
-def test_a_job_has_the_bits_that_it_has_in_memory(optimizer, tmp_path):
-    jobs = {store: Job(tmp_path / store, optimizer, store) for store in ("device", "remote", "ssd")}
-    losses = {store: job.run(0, 12) for store, job in jobs.items()}
-    rows = {store: job.rows() for store, job in jobs.items()}
-    assert losses["remote"] == losses["device"] == losses["ssd"] and rows["remote"] == rows["device"] == rows["ssd"]
-    stats = jobs["remote"].embedding.stats()
-    assert stats["rows"] == stats["remote"]["rows"] == len(rows["remote"])
-
-
 def test_a_cache_of_few_rows_pushes_and_pulls_them(tmp_path):
     jobs = [Job(tmp_path / store, "adam", store, batch=2000, ids=300_000)
             for store in ("device", "remote")]  # fmt: skip
