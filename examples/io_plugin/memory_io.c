@@ -1,7 +1,8 @@
 /* A parameter server's plugin that keeps rows in memory: a place to begin your own.
 
-One thread answers requests in the order in which they came, so IO_Pull and IO_Push return at once. A value is found by
-the name of its table, its id, its column and its part, all compared in full. */
+The configuration names a memory, which lasts as long as the process: instances of one name share its rows. A thread of
+each instance answers requests in the order in which they came, so IO_Pull and IO_Push return at once. A value is found
+by the name of its table, its id, its column and its part, all compared in full. */
 #include "io_plugin.h"
 
 #include <pthread.h>
@@ -26,14 +27,24 @@ typedef struct Request {
   IOPushParameter push;
 } Request;
 
-typedef struct {
+typedef struct Memory {
+  struct Memory* next;
+  char* name;
+  pthread_mutex_t lock; /* of the values */
   Value* buckets[BUCKETS];
+} Memory;
+
+typedef struct {
+  Memory* memory;
   Request *first, **last;
   int closed;
-  pthread_mutex_t lock;
+  pthread_mutex_t lock; /* of the requests */
   pthread_cond_t news;
   pthread_t thread;
-} Memory;
+} Instance;
+
+static Memory* memories = NULL;
+static pthread_mutex_t memories_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static void* need(void* memory) {
   if (memory == NULL) {
@@ -60,7 +71,7 @@ static Value** find(Memory* memory, const char* table, int64_t id, int64_t col, 
   return at;
 }
 
-static void answer_pull(Memory* memory, const IOPullParameter* request) {
+static void give(Memory* memory, const IOPullParameter* request) {
   for (uint32_t i = 0; i < request->num_ids; ++i) {
     for (uint32_t j = 0; j < request->num_cols; ++j) {
       for (uint32_t part = 0; part < request->num_parts; ++part) {
@@ -70,10 +81,9 @@ static void answer_pull(Memory* memory, const IOPullParameter* request) {
       }
     }
   }
-  request->on_all_fetched(request->context);
 }
 
-static void answer_push(Memory* memory, const IOPushParameter* request) {
+static void keep(Memory* memory, const IOPushParameter* request) {
   uint64_t v = 0;
   for (uint32_t i = 0; i < request->num_ids; ++i) {
     for (uint32_t j = 0; j < request->num_cols; ++j) {
@@ -93,78 +103,91 @@ static void answer_push(Memory* memory, const IOPushParameter* request) {
       }
     }
   }
-  request->on_pushed(request->context);
 }
 
-static void* work(void* instance) {
-  Memory* memory = instance;
+static void* work(void* argument) {
+  Instance* instance = argument;
   for (;;) {
-    pthread_mutex_lock(&memory->lock);
-    while (memory->first == NULL && !memory->closed) {
-      pthread_cond_wait(&memory->news, &memory->lock);
+    pthread_mutex_lock(&instance->lock);
+    while (instance->first == NULL && !instance->closed) {
+      pthread_cond_wait(&instance->news, &instance->lock);
     }
-    Request* request = memory->first;
-    if (request != NULL && (memory->first = request->next) == NULL) {
-      memory->last = &memory->first;
+    Request* request = instance->first;
+    if (request != NULL && (instance->first = request->next) == NULL) {
+      instance->last = &instance->first;
     }
-    pthread_mutex_unlock(&memory->lock);
+    pthread_mutex_unlock(&instance->lock);
     if (request == NULL) {
       return NULL;
     }
+    pthread_mutex_lock(&instance->memory->lock);
     if (request->is_push) {
-      answer_push(memory, &request->push);
+      keep(instance->memory, &request->push);
     } else {
-      answer_pull(memory, &request->pull);
+      give(instance->memory, &request->pull);
+    }
+    pthread_mutex_unlock(&instance->memory->lock);
+    /* From here on the other side may free what the request points to. */
+    if (request->is_push) {
+      request->push.on_pushed(request->push.context);
+    } else {
+      request->pull.on_all_fetched(request->pull.context);
     }
     free(request);
   }
 }
 
-static void enqueue(Memory* memory, Request* request) {
-  pthread_mutex_lock(&memory->lock);
-  *memory->last = request;
-  memory->last = &request->next;
-  pthread_cond_signal(&memory->news);
-  pthread_mutex_unlock(&memory->lock);
+static void enqueue(Instance* instance, Request* request) {
+  pthread_mutex_lock(&instance->lock);
+  *instance->last = request;
+  instance->last = &request->next;
+  pthread_cond_signal(&instance->news);
+  pthread_mutex_unlock(&instance->lock);
+}
+
+static Memory* named(const char* name) {
+  pthread_mutex_lock(&memories_lock);
+  Memory* memory = memories;
+  while (memory != NULL && strcmp(memory->name, name) != 0) {
+    memory = memory->next;
+  }
+  if (memory == NULL) {
+    memory = need(calloc(1, sizeof(Memory)));
+    memory->name = need(strdup(name));
+    memory->next = memories;
+    pthread_mutex_init(&memory->lock, NULL);
+    memories = memory;
+  }
+  pthread_mutex_unlock(&memories_lock);
+  return memory;
 }
 
 const char* IO_type = "memory-io";
 
 void* IO_Initialize(const char* config) {
-  (void)config; /* Every instance has a memory of its own. */
-  Memory* memory = calloc(1, sizeof(Memory));
-  if (memory == NULL) {
-    return NULL;
-  }
-  memory->last = &memory->first;
-  pthread_mutex_init(&memory->lock, NULL);
-  pthread_cond_init(&memory->news, NULL);
-  if (pthread_create(&memory->thread, NULL, work, memory) != 0) {
+  Instance* instance = need(calloc(1, sizeof(Instance)));
+  instance->memory = named(config);
+  instance->last = &instance->first;
+  pthread_mutex_init(&instance->lock, NULL);
+  pthread_cond_init(&instance->news, NULL);
+  if (pthread_create(&instance->thread, NULL, work, instance) != 0) {
     fprintf(stderr, "memory_io: the system gives no thread\n");
-    free(memory);
+    free(instance);
     return NULL;
   }
-  return memory;
+  return instance;
 }
 
-void IO_Finalize(void* instance) {
-  Memory* memory = instance;
-  pthread_mutex_lock(&memory->lock);
-  memory->closed = 1;
-  pthread_cond_signal(&memory->news);
-  pthread_mutex_unlock(&memory->lock);
-  pthread_join(memory->thread, NULL);
-  for (int b = 0; b < BUCKETS; ++b) {
-    for (Value *value = memory->buckets[b], *next; value != NULL; value = next) {
-      next = value->next;
-      free(value->table);
-      free(value->data);
-      free(value);
-    }
-  }
-  pthread_cond_destroy(&memory->news);
-  pthread_mutex_destroy(&memory->lock);
-  free(memory);
+void IO_Finalize(void* argument) {
+  Instance* instance = argument;
+  pthread_mutex_lock(&instance->lock);
+  instance->closed = 1;
+  pthread_cond_signal(&instance->news);
+  pthread_mutex_unlock(&instance->lock);
+  pthread_join(instance->thread, NULL);
+  pthread_cond_destroy(&instance->news);
+  pthread_mutex_destroy(&instance->lock);
+  free(instance);
 }
 
 void IO_Pull(void* instance, IOPullParameter pull) {

@@ -52,7 +52,9 @@ class PluginServer:
             raise ValueError(f"timeout must be above 0 seconds, got {timeout}")
         # Which part of a configuration is secret the plugin alone knows: errors say none of it.
         self.name = f"{plugin.type}:// (the plugin {plugin.path})"
-        config_bytes = _c_string(config, "what stands behind :// in the URL")
+        config_bytes = config.encode()
+        if b"\0" in config_bytes:
+            raise ValueError("what stands behind :// goes to a plugin as a C string, which cannot hold the character 0")
         self._calls = Calls(self.name, timeout)
         try:
             instance = self._calls.run("IO_Initialize", partial(plugin.initialize, config_bytes))
@@ -137,7 +139,7 @@ class _Pull:
     def __init__(self, server: str, table: str, id_N: np.ndarray, widths: Sequence[int]):
         self._server, self._table_name = server, table
         self.what = f"IO_Pull of {len(id_N)} rows of table {table!r}"
-        self.table = _c_string(table, "the name of a table")
+        self.table = _table_name(table)
         self.id_N = np.array(id_N, np.int64)  # a copy: the plugin may read it when the caller has left
         self.parts = [np.zeros((len(id_N), width), np.float32) for width in widths]
         self.found_NP = np.zeros((len(id_N), len(widths)), np.bool_)
@@ -180,7 +182,7 @@ class _Push:
 
     def __init__(self, table: str, id_N: np.ndarray, parts: Sequence[np.ndarray]):
         self.what = f"IO_Push of {len(id_N)} rows of table {table!r}"
-        self.table = _c_string(table, "the name of a table")
+        self.table = _table_name(table)
         self.id_N = np.array(id_N, np.int64)
         self.part_P = np.arange(len(parts), dtype=np.uint32)
         # The values of a row lie one behind the other, which is the order that the interface asks for.
@@ -195,8 +197,6 @@ def _as(array: np.ndarray, type: type) -> "ctypes._Pointer":
     return array.ctypes.data_as(ctypes.POINTER(type))
 
 
-def _c_string(text: str, what: str) -> bytes:
-    data = text.encode()
-    if b"\0" in data:
-        raise ValueError(f"{what} goes to a plugin as a C string, which cannot hold the character 0")
-    return data
+def _table_name(table: str) -> bytes:
+    """A name as a C string. The character 0 is written as two bytes that UTF-8 has for nothing else."""
+    return table.encode(errors="surrogatepass").replace(b"\0", b"\xc0\x80")
