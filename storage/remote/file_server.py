@@ -22,7 +22,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
 
@@ -68,6 +68,7 @@ class FileServer:
         save_bytes: how many bytes may be pushed before they are saved. 0 = each push is saved before it returns.
         accept_loss: go on with the rows of the last save where a process has ended without saving others.
         fs: where files are; None = this machine's.
+        background: write in background threads; False = in the calls themselves.
 
     Raises:
         ServerError: another process has the folder, rows that were pushed are lost, or files cannot be read, are
@@ -75,11 +76,12 @@ class FileServer:
     """
 
     def __init__(
-        self, path: AnyPath, *, save_bytes: int = 0, accept_loss: bool = False, fs: FileSystem | None = None
+        self, path: AnyPath, *, save_bytes: int = 0, accept_loss: bool = False, fs: FileSystem | None = None,
+        background: bool = True,
     ):  # fmt: skip
         self._fs, self._path = fs or LocalFileSystem(), absolute_path(path)
         self.name = f"file://{self._path}"
-        self._save_bytes = save_bytes
+        self._save_bytes, self._background = save_bytes, background
         self._unsaved_bytes, self._unsaved_widths, self._marked = 0, set[int](), False
         self._threads, self._pid, self._closed = Threads(), os.getpid(), False
         self._tables: dict[int, PersistentTable] = {}
@@ -208,8 +210,9 @@ class FileServer:
     def _open_table(self, width: int, *, new: bool) -> None:
         path = f"{self._path}/width-{width}"
         table = PersistentTable.open(
-            path, row_width=width, threads=self._threads, fs=self._fs, mend="close the server and open it again"
-        )
+            path, row_width=width, threads=self._threads, fs=self._fs, background=self._background,
+            mend="close the server and open it again",
+        )  # fmt: skip
         self._tables[width] = table
         names = [info.name for info in table.snapshots()]
         if new and _SNAPSHOT not in names:
@@ -275,7 +278,8 @@ class FileServer:
     def _unmark(self) -> None:
         path = f"{self._path}/UNSAVED"
         try:
-            self._fs.remove(path)
+            with suppress(FileNotFoundError):
+                self._fs.remove(path)
             self._fs.sync_directory(self._path)
         except OSError as error:
             raise storage_error(error, "remove", path) from error
