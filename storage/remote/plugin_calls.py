@@ -169,8 +169,8 @@ class Calls:
         """
         self.check_process()
         call.function, call.deadline = function, time.monotonic() + self._timeout
-        _unanswered[call.number] = call
         try:
+            _unanswered[call.number] = call
             self._queue.put(call)
             call.ended.wait(self._timeout)
         finally:

@@ -54,7 +54,10 @@ def test_a_folder_is_a_parameter_server(check, tmp_path):
     run_check(check, lambda: open_server(f"file://{tmp_path}/rows"))
 
 
-@pytest.mark.parametrize("check", SUITE, ids=lambda check: check.__name__)
+SEVERAL = [check for check in SUITE if check.__name__.startswith(("many_calls", "erased", "rows_outlive", "a_push"))]
+
+
+@pytest.mark.parametrize("check", SEVERAL, ids=lambda check: check.__name__)
 def test_a_folder_that_saves_seldom_is_a_parameter_server(check, tmp_path):
     run_check(check, lambda: open_server(f"file://{tmp_path}/rows?save_bytes=3000"))
 
@@ -216,7 +219,7 @@ def push_until_killed(url, first, rng, steps=3):
 
 def test_what_a_killed_process_has_pushed_is_there(opened, tmp_path):
     rng, step = random.Random(5), 0
-    for _ in range(4):
+    for _ in range(2):
         step = push_until_killed(f"file://{tmp_path}/rows", step, rng, 12)
         server = opened()
         parts, found_NP = server.pull("t", np.arange(-200, 200), [8, 1])
@@ -238,9 +241,7 @@ def test_what_a_killed_process_had_not_saved_is_told(opened, tmp_path):
     server.close()
     push_until_killed(url, 1, random.Random(0))
     for again in (url, f"file://{tmp_path}/rows"):
-        with pytest.raises(
-            ServerError, match=r"has lost rows: process \d+ on host .* open the server once with .*accept"
-        ):
+        with pytest.raises(ServerError, match=r"has lost rows: process \d+ on host .* once with .*accept"):
             open_server(again)
     server = open_server(f"file://{tmp_path}/rows?lost=accept")
     assert values_of(server, 8, 1) == [[1, 1]] * 3
@@ -380,20 +381,22 @@ def is_between(found, before, after):
     )
 
 
-def test_power_loss_at_any_call_loses_nothing_that_was_announced():
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 5])
+def test_power_loss_at_any_call_loses_nothing_that_was_announced(every):
     fs, done = FaultyFileSystem(), []
     work(FileServer("/rows", fs=fs, background=False), done)
     calls = len(fs.calls)
     assert found_on(fs.survivors()[0][1]) == list(STATES[5])
-    for call in range(calls):
-        fs, done = FaultyFileSystem(), []
-        fs.crash_at, fs.half = call, bool(call % 2)
-        with pytest.raises(PowerLoss):
-            work(FileServer("/rows", fs=fs, background=False), done)
-        for fate, disk in fs.survivors(torn=1, seed=call):
-            found = found_on(disk)
-            before, after = STATES[len(done)], STATES[min(len(done) + 1, 5)]
-            assert is_between(found, before, after), f"call {call}, {fate}, {len(done)} steps: {found}"
+    for call in range(0, calls, every):
+        for half in (False, True) if every == 1 else (bool(call % 2),):
+            fs, done = FaultyFileSystem(), []
+            fs.crash_at, fs.half = call, half
+            with pytest.raises(PowerLoss):
+                work(FileServer("/rows", fs=fs, background=False), done)
+            for fate, disk in fs.survivors(torn=1 if every > 1 else 3, seed=call):
+                found = found_on(disk)
+                before, after = STATES[len(done)], STATES[min(len(done) + 1, 5)]
+                assert is_between(found, before, after), f"call {call}, {fate}, {len(done)} steps: {found}"
 
 
 @pytest.mark.parametrize("save_bytes", [0, 1 << 20])
@@ -404,7 +407,7 @@ def test_calls_that_fail_raise_and_what_was_announced_is_there(save_bytes):
     work(server, done)
     server.close()
     calls, raised = len(fs.calls), 0
-    for call in range(first, calls, 2):
+    for call in range(first, calls, 5):
         fs, done = FaultyFileSystem(), []
         server = FileServer("/rows", fs=fs, background=False, save_bytes=save_bytes)
 

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import itertools
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import threading
 import numpy as np
 import pytest
 
-from oneemb.storage.remote import servers
+from oneemb.storage.remote import plugin_calls, servers
 from oneemb.storage.remote.parameter_server import Erases, ServerError, ServerTimeoutError
 from oneemb.storage.remote.plugin_abi import load_plugin
 from oneemb.storage.remote.plugin_server import PluginServer
@@ -87,6 +88,15 @@ def rows_of(ids):
 def test_the_example_is_a_parameter_server(check, memory_io):
     name = check.__name__
     run_check(check, lambda: memory_io(name))
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_the_readme_of_the_example_runs(tmp_path):
+    folder = shutil.copytree(MEMORY_IO.parent, tmp_path / "io_plugin", ignore=shutil.ignore_patterns("*.so"))
+    subprocess.run(["make", "-s"], cwd=folder, check=True)
+    code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL).group(1)
+    code += "assert found.all() and (weights == 1).all() and (state == 0).all()"
+    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
 
 
 def test_parts_of_several_widths_come_back_bit_for_bit(memory_io):
@@ -264,13 +274,20 @@ def test_a_plugin_that_never_answers_runs_into_the_timeout_and_what_it_may_read_
 
 
 def test_a_late_answer_reaches_nothing_and_finds_what_it_reads(hostile):
-    server = hostile("late", SOON)
+    server, open_before = hostile("late", SOON), set(plugin_calls._unanswered)
+    asked = IDS.copy()
     with pytest.raises(ServerTimeoutError):
-        server.pull("a table", IDS.copy(), [3, 3])
+        server.pull("a table", asked, [3, 3])
+    asked[:] = 0
     gc.collect()
+    (number,) = set(plugin_calls._unanswered) - open_before
+    assert plugin_calls._unanswered[number].kept is not None
     parts, found_NP = server.pull("t", IDS + 1, [3, 3])
+    taken = [np.full(size, 666) for size in range(1, 50) for _ in range(200)]  # whatever was freed too early
     hostile.library.let_go()
     hostile.library.wait_until_gone()
+    del taken
+    assert set(plugin_calls._unanswered) == open_before
     assert found_NP.all() and all(map(np.array_equal, parts, rows_of(IDS + 1)))
     assert (ctypes.c_char * 64).in_dll(hostile.library, "seen_table").value == b"a table"
     assert (ctypes.c_int64 * 4).in_dll(hostile.library, "seen_ids")[:3] == IDS.tolist()
@@ -285,10 +302,12 @@ def test_a_late_answer_reaches_nothing_and_finds_what_it_reads(hostile):
 
 def test_a_plugin_that_does_not_return_keeps_nobody_waiting(hostile):
     server = hostile("stuck", SOON)
+    open_before = set(plugin_calls._unanswered)
     with pytest.raises(ServerTimeoutError, match="has not answered IO_Pull"):
         server.pull("t", IDS, [3, 3])
     with pytest.raises(ServerTimeoutError, match="has not been asked for IO_Push .* has not returned from an earlier"):
         server.push("t", IDS, rows_of(IDS))
+    assert len(plugin_calls._unanswered.keys() - open_before) == 1  # Nothing of what the plugin has not seen is kept.
     with pytest.raises(ServerTimeoutError, match="IO_Finalize"):
         server.close()
     assert hostile.count("finalized") == 0 and hostile.count("asked") == 1
@@ -296,6 +315,7 @@ def test_a_plugin_that_does_not_return_keeps_nobody_waiting(hostile):
     for thread in threading.enumerate():
         if thread.name == "oneemb-plugin":
             thread.join(LONG)
+    assert set(plugin_calls._unanswered) == open_before
     assert (hostile.count("finalized"), hostile.count("asked")) == (1, 1)  # The push that was given up was never made.
 
 
