@@ -40,7 +40,10 @@ _SNAPSHOT = "rows"
 
 
 def open_file_server(url_rest: str) -> "FileServer":
-    """The server of a URL, less its `file://`: `PATH`, `PATH?save_bytes=N`, `PATH?lost=accept`, or both by `&`.
+    """The server of a URL that `open_server` is given, less its `file://`.
+
+    Args:
+        url_rest: `PATH`, `PATH?save_bytes=N`, `PATH?lost=accept`, or both options with `&` in between.
 
     Raises:
         ValueError: there is no path, or an option is unknown.
