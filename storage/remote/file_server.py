@@ -29,7 +29,7 @@ import numpy as np
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, storage_error
-from oneemb.storage.remote.parameter_server import ServerError
+from oneemb.storage.remote.parameter_server import LostRowsError, ServerError
 from oneemb.storage.remote.value_names import Value, ValueNames, replace_file
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.writer_lock import WriterLock
@@ -74,8 +74,8 @@ class FileServer:
         background: write in background threads; False = in the calls themselves.
 
     Raises:
-        ServerError: another process has the folder, rows that were pushed are lost, or files cannot be read, are
-            damaged or gone.
+        LostRowsError: rows that were pushed are gone.
+        ServerError: another process has the folder, or files cannot be read or are damaged.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class FileServer:
         try:
             meta = table.load_snapshot(_SNAPSHOT)
         except SnapshotNotFoundError as error:
-            raise ServerError(
+            raise LostRowsError(
                 f"{self.name} has lost its rows of {width} numbers: {error}; restore {path} from a copy of the whole"
                 " folder"
             ) from error
@@ -304,7 +304,7 @@ class FileServer:
                 self._fs.close(file)
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             pass
-        raise ServerError(
+        raise LostRowsError(
             f"{self.name} has lost rows: {who} ended without saving or closing, while save_bytes let it push rows"
             " that were not saved. What is there is the state of its last save; to go on with that, open the server"
             f" once with {self.name}?lost=accept"

@@ -13,7 +13,7 @@ import pytest
 
 from oneemb.storage.errors import CorruptTableError, LockedError
 from oneemb.storage.remote.file_server import FileServer
-from oneemb.storage.remote.parameter_server import Erases, ServerError
+from oneemb.storage.remote.parameter_server import Erases, LostRowsError, ServerError
 from oneemb.storage.remote.servers import open_server
 from tests.support.faulty_fs import FaultyFileSystem, PowerLoss
 from tests.support.forks import ended_well, in_child
@@ -241,7 +241,7 @@ def test_what_a_killed_process_had_not_saved_is_told(opened, tmp_path):
     server.close()
     push_until_killed(url, 1, random.Random(0))
     for again in (url, f"file://{tmp_path}/rows"):
-        with pytest.raises(ServerError, match=r"has lost rows: process \d+ on host .* once with .*accept"):
+        with pytest.raises(LostRowsError, match=r"has lost rows: process \d+ on host .* once with .*accept"):
             open_server(again)
     server = open_server(f"file://{tmp_path}/rows?lost=accept")
     assert values_of(server, 8, 1) == [[1, 1]] * 3
@@ -321,12 +321,12 @@ def test_names_of_a_later_release_are_left_alone(kept, opened, monkeypatch):
 def test_rows_that_are_gone_or_of_another_folder_are_told(kept, opened, tmp_path):
     shutil.copytree(kept, tmp_path / "copy")
     shutil.rmtree(kept / "width-8")
-    with pytest.raises(ServerError, match="has lost its rows of 8 numbers"):
+    with pytest.raises(LostRowsError, match="has lost its rows of 8 numbers"):
         opened()
     shutil.rmtree(kept)
     shutil.copytree(tmp_path / "copy", kept)
     next((kept / "width-8" / "snapshots").iterdir()).unlink()
-    with pytest.raises(ServerError, match="has lost its rows of 8 numbers"):
+    with pytest.raises(LostRowsError, match="has lost its rows of 8 numbers"):
         opened()
     other = opened(tmp_path / "other")
     other.push("t", IDS, rows(9, 8))
@@ -448,7 +448,7 @@ def test_a_close_that_cannot_save_says_so_and_releases_the_folder():
     with pytest.raises(ServerError, match="ENOSPC"):
         server.close()
     fs.fail = None
-    with pytest.raises(ServerError, match="has lost rows"):
+    with pytest.raises(LostRowsError, match="has lost rows"):
         FileServer("/rows", fs=fs, background=False)
     server = FileServer("/rows", fs=fs, background=False, accept_loss=True)
     assert values_of(server, 2) == [[1]] * 3
