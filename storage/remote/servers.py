@@ -41,4 +41,21 @@ def _memory(name: str) -> ParameterServer:
     return MemoryServer(_in_memory.setdefault(name, {}), f"memory://{name}")
 
 
-_OPEN: dict[str, Callable[[str], ParameterServer]] = {"memory": _memory}
+def _redis(scheme: str) -> Callable[[str], ParameterServer]:
+    def opened(rest: str) -> ParameterServer:
+        try:
+            from oneemb.storage.remote.redis_server import RedisServer
+        except ModuleNotFoundError as error:
+            if error.name not in ("redis", "hiredis"):
+                raise
+            raise ImportError(f"{scheme}:// needs {error.name}: pip install 'oneemb[redis]'") from error
+        return RedisServer(scheme, rest)
+
+    return opened
+
+
+_OPEN: dict[str, Callable[[str], ParameterServer]] = {
+    "memory": _memory,
+    "redis": _redis("redis"),
+    "rediss": _redis("rediss"),
+}

@@ -1,0 +1,156 @@
+"""Redis servers that a test starts on a free port and stops, and a way to one that breaks when it is told to."""
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+
+import pytest
+import redis
+
+PATIENCE_S = 20
+
+
+def need_redis():
+    """Skip where there is no redis-server."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("there is no redis-server: apt-get install redis-server")
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class RedisProcess:
+    """A redis-server on loopback whose files are in a folder.
+
+    Args:
+        options: what its command line has besides, as `maxmemory=2mb`.
+        tls: whether `port` takes TLS only.
+    """
+
+    def __init__(self, folder, port=None, tls=False, password=None, **options):
+        need_redis()
+        self.folder, self.tls, self.password, self._process = folder, tls, password, None
+        self._options = {"appendonly": "yes", "appendfsync": "always", "save": "", **options}
+        if password is not None:
+            self._options["requirepass"] = password
+        folder.mkdir(exist_ok=True)
+        for _ in range(5):  # another process may take the port between
+            self.port = port or free_port()
+            if self.start():
+                return
+        raise RuntimeError(f"redis-server does not start: {self.said}")
+
+    @property
+    def host(self):
+        return f"127.0.0.1:{self.port}"
+
+    def start(self):
+        """Whether it takes connections now."""
+        ports = {"port": 0, "tls-port": self.port} if self.tls else {"port": self.port}
+        options = {"bind": "127.0.0.1", "dir": self.folder, **ports, **self._options}
+        words = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+        self._process = subprocess.Popen(
+            ["redis-server", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.said = ""
+        for line in self._process.stdout:
+            self.said += line
+            if "Ready to accept connections" in line:
+                threading.Thread(target=self._process.stdout.read, daemon=True).start()
+                return True
+        self._process.wait()
+        self._process.stdout.close()
+        return False
+
+    def kill(self):
+        """As a loss of power, but for what is in the system's cache."""
+        self._process.kill()
+        self._process.wait()
+
+    def pause(self):
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self):
+        self._process.send_signal(signal.SIGCONT)
+
+    def stop(self):
+        if self._process.poll() is None:
+            self.resume()
+            self.kill()
+
+    def admin(self):
+        """A client of the test's own."""
+        return redis.Redis(port=self.port, password=self.password, socket_timeout=PATIENCE_S)
+
+
+@contextlib.contextmanager
+def redis_process(folder, **options):
+    server = RedisProcess(folder, **options)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+class Proxy:
+    """Passes connections on to a port, and cuts one after some bytes of the server's answers when told to.
+
+    `cut_after` bytes, counted from when it is set, of whichever connection has them, and then that connection ends.
+    `stall_after` the same, but it stays open and gives nothing more.
+    """
+
+    def __init__(self, port):
+        self.cut_after = self.stall_after = None
+        self.cuts = self.connections = 0
+        self._port, self._open = port, []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self):
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for end in self._open:
+            _cut(end)
+
+    def _accept(self):
+        while True:
+            try:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._port))
+            except OSError:
+                return
+            self.connections += 1
+            self._open += [near, far]
+            threading.Thread(target=self._pass_on, args=(near, far, False), daemon=True).start()
+            threading.Thread(target=self._pass_on, args=(far, near, True), daemon=True).start()
+
+    def _pass_on(self, source, target, answers):
+        with contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                if answers and self.stall_after is not None:
+                    target.sendall(data[: self.stall_after])
+                    return
+                if answers and self.cut_after is not None:
+                    target.sendall(data[: self.cut_after])
+                    self.cut_after -= len(data)
+                    if self.cut_after <= 0:
+                        self.cut_after = None
+                        self.cuts += 1
+                        break
+                else:
+                    target.sendall(data)
+        _cut(source)
+        _cut(target)
+
+
+def _cut(end):
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()
