@@ -36,7 +36,13 @@ class RedisProcess:
     def __init__(self, folder, port=None, tls=False, password=None, **options):
         need_redis()
         self.folder, self.tls, self.password, self._process = folder, tls, password, None
-        self._options = {"appendonly": "yes", "appendfsync": "always", "save": "", **options}
+        self._options = {
+            "appendonly": "yes",
+            "appendfsync": "always",
+            "save": "",
+            "repl_diskless_sync_delay": 0,
+            **options,
+        }
         if password is not None:
             self._options["requirepass"] = password
         folder.mkdir(exist_ok=True)
@@ -101,56 +107,76 @@ def redis_process(folder, **options):
 class Proxy:
     """Passes connections on to a port, and cuts one after some bytes of the server's answers when told to.
 
-    `cut_after` bytes, counted from when it is set, of whichever connection has them, and then that connection ends.
-    `stall_after` the same, but it stays open and gives nothing more.
+    `cut_after` bytes, counted over all connections from when it is set, come through, and not the next one: the
+    connection that has it ends. With `stall_after` as many bytes come through of what is read at a time, and the rest
+    never does.
     """
 
     def __init__(self, port):
         self.cut_after = self.stall_after = None
         self.cuts = self.connections = 0
-        self._port, self._open = port, []
+        self._port, self._open, self._lock = port, [], threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
 
     def close(self):
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        _end(self._listener)
+        self._threads[0].join()
         for end in self._open:
-            _cut(end)
+            _end(end)
+        for thread in self._threads:
+            thread.join()
+        for end in [self._listener, *self._open]:  # not before: a number that is free may be another socket's soon
+            end.close()
 
     def _accept(self):
         while True:
             try:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._port))
             except OSError:
                 return
             self.connections += 1
-            self._open += [near, far]
-            threading.Thread(target=self._pass_on, args=(near, far, False), daemon=True).start()
-            threading.Thread(target=self._pass_on, args=(far, near, True), daemon=True).start()
+            self._open.append(near)
+            try:
+                far = socket.create_connection(("127.0.0.1", self._port))
+            except OSError:
+                _end(near)
+                continue
+            self._open.append(far)
+            for end in (near, far):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for ends in ((near, far, False), (far, near, True)):
+                self._threads.append(threading.Thread(target=self._pass_on, args=ends))
+                self._threads[-1].start()
 
     def _pass_on(self, source, target, answers):
         with contextlib.suppress(OSError):
             while data := source.recv(4096):
-                if answers and self.stall_after is not None:
-                    target.sendall(data[: self.stall_after])
-                    return
-                if answers and self.cut_after is not None:
-                    target.sendall(data[: self.cut_after])
-                    self.cut_after -= len(data)
-                    if self.cut_after <= 0:
-                        self.cut_after = None
-                        self.cuts += 1
-                        break
-                else:
-                    target.sendall(data)
-        _cut(source)
-        _cut(target)
+                passed = self._passed(data) if answers else data
+                target.sendall(passed)
+                if len(passed) < len(data):
+                    break
+        if self.stall_after is None:
+            _end(source)
+            _end(target)
+
+    def _passed(self, data):
+        """How much of an answer goes on."""
+        with self._lock:
+            if self.stall_after is not None:
+                return data[: self.stall_after]
+            if self.cut_after is None:
+                return data
+            self.cut_after -= len(data)
+            if self.cut_after >= 0:
+                return data
+            size, self.cut_after = len(data) + self.cut_after, None
+            self.cuts += 1
+            return data[:size]
 
 
-def _cut(end):
+def _end(end):
     with contextlib.suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
-    end.close()
