@@ -109,12 +109,14 @@ class Proxy:
 
     `cut_after` bytes, counted over all connections from when it is set, come through, and not the next one: the
     connection that has it ends. With `stall_after` as many bytes come through of what is read at a time, and the rest
-    never does.
+    never does. Requests wait while `let_through` is not set, even if who has sent them has given up since.
     """
 
     def __init__(self, port):
         self.cut_after = self.stall_after = None
         self.cuts = self.connections = 0
+        self.let_through = threading.Event()
+        self.let_through.set()
         self._port, self._open, self._lock = port, [], threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
@@ -154,6 +156,8 @@ class Proxy:
     def _pass_on(self, source, target, answers):
         with contextlib.suppress(OSError):
             while data := source.recv(4096):
+                if not answers:
+                    self.let_through.wait(PATIENCE_S)
                 passed = self._passed(data) if answers else data
                 target.sendall(passed)
                 if len(passed) < len(data):
