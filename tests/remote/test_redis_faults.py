@@ -131,11 +131,9 @@ def test_a_server_that_is_paused_is_a_timeout_and_works_when_it_goes_on(threads,
         assert len(process.admin().client_list()) <= threads + 1, "connections that were given up are gone"
 
 
-def test_a_connection_is_told_apart_from_that_of_a_server_before(process):
+def test_a_connection_is_told_apart_from_that_of_a_server_before(tmp_path):
     """After a start the numbers of connections begin anew: whoever has the old number now is left alone."""
-    for _ in range(20):
-        process.admin().ping()
-    with opened(process.host) as server:
+    with redis_process(tmp_path / "redis", appendonly="no") as process, opened(process.host) as server:
         number = max(int(client["id"]) for client in process.admin().client_list() if client["cmd"] == "client|info")
         process.pause()
         with pytest.raises(ServerTimeoutError):
@@ -143,7 +141,8 @@ def test_a_connection_is_told_apart_from_that_of_a_server_before(process):
         process.kill()
         assert process.start()
         with contextlib.ExitStack() as others:
-            clients = [others.enter_context(process.admin().client()) for _ in range(40)]
+            admin = process.admin()  # which has to live as long as its clients
+            clients = [others.enter_context(admin.client()) for _ in range(40)]
             numbers = [client.client_id() for client in clients]
             assert number in numbers
             push(server, {}, "t", IDS, [part()])
