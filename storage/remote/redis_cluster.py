@@ -11,6 +11,7 @@ Invariants:
 
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import redis
@@ -39,7 +40,7 @@ class RedisClusterNodes:
     def run(self, requests: Iterable[Request]) -> None:
         """Have all requests answered, one after the other; see `RedisConnections.run`."""
         for request in requests:
-            answers = self._told(lambda request=request: self._answers(request))
+            answers = self._told(partial(self._answers, request))
             for answer in answers:
                 if isinstance(answer, redis.RedisError):
                     raise server_error(answer, self._url.name) from answer

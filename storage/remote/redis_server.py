@@ -13,6 +13,7 @@ Invariants:
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,8 +78,7 @@ class RedisServer:
             for p, part in enumerate(parts):
                 size = part.itemsize * part.shape[1]
                 for begin, end in self._chunks(len(id_N), size):
-                    data = part[begin:end].tobytes()
-                    values = [data[at : at + size] for at in range(0, len(data), size)]
+                    values = np.ascontiguousarray(part[begin:end]).view(f"V{size}").ravel().tolist()
                     yield Request("MSET", self._keys(table, id_N[begin:end], p), self._take_done, values)
 
         self._server.run(requests())
@@ -109,22 +109,25 @@ class RedisServer:
         """MGET says of a key whose value is no string that there is none: it is not to be taken for a new row."""
         suspects: list[bytes] = []
 
-        def requests() -> Iterator[Request]:
-            for p in range(found_NP.shape[1]):
-                missing_M = id_N[~found_NP[:, p]]
-                for begin, end in self._chunks(len(missing_M), 0):
-                    keys = self._keys(table, missing_M[begin:end], p)
-                    yield Request("EXISTS", keys, lambda count, keys=keys: suspects.extend(keys if count else ()))
+        def take_count(keys: list[bytes], count: Any) -> None:
+            suspects.extend(keys if count else ())
 
-        def take_type(kind: Any, key: bytes) -> None:
+        def take_type(key: bytes, kind: Any) -> None:
             if kind not in (b"none", b"string"):  # a string has come meanwhile
                 raise ServerError(
                     f"{self.name}: the key {key.decode(errors='replace')} of a row of table {table!r} has a value of"
                     f" type {kind.decode()}, that something else has put there; give rows a `prefix=` of their own"
                 )
 
+        def requests() -> Iterator[Request]:
+            for p in range(found_NP.shape[1]):
+                missing_M = id_N[~found_NP[:, p]]
+                for begin, end in self._chunks(len(missing_M), 0):
+                    keys = self._keys(table, missing_M[begin:end], p)
+                    yield Request("EXISTS", keys, partial(take_count, keys))
+
         self._server.run(requests())
-        self._server.run(Request("TYPE", [key], lambda kind, key=key: take_type(kind, key)) for key in suspects)
+        self._server.run(Request("TYPE", [key], partial(take_type, key)) for key in suspects)
 
     def _take_done(self, answer: Any) -> None:
         if answer != b"OK":

@@ -31,7 +31,7 @@ class RedisURL:
     timeout_s: float = 10.0
     heartbeat_s: float = 100.0
     retry_limit: int = 3
-    chunk_size: int = 512
+    chunk_size: int = 1024
     cluster: bool = False
     verify: bool = True
     ca_certs: str | None = None
@@ -49,7 +49,7 @@ def read_redis_url(scheme: str, rest: str) -> RedisURL:
 
             - `db` (0), `prefix` of all keys (none), an identifier;
             - `num_threads` (1), connections that are used at a time;
-            - `chunk_size` (512), values of one request at most;
+            - `chunk_size` (1024), values of one request at most;
             - `timeout` (10s), of a connection and of each answer, `heartbeat` (100s), after which a connection that
               rests is tried before it is used: a number and `ms`, `s` or `m`;
             - `retry_limit` (3), how often in a row a broken connection is made anew;
