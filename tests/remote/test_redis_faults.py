@@ -23,8 +23,8 @@ def process(tmp_path):
 
 
 @contextlib.contextmanager
-def opened(host, options="", scheme="redis"):
-    server = open_server(f"{scheme}://{host}/?prefix=m&&timeout=500ms{options}")
+def opened(host, options="", scheme="redis", timeout="500ms"):
+    server = open_server(f"{scheme}://{host}/?prefix=m&&timeout={timeout}{options}")
     try:
         yield server
     finally:
@@ -47,7 +47,7 @@ def part(width=16):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_server_that_was_killed_and_started_again_is_found_by_the_next_call(threads, process):
     values = {}
-    with opened(process.host, f"&&num_threads={threads}&&chunk_size=50&&retry_limit=0") as server:
+    with opened(process.host, f"&&num_threads={threads}&&chunk_size=50&&retry_limit=0", timeout="10s") as server:
         push(server, values, "t", IDS, [part()])
         process.kill()
         assert process.start()
@@ -72,7 +72,7 @@ def test_calls_in_which_the_server_is_killed_and_started_again_go_through(thread
             assert process.start()
 
     killer = threading.Thread(target=kill_and_start)
-    with opened(process.host, f"&&num_threads={threads}&&chunk_size=20&&retry_limit=20") as server:
+    with opened(process.host, f"&&num_threads={threads}&&chunk_size=20&&retry_limit=20", timeout="10s") as server:
         killer.start()
         try:
             for _ in range(12):
