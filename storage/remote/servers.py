@@ -21,6 +21,7 @@ _plugins: dict[str, tuple[Plugin, float]] = {}
 def open_server(url: str) -> ParameterServer:
     """The parameter server at a URL, `scheme://what the scheme takes`.
 
+        redis://HOST, rediss://HOST     a Redis server, or a cluster; `redis_url.py` has the options
         memory://NAME                   this process's memory, shared by all who open the name
         file://PATH                     a folder; each push is durable when it returns
         file://PATH?save_bytes=N        a folder; rows are saved when so many bytes were pushed, and on `close`
@@ -92,4 +93,22 @@ def _file(path: str) -> ParameterServer:
     return open_file_server(path)
 
 
-_OPEN: dict[str, Callable[[str], ParameterServer]] = {"memory": _memory, "file": _file}
+def _redis(scheme: str) -> Callable[[str], ParameterServer]:
+    def opened(rest: str) -> ParameterServer:
+        try:
+            from oneemb.storage.remote.redis_server import RedisServer
+        except ModuleNotFoundError as error:
+            if error.name not in ("redis", "hiredis"):
+                raise
+            raise ImportError(f"{scheme}:// needs {error.name}: pip install 'oneemb[redis]'") from error
+        return RedisServer(scheme, rest)
+
+    return opened
+
+
+_OPEN: dict[str, Callable[[str], ParameterServer]] = {
+    "memory": _memory,
+    "redis": _redis("redis"),
+    "rediss": _redis("rediss"),
+    "file": _file,
+}

@@ -88,6 +88,8 @@ def values_come_back_bit_for_bit_in_the_order_that_is_asked(open_server):
         push(server, values, "t", ids, [random_part(rng, size, 5), random_part(rng, size, 1)])
         check_pull(server, values, "t", ids, [5, 1])
         check_pull(server, values, "t", ids[rng.permutation(size)], [5, 1])
+    push(server, values, "t", ids, [np.zeros((size, 5), np.float32), np.full((size, 1), -0.0, np.float32)])
+    check_pull(server, values, "t", ids, [5, 1])
 
 
 @_in_suite
