@@ -80,7 +80,10 @@ def rows_of_shards(
         held_S, cell_N, number_N, size_G, share_min=2,
     )  # fmt: skip
     its = [slice(begin_G[g], begin_G[g] + size_G[g]) for g in np.flatnonzero(size_G)]
-    return tuple(np.concatenate([array[:0], *[array[part] for part in its]]) for array in (cell_N, number_N))
+    return (
+        np.concatenate([cell_N[:0], *[cell_N[part] for part in its]]),
+        np.concatenate([number_N[:0], *[number_N[part] for part in its]]),
+    )
 
 
 def keys_in_cells(cell_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

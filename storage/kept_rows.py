@@ -75,8 +75,8 @@ class KeptRows:
         """What is known of each row's use; where all rows lie still on the host, by their own records."""
         hot = self._rows.tiers[0] if self._rows.built else None
         if hot is not self._hot:
-            lies = isinstance(hot, HotTier) and hot.lies_still
-            self._ledger.lie_in(hot if lies else None, self._format.mark_begin)
+            lying = hot if isinstance(hot, HotTier) and hot.lies_still else None
+            self._ledger.lie_in(lying, self._format.mark_begin)
             self._hot = hot
         return self._ledger
 
