@@ -3,8 +3,8 @@
 The ledger knows the key of every row of a store, its score, and when it was last used. It is asked before a lookup's
 rows are made, and told after; the same numbers are in the row's record (`MARKS` words of it), which moves between tiers
 and into snapshots, and from which the ledger is made anew after a load. Where all rows lie still in one slab, the
-ledger has nothing of its own: it finds keys in the index over the slab, the place of a row is its slot, and its numbers
-are those in the record itself.
+ledger has no more of its own than the scores side by side: it finds keys in the index over the slab, the place of a row
+is its slot, and its numbers are those in the record itself.
 
 Which rows leave depends on keys, scores and counts alone, never on where rows are or who has prefetched them. All rows
 are in the 256 shards of an index, by their keys' hashes. A round takes the rows that leave out of some of them, the
@@ -262,8 +262,9 @@ class Ledger:
         if self.stamps:
             step, second = _halves(self.timestamp())
         score_uses(
-            place_U, is_new_U, table_U, id_U, uses_U, self._rules, self._places.word_PX, self._places.first,
-            lookup=self.clock.lookups, step=step, second=second, epoch=self.clock.epoch, threads=self._threads,
+            place_U, is_new_U, table_U, id_U, uses_U, self._rules, self._places.score_P,
+            self._places.word_PX, self._places.first, lookup=self.clock.lookups, step=step, second=second,
+            epoch=self.clock.epoch, threads=self._threads,
         )  # fmt: skip
 
     def _add(self, table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray | None = None) -> np.ndarray:
@@ -283,7 +284,7 @@ class Ledger:
 
     def scores(self, place_N: np.ndarray) -> np.ndarray:
         """Of rows at these places: uint64 [N]."""
-        return self.marks(place_N).view(np.uint64)[:, 0].copy()
+        return self._places.score_P[place_N]
 
     @property
     def counts_uses(self) -> bool:
@@ -298,6 +299,7 @@ class Ledger:
 
     def set_scores(self, place_N: np.ndarray, score_N: np.ndarray) -> None:
         """Of rows at these places."""
+        self._places.score_P[place_N] = score_N
         self._set_numbers(place_N, score_N, 0)
 
     def _set_numbers(self, place_N: np.ndarray, number_N: np.ndarray, word: int) -> None:
@@ -486,14 +488,14 @@ class Ledger:
             chosen.append(cell_N[self._least(cell_N, score_N, max(excess, int(len(cell_N) * _ROUND_SHARE)))])
         return np.concatenate(chosen)
 
-    def _free_rows(self, shards: range, word: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def _free_rows(
+        self, shards: range, word_PX: np.ndarray | None = None, first: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The rows in these shards that are not held: the cells that their keys are in; and their scores, or the 64
-        bits of their marks that begin at another word."""
-        places = self._places
-        address_P, cells_P = (array[shards.start : shards.stop] for array in places.index.shards)
-        return rows_of_shards(
-            address_P, cells_P, places.word_PX, places.first + word, places.held_P, threads=self._threads
-        )
+        bits that begin at word `first` of others."""
+        address_P, cells_P = (array[shards.start : shards.stop] for array in self._places.index.shards)
+        word_PX = self._places.score_PX if word_PX is None else word_PX
+        return rows_of_shards(address_P, cells_P, word_PX, first, self._places.held_P, threads=self._threads)
 
     def _rows_in(self, shards: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tables, ids and places of the rows in these shards."""
@@ -542,7 +544,7 @@ class Ledger:
         step += self.clock.steps
         departing = []
         for shard in shards:
-            cell_N, last_N = self._free_rows(range(shard, shard + 1), word=2)
+            cell_N, last_N = self._free_rows(range(shard, shard + 1), self._places.word_PX, self._places.first + 2)
             table_N, id_N, place_N = keys_in_cells(cell_N)
             last_N2 = last_N.view(np.uint32).reshape(-1, 2)
             old_N = step - last_N2[:, 0].astype(np.int64) > steps_T[table_N]
@@ -625,8 +627,9 @@ class Ledger:
             step, second = _halves(self.timestamp())
         mark_N4 = np.zeros((rows, MARKS), np.uint32)
         score_uses(
-            np.arange(rows), np.ones(rows, np.bool_), table_N, id_N, np.ones(rows, np.int64), self._rules, mark_N4, 0,
-            lookup=1, step=step, second=second, epoch=0, threads=self._threads,
+            np.arange(rows), np.ones(rows, np.bool_), table_N, id_N, np.ones(rows, np.int64), self._rules,
+            mark_N4.view(np.uint64)[:, 0], mark_N4, 0, lookup=1, step=step, second=second, epoch=0,
+            threads=self._threads,
         )  # fmt: skip
         return mark_N4
 
@@ -634,10 +637,11 @@ class Ledger:
         """Know rows that have been loaded, with what their records hold."""
         place_N = self._add(table_N, id_N)
         first = self._places.first
+        mark_N2 = np.ascontiguousarray(mark_N4).view(np.uint64)
         self._places.word_PX[place_N, first : first + MARKS] = mark_N4
+        self._places.score_P[place_N] = mark_N2[:, 0]
         if self.stamps and len(mark_N4):
-            last_N = np.ascontiguousarray(mark_N4).view(np.uint64)[:, 1]
-            self._stamp = max(self._stamp, min(int(last_N.max()), _UNLIMITED))
+            self._stamp = max(self._stamp, min(int(mark_N2[:, 1].max()), _UNLIMITED))
 
     def check_rules(self, meta: dict[str, Any], name: str) -> None:
         """Raise StorageError if the scores in the snapshot of this meta are those of other rules."""

@@ -1,6 +1,7 @@
 """Where the numbers are that a ledger has of each row: an array of its own, or the records of rows that lie still.
 
-A place is an index into them. The numbers of the row at place p are the words `word_PX[p, first : first + MARKS]`.
+A place is an index into them. The numbers of the row at place p are the words `word_PX[p, first : first + MARKS]`. Its
+score is `score_P[p]` as well: who chooses rows reads the scores of many, which are better read where they lie together.
 
 Invariant: `index` has the key of every row that the ledger knows, with its place, and no other.
 
@@ -58,6 +59,16 @@ class OwnPlaces:
         """Bytes of memory held."""
         return self.index.nbytes + self._used * (4 * MARKS + 1 + 4)
 
+    @property
+    def score_P(self) -> np.ndarray:
+        """uint64: those in `word_PX`."""
+        return self.word_PX.view(np.uint64)[:, 0]
+
+    @property
+    def score_PX(self) -> np.ndarray:
+        """The same as uint32, in the first two words."""
+        return self.word_PX
+
     def reserve(self, table_N: np.ndarray, id_N: np.ndarray) -> None:
         """Have memory for these keys, which are not known.
 
@@ -109,9 +120,13 @@ class SlotPlaces:
 
     def __init__(self, rows: LyingRows, first: int):
         self._rows, self.first = rows, first
-        self.held_P, self.table_P = np.zeros(len(rows.row_SW), np.bool_), np.empty(len(rows.row_SW), np.int32)
+        slots = len(rows.row_SW)
+        self.held_P, self.table_P = np.zeros(slots, np.bool_), np.empty(slots, np.int32)
+        self.score_P = np.empty(slots, np.uint64)
         for table_N, _, slot_N in rows.index.items():
             self.table_P[slot_N] = table_N
+            score_N2 = np.ascontiguousarray(self.word_PX[slot_N, first : first + 2])
+            self.score_P[slot_N] = score_N2.view(np.uint64)[:, 0]
 
     @property
     def index(self) -> HashIndex:
@@ -126,7 +141,12 @@ class SlotPlaces:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return len(self.index) * (1 + 4)
+        return len(self.index) * (1 + 4 + 8)
+
+    @property
+    def score_PX(self) -> np.ndarray:
+        """See `OwnPlaces`."""
+        return self.score_P.view(np.uint32).reshape(-1, 2)
 
     def reserve(self, table_N: np.ndarray, id_N: np.ndarray) -> None:
         """See `OwnPlaces`."""
