@@ -73,7 +73,7 @@ class KeptRows:
     @property
     def ledger(self) -> Ledger:
         """What is known of each row's use; where all rows lie still on the host, by their own records."""
-        hot = self._rows.tiers[0] if self._rows.built else None
+        hot = self._rows.hot if self._rows.built else None
         if hot is not self._hot:
             lying = hot if isinstance(hot, HotTier) and hot.lies_still else None
             self._ledger.lie_in(lying, self._format.mark_begin)
