@@ -284,6 +284,8 @@ class EmbeddingStore:
         self.replaced += 1
 
     def _relayout(self, format: RowFormat, loops: Loops) -> None:
+        if self.kept is not None:
+            self.kept.move_out()
         try:
             self._rows.relayout(format, loops, self.step)
         except BaseException as error:
@@ -414,7 +416,7 @@ class EmbeddingStore:
         self.journal.erase(table_U[own], id_U[own])
         self.replicas.forget(table_U, id_U)
         if self.kept is not None:
-            self.kept.forget(table_U, id_U)
+            self.kept.forget(table_U, id_U, erased_U)
         self.changes += bool(erased_U.any())
         return erased_U
 
