@@ -20,7 +20,8 @@ from oneemb.dynamicemb.shard import ShardedDynamicEmbeddingBagCollection, Sharde
 from oneemb.dynamicemb.tables import DynamicTables
 from oneemb.graph.ranks import Ranks
 from oneemb.rank_calls import RankCalls
-from oneemb.storage.foreign.dynamicemb_files import Dump
+from oneemb.storage.foreign.dynamicemb_files import UNFINISHED
+from oneemb.storage.foreign.dynamicemb_reader import Dump
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path
 
 __all__ = [
@@ -83,17 +84,18 @@ def DynamicEmbDump(
     """Write the rows of dynamic tables into files. Every rank makes the call.
 
     What is in a file is there for good when the call returns. A dump of a table that was cut short is none: its last
-    file, `<table>_opt_args.json`, is missing.
+    file is missing, which is `<table>_opt_args.json`, or `<table>_keys` where "seed" has no optimizer's state.
 
     Args:
-        path: a folder that all ranks see, empty or new.
+        path: a folder that all ranks see, new or without files.
         model: with dynamic tables.
         table_names: those to dump, by collection; None = all.
         optim: whether the optimizer's state is written.
         counter: whether the counts of ids without a row are; or `pg`, which had this place at first.
         pg: the ranks; None = all.
         allow_overwrite: whether there may be files.
-        layout: of today's dynamicemb, with files of each rank; or "seed", the first one's, with one file for all.
+        layout: of today's dynamicemb, with files of each rank; or "seed", the first one's, with one file for all and
+            without counts.
 
     Raises:
         FileExistsError: there are files, and `allow_overwrite` is off.
@@ -193,7 +195,9 @@ def _chosen(model: torch.nn.Module, table_names: TableNames | None) -> dict[str,
 def _check_folder(folder: str, allow_overwrite: bool) -> None:
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise FileExistsError(f"{folder} is no folder; give another path")
-    if not allow_overwrite and os.path.isdir(folder) and os.listdir(folder):
+    # What a dump that failed or was killed has left, folders and unfinished files, is in nobody's way.
+    names = (name for _, _, names in os.walk(folder) for name in names if not name.endswith(UNFINISHED))
+    if not allow_overwrite and any(names):
         raise FileExistsError(f"{folder} has files already; give another path, or allow_overwrite=True")
 
 

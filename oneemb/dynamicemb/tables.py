@@ -27,17 +27,10 @@ from oneemb.graph.ranks import Received
 from oneemb.kernels.owner import owner_of
 from oneemb.rank_calls import RankCalls
 from oneemb.rows.values import encode_rows, state_of, weights_of
-from oneemb.storage.foreign.dynamicemb_files import (
-    Dump,
-    DumpRows,
-    DumpWriter,
-    Layout,
-    file_key,
-    find_dump,
-    key_of_file,
-    owner_of_key,
-    unpublish,
-)
+from oneemb.storage.errors import CorruptTableError
+from oneemb.storage.foreign.dynamicemb_files import Layout, file_key, key_of_file, owner_of_key
+from oneemb.storage.foreign.dynamicemb_reader import Dump, DumpRows, find_dump
+from oneemb.storage.foreign.dynamicemb_writer import DumpWriter, remove_unfinished, unpublish
 
 __all__ = ["DynamicTables", "TableInfo"]
 
@@ -54,6 +47,9 @@ _OPT_ARGS = {
     "row_wise_adagrad": ("exact_row_wise_adagrad", ("eps", "initial_accumulator_value")),
 }
 """What dumps call an optimizer, and what they say of it, by the names that rows have for it."""
+
+_NOT_OF_SEED = {"opt_type", "initial_accumulator_value"}
+"""What only today's dumps say of it."""
 
 
 @dataclass(frozen=True)
@@ -341,37 +337,31 @@ class DynamicTables:
         metas: list[dict[str, Any]] = []
 
         def begin() -> None:
+            if by_first:
+                self._check_seed(t, counter)
             metas.append(self._meta(t, layout, optim))
-            if by_first and not calls.first:
-                return
-            states = self._states() if optim else []
-            where = (0, 1) if by_first else (calls.rank, calls.size)
-            writers.append(
-                DumpWriter(
-                    folder,
-                    table.name,
-                    rank=where[0],
-                    ranks=where[1],
-                    version=layout,
-                    states=states,
-                    with_state=optim,
-                    with_counts=counter,
+            rank, ranks = (0, 1) if by_first else (calls.rank, calls.size)
+            if not by_first or calls.first:
+                writers.append(
+                    DumpWriter(
+                        folder, table.name, rank=rank, ranks=ranks, version=layout,
+                        score_words=self._score_words(t, layout), states=self._states() if optim else [],
+                        with_state=optim, with_counts=counter,
+                    )
                 )  # fmt: skip
-            )
 
         def write(rows: DumpRows) -> None:
             key_N = rows.key_N
             if not by_first:
                 key_N = file_key(table.options.dist_type, key_N, calls.size, table.num_embeddings)
             scores = rows.score_NS
-            if self._strategy(t) is Score.TIMESTAMP:
+            if table.options.score_strategy is Score.TIMESTAMP:
                 assert scores is not None
                 scores = now - scores
-            if by_first and self._strategy(t) is Score.TIMESTAMP:
-                scores = None  # That version keeps none of these.
             writers[0].append(key_N, rows.value_ND, scores, rows.state_NZ if optim else None)
 
         try:
+            calls.agree(what, lambda: remove_unfinished(folder, table.name) if calls.first else None)
             calls.agree(what, begin)
             now = calls.by_first(what, self.rows.store.timestamp)
             self._move(t, what, rank_of, write)
@@ -381,10 +371,28 @@ class DynamicTables:
             calls.agree(what, lambda: _each(writers, DumpWriter.finish))
             calls.agree(what, lambda: unpublish(folder, table.name) if calls.first else None)
             calls.agree(what, lambda: _each(writers, DumpWriter.publish))
-            calls.agree(what, lambda: writers[0].publish_meta(metas[0]) if calls.first else None)
+            if optim or not by_first:  # "seed" has no last file without the state.
+                calls.agree(what, lambda: writers[0].publish_meta(metas[0]) if calls.first else None)
         finally:
             for writer in writers:
                 writer.discard()
+
+    def _check_seed(self, t: int, counter: bool) -> None:
+        """Raise ValueError if the files of "seed" cannot say what a table has."""
+        if isinstance(self.tables[t].options.score_strategy, tuple):
+            raise ValueError(
+                f'files of layout "seed" have one score a row, and table {self.names[t]!r} has two; dump it with layout'
+                ' "today"'
+            )
+        if counter:
+            raise ValueError('files of layout "seed" have no counts; dump with counter=False, or with layout "today"')
+
+    def _score_words(self, t: int, layout: Layout) -> int:
+        """Scores of a row in files of a layout."""
+        strategy = self.tables[t].options.score_strategy
+        if layout == "seed" and self._strategy(t) is Score.TIMESTAMP:
+            return 0
+        return len(strategy) if isinstance(strategy, tuple) else 1
 
     def _counts_for(
         self, t: int, what: str, rank_of: Callable[[np.ndarray], np.ndarray]
@@ -411,11 +419,14 @@ class DynamicTables:
         row_optimizer = self.rows.row_optimizer
         its = self.opt_args(t) if optim or row_optimizer is None or row_optimizer.name in _OPT_ARGS else {}
         if layout == "seed":
-            return {name: value for name, value in its.items() if name != "opt_type"}
-        strategy = self.tables[t].options.score_strategy
-        its["evict_strategy"] = str(evict_strategy_of(strategy))
-        its["dist_type"] = self.tables[t].options.dist_type
-        return its | {"step_score": self._score[t]}
+            return {name: value for name, value in its.items() if name not in _NOT_OF_SEED}
+        table = self.tables[t]
+        its["evict_strategy"] = str(evict_strategy_of(table.options.score_strategy))
+        its["dist_type"] = table.options.dist_type
+        its["step_score"] = self._score[t]
+        if table.options.dist_type == "continuous" and table.num_embeddings is not None:
+            its["num_embeddings"] = table.num_embeddings  # dynamicemb's own lack it: keys are places in blocks by it.
+        return its
 
     def _states(self) -> list[tuple[str, int]]:
         """What parts the state of a row has, with names of the older files, and how many numbers each is."""
@@ -444,25 +455,40 @@ class DynamicTables:
         dumps = {name: find_dump(folder, name, dim=self.rows.embedding_dim) for name in names}
         for name, dump in dumps.items():
             t = self.index(name)
-            dump.check_distinct(self.tables[t].num_embeddings)
-            strategy = self.tables[t].options.score_strategy
-            theirs, own = dump.meta.get("evict_strategy"), str(evict_strategy_of(strategy))
-            if theirs is not None and theirs != own:
-                raise ValueError(
-                    f"table {name!r} was dumped with {theirs}, and has {own} here; give it the same score_strategy"
-                )
-            words = 2 if isinstance(strategy, tuple) else 1
-            if dump.score_words not in (0, words):
-                raise ValueError(
-                    f"the dump of table {name!r} has {dump.score_words} scores a row, its score_strategy {strategy!r}"
-                    f" has {words}"
-                )
+            dump.check_distinct(self._num_embeddings(t, dump))
+            self._check_scores(t, dump)
             if optim:
                 self._check_states(t, dump)
         return dumps
 
+    def _num_embeddings(self, t: int, dump: Dump) -> int | None:
+        """By which the keys of a dump are places in blocks, where they are."""
+        found: int | None = dump.meta.get("num_embeddings", self.tables[t].num_embeddings)
+        return found
+
+    def _check_scores(self, t: int, dump: Dump) -> None:
+        name, strategy = self.names[t], self.tables[t].options.score_strategy
+        theirs, own = dump.meta.get("evict_strategy"), str(evict_strategy_of(strategy))
+        if theirs is not None and theirs != own:
+            raise ValueError(
+                f"table {name!r} was dumped with {theirs}, and has {own} here; give it the same score_strategy"
+            )
+        if not dump.has_scores and strategy not in (Score.TIMESTAMP, Score.NO_EVICTION):
+            raise CorruptTableError(
+                f"the dump of table {name!r} lacks its files of scores, which rows of score_strategy {strategy!r} have;"
+                " restore them from a copy"
+            )
+        words = 2 if isinstance(strategy, tuple) else 1
+        if dump.score_words not in (0, words):
+            raise ValueError(
+                f"the dump of table {name!r} has {dump.score_words} scores a row, its score_strategy {strategy!r}"
+                f" has {words}"
+            )
+
     def _check_states(self, t: int, dump: Dump) -> None:
         own, width = self.opt_args(t), sum(width for _, width in self._states())
+        if dump.version == "seed" and not dump.meta:
+            raise ValueError(f"the dump of table {self.names[t]!r} has no optimizer's state; load it with optim=False")
         theirs = dump.meta.get("opt_type", own.get("opt_type"))
         if theirs != own.get("opt_type") or dump.rows and dump.state_width != width:
             raise ValueError(
@@ -487,13 +513,13 @@ class DynamicTables:
         self._calls.together("load", what, load)
 
     def _load(self, t: int, dump: Dump, now: int, optim: bool, counter: bool) -> None:
-        store, table = self.rows.store, self.tables[t]
+        store = self.rows.store
         store.build()
         for rows in dump.read(self._at_once):
             id_N = rows.key_N
             if dump.version == "today":
                 dist = dump.meta.get("dist_type", "roundrobin")
-                id_N = key_of_file(dist, rows.rank, id_N, dump.ranks, table.num_embeddings)
+                id_N = key_of_file(dist, rows.rank, id_N, dump.ranks, self._num_embeddings(t, dump))
             own = self.own(t, id_N)
             if len(own) == 0:
                 continue
