@@ -459,6 +459,7 @@ class DynamicTables:
             self._check_scores(t, dump)
             if optim:
                 self._check_states(t, dump)
+                dump.check_states()
         return dumps
 
     def _num_embeddings(self, t: int, dump: Dump) -> int | None:
@@ -515,7 +516,7 @@ class DynamicTables:
     def _load(self, t: int, dump: Dump, now: int, optim: bool, counter: bool) -> None:
         store = self.rows.store
         store.build()
-        for rows in dump.read(self._at_once):
+        for rows in dump.read(self._at_once, state=optim):
             id_N = rows.key_N
             if dump.version == "today":
                 dist = dump.meta.get("dist_type", "roundrobin")
@@ -524,7 +525,7 @@ class DynamicTables:
             if len(own) == 0:
                 continue
             table_U, id_U = np.full(len(own), t, np.int32), id_N[own]
-            state_NZ = rows.state_NZ[own] if optim and rows.state_NZ is not None and dump.state_width else None
+            state_NZ = rows.state_NZ[own] if rows.state_NZ is not None and dump.state_width else None
             format = store.format if state_NZ is not None else dataclasses.replace(store.format, state=())
             store.put(table_U, id_U, encode_rows(format, rows.value_ND[own], state_NZ))
             if rows.score_NS is not None:

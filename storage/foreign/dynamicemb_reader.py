@@ -57,14 +57,14 @@ class Dump:
         """How many have written it."""
         self._rows = [self._count(part["keys"], np.int64, 1) for part in parts]
         self.rows = sum(self._rows)
-        words, widths = set[int](), set[int]()
+        words, widths = set[int](), set[int]()  # of the parts that have rows
         self._state_parts: list[tuple[str, str]] = []
         for part, rows in zip(parts, self._rows, strict=True):
             self._need(part["values"], 4 * dim * rows, f"float32 [{rows}, {dim}]")
             if "scores" in part:
-                words.add(self._width(part["scores"], 8, rows, (1, 2)))
+                words |= self._widths(part["scores"], 8, rows, (1, 2))
             if "opt_values" in part:
-                widths.add(self._width(part["opt_values"], 4, rows, None))
+                widths |= self._widths(part["opt_values"], 4, rows)
             if "counter_keys" in part:
                 counts = self._count(part["counter_keys"], np.int64, 1)
                 self._need(part["counter_frequencies"], 8 * counts, f"int64 [{counts}]")
@@ -94,17 +94,21 @@ class Dump:
                     f"{part[keys]} must have the keys of {rows} rows, as {part['keys']} has, got"
                     f" {self._fs.size(part[keys])} bytes; restore it from a copy, or load without the optimizer's state"
                 )
-            if scores in part:
+            if "scores" in part:
+                if scores not in part:
+                    raise CorruptTableError(f"{part[keys]} is there without a file of {scores}; restore it from a copy")
                 self._need(part[scores], 8 * rows, f"uint64 [{rows}]")
-            self.state_width += self._width(part[values], 4, rows, None)
+            self.state_width += self._one(self._widths(part[values], 4, rows), "numbers of state")
             self._state_parts.append((part[keys], part[values]))
 
     def _one(self, found: set[int], what: str) -> int:
-        """The number that all parts have; 0 where none has any."""
-        found.discard(0)
+        """The number that all parts with rows have; 0 where none has rows."""
         if len(found) > 1:
-            raise CorruptTableError(f"{self._parts[0]['keys']} and its like have {what} of several widths, {found}")
-        return found.pop() if found else 0
+            raise CorruptTableError(
+                f"the rows of {self._parts[0]['keys']} and its like must have as many {what} each, got"
+                f" {' and '.join(map(str, sorted(found)))}; restore the dump from a copy"
+            )
+        return min(found, default=0)
 
     def _count(self, path: str, dtype: type, width: int) -> int:
         size, unit = self._fs.size(path), np.dtype(dtype).itemsize * width
@@ -116,8 +120,8 @@ class Dump:
         if (got := self._fs.size(path)) != size:
             raise CorruptTableError(f"{path} must be {what}, {size} bytes, got {got}; restore it from a copy")
 
-    def _width(self, path: str, unit: int, rows: int, widths: Sequence[int] | None) -> int:
-        """Numbers of a row in a file; 0 where there are no rows."""
+    def _widths(self, path: str, unit: int, rows: int, widths: Sequence[int] | None = None) -> set[int]:
+        """The one number that a file has of each row; none where there are no rows."""
         size = self._fs.size(path)
         width = size // (unit * rows) if rows else 0
         if size != unit * rows * width or rows and widths is not None and width not in widths:
@@ -125,7 +129,7 @@ class Dump:
                 f"{path} must have as many numbers of {unit} bytes for each of {rows} rows, got {size} bytes; restore"
                 " it from a copy"
             )
-        return width
+        return {width} if rows else set()
 
     def check_distinct(self, num_embeddings: int | None) -> None:
         """Raise CorruptTableError if an id comes twice."""
@@ -142,43 +146,56 @@ class Dump:
                     raise CorruptTableError(f"id {twice} comes twice in {part['keys']} and its like; restore the dump")
                 index.put(table_N, key_N, np.zeros(len(key_N), np.int64))
 
-    def read(self, batch: int) -> Iterator[DumpRows]:
+    def check_states(self) -> None:
+        """Raise CorruptTableError if a row has no state, where state has keys of its own."""
+        for keys, _ in self._state_parts:
+            mine_N, its_N = (np.sort(self._whole(path, np.int64, 1)[:, 0]) for path in (self._parts[0]["keys"], keys))
+            if (differs_N := mine_N != its_N).any():
+                raise CorruptTableError(
+                    f"{keys} must have the ids of all rows, and no other: it has {its_N[differs_N][0]} where they have"
+                    f" {mine_N[differs_N][0]}; restore it from a copy, or load without the optimizer's state"
+                )
+
+    def read(self, batch: int, *, state: bool) -> Iterator[DumpRows]:
         """All rows, at most so many at a time.
 
+        Args:
+            state: read it too, where there is some. `check_states` has found it whole.
+
         Raises:
-            CorruptTableError: a file became shorter, or the state of a row is missing.
+            CorruptTableError: a file became shorter.
         """
-        states = [self._state_of(keys, values) for keys, values in self._state_parts]
+        states = [self._state_of(keys, values) for keys, values in self._state_parts if state]
         for r, (part, rows) in enumerate(zip(self._parts, self._rows, strict=True)):
             for begin in range(0, rows, batch):
                 count = min(batch, rows - begin)
                 key_N = self._read(part["keys"], np.int64, begin, count, 1)[:, 0]
-                scores = state = None
+                value_ND = self._read(part["values"], np.float32, begin, count, self._dim)
+                score_NS = state_NZ = None
                 if "scores" in part:
-                    scores = self._read(part["scores"], np.int64, begin, count, self.score_words)
-                if "opt_values" in part:
-                    state = self._read(part["opt_values"], np.float32, begin, count, self.state_width)
+                    score_NS = self._read(part["scores"], np.int64, begin, count, self.score_words)
+                if "opt_values" in part and state:
+                    state_NZ = self._read(part["opt_values"], np.float32, begin, count, self.state_width)
                 elif states:
-                    state = np.concatenate([one(key_N) for one in states], axis=1)
-                yield DumpRows(r, key_N, self._read(part["values"], np.float32, begin, count, self._dim), scores, state)
+                    state_NZ = np.concatenate([of(key_N) for of in states], axis=1)
+                yield DumpRows(r, key_N, value_ND, score_NS, state_NZ)
 
-    def _state_of(self, keys: str, values: str) -> Any:
+    def _state_of(self, keys: str, values: str) -> Callable[[np.ndarray], np.ndarray]:
         """A function that gives a part of the state of ids, which it finds by their keys."""
-        rows = self.rows
-        key_N = self._read(keys, np.int64, 0, rows, 1)[:, 0]
-        index, width = HashIndex(Threads(1)), self._width(values, 4, rows, None)
-        table_N = np.zeros(rows, np.int32)
-        index.put(table_N, key_N, np.arange(rows))
-        value_NZ = self._read(values, np.float32, 0, rows, width)
+        key_N, rows = self._whole(keys, np.int64, 1)[:, 0], self.rows
+        value_NZ = self._whole(values, np.float32, self._one(self._widths(values, 4, rows), "numbers of state"))
+        index = HashIndex(Threads(1))
+        index.put(np.zeros(rows, np.int32), key_N, np.arange(rows))
 
         def of(its_N: np.ndarray) -> np.ndarray:
-            place_N = index.find(np.zeros(len(its_N), np.int32), its_N)
-            if (place_N < 0).any():
-                raise CorruptTableError(f"{keys} lacks id {its_N[place_N < 0][0]}, which has a row; restore the dump")
-            found: np.ndarray = value_NZ[place_N]
+            found: np.ndarray = value_NZ[index.find(np.zeros(len(its_N), np.int32), its_N)]
             return found
 
         return of
+
+    def _whole(self, path: str, dtype: type, width: int) -> np.ndarray:
+        """A file of "seed", which has something of all rows."""
+        return self._read(path, dtype, 0, self.rows, width)
 
     def counters(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Ids without a row and their counts, both int64."""

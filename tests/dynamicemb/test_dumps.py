@@ -23,7 +23,7 @@ from oneemb.dynamicemb import (
 )
 from oneemb.dynamicemb.dump_load import find_sharded_modules, get_dynamic_emb_module
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError
-from tests.dynamicemb.test_sharded import DIM, TABLES, batch_of, collection, shard, sharder_of, values_of
+from tests.dynamicemb.test_sharded import DIM, ROWS, TABLES, batch_of, collection, shard, sharder_of, values_of
 from tests.torchrec.test_sharding import of_each, on_ranks
 
 OPTIMIZERS = {
@@ -43,7 +43,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def made(group, optimizer, strategy, dist, threshold=2, rate=0.25):
+def made(group, optimizer, strategy, dist, threshold=2, rate=0.25, rows=ROWS):
     options = {
         name: Options(
             score_strategy=strategy,
@@ -54,7 +54,7 @@ def made(group, optimizer, strategy, dist, threshold=2, rate=0.25):
         for name in ("one", "two")
     }
     sharder = sharder_of("ids", optimizer=OPTIMIZERS[optimizer], learning_rate=rate)
-    return shard(collection("ids"), options, group, sharder)
+    return shard(collection("ids", rows), options, group, sharder)
 
 
 def shifted(batch, step):
@@ -105,7 +105,8 @@ def dump(group, folder, optimizer, strategy, dist, layout):
 
 
 def load(group, folder, optimizer, strategy, dist, layout):
-    model = made(group, optimizer, strategy, dist, rate=0.125)
+    # The tables have grown, and with them the blocks of "continuous".
+    model = made(group, optimizer, strategy, dist, rate=0.125, rows=ROWS + 30)
     path = f"{folder}/{optimizer}-{layout}-{strategy}-{dist}"
     DynamicEmbLoad(path, model, optim=True, counter=layout == "today", pg=group)
     its = contents(model)
@@ -186,7 +187,7 @@ def check_files(folder, rows, ranks, case):
                 if dist == "roundrobin":
                     assert key % 2**64 % ranks == r
                 if dist == "continuous":
-                    block = -(-60 // ranks)
+                    block = -(-ROWS // ranks)
                     key = key + r * block if 0 <= key < block else key % 2**64 * ranks + r
                     key = (key + 2**63) % 2**64 - 2**63
                 width = 4 * WIDTH[optimizer]
