@@ -129,6 +129,8 @@ def DynamicEmbLoad(
     call. Other rows stay.
 
     All files are looked at before a row changes: that those are there that have to be, each as long as it has to be.
+    Where a table has a capacity, and a rank no room for all its rows of the dump, those of the least scores are left
+    out, which a warning says.
 
     Args:
         path: a folder that `DynamicEmbDump`, or dynamicemb, has written.

@@ -21,6 +21,7 @@ from oneemb.dynamicemb.dynamicemb_config import (
     DynamicEmbTableOptions,
     evict_strategy_of,
     evicting_strategy,
+    policy_of,
 )
 from oneemb.embedding import MultiTableEmbedding
 from oneemb.graph.ranks import Received
@@ -516,12 +517,14 @@ class DynamicTables:
     def _load(self, t: int, dump: Dump, now: int, optim: bool, counter: bool) -> None:
         store = self.rows.store
         store.build()
-        for rows in dump.read(self._at_once, state=optim):
-            id_N = rows.key_N
-            if dump.version == "today":
-                dist = dump.meta.get("dist_type", "roundrobin")
-                id_N = key_of_file(dist, rows.rank, id_N, dump.ranks, self._num_embeddings(t, dump))
+        at_once, kept = self._at_once, self._kept_of(t, dump, now)
+        if kept is not None:
+            at_once = min(at_once, max(1, len(kept)))
+        for rows in dump.read(at_once, state=optim):
+            id_N = self._ids_of(t, dump, rows.rank, rows.key_N)
             own = self.own(t, id_N)
+            if kept is not None:
+                own = own[np.isin(id_N[own], kept)]
             if len(own) == 0:
                 continue
             table_U, id_U = np.full(len(own), t, np.int32), id_N[own]
@@ -538,6 +541,37 @@ class DynamicTables:
             for id_N, count_N in dump.counters(_ROWS):
                 self.forget_sightings(t, id_N)
                 self.add_sightings(t, id_N, count_N)
+
+    def _ids_of(self, t: int, dump: Dump, rank: int, key_N: np.ndarray) -> np.ndarray:
+        """The ids that keys of a dump stand for."""
+        if dump.version == "seed":
+            return key_N
+        dist = dump.meta.get("dist_type", "roundrobin")
+        return key_of_file(dist, rank, key_N, dump.ranks, self._num_embeddings(t, dump))
+
+    def _kept_of(self, t: int, dump: Dump, now: int) -> np.ndarray | None:
+        """Where a table has no room for all of this rank's rows of a dump, the ids of those that stay if others leave
+        by their scores; None = there is room. Ranks of another number have room for another number of rows."""
+        table = self.tables[t]
+        capacity = policy_of(table.options, table.num_embeddings, self._calls.size).capacity
+        if capacity is None or dump.rows <= capacity:
+            return None
+        ids, scores = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
+        for rank, key_N, score_NS in dump.scores(_ROWS):
+            id_N = self._ids_of(t, dump, rank, key_N)
+            own = self.own(t, id_N)
+            ids.append(id_N[own])
+            score_N = np.zeros(len(own), np.uint64)
+            scores.append(score_N if score_NS is None else self._scores_of(t, score_NS[own], now)[0])
+        id_N, score_N = np.concatenate(ids), np.concatenate(scores)
+        if len(id_N) <= capacity:
+            return None
+        warnings.warn(
+            f"table {table.name!r} has room for {capacity} of {len(id_N)} rows that rank {self._calls.rank} has of the"
+            " dump: those of the least scores are left out; raise max_capacity, or num_embeddings of the config",
+            stacklevel=2,
+        )
+        return id_N[np.lexsort((id_N, score_N))[-capacity:]]  # of equal scores those of the greater ids
 
     def own(self, t: int, id_N: np.ndarray) -> np.ndarray:
         """Which of these ids this rank owns."""

@@ -180,6 +180,15 @@ class Dump:
                     state_NZ = np.concatenate([of(key_N) for of in states], axis=1)
                 yield DumpRows(r, key_N, value_ND, score_NS, state_NZ)
 
+    def scores(self, batch: int) -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
+        """The rank, key_N and score_NS of all rows, as `read` has them, at most so many at a time."""
+        for r, (part, rows) in enumerate(zip(self._parts, self._rows, strict=True)):
+            for begin in range(0, rows, batch):
+                count, score_NS = min(batch, rows - begin), None
+                if "scores" in part:
+                    score_NS = self._read(part["scores"], np.int64, begin, count, self.score_words)
+                yield r, self._read(part["keys"], np.int64, begin, count, 1)[:, 0], score_NS
+
     def _state_of(self, keys: str, values: str) -> Callable[[np.ndarray], np.ndarray]:
         """A function that gives a part of the state of ids, which it finds by their keys."""
         key_N, rows = self._whole(keys, np.int64, 1)[:, 0], self.rows
