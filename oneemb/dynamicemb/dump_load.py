@@ -17,6 +17,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from oneemb.dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from oneemb.dynamicemb.shard import ShardedDynamicEmbeddingBagCollection, ShardedDynamicEmbeddingCollection
+from oneemb.dynamicemb.table_dumps import TableDumps
 from oneemb.dynamicemb.tables import DynamicTables
 from oneemb.graph.ranks import Ranks
 from oneemb.rank_calls import RankCalls
@@ -114,7 +115,7 @@ def DynamicEmbDump(
     for its_path, its in chosen.items():
         for tables, names in its:
             where = os.path.join(folder, its_path)
-            tables.dump(where, names, optim=bool(optim), counter=counts, layout=layout)
+            TableDumps(tables).dump(where, names, optim=bool(optim), counter=counts, layout=layout)
 
 
 def DynamicEmbLoad(
@@ -149,14 +150,15 @@ def DynamicEmbLoad(
     """
     counts, _ = _counts_and_ranks(counter, pg)
     folder = absolute_path(path)
-    found: list[tuple[DynamicTables, dict[str, Dump]]] = []
+    found: list[tuple[TableDumps, dict[str, Dump]]] = []
     for its_path, its in _chosen(model, table_names).items():
         for tables, names in its:
             where = os.path.join(folder, its_path)
-            found.append((tables, tables.check_load(where, names, optim=optim, counter=counts)))
-    for tables, dumps in found:
+            files = TableDumps(tables)
+            found.append((files, files.check_load(where, names, optim=optim)))
+    for files, dumps in found:
         for name, dump in dumps.items():
-            tables.load(name, dump, optim=optim, counter=counts)
+            files.load(name, dump, optim=optim, counter=counts)
 
 
 def _counts_and_ranks(counter: Any, pg: "distributed.ProcessGroup | None") -> tuple[bool, RankCalls]:
