@@ -285,7 +285,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
         """Bring in the rows of dumps; see `DynamicEmbLoad`."""
         names = [name for name in self.table_names if table_names is None or name in table_names]
         files = TableDumps(self._dynamic)
-        dumps = files.check_load(save_dir, names, optim=optim)
+        dumps = files.check_load(save_dir, names, optim=optim, counter=counter)
         for name, dump in dumps.items():
             files.load(name, dump, optim=optim, counter=counter)
 

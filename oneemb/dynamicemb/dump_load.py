@@ -155,7 +155,7 @@ def DynamicEmbLoad(
         for tables, names in its:
             where = os.path.join(folder, its_path)
             files = TableDumps(tables)
-            found.append((files, files.check_load(where, names, optim=optim)))
+            found.append((files, files.check_load(where, names, optim=optim, counter=counts)))
     for files, dumps in found:
         for name, dump in dumps.items():
             files.load(name, dump, optim=optim, counter=counts)

@@ -201,7 +201,7 @@ class TableDumps:
 
     # ---- loads ------------------------------------------------------------------------------------------------------
 
-    def check_load(self, folder: str, names: Sequence[str], *, optim: bool) -> dict[str, Dump]:
+    def check_load(self, folder: str, names: Sequence[str], *, optim: bool, counter: bool) -> dict[str, Dump]:
         """The dumps of these tables, found to be whole and to fit. Every rank makes the call.
 
         Raises:
@@ -210,10 +210,12 @@ class TableDumps:
         what = f"look at the dumps in {folder}"
         found: dict[str, Dump] = {}
         calls = self._tables.calls
-        calls.together("load", what, lambda: calls.agree(what, lambda: found.update(self._found(folder, names, optim))))
+        calls.together(
+            "load", what, lambda: calls.agree(what, lambda: found.update(self._found(folder, names, optim, counter)))
+        )
         return found
 
-    def _found(self, folder: str, names: Sequence[str], optim: bool) -> dict[str, Dump]:
+    def _found(self, folder: str, names: Sequence[str], optim: bool, counter: bool) -> dict[str, Dump]:
         dumps = {name: find_dump(folder, name, dim=self._tables.rows.embedding_dim) for name in names}
         for name, dump in dumps.items():
             t = self._tables.index(name)
@@ -222,6 +224,10 @@ class TableDumps:
             if optim:
                 self._check_states(t, dump)
                 dump.check_states()
+            if counter and not dump.has_counters and self._tables.tables[t].options.admit_strategy is not None:
+                raise ValueError(
+                    f"the dump of table {name!r} has no counts of ids without a row; load it with counter=False"
+                )
         return dumps
 
     def _num_embeddings(self, t: int, dump: Dump) -> int | None:

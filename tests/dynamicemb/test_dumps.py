@@ -263,6 +263,7 @@ def refuse(group, folder):
     DynamicEmbDump(f"{folder}/e", model, pg=group, layout="seed")
     assert not pathlib.Path(folder, "e", "model", "one_opt_args.json").exists()
     refused(ValueError, lambda: DynamicEmbLoad(f"{folder}/e", model, optim=True, pg=group))
+    refused(ValueError, lambda: DynamicEmbLoad(f"{folder}/e", model, counter=True, pg=group))
     pathlib.Path(folder, "e", "model", "two_scores").unlink()
     refused(CorruptTableError, lambda: DynamicEmbLoad(f"{folder}/e", model, pg=group))
     pair = made(group, "adagrad", PAIR, "roundrobin")
@@ -287,7 +288,7 @@ def test_what_cannot_be_dumped_or_loaded_is_said(tmp_path):
             'layout must be "today" or "seed"', "was dumped with EvictStrategy.KLfu, and has EvictStrategy.KCustomized",
             "has the state of exact_adagrad .4 numbers a row., and adam trains it here .8 numbers.",
             'files of layout "seed" have no counts', "'one' has no optimizer's state; load it with optim=False",
-            "table 'two' lacks its files of scores", "'one' has two; dump it with layout",
+            "table 'two' has no counts of ids without a row", "table 'two' lacks its files of scores", "'one' has two; dump it with layout",
             "two_emb_values.rank_0.world_size_1 must be float32",
         ],
         strict=True,
