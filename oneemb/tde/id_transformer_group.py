@@ -62,6 +62,8 @@ class IDTransformerGroup:
             its, plan = sharded[path]
             rows = PSCollection.fromModule(path, its, plan, url, ps_config, traffic=traffic, rank=ranks.rank)
             check_optimizers(path, its, plan, optimizers)
+            if ranks.size > 1:
+                _check_shared(path, plan, url)
             self._servers.append(rows)
             self._collections[path] = IDTransformerCollection(
                 configs, eviction_config, transform_config, rows, reinitialise=True, seed=ps_config.get("seed", 0)
@@ -101,3 +103,14 @@ class IDTransformerGroup:
         """Close the servers."""
         for rows in self._servers:
             rows.close()
+
+
+def _check_shared(path: str, plan: Mapping[str, Any], url: str | Callable[[str, str], str]) -> None:
+    """Raise ValueError where ranks would look for rows in memory of their own that another one has pushed."""
+    for table, how in plan.items():
+        its = url if isinstance(url, str) else url(path, table)
+        if its.startswith("memory://") and how.sharding_type != "table_wise":
+            raise ValueError(
+                f"table {table} of module {path!r} is of several ranks ({how.sharding_type}), but memory:// is the"
+                " memory of one process; use a server that all ranks reach, or shard table_wise"
+            )
