@@ -126,6 +126,7 @@ class DataLoaderIter:
         self._release()
         if not self._begun:
             if self._failed is None:
+                self._steps.settle()
                 self._begin_next(must=True)
             if self._failed is not None:
                 failed, self._failed = self._failed, None

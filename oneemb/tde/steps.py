@@ -200,6 +200,12 @@ class Steps:
         for transformer, cache_U in pins:
             transformer.unpin(cache_U)
 
+    def settle(self) -> None:
+        """Finish every batch that has begun, also those that were dropped: see `finish`."""
+        self._check()
+        if self._unfinished:
+            self.finish(self._unfinished[-1])
+
     def drop(self, batch: Batch) -> None:
         """Release a batch that nobody will train, at the next call; from any thread."""
         self._dropped.append(batch)
@@ -211,9 +217,7 @@ class Steps:
             ServerError: a server failed; what was not pushed is pushed by the next call.
             RuntimeError: something failed on another rank.
         """
-        self._check()
-        if self._unfinished:
-            self.finish(self._unfinished[-1])
+        self.settle()
         failed: BaseException | None = None
         try:
             for collection in self.collections.values():
