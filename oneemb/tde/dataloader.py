@@ -133,7 +133,10 @@ class DataLoaderIter:
                 if isinstance(failed, StopIteration):
                     self.close()
                     raise StopIteration
-                raise failed
+                try:
+                    raise failed
+                finally:
+                    del failed  # or the error would keep this frame, which keeps the error, and so the thread
         batch, read = self._begun[0]
         self._steps.finish(batch)
         self._begun.popleft()
@@ -173,28 +176,29 @@ class DataLoaderIter:
     def _gather(self) -> _Next | None:
         """The next batch of the loader, on all ranks; None if one of them has none, which `_failed` says."""
         read: _Read | None = None
-        failed: BaseException | None = None
         try:
             read = self._take_read()
         except Exception as error:
-            failed = error
+            self._failed = error
         ranks = self._steps.ranks
         if ranks.size > 1:
-            failed = _of_all(ranks.exchange(_said(failed)), failed, ranks.rank)
-        if failed is None:
+            self._failed = _of_all(ranks.exchange(_said(self._failed)), self._failed, ranks.rank)
+        if self._failed is None:
             assert read is not None
             try:
                 return _Next(read, self._steps.gather(read.jagged))
             except Exception as error:
-                failed = error
-        self._failed = failed
+                self._failed = error
         return None
 
     def _take_read(self) -> _Read:
         if self._reading is None:
             return self._reader.read()
         reading, self._reading = self._reading, None
-        return reading.result()
+        try:
+            return reading.result()
+        finally:
+            del reading
 
     def _run_ahead(self) -> None:
         if self._worker is None:

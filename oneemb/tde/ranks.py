@@ -39,7 +39,10 @@ class Ranks:
         """
         said = self.exchange(None if failed is None else text_of(failed))
         if failed is not None:
-            raise failed
+            try:
+                raise failed
+            finally:
+                del failed  # which keeps this frame
         for rank, text in enumerate(said):
             if text is not None:
                 raise RuntimeError(f"rank {rank} of {self.size} failed, and so do all; there it was:\n{text}")

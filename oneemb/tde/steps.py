@@ -17,6 +17,7 @@ Invariants:
 - ranks do the same in the same order: where one fails, all raise.
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -110,16 +111,8 @@ class Steps:
             RuntimeError: so it is on another rank.
         """
         jagged: dict[str, JaggedIds] = {}
-        failed: BaseException | None = None
-        try:
-            jagged = {path: self._ids_of(path, kjt) for path, kjt in kjts.items()}
-        except Exception as error:
-            failed = error
+        self._together(lambda: jagged.update({path: self._ids_of(path, kjt) for path, kjt in kjts.items()}))
         mine = {path: list(zip(its.id_TU, its.count_TU, strict=True)) for path, its in jagged.items()}
-        if self.ranks.size > 1:
-            self.ranks.agree(failed)
-        elif failed is not None:
-            raise failed
         return Gathered(jagged, self.ranks.exchange(mine))
 
     def begin(self, gathered: Gathered) -> Batch | None:
@@ -176,20 +169,9 @@ class Steps:
         self._check()
         while not batch.finished:
             first = self._unfinished[0]
-            failed: BaseException | None = None
             if first.any_late:
-                try:
-                    self.traffic.wait(first.pushed)
-                except Exception as error:
-                    failed = error
-                self.ranks.agree(failed)
-            try:
-                self.traffic.wait(first.pushed)
-                for handle in [*first.handles, *first.late]:
-                    handle.wait()
-            except Exception as error:
-                failed = error
-            self.ranks.agree(failed)
+                self._together(functools.partial(self.traffic.wait, first.pushed))
+            self._together(functools.partial(self._bring, first))
             self._unpushed = [its for its in self._unpushed if its[0] > first.number]
             first.finished = True
             self._unfinished.popleft()
@@ -218,17 +200,7 @@ class Steps:
             RuntimeError: something failed on another rank.
         """
         self.settle()
-        failed: BaseException | None = None
-        try:
-            for collection in self.collections.values():
-                for table in collection.tables:
-                    if table.ps is not None:
-                        pairs = table.transformer.used()
-                        self.traffic.wait(table.ps.evict_later(pairs))
-                        table.transformer.saved(pairs[:, 1])
-        except Exception as error:
-            failed = error
-        self.ranks.agree(failed)
+        self._together(self._save)
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 
@@ -245,6 +217,28 @@ class Steps:
                         " give it more rows than that, or batches fewer ids"
                     )
         return NoRoomError("a table has no room for this batch")
+
+    def _together(self, call: Callable[[], None]) -> None:
+        """Make a call on all ranks; if it raises on one, all raise."""
+        try:
+            call()
+        except Exception as error:
+            self.ranks.agree(error)
+        else:
+            self.ranks.agree(None)
+
+    def _bring(self, batch: Batch) -> None:
+        self.traffic.wait(batch.pushed)
+        for handle in [*batch.handles, *batch.late]:
+            handle.wait()
+
+    def _save(self) -> None:
+        for collection in self.collections.values():
+            for table in collection.tables:
+                if table.ps is not None:
+                    pairs = table.transformer.used()
+                    self.traffic.wait(table.ps.evict_later(pairs))
+                    table.transformer.saved(pairs[:, 1])
 
     def _ids_of(self, path: str, kjt: KeyedJaggedTensor) -> JaggedIds:
         if path not in self.collections:

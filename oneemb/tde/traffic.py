@@ -53,7 +53,10 @@ class Traffic:
                     return
                 if self._failed is not None:
                     error, self._failed = self._failed, None
-                    raise error
+                    try:
+                        raise error
+                    finally:
+                        del error  # which keeps this frame
                 self._make_next()
 
     def _make_next(self) -> None:

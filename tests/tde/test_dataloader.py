@@ -1,5 +1,6 @@
 """Loaders of cache ids: every batch once, with its rows, whatever fails and whoever leaves."""
 
+import contextlib
 import dataclasses
 import gc
 import subprocess
@@ -27,6 +28,13 @@ def batches_of(seed, count=40, most=3):
 
 def threads():
     return [its for its in threading.enumerate() if its.name == "oneemb-tde"]
+
+
+@pytest.fixture(autouse=True)
+def no_threads_of_others():
+    if threads():
+        gc.collect()
+    assert not threads()
 
 
 def train(tables, loader, batches, begin=0):
@@ -125,6 +133,34 @@ def test_whoever_leaves_early_leaves_no_thread_and_the_next_pass_finds_all_rows(
     train(tables, loader, batches)
     assert not threads()
     assert not any(table.transformer._pins_S.any() for table in tables.collection.tables)
+
+
+@pytest.mark.parametrize("of", ["loop", "loader", "server", "room"])
+def test_after_an_error_the_thread_has_ended_without_a_garbage_collection(of, monkeypatch):
+    tables, batches = Tables(ROWS, monkeypatch), batches_of(3)
+    if of == "room":
+        batches[5] = kjt_of(range(9), [], [])
+
+    def source():
+        yield from batches[:10]
+        if of == "loader":
+            raise ValueError("from the loader")
+        yield from batches[10:]
+
+    def loop():
+        for step, _ in enumerate(tables.loader(source(), 2)):
+            tables.server.fail = {"push"} if of == "server" else set()
+            if of == "loop" and step == 4:
+                raise ValueError("from the loop")
+
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError, ServerError, NoRoomError):
+            loop()
+        assert not threads()
+    finally:
+        gc.enable()
 
 
 def test_a_pass_that_begins_ends_the_one_before(monkeypatch):
