@@ -21,12 +21,17 @@ from oneemb.kernels.init_rows import UNIFORM, InitialRows, init_rows
 from oneemb.kernels.threads import Threads
 from oneemb.storage.remote.parameter_server import ParameterServer, ServerError
 from oneemb.storage.remote.servers import open_server
+from oneemb.tde.push_mark import PushMark
 from oneemb.tde.table_tensors import table_tensors
 from oneemb.tde.traffic import Traffic
 
 __all__ = ["PS", "FetchHandle", "PSCollection"]
 
 DEFAULT_CHUNK_SIZE = 8 * 1024 * 1024
+
+
+_Pulled = tuple[np.ndarray, list[np.ndarray], np.ndarray]
+"""Pairs of ids and cache ids, the parts of their rows, and which of them the server has."""
 
 
 class _Shard(NamedTuple):
@@ -50,6 +55,7 @@ class PS:
         server: one that is open, in place of the one at the URL.
         traffic: in which order servers are called; None = this one's own.
         pushes: whether this process pushes rows; False = another one has the same and does.
+        rank: of this process.
 
     Raises:
         ValueError: a shard has not all columns of its rows.
@@ -61,6 +67,7 @@ class PS:
     def __init__(
         self, table_name: str, tensors: Sequence[torch.Tensor], url: str, chunk_size: int = DEFAULT_CHUNK_SIZE, *,
         server: ParameterServer | None = None, traffic: Traffic | None = None, pushes: bool = True,
+        rank: int = 0,
     ):  # fmt: skip
         self.table_name = table_name
         self.traffic = Traffic() if traffic is None else traffic
@@ -68,6 +75,7 @@ class PS:
         self._widths = [tensor.shape[1] for tensor in self._shards[0].tensors] if self._shards else []
         self._server = open_server(url) if server is None else server
         self._pushes = pushes
+        self._mark = PushMark(self._server, table_name, rank)
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be 1 or more, got {chunk_size}")
         self._chunk = max(1, chunk_size // max(1, sum(self._widths)))
@@ -123,12 +131,12 @@ class PS:
 
     # ---- what handles call ----------------------------------------------------------------------------------------
 
-    def pull(self, pair_N2: np.ndarray) -> list[tuple[np.ndarray, list[np.ndarray], np.ndarray]]:
+    def pull(self, pair_N2: np.ndarray) -> list[_Pulled]:
         """Of each shard the pairs that are its, their parts, and which of them the server has."""
-        found = []
+        found: list[_Pulled] = []
         for _, pairs in self._own(pair_N2):
             parts, found_NP = self._server.pull(self.table_name, np.ascontiguousarray(pairs[:, 0]), self._widths)
-            some_N, all_N = found_NP.any(1), found_NP.all(1)
+            some_N, all_N = np.logical_or.reduce(found_NP, axis=1), np.logical_and.reduce(found_NP, axis=1)
             if (some_N != all_N).any():
                 n = int(np.flatnonzero(some_N != all_N)[0])
                 raise ServerError(
@@ -138,11 +146,12 @@ class PS:
                     " server, or with the optimizer of that job"
                 )
             found.append((pairs, parts, all_N))
+        self._mark.check()
         return found
 
     def write(
         self,
-        pulled: list[tuple[np.ndarray, list[np.ndarray], np.ndarray]],
+        pulled: list[_Pulled],
         bounds: tuple[float, float] | None,
         seed: int,
     ) -> None:
@@ -167,9 +176,11 @@ class PS:
         return [(shard, pairs) for shard, pairs in its if len(pairs)]
 
     def _push(self, id_N: np.ndarray, parts: list[np.ndarray]) -> None:
+        self._mark.check()
         for begin in range(0, len(id_N), self._chunk):
             some = slice(begin, begin + self._chunk)
             self._server.push(self.table_name, id_N[some], [part[some] for part in parts])
+        self._mark.advance()
 
 
 class FetchHandle:
@@ -187,7 +198,7 @@ class FetchHandle:
     ):  # fmt: skip
         self._ps, self._pair_N2, self._bounds, self._seed, self._written = ps, pair_N2, bounds, seed, written
         self._ticket: int | None = None
-        self._pulled: list[tuple[np.ndarray, list[np.ndarray], np.ndarray]] | None = None
+        self._pulled: list[_Pulled] | None = None
         self.done = False
 
     def ask(self) -> None:
@@ -253,6 +264,7 @@ class PSCollection:
             self._of_table[table] = PS(
                 f"{path}.{table}", tensors, its, ps_config.get("chunk_size", DEFAULT_CHUNK_SIZE),
                 server=servers[its], traffic=self.traffic, pushes=rank == 0 or isinstance(tensors[0], ShardedTensor),
+                rank=rank,
             )  # fmt: skip
 
     def table_names(self) -> list[str]:

@@ -46,7 +46,7 @@ class RowAdam(torch.optim.Optimizer):
                 self.state[table]["step"] = 0
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the rows that have a gradient."""
         loss = None
         if closure is not None:

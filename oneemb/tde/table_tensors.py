@@ -30,7 +30,7 @@ def table_tensors(
             f"module {path!r} is {type(module).__name__} of oneemb: its tables grow by themselves and take any id;"
             " train it on the loader as it is"
         )
-    states = module.fused_optimizer.state_dict()["state"]  # type: ignore[operator, union-attr]
+    states = module.fused_optimizer.state_dict()["state"]  # type: ignore[union-attr]
     parameters = dict(module.named_parameters())
     found: dict[str, list[torch.Tensor]] = {}
     for key, tensor in module.state_dict().items():
@@ -39,6 +39,11 @@ def table_tensors(
         table = ".".join(words[1:-1])
         if len(words) < 3 or table not in params_plan or words[-1] != "weight":
             continue
+        if not isinstance(tensor, ShardedTensor) and hasattr(tensor, "placements"):
+            raise ValueError(
+                f"table {table} of module {path!r} is a {type(tensor).__name__}, and must be a ShardedTensor or, where"
+                " all ranks have it, a tensor; make the sharding environment without output_dtensor"
+            )
         state = {name.removeprefix(f"{table}."): its for name, its in states.get(key, {}).items()}
         if isinstance(tensor, ShardedTensor):
             names = [name for name, its in state.items() if isinstance(its, ShardedTensor)]
@@ -91,7 +96,7 @@ def _check_rests(table: str, optimizer: torch.optim.Optimizer, group: Mapping[st
 
 def _dense_state(
     parameter: torch.Tensor | None, optimizers: Iterable[torch.optim.Optimizer]
-) -> Mapping[str, torch.Tensor]:
+) -> dict[str, torch.Tensor]:
     for optimizer in optimizers:
         for its in _parameters_of(optimizer):
             if _same(its, parameter):
