@@ -6,7 +6,7 @@ server that restarts empty, or from an older copy, has none or a lower one.
 
 import numpy as np
 
-from oneemb.storage.remote.parameter_server import ParameterServer, ServerError
+from oneemb.storage.remote.parameter_server import LostRowsError, ParameterServer
 
 __all__ = ["PushMark"]
 
@@ -38,12 +38,12 @@ class PushMark:
         self._count += 1
 
     def check(self) -> None:
-        """Raise ServerError if the server has not what this process has pushed."""
+        """Raise LostRowsError if the server has not what this process has pushed."""
         if self._count is None:
             return
         found = self._read()
         if found not in (self._count, self._count + 1):
-            raise ServerError(
+            raise LostRowsError(
                 f"{self._server.name}: table {self._table!r} was pushed to {self._count} times, but the server says"
                 f" {'0' if found is None else found}: it has restarted empty or from an older copy, or another job"
                 " pushes to the same table. Rows would begin anew that were trained: restore the server, or begin the"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from oneemb.storage.remote.parameter_server import ServerError
+from oneemb.storage.remote.parameter_server import LostRowsError, ServerError
 from oneemb.tde.steps import NoRoomError
 from tests.tde.tables import FaultyServer, Tables, kjt_of
 
@@ -384,7 +384,7 @@ def test_a_server_with_half_a_row_is_an_error(monkeypatch):
 def test_a_server_that_has_lost_rows_is_noticed_before_one_begins_anew(depth, older, monkeypatch):
     tables, batches = Tables(ROWS, monkeypatch), batches_of(8)
     iterator, step, copy = iter(tables.loader(batches, depth)), 0, None
-    with pytest.raises(ServerError, match="restarted empty or from an older copy"):
+    with pytest.raises(LostRowsError, match="restarted empty or from an older copy"):
         for step in range(len(batches)):
             tables.step(batches[step].to_dict(), next(iterator).to_dict(), step)
             if step == 10:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import oneemb.torchrec
 from oneemb import tde
 from oneemb.storage.remote.servers import open_server
 from oneemb.tde import ps as ps_module
@@ -194,12 +195,18 @@ def refusals(group):
             wrap()
         except ValueError as error:
             found.append(str(error))
+    own = oneemb.torchrec.DistributedModelParallel(dlrm(ROWS), device=torch.device("cpu"))
+    try:
+        tde.wrap("memory://refused", [], own, {PATH: configs_of(ROWS)})
+    except ValueError as error:
+        found.append(str(error))
     return found
 
 
 def test_what_wrap_cannot_serve_it_refuses_in_words():
     (found,) = on_ranks(1, refusals)
     words = ["an optimizer of yours trains it", "Adam, moves rows that have no gradient", "no.such.path", "nothing"]
+    words.append("grow by themselves")
     assert len(found) == len(words) and all(word in text for word, text in zip(words, found, strict=True)), found
 
 
