@@ -14,7 +14,7 @@ from types import ModuleType
 __all__ = ["MODULES", "Names", "install"]
 
 # From the name that scripts import to the package that it is.
-MODULES = {"dynamicemb": "oneemb.dynamicemb"}
+MODULES = {"dynamicemb": "oneemb.dynamicemb", "torchrec_dynamic_embedding": "oneemb.tde"}
 
 
 def install(name: str, *, replace: bool = False) -> None:
