@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import shutil
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from oneemb.storage.remote.servers import open_server
 from oneemb.tde import ps as ps_module
 from oneemb.tde.ps import PS
 from oneemb.tde.steps import Steps
+from tests.support.plugins import MEMORY_IO, compile_plugin
 from tests.support.rank_jobs import RankJob
 from tests.tde.models import (
     DIM,
@@ -93,10 +95,18 @@ def farthest(rows, url, kind):
     return most, size
 
 
-def compare(group, cases, folder):
+def compare(group, cases, folder, redis_host, plugin):
+    if plugin is not None:
+        tde.register_io(plugin)
     found = []
     for number, (kind, sharding, depth, scheme) in enumerate(cases):
-        url = f"memory://{number}" if scheme == "memory" else f"shared://{folder}/{number}"
+        url = {
+            "memory": f"memory://{number}",
+            "shared": f"shared://{folder}/{number}",
+            "redis": f"redis://{redis_host}/?prefix=training_{number}",
+            "file": f"file://{folder}/{number}-{group.rank()}",
+            "plugin": f"memory-io://{number}",
+        }[scheme]
         late = []
         counted = Steps.begin
         Steps.begin = lambda self, its, begin=counted, late=late: note(begin(self, its), late)
@@ -112,7 +122,8 @@ def note(batch, late):
     return batch
 
 
-# Optimizer, sharding, batches ahead, server. In the memory of a process is only what one rank has by itself.
+# Optimizer, sharding, batches ahead, server. In the memory of a process, or a folder of its own, is only what one rank
+# has by itself.
 CASES = [
     ("sgd", "row_wise", 2, "shared"),
     ("row-wise adagrad", "row_wise", 3, "shared"),
@@ -121,11 +132,33 @@ CASES = [
     ("adam", "data_parallel", 0, "shared"),
     ("adam", "data_parallel", 3, "shared"),
 ]
+SERVERS = {
+    "redis": [
+        ("sgd", "row_wise", 2, "redis"), ("row-wise adagrad", "row_wise", 2, "redis"), ("adam", "data_parallel", 2, "redis")
+    ],
+    "file": [("sgd", "table_wise", 2, "file"), ("row-wise adagrad", "table_wise", 2, "file")],
+    "plugin": [("sgd", "table_wise", 2, "plugin"), ("row-wise adagrad", "table_wise", 2, "plugin")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("servers", SERVERS)
+def test_two_ranks_train_as_full_static_tables_do_on_servers_that_last(tmp_path, servers, request):
+    host = request.getfixturevalue("redis_host") if servers == "redis" else None
+    plugin = None
+    if servers == "plugin":
+        if shutil.which("cc") is None:
+            pytest.skip("plugins need a C compiler, cc")
+        plugin = str(compile_plugin(MEMORY_IO, tmp_path / "memory_io.so"))
+    check_as_full(tmp_path, SERVERS[servers], host, plugin)
 
 
 def test_two_ranks_train_as_full_static_tables_do(tmp_path):
-    results = on_ranks(2, compare, CASES, str(tmp_path))
-    for case, *of_ranks in zip(CASES, *results, strict=True):
+    check_as_full(tmp_path, CASES, None, None)
+
+
+def check_as_full(tmp_path, cases, redis_host, plugin):
+    results = on_ranks(2, compare, cases, str(tmp_path), redis_host, plugin)
+    for case, *of_ranks in zip(cases, *results, strict=True):
         for loss, (rows, size), late in of_ranks:
             assert loss < 1e-6 and rows < 1e-6, (case, loss, rows)
             assert size > 2 * ROWS or case[1] == "table_wise" and size == 0, (case, size)
