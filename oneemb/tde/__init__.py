@@ -8,7 +8,7 @@ or, before a script that imports upstream's package itself, `oneemb.compat.insta
 docs/tde.md says what is the same and what is not.
 """
 
-from oneemb.tde.dataloader import DataLoader, save, wrap
+from oneemb.tde.dataloader import DataLoader, close, save, wrap
 from oneemb.tde.id_transformer import IDTransformer
 from oneemb.tde.id_transformer_collection import IDTransformerCollection
 from oneemb.tde.id_transformer_group import IDTransformerGroup
@@ -20,5 +20,5 @@ from oneemb.tde.tensor_list import TensorList
 
 __all__ = [
     "PS", "DataLoader", "IDTransformer", "IDTransformerCollection", "IDTransformerGroup", "NoRoomError", "PSCollection",
-    "RowAdam", "TensorList", "register_io", "save", "wrap",
+    "RowAdam", "TensorList", "close", "register_io", "save", "wrap",
 ]  # fmt: skip

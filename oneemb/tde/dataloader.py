@@ -27,7 +27,7 @@ from oneemb.tde.id_transformer_group import IDTransformerGroup
 from oneemb.tde.ranks import text_of
 from oneemb.tde.steps import Batch, Gathered, Steps
 
-__all__ = ["DataLoader", "save", "wrap"]
+__all__ = ["DataLoader", "close", "save", "wrap"]
 
 _JOIN_S = 10.0
 
@@ -349,7 +349,24 @@ def save(module: Any) -> None:
         ValueError: it is not.
         ServerError: a server failed; the next call pushes what this one has not.
     """
+    _group_of(module).save()
+
+
+def close(module: Any) -> None:
+    """Close the servers. Rows that were trained since the last `save` are not pushed.
+
+    Args:
+        module: what `wrap` gave.
+
+    Raises:
+        ValueError: it is not.
+        ServerError: a server failed.
+    """
+    _group_of(module).close()
+
+
+def _group_of(module: Any) -> IDTransformerGroup:
     group = getattr(module, "_id_transformer_group", None)
     if not isinstance(group, IDTransformerGroup):
         raise ValueError("module must be what oneemb.tde.wrap gave: it has no tables of which rows are on a server")
-    group.save()
+    return group

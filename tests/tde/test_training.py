@@ -80,6 +80,7 @@ def cached(group, kind, sharding, url, depth):
     )  # fmt: skip
     losses = train(model, loader, optimizers)
     tde.save(model)
+    tde.close(model)
     return losses
 
 
@@ -133,12 +134,11 @@ CASES = [
     ("adam", "data_parallel", 3, "shared"),
 ]
 SERVERS = {
-    "redis": [
-        ("sgd", "row_wise", 2, "redis"), ("row-wise adagrad", "row_wise", 2, "redis"), ("adam", "data_parallel", 2, "redis")
-    ],
-    "file": [("sgd", "table_wise", 2, "file"), ("row-wise adagrad", "table_wise", 2, "file")],
-    "plugin": [("sgd", "table_wise", 2, "plugin"), ("row-wise adagrad", "table_wise", 2, "plugin")],
-}  # fmt: skip
+    "redis": [(kind, "row_wise", 2, "redis") for kind in ("sgd", "row-wise adagrad")]
+    + [("adam", "data_parallel", 2, "redis")],
+    "file": [(kind, "table_wise", 2, "file") for kind in ("sgd", "row-wise adagrad")],
+    "plugin": [(kind, "table_wise", 2, "plugin") for kind in ("sgd", "row-wise adagrad")],
+}
 
 
 @pytest.mark.parametrize("servers", SERVERS)
