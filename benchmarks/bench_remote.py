@@ -1,12 +1,16 @@
 """Rows in a Redis server beside redis-benchmark on the same server.
 
-    python benchmarks/bench_remote.py [--rounds 9] [--dims 64 16] [--depth 512] [--threads 1] [--cases rows]
+    python benchmarks/bench_remote.py [--rounds 9] [--dims 64 16] [--depth 512] [--threads 1] [--cases rows training]
 
 It starts a redis-server of its own, in memory, on a free port of loopback. A case is a function in CASES.
 
     rows    rows a second that are pushed and pulled, batches of 8,192 different ids out of 100,000; beside
             redis-benchmark's SET and GET of values as large, from one connection with `depth` commands under way. They
             take turns: every round runs each once. Its keys are 16 bytes long, and those of rows about 50.
+    training  ms of a training step whose rows are in Redis, below a cache of an eighth of them: 8 tables, 64 weights,
+            Adagrad, batches of 2,048, an MLP of --width; called, and by `graph.run`, which pulls the rows of the next
+            batch meanwhile, beside the same in memory. `hidden` is the share of what Redis costs a called step that
+            `run` does not wait for. Rounds are of ten steps.
 
 Figures are medians over the rounds; `of redis-benchmark` is the median of the rounds' own ratios.
 """
@@ -36,6 +40,7 @@ def main() -> None:
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 16])
     parser.add_argument("--depth", type=int, default=512, help="commands that redis-benchmark has under way")
     parser.add_argument("--threads", type=int, default=1, help="connections of oneemb")
+    parser.add_argument("--width", type=int, default=512, help="of the MLP of the case `training`")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     arguments = parser.parse_args()
     if shutil.which("redis-server") is None or shutil.which("redis-benchmark") is None:
@@ -48,7 +53,9 @@ def main() -> None:
             for case in CASES[name](arguments, port):
                 print(json.dumps(case), flush=True)
                 lines.append(case)
-    print(table(list(lines[0]), [[shown(value) for value in case.values()] for case in lines]))
+    for name in arguments.cases:
+        its = [case for case in lines if case["case"] == name]
+        print(table(list(its[0]), [[shown(value) for value in case.values()] for case in its]))
 
 
 def shown(value: Any) -> str:
@@ -102,7 +109,82 @@ def rows_of(dim: int, arguments: argparse.Namespace, port: int) -> Iterator[dict
         }
 
 
-CASES: dict[str, Callable[[argparse.Namespace, int], Iterator[dict[str, Any]]]] = {"rows": rows}
+TABLES, DIM, SAMPLES, STEPS_A_ROUND, WARM_ROUNDS = 8, 64, 2048, 10, 4
+
+
+def training(arguments: argparse.Namespace, port: int) -> Iterator[dict[str, Any]]:
+    """A step with rows in Redis, called and run, beside one with rows in memory."""
+    import torch
+
+    import oneemb
+
+    class Graph(oneemb.TrainGraph):
+        def __init__(self, options: Any):
+            super().__init__()
+            self.embedding = oneemb.MultiTableEmbedding(
+                "rows", DIM, torch.float32, torch.int64, [oneemb.make_table()] * TABLES, options
+            )
+            layers, width = torch.nn, arguments.width
+            self.dense = layers.Sequential(
+                layers.Linear(TABLES * DIM, width), layers.ReLU(), layers.Linear(width, width), layers.ReLU(),
+                layers.Linear(width, 1),
+            )  # fmt: skip
+            self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=0.01))
+
+        def build(self, ids: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            logit = self.dense(self.embedding(ids).flatten(1)).squeeze(1)
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, label)
+            loss.backward()
+            return loss.detach()
+
+    rng = np.random.default_rng(0)
+
+    def batches() -> list[Any]:
+        id_NBT = (rng.random((STEPS_A_ROUND, SAMPLES, TABLES)) ** 3 * IDS).astype(np.int64)
+        return [(torch.from_numpy(id_BT), torch.rand(SAMPLES)) for id_BT in id_NBT]
+
+    def step(graph: Graph, ahead: bool, its: list[Any]) -> float:
+        begin = time.perf_counter()
+        for _ in graph.run(its) if ahead else (graph(*batch) for batch in its):
+            pass
+        return (time.perf_counter() - begin) / len(its) * 1e3
+
+    with tempfile.TemporaryDirectory() as folder:
+        cache_mb = IDS * TABLES * DIM * 8 // 8 // 2**20
+        options = {
+            name: oneemb.make_cached_remote_store_options(
+                f"redis://127.0.0.1:{port}/?prefix={name}&&num_threads={arguments.threads}",
+                cache_mb,
+                f"{folder}/{name}",
+            )
+            for name in ("called", "run")
+        }
+        graphs = {"memory": Graph(oneemb.make_device_mem_store_options(f"{folder}/memory"))}
+        graphs |= {name: Graph(its) for name, its in options.items()}
+        times: dict[str, list[float]] = {name: [] for name in graphs}
+        for n in range(-WARM_ROUNDS, arguments.rounds):
+            its = batches()
+            for name, graph in graphs.items():
+                taken = step(graph, name == "run", its)
+                if n >= 0:  # the first ones bring most of the rows, and warm up
+                    times[name].append(taken)
+        ms = {name: statistics.median(taken) for name, taken in times.items()}
+        stats = graphs["run"].embedding.stats()
+        steps = (WARM_ROUNDS + arguments.rounds) * STEPS_A_ROUND
+        for graph in graphs.values():
+            graph.embedding.close()
+    yield {
+        "case": "training",
+        "in memory, ms": ms["memory"],
+        "called, ms": ms["called"],
+        "run, ms": ms["run"],
+        "hidden": (ms["called"] - ms["run"]) / (ms["called"] - ms["memory"]),
+        "rows pulled a step": round(stats["remote"]["rows_pulled"] / steps),
+        "rows pushed a step": round(stats["remote"]["rows_pushed"] / steps),
+    }
+
+
+CASES: dict[str, Callable[[argparse.Namespace, int], Iterator[dict[str, Any]]]] = {"rows": rows, "training": training}
 
 
 def rate(call: Callable[[list[np.ndarray]], None], ids: list[np.ndarray]) -> float:
