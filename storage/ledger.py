@@ -210,7 +210,8 @@ class Ledger:
         Raises:
             ValueError: the policies' clock gives none.
         """
-        return min(self.clock.seconds + max(0, int(self._now() - self._began)), _SECONDS_MAX)
+        passed = min(max(0.0, self._now() - self._began), _SECONDS_MAX)  # Of two finite numbers it may be infinite.
+        return min(self.clock.seconds + int(passed), _SECONDS_MAX)
 
     def timestamp(self) -> int:
         """Nanoseconds since 1970, later than all that were given before."""

@@ -1273,6 +1273,7 @@ def test_what_no_ledger_says_is_an_error_before_rows_are_replaced(tmp_path, monk
         (lambda: RowPolicy(sweep_weights=1), TypeError, "sweep_weights must be True or False"),
         (lambda: LFU(half_life=1e-300), ValueError, "half_life must be from 0.001"),
         (lambda: LFU(half_life=0), ValueError, "half_life must be a number above 0"),
+        (lambda: LFU(half_life=10**400), ValueError, "half_life must be a number above 0"),
         (lambda: MixedLFU(new_power=40), ValueError, "from 0 to 31"),
         (lambda: GivenScore(new=-1), ValueError, "from 0 to 2"),
     ],
