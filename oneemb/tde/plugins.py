@@ -1,8 +1,8 @@
 """Parameter servers in shared libraries, and the op by which scripts register them."""
 
-from typing import Any
-
 from torch import library
+
+from oneemb.storage.remote import servers
 
 __all__ = ["register_io"]
 
@@ -21,12 +21,7 @@ def register_io(path: str) -> None:
     Raises:
         ServerError: it cannot be loaded, or is no such plugin.
     """
-    from oneemb.storage.remote import servers
-
-    register: Any = getattr(servers, "register_io", None)
-    if register is None:
-        raise NotImplementedError("this version of oneemb has no parameter servers in shared libraries")
-    register(path)
+    servers.register_io(path)
 
 
 _library.impl("register_io", register_io, "CompositeExplicitAutograd")
