@@ -72,7 +72,8 @@ class KeptRows:
 
     @property
     def ledger(self) -> Ledger:
-        """What is known of each row's use; where all rows lie still on the host, by their own records."""
+        """What is known of each row's use; where all rows lie still on the host, by their own records. In a turn or
+        between steps only: who asks first after rows have moved lets it go by them."""
         hot = self._rows.hot if self._rows.built else None
         if hot is not self._hot:
             lying = hot if isinstance(hot, HotTier) and hot.lies_still else None
@@ -96,8 +97,8 @@ class KeptRows:
 
     @property
     def counts_uses(self) -> bool:
-        """Whether anything depends on how many ids of a lookup are of a key."""
-        return self.ledger.counts_uses or self.admission is not None
+        """Whether anything depends on how many ids of a lookup are of a key. Needs no turn."""
+        return self._ledger.counts_uses or self.admission is not None
 
     @property
     def gone(self) -> int:

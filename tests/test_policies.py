@@ -100,6 +100,25 @@ def known(embedding, up_to=60, tables=1):
     return found
 
 
+def check_records(embedding):
+    """What the ledger has side by side of rows that lie still is what their records have, and counts are right."""
+    store = embedding.store
+    ledger, format = store.kept.ledger, store.format
+    table_N, id_N, place_N = ledger.items()
+    score_N = ledger.scores(place_N)
+    keys = list(zip(table_N.tolist(), id_N.tolist(), strict=True))
+    known = dict(zip(keys, score_N.tolist(), strict=True))
+    recorded = {}
+    for table_N, id_N, row_NW in store._rows.rows():
+        mark_N2 = np.ascontiguousarray(row_NW[:, format.mark_begin : format.state_begin]).view(np.uint64)
+        recorded |= dict(zip(zip(table_N.tolist(), id_N.tolist(), strict=True), mark_N2[:, 0].tolist(), strict=True))
+    assert known == recorded
+    tables, counts = Counter(table for table, _ in keys), ledger._rows_T.tolist()
+    assert counts == [tables[t] for t in range(len(counts))]
+    assert ledger._places.table_P[place_N].tolist() == [table for table, _ in keys]
+    assert not ledger._places.held_P.any()
+
+
 def tie(key):
     return int(ties_of(np.array([key[0]], np.int32), np.array([key[1]]), threads=Threads(1))[0])
 
@@ -404,6 +423,8 @@ class Jobs(RuleBasedStateMachine):
             return
         embedding, model = self.embedding, self.model
         assert known(embedding, 40, 2) == set(model.rows)
+        if self.store == "device" and embedding.store.built:  # Elsewhere to read all rows is to write them down.
+            check_records(embedding)
         embedding.eval()
         for table in range(2):
             rows = embedding(torch.arange(40), torch.full((40,), table))

@@ -314,6 +314,23 @@ def test_evict_lets_those_leave_that_are_too_many_and_no_others(tmp_path):
     assert len(there) == 197 and {(0, n) for n in range(50)} <= there and {(1, n) for n in range(97)} <= there
 
 
+def test_a_thread_that_asks_whether_uses_are_counted_has_no_part_in_a_move_of_rows(tmp_path, monkeypatch):
+    embedding = make(tmp_path / "rows", "device", RowPolicy(LFU()))
+    embedding(ids(1, 2, 2))
+    store, ledger = embedding.store, embedding.store.kept.ledger
+    relayout, asked = store._rows.relayout, []
+
+    def asked_meanwhile(*its):
+        asked.append(store.counts_uses)  # As by a thread that announces a batch, which has no turn.
+        assert not ledger.lies_in_rows and len(ledger) == 2
+        relayout(*its)
+
+    monkeypatch.setattr(store._rows, "relayout", asked_meanwhile)
+    torch.optim.Adam(embedding.parameters(), lr=0.1)
+    embedding.detach_optimizer("drop")
+    assert asked == [True] and embedding.scores(ids(1, 2)).tolist() == [1, 2]
+
+
 def test_memory_that_is_out_in_the_middle_of_a_lookup_breaks_the_embedding(tmp_path, monkeypatch):
     embedding = make(tmp_path / "rows", "device", RowPolicy(LRU()))
     embedding(ids(1))

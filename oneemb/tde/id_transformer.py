@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from oneemb.kernels.least import least_of
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
 from oneemb.kernels.use_records import use_records
@@ -214,12 +215,12 @@ class IDTransformer:
     def _evict(self, number: int, may_leave_S: np.ndarray) -> np.ndarray:
         cache_C = np.flatnonzero(may_leave_S)
         record_C = self._record_S[cache_C]
-        if number < len(cache_C):
-            # Those below the greatest record that leaves, and of those that have it the lowest cache ids.
-            greatest = np.partition(record_C, max(number - 1, 0))[max(number - 1, 0)]
-            below = np.flatnonzero(record_C < greatest)
-            equal = np.flatnonzero(record_C == greatest)[: max(number, 0) - len(below)] if number > 0 else below[:0]
-            chosen = np.concatenate([below, equal]) if number > 0 else equal
+        number = max(number, 0)
+        if number == 0:
+            cache_C, record_C = cache_C[:0], record_C[:0]
+        elif number < len(cache_C):
+            below, equal = least_of(record_C, number)
+            chosen = np.concatenate([below, equal[: number - len(below)]])  # of equal records the lowest cache ids
             cache_C, record_C = cache_C[chosen], record_C[chosen]
         cache_E = cache_C[np.lexsort((cache_C, record_C))]
         id_E = self._id_S[cache_E]

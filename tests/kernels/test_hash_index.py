@@ -144,6 +144,38 @@ def test_erasing_any_key_of_neighbouring_runs_leaves_the_others_findable():
         assert not cell_C2[:, 1].any()
 
 
+def check_lines(cell_C2):
+    """Raise unless the taken cells of a line are its first ones, and lines from a key's home to its own are full."""
+    cells, taken_C = len(cell_C2), cell_C2[:, 1] != 0
+    full_L = taken_C.reshape(-1, 4).all(1)
+    assert (np.sort(~taken_C.reshape(-1, 4), axis=1) == ~taken_C.reshape(-1, 4)).all()
+    for c in np.flatnonzero(taken_C).tolist():
+        line = home(int(cell_C2[c, 1]) >> 40, int(cell_C2[c, 0]), cells) // 4
+        while line != c // 4:
+            assert full_L[line], "a search for this key ends before it"
+            line = (line + 1) % (cells // 4)
+
+
+@pytest.mark.parametrize("cells", [4, 8, 20, 32])
+def test_lines_stay_as_searches_need_them_whatever_is_erased_at_any_load(cells):
+    print("seed 0")
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        crowded = [keys_at_home(int(line) * 4, cells, cells // 2) for line in rng.integers(0, cells // 4, 2)]
+        pool = list(dict.fromkeys([*((0, id) for ids in crowded for id in ids), *((1, id) for id in range(cells))]))
+        cell_C2, model = empty_cells(cells), Dict()
+        for _ in range(12):
+            keys = [pool[n] for n in rng.permutation(len(pool))]
+            new = [key for key in keys if key not in model.places][: cells - 1 - len(model.places)]
+            if new:
+                places = rng.integers(0, 99, len(new)).tolist()
+                assert put(cell_C2, new, places) == (len(new), model.put(new, places))
+            gone = keys[: int(rng.integers(1, len(keys)))]
+            assert erase(cell_C2, gone + gone[:2]) == model.erase(gone + gone[:2])
+            check_lines(cell_C2)
+            assert find(cell_C2, pool) == [model.places.get(key, -1) for key in pool]
+
+
 def test_an_index_with_one_empty_cell_still_ends_its_search():
     cells = 8
     cell_C2 = empty_cells(cells)
