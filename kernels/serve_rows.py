@@ -220,7 +220,7 @@ def serve_rows(
 @cpu
 def _check_cells_cpu(begin: Number, end: Number, cell_C2: Array, rows: Number, tables: Number, found_K2: Array) -> None:
     for k in range(begin, end):
-        taken, wrong = 0, -1
+        taken, wrong = 0, np.int64(-1)
         for c in range(natural(k * _CELLS), natural(min((k + 1) * _CELLS, len(cell_C2)))):
             word = cell_C2[c, 1]
             if word != 0:

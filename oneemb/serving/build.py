@@ -118,6 +118,9 @@ def open_made(
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # The system frees it when the process ends, however it ends.
         if not os.path.exists(path):
+            for left in os.listdir(folder):
+                if left.endswith(".tmp"):  # of a process that was killed: who has the lock is the only writer here
+                    os.remove(os.path.join(folder, left))
             make_file(path, snapshot, dtype, tables, threads=threads)
             its = sorted(one for one in os.listdir(folder) if one.endswith(f"-{kind}.serving"))
             for old in its[:-_KEPT]:

@@ -282,10 +282,15 @@ class InferenceEmbedding(torch.nn.Module):
         source = self._need_source()
         with self._lock:
             found = find_snapshot(source.paths, None)
-            if found.sequence <= self._now().version.sequence:
-                return False
-            self._take(found, source)
-            return True
+            while found.sequence > self._now().version.sequence:
+                try:
+                    self._take(found, source)
+                    return True
+                except StorageError:  # The job may have replaced it meanwhile.
+                    failed, found = found.info.identity, find_snapshot(source.paths, None)
+                    if found.info.identity == failed:
+                        raise
+            return False
 
     def rollback(self, snapshot: str) -> None:
         """Let the snapshot of this name answer, older or newer, and stop following until `follow` is called again.

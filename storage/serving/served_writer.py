@@ -7,6 +7,7 @@ Invariants:
 
 import math
 import os
+import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -49,9 +50,8 @@ def write_served_file(
         StorageError: a row cannot be written in this dtype (the message names its table and id), or the disk fails.
         CorruptTableError: a key comes twice.
     """
-    fs, temporary = fs or LocalFileSystem(), f"{path}.tmp"
-    with suppress(OSError):
-        fs.remove(temporary)  # of a process that was killed
+    # A name of its own: of two that write one file, neither may give its name to what the other has half written.
+    fs, temporary = fs or LocalFileSystem(), f"{path}.{uuid.uuid4().hex[:12]}.tmp"
     try:
         file = fs.create(temporary)
         try:
@@ -118,7 +118,7 @@ class _Writer:
         elif weight_ND.dtype == np.float32 and info.weights == "float16":
             with np.errstate(over="ignore"):
                 half_ND = weight_ND.astype(np.float16)
-            right_N = np.isfinite(half_ND).all(1)
+            right_N = np.all(np.isfinite(half_ND), axis=1)
             error_ND = np.abs(half_ND[right_N].astype(np.float64) - weight_ND[right_N])
             self._count_errors(error_ND.max(initial=0), np.square(error_ND).sum())
             row_NB[:, : 2 * info.dim].view(np.float16)[:] = half_ND

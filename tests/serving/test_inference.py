@@ -326,3 +326,67 @@ def test_processes_that_open_at_once_make_one_file_and_a_killed_one_disturbs_non
     children[0].communicate()
     only_file(tmp_path)
     assert not [name for name in os.listdir(tmp_path / "serving") if name.endswith(".tmp")]
+
+
+def test_a_snapshot_of_ranks_is_served_whole(tmp_path):
+    from oneemb.rows.reshard import reshard
+
+    embedding = trained(tmp_path / "job")
+    with torch.no_grad():
+        want = embedding(some_ids())
+    embedding.close()
+    reshard([str(tmp_path / "job")], "one", 3, [str(tmp_path / "ranks")])
+    with _opened(tmp_path / "ranks", "one") as served:
+        assert torch.equal(served(some_ids()), want)
+
+
+def test_what_a_killed_builder_has_left_goes_and_the_file_is_made(tmp_path):
+    trained(tmp_path).close()
+    (tmp_path / "serving").mkdir()
+    (tmp_path / "serving" / "half.serving.0123.tmp").write_bytes(b"half")
+    with _opened(tmp_path) as served:
+        assert served.version.name == "one"
+    assert sorted(name.split(".")[-1] for name in os.listdir(tmp_path / "serving")) == ["LOCK", "serving"]
+
+
+def test_a_file_whose_cells_are_hostile_is_refused(tmp_path):
+    from oneemb.kernels.checksum import xxh64
+    from oneemb.storage.serving.served_file import ServedFile
+    from oneemb.storage.table.file_header import pack_header
+
+    trained(tmp_path, dim=16).close()
+    _opened(tmp_path).served.close()
+    path = only_file(tmp_path)
+    good = bytearray(path.read_bytes())
+    info = ServedFile(path, threads=Threads(1)).info
+    begin = 4096 * (1 + info.row_blocks)
+    cells = np.frombuffer(good, np.int64, info.cells * 2, begin).reshape(-1, 2).copy()
+    for word in (info.rows + 1, (1 << 23) - 1 << 40 | 1, -1):  # a row beyond the last, a table beyond, a sign
+        bad = cells.copy()
+        bad[np.flatnonzero(bad[:, 1])[0], 1] = word
+        sealed(path, bytearray(good), info, begin, bad, xxh64, pack_header)
+        with pytest.raises(StorageError, match="cells must name"):
+            InferenceEmbedding.open(str(path))
+    full = cells.copy()
+    full[:, 1] = 1  # no empty cell: a probe would never end
+    sealed(path, bytearray(good), info, begin, full, xxh64, pack_header)
+    with pytest.raises(StorageError, match="cells must name"):
+        InferenceEmbedding.open(str(path))
+
+
+def sealed(path, data, info, begin, cells, xxh64, pack_header):
+    """Write the file with other cells and right checksums."""
+    import dataclasses
+
+    from oneemb.storage.serving.served_file import SERVED_MAGIC
+
+    data[begin : info.sums_begin] = cells.tobytes()
+    sums = np.frombuffer(data, np.uint32, (info.manifest_begin - info.sums_begin) // 4, info.sums_begin).copy()
+    for block in range(info.row_blocks, info.row_blocks + info.cell_blocks):
+        sums[block] = xxh64(bytes(data[4096 * (1 + block) : 4096 * (2 + block)])) & 0xFFFFFFFF
+    data[info.sums_begin : info.manifest_begin] = sums.tobytes()
+    packed = dataclasses.replace(info, sums=f"{xxh64(sums):016x}").packed()
+    data[info.manifest_begin :] = packed
+    header = (info.manifest_begin, len(packed) - 8, info.manifest_begin + len(packed), 0)
+    data[:128] = pack_header(SERVED_MAGIC, header)
+    path.write_bytes(bytes(data))
