@@ -16,7 +16,8 @@ run.
 Loops are given the address and the number of cells of each shard: address_P and cells_P, int64 [P]. Addresses are
 multiples of 64, numbers of cells multiples of LINE.
 
-Invariants: no two cells hold one key; between a key's home and its cell no cell is empty.
+Invariants: no two cells hold one key; the lines from a key's home to the one before its own are full; the cells of a
+line that are taken are its first ones.
 Limits: place below 2^40 - 1, table below 2^23.
 """
 
@@ -246,6 +247,59 @@ def cells_move(
                 set_word(address_G[g], 2 * to + 1, word)
 
 
+@rule
+def _move_cell(address: Number, c: Number, to: Number) -> None:
+    set_word(address, 2 * to, word_at(address, 2 * c))
+    set_word(address, 2 * to + 1, word_at(address, 2 * c + 1))
+
+
+@rule
+def _taken_of_line(address: Number, c: Number) -> Number:
+    """How many cells of the line of cells c to c + 3 are taken: the first ones."""
+    taken = 0
+    for k in range(LINE):
+        taken += word_at(address, 2 * (c + k) + 1) != 0
+    return taken
+
+
+@rule
+def _movable(address: Number, cells: Number, line: Number) -> Number:
+    """A cell beyond a full line whose key may lie in that line as well; -1 if there is none."""
+    c = _next_line(line, cells)
+    while True:
+        for k in range(LINE):
+            word = word_at(address, 2 * (c + k) + 1)
+            if word == 0:
+                return -1
+            home = _home(hash_key(word >> _PLACE_BITS, word_at(address, 2 * (c + k)), np.int64(0)), cells)
+            from_home, from_line = c - home, c - line
+            from_home += cells if from_home < 0 else 0
+            from_line += cells if from_line < 0 else 0
+            if from_home >= from_line:
+                return c + k
+        c = _next_line(c, cells)
+
+
+@rule
+def _close_hole(address: Number, cells: Number, hole: Number) -> None:
+    """Let a cell be empty, and keys that would not be found beyond it lie nearer to their homes.
+
+    Which cell of a line a key is in does not matter, and a key lies beyond its home's line only where that is full: so
+    other lines are looked at only then.
+    """
+    while True:
+        line = hole - hole % LINE
+        taken = _taken_of_line(address, line)
+        c = _movable(address, cells, line) if taken == LINE else np.int64(-1)
+        if c < 0:
+            last = line + taken - 1
+            _move_cell(address, last, hole)
+            set_word(address, 2 * last + 1, 0)
+            return
+        _move_cell(address, c, hole)
+        hole = c
+
+
 @cpu
 def cells_erase(
     begin: Number, end: Number, first: Number, address_P: Array, cells_P: Array, size_P: Array, shard_U: Array,
@@ -254,41 +308,25 @@ def cells_erase(
     """Take out the keys of shards first + begin to first + end - 1; old_U[u] = the place key u had, -1 if it was not
     there. Counts them off size_P."""
     begin, end = begin + first, end + first
-    for u in range(len(id_U)):
-        ahead = min(u + _AHEAD, len(id_U) - 1)
-        if begin <= shard_U[ahead] < end:
-            hash = hash_key(np.int64(table_U[ahead]), np.int64(id_U[ahead]), np.int64(0))
-            p = _shard(hash, len(cells_P))
-            prefetch_word(address_P[p], 2 * _home(hash, cells_P[p]))
-        if not begin <= shard_U[u] < end:
-            continue
-        table, id = np.int64(table_U[u]), np.int64(id_U[u])
-        hash = hash_key(table, id, np.int64(0))
-        p = _shard(hash, len(cells_P))
-        address, cells = address_P[p], cells_P[p]
-        hole = _probe(address, cells, _home(hash, cells), table, id)
-        word = word_at(address, 2 * hole + 1)
-        old_U[u] = (word & _PLACE_MASK) - 1
-        if word == 0:
-            continue
-        size_P[p] -= 1
-        # Close the hole: a later key of the same run moves into it unless its home lies after the hole.
-        c = hole
-        while True:
-            c += 1
-            if c == cells:
-                c = 0
+    home_K = np.empty(_AHEAD, np.int64)
+    for u in range(-_AHEAD, len(id_U)):
+        at = (u + _AHEAD) % _AHEAD
+        if u >= 0 and begin <= shard_U[u] < end:
+            p, table, id = shard_U[u], np.int64(table_U[u]), np.int64(id_U[u])
+            address, cells = address_P[p], cells_P[p]
+            c = _probe(address, cells, home_K[at], table, id)
             word = word_at(address, 2 * c + 1)
-            if word == 0:
-                break
-            id = word_at(address, 2 * c)
-            home = _home(hash_key(word >> _PLACE_BITS, id, np.int64(0)), cells)
-            stays = hole < home <= c if hole <= c else (hole < home or home <= c)
-            if not stays:
-                set_word(address, 2 * hole, id)
-                set_word(address, 2 * hole + 1, word)
-                hole = c
-        set_word(address, 2 * hole + 1, 0)
+            old_U[u] = (word & _PLACE_MASK) - 1
+            if word != 0:
+                size_P[p] -= 1
+                _close_hole(address, cells, c)
+        ahead = u + _AHEAD
+        if ahead < len(id_U) and begin <= shard_U[ahead] < end:
+            p = shard_U[ahead]
+            home = _home(hash_key(np.int64(table_U[ahead]), np.int64(id_U[ahead]), np.int64(0)), cells_P[p])
+            home_K[at] = home
+            prefetch_word(address_P[p], 2 * home)
+            prefetch_word(address_P[p], 2 * _next_line(home, cells_P[p]))
 
 
 @cpu

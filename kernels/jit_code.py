@@ -33,7 +33,9 @@ _LINE_BYTES = 64
 
 @intrinsic
 def float_bits(typingctx: Any, x: Any) -> Any:
-    """The 32 bits of a float32 as a uint32."""
+    """The 32 bits of a float32 as a uint32, or the 64 of a float64 as a uint64."""
+    if x == types.float64:
+        return types.uint64(x), lambda context, builder, sig, args: builder.bitcast(args[0], ir.IntType(64))
     if x != types.float32:
         return None
     return types.uint32(x), lambda context, builder, sig, args: builder.bitcast(args[0], ir.IntType(32))
@@ -41,7 +43,9 @@ def float_bits(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def uint_as_float(typingctx: Any, x: Any) -> Any:
-    """The float32 whose 32 bits are this uint32."""
+    """The float32 whose 32 bits are this uint32, or the float64 whose 64 are this uint64."""
+    if x == types.uint64:
+        return types.float64(x), lambda context, builder, sig, args: builder.bitcast(args[0], ir.DoubleType())
     if x != types.uint32:
         return None
     return types.float32(x), lambda context, builder, sig, args: builder.bitcast(args[0], ir.FloatType())

@@ -25,7 +25,7 @@ import numpy as np
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.hash_index import hash_key
 from oneemb.kernels.jit import Number, cpu, rule
-from oneemb.kernels.jit_code import natural, prefetch_row
+from oneemb.kernels.jit_code import float_bits, natural, prefetch, prefetch_row, uint_as_float
 from oneemb.kernels.threads import Threads
 
 __all__ = [
@@ -94,34 +94,43 @@ def _mixed_score(is_new: Number, before: Number, least: Number, step: Number, dr
     return power << np.uint64(32) | step & _LOW
 
 
+@rule
+def _decayed_score(is_new: Number, before: Number, uses: Number, halved: Number) -> Number:
+    if is_new:
+        return float_bits(np.log2(np.float64(uses)) + halved)
+    more = uint_as_float(before) - halved
+    if more < _LOG_MAX:  # A score that a user gave may be any; beyond this uses are nothing beside it.
+        return float_bits(np.log2(2.0**more + np.float64(uses)) + halved)
+    return before
+
+
 @cpu
 def _score_uses_cpu(
     begin: Number, end: Number, place_U: Array, is_new_U: Array, table_U: Array, id_U: Array, uses_U: Array,
-    kind_T: Array, param_T: Array, given_T: Array, writes_T: Array, score_P2: Array, number_P2: Array, mark_P4: Array,
-    mark_U4: Array, lookup: Number, step: Number, second: Number, epoch: Number,
+    kind_T: Array, param_T: Array, given_T: Array, writes_T: Array, score_P: Array, word_PX: Array, first: Number,
+    lookup: Number, step: Number, second: Number, epoch: Number,
 ) -> None:  # fmt: skip
+    score_at, upper_at, step_at, second_at = first, first + 1, first + 2, first + 3
     for u in range(begin, end):
-        prefetch_row(mark_P4, natural(place_U[min(u + _AHEAD, end - 1)]), 0, 4)
+        ahead = natural(place_U[min(u + _AHEAD, end - 1)])
+        prefetch(score_P, ahead)
+        prefetch_row(word_PX, ahead, first, 4)
         t, p = natural(table_U[u]), natural(place_U[u])
         kind, is_new, uses = kind_T[t], is_new_U[u], np.uint64(uses_U[u])
+        score = score_P[p]
         if kind == GIVEN:
             if is_new or writes_T[t]:
-                score_P2[p, 0] = given_T[t]
+                score = given_T[t]
         elif kind == DECAYED:
-            halved = np.float64(step) / param_T[t]
-            more = number_P2[p, 0] - halved
-            if is_new:
-                number_P2[p, 0] = np.log2(np.float64(uses)) + halved
-            elif more < _LOG_MAX:  # A score that a user gave may be any; beyond this uses are nothing beside it.
-                number_P2[p, 0] = np.log2(2.0**more + np.float64(uses)) + halved
+            score = _decayed_score(is_new, score, uses, np.float64(step) / param_T[t])
         elif kind == MIXED:
             draw = hash_key(np.int64(t), id_U[u], lookup)
-            score_P2[p, 0] = _mixed_score(is_new, score_P2[p, 0], np.uint64(param_T[t]), step, draw)
+            score = _mixed_score(is_new, score, np.uint64(param_T[t]), step, draw)
         else:
-            score_P2[p, 0] = _count_score(kind, is_new, score_P2[p, 0], uses, lookup, step, epoch)
-        mark_P4[p, 2], mark_P4[p, 3] = min(step, _LOW), second
-        mark_U4[u, 0], mark_U4[u, 1] = score_P2[p, 0] & _LOW, score_P2[p, 0] >> np.uint64(32)
-        mark_U4[u, 2], mark_U4[u, 3] = min(step, _LOW), second
+            score = _count_score(kind, is_new, score, uses, lookup, step, epoch)
+        score_P[p] = score
+        word_PX[p, score_at], word_PX[p, upper_at] = score & _LOW, score >> np.uint64(32)
+        word_PX[p, step_at], word_PX[p, second_at] = min(step, _LOW), second
 
 
 @cpu
@@ -132,23 +141,23 @@ def _hashes_cpu(begin: Number, end: Number, table_N: Array, id_N: Array, salt: N
 
 def score_uses(
     place_U: np.ndarray, is_new_U: np.ndarray, table_U: np.ndarray, id_U: np.ndarray, uses_U: np.ndarray,
-    rules: ScoreRules, mark_P4: np.ndarray, mark_U4: np.ndarray, *, lookup: int, step: int, second: int, epoch: int,
-    threads: Threads,
+    rules: ScoreRules, score_P: np.ndarray, word_PX: np.ndarray, first: int, *, lookup: int, step: int, second: int,
+    epoch: int, threads: Threads,
 ) -> None:  # fmt: skip
     """Change the scores of rows that a lookup uses, and note when it was.
 
     Args:
-        place_U: int64, where each key's score is.
-        is_new_U: bool, whether its row has begun just now, and has none yet.
+        place_U: int64, where each key's record is.
+        is_new_U: bool, whether its row has begun just now, and has no score yet.
         table_U, id_U, uses_U: int32, int64, int64: the keys, distinct, and how often each is used.
-        mark_P4: uint32 [P, 4]: the score of each row, the lower half first, the step and the second of its last use.
-        mark_U4: uint32 [U, 4], gets these of each key.
+        score_P: uint64, the scores.
+        word_PX: uint32, the records of rows. From word `first` on they have the score, the lower half first, the step
+            and the second of the last use.
         lookup, step, second, epoch: numbers that never fall.
     """
     threads.run(
-        _score_uses_cpu, len(place_U), place_U, is_new_U, table_U, id_U, uses_U, *rules, mark_P4.view(np.uint64),
-        mark_P4.view(np.float64), mark_P4, mark_U4, np.uint64(lookup), np.uint64(step), np.uint32(second),
-        np.uint64(epoch), share_min=_SHARE_MIN,
+        _score_uses_cpu, len(place_U), place_U, is_new_U, table_U, id_U, uses_U, *rules, score_P, word_PX,
+        first, np.uint64(lookup), np.uint64(step), np.uint32(second), np.uint64(epoch), share_min=_SHARE_MIN,
     )  # fmt: skip
 
 

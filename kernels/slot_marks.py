@@ -7,16 +7,12 @@ import numpy as np
 
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import Number, cpu
-from oneemb.kernels.jit_code import natural, prefetch
 from oneemb.kernels.threads import Threads
 
-__all__ = ["add_marks", "pick_keys", "put_at_places", "set_marks", "values_at_places"]
+__all__ = ["add_marks", "pick_keys", "set_marks"]
 
 # The fewest slots that are worth waking a thread for.
 _SHARE_MIN = 1 << 15
-
-# Numbers that are fetched before they are needed.
-_AHEAD = 16
 
 
 @cpu
@@ -31,23 +27,6 @@ def _set_marks_cpu(begin: Number, end: Number, mark_S: Array, slot_U: Array, val
     for u in range(begin, end):
         if slot_U[u] >= 0:
             mark_S[slot_U[u]] = value
-
-
-@cpu
-def _values_at_places_cpu(begin: Number, end: Number, value_P: Array, place_U: Array, out_U: Array) -> None:
-    last = end - 1
-    for u in range(begin, end):
-        prefetch(value_P, natural(max(place_U[min(u + _AHEAD, last)], 0)))
-        out_U[u] = value_P[place_U[u]] if place_U[u] >= 0 else -1
-
-
-@cpu
-def _put_at_places_cpu(begin: Number, end: Number, value_P: Array, place_U: Array, value_U: Array) -> None:
-    last = end - 1
-    for u in range(begin, end):
-        prefetch(value_P, natural(max(place_U[min(u + _AHEAD, last)], 0)))
-        if place_U[u] >= 0:
-            value_P[place_U[u]] = value_U[u]
 
 
 @cpu
@@ -72,18 +51,6 @@ def add_marks(mark_S: np.ndarray, slot_U: np.ndarray, count: float, *, threads: 
 def set_marks(mark_S: np.ndarray, slot_U: np.ndarray, value: float, *, threads: Threads) -> None:
     """mark_S[slot_U] = value"""
     threads.run(_set_marks_cpu, len(slot_U), mark_S, slot_U, value, share_min=_SHARE_MIN)
-
-
-def values_at_places(value_P: np.ndarray, place_U: np.ndarray, *, threads: Threads) -> np.ndarray:
-    """value_P[place_U], and -1 where there is no place: int64 [U]."""
-    out_U = np.empty(len(place_U), np.int64)
-    threads.run(_values_at_places_cpu, len(place_U), value_P, place_U, out_U, share_min=_SHARE_MIN)
-    return out_U
-
-
-def put_at_places(value_P: np.ndarray, place_U: np.ndarray, value_U: np.ndarray, *, threads: Threads) -> None:
-    """value_P[place_U] = value_U"""
-    threads.run(_put_at_places_cpu, len(place_U), value_P, place_U, value_U, share_min=_SHARE_MIN)
 
 
 def pick_keys(

@@ -327,8 +327,8 @@ def make_cached_remote_store_options(
     memory here.
 
     Args:
-        url: of the server: `redis://host:6379/?prefix=job`, `file:///folder`, or of a plugin; docs/tde.md has them all.
-            Jobs that share a server need a prefix each.
+        url: of the server: `redis://host:6379/?prefix=job`, `file:///folder`, or of a plugin; docs/remote.md has them
+            all. Jobs that share a server need a prefix each.
         persistent_path: folder for snapshots, made if it does not exist; or a list of folders, one for each rank.
 
     The other arguments and errors are those of `make_cached_host_mem_store_options`.

@@ -284,6 +284,8 @@ class EmbeddingStore:
         self.replaced += 1
 
     def _relayout(self, format: RowFormat, loops: Loops) -> None:
+        if self.kept is not None:
+            self.kept.move_out()
         try:
             self._rows.relayout(format, loops, self.step)
         except BaseException as error:
@@ -409,12 +411,12 @@ class EmbeddingStore:
         if not self.built:
             return np.zeros(len(id_U), np.bool_)
         self.pins.release_abandoned()
-        erased_U = self.pins.erase(table_U, id_U)
         own = np.flatnonzero(owner_of(table_U, id_U, self.plan.owners) == self.plan.owner)
-        self.journal.erase(table_U[own], id_U[own])
+        self.journal.erase(table_U[own], id_U[own])  # First: no delta brings back what is gone.
+        erased_U = self.pins.erase(table_U, id_U)
         self.replicas.forget(table_U, id_U)
         if self.kept is not None:
-            self.kept.forget(table_U, id_U)
+            self.kept.forget(table_U, id_U, erased_U)
         self.changes += bool(erased_U.any())
         return erased_U
 
@@ -434,15 +436,23 @@ class EmbeddingStore:
 
     @_between_steps
     @_in_turn
-    def evict(self, departing: Sequence[Departing]) -> dict[str, int]:
+    def evict(self, departing: Sequence[Departing] | None = None) -> dict[str, int]:
         """Let these rows leave, and those that are more than a table may have, and that no lookup holds.
+
+        Args:
+            departing: what `departing` gave, with no lookup since; None = what it gives in this very turn.
 
         Returns:
             How many, by reason.
+
+        Raises:
+            ValueError: as `departing`, where it is asked here; no row has left.
         """
         self._check_open()
         if self.kept is None or not self.built:
             return {}
+        if departing is None:
+            departing = self.departing()
         left = self.kept.evict(range(self.num_tables), departing)
         self.changes += bool(left)
         return left

@@ -20,7 +20,6 @@ import torch
 
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Keys
-from oneemb.kernels.slot_marks import put_at_places, values_at_places
 from oneemb.kernels.threads import Threads
 from oneemb.storage.admission import Admission
 from oneemb.storage.hash_index import SHARDS
@@ -57,11 +56,10 @@ class KeptRows:
     ):  # fmt: skip
         self._policies, self._threads = policies, threads
         self._rows, self._pins, self._writing = rows, pins, writing
-        self.ledger = Ledger(policies, capacity, threads)
-        """What is known of each row's use."""
+        self._ledger = Ledger(policies, capacity, threads)
+        self._hot: HotRows | None = None  # the tier of which the ledger has been told
         self.admission = self.new_admission()
         """Which ids get a row; None = all."""
-        self._slots = _KnownSlots(rows, threads)
         self._asks = False
         self._refuses = any(policy.when_full == "refuse" for policy in policies)
         self.turned_away = 0
@@ -71,6 +69,25 @@ class KeptRows:
         """One that has counted nothing."""
         has_rules = any(policy.admit is not None for policy in self._policies)
         return Admission(self._policies, self._threads) if has_rules else None
+
+    @property
+    def ledger(self) -> Ledger:
+        """What is known of each row's use; where all rows lie still on the host, by their own records."""
+        hot = self._rows.hot if self._rows.built else None
+        if hot is not self._hot:
+            lying = hot if isinstance(hot, HotTier) and hot.lies_still else None
+            self._ledger.lie_in(lying, self._format.mark_begin)
+            self._hot = hot
+        return self._ledger
+
+    def move_out(self) -> None:
+        """Rows are about to have another form or another place: what is known of them must not lie in them.
+
+        Raises:
+            IndexMemoryError, MemoryError: there is no memory for it; nothing has changed.
+        """
+        self.ledger.move_out()
+        self._hot = None
 
     @property
     def policies(self) -> Sequence[RowPolicy]:
@@ -132,13 +149,13 @@ class KeptRows:
             raise
         try:
             if not again and not len(lent):
-                self._write_marks(slot_U, ledger.use(table_U, id_U, place_U, uses_U, step, second))
+                self._use(table_U, id_U, place_U, uses_U, step, second, slot_U)
             elif not again or len(new):
                 used = new if again else np.append(np.flatnonzero(place_U >= 0), new)  # Rows that had left begin anew.
                 its_place_U = place_U[used]  # which gets those of new rows
-                mark_U4 = ledger.use(table_U[used], id_U[used], its_place_U, uses_U[used], step, second)
+                its_slot_U = slot_U[loops.put(used)]
+                self._use(table_U[used], id_U[used], its_place_U, uses_U[used], step, second, its_slot_U)
                 place_U[used] = its_place_U
-                self._write_marks(slot_U[loops.put(used)], mark_U4)
             if asks and not again:
                 assert self.admission is not None
                 self.admission.note(*sighted, admitted_M, ledger.clock.lookups)
@@ -151,7 +168,6 @@ class KeptRows:
             if len(new):  # Their rows are there, and what is known of them is not.
                 raise RuntimeError("a lookup was cut short between its rows and what is known of their uses") from error
             raise
-        self._slots.note(place_U, slot_U)
         self._pins.note_places(slot_U, place_U, lent_M)
         return slot_U, keys
 
@@ -165,8 +181,8 @@ class KeptRows:
             Their slots, and those of them that are lent.
         """
         hot, leaving, lent_M = self._rows.hot, sum(len(its.id_V) for its in departing), None
-        if prefetched is None and len(lent) == 0 and isinstance(hot, HotTier) and hot.lies_still:
-            slot_U = self._slots.of(hot, keys, place_U)
+        if prefetched is None and len(lent) == 0 and isinstance(hot, HotTier) and self.ledger.lies_in_rows:
+            slot_U = place_U.copy()
             hot.check_room(int(np.count_nonzero(slot_U < 0)), leaving)
             for its in departing:
                 self._leave(its)
@@ -220,6 +236,21 @@ class KeptRows:
         weight_ND = torch.from_numpy(self._format.weights(row_NW)[:, : self._format.dim])
         return weight_ND.view(getattr(torch, self._format.dtype)).float().numpy()
 
+    def _use(
+        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, uses_U: np.ndarray, step: int, second: int,
+        slot_U: Array,
+    ) -> None:  # fmt: skip
+        """Count a lookup of rows that are pinned in these slots: see `Ledger.use`."""
+        ledger = self.ledger
+        if ledger.lies_in_rows:
+            with self._writing:
+                ledger.use(table_U, id_U, place_U, uses_U, step, second, slot_U)
+            with undisturbed:
+                self._rows.hot.mark_dirty(slot_U)
+            return
+        ledger.use(table_U, id_U, place_U, uses_U, step, second)
+        self._write_marks(slot_U, ledger.marks(place_U))
+
     def _write_marks(self, slot_U: Array, mark_U4: np.ndarray) -> None:
         """Write what the ledger knows into the records of rows that are pinned."""
         hot: HotRows = self._rows.hot
@@ -242,12 +273,12 @@ class KeptRows:
         """Let rows leave that no lookup holds. Returns which there were, bool [V]."""
         table_V, id_V, reason = departing
         erased_V = self._pins.erase(table_V, id_V)
-        self._slots.forget(self.ledger.forget(table_V, id_V, reason))
+        self.ledger.forget(table_V, id_V, reason, erased_V)
         return erased_V
 
-    def forget(self, table_V: np.ndarray, id_V: np.ndarray) -> None:
-        """These rows have been erased by hand."""
-        self._slots.forget(self.ledger.forget(table_V, id_V, "erased"))
+    def forget(self, table_V: np.ndarray, id_V: np.ndarray, erased_V: np.ndarray) -> None:
+        """These rows have been erased by hand, those of them that there were."""
+        self.ledger.forget(table_V, id_V, "erased", erased_V)
 
     def departing(self, tables: Sequence[int], step: int) -> list[Departing]:
         """The rows that have expired, those of these tables among them, and that no lookup holds."""
@@ -319,9 +350,10 @@ class KeptRows:
         if len(known):
             slot_U, _ = self._pins.acquire(loops.distinct_keys(loops.put(table_U), loops.put(id_U)))
             try:
-                ledger.set_scores(place_U, score_U[known])
-                if time_U is not None and ledger.stamps:
-                    ledger.set_times(place_U, time_U[known])
+                with self._writing:
+                    ledger.set_scores(place_U, score_U[known])
+                    if time_U is not None and ledger.stamps:
+                        ledger.set_times(place_U, time_U[known])
                 self._write_marks(slot_U, ledger.marks(place_U))
             finally:
                 self._release(slot_U)
@@ -379,60 +411,13 @@ class KeptRows:
 
     def stats(self) -> dict[str, Any]:
         """What has left, and what has been counted."""
-        counts: dict[str, Any] = {"left": dict(self.ledger.left), "bytes": self.ledger.nbytes + self._slots.nbytes}
+        counts: dict[str, Any] = {"left": dict(self.ledger.left), "bytes": self.ledger.nbytes}
         if self.admission is not None:
             counts |= {"admitted": self.admission.admitted, "refused": self.admission.refused}
             counts["bytes"] += self.admission.nbytes
         if self._refuses:
             counts["turned_away"] = self.turned_away
         return counts
-
-
-class _KnownSlots:
-    """Where rows that lie still are, by their places in the ledger: what the ledger has found need not be found again.
-
-    Args:
-        rows: those of the store.
-        threads: runs loops.
-    """
-
-    def __init__(self, rows: TieredRows, threads: Threads):
-        self._rows, self._threads = rows, threads
-        self._generation = rows.generation
-        self._slot_P = np.empty(0, np.int64)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory held."""
-        return self._slot_P.nbytes
-
-    def of(self, hot: HotTier, keys: Keys, place_U: np.ndarray) -> np.ndarray:
-        """The slots of these keys' rows, -1 of those that have none."""
-        self._begin(place_U)
-        slot_U = values_at_places(self._slot_P, place_U, threads=self._threads)
-        unsure = np.flatnonzero((slot_U < 0) & (place_U >= 0))
-        if len(unsure):
-            slot_U[unsure] = hot.index.find(keys.table_U[unsure], keys.id_U[unsure])
-        return slot_U
-
-    def note(self, place_U: np.ndarray, slot_U: Array) -> None:
-        """Rows at these places are in these slots; -1 is no place."""
-        if self._rows.hot.lies_still:
-            self._begin(place_U)
-            put_at_places(self._slot_P, place_U, slot_U, threads=self._threads)
-
-    def forget(self, place_V: np.ndarray) -> None:
-        """Rows at these places have left; -1 is no place."""
-        self._slot_P[place_V[(place_V >= 0) & (place_V < len(self._slot_P))]] = -1
-
-    def _begin(self, place_U: np.ndarray) -> None:
-        if self._generation != self._rows.generation:
-            self._generation = self._rows.generation
-            self._slot_P[:] = -1
-        if len(self._slot_P) <= (most := int(place_U.max(initial=0))):
-            grown = np.full(max(most + 1, len(self._slot_P) * 3 // 2), -1)
-            grown[: len(self._slot_P)] = self._slot_P
-            self._slot_P = grown
 
 
 def refuses_some(policies: Sequence[RowPolicy] | None) -> bool:

@@ -1,14 +1,16 @@
 """What is known of each row's use, and which rows are to leave for it.
 
-The ledger has the key of every row of a store, its score, and when it was last used. It is asked before a lookup's rows
-are made, and told after; the same numbers are in the row's record (`MARKS` words of it), which moves between tiers and
-into snapshots, and from which the ledger is made anew after a load.
+The ledger knows the key of every row of a store, its score, and when it was last used. It is asked before a lookup's
+rows are made, and told after; the same numbers are in the row's record (`MARKS` words of it), which moves between tiers
+and into snapshots, and from which the ledger is made anew after a load. Where all rows lie still in one slab, the
+ledger has no more of its own than the scores side by side: it finds keys in the index over the slab, the place of a row
+is its slot, and its numbers are those in the record itself.
 
 Which rows leave depends on keys, scores and counts alone, never on where rows are or who has prefetched them. All rows
-are in 256 shards, by their keys' hashes. A round takes the rows that leave out of some of them, the shards of the next
-round being the next ones: so the time of a round does not grow with the table. Each shard is a random sample of the
-rows, and gives up as large a share as all others by the time that each had its turn. A round is for all tables that
-are full, whichever needs room: so each of them has its turn with every shard, too.
+are in the 256 shards of an index, by their keys' hashes. A round takes the rows that leave out of some of them, the
+shards of the next round being the next ones: so the time of a round does not grow with the table. Each shard is a
+random sample of the rows, and gives up as large a share as all others by the time that each had its turn. A round is
+for all tables that are full, whichever needs room: so each of them has its turn with every shard, too.
 
 U distinct keys of a lookup, N rows, P places of the ledger, V rows that leave, T tables.
 """
@@ -22,20 +24,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from oneemb.kernels.least import least_of
 from oneemb.kernels.score_rows import COUNT, DECAYED, EPOCH_COUNT, score_uses, ties_of
-from oneemb.kernels.shard_places import BLOCK, free_rows, give_back, open_blocks, rows_of_blocks, take
+from oneemb.kernels.shard_rows import keys_in_cells, rows_of_shards
 from oneemb.kernels.slot_marks import set_marks
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError
-from oneemb.storage.hash_index import SHARDS, HashIndex
+from oneemb.storage.hash_index import SHARDS
 from oneemb.storage.policies import RowPolicy, rules_of
+from oneemb.storage.row_places import MARKS, LyingRows, OwnPlaces, SlotPlaces
 from oneemb.storage.row_store import StorageError, StoreFullError
 
 __all__ = ["MARKS", "Departing", "Ledger", "LedgerClock"]
-
-MARKS = 4
-"""Words of a row's record: its score, the lower half first, and the step and the second of its last use; or, lower half
-first, the time."""
 
 # Rows that a round looks at, or all where there are fewer; and which share of the rows it looks at leave at least.
 _ROUND_ROWS = 1 << 17
@@ -126,7 +126,7 @@ class Ledger:
         self.stamps = policies[0].timestamps
         """Whether marks hold the time of a row's last use, in nanoseconds, in place of its step and second."""
         self._stamp = 0
-        self._index = HashIndex(threads)
+        self._places: OwnPlaces | SlotPlaces = self._own_places()
         self.left: dict[str, int] = {}
         """How many rows have left, by reason."""
         self.clear()
@@ -142,37 +142,53 @@ class Ledger:
                 self._above_T[t] = policy.sweep_above_mb * 2**20 // row_bytes
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._places.index)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return self._index.nbytes + self._blocks * (BLOCK * (4 * MARKS + 4 + 8 + 1) + 1)
+        return self._places.nbytes
 
     def clear(self) -> None:
         """Forget every row, and begin to count anew."""
         began = self._now()
-        self._index.clear()
+        self._places = self._places.cleared()
         self.clock, self._began = LedgerClock(), began
-        self._mark_P4, self._held_P = np.empty((0, MARKS), np.uint32), np.empty(0, np.bool_)
-        self._table_P, self._id_P = np.empty(0, np.int32), np.empty(0, np.int64)
-        self._shard_B, self._blocks = np.empty(0, np.uint8), 0
-        self._head_S, self._free_S = np.full(SHARDS, -1), np.zeros(SHARDS, np.int64)
         self._rows_T = np.zeros(len(self.policies), np.int64)
 
-    def _enlarge(self, blocks: int) -> None:
-        names = "_shard_B", "_mark_P4", "_held_P", "_table_P", "_id_P"
-        before, sizes = [getattr(self, name) for name in names], [blocks, *[blocks * BLOCK] * 4]
-        grown = [  # All of them, or none.
-            np.zeros((size, *array.shape[1:]), array.dtype) for size, array in zip(sizes, before, strict=True)
-        ]
-        for name, array, after in zip(names, before, grown, strict=True):
-            after[: len(array)] = array
-            setattr(self, name, after)
+    # ---- where rows are ---------------------------------------------------------------------------------------------
 
     @property
-    def _score_P(self) -> np.ndarray:
-        return self._mark_P4.view(np.uint64)[:, 0]
+    def lies_in_rows(self) -> bool:
+        """Whether places are slots, and what is known of rows is in their records."""
+        return isinstance(self._places, SlotPlaces)
+
+    def lie_in(self, rows: LyingRows | None, first: int) -> None:
+        """Know of rows what is in their records, from word `first` on. They are those that are known now, or will be
+        by `clear` and `add`. None = rows do not lie still; what was in records that did is forgotten."""
+        if rows is not None:
+            self._places = SlotPlaces(rows, first)
+        elif self.lies_in_rows:
+            self._places = self._own_places()
+
+    def move_out(self) -> None:
+        """Know of rows what is in their records now, and go on without these.
+
+        Raises:
+            IndexMemoryError, MemoryError: there is no memory for it; nothing has changed.
+        """
+        if self.lies_in_rows:
+            table_N, id_N, place_N = self.items()
+            places, mark_N4 = self._own_places(), self.marks(place_N)
+            place_N = places.add(table_N, id_N, None)
+            places.word_PX[place_N] = mark_N4
+            self._places = places
+
+    def _own_places(self) -> OwnPlaces:
+        most = self._capacity or 0
+        if len(self._limits) == len(self.policies):
+            most = min(sum(self._limits.values()), most or _PLACES_AT_ONCE)
+        return OwnPlaces(self._threads, min(most, _PLACES_AT_ONCE))
 
     # ---- time -------------------------------------------------------------------------------------------------------
 
@@ -194,7 +210,8 @@ class Ledger:
         Raises:
             ValueError: the policies' clock gives none.
         """
-        return min(self.clock.seconds + max(0, int(self._now() - self._began)), _SECONDS_MAX)
+        passed = min(max(0.0, self._now() - self._began), _SECONDS_MAX)  # Of two finite numbers it may be infinite.
+        return min(self.clock.seconds + int(passed), _SECONDS_MAX)
 
     def timestamp(self) -> int:
         """Nanoseconds since 1970, later than all that were given before."""
@@ -214,7 +231,7 @@ class Ledger:
 
     def find(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """The place of each key, -1 of one that has no row: int64 [U]."""
-        return self._index.find(table_U, id_U)
+        return self._places.index.find(table_U, id_U)
 
     def reserve(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
         """Have memory for rows of these keys, which have none.
@@ -222,23 +239,12 @@ class Ledger:
         Raises:
             IndexMemoryError, MemoryError: there is none.
         """
-        self._index.reserve_keys(table_U, id_U)
-        need = self._blocks + int(self._blocks_for(self._index.key_counts(table_U, id_U)).sum())
-        if need > len(self._shard_B):
-            # All at once where a limit is known: what is never written takes no memory, and nothing is copied later.
-            most = self._capacity or 0
-            if len(self._limits) == len(self.policies):
-                most = min(sum(self._limits.values()), most or 2**62)
-            most = min(most, _PLACES_AT_ONCE) * 9 // 8 // BLOCK
-            self._enlarge(max(need, most + SHARDS if most else 0, len(self._shard_B) * 3 // 2))
-
-    def _blocks_for(self, new_S: np.ndarray) -> np.ndarray:
-        """How many blocks more each shard needs for so many new rows: int64 [S]."""
-        return -(-np.maximum(new_S - self._free_S, 0) // BLOCK)
+        self._places.reserve(table_U, id_U)
 
     def use(
-        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, uses_U: np.ndarray, step: int, second: int
-    ) -> np.ndarray:
+        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, uses_U: np.ndarray, step: int, second: int,
+        slot_U: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
         """Count a lookup of these keys, whose rows are there now.
 
         Args:
@@ -246,36 +252,25 @@ class Ledger:
             uses_U: int64, ids that each key is of.
             step: of the store.
             second: of the ledger's clock.
-
-        Returns:
-            What the record of each row is to hold: uint32 [U, MARKS].
+            slot_U: where the rows are, if their numbers are in their records.
         """
         self.clock.lookups += 1
         is_new_U = place_U < 0
         new = np.flatnonzero(is_new_U)
         if len(new):
-            place_U[new] = self._add(table_U[new], id_U[new])
-        mark_U4 = np.empty((len(id_U), MARKS), np.uint32)
+            place_U[new] = self._add(table_U[new], id_U[new], None if slot_U is None else slot_U[new])
         step += self.clock.steps
         if self.stamps:
             step, second = _halves(self.timestamp())
         score_uses(
-            place_U, is_new_U, table_U, id_U, uses_U, self._rules, self._mark_P4, mark_U4, lookup=self.clock.lookups,
-            step=step, second=second, epoch=self.clock.epoch, threads=self._threads,
+            place_U, is_new_U, table_U, id_U, uses_U, self._rules, self._places.score_P,
+            self._places.word_PX, self._places.first, lookup=self.clock.lookups, step=step, second=second,
+            epoch=self.clock.epoch, threads=self._threads,
         )  # fmt: skip
-        return mark_U4
 
-    def _add(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
-        self.reserve(table_N, id_N)
-        shard_N = self._index.shards_of(table_N, id_N)
-        more_S = self._blocks_for(np.bincount(shard_N, minlength=SHARDS))
-        begin, end = self._blocks, self._blocks + int(more_S.sum())
-        self._shard_B[begin:end] = np.repeat(np.arange(SHARDS), more_S)
-        open_blocks(begin, end, self._shard_B, self._head_S, self._free_S, self._table_P, self._id_P)
-        self._blocks = end
-        place_N = take(shard_N, self._head_S, self._free_S, self._id_P)
-        self._index.put(table_N, id_N, place_N)
-        self._table_P[place_N], self._id_P[place_N] = table_N, id_N
+    def _add(self, table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray | None = None) -> np.ndarray:
+        """Know these rows, of keys that were not known. Returns their places."""
+        place_N = self._places.add(table_N, id_N, slot_N)
         self._rows_T += np.bincount(table_N, minlength=len(self._rows_T))
         return place_N
 
@@ -285,11 +280,12 @@ class Ledger:
 
     def marks(self, place_N: np.ndarray) -> np.ndarray:
         """What the records of rows at these places are to hold: uint32 [N, MARKS]."""
-        return self._mark_P4[place_N]
+        first = self._places.first
+        return self._places.word_PX[place_N, first : first + MARKS]
 
     def scores(self, place_N: np.ndarray) -> np.ndarray:
         """Of rows at these places: uint64 [N]."""
-        return self._score_P[place_N]
+        return self._places.score_P[place_N]
 
     @property
     def counts_uses(self) -> bool:
@@ -304,7 +300,13 @@ class Ledger:
 
     def set_scores(self, place_N: np.ndarray, score_N: np.ndarray) -> None:
         """Of rows at these places."""
-        self._score_P[place_N] = score_N
+        self._places.score_P[place_N] = score_N
+        self._set_numbers(place_N, score_N, 0)
+
+    def _set_numbers(self, place_N: np.ndarray, number_N: np.ndarray, word: int) -> None:
+        """Put 64 bits into two words of what is known of each row."""
+        its = slice(self._places.first + word, self._places.first + word + 2)
+        self._places.word_PX[place_N, its] = np.ascontiguousarray(number_N, np.uint64).view(np.uint32).reshape(-1, 2)
 
     def give(self, table: int, score: int) -> None:
         """Let uses of rows of a table of `GivenScore` give this score from now on."""
@@ -314,23 +316,24 @@ class Ledger:
         """Of the rows of a table: ids int64 [N], scores and times of last use, both uint64 [N]."""
         table_N, id_N, place_N = self._rows_in(range(SHARDS))
         its = np.flatnonzero(table_N == table)
-        mark_N2 = self._mark_P4[place_N[its]].view(np.uint64)
+        mark_N2 = self.marks(place_N[its]).view(np.uint64)
         return id_N[its], mark_N2[:, 0].copy(), mark_N2[:, 1].copy()
 
     def set_times(self, place_N: np.ndarray, time_N: np.ndarray) -> None:
         """Of the last use of rows at these places, uint64."""
-        self._mark_P4.view(np.uint64)[place_N, 1] = time_N
+        self._set_numbers(place_N, time_N, 2)
         self._stamp = max(self._stamp, min(int(time_N.max(initial=0)), _UNLIMITED))
 
-    def forget(self, table_V: np.ndarray, id_V: np.ndarray, reason: str) -> np.ndarray:
-        """These rows have left. Returns the places that they had, -1 of those that were not known."""
-        place_V = self._index.erase(table_V, id_V)
-        known = place_V >= 0
-        give_back(place_V, self._shard_B, self._head_S, self._free_S, self._table_P, self._id_P)
-        self._rows_T -= np.bincount(table_V[known], minlength=len(self._rows_T))
-        if known.any():
-            self.left[reason] = self.left.get(reason, 0) + int(np.count_nonzero(known))
-        return place_V
+    def forget(self, table_V: np.ndarray, id_V: np.ndarray, reason: str, erased_V: np.ndarray | None = None) -> None:
+        """These rows have left.
+
+        Args:
+            erased_V: bool, which there were, where places are slots.
+        """
+        known_V = self._places.forget(table_V, id_V, erased_V)
+        self._rows_T -= np.bincount(table_V[known_V], minlength=len(self._rows_T))
+        if known_V.any():
+            self.left[reason] = self.left.get(reason, 0) + int(np.count_nonzero(known_V))
 
     # ---- who leaves -------------------------------------------------------------------------------------------------
 
@@ -364,8 +367,10 @@ class Ledger:
         fits_M = np.ones(len(table_M), np.bool_)
         new_T = np.bincount(table_M, minlength=len(self._rows_T))
         excess_T = self._excess(new_T)
-        for t in [t for t, policy in enumerate(self.policies) if policy.when_full == "refuse" and excess_T[t] > 0]:
-            leaving = max(0, int(self._rows_T[t] - self._in_use(held)[t])) if self._evicts_T[t] else 0
+        full = [t for t, policy in enumerate(self.policies) if policy.when_full == "refuse" and excess_T[t] > 0]
+        free_T = self._rows_T - self._in_use(held) if full else self._rows_T
+        for t in full:
+            leaving = max(0, int(free_T[t])) if self._evicts_T[t] else 0
             many = max(0, int(new_T[t] - excess_T[t] + leaving))
             fits_M[np.flatnonzero(table_M == t)[many:]] = False
         return fits_M
@@ -379,13 +384,11 @@ class Ledger:
             return []
         free_T, departing = self._rows_T - self._in_use(held), []
         with self._holding(held):
-            table_N, id_N, score_N = free_rows(
-                self._blocks_of(range(SHARDS)), self._table_P, self._id_P, self._held_P, self._mark_P4,
-                threads=self._threads,
-            )  # fmt: skip
+            cell_N, score_N = self._free_rows(range(SHARDS))
+        table_N, id_N, _ = keys_in_cells(cell_N)
         for t in over:
             of = np.flatnonzero(table_N == t)
-            its = of[self._least(table_N[of], id_N[of], score_N[of], int(min(excess_T[t], free_T[t])))]
+            its = of[self._least(cell_N[of], score_N[of], int(min(excess_T[t], free_T[t])))]
             departing.append(Departing(table_N[its], id_N[its], "capacity"))
         return departing
 
@@ -427,19 +430,19 @@ class Ledger:
 
     def _in_use(self, held: Sequence[np.ndarray]) -> np.ndarray:
         """How many rows of each table are at these places: int64 [T]."""
-        with self._holding(held):
-            return np.bincount(self._table_P[np.flatnonzero(self._held_P)], minlength=len(self._rows_T))
+        place_N = np.unique(np.concatenate([np.empty(0, np.int64), *held]))
+        return np.bincount(self._places.table_P[place_N[place_N >= 0]], minlength=len(self._rows_T))
 
     @contextmanager
     def _holding(self, held: Sequence[np.ndarray]) -> Iterator[None]:
         """Rows at these places may not leave."""
         try:
             for place_N in held:
-                set_marks(self._held_P, place_N, True, threads=self._threads)
+                set_marks(self._places.held_P, place_N, True, threads=self._threads)
             yield
         finally:
             for place_N in held:
-                set_marks(self._held_P, place_N, False, threads=self._threads)
+                set_marks(self._places.held_P, place_N, False, threads=self._threads)
 
     def _choose(self, excess_T: np.ndarray, excess: int, held: Sequence[np.ndarray]) -> Departing:
         """The rows that leave, in a round or more.
@@ -458,8 +461,8 @@ class Ledger:
             shards = range(shard, min(shard + many, SHARDS))
             shard = shards.stop % SHARDS
             with self._holding(held):
-                table_V, id_V = self._choose_in(shards, excess_T, excess)
-            held = [*held, self.find(table_V, id_V)]  # None leaves twice.
+                table_V, id_V, place_V = keys_in_cells(self._choose_in(shards, excess_T, excess))
+            held = [*held, place_V]  # None leaves twice.
             excess -= len(id_V)
             excess_T -= np.bincount(table_V, minlength=len(excess_T))
             tables.append(table_V)
@@ -467,47 +470,48 @@ class Ledger:
         self.clock.shard = shard
         return Departing(np.concatenate(tables), np.concatenate(ids), "capacity")
 
-    def _choose_in(self, shards: range, excess_T: np.ndarray, excess: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tables and ids of those that leave of the rows in these shards."""
-        table_N, id_N, score_N = free_rows(
-            self._blocks_of(shards), self._table_P, self._id_P, self._held_P, self._mark_P4, threads=self._threads
-        )  # fmt: skip
-        chosen_N = np.zeros(len(id_N), np.bool_)
-
-        def leave(of: np.ndarray, count: int) -> None:
-            chosen_N[of[self._least(table_N[of], id_N[of], score_N[of], min(count, len(of)))]] = True
-
-        for t in [t for t in self._limits if self._evicts_T[t]]:
-            of_table = np.flatnonzero(table_N == t)
-            some = int(len(of_table) * _ROUND_SHARE)
-            leave(of_table, max(int(excess_T[t]), min(some, int(excess_T[t]) + some), 0))
-        excess -= int(np.count_nonzero(chosen_N))
+    def _choose_in(self, shards: range, excess_T: np.ndarray, excess: int) -> np.ndarray:
+        """Those that leave of the rows in these shards: the cells that their keys are in."""
+        cell_N, score_N = self._free_rows(shards)
+        chosen = [cell_N[:0]]
+        if tables := [t for t in self._limits if self._evicts_T[t]]:
+            stays_N, table_N = np.ones(len(cell_N), np.bool_), keys_in_cells(cell_N)[0]
+            for t in tables:
+                of_table = np.flatnonzero(table_N == t)
+                some = int(len(of_table) * _ROUND_SHARE)
+                count = max(int(excess_T[t]), min(some, int(excess_T[t]) + some), 0)
+                its = of_table[self._least(cell_N[of_table], score_N[of_table], count)]
+                stays_N[its] = False
+                chosen.append(cell_N[its])
+                excess -= len(its)
+            cell_N, score_N = cell_N[stays_N], score_N[stays_N]
         if excess > 0:
-            rest = np.flatnonzero(~chosen_N)
-            leave(rest, max(excess, int(len(rest) * _ROUND_SHARE)))
-        return table_N[chosen_N], id_N[chosen_N]
+            chosen.append(cell_N[self._least(cell_N, score_N, max(excess, int(len(cell_N) * _ROUND_SHARE)))])
+        return np.concatenate(chosen)
+
+    def _free_rows(
+        self, shards: range, word_PX: np.ndarray | None = None, first: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The rows in these shards that are not held: the cells that their keys are in; and their scores, or the 64
+        bits that begin at word `first` of others."""
+        address_P, cells_P = (array[shards.start : shards.stop] for array in self._places.index.shards)
+        word_PX = self._places.score_PX if word_PX is None else word_PX
+        return rows_of_shards(address_P, cells_P, word_PX, first, self._places.held_P, threads=self._threads)
 
     def _rows_in(self, shards: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tables, ids and places of the rows in these shards."""
-        place_N = rows_of_blocks(self._blocks_of(shards), self._table_P)
-        return self._table_P[place_N], self._id_P[place_N], place_N
+        return keys_in_cells(self._free_rows(shards)[0])
 
-    def _blocks_of(self, shards: range) -> np.ndarray:
-        """The blocks of these shards: int64."""
-        shard_B = self._shard_B[: self._blocks]
-        return np.flatnonzero((shard_B >= shards.start) & (shard_B < shards.stop))
-
-    def _least(self, table_N: np.ndarray, id_N: np.ndarray, score_N: np.ndarray, count: int) -> np.ndarray:
-        """Which `count` rows are of least score; between equal ones the hash of the key decides."""
+    def _least(self, cell_N: np.ndarray, score_N: np.ndarray, count: int) -> np.ndarray:
+        """Which `count` rows are of least score, or all; between equal ones the hash of the key decides."""
         if count >= len(score_N):
             return np.arange(len(score_N))
         if count == 0:
             return np.empty(0, np.int64)
-        bound = np.partition(score_N, count - 1)[count - 1]
-        below, equal = np.flatnonzero(score_N < bound), np.flatnonzero(score_N == bound)
+        below, equal = least_of(score_N, count)
         if len(equal) > (more := count - len(below)):
-            tie_N = ties_of(table_N[equal], id_N[equal], threads=self._threads)
-            equal = equal[np.argsort(tie_N)[:more]]
+            table_N, id_N, _ = keys_in_cells(cell_N[equal])
+            equal = equal[np.argsort(ties_of(table_N, id_N, threads=self._threads))[:more]]
         return np.concatenate([below, equal])
 
     def due(self, step: int) -> list[int]:
@@ -541,13 +545,14 @@ class Ledger:
         step += self.clock.steps
         departing = []
         for shard in shards:
-            table_N, id_N, place_N = self._rows_in(range(shard, shard + 1))
-            mark_N4 = self._mark_P4[place_N]
-            old_N = step - mark_N4[:, 2].astype(np.int64) > steps_T[table_N]
-            old_N |= second - mark_N4[:, 3].astype(np.int64) > seconds_T[table_N]
+            cell_N, last_N = self._free_rows(range(shard, shard + 1), self._places.word_PX, self._places.first + 2)
+            table_N, id_N, place_N = keys_in_cells(cell_N)
+            last_N2 = last_N.view(np.uint32).reshape(-1, 2)
+            old_N = step - last_N2[:, 0].astype(np.int64) > steps_T[table_N]
+            old_N |= second - last_N2[:, 1].astype(np.int64) > seconds_T[table_N]
             if old_N.any():
                 with self._holding(held):
-                    old = np.flatnonzero(old_N & ~self._held_P[place_N])
+                    old = np.flatnonzero(old_N & ~self._places.held_P[place_N])
                 departing.append(Departing(table_N[old], id_N[old], "expired"))
         return [its for its in departing if len(its.id_V)]
 
@@ -572,7 +577,7 @@ class Ledger:
         """
         departing = []
         with self._holding(held):
-            free_N = ~self._held_P[self.find(table_N, id_N)]
+            free_N = ~self._places.held_P[self.find(table_N, id_N)]
         for t in np.unique(table_N).tolist():
             policy = self.policies[t]
             of_table = np.flatnonzero((table_N == t) & free_N)
@@ -621,10 +626,10 @@ class Ledger:
         rows, second = len(id_N), 0
         if self.stamps:
             step, second = _halves(self.timestamp())
-        mark_N4 = np.empty((rows, MARKS), np.uint32)
+        mark_N4 = np.zeros((rows, MARKS), np.uint32)
         score_uses(
             np.arange(rows), np.ones(rows, np.bool_), table_N, id_N, np.ones(rows, np.int64), self._rules,
-            np.zeros((rows, MARKS), np.uint32), mark_N4, lookup=1, step=step, second=second, epoch=0,
+            mark_N4.view(np.uint64)[:, 0], mark_N4, 0, lookup=1, step=step, second=second, epoch=0,
             threads=self._threads,
         )  # fmt: skip
         return mark_N4
@@ -632,9 +637,12 @@ class Ledger:
     def add(self, table_N: np.ndarray, id_N: np.ndarray, mark_N4: np.ndarray) -> None:
         """Know rows that have been loaded, with what their records hold."""
         place_N = self._add(table_N, id_N)
-        self._mark_P4[place_N] = mark_N4
+        first = self._places.first
+        mark_N2 = np.ascontiguousarray(mark_N4).view(np.uint64)
+        self._places.word_PX[place_N, first : first + MARKS] = mark_N4
+        self._places.score_P[place_N] = mark_N2[:, 0]
         if self.stamps and len(mark_N4):
-            self._stamp = max(self._stamp, min(int(self._mark_P4.view(np.uint64)[place_N, 1].max()), _UNLIMITED))
+            self._stamp = max(self._stamp, min(int(mark_N2[:, 1].max()), _UNLIMITED))
 
     def check_rules(self, meta: dict[str, Any], name: str) -> None:
         """Raise StorageError if the scores in the snapshot of this meta are those of other rules."""

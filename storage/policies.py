@@ -4,7 +4,7 @@
 finds the rows that are to leave.
 """
 
-import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
@@ -363,5 +363,5 @@ def _check_bool(name: str, value: object) -> None:
 def _check_positive(name: str, value: object) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"{name} must be a number above 0, or None, got {value!r}")

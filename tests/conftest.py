@@ -1,5 +1,6 @@
 """Settings of every test."""
 
+import itertools
 import signal
 
 import pytest
@@ -22,3 +23,21 @@ def rank_pool():
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def redis_host(tmp_path_factory):
+    """`host:port` of a Redis server."""
+    from tests.support.redis_process import redis_process  # Not every test's environment has the client.
+
+    with redis_process(tmp_path_factory.mktemp("redis"), appendonly="no") as server:
+        yield server.host
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def redis_place(redis_host):
+    """A URL of that server under which nothing is kept yet."""
+    return f"redis://{redis_host}/?prefix=test_{next(_numbers)}"

@@ -128,7 +128,7 @@ def test_a_module_that_is_not_there_is_an_error_in_words(stand_in):
 
 def test_an_unknown_name_is_told_the_known_ones(monkeypatch):
     monkeypatch.setitem(names.MODULES, "another", "oneemb.another")
-    with pytest.raises(ValueError, match="one of 'another', 'dynamicemb', got 'numpy'"):
+    with pytest.raises(ValueError, match="one of 'another', 'dynamicemb', 'torchrec_dynamic_embedding', got 'numpy'"):
         install("numpy")
 
 
@@ -391,7 +391,7 @@ def test_a_library_that_lies_beside_the_script(place):
         (["dynamicemb", "-m", "no_such_module"], "there is no module no_such_module"),
         (["dynamicemb", "--gpu-name"], "--gpu-name needs the name"),
         (["--fast", "dynamicemb"], "--fast is no option"),
-        (["numpy", "driver.py"], "name must be one of 'dynamicemb', got 'numpy'"),
+        (["numpy", "driver.py"], "name must be one of 'dynamicemb', 'torchrec_dynamic_embedding', got 'numpy'"),
         (["dynamicemb", "-m", "pytest", "--assert=rewrite"], "leave out --assert"),
     ],
 )

@@ -264,6 +264,25 @@ def test_who_loads_a_delta_may_keep_what_was_evicted_and_nothing_that_was_erased
     assert oneemb.snapshot_name(embedding.state_dict()["_extra_state"]) == "dropped"
 
 
+def test_an_erase_that_fails_halfway_brings_nothing_back(tmp_path, monkeypatch):
+    embedding = made(tmp_path)
+    step(embedding, adagrad(embedding), range(20))
+    embedding.save_snapshot("base")
+    erase = embedding.store.pins.erase
+
+    def failing(table_V, id_V):
+        erase(table_V, id_V)
+        raise oneemb.StorageError("the disk failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(embedding.store.pins, "erase", failing)
+        with pytest.raises(oneemb.StorageError, match="the disk failed"):
+            embedding.erase(torch.arange(5), 0)
+    embedding.save_delta("d1", "base", keep_evicted=True)
+    embedding.load_snapshot("d1")
+    assert {n for t, n in rows_of(embedding) if t == 0} == set(range(5, 20))
+
+
 def test_too_many_erased_keys_need_a_whole_snapshot(tmp_path, monkeypatch):
     monkeypatch.setattr(oneemb.storage.journal, "ERASED_MAX", 50)
     embedding, _, _ = chain(tmp_path)

@@ -17,6 +17,7 @@ PLACES = {
     "ssd, 1 MB, host cache": dict(store="ssd, host cache", cache_mb=1),
     "ssd, 1 MB, host cache, lru": dict(store="ssd, host cache", cache_mb=1, options=dict(cache_policy="lru")),
     "ssd, 1 GB, host cache": dict(store="ssd, host cache", cache_mb=1024),
+    "remote, 1 MB": dict(store="remote", cache_mb=1),
 }
 
 

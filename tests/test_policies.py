@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import gc
 import json
 import shutil
 import tempfile
+import weakref
 from collections import Counter
 from dataclasses import replace
 
@@ -1065,8 +1067,9 @@ def test_rows_that_lack_scores_have_them_from_the_load_on(tmp_path, store):
         other.load_snapshot("one")
 
 
-def test_scores_stay_where_rows_get_state_or_are_copied(tmp_path):
-    embedding = make(tmp_path / "rows", "ssd", RowPolicy(LFU()))
+@pytest.mark.parametrize("store", STORES)
+def test_scores_stay_where_rows_get_state_or_are_copied(tmp_path, store):
+    embedding = make(tmp_path / "rows", store, RowPolicy(LFU(), capacity=4))
     for _ in range(3):
         embedding(ids(1, 2, 2))
     optimizer = torch.optim.Adam(embedding.parameters(), lr=0.1)
@@ -1080,6 +1083,19 @@ def test_scores_stay_where_rows_get_state_or_are_copied(tmp_path):
     embedding.detach_optimizer("drop")
     torch.optim.Adagrad(embedding.parameters(), lr=0.1)
     assert embedding.scores(ids(1, 2, 3)).tolist() == expected
+    embedding(ids(4, 4, 4, 4, 5, 5))
+    embedding(ids(6))
+    embedding(ids(7, 8))
+    assert known(embedding) == {(0, 2), (0, 4), (0, 7), (0, 8)} and embedding.scores(ids(2, 7)).tolist() == [7, 1]
+
+
+def test_an_embedding_that_is_closed_holds_no_slab(tmp_path):
+    embedding = make(tmp_path / "rows", "device", RowPolicy(LRU()))
+    embedding(ids(1))
+    slab = weakref.ref(embedding.store.row_SW.base)
+    embedding.close()
+    gc.collect()
+    assert slab() is None
 
 
 def test_rows_are_exported_and_imported_without_scores(tmp_path):
@@ -1257,6 +1273,7 @@ def test_what_no_ledger_says_is_an_error_before_rows_are_replaced(tmp_path, monk
         (lambda: RowPolicy(sweep_weights=1), TypeError, "sweep_weights must be True or False"),
         (lambda: LFU(half_life=1e-300), ValueError, "half_life must be from 0.001"),
         (lambda: LFU(half_life=0), ValueError, "half_life must be a number above 0"),
+        (lambda: LFU(half_life=10**400), ValueError, "half_life must be a number above 0"),
         (lambda: MixedLFU(new_power=40), ValueError, "from 0 to 31"),
         (lambda: GivenScore(new=-1), ValueError, "from 0 to 2"),
     ],

@@ -244,6 +244,31 @@ def test_a_clock_that_fails_changes_nothing(tmp_path):
     assert known(embedding) == {(0, 1), (0, 2)}
 
 
+def test_a_clock_may_leap_farther_than_a_number_says(tmp_path):
+    now = [-1e308]
+    embedding = make(tmp_path / "rows", "device", RowPolicy(expire_after_seconds=9, clock=lambda: now[0]))
+    embedding(ids(1, 2))
+    now[0] = 1e308
+    assert embedding.evict() == {"expired": 2}
+
+
+def test_no_lookup_comes_between_choosing_rows_and_letting_them_leave(tmp_path, monkeypatch):
+    embedding = make(tmp_path / "rows", "device", RowPolicy(expire_after_steps=1))
+    optimizer = sgd(embedding)
+    for its in (ids(1, 2), ids(3), ids(4)):
+        step(embedding, optimizer, its)
+    evict, held = embedding.store.evict, []
+
+    def after_another_thread(*departing):
+        held.append(embedding(ids(1)))
+        return evict(*departing)
+
+    monkeypatch.setattr(embedding.store, "evict", after_another_thread)
+    assert embedding.evict() == {"expired": 2} and known(embedding) == {(0, 1), (0, 4)}
+    held[0].sum().backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("name", ["", "x" * 300, 5])
 def test_rows_stay_where_a_name_is_none(tmp_path, name):
     embedding = make(tmp_path / "rows", "device", RowPolicy(expire_after_steps=1, evict_at_snapshot=True))

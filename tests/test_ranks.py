@@ -37,6 +37,7 @@ class Model(torch.nn.Module):
         options = {
             "device": lambda: oneemb.make_device_mem_store_options(path),
             "ssd": lambda: oneemb.make_cached_ssd_store_options(1, path),
+            "remote": lambda: oneemb.make_cached_remote_store_options("memory://", 1, path),
         }[store]()
         self.how = how
         self.embedding = oneemb.MultiTableEmbedding(
@@ -152,7 +153,7 @@ def _train_with(group, path, options):
 def test_stores_and_runs_change_no_bit(tmp_path, rank_pool):
     first, *others = [
         rank_pool(2, train, str(tmp_path / f"{i}"), "weighted", "adam", store)
-        for i, store in enumerate(("device", "device", "ssd"))
+        for i, store in enumerate(("device", "device", "ssd", "remote"))
     ]
     for other in others:
         for (losses, weights, dense, _), (its_losses, its_weights, its_dense, _) in zip(first, other, strict=True):

@@ -14,7 +14,7 @@ from types import ModuleType
 __all__ = ["MODULES", "Names", "install"]
 
 # From the name that scripts import to the package that it is.
-MODULES = {"dynamicemb": "oneemb.dynamicemb"}
+MODULES = {"dynamicemb": "oneemb.dynamicemb", "torchrec_dynamic_embedding": "oneemb.tde"}
 
 
 def install(name: str, *, replace: bool = False) -> None:
@@ -35,7 +35,7 @@ def install(name: str, *, replace: bool = False) -> None:
         >>> install("tensorflow")
         Traceback (most recent call last):
         ...
-        ValueError: name must be one of 'dynamicemb', got 'tensorflow'
+        ValueError: name must be one of 'dynamicemb', 'torchrec_dynamic_embedding', got 'tensorflow'
     """
     if name not in MODULES:
         raise ValueError(f"name must be one of {', '.join(map(repr, sorted(MODULES)))}, got {name!r}")

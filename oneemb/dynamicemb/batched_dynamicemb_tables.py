@@ -21,6 +21,7 @@ from oneemb.dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEm
 from oneemb.dynamicemb.embedding_admission import MultiTableKVCounter
 from oneemb.dynamicemb.key_value_table import DynamicEmbStorage, HybridStorage, Storage
 from oneemb.dynamicemb.optimizer import EmbOptimType
+from oneemb.dynamicemb.table_dumps import TableDumps
 from oneemb.dynamicemb.tables import DynamicTables, TableInfo
 from oneemb.dynamicemb.types import initializer_of
 from oneemb.eager import Optimizer
@@ -275,7 +276,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
     ) -> None:  # fmt: skip
         """Write tables into a folder that is there; see `DynamicEmbDump`."""
         names = [name for name in self.table_names if table_names is None or name in table_names]
-        self._dynamic.dump(save_dir, names, optim=optim, counter=counter, layout=layout)
+        TableDumps(self._dynamic).dump(save_dir, names, optim=optim, counter=counter, layout=layout)
 
     def load(
         self, save_dir: str, optim: bool = False, counter: bool = False, table_names: list[str] | None = None,
@@ -283,9 +284,10 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
     ) -> None:  # fmt: skip
         """Bring in the rows of dumps; see `DynamicEmbLoad`."""
         names = [name for name in self.table_names if table_names is None or name in table_names]
-        dumps = self._dynamic.check_load(save_dir, names, optim=optim, counter=counter)
+        files = TableDumps(self._dynamic)
+        dumps = files.check_load(save_dir, names, optim=optim, counter=counter)
         for name, dump in dumps.items():
-            self._dynamic.load(name, dump, optim=optim, counter=counter)
+            files.load(name, dump, optim=optim, counter=counter)
 
 
 BatchedDynamicEmbeddingTables = BatchedDynamicEmbeddingTablesV2

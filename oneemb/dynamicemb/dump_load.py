@@ -17,10 +17,12 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from oneemb.dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from oneemb.dynamicemb.shard import ShardedDynamicEmbeddingBagCollection, ShardedDynamicEmbeddingCollection
+from oneemb.dynamicemb.table_dumps import TableDumps
 from oneemb.dynamicemb.tables import DynamicTables
 from oneemb.graph.ranks import Ranks
 from oneemb.rank_calls import RankCalls
-from oneemb.storage.foreign.dynamicemb_files import Dump
+from oneemb.storage.foreign.dynamicemb_files import UNFINISHED
+from oneemb.storage.foreign.dynamicemb_reader import Dump
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path
 
 __all__ = [
@@ -83,17 +85,18 @@ def DynamicEmbDump(
     """Write the rows of dynamic tables into files. Every rank makes the call.
 
     What is in a file is there for good when the call returns. A dump of a table that was cut short is none: its last
-    file, `<table>_opt_args.json`, is missing.
+    file is missing, which is `<table>_opt_args.json`, or `<table>_keys` where "seed" has no optimizer's state.
 
     Args:
-        path: a folder that all ranks see, empty or new.
+        path: a folder that all ranks see, new or without files.
         model: with dynamic tables.
         table_names: those to dump, by collection; None = all.
         optim: whether the optimizer's state is written.
         counter: whether the counts of ids without a row are; or `pg`, which had this place at first.
         pg: the ranks; None = all.
         allow_overwrite: whether there may be files.
-        layout: of today's dynamicemb, with files of each rank; or "seed", the first one's, with one file for all.
+        layout: of today's dynamicemb, with files of each rank; or "seed", the first one's, with one file for all and
+            without counts.
 
     Raises:
         FileExistsError: there are files, and `allow_overwrite` is off.
@@ -112,7 +115,7 @@ def DynamicEmbDump(
     for its_path, its in chosen.items():
         for tables, names in its:
             where = os.path.join(folder, its_path)
-            tables.dump(where, names, optim=bool(optim), counter=counts, layout=layout)
+            TableDumps(tables).dump(where, names, optim=bool(optim), counter=counts, layout=layout)
 
 
 def DynamicEmbLoad(
@@ -127,6 +130,8 @@ def DynamicEmbLoad(
     call. Other rows stay.
 
     All files are looked at before a row changes: that those are there that have to be, each as long as it has to be.
+    Where a table has a capacity, and a rank no room for all its rows of the dump, those of the least scores are left
+    out, which a warning says.
 
     Args:
         path: a folder that `DynamicEmbDump`, or dynamicemb, has written.
@@ -145,14 +150,15 @@ def DynamicEmbLoad(
     """
     counts, _ = _counts_and_ranks(counter, pg)
     folder = absolute_path(path)
-    found: list[tuple[DynamicTables, dict[str, Dump]]] = []
+    found: list[tuple[TableDumps, dict[str, Dump]]] = []
     for its_path, its in _chosen(model, table_names).items():
         for tables, names in its:
             where = os.path.join(folder, its_path)
-            found.append((tables, tables.check_load(where, names, optim=optim, counter=counts)))
-    for tables, dumps in found:
+            files = TableDumps(tables)
+            found.append((files, files.check_load(where, names, optim=optim, counter=counts)))
+    for files, dumps in found:
         for name, dump in dumps.items():
-            tables.load(name, dump, optim=optim, counter=counts)
+            files.load(name, dump, optim=optim, counter=counts)
 
 
 def _counts_and_ranks(counter: Any, pg: "distributed.ProcessGroup | None") -> tuple[bool, RankCalls]:
@@ -193,7 +199,9 @@ def _chosen(model: torch.nn.Module, table_names: TableNames | None) -> dict[str,
 def _check_folder(folder: str, allow_overwrite: bool) -> None:
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise FileExistsError(f"{folder} is no folder; give another path")
-    if not allow_overwrite and os.path.isdir(folder) and os.listdir(folder):
+    # What a dump that failed or was killed has left, folders and unfinished files, is in nobody's way.
+    names = (name for _, _, names in os.walk(folder) for name in names if not name.endswith(UNFINISHED))
+    if not allow_overwrite and any(names):
         raise FileExistsError(f"{folder} has files already; give another path, or allow_overwrite=True")
 
 

@@ -40,6 +40,7 @@ from oneemb.dynamicemb.types import (
 )
 from oneemb.options import StoreOptions
 from oneemb.policies import LFU, AdmitAfter, AdmitWhere, GivenScore, RowPolicy
+from oneemb.storage.foreign.dynamicemb_files import DIST_TYPES
 
 __all__ = [
     "BATCH_SIZE_PER_DUMP", "DEFAULT_INDEX_TYPE", "DynamicEmbCheckMode", "DynamicEmbEvictStrategy",
@@ -52,7 +53,6 @@ __all__ = [
 BATCH_SIZE_PER_DUMP = 65536
 DEFAULT_INDEX_TYPE = torch.int64
 
-_DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")
 _COUNTERS = 1 << 20
 
 
@@ -164,8 +164,8 @@ class DynamicEmbTableOptions:
     num_of_buckets_per_alloc: int = 1
 
     def __post_init__(self) -> None:
-        if self.dist_type not in _DIST_TYPES:
-            raise ValueError(f"dist_type must be one of {', '.join(_DIST_TYPES)}, got {self.dist_type!r}")
+        if self.dist_type not in DIST_TYPES:
+            raise ValueError(f"dist_type must be one of {', '.join(DIST_TYPES)}, got {self.dist_type!r}")
         self.score_strategy = _checked(self.score_strategy)
         if self.external_storage is not None and not isinstance(self.external_storage, StoreOptions):
             raise TypeError(

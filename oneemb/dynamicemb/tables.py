@@ -1,16 +1,13 @@
-"""Tables in one embedding, as dynamicemb's modules see them: scores, incremental dumps, dumps.
+"""Tables in one embedding, as dynamicemb's modules see them: scores, rows that changed, rows for whom `dist_type` says.
 
-Invariants:
-- every rank makes the calls that say so, in the same order; where one fails all raise, and no file or row has changed;
-- a dump is whole when its last file is there, which rank 0 writes; until then it is none.
+Invariant: every rank makes the calls that say so, in the same order; where one fails all raise, and no row has changed.
 """
 
-import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,25 +16,15 @@ from oneemb.dynamicemb.dynamicemb_config import (
     DynamicEmbCheckMode,
     DynamicEmbScoreStrategy as Score,
     DynamicEmbTableOptions,
-    evict_strategy_of,
     evicting_strategy,
 )
 from oneemb.embedding import MultiTableEmbedding
 from oneemb.graph.ranks import Received
 from oneemb.kernels.owner import owner_of
 from oneemb.rank_calls import RankCalls
-from oneemb.rows.values import encode_rows, state_of, weights_of
-from oneemb.storage.foreign.dynamicemb_files import (
-    Dump,
-    DumpRows,
-    DumpWriter,
-    Layout,
-    file_key,
-    find_dump,
-    key_of_file,
-    owner_of_key,
-    unpublish,
-)
+from oneemb.rows.values import state_of, weights_of
+from oneemb.storage.foreign.dynamicemb_files import owner_of_key
+from oneemb.storage.foreign.dynamicemb_reader import DumpRows
 
 __all__ = ["DynamicTables", "TableInfo"]
 
@@ -45,15 +32,6 @@ T = TypeVar("T")
 
 _ROWS = 65536
 """Rows that are read, sent or written at a time."""
-
-_OPT_ARGS = {
-    "sgd": ("sgd", ()),
-    "adam": ("adam", ("beta1", "beta2", "eps", "weight_decay")),
-    "adamw": ("adam", ("beta1", "beta2", "eps", "weight_decay")),
-    "adagrad": ("exact_adagrad", ("eps", "initial_accumulator_value")),
-    "row_wise_adagrad": ("exact_row_wise_adagrad", ("eps", "initial_accumulator_value")),
-}
-"""What dumps call an optimizer, and what they say of it, by the names that rows have for it."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +62,14 @@ class DynamicTables:
         self, rows: MultiTableEmbedding, tables: Sequence[TableInfo],
         optimizers: Sequence[torch.optim.Optimizer | None],
     ):  # fmt: skip
-        self.rows, self.tables, self._optimizers = rows, tuple(tables), list(optimizers)
-        self._calls = RankCalls(rows.ranks, [rows.store])
-        self._score = {
+        self.rows, self.tables, self.optimizers = rows, tuple(tables), list(optimizers)
+        self.calls = RankCalls(rows.ranks, [rows.store])
+        """What makes calls on all ranks."""
+        self.score = {
             t: int(evicting_strategy(table.options.score_strategy) in (Score.STEP, Score.LFU))
             for t, table in enumerate(self.tables)
         }
+        """What the next lookup gives rows of each table, of STEP and CUSTOMIZED; 0 = `set_score` has not said it."""
         self._told_full = 0
 
     @property
@@ -107,12 +87,13 @@ class DynamicTables:
             raise ValueError(f"there is no table {name!r}; there are: {', '.join(self.names)}")
         return self.names.index(name)
 
-    def _strategy(self, t: int) -> Score:
+    def strategy(self, t: int) -> Score:
+        """By what rows of a table leave."""
         return evicting_strategy(self.tables[t].options.score_strategy)
 
     def _goes_by_time(self, t: int) -> bool:
         strategy = self.tables[t].options.score_strategy
-        return isinstance(strategy, tuple) or self._strategy(t) is Score.TIMESTAMP
+        return isinstance(strategy, tuple) or self.strategy(t) is Score.TIMESTAMP
 
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
@@ -125,19 +106,19 @@ class DynamicTables:
         for t, table in enumerate(self.tables):
             if not table.options.training:
                 raise RuntimeError(f"table {table.name!r} is not for training (training=False); call eval() first")
-            match self._strategy(t):
+            match self.strategy(t):
                 case Score.TIMESTAMP:
                     self.rows.give_score(self.rows.store.timestamp(), t)
                 case Score.CUSTOMIZED | Score.STEP:
-                    if not self._score[t]:
+                    if not self.score[t]:
                         raise RuntimeError(f"set_score must give table {table.name!r} a score before the lookup")
-                    self.rows.give_score(self._score[t], t)
+                    self.rows.give_score(self.score[t], t)
 
     def after_lookup(self) -> None:
         """Count the lookup, and warn of ids for which there was no room."""
         for t in range(len(self.tables)):
-            if self._strategy(t) is Score.STEP:
-                self._score[t] = self._score[t] % (2**64 - 1) + 1
+            if self.strategy(t) is Score.STEP:
+                self.score[t] = self.score[t] % (2**64 - 1) + 1
         if any(table.options.safe_check_mode == DynamicEmbCheckMode.WARNING for table in self.tables):
             full = self.rows.stats()["policy"].get("turned_away", 0)
             if full > self._told_full:
@@ -151,7 +132,7 @@ class DynamicTables:
 
     def set_learning_rate(self, lr: float) -> None:
         """Of all tables, from the next step on."""
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for group in [] if optimizer is None else optimizer.param_groups:
                 group["lr"] = lr
 
@@ -169,13 +150,13 @@ class DynamicTables:
                 raise TypeError(f"the score of table {name!r} must be an int, got {score!r}")
             if not 0 < score < 2**64:
                 raise ValueError(f"the score of table {name!r} must be from 1 to 2**64 - 1, got {score}")
-            if self._strategy(t) is not Score.CUSTOMIZED:
-                raise ValueError(f"scores are set of tables of CUSTOMIZED; {name!r} has {self._strategy(t).name}")
+            if self.strategy(t) is not Score.CUSTOMIZED:
+                raise ValueError(f"scores are set of tables of CUSTOMIZED; {name!r} has {self.strategy(t).name}")
         for name, score in scores.items():
             t = self.index(name)
-            if score < self._score[t]:
-                warnings.warn(f"the score of table {name!r} falls from {self._score[t]} to {score}", stacklevel=3)
-            self._score[t] = score
+            if score < self.score[t]:
+                warnings.warn(f"the score of table {name!r} falls from {self.score[t]} to {score}", stacklevel=3)
+            self.score[t] = score
 
     def get_score(self) -> dict[str, int]:
         """What `incremental_dump` takes, later, for what changes from now on: by table the time, or the score that the
@@ -183,7 +164,7 @@ class DynamicTables:
         return {table.name: self._score_now(t) for t, table in enumerate(self.tables)}
 
     def _score_now(self, t: int) -> int:
-        return self.rows.store.timestamp() if self._goes_by_time(t) else self._score[t]
+        return self.rows.store.timestamp() if self._goes_by_time(t) else self.score[t]
 
     def incremental_dump(
         self, thresholds: Mapping[str, int], gather: bool
@@ -207,7 +188,7 @@ class DynamicTables:
             own = np.sort(id_N), values
             its = [own]
             if gather:
-                its = self._calls.all_gather(f"gather rows of table {name!r}", functools.partial(_itself, own))
+                its = self.calls.all_gather(f"gather rows of table {name!r}", functools.partial(_itself, own))
             ids, weights = (np.concatenate(arrays) for arrays in zip(*its, strict=True))
             found[name], scores[name] = (torch.from_numpy(ids), torch.from_numpy(weights)), self._score_now(t)
         return found, scores
@@ -219,14 +200,15 @@ class DynamicTables:
         makes the call."""
         found: list[DumpRows] = []
         what = f"export table {self.names[t]!r}"
-        self._calls.together("export", what, lambda: self._move(t, what, self._rank_by_dist(t), found.append))
+        self.calls.together("export", what, lambda: self.move(t, what, self.rank_by_dist(t), found.append))
         return found
 
-    def _rank_by_dist(self, t: int) -> Callable[[np.ndarray], np.ndarray]:
-        table, ranks = self.tables[t], self._calls.size
+    def rank_by_dist(self, t: int) -> Callable[[np.ndarray], np.ndarray]:
+        """What gives the ranks of ids of a table by its `dist_type`."""
+        table, ranks = self.tables[t], self.calls.size
         return lambda id_N: owner_of_key(table.options.dist_type, id_N, ranks, table.num_embeddings)
 
-    def _move(
+    def move(
         self, t: int, what: str, rank_of: Callable[[np.ndarray], np.ndarray], take: Callable[[DumpRows], object]
     ) -> None:
         """Send the rows of a table to ranks, some at a time: each has `take` called with those for it.
@@ -235,7 +217,7 @@ class DynamicTables:
             rank_of: gives the rank of each id.
         """
         own = self._read(t, np.sort(self.rows.store.uses(t)[0]), scored=True)
-        if self._calls.size == 1:
+        if self.calls.size == 1:
             for rows in own:
                 take(rows)
             return
@@ -246,12 +228,12 @@ class DynamicTables:
                 take(pending.pop())
             rows = next(own, None)
             if rows is None:
-                return [[torch.tensor([-1])]] * self._calls.size
+                return [[torch.tensor([-1])]] * self.calls.size
             rank_N = rank_of(rows.key_N)
-            return [_packed(rows, np.flatnonzero(rank_N == r)) for r in range(self._calls.size)]
+            return [_packed(rows, np.flatnonzero(rank_N == r)) for r in range(self.calls.size)]
 
         while True:
-            received = self._calls.exchange(what, send)
+            received = self.calls.exchange(what, send)
             counts = [block.take(1, torch.int64).item() for block in received]
             if max(counts) < 0:
                 return
@@ -265,7 +247,7 @@ class DynamicTables:
         store = self.rows.store
         if not store.built:
             return
-        at_once, format = self._at_once, store.format
+        at_once, format = self.at_once, store.format
         all_N, score_N, time_N = store.uses(t)
         order_N = np.argsort(all_N)
         for begin in range(0, len(id_N), at_once):
@@ -276,10 +258,11 @@ class DynamicTables:
                 at = order_N[np.searchsorted(all_N, ids, sorter=order_N)]
                 scores = self._columns(t, score_N[at], time_N[at], begin)
             weights = weights_of(format, words_NW).astype(np.float32)
-            yield DumpRows(self._calls.rank, ids, weights, scores, state_of(format, words_NW).copy())
+            yield DumpRows(self.calls.rank, ids, weights, scores, state_of(format, words_NW).copy())
 
     @property
-    def _at_once(self) -> int:
+    def at_once(self) -> int:
+        """Rows that are read or written at a time."""
         # At most half of a cache, so that the rows of a running step can stay pinned.
         return max(1, min(_ROWS, self.rows.store.stats()["device"]["slots"] // 2))
 
@@ -293,256 +276,10 @@ class DynamicTables:
             return np.arange(begin, begin + len(score_N))[:, None]
         return score_N.view(np.int64)[:, None]
 
-    # ---- dumps ------------------------------------------------------------------------------------------------------
-
-    def opt_args(self, t: int) -> dict[str, Any]:
-        """What a dump says of the table's optimizer.
-
-        Raises:
-            ValueError: dynamicemb's files know none such.
-        """
-        row_optimizer, optimizer = self.rows.row_optimizer, self._optimizers[t]
-        if row_optimizer is None or optimizer is None:
-            return {}
-        if row_optimizer.name not in _OPT_ARGS:
-            raise ValueError(
-                "dynamicemb's files have the state of sgd, adam, exact_adagrad and exact_row_wise_adagrad; table"
-                f" {self.names[t]!r} is trained by {row_optimizer.name!r}: save a snapshot"
-            )
-        kind, options = _OPT_ARGS[row_optimizer.name]
-        group = dict(optimizer.param_groups[0])
-        found: dict[str, Any] = {"opt_type": kind, "lr": float(group["lr"])}
-        if kind == "adam":
-            found["iters"] = self.rows.store.step
-            group |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
-        return found | {option: float(group[option]) for option in options}
-
-    def dump(self, folder: str, names: Sequence[str], *, optim: bool, counter: bool, layout: Layout) -> None:
-        """Write tables of these names into a folder that is there. Every rank makes the call.
-
-        Args:
-            layout: "today" or "seed", which has one file for all ranks.
-
-        Raises:
-            ValueError: the files cannot say what a table has.
-            StorageError: a file cannot be written; what was there before is, for tables that were not begun.
-        """
-        for t in [self.index(name) for name in names]:
-            what = f"dump table {self.names[t]!r}"
-            self._calls.together("dump", what, functools.partial(self._dump, folder, t, what, optim, counter, layout))
-
-    def _dump(self, folder: str, t: int, what: str, optim: bool, counter: bool, layout: Layout) -> None:
-        table, calls = self.tables[t], self._calls
-        by_first = layout == "seed"
-        rank_of = self._rank_by_dist(t)
-        if by_first:
-            rank_of = _first
-        writers: list[DumpWriter] = []
-        metas: list[dict[str, Any]] = []
-
-        def begin() -> None:
-            metas.append(self._meta(t, layout, optim))
-            if by_first and not calls.first:
-                return
-            states = self._states() if optim else []
-            where = (0, 1) if by_first else (calls.rank, calls.size)
-            writers.append(
-                DumpWriter(
-                    folder,
-                    table.name,
-                    rank=where[0],
-                    ranks=where[1],
-                    version=layout,
-                    states=states,
-                    with_state=optim,
-                    with_counts=counter,
-                )  # fmt: skip
-            )
-
-        def write(rows: DumpRows) -> None:
-            key_N = rows.key_N
-            if not by_first:
-                key_N = file_key(table.options.dist_type, key_N, calls.size, table.num_embeddings)
-            scores = rows.score_NS
-            if self._strategy(t) is Score.TIMESTAMP:
-                assert scores is not None
-                scores = now - scores
-            if by_first and self._strategy(t) is Score.TIMESTAMP:
-                scores = None  # That version keeps none of these.
-            writers[0].append(key_N, rows.value_ND, scores, rows.state_NZ if optim else None)
-
-        try:
-            calls.agree(what, begin)
-            now = calls.by_first(what, self.rows.store.timestamp)
-            self._move(t, what, rank_of, write)
-            if counter:
-                counts = self._counts_for(t, what, rank_of)
-                calls.agree(what, lambda: _each(writers, lambda writer: writer.append_counter(*counts)))
-            calls.agree(what, lambda: _each(writers, DumpWriter.finish))
-            calls.agree(what, lambda: unpublish(folder, table.name) if calls.first else None)
-            calls.agree(what, lambda: _each(writers, DumpWriter.publish))
-            calls.agree(what, lambda: writers[0].publish_meta(metas[0]) if calls.first else None)
-        finally:
-            for writer in writers:
-                writer.discard()
-
-    def _counts_for(
-        self, t: int, what: str, rank_of: Callable[[np.ndarray], np.ndarray]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The sightings of all ranks that `rank_of` gives this one."""
-        own = self.sightings(t)
-        if self._calls.size == 1:
-            return own
-
-        def send() -> list[list[torch.Tensor]]:
-            rank_N = rank_of(own[0])
-            of_rank = [[torch.from_numpy(array[rank_N == r]) for array in own] for r in range(self._calls.size)]
-            return [[torch.tensor([len(its[0])]), *its] for its in of_rank]
-
-        ids, counts = [], []
-        for block in self._calls.exchange(what, send):
-            count = int(block.take(1, torch.int64))
-            ids.append(block.take(count, torch.int64).numpy())
-            counts.append(block.take(count, torch.int64).numpy())
-        return np.concatenate(ids), np.concatenate(counts)
-
-    def _meta(self, t: int, layout: Layout, optim: bool) -> dict[str, Any]:
-        """What the last file of a dump says."""
-        row_optimizer = self.rows.row_optimizer
-        its = self.opt_args(t) if optim or row_optimizer is None or row_optimizer.name in _OPT_ARGS else {}
-        if layout == "seed":
-            return {name: value for name, value in its.items() if name != "opt_type"}
-        strategy = self.tables[t].options.score_strategy
-        its["evict_strategy"] = str(evict_strategy_of(strategy))
-        its["dist_type"] = self.tables[t].options.dist_type
-        return its | {"step_score": self._score[t]}
-
-    def _states(self) -> list[tuple[str, int]]:
-        """What parts the state of a row has, with names of the older files, and how many numbers each is."""
-        row_optimizer, dim = self.rows.row_optimizer, self.rows.embedding_dim
-        if row_optimizer is None:
-            return []
-        parts = [dim] * len(row_optimizer.weight_state) + [1] * len(row_optimizer.row_state)
-        return list(zip(["m", "v"] if len(parts) == 2 else ["Gt"], parts, strict=False))
-
-    # ---- loads ------------------------------------------------------------------------------------------------------
-
-    def check_load(self, folder: str, names: Sequence[str], *, optim: bool, counter: bool) -> dict[str, Dump]:
-        """The dumps of these tables, found to be whole and to fit. Every rank makes the call.
-
-        Raises:
-            StorageError, ValueError: one is not there, or not whole, or of another kind; nothing has changed.
-        """
-        what = f"look at the dumps in {folder}"
-        found: dict[str, Dump] = {}
-        self._calls.together(
-            "load", what, lambda: self._calls.agree(what, lambda: found.update(self._found(folder, names, optim)))
-        )
-        return found
-
-    def _found(self, folder: str, names: Sequence[str], optim: bool) -> dict[str, Dump]:
-        dumps = {name: find_dump(folder, name, dim=self.rows.embedding_dim) for name in names}
-        for name, dump in dumps.items():
-            t = self.index(name)
-            dump.check_distinct(self.tables[t].num_embeddings)
-            strategy = self.tables[t].options.score_strategy
-            theirs, own = dump.meta.get("evict_strategy"), str(evict_strategy_of(strategy))
-            if theirs is not None and theirs != own:
-                raise ValueError(
-                    f"table {name!r} was dumped with {theirs}, and has {own} here; give it the same score_strategy"
-                )
-            words = 2 if isinstance(strategy, tuple) else 1
-            if dump.score_words not in (0, words):
-                raise ValueError(
-                    f"the dump of table {name!r} has {dump.score_words} scores a row, its score_strategy {strategy!r}"
-                    f" has {words}"
-                )
-            if optim:
-                self._check_states(t, dump)
-        return dumps
-
-    def _check_states(self, t: int, dump: Dump) -> None:
-        own, width = self.opt_args(t), sum(width for _, width in self._states())
-        theirs = dump.meta.get("opt_type", own.get("opt_type"))
-        if theirs != own.get("opt_type") or dump.rows and dump.state_width != width:
-            raise ValueError(
-                f"the dump of table {self.names[t]!r} has the state of {theirs} ({dump.state_width} numbers a row), and"
-                f" {own.get('opt_type')} trains it here ({width} numbers); load it with optim=False, or train it with"
-                " the same optimizer"
-            )
-
-    def load(self, name: str, dump: Dump, *, optim: bool, counter: bool) -> None:
-        """Bring in the rows of a dump that `check_load` gave; other rows stay. Every rank makes the call.
-
-        Raises:
-            StoreFullError: the table has no room for them, and a part of them is in it.
-        """
-        t = self.index(name)
-        what = f"load table {name!r}"
-
-        def load() -> None:
-            now = self._calls.by_first(what, self.rows.store.timestamp)
-            self._calls.agree(what, lambda: self._load(t, dump, now, optim, counter))
-
-        self._calls.together("load", what, load)
-
-    def _load(self, t: int, dump: Dump, now: int, optim: bool, counter: bool) -> None:
-        store, table = self.rows.store, self.tables[t]
-        store.build()
-        for rows in dump.read(self._at_once):
-            id_N = rows.key_N
-            if dump.version == "today":
-                dist = dump.meta.get("dist_type", "roundrobin")
-                id_N = key_of_file(dist, rows.rank, id_N, dump.ranks, table.num_embeddings)
-            own = self.own(t, id_N)
-            if len(own) == 0:
-                continue
-            table_U, id_U = np.full(len(own), t, np.int32), id_N[own]
-            state_NZ = rows.state_NZ[own] if optim and rows.state_NZ is not None and dump.state_width else None
-            format = store.format if state_NZ is not None else dataclasses.replace(store.format, state=())
-            store.put(table_U, id_U, encode_rows(format, rows.value_ND[own], state_NZ))
-            if rows.score_NS is not None:
-                score_U, time_U = self._scores_of(t, rows.score_NS[own], now)
-                store.set_scores(table_U, id_U, score_U, time_U)
-        if optim:
-            self._take_options(t, dump.meta)
-        self._score[t] = int(dump.meta.get("step_score", self._score[t]))
-        if counter and dump.has_counters:
-            for id_N, count_N in dump.counters(_ROWS):
-                self.forget_sightings(t, id_N)
-                self.add_sightings(t, id_N, count_N)
-
     def own(self, t: int, id_N: np.ndarray) -> np.ndarray:
         """Which of these ids this rank owns."""
         plan = self.rows.store.plan
         return np.flatnonzero(owner_of(np.full(len(id_N), t, np.int32), id_N, plan.owners) == plan.owner)
-
-    def _scores_of(self, t: int, score_NS: np.ndarray, now: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Scores, and times of last use, of a dump's scores."""
-        strategy = self.tables[t].options.score_strategy
-        if isinstance(strategy, tuple):
-            columns = dict(zip(strategy, score_NS.T, strict=True))
-            its = (np.ascontiguousarray(columns[one]).view(np.uint64) for one in (Score.LFU, Score.TIMESTAMP))
-            return next(its), next(its)
-        if self._strategy(t) is Score.TIMESTAMP:
-            score_N = np.maximum(now - score_NS[:, 0], 0).view(np.uint64)
-            return score_N, score_N
-        return np.ascontiguousarray(score_NS[:, 0]).view(np.uint64), None
-
-    def _take_options(self, t: int, meta: Mapping[str, Any]) -> None:
-        """Go on with the options that a dump has of its optimizer."""
-        optimizer = self._optimizers[t]
-        if optimizer is None:
-            return
-        for group in optimizer.param_groups:
-            for name in ("lr", "eps", "weight_decay"):
-                if name in meta and name in group:
-                    group[name] = meta[name]
-            if "betas" in group and {"beta1", "beta2"} <= meta.keys():
-                group["betas"] = (meta["beta1"], meta["beta2"])
-        if "iters" in meta:
-            self.rows.store.step = int(meta["iters"])
-            self.rows.store.changes += 1
 
     # ---- sightings --------------------------------------------------------------------------------------------------
 
@@ -567,17 +304,8 @@ class DynamicTables:
         return self.rows.store.sightings_bytes
 
 
-def _each(writers: Sequence[DumpWriter], call: Callable[[DumpWriter], None]) -> None:
-    for writer in writers:
-        call(writer)
-
-
 def _itself(value: T) -> T:
     return value
-
-
-def _first(id_N: np.ndarray) -> np.ndarray:
-    return np.zeros(len(id_N), np.int64)
 
 
 def _packed(rows: DumpRows, its: np.ndarray) -> list[torch.Tensor]:

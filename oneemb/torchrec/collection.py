@@ -233,7 +233,7 @@ class Collection(torch.nn.Module):
             for table, make in zip(self._tables, on_ranks.steppers, strict=True):
                 table.is_stepped_by(make([table.weight]))
         if on_ranks is not None and self._device.type != "meta":
-            self._make_rows(on_ranks.begin)
+            self._make_rows(self._rows_on_ranks(on_ranks.begin))
             self._on_ranks = dataclasses.replace(on_ranks, begin=())  # The rows have them now.
         elif self._device.type != "meta":
             self._make_rows(self._first_rows())
@@ -264,6 +264,19 @@ class Collection(torch.nn.Module):
             for config, weights in zip(self.configs, begin, strict=True):
                 _fill(config, weights)
         return begin
+
+    def _rows_on_ranks(self, begin: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The rows that each table begins with: those that there are, and those of an `init_fn` that fills a whole
+        table in its own way."""
+        found = list(begin)
+        for t, config in enumerate(self.configs):
+            if found[t] is None and self._options[t] is None and self._table_rows(t) is None:
+                try:
+                    initializer_of(config)
+                except ValueError:
+                    found[t] = first_rows(config)
+                    _fill(config, found[t])
+        return found
 
     def _make_rows(self, begin: Sequence[torch.Tensor | None]) -> None:
         """Make the embeddings.

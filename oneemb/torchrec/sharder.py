@@ -150,8 +150,9 @@ class EmbeddingBagCollectionSharder(_Sharder):
     else, as in TorchRec, by SGD at a rate of 0.01. Gradients are divided by the number of ranks, or summed after
     `torchrec.distributed.comm_ops.set_gradient_division(False)`.
 
-    A module on the meta device gets rows as they are met, as `init_fn` says. One that has weights keeps them: row r
-    becomes id r.
+    A module on the meta device gets rows as they are met, as `init_fn` says; where that is none of torch.nn.init's
+    by which a row can begin by itself, it fills a table of `num_embeddings` rows. A module that has weights keeps them:
+    row r becomes id r.
 
     Args:
         fused_params: the optimizer and its options, by FBGEMM's names. Those that say where FBGEMM keeps rows, or how

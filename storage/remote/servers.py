@@ -1,24 +1,41 @@
 """Which parameter server a URL names."""
 
+import warnings
 from collections.abc import Callable
 
+from oneemb.storage.fs import AnyPath
 from oneemb.storage.remote.memory_server import MemoryServer
 from oneemb.storage.remote.parameter_server import ParameterServer
+from oneemb.storage.remote.plugin_abi import Plugin, load_plugin
+from oneemb.storage.remote.plugin_server import TIMEOUT_S, PluginServer
 
-__all__ = ["check_url", "open_server"]
+__all__ = ["check_url", "open_server", "register_io"]
 
 _in_memory: dict[str, dict[tuple[str, int, int], bytes]] = {}
 """What the servers in memory keep, by name: whoever opens a name again finds its rows."""
 
+_plugins: dict[str, tuple[Plugin, float]] = {}
+"""The plugins that were registered and their timeouts, by scheme."""
+
 
 def open_server(url: str) -> ParameterServer:
     """The parameter server at a URL, `scheme://what the scheme takes`.
+
+        redis://HOST, rediss://HOST     a Redis server, or a cluster; `redis_url.py` has the options
+        memory://NAME                   this process's memory, shared by all who open the name
+        file://PATH                     a folder; each push is durable when it returns
+        file://PATH?save_bytes=N        a folder; rows are saved when so many bytes were pushed, and on `close`
+        file://PATH?lost=accept         a folder whose process ended without saving: its last save
+        the IO_type of a plugin         what `register_io` has loaded
 
     Raises:
         ValueError: no scheme of the name is known, or it takes other options.
         ServerError: it cannot be reached.
     """
     scheme, rest = check_url(url)
+    if scheme in _plugins:
+        plugin, timeout = _plugins[scheme]
+        return PluginServer(plugin, rest, timeout)
     return _OPEN[scheme](rest)
 
 
@@ -29,16 +46,69 @@ def check_url(url: str) -> tuple[str, str]:
         ValueError: no scheme of the name is known.
     """
     scheme, separator, rest = url.partition("://")
-    if not separator or scheme not in _OPEN:
+    known = dict.fromkeys([*_OPEN, *_plugins])
+    if not separator or scheme not in known:
         raise ValueError(
-            f"a parameter server's URL begins with one of {', '.join(f'{s}://' for s in _OPEN)}; got"
-            f" {f'{scheme}://' if separator else 'none of these'}"
+            f"a parameter server's URL begins with one of {', '.join(f'{s}://' for s in known)}; got"
+            f" {f'{scheme}://' if separator else 'none of these'}; register_io adds the scheme of a plugin"
         )
     return scheme, rest
+
+
+def register_io(path: AnyPath, timeout: float = TIMEOUT_S) -> None:
+    """Let `scheme://config` name the parameter server in a shared library, whose `IO_type` is the scheme.
+
+    A scheme that is known already is left as it is, with a warning; but a plugin may take the place of `memory://`.
+
+    Args:
+        path: of the library, a plugin of TorchRec's dynamic embedding.
+        timeout: seconds that it has for each request.
+
+    Raises:
+        ServerError: it cannot be loaded, or is no such plugin.
+        ValueError: the timeout is not above 0.
+
+    Reference: `torch.ops.tde.register_io` of TorchRec's dynamic embedding.
+    """
+    if not timeout > 0:
+        raise ValueError(f"timeout must be above 0 seconds, got {timeout}")
+    plugin = load_plugin(path)
+    if plugin.type in _plugins or (plugin.type in _OPEN and plugin.type != "memory"):
+        its = f"the plugin {_plugins[plugin.type][0].path}" if plugin.type in _plugins else "a server of oneemb's own"
+        warnings.warn(
+            f"{plugin.type}:// is {its} already; the plugin {plugin.path} of the same IO_type was ignored",
+            stacklevel=2,
+        )
+        return
+    _plugins[plugin.type] = (plugin, timeout)
 
 
 def _memory(name: str) -> ParameterServer:
     return MemoryServer(_in_memory.setdefault(name, {}), f"memory://{name}")
 
 
-_OPEN: dict[str, Callable[[str], ParameterServer]] = {"memory": _memory}
+def _file(path: str) -> ParameterServer:
+    from oneemb.storage.remote.file_server import open_file_server
+
+    return open_file_server(path)
+
+
+def _redis(scheme: str) -> Callable[[str], ParameterServer]:
+    def opened(rest: str) -> ParameterServer:
+        try:
+            from oneemb.storage.remote.redis_server import RedisServer
+        except ModuleNotFoundError as error:
+            if error.name not in ("redis", "hiredis"):
+                raise
+            raise ImportError(f"{scheme}:// needs {error.name}: pip install 'oneemb[redis]'") from error
+        return RedisServer(scheme, rest)
+
+    return opened
+
+
+_OPEN: dict[str, Callable[[str], ParameterServer]] = {
+    "memory": _memory,
+    "redis": _redis("redis"),
+    "rediss": _redis("rediss"),
+    "file": _file,
+}

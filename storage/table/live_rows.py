@@ -153,6 +153,8 @@ class LiveRows:
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """Forget the rows of these keys; on disk they become garbage. Returns whether each key had a row: bool [U]."""
         self.settle()
+        if len(self.index) == 0:
+            return np.zeros(len(id_U), np.bool_)
         place_U = self.index.erase(table_U, id_U)
         bits_clear(self.bit_N, place_U, self.geometry.rows_per_extent, self.live_E)
         return place_U >= 0

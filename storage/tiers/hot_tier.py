@@ -23,7 +23,6 @@ Invariants, beside those of hot_rows.py:
   pinned slots only, and the pins' counts have a lock of their own.
 """
 
-import math
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -32,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from oneemb.kernels.gather import copy_rows_in, copy_rows_out
+from oneemb.kernels.least import least_of
 from oneemb.kernels.loops import Keys
 from oneemb.kernels.slot_marks import add_marks, pick_keys, set_marks
 from oneemb.kernels.threads import Threads
@@ -552,9 +552,9 @@ class HotTier:
         count = min(count, int(np.count_nonzero(score_S < np.inf)))
         if count == 0:
             return
-        bound = _least(score_S, count)
-        victim_S = score_S < bound
-        victim_S[np.flatnonzero(score_S == bound)[: count - np.count_nonzero(victim_S)]] = True
+        below, equal = least_of(score_S, count)
+        victim_S = np.zeros(len(score_S), np.bool_)
+        victim_S[below] = victim_S[equal[: count - len(below)]] = True
         table_V, id_V, slot_V = self._keys_of(victim_S)
         dirty = np.flatnonzero(self._dirty_S[slot_V])
         self._put_below(table_V[dirty], id_V[dirty], slot_V[dirty])
@@ -607,17 +607,3 @@ def _aligned_rows(slots: int, row_width: int) -> np.ndarray:
     word_X = np.zeros((slots + 1) * row_width, np.float32)
     begin = -word_X.ctypes.data % (row_width * 4) // 4
     return word_X[begin : begin + slots * row_width].reshape(slots, row_width)
-
-
-def _least(score_S: np.ndarray, count: int) -> float:
-    """The score that is number `count` in ascending order.
-
-    A sample says below which score it surely is, and only what lies below is looked at closely.
-    """
-    sample_X = score_S[::16]
-    rank = count // 16 + 4 * math.isqrt(count) + 4
-    if rank < len(sample_X):
-        some_S = score_S[score_S <= np.partition(sample_X, rank)[rank]]
-        if len(some_S) >= count:
-            score_S = some_S
-    return float(np.partition(score_S, count - 1)[count - 1])

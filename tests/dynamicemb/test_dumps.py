@@ -23,7 +23,7 @@ from oneemb.dynamicemb import (
 )
 from oneemb.dynamicemb.dump_load import find_sharded_modules, get_dynamic_emb_module
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError
-from tests.dynamicemb.test_sharded import DIM, TABLES, batch_of, collection, shard, sharder_of, values_of
+from tests.dynamicemb.test_sharded import DIM, ROWS, TABLES, batch_of, collection, shard, sharder_of, values_of
 from tests.torchrec.test_sharding import of_each, on_ranks
 
 OPTIMIZERS = {
@@ -38,12 +38,12 @@ CASES = [
     ("sgd", Score.TIMESTAMP, "hash_roundrobin", "today"),
     ("adagrad", PAIR, "continuous", "today"),
     ("row-wise", Score.LFU, "roundrobin", "today"),
-    ("adam", Score.LFU, "roundrobin", "seed"),
+    ("adam", Score.STEP, "roundrobin", "seed"),
     ("row-wise", Score.TIMESTAMP, "roundrobin", "seed"),
 ]  # fmt: skip
 
 
-def made(group, optimizer, strategy, dist, threshold=2, rate=0.25):
+def made(group, optimizer, strategy, dist, threshold=2, rate=0.25, rows=ROWS):
     options = {
         name: Options(
             score_strategy=strategy,
@@ -54,7 +54,7 @@ def made(group, optimizer, strategy, dist, threshold=2, rate=0.25):
         for name in ("one", "two")
     }
     sharder = sharder_of("ids", optimizer=OPTIMIZERS[optimizer], learning_rate=rate)
-    return shard(collection("ids"), options, group, sharder)
+    return shard(collection("ids", rows), options, group, sharder)
 
 
 def shifted(batch, step):
@@ -98,14 +98,15 @@ def dump(group, folder, optimizer, strategy, dist, layout):
     model = made(group, optimizer, strategy, dist)
     train(model, range(5), group)
     path = f"{folder}/{optimizer}-{layout}-{strategy}-{dist}"
-    DynamicEmbDump(path, model, optim=True, counter=True, pg=group, layout=layout)
+    DynamicEmbDump(path, model, optim=True, counter=layout == "today", pg=group, layout=layout)
     its = contents(model)
     train(model, range(5, 8), group)
     return *its, contents(model)[0]
 
 
 def load(group, folder, optimizer, strategy, dist, layout):
-    model = made(group, optimizer, strategy, dist, rate=0.125)
+    # The tables have grown, and with them the blocks of "continuous".
+    model = made(group, optimizer, strategy, dist, rate=0.125, rows=ROWS + 30)
     path = f"{folder}/{optimizer}-{layout}-{strategy}-{dist}"
     DynamicEmbLoad(path, model, optim=True, counter=layout == "today", pg=group)
     its = contents(model)
@@ -171,7 +172,9 @@ def check_files(folder, rows, ranks, case):
     for name, its in rows.items():
         meta = json.loads((folder / f"{name}_opt_args.json").read_text())
         assert meta["lr"] == 0.25 and (layout == "seed" or meta["dist_type"] == dist)
-        found = read_seed(folder, name, optimizer) if layout == "seed" else {}
+        found = {}
+        if layout == "seed":
+            found = read_seed(folder, name, optimizer, None if strategy is Score.TIMESTAMP else its)
         for r in range(ranks if layout == "today" else 0):
             end = f".rank_{r}.world_size_{ranks}"
             keys = of_file(folder / f"{name}_emb_keys{end}", "q")
@@ -184,7 +187,7 @@ def check_files(folder, rows, ranks, case):
                 if dist == "roundrobin":
                     assert key % 2**64 % ranks == r
                 if dist == "continuous":
-                    block = -(-60 // ranks)
+                    block = -(-ROWS // ranks)
                     key = key + r * block if 0 <= key < block else key % 2**64 * ranks + r
                     key = (key + 2**63) % 2**64 - 2**63
                 width = 4 * WIDTH[optimizer]
@@ -199,9 +202,20 @@ def of_file(path, kind):
     return list(struct.unpack(f"<{len(data) // struct.calcsize(kind)}{kind}", data))
 
 
-def read_seed(folder, name, optimizer):
+def read_seed(folder, name, optimizer, scored):
+    """As {key: (weights, state)}. scored: what has the scores of rows; None = there are no files of scores."""
     keys, values = of_file(folder / f"{name}_keys", "q"), (folder / f"{name}_values").read_bytes()
     states = {"adam": ["m", "v"], "row-wise": ["Gt"]}[optimizer]
+    kinds = ["", *(f"opt_state_{one}_" for one in states)]
+    for kind in kinds:
+        path = folder / f"{name}_{kind}scores"
+        if scored is None:
+            assert not path.exists()
+        else:
+            its_keys = of_file(folder / f"{name}_{kind}keys", "q")
+            assert dict(zip(its_keys, of_file(path, "Q"), strict=True)) == {key: row[2] for key, row in scored.items()}
+    its = {"adam": ["lr", "iters", "beta1", "beta2", "eps", "weight_decay"], "row-wise": ["lr", "eps"]}[optimizer]
+    assert list(json.loads((folder / f"{name}_opt_args.json").read_text())) == its
     parts = [(of_file(folder / f"{name}_opt_state_{one}_keys", "q"),
               (folder / f"{name}_opt_state_{one}_values").read_bytes()) for one in states]  # fmt: skip
     found = {}
@@ -245,6 +259,16 @@ def refuse(group, folder):
     refused(ValueError, lambda: DynamicEmbLoad(f"{folder}/a", other, {"model": ["one"]}, True, group))
     DynamicEmbLoad(f"{folder}/a", other, {"model": ["one"]}, False, group)
     assert without_scores(contents(other)[0])["one"].keys() == before[0]["one"].keys()
+    refused(ValueError, lambda: DynamicEmbDump(f"{folder}/d", model, counter=True, pg=group, layout="seed"))
+    DynamicEmbDump(f"{folder}/e", model, pg=group, layout="seed")
+    assert not pathlib.Path(folder, "e", "model", "one_opt_args.json").exists()
+    refused(ValueError, lambda: DynamicEmbLoad(f"{folder}/e", model, optim=True, pg=group))
+    refused(ValueError, lambda: DynamicEmbLoad(f"{folder}/e", model, counter=True, pg=group))
+    pathlib.Path(folder, "e", "model", "two_scores").unlink()
+    refused(CorruptTableError, lambda: DynamicEmbLoad(f"{folder}/e", model, pg=group))
+    pair = made(group, "adagrad", PAIR, "roundrobin")
+    refused(ValueError, lambda: DynamicEmbDump(f"{folder}/d", pair, pg=group, layout="seed"))
+    assert not os.listdir(f"{folder}/d/model")
     path = pathlib.Path(folder, "b", "model", "two_emb_values.rank_0.world_size_1")
     path.write_bytes(path.read_bytes()[:-4])
     refused(CorruptTableError, lambda: DynamicEmbLoad(f"{folder}/b", other, pg=group))
@@ -263,6 +287,9 @@ def test_what_cannot_be_dumped_or_loaded_is_said(tmp_path):
             "has no dynamic tables \\['three'\\], it has \\['one', 'two'\\]", "must be lists of tables by the path",
             'layout must be "today" or "seed"', "was dumped with EvictStrategy.KLfu, and has EvictStrategy.KCustomized",
             "has the state of exact_adagrad .4 numbers a row., and adam trains it here .8 numbers.",
+            'files of layout "seed" have no counts', "'one' has no optimizer's state; load it with optim=False",
+            "table 'two' has no counts of ids without a row",
+            "table 'two' lacks its files of scores", "'one' has two; dump it with layout",
             "two_emb_values.rank_0.world_size_1 must be float32",
         ],
         strict=True,

@@ -161,6 +161,23 @@ def train_beside_stock(group, kind, dynamic):
     return max(differ), names, keys, optimizer
 
 
+def train_adam(group, kind):
+    """As `train_beside_stock`, by an optimizer that FBGEMM has on GPUs alone, beside dynamic tables alone."""
+    adam = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.01, "weight_decay": 0.01}
+    options = {name: constant(0.5) for name in TABLES}
+    found = [
+        train(shard(collection(kind, init_fn=half), its, group, sharder_of(kind, **adam)), 6, group)
+        for its in (options, {"two": options["two"]})
+    ]
+    return [one[0] == two[0] and torch.equal(one[1], two[1]) for one, two in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tables_that_are_not_dynamic_begin_as_init_fn_fills_them(ranks):
+    for of_kinds in on_ranks(ranks, of_each, train_adam, [("bags",), ("ids",)]):
+        assert of_kinds == [[True] * 6] * 2
+
+
 def half(weights):
     with torch.no_grad():
         weights.fill_(0.5)

@@ -392,3 +392,30 @@ def test_what_is_refused_of_a_lookup_and_of_a_module():
 def test_options_of_older_versions_are_accepted():
     older = {"score_type": torch.uint64, "block_size": 64, "io_by_cpu": True, "reserved_key_start_bit": 3}
     made(older | {"num_of_buckets_per_alloc": 4, "init_capacity": 5, "max_load_factor": 0.9, "bucket_capacity": 32})
+
+
+# ---- dumps of more rows than there is room for -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [Score.LFU, Score.STEP, Score.TIMESTAMP, (Score.TIMESTAMP, Score.LFU)])
+@pytest.mark.parametrize("mode", [Check.IGNORE, Check.ERROR])
+def test_of_a_dump_the_rows_of_the_best_scores_are_loaded_where_there_is_no_room_for_all(tmp_path, strategy, mode):
+    its = {"initializer_args": Begin(Mode.UNIFORM, lower=-1.0, upper=1.0), "score_strategy": strategy}
+    whole = made(its | {"max_capacity": 2048})
+    kept = made(its | {"max_capacity": 64, "safe_check_mode": mode})
+    for every in range(1, 21):
+        look_up(whole, (np.arange(-200, 200, every) * 2**54).tolist())
+    whole.dump(str(tmp_path))
+    with pytest.warns(UserWarning, match="has room for 64 of 400 rows"):
+        kept.load(str(tmp_path))
+    rows, its = rows_of(whole), rows_of(kept)
+    best = sorted(rows, key=lambda key: (rows[key][1], key))[-64:]
+    assert sorted(its) == sorted(best) and all(its[key][0] == rows[key][0] for key in best)
+
+
+def rows_of(tables):
+    """{id: (weights, the score by which rows leave)}"""
+    [(keys, values, _, scores)] = tables.tables.export_keys_values(torch.device("cpu"))
+    if scores.dim() == 2:
+        scores = scores[:, 1]  # of LFU
+    return {key: (values[n].tolist(), int(scores[n])) for n, key in enumerate(keys.tolist())}

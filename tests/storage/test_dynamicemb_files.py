@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import struct
 
 import numpy as np
@@ -9,14 +10,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
-from oneemb.storage.foreign.dynamicemb_files import (
-    DumpWriter,
-    file_key,
-    find_dump,
-    key_of_file,
-    owner_of_key,
-    unpublish,
-)
+from oneemb.storage.foreign.dynamicemb_files import file_key, key_of_file, owner_of_key
+from oneemb.storage.foreign.dynamicemb_reader import find_dump
+from oneemb.storage.foreign.dynamicemb_writer import DumpWriter, remove_unfinished, unpublish
 from tests.support.faulty_fs import FaultyFileSystem, PowerLoss
 
 DIM = 3
@@ -33,8 +29,12 @@ def rows_of(keys, width, words=1, seed=0):
     return np.array(keys, np.int64), values, scores, rng.random((len(keys), width)).astype(np.float32)
 
 
-def write(folder, parts, *, version="today", states=(), with_state=False, counts=None, meta=META, fs=None, table="t"):
-    """A dump, each part by a rank of its own."""
+def write_dump(
+    folder, parts, *, version="today", states=(), with_state=False, counts=None, meta=META, fs=None, table="t"
+):
+    """A dump, each part by a rank of its own. "seed" has a last file where it has state."""
+    remove_unfinished(folder, table, fs)
+    scores = parts[0][2]
     writers = [
         DumpWriter(
             folder,
@@ -42,6 +42,7 @@ def write(folder, parts, *, version="today", states=(), with_state=False, counts
             rank=r,
             ranks=len(parts),
             version=version,
+            score_words=0 if scores is None else scores.shape[1],
             states=states,
             with_state=with_state,
             with_counts=counts is not None,
@@ -58,7 +59,8 @@ def write(folder, parts, *, version="today", states=(), with_state=False, counts
     unpublish(folder, table, fs)
     for writer in writers:
         writer.publish()
-    writers[0].publish_meta(meta)
+    if with_state or version == "today":
+        writers[0].publish_meta(meta)
     for writer in writers:
         writer.discard()
 
@@ -67,7 +69,7 @@ def read(folder, **more):
     """What `find_dump` has: meta, {key: (rank, value, scores, state)}."""
     dump = find_dump(folder, more.pop("table", "t"), dim=DIM, **more)
     found = {}
-    for rows in dump.read(3):
+    for rows in dump.read(3, state=True):
         assert len(rows.key_N) <= 3
         for n, key in enumerate(rows.key_N.tolist()):
             scores = None if rows.score_NS is None else tuple(rows.score_NS[n].tolist())
@@ -93,7 +95,7 @@ def test_files_of_today_are_the_layouts(tmp_path, optimizer, ranks, words):
     width = sum(width for _, width in states)
     parts = [rows_of(KEYS[r::ranks], width, words, seed=r) for r in range(ranks)]
     counts = [(np.array([5 + r, -6 - r]), np.array([2, 3])) for r in range(ranks)]
-    write(str(tmp_path), parts, states=states, with_state=True, counts=counts)
+    write_dump(str(tmp_path), parts, states=states, with_state=True, counts=counts)
     end = f".world_size_{ranks}"
     kinds = ["emb_keys", "emb_values", "emb_scores", "opt_values", "counter_keys", "counter_frequencies"]
     expected = {f"t_{kind}.rank_{r}{end}" for kind in kinds for r in range(ranks)} | {"t_opt_args.json"}
@@ -123,10 +125,11 @@ def test_files_of_today_are_the_layouts(tmp_path, optimizer, ranks, words):
 def test_files_of_the_seed_are_the_layouts_and_states_are_found_by_key(tmp_path, optimizer, scored):
     states = WIDTHS[optimizer]
     keys, values, scores, state = rows_of(KEYS, sum(width for _, width in states))
-    write(str(tmp_path), [(keys, values, scores if scored else None, state)], version="seed", states=states,
+    write_dump(str(tmp_path), [(keys, values, scores if scored else None, state)], version="seed", states=states,
           with_state=True)  # fmt: skip
     names = {"t_keys", "t_values", "t_opt_args.json"} | ({"t_scores"} if scored else set())
-    names |= {f"t_opt_state_{name}_{what}" for name, _ in states for what in ("keys", "values")}
+    its = ["keys", "values", *["scores"] * scored]
+    names |= {f"t_opt_state_{name}_{what}" for name, _ in states for what in its}
     assert set(os.listdir(tmp_path)) == names
     assert numbers(tmp_path / "t_keys", "q") == KEYS
     begin = 0
@@ -137,6 +140,8 @@ def test_files_of_the_seed_are_the_layouts_and_states_are_found_by_key(tmp_path,
         order = np.random.default_rng(begin).permutation(len(KEYS))
         path.write_bytes(its[order].astype("<f4").tobytes())
         (tmp_path / f"t_opt_state_{name}_keys").write_bytes(keys[order].astype("<i8").tobytes())
+        if scored:
+            assert numbers(tmp_path / f"t_opt_state_{name}_scores", "q") == scores[:, 0].tolist()
         begin += width
     dump, found = read(str(tmp_path))
     assert (dump.version, dump.ranks, dump.score_words, dump.state_width) == ("seed", 1, int(scored), begin)
@@ -146,10 +151,10 @@ def test_files_of_the_seed_are_the_layouts_and_states_are_found_by_key(tmp_path,
 
 
 def test_a_part_may_be_empty_and_so_may_the_state(tmp_path):
-    write(str(tmp_path), [rows_of([], 0), rows_of([4], 0)], with_state=True)
+    write_dump(str(tmp_path), [rows_of([], 0), rows_of([4], 0)], with_state=True)
     dump, found = read(str(tmp_path))
     assert dump.rows == 1 and list(found) == [4] and dump.state_width == 0
-    write(str(tmp_path), [rows_of([], 0)])
+    write_dump(str(tmp_path), [rows_of([], 0)])
     assert read(str(tmp_path))[1] == {}
 
 
@@ -199,7 +204,7 @@ def lengthen(path):
 def test_a_file_that_is_not_as_it_has_to_be_is_named(tmp_path, name, damage):
     counts = [(np.array([1]), np.array([2]))] * 2
     parts = [rows_of(KEYS[r::2], 2 * DIM, seed=r) for r in range(2)]
-    write(str(tmp_path), parts, states=WIDTHS["adam"], with_state=True, counts=counts)
+    write_dump(str(tmp_path), parts, states=WIDTHS["adam"], with_state=True, counts=counts)
     damage(tmp_path / f"t_{name}.rank_1.world_size_2")
     # A file of keys decides how long the others are.
     named = {"emb_keys": "emb_values|emb_keys", "counter_keys": "counter_frequencies|counter_keys"}.get(name, name)
@@ -207,12 +212,72 @@ def test_a_file_that_is_not_as_it_has_to_be_is_named(tmp_path, name, damage):
         find_dump(str(tmp_path), "t", dim=DIM)
 
 
-@pytest.mark.parametrize("name", ["keys", "values", "scores", "opt_state_m_keys", "opt_state_v_values"])
+OF_SEED = ["keys", "values", "scores"]
+OF_SEED += [f"opt_state_{part}_{what}" for part in "mv" for what in ("keys", "values", "scores")]
+
+
+@pytest.mark.parametrize("name", OF_SEED)
 @pytest.mark.parametrize("damage", [cut, lengthen])
 def test_so_is_one_of_the_seed(tmp_path, name, damage):
-    write(str(tmp_path), [rows_of(KEYS, 2 * DIM)], version="seed", states=WIDTHS["adam"], with_state=True)
+    write_dump(str(tmp_path), [rows_of(KEYS, 2 * DIM)], version="seed", states=WIDTHS["adam"], with_state=True)
     damage(tmp_path / f"t_{name}")
     with pytest.raises(CorruptTableError, match=f"{tmp_path}/t_"):
+        find_dump(str(tmp_path), "t", dim=DIM)
+
+
+@pytest.mark.parametrize("name", [*OF_SEED, "opt_args.json"])
+def test_so_is_one_of_the_seed_that_is_gone(tmp_path, name):
+    write_dump(str(tmp_path), [rows_of(KEYS, 2 * DIM)], version="seed", states=WIDTHS["adam"], with_state=True)
+    os.remove(tmp_path / f"t_{name}")
+    if name == "scores":  # Tables of LRU have none: who loads says whether there have to be some.
+        assert not find_dump(str(tmp_path), "t", dim=DIM).has_scores
+        return
+    with pytest.raises(CorruptTableError, match=f"{tmp_path}/t_{name}|without a file of {name}"):
+        find_dump(str(tmp_path), "t", dim=DIM)
+    os.remove(tmp_path / f"t_{'values' if name == 'keys' else 'keys'}")
+    with pytest.raises(CorruptTableError, match="is not there"):
+        find_dump(str(tmp_path), "t", dim=DIM)
+
+
+def test_one_of_the_seed_without_state_is_whole_when_its_keys_are_there(tmp_path):
+    write_dump(str(tmp_path), [rows_of(KEYS, 0)], version="seed")
+    assert sorted(os.listdir(tmp_path)) == ["t_keys", "t_scores", "t_values"]
+    dump, found = read(str(tmp_path))
+    assert dump.meta == {} and list(found) == KEYS
+    with pytest.raises(SnapshotNotFoundError, match="there are: t$"):
+        find_dump(str(tmp_path), "u", dim=DIM)
+    os.remove(tmp_path / "t_keys")
+    with pytest.raises(CorruptTableError, match="t_keys is not there: the dump of table 't' was cut short"):
+        find_dump(str(tmp_path), "t", dim=DIM)
+
+
+@pytest.mark.parametrize("name", ["opt_args.json", "emb_values.rank_7.world_size_9", "opt_state_Gt_scores", "keys"])
+def test_what_killed_dumps_have_left_is_removed_and_nothing_else(tmp_path, name):
+    others = ["u_keys.unfinished", "t_notes", "t_other_keys.unfinished.old", "t_keys_.unfinished"]
+    write_dump(str(tmp_path), [rows_of(KEYS, 0)])
+    for other in others:
+        (tmp_path / other).write_bytes(b"x")
+    before = sorted(os.listdir(tmp_path))
+    (tmp_path / f"t_{name}.unfinished").write_bytes(b"x" * 100)
+    remove_unfinished(str(tmp_path), "t")
+    assert sorted(os.listdir(tmp_path)) == before and len(read(str(tmp_path))[1]) == len(KEYS)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"dist_type": "by weekday"}, {"dist_type": ["roundrobin"]}, {"lr": "fast"}, {"lr": float("nan")}, {"iters": -1},
+     {"iters": 1.5}, {"step_score": True}, {"step_score": 2**64}, {"evict_strategy": 3}, {"opt_type": None},
+     {"beta1": [0.9]}, {"num_embeddings": 0}],
+)  # fmt: skip
+def test_what_the_last_file_must_not_say_is_named(tmp_path, said):
+    write_dump(str(tmp_path), [rows_of(KEYS, 0)], meta=META | said)
+    with pytest.raises(CorruptTableError, match=rf"t_opt_args\.json must have .* for {next(iter(said))}, got"):
+        find_dump(str(tmp_path), "t", dim=DIM)
+
+
+def test_ranks_that_no_dump_has_are_no_files_of_one(tmp_path):
+    (tmp_path / "t_emb_keys.rank_0.world_size_0").write_bytes(b"")
+    with pytest.raises(SnapshotNotFoundError, match="no dump of table 't'"):
         find_dump(str(tmp_path), "t", dim=DIM)
 
 
@@ -220,10 +285,10 @@ def test_dumps_that_are_not_whole_or_not_one_are_refused(tmp_path):
     folder = str(tmp_path)
     with pytest.raises(SnapshotNotFoundError, match="no folder of dumps"):
         find_dump(f"{folder}/none", "t", dim=DIM)
-    write(folder, [rows_of(KEYS, 0)], table="u")
+    write_dump(folder, [rows_of(KEYS, 0)], table="u")
     with pytest.raises(SnapshotNotFoundError, match="no dump of table 't'.*there are: u"):
         find_dump(folder, "t", dim=DIM)
-    write(folder, [rows_of(KEYS, 0)])
+    write_dump(folder, [rows_of(KEYS, 0)])
     meta = tmp_path / "t_opt_args.json"
     for text, message in [(b"{", "must be JSON"), (b"\xff", "must be JSON"), (b"[3]", "must be a JSON object")]:
         meta.write_bytes(text)
@@ -248,28 +313,39 @@ def test_dumps_that_are_not_whole_or_not_one_are_refused(tmp_path):
 
 @pytest.mark.parametrize("keys, twice", [([3, 4, 3], 3), ([5, -6, 7, -6], -6)])
 def test_an_id_that_comes_twice_is_an_error(tmp_path, keys, twice):
-    write(str(tmp_path), [rows_of([1, 2], 0), rows_of(keys, 0)])
+    write_dump(str(tmp_path), [rows_of([1, 2], 0), rows_of(keys, 0)])
     with pytest.raises(CorruptTableError, match=f"id {twice} comes twice"):
         find_dump(str(tmp_path), "t", dim=DIM).check_distinct(None)
-    write(str(tmp_path), [rows_of([1, 2], 0), rows_of([2, 3], 0)])
+    write_dump(str(tmp_path), [rows_of([1, 2], 0), rows_of([2, 3], 0)])
     with pytest.raises(CorruptTableError, match="id 2 comes twice"):
         find_dump(str(tmp_path), "t", dim=DIM).check_distinct(None)
     # In blocks of ranks the same number stands for several ids.
-    write(str(tmp_path), [rows_of([1, 2], 0), rows_of([2, 3], 0)], meta={"dist_type": "continuous"})
+    write_dump(str(tmp_path), [rows_of([1, 2], 0), rows_of([2, 3], 0)], meta={"dist_type": "continuous"})
     find_dump(str(tmp_path), "t", dim=DIM).check_distinct(8)
 
 
 def test_the_state_of_a_row_that_is_missing_is_named(tmp_path):
-    write(str(tmp_path), [rows_of([1, 2], DIM)], version="seed", states=WIDTHS["adagrad"], with_state=True)
+    write_dump(str(tmp_path), [rows_of([1, 2], DIM)], version="seed", states=WIDTHS["adagrad"], with_state=True)
     (tmp_path / "t_opt_state_Gt_keys").write_bytes(struct.pack("<2q", 1, 3))
-    with pytest.raises(CorruptTableError, match="opt_state_Gt_keys lacks id 2"):
-        list(find_dump(str(tmp_path), "t", dim=DIM).read(9))
+    dump = find_dump(str(tmp_path), "t", dim=DIM)
+    with pytest.raises(CorruptTableError, match="opt_state_Gt_keys must have the ids .* has 3 where they have 2"):
+        dump.check_states()
+    assert [rows.state_NZ for rows in dump.read(9, state=False)] == [None]
+
+
+def test_rows_of_all_ranks_have_one_width_of_state(tmp_path):
+    parts = [rows_of([], DIM), *(rows_of(KEYS[r::2], DIM, seed=r) for r in range(2))]
+    write_dump(str(tmp_path), parts, states=WIDTHS["adagrad"], with_state=True)
+    assert find_dump(str(tmp_path), "t", dim=DIM).state_width == DIM
+    (tmp_path / "t_opt_values.rank_2.world_size_3").write_bytes(b"")
+    with pytest.raises(CorruptTableError, match="must have as many numbers of state each, got 0 and 3; restore"):
+        find_dump(str(tmp_path), "t", dim=DIM)
 
 
 @pytest.mark.parametrize("table", ["t[1]*", "a.rank_0.world_size_1", "ü t", "keys"])
 def test_tables_may_have_odd_names(tmp_path, table):
-    write(str(tmp_path), [rows_of(KEYS, 0)], table=table)
-    write(str(tmp_path), [rows_of([1], 0)], table="t")
+    write_dump(str(tmp_path), [rows_of(KEYS, 0)], table=table)
+    write_dump(str(tmp_path), [rows_of([1], 0)], table="t")
     assert read(str(tmp_path), table=table)[0].rows == len(KEYS)
     unpublish(str(tmp_path), table)
     assert read(str(tmp_path))[0].rows == 1
@@ -281,8 +357,16 @@ def test_tables_may_have_odd_names(tmp_path, table):
 # ---- crashes ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_loss_of_power_at_any_call_leaves_one_dump_or_none(tmp_path):
-    old, new = [rows_of(KEYS[:3], 0, seed=1)], [rows_of(KEYS[r::2], 0, seed=2 + r) for r in range(2)]
+@pytest.mark.parametrize("old_is, new_is", [("today", "today"), ("seed", "seed"), ("today", "seed"), ("seed", "today")])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_a_loss_of_power_at_any_call_leaves_one_dump_or_none(old_is, new_is, with_state):
+    old, new = [rows_of(KEYS[:3], DIM, seed=1)], [rows_of(KEYS[r::2], DIM, seed=2 + r) for r in range(2)]
+    if new_is == "seed":  # One writes for all.
+        new = new[:1]
+    state = {"states": WIDTHS["adagrad"], "with_state": with_state}
+
+    def write(folder, parts, fs):
+        write_dump(folder, parts, version=old_is if parts is old else new_is, fs=fs, **state)
 
     def fresh():
         fs = FaultyFileSystem()
@@ -305,7 +389,7 @@ def test_a_loss_of_power_at_any_call_leaves_one_dump_or_none(tmp_path):
                 try:
                     found = read("/d", fs=disk)[1]
                 except CorruptTableError as error:
-                    assert "was cut short" in str(error), (call, fate)
+                    assert re.search("was cut short|is not there", str(error)), (call, fate)
                     ends.add("none")
                 except SnapshotNotFoundError:
                     ends.add("none")
@@ -320,7 +404,7 @@ def test_a_loss_of_power_at_any_call_leaves_one_dump_or_none(tmp_path):
 def test_a_full_disk_leaves_the_dump_that_was_there(tmp_path):
     fs = FaultyFileSystem()
     fs.make_directories("/d")
-    write("/d", [rows_of(KEYS, 0)], fs=fs)
+    write_dump("/d", [rows_of(KEYS, 0)], fs=fs)
     names = sorted(fs.names("/d"))
 
     def full(call, path):

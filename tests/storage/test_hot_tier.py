@@ -22,7 +22,6 @@ from oneemb.storage.errors import IndexMemoryError
 from oneemb.storage.remote.memory_server import MemoryServer
 from oneemb.storage.row_store import StorageError, StoreFullError
 from oneemb.storage.table.persistent_table import PersistentTable
-from oneemb.storage.tiers import hot_tier
 from oneemb.storage.tiers.hot_tier import HotTier
 from oneemb.storage.tiers.remote_tier import RemoteTier
 from tests.support.keys import distinct
@@ -369,25 +368,6 @@ def test_the_model_tells_the_policies_apart():
         for model in models:
             model.acquire(keys, np.arange(len(keys)), set())
     assert models[0].uses.keys() != models[1].uses.keys()
-
-
-SCORES = {
-    "all different": lambda rng: rng.random(20_000),
-    "few different": lambda rng: rng.integers(0, 4, 20_000).astype(float),
-    "all equal": lambda rng: np.ones(20_000),
-    "most are pinned": lambda rng: np.where(rng.random(20_000) < 0.9, np.inf, rng.random(20_000)),
-    "the sample is too low": lambda rng: np.where(np.arange(20_000) % 16 == 0, 0, rng.random(20_000)),
-    "the sample is too high": lambda rng: np.where(np.arange(20_000) % 16 == 0, 2, rng.random(20_000)),
-    "few": lambda rng: rng.random(50),
-}
-
-
-@pytest.mark.parametrize("kind", SCORES)
-def test_the_bound_of_scores_is_that_of_all_of_them(kind):
-    score_S = SCORES[kind](np.random.default_rng(0))
-    for count in (1, 2, 40, 50, 1250, 1999, 20_000):
-        if count <= len(score_S):
-            assert hot_tier._least(score_S, count) == np.sort(score_S)[count - 1]
 
 
 def test_lfu_misses_less_than_lru_on_zipfs_law():

@@ -13,7 +13,8 @@ def store_options(kind, path, *, cache_mb=1, **options):
     if kind == "host":
         return oneemb.make_cached_host_mem_store_options(cache_mb, path, **options)
     if kind == "remote":
-        return oneemb.make_cached_remote_store_options(f"memory://{path}", cache_mb, path, **options)
+        url = options.pop("url", f"memory://{path}")
+        return oneemb.make_cached_remote_store_options(url, cache_mb, path, **options)
     if kind == "ssd, host cache":
         options["host_cache_budget_mb"] = 1
     return oneemb.make_cached_ssd_store_options(cache_mb, path, **options)

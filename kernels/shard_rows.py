@@ -1,0 +1,94 @@
+"""The rows of some shards of a hash index, and a number of each, by which those that leave are chosen.  S slots or
+places, P shards, G pieces of their cells, N rows, W words of a record.
+
+The number of a row is 64 bits, two words of its record side by side, the lower half first.
+"""
+
+import numpy as np
+
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.hash_index import PLACE_BITS
+from oneemb.kernels.jit import Number, cpu
+from oneemb.kernels.jit_code import natural, prefetch_row, word_at
+from oneemb.kernels.threads import Threads
+
+__all__ = ["keys_in_cells", "rows_of_shards"]
+
+_PLACE_BITS = np.int64(PLACE_BITS)
+_PLACE_MASK = np.int64((1 << PLACE_BITS) - 1)
+
+# Cells of a piece, and bytes of a cell.
+_PIECE = 1 << 11
+_CELL_BYTES = 16
+
+# Rows whose numbers are fetched before they are needed.
+_AHEAD = 32
+
+
+@cpu
+def _rows_of_shards_cpu(
+    begin: Number, end: Number, address_G: Array, cells_G: Array, begin_G: Array, word_SW: Array, first: Number,
+    held_S: Array, cell_N: Array, number_N: Array, size_G: Array,
+) -> None:  # fmt: skip
+    """The rows in pieces begin to end - 1 go to begin_G[begin] and on, one after another; size_G[begin] = how many."""
+    n = begin_G[begin]
+    read = n
+    for g in range(begin, end):
+        for c in range(cells_G[g]):
+            place = (word_at(address_G[g], 2 * c + 1) & _PLACE_MASK) - 1
+            if place >= 0 and not held_S[natural(place)]:
+                prefetch_row(word_SW, natural(place), first, 2)
+                cell_N[n] = address_G[g] + _CELL_BYTES * c
+                n += 1
+        while read < (n if g == end - 1 else n - _AHEAD):
+            at = natural((word_at(cell_N[read], 1) & _PLACE_MASK) - 1)
+            number_N[read] = np.uint64(word_SW[at, first]) | np.uint64(word_SW[at, first + 1]) << np.uint64(32)
+            read += 1
+    size_G[begin] = n - begin_G[begin]
+
+
+@cpu
+def _keys_in_cells_cpu(cell_N: Array, table_N: Array, id_N: Array, place_N: Array) -> None:
+    for n in range(len(cell_N)):
+        id_N[n], word = word_at(cell_N[n], 0), word_at(cell_N[n], 1)
+        table_N[n], place_N[n] = word >> _PLACE_BITS, (word & _PLACE_MASK) - 1
+
+
+def rows_of_shards(
+    address_P: np.ndarray, cells_P: np.ndarray, word_SW: np.ndarray, first: int, held_S: np.ndarray, *,
+    threads: Threads,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """The rows of these shards that are not held.
+
+    Args:
+        address_P, cells_P: where the cells of each shard are, and how many.
+        word_SW: uint32, the records of rows; their numbers begin at word `first`.
+        held_S: bool.
+
+    Returns:
+        Addresses of their cells, int64 [N], for `keys_in_cells` as long as the index does not change; and their
+        numbers, uint64 [N].
+    """
+    pieces_P = -(-cells_P // _PIECE)
+    shard_G = np.repeat(np.arange(len(cells_P)), pieces_P)
+    skip_G = (np.arange(len(shard_G)) - (np.cumsum(pieces_P) - pieces_P)[shard_G]) * _PIECE
+    cells_G = np.minimum(cells_P[shard_G] - skip_G, _PIECE)
+    begin_G, size_G = np.cumsum(cells_G) - cells_G, np.zeros(len(cells_G), np.int64)
+    cell_N, number_N = np.empty(int(cells_G.sum()), np.int64), np.empty(int(cells_G.sum()), np.uint64)
+    threads.run(
+        _rows_of_shards_cpu, len(cells_G), address_P[shard_G] + _CELL_BYTES * skip_G, cells_G, begin_G, word_SW, first,
+        held_S, cell_N, number_N, size_G, share_min=2,
+    )  # fmt: skip
+    its = [slice(begin_G[g], begin_G[g] + size_G[g]) for g in np.flatnonzero(size_G)]
+    return (
+        np.concatenate([cell_N[:0], *[cell_N[part] for part in its]]),
+        np.concatenate([number_N[:0], *[number_N[part] for part in its]]),
+    )
+
+
+def keys_in_cells(cell_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What is in cells of an index at these addresses: tables int32, ids and places int64 [N]."""
+    size = len(cell_N)
+    table_N, id_N, place_N = np.empty(size, np.int32), np.empty(size, np.int64), np.empty(size, np.int64)
+    _keys_in_cells_cpu(cell_N, table_N, id_N, place_N)
+    return table_N, id_N, place_N

@@ -1,0 +1,77 @@
+"""How often and when places were last used, in one word each: the least word is the place that is missed least.
+
+    record = power << 27 | time        power 0..31, time 27 bits
+
+A place that is used for the first time has the least power there is to be; every further use adds 1 to a power p with
+probability 2^-p, so a power tells the logarithm of the uses. Which uses those are is a pure function of (seed, id,
+time, the use's number within its batch): the same job has the same records.
+"""
+
+import numpy as np
+
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu
+from oneemb.kernels.philox import philox
+
+__all__ = ["TIME_BITS", "use_records"]
+
+TIME_BITS = 27
+
+_POWER_MAX = 31
+_TIME_MASK = (1 << TIME_BITS) - 1
+
+
+@cpu
+def _use_records_cpu(
+    record_S: Array,
+    place_U: Array,
+    id_U: Array,
+    count_U: Array,
+    new_U: Array,
+    time: Number,
+    least: Number,
+    seed: Number,
+) -> None:
+    for u in range(len(place_U)):
+        place = place_U[u]
+        id = np.uint64(id_U[u])
+        power = np.int64(record_S[place]) >> TIME_BITS
+        first = 0
+        if new_U[u]:
+            power = least
+            first = 1
+        words = philox(0, 0, 0, 0, 0)
+        for use in range(first, count_U[u]):
+            if power == _POWER_MAX:
+                break
+            word = use % 4
+            if word == 0 or use == first:
+                words = philox(id, id >> np.uint64(32), time, use // 4, seed)
+            x = words[0] if word == 0 else words[1] if word == 1 else words[2] if word == 2 else words[3]
+            if np.int64(x) < np.int64(1) << (32 - power):
+                power += 1
+        record_S[place] = (power << TIME_BITS) | (np.int64(time) & _TIME_MASK)
+
+
+def use_records(
+    record_S: np.ndarray,
+    place_U: np.ndarray,
+    id_U: np.ndarray,
+    count_U: np.ndarray,
+    new_U: np.ndarray,
+    *,
+    time: int,
+    least_power: int,
+    seed: int,
+) -> None:
+    """Note the uses of a batch in records, uint32 [S].
+
+    Args:
+        place_U: int64 [U], distinct.
+        id_U: int64 [U], whose places they are.
+        count_U: int64 [U], how often each is used, 1 or more.
+        new_U: bool [U], whether this is the first use of a place by its id.
+        time: number of the batch.
+        least_power: of a new place, 0 to 31.
+    """
+    _use_records_cpu(record_S, place_U, id_U, count_U, new_U, time, least_power, np.uint64(seed))

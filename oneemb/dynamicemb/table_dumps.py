@@ -1,0 +1,379 @@
+"""Dumps of tables in one embedding, written and read.
+
+Invariants:
+- every rank makes the calls, in the same order; where one fails all raise; `check_load` changes no row;
+- a dump is whole when its last file is there, which rank 0 writes; until then it is none.
+"""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from oneemb.dynamicemb.dynamicemb_config import DynamicEmbScoreStrategy as Score, evict_strategy_of, policy_of
+from oneemb.dynamicemb.tables import DynamicTables
+from oneemb.rows.values import encode_rows
+from oneemb.storage.errors import CorruptTableError
+from oneemb.storage.foreign.dynamicemb_files import Layout, file_key, key_of_file
+from oneemb.storage.foreign.dynamicemb_reader import Dump, DumpRows, find_dump
+from oneemb.storage.foreign.dynamicemb_writer import DumpWriter, remove_unfinished, unpublish
+
+__all__ = ["TableDumps"]
+
+_ROWS = 65536
+"""Keys that are read at a time."""
+
+_OPT_ARGS = {
+    "sgd": ("sgd", ()),
+    "adam": ("adam", ("beta1", "beta2", "eps", "weight_decay")),
+    "adamw": ("adam", ("beta1", "beta2", "eps", "weight_decay")),
+    "adagrad": ("exact_adagrad", ("eps", "initial_accumulator_value")),
+    "row_wise_adagrad": ("exact_row_wise_adagrad", ("eps", "initial_accumulator_value")),
+}
+"""What dumps call an optimizer, and what they say of it, by the names that rows have for it."""
+
+_NOT_OF_SEED = {"opt_type", "initial_accumulator_value"}
+"""What only today's dumps say of it."""
+
+
+class TableDumps:
+    """Writes and reads dumps.
+
+    Args:
+        tables: whose they are.
+    """
+
+    def __init__(self, tables: DynamicTables):
+        self._tables = tables
+
+    # ---- dumps ------------------------------------------------------------------------------------------------------
+
+    def opt_args(self, t: int) -> dict[str, Any]:
+        """What a dump says of the table's optimizer.
+
+        Raises:
+            ValueError: dynamicemb's files know none such.
+        """
+        row_optimizer, optimizer = self._tables.rows.row_optimizer, self._tables.optimizers[t]
+        if row_optimizer is None or optimizer is None:
+            return {}
+        if row_optimizer.name not in _OPT_ARGS:
+            raise ValueError(
+                "dynamicemb's files have the state of sgd, adam, exact_adagrad and exact_row_wise_adagrad; table"
+                f" {self._tables.names[t]!r} is trained by {row_optimizer.name!r}: save a snapshot"
+            )
+        kind, options = _OPT_ARGS[row_optimizer.name]
+        group = dict(optimizer.param_groups[0])
+        found: dict[str, Any] = {"opt_type": kind, "lr": float(group["lr"])}
+        if kind == "adam":
+            found["iters"] = self._tables.rows.store.step
+            group |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+        return found | {option: float(group[option]) for option in options}
+
+    def dump(self, folder: str, names: Sequence[str], *, optim: bool, counter: bool, layout: Layout) -> None:
+        """Write tables of these names into a folder that is there. Every rank makes the call.
+
+        Args:
+            layout: "today" or "seed", which has one file for all ranks.
+
+        Raises:
+            ValueError: the files cannot say what a table has.
+            StorageError: a file cannot be written; what was there before is, for tables that were not begun.
+        """
+        for t in [self._tables.index(name) for name in names]:
+            what = f"dump table {self._tables.names[t]!r}"
+            self._tables.calls.together(
+                "dump", what, functools.partial(self._dump, folder, t, what, optim, counter, layout)
+            )
+
+    def _dump(self, folder: str, t: int, what: str, optim: bool, counter: bool, layout: Layout) -> None:
+        table, calls = self._tables.tables[t], self._tables.calls
+        by_first = layout == "seed"
+        rank_of = self._tables.rank_by_dist(t)
+        if by_first:
+            rank_of = _first
+        writers: list[DumpWriter] = []
+        metas: list[dict[str, Any]] = []
+
+        def begin() -> None:
+            if by_first:
+                self._check_seed(t, counter)
+            metas.append(self._meta(t, layout, optim))
+            rank, ranks = (0, 1) if by_first else (calls.rank, calls.size)
+            if not by_first or calls.first:
+                writers.append(
+                    DumpWriter(
+                        folder, table.name, rank=rank, ranks=ranks, version=layout,
+                        score_words=self._score_words(t, layout), states=self._states() if optim else [],
+                        with_state=optim, with_counts=counter,
+                    )
+                )  # fmt: skip
+
+        def write(rows: DumpRows) -> None:
+            key_N = rows.key_N
+            if not by_first:
+                key_N = file_key(table.options.dist_type, key_N, calls.size, table.num_embeddings)
+            scores = rows.score_NS
+            if table.options.score_strategy is Score.TIMESTAMP:
+                assert scores is not None
+                scores = now - scores
+            writers[0].append(key_N, rows.value_ND, scores, rows.state_NZ if optim else None)
+
+        try:
+            calls.agree(what, lambda: remove_unfinished(folder, table.name) if calls.first else None)
+            calls.agree(what, begin)
+            now = calls.by_first(what, self._tables.rows.store.timestamp)
+            self._tables.move(t, what, rank_of, write)
+            if counter:
+                counts = self._counts_for(t, what, rank_of)
+                calls.agree(what, lambda: _each(writers, lambda writer: writer.append_counter(*counts)))
+            calls.agree(what, lambda: _each(writers, DumpWriter.finish))
+            calls.agree(what, lambda: unpublish(folder, table.name) if calls.first else None)
+            calls.agree(what, lambda: _each(writers, DumpWriter.publish))
+            if optim or not by_first:  # "seed" has no last file without the state.
+                calls.agree(what, lambda: writers[0].publish_meta(metas[0]) if calls.first else None)
+        finally:
+            for writer in writers:
+                writer.discard()
+
+    def _check_seed(self, t: int, counter: bool) -> None:
+        """Raise ValueError if the files of "seed" cannot say what a table has."""
+        if isinstance(self._tables.tables[t].options.score_strategy, tuple):
+            raise ValueError(
+                f'files of layout "seed" have one score a row, and table {self._tables.names[t]!r} has two; dump it'
+                ' with layout "today"'
+            )
+        if counter:
+            raise ValueError('files of layout "seed" have no counts; dump with counter=False, or with layout "today"')
+
+    def _score_words(self, t: int, layout: Layout) -> int:
+        """Scores of a row in files of a layout."""
+        strategy = self._tables.tables[t].options.score_strategy
+        if layout == "seed" and self._tables.strategy(t) is Score.TIMESTAMP:
+            return 0
+        return len(strategy) if isinstance(strategy, tuple) else 1
+
+    def _counts_for(
+        self, t: int, what: str, rank_of: Callable[[np.ndarray], np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The sightings of all ranks that `rank_of` gives this one."""
+        own = self._tables.sightings(t)
+        if self._tables.calls.size == 1:
+            return own
+
+        def send() -> list[list[torch.Tensor]]:
+            rank_N = rank_of(own[0])
+            of_rank = [[torch.from_numpy(array[rank_N == r]) for array in own] for r in range(self._tables.calls.size)]
+            return [[torch.tensor([len(its[0])]), *its] for its in of_rank]
+
+        ids, counts = [], []
+        for block in self._tables.calls.exchange(what, send):
+            count = int(block.take(1, torch.int64))
+            ids.append(block.take(count, torch.int64).numpy())
+            counts.append(block.take(count, torch.int64).numpy())
+        return np.concatenate(ids), np.concatenate(counts)
+
+    def _meta(self, t: int, layout: Layout, optim: bool) -> dict[str, Any]:
+        """What the last file of a dump says."""
+        row_optimizer = self._tables.rows.row_optimizer
+        its = self.opt_args(t) if optim or row_optimizer is None or row_optimizer.name in _OPT_ARGS else {}
+        if layout == "seed":
+            return {name: value for name, value in its.items() if name not in _NOT_OF_SEED}
+        table = self._tables.tables[t]
+        its["evict_strategy"] = str(evict_strategy_of(table.options.score_strategy))
+        its["dist_type"] = table.options.dist_type
+        its["step_score"] = self._tables.score[t]
+        if table.options.dist_type == "continuous" and table.num_embeddings is not None:
+            its["num_embeddings"] = table.num_embeddings  # dynamicemb's own lack it: keys are places in blocks by it.
+        return its
+
+    def _states(self) -> list[tuple[str, int]]:
+        """What parts the state of a row has, with names of the older files, and how many numbers each is."""
+        row_optimizer, dim = self._tables.rows.row_optimizer, self._tables.rows.embedding_dim
+        if row_optimizer is None:
+            return []
+        parts = [dim] * len(row_optimizer.weight_state) + [1] * len(row_optimizer.row_state)
+        return list(zip(["m", "v"] if len(parts) == 2 else ["Gt"], parts, strict=False))
+
+    # ---- loads ------------------------------------------------------------------------------------------------------
+
+    def check_load(self, folder: str, names: Sequence[str], *, optim: bool, counter: bool) -> dict[str, Dump]:
+        """The dumps of these tables, found to be whole and to fit. Every rank makes the call.
+
+        Raises:
+            StorageError, ValueError: one is not there, or not whole, or of another kind; nothing has changed.
+        """
+        what = f"look at the dumps in {folder}"
+        found: dict[str, Dump] = {}
+        calls = self._tables.calls
+        calls.together(
+            "load", what, lambda: calls.agree(what, lambda: found.update(self._found(folder, names, optim, counter)))
+        )
+        return found
+
+    def _found(self, folder: str, names: Sequence[str], optim: bool, counter: bool) -> dict[str, Dump]:
+        dumps = {name: find_dump(folder, name, dim=self._tables.rows.embedding_dim) for name in names}
+        for name, dump in dumps.items():
+            t = self._tables.index(name)
+            dump.check_distinct(self._num_embeddings(t, dump))
+            self._check_scores(t, dump)
+            if optim:
+                self._check_states(t, dump)
+                dump.check_states()
+            if counter and not dump.has_counters and self._tables.tables[t].options.admit_strategy is not None:
+                raise ValueError(
+                    f"the dump of table {name!r} has no counts of ids without a row; load it with counter=False"
+                )
+        return dumps
+
+    def _num_embeddings(self, t: int, dump: Dump) -> int | None:
+        """By which the keys of a dump are places in blocks, where they are."""
+        found: int | None = dump.meta.get("num_embeddings", self._tables.tables[t].num_embeddings)
+        return found
+
+    def _check_scores(self, t: int, dump: Dump) -> None:
+        name, strategy = self._tables.names[t], self._tables.tables[t].options.score_strategy
+        theirs, own = dump.meta.get("evict_strategy"), str(evict_strategy_of(strategy))
+        if theirs is not None and theirs != own:
+            raise ValueError(
+                f"table {name!r} was dumped with {theirs}, and has {own} here; give it the same score_strategy"
+            )
+        if not dump.has_scores and strategy not in (Score.TIMESTAMP, Score.NO_EVICTION):
+            raise CorruptTableError(
+                f"the dump of table {name!r} lacks its files of scores, which rows of score_strategy {strategy!r} have;"
+                " restore them from a copy"
+            )
+        words = 2 if isinstance(strategy, tuple) else 1
+        if dump.score_words not in (0, words):
+            raise ValueError(
+                f"the dump of table {name!r} has {dump.score_words} scores a row, its score_strategy {strategy!r}"
+                f" has {words}"
+            )
+
+    def _check_states(self, t: int, dump: Dump) -> None:
+        own, width = self.opt_args(t), sum(width for _, width in self._states())
+        if dump.version == "seed" and not dump.meta:
+            raise ValueError(
+                f"the dump of table {self._tables.names[t]!r} has no optimizer's state; load it with optim=False"
+            )
+        theirs = dump.meta.get("opt_type", own.get("opt_type"))
+        if theirs != own.get("opt_type") or dump.rows and dump.state_width != width:
+            raise ValueError(
+                f"the dump of table {self._tables.names[t]!r} has the state of {theirs} ({dump.state_width} numbers a"
+                f" row), and {own.get('opt_type')} trains it here ({width} numbers); load it with optim=False, or train"
+                " it with the same optimizer"
+            )
+
+    def load(self, name: str, dump: Dump, *, optim: bool, counter: bool) -> None:
+        """Bring in the rows of a dump that `check_load` gave; other rows stay. Every rank makes the call.
+
+        Raises:
+            StoreFullError: the table has no room for them, and a part of them is in it.
+        """
+        t = self._tables.index(name)
+        what = f"load table {name!r}"
+
+        def load() -> None:
+            now = self._tables.calls.by_first(what, self._tables.rows.store.timestamp)
+            self._tables.calls.agree(what, lambda: self._load(t, dump, now, optim, counter))
+
+        self._tables.calls.together("load", what, load)
+
+    def _load(self, t: int, dump: Dump, now: int, optim: bool, counter: bool) -> None:
+        store = self._tables.rows.store
+        store.build()
+        at_once, kept = self._tables.at_once, self._kept_of(t, dump, now)
+        if kept is not None:
+            at_once = min(at_once, max(1, len(kept)))
+        for rows in dump.read(at_once, state=optim):
+            id_N = self._ids_of(t, dump, rows.rank, rows.key_N)
+            own = self._tables.own(t, id_N)
+            if kept is not None:
+                own = own[np.isin(id_N[own], kept)]
+            if len(own) == 0:
+                continue
+            table_U, id_U = np.full(len(own), t, np.int32), id_N[own]
+            state_NZ = rows.state_NZ[own] if rows.state_NZ is not None and dump.state_width else None
+            format = store.format if state_NZ is not None else dataclasses.replace(store.format, state=())
+            store.put(table_U, id_U, encode_rows(format, rows.value_ND[own], state_NZ))
+            if rows.score_NS is not None:
+                score_U, time_U = self._scores_of(t, rows.score_NS[own], now)
+                store.set_scores(table_U, id_U, score_U, time_U)
+        if optim:
+            self._take_options(t, dump.meta)
+        self._tables.score[t] = int(dump.meta.get("step_score", self._tables.score[t]))
+        if counter and dump.has_counters:
+            for id_N, count_N in dump.counters(_ROWS):
+                self._tables.forget_sightings(t, id_N)
+                self._tables.add_sightings(t, id_N, count_N)
+
+    def _ids_of(self, t: int, dump: Dump, rank: int, key_N: np.ndarray) -> np.ndarray:
+        """The ids that keys of a dump stand for."""
+        if dump.version == "seed":
+            return key_N
+        dist = dump.meta.get("dist_type", "roundrobin")
+        return key_of_file(dist, rank, key_N, dump.ranks, self._num_embeddings(t, dump))
+
+    def _kept_of(self, t: int, dump: Dump, now: int) -> np.ndarray | None:
+        """Where a table has no room for all of this rank's rows of a dump, the ids of those that stay if others leave
+        by their scores; None = there is room. Ranks of another number have room for another number of rows."""
+        table = self._tables.tables[t]
+        capacity = policy_of(table.options, table.num_embeddings, self._tables.calls.size).capacity
+        if capacity is None or dump.rows <= capacity:
+            return None
+        ids, scores = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
+        for rank, key_N, score_NS in dump.scores(_ROWS):
+            id_N = self._ids_of(t, dump, rank, key_N)
+            own = self._tables.own(t, id_N)
+            ids.append(id_N[own])
+            score_N = np.zeros(len(own), np.uint64)
+            scores.append(score_N if score_NS is None else self._scores_of(t, score_NS[own], now)[0])
+        id_N, score_N = np.concatenate(ids), np.concatenate(scores)
+        if len(id_N) <= capacity:
+            return None
+        warnings.warn(
+            f"table {table.name!r} has room for {capacity} of {len(id_N)} rows that rank {self._tables.calls.rank} has"
+            " of the dump: those of the least scores are left out; raise max_capacity, or num_embeddings of the config",
+            stacklevel=2,
+        )
+        return id_N[np.lexsort((id_N, score_N))[-capacity:]]  # of equal scores those of the greater ids
+
+    def _scores_of(self, t: int, score_NS: np.ndarray, now: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Scores, and times of last use, of a dump's scores."""
+        strategy = self._tables.tables[t].options.score_strategy
+        if isinstance(strategy, tuple):
+            columns = dict(zip(strategy, score_NS.T, strict=True))
+            its = (np.ascontiguousarray(columns[one]).view(np.uint64) for one in (Score.LFU, Score.TIMESTAMP))
+            return next(its), next(its)
+        if self._tables.strategy(t) is Score.TIMESTAMP:
+            score_N = np.maximum(now - score_NS[:, 0], 0).view(np.uint64)
+            return score_N, score_N
+        return np.ascontiguousarray(score_NS[:, 0]).view(np.uint64), None
+
+    def _take_options(self, t: int, meta: Mapping[str, Any]) -> None:
+        """Go on with the options that a dump has of its optimizer."""
+        optimizer = self._tables.optimizers[t]
+        if optimizer is None:
+            return
+        for group in optimizer.param_groups:
+            for name in ("lr", "eps", "weight_decay"):
+                if name in meta and name in group:
+                    group[name] = meta[name]
+            if "betas" in group and {"beta1", "beta2"} <= meta.keys():
+                group["betas"] = (meta["beta1"], meta["beta2"])
+        if "iters" in meta:
+            self._tables.rows.store.step = int(meta["iters"])
+            self._tables.rows.store.changes += 1
+
+
+def _each(writers: Sequence[DumpWriter], call: Callable[[DumpWriter], None]) -> None:
+    for writer in writers:
+        call(writer)
+
+
+def _first(id_N: np.ndarray) -> np.ndarray:
+    return np.zeros(len(id_N), np.int64)

@@ -1,0 +1,24 @@
+"""TorchRec's dynamic embedding, by its own names: static tables of which rows beyond memory are on a parameter server.
+
+    import oneemb.tde as tde
+
+    loader, model = tde.wrap("redis://127.0.0.1:6379/?prefix=model", loader, model, {"ebc": configs})
+
+or, before a script that imports upstream's package itself, `oneemb.compat.install("torchrec_dynamic_embedding")`.
+docs/tde.md says what is the same and what is not.
+"""
+
+from oneemb.tde.dataloader import DataLoader, close, save, wrap
+from oneemb.tde.id_transformer import IDTransformer
+from oneemb.tde.id_transformer_collection import IDTransformerCollection
+from oneemb.tde.id_transformer_group import IDTransformerGroup
+from oneemb.tde.plugins import register_io
+from oneemb.tde.ps import PS, PSCollection
+from oneemb.tde.row_adam import RowAdam
+from oneemb.tde.steps import NoRoomError
+from oneemb.tde.tensor_list import TensorList
+
+__all__ = [
+    "PS", "DataLoader", "IDTransformer", "IDTransformerCollection", "IDTransformerGroup", "NoRoomError", "PSCollection",
+    "RowAdam", "TensorList", "close", "register_io", "save", "wrap",
+]  # fmt: skip

@@ -1,0 +1,250 @@
+"""Cache ids of one table: which of its rows has the row of which id.
+
+Invariants:
+- every int64 is an id; two ids never have one cache id at a time;
+- an id that comes gets the lowest cache id that is free;
+- a pinned cache id is never evicted;
+- the same calls give the same cache ids, on every run and every rank: nothing here is random but what a counter says.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from oneemb.kernels.threads import Threads
+from oneemb.kernels.unique_keys import unique_keys
+from oneemb.kernels.use_records import use_records
+from oneemb.storage.hash_index import HashIndex
+from oneemb.tde.tensor_list import TensorList
+
+__all__ = ["IDTransformer", "Moves", "TransformResult"]
+
+_LEAST_POWER = 5
+_FREE_WINDOW = 4096
+
+
+class TransformResult(NamedTuple):
+    """What a transformation gave."""
+
+    success: bool
+    """Whether every id has a cache id."""
+    ids_to_fetch: torch.Tensor
+    """int64 [F, 2]: ids that came, and their cache ids."""
+
+
+class Moves(NamedTuple):
+    """What a batch of distinct ids needs."""
+
+    cache_U: np.ndarray
+    """int64 [U]: the cache id of each."""
+    fetch_F2: np.ndarray
+    """int64 [F, 2]: ids that came, and their cache ids."""
+    evict_E2: np.ndarray
+    """int64 [E, 2]: ids that left, and the cache ids they had."""
+
+
+class IDTransformer:
+    """Gives ids places in a table.
+
+    Args:
+        num_embedding: rows of the table.
+        eviction_config: `{"type": "mixed_lru_lfu", "min_used_freq_power": 5}`, which is the default: which id is to
+            leave. The power, 0 to 31, is that of a new id.
+        transform_config: `{"type": "naive"}` or `{"type": "cacheline"}`: both are the same here.
+
+    Raises:
+        ValueError: a type or an option that is not known, or a number out of range.
+
+    Reference: torchrec_dynamic_embedding's IDTransformer.
+    """
+
+    def __init__(
+        self,
+        num_embedding: int,
+        eviction_config: Mapping[str, Any] | None = None,
+        transform_config: Mapping[str, Any] | None = None,
+    ):
+        if num_embedding < 1:
+            raise ValueError(f"num_embedding must be 1 or more, got {num_embedding}")
+        self.num_embedding = num_embedding
+        self._least_power = _least_power_of(eviction_config)
+        _check_type("transform_config", transform_config or {"type": "naive"}, ("naive", "cacheline"), ())
+        self._index = HashIndex(Threads(1))
+        self._id_S = np.zeros(num_embedding, np.int64)
+        self._record_S = np.zeros(num_embedding, np.uint32)
+        self._used_S = np.zeros(num_embedding, np.bool_)  # since the last save
+        self._taken_S = np.zeros(num_embedding, np.bool_)
+        self._pins_S = np.zeros(num_embedding, np.int32)
+        self.ever_evicted = False
+        self._free_from = 0  # no free cache id is lower
+
+    def __len__(self) -> int:
+        """Ids that have a cache id."""
+        return len(self._index)
+
+    def transform(self, global_ids: TensorList, cache_ids: TensorList, time: int) -> TransformResult:
+        """Give every id its cache id; ids that have none get one while some are free.
+
+        Args:
+            global_ids: int64 tensors of any shape.
+            cache_ids: as many int64 tensors of the same shapes, which are written to: -1 where there was no room.
+            time: number of the batch.
+        """
+        if [its.shape for its in global_ids] != [its.shape for its in cache_ids]:
+            raise ValueError(
+                f"cache_ids must have the shapes of global_ids, {[tuple(its.shape) for its in global_ids]},"
+                f" got {[tuple(its.shape) for its in cache_ids]}"
+            )
+        flat = [its.reshape(-1).to("cpu", torch.int64).numpy() for its in global_ids]
+        id_N = np.concatenate(flat) if flat else np.empty(0, np.int64)
+        keys = unique_keys(np.zeros(len(id_N), np.int32), id_N)
+        count_U = np.bincount(keys.inverse_N, minlength=len(keys.id_U))
+        place_U = self._find(keys.id_U)
+        new_K = np.flatnonzero(place_U < 0)
+        come_F = new_K[: self.num_embedding - len(self)]
+        place_U[come_F] = self._take(keys.id_U[come_F])
+        self._use(keys.id_U, place_U, count_U, come_F, time)
+        cache_N, begin = place_U[keys.inverse_N], 0
+        for its in cache_ids:
+            its.copy_(torch.from_numpy(cache_N[begin : begin + its.numel()]).view(its.shape))
+            begin += its.numel()
+        pairs = torch.from_numpy(np.stack([keys.id_U[come_F], place_U[come_F]], 1))
+        return TransformResult(len(come_F) == len(new_K), pairs)
+
+    def evict(self, num_to_evict: int) -> torch.Tensor:
+        """Take out ids that were used least often, of those the ones that were used longest ago; none that is pinned.
+
+        Returns:
+            int64 [E, 2]: the ids, and the cache ids they had.
+        """
+        return torch.from_numpy(self._evict(num_to_evict, self._taken_S & (self._pins_S == 0)))
+
+    def save(self) -> torch.Tensor:
+        """The ids that were used since the last call, and their cache ids: int64 [S, 2]."""
+        pairs = self.used()
+        self._used_S[pairs[:, 1]] = False
+        return torch.from_numpy(pairs)
+
+    # ---- what collections call ------------------------------------------------------------------------------------
+
+    def has_room(self, id_U: np.ndarray, may_evict: bool = True) -> bool:
+        """Whether `moves` of these distinct ids would succeed; without `may_evict`, whether nothing would leave."""
+        place_U = self._find(id_U)
+        known_K = place_U[place_U >= 0]
+        lacking = len(id_U) - len(known_K) - (self.num_embedding - len(self))
+        if lacking <= 0 or not may_evict:
+            return lacking <= 0
+        pinned = np.count_nonzero(self._pins_S) + np.count_nonzero(self._pins_S[known_K] == 0)
+        return bool(len(self) - pinned >= lacking)
+
+    def moves(self, id_U: np.ndarray, count_U: np.ndarray, time: int) -> Moves:
+        """Give distinct ids their cache ids, for which there is room. A table that is full evicts half of its rows, or
+        as many as it takes, none that is pinned or one of these.
+
+        Args:
+            id_U: int64 [U].
+            count_U: int64 [U], how often each is in the batch.
+            time: number of the batch.
+        """
+        place_U = self._find(id_U)
+        new_K = np.flatnonzero(place_U < 0)
+        lacking = len(new_K) - (self.num_embedding - len(self))
+        evict_E2 = np.empty((0, 2), np.int64)
+        if lacking > 0:
+            may_leave_S = self._taken_S & (self._pins_S == 0)
+            may_leave_S[place_U[place_U >= 0]] = False
+            evict_E2 = self._evict(max(self.num_embedding // 2, lacking), may_leave_S)
+        place_U[new_K] = self._take(id_U[new_K])
+        self._use(id_U, place_U, count_U, new_K, time)
+        return Moves(place_U, np.stack([id_U[new_K], place_U[new_K]], 1), evict_E2)
+
+    def pin(self, cache_U: np.ndarray) -> None:
+        """Keep these distinct cache ids from being evicted, until they are unpinned as often."""
+        self._pins_S[cache_U] += 1
+
+    def unpin(self, cache_U: np.ndarray) -> None:
+        """Undo a `pin`."""
+        self._pins_S[cache_U] -= 1
+
+    def used(self) -> np.ndarray:
+        """What `save` would give, int64 [S, 2], by cache id."""
+        cache_S = np.flatnonzero(self._used_S)
+        return np.stack([self._id_S[cache_S], cache_S], 1)
+
+    def saved(self, cache_S: np.ndarray) -> None:
+        """Note that these are saved; those that are pinned are used again before the next save."""
+        self._used_S[cache_S[self._pins_S[cache_S] == 0]] = False
+
+    # ---- helpers --------------------------------------------------------------------------------------------------
+
+    def _find(self, id_U: np.ndarray) -> np.ndarray:
+        return self._index.find(np.zeros(len(id_U), np.int32), id_U)
+
+    def _take(self, id_F: np.ndarray) -> np.ndarray:
+        """The lowest free cache ids, in order, for ids that have none."""
+        found: list[np.ndarray] = []
+        missing, begin, window = len(id_F), self._free_from, _FREE_WINDOW
+        while missing:
+            free = begin + np.flatnonzero(~self._taken_S[begin : begin + window])[:missing]
+            found.append(free)
+            missing -= len(free)
+            begin += window
+            window *= 2
+        cache_F = np.concatenate(found) if found else np.empty(0, np.int64)
+        self._index.put(np.zeros(len(id_F), np.int32), id_F, cache_F)
+        if len(cache_F):
+            self._free_from = int(cache_F[-1]) + 1
+        self._taken_S[cache_F] = True
+        self._id_S[cache_F] = id_F
+        return cache_F
+
+    def _use(self, id_U: np.ndarray, place_U: np.ndarray, count_U: np.ndarray, come_F: np.ndarray, time: int) -> None:
+        new_U = np.zeros(len(id_U), np.bool_)
+        new_U[come_F] = True
+        here_U = place_U >= 0
+        self._used_S[place_U[here_U]] = True
+        use_records(
+            self._record_S, place_U[here_U], id_U[here_U], count_U[here_U].astype(np.int64), new_U[here_U],
+            time=time, least_power=self._least_power, seed=0,
+        )  # fmt: skip
+
+    def _evict(self, number: int, may_leave_S: np.ndarray) -> np.ndarray:
+        cache_C = np.flatnonzero(may_leave_S)
+        record_C = self._record_S[cache_C]
+        if number < len(cache_C):
+            # Those below the greatest record that leaves, and of those that have it the lowest cache ids.
+            greatest = np.partition(record_C, max(number - 1, 0))[max(number - 1, 0)]
+            below = np.flatnonzero(record_C < greatest)
+            equal = np.flatnonzero(record_C == greatest)[: max(number, 0) - len(below)] if number > 0 else below[:0]
+            chosen = np.concatenate([below, equal]) if number > 0 else equal
+            cache_C, record_C = cache_C[chosen], record_C[chosen]
+        cache_E = cache_C[np.lexsort((cache_C, record_C))]
+        id_E = self._id_S[cache_E]
+        self._index.erase(np.zeros(len(id_E), np.int32), id_E)
+        self._taken_S[cache_E] = False
+        self._used_S[cache_E] = False
+        if len(cache_E):
+            self.ever_evicted = True
+            self._free_from = min(self._free_from, int(cache_E.min()))
+        return np.stack([id_E, cache_E], 1)
+
+
+def _least_power_of(config: Mapping[str, Any] | None) -> int:
+    config = config or {"type": "mixed_lru_lfu"}
+    _check_type("eviction_config", config, ("mixed_lru_lfu",), ("min_used_freq_power",))
+    power = config.get("min_used_freq_power", _LEAST_POWER)
+    if type(power) is not int or not 0 <= power <= 31:
+        raise ValueError(f"min_used_freq_power must be an int from 0 to 31, got {power!r}")
+    return power
+
+
+def _check_type(what: str, config: Mapping[str, Any], types: tuple[str, ...], options: tuple[str, ...]) -> None:
+    unknown = set(config) - {"type", *options}
+    if config.get("type") not in types or unknown:
+        raise ValueError(
+            f"{what} must be a type out of {', '.join(types)}"
+            f"{' with the options ' + ', '.join(options) if options else ''}, got {json.dumps(dict(config))}"
+        )

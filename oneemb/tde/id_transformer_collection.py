@@ -1,0 +1,101 @@
+"""Cache ids of the tables of one collection."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchrec import KeyedJaggedTensor
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+
+from oneemb.tde.id_transformer import IDTransformer
+from oneemb.tde.ps import PSCollection
+from oneemb.tde.ranks import Ranks
+from oneemb.tde.steps import Batch, BatchHandle, CachedTable, Steps
+from oneemb.tde.traffic import Traffic
+
+__all__ = ["IDTransformerCollection"]
+
+
+class IDTransformerCollection:
+    """Transforms what a collection looks up. On several ranks all make one together, and make each call together.
+
+    Args:
+        tables: configs of the collection.
+        eviction_config, transform_config: see `IDTransformer`.
+        ps_collection: where rows come from and leave to; None = none leaves, and a table that is full is an error.
+        reinitialise: begin rows anew that the server lacks. By default that is done from the first eviction on, as
+            upstream does; before, they are what the table has.
+        seed: of rows that begin anew.
+
+    Raises:
+        ValueError: two tables have one name, or one feature.
+
+    Reference: torchrec_dynamic_embedding's IDTransformerCollection.
+    """
+
+    def __init__(
+        self, tables: Sequence[BaseEmbeddingConfig], eviction_config: Mapping[str, Any] | None = None,
+        transform_config: Mapping[str, Any] | None = None, ps_collection: PSCollection | None = None, *,
+        reinitialise: bool = False, seed: int = 0,
+    ):  # fmt: skip
+        self._reinitialise = reinitialise
+        self._traffic = Traffic() if ps_collection is None else ps_collection.traffic
+        self.tables: list[CachedTable] = []
+        self._steps: Steps | None = None
+        self._last: Batch | None = None
+        seen: set[str] = set()
+        for config in tables:
+            features = list(config.feature_names) or [config.name]
+            shared = seen & set(features)
+            if shared or len(set(features)) < len(features):
+                raise ValueError(
+                    f"a feature is looked up in one table of a collection; {sorted(shared) or features} of table"
+                    f" {config.name!r} is another one's too"
+                )
+            seen |= set(features)
+            if any(table.name == config.name for table in self.tables):
+                raise ValueError(f"tables of a collection have names of their own; {config.name!r} is two tables'")
+            transformer = IDTransformer(config.num_embeddings, eviction_config, transform_config)
+            ps = None if ps_collection is None else ps_collection[config.name]
+            bounds = _Bounds(self, config)
+            self.tables.append(CachedTable(config.name, features, transformer, ps, bounds, seed))
+
+    def transform(self, global_features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, list[BatchHandle]]:
+        """The features with cache ids, and what to wait for before they are looked up.
+
+        A call says that the step of the batch before has ended: its rows may leave.
+
+        Raises:
+            NoRoomError: a table has fewer rows than there are ids.
+            ServerError: a server failed.
+        """
+        if self._steps is None:
+            self._steps = Steps({"": self}, Ranks(), self._traffic)
+        if self._last is not None:
+            self._steps.finish(self._last)
+            self._steps.release(self._last)
+            self._last = None
+        gathered = self._steps.gather({"": global_features})
+        batch = self._steps.begin(gathered)
+        if batch is None:
+            raise self._steps.no_room(gathered)
+        self._last = batch
+        return batch.kjts[""], [BatchHandle(self._steps, batch)]
+
+    def save(self) -> None:
+        """Push the rows that were used since the last call."""
+        if self._steps is not None:
+            self._steps.save()
+
+    def bounds_of(self, config: BaseEmbeddingConfig) -> tuple[float, float] | None:
+        """Between which weights begin that the server lacks; None = they stay as they are."""
+        if not self._reinitialise and not any(table.transformer.ever_evicted for table in self.tables):
+            return None
+        return config.get_weight_init_min(), config.get_weight_init_max()
+
+
+class _Bounds:
+    def __init__(self, collection: IDTransformerCollection, config: BaseEmbeddingConfig) -> None:
+        self._collection, self._config = collection, config
+
+    def __call__(self) -> tuple[float, float] | None:
+        return self._collection.bounds_of(self._config)

@@ -1,0 +1,116 @@
+"""Cache ids of all collections of a model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torchrec import KeyedJaggedTensor
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+
+from oneemb.tde.id_transformer_collection import IDTransformerCollection
+from oneemb.tde.ps import PSCollection
+from oneemb.tde.ranks import Ranks
+from oneemb.tde.steps import Batch, BatchHandle, Steps
+from oneemb.tde.table_tensors import check_optimizers
+from oneemb.tde.traffic import Traffic
+from oneemb.tde.utils import sharded_modules
+
+__all__ = ["IDTransformerGroup"]
+
+
+class IDTransformerGroup:
+    """The tables of a model, between which and a parameter server rows go. All ranks make one together.
+
+    Args:
+        url: of the parameter server; or a function that gives it for a module's path and a table's name.
+        module: the model, in DistributedModelParallel.
+        configs_dict: of each collection, by the path of its module, the configs of its tables.
+        eviction_config, transform_config: see `IDTransformer`.
+        ps_config: `{"chunk_size": ..., "seed": ..., "optimizers": [...]}`: numbers that one call of the server pushes;
+            of rows that begin anew; the optimizers of data-parallel tables, whose state is to travel with rows.
+        parallel: has no effect.
+
+    Raises:
+        ValueError: a path is no sharded module of TorchRec's, or its tables cannot be served: the message says why.
+        ServerError: a server cannot be reached.
+
+    Reference: torchrec_dynamic_embedding's IDTransformerGroup.
+    """
+
+    def __init__(
+        self,
+        url: str | Callable[[str, str], str],
+        module: Any,
+        configs_dict: Mapping[str, Sequence[BaseEmbeddingConfig]],
+        *,
+        eviction_config: Mapping[str, Any] | None = None,
+        transform_config: Mapping[str, Any] | None = None,
+        ps_config: Mapping[str, Any] | None = None,
+        parallel: bool = True,
+    ):
+        del parallel
+        ps_config = ps_config or {}
+        sharded = sharded_modules(module.module, "", module.plan)
+        ranks, traffic = Ranks(), Traffic()
+        self._collections: dict[str, IDTransformerCollection] = {}
+        self._servers: list[PSCollection] = []
+        self._last: Batch | None = None
+        optimizers: Sequence[torch.optim.Optimizer] = ps_config.get("optimizers", ())
+        for path, configs in configs_dict.items():
+            if path not in sharded:
+                raise ValueError(f"configs_dict must have paths of sharded modules, {list(sharded)}, got {path!r}")
+            its, plan = sharded[path]
+            rows = PSCollection.fromModule(path, its, plan, url, ps_config, traffic=traffic, rank=ranks.rank)
+            check_optimizers(path, its, plan, optimizers)
+            if ranks.size > 1:
+                _check_shared(path, plan, url)
+            self._servers.append(rows)
+            self._collections[path] = IDTransformerCollection(
+                configs, eviction_config, transform_config, rows, reinitialise=True, seed=ps_config.get("seed", 0)
+            )
+        self.steps = Steps(self._collections, ranks, traffic)
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._collections
+
+    def transform(
+        self, kjt_dict: Mapping[str, KeyedJaggedTensor]
+    ) -> tuple[dict[str, KeyedJaggedTensor], list[BatchHandle]]:
+        """The features of each path with cache ids, and what to wait for before they are looked up.
+
+        A call says that the step of the batch before has ended: its rows may leave.
+
+        Raises:
+            NoRoomError: a table has fewer rows than there are ids.
+            ServerError: a server failed.
+        """
+        if self._last is not None:
+            self.steps.finish(self._last)
+            self.steps.release(self._last)
+            self._last = None
+        gathered = self.steps.gather(kjt_dict)
+        batch = self.steps.begin(gathered)
+        if batch is None:
+            raise self.steps.no_room(gathered)
+        self._last = batch
+        return batch.kjts, [BatchHandle(self.steps, batch)]
+
+    def save(self) -> None:
+        """Push the rows that were used since the last call: see `Steps.save`."""
+        self.steps.save()
+
+    def close(self) -> None:
+        """Close the servers."""
+        for rows in self._servers:
+            rows.close()
+
+
+def _check_shared(path: str, plan: Mapping[str, Any], url: str | Callable[[str, str], str]) -> None:
+    """Raise ValueError where ranks would look for rows in memory of their own that another one has pushed."""
+    for table, how in plan.items():
+        its = url if isinstance(url, str) else url(path, table)
+        if its.startswith("memory://") and how.sharding_type != "table_wise":
+            raise ValueError(
+                f"table {table} of module {path!r} is of several ranks ({how.sharding_type}), but memory:// is the"
+                " memory of one process; use a server that all ranks reach, or shard table_wise"
+            )

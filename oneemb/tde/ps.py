@@ -1,0 +1,346 @@
+"""The rows of static tables, and the parameter server that keeps those which have no place in them.
+
+A row that travels is the table's weights and its optimizer's state, float32, one part each.
+
+Invariants:
+- a row that leaves is read at once, in the call that says so; what is sent later is that copy;
+- a row that comes is written in `FetchHandle.wait`, on the thread that calls it;
+- a row of a server is whole or an error: weights never come with the state of another moment's format.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from oneemb.kernels.init_rows import UNIFORM, InitialRows, init_rows
+from oneemb.kernels.threads import Threads
+from oneemb.storage.remote.parameter_server import ParameterServer, ServerError
+from oneemb.storage.remote.servers import open_server
+from oneemb.tde.push_mark import PushMark
+from oneemb.tde.table_tensors import table_tensors
+from oneemb.tde.traffic import Traffic
+
+__all__ = ["PS", "FetchHandle", "PSCollection"]
+
+DEFAULT_CHUNK_SIZE = 8 * 1024 * 1024
+
+
+_Pulled = tuple[np.ndarray, list[np.ndarray], np.ndarray]
+"""Pairs of ids and cache ids, the parts of their rows, and which of them the server has."""
+
+
+class _Shard(NamedTuple):
+    """Rows of a table that this process has."""
+
+    begin: int
+    end: int
+    tensors: list[torch.Tensor]
+    """[rows, width] of each part"""
+
+
+class PS:
+    """The rows of one table.
+
+    Args:
+        table_name: of the table on the server.
+        tensors: the table, [rows, D], and each state of its optimizer, [rows, D] or [rows]; or the ShardedTensors of
+            both, of which this process has some rows.
+        url: of the parameter server.
+        chunk_size: numbers that are pushed in one call of the server.
+        server: one that is open, in place of the one at the URL.
+        traffic: in which order servers are called; None = this one's own.
+        pushes: whether this process pushes rows; False = another one has the same and does.
+        rank: of this process.
+
+    Raises:
+        ValueError: a shard has not all columns of its rows.
+        ServerError: the server cannot be reached.
+
+    Reference: torchrec_dynamic_embedding's PS.
+    """
+
+    def __init__(
+        self, table_name: str, tensors: Sequence[torch.Tensor], url: str, chunk_size: int = DEFAULT_CHUNK_SIZE, *,
+        server: ParameterServer | None = None, traffic: Traffic | None = None, pushes: bool = True,
+        rank: int = 0,
+    ):  # fmt: skip
+        self.table_name = table_name
+        self.traffic = Traffic() if traffic is None else traffic
+        self._shards = list(_shards_of(table_name, tensors))
+        self._widths = [tensor.shape[1] for tensor in self._shards[0].tensors] if self._shards else []
+        self._server = open_server(url) if server is None else server
+        self._pushes = pushes
+        self._mark = PushMark(self._server, table_name, rank)
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size must be 1 or more, got {chunk_size}")
+        self._chunk = max(1, chunk_size // max(1, sum(self._widths)))
+
+    def evict(self, ids_to_evict: torch.Tensor) -> None:
+        """Push rows, and return when the server has them.
+
+        Args:
+            ids_to_evict: int64 [N, 2], ids and their cache ids; those of other ranks' rows are passed over.
+        """
+        self.traffic.wait(self.evict_later(ids_to_evict.numpy()))
+
+    def evict_later(self, pair_N2: np.ndarray) -> int:
+        """Read rows now and push them in their turn. Returns the ticket of `traffic`."""
+        if not self._pushes or not len(pair_N2):
+            return self.traffic.added
+        for shard, pairs in self._own(pair_N2):
+            where = torch.from_numpy(pairs[:, 1] - shard.begin)
+            parts = [
+                its.detach().index_select(0, where.to(its.device)).to("cpu", torch.float32).numpy()
+                for its in shard.tensors
+            ]
+            self.traffic.add(functools.partial(self._push, np.ascontiguousarray(pairs[:, 0]), parts))
+        return self.traffic.added
+
+    def fetch(
+        self, ids_to_fetch: torch.Tensor, time: int, reinit: bool = False, weight_init_max: float = 0.0,
+        weight_init_min: float = 0.0,
+    ) -> "FetchHandle":  # fmt: skip
+        """Bring rows into the table; they are there when `wait` of what this returns has ended.
+
+        Args:
+            ids_to_fetch: int64 [N, 2], ids and the cache ids that they are to have.
+            time: number of the batch; has no effect.
+            reinit: begin rows that the server lacks anew: weights uniform between the bounds, a function of table and
+                id alone, and state 0. Otherwise they stay as the table has them.
+            weight_init_max, weight_init_min: the bounds, in any order.
+        """
+        del time
+        low, high = sorted((float(weight_init_min), float(weight_init_max)))
+        return self.fetch_later(ids_to_fetch.numpy(), (low, high) if reinit else None)
+
+    def fetch_later(
+        self, pair_N2: np.ndarray, bounds: tuple[float, float] | None, seed: int = 0,
+        written: Callable[[], None] | None = None,
+    ) -> "FetchHandle":  # fmt: skip
+        """`fetch` of rows that begin with `seed`; `written` is called when they are in the table."""
+        return FetchHandle(self, pair_N2, bounds, seed, written)
+
+    def close(self) -> None:
+        """Close the server."""
+        self._server.close()
+
+    # ---- what handles call ----------------------------------------------------------------------------------------
+
+    def pull(self, pair_N2: np.ndarray) -> list[_Pulled]:
+        """Of each shard the pairs that are its, their parts, and which of them the server has."""
+        found: list[_Pulled] = []
+        for _, pairs in self._own(pair_N2):
+            parts, found_NP = self._server.pull(self.table_name, np.ascontiguousarray(pairs[:, 0]), self._widths)
+            some_N, all_N = np.logical_or.reduce(found_NP, axis=1), np.logical_and.reduce(found_NP, axis=1)
+            if (some_N != all_N).any():
+                n = int(np.flatnonzero(some_N != all_N)[0])
+                raise ServerError(
+                    f"{self._server.name}: of row {pairs[n, 0]} of table {self.table_name!r} the server has"
+                    f" {int(found_NP[n].sum())} of {len(self._widths)} parts (weights, then the optimizer's state): it"
+                    " was pushed by a job with another optimizer, or the server has lost values; begin with an empty"
+                    " server, or with the optimizer of that job"
+                )
+            found.append((pairs, parts, all_N))
+        self._mark.check()
+        return found
+
+    def write(
+        self,
+        pulled: list[_Pulled],
+        bounds: tuple[float, float] | None,
+        seed: int,
+    ) -> None:
+        """Write what `pull` gave into the table."""
+        for pairs, parts, found_N in pulled:
+            shard = next(its for its in self._shards if its.begin <= pairs[0, 1] < its.end)
+            if bounds is not None:
+                missing = np.flatnonzero(~found_N)
+                parts[0][missing] = _first_weights(self.table_name, pairs[missing, 0], self._widths[0], bounds, seed)
+                for part in parts[1:]:
+                    part[missing] = 0
+                found_N = np.ones(len(pairs), np.bool_)
+            where = torch.from_numpy(pairs[found_N, 1] - shard.begin)
+            with torch.no_grad():
+                for tensor, part in zip(shard.tensors, parts, strict=True):
+                    rows = torch.from_numpy(part[found_N]).to(tensor.device, tensor.dtype)
+                    tensor.detach().index_copy_(0, where.to(tensor.device), rows)
+
+    def _own(self, pair_N2: np.ndarray) -> list[tuple[_Shard, np.ndarray]]:
+        """The pairs whose rows this process has, by shard."""
+        its = [(s, pair_N2[(pair_N2[:, 1] >= s.begin) & (pair_N2[:, 1] < s.end)]) for s in self._shards]
+        return [(shard, pairs) for shard, pairs in its if len(pairs)]
+
+    def _push(self, id_N: np.ndarray, parts: list[np.ndarray]) -> None:
+        self._mark.check()
+        for begin in range(0, len(id_N), self._chunk):
+            some = slice(begin, begin + self._chunk)
+            self._server.push(self.table_name, id_N[some], [part[some] for part in parts])
+        self._mark.advance()
+
+
+class FetchHandle:
+    """Rows on their way into a table.
+
+    Args:
+        pair_N2: int64 [N, 2], ids and cache ids.
+        bounds: of the weights of rows that the server lacks; None = they stay as they are.
+        written: called once, when the rows are in the table.
+    """
+
+    def __init__(
+        self, ps: PS, pair_N2: np.ndarray, bounds: tuple[float, float] | None, seed: int,
+        written: Callable[[], None] | None,
+    ):  # fmt: skip
+        self._ps, self._pair_N2, self._bounds, self._seed, self._written = ps, pair_N2, bounds, seed, written
+        self._ticket: int | None = None
+        self._pulled: list[_Pulled] | None = None
+        self.done = False
+
+    def ask(self) -> None:
+        """Let the rows be pulled in their turn, after everything that was to be pushed before this call."""
+        if self._ticket is None:
+            self._ticket = self._ps.traffic.add(self._pull)
+
+    def wait(self) -> None:
+        """Have the rows in the table. If it raises, nothing was written, and it may be called again.
+
+        Raises:
+            ServerError: the server cannot be reached, or gives what is no row of the table.
+        """
+        if self.done:
+            return
+        self.ask()
+        assert self._ticket is not None
+        self._ps.traffic.wait(self._ticket)
+        assert self._pulled is not None
+        self._ps.write(self._pulled, self._bounds, self._seed)
+        self._pulled, self.done = None, True
+        if self._written is not None:
+            self._written()
+
+    def _pull(self) -> None:
+        self._pulled = self._ps.pull(self._pair_N2)
+
+
+class PSCollection:
+    """The rows of the tables of one collection.
+
+    Args:
+        path: of the collection's module.
+        plan: of each table its ParameterSharding and its tensors, as `PS` takes them.
+        url: of the parameter server; or a function that gives it for a table.
+        ps_config: `{"chunk_size": ...}`, see `PS`.
+        traffic: in which order servers are called; None = this one's own.
+        rank: of this process, which decides who pushes tables that all ranks have.
+
+    Raises:
+        ValueError: an option is not known, or a table is sharded by its columns.
+        ServerError: a server cannot be reached.
+
+    Reference: torchrec_dynamic_embedding's PSCollection.
+    """
+
+    def __init__(
+        self, path: str, plan: Mapping[str, tuple[Any, Sequence[torch.Tensor]]], url: str | Callable[[str], str],
+        ps_config: Mapping[str, Any] | None = None, *, traffic: Traffic | None = None, rank: int = 0,
+    ):  # fmt: skip
+        ps_config = ps_config or {}
+        unknown = set(ps_config) - {"chunk_size", "optimizers", "seed"}
+        if unknown:
+            raise ValueError(f"ps_config may have chunk_size, optimizers and seed, got {sorted(unknown)}")
+        self._path = path
+        self.traffic = Traffic() if traffic is None else traffic
+        servers: dict[str, ParameterServer] = {}
+        self._of_table: dict[str, PS] = {}
+        for table, (_, tensors) in plan.items():
+            its = url if isinstance(url, str) else url(table)
+            if its not in servers:
+                servers[its] = open_server(its)
+            self._of_table[table] = PS(
+                f"{path}.{table}", tensors, its, ps_config.get("chunk_size", DEFAULT_CHUNK_SIZE),
+                server=servers[its], traffic=self.traffic, pushes=rank == 0 or isinstance(tensors[0], ShardedTensor),
+                rank=rank,
+            )  # fmt: skip
+
+    def table_names(self) -> list[str]:
+        """The tables' names."""
+        return list(self._of_table)
+
+    def __getitem__(self, table_name: str) -> PS:
+        return self._of_table[table_name]
+
+    def close(self) -> None:
+        """Close the servers."""
+        for ps in self._of_table.values():
+            ps.close()
+
+    @staticmethod
+    def fromModule(
+        path: str, sharded_module: torch.nn.Module, params_plan: Mapping[str, Any],
+        url: str | Callable[[str, str], str], ps_config: Mapping[str, Any] | None = None, *,
+        traffic: Traffic | None = None, rank: int = 0,
+    ) -> "PSCollection":  # fmt: skip
+        """The rows of a module that TorchRec has sharded.
+
+        Args:
+            path: of the module.
+            sharded_module: TorchRec's sharded collection.
+            params_plan: how its tables are sharded, by name.
+            url: of the parameter server; or a function that gives it for a path and a table.
+            ps_config: see `PSCollection`; `"optimizers"` are those of tables that all ranks have.
+            traffic, rank: see `PSCollection`.
+
+        Raises:
+            ValueError: the module is not TorchRec's, has other tables than its plan, or an optimizer that is refused.
+        """
+        tensors = table_tensors(path, sharded_module, params_plan, (ps_config or {}).get("optimizers", ()))
+        plan = {table: (params_plan[table], its) for table, its in tensors.items()}
+        its_url = url if isinstance(url, str) else lambda table: url(path, table)
+        return PSCollection(path, plan, its_url, ps_config, traffic=traffic, rank=rank)
+
+
+# ---- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _shards_of(table: str, tensors: Sequence[torch.Tensor]) -> list[_Shard]:
+    first = tensors[0]
+    if not isinstance(first, ShardedTensor):
+        return [_Shard(0, first.shape[0], [_rows(table, its, first.shape[0]) for its in tensors])]
+    shards = []
+    for i, local in enumerate(first.local_shards()):
+        row, column = local.metadata.shard_offsets
+        rows, columns = local.metadata.shard_sizes
+        if column != 0 or columns != first.size(1):
+            raise ValueError(
+                f"table {table} is sharded by its columns, of which a shard has {columns} of {first.size(1)}; a row"
+                " travels as a whole: shard it by rows, table by table, or data-parallel"
+            )
+        parts = [its.local_shards()[i].tensor for its in tensors]  # type: ignore[attr-defined]
+        shards.append(_Shard(row, row + rows, [_rows(table, its, rows) for its in parts]))
+    return [shard for shard in shards if shard.end > shard.begin]
+
+
+def _rows(table: str, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """The tensor as [rows, width], sharing its memory."""
+    if tensor.dim() not in (1, 2) or tensor.shape[0] != rows:
+        raise ValueError(f"table {table}: a tensor of its {rows} rows has the shape {tuple(tensor.shape)}")
+    return tensor.detach().view(rows, -1)
+
+
+def _first_weights(table: str, id_N: np.ndarray, width: int, bounds: tuple[float, float], seed: int) -> np.ndarray:
+    """Weights of rows that no server has, float32 [N, width]: a pure function of seed, table and id."""
+    digest = hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8).digest()
+    initial = InitialRows(
+        int.from_bytes(digest, "little"), np.array([[UNIFORM]]), np.array([[[*bounds, 0.0, 0.0]]]), np.array([width])
+    )
+    weight_NX = np.empty((len(id_N), width), np.float32)
+    init_rows(
+        weight_NX, weight_NX, np.arange(len(id_N)), np.zeros(len(id_N), np.int32), np.ascontiguousarray(id_N), initial,
+        np.empty(0, np.float32), state_begin=width, threads=Threads(1),
+    )  # fmt: skip
+    return weight_NX

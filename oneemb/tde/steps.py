@@ -1,0 +1,307 @@
+"""Batches on their way through the tables: from ids to cache ids, and to rows that are in place.
+
+    begin(batch k + p)    ids get cache ids; rows that leave are read and, from then on, on their way to the server
+    finish(batch k)       its rows are in the tables
+    release(batch k)      the step that trains them has ended; they may leave
+
+All three are calls of the thread that trains, between two steps. Only calls of servers, of which `Traffic` has the
+order, may be made by another thread meanwhile.
+
+Invariants:
+- the rows of a batch are pinned from `begin` to `release`: a row that leaves is of no batch that is not yet trained, so
+  it is read after the step that last trained it has ended; and a row that comes is written to a place of which no batch
+  before makes use;
+- a pull of an id is made after every push of it: on one rank since calls of servers are in order, on several since an
+  id that any rank may still be pushing is *late*: it is pulled when all ranks have said that they have pushed;
+- `begin` gives cache ids to all tables of a batch or, if one has no room, to none;
+- ranks do the same in the same order: where one fails, all raise.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from torchrec import KeyedJaggedTensor
+
+from oneemb.tde.id_transformer import IDTransformer
+from oneemb.tde.jagged_ids import JaggedIds
+from oneemb.tde.ps import PS, FetchHandle
+from oneemb.tde.ranks import Ranks
+from oneemb.tde.traffic import Traffic
+
+__all__ = ["Batch", "BatchHandle", "CachedTable", "Gathered", "HasTables", "NoRoomError", "Steps"]
+
+
+class NoRoomError(RuntimeError):
+    """A table has fewer rows than a batch has distinct ids."""
+
+
+class CachedTable(NamedTuple):
+    """A table, and who knows its ids."""
+
+    name: str
+    features: list[str]
+    transformer: IDTransformer
+    ps: PS | None
+    """None = rows neither come nor leave."""
+    bounds: Callable[[], tuple[float, float] | None]
+    """Between which the weights of a row begin that the server lacks; None = as the table has them."""
+    seed: int
+
+
+class HasTables(Protocol):
+    """What `Steps` asks of a collection."""
+
+    @property
+    def tables(self) -> Sequence[CachedTable]:
+        """Its tables."""
+
+
+class Gathered(NamedTuple):
+    """The ids of a batch on all ranks."""
+
+    jagged: dict[str, JaggedIds]
+    """Of this rank, by path."""
+    of_ranks: list[dict[str, list[tuple[np.ndarray, np.ndarray]]]]
+    """Of each rank, by path, of each table the distinct ids and how often each occurs."""
+
+
+class Batch:
+    """A batch whose ids have cache ids."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.kjts: dict[str, KeyedJaggedTensor] = {}
+        self.handles: list[FetchHandle] = []
+        self.late: list[FetchHandle] = []
+        self.any_late = False
+        """On any rank."""
+        self.pushed = 0
+        """Ticket after which what left for it has been pushed."""
+        self.pins: list[tuple[IDTransformer, np.ndarray]] = []
+        self.finished = False
+
+
+class Steps:
+    """The batches of collections that are trained together.
+
+    Args:
+        collections: by path.
+        ranks: that train them.
+        traffic: of their servers.
+    """
+
+    def __init__(self, collections: Mapping[str, HasTables], ranks: Ranks, traffic: Traffic):
+        self.collections = collections
+        self.ranks = ranks
+        self.traffic = traffic
+        self._time = 0
+        self._unfinished: deque[Batch] = deque()
+        self._dropped: deque[Batch] = deque()
+        self._unpushed: list[tuple[int, IDTransformer, np.ndarray]] = []
+        self._torn = False
+
+    def gather(self, kjts: Mapping[str, KeyedJaggedTensor]) -> Gathered:
+        """The ids of all ranks; every rank makes the call.
+
+        Raises:
+            ValueError: a path or a feature is not known.
+            RuntimeError: so it is on another rank.
+        """
+        jagged: dict[str, JaggedIds] = {}
+        self._together(lambda: jagged.update({path: self._ids_of(path, kjt) for path, kjt in kjts.items()}))
+        mine = {path: list(zip(its.id_TU, its.count_TU, strict=True)) for path, its in jagged.items()}
+        return Gathered(jagged, self.ranks.exchange(mine))
+
+    def begin(self, gathered: Gathered) -> Batch | None:
+        """Give the ids of a batch cache ids, and let its rows be sent for.
+
+        Returns:
+            None if a table has no room beside batches that are not yet trained: nothing has changed.
+        """
+        self._check()
+        merged = {
+            path: [_merged([its[path][t] for its in gathered.of_ranks]) for t in range(len(collection.tables))]
+            for path, collection in self.collections.items()
+            if path in gathered.jagged
+        }
+        if not all(
+            table.transformer.has_room(id_U, table.ps is not None)
+            for path, its in merged.items()
+            for table, (id_U, _) in zip(self.collections[path].tables, its, strict=True)
+        ):
+            return None
+        batch = Batch(self._time)
+        self._torn = True
+        cache: dict[str, list[np.ndarray]] = {}
+        fetches: list[tuple[CachedTable, np.ndarray]] = []
+        for path, its in merged.items():
+            cache[path] = []
+            for table, (id_U, count_U) in zip(self.collections[path].tables, its, strict=True):
+                moves = table.transformer.moves(id_U, count_U, self._time)
+                table.transformer.pin(moves.cache_U)
+                batch.pins.append((table.transformer, moves.cache_U))
+                cache[path].append(_in_order_of(gathered.jagged[path].id_TU[len(cache[path])], id_U, moves.cache_U))
+                if table.ps is not None:
+                    batch.pushed = table.ps.evict_later(moves.evict_E2)
+                    if self.ranks.size > 1 and len(moves.evict_E2):
+                        self._unpushed.append((batch.number, table.transformer, moves.evict_E2[:, 0]))
+                    fetches.append((table, moves.fetch_F2))
+        for table, pair_F2 in fetches:
+            self._fetch(batch, table, pair_F2)
+        self._time += 1
+        self._unfinished.append(batch)
+        batch.kjts = {path: its.with_cache_ids(cache[path]) for path, its in gathered.jagged.items()}
+        self._torn = False
+        return batch
+
+    def finish(self, batch: Batch) -> None:
+        """Have the rows of a batch, and of all that began before it, in the tables; every rank makes the call.
+
+        If it raises, it may be called again.
+
+        Raises:
+            ServerError: a server failed.
+            RuntimeError: something failed on another rank.
+        """
+        self._check()
+        while not batch.finished:
+            first = self._unfinished[0]
+            if first.any_late:
+                self._together(functools.partial(self.traffic.wait, first.pushed))
+            self._together(functools.partial(self._bring, first))
+            self._unpushed = [its for its in self._unpushed if its[0] > first.number]
+            first.finished = True
+            self._unfinished.popleft()
+
+    def release(self, batch: Batch) -> None:
+        """The rows of a batch may leave again."""
+        pins, batch.pins = batch.pins, []
+        for transformer, cache_U in pins:
+            transformer.unpin(cache_U)
+
+    def settle(self) -> None:
+        """Finish every batch that has begun, also those that were dropped: see `finish`."""
+        self._check()
+        if self._unfinished:
+            self.finish(self._unfinished[-1])
+
+    def drop(self, batch: Batch) -> None:
+        """Release a batch that nobody will train, at the next call; from any thread."""
+        self._dropped.append(batch)
+
+    def save(self) -> None:
+        """Push the rows that were used since the last call; every rank makes the call, between two steps.
+
+        Raises:
+            ServerError: a server failed; what was not pushed is pushed by the next call.
+            RuntimeError: something failed on another rank.
+        """
+        self.settle()
+        self._together(self._save)
+
+    # ---- helpers --------------------------------------------------------------------------------------------------
+
+    def no_room(self, gathered: Gathered) -> NoRoomError:
+        """Which table has no room for a batch, in words."""
+        for path in gathered.jagged:
+            for t, table in enumerate(self.collections[path].tables):
+                id_U, _ = _merged([its[path][t] for its in gathered.of_ranks])
+                if not table.transformer.has_room(id_U, table.ps is not None):
+                    more = "" if table.ps is not None else ", and without a parameter server none leaves"
+                    return NoRoomError(
+                        f"table {table.name!r} of module {path!r} has {table.transformer.num_embedding} rows"
+                        f" (num_embeddings), and this batch has {len(id_U)} distinct ids on all ranks together{more};"
+                        " give it more rows than that, or batches fewer ids"
+                    )
+        return NoRoomError("a table has no room for this batch")
+
+    def _together(self, call: Callable[[], None]) -> None:
+        """Make a call on all ranks; if it raises on one, all raise."""
+        try:
+            call()
+        except Exception as error:
+            self.ranks.agree(error)
+        else:
+            self.ranks.agree(None)
+
+    def _bring(self, batch: Batch) -> None:
+        self.traffic.wait(batch.pushed)
+        for handle in [*batch.handles, *batch.late]:
+            handle.wait()
+
+    def _save(self) -> None:
+        for collection in self.collections.values():
+            for table in collection.tables:
+                if table.ps is not None:
+                    pairs = table.transformer.used()
+                    self.traffic.wait(table.ps.evict_later(pairs))
+                    table.transformer.saved(pairs[:, 1])
+
+    def _ids_of(self, path: str, kjt: KeyedJaggedTensor) -> JaggedIds:
+        if path not in self.collections:
+            raise ValueError(f"path must be one of {list(self.collections)}, got {path!r}")
+        return JaggedIds(kjt, [table.features for table in self.collections[path].tables])
+
+    def _fetch(self, batch: Batch, table: CachedTable, pair_F2: np.ndarray) -> None:
+        if not len(pair_F2) or table.ps is None:
+            return
+        pushing = [id_E for _, transformer, id_E in self._unpushed if transformer is table.transformer]
+        late_F = np.isin(pair_F2[:, 0], np.concatenate(pushing)) if pushing else np.zeros(len(pair_F2), np.bool_)
+        for some, handles in ((pair_F2[~late_F], batch.handles), (pair_F2[late_F], batch.late)):
+            if len(some):
+                table.transformer.pin(some[:, 1])
+                unpin = _Unpin(table.transformer, some[:, 1])
+                handle = table.ps.fetch_later(some, table.bounds(), table.seed, unpin)
+                handles.append(handle)
+                if handles is batch.handles:
+                    handle.ask()
+        batch.any_late |= bool(late_F.any())
+
+    def _check(self) -> None:
+        while self._dropped:
+            self.release(self._dropped.popleft())
+        if self._torn:
+            raise RuntimeError(
+                "a call that gave ids their cache ids was interrupted: which row is whose is no longer known; begin"
+                " anew from what was saved"
+            )
+
+
+class BatchHandle:
+    """The rows of one batch."""
+
+    def __init__(self, steps: Steps, batch: Batch) -> None:
+        self._steps, self._batch = steps, batch
+
+    def wait(self) -> None:
+        """Have the rows of the batch in the tables: see `Steps.finish`."""
+        self._steps.finish(self._batch)
+
+
+class _Unpin:
+    def __init__(self, transformer: IDTransformer, cache_F: np.ndarray) -> None:
+        self._transformer, self._cache_F = transformer, cache_F
+
+    def __call__(self) -> None:
+        self._transformer.unpin(self._cache_F)
+
+
+def _merged(of_ranks: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct ids of all ranks, in the order in which they first occur, and how often each does."""
+    if len(of_ranks) == 1:
+        return of_ranks[0]
+    id_N, count_N = (np.concatenate(its) for its in zip(*of_ranks, strict=True))
+    id_U, head_U, inverse_N = np.unique(id_N, return_index=True, return_inverse=True)
+    order_U = np.argsort(head_U)
+    return id_U[order_U], np.bincount(inverse_N, count_N, len(id_U)).astype(np.int64)[order_U]
+
+
+def _in_order_of(asked_U: np.ndarray, id_U: np.ndarray, cache_U: np.ndarray) -> np.ndarray:
+    """The cache ids of some of the ids."""
+    if asked_U is id_U:
+        return cache_U
+    order_U = np.argsort(id_U)
+    return cache_U[order_U[np.searchsorted(id_U, asked_U, sorter=order_U)]]

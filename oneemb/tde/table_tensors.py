@@ -1,0 +1,120 @@
+"""Where the rows of a sharded module's tables are: the weights, and what an optimizer keeps of each row."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from oneemb.tde.row_adam import RowAdam
+
+__all__ = ["check_optimizers", "table_tensors"]
+
+
+def table_tensors(
+    path: str, module: torch.nn.Module, params_plan: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer]
+) -> dict[str, list[torch.Tensor]]:
+    """Of each table its weights and each state of its rows, in memory that the module and its optimizer use.
+
+    Args:
+        path: of the module.
+        module: TorchRec's sharded collection.
+        params_plan: how its tables are sharded, by name.
+        optimizers: of tables that all ranks have, which no optimizer of the module's own trains.
+
+    Raises:
+        ValueError: the module is not TorchRec's, or has other tables than its plan.
+    """
+    if type(module).__module__.startswith("oneemb."):
+        raise ValueError(
+            f"module {path!r} is {type(module).__name__} of oneemb: its tables grow by themselves and take any id;"
+            " train it on the loader as it is"
+        )
+    states = module.fused_optimizer.state_dict()["state"]  # type: ignore[union-attr]
+    parameters = dict(module.named_parameters())
+    found: dict[str, list[torch.Tensor]] = {}
+    for key, tensor in module.state_dict().items():
+        # embeddings.NAME.weight or embedding_bags.NAME.weight
+        words = key.split(".")
+        table = ".".join(words[1:-1])
+        if len(words) < 3 or table not in params_plan or words[-1] != "weight":
+            continue
+        if not isinstance(tensor, ShardedTensor) and hasattr(tensor, "placements"):
+            raise ValueError(
+                f"table {table} of module {path!r} is a {type(tensor).__name__}, and must be a ShardedTensor or, where"
+                " all ranks have it, a tensor; make the sharding environment without output_dtensor"
+            )
+        state = {name.removeprefix(f"{table}."): its for name, its in states.get(key, {}).items()}
+        if isinstance(tensor, ShardedTensor):
+            names = [name for name, its in state.items() if isinstance(its, ShardedTensor)]
+        else:
+            state = _dense_state(parameters.get(key), optimizers)
+            names = [name for name, its in state.items() if torch.is_tensor(its) and its.shape[:1] == tensor.shape[:1]]
+        found[table] = [tensor, *(state[name] for name in sorted(names))]
+    if set(found) != set(params_plan):
+        raise ValueError(
+            f"module {path!r} must have the tables of its plan, {sorted(params_plan)}, but has {sorted(found)}"
+        )
+    return found
+
+
+def check_optimizers(
+    path: str, module: torch.nn.Module, params_plan: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer]
+) -> None:
+    """Raise ValueError unless the state of every row is known: tables that all ranks have are trained by an optimizer
+    of the user's, which must be given, and must leave rows alone that have no gradient."""
+    parameters = dict(module.named_parameters())
+    for key, tensor in module.state_dict().items():
+        table = ".".join(key.split(".")[1:-1])
+        if isinstance(tensor, ShardedTensor) or table not in params_plan:
+            continue
+        holding = [its for its in optimizers if _group_of(parameters.get(key), its) is not None]
+        if not holding:
+            raise ValueError(
+                f"table {table} of module {path!r} is data-parallel: an optimizer of yours trains it. Pass it, as"
+                " ps_config={'optimizers': [optimizer]}, so that its state travels with rows; or shard the table"
+                " otherwise"
+            )
+        for its in holding:
+            _check_rests(table, its, _group_of(parameters.get(key), its) or {})
+
+
+def _check_rests(table: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
+    """Raise ValueError if the optimizer moves rows that have no gradient, as those on a server have none."""
+    rests = (
+        isinstance(optimizer, RowAdam)
+        or isinstance(optimizer, torch.optim.SGD) and not group["momentum"] and not group["weight_decay"]
+        or isinstance(optimizer, torch.optim.Adagrad) and not group["weight_decay"]
+    )  # fmt: skip
+    if not rests:
+        raise ValueError(
+            f"the optimizer of table {table}, {type(optimizer).__name__}, moves rows that have no gradient, which those"
+            " on a server could not follow; use SGD without momentum and weight decay, Adagrad without weight decay, or"
+            " oneemb.tde.RowAdam"
+        )
+
+
+def _dense_state(
+    parameter: torch.Tensor | None, optimizers: Iterable[torch.optim.Optimizer]
+) -> dict[str, torch.Tensor]:
+    for optimizer in optimizers:
+        for its in _parameters_of(optimizer):
+            if _same(its, parameter):
+                return dict(optimizer.state[its])
+    return {}
+
+
+def _group_of(parameter: torch.Tensor | None, optimizer: torch.optim.Optimizer) -> Mapping[str, Any] | None:
+    for group in optimizer.param_groups:
+        if any(_same(its, parameter) for its in group["params"]):
+            return dict(group)
+    return None
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [its for group in optimizer.param_groups for its in group["params"]]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Whether both are the same numbers: TorchRec makes more than one parameter of a table."""
+    return other is not None and one.data_ptr() == other.data_ptr() and one.shape == other.shape

@@ -1,0 +1,27 @@
+"""Tensors that one call of an `IDTransformer` takes together."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+__all__ = ["TensorList"]
+
+
+class TensorList:
+    """A list of tensors, apart from autograd.
+
+    Args:
+        tensors: each shares its memory with what the list has.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        self.tensor_list = [tensor.detach() for tensor in tensors]
+
+    def __len__(self) -> int:
+        return len(self.tensor_list)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return self.tensor_list[i]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.tensor_list)

@@ -1,0 +1,65 @@
+"""What goes to parameter servers and comes from them, in order, on any thread.
+
+Invariants:
+- calls are made one at a time, in the order in which they were added: a row that was pushed is what a later pull of its
+  id finds;
+- a call that fails stays the next one to be made: whoever waits for it, or for one after it, gets the error once, with
+  its traceback, and the next who waits makes the call again.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["Traffic"]
+
+
+class Traffic:
+    """Calls that are still to be made."""
+
+    def __init__(self) -> None:
+        self._calls: deque[Callable[[], None]] = deque()
+        self._added = self._made = 0
+        self._failed: BaseException | None = None
+        self._one_at_a_time = threading.Lock()
+
+    def add(self, call: Callable[[], None]) -> int:
+        """A call for later, which must be fine to make twice. Returns the ticket to wait with."""
+        self._calls.append(call)
+        self._added += 1
+        return self._added
+
+    @property
+    def added(self) -> int:
+        """The ticket of the last call."""
+        return self._added
+
+    def run_ahead(self, until: int) -> None:
+        """Make the calls up to a ticket, on a thread of its own; what one raises is for whoever waits."""
+        while True:
+            with self._one_at_a_time:
+                if self._made >= until or self._failed is not None:
+                    return
+                try:
+                    self._make_next()
+                except BaseException as error:
+                    self._failed = error
+
+    def wait(self, ticket: int) -> None:
+        """Have the calls made up to a ticket: here, as far as no other thread has made them."""
+        while True:
+            with self._one_at_a_time:
+                if self._made >= ticket:
+                    return
+                if self._failed is not None:
+                    error, self._failed = self._failed, None
+                    try:
+                        raise error
+                    finally:
+                        del error  # which keeps this frame
+                self._make_next()
+
+    def _make_next(self) -> None:
+        self._calls[0]()
+        self._calls.popleft()
+        self._made += 1

@@ -1,0 +1,28 @@
+"""Which modules of a model TorchRec has sharded."""
+
+from typing import Any
+
+import torch
+
+__all__ = ["sharded_modules"]
+
+
+def sharded_modules(module: torch.nn.Module, path: str, plan: Any) -> dict[str, tuple[torch.nn.Module, Any]]:
+    """By path, the modules that a ShardingPlan has, and what it says of their tables.
+
+    Args:
+        module: the model within DistributedModelParallel.
+        path: of that module.
+        plan: the model's plan.
+    """
+    of_tables = plan.get_plan_for_module(path)
+    if of_tables:
+        return {path: (module, of_tables)}
+    found: dict[str, tuple[torch.nn.Module, Any]] = {}
+    for name, child in module.named_children():
+        found.update(sharded_modules(child, f"{path}.{name}" if path else name, plan))
+    return found
+
+
+_get_sharded_modules_recursive = sharded_modules
+"""By upstream's name."""

@@ -1,0 +1,90 @@
+"""Requests to a cluster of Redis servers, by the client's own `RedisCluster`, which knows which node has which key.
+
+Keys of one request lie on many nodes, so that each key is a command, and the commands for a node go out together.
+
+Invariants:
+- a process uses connections of its own only;
+- the client tries again what nodes refuse while keys move, and what breaks, a few times in all. It closes a connection
+  on which an answer is missing, but cannot have the server forget what was sent on it: after an error, a write of the
+  failed call may still land.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import redis
+
+from oneemb.storage.remote.parameter_server import ServerError
+from oneemb.storage.remote.redis_connections import Request, client_options
+from oneemb.storage.remote.redis_errors import server_error
+from oneemb.storage.remote.redis_url import RedisURL
+
+__all__ = ["RedisClusterNodes"]
+
+
+class RedisClusterNodes:
+    """The nodes of a cluster, of which a URL names one.
+
+    Raises:
+        ServerError: it cannot be reached, does not let us in, or is no cluster.
+    """
+
+    def __init__(self, url: RedisURL):
+        self._url = url
+        self._client: redis.RedisCluster | None = None
+        self._pid = 0
+        self._told(self._begun)
+
+    def run(self, requests: Iterable[Request]) -> None:
+        """Have all requests answered, one after the other; see `RedisConnections.run`."""
+        for request in requests:
+            answers = self._told(partial(self._answers, request))
+            for answer in answers:
+                if isinstance(answer, redis.RedisError):
+                    raise server_error(answer, self._url.name) from answer
+            request.take(_AS_ONE[request.command](answers))
+
+    def close(self) -> None:
+        """End connections."""
+        if self._client is not None:
+            self._client.close()
+        self._client = None
+
+    def _begun(self) -> redis.RedisCluster:
+        if self._client is None or self._pid != os.getpid():
+            self.close()
+            self._client = redis.RedisCluster(ssl=self._url.tls, **client_options(self._url))
+            self._pid = os.getpid()
+        return self._client
+
+    def _answers(self, request: Request) -> list[Any]:
+        pipeline = self._begun().pipeline()
+        command = _ONE_KEY.get(request.command, request.command)
+        values = [()] * len(request.keys) if request.values is None else [(value,) for value in request.values]
+        for key, value in zip(request.keys, values, strict=True):
+            pipeline.execute_command(command, key, *value)
+        return pipeline.execute(raise_on_error=False)
+
+    def _told(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except redis.RedisError as error:
+            raise server_error(error, self._url.name) from error
+        except redis.exceptions.RedisClusterException as error:
+            raise ServerError(
+                f"{self._url.name}: the cluster cannot be used ({error}); see `redis-cli cluster info`, and leave out"
+                " `cluster=true` where the server is none"
+            ) from error
+
+
+_ONE_KEY = {"MGET": "GET", "MSET": "SET"}
+_AS_ONE: dict[str, Callable[[list[Any]], Any]] = {
+    "MGET": list,
+    "MSET": lambda answers: b"OK" if all(answers) else answers,
+    "UNLINK": sum,
+    "EXISTS": sum,
+    "TYPE": lambda answers: answers[0],
+}
+"""What a server's answer to one command on all keys would be."""

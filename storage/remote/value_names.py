@@ -1,0 +1,149 @@
+"""The numbers under which a file server keeps the values of each table and part, in one small file.
+
+    JSON of a list, in ASCII, with spaces to a multiple of 8 bytes | XXH64 of all that, little-endian
+
+    {"version": 1, "identity": 32 hexadecimal digits, "values": [[table, part, [widths]], ...]}
+
+A number is a place in the list. What must stay true: a name keeps its number for ever, and is durable before the first
+row is kept under it.
+"""
+
+import json
+import struct
+import uuid
+
+from oneemb.kernels.checksum import xxh64
+from oneemb.storage.errors import CorruptTableError, FormatVersionError
+from oneemb.storage.fs import FileSystem, storage_error
+
+__all__ = ["Value", "ValueNames", "replace_file"]
+
+_SUM = struct.Struct("<Q")
+_VERSION = 1
+
+
+class Value:
+    """What is known of one part of one table's rows.
+
+    Args:
+        number: the table of our own that its values are in.
+        widths: those that values of it have had, in the order in which they came.
+    """
+
+    def __init__(self, number: int, widths: list[int]):
+        self.number, self.widths = number, widths
+
+
+class ValueNames:
+    """The file, read when this is made.
+
+    Args:
+        path: of the file; it need not be there.
+
+    Raises:
+        CorruptTableError: it is not what was written.
+        FormatVersionError: a later release wrote it.
+        StorageError: it cannot be read.
+    """
+
+    def __init__(self, fs: FileSystem, path: str):
+        self._fs, self.path = fs, path
+        self.identity = uuid.uuid4().hex
+        self.new = False
+        """Whether there was no file."""
+        self._values: dict[tuple[str, int], Value] = {}
+        try:
+            file = fs.open(path)
+        except FileNotFoundError:
+            self.new = True
+            return
+        except OSError as error:
+            raise storage_error(error, "open", path) from error
+        try:
+            data = bytearray(fs.size(path))
+            data = data[: fs.read_into(file, memoryview(data), 0)]
+        except OSError as error:
+            raise storage_error(error, "read", path) from error
+        finally:
+            fs.close(file)
+        self._read(bytes(data))
+
+    @property
+    def widths(self) -> list[int]:
+        """Every width that any value has had."""
+        return sorted({width for value in self._values.values() for width in value.widths})
+
+    def find(self, table: str, part: int) -> Value | None:
+        """What is known of a part; None = no row of the table has had it."""
+        return self._values.get((table, part))
+
+    def add(self, table: str, part: int, width: int) -> Value:
+        """What is known of a part, values of this width included. Durable when this returns.
+
+        Raises:
+            StorageError: it cannot be written; what was known is known still.
+        """
+        known = self._values.get((table, part))
+        if known is not None and width in known.widths:
+            return known
+        value = Value(len(self._values), [width]) if known is None else Value(known.number, [*known.widths, width])
+        self._write(self._values | {(table, part): value})
+        self._values[table, part] = value
+        return value
+
+    def write(self) -> None:
+        """Make the file where it is not there. Durable when this returns."""
+        self._write(self._values)
+        self.new = False
+
+    def _write(self, values: dict[tuple[str, int], Value]) -> None:
+        named = [[table, part, value.widths] for (table, part), value in values.items()]
+        text = json.dumps({"version": _VERSION, "identity": self.identity, "values": named}).encode()
+        text = text.ljust(-(-len(text) // 8) * 8)
+        replace_file(self._fs, self.path, text + _SUM.pack(xxh64(text)))
+
+    def _read(self, data: bytes) -> None:
+        text, end = data[: -_SUM.size], data[-_SUM.size :]
+        try:
+            if len(text) % 8 or len(end) < _SUM.size or _SUM.unpack(end)[0] != xxh64(text):
+                raise ValueError("its checksum is another one")
+            fields = json.loads(text)
+            if fields["version"] != _VERSION:
+                raise FormatVersionError(
+                    f"{self.path} has format {fields['version']}, and this release reads {_VERSION}: a later release"
+                    " wrote it; open it with that one"
+                )
+            self.identity = str(fields["identity"])
+            for number, (table, part, widths) in enumerate(fields["values"]):
+                self._values[str(table), int(part)] = Value(number, [int(width) for width in widths])
+            if len(self._values) != len(fields["values"]):
+                raise ValueError("it names a part twice")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CorruptTableError(
+                f"{self.path}, {len(data)} bytes, is not what was written: {error}; it says which rows are whose, so"
+                " restore it from a copy of this folder"
+            ) from error
+
+
+def replace_file(fs: FileSystem, path: str, data: bytes) -> None:
+    """Put a whole file in the place of one. Durable and atomic.
+
+    Raises:
+        StorageError: it cannot be written; the old one is there still, or the new one.
+    """
+    beside = f"{path}.new"
+    try:
+        try:
+            fs.remove(beside)
+        except FileNotFoundError:
+            pass
+        file = fs.create(beside)
+        try:
+            fs.write(file, data, 0)
+            fs.sync(file)
+        finally:
+            fs.close(file)
+        fs.rename(beside, path)
+        fs.sync_directory(path.rpartition("/")[0])
+    except OSError as error:
+        raise storage_error(error, "write", path) from error
