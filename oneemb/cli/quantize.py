@@ -53,6 +53,7 @@ def check_file(ctx: click.Context, path: str, as_json: bool) -> None:
     from oneemb.storage.errors import CorruptTableError
     from oneemb.storage.serving.served_file import ServedFile
 
+    _need_served(path)
     problems, rows = [], 0
     with progress_bar(as_json, "checking", "B") as move:
         try:
@@ -75,6 +76,7 @@ def inspect_file(path: str, as_json: bool) -> None:
     from oneemb.kernels.threads import Threads
     from oneemb.storage.serving.served_file import ServedFile
 
+    _need_served(path)
     info = ServedFile(path, threads=Threads()).info
     tell(
         as_json,
@@ -84,3 +86,12 @@ def inspect_file(path: str, as_json: bool) -> None:
         f"{size_text(os.path.getsize(path))}, {info.row_bytes} bytes a row; tables {', '.join(map(str, info.tables))};"
         f" error {info.error_max:.3g} at most, {info.error_rms:.3g} rms",
     )
+
+
+def _need_served(path: str) -> None:
+    from oneemb.storage.serving.served_file import is_served_file
+
+    if not is_served_file(path):
+        raise click.UsageError(
+            f"{path} is a file, and none that `oneemb quantize` has made; name the folder of a table"
+        )
