@@ -33,6 +33,7 @@ _MODULES = {
     "rows.export_rows": ("export_rows",),
     "rows.import_rows": ("import_rows",),
     "eval_graph": ("EvalGraph",),
+    "serving.inference": ("InferenceEmbedding",),
     "train_graph": ("TrainGraph",),
 }
 _WHERE = {name: f"oneemb.{module}" for module, names in _MODULES.items() for name in names}

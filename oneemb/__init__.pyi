@@ -41,6 +41,7 @@ from oneemb.rows.export_rows import export_rows as export_rows
 from oneemb.rows.import_rows import import_rows as import_rows
 from oneemb.rows.reader import make_persistent_table_reader as make_persistent_table_reader
 from oneemb.rows.writer import make_persistent_table_writer as make_persistent_table_writer
+from oneemb.serving.inference import InferenceEmbedding as InferenceEmbedding
 from oneemb.storage.remote.parameter_server import (
     LostRowsError as LostRowsError,
     ServerError as ServerError,

@@ -476,6 +476,8 @@ class TableEmbedding(torch.nn.Module):
             "tables": json.loads(to_json(self.tables)),
             "padding_idx": self.padding_idx,
             "seed": self.seed,
+            "column_dims": list(self.column_dims),
+            "default_initializer": json.loads(to_json(self.default_initializer or _DEFAULT_INITIALIZER)),
         }
 
     def _made(self) -> str:

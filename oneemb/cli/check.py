@@ -1,5 +1,6 @@
 """The command `check`: whether a table is as it was written; and `compact`, which frees its garbage."""
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from oneemb.cli.output import FOLDER, json_option, progress_bar, size_text, tell
+from oneemb.cli.quantize import check_file
 from oneemb.cli.snapshots import need_own_tables
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ __all__ = ["check", "compact"]
 
 
 @click.command()
-@click.argument("path", type=FOLDER)
+@click.argument("path", type=click.Path(exists=True))
 @json_option
 @click.pass_context
 def check(ctx: click.Context, path: str, as_json: bool) -> None:
@@ -25,11 +27,14 @@ def check(ctx: click.Context, path: str, as_json: bool) -> None:
     Every byte that the snapshots at PATH need is compared with its checksum, and every reference followed; of the
     snapshots of ranks that have their tables there, whether all parts are there. Reads only,
     beside a job that writes too. Exits with 1 and a list when something contradicts. Tables of OneFlow have
-    no checksums: their files are compared with each other.
+    no checksums: their files are compared with each other. PATH may be a file that `oneemb quantize` has made.
     """
     from oneemb.storage.foreign.oneflow_table import is_oneflow_table
     from oneemb.storage.parts_check import check_parts
 
+    if os.path.isfile(path):
+        check_file(ctx, path, as_json)
+        return
     with progress_bar(as_json, "checking", "B") as move:
         result = _check_oneflow(path, move) if is_oneflow_table(path) else check_parts(path, progress=move)
     tell(

@@ -17,6 +17,7 @@ from oneemb.cli.check import check, compact
 from oneemb.cli.inspect import inspect
 from oneemb.cli.merge_deltas import merge_deltas_command
 from oneemb.cli.plan import plan_command
+from oneemb.cli.quantize import quantize_command
 from oneemb.cli.reshard import reshard_command
 from oneemb.cli.rows import export_command, import_command
 from oneemb.cli.snapshots import snapshot
@@ -74,6 +75,6 @@ def oneemb() -> None:
 
 for _command in (
     inspect, check, compact, snapshot, merge_deltas_command, export_command, import_command, reshard_command,
-    plan_command,
+    plan_command, quantize_command,
 ):  # fmt: skip
     oneemb.add_command(_command)

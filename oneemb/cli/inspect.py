@@ -1,5 +1,6 @@
 """The command `inspect`: what a table holds."""
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -8,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
-from oneemb.cli.output import FOLDER, json_option, size_text, table_lines, tell
+from oneemb.cli.output import json_option, size_text, table_lines, tell
+from oneemb.cli.quantize import inspect_file
 
 if TYPE_CHECKING:
     from oneemb.storage.snapshot_parts import FoundParts
@@ -18,7 +20,7 @@ __all__ = ["inspect"]
 
 
 @click.command()
-@click.argument("path", type=FOLDER)
+@click.argument("path", type=click.Path(exists=True))
 @click.option(
     "--histogram", "snapshot", metavar="SNAPSHOT",
     help="Show how norms, and where a policy notes uses, ages and scores of its rows are spread.",
@@ -34,6 +36,9 @@ def inspect(path: str, snapshot: str | None, as_json: bool) -> None:
     from oneemb.storage.table.recovery import lost_text
     from oneemb.storage.table.table_info import table_info
 
+    if os.path.isfile(path):
+        inspect_file(path, as_json)
+        return
     if snapshot is not None:
         _inspect_rows(path, snapshot, as_json)
         return

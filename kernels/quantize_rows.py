@@ -1,0 +1,166 @@
+"""Rows as integers of 8 or 4 bits with a scale and a low of each row.  N rows, D weights, B bytes of a quantized row.
+
+    8 bits    D bytes, then scale and low as float32         q = round((x - low) * 255 / (high - low + 1e-8))
+    4 bits    (D + 1) // 2 bytes, the weight of even place in the lower half of a byte, then scale and low as float16
+                                                             q = round((x - low) / scale), cut to 0 to 15
+    x is read as q * scale + low
+
+Rounding is to nearest, ties to even; all arithmetic is float32. The scale of a row of 4 bits whose weights are equal,
+or whose scale would be 0 in float16, is 1.
+
+`quantize_rows` says which rows cannot be quantized: those with a NaN or an infinity, and those whose scale or low does
+not fit.
+
+Reference: FBGEMM's fused row-wise formats; torch.ops.quantized.embedding_bag_byte_prepack and _4bit_prepack.
+"""
+
+import numpy as np
+
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import Number, cpu, part, rule
+from oneemb.kernels.jit_code import float_bits, from_float32, natural, to_float32, uint_as_float
+from oneemb.kernels.threads import Threads
+
+__all__ = ["dequantize_row", "quantize_rows", "quantized_bytes"]
+
+_EPSILON = np.float32(1e-8)
+_EXPONENT = np.uint32(0x7F800000)
+_SHARE_MIN = 256
+
+
+def quantized_bytes(dim: int, bits: int) -> int:
+    """Bytes of a quantized row of `dim` weights: with 8 bits `dim + 8`, with 4 `(dim + 1) // 2 + 4`."""
+    return dim + 8 if bits == 8 else (dim + 1) // 2 + 4
+
+
+@rule
+def _is_finite(x: Number) -> Number:
+    return (float_bits(x) & _EXPONENT) != _EXPONENT
+
+
+@rule
+def _nearest(x: Number, most: Number) -> Number:
+    """x rounded to nearest, ties to even, from 0 to `most`. Whoever calls has seen that x is a number."""
+    return np.uint8(min(max(np.rint(x), np.float32(0)), np.float32(most)))
+
+
+@rule
+def scale_of_8(low: Number, high: Number) -> Number:
+    """Scale, and its inverse by which weights are multiplied."""
+    span = high - low
+    return span / np.float32(255), np.float32(255) / (span + _EPSILON)
+
+
+@rule
+def scale_of_4(low: Number, high: Number) -> Number:
+    """Scale, a float16 as float32, and its inverse; `low` is a float16 too."""
+    span = high - low
+    scale = to_float32(from_float32(np.float32(1) if span == 0 else span / np.float32(15), np.uint16(0)))
+    if scale == 0:
+        scale = np.float32(1)
+    return scale, np.float32(1) / scale
+
+
+@part
+def _put_word(row_NB: Array, n: Number, at: Number, bits: Number, size: Number) -> None:
+    for i in range(size):
+        row_NB[n, at + i] = np.uint8((bits >> np.uint32(8 * i)) & np.uint32(255))
+
+
+@part
+def _float32_at(row_NB: Array, n: Number, at: Number) -> Number:
+    bits = np.uint32(row_NB[n, at]) | (np.uint32(row_NB[n, at + natural(1)]) << np.uint32(8))
+    bits |= np.uint32(row_NB[n, at + natural(2)]) << np.uint32(16)
+    return uint_as_float(np.uint32(bits | (np.uint32(row_NB[n, at + natural(3)]) << np.uint32(24))))
+
+
+@part
+def _float16_at(row_NB: Array, n: Number, at: Number) -> Number:
+    return to_float32(np.uint16(np.uint16(row_NB[n, at]) | np.uint16(np.uint16(row_NB[n, at + natural(1)]) << 8)))
+
+
+@part
+def dequantize_row(row_SB: Array, s: Number, bits: Number, out_ND: Array, n: Number) -> None:
+    """out_ND[n] = the weights of the quantized row s, float32."""
+    dim = natural(out_ND.shape[1])
+    s, n = natural(s), natural(n)
+    if bits == 8:
+        scale, low = _float32_at(row_SB, s, dim), _float32_at(row_SB, s, dim + natural(4))
+        for d in range(dim):
+            out_ND[n, d] = np.float32(row_SB[s, d]) * scale + low
+        return
+    size = (dim + natural(1)) >> natural(1)
+    scale, low = _float16_at(row_SB, s, size), _float16_at(row_SB, s, size + natural(2))
+    for i in range(dim >> natural(1)):
+        byte = row_SB[s, i]
+        out_ND[n, natural(2) * i] = np.float32(byte & np.uint8(15)) * scale + low
+        out_ND[n, natural(2) * i + natural(1)] = np.float32(byte >> np.uint8(4)) * scale + low
+    if dim & natural(1):
+        out_ND[n, dim - natural(1)] = np.float32(row_SB[s, size - natural(1)] & np.uint8(15)) * scale + low
+
+
+@cpu
+def _quantize_cpu(
+    begin: Number, end: Number, weight_ND: Array, bits: Number, row_NB: Array, right_N: Array, error_N2: Array
+) -> None:
+    dim = weight_ND.shape[1]
+    size = dim if bits == 8 else (dim + 1) // 2
+    read_1D = np.empty((1, dim), np.float32)
+    for n in range(begin, end):
+        low = high = weight_ND[n, 0]
+        right = True
+        for d in range(dim):
+            x = weight_ND[n, d]
+            right &= _is_finite(x)
+            low, high = min(low, x), max(high, x)
+        if bits == 8:
+            scale, inverse = scale_of_8(low, high)
+            right &= _is_finite(high - low)
+        else:
+            low = to_float32(from_float32(low, np.uint16(0)))
+            scale, inverse = scale_of_4(low, high)
+            right &= _is_finite(low) and _is_finite(scale)
+        right_N[n] = right
+        if not right:
+            continue
+        for b in range(row_NB.shape[1]):
+            row_NB[n, b] = 0
+        if bits == 8:
+            for d in range(dim):
+                row_NB[n, d] = _nearest((weight_ND[n, d] - low) * inverse, 255)
+            _put_word(row_NB, n, size, float_bits(scale), 4)
+            _put_word(row_NB, n, size + 4, float_bits(low), 4)
+        else:
+            for d in range(dim):
+                q = _nearest((weight_ND[n, d] - low) * inverse, 15)
+                row_NB[n, d // 2] |= q << np.uint8(4 * (d % 2))
+            _put_word(row_NB, n, size, np.uint32(from_float32(scale, np.uint16(0))), 2)
+            _put_word(row_NB, n, size + 2, np.uint32(from_float32(low, np.uint16(0))), 2)
+        dequantize_row(row_NB, n, bits, read_1D, 0)
+        most, squares = 0.0, 0.0
+        for d in range(dim):
+            error = abs(np.float64(read_1D[0, d]) - np.float64(weight_ND[n, d]))
+            most = max(most, error)
+            squares += error * error
+        error_N2[n, 0], error_N2[n, 1] = most, squares
+
+
+def quantize_rows(
+    weight_ND: np.ndarray, bits: int, row_NB: np.ndarray, *, threads: Threads
+) -> tuple[np.ndarray, np.ndarray]:
+    """Quantize rows.
+
+    Args:
+        weight_ND: float32.
+        bits: 8 or 4.
+        row_NB: uint8, B at least `quantized_bytes`; what is beyond becomes zeros.
+
+    Returns:
+        right_N bool: which rows could be quantized, of the others row_NB says nothing; and error_N2 float64: the
+        largest error of a row's weights and the sum of their squares.
+    """
+    right_N, error_N2 = np.empty(len(weight_ND), np.bool_), np.zeros((len(weight_ND), 2))
+    threads.run(
+        _quantize_cpu, len(weight_ND), weight_ND, bits, row_NB, right_N, error_N2, share_min=_SHARE_MIN
+    )  # fmt: skip
+    return right_N, error_N2

@@ -1,0 +1,1 @@
+"""Embeddings that only read: what a training job has saved, served."""

@@ -1,0 +1,1 @@
+"""Files of rows that are only read."""

@@ -1,0 +1,392 @@
+"""A served snapshot against the training embedding in eval mode, and its files against damage."""
+
+import os
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import oneemb
+from oneemb.kernels.quantize_rows import quantize_rows, quantized_bytes
+from oneemb.kernels.threads import Threads
+from oneemb.serving.inference import InferenceEmbedding
+from oneemb.storage.errors import StorageError
+
+TABLES = 3
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def trained(folder, dtype=torch.float32, dim=9, steps=2, **options):
+    """An embedding whose rows have been trained, in eval mode, with the snapshot `one`."""
+    initializers = [oneemb.make_normal_initializer(0, 1), oneemb.make_uniform_initializer(-1, 1), None]
+    embedding = oneemb.MultiTableEmbedding(
+        "served", dim, dtype, torch.int64, [oneemb.make_table(one) for one in initializers],
+        oneemb.make_device_mem_store_options(str(folder)), padding_idx=5, seed=3, **options,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.3)
+    for step in range(steps):
+        ids = torch.randint(-50, 50, (40, TABLES), generator=torch.Generator().manual_seed(step))
+        embedding(ids).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    embedding.save_snapshot("one")
+    return embedding.eval()
+
+
+def some_ids(count=200, seed=9):
+    """Known and unknown ids, and the padding."""
+    return torch.randint(-90, 90, (count, TABLES), generator=torch.Generator().manual_seed(seed))
+
+
+def bits(tensor):
+    return tensor.view(torch.int16) if tensor.element_size() == 2 else tensor.view(torch.int32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [1, 9, 16, 80])
+def test_rows_as_trained_are_those_of_eval_mode_bit_for_bit(tmp_path, dtype, dim):
+    embedding = trained(tmp_path, dtype, dim)
+    with _opened(tmp_path, "one") as served:
+        ids = some_ids()
+        flat, tables = ids.reshape(-1), torch.arange(TABLES).repeat(len(ids))
+        offsets = torch.arange(0, flat.numel() + 1, 2)  # 300 bags: 100 samples of 3 tables
+        with torch.no_grad():
+            pairs = [(embedding(ids), served(ids)), (embedding(flat, tables), served(flat, tables))]
+            for pooling in ("sum", "mean", "max"):
+                options = {"offsets": offsets, "pooling": pooling}
+                pairs.append((embedding(flat, **options), served(flat, **options)))
+            scaled = {"offsets": offsets, "per_sample_weights": torch.rand(len(flat))}
+            pairs.append((embedding(flat, **scaled), served(flat, **scaled)))
+        for want, got in pairs:
+            assert want.dtype == got.dtype and torch.equal(bits(want), bits(got))
+
+
+class _opened:
+    def __init__(self, path, *arguments, **options):
+        self.served = InferenceEmbedding.open(str(path), *arguments, **options)
+
+    def __enter__(self):
+        return self.served
+
+    def __exit__(self, *error):
+        self.served.close()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])
+@pytest.mark.parametrize("trained_dtype", DTYPES)
+def test_rounded_rows_are_within_the_stated_bound(tmp_path, dtype, trained_dtype):
+    embedding = trained(tmp_path, trained_dtype, 16)
+    with _opened(tmp_path, dtype=dtype) as served:
+        ids = some_ids()
+        with torch.no_grad():
+            want, got = embedding(ids).double(), served(ids)
+        assert got.dtype in (torch.float32, trained_dtype)
+        low, high = want.amin(-1, keepdim=True), want.amax(-1, keepdim=True)
+        largest = want.abs().amax(-1, keepdim=True)
+        bound = {
+            "float16": largest * 2**-11 + 2**-25,
+            "int8": (high - low) / 510 + largest * 2**-21 + 1e-8,
+            "int4": (high - low) / 30 + (low.abs() + high - low) * 2**-10 + 2**-20,
+        }[dtype]
+        error = (got.double() - want).abs()
+        assert (error <= bound).all()
+        assert dtype == "float16" and trained_dtype != torch.float32 or served.errors[0] > 0
+        assert error.max() <= served.errors[0] * 1.0001
+
+
+@pytest.mark.parametrize("width", [8, 4])
+@pytest.mark.parametrize("dim", [2, 16, 30, 128])
+@pytest.mark.parametrize("size", [1e-30, 1e-9, 1e-3, 1.0, 1e4])
+def test_quantized_rows_have_the_bytes_that_torch_gives_them(width, dim, size):
+    print("seed 0")
+    weights = (np.random.default_rng(0).standard_normal((200, dim)) * size).astype(np.float32)
+    weights[0], weights[1], weights[2] = 0, 3 * size, -size
+    row_NB = np.zeros((200, quantized_bytes(dim, width)), np.uint8)
+    right_N, _ = quantize_rows(weights, width, row_NB, threads=Threads(2))
+    ops = torch.ops.quantized
+    oracle = ops.embedding_bag_byte_prepack if width == 8 else ops.embedding_bag_4bit_prepack
+    assert right_N.all() and (oracle(torch.from_numpy(weights)).numpy() == row_NB).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
+@pytest.mark.parametrize("dtype", ["float16", "int4"])
+def test_a_row_that_does_not_fit_is_named(tmp_path, bad, dtype):
+    with oneemb.make_persistent_table_writer(tmp_path, "one", torch.int64, torch.float32, 2) as writer:
+        writer.write(np.array([7, 8]), np.array([[1, 2], [bad, 1]], np.float32))
+    with pytest.raises(StorageError, match="id 8 in table 0"):
+        InferenceEmbedding.open(str(tmp_path), dtype=dtype, absent="zeros")
+    with pytest.raises(StorageError, match="does not say how rows begin"):
+        InferenceEmbedding.open(str(tmp_path))
+    with _opened(tmp_path, absent="zeros") as served:
+        assert torch.equal(served(torch.tensor([7, 99])), torch.tensor([[1.0, 2.0], [0.0, 0.0]]))
+
+
+def test_some_tables_are_served_in_the_order_that_was_given(tmp_path):
+    embedding = trained(tmp_path)
+    with _opened(tmp_path, tables=[2, 0]) as served:
+        ids = some_ids()
+        with torch.no_grad():
+            assert torch.equal(served(ids[:, [2, 0]]), embedding(ids)[:, [2, 0]])
+            tables = torch.tensor([2, 0] * 10)
+            assert torch.equal(served(ids[:20, 0], tables), embedding(ids[:20, 0], tables))
+        with pytest.raises(ValueError, match="tables that are served"):
+            served(ids[:, 0], torch.ones(len(ids), dtype=torch.int64))
+
+
+def test_arguments_that_are_wrong_are_refused_in_words(tmp_path):
+    trained(tmp_path)
+    with _opened(tmp_path) as served:
+        with pytest.raises(TypeError, match="int64"):
+            served(some_ids().int())
+        with pytest.raises(ValueError, match=r"\[B, 3\]"):
+            served(some_ids()[:, :2])
+        with pytest.raises(ValueError, match="pooling"):
+            served(some_ids(), pooling="median")
+        with pytest.raises(TypeError, match="pickled"):
+            pickle.dumps(served)
+    with pytest.raises(StorageError, match="closed"):
+        served(some_ids())
+    with pytest.raises(ValueError, match="dtype"):
+        InferenceEmbedding.open(str(tmp_path), dtype="int2")
+
+
+def test_a_newer_snapshot_or_delta_is_taken_over_and_a_named_one_brought_back(tmp_path):
+    embedding = trained(tmp_path)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.3)
+    ids = some_ids()
+
+    def train():
+        embedding.train()
+        embedding(ids[:20]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        embedding.eval()
+
+    with _opened(tmp_path) as served, torch.no_grad():
+        first = served(ids)
+        assert not served.refresh()
+        with torch.enable_grad():
+            train()
+        embedding.save_delta("two", since="one")
+        assert torch.equal(served(ids), first)
+        assert served.refresh() and served.version.name == "two"
+        assert torch.equal(served(ids), embedding(ids)) and not torch.equal(served(ids), first)
+        served.rollback("one")
+        assert torch.equal(served(ids), first) and served.version.name == "one"
+        with pytest.raises(StorageError, match="no snapshot named"):
+            served.rollback("three")
+        assert served.version.name == "one"
+
+
+def test_lookups_of_threads_are_each_of_one_version_while_following(tmp_path):
+    embedding = oneemb.MultiTableEmbedding(
+        "served", 4, torch.float32, torch.int64, [oneemb.make_table(oneemb.make_constant_initializer(0.0))],
+        oneemb.make_device_mem_store_options(str(tmp_path)),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    ids = torch.arange(3000)
+
+    def save(step):
+        embedding(ids).sum().mul(-1).backward()  # every weight of every row is the number of the step
+        optimizer.step()
+        optimizer.zero_grad()
+        embedding.save_snapshot(f"step {step}")
+
+    save(1)
+    seen, wrong, ends = set(), [], threading.Event()
+    with _opened(tmp_path, num_threads=2) as served:
+
+        def look():
+            last = 0.0
+            while not ends.is_set():
+                rows = served(ids)
+                if rows.min() != rows.max() or rows.min() < last:
+                    wrong.append(rows)
+                last = float(rows.min())
+                seen.add(last)
+
+        served.follow(0.01)
+        threads = [threading.Thread(target=look) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for step in range(2, 6):
+            save(step)
+        for _ in range(2000):
+            if served.version.name == "step 5" and 5.0 in seen:
+                break
+            ends.wait(0.01)
+        ends.set()
+        for thread in threads:
+            thread.join()
+        assert not wrong and {5.0} <= seen
+    assert len([name for name in os.listdir(tmp_path / "serving") if name.endswith(".serving")]) <= 2
+
+
+def test_an_error_of_following_comes_with_the_next_lookup(tmp_path):
+    trained(tmp_path).close()
+    with _opened(tmp_path) as served:
+        (tmp_path / "snapshots" / "one.snapshot").unlink()
+        served.follow(0.001)
+        with pytest.raises(StorageError, match="no snapshot"):
+            for _ in range(10_000):
+                served(some_ids())
+                threading.Event().wait(0.001)
+
+
+def only_file(folder):
+    (name,) = [name for name in os.listdir(folder / "serving") if name.endswith(".serving")]
+    return folder / "serving" / name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_flipped_bit_anywhere_is_an_error_or_in_bytes_that_are_never_read(tmp_path, dtype):
+    trained(tmp_path, dim=16).close()
+    with _opened(tmp_path, dtype=dtype) as served:
+        want = served(some_ids())
+    path = only_file(tmp_path)
+    good = path.read_bytes()
+    offsets = [*range(0, 128, 7), 4096, 4096 + 333, *range(4096, len(good), len(good) // 40), len(good) - 1]
+    refused = 0
+    for offset in offsets:
+        path.write_bytes(good[:offset] + bytes([good[offset] ^ 16]) + good[offset + 1 :])
+        try:
+            with _opened(path) as served:
+                got = served(some_ids())
+            assert torch.equal(got, want)  # the damaged block was not read
+            with pytest.raises(StorageError, match="offset"):
+                InferenceEmbedding.open(str(path), verify=True)
+        except StorageError as error:
+            assert str(path) in str(error)
+        refused += 1
+    assert refused == len(offsets)
+
+
+@pytest.mark.parametrize("left", [0, 7, 100, 4096, 5000, -1])
+def test_a_file_that_was_cut_short_is_refused(tmp_path, left):
+    trained(tmp_path).close()
+    _opened(tmp_path).served.close()
+    path = only_file(tmp_path)
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(StorageError):
+        InferenceEmbedding.open(str(tmp_path), "one")
+
+
+def test_a_forked_child_reads_and_says_that_it_does_not_follow(tmp_path):
+    embedding = trained(tmp_path)
+    with torch.no_grad():
+        want = embedding(some_ids())
+    with _opened(tmp_path, num_threads=2) as served:
+        served.follow(60)
+        child = os.fork()
+        if child == 0:
+            try:
+                served(some_ids())
+                os._exit(1)
+            except StorageError:
+                os._exit(0 if torch.equal(served(some_ids()), want) else 2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_the_command_line_makes_checks_and_shows_a_file(tmp_path):
+    embedding = trained(tmp_path / "job")
+    out = tmp_path / "one.int8"
+
+    def run(*arguments):
+        from click.testing import CliRunner
+
+        from oneemb.cli.commands import oneemb as command
+
+        return CliRunner().invoke(command, [str(one) for one in arguments])
+
+    done = run("quantize", tmp_path / "job", "--dtype", "int8", "--out", out)
+    assert done.exit_code == 0 and "rms" in done.output, done.output
+    assert run("quantize", tmp_path / "job", "--out", out).exit_code == 2
+    with _opened(out) as served, torch.no_grad():
+        error = (served(some_ids()) - embedding(some_ids())).abs().max()
+        assert 0 < error <= served.errors[0]
+    assert run("check", out).exit_code == 0 and "int8" in run("inspect", out).output
+    good = out.read_bytes()
+    out.write_bytes(good[:5000] + bytes([good[5000] ^ 1]) + good[5001:])
+    done = run("check", out)
+    assert done.exit_code == 1 and "offset 4096" in done.output
+
+
+def test_processes_that_open_at_once_make_one_file_and_a_killed_one_disturbs_none(tmp_path):
+    import signal
+    import subprocess
+    import sys
+
+    trained(tmp_path).close()
+    code = f"import oneemb; e = oneemb.InferenceEmbedding.open({str(tmp_path)!r}); print(e.version.name)"
+    children = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    children[0].send_signal(signal.SIGKILL)
+    assert [child.communicate()[0].strip() for child in children[1:]] == ["one", "one"]
+    children[0].communicate()
+    only_file(tmp_path)
+    assert not [name for name in os.listdir(tmp_path / "serving") if name.endswith(".tmp")]
+
+
+def test_a_snapshot_of_ranks_is_served_whole(tmp_path):
+    from oneemb.rows.reshard import reshard
+
+    embedding = trained(tmp_path / "job")
+    with torch.no_grad():
+        want = embedding(some_ids())
+    embedding.close()
+    reshard([str(tmp_path / "job")], "one", 3, [str(tmp_path / "ranks")])
+    with _opened(tmp_path / "ranks", "one") as served:
+        assert torch.equal(served(some_ids()), want)
+
+
+def test_what_a_killed_builder_has_left_goes_and_the_file_is_made(tmp_path):
+    trained(tmp_path).close()
+    (tmp_path / "serving").mkdir()
+    (tmp_path / "serving" / "half.serving.0123.tmp").write_bytes(b"half")
+    with _opened(tmp_path) as served:
+        assert served.version.name == "one"
+    assert sorted(name.split(".")[-1] for name in os.listdir(tmp_path / "serving")) == ["LOCK", "serving"]
+
+
+def test_a_file_whose_cells_are_hostile_is_refused(tmp_path):
+    from oneemb.kernels.checksum import xxh64
+    from oneemb.storage.serving.served_file import ServedFile
+    from oneemb.storage.table.file_header import pack_header
+
+    trained(tmp_path, dim=16).close()
+    _opened(tmp_path).served.close()
+    path = only_file(tmp_path)
+    good = bytearray(path.read_bytes())
+    info = ServedFile(path, threads=Threads(1)).info
+    begin = 4096 * (1 + info.row_blocks)
+    cells = np.frombuffer(good, np.int64, info.cells * 2, begin).reshape(-1, 2).copy()
+    for word in (info.rows + 1, (1 << 23) - 1 << 40 | 1, -1):  # a row beyond the last, a table beyond, a sign
+        bad = cells.copy()
+        bad[np.flatnonzero(bad[:, 1])[0], 1] = word
+        sealed(path, bytearray(good), info, begin, bad, xxh64, pack_header)
+        with pytest.raises(StorageError, match="cells must name"):
+            InferenceEmbedding.open(str(path))
+    full = cells.copy()
+    full[:, 1] = 1  # no empty cell: a probe would never end
+    sealed(path, bytearray(good), info, begin, full, xxh64, pack_header)
+    with pytest.raises(StorageError, match="cells must name"):
+        InferenceEmbedding.open(str(path))
+
+
+def sealed(path, data, info, begin, cells, xxh64, pack_header):
+    """Write the file with other cells and right checksums."""
+    import dataclasses
+
+    from oneemb.storage.serving.served_file import SERVED_MAGIC
+
+    data[begin : info.sums_begin] = cells.tobytes()
+    sums = np.frombuffer(data, np.uint32, (info.manifest_begin - info.sums_begin) // 4, info.sums_begin).copy()
+    for block in range(info.row_blocks, info.row_blocks + info.cell_blocks):
+        sums[block] = xxh64(bytes(data[4096 * (1 + block) : 4096 * (2 + block)])) & 0xFFFFFFFF
+    data[info.sums_begin : info.manifest_begin] = sums.tobytes()
+    packed = dataclasses.replace(info, sums=f"{xxh64(sums):016x}").packed()
+    data[info.manifest_begin :] = packed
+    header = (info.manifest_begin, len(packed) - 8, info.manifest_begin + len(packed), 0)
+    data[:128] = pack_header(SERVED_MAGIC, header)
+    path.write_bytes(bytes(data))
