@@ -403,3 +403,27 @@ def test_a_job_goes_on_with_a_server_that_another_one_has_filled(monkeypatch):
         tables.steps.save()
         rows, tables = tables.rows, Tables(ROWS, monkeypatch, tables.server)
         tables.rows = rows
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_server_that_loses_what_an_earlier_job_pushed_is_noticed_before_this_one_has_pushed(depth, monkeypatch):
+    tables, batches = Tables(ROWS, monkeypatch), batches_of(9)
+    train(tables, tables.loader(batches, depth), batches)
+    tables.steps.save()
+    tables = Tables(ROWS, monkeypatch, tables.server)
+    few = [kjt_of([id], [], []) for id in range(ROWS)]  # none leaves, and not all are pulled at once
+    iterator = iter(tables.loader(few, depth))
+    next(iterator)
+    tables.server.kept.clear()
+    with pytest.raises(LostRowsError, match="the server says 0"):
+        list(iterator)
+
+
+def test_a_job_that_only_reads_may_be_beside_one_that_pushes(monkeypatch):
+    tables, few = Tables(ROWS, monkeypatch), [kjt_of([id], [], []) for id in range(4)]
+    beside = Tables(ROWS, monkeypatch, tables.server)
+    reading = iter(beside.loader(few, 0))
+    for batch in tables.loader(few, 0):
+        del batch
+        tables.steps.save()
+        next(reading)
