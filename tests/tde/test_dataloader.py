@@ -427,3 +427,25 @@ def test_a_job_that_only_reads_may_be_beside_one_that_pushes(monkeypatch):
         del batch
         tables.steps.save()
         next(reading)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("when", range(6))
+def test_a_batch_is_not_lost_to_an_interrupt_while_it_is_waited_for(depth, when, monkeypatch):
+    tables, batches = Tables(ROWS, monkeypatch), batches_of(10, count=8)
+    main, asked = threading.current_thread(), []
+    gather = tables.steps.gather
+
+    def interrupted(kjts):
+        asked.append(threading.current_thread() is main)
+        if len(asked) == when + 1:
+            raise KeyboardInterrupt
+        return gather(kjts)
+
+    monkeypatch.setattr(tables.steps, "gather", interrupted)
+    iterator, step = iter(tables.loader(batches, depth)), 0
+    while step < len(batches):
+        with contextlib.suppress(KeyboardInterrupt):
+            tables.step(batches[step].to_dict(), next(iterator).to_dict(), step)
+            step += 1
+    assert next(iterator, None) is None and all(asked)
