@@ -86,10 +86,11 @@ class _Read(NamedTuple):
 
 
 class _Next(NamedTuple):
-    """The batch that is to get cache ids next; its ids are known to all ranks."""
+    """The batch that is to get cache ids next."""
 
     read: _Read
-    gathered: Gathered
+    gathered: Gathered | None
+    """Its ids on all ranks; None = they were not exchanged yet, since an interrupt came between."""
 
 
 class DataLoaderIter:
@@ -139,12 +140,12 @@ class DataLoaderIter:
                     del failed  # or the error would keep this frame, which keeps the error, and so the thread
         batch, read = self._begun[0]
         self._steps.finish(batch)
-        self._begun.popleft()
-        self._given.append(batch)
-        while len(self._begun) < self._depth and self._failed is None:
+        while len(self._begun) <= self._depth and self._failed is None:
             if not self._begin_next(must=False):
                 break
         self._run_ahead()
+        self._begun.popleft()  # Last: what raises before is no reason to pass over this batch.
+        self._given.append(batch)
         return self._reader.replaced(read.data, batch.kjts)
 
     def close(self) -> None:
@@ -159,14 +160,16 @@ class DataLoaderIter:
 
     def _begin_next(self, *, must: bool) -> bool:
         """Give the next batch its cache ids, or find why there is none. False if it has to wait for room."""
-        if self._next is None:
+        if self._next is None or self._next.gathered is None:
             self._next = self._gather()
             if self._next is None:
                 return False
-        batch = self._steps.begin(self._next.gathered)
+        gathered = self._next.gathered
+        assert gathered is not None
+        batch = self._steps.begin(gathered)
         if batch is None:
             if must:
-                failed = self._steps.no_room(self._next.gathered)
+                failed = self._steps.no_room(gathered)
                 self._next, self._failed = None, failed
             return False
         self._begun.append((batch, self._next.read))
@@ -175,30 +178,35 @@ class DataLoaderIter:
 
     def _gather(self) -> _Next | None:
         """The next batch of the loader, on all ranks; None if one of them has none, which `_failed` says."""
-        read: _Read | None = None
         try:
-            read = self._take_read()
+            if self._next is None:
+                self._take_read()
         except Exception as error:
             self._failed = error
         ranks = self._steps.ranks
         if ranks.size > 1:
             self._failed = _of_all(ranks.exchange(_said(self._failed)), self._failed, ranks.rank)
         if self._failed is None:
-            assert read is not None
+            assert self._next is not None
+            read = self._next.read
             try:
                 return _Next(read, self._steps.gather(read.jagged))
             except Exception as error:
                 self._failed = error
         return None
 
-    def _take_read(self) -> _Read:
+    def _take_read(self) -> None:
+        """Have what the loader gives next in `_next`. An interrupt leaves it to be taken by the next call."""
         if self._reading is None:
-            return self._reader.read()
-        reading, self._reading = self._reading, None
+            self._next = _Next(self._reader.read(), None)
+            return
         try:
-            return reading.result()
-        finally:
-            del reading
+            self._next = _Next(self._reading.result(), None)
+        except BaseException as error:
+            if self._reading.done() and self._reading.exception() is error:
+                self._reading = None
+            raise
+        self._reading = None
 
     def _run_ahead(self) -> None:
         if self._worker is None:

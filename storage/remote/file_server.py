@@ -34,20 +34,19 @@ from oneemb.storage.remote.value_names import Value, ValueNames, replace_file
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.writer_lock import WriterLock
 
-__all__ = ["FileServer", "open_file_server"]
+__all__ = ["FileServer", "read_file_url"]
 
 _SNAPSHOT = "rows"
 
 
-def open_file_server(url_rest: str) -> "FileServer":
-    """The server of a URL that `open_server` is given, less its `file://`.
+def read_file_url(url_rest: str) -> tuple[str, int, bool]:
+    """Path, `save_bytes` and `accept_loss` of a URL, less its `file://`.
 
     Args:
         url_rest: `PATH`, `PATH?save_bytes=N`, `PATH?lost=accept`, or both options with `&` in between.
 
     Raises:
         ValueError: there is no path, or an option is unknown.
-        ServerError: as `FileServer`.
     """
     path, _, options = url_rest.partition("?")
     if not path:
@@ -60,7 +59,7 @@ def open_file_server(url_rest: str) -> "FileServer":
             accept_loss = True
         else:
             raise ValueError(f"file:// takes the options save_bytes=N and lost=accept, got {option!r}")
-    return FileServer(path, save_bytes=save_bytes, accept_loss=accept_loss)
+    return absolute_path(path), save_bytes, accept_loss
 
 
 class FileServer:
@@ -179,7 +178,7 @@ class FileServer:
         Raises:
             ServerError: rows could not be saved; the folder is released all the same.
         """
-        if self._closed or self._pid != os.getpid():
+        if self._closed or self.forked:
             return
         self._closed = True
         with self._as_server_error():
@@ -310,12 +309,21 @@ class FileServer:
             f" once with {self.name}?lost=accept"
         )
 
-    def _begin(self) -> None:
-        if self._pid != os.getpid():
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that has the folder."""
+        return self._pid != os.getpid()
+
+    def check_process(self) -> None:
+        """Raise ServerError in a forked child."""
+        if self.forked:
             raise ServerError(
                 f"{self.name} was opened by process {self._pid}, and this is a forked child of it, {os.getpid()}; one"
                 " process has a folder at a time: open another path in the child"
             )
+
+    def _begin(self) -> None:
+        self.check_process()
         if self._closed:
             raise ServerError(f"{self.name} is closed; open it again")
         self._lock.check()  # Who removes the folder gives up its rows: what is there now is somebody else's.

@@ -88,7 +88,7 @@ def _memory(name: str) -> ParameterServer:
 
 
 def _file(path: str) -> ParameterServer:
-    from oneemb.storage.remote.file_server import open_file_server
+    from oneemb.storage.remote.file_handles import open_file_server
 
     return open_file_server(path)
 

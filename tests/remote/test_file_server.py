@@ -10,7 +10,9 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
+import oneemb
 from oneemb.storage.errors import CorruptTableError, LockedError
 from oneemb.storage.remote.file_server import FileServer
 from oneemb.storage.remote.parameter_server import Erases, LostRowsError, ServerError
@@ -119,6 +121,42 @@ def test_one_process_has_a_folder_at_a_time(opened, tmp_path):
     server.push("t", IDS, rows(1, 2))
     server.close()
     assert values_of(opened(), 2) == [[1]] * 3
+
+
+def test_whoever_opens_a_folder_again_in_the_process_has_the_same_rows(tmp_path):
+    one, two = (open_server(f"file://{tmp_path}/{name}") for name in ("rows", "./rows"))
+    one.push("t", IDS, rows(1, 2))
+    assert values_of(two, 2) == [[1]] * 3
+    one.close()
+    one.close()
+    with pytest.raises(ServerError, match="is closed; open it again"):
+        one.pull("t", IDS, [2])
+    two.push("t", IDS, rows(2, 2))
+    with pytest.raises(ValueError, match="open in this process with save_bytes=0, got 9"):
+        open_server(f"file://{tmp_path}/rows?save_bytes=9")
+    two.close()
+    again = open_server(f"file://{tmp_path}/rows?save_bytes=9")
+    assert values_of(again, 2) == [[2]] * 3
+    again.close()
+
+
+def test_a_model_with_averages_and_a_copy_has_its_rows_in_one_folder(tmp_path):
+    options = oneemb.make_cached_remote_store_options(f"file://{tmp_path}/server", 1, tmp_path / "a")
+    table = oneemb.make_table(oneemb.make_uniform_initializer(-1, 1))
+    embedding = oneemb.MultiTableEmbedding("a", 4, torch.float32, torch.int64, [table], options)
+    averaged, optimizer = (
+        oneemb.AveragedEmbedding(embedding, tmp_path / "b"),
+        torch.optim.SGD(embedding.parameters(), lr=1.0),
+    )
+    begun = embedding(torch.arange(9)).detach()
+    for _ in range(2):
+        averaged.update_rows()
+        embedding(torch.arange(9)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    copy = embedding.copy_to(tmp_path / "c")
+    assert torch.equal(copy(torch.arange(9)), begun - 1 - 1)
+    assert torch.allclose(averaged(torch.arange(9)), begun - 0.5)
 
 
 def test_another_process_finds_the_rows(opened, tmp_path):

@@ -403,3 +403,49 @@ def test_a_job_goes_on_with_a_server_that_another_one_has_filled(monkeypatch):
         tables.steps.save()
         rows, tables = tables.rows, Tables(ROWS, monkeypatch, tables.server)
         tables.rows = rows
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_server_that_loses_what_an_earlier_job_pushed_is_noticed_before_this_one_has_pushed(depth, monkeypatch):
+    tables, batches = Tables(ROWS, monkeypatch), batches_of(9)
+    train(tables, tables.loader(batches, depth), batches)
+    tables.steps.save()
+    tables = Tables(ROWS, monkeypatch, tables.server)
+    few = [kjt_of([id], [], []) for id in range(ROWS)]  # none leaves, and not all are pulled at once
+    iterator = iter(tables.loader(few, depth))
+    next(iterator)
+    tables.server.kept.clear()
+    with pytest.raises(LostRowsError, match="the server says 0"):
+        list(iterator)
+
+
+def test_a_job_that_only_reads_may_be_beside_one_that_pushes(monkeypatch):
+    tables, few = Tables(ROWS, monkeypatch), [kjt_of([id], [], []) for id in range(4)]
+    beside = Tables(ROWS, monkeypatch, tables.server)
+    reading = iter(beside.loader(few, 0))
+    for batch in tables.loader(few, 0):
+        del batch
+        tables.steps.save()
+        next(reading)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("when", range(6))
+def test_a_batch_is_not_lost_to_an_interrupt_while_it_is_waited_for(depth, when, monkeypatch):
+    tables, batches = Tables(ROWS, monkeypatch), batches_of(10, count=8)
+    main, asked = threading.current_thread(), []
+    gather = tables.steps.gather
+
+    def interrupted(kjts):
+        asked.append(threading.current_thread() is main)
+        if len(asked) == when + 1:
+            raise KeyboardInterrupt
+        return gather(kjts)
+
+    monkeypatch.setattr(tables.steps, "gather", interrupted)
+    iterator, step = iter(tables.loader(batches, depth)), 0
+    while step < len(batches):
+        with contextlib.suppress(KeyboardInterrupt):
+            tables.step(batches[step].to_dict(), next(iterator).to_dict(), step)
+            step += 1
+    assert next(iterator, None) is None and all(asked)
