@@ -109,8 +109,9 @@ def _check_shared(path: str, plan: Mapping[str, Any], url: str | Callable[[str, 
     """Raise ValueError where ranks would look for rows in memory of their own that another one has pushed."""
     for table, how in plan.items():
         its = url if isinstance(url, str) else url(path, table)
-        if its.startswith("memory://") and how.sharding_type != "table_wise":
+        scheme, _, _ = its.partition("://")
+        if scheme in ("memory", "file") and how.sharding_type != "table_wise":
             raise ValueError(
-                f"table {table} of module {path!r} is of several ranks ({how.sharding_type}), but memory:// is the"
-                " memory of one process; use a server that all ranks reach, or shard table_wise"
+                f"table {table} of module {path!r} is of several ranks ({how.sharding_type}), but what is at"
+                f" {scheme}:// is one process's; use a server that all ranks reach, or shard table_wise"
             )

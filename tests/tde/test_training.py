@@ -244,10 +244,12 @@ def test_what_wrap_cannot_serve_it_refuses_in_words():
 
 
 def refusals_of_two(group):
-    try:
-        tde.wrap("memory://two", [], sharded(dlrm(ROWS), group, "row_wise"), {PATH: configs_of(ROWS)})
-    except ValueError as error:
-        first = str(error)
+    first = []
+    for url in ("memory://two", f"file:///a-folder-of-rank-{group.rank()}"):
+        try:
+            tde.wrap(url, [], sharded(dlrm(ROWS), group, "row_wise"), {PATH: configs_of(ROWS)})
+        except ValueError as error:
+            first.append(str(error))
     try:
         tde.wrap(
             "memory://two", [], sharded(dlrm(ROWS), group, "column_wise", min_partition=4), {PATH: configs_of(ROWS)}
@@ -258,5 +260,5 @@ def refusals_of_two(group):
 
 def test_two_ranks_share_no_memory_and_rows_are_not_cut():
     for first, second in on_ranks(2, refusals_of_two):
-        assert "memory of one process" in first
-        assert "sharded by its columns" in second or "memory of one process" in second
+        assert "what is at memory:// is one process's" in first[0] and "at file:// is one process's" in first[1]
+        assert "sharded by its columns" in second or "is one process's" in second
