@@ -40,7 +40,8 @@ def main() -> None:
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 16])
     parser.add_argument("--depth", type=int, default=512, help="commands that redis-benchmark has under way")
     parser.add_argument("--threads", type=int, default=1, help="connections of oneemb")
-    parser.add_argument("--width", type=int, default=512, help="of the MLP of the case `training`")
+    parser.add_argument("--width", type=int, default=1024, help="of the MLP of the case `training`")
+    parser.add_argument("--compute-threads", type=int, default=1, help="torch's, in the case `training`")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     arguments = parser.parse_args()
     if shutil.which("redis-server") is None or shutil.which("redis-benchmark") is None:
@@ -137,6 +138,7 @@ def training(arguments: argparse.Namespace, port: int) -> Iterator[dict[str, Any
             loss.backward()
             return loss.detach()
 
+    torch.set_num_threads(arguments.compute_threads)
     rng = np.random.default_rng(0)
 
     def batches() -> list[Any]:
