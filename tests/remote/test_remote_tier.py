@@ -233,3 +233,44 @@ def test_a_job_has_the_same_bits_on_servers_that_last(kind, tmp_path, request):
     job.load()
     assert job.run(6, 12) == expected[6:]
     job.embedding.close()
+
+
+class _Graph(oneemb.TrainGraph):
+    def __init__(self, embedding):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.dense = embedding, torch.nn.Linear(64, 1)
+        self.add_optimizer(torch.optim.Adam(self.parameters(), lr=0.01))
+
+    def build(self, ids, label):
+        logit = self.dense(self.embedding(ids).flatten(1)).squeeze(1)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, label)
+        loss.backward()
+        return loss.detach()
+
+
+def test_graphs_that_are_called_and_run_have_the_bits_that_they_have_in_memory(tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        ((torch.rand(500, 2, generator=generator) ** 2 * 20_000).long(), torch.rand(500, generator=generator).round())
+        for _ in range(30)
+    ]
+    found = {}
+    for way, store in (("called", "device"), ("called", "remote"), ("run", "remote")):
+        graph = _Graph(make_embedding(tmp_path / f"{way} {store}", store=store, dim=32, tables=2))
+        losses = []
+        for begin in (0, 10, 20):
+            its = batches[begin : begin + 10]
+            losses += [loss.item().hex() for loss in (graph.run(its) if way == "run" else (graph(*b) for b in its))]
+            if begin == 0:
+                graph.embedding.save_snapshot("whole")
+            elif begin == 10:
+                graph.embedding.save_delta("delta", since="whole")
+        last = rows_of(graph.embedding, batches[0][0][:, 0])
+        graph.embedding.load_snapshot("delta")
+        found[way, store] = losses, last.tolist(), rows_of(graph.embedding, batches[0][0][:, 0]).tolist()
+        if store == "remote":
+            assert graph.embedding.stats()["remote"]["rows_pulled"] > 1000
+        graph.embedding.close()
+    first, *others = found.values()
+    assert first[1] != first[2] and all(other == first for other in others)
