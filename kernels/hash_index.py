@@ -8,10 +8,10 @@ id:
     cell_C2[c] = (id, table << 40 | place + 1)
 
 Linear probing by lines of four cells, each a line of the CPU's cache: the home of a key is a line's first cell, and the
-four are compared at once, since a branch on each would be mispredicted more often than not. The home is `mixed hash *
-lines >> 64`, so there may be any number of lines. C takes part in the mixing: keys that are read out of one index in
-the order of its cells arrive in random order at an index of another size, where they would otherwise pile up in one
-run.
+four are compared at once, as one vector, since a branch on each would be mispredicted more often than not. The home is
+`mixed hash * lines >> 64`, so there may be any number of lines. C takes part in the mixing: keys that are read out of
+one index in the order of its cells arrive in random order at an index of another size, where they would otherwise pile
+up in one run.
 
 Loops are given the address and the number of cells of each shard: address_P and cells_P, int64 [P]. Addresses are
 multiples of 64, numbers of cells multiples of LINE.
@@ -24,12 +24,12 @@ Limits: place below 2^40 - 1, table below 2^23.
 import numpy as np
 
 from oneemb.kernels.arrays import Array
-from oneemb.kernels.jit import Number, cpu, rule
-from oneemb.kernels.jit_code import mul_high, natural, prefetch_word, set_word, word_at
+from oneemb.kernels.jit import Number, cpu, part, rule
+from oneemb.kernels.jit_code import end_of_line, keep_rolled, mul_high, natural, prefetch_word, set_word, word_at
 
 __all__ = [
-    "BLOCK", "LINE", "PLACE_BITS", "PLACE_MAX", "TABLE_MAX", "cells_erase", "cells_find", "cells_items", "cells_move",
-    "cells_put", "count_keys", "hash_key", "order_keys",
+    "BLOCK", "LINE", "PLACE_BITS", "PLACE_MAX", "SHARD_ROOM", "TABLE_MAX", "cells_erase", "cells_find", "cells_items",
+    "cells_move", "cells_put", "count_keys", "hash_key", "order_keys", "shard_find",
 ]  # fmt: skip
 
 LINE = 4
@@ -48,6 +48,9 @@ TABLE_MAX = (1 << 23) - 1
 
 # Keys whose cells are prefetched before the first of them is compared: enough to hide a read from memory.
 _AHEAD = 32
+_AHEAD_HOMES = np.uint64(_AHEAD)
+SHARD_ROOM = 3 * _AHEAD
+"""Numbers that `shard_find` notes: two groups of homes, and which keys of a group are finished later."""
 _RING = np.int64(2 * _AHEAD - 1)  # a mask: two groups of keys are in progress, counted from the share's begin
 
 
@@ -78,21 +81,6 @@ def _home(hash: Number, cells: Number) -> Number:
 
 
 @rule
-def _ends(address: Number, c: Number, table: Number, id: Number) -> Number:
-    """Whether a probe ends at cell c: it holds the key, or nothing."""
-    word = word_at(address, 2 * c + 1)
-    return (word == 0) | ((word_at(address, 2 * c) == id) & (word >> _PLACE_BITS == table))
-
-
-@rule
-def _end_of_line(address: Number, c: Number, table: Number, id: Number) -> Number:
-    """Where in the line of cells c to c + 3 a probe ends; LINE if it goes on in the next line."""
-    first, second = _ends(address, c, table, id), _ends(address, c + 1, table, id)
-    third, fourth = _ends(address, c + 2, table, id), _ends(address, c + 3, table, id)
-    return 0 if first else (1 if second else (2 if third else (3 if fourth else LINE)))
-
-
-@rule
 def _next_line(c: Number, cells: Number) -> Number:
     return 0 if c + LINE == cells else c + LINE
 
@@ -102,7 +90,7 @@ def _probe(address: Number, cells: Number, home: Number, table: Number, id: Numb
     """The cell that holds the key, or else the empty cell where it belongs."""
     c = home
     while True:
-        end = _end_of_line(address, c, table, id)
+        end = end_of_line(address, c, id, table, _PLACE_BITS)
         if end != LINE:
             return c + end
         c = _next_line(c, cells)
@@ -147,7 +135,7 @@ def cells_find(
             at = (u - natural(begin)) & natural(_RING)
             p, c = natural(shard_K[at]), home_K[at]
             address = address_P[p]
-            k = _end_of_line(address, c, np.int64(table_U[u]), np.int64(id_U[u]))
+            k = end_of_line(address, c, np.int64(id_U[u]), np.int64(table_U[u]), _PLACE_BITS)
             place_U[u] = (word_at(address, 2 * (c + (k & 3)) + 1) & _PLACE_MASK) - 1
             later_K[later] = u
             later += natural(k == LINE)
@@ -160,6 +148,49 @@ def cells_find(
             following = _next_line(home_K[at], cells_P[p])
             c = _probe(address_P[p], cells_P[p], following, np.int64(table_U[u]), np.int64(id_U[u]))
             place_U[u] = (word_at(address_P[p], 2 * c + 1) & _PLACE_MASK) - 1
+
+
+@part
+def shard_find(
+    begin: Number, end: Number, address: Number, cells: Number, table_U: Array, id_U: Array, place_U: Array,
+    home_2K: Array,
+) -> None:  # fmt: skip
+    """As `cells_find`, in an index of one shard. home_2K: int64, room for `SHARD_ROOM` numbers."""
+    homes = _AHEAD_HOMES
+    _homes(begin, min(begin + _AHEAD, end), address, cells, table_U, id_U, home_2K, natural(0))
+    now = natural(0)
+    for first in range(begin, end, _AHEAD):
+        last = min(first + _AHEAD, end)
+        _homes(last, min(last + _AHEAD, end), address, cells, table_U, id_U, home_2K, homes - now)
+        later = natural(0)
+        for i in range(natural(last - first)):
+            u, c = natural(first) + i, home_2K[now + i]
+            k = end_of_line(address, c, np.int64(id_U[u]), np.int64(table_U[u]), _PLACE_BITS)
+            place_U[u] = (word_at(address, 2 * (c + (k & 3)) + 1) & _PLACE_MASK) - 1
+            home_2K[homes + homes + later] = i
+            later += natural(k == LINE)
+            prefetch_word(address, 2 * (_next_line(c, cells) if k == LINE else c))
+        for i in range(later):
+            keep_rolled()
+            i = natural(home_2K[homes + homes + i])
+            u, c = natural(first) + i, _next_line(home_2K[now + i], cells)
+            c = _probe(address, cells, c, np.int64(table_U[u]), np.int64(id_U[u]))
+            place_U[u] = (word_at(address, 2 * c + 1) & _PLACE_MASK) - 1
+        now = homes - now
+
+
+@part
+def _homes(
+    first: Number, last: Number, address: Number, cells: Number, table_U: Array, id_U: Array, home_2K: Array, k: Number
+) -> None:
+    """Write the homes of keys first to last - 1 from place k on, and prefetch them."""
+    for i in range(natural(last - first)):  # A loop of its own, as in `_locate`.
+        u = natural(first) + i
+        home_2K[k + i] = np.int64(hash_key(np.int64(table_U[u]), np.int64(id_U[u]), np.int64(0)))
+    for i in range(natural(last - first)):
+        home = _home(np.uint64(home_2K[k + i]), cells)
+        home_2K[k + i] = home
+        prefetch_word(address, 2 * home)
 
 
 @cpu

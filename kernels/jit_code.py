@@ -23,8 +23,8 @@ from numba.extending import intrinsic, overload
 from oneemb.kernels.jit import Number, rule
 
 __all__ = [
-    "float_bits", "from_float32", "keep_rolled", "lanes_mixed", "mul_high", "natural", "prefetch", "prefetch_row",
-    "prefetch_word", "set_word", "to_float32", "uint_as_float", "word_at",
+    "as_stored", "end_of_line", "float_bits", "from_float32", "keep_rolled", "lanes_mixed", "mul_high", "natural",
+    "prefetch", "prefetch_row", "prefetch_word", "set_word", "to_float32", "uint_as_float", "word_at",
 ]  # fmt: skip
 
 # Bytes of a line of the cache.
@@ -259,6 +259,37 @@ def prefetch_word(typingctx: Any, address: Any, index: Any) -> Any:
     return types.void(types.int64, types.int64), codegen
 
 
+@intrinsic
+def end_of_line(typingctx: Any, address: Any, c: Any, id: Any, high: Any, low_bits: Any) -> Any:
+    """Where in a line of four cells (id, word), the cells c to c + 3 after an address, a search ends: 0 to 3.
+
+    That is the first cell whose id is this one and whose word is `high` above its `low_bits` lowest bits, or whose word
+    is 0; 4 = none. The line is one vector, and its address a multiple of 64.
+    """
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        address, c, id, high, low_bits = args
+        i8, i32, i64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+        words = ir.VectorType(i64, 8)
+
+        def in_turn(even: Any, odd: Any) -> Any:
+            two = builder.insert_element(words(ir.Undefined), even, i32(0))
+            two = builder.insert_element(two, odd, i32(1))
+            return builder.shuffle_vector(two, words(ir.Undefined), ir.VectorType(i32, 8)([0, 1] * 4))
+
+        pointer = builder.inttoptr(builder.add(address, builder.mul(c, i64(16))), words.as_pointer())
+        line = builder.load(pointer, align=_LINE_BYTES)
+        shifted = builder.lshr(line, in_turn(i64(0), low_bits))
+        equal = builder.bitcast(builder.icmp_unsigned("==", shifted, in_turn(id, high)), i8)
+        empty = builder.bitcast(builder.icmp_unsigned("==", line, words([0] * 8)), i8)
+        # Bit 2 k is of the id of cell k, bit 2 k + 1 of its word; bit 9 stands for cell 4.
+        ends = builder.and_(builder.or_(builder.and_(equal, builder.shl(equal, i8(1))), empty), i8(0xAA))
+        first = builder.cttz(builder.or_(builder.zext(ends, i64), i64(1 << 9)), ir.IntType(1)(1))
+        return builder.lshr(first, i64(1))
+
+    return types.int64(*[types.int64] * 5), codegen
+
+
 def to_float32(x: Number) -> Number:
     """The float32 value of a stored weight: exact for each of the three formats."""
     raise TypeError("to_float32 is for compiled loops")
@@ -267,6 +298,11 @@ def to_float32(x: Number) -> Number:
 def from_float32(x: Number, like: Number) -> Number:
     """The stored form of a float32, in the format of `like`; rounds to nearest, ties to even."""
     raise TypeError("from_float32 is for compiled loops")
+
+
+def as_stored(x: Number, like: Number) -> Number:
+    """A stored weight in the format of `like`: its very bits where that is its own."""
+    raise TypeError("as_stored is for compiled loops")
 
 
 # Without type hints, here and below: numba compares this signature, hints and all, with those of the lambdas.
@@ -300,3 +336,11 @@ def _from_float32(x, like):
 
         return to_bfloat16
     return None
+
+
+@overload(as_stored, inline="always")
+@no_type_check
+def _as_stored(x, like):
+    if x == like:
+        return lambda x, like: x
+    return lambda x, like: from_float32(to_float32(x), like)

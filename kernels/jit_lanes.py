@@ -22,7 +22,8 @@ from numba.core.datamodel import models
 from numba.extending import intrinsic, overload, register_model
 
 __all__ = [
-    "LANES", "WIDE", "load_lanes", "load_wide", "move_lanes", "same_lanes", "same_wide", "store_lanes", "sum_lanes",
+    "LANES", "WIDE", "copy_lanes", "float_within", "half_within", "load_bytes", "load_lanes", "load_nibbles",
+    "load_wide", "move_lanes", "same_lanes", "same_wide", "store_lanes", "sum_lanes",
 ]  # fmt: skip
 
 LANES = 16
@@ -31,7 +32,7 @@ LANES = 16
 WIDE = 64
 """Numbers of a wide vector."""
 
-_I16, _I32, _I64 = (ir.IntType(bits) for bits in (16, 32, 64))
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _WEIGHTS = (types.float32, types.uint16, types.int16)  # see oneemb.kernels.jit_code
 
 
@@ -141,6 +142,78 @@ def move_lanes(typingctx: Any, to: Any, to_row: Any, to_column: Any, array: Any,
         return context.get_dummy_value()
 
     return types.void(to, to_row, to_column, array, row, column), codegen
+
+
+def copy_lanes(to: Any, to_row: Any, to_column: Any, array: Any, row: Any, column: Any) -> None:
+    """As `move_lanes`, between two of the formats of weights: rounded where they differ, else the very bits."""
+    raise TypeError("copy_lanes is for compiled loops")
+
+
+@overload(copy_lanes, inline="always")
+@no_type_check  # see oneemb.kernels.jit_code
+def _copy_lanes(to, to_row, to_column, array, row, column):
+    if to.dtype == array.dtype:
+        return lambda to, to_row, to_column, array, row, column: move_lanes(
+            to, to_row, to_column, array, row, column
+        )  # fmt: skip
+    return lambda to, to_row, to_column, array, row, column: store_lanes(
+        to, to_row, to_column, load_lanes(array, row, column)
+    )
+
+
+@intrinsic
+def load_bytes(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
+    """array[row, column : column + 16] of uint8 as float32."""
+    if not _is_rows(array, row, column) or array.dtype != types.uint8:
+        return None
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, sig.args[0], args, _lanes.of(_I8))
+        return builder.sitofp(builder.zext(builder.load(pointer, align=1), _lanes.of(_I32)), _lanes.numbers)
+
+    return _lanes(array, row, column), codegen
+
+
+@intrinsic
+def load_nibbles(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
+    """array[row, column : column + 8] of uint8 as 16 float32: of each byte its lower half and then its upper half."""
+    if not _is_rows(array, row, column) or array.dtype != types.uint8:
+        return None
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        eight, words = ir.VectorType(_I8, LANES // 2), _lanes.of(_I32)
+        loaded = builder.load(_pointer(context, builder, sig.args[0], args, eight), align=1)
+        twice = words([i // 2 for i in range(LANES)])
+        both = builder.zext(builder.shuffle_vector(loaded, eight(ir.Undefined), twice), words)
+        halves = builder.and_(builder.lshr(both, words([0, 4] * (LANES // 2))), words([15] * LANES))
+        return builder.sitofp(halves, _lanes.numbers)
+
+    return _lanes(array, row, column), codegen
+
+
+@intrinsic
+def float_within(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
+    """The float32 whose bytes array[row, column : column + 4] of uint8 are."""
+    if not _is_rows(array, row, column) or array.dtype != types.uint8:
+        return None
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.load(_pointer(context, builder, sig.args[0], args, ir.FloatType()), align=1)
+
+    return types.float32(array, row, column), codegen
+
+
+@intrinsic
+def half_within(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
+    """The float16 whose bytes array[row, column : column + 2] of uint8 are, as float32."""
+    if not _is_rows(array, row, column) or array.dtype != types.uint8:
+        return None
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        half = builder.load(_pointer(context, builder, sig.args[0], args, _I16), align=1)
+        return builder.fpext(builder.bitcast(half, ir.HalfType()), ir.FloatType())
+
+    return types.float32(array, row, column), codegen
 
 
 def _all(like: Any, number: Any) -> Any:

@@ -18,10 +18,11 @@ import numpy as np
 
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import Number, cpu, part, rule
-from oneemb.kernels.jit_code import float_bits, from_float32, natural, to_float32, uint_as_float
+from oneemb.kernels.jit_code import float_bits, from_float32, to_float32
+from oneemb.kernels.jit_lanes import LANES, float_within, half_within, load_bytes, load_nibbles, store_lanes
 from oneemb.kernels.threads import Threads
 
-__all__ = ["dequantize_row", "quantize_rows", "quantized_bytes"]
+__all__ = ["dequantize_row", "dequantized", "quantize_rows", "quantized_bytes"]
 
 _EPSILON = np.float32(1e-8)
 _EXPONENT = np.uint32(0x7F800000)
@@ -68,35 +69,33 @@ def _put_word(row_NB: Array, n: Number, at: Number, bits: Number, size: Number) 
 
 
 @part
-def _float32_at(row_NB: Array, n: Number, at: Number) -> Number:
-    bits = np.uint32(row_NB[n, at]) | (np.uint32(row_NB[n, at + natural(1)]) << np.uint32(8))
-    bits |= np.uint32(row_NB[n, at + natural(2)]) << np.uint32(16)
-    return uint_as_float(np.uint32(bits | (np.uint32(row_NB[n, at + natural(3)]) << np.uint32(24))))
-
-
-@part
-def _float16_at(row_NB: Array, n: Number, at: Number) -> Number:
-    return to_float32(np.uint16(np.uint16(row_NB[n, at]) | np.uint16(np.uint16(row_NB[n, at + natural(1)]) << 8)))
-
-
-@part
 def dequantize_row(row_SB: Array, s: Number, bits: Number, out_ND: Array, n: Number) -> None:
     """out_ND[n] = the weights of the quantized row s, float32."""
-    dim = natural(out_ND.shape[1])
-    s, n = natural(s), natural(n)
+    # One question for a row: vectors that may come from either branch would go through memory.
+    dim = out_ND.shape[1]
     if bits == 8:
-        scale, low = _float32_at(row_SB, s, dim), _float32_at(row_SB, s, dim + natural(4))
-        for d in range(dim):
+        scale, low = float_within(row_SB, s, dim), float_within(row_SB, s, dim + 4)
+        for d in range(0, dim - LANES + 1, LANES):
+            store_lanes(out_ND, n, d, load_bytes(row_SB, s, d) * scale + low)
+        for d in range(dim - dim % LANES, dim):
             out_ND[n, d] = np.float32(row_SB[s, d]) * scale + low
-        return
-    size = (dim + natural(1)) >> natural(1)
-    scale, low = _float16_at(row_SB, s, size), _float16_at(row_SB, s, size + natural(2))
-    for i in range(dim >> natural(1)):
-        byte = row_SB[s, i]
-        out_ND[n, natural(2) * i] = np.float32(byte & np.uint8(15)) * scale + low
-        out_ND[n, natural(2) * i + natural(1)] = np.float32(byte >> np.uint8(4)) * scale + low
-    if dim & natural(1):
-        out_ND[n, dim - natural(1)] = np.float32(row_SB[s, size - natural(1)] & np.uint8(15)) * scale + low
+    else:
+        size = (dim + 1) >> 1
+        scale, low = half_within(row_SB, s, size), half_within(row_SB, s, size + 2)
+        for d in range(0, dim - LANES + 1, LANES):
+            store_lanes(out_ND, n, d, load_nibbles(row_SB, s, d >> 1) * scale + low)
+        for d in range(dim - dim % LANES, dim):
+            out_ND[n, d] = np.float32((row_SB[s, d >> 1] >> np.uint8(4 * (d & 1))) & np.uint8(15)) * scale + low
+
+
+@part
+def dequantized(row_SB: Array, s: Number, d: Number, bits: Number, dim: Number) -> Number:
+    """Weight d of the quantized row s, float32."""
+    if bits == 8:
+        return np.float32(row_SB[s, d]) * float_within(row_SB, s, dim) + float_within(row_SB, s, dim + 4)
+    size = (dim + 1) >> 1
+    q = np.float32((row_SB[s, d >> 1] >> np.uint8(4 * (d & 1))) & np.uint8(15))
+    return q * half_within(row_SB, s, size) + half_within(row_SB, s, size + 2)
 
 
 @cpu

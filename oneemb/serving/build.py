@@ -3,32 +3,53 @@
 Invariant: several processes that need one file make it once: one has the lock, the others wait and find the file.
 """
 
-import fcntl
+import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
+from typing import NamedTuple
 
 import numpy as np
 
 from oneemb.kernels.threads import Threads
 from oneemb.rows.values import weights_of
 from oneemb.storage.bottom import EXPORTED
-from oneemb.storage.errors import SnapshotNotFoundError
-from oneemb.storage.fs import LocalFileSystem, storage_error
+from oneemb.storage.errors import SnapshotNotFoundError, StorageError
+from oneemb.storage.fs import FileSystem, LocalFileSystem, storage_error
 from oneemb.storage.owned_rows import OwnedRows
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.serving.served_file import ServedFile, ServedInfo, row_bytes_of
-from oneemb.storage.serving.served_writer import write_served_file
+from oneemb.storage.serving.served_writer import remove_unfinished, write_served_file
 from oneemb.storage.snapshot_parts import PartedSnapshot, look_at
 from oneemb.storage.snapshot_rows import SnapshotRows
 
-__all__ = ["DTYPES", "Progress", "find_snapshot", "make_file", "open_made"]
+__all__ = ["DTYPES", "Progress", "Source", "find_snapshot", "make_file", "open_snapshot"]
 
 DTYPES = ("float32", "float16", "int8", "int4")
 """Of files; "float32" = as trained."""
 
 Progress = Callable[[int, int | None], None]
 _KEPT = 2  # files of one kind that stay in a folder
+_LOOK_S = 0.02  # between two looks whether another process has made a file
+_TABLES_TEXT = 100  # letters of a name that list tables
+
+
+class Source(NamedTuple):
+    """Where versions come from, and how they are served."""
+
+    paths: list[str]
+    folder: str
+    dtype: str
+    tables: tuple[int, ...] | None
+
+
+class _StoppedError(Exception):
+    """Nobody wants the file any more."""
+
+
+def _never() -> bool:
+    return False
 
 
 def find_snapshot(paths: Sequence[str], name: str | None) -> PartedSnapshot:
@@ -95,37 +116,86 @@ def _weights(
             yield table_N, id_N, weights_of(format, row_NW).astype(np.float32)
 
 
-def open_made(
-    folder: str, snapshot: PartedSnapshot, dtype: str, tables: Sequence[int] | None, *, threads: Threads
-) -> ServedFile:
-    """The open file of a snapshot in a folder, made if it is not there; older ones of its kind than the last two go.
+def open_snapshot(
+    source: Source, name: str | None, *, threads: Threads, above: int = -1, stop: Callable[[], bool] = _never
+) -> ServedFile | None:
+    """The open file of the snapshot of this name, or of the newest, made if it is not there.
+
+    Args:
+        above: None is given if the snapshot's sequence is not above this one.
+        stop: asked now and then; once it says so, None is given and nothing is made.
 
     Raises:
         As `make_file`, and CorruptTableError: the file is there and damaged.
     """
-    kind = dtype + ("" if tables is None else "-tables-" + "-".join(map(str, tables)))
+    failed, error = "", None
+    while True:
+        found = find_snapshot(source.paths, name)
+        if found.sequence <= above:
+            return None
+        if error is not None and found.info.identity == failed:
+            raise error
+        try:
+            return _open_made(source, found, threads, stop)
+        except _StoppedError:
+            return None
+        except StorageError as raised:  # The job may have removed or replaced the snapshot meanwhile.
+            failed, error = found.info.identity, raised
+
+
+def _open_made(source: Source, snapshot: PartedSnapshot, threads: Threads, stop: Callable[[], bool]) -> ServedFile:
+    """Older files of its kind than the last two go."""
+    kind = _kind(source)
     name = f"{snapshot.sequence:012d}-{snapshot.info.identity}-{kind}.serving"
-    path = os.path.join(folder, name)
+    path = os.path.join(source.folder, name)
     try:
         return ServedFile(path, threads=threads)
     except FileNotFoundError:
         pass
+    fs = LocalFileSystem()
     try:
-        LocalFileSystem().make_directories(folder)
-        lock = os.open(os.path.join(folder, "LOCK"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fs.make_directories(source.folder)
+        lock = _lock(fs, os.path.join(source.folder, "LOCK"), stop)
     except OSError as error:
-        raise storage_error(error, "make files in", folder) from error
+        raise storage_error(error, "make files in", source.folder) from error
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # The system frees it when the process ends, however it ends.
         if not os.path.exists(path):
-            for left in os.listdir(folder):
-                if left.endswith(".tmp"):  # of a process that was killed: who has the lock is the only writer here
-                    os.remove(os.path.join(folder, left))
-            make_file(path, snapshot, dtype, tables, threads=threads)
-            its = sorted(one for one in os.listdir(folder) if one.endswith(f"-{kind}.serving"))
+            remove_unfinished(fs, source.folder)
+            make_file(path, snapshot, source.dtype, source.tables, threads=threads, progress=_stopping(stop))
+            its = sorted(one for one in os.listdir(source.folder) if one.endswith(f"-{kind}.serving"))
             for old in its[:-_KEPT]:
                 if old != name:
-                    os.remove(os.path.join(folder, old))
+                    with suppress(FileNotFoundError):
+                        os.remove(os.path.join(source.folder, old))
         return ServedFile(path, threads=threads)
     finally:
-        os.close(lock)
+        fs.unlock(lock)
+
+
+def _kind(source: Source) -> str:
+    """What the names of files of one dtype and of the same tables end with."""
+    if source.tables is None:
+        return source.dtype
+    tables = "-".join(map(str, source.tables))
+    if len(tables) > _TABLES_TEXT:
+        tables = "of-" + hashlib.sha256(tables.encode()).hexdigest()[:24]
+    return f"{source.dtype}-tables-{tables}"
+
+
+def _lock(fs: FileSystem, path: str, stop: Callable[[], bool]) -> int:
+    """Wait until this process has the lock. A child of fork gives its copy up."""
+    while True:
+        if stop():
+            raise _StoppedError
+        try:
+            return fs.lock(path)
+        except BlockingIOError:
+            time.sleep(_LOOK_S)
+
+
+def _stopping(stop: Callable[[], bool]) -> Progress:
+    def progress(done: int, total: int | None) -> None:
+        if stop():
+            raise _StoppedError
+
+    return progress

@@ -19,7 +19,7 @@ import numpy as np
 from oneemb.kernels.checksum import blocks_sum, xxh64
 from oneemb.kernels.hash_index import PLACE_BITS, TABLE_MAX, cells_find
 from oneemb.kernels.quantize_rows import quantized_bytes
-from oneemb.kernels.serve_rows import BLOCK_BYTES, ServedRows, check_cells, serve_rows
+from oneemb.kernels.serve_rows import BLOCK_BYTES, ServedRows, check_cells, find_rows, serve_rows
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.fs import AnyPath, absolute_path, storage_error
@@ -197,6 +197,16 @@ class ServedFile:
         self._check_block(block)
         return place_N
 
+    def find(self, table_N: np.ndarray, id_N: np.ndarray, padding_id: int | None, *, threads: Threads) -> np.ndarray:
+        """place_N of keys, for `pool_rows`; see `find_rows`.
+
+        Raises:
+            CorruptTableError: a row that is needed lies in a damaged block.
+        """
+        place_N, block = find_rows(self.rows, table_N, id_N, padding_id, threads=threads)
+        self._check_block(block)
+        return place_N
+
     def _check_block(self, block: int) -> None:
         if block >= 0:
             raise self._damage("a block of rows is damaged", BLOCK_BYTES * (1 + block))
@@ -218,12 +228,13 @@ class ServedFile:
             if progress is not None:
                 progress(end * BLOCK_BYTES, blocks * BLOCK_BYTES)
         begin = BLOCK_BYTES * (1 + blocks)
+        address_1, cells_1 = np.array([rows.address]), np.array([self.info.cells])
         for first in range(0, self.info.cells, _CHECKED * 16):
             cell_K2 = rows.cell_C2[first : first + _CHECKED * 16]
             word_K = cell_K2[cell_K2[:, 1] != 0, 1]
             id_K, table_K = cell_K2[cell_K2[:, 1] != 0, 0], (word_K >> PLACE_BITS).astype(np.int32)
             place_K = np.empty(len(id_K), np.int64)
-            self._threads.run(cells_find, len(id_K), rows.address_1, rows.cells_1, table_K, id_K, place_K)
+            self._threads.run(cells_find, len(id_K), address_1, cells_1, table_K, id_K, place_K)
             if (place_K != (word_K & ((1 << PLACE_BITS) - 1)) - 1).any():
                 raise self._damage("a key is not where lookups find it", begin + first * _CELL_BYTES)
 

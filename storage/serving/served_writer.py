@@ -7,6 +7,7 @@ Invariants:
 
 import math
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -24,9 +25,10 @@ from oneemb.storage.fs import FileSystem, LocalFileSystem, aligned_bytes, storag
 from oneemb.storage.serving.served_file import QUANTIZED, SERVED_MAGIC, ServedInfo
 from oneemb.storage.table.file_header import pack_header
 
-__all__ = ["write_served_file"]
+__all__ = ["remove_unfinished", "write_served_file"]
 
 _Rows = Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]
+_UNFINISHED = re.compile(r"(.*)\.[0-9a-f]{12}\.tmp", re.DOTALL)
 _CELLS = 256  # a block of them
 _PUT = 1 << 18  # keys that are put at once
 _NO_ORDER = np.empty(0, np.int64)
@@ -50,16 +52,21 @@ def write_served_file(
         StorageError: a row cannot be written in this dtype (the message names its table and id), or the disk fails.
         CorruptTableError: a key comes twice.
     """
-    # A name of its own: of two that write one file, neither may give its name to what the other has half written.
+    # A name of its own: of two that write one file, neither may give its name to what the other has half written. Its
+    # lock, which ends with the process, says that somebody writes to it.
     fs, temporary = fs or LocalFileSystem(), f"{path}.{uuid.uuid4().hex[:12]}.tmp"
     try:
-        file = fs.create(temporary)
+        remove_unfinished(fs, os.path.dirname(path), os.path.basename(path))
+        file = fs.lock(temporary)
+        while not fs.still_locks(file, temporary):  # Another has removed it before it was locked.
+            fs.unlock(file)
+            file = fs.lock(temporary)
         try:
             written = _Writer(fs, file, info, threads).write(rows, progress, total)
             fs.sync(file)
+            fs.rename(temporary, path)
         finally:
-            fs.close(file)
-        fs.rename(temporary, path)
+            fs.unlock(file)
         fs.sync_directory(os.path.dirname(path))
     except OSError as error:
         raise storage_error(error, "write", path) from error
@@ -67,6 +74,21 @@ def write_served_file(
         with suppress(OSError):
             fs.remove(temporary)
     return written
+
+
+def remove_unfinished(fs: FileSystem, folder: str, name: str | None = None) -> None:
+    """Remove what killed processes have left of a file of this name; without a name, of all files `*.serving`."""
+    for left in fs.names(folder):
+        found = _UNFINISHED.fullmatch(left)
+        if found is None or (found[1] != name if name is not None else not found[1].endswith(".serving")):
+            continue
+        with suppress(OSError):  # BlockingIOError: somebody writes to it; or another has removed it, or may remove it.
+            path = os.path.join(folder, left)
+            lock = fs.lock(path)
+            try:
+                fs.remove(path)
+            finally:
+                fs.unlock(lock)
 
 
 class _Writer:

@@ -273,22 +273,6 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path, left):
         InferenceEmbedding.open(str(tmp_path), "one")
 
 
-def test_a_forked_child_reads_and_says_that_it_does_not_follow(tmp_path):
-    embedding = trained(tmp_path)
-    with torch.no_grad():
-        want = embedding(some_ids())
-    with _opened(tmp_path, num_threads=2) as served:
-        served.follow(60)
-        child = os.fork()
-        if child == 0:
-            try:
-                served(some_ids())
-                os._exit(1)
-            except StorageError:
-                os._exit(0 if torch.equal(served(some_ids()), want) else 2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 def test_the_command_line_makes_checks_and_shows_a_file(tmp_path):
     embedding = trained(tmp_path / "job")
     out = tmp_path / "one.int8"

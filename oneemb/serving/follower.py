@@ -1,0 +1,66 @@
+"""A thread that calls a function every so many seconds, and hands what that raises to whoever asks.
+
+Invariants:
+- the thread keeps nothing alive that it calls: it ends when the owner of the function is gone;
+- a child of fork has no thread; what its parent's thread has raised is the parent's.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Follower"]
+
+
+class Follower:
+    """Begins at once.
+
+    Args:
+        refresh: a bound method, called with a function that says whether to give up.
+        seconds: between the end of a call and the next one, above 0.
+    """
+
+    def __init__(self, refresh: Callable[[Callable[[], bool]], Any], seconds: float):
+        self.seconds, self._process = seconds, os.getpid()
+        self._error: BaseException | None = None
+        self._ends = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(weakref.WeakMethod(refresh),), name="oneemb-follow", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, refresh: "weakref.WeakMethod[Any]") -> None:
+        while not self._ends.wait(self.seconds):
+            call = refresh()
+            if call is None:
+                return
+            try:
+                call(self._ends.is_set)
+            except BaseException as error:
+                if not self._ends.is_set():
+                    self._error = error
+            del call
+
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether this process is a child of fork, in which the thread is not."""
+        return self._process != os.getpid()
+
+    def check(self) -> None:
+        """Raise what a call has raised, once."""
+        if self._error is not None and not self.is_of_parent:
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+
+    def stop(self) -> None:
+        """Let the thread end soon; a call that it is in gives up."""
+        self._ends.set()
+
+    def close(self) -> None:
+        """Stop, and wait until the thread has ended."""
+        self.stop()
+        if not self.is_of_parent and self._thread is not threading.current_thread():
+            self._thread.join()

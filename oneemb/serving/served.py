@@ -1,0 +1,160 @@
+"""One version of what is served: its file, and how ids that have no row in it read.
+
+Invariant: bags have the bits that pooling the rows one by one, in batch order, gives.
+"""
+
+import functools
+import json
+from typing import Literal, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from oneemb.embedding_arguments import initial_rows
+from oneemb.graph.ops.lookup import DTYPES as TRAINED
+from oneemb.kernels.arrays import Bags, RowsOfIds
+from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.init_rows import InitialRows, init_rows
+from oneemb.kernels.serve_rows import MISSING, OTHER, PADDING, pool_rows
+from oneemb.options import Initializer, TableOptions, from_json
+from oneemb.storage.errors import CorruptTableError, StorageError
+from oneemb.storage.row_format import RowFormat
+from oneemb.storage.serving.served_file import ServedFile
+
+__all__ = ["Served", "Version"]
+
+_BITS = {torch.float32: np.float32, torch.float16: np.uint16, torch.bfloat16: np.int16}
+
+
+class Version(NamedTuple):
+    """Which snapshot answers."""
+
+    name: str
+    identity: str
+    sequence: int
+
+
+class Served:
+    """One version.
+
+    Args:
+        absent: how an id without a row reads, "initial" or "zeros".
+    """
+
+    def __init__(self, file: ServedFile, absent: str, loops: HostLoops):
+        info = file.info
+        self.file, self.version, self._loops = file, Version(info.name, info.identity, info.sequence), loops
+        self.format = RowFormat(info.dim, info.trained)
+        self.dtype = TRAINED[info.trained] if info.weights == info.trained else torch.float32
+        self.table_C = np.array(info.tables, np.int32)
+        self.is_served_T = np.isin(np.arange(info.num_tables), self.table_C)
+        self._in_order = info.tables == tuple(range(len(info.tables)))
+        key_type, self.padding_idx = info.embedding.get("key_type", "int64"), info.embedding.get("padding_idx")
+        if key_type not in ("int64", "int32") or not (self.padding_idx is None or type(self.padding_idx) is int):
+            raise CorruptTableError(f"{file.path}: wrong key_type {key_type!r} or padding_idx {self.padding_idx!r}")
+        self.key_type = torch.int64 if key_type == "int64" else torch.int32
+        if self.padding_idx is not None and not -(1 << 63) <= self.padding_idx < 1 << 63:
+            raise CorruptTableError(f"{file.path}: padding_idx {self.padding_idx} is no id")
+        self._initial = None if absent == "zeros" else _initial_rows(file)
+
+    def tables_of_columns(self, column_N: np.ndarray) -> np.ndarray:
+        """The tables of ids, or bags, whose columns these are."""
+        return column_N if self._in_order else self.table_C[column_N]
+
+    def only_served(self, table_N: np.ndarray) -> np.ndarray:
+        """These tables.
+
+        Raises:
+            ValueError: one of them is not served.
+        """
+        if len(table_N) and len(self.table_C) < len(self.is_served_T) and not self.is_served_T[table_N].all():
+            raise ValueError(f"table_ids must be of the tables that are served, {self.table_C.tolist()}")
+        return table_N
+
+    def rows(self, table_N: np.ndarray, id_N: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
+        """The weights of keys, [N, D], and their places.
+
+        Raises:
+            CorruptTableError: a row that is needed is damaged.
+        """
+        out = torch.empty(len(id_N), self.file.info.dim, dtype=self.dtype)
+        out_ND = self._loops.array(out)
+        place_N = self.file.read(table_N, id_N, self.padding_idx, out_ND, threads=self._loops.threads)
+        if self._initial is not None:
+            missing = np.flatnonzero(place_N == MISSING)
+            if len(missing):
+                out_ND[missing] = self._first_weights(table_N[missing], id_N[missing], self._initial)
+        return out, place_N
+
+    def _first_weights(self, table_M: np.ndarray, id_M: np.ndarray, initial: InitialRows) -> np.ndarray:
+        """With what the rows of keys begin, in the format of what lookups give."""
+        row_MW = np.zeros((len(id_M), self.format.row_width), np.float32)
+        weight_MX = self.format.weights(row_MW)
+        init_rows(
+            weight_MX, row_MW, np.arange(len(id_M)), table_M, id_M.astype(np.int64), initial,
+            np.empty(0, np.float32), state_begin=self.format.state_begin, threads=self._loops.threads,
+        )  # fmt: skip
+        weight_MD = np.ascontiguousarray(weight_MX[:, : self.format.dim])
+        trained = TRAINED[self.format.dtype]
+        if self.dtype == trained:
+            return weight_MD
+        return cast(np.ndarray, torch.from_numpy(weight_MD).view(trained).float().numpy())
+
+    def bags(
+        self, table_N: np.ndarray, id_N: np.ndarray, offset_P1: np.ndarray, scale_N: np.ndarray | None,
+        pooling: Literal["sum", "mean", "max"],
+    ) -> torch.Tensor:  # fmt: skip
+        """The pooled weights of bags of keys, [P, D].
+
+        Raises:
+            CorruptTableError: a row that is needed is damaged.
+        """
+        out = torch.empty(len(offset_P1) - 1, self.file.info.dim, dtype=self.dtype)
+        out_PD = self._loops.array(out)
+        if pooling == "max":
+            self._max(table_N, id_N, offset_P1, out_PD)
+            return out
+        place_N = self.file.find(table_N, id_N, self.padding_idx, threads=self._loops.threads)
+        other_MD = self._no_rows
+        missing = np.flatnonzero(place_N == MISSING)
+        if len(missing) and self._initial is not None:
+            other_MD = self._first_weights(table_N[missing], id_N[missing], self._initial)
+            place_N[missing] = OTHER - np.arange(len(missing))
+        elif len(missing):
+            place_N[missing] = OTHER
+        pool_rows(
+            self.file.rows, place_N, other_MD, offset_P1, scale_N, pooling == "mean", out_PD,
+            threads=self._loops.threads,
+        )  # fmt: skip
+        return out
+
+    @functools.cached_property
+    def _no_rows(self) -> np.ndarray:
+        """A row of zeros."""
+        return np.zeros((1, self.file.info.dim), _BITS[self.dtype])
+
+    def _max(self, table_N: np.ndarray, id_N: np.ndarray, offset_P1: np.ndarray, out_PD: np.ndarray) -> None:
+        # Of maxima the bits count, those of a NaN too: the rows are copied and compared as in training.
+        rows, place_N = self.rows(table_N, id_N)
+        order_N = np.arange(len(id_N), dtype=np.int64)
+        inverse_N = np.where(place_N == PADDING, -1, order_N)
+        its = RowsOfIds(self._loops.array(rows), order_N, inverse_N)
+        self._loops.pool_max(its, Bags(offset_P1), out_PD, np.empty(out_PD.shape, np.int32))
+
+
+def _initial_rows(file: ServedFile) -> InitialRows:
+    its = file.info.embedding
+    if not {"seed", "tables", "column_dims", "default_initializer"} <= its.keys():
+        raise StorageError(
+            f"snapshot {file.info.name!r} does not say how rows begin: a writer or an earlier release saved it; pass"
+            ' absent="zeros", or save it again'
+        )
+    try:
+        tables = cast(list[TableOptions], from_json(json.dumps(its["tables"])))
+        default = cast(Initializer, from_json(json.dumps(its["default_initializer"])))
+        initial = initial_rows(its["seed"], its["column_dims"], tables, default)
+        if len(tables) != file.info.num_tables or sum(its["column_dims"]) != file.info.dim:
+            raise ValueError("tables or columns are not those of the rows")
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise CorruptTableError(f"{file.path}: what it says of the embedding is wrong: {error}") from error
+    return initial
