@@ -47,7 +47,8 @@ class HostLoops:
     # ---- arrays -----------------------------------------------------------------------------------------------------
 
     def array(self, tensor: torch.Tensor) -> np.ndarray:
-        return tensor.view(BITS[tensor.dtype]).numpy() if tensor.dtype in BITS else tensor.numpy()
+        bits = BITS.get(tensor.dtype, tensor.dtype)
+        return tensor.numpy() if bits is tensor.dtype else tensor.view(bits).numpy()
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)

@@ -215,22 +215,25 @@ class ServedRows:
     sum_B: np.ndarray
     seen_B: np.ndarray
     address: int = field(init=False)
+    row_bytes: int = field(init=False)
+    arrays: tuple[np.ndarray | None, np.ndarray | None, int] = field(init=False)
+    """weight_SX or byte_SX, the other one None, and `bits`."""
 
     def __post_init__(self) -> None:
+        # Once, since reading them takes as long as a short lookup.
         object.__setattr__(self, "address", self.cell_C2.ctypes.data)
-
-    @property
-    def arrays(self) -> tuple[np.ndarray | None, np.ndarray | None, int]:
-        """weight_SX or byte_SX, the other one None, and `bits`."""
-        return (None, self.row_SX, self.bits) if self.bits else (self.row_SX, None, 0)
+        object.__setattr__(self, "row_bytes", self.row_SX.strides[0])
+        arrays = (None, self.row_SX, self.bits) if self.bits else (self.row_SX, None, 0)
+        object.__setattr__(self, "arrays", arrays)
 
     def arguments(
         self, table_N: np.ndarray, id_N: np.ndarray, padding_id: int | None
     ) -> tuple[tuple, np.ndarray, tuple, np.ndarray]:
         """What loops take: keys, room for places, rows, and where the number of a damaged block is left."""
-        damage_1 = np.full(1, -1)
+        damage_1 = np.empty(1, np.int64)
+        damage_1[0] = -1
         keys = (self.address, len(self.cell_C2), table_N, id_N, padding_id is not None, padding_id or 0)
-        rows = (self.row_SX.strides[0], self.word_X, self.sum_B, self.seen_B, damage_1)
+        rows = (self.row_bytes, self.word_X, self.sum_B, self.seen_B, damage_1)
         return keys, np.empty(len(id_N), np.int64), rows, damage_1
 
 

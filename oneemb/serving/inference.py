@@ -125,15 +125,17 @@ class InferenceEmbedding(torch.nn.Module):
         if per_sample_weights is not None and (offsets is None or pooling != "sum"):
             raise ValueError('per_sample_weights are for bags that are summed; pass offsets, and pooling="sum"')
         num_tables = len(served.table_C if table_ids is None else served.is_served_T)
-        dim = served.file.info.dim
         if offsets is None:
             batch_ids.check_ids(ids, table_ids, num_tables, served.key_type)
             _check_on_cpu(ids)
+            if table_ids is None:
+                id_N = np.ascontiguousarray(ids.numpy()).reshape(-1)
+                table_N = served.tables_of_columns(self._loops.tables_of_columns(len(id_N), num_tables))
+                return served.rows(table_N, id_N, ids.shape)
             table_N, id_N, check = batch_ids.tables_and_ids(ids, table_ids, num_tables, self._loops)
             if check is not None:
                 check()
-            table_N = served.tables_of_columns(table_N) if table_ids is None else served.only_served(table_N)
-            return served.rows(table_N, id_N)[0].view(*ids.shape, dim)
+            return served.rows(served.only_served(table_N), id_N, ids.shape)
         shape, offset_P1, table_P, check_bags = batch_ids.bags_of_ids(
             ids, table_ids, num_tables, served.key_type, offsets, None, self._loops
         )
@@ -146,7 +148,7 @@ class InferenceEmbedding(torch.nn.Module):
             its_P = served.only_served(self._loops.array(table_P))
         table_N = np.repeat(its_P, np.diff(its_P1))
         id_N = self._loops.array(ids.detach().contiguous())
-        return served.bags(table_N, id_N, its_P1, _scales(per_sample_weights, len(ids)), pooling).view(*shape, dim)
+        return served.bags(table_N, id_N, its_P1, _scales(per_sample_weights, len(ids)), pooling, shape)
 
     # ---- versions ---------------------------------------------------------------------------------------------------
 

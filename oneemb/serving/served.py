@@ -5,6 +5,7 @@ Invariant: bags have the bits that pooling the rows one by one, in batch order, 
 
 import functools
 import json
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast
 
 import numpy as np
@@ -46,6 +47,7 @@ class Served:
         self.file, self.version, self._loops = file, Version(info.name, info.identity, info.sequence), loops
         self.format = RowFormat(info.dim, info.trained)
         self.dtype = TRAINED[info.trained] if info.weights == info.trained else torch.float32
+        self._bits = _BITS[self.dtype]
         self.table_C = np.array(info.tables, np.int32)
         self.is_served_T = np.isin(np.arange(info.num_tables), self.table_C)
         self._in_order = info.tables == tuple(range(len(info.tables)))
@@ -71,20 +73,32 @@ class Served:
             raise ValueError(f"table_ids must be of the tables that are served, {self.table_C.tolist()}")
         return table_N
 
-    def rows(self, table_N: np.ndarray, id_N: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
-        """The weights of keys, [N, D], and their places.
+    def rows(self, table_N: np.ndarray, id_N: np.ndarray, shape: Sequence[int]) -> torch.Tensor:
+        """The weights of keys, [*shape, D], of which the product is the number of keys.
 
         Raises:
             CorruptTableError: a row that is needed is damaged.
         """
-        out = torch.empty(len(id_N), self.file.info.dim, dtype=self.dtype)
-        out_ND = self._loops.array(out)
+        out, out_ND = self._room(shape)
+        self._read(table_N, id_N, out_ND)
+        return out
+
+    def _room(self, shape: Sequence[int]) -> tuple[torch.Tensor, np.ndarray]:
+        """What a lookup is to give, and its rows as an array."""
+        # Made by NumPy, as a view of it in both: torch's empty, view and numpy would take longer than a short lookup.
+        dim = self.file.info.dim
+        array = np.empty((*shape, dim), self._bits)
+        out = torch.from_numpy(array)
+        return out if self.dtype == torch.float32 else out.view(self.dtype), array.reshape(-1, dim)
+
+    def _read(self, table_N: np.ndarray, id_N: np.ndarray, out_ND: np.ndarray) -> np.ndarray:
+        """Write the weights of keys to `out_ND`, and return their places."""
         place_N = self.file.read(table_N, id_N, self.padding_idx, out_ND, threads=self._loops.threads)
         if self._initial is not None:
             missing = np.flatnonzero(place_N == MISSING)
             if len(missing):
                 out_ND[missing] = self._first_weights(table_N[missing], id_N[missing], self._initial)
-        return out, place_N
+        return place_N
 
     def _first_weights(self, table_M: np.ndarray, id_M: np.ndarray, initial: InitialRows) -> np.ndarray:
         """With what the rows of keys begin, in the format of what lookups give."""
@@ -102,15 +116,14 @@ class Served:
 
     def bags(
         self, table_N: np.ndarray, id_N: np.ndarray, offset_P1: np.ndarray, scale_N: np.ndarray | None,
-        pooling: Literal["sum", "mean", "max"],
+        pooling: Literal["sum", "mean", "max"], shape: Sequence[int],
     ) -> torch.Tensor:  # fmt: skip
-        """The pooled weights of bags of keys, [P, D].
+        """The pooled weights of bags of keys, [*shape, D].
 
         Raises:
             CorruptTableError: a row that is needed is damaged.
         """
-        out = torch.empty(len(offset_P1) - 1, self.file.info.dim, dtype=self.dtype)
-        out_PD = self._loops.array(out)
+        out, out_PD = self._room(shape)
         if pooling == "max":
             self._max(table_N, id_N, offset_P1, out_PD)
             return out
@@ -131,15 +144,17 @@ class Served:
     @functools.cached_property
     def _no_rows(self) -> np.ndarray:
         """A row of zeros."""
-        return np.zeros((1, self.file.info.dim), _BITS[self.dtype])
+        return np.zeros((1, self.file.info.dim), self._bits)
 
     def _max(self, table_N: np.ndarray, id_N: np.ndarray, offset_P1: np.ndarray, out_PD: np.ndarray) -> None:
         # Of maxima the bits count, those of a NaN too: the rows are copied and compared as in training.
-        rows, place_N = self.rows(table_N, id_N)
+        row_ND = np.empty((len(id_N), out_PD.shape[1]), out_PD.dtype)
+        place_N = self._read(table_N, id_N, row_ND)
         order_N = np.arange(len(id_N), dtype=np.int64)
         inverse_N = np.where(place_N == PADDING, -1, order_N)
-        its = RowsOfIds(self._loops.array(rows), order_N, inverse_N)
-        self._loops.pool_max(its, Bags(offset_P1), out_PD, np.empty(out_PD.shape, np.int32))
+        self._loops.pool_max(
+            RowsOfIds(row_ND, order_N, inverse_N), Bags(offset_P1), out_PD, np.empty(out_PD.shape, np.int32)
+        )
 
 
 def _initial_rows(file: ServedFile) -> InitialRows:
