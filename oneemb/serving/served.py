@@ -167,6 +167,8 @@ def _initial_rows(file: ServedFile) -> InitialRows:
     try:
         tables = cast(list[TableOptions], from_json(json.dumps(its["tables"])))
         default = cast(Initializer, from_json(json.dumps(its["default_initializer"])))
+        if type(its["seed"]) is not int or not all(type(dim) is int for dim in its["column_dims"]):
+            raise ValueError(f"seed {its['seed']!r} and column_dims must be integers")
         initial = initial_rows(its["seed"], its["column_dims"], tables, default)
         if len(tables) != file.info.num_tables or sum(its["column_dims"]) != file.info.dim:
             raise ValueError("tables or columns are not those of the rows")

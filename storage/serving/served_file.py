@@ -7,6 +7,7 @@ Invariants:
 """
 
 import json
+import math
 import mmap
 import os
 import struct
@@ -26,7 +27,7 @@ from oneemb.storage.fs import AnyPath, absolute_path, storage_error
 from oneemb.storage.row_format import WEIGHTS
 from oneemb.storage.table.file_header import HEADER_BYTES, read_header
 
-__all__ = ["QUANTIZED", "SERVED_MAGIC", "ServedFile", "ServedInfo", "is_served_file", "row_bytes_of"]
+__all__ = ["MANIFEST_MAX", "QUANTIZED", "SERVED_MAGIC", "ServedFile", "ServedInfo", "is_served_file", "row_bytes_of"]
 
 SERVED_MAGIC = b"oneembSV"
 QUANTIZED = {"int8": 8, "int4": 4}
@@ -34,7 +35,9 @@ QUANTIZED = {"int8": 8, "int4": 4}
 
 _SUM = struct.Struct("<Q")
 _CELL_BYTES = 16
-_MANIFEST_MAX = 1 << 28
+MANIFEST_MAX = 1 << 24
+"""Bytes of a manifest: JSON takes some thirty times as much memory while it is read."""
+
 _BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
 _CHECKED = 1 << 14  # blocks that are compared before progress is told
 
@@ -133,7 +136,7 @@ class ServedFile:
         begin, length, whole, zero = read_header(os.pread(file, HEADER_BYTES, 0), SERVED_MAGIC, self.path)
         if whole != size or zero:
             raise self._damage(f"the file must have {whole} bytes, it has {size}", min(whole, size))
-        if not (BLOCK_BYTES <= begin and 8 <= length <= _MANIFEST_MAX and begin + length + 8 == size):
+        if not (BLOCK_BYTES <= begin and 8 <= length <= MANIFEST_MAX and begin + length + 8 == size):
             raise self._damage(f"a manifest of {length} bytes at {begin} does not end the file of {size}", 40)
         bytes_ = os.pread(file, length + 8, begin)
         if len(bytes_) < length + 8 or length % 8:
@@ -268,5 +271,5 @@ def _info_of(found: Any) -> ServedInfo:
     need(all(number(t, 0, info.num_tables - 1) for t in tables) and len(set(tables)) == len(tables) > 0, "tables")
     need(len(rows_of_tables) == len(tables) and all(number(n, 0, info.rows) for n in rows_of_tables), "rows_of_tables")
     need(sum(rows_of_tables) == info.rows, "rows_of_tables")
-    need(all(type(e) in (int, float) and e >= 0 for e in (info.error_max, info.error_rms)), "error")
+    need(all(type(e) in (int, float) and 0 <= e < math.inf for e in (info.error_max, info.error_rms)), "error")
     return ServedInfo(**{**found, "tables": tuple(tables), "rows_of_tables": tuple(rows_of_tables)})

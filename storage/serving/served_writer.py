@@ -22,7 +22,7 @@ from oneemb.kernels.serve_rows import BLOCK_BYTES
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import FileSystem, LocalFileSystem, aligned_bytes, storage_error
-from oneemb.storage.serving.served_file import QUANTIZED, SERVED_MAGIC, ServedInfo
+from oneemb.storage.serving.served_file import MANIFEST_MAX, QUANTIZED, SERVED_MAGIC, ServedInfo
 from oneemb.storage.table.file_header import pack_header
 
 __all__ = ["remove_unfinished", "write_served_file"]
@@ -124,6 +124,11 @@ class _Writer:
             error_rms=math.sqrt(self._squares / max(1, len(id_S) * self._info.dim)),
         )  # fmt: skip
         packed = info.packed()
+        if len(packed) > MANIFEST_MAX:
+            raise StorageError(
+                f"what there is to say of {info.num_tables} tables takes {len(packed)} bytes, at most {MANIFEST_MAX} are"
+                " read; serve fewer tables, or give them initializers that are alike"
+            )
         self._fs.write(self._file, packed, info.manifest_begin)
         header = (info.manifest_begin, len(packed) - 8, info.manifest_begin + len(packed), 0)
         self._fs.write(self._file, pack_header(SERVED_MAGIC, header), 0)

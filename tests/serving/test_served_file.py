@@ -1,0 +1,212 @@
+"""Files for serving: written on disks that fail, by processes that are killed, and read with whatever is in them."""
+
+import errno
+import json
+import os
+import signal
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from oneemb.kernels.checksum import xxh64
+from oneemb.kernels.threads import Threads
+from oneemb.storage.errors import CorruptTableError, StorageError
+from oneemb.storage.serving.served_file import SERVED_MAGIC, ServedFile, ServedInfo, row_bytes_of
+from oneemb.storage.serving.served_writer import write_served_file
+from oneemb.storage.table.file_header import pack_header
+from tests.support.faulty_fs import FaultyFileSystem, PowerLoss
+
+DIM, ROWS = 5, 700
+PATH = "/served/one.serving"
+THREADS = Threads(1)
+
+
+def rows_of(version):
+    """Two chunks of rows: of ids 0 to 699 in tables 0 and 1, whose every weight is the version and the id."""
+    for begin in (0, 300):
+        id_N = np.arange(begin, min(begin + 400, ROWS), dtype=np.int64)
+        yield (id_N % 2).astype(np.int32), id_N, np.repeat(version + id_N, DIM).reshape(-1, DIM).astype(np.float32)
+        if begin:
+            return
+
+
+def write(path, fs=None, version=1000, rows=None, **options):
+    info = ServedInfo(
+        "one", "0" * 32, 1, "float32", "float32", DIM, row_bytes_of("float32", DIM), 0, 0, 2, (0, 1), (), {}, 0.0, 0.0,
+        "",
+    )  # fmt: skip
+    its = rows if rows is not None else [(t[:k], i[:k], w[:k]) for (t, i, w), k in zip(rows_of(version), (300, 400))]
+    return write_served_file(path, info, its, threads=THREADS, fs=fs, **options)
+
+
+def version_in(path):
+    """The version whose rows the file has, all of them."""
+    file = ServedFile(path, threads=THREADS)
+    file.verify()
+    out_ND, id_N = np.empty((ROWS, DIM), np.float32), np.arange(ROWS)
+    place_N = file.read((id_N % 2).astype(np.int32), id_N, None, out_ND, threads=THREADS)
+    assert (place_N >= 0).all() and len(np.unique(out_ND - id_N[:, None])) == 1
+    return int(out_ND[0, 0])
+
+
+def calls_of_a_write():
+    fs = FaultyFileSystem()
+    fs.make_directories("/served")
+    write(PATH, fs)
+    fs.calls.clear()
+    write(PATH, fs, 2000)
+    return len(fs.calls)
+
+
+@pytest.mark.parametrize("call", range(calls_of_a_write()))
+def test_after_a_loss_of_power_the_file_is_the_former_or_the_new_one(tmp_path, call):
+    fs = FaultyFileSystem()
+    fs.make_directories("/served")
+    write(PATH, fs)
+    fs.calls.clear()
+    fs.crash_at = call
+    with pytest.raises(PowerLoss):
+        write(PATH, fs, 2000)
+    for fate, disk in fs.survivors(torn=4):
+        (tmp_path / "file").write_bytes(bytes(disk.entries[PATH].now))
+        assert version_in(tmp_path / "file") in (1000, 2000), fate
+
+
+@pytest.mark.parametrize("call", range(calls_of_a_write()))
+def test_a_call_that_fails_is_an_error_that_leaves_the_former_file_and_no_other(tmp_path, call):
+    fs = FaultyFileSystem()
+    fs.make_directories("/served")
+    write(PATH, fs)
+    begin = len(fs.calls)
+
+    def fail(call_name, path):
+        if len(fs.calls) - begin == call + 1 and call_name not in ("open", "read"):
+            raise OSError(errno.ENOSPC, "no space left")
+
+    fs.fail = fail
+    removes = False
+    try:
+        write(PATH, fs, 2000)
+    except StorageError as error:
+        assert PATH in str(error) and "ENOSPC" in str(error)
+    else:
+        removes = True  # of the temporary name, after the rename
+    fs.fail = None
+    (tmp_path / "file").write_bytes(bytes(fs.entries[PATH].now))
+    assert version_in(tmp_path / "file") in ((2000,) if removes else (1000, 2000))
+    write(PATH, fs, 3000)
+    assert fs.names("/served") == ["one.serving"]
+
+
+def killed_while_writing(path, chunks):
+    """Let a child write the file, and kill it when so many chunks are written."""
+    read, wrote = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            its = list(rows_of(2000))
+            table_N, id_N, weight_ND = (np.concatenate(parts) for parts in zip(*its, strict=True))
+
+            def one_by_one():
+                for n in range(chunks):
+                    yield table_N[n : n + 1], id_N[n : n + 1], weight_ND[n : n + 1]
+                os.write(wrote, b"x")
+                signal.pause()
+
+            write(path, rows=one_by_one())
+        finally:
+            os._exit(1)
+    os.read(read, 1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(read)
+    os.close(wrote)
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 250])
+def test_what_a_killed_writer_has_left_goes_with_the_next_write_of_that_file(tmp_path, chunks):
+    path = str(tmp_path / "one.int8")
+    write(path)
+    killed_while_writing(path, chunks)
+    assert version_in(path) == 1000 and len(os.listdir(tmp_path)) == 2
+    write(str(tmp_path / "other.int8"))
+    assert len(os.listdir(tmp_path)) == 3
+    write(path, version=3000)
+    assert sorted(os.listdir(tmp_path)) == ["one.int8", "other.int8"] and version_in(path) == 3000
+
+
+def test_what_another_writes_to_is_not_taken_for_a_leftover(tmp_path):
+    path = str(tmp_path / "one.int8")
+
+    def rows():
+        write(path, version=2000)  # another writer of the same file, whole, in the midst of this one
+        yield from [(t[:k], i[:k], w[:k]) for (t, i, w), k in zip(rows_of(3000), (300, 400), strict=True)]
+
+    write(path, rows=rows())
+    assert version_in(path) == 3000 and os.listdir(tmp_path) == ["one.int8"]
+
+
+# ---- what is in a file ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    path = tmp_path_factory.mktemp("served") / "one.serving"
+    return path, write(str(path)), path.read_bytes()
+
+
+def with_manifest(good, body):
+    """The file with another manifest and right checksums."""
+    path, info, data = good
+    body += b" " * (-len(body) % 8)
+    data = bytearray(data[: info.manifest_begin]) + body + xxh64(body).to_bytes(8, "little")
+    data[:128] = pack_header(SERVED_MAGIC, (info.manifest_begin, len(body), len(data), 0))
+    other = path.with_suffix(".other")
+    other.write_bytes(bytes(data))
+    return other
+
+
+WRONG = [None, True, -1, 1.5, float("nan"), float("inf"), 1 << 40, 1 << 64, 10**400, "x", [], [0, 0], [2], {}]
+
+
+@pytest.mark.parametrize("key", [key for key in asdict(ServedInfo(*[0] * 16)) if key not in ("name", "identity")])
+def test_a_manifest_with_a_wrong_number_is_refused_with_file_and_offset(good, key):
+    right = asdict(good[1])
+    harmless = {"sequence": (1 << 40,), "embedding": ({},), "error_max": (1.5, 1 << 40, 1 << 64, 10**400)}
+    harmless["error_rms"] = harmless["error_max"]
+    for value in WRONG:
+        path = with_manifest(good, json.dumps({**right, key: value}).encode())
+        if value in harmless.get(key, ()) and type(value) is not bool:
+            continue
+        with pytest.raises(CorruptTableError, match="offset") as error:
+            ServedFile(path, threads=THREADS)
+        assert str(path) in str(error.value), value
+    path = with_manifest(good, json.dumps({k: v for k, v in right.items() if k != key}).encode())
+    with pytest.raises(CorruptTableError, match="offset"):
+        ServedFile(path, threads=THREADS)
+
+
+@pytest.mark.parametrize(
+    "body", [b"null", b"[]", b"\xff\xfe", b"9" * 100_000, b"[" * 100_000, b'{"a":' * 100_000, b"{}", b"NaN"]
+)
+def test_a_manifest_of_another_kind_is_refused(good, body):
+    with pytest.raises(CorruptTableError, match="manifest"):
+        ServedFile(with_manifest(good, body), threads=THREADS)
+
+
+def test_a_manifest_that_would_take_much_memory_is_refused_before_it_is_read(good):
+    path = with_manifest(good, b"[" + b"[]," * 8_000_000 + b"[]]")
+    with pytest.raises(CorruptTableError, match="a manifest of"):
+        ServedFile(path, threads=THREADS)
+    path.unlink()
+
+
+def test_every_flipped_byte_of_header_sums_and_manifest_is_found(good):
+    path, info, data = good
+    other = path.with_suffix(".flipped")
+    for offset in [*range(128), *range(info.sums_begin, len(data))]:
+        other.write_bytes(data[:offset] + bytes([data[offset] ^ 0x55]) + data[offset + 1 :])
+        with pytest.raises(StorageError) as error:
+            ServedFile(other, threads=THREADS)
+        assert str(other) in str(error.value), offset
