@@ -1,0 +1,268 @@
+"""Versions of a served snapshot: taken over, brought back and given up, by threads and processes beside the job."""
+
+import gc
+import os
+import random
+import signal
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+import oneemb
+from oneemb.serving import build
+from oneemb.serving.inference import InferenceEmbedding
+from oneemb.storage.errors import StorageError
+
+IDS = torch.arange(400)
+PATIENCE_S = 60
+
+
+class Job:
+    """A training job whose every weight of every row is the number of the step, and whose snapshots bear it too."""
+
+    def __init__(self, folder, dim=3):
+        self.step, self.folder = 0, str(folder)
+        self.embedding = oneemb.MultiTableEmbedding(
+            "followed", dim, torch.float32, torch.int64, [oneemb.make_table(oneemb.make_constant_initializer(0.0))],
+            oneemb.make_device_mem_store_options(self.folder),
+        )  # fmt: skip
+        self.optimizer = torch.optim.SGD(self.embedding.parameters(), lr=1.0)
+
+    def save(self, delta=False):
+        self.step += 1
+        self.embedding(IDS).sum().mul(-1).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if delta:
+            self.embedding.save_delta(f"step {self.step}", since=f"step {self.step - 1}")
+        else:
+            self.embedding.save_snapshot(f"step {self.step}")
+
+    def remove(self, step):
+        self.embedding.delete_snapshot(f"step {step}")
+
+
+@pytest.fixture
+def job(tmp_path):
+    job = Job(tmp_path / "job")
+    job.save()
+    yield job
+    job.embedding.close()
+
+
+def wait_for(what):
+    """Whether it becomes true."""
+    end = time.monotonic() + PATIENCE_S
+    while not what():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def answer(served):
+    """The step that answers; a lookup that mixes versions is an error."""
+    rows = served(IDS)
+    assert rows.min() == rows.max()
+    return int(rows.min())
+
+
+def child(work):
+    """The process id of a child of fork in which `work()` runs; it ends with 0 if that gives True."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        code = 0 if work() is True else 2
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def ended_well(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+class Building:
+    """`with Building(monkeypatch) as building:` files are made only once `building.go` is set."""
+
+    def __init__(self, monkeypatch):
+        self.begun, self.go, self._make = threading.Event(), threading.Event(), build.make_file
+        monkeypatch.setattr(build, "make_file", self._wait)
+
+    def _wait(self, *arguments, progress, **options):
+        self.begun.set()
+        while not self.go.wait(0.001):
+            progress(0, None)
+        return self._make(*arguments, progress=progress, **options)
+
+
+def test_a_rollback_waits_for_no_build_and_what_that_brings_is_not_taken(job, monkeypatch):
+    served = InferenceEmbedding.open(job.folder)
+    job.save()
+    building, refreshed = Building(monkeypatch), []
+    thread = threading.Thread(target=lambda: refreshed.append(served.refresh()))
+    thread.start()
+    assert building.begun.wait(PATIENCE_S)
+    served.rollback("step 1")
+    assert answer(served) == 1
+    building.go.set()
+    thread.join()
+    assert refreshed == [False] and answer(served) == 1
+    assert served.refresh() and answer(served) == 2
+
+
+@pytest.mark.parametrize("call", ["close", "unfollow", "rollback"])
+def test_who_stops_following_waits_for_no_build(job, monkeypatch, call):
+    served = InferenceEmbedding.open(job.folder)
+    job.save()
+    building = Building(monkeypatch)
+    served.follow(0.001)
+    assert building.begun.wait(PATIENCE_S)
+    getattr(served, call)(*["step 1"] if call == "rollback" else [])
+    if call != "close":
+        assert answer(served) == 1
+    building.go.set()
+    assert InferenceEmbedding.open(job.folder).version.name == "step 2"  # the lock is free
+
+
+def test_a_close_is_not_undone_by_who_refreshes_meanwhile(job, monkeypatch):
+    served = InferenceEmbedding.open(job.folder)
+    job.save()
+    building, errors = Building(monkeypatch), []
+
+    def refresh():
+        with pytest.raises(StorageError, match="closed") as error:
+            served.refresh()
+        errors.append(error)
+
+    thread = threading.Thread(target=refresh)
+    thread.start()
+    assert building.begun.wait(PATIENCE_S)
+    served.close()
+    building.go.set()
+    thread.join()
+    assert len(errors) == 1
+    with pytest.raises(StorageError, match="closed"):
+        served(IDS)
+
+
+def test_a_snapshot_that_the_job_replaces_while_it_is_opened_gives_way_to_the_next(job, monkeypatch):
+    make = build.make_file
+
+    def once(path, snapshot, *arguments, **options):
+        if snapshot.name == "step 1":
+            job.save()
+            job.remove(1)
+            raise StorageError("its files are gone")
+        return make(path, snapshot, *arguments, **options)
+
+    monkeypatch.setattr(build, "make_file", once)
+    assert answer(InferenceEmbedding.open(job.folder)) == 2
+
+
+def test_an_embedding_that_nobody_refers_to_follows_no_more(job):
+    served = InferenceEmbedding.open(job.folder)
+    served.follow(0.001)
+    thread, gone = served._follower._thread, weakref.ref(served)
+    del served
+    assert wait_for(lambda: gc.collect() is not None and gone() is None)
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def test_a_forked_child_reads_and_follows_from_its_first_lookup_on(job):
+    served = InferenceEmbedding.open(job.folder, num_threads=2)
+    served.follow(0.01)
+    served.unfollow()
+    served.follow(30.0)  # the parent's thread does nothing
+    served._follower.seconds = 0.01
+    pid = child(lambda: answer(served) == 1 and wait_for(lambda: answer(served) == 2))
+    job.save()
+    assert ended_well(pid)
+    served.close()
+
+
+def test_a_child_forked_while_a_file_is_made_keeps_no_lock(job, monkeypatch):
+    served = InferenceEmbedding.open(job.folder)
+    job.save()
+    building, (read, wrote) = Building(monkeypatch), os.pipe()
+    thread = threading.Thread(target=served.refresh)
+    thread.start()
+    assert building.begun.wait(PATIENCE_S)
+    pid = child(lambda: os.read(read, 1) == b"x" and answer(served) == 1)
+    building.go.set()
+    thread.join()
+    assert answer(served) == 2
+    assert answer(InferenceEmbedding.open(job.folder, dtype="float16")) == 2  # needs the lock
+    os.write(wrote, b"x")
+    assert ended_well(pid)
+
+
+def test_many_tables_have_a_file_of_a_name_that_disks_take(tmp_path):
+    embedding = oneemb.MultiTableEmbedding(
+        "wide", 1, torch.float32, torch.int64, [oneemb.make_table(None)] * 300,
+        oneemb.make_device_mem_store_options(str(tmp_path)),
+    )  # fmt: skip
+    embedding.save_snapshot("one")
+    for tables in (list(range(299)), list(range(1, 300))):
+        served = InferenceEmbedding.open(str(tmp_path), tables=tables)
+        assert served(torch.zeros(2, 299, dtype=torch.int64)).shape == (2, 299, 1)
+    assert len([name for name in os.listdir(tmp_path / "serving") if name.endswith(".serving")]) == 2
+
+
+def serve(folder, seed, dtype, ends):
+    """What a serving process does until it is told to end: versions are whole, and move forward but for a rollback."""
+    rng, last = random.Random(seed), 0
+    served = InferenceEmbedding.open(folder, dtype=dtype, num_threads=1)
+    served.follow(0.002)
+    while not os.path.exists(ends):
+        if rng.random() < 0.02:
+            try:
+                served.rollback(f"step {max(1, last - rng.randrange(3))}")
+            except StorageError as error:
+                assert "step" in str(error)
+            served.follow(0.002)
+            last = 0
+        if rng.random() < 0.02:
+            served.close()
+            served, last = InferenceEmbedding.open(folder, dtype=dtype, num_threads=1), 0
+            served.follow(0.002)
+        now = answer(served)
+        assert now >= last, (now, last)
+        last = now
+    served.close()
+    return True
+
+
+@pytest.mark.slow
+def test_processes_open_follow_roll_back_and_are_killed_beside_a_job_that_removes_snapshots(tmp_path):
+    print("seed 0")
+    rng, job, ends = random.Random(0), Job(tmp_path / "job"), str(tmp_path / "ends")
+    job.save()
+    begin = [child(lambda n=n: serve(job.folder, n, "float32" if n % 2 else "int8", ends)) for n in range(3)]
+    try:
+        for step in range(2, 40):
+            job.save(delta=step % 3 == 1)
+            if step % 3 == 0 and step > 6:
+                job.remove(step - 4)
+            victim = child(lambda step=step: serve(job.folder, step, rng.choice(["float32", "float16"]), ends))
+            time.sleep(rng.random() * 0.2)
+            os.kill(victim, signal.SIGKILL)
+            os.waitpid(victim, 0)
+    finally:
+        open(ends, "w").close()
+    assert [ended_well(pid) for pid in begin] == [True] * 3
+    served = InferenceEmbedding.open(job.folder, verify=True)
+    assert answer(served) == 39
+    InferenceEmbedding.open(job.folder, dtype="float16", verify=True).close()
+    left = os.listdir(os.path.join(job.folder, "serving"))
+    assert len([name for name in left if name.endswith(".serving")]) <= 9
+    assert not [name for name in left if name.endswith("float16.tmp")]
