@@ -110,6 +110,76 @@ def test_quantized_rows_have_the_bytes_that_torch_gives_them(width, dim, size):
     assert right_N.all() and (oracle(torch.from_numpy(weights)).numpy() == row_NB).all()
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dim", [1, 2, 3, 15, 16, 17, 33, 64, 130])
+def test_rows_are_what_torch_unpacks(tmp_path, dtype, dim):
+    print("seed 1")
+    weight_ND = np.random.default_rng(1).standard_normal((300, dim)).astype(np.float32)
+    with oneemb.make_persistent_table_writer(tmp_path, "one", torch.int64, torch.float32, dim) as writer:
+        writer.write(np.arange(300), weight_ND)
+    ops = torch.ops.quantized
+    if dtype == "int8":
+        packed = ops.embedding_bag_byte_prepack(torch.from_numpy(weight_ND))
+        scale_N2 = packed.numpy()[:, dim:].copy().view(np.float32)
+        want = torch.from_numpy(packed.numpy()[:, :dim].astype(np.float32) * scale_N2[:, :1] + scale_N2[:, 1:])
+        # Torch rounds product and sum in one.
+        torch.testing.assert_close(want, ops.embedding_bag_byte_unpack(packed), rtol=0, atol=1e-6)
+    else:  # torch takes even widths alone
+        even = np.concatenate([weight_ND, weight_ND[:, :1]], 1) if dim % 2 else weight_ND
+        want = ops.embedding_bag_4bit_unpack(ops.embedding_bag_4bit_prepack(torch.from_numpy(even)))[:, :dim]
+    with _opened(tmp_path, dtype=dtype, absent="zeros") as served:
+        assert torch.equal(bits(served(torch.arange(300))), bits(want.contiguous()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
+@pytest.mark.parametrize("trained_dtype", DTYPES)
+@pytest.mark.parametrize("absent", ["initial", "zeros"])
+@pytest.mark.parametrize("dim", [1, 16, 19, 80])
+def test_bags_have_the_bits_of_their_rows_summed_in_order(tmp_path, dtype, trained_dtype, absent, dim):
+    trained(tmp_path, trained_dtype, dim)
+    with _opened(tmp_path, dtype=dtype, absent=absent, tables=[2, 0], num_threads=2) as served:
+        id_N = some_ids(700).reshape(-1)
+        print("seed 2")
+        rng = np.random.default_rng(2)
+        offset_P1 = np.sort(np.concatenate([[0, 0, len(id_N)], rng.integers(0, len(id_N), 198)]))
+        table_N = np.repeat(np.array([2, 0] * 100), np.diff(offset_P1))
+        row_ND = served(id_N, torch.from_numpy(table_N)).float().numpy()
+        scale_N = rng.standard_normal(len(id_N)).astype(np.float32)
+        is_id_N = (id_N != 5).numpy()
+        for pooling, weights in (("sum", None), ("mean", None), ("max", None), ("sum", scale_N)):
+            want_PD = np.zeros((200, dim), np.float32)
+            for p in range(200):
+                its = [n for n in range(offset_P1[p], offset_P1[p + 1]) if is_id_N[n]]
+                if pooling == "max" and its:
+                    want_PD[p] = row_ND[its].max(0)
+                elif pooling != "max":
+                    share = np.float32(1) / np.float32(max(1, len(its))) if pooling == "mean" else np.float32(1)
+                    for n in its:
+                        want_PD[p] += row_ND[n] * (share if weights is None else weights[n])
+            got = served(
+                id_N, offsets=torch.from_numpy(offset_P1), pooling=pooling,
+                per_sample_weights=None if weights is None else torch.from_numpy(weights),
+            )  # fmt: skip
+            want = torch.from_numpy(want_PD).view(100, 2, dim).to(got.dtype)
+            assert torch.equal(bits(got), bits(want)), (pooling, weights is None)
+
+
+def test_a_first_lookup_does_not_load_the_compiler_of_torch(tmp_path):
+    import subprocess
+    import sys
+
+    trained(tmp_path).close()
+    code = f"""
+import oneemb, sys, torch
+served = oneemb.InferenceEmbedding.open({str(tmp_path)!r})
+ids = torch.zeros(2, 3, dtype=torch.int64)
+served(ids)
+assert "torch._dynamo" not in sys.modules
+assert torch.equal(torch.compile(lambda ids: served(ids) + 1, backend="eager")(ids), served(ids) + 1)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("dtype", ["float16", "int4"])
 def test_a_row_that_does_not_fit_is_named(tmp_path, bad, dtype):
@@ -327,7 +397,7 @@ def test_a_snapshot_of_ranks_is_served_whole(tmp_path):
 def test_what_a_killed_builder_has_left_goes_and_the_file_is_made(tmp_path):
     trained(tmp_path).close()
     (tmp_path / "serving").mkdir()
-    (tmp_path / "serving" / "half.serving.0123.tmp").write_bytes(b"half")
+    (tmp_path / "serving" / "half.serving.0123456789ab.tmp").write_bytes(b"half")
     with _opened(tmp_path) as served:
         assert served.version.name == "one"
     assert sorted(name.split(".")[-1] for name in os.listdir(tmp_path / "serving")) == ["LOCK", "serving"]

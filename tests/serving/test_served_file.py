@@ -22,13 +22,11 @@ PATH = "/served/one.serving"
 THREADS = Threads(1)
 
 
-def rows_of(version):
-    """Two chunks of rows: of ids 0 to 699 in tables 0 and 1, whose every weight is the version and the id."""
-    for begin in (0, 300):
-        id_N = np.arange(begin, min(begin + 400, ROWS), dtype=np.int64)
+def rows_of(version, chunks=((0, 300), (300, ROWS))):
+    """Chunks of rows: of ids 0 to 699 in tables 0 and 1, whose every weight is the version and the id."""
+    for begin, end in chunks:
+        id_N = np.arange(begin, end, dtype=np.int64)
         yield (id_N % 2).astype(np.int32), id_N, np.repeat(version + id_N, DIM).reshape(-1, DIM).astype(np.float32)
-        if begin:
-            return
 
 
 def write(path, fs=None, version=1000, rows=None, **options):
@@ -36,8 +34,7 @@ def write(path, fs=None, version=1000, rows=None, **options):
         "one", "0" * 32, 1, "float32", "float32", DIM, row_bytes_of("float32", DIM), 0, 0, 2, (0, 1), (), {}, 0.0, 0.0,
         "",
     )  # fmt: skip
-    its = rows if rows is not None else [(t[:k], i[:k], w[:k]) for (t, i, w), k in zip(rows_of(version), (300, 400))]
-    return write_served_file(path, info, its, threads=THREADS, fs=fs, **options)
+    return write_served_file(path, info, rows or rows_of(version), threads=THREADS, fs=fs, **options)
 
 
 def version_in(path):
@@ -105,12 +102,9 @@ def killed_while_writing(path, chunks):
     child = os.fork()
     if child == 0:
         try:
-            its = list(rows_of(2000))
-            table_N, id_N, weight_ND = (np.concatenate(parts) for parts in zip(*its, strict=True))
 
             def one_by_one():
-                for n in range(chunks):
-                    yield table_N[n : n + 1], id_N[n : n + 1], weight_ND[n : n + 1]
+                yield from rows_of(2000, [(n, n + 1) for n in range(chunks)])
                 os.write(wrote, b"x")
                 signal.pause()
 
@@ -141,13 +135,13 @@ def test_what_another_writes_to_is_not_taken_for_a_leftover(tmp_path):
 
     def rows():
         write(path, version=2000)  # another writer of the same file, whole, in the midst of this one
-        yield from [(t[:k], i[:k], w[:k]) for (t, i, w), k in zip(rows_of(3000), (300, 400), strict=True)]
+        yield from rows_of(3000)
 
     write(path, rows=rows())
     assert version_in(path) == 3000 and os.listdir(tmp_path) == ["one.int8"]
 
 
-# ---- what is in a file ------------------------------------------------------------------------------------------------
+# ---- what is in a file -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
