@@ -2,9 +2,18 @@
 
     python benchmarks/bench_serving.py --rows 1000000
 
-All have the same rows, one of 26 tables each, and answer the same uniform ids, one a table. LMDB and RocksDB are keyed
-by (table, id) and copy into one array; nn.EmbeddingBag and the quantized bag have row numbers as ids, looked up in one
-table. Times are p50 and p99 of a batch, in ms.
+All have the same rows, one of 26 tables each, and answer the same ids, uniform over the rows and never the same ones
+soon again. Each number of threads is that of all systems which have threads.
+
+    lookup    [B, 26] ids, one a table
+    bags      [B, 26] bags of 8 ids
+
+LMDB and RocksDB are keyed by (table, id) and copy into one array. nn.EmbeddingBag and torch's quantized bags look row
+numbers up: no search for an id, no table, nothing is compared with a checksum. `nn.EmbeddingBag, ids` finds the row
+numbers of ids by torch.searchsorted, as a model would that has no other index.
+
+Each system makes some calls in a row, the first of which are not counted, and then the next one has its turn: what is
+measured is a server that has requests, not one that waits for them. Times are p50 and p99 of a call, in ms.
 """
 
 import argparse
@@ -15,11 +24,21 @@ import time
 
 import numpy as np
 import torch
-from _machine import interleaved, machine, table
+from _machine import keep_freed_memory, machine, table
 
 import oneemb
 
-TABLES, DIM = 26, 16
+TABLES, DIM, IDS = 26, 16, 8
+OPEN = """
+import sys, time, oneemb, torch
+for _ in range(2):
+    begin = time.perf_counter()
+    served = oneemb.InferenceEmbedding.open(sys.argv[1], absent="zeros")
+    opened = time.perf_counter()
+    served(torch.zeros(1, 26, dtype=torch.int64))
+    print(opened - begin, time.perf_counter() - opened)
+    served.close()
+"""
 
 
 def write(folder, rows):
@@ -32,6 +51,17 @@ def write(folder, rows):
             its = slice(n, n + 65536)
             writer.write(id_S[its], weight_SD[its], table_S[its])
     return table_S, id_S, weight_SD
+
+
+def cold_open(folder):
+    """Seconds of an open and of a lookup, the first in a process, and the second: of one that has imported torch and
+    finds the loops compiled. The file is there, and as a rule in the system's cache."""
+    import subprocess
+    import sys
+
+    out = subprocess.run([sys.executable, "-c", OPEN, folder], check=True, capture_output=True, text=True).stdout
+    first, second = ([float(number) for number in line.split()] for line in out.splitlines())
+    return {"open_first_s": first[0], "lookup_first_s": first[1], "open_s": second[0], "lookup_s": second[1]}
 
 
 def key_value_stores(folder, table_S, id_S, weight_SD):
@@ -67,60 +97,131 @@ def key_value_stores(folder, table_S, id_S, weight_SD):
     return found
 
 
-def calls_of(served, stores, plain, packed, ids, keys, numbers):
-    """What is measured: functions of the number of a batch."""
-    offsets, byte_bag = torch.arange(numbers.shape[1]), torch.ops.quantized.embedding_bag_byte_rowwise_offsets
-    calls = {f"oneemb {name}": lambda i, its=its: its(ids[i % 16]) for name, its in served.items()}
+class Batches:
+    """The same ids as each system takes them, for a number of batches that go round."""
+
+    def __init__(self, batch, count, table_S, id_S, *, with_keys):
+        rng = np.random.default_rng(1)
+        pick = rng.integers(0, len(id_S) // TABLES, (count, batch, TABLES, IDS)) * TABLES
+        pick += np.arange(TABLES)[:, None]
+        self.count, first = count, np.ascontiguousarray(pick[..., 0])
+        self.ids, self.numbers = torch.from_numpy(id_S[first]), torch.from_numpy(first.reshape(count, -1))
+        self.bag_ids = torch.from_numpy(id_S[pick].reshape(count, -1))
+        self.bag_numbers = torch.from_numpy(pick.reshape(count, -1))
+        bags = batch * TABLES
+        self.each, self.offsets = torch.arange(bags), torch.arange(bags + 1) * IDS
+        self.keys = [
+            [np.array([table_S[s], id_S[s]], np.int64).tobytes() for s in its] for its in first.reshape(count, -1)
+        ] if with_keys else []  # fmt: skip
+
+
+def sorted_index(table_S, id_S):
+    """A function from ids [B, 26] to the numbers of their rows."""
+    key_S = torch.from_numpy(id_S * TABLES + table_S)
+    sorted_S, number_S = key_S.sort()
+    columns = torch.arange(TABLES)
+    return lambda ids: number_S[torch.searchsorted(sorted_S, (ids * TABLES + columns).reshape(-1))]
+
+
+def lookups(served, stores, plain, packed, row_of, its):
+    """What is measured of lookups: functions of the number of a batch."""
+    byte_bag = torch.ops.quantized.embedding_bag_byte_rowwise_offsets
+    calls = {f"oneemb {name}": lambda i, one=one: one(its.ids[i % its.count]) for name, one in served.items()}
     calls |= {
-        name: lambda i, look=look: np.frombuffer(b"".join(look(keys[i % 16])), np.float32)
+        name: lambda i, look=look: np.frombuffer(b"".join(look(its.keys[i % its.count])), np.float32)
         for name, look in stores.items()
     }
-    calls["nn.EmbeddingBag"] = lambda i: plain(numbers[i % 16], offsets)
-    calls["torch int8 bag"] = lambda i: byte_bag(packed, numbers[i % 16], offsets, mode=0)
+    calls["nn.EmbeddingBag"] = lambda i: plain(its.numbers[i % its.count], its.each)
+    calls["nn.EmbeddingBag, ids"] = lambda i: plain(row_of(its.ids[i % its.count]), its.each)
+    calls["torch int8 bag"] = lambda i: byte_bag(packed, its.numbers[i % its.count], its.each, mode=0)
     return calls
+
+
+def bags(served, plain, packed, its):
+    """What is measured of bags."""
+    byte_bag, begin = torch.ops.quantized.embedding_bag_byte_rowwise_offsets, its.offsets[:-1]
+    calls = {
+        f"oneemb {name}": lambda i, one=one: one(its.bag_ids[i % its.count], offsets=its.offsets)
+        for name, one in served.items()
+    }
+    calls["nn.EmbeddingBag"] = lambda i: plain(its.bag_numbers[i % its.count], begin)
+    calls["torch int8 bag"] = lambda i: byte_bag(packed, its.bag_numbers[i % its.count], begin, mode=0)
+    return calls
+
+
+def in_turn(calls, rounds, calls_of_round, warm=3):
+    """Seconds of each call: each system makes some in a row, then the next one."""
+    seconds = {name: [] for name in calls}
+    number = 0
+    for _ in range(rounds):
+        for name, call in calls.items():
+            for n in range(-warm, calls_of_round):
+                begin = time.perf_counter()
+                result = call(number + n)
+                spent = time.perf_counter() - begin
+                del result  # Freed outside the measured time, for every system alike.
+                if n >= 0:
+                    seconds[name].append(spent)
+        number += calls_of_round
+    return seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64, 1024])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--open-only", action="store_true", help="measure how long an open takes, and nothing else")
     options = parser.parse_args()
+    keep_freed_memory()
     print(json.dumps(machine()))
     with tempfile.TemporaryDirectory() as folder:
         table_S, id_S, weight_SD = write(folder, options.rows)
-        served = {
-            name: oneemb.InferenceEmbedding.open(folder, dtype=name, absent="zeros")
-            for name in ("float32", "float16", "int8", "int4")
-        }
-        begin = time.perf_counter()
-        oneemb.InferenceEmbedding.open(folder, dtype="float32", absent="zeros").close()
-        print(json.dumps({"open_s": round(time.perf_counter() - begin, 4), "rows": options.rows}))
+        oneemb.InferenceEmbedding.open(folder, absent="zeros").close()
+        print(json.dumps({"rows": options.rows, **cold_open(folder)}))
+        if options.open_only:
+            return
         weights = torch.from_numpy(weight_SD)
         plain = torch.nn.EmbeddingBag.from_pretrained(weights, mode="sum")
         packed = torch.ops.quantized.embedding_bag_byte_prepack(weights)
-        stores = key_value_stores(folder, table_S, id_S, weight_SD)
-        rng, rows = np.random.default_rng(1), []
-        per_table = options.rows // TABLES
-        for batch in options.batches:
-            pick_BT = rng.integers(0, per_table, (16, batch, TABLES)) * TABLES + np.arange(TABLES)
-            ids, numbers = torch.from_numpy(id_S[pick_BT]), torch.from_numpy(pick_BT.reshape(16, -1))
-            keys = [
-                [np.array([table_S[s], id_S[s]], np.int64).tobytes() for s in pick] for pick in numbers.numpy()
-            ]  # fmt: skip
-            calls = calls_of(served, stores, plain, packed, ids, keys, numbers)
-            assert torch.equal(calls["oneemb float32"](0).view(-1, DIM), calls["nn.EmbeddingBag"](0))
-            with torch.no_grad():
-                seconds = interleaved(calls, options.runs, warm=5)
-            for name, its in seconds.items():
-                p50, p99 = statistics.median(its), float(np.quantile(its, 0.99))
-                line = {"system": name, "batch": batch, "p50_ms": p50 * 1e3, "p99_ms": p99 * 1e3,
-                        "lookups_per_s": batch * TABLES / p50}  # fmt: skip
-                print(json.dumps(line))
-                rows.append([name, f"{batch}", f"{p50 * 1e3:.3f}", f"{p99 * 1e3:.3f}", f"{line['lookups_per_s']:,.0f}"])
-        print(table(["system", "batch", "p50 ms", "p99 ms", "lookups/s"], rows))
-        for its in served.values():
-            its.close()
+        stores, row_of = key_value_stores(folder, table_S, id_S, weight_SD), sorted_index(table_S, id_S)
+        rows = []
+        for threads in options.threads:
+            torch.set_num_threads(threads)
+            served = {
+                name: oneemb.InferenceEmbedding.open(
+                    folder, dtype=name, absent="zeros", verify=True, num_threads=threads
+                )
+                for name in ("float32", "float16", "int8", "int4")
+            }
+            for batch in options.batches:
+                its = Batches(batch, max(16, 16384 // batch), table_S, id_S, with_keys=bool(stores))
+                kinds = {
+                    "lookup": lookups(served, stores, plain, packed, row_of, its),
+                    "bags": bags(served, plain, packed, its),
+                }
+                calls = kinds["lookup"]
+                want = calls["nn.EmbeddingBag"](0)
+                assert torch.equal(calls["oneemb float32"](0).view(-1, DIM), want)
+                assert torch.equal(calls["nn.EmbeddingBag, ids"](0), want)
+                for kind, its_calls in kinds.items():
+                    with torch.no_grad():
+                        seconds = in_turn(its_calls, options.rounds, max(4, 64 // batch))
+                    base = statistics.median(seconds["nn.EmbeddingBag"])
+                    for name, spent in seconds.items():
+                        p50, p99 = statistics.median(spent), float(np.quantile(spent, 0.99))
+                        ids = batch * TABLES * (IDS if kind == "bags" else 1)
+                        line = {"threads": threads, "kind": kind, "batch": batch, "system": name}
+                        line |= {"p50_ms": p50 * 1e3, "p99_ms": p99 * 1e3, "ids_per_s": ids / p50}
+                        print(json.dumps({**line, "of_embedding_bag": p50 / base}))
+                        rows.append([
+                            f"{threads}", kind, f"{batch}", name, f"{p50 * 1e3:.3f}", f"{p99 * 1e3:.3f}",
+                            f"{ids / p50:,.0f}", f"{p50 / base:.2f}",
+                        ])  # fmt: skip
+            for one in served.values():
+                one.close()
+        print(table(["threads", "kind", "batch", "system", "p50 ms", "p99 ms", "ids/s", "x EmbeddingBag"], rows))
 
 
 if __name__ == "__main__":

@@ -126,8 +126,8 @@ class _Writer:
         packed = info.packed()
         if len(packed) > MANIFEST_MAX:
             raise StorageError(
-                f"what there is to say of {info.num_tables} tables takes {len(packed)} bytes, at most {MANIFEST_MAX} are"
-                " read; serve fewer tables, or give them initializers that are alike"
+                f"what there is to say of {info.num_tables} tables takes {len(packed)} bytes, and at most"
+                f" {MANIFEST_MAX} are read; let fewer tables share an embedding"
             )
         self._fs.write(self._file, packed, info.manifest_begin)
         header = (info.manifest_begin, len(packed) - 8, info.manifest_begin + len(packed), 0)
