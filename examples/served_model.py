@@ -7,6 +7,7 @@ Shape letters: B batch, L ids of an example, X numbers of an example.
 """
 
 import json
+import math
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,7 +114,14 @@ def load(workdir: Path, dtype: Dtype, num_threads: int | None = None) -> ServedM
             )
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"the weights in {path} are not those of the model: {_line(error)}") from error
-    return ServedModel(model.eval(), embedding.version, fields, numbers, saved_at)
+    served = ServedModel(model.eval(), embedding.version, fields, numbers, saved_at)
+    try:  # It is tried before it serves, and loads what the first request would wait for.
+        (score,) = served.score(np.zeros((1, numbers), np.float32), np.zeros((1, served.ids), np.int64))
+    except (oneemb.StorageError, RuntimeError) as error:
+        raise ModelError(f"snapshot {name!r}, which {path} names, cannot be served: {_line(error)}") from error
+    if not math.isfinite(score):
+        raise ModelError(f"the weights in {path}, or the rows of snapshot {name!r}, give no finite score")
+    return served
 
 
 def _line(error: BaseException) -> str:
