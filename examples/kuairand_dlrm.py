@@ -69,7 +69,8 @@ def run(arguments: argparse.Namespace, log: ClickLog) -> list[dict[str, float]]:
     optimizers = make_optimizers(model)
     step = TrainStep(model, optimizers)
     settings = what_must_agree(arguments, log)
-    results, begun = [], NOT_BEGUN
+    results: list[dict[str, float]] = []
+    begun = NOT_BEGUN
     if checkpoint_path.exists():
         results, begun = load_checkpoint(checkpoint_path, settings, model, optimizers)
 

@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     with hold(arguments.workdir):
         log = load(arguments)
         run(arguments, log)
-        found = {}
+        found: dict[str, dict[str, float]] = {}
         for dtype in DTYPES:
             served = load_served(arguments.workdir, dtype, arguments.threads)
             weight, beside = BYTES[dtype]

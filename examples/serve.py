@@ -153,7 +153,7 @@ class Versions:
             return True
 
     def _load(self) -> ServedModel:
-        """What the checkpoint names. Where the job replaces the checkpoint meanwhile, the snapshot may go: once more."""
+        """What the checkpoint names. Where the job replaces it meanwhile, its snapshot may be gone: once more."""
         while True:
             try:
                 return load(self.workdir, self.dtype, num_threads=1)
