@@ -31,9 +31,9 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
                 "file_bytes": file.stat().st_size,
             }
     print(f"rows served as {'':9} AUC     logloss  bytes a row  MiB of the file, with its index")
-    for dtype, its in found.items():
+    for name, its in found.items():
         print(
-            f"{dtype:24} {its['auc']:.4f}  {its['logloss']:.4f}  {its['row_bytes']:11.0f}"
+            f"{name:24} {its['auc']:.4f}  {its['logloss']:.4f}  {its['row_bytes']:11.0f}"
             f"  {its['file_bytes'] / 2**20:5.2f}"
         )
     return found
