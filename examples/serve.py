@@ -349,7 +349,7 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a version to leave
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(name)s: %(message)s")
     if arguments.fd is not None:
-        end_with_parent()
+        end_with_parent(arguments.parent)
         return serve(arguments, socket.socket(fileno=arguments.fd))
     listening = socket.create_server((arguments.host, arguments.port), backlog=128)
     host, port = listening.getsockname()[:2]
@@ -400,6 +400,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--waiting", type=int, default=its.waiting, help="requests that wait, of a worker")
     parser.add_argument("--connections", type=int, default=512, help="open at once, of a worker")
     parser.add_argument("--fd", type=int, help=argparse.SUPPRESS)  # the socket, where this is a worker
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 

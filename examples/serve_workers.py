@@ -23,9 +23,8 @@ _WAITED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
 _LEAST_SECONDS = 1.0  # between two begins of a worker
 
 
-def end_with_parent() -> None:
-    """Have this worker told to end when its parent ends, and hear signals, which the parent blocks."""
-    parent = os.getppid()
+def end_with_parent(parent: int) -> None:
+    """Have this worker told to end when its parent, of this id, ends; and hear signals, which the parent blocks."""
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
     if os.getppid() != parent:
         raise SystemExit("the parent has ended")
@@ -36,7 +35,8 @@ def run_workers(command: list[str], listening: socket.socket, workers: int, pati
     """Run so many of a command, and replace those that end, until SIGTERM or SIGINT. SIGHUP goes to all.
 
     Args:
-        command: a script and its arguments; it gets `--fd` and the number of the socket.
+        command: a script and its arguments; it gets `--fd` and the number of the socket, `--parent` and the id of this
+            process.
         patience: seconds that workers have to end before they are killed.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED)
@@ -45,7 +45,9 @@ def run_workers(command: list[str], listening: socket.socket, workers: int, pati
 
         def start() -> tuple[subprocess.Popen[bytes], float]:
             child = subprocess.Popen(
-                [sys.executable, *command, "--fd", str(fd)], pass_fds=[fd], env=os.environ | {WORKER_FOLDER: folder}
+                [sys.executable, *command, "--fd", str(fd), "--parent", str(os.getpid())],
+                pass_fds=[fd],
+                env=os.environ | {WORKER_FOLDER: folder},
             )
             return child, time.monotonic()
 
