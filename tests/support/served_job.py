@@ -7,7 +7,9 @@ they go into the checkpoint. What is noted is found by the snapshot's name: a re
 import contextlib
 import http.client
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -119,19 +121,26 @@ class Client:
 
 
 def main(argv):
-    """The demo, which writes what its versions must answer to a file, a line each: FILE, then its arguments."""
+    """The demo, which writes what its versions must answer to a file, a line each: FILE, then its arguments.
+
+    After its first version it waits until there is FILE.go.
+    """
     sys.path.insert(0, str(EXAMPLES))
     import kuairand_dlrm as script
 
     path, *argv = argv
     arguments = script.parse(argv)
     log = script.load(arguments)
+    noted_so_far = []
     with open(path, "a") as file:
 
         def note(name, answers):
             its = [{**one, "rows": one["rows"].hex()} for one in answers]
             file.write(json.dumps([name, its]) + "\n")
             file.flush()
+            while len(noted_so_far) and not os.path.exists(f"{path}.go"):
+                time.sleep(0.01)
+            noted_so_far.append(name)
 
         with noted(first_examples(log, arguments, 3, 8), log.fields, note), script.hold(arguments.workdir):
             script.run(arguments, log)
