@@ -14,6 +14,7 @@ and its number is left in damage_1.
 """
 
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
@@ -165,7 +166,7 @@ class ServedRows:
         row_SX: [S, X], X >= D: float32, uint16 (float16), int16 (bfloat16), or uint8 of quantized rows.
         bits: of a quantized weight, 8 or 4; 0 = the rows are not quantized.
         word_X: the rows as uint64, up to the end of the last block.
-        sum_B: uint32, the checksum of each block.
+        sum_B: uint32, the checksum of each block; empty where whoever made the arrays has compared them all.
         seen_B: bool, which have been compared.
     """
 
@@ -182,13 +183,19 @@ class ServedRows:
         object.__setattr__(self, "address_1", np.array([self.cell_C2.ctypes.data], np.int64))
         object.__setattr__(self, "cells_1", np.array([len(self.cell_C2)], np.int64))
 
+    @classmethod
+    def unchecked(cls, cell_C2: np.ndarray, row_SX: np.ndarray, bits: int) -> Self:
+        """Of arrays that were compared before."""
+        return cls(cell_C2, row_SX, bits, np.empty(0, np.uint64), np.empty(0, np.uint32), np.empty(0, np.bool_))
+
     def arguments(
         self, table_N: np.ndarray, id_N: np.ndarray, padding_id: int | None
     ) -> tuple[tuple, np.ndarray, tuple, np.ndarray]:
         """What loops take: keys, room for places, rows, and where the number of a damaged block is left."""
         damage_1 = np.full(1, -1)
         keys = (self.address_1, self.cells_1, table_N, id_N, padding_id is not None, padding_id or 0)
-        rows = (self.row_SX.strides[0], self.word_X, self.sum_B, self.seen_B, damage_1)
+        row_bytes = self.row_SX.strides[0] if len(self.sum_B) else 0  # A row without bytes lies in no block.
+        rows = (row_bytes, self.word_X, self.sum_B, self.seen_B, damage_1)
         return keys, np.empty(len(id_N), np.int64), rows, damage_1
 
 
