@@ -33,7 +33,6 @@ from oneemb.serving.frozen_modules import frozen_copy
 from oneemb.serving.frozen_op import HashedRows
 from oneemb.serving.frozen_rows import FrozenRows
 from oneemb.storage.bottom import EXPORTED
-from oneemb.storage.errors import SnapshotNotFoundError
 from oneemb.storage.fs import AnyPath, absolute_path, storage_error
 from oneemb.storage.serving.served_file import ServedFile
 from oneemb.storage.snapshot_parts import PartedSnapshot
@@ -175,7 +174,7 @@ def _snapshot_of(embedding: TableEmbedding, name: str | None) -> Iterator[Parted
     if name is not None:
         yield find_snapshot(paths, name)
         return
-    with suppress(SnapshotNotFoundError):
+    if embedding.snapshots():
         newest = find_snapshot(paths, None)
         if embedding.holds({"oneemb_snapshot": newest.name, "oneemb_identity": newest.info.identity}):
             yield newest
