@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.export_models import LOOKUPS, Score, embedding_at, run_alone, trained_click
+from tests.support.export_models import LOOKUPS, Score, embedding_at, run_alone, train_rows, trained_click
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
@@ -78,9 +78,8 @@ def test_a_package_gives_its_graphs_numbers_alone_and_in_cpp(serve, tmp_path, dt
 
 @pytest.mark.slow
 def test_every_kind_of_lookup_can_be_compiled_and_keeps_its_bits(tmp_path):
-    embedding, programs, wanted = embedding_at(tmp_path), [], []
-    with torch.no_grad():
-        embedding(some_ids(64))
+    embedding, programs, wanted = embedding_at(tmp_path, drawn=True), [], []
+    train_rows(embedding)
     for name, (make, batch) in LOOKUPS.items():
         graph, path = make(embedding), tmp_path / name.replace(" ", "_")
         graph.export(path, *batch(20, 1), format="aot_inductor")

@@ -8,16 +8,32 @@ import torch
 
 import oneemb
 
-__all__ = ["LOOKUPS", "Click", "Score", "embedding_at", "run_alone", "trained_click"]
+__all__ = ["LOOKUPS", "Click", "Score", "embedding_at", "run_alone", "train_rows", "trained_click"]
 
 TABLES, DIM = 3, 6
 
 
-def embedding_at(folder, name="clicks", tables=TABLES, dtype=torch.float32, dim=DIM, **options):
-    initializers = [oneemb.make_uniform_initializer(-1, 1), oneemb.make_constant_initializer(0.25), None]
+def embedding_at(folder, name="clicks", tables=TABLES, dtype=torch.float32, dim=DIM, drawn=False, **options):
+    """An embedding without rows.
+
+    Args:
+        drawn: whether rows begin with random numbers, of which a program has several hundred ops.
+    """
+    drawing = [oneemb.make_uniform_initializer(-1, 1), None, oneemb.make_constant_initializer(0.25)]
+    initializers = drawing if drawn else [oneemb.make_constant_initializer(value) for value in (0.5, -1.5, 0.25)]
     made = [oneemb.make_table(initializers[t % 3]) for t in range(tables)]
     store = oneemb.make_device_mem_store_options(str(folder / name))
     return oneemb.MultiTableEmbedding(name, dim, dtype, torch.int64, made, store, padding_idx=5, **options)
+
+
+def train_rows(embedding):
+    """Give ids -40 to 39 rows, of weights that differ."""
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    ids = torch.arange(-40, 40).unsqueeze(1).expand(-1, embedding.num_tables)
+    rows = embedding(ids).float()
+    print("seed 3")
+    (rows * torch.randn(rows.shape, generator=torch.Generator().manual_seed(3))).sum().backward()
+    optimizer.step()
 
 
 class Click(oneemb.TrainGraph):
