@@ -143,7 +143,7 @@ class InitialValues(torch.nn.Module):
 
     def _words(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
         """A random word for each weight, int64 [M, D]: `kernels/philox.py`, both of its halves at a time."""
-        blocks_MK = self.block_K.expand(id_M.shape[0], -1)
+        blocks_MK = self.block_K + (id_M & 0).unsqueeze(1)  # not expanded to M, which is no number in a traced program
         low_MK = (id_M & 0xFFFFFFFF).unsqueeze(1).expand_as(blocks_MK)
         high_MK = (torch.bitwise_right_shift(id_M, 32) & 0xFFFFFFFF).unsqueeze(1).expand_as(blocks_MK)
         x_2MK = torch.stack([low_MK, table_M.unsqueeze(1).expand_as(blocks_MK)])

@@ -5,8 +5,8 @@ N ids, T tables, S rows, D weights, X values of a row as it is kept.
     key_S      int64, sorted: the id of each row, XOR the salt of its table. Salts are such that no two are equal
     table_S    int32, the table of each row: an id of one table may have the key of another's row
     rows       [S, X]: float32, float16 or bfloat16 weights; or uint8, as `kernels/quantize_rows.py` makes them
-    scale_S2   scale and low of each row of uint8, apart from it: float32, of 4 bits float16. TorchScript cannot read
-               bytes as numbers
+    scale_S2   scale and low of each row of uint8, apart from it: float32, or float16, as 4 bits have it, and TorchRec's
+               8 and 2 bits. TorchScript cannot read bytes as numbers
 
 Invariants:
 - a lookup is exact for every int64 id: XOR loses nothing, and key and table are both compared;
@@ -122,7 +122,7 @@ class FrozenRows(torch.nn.Module):
     Args:
         key_S, table_S, salt_T, rows, scale_S2: as above.
         dim: D.
-        bits: of a quantized weight, 8 or 4; 0 = rows are not quantized.
+        bits: of a quantized weight, 8, 4 or 2, the first in the lowest; 0 = rows are not quantized.
         initial: how ids without a row read; None = as zeros.
         trained: the weights' dtype in training.
         padding_idx: an id that reads as zeros; None = no such id.
@@ -184,6 +184,34 @@ class FrozenRows(torch.nn.Module):
             info.embedding.get("padding_idx"),
         )  # fmt: skip
 
+    @classmethod
+    def of_rows(
+        cls, table_S: torch.Tensor, id_S: torch.Tensor, rows: torch.Tensor, scale_S2: torch.Tensor, num_tables: int,
+        dim: int, bits: int, initial: InitialRows | None, trained: torch.dtype = torch.float32,
+    ) -> Self:  # fmt: skip
+        """Rows in any order, of different keys.
+
+        Args:
+            table_S, id_S: int32 and int64, the key of each row.
+            num_tables: T.
+        """
+        if not len(id_S):
+            table_S, id_S = table_S.new_full((1,), -1), id_S.new_zeros(1)
+            rows, scale_S2 = rows.new_zeros(1, rows.shape[1]), scale_S2.new_zeros(1, 2)
+        salt_T, key_S, order_S = _sorted_keys(table_S.clamp(min=0).cpu().numpy(), id_S.cpu().numpy(), num_tables)
+        order = torch.from_numpy(order_S).to(rows.device)
+        table_S, rows, scale_S2 = table_S[order], rows[order], scale_S2[order] if len(scale_S2) else scale_S2
+        tensors = torch.from_numpy(key_S), table_S, torch.from_numpy(salt_T), rows, scale_S2
+        return cls(*tensors, dim, bits, initial, trained, None).to(rows.device)
+
+    def rows_of(self, table: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The ids of a table, sorted, its rows and their scales: copies."""
+        place_S = torch.nonzero(self.table_S == table).squeeze(1)
+        id_S = self.key_S[place_S] ^ self.salt_T[table]
+        order_S = torch.argsort(id_S)
+        place_S = place_S[order_S]
+        return id_S[order_S], self.rows[place_S], self.scale_S2[place_S] if self.bits else self.scale_S2
+
     def forward(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
         """The weights of keys.
 
@@ -197,7 +225,13 @@ class FrozenRows(torch.nn.Module):
         key_N = id_N ^ self.salt_T.index_select(0, table_N)
         place_N = torch.searchsorted(self.key_S, key_N).clamp(max=self.key_S.shape[0] - 1)
         found_N = (self.key_S.index_select(0, place_N) == key_N) & (self.table_S.index_select(0, place_N) == table_N)
-        weight_ND = self._weights(place_N)
+        return self.weights_of(table_N, id_N, place_N, found_N)
+
+    def weights_of(
+        self, table_N: torch.Tensor, id_N: torch.Tensor, place_N: torch.Tensor, found_N: torch.Tensor
+    ) -> torch.Tensor:
+        """The weights of keys whose rows are in these places, where they were found; others may be any."""
+        weight_ND = self.weights_at(place_N)
         if self.draws:
             weight_ND = torch.where(found_N.unsqueeze(1), weight_ND, 0.0)
             absent_M = torch.nonzero(~found_N).squeeze(1)
@@ -209,13 +243,17 @@ class FrozenRows(torch.nn.Module):
             weight_ND = torch.where((id_N == self.padding_idx).unsqueeze(1), 0.0, weight_ND)
         return weight_ND
 
-    def _weights(self, place_N: torch.Tensor) -> torch.Tensor:
+    def weights_at(self, place_N: torch.Tensor) -> torch.Tensor:
+        """The weights of the rows in these places: float32 [N, D]."""
         row_NX = self.rows.index_select(0, place_N)
         if self.bits == 0:
             return row_NX.float()
         if self.bits == 4:
             both_NX2 = torch.stack([row_NX & 15, torch.bitwise_right_shift(row_NX, 4)], 2)
             row_NX = both_NX2.flatten(1)[:, : self.dim]
+        if self.bits == 2:
+            parts = [torch.bitwise_right_shift(row_NX, shift) & 3 for shift in (0, 2, 4, 6)]
+            row_NX = torch.stack(parts, 2).flatten(1)
         scale_N2 = self.scale_S2.index_select(0, place_N).float()
         return row_NX.float() * scale_N2[:, :1] + scale_N2[:, 1:]
 
