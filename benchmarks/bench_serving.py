@@ -10,8 +10,8 @@ soon again. Each number of threads is that of all systems which have threads.
 
 LMDB and RocksDB are keyed by (table, id) and copy into one array. nn.EmbeddingBag and torch's quantized bags look row
 numbers up: no search for an id, no table, nothing is compared with a checksum. `nn.EmbeddingBag, ids` finds the row
-numbers of ids by torch.searchsorted, as a model would that has no other index. Where TorchRec is installed, its quantized
-collection has row numbers of a table as ids, and that of this library the ids.
+numbers of ids by torch.searchsorted, as a model would that has no other index. Where TorchRec is installed, its
+quantized collection has row numbers of a table as ids, and that of this library the ids.
 
 Each system makes some calls in a row, the first of which are not counted, and then the next one has its turn: what is
 measured is a server that has requests, not one that waits for them. Times are p50 and p99 of a call, in ms.

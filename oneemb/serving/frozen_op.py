@@ -16,10 +16,10 @@ from torch import library
 
 from oneemb.graph.ops.lookup import DTYPES as TRAINED
 from oneemb.kernels.arrays import Array
-from oneemb.kernels.init_rows import InitialRows, init_rows
+from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.serve_rows import MISSING, ServedRows, serve_rows
 from oneemb.kernels.threads import Threads
-from oneemb.serving.frozen_rows import initial_of
+from oneemb.serving.initial import first_weights, initial_of
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.serving.served_file import QUANTIZED, ServedFile
 
@@ -55,14 +55,11 @@ def _frozen_rows(
     place_N, _ = serve_rows(served, table_N32, id_array, padding_idx, out.numpy(), threads=threads)
     missing = np.flatnonzero(place_N == MISSING) if len(end_C) else np.empty(0, np.int64)
     if len(missing):
-        format = RowFormat(dim, trained)
-        row_MW = np.zeros((len(missing), format.row_width), np.float32)
         initial = InitialRows(key_1 << 32 | key_0, kind_TC.numpy(), param_TC4.numpy(), end_C.numpy())
-        init_rows(
-            format.weights(row_MW), row_MW, np.arange(len(missing)), table_N32[missing], id_array[missing], initial,
-            np.empty(0, np.float32), state_begin=format.state_begin, threads=threads,
+        weight_MD = first_weights(
+            initial, RowFormat(dim, trained), table_N32[missing], id_array[missing], threads=threads
         )  # fmt: skip
-        begins = torch.from_numpy(np.ascontiguousarray(format.weights(row_MW)[:, :dim])).view(TRAINED[trained])
+        begins = torch.from_numpy(weight_MD).view(TRAINED[trained])
         out[torch.from_numpy(missing)] = begins.float()
     return out
 

@@ -14,57 +14,24 @@ Invariants:
 - where there are no rows at all, there is one of table -1, which no id is of.
 """
 
-import json
-from typing import Self, cast
+from typing import Self
 
 import numpy as np
 import torch
 
-from oneemb.embedding_arguments import initial_rows
 from oneemb.graph.ops.lookup import DTYPES as TRAINED
 from oneemb.kernels.hash_index import PLACE_BITS
 from oneemb.kernels.init_rows import InitialRows
-from oneemb.options import Initializer, TableOptions, from_json
 from oneemb.serving.frozen_initial import InitialValues, constants_of
-from oneemb.storage.errors import CorruptTableError
+from oneemb.serving.initial import initial_of
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.serving.served_file import QUANTIZED, ServedFile
 
-__all__ = ["FrozenRows", "initial_of"]
+__all__ = ["FrozenRows"]
 
 _ROWS = 1 << 16  # that are copied in one turn
 _SALTS = 64  # tries
 _MASK = (1 << 64) - 1
-
-
-def initial_of(file: ServedFile, absent: str) -> InitialRows | None:
-    """How ids without a row read: as rows begin; None = as zeros.
-
-    Args:
-        absent: "initial" or "zeros".
-
-    Raises:
-        StorageError: the file does not say how rows begin, or what it says is wrong.
-    """
-    if absent not in ("initial", "zeros"):
-        raise ValueError(f'absent must be "initial" or "zeros", got {absent!r}')
-    if absent == "zeros":
-        return None
-    its = file.info.embedding
-    if not {"seed", "tables", "column_dims", "default_initializer"} <= its.keys():
-        raise StorageError(
-            f"snapshot {file.info.name!r} does not say how rows begin: a writer or an earlier release saved it; pass"
-            ' absent="zeros", or save it again'
-        )
-    try:
-        tables = cast(list[TableOptions], from_json(json.dumps(its["tables"])))
-        default = cast(Initializer, from_json(json.dumps(its["default_initializer"])))
-        initial = initial_rows(its["seed"], its["column_dims"], tables, default)
-        if len(tables) != file.info.num_tables or sum(its["column_dims"]) != file.info.dim:
-            raise ValueError("tables or columns are not those of the rows")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CorruptTableError(f"{file.path}: what it says of the embedding is wrong: {error}") from error
-    return initial
 
 
 def _salts(tables: int, attempt: int) -> np.ndarray:
