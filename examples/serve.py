@@ -224,7 +224,7 @@ class ScoreServer:
 
     async def score(self, request: Request) -> Response:
         if not self._places.acquire(blocking=False):
-            return _answer(503, {"error": "too many requests wait; try again"}, retry=True, close=True)
+            return _answer(503, {"error": "too many requests wait; try again"}, retry=True)
         with contextlib.ExitStack() as place:  # given back here, or by the job that takes it over
             place.callback(self._places.release)
             try:
@@ -232,9 +232,9 @@ class ScoreServer:
                     body = await self._body(request)
             except TimeoutError:
                 what = f"the body must be here within {self.limits.seconds} s"
-                return _answer(408, {"error": what}, close=True)
+                return _answer(408, {"error": what})
             except Refused as refused:
-                return _answer(refused.status, {"error": str(refused)}, close=True)
+                return _answer(refused.status, {"error": str(refused)})
             except ClientDisconnect:
                 return Response(status_code=499)  # to nobody: for the figures
             job: Future[tuple[int, bytes]] = self._pool.submit(self._score, body)
@@ -303,7 +303,8 @@ class ScoreServer:
 
 
 class Counted:
-    """An application whose requests are counted and timed."""
+    """An application whose requests are counted and timed. Who has sent a body that was not read has to go: nothing
+    reads on for the sake of the next request."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
         self._app, self._metrics = app, metrics
@@ -313,15 +314,25 @@ class Counted:
             return await self._app(scope, receive, send)
         path = scope["path"] if scope["path"] in ("/score", "/health", "/metrics") else "other"
         begin, status = time.perf_counter(), "none"  # as it stays where the server ends first
+        heads = dict(scope["headers"])
+        unread = b"transfer-encoding" in heads or heads.get(b"content-length", b"0") != b"0"
+
+        async def received() -> Message:
+            nonlocal unread
+            message = await receive()
+            unread = unread and message.get("more_body", False)
+            return message
 
         async def counted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = str(message["status"])
+                if unread:
+                    message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)
 
         try:
-            await self._app(scope, receive, counted)
+            await self._app(scope, received, counted)
         finally:
             self._metrics.requests.labels(path, status).inc()
             self._metrics.seconds.labels(path).observe(time.perf_counter() - begin)
@@ -331,9 +342,8 @@ def _json(found: object) -> bytes:
     return json.dumps(found).encode()  # ASCII: half a surrogate that a client sent would not be UTF-8
 
 
-def _answer(status: int, found: object, *, retry: bool = False, close: bool = False) -> Response:
-    headers = _retry(retry) | ({"connection": "close"} if close else {})  # What is left of a body is not read.
-    return Response(_json(found), status, media_type="application/json", headers=headers)
+def _answer(status: int, found: object, *, retry: bool = False) -> Response:
+    return Response(_json(found), status, media_type="application/json", headers=_retry(retry))
 
 
 def _retry(retry: bool) -> dict[str, str]:

@@ -16,11 +16,13 @@ import threading
 import time
 
 import kuairand_dlrm as script
+import numpy as np
 import pytest
 import serve
 import served_model
 import torch
 import uvicorn
+from hypothesis import given, strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.served_job import EXAMPLES, Client, body_of, first_examples, noted
@@ -352,6 +354,29 @@ def test_a_wrong_body_is_refused_with_what_must_hold(small, name):
         assert client.score(job.bodies[0])[0] == 200
 
 
+SHAPES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["numbers", "ids"]), inner),
+    max_leaves=12,
+)
+NEARLY = st.fixed_dictionaries({
+    "numbers": st.lists(st.lists(st.floats() | st.integers(-(10**40), 10**40), min_size=1, max_size=2), max_size=3),
+    "ids": st.lists(st.lists(st.integers(-(2**64), 2**64), min_size=2, max_size=2), max_size=3),
+})  # fmt: skip
+
+
+@given(st.binary() | (SHAPES | NEARLY).map(lambda found: json.dumps(found).encode()))
+def test_any_body_is_taken_whole_or_refused(body):
+    try:
+        numeric_BX, id_BL = served_model.parse(body, 2, 2, examples_max=2, ids_max=8)
+    except served_model.Refused as refused:
+        assert refused.status in (400, 413, 422) and str(refused).isascii()
+    else:
+        found = json.loads(body)
+        assert id_BL.tolist() == found["ids"] and numeric_BX.shape == (len(id_BL), 2)
+        assert numeric_BX.tolist() == np.array(found["numbers"], np.float32).tolist()
+
+
 def test_the_smallest_and_the_largest_id_are_ids(small):
     port, job = small
     with client_of(port) as client:
@@ -390,54 +415,94 @@ def test_no_more_of_a_body_is_read_than_is_allowed(small):
     head = b"POST /score HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
     status, content, rest = raw(port, head, *[b"3e8\r\n" + b" " * 1000 + b"\r\n"] * 21)
     assert status == 413 and b"has more" in content and rest == b""
+    # Nor is one that nobody asked for.
+    for line in (b"POST /nowhere", b"GET /health", b"GET /score"):
+        head = line + b" HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n"
+        assert raw(port, head)[2] == b""
 
 
 def test_a_body_that_does_not_come_is_waited_for_so_long_alone(job):
     with serving(job, seconds=0.2, running=1, waiting=0) as (port, _), client_of(port) as client:
         status, content, rest = raw(port, b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
         assert status == 408 and b"0.2 s" in content and rest == b""
-        assert client.score(job.bodies[0])[0] == 200  # its place is free
+        wait_until(lambda: client.score(job.bodies[0])[0] == 200)  # its place is free
 
 
-def test_more_requests_than_may_wait_and_late_ones_are_refused_and_their_places_come_back(job, monkeypatch):
-    goes_on, begun = threading.Event(), threading.Semaphore(0)
+@pytest.fixture
+def held(monkeypatch):
+    """(begun, goes_on): a semaphore that tells of each scoring that has begun, an event that lets them go on."""
+    begun, goes_on = threading.Semaphore(0), threading.Event()
     real = served_model.ServedModel.score
 
-    def held(served, *arguments):
+    def score(served, *arguments):
         begun.release()
         goes_on.wait()
         return real(served, *arguments)
 
-    with serving(job, seconds=0.5, running=1, waiting=1) as (port, server), client_of(port) as client:
-        monkeypatch.setattr(served_model.ServedModel, "score", held)
-        found = []
+    # Not before a server has tried its version.
+    yield begun, goes_on, lambda: monkeypatch.setattr(served_model.ServedModel, "score", score)
+    goes_on.set()
+
+
+@contextlib.contextmanager
+def waiting_for_its_body(port, body):
+    """A connection whose request is in the server; what is yielded sends the body and gives the status."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        head = f"POST /score HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 100")
+
+        def go_on():
+            connection.sendall(body)
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            return answer.status, answer.read()
+
+        yield go_on
+
+
+def test_more_requests_than_may_wait_are_sent_away_and_the_others_are_answered(job, held):
+    begun, goes_on, hold = held
+    found = []
+    with serving(job, running=1, waiting=1) as (port, _), client_of(port) as client:
+        hold()
 
         def ask():
             with client_of(port) as its:
-                found.append(its.ask("POST", "/score", job.bodies[0])[:2])
+                found.append(its.score(job.bodies[0])[0])
 
         first = threading.Thread(target=ask)
         first.start()
-        begun.acquire()  # the only thread is at work,
-        second = threading.Thread(target=ask)
-        second.start()
-        # ... and one waits: who comes now is sent away.
-        status, headers, content = wait_until(lambda: (its := client.ask("POST", "/score", b"{}"))[0] == 503 and its)
-        assert headers["retry-after"] == "1" and b"too many" in content
+        begun.acquire()  # the only thread is at work, ...
+        with waiting_for_its_body(port, job.bodies[0]) as go_on:  # ... and one waits
+            status, headers, content = client.ask("POST", "/score", job.bodies[0])
+            assert status == 503 and headers["retry-after"] == "1" and b"too many" in content
+            assert health(client)[0] == 200  # nobody waits for the pool here
+            goes_on.set()
+            assert go_on()[0] == 200
         first.join()
-        second.join()
-        assert sorted(status for status, _ in found) == [503, 504]  # never begun, and too late
-        assert health(client)[0] == 200  # nobody waits for the pool here
+        assert found == [200]
+
+
+def test_late_answers_are_told_and_give_their_places_back(job, held):
+    begun, goes_on, hold = held
+    with serving(job, seconds=0.8, running=1, waiting=1) as (port, _), client_of(port) as client:
+        hold()
+        assert client.score(job.bodies[0])[0] == 504
+        begun.acquire()  # and it still has its thread and its place
+        status, headers, content = client.ask("POST", "/score", job.bodies[0])
+        assert status == 503 and headers["retry-after"] == "1" and b"no thread was free" in content
+        assert not begun.acquire(blocking=False)  # it was never begun, and its place is free:
+        assert b"no thread was free" in client.ask("POST", "/score", job.bodies[0])[2]
         goes_on.set()
         wait_until(lambda: client.score(job.bodies[0])[0] == 200)
-        assert figures(client)["oneemb_requests_total", "/score", "504"] == 1
+        assert figures(client)["oneemb_requests_total", "/score", "504"] >= 1
 
 
 def test_a_client_that_leaves_is_no_error(job):
     with serving(job, running=1, waiting=0) as (port, _), client_of(port) as client:
-        with socket.create_connection(("127.0.0.1", port)) as connection:
-            connection.sendall(b"POST /score HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n")
-            assert connection.recv(100).startswith(b"HTTP/1.1 100")
+        with waiting_for_its_body(port, job.bodies[0]):
+            pass
         wait_until(lambda: figures(client).get(("oneemb_requests_total", "/score", "499")))
         assert client.score(job.bodies[0])[0] == 200
 
@@ -467,17 +532,12 @@ def test_signals_reload_and_end_a_server_that_answers_what_it_has_begun(job):
         put(job, 0)
         child.send_signal(signal.SIGHUP)
         wait_until(lambda: health(client)[1]["version"]["name"] == job.versions[0].name)
-        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
-            head = f"POST /score HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n"
-            connection.sendall(head.encode())
-            assert connection.recv(100).startswith(b"HTTP/1.1 100")  # the request is in the server
+        with waiting_for_its_body(port, body) as go_on:  # the request is in the server
             child.send_signal(signal.SIGTERM)
             wait_until(lambda: refuses(port))
-            connection.sendall(body)
-            answer = http.client.HTTPResponse(connection)
-            answer.begin()
-            assert answer.status == 200
-            assert json.loads(answer.read())["scores"] == job.versions[0].answers[0]["float32"]
+            status, content = go_on()
+            assert status == 200
+            assert json.loads(content)["scores"] == job.versions[0].answers[0]["float32"]
         assert child.wait(30) == 0
         assert "Traceback" not in child.stderr.read()
 
