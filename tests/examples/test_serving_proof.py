@@ -247,7 +247,7 @@ class Proof:
         """Each lookup reads one of the versions that were there just before, just after or between."""
         rows = {name: [digest(bytes.fromhex(its["rows"])) for its in answers] for name, answers in want.items()}
         lines, sequence, read, errors = self.followed(), 0, Counter(), 0
-        versions = {tuple(version) for its in lines if "error" not in its for version in its[:2]}
+        names = list(want)  # in the order in which they were saved first
         for its in lines:
             if "error" in its:
                 errors += 1
@@ -255,7 +255,7 @@ class Proof:
             before, after, probe, got = its
             assert sequence <= before[2] <= after[2]
             sequence = after[2]
-            between = {name for name, _, number in versions if before[2] <= number <= after[2]}
+            between = names[names.index(before[0]) : names.index(after[0]) + 1]
             assert got in {rows[name][probe] for name in between}, (before, after, probe)
             read[after[0]] += 1
         assert set(read) <= set(want)

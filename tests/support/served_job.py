@@ -129,6 +129,7 @@ def main(argv):
     import kuairand_dlrm as script
 
     path, *argv = argv
+    script.RATE_DECAY = 1.0  # Else versions of late epochs could not be told from each other.
     arguments = script.parse(argv)
     log = script.load(arguments)
     noted_so_far = []
