@@ -78,6 +78,8 @@ def export_graph(
         raise FileNotFoundError(f"{os.path.dirname(path)} is not a folder; make it first")
     given = dict(kwargs or {})
     _check_places(graph, args, given)
+    if dynamic_shapes is None:
+        _check_batch(args, given)
     locks = [embedding.store.step_lock for embedding in embeddings_of(graph).values()]
     between_steps(locks, "export", lambda: _export(graph, build, path, args, given, options, dynamic_shapes))
 
@@ -99,11 +101,14 @@ def _check_places(graph: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     for what, one in (*its, *given):
         if isinstance(one, torch.Tensor) and one.device.type != "cpu" and one.numel():
             raise ValueError(f"programs run on the CPU, {what} is on {one.device}; call .cpu() on the graph and inputs")
-    for what, one in given:
+
+
+def _check_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for n, one in enumerate(pytree.tree_leaves((args, kwargs))):
         if isinstance(one, torch.Tensor) and one.dim() and one.shape[0] < 2:
             raise ValueError(
-                f"the example batch must have 2 examples or more, so that their number stays free: {what} has shape"
-                f" {list(one.shape)}"
+                f"the example batch must have 2 examples or more, so that their number stays free: input {n} has shape"
+                f" {list(one.shape)}; give more, or dynamic_shapes= if its first dimension is fixed"
             )
 
 
