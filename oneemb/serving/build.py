@@ -144,7 +144,7 @@ def open_snapshot(
 
 
 def _open_made(source: Source, snapshot: PartedSnapshot, threads: Threads, stop: Callable[[], bool]) -> ServedFile:
-    """Older files of its kind than the last two go."""
+    """The open file of this snapshot, made if it is not there; then older ones of its kind than the last two go."""
     kind = _kind(source)
     name = f"{snapshot.sequence:012d}-{snapshot.info.identity}-{kind}.serving"
     path = os.path.join(source.folder, name)
