@@ -21,6 +21,7 @@ import torch
 
 from oneemb.graph.ops.lookup import DTYPES as TRAINED
 from oneemb.kernels.hash_index import PLACE_BITS
+from oneemb.kernels.host_loops import BITS
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.serving.frozen_initial import InitialValues, constants_of
 from oneemb.serving.initial import initial_of
@@ -73,7 +74,7 @@ def _rows_of(file: ServedFile, place_S: np.ndarray) -> tuple[torch.Tensor, torch
     dtype = torch.uint8 if bits else TRAINED[info.weights]
     rows = torch.empty(len(place_S), width, dtype=dtype)
     scale_S2 = torch.empty(len(place_S) if bits else 0, 2, dtype=torch.float16 if bits == 4 else torch.float32)
-    out_SX = rows.view({torch.bfloat16: torch.int16, torch.float16: torch.uint16}.get(dtype, dtype)).numpy()
+    out_SX = rows.view(BITS.get(dtype, dtype)).numpy()
     scale_SB = scale_S2.view(torch.uint8).numpy()
     for begin in range(0, len(place_S), _ROWS):
         its_NX = row_SX[place_S[begin : begin + _ROWS]]

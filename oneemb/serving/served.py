@@ -5,7 +5,7 @@ Invariant: bags have the bits that pooling the rows one by one, in batch order, 
 
 import functools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,12 +17,10 @@ from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.serve_rows import MISSING, OTHER, PADDING, pool_rows
 from oneemb.serving.initial import first_weights, initial_of
 from oneemb.storage.errors import CorruptTableError
-from oneemb.storage.row_format import RowFormat
+from oneemb.storage.row_format import BITS, RowFormat
 from oneemb.storage.serving.served_file import ServedFile
 
 __all__ = ["Served", "Version"]
-
-_BITS = {torch.float32: np.float32, torch.float16: np.uint16, torch.bfloat16: np.int16}
 
 
 class Version(NamedTuple):
@@ -44,8 +42,8 @@ class Served:
         info = file.info
         self.file, self.version, self._loops = file, Version(info.name, info.identity, info.sequence), loops
         self.format = RowFormat(info.dim, info.trained)
-        self.dtype = TRAINED[info.trained] if info.weights == info.trained else torch.float32
-        self._bits = _BITS[self.dtype]
+        gives = info.trained if info.weights == info.trained else "float32"
+        self.dtype, self._bits = TRAINED[gives], BITS[gives]
         self.table_C = np.array(info.tables, np.int32)
         self.is_served_T = np.isin(np.arange(info.num_tables), self.table_C)
         self._in_order = info.tables == tuple(range(len(info.tables)))

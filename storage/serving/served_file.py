@@ -24,7 +24,7 @@ from oneemb.kernels.serve_rows import BLOCK_BYTES, ServedRows, check_cells, find
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.fs import AnyPath, absolute_path, storage_error
-from oneemb.storage.row_format import WEIGHTS
+from oneemb.storage.row_format import BITS, WEIGHTS
 from oneemb.storage.table.file_header import HEADER_BYTES, read_header
 
 __all__ = ["MANIFEST_MAX", "QUANTIZED", "SERVED_MAGIC", "ServedFile", "ServedInfo", "is_served_file", "row_bytes_of"]
@@ -38,7 +38,6 @@ _CELL_BYTES = 16
 MANIFEST_MAX = 1 << 24
 """Bytes of a manifest: JSON takes some thirty times as much memory while it is read."""
 
-_BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
 _CHECKED = 1 << 14  # blocks that are compared before progress is told
 
 
@@ -88,7 +87,7 @@ class ServedInfo:
 
 def row_bytes_of(weights: str, dim: int) -> int:
     """Bytes of a row, a multiple of 4."""
-    size = quantized_bytes(dim, QUANTIZED[weights]) if weights in QUANTIZED else dim * np.dtype(_BITS[weights]).itemsize
+    size = quantized_bytes(dim, QUANTIZED[weights]) if weights in QUANTIZED else dim * np.dtype(BITS[weights]).itemsize
     return -(-size // 4) * 4
 
 
@@ -174,7 +173,7 @@ class ServedFile:
         row_X = byte_X[BLOCK_BYTES:cells_begin]
         row_SX = row_X[: info.rows * info.row_bytes].reshape(info.rows, info.row_bytes)
         if info.weights not in QUANTIZED:
-            row_SX = row_SX.view(_BITS[info.weights])
+            row_SX = row_SX.view(BITS[info.weights])
         return ServedRows(
             cell_C2, row_SX, QUANTIZED.get(info.weights, 0), row_X.view(np.uint64), sum_B[: info.row_blocks],
             np.zeros(info.row_blocks, np.bool_),
