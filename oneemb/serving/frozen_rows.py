@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops.lookup import DTYPES as TRAINED
-from oneemb.kernels.hash_index import PLACE_BITS
 from oneemb.kernels.host_loops import BITS
 from oneemb.kernels.init_rows import InitialRows
+from oneemb.kernels.serve_rows import keys_of_cells
 from oneemb.serving.frozen_initial import InitialValues, constants_of
 from oneemb.serving.initial import initial_of
 from oneemb.storage.row_store import StorageError
@@ -44,14 +44,6 @@ def _salts(tables: int, attempt: int) -> np.ndarray:
         z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK
         found.append(z ^ z >> 31)
     return np.array(found, np.uint64).view(np.int64)
-
-
-def _keys_of(file: ServedFile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """table_S int32, id_S int64, and place_S int64 in the file."""
-    cell_C2 = file.rows.cell_C2
-    taken = np.flatnonzero(cell_C2[:, 1])
-    word_S = cell_C2[taken, 1]
-    return (word_S >> PLACE_BITS).astype(np.int32), cell_C2[taken, 0], (word_S & ((1 << PLACE_BITS) - 1)) - 1
 
 
 def _sorted_keys(table_S: np.ndarray, id_S: np.ndarray, tables: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -137,7 +129,7 @@ class FrozenRows(torch.nn.Module):
         initial = initial_of(file, absent)
         file.verify()
         info = file.info
-        table_S, id_S, place_S = _keys_of(file)
+        table_S, id_S, place_S = keys_of_cells(file.rows.cell_C2)
         salt_T, key_S, order_S = _sorted_keys(table_S, id_S, info.num_tables)
         del id_S
         table_S, place_S = table_S[order_S], place_S[order_S]

@@ -20,7 +20,7 @@ import numpy as np
 from oneemb.kernels.checksum import blocks_sum, xxh64
 from oneemb.kernels.hash_index import PLACE_BITS, TABLE_MAX, cells_find
 from oneemb.kernels.quantize_rows import quantized_bytes
-from oneemb.kernels.serve_rows import BLOCK_BYTES, ServedRows, check_cells, find_rows, serve_rows
+from oneemb.kernels.serve_rows import BLOCK_BYTES, ServedRows, check_cells, find_rows, keys_of_cells, serve_rows
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.fs import AnyPath, absolute_path, storage_error
@@ -232,12 +232,10 @@ class ServedFile:
         begin = BLOCK_BYTES * (1 + blocks)
         address_1, cells_1 = np.array([rows.address]), np.array([self.info.cells])
         for first in range(0, self.info.cells, _CHECKED * 16):
-            cell_K2 = rows.cell_C2[first : first + _CHECKED * 16]
-            word_K = cell_K2[cell_K2[:, 1] != 0, 1]
-            id_K, table_K = cell_K2[cell_K2[:, 1] != 0, 0], (word_K >> PLACE_BITS).astype(np.int32)
-            place_K = np.empty(len(id_K), np.int64)
-            self._threads.run(cells_find, len(id_K), address_1, cells_1, table_K, id_K, place_K)
-            if (place_K != (word_K & ((1 << PLACE_BITS) - 1)) - 1).any():
+            table_K, id_K, place_K = keys_of_cells(rows.cell_C2[first : first + _CHECKED * 16])
+            found_K = np.empty(len(id_K), np.int64)
+            self._threads.run(cells_find, len(id_K), address_1, cells_1, table_K, id_K, found_K)
+            if (found_K != place_K).any():
                 raise self._damage("a key is not where lookups find it", begin + first * _CELL_BYTES)
 
     def _damage(self, what: str, offset: int) -> CorruptTableError:
