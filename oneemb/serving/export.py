@@ -129,6 +129,7 @@ def _export(
         made = os.path.join(work, "program.pt2")
         with _scalers_kept(graph, build), warnings.catch_warnings(), torch.no_grad():
             warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's own parts to each other
+            warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)  # of a copy that nobody keeps
             _write(program, made, args, kwargs, options, dynamic_shapes, json.dumps(described))
         with open(made, "rb") as file:
             os.fsync(file.fileno())

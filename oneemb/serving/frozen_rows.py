@@ -15,7 +15,7 @@ Invariants:
 """
 
 import json
-from typing import Self, cast
+from typing import Final, Self, cast
 
 import numpy as np
 import torch
@@ -134,6 +134,7 @@ class FrozenRows(torch.nn.Module):
     rows: torch.Tensor
     scale_S2: torch.Tensor
     begin_TD: torch.Tensor
+    draws: Final[bool]
 
     def __init__(
         self, key_S: torch.Tensor, table_S: torch.Tensor, salt_T: torch.Tensor, rows: torch.Tensor,
