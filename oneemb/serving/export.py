@@ -204,7 +204,7 @@ def _build_of(build: Callable[..., Any], graph: torch.nn.Module) -> Callable[...
     function = getattr(build, "__func__", None)
     if function is None or getattr(build, "__self__", None) is not graph:
         raise ValueError(f"build of {type(graph).__name__} must be a method of it, got {build!r}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 class _WithoutBackward(TorchFunctionMode):

@@ -29,7 +29,7 @@ def frozen_copy(
     for where, module in unregistered_modules(root):
         if any(is_embedding(one) for one in module.modules()):
             raise ValueError(f"{where}: {say_not_registered(root, module)}")
-    copies: dict[torch.nn.Module, torch.nn.Module] = dict(stands_for)
+    copies: dict[torch.nn.Module, torch.nn.Module] = {**stands_for}
     copy = _copied(root, copies, {})
     for one in copies.values():
         _bind(one, copies)

@@ -179,10 +179,9 @@ class FrozenRows(torch.nn.Module):
         if not len(key_S):
             key_S, table_S = np.zeros(1, np.int64), np.full(1, -1, np.int32)
             rows, scale_S2 = rows.new_zeros(1, rows.shape[1]), scale_S2.new_zeros(1, 2)
-        tensors = [torch.from_numpy(array) for array in (key_S, table_S, salt_T)]
         return cls(
-            *tensors, rows, scale_S2, info.dim, QUANTIZED.get(info.weights, 0), initial, TRAINED[info.trained],
-            info.embedding.get("padding_idx"),
+            torch.from_numpy(key_S), torch.from_numpy(table_S), torch.from_numpy(salt_T), rows, scale_S2, info.dim,
+            QUANTIZED.get(info.weights, 0), initial, TRAINED[info.trained], info.embedding.get("padding_idx"),
         )  # fmt: skip
 
     def forward(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
