@@ -120,7 +120,7 @@ def _export(
             "format": options.format, "dtype": options.dtype, "lookup": options.lookup, "absent": options.absent,
             "embeddings": {},
         }  # fmt: skip
-        stands_for: dict[TableEmbedding, torch.nn.Module] = {}
+        stands_for: dict[torch.nn.Module, torch.nn.Module] = {}
         for name, embedding in embeddings_of(graph).items():
             stands_for[embedding], said = _frozen(embedding, work, options)
             described["embeddings"][name] = said
