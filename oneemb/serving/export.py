@@ -125,7 +125,7 @@ def _export(
             "format": options.format, "dtype": options.dtype, "lookup": options.lookup, "absent": options.absent,
             "embeddings": {},
         }  # fmt: skip
-        stands_for: dict[TableEmbedding, torch.nn.Module] = {}
+        stands_for: dict[torch.nn.Module, torch.nn.Module] = {}
         for name, embedding in embeddings_of(graph).items():
             stands_for[embedding], said = _frozen(embedding, work, options)
             described["embeddings"][name] = said
@@ -134,6 +134,7 @@ def _export(
         made = os.path.join(work, "program.pt2")
         with _scalers_kept(graph, build), warnings.catch_warnings(), torch.no_grad():
             warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's own parts to each other
+            warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)  # of a copy that nobody keeps
             _write(program, made, args, kwargs, options, dynamic_shapes, json.dumps(described))
         with open(made, "rb") as file:
             os.fsync(file.fileno())
@@ -208,7 +209,7 @@ def _build_of(build: Callable[..., Any], graph: torch.nn.Module) -> Callable[...
     function = getattr(build, "__func__", None)
     if function is None or getattr(build, "__self__", None) is not graph:
         raise ValueError(f"build of {type(graph).__name__} must be a method of it, got {build!r}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 class _WithoutBackward(TorchFunctionMode):

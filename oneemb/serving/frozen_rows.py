@@ -14,7 +14,7 @@ Invariants:
 - where there are no rows at all, there is one of table -1, which no id is of.
 """
 
-from typing import Self
+from typing import Final, Self
 
 import numpy as np
 import torch
@@ -94,6 +94,7 @@ class FrozenRows(torch.nn.Module):
     rows: torch.Tensor
     scale_S2: torch.Tensor
     begin_TD: torch.Tensor
+    draws: Final[bool]
 
     def __init__(
         self, key_S: torch.Tensor, table_S: torch.Tensor, salt_T: torch.Tensor, rows: torch.Tensor,
@@ -138,10 +139,9 @@ class FrozenRows(torch.nn.Module):
         if not len(key_S):
             key_S, table_S = np.zeros(1, np.int64), np.full(1, -1, np.int32)
             rows, scale_S2 = rows.new_zeros(1, rows.shape[1]), scale_S2.new_zeros(1, 2)
-        tensors = [torch.from_numpy(array) for array in (key_S, table_S, salt_T)]
         return cls(
-            *tensors, rows, scale_S2, info.dim, QUANTIZED.get(info.weights, 0), initial, TRAINED[info.trained],
-            info.embedding.get("padding_idx"),
+            torch.from_numpy(key_S), torch.from_numpy(table_S), torch.from_numpy(salt_T), rows, scale_S2, info.dim,
+            QUANTIZED.get(info.weights, 0), initial, TRAINED[info.trained], info.embedding.get("padding_idx"),
         )  # fmt: skip
 
     @classmethod
