@@ -214,6 +214,11 @@ class IndexedRows(torch.nn.Module):
         rows: torch.Tensor = self.frozen(table_N, id_N)
         return rows
 
+    @torch.jit.export
+    def where(self) -> torch.device:
+        """The device of the rows."""
+        return self.frozen.key_S.device
+
     @torch.jit.unused
     @torch._disable_dynamo
     def _found(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
