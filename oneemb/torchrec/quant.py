@@ -132,7 +132,6 @@ class QuantCollection(torch.nn.Module):
         output_dtype: a floating-point dtype.
         rows: of each table; None = there are none yet, and every id reads as zeros.
         place: where rows are; None = all on the device.
-        pools: whether bags are pooled.
         named: the attribute that has the tables by name.
     """
 
@@ -148,7 +147,6 @@ class QuantCollection(torch.nn.Module):
         rows: Sequence[RowsOfTable] | None,
         place: Place | None,
         *,
-        pools: bool,
         named: str,
     ):
         super().__init__()
@@ -160,7 +158,6 @@ class QuantCollection(torch.nn.Module):
         self._columns: list[Column] = columns_of(tables)
         self._feature_names: list[str] = [column.feature for column in self._columns]
         self._embedding_names: list[str] = [column.name for column in self._columns]
-        self._pools = pools
         self._place = place or OnOneDevice()
         if rows is None:
             rows = [RowsOfTable.none(config, t) for t, config in enumerate(tables)]
@@ -428,7 +425,7 @@ class EmbeddingBagCollection(QuantCollection, EmbeddingBagCollectionInterface):
         rows: Sequence[RowsOfTable] | None = None,
         place: Place | None = None,
     ):
-        super().__init__(tables, device, output_dtype, rows, place, pools=True, named="embedding_bags")
+        super().__init__(tables, device, output_dtype, rows, place, named="embedding_bags")
         self._is_weighted = is_weighted
         self._lengths_per_embedding: list[int] = [tables[column.table].embedding_dim for column in self._columns]
 
@@ -505,7 +502,7 @@ class EmbeddingCollection(QuantCollection, EmbeddingCollectionInterface):
     """The embedding of each id of a KeyedJaggedTensor, from quantized rows; see `EmbeddingBagCollection`.
 
     Args:
-        tables, device, output_dtype, groups: as of `EmbeddingBagCollection`; tables are of one `embedding_dim`.
+        tables, device, output_dtype, rows, place: as of `EmbeddingBagCollection`; tables are of one `embedding_dim`.
         need_indices: whether the JaggedTensors of the output have the ids as their weights.
 
     Raises:
@@ -524,7 +521,7 @@ class EmbeddingCollection(QuantCollection, EmbeddingCollectionInterface):
         rows: Sequence[RowsOfTable] | None = None,
         place: Place | None = None,
     ):
-        super().__init__(tables, device, output_dtype, rows, place, pools=False, named="embeddings")
+        super().__init__(tables, device, output_dtype, rows, place, named="embeddings")
         self._embedding_dim: int = tables[0].embedding_dim if tables else -1
         self._need_indices: bool = need_indices
 

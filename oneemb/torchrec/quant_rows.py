@@ -4,7 +4,8 @@
     frozen = frozen_rows(tables, dim, data_type)      a module: (table_N, id_N) -> float32 [N, D]
 
 S rows, N ids, D weights of a row, B bytes of one as it is kept: FP32 and FP16 as they are; INT8, INT4 and INT2 as
-FBGEMM has them, D weights of so many bits, then scale and low as float16.
+FBGEMM has them, D weights of so many bits, then scale and low as float16. TorchRec has these for 8 bits too, where
+`kernels/quantize_rows.py`, of which files for serving are, has float32.
 
 Reference: FBGEMM's FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf, which makes them.
 """
@@ -41,10 +42,6 @@ def _row_bytes(dim: int, data_type: DataType) -> int:
     """B."""
     bits = DATA_TYPES[data_type]
     return dim * bits // 8 + (_SCALES if bits <= 8 else 0)
-
-
-PARTS = ("ids", "weight", "absent")
-"""What state dicts call those of `RowsOfTable`."""
 
 
 class RowsOfTable(NamedTuple):
@@ -95,6 +92,10 @@ class RowsOfTable(NamedTuple):
         _, number, trained, kind, *_ = self.absent.tolist()
         if not (0 <= number < 1 << 23 and 0 <= trained < len(_TRAINED) and 0 <= kind <= 4):
             raise ValueError(f"absent says how ids without a row read, which {self.absent.tolist()} does not")
+
+
+PARTS = tuple(RowsOfTable.__annotations__)
+"""Their names in state dicts."""
 
 
 def quantized_tables(rows: MultiTableEmbedding, configs: Sequence[BaseEmbeddingConfig]) -> list[RowsOfTable]:
