@@ -16,7 +16,6 @@ __all__ = ["InitialValues", "constants_of"]
 
 _KINDS = (CONSTANT, UNIFORM, NORMAL, TRUNC_NORMAL, BY_ID)
 _LOW = 0xFFFFFFFF
-_UNIT = 2.0**-32
 
 
 def constants_of(initial: InitialRows | None, num_tables: int, dim: int, trained: torch.dtype) -> torch.Tensor | None:
@@ -122,6 +121,7 @@ class InitialValues(torch.nn.Module):
 
     def forward(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
         """float32 [M, D], of int64 [M] each."""
+        # Kinds are numbers here, 1 UNIFORM, 2 NORMAL, 3 TRUNC_NORMAL, 4 BY_ID: a script has no constants of modules.
         kind_MD = self.kind_TC.index_select(0, table_M).index_select(1, self.column_D)
         param_MD4 = self.param_TC4.index_select(0, table_M).index_select(1, self.column_D)
         first_MD = param_MD4[:, :, 0]

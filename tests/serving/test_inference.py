@@ -321,25 +321,27 @@ def only_file(folder):
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_flipped_bit_anywhere_is_an_error_or_in_bytes_that_are_never_read(tmp_path, dtype):
-    trained(tmp_path, dim=16).close()
+    trained(tmp_path, dim=64).close()
     with _opened(tmp_path, dtype=dtype) as served:
-        want = served(some_ids())
+        want = served(some_ids(4))
     path = only_file(tmp_path)
     good = path.read_bytes()
-    offsets = [*range(0, 128, 7), 4096, 4096 + 333, *range(4096, len(good), len(good) // 40), len(good) - 1]
-    refused = 0
+    offsets = [*range(0, 128, 7), 4096, 4096 + 333, *range(4096, len(good), len(good) // 200), len(good) - 1]
+    unread = 0
     for offset in offsets:
         path.write_bytes(good[:offset] + bytes([good[offset] ^ 16]) + good[offset + 1 :])
         try:
             with _opened(path) as served:
-                got = served(some_ids())
-            assert torch.equal(got, want)  # the damaged block was not read
-            with pytest.raises(StorageError, match="offset"):
-                InferenceEmbedding.open(str(path), verify=True)
+                got = served(some_ids(4))
         except StorageError as error:
             assert str(path) in str(error)
-        refused += 1
-    assert refused == len(offsets)
+        else:
+            assert torch.equal(got, want)  # the damaged block was not read
+            unread += 1
+        # Without its magic it is taken for a folder, which it is not.
+        with pytest.raises(StorageError, match="offset" if offset >= 8 else "is no table"):
+            InferenceEmbedding.open(str(path), verify=True)
+    assert 0 < unread < len(offsets)
 
 
 @pytest.mark.parametrize("left", [0, 7, 100, 4096, 5000, -1])
