@@ -4,7 +4,8 @@ Invariant: nothing of the tree that is copied is written to, so that nothing nee
 """
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -98,4 +99,10 @@ def _bind(copy: torch.nn.Module, copies: Mapping[torch.nn.Module, torch.nn.Modul
         if isinstance(value, torch.nn.Module) and value in copies:
             vars(copy)[name] = copies[value]
         elif isinstance(value, types.MethodType) and isinstance(value.__self__, torch.nn.Module):
-            vars(copy)[name] = types.MethodType(value.__func__, copies.get(value.__self__, value.__self__))
+            vars(copy)[name] = _bound(value, copies.get(value.__self__, value.__self__))
+
+
+def _bound(method: types.MethodType, module: torch.nn.Module) -> Callable[..., Any]:
+    """A method of a module as one of its copy; what stands for an embedding has its own of that name, if any."""
+    bound: Callable[..., Any] = types.MethodType(method.__func__, module)
+    return bound if isinstance(module, type(method.__self__)) else getattr(module, method.__name__, bound)

@@ -125,6 +125,23 @@ def test_several_embeddings_and_one_that_is_shared_are_one_program(tmp_path):
     assert len({one.data_ptr() for name, one in program.named_buffers(remove_duplicate=False) if "key_S" in name}) == 2
 
 
+def test_a_method_that_a_module_keeps_and_recurrent_weights_are_of_the_copy(tmp_path, click):
+    class Keeps(Score):
+        def __init__(self, click):
+            super().__init__(click)
+            self.gru = torch.nn.GRU(6, 2, batch_first=True)
+            self.read = self.embedding.read
+
+        def build(self, ids):
+            return self.gru(self.read(ids))[0]
+
+    graph = Keeps(click)
+    graph.export(tmp_path / "keeps", some_ids())
+    program, _ = load(tmp_path / "keeps")
+    torch.testing.assert_close(program(some_ids(7)), graph(some_ids(7)))  # torch exports a GRU as other ops
+    assert {f"model.gru.{name}" for name, _ in graph.gru.named_parameters()} <= dict(program.named_parameters()).keys()
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [("float16", 1e-3), ("int8", 8e-3), ("int4", 0.14)])
 def test_rounded_rows_are_within_their_bound_and_the_program_says_so(tmp_path, dtype, bound):
     embedding = embedding_at(tmp_path)
@@ -182,15 +199,16 @@ def test_the_graph_and_the_folder_are_as_before_however_an_export_ends(tmp_path,
         def build(self, ids, label):
             self.seen = label  # on the copy
             self.norm.running_mean.add_(1)
-            found = super().build(ids, label)
+            found = super().build(ids, label * torch.rand_like(label))
+            self.scaler.scale(found[0])
             if error is not None and self.ends:
                 raise error
             return found
 
     graph = Ends(tmp_path)
-    graph.ends = False
+    graph.ends, graph.scaler = False, torch.amp.GradScaler("cpu")
     graph(some_ids(), torch.ones(33))
-    graph.ends, scaler = True, torch.amp.GradScaler("cpu")
+    graph.ends, scaler = True, torch.amp.GradScaler("cpu")  # which has scaled nothing, and has no scale
     graph.scaler = scaler
     (tmp_path / "program").write_text("former")
     before, rows, scales = everything(graph), graph.embedding.stats()["rows"], dict(vars(scaler))
