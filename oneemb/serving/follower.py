@@ -15,7 +15,7 @@ __all__ = ["Follower"]
 
 
 class Follower:
-    """Begins at once.
+    """Begins with `start`: whoever is to stop it has it before, so that an interrupt leaves no thread that nobody knows.
 
     Args:
         refresh: a bound method, called with a function that says whether to give up.
@@ -29,6 +29,8 @@ class Follower:
         self._thread = threading.Thread(
             target=self._run, args=(weakref.WeakMethod(refresh),), name="oneemb-follow", daemon=True
         )
+
+    def start(self) -> None:
         self._thread.start()
 
     def _run(self, refresh: "weakref.WeakMethod[Any]") -> None:
@@ -62,5 +64,5 @@ class Follower:
     def close(self) -> None:
         """Stop, and wait until the thread has ended."""
         self.stop()
-        if not self.is_of_parent and self._thread is not threading.current_thread():
+        if not self.is_of_parent and self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()

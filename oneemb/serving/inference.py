@@ -168,6 +168,7 @@ class InferenceEmbedding(torch.nn.Module):
             with self._alone():
                 if self._follower is follower:
                     self._follower = Follower(self._refresh, follower.seconds)
+                    self._follower.start()
         follower.check()
 
     def _alone(self) -> threading.Lock:
@@ -214,9 +215,10 @@ class InferenceEmbedding(torch.nn.Module):
             StorageError: there is none, or it cannot be read; the former one answers still.
         """
         source, choice = self._need_source(), object()
-        follower, self._follower, self._choice = self._follower, None, choice
+        follower = self._follower
         if follower is not None:
             follower.stop()
+        self._follower, self._choice = None, choice
         file = open_snapshot(source, snapshot, threads=self._threads)
         assert file is not None
         self._take(file, choice, newer=False)
@@ -250,11 +252,14 @@ class InferenceEmbedding(torch.nn.Module):
             raise ValueError(f"seconds must be above 0, got {seconds}")
         self.unfollow()
         self._follower = Follower(self._refresh, seconds)
+        self._follower.start()
 
     def unfollow(self) -> None:
         """Follow no more; the snapshot that answers goes on to answer."""
-        follower, self._follower = self._follower, None
+        follower = self._follower
         if follower is not None:
+            follower.stop()
+            self._follower = None
             follower.close()
 
     def close(self) -> None:

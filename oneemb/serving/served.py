@@ -104,7 +104,7 @@ class Served:
         trained = TRAINED[self.format.dtype]
         if self.dtype == trained:
             return weight_MD
-        return cast(np.ndarray, torch.from_numpy(weight_MD).view(trained).float().numpy())
+        return torch.from_numpy(weight_MD).view(trained).float().numpy()
 
     def bags(
         self, table_N: np.ndarray, id_N: np.ndarray, offset_P1: np.ndarray, scale_N: np.ndarray | None,

@@ -15,6 +15,7 @@ import oneemb
 from oneemb.serving import build
 from oneemb.serving.inference import InferenceEmbedding
 from oneemb.storage.errors import StorageError
+from tests.support.interrupts import count_lines, interrupted
 
 IDS = torch.arange(400)
 PATIENCE_S = 60
@@ -176,6 +177,19 @@ def test_an_embedding_that_nobody_refers_to_follows_no_more(job):
     assert wait_for(lambda: gc.collect() is not None and gone() is None)
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
+
+
+def test_an_interrupt_of_follow_or_unfollow_leaves_no_thread_that_nobody_stops(job):
+    served = InferenceEmbedding.open(job.folder)
+
+    def call():
+        served.follow(60.0)
+        served.unfollow()
+
+    for line in range(1, 1 + count_lines(call, "signal")):
+        interrupted(call, line, "signal", functions=("follow", "unfollow", "__init__", "start", "stop", "close"))
+        served.unfollow()
+        assert not [thread for thread in threading.enumerate() if thread.name == "oneemb-follow"], line
 
 
 def test_a_forked_child_reads_and_follows_from_its_first_lookup_on(job):
