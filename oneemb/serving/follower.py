@@ -15,7 +15,7 @@ __all__ = ["Follower"]
 
 
 class Follower:
-    """Begins with `start`: whoever is to stop it has it before, so that an interrupt leaves no thread that nobody knows.
+    """Begins with `start`: who is to stop it has it by then, so that an interrupt leaves no thread that nobody stops.
 
     Args:
         refresh: a bound method, called with a function that says whether to give up.

@@ -189,7 +189,7 @@ def test_an_interrupt_of_follow_or_unfollow_leaves_no_thread_that_nobody_stops(j
     for line in range(1, 1 + count_lines(call, "signal")):
         interrupted(call, line, "signal", functions=("follow", "unfollow", "__init__", "start", "stop", "close"))
         served.unfollow()
-        assert not [thread for thread in threading.enumerate() if thread.name == "oneemb-follow"], line
+        assert wait_for(lambda: not any(thread.name == "oneemb-follow" for thread in threading.enumerate())), line
 
 
 def test_a_forked_child_reads_and_follows_from_its_first_lookup_on(job):
