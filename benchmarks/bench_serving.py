@@ -10,13 +10,15 @@ soon again. Each number of threads is that of all systems which have threads.
 
 LMDB and RocksDB are keyed by (table, id) and copy into one array. nn.EmbeddingBag and torch's quantized bags look row
 numbers up: no search for an id, no table, nothing is compared with a checksum. `nn.EmbeddingBag, ids` finds the row
-numbers of ids by torch.searchsorted, as a model would that has no other index.
+numbers of ids by torch.searchsorted, as a model would that has no other index. Where TorchRec is installed, its
+quantized collection has row numbers of a table as ids, and that of this library the ids.
 
 Each system makes some calls in a row, the first of which are not counted, and then the next one has its turn: what is
 measured is a server that has requests, not one that waits for them. Times are p50 and p99 of a call, in ms.
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 import tempfile
@@ -115,6 +117,44 @@ class Batches:
         ] if with_keys else []  # fmt: skip
 
 
+def quantized_collections(folder, table_S, id_S, weight_SD):
+    """Functions from ids, or numbers, [B, T], to embeddings [B, T * D]: TorchRec's and this library's INT8."""
+    try:
+        import torchrec
+        import torchrec.inference.modules
+
+        from oneemb.torchrec import EmbeddingBagCollection, quantize_embeddings
+    except ImportError:
+        return {}
+    tables = [
+        torchrec.EmbeddingBagConfig(-(-len(id_S) // TABLES), DIM, f"t{t}", feature_names=[f"f{t}"])
+        for t in range(TABLES)
+    ]  # fmt: skip
+    theirs = torchrec.EmbeddingBagCollection(tables)
+    theirs.load_state_dict({
+        f"embedding_bags.t{t}.weight": torch.from_numpy(np.resize(weight_SD[table_S == t], (table.num_embeddings, DIM)))
+        for t, table in enumerate(tables)
+    })  # fmt: skip
+    ours = EmbeddingBagCollection(
+        [dataclasses.replace(table, init_fn=torch.nn.init.zeros_) for table in tables],
+        store_options=oneemb.make_device_mem_store_options(f"{folder}/collection"),
+    )
+    oneemb.import_rows(ours.rows[0], [id_S, weight_SD, table_S])
+    keys, found = [f"f{t}" for t in range(TABLES)], {}
+    for name, quantize, module in [
+        ("torchrec int8", torchrec.inference.modules.quantize_embeddings, theirs),
+        ("oneemb.torchrec int8", quantize_embeddings, ours),
+    ]:
+        its = quantize(torch.nn.ModuleList([module]), torch.int8, True)[0]
+
+        def look(ids, its=its):
+            lengths = torch.ones(ids.numel(), dtype=torch.int32)
+            return its(torchrec.KeyedJaggedTensor(keys, ids.t().flatten(), lengths=lengths)).values()
+
+        found[name] = look
+    return found
+
+
 def sorted_index(table_S, id_S):
     """A function from ids [B, 26] to the numbers of their rows."""
     key_S = torch.from_numpy(id_S * TABLES + table_S)
@@ -123,7 +163,7 @@ def sorted_index(table_S, id_S):
     return lambda ids: number_S[torch.searchsorted(sorted_S, (ids * TABLES + columns).reshape(-1))]
 
 
-def lookups(served, stores, plain, packed, row_of, its):
+def lookups(served, stores, plain, packed, collections, row_of, its):
     """What is measured of lookups: functions of the number of a batch."""
     byte_bag = torch.ops.quantized.embedding_bag_byte_rowwise_offsets
     calls = {f"oneemb {name}": lambda i, one=one: one(its.ids[i % its.count]) for name, one in served.items()}
@@ -134,6 +174,9 @@ def lookups(served, stores, plain, packed, row_of, its):
     calls["nn.EmbeddingBag"] = lambda i: plain(its.numbers[i % its.count], its.each)
     calls["nn.EmbeddingBag, ids"] = lambda i: plain(row_of(its.ids[i % its.count]), its.each)
     calls["torch int8 bag"] = lambda i: byte_bag(packed, its.numbers[i % its.count], its.each, mode=0)
+    for name, look in collections.items():
+        given = its.ids if name.startswith("oneemb") else its.numbers.view(its.ids.shape) // TABLES
+        calls[name] = lambda i, look=look, given=given: look(given[i % its.count])
     return calls
 
 
@@ -186,7 +229,7 @@ def main() -> None:
         plain = torch.nn.EmbeddingBag.from_pretrained(weights, mode="sum")
         packed = torch.ops.quantized.embedding_bag_byte_prepack(weights)
         stores, row_of = key_value_stores(folder, table_S, id_S, weight_SD), sorted_index(table_S, id_S)
-        rows = []
+        collections, rows = quantized_collections(folder, table_S, id_S, weight_SD), []
         for threads in options.threads:
             torch.set_num_threads(threads)
             served = {
@@ -198,13 +241,15 @@ def main() -> None:
             for batch in options.batches:
                 its = Batches(batch, max(16, 16384 // batch), table_S, id_S, with_keys=bool(stores))
                 kinds = {
-                    "lookup": lookups(served, stores, plain, packed, row_of, its),
+                    "lookup": lookups(served, stores, plain, packed, collections, row_of, its),
                     "bags": bags(served, plain, packed, its),
                 }
                 calls = kinds["lookup"]
                 want = calls["nn.EmbeddingBag"](0)
                 assert torch.equal(calls["oneemb float32"](0).view(-1, DIM), want)
                 assert torch.equal(calls["nn.EmbeddingBag, ids"](0), want)
+                if collections:
+                    assert torch.equal(calls["torchrec int8"](0), calls["oneemb.torchrec int8"](0))
                 for kind, its_calls in kinds.items():
                     with torch.no_grad():
                         seconds = in_turn(its_calls, options.rounds, max(4, 64 // batch))

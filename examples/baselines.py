@@ -15,6 +15,8 @@ from dlrm import DLRM, OneEmbLookup
 from kuairand import PADDING, ClickLog
 from sklearn.linear_model import LogisticRegression
 
+import oneemb
+
 __all__ = ["EmbeddingBagLookup", "constant", "logistic_regression", "on_embedding_bags"]
 
 
@@ -81,6 +83,7 @@ def on_embedding_bags(model: DLRM, log: ClickLog) -> DLRM:
     """The same model with the same weights, its rows in torch.nn.EmbeddingBag."""
     assert isinstance(model.lookup, OneEmbLookup)
     embedding = model.lookup.embedding
+    assert isinstance(embedding, oneemb.MultiTableEmbedding)
     vocabularies = [torch.from_numpy(_vocabulary(id_RK)) for _, id_RK, _ in log.each_field()]
     lookup = EmbeddingBagLookup(vocabularies, [field.width for field in log.fields], embedding.embedding_dim)
     was_training = embedding.training

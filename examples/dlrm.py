@@ -13,7 +13,10 @@ from kuairand import PADDING, Field
 
 import oneemb
 
-__all__ = ["DLRM", "OneEmbLookup"]
+__all__ = ["DLRM", "TABLES", "OneEmbLookup"]
+
+TABLES = "kuairand_tables"
+"""The folder of the rows, beside the checkpoint."""
 
 
 class DLRM(torch.nn.Module):
@@ -60,13 +63,13 @@ class OneEmbLookup(torch.nn.Module):
     """All fields in one lookup of one oneemb embedding, a table each. Multi-hot fields are averaged.
 
     Args:
-        embedding: has a table for each field and reads PADDING as zeros.
+        embedding: has a table for each field and reads PADDING as zeros; it may be one that only reads.
         fields: one-hot ones first.
     """
 
     table_L: torch.Tensor
 
-    def __init__(self, embedding: oneemb.MultiTableEmbedding, fields: Sequence[Field]):
+    def __init__(self, embedding: oneemb.MultiTableEmbedding | oneemb.InferenceEmbedding, fields: Sequence[Field]):
         super().__init__()
         self.embedding = embedding
         multi_hot_widths = [field.width for field in fields if field.width > 1]

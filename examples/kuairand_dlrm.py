@@ -1,14 +1,16 @@
 """Train a click model on KuaiRand-Pure, its embeddings on the device, in host memory or on an SSD; kill it; resume it.
 
-    python examples/kuairand_dlrm.py --store ssd              # trains, prints AUC on the last day
-    python examples/kuairand_dlrm.py --store ssd --resume     # goes on after the last epoch that was finished
-    python examples/kuairand_dlrm.py --store ssd --baselines  # and what it has to beat, on the same days
+    python examples/kuairand_dlrm.py --store ssd                   # trains, prints AUC on the last day
+    python examples/kuairand_dlrm.py --store ssd --resume          # goes on from the last checkpoint
+    python examples/kuairand_dlrm.py --store ssd --baselines       # and what it has to beat, on the same days
+    python examples/kuairand_dlrm.py --store ssd --save-every 500  # with checkpoints for serve.py to follow
 
 Data is read from --data, else from the folder that ONEEMB_DATA names, else from ../shared/data/kuairand beside the
 repository; where there is none, a click log is generated from a known model.
 
-What must stay true: an epoch is a pure function of the checkpoint before it and of the arguments, so a run that was
-killed and resumed ends with the same weights, bit for bit, as one that was not.
+What must stay true: what follows a checkpoint is a pure function of it and of the arguments, so a run that was killed
+and resumed ends with the same weights, bit for bit, as one that was not. A snapshot is whole before a checkpoint names
+it, and stays until a newer checkpoint has its place.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from baselines import constant, logistic_regression, on_embedding_bags
-from dlrm import DLRM, OneEmbLookup
+from dlrm import DLRM, TABLES, OneEmbLookup
 from generated_log import generate_tables
 from kuairand import PADDING, ClickLog, encode, read_tables
 from sklearn.metrics import log_loss, roc_auc_score
@@ -35,10 +37,13 @@ import oneemb
 from oneemb.policies import RowPolicy
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TABLES = "kuairand_tables"
 ROW_RATE, DENSE_RATE = 0.02, 1e-3
 # Click models overfit from the second pass over a log on (Zhang et al. arXiv:2209.06053): later passes only refine.
 RATE_DECAY = 0.02
+KEPT = 3  # snapshots between epochs that stay: a server may be at work on the one before
+
+NOT_BEGUN = (0, 0.0)
+"""Steps of an epoch that have been made, and the sum of their events' losses."""
 
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -47,13 +52,13 @@ def main(argv: list[str] | None = None) -> list[dict[str, float]]:
     """Run the script. Returns the figures of each epoch, resumed ones too."""
     arguments = parse(argv)
     with hold(arguments.workdir):
-        return run(arguments)
+        return run(arguments, load(arguments))
 
 
-def run(arguments: argparse.Namespace) -> list[dict[str, float]]:
+def run(arguments: argparse.Namespace, log: ClickLog) -> list[dict[str, float]]:
+    """Train, and save. Returns the figures of each epoch, resumed ones too."""
     torch.set_num_threads(1)  # the dense layers are small, and a sum's bits depend on how many share it
     torch.manual_seed(arguments.seed)
-    log = load(arguments)
     checkpoint_path = arguments.workdir / "checkpoint.pt"
     if not (arguments.resume and checkpoint_path.exists()):
         start_anew(arguments, checkpoint_path)
@@ -64,23 +69,43 @@ def run(arguments: argparse.Namespace) -> list[dict[str, float]]:
     optimizers = make_optimizers(model)
     step = TrainStep(model, optimizers)
     settings = what_must_agree(arguments, log)
-    results = load_checkpoint(checkpoint_path, settings, model, optimizers) if checkpoint_path.exists() else []
+    results: list[dict[str, float]] = []
+    begun = NOT_BEGUN
+    if checkpoint_path.exists():
+        results, begun = load_checkpoint(checkpoint_path, settings, model, optimizers)
 
-    for epoch in range(len(results), arguments.epochs):
-        before, start = counted(embedding), time.perf_counter()
-        loss = train_epoch(step, optimizers, log, epoch, arguments)
-        seconds = time.perf_counter() - start
-        results.append({"loss": loss, **scores(log, predict(model, log))})
-        embedding.save_snapshot(f"epoch-{epoch + 1}", overwrite=True)  # a killed run may have left one
+    def save(snapshot: str, begun: tuple[int, float]) -> None:
+        embedding.save_snapshot(snapshot, overwrite=True)  # a killed run may have left one
         state = {
             "settings": settings,
+            "fields": [(field.name, field.width) for field in log.fields],
+            "numbers": log.numeric_EX.shape[1],
             "model": model.state_dict(),  # names the embedding's snapshot
             "optimizers": [optimizer.state_dict() for optimizer in optimizers],
             "rng": torch.get_rng_state(),
             "results": results,
+            "begun": begun,
         }
         save_checkpoint(checkpoint_path, state)
-        report(epoch, arguments.epochs, results[-1], len(log.train) / seconds, before, counted(embedding))
+        between = [name for name in embedding.snapshots() if name.startswith("step-")]
+        for name in between[:-KEPT]:
+            embedding.delete_snapshot(name)
+
+    steps = -(-len(log.train) // arguments.batch_size)
+    for epoch in range(len(results), arguments.epochs):
+
+        def after_step(done: int, total: float, before: int = epoch * steps) -> None:
+            if arguments.save_every is not None and (before + done) % arguments.save_every == 0 and done < steps:
+                save(f"step-{before + done}", (done, total))
+
+        before, start = counted(embedding), time.perf_counter()
+        loss = train_epoch(step, optimizers, log, epoch, arguments, begun, after_step)
+        seconds = time.perf_counter() - start
+        results.append({"loss": loss, **scores(log, predict(model, log))})
+        save(f"epoch-{epoch + 1}", NOT_BEGUN)
+        examples = len(log.train) - begun[0] * arguments.batch_size
+        report(epoch, arguments.epochs, results[-1], examples / seconds, before, counted(embedding))
+        begun = NOT_BEGUN
 
     table = {f"DLRM, oneemb, {arguments.store} store": results[-1]} if results else {}
     if twin is not None:
@@ -96,7 +121,14 @@ def run(arguments: argparse.Namespace) -> list[dict[str, float]]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser("Train a DLRM on a click log with oneemb embeddings.", REPOSITORY / "build/kuairand")
     parser.add_argument("--baselines", action="store_true", help="run what the DLRM has to beat, too")
+    parser.add_argument("--save-every", type=at_least_1, metavar="STEPS", help="save checkpoints between epochs, too")
     return parser.parse_args(argv)
+
+
+def at_least_1(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
 
 
 def make_parser(description: str, workdir: Path) -> argparse.ArgumentParser:
@@ -190,17 +222,32 @@ def make_optimizers(model: DLRM) -> list[torch.optim.Optimizer]:
 
 
 def train_epoch(
-    step: Step, optimizers: list[torch.optim.Optimizer], log: ClickLog, epoch: int, arguments: argparse.Namespace
+    step: Step,
+    optimizers: list[torch.optim.Optimizer],
+    log: ClickLog,
+    epoch: int,
+    arguments: argparse.Namespace,
+    begun: tuple[int, float] = NOT_BEGUN,
+    after_step: Callable[[int, float], None] | None = None,
 ) -> float:
-    """Train on every event once, day after day, and return the mean loss of an event."""
+    """Train on every event once, day after day, and return the mean loss of an event.
+
+    Args:
+        begun: steps of this epoch that have been made, and the sum of their events' losses.
+        after_step: called with the same after each step.
+    """
     set_rates(optimizers, epoch)
-    total, done = 0.0, 0
+    (skipped, total), done = begun, 0
     with tqdm(total=len(log.train), unit="ex", desc=f"epoch {epoch + 1}", leave=False, disable=None) as bar:
-        for events in batches_of(log, epoch, arguments):
-            total += step(*log.batch(events)).item() * len(events)
+        for number, events in enumerate(batches_of(log, epoch, arguments), 1):
             done += len(events)
             bar.update(len(events))
+            if number <= skipped:
+                continue
+            total += step(*log.batch(events)).item() * len(events)
             bar.set_postfix(loss=f"{total / done:.4f}", refresh=False)
+            if after_step is not None:
+                after_step(number, total)
     return total / done
 
 
@@ -272,7 +319,7 @@ def hold(workdir: Path) -> Iterator[None]:
 def start_anew(arguments: argparse.Namespace, checkpoint_path: Path) -> None:
     """Remove what an earlier run left in the work folder."""
     if arguments.resume:
-        print(f"no finished epoch in {arguments.workdir}: starting from the first")
+        print(f"no checkpoint in {arguments.workdir}: starting from the first epoch")
     checkpoint_path.unlink(missing_ok=True)
     shutil.rmtree(arguments.workdir / TABLES, ignore_errors=True)
 
@@ -298,8 +345,8 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 def load_checkpoint(
     path: Path, settings: dict[str, int], model: DLRM, optimizers: list[torch.optim.Optimizer]
-) -> list[dict[str, float]]:
-    """Take up a checkpoint. Returns the figures of its epochs."""
+) -> tuple[list[dict[str, float]], tuple[int, float]]:
+    """Take up a checkpoint. Returns the figures of its epochs, and how far the next one is begun."""
     state = torch.load(path, weights_only=True)
     if state["settings"] != settings:
         raise SystemExit(f"{path} was made with {state['settings']}, asked for {settings}")
@@ -307,8 +354,9 @@ def load_checkpoint(
     for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(optimizer_state)
     torch.set_rng_state(state["rng"])
-    print(f"resumed after epoch {len(state['results'])}")
-    return state["results"]
+    steps, total = state["begun"]
+    print(f"resumed after epoch {len(state['results'])}" + (f" and {steps} steps" if steps else ""))
+    return state["results"], (steps, total)
 
 
 # ---- baselines ------------------------------------------------------------------------------------------------------

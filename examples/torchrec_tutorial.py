@@ -13,13 +13,22 @@ import torch
 import torch.distributed as dist
 import torchrec
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch.ao import quantization
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.types import ShardingEnv
+from torchrec.fx import Tracer
+from torchrec.modules.embedding_configs import QuantConfig
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from oneemb.torchrec import DistributedModelParallel, EmbeddingBagCollection, EmbeddingBagCollectionSharder
+from oneemb.torchrec import (
+    DistributedModelParallel,
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionSharder,
+    QuantEmbeddingBagCollection,
+    shard_quant_model,
+)
 
 torch.manual_seed(0)
 
@@ -105,3 +114,52 @@ for _ in range(3):
     losses.append(loss.item())
 print("losses:", [round(loss, 2) for loss in losses])
 dist.destroy_process_group()
+
+# ---- Inference -------------------------------------------------------------------------------------------------------
+
+
+class InferenceModule(torch.nn.Module):
+    def __init__(self, ebc: torch.nn.Module):
+        super().__init__()
+        self.ebc_ = ebc
+
+    def forward(self, kjt: KeyedJaggedTensor) -> torchrec.KeyedTensor:
+        pooled: torchrec.KeyedTensor = self.ebc_(kjt)
+        return pooled
+
+
+# The rows of both ids that no table of 4096 rows has, too: what is trained is what is served.
+trained = EmbeddingBagCollection(ebc.embedding_bag_configs())
+trained(met)
+module = InferenceModule(trained)
+for name, parameter in module.named_parameters():
+    print(name, tuple(parameter.shape), parameter.dtype)
+
+# Quantization: 8 bits a weight, by torch's own tool.
+qconfig = QuantConfig(
+    activation=quantization.PlaceholderObserver.with_args(dtype=torch.float),
+    weight=quantization.PlaceholderObserver.with_args(dtype=torch.int8),
+)
+qebc = quantization.quantize_dynamic(
+    module, qconfig_spec={EmbeddingBagCollection: qconfig},
+    mapping={EmbeddingBagCollection: QuantEmbeddingBagCollection}, inplace=False,
+)  # fmt: skip
+print(f"quantized: {qebc}")
+for name, buffer in qebc.state_dict().items():
+    print(name, tuple(buffer.shape), buffer.dtype)
+error = (qebc(kjt).values() - module.eval()(kjt).values()).abs().max().item()
+print(f"largest error of a sum: {error:.5f}")
+
+# Sharding: each row is on one of two devices, both of which are the CPU here.
+sharded_qebc, _ = shard_quant_model(copy.deepcopy(qebc), world_size=2, compute_device="cpu", sharding_device="cpu")
+print("sharded, the same bits:", torch.equal(sharded_qebc(kjt).values(), qebc(kjt).values()))
+print("also of ids that no table of 4096 rows has:", torch.equal(sharded_qebc(met).values(), qebc(met).values()))
+
+# Compilation: a program that needs neither Python nor this library.
+graph = Tracer(leaf_modules=["FrozenRows"]).trace(sharded_qebc)  # what looks rows up stays one module
+graph_module = torch.fx.GraphModule(sharded_qebc, graph)
+print(graph_module.code)
+scripted = torch.jit.script(graph_module)
+path = f"{tempfile.mkdtemp()}/model.pt"
+scripted.save(path)
+print("scripted, saved and loaded, the same bits:", torch.equal(torch.jit.load(path)(kjt).values(), qebc(kjt).values()))

@@ -15,6 +15,7 @@ and its number is left in damage_1.
 """
 
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
@@ -204,7 +205,7 @@ class ServedRows:
         row_SX: [S, X], X >= D: float32, uint16 (float16), int16 (bfloat16), or uint8 of quantized rows.
         bits: of a quantized weight, 8 or 4; 0 = the rows are not quantized.
         word_X: the rows as uint64, up to the end of the last block.
-        sum_B: uint32, the checksum of each block.
+        sum_B: uint32, the checksum of each block; empty where whoever made the arrays has compared them all.
         seen_B: bool, which have been compared.
     """
 
@@ -222,9 +223,14 @@ class ServedRows:
     def __post_init__(self) -> None:
         # Once, since reading them takes as long as a short lookup.
         object.__setattr__(self, "address", self.cell_C2.ctypes.data)
-        object.__setattr__(self, "row_bytes", self.row_SX.strides[0])
+        object.__setattr__(self, "row_bytes", self.row_SX.strides[0] if len(self.sum_B) else 0)  # 0: in no block
         arrays = (None, self.row_SX, self.bits) if self.bits else (self.row_SX, None, 0)
         object.__setattr__(self, "arrays", arrays)
+
+    @classmethod
+    def unchecked(cls, cell_C2: np.ndarray, row_SX: np.ndarray, bits: int) -> Self:
+        """Of arrays that were compared before."""
+        return cls(cell_C2, row_SX, bits, np.empty(0, np.uint64), np.empty(0, np.uint32), np.empty(0, np.bool_))
 
     def arguments(
         self, table_N: np.ndarray, id_N: np.ndarray, padding_id: int | None

@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import torch
 from torch import fx
@@ -25,6 +25,7 @@ from oneemb.graph.ranks import Ranks, Together, mark_told, moment, whole_exchang
 from oneemb.graph.recorder import Profile, StepStats, stats_table
 from oneemb.graph.tape import Tape
 from oneemb.graph.text import graph_text
+from oneemb.storage.fs import AnyPath
 from oneemb.storage.step_lock import StepLock, in_step
 
 __all__ = ["Batch", "PLANS_MAX", "CompiledGraph", "GraphConfig", "OnAcquired", "step_locks"]
@@ -240,6 +241,51 @@ class CompiledGraph(torch.nn.Module):
         for embedding in embeddings_of(self).values():
             embedding.check_apply(fn)
         return super()._apply(fn, recurse)
+
+    # ---- serving ----------------------------------------------------------------------------------------------------
+
+    def export(
+        self,
+        path: AnyPath,
+        *args: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        format: Literal["export", "aot_inductor", "torchscript"] = "export",
+        dtype: Literal["float32", "float16", "int8", "int4"] = "float32",
+        lookup: Literal["aten", "op"] = "aten",
+        absent: Literal["initial", "zeros"] = "initial",
+        snapshot: str | None = None,
+        dynamic_shapes: Any = None,
+    ) -> None:
+        """Write an inference program: what `build` returns in eval mode, with the rows in it; docs/export.md has more.
+
+        The graph and its embeddings are as before. Of a `TrainGraph` the program computes all that `build` returns, and
+        takes all that it takes, labels too: `loss.backward()` is left out. For scores alone give an `EvalGraph` with
+        the same modules.
+
+        Args:
+            path: the file, replaced when the new one is complete.
+            args, kwargs: of `build`, an example batch of 2 or more examples. The first dimension of every tensor is
+                free in the program, what is no tensor is fixed.
+            format: "export" = a program for torch.export.load; "aot_inductor" = a compiled package for
+                torch._inductor.aoti_load_package or C++; "torchscript" = traced, for torch.jit.load.
+            dtype: of the rows in the program: "float32" = the weights as trained, bit for bit.
+            lookup: "aten" = ops that every torch has; "op" = one op of oneemb, quicker in Python, where it must be
+                imported: `import oneemb.serving.frozen_op`.
+            absent: how an id without a row reads: "initial", as its row begins in training, or "zeros".
+            snapshot: whose rows; None = the rows as they are.
+            dynamic_shapes: those of torch.export.export, where other dimensions are free than the first ones.
+
+        Raises:
+            BuildError: `build` branches on values, fixes the number of examples, or does what torch.export cannot do.
+            ValueError: an argument is not as above, or something is not on the CPU.
+            StorageError: rows do not fit in the dtype, or files cannot be read or written; `path` is as it was.
+        """
+        from oneemb.serving.export import export_graph
+
+        export_graph(
+            self, self.build, path, args, kwargs, format=format, dtype=dtype, lookup=lookup, absent=absent,
+            snapshot=snapshot, dynamic_shapes=dynamic_shapes,
+        )  # fmt: skip
 
     # ---- showing ----------------------------------------------------------------------------------------------------
 

@@ -685,6 +685,24 @@ class EmbeddingStore:
                 other.begin_with(self._rows, self.step, with_state, change, self.kept)
                 other.replicas.add(self.replicas.keys())
 
+    @_between_steps
+    def visit(self, call: ChangeRows) -> None:
+        """Give every row, as all of them are now, to a function: tables, ids and rows, some at a time. It must not
+        change them, or use the store.
+
+        Raises:
+            StorageError: rows cannot be read.
+        """
+        with self.turns:
+            self.turns.check(changes=True)
+            self._check_open()
+            if self._bottom.keeps_rows and not self.built:
+                self._rows.build()
+            if self.built:
+                for table_N, id_N, row_NW in self.hot.scan():
+                    undisturbed.raise_interrupt()
+                    call(table_N, id_N, row_NW)
+
     def begin_with(
         self, rows: TieredRows, step: int, with_state: bool, change: ChangeRows | None, kept: KeptRows | None
     ) -> None:
@@ -740,6 +758,11 @@ class EmbeddingStore:
     def reads_in_place(self) -> bool:
         """Whether rows lie still, so that `slots_of` gives their slots."""
         return self.built and self.hot.lies_still
+
+    @property
+    def absent_rows(self) -> InitialRows:
+        """What keys read as that have no row."""
+        return self._rows.new_rows.absent_rows
 
     def members_of(self, table_U: Array) -> np.ndarray:
         """int32 [U], which of `members` each key is of."""

@@ -4,21 +4,19 @@ Invariant: bags have the bits that pooling the rows one by one, in batch order, 
 """
 
 import functools
-import json
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from oneemb.embedding_arguments import initial_rows
 from oneemb.graph.ops.lookup import DTYPES as TRAINED
 from oneemb.kernels.arrays import Bags, RowsOfIds
 from oneemb.kernels.host_loops import HostLoops
-from oneemb.kernels.init_rows import InitialRows, init_rows
+from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.serve_rows import MISSING, OTHER, PADDING, pool_rows
-from oneemb.options import Initializer, TableOptions, from_json
-from oneemb.storage.errors import CorruptTableError, StorageError
+from oneemb.serving.initial import first_weights, initial_of
+from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.serving.served_file import ServedFile
 
@@ -57,7 +55,7 @@ class Served:
         self.key_type = torch.int64 if key_type == "int64" else torch.int32
         if self.padding_idx is not None and not -(1 << 63) <= self.padding_idx < 1 << 63:
             raise CorruptTableError(f"{file.path}: padding_idx {self.padding_idx} is no id")
-        self._initial = None if absent == "zeros" else _initial_rows(file)
+        self._initial = initial_of(file, absent)
 
     def tables_of_columns(self, column_N: np.ndarray) -> np.ndarray:
         """The tables of ids, or bags, whose columns these are."""
@@ -102,13 +100,7 @@ class Served:
 
     def _first_weights(self, table_M: np.ndarray, id_M: np.ndarray, initial: InitialRows) -> np.ndarray:
         """With what the rows of keys begin, in the format of what lookups give."""
-        row_MW = np.zeros((len(id_M), self.format.row_width), np.float32)
-        weight_MX = self.format.weights(row_MW)
-        init_rows(
-            weight_MX, row_MW, np.arange(len(id_M)), table_M, id_M.astype(np.int64), initial,
-            np.empty(0, np.float32), state_begin=self.format.state_begin, threads=self._loops.threads,
-        )  # fmt: skip
-        weight_MD = np.ascontiguousarray(weight_MX[:, : self.format.dim])
+        weight_MD = first_weights(initial, self.format, table_M, id_M, threads=self._loops.threads)
         trained = TRAINED[self.format.dtype]
         if self.dtype == trained:
             return weight_MD
@@ -155,23 +147,3 @@ class Served:
         self._loops.pool_max(
             RowsOfIds(row_ND, order_N, inverse_N), Bags(offset_P1), out_PD, np.empty(out_PD.shape, np.int32)
         )
-
-
-def _initial_rows(file: ServedFile) -> InitialRows:
-    its = file.info.embedding
-    if not {"seed", "tables", "column_dims", "default_initializer"} <= its.keys():
-        raise StorageError(
-            f"snapshot {file.info.name!r} does not say how rows begin: a writer or an earlier release saved it; pass"
-            ' absent="zeros", or save it again'
-        )
-    try:
-        tables = cast(list[TableOptions], from_json(json.dumps(its["tables"])))
-        default = cast(Initializer, from_json(json.dumps(its["default_initializer"])))
-        if type(its["seed"]) is not int or not all(type(dim) is int for dim in its["column_dims"]):
-            raise ValueError(f"seed {its['seed']!r} and column_dims must be integers")
-        initial = initial_rows(its["seed"], its["column_dims"], tables, default)
-        if len(tables) != file.info.num_tables or sum(its["column_dims"]) != file.info.dim:
-            raise ValueError("tables or columns are not those of the rows")
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise CorruptTableError(f"{file.path}: what it says of the embedding is wrong: {error}") from error
-    return initial

@@ -16,14 +16,30 @@ except ImportError as error:
         " pip install fbgemm-gpu-cpu tensordict pyre-extensions iopath, then pip install --no-deps torchrec"
     ) from error
 
+from oneemb.torchrec.inference import (
+    DEFAULT_QUANT_MAPPING,
+    DEFAULT_SHARDERS,
+    QuantEmbeddingBagCollectionSharder,
+    QuantEmbeddingCollectionSharder,
+    quantize_embeddings,
+    quantize_inference_model,
+    shard_quant_model,
+)
 from oneemb.torchrec.model_parallel import DistributedModelParallel
 from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
+from oneemb.torchrec.quant import (
+    EmbeddingBagCollection as QuantEmbeddingBagCollection,
+    EmbeddingCollection as QuantEmbeddingCollection,
+)
 from oneemb.torchrec.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from oneemb.torchrec.sharder import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder, get_default_sharders
 
 __all__ = [
-    "DistributedModelParallel", "EmbeddingBagCollection", "EmbeddingBagCollectionSharder", "EmbeddingCollection",
-    "EmbeddingCollectionSharder", "ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection", "get_default_sharders",
+    "DEFAULT_QUANT_MAPPING", "DEFAULT_SHARDERS", "DistributedModelParallel", "EmbeddingBagCollection",
+    "EmbeddingBagCollectionSharder", "EmbeddingCollection", "EmbeddingCollectionSharder", "QuantEmbeddingBagCollection",
+    "QuantEmbeddingBagCollectionSharder", "QuantEmbeddingCollection", "QuantEmbeddingCollectionSharder",
+    "ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection", "get_default_sharders", "quantize_embeddings",
+    "quantize_inference_model", "shard_quant_model",
 ]  # fmt: skip
 
 del _torchrec

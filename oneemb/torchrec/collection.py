@@ -185,7 +185,7 @@ class Collection(torch.nn.Module):
 
     # What TorchScript need not know.
     __jit_ignored_attributes__ = ["rows", "_regrouping"]
-    __jit_unused_properties__ = ["_tables", "device"]
+    __jit_unused_properties__ = ["_tables", "device", "process_group"]
 
     def __init__(
         self,
@@ -561,6 +561,11 @@ class Collection(torch.nn.Module):
     def device(self) -> torch.device:
         """Where lookups run."""
         return self._device
+
+    @property
+    def process_group(self) -> "torch.distributed.ProcessGroup | None":
+        """The ranks that own the rows together; None = this process has them all."""
+        return None if self._on_ranks is None else self._on_ranks.process_group
 
     def reset_parameters(self) -> None:
         """Begin anew, as after the module was made."""

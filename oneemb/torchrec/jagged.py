@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["Jagged", "check_inverse", "check_jagged", "select_features"]
+__all__ = ["Jagged", "check_jagged", "ends_of_features", "expand_samples", "order_of_inverse", "select_features"]
 
 
 class Jagged(NamedTuple):
@@ -97,7 +97,34 @@ def _check_offsets(offsets: torch.Tensor, ids: int) -> None:
         )
 
 
-def check_inverse(names: Sequence[str], index_KB: torch.Tensor, samples: Mapping[str, int]) -> None:
+def order_of_inverse(
+    jagged: Jagged, keys: Sequence[str], inverse: tuple[list[str], torch.Tensor] | None, wanted: Sequence[str]
+) -> tuple[dict[str, int], torch.Tensor]:
+    """Where the features of inverse indices are, and the indices.
+
+    Args:
+        keys: the features of `jagged`.
+        inverse: as a KeyedJaggedTensor has it.
+        wanted: features that must be there.
+
+    Raises:
+        TypeError, ValueError: one is not, or indices are not of its samples.
+    """
+    if inverse is None:
+        raise ValueError(
+            "features have samples of their own number (stride_per_key_per_rank): inverse_indices say which of them"
+            " each sample of the batch has"
+        )
+    names, index_KB = inverse
+    order = {key: k for k, key in enumerate(names)}
+    missing = [feature for feature in wanted if feature not in order]
+    if missing:
+        raise ValueError(f"inverse_indices lack the features {missing}, they have {names}")
+    _check_inverse(names, index_KB, dict(zip(keys, jagged.samples, strict=True)))
+    return order, index_KB
+
+
+def _check_inverse(names: Sequence[str], index_KB: torch.Tensor, samples: Mapping[str, int]) -> None:
     """Raise TypeError or ValueError unless inverse indices are of these features' samples.
 
     Args:
@@ -158,6 +185,43 @@ def select_features(jagged: Jagged, keys: Sequence[str], wanted: Sequence[str]) 
         None if weights_K is None else torch.cat([weights_K[k] for k in at]),
         [jagged.samples[k] for k in at],
     )
+
+
+def ends_of_features(jagged: Jagged) -> torch.Tensor:
+    """Where the ids of each feature begin, and the end: int64 [F + 1]."""
+    first_bags = torch.nn.functional.pad(torch.tensor(jagged.samples).cumsum(0), (1, 0))
+    return jagged.offsets[first_bags.to(jagged.offsets.device)]
+
+
+def expand_samples(
+    jagged: Jagged, keys: Sequence[str], inverse: tuple[list[str], torch.Tensor] | None, wanted: Sequence[str]
+) -> tuple[Jagged, list[str]]:
+    """Bags of features whose samples are of their own number, as many of each: those that samples of the batch have.
+
+    Args:
+        keys: the features of `jagged`.
+        inverse: names of features, and for each which of its samples each sample of the batch has.
+        wanted: the features that are given, in any order.
+
+    Returns:
+        The bags, and their features.
+
+    Raises:
+        TypeError, ValueError: a feature is missing, or inverse indices are not of these samples.
+    """
+    order, index_KB = order_of_inverse(jagged, keys, inverse, wanted)
+    wanted = list(dict.fromkeys(wanted))
+    its = select_features(jagged, keys, wanted)
+    first_F = torch.tensor([0, *its.samples[:-1]]).cumsum(0).to(its.offsets.device)
+    bag_P = (index_KB[[order[feature] for feature in wanted]].long() + first_F[:, None]).flatten()
+    begin_P, length_P = its.offsets[bag_P], its.offsets.diff()[bag_P]
+    offsets = torch.nn.functional.pad(length_P.cumsum(0), (1, 0))
+    # The ids of a bag lie one after another, from where it began.
+    place_N = (begin_P - offsets[:-1]).repeat_interleave(length_P) + torch.arange(
+        int(offsets[-1]), device=offsets.device
+    )
+    weights = None if its.weights is None else its.weights[place_N]
+    return Jagged(its.values[place_N], offsets, weights, [index_KB.shape[1]] * len(wanted)), wanted
 
 
 def _split(tensor: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from oneemb.options import StoreOptions
 from oneemb.torchrec.collection import Collection, Group, Lookups, OnRanks, arguments_of
-from oneemb.torchrec.jagged import Jagged, check_inverse, check_jagged, select_features
+from oneemb.torchrec.jagged import Jagged, check_jagged, ends_of_features, order_of_inverse, select_features
 
 __all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]
 
@@ -210,17 +210,7 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
     @torch.jit.unused
     def _uneven(self, keys: Sequence[str], jagged: Jagged, inverse: tuple[list[str], torch.Tensor] | None) -> Lookups:
         """Of batches whose features have samples of their own, of which `inverse` makes one batch."""
-        if inverse is None:
-            raise ValueError(
-                "features have samples of their own number (stride_per_key_per_rank): inverse_indices say which of them"
-                " each sample of the batch has"
-            )
-        names, index_KB = inverse
-        order = {key: k for k, key in enumerate(names)}
-        missing = [column.feature for column in self._columns if column.feature not in order]
-        if missing:
-            raise ValueError(f"inverse_indices lack the features {missing}, they have {names}")
-        check_inverse(names, index_KB, dict(zip(keys, jagged.samples, strict=True)))
+        order, index_KB = order_of_inverse(jagged, keys, inverse, self._feature_names)
         groups = self.ready()
         wanted_of = [[self._feature_names[c] for c in group.columns] for group in groups]
         selected_of = [select_features(jagged, keys, wanted) for wanted in wanted_of]
@@ -327,8 +317,7 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
         """
         features = maybe_td_to_kjt(features, None)
         selected = select_features(check_jagged(features), features.keys(), self._feature_names)
-        first_bags = torch.nn.functional.pad(torch.tensor(selected.samples).cumsum(0), (1, 0))
-        begins = selected.offsets[first_bags.to(selected.offsets.device)]
+        begins = ends_of_features(selected)
         ids_of = begins.diff().tolist()
         lookups = self._rows_of(selected.values, begins.diff())
         lengths_C = selected.offsets.diff().to(features.lengths().dtype).split(selected.samples)

@@ -103,6 +103,11 @@ class NewRows:
             self._of_absent = loops.initial_rows(rows_instead(policies, initial, "absent"))
             self._of_refused = loops.initial_rows(rows_instead(policies, initial, "refused"))
 
+    @property
+    def absent_rows(self) -> InitialRows:
+        """What keys read as that have no row."""
+        return self.initial if self._policies is None else rows_instead(self._policies, self.initial, "absent")
+
     def of(self, format: RowFormat, loops: Loops) -> "NewRows":
         """The same of another format, in another place."""
         return NewRows(format, self.initial, loops, self._policies)

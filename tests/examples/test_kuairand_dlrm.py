@@ -1,5 +1,6 @@
 """The script, end to end on a small generated log: where rows live changes nothing, nor does a kill."""
 
+import os
 import re
 import signal
 import subprocess
@@ -88,19 +89,25 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("store", "where", "finished"),
+    ("store", "where", "finished", "more", "snapshots"),
     [
-        ("ssd", f"(script.ClickLog, 'batch', {STEPS + 12})", 1),  # in the middle of epoch 2
-        ("device", "(script, 'save_checkpoint', 2)", 1),  # epoch 2 has a snapshot that no checkpoint names
-        ("host", "(script.ClickLog, 'batch', 7)", 0),  # in the first epoch: there is nothing to resume
+        ("ssd", f"(script.ClickLog, 'batch', {STEPS + 12})", 1, [], []),  # in the middle of epoch 2
+        ("device", "(script, 'save_checkpoint', 2)", 1, [], []),  # epoch 2 has a snapshot that no checkpoint names
+        ("host", "(script.ClickLog, 'batch', 7)", 0, [], []),  # in the first epoch: there is nothing to resume
+        ("ssd", f"(script.ClickLog, 'batch', {STEPS + 17})", 1, ["--save-every", "9"], ["step-45", "step-54"]),
+        ("device", "(script, 'save_checkpoint', 3)", 0, ["--save-every", "9"], ["step-9", "step-18", "step-27"]),
     ],
 )
-def test_a_killed_run_resumes_to_the_bits_of_one_that_was_not(whole, tmp_path, capsys, store, where, finished):
-    arguments = ["--store", store, "--epochs", "3", "--cache-mb", "1"]
+def test_a_killed_run_resumes_to_the_bits_of_one_that_was_not(
+    whole, tmp_path, capsys, store, where, finished, more, snapshots
+):
+    arguments = ["--store", store, "--epochs", "3", "--cache-mb", "1", *more]
     command = [sys.executable, "-c", KILLED.format(where=where), *SMALL, *arguments, "--workdir", tmp_path]
     killed = subprocess.run(command, capture_output=True, text=True, cwd=script.REPOSITORY / "examples", timeout=300)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert len(figures(killed.stdout)[0]) == finished
+    left = os.listdir(tmp_path / script.TABLES / "snapshots") if more else []
+    assert {f"{name}.snapshot" for name in snapshots} <= set(left)
     resumed, lines, _ = run(tmp_path, capsys, *arguments, "--resume")
     folder, results = whole
     assert resumed == results and len(lines) == 3 - finished
@@ -113,6 +120,8 @@ def test_a_killed_run_resumes_to_the_bits_of_one_that_was_not(whole, tmp_path, c
             state["model"][name] = named
     assert len(set(identities)) == len(identities) > 0  # two runs' snapshots of one name are two
     assert_equal_bits(*states)
+    between = [name for name in os.listdir(tmp_path / script.TABLES / "snapshots") if name.startswith("step-")]
+    assert len(between) == (script.KEPT if more else 0)
     rows = read_rows(folder)
     assert rows == read_rows(tmp_path) and len(rows) > 5000
 

@@ -24,3 +24,8 @@ def test_torchrec_tutorial():
     (losses,) = re.findall(r"losses: \[(.*)\]", ran.stdout)
     first, second, third = map(float, losses.split(","))
     assert first > second > third
+    assert "ebc_.embedding_bags.product_table.weight (4098, 68) torch.uint8" in ran.stdout
+    assert float(re.findall(r"largest error of a sum: (.*)", ran.stdout)[0]) < 0.001
+    assert "sharded, the same bits: True" in ran.stdout
+    assert "also of ids that no table of 4096 rows has: True" in ran.stdout
+    assert "scripted, saved and loaded, the same bits: True" in ran.stdout

@@ -1,0 +1,418 @@
+"""Serve the demo's click model over HTTP while its training job goes on: JSON in, scores out.
+
+    python examples/kuairand_dlrm.py --save-every 500 &    # the job
+    python examples/serve.py --dtype int8 --port 8000      # follows it; --workers 4 share one map of the rows
+    curl -d '{"numbers": [[...]], "ids": [[...]]}' localhost:8000/score
+
+`POST /score` gives the scores and the version that made them, `GET /health` the version served, its age and what keeps
+the server from a newer one, `GET /metrics` figures for Prometheus. SIGHUP takes over what the checkpoint names, older
+or newer; SIGTERM answers the requests that are there and ends.
+
+What must stay true:
+- an answer is of one version: dense weights and rows are one object, which a request takes once;
+- following moves forward alone; what cannot be taken over leaves the version that serves, and is told;
+- whatever a client sends costs bounded memory, threads and time, and is no reason for a status of 500.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+from serve_workers import WORKER_FOLDER, end_with_parent, run_workers
+from served_model import CHECKPOINT, DTYPES, Dtype, ModelError, Refused, ServedModel, load, parse
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import oneemb
+
+__all__ = ["Limits", "Metrics", "ScoreServer", "Versions", "main"]
+
+logger = logging.getLogger("serve")
+REPOSITORY = Path(__file__).resolve().parent.parent
+RETRY_MAX = 60.0  # seconds between two attempts to take over what failed
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client may ask for."""
+
+    body_bytes: int = 1 << 20
+    examples: int = 1024
+    ids: int = 200_000
+    seconds: float = 2.0
+    """For a body to come, and from then on for its answer."""
+    running: int = 2
+    """Requests that are scored at once, a thread each."""
+    waiting: int = 32
+    """Requests that wait for one of these, or whose body is still to come."""
+
+
+class Metrics:
+    """Figures in Prometheus' format; of all workers where there are several."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter("oneemb_requests", "Requests answered.", ["path", "status"], registry=registry)
+        self.seconds = Histogram(
+            "oneemb_request_seconds", "From a request's head to the end of its answer.", ["path"], registry=registry,
+            buckets=[0.0005 * 2**k for k in range(14)],
+        )  # fmt: skip
+        self.examples = Counter("oneemb_examples", "Examples scored.", registry=registry)
+        self.ids = Counter("oneemb_ids", "Ids looked up.", registry=registry)
+        self.taken = Counter("oneemb_versions_taken", "Versions taken over.", registry=registry)
+        self.errors = Counter("oneemb_errors", "What went wrong, by where.", ["where"], registry=registry)
+        for where in ("version", "score"):
+            self.errors.labels(where)
+        mode: Any = "livemin"  # the oldest that a worker serves
+        self.sequence = Gauge(
+            "oneemb_version", "Sequence of the snapshot served.", registry=registry, multiprocess_mode=mode
+        )
+        self.saved_at = Gauge(
+            "oneemb_version_saved_seconds", "When the version served was saved, since 1970.", registry=registry,
+            multiprocess_mode=mode,
+        )  # fmt: skip
+
+    def text(self) -> bytes:
+        if WORKER_FOLDER not in os.environ:
+            return generate_latest(self.registry)
+        every = CollectorRegistry()
+        MultiProcessCollector(every)
+        return generate_latest(every)
+
+
+class Versions:
+    """The version that serves: one reference, which `take` replaces."""
+
+    def __init__(self, workdir: Path, dtype: Dtype, metrics: Metrics):
+        self.workdir, self.dtype = workdir, dtype
+        self.served: ServedModel | None = None
+        self.error: str | None = None
+        """Why the newest checkpoint is not served; None where it is."""
+        self._metrics, self._lock = metrics, threading.Lock()
+        self._seen: tuple[int, int, int] | None = None
+        self._failed_in_a_row, self._next_try = 0, 0.0
+
+    def take(self, seconds: float, *, anyway: bool = False) -> bool:
+        """Take over what the checkpoint names, if that is newer than what serves.
+
+        Args:
+            seconds: after a failure with this very checkpoint, between this attempt and the next; doubled each time.
+            anyway: also if it is older, or failed a moment ago.
+
+        Returns:
+            Whether another version serves now.
+        """
+        with self._lock:
+            seen = self._look()
+            if not anyway and seen == self._seen and (self.error is None or time.monotonic() < self._next_try):
+                return False
+            self._failed_in_a_row = self._failed_in_a_row if seen == self._seen else 0
+            self._seen = seen
+            try:
+                found = self._load()
+            except Exception as error:  # Whatever it is, what serves goes on.
+                self._failed(str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}")
+                self._next_try = time.monotonic() + min(seconds * 2**self._failed_in_a_row, RETRY_MAX)
+                self._failed_in_a_row += 1
+                return False
+            old = self.served
+            if old is not None and found.version.sequence < old.version.sequence and not anyway:
+                self._failed(
+                    f"the checkpoint names {found.version}, older than {old.version}, which serves: SIGHUP takes it"
+                )
+                self._next_try = math.inf
+                return False
+            self.served, self.error = found, None
+            self._metrics.sequence.set(found.version.sequence)
+            self._metrics.saved_at.set(found.saved_at)
+            if old is not None and old.version == found.version:
+                return False
+            self._metrics.taken.inc()
+            logger.info("serves %s as %s", found.version, self.dtype)
+            return True
+
+    def _load(self) -> ServedModel:
+        """What the checkpoint names. Where the job replaces it meanwhile, its snapshot may be gone: once more."""
+        while True:
+            try:
+                return load(self.workdir, self.dtype, num_threads=1)
+            except ModelError:
+                failed, self._seen = self._seen, self._look()
+                if failed == self._seen:
+                    raise
+
+    def _look(self) -> tuple[int, int, int] | None:
+        """Changes when the job replaces the checkpoint."""
+        try:
+            found = os.stat(self.workdir / CHECKPOINT)
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def _failed(self, text: str) -> None:
+        if text != self.error:
+            logger.warning("%s", text)
+        self.error = text
+        self._metrics.errors.labels("version").inc()
+
+
+class ScoreServer:
+    """The application: routes, limits, following.
+
+    Args:
+        follow_seconds: between two looks at the checkpoint; None = only `SIGHUP` and `reload` take over another.
+    """
+
+    def __init__(self, versions: Versions, metrics: Metrics, limits: Limits, follow_seconds: float | None):
+        self.versions, self.metrics, self.limits, self._follow_seconds = versions, metrics, limits, follow_seconds
+        self._pool = ThreadPoolExecutor(limits.running, thread_name_prefix="score")
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="load")  # of its own: a load waits for no request
+        self._places = threading.BoundedSemaphore(limits.running + limits.waiting)
+        routes = [
+            Route("/score", self.score, methods=["POST"]),
+            Route("/health", self.health),
+            Route("/metrics", self.figures),
+        ]
+        self.app: ASGIApp = Counted(Starlette(routes=routes, lifespan=self._lifespan), metrics)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        await self.reload()
+        if threading.current_thread() is threading.main_thread():
+            loop.add_signal_handler(signal.SIGHUP, lambda: self._loader.submit(self.versions.take, 1.0, anyway=True))
+        follower = None if self._follow_seconds is None else asyncio.create_task(self._follow(self._follow_seconds))
+        yield
+        if follower is not None:
+            follower.cancel()
+        self._loader.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def reload(self) -> bool:
+        """Take over what the checkpoint names, older or newer."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._loader, lambda: self.versions.take(1.0, anyway=True))
+
+    async def _follow(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(seconds)
+            await loop.run_in_executor(self._loader, self.versions.take, seconds)
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    async def score(self, request: Request) -> Response:
+        if not self._places.acquire(blocking=False):
+            return _answer(503, {"error": "too many requests wait; try again"}, retry=True)
+        with contextlib.ExitStack() as place:  # given back here, or by the job that takes it over
+            place.callback(self._places.release)
+            try:
+                async with asyncio.timeout(self.limits.seconds):
+                    body = await self._body(request)
+            except TimeoutError:
+                what = f"the body must be here within {self.limits.seconds} s"
+                return _answer(408, {"error": what})
+            except Refused as refused:
+                return _answer(refused.status, {"error": str(refused)})
+            except ClientDisconnect:
+                return Response(status_code=499)  # to nobody: for the figures
+            job: Future[tuple[int, bytes]] = self._pool.submit(self._score, body)
+            kept = place.pop_all()
+            job.add_done_callback(lambda _: kept.close())  # A job that is late has its place until it ends.
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                status, content = await asyncio.wrap_future(job)
+        except TimeoutError:
+            if job.cancel():
+                return _answer(503, {"error": f"no thread was free for {self.limits.seconds} s"}, retry=True)
+            return _answer(504, {"error": f"there are no scores after {self.limits.seconds} s"})
+        return Response(content, status, media_type="application/json", headers=_retry(status == 503))
+
+    async def _body(self, request: Request) -> bytes:
+        most = self.limits.body_bytes
+        told = request.headers.get("content-length", "")
+        body = bytearray()
+        if told.isdecimal() and int(told[:19]) > most:
+            raise Refused(413, f"a body may have {most} bytes, this one is said to have {told[:19]}")
+        async for part in request.stream():
+            body += part
+            if len(body) > most:
+                raise Refused(413, f"a body may have {most} bytes, this one has more")
+        return bytes(body)
+
+    def _score(self, body: bytes) -> tuple[int, bytes]:
+        """Status and content of the answer. Runs in a thread of the pool."""
+        served, limits = self.versions.served, self.limits
+        if served is None:
+            return 503, _json({"error": f"no version serves yet: {self.versions.error}"})
+        try:
+            numeric_BX, id_BL = parse(
+                body, served.numbers, served.ids, examples_max=limits.examples, ids_max=limits.ids
+            )  # fmt: skip
+            scores = served.score(numeric_BX, id_BL)
+            if not all(map(math.isfinite, scores)):
+                raise Refused(422, "numbers must be of a size that the model knows: scores are not finite")
+        except Refused as refused:
+            return refused.status, _json({"error": str(refused)})
+        except oneemb.StorageError as error:  # A block of rows is damaged.
+            logger.error("%s", error)
+            self.metrics.errors.labels("score").inc()
+            return 503, _json({"error": "rows of this version are damaged"})
+        self.metrics.examples.inc(len(scores))
+        self.metrics.ids.inc(id_BL.size)
+        return 200, _json({"version": served.version._asdict(), "scores": scores})
+
+    async def health(self, _: Request) -> Response:
+        served, error = self.versions.served, self.versions.error
+        if served is None:
+            return _answer(503, {"status": "starting", "error": error}, retry=True)
+        found = {
+            "status": "ok" if error is None else "stale",
+            "version": served.version._asdict(),
+            "age_seconds": max(0.0, time.time() - served.saved_at),
+            "dtype": self.versions.dtype,
+            "numbers": served.numbers,
+            "fields": [[field.name, field.width] for field in served.fields],
+            "error": error,
+        }
+        return _answer(200, found)
+
+    async def figures(self, _: Request) -> Response:
+        return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+class Counted:
+    """An application whose requests are counted and timed. Who has sent a body that was not read has to go: nothing
+    reads on for the sake of the next request."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics):
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        path = scope["path"] if scope["path"] in ("/score", "/health", "/metrics") else "other"
+        begin, status = time.perf_counter(), "none"  # as it stays where the server ends first
+        heads = dict(scope["headers"])
+        unread = b"transfer-encoding" in heads or heads.get(b"content-length", b"0") != b"0"
+
+        async def received() -> Message:
+            nonlocal unread
+            message = await receive()
+            unread = unread and message.get("more_body", False)
+            return message
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+                if unread:
+                    message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
+        try:
+            await self._app(scope, received, counted)
+        finally:
+            self._metrics.requests.labels(path, status).inc()
+            self._metrics.seconds.labels(path).observe(time.perf_counter() - begin)
+
+
+def _json(found: object) -> bytes:
+    return json.dumps(found).encode()  # ASCII: half a surrogate that a client sent would not be UTF-8
+
+
+def _answer(status: int, found: object, *, retry: bool = False) -> Response:
+    return Response(_json(found), status, media_type="application/json", headers=_retry(retry))
+
+
+def _retry(retry: bool) -> dict[str, str]:
+    return {"retry-after": "1"} if retry else {}
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the script."""
+    arguments = parse_arguments(argv)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a version to leave
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(name)s: %(message)s")
+    if arguments.fd is not None:
+        end_with_parent(arguments.parent)
+        return serve(arguments, socket.socket(fileno=arguments.fd))
+    listening = socket.create_server((arguments.host, arguments.port), backlog=128)
+    host, port = listening.getsockname()[:2]
+    print(f"serves http://{host}:{port}", flush=True)
+    if arguments.workers == 1:
+        return serve(arguments, listening)
+    given = [__file__, *(argv if argv is not None else sys.argv[1:])]
+    run_workers(given, listening, arguments.workers, patience=2 * arguments.seconds + 5)
+
+
+def serve(arguments: argparse.Namespace, listening: socket.socket) -> None:
+    """Serve in this process until SIGTERM."""
+    torch.set_num_threads(1)  # as the job: a sum's bits depend on how many share it
+    limits = Limits(
+        arguments.body_bytes, arguments.examples, arguments.ids, arguments.seconds, arguments.running, arguments.waiting
+    )
+    metrics = Metrics()
+    server = ScoreServer(
+        Versions(arguments.workdir, arguments.dtype, metrics), metrics, limits, arguments.follow or None
+    )
+    config = uvicorn.Config(
+        server.app, log_level="warning", access_log=False, limit_concurrency=arguments.connections, backlog=128,
+        timeout_graceful_shutdown=math.ceil(2 * arguments.seconds) + 1, timeout_keep_alive=30, lifespan="on",
+        server_header=False,
+    )  # fmt: skip
+    # uvicorn raises it again when all is answered. A load that is under way is not waited for: it leaves nothing that
+    # the next one minds.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    its = Limits()
+    parser = argparse.ArgumentParser(description="Serve the demo's click model over HTTP.")
+    parser.add_argument("--workdir", type=Path, default=REPOSITORY / "build/kuairand", help="of kuairand_dlrm.py")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the rows")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0 = any that is free; it is printed")
+    parser.add_argument("--workers", type=int, default=1, help="processes, which share one map of the rows")
+    parser.add_argument(
+        "--follow", type=float, default=1.0, metavar="SECONDS", help="between looks; 0 = on SIGHUP only"
+    )
+    parser.add_argument("--body-bytes", type=int, default=its.body_bytes, help="of a request at most")
+    parser.add_argument("--examples", type=int, default=its.examples, help="of a request at most")
+    parser.add_argument("--ids", type=int, default=its.ids, help="of a request at most")
+    parser.add_argument("--seconds", type=float, default=its.seconds, help="for a body, and for its answer")
+    parser.add_argument("--running", type=int, default=its.running, help="requests scored at once, by a worker")
+    parser.add_argument("--waiting", type=int, default=its.waiting, help="requests that wait, of a worker")
+    parser.add_argument("--connections", type=int, default=512, help="open at once, of a worker")
+    parser.add_argument("--fd", type=int, help=argparse.SUPPRESS)  # the socket, where this is a worker
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

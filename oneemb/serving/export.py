@@ -1,0 +1,330 @@
+"""Makes an inference program of a graph: what `build` computes, with frozen rows in place of embeddings.
+
+Invariants:
+- the graph, its modules and embeddings are as they were, whatever ends the export: what is traced is a copy;
+- a file is at its path whole, or what was there before is;
+- a program that would be of one batch size is an error.
+"""
+
+import functools
+import inspect
+import json
+import os
+import shutil
+import tempfile
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+import oneemb
+from oneemb.embedding import TableEmbedding, embeddings_of
+from oneemb.graph.build_error import BuildError
+from oneemb.graph.ops.lookup import DTYPES as TRAINED
+from oneemb.kernels.threads import Threads
+from oneemb.scaling import scalers_in, scalers_of
+from oneemb.serving.build import DTYPES, find_snapshot, make_file
+from oneemb.serving.frozen_embedding import FrozenEmbedding
+from oneemb.serving.frozen_modules import frozen_copy
+from oneemb.serving.frozen_op import HashedRows
+from oneemb.serving.frozen_rows import FrozenRows
+from oneemb.storage.bottom import EXPORTED
+from oneemb.storage.fs import AnyPath, absolute_path, storage_error
+from oneemb.storage.serving.served_file import ServedFile
+from oneemb.storage.snapshot_parts import PartedSnapshot
+from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.step_lock import between_steps
+from oneemb.storage.turns import undisturbed
+
+__all__ = ["FORMATS", "METADATA", "export_graph"]
+
+FORMATS = ("export", "aot_inductor", "torchscript")
+METADATA = "oneemb.json"
+"""What a program says of itself: an extra file of torch.export and TorchScript, an entry of AOTInductor's metadata."""
+
+
+class _Options(NamedTuple):
+    format: str
+    dtype: str
+    lookup: str
+    absent: str
+    snapshot: str | None
+
+
+def export_graph(
+    graph: torch.nn.Module,
+    build: Callable[..., Any],
+    path: AnyPath,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    format: str,
+    dtype: str,
+    lookup: str,
+    absent: str,
+    snapshot: str | None,
+    dynamic_shapes: Any,
+) -> None:
+    """See `CompiledGraph.export`."""
+    options = _Options(format, dtype, lookup, absent, snapshot)
+    _check_options(options)
+    path = absolute_path(path)
+    if not os.path.isdir(os.path.dirname(path)):
+        raise FileNotFoundError(f"{os.path.dirname(path)} is not a folder; make it first")
+    given = dict(kwargs or {})
+    _check_places(graph, args, given)
+    locks = [embedding.store.step_lock for embedding in embeddings_of(graph).values()]
+    between_steps(locks, "export", lambda: _export(graph, build, path, args, given, options, dynamic_shapes))
+
+
+def _check_options(options: _Options) -> None:
+    for name, value, allowed in (
+        ("format", options.format, FORMATS), ("dtype", options.dtype, DTYPES),
+        ("lookup", options.lookup, ("aten", "op")), ("absent", options.absent, ("initial", "zeros")),
+    ):  # fmt: skip
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+    if options.lookup == "op" and options.format == "aot_inductor":
+        raise ValueError('an AOTInductor package runs without Python, where the op is not; export with lookup="aten"')
+
+
+def _check_places(graph: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    its = [(f"{name} of the graph", one) for name, one in (*graph.named_parameters(), *graph.named_buffers())]
+    given = [(f"input {n}", one) for n, one in enumerate(pytree.tree_leaves((args, kwargs)))]
+    for what, one in (*its, *given):
+        if isinstance(one, torch.Tensor) and one.device.type != "cpu" and one.numel():
+            raise ValueError(f"programs run on the CPU, {what} is on {one.device}; call .cpu() on the graph and inputs")
+    for what, one in given:
+        if isinstance(one, torch.Tensor) and one.dim() and one.shape[0] < 2:
+            raise ValueError(
+                f"the example batch must have 2 examples or more, so that their number stays free: {what} has shape"
+                f" {list(one.shape)}"
+            )
+
+
+def _export(
+    graph: torch.nn.Module, build: Callable[..., Any], path: str, args: tuple[Any, ...], kwargs: dict[str, Any],
+    options: _Options, dynamic_shapes: Any,
+) -> None:  # fmt: skip
+    folder = os.path.dirname(path)
+    work = os.path.join(folder, f".{os.path.basename(path)}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        os.mkdir(work)
+        described: dict[str, Any] = {
+            "oneemb": oneemb.__version__, "graph": type(graph).__name__, "steps": getattr(graph, "steps", None),
+            "format": options.format, "dtype": options.dtype, "lookup": options.lookup, "absent": options.absent,
+            "embeddings": {},
+        }  # fmt: skip
+        stands_for: dict[TableEmbedding, torch.nn.Module] = {}
+        for name, embedding in embeddings_of(graph).items():
+            stands_for[embedding], said = _frozen(embedding, work, options)
+            described["embeddings"][name] = said
+        copy = frozen_copy(graph, stands_for)
+        program = _Program(copy, functools.partial(_build_of(build, graph), copy), build)
+        made = os.path.join(work, "program.pt2")
+        with _scalers_kept(graph, build), warnings.catch_warnings(), torch.no_grad():
+            warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's own parts to each other
+            _write(program, made, args, kwargs, options, dynamic_shapes, json.dumps(described))
+        with open(made, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(made, path)
+    except OSError as error:
+        raise storage_error(error, "write", path) from error
+    finally:
+        with undisturbed, suppress(OSError):
+            shutil.rmtree(work)
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _frozen(embedding: TableEmbedding, work: str, options: _Options) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """What stands for an embedding, and what the program says of its rows."""
+    with _snapshot_of(embedding, options.snapshot) as found, tempfile.TemporaryDirectory(dir=work) as folder:
+        threads, file_path = Threads(torch.get_num_threads()), os.path.join(folder, "rows")
+        make_file(file_path, found, options.dtype, None, threads=threads)
+        file = ServedFile(file_path, threads=threads)
+        info, absent = file.info, options.absent
+        if info.num_tables > embedding.num_tables or info.dim != embedding.embedding_dim:
+            raise ValueError(
+                f"snapshot {found.name!r} has {info.num_tables} tables of {info.dim} weights, embedding"
+                f" {embedding.name!r} has {embedding.num_tables} of {embedding.embedding_dim}"
+            )
+        rows = HashedRows(file, absent) if options.lookup == "op" else FrozenRows.of_file(file, absent=absent)
+        dtype = embedding.dtype if info.weights == info.trained else torch.float32
+        temporary = found.name.startswith(EXPORTED)
+        said = {
+            "name": embedding.name, "snapshot": None if temporary else found.name,
+            "identity": None if temporary else info.identity,
+            "step": SnapshotRows.of_meta(found.info.meta, found.name).step, "rows": info.rows,
+            "error_max": info.error_max, "error_rms": info.error_rms,
+        }  # fmt: skip
+        return FrozenEmbedding(embedding, rows, TRAINED[info.trained] if dtype == embedding.dtype else dtype), said
+
+
+@contextmanager
+def _snapshot_of(embedding: TableEmbedding, name: str | None) -> Iterator[PartedSnapshot]:
+    """The snapshot with the rows that are wanted: the named one, one that has the rows as they are now, or one of our
+    own, which is gone afterwards."""
+    paths = list(embedding.store_options.persistent_path)
+    if name is not None:
+        yield find_snapshot(paths, name)
+        return
+    if embedding.snapshots():
+        newest = find_snapshot(paths, None)
+        if embedding.holds({"oneemb_snapshot": newest.name, "oneemb_identity": newest.info.identity}):
+            yield newest
+            return
+    if embedding.ranks is not None:
+        raise ValueError(
+            f"embedding {embedding.name!r} has its rows on {embedding.ranks.size} ranks; save a snapshot on all of"
+            " them, and export it with snapshot="
+        )
+    store, own = embedding.store, f"{EXPORTED}{uuid.uuid4().hex[:8]}"
+    try:
+        store.save_snapshot(own, embedding.description())
+        yield find_snapshot(paths, own)
+    finally:
+        with undisturbed:
+            if own in store.snapshots():
+                store.delete_snapshot(own)
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+
+def _build_of(build: Callable[..., Any], graph: torch.nn.Module) -> Callable[..., Any]:
+    """`build` as a function of the graph."""
+    function = getattr(build, "__func__", None)
+    if function is None or getattr(build, "__self__", None) is not graph:
+        raise ValueError(f"build of {type(graph).__name__} must be a method of it, got {build!r}")
+    return function  # type: ignore[no-any-return]
+
+
+class _WithoutBackward(TorchFunctionMode):
+    """Within it `Tensor.backward` does nothing."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return None if func is torch.Tensor.backward else func(*args, **(kwargs or {}))
+
+
+class _Program(torch.nn.Module):
+    """What is traced: a call of it is one of `build`, whose arguments it has.
+
+    Args:
+        graph: holds the parameters.
+        build: computes on it.
+        signature_of: whose arguments they are.
+    """
+
+    def __init__(self, graph: torch.nn.Module, build: Callable[..., Any], signature_of: Callable[..., Any]):
+        super().__init__()
+        self.model = graph  # not "graph", which torch.fx calls its own
+        self.eval()
+
+        @functools.wraps(signature_of)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with _WithoutBackward():
+                return build(*args, **kwargs)
+
+        self.forward = forward
+
+
+@contextmanager
+def _scalers_kept(graph: torch.nn.Module, build: Callable[..., Any]) -> Iterator[None]:
+    """Within it `build` may scale losses: GradScalers are as they were afterwards."""
+    scalers = [*scalers_in(vars(graph).values()), *scalers_of(build)]
+    kept = [(scaler, dict(vars(scaler))) for scaler in scalers]
+    try:
+        yield
+    finally:
+        with undisturbed:
+            for scaler, state in kept:
+                vars(scaler).clear()
+                vars(scaler).update(state)
+
+
+def _write(
+    program: _Program, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options,
+    dynamic_shapes: Any, described: str,
+) -> None:  # fmt: skip
+    # Also before a script is traced: only torch.export refuses a `build` that depends on values.
+    exported = _exported(program, args, kwargs, dynamic_shapes)
+    if options.format == "export":
+        torch.export.save(exported, path, extra_files={METADATA: described})
+    elif options.format == "aot_inductor":
+        from torch._inductor import aoti_compile_and_package
+
+        aoti_compile_and_package(
+            exported, package_path=path, inductor_configs={"aot_inductor.metadata": {METADATA: described}}
+        )
+    else:
+        script = _scripted(program, args, kwargs)
+        torch.jit.save(script, path, _extra_files={METADATA: described})
+
+
+def _exported(
+    program: _Program, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> torch.export.ExportedProgram:
+    if dynamic_shapes is None:
+        dynamic_shapes = torch.export.ShapesCollection()
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and tensor.dim():
+                dynamic_shapes[tensor] = {0: torch.export.Dim.DYNAMIC}
+    try:
+        return torch.export.export(
+            program, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False,
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )  # fmt: skip
+    except (KeyboardInterrupt, BuildError):
+        raise
+    except Exception as error:
+        raise BuildError(f"build cannot be exported: {_why(error)}") from error
+
+
+def _why(error: Exception) -> str:
+    text = str(error)
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    if "DataDependent" in type(error).__name__ or "data-dependent" in text.lower():
+        return (
+            f"it branches on values, or takes shapes from them, which a program cannot: {first}; use torch.where, or"
+            " leave that part to the caller"
+        )
+    if "static shape" in text or "Constraints violated" in text:
+        return (
+            f"it fixes the number of examples, as len(...), int(...) or a comparison with a number do: {text.strip()};"
+            " or pass dynamic_shapes= for inputs whose first dimension is fixed"
+        )
+    return f"{type(error).__name__}: {first}"
+
+
+def _scripted(program: _Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.jit.ScriptModule:
+    bound = inspect.signature(program.forward).bind(*args, **kwargs)
+    if bound.kwargs:
+        raise ValueError(f"a script takes its inputs by position, {list(bound.kwargs)} of build can only be named")
+    with warnings.catch_warnings(record=True) as caught, torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("always")
+        for module in program.modules():
+            if isinstance(module, FrozenEmbedding):
+                module.lookup = torch.jit.script(module.lookup)
+        script = torch.jit.trace(program, bound.args, check_trace=False, strict=False)
+    # A branch that depends on shapes would have been refused by torch.export; a number made of one is fixed here alone.
+    fixed = [one for one in caught if issubclass(one.category, torch.jit.TracerWarning)]
+    fixed = [one for one in fixed if "Python boolean" not in str(one.message) and not _is_ours(one.filename)]
+    if fixed:
+        raise BuildError(
+            f"build cannot be traced for TorchScript: at {fixed[0].filename}:{fixed[0].lineno} it makes a number of a"
+            ' tensor or its shape, which would be fixed; use tensor ops, or format="export"'
+        )
+    return script
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith(os.path.dirname(os.path.abspath(oneemb.__file__)))

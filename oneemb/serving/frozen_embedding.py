@@ -1,0 +1,168 @@
+"""What stands for an embedding in an exported program: its lookups over frozen rows, bags pooled in aten ops.
+
+B samples, T tables, N ids, P bags, D weights.
+
+Invariants:
+- arguments, shapes, dtypes and numbers are those of `MultiTableEmbedding` in eval mode: lookups bit for bit, and bags
+  summed in float32 in batch order and rounded once;
+- nothing depends on values but by indexing: one that is out of range, in `table_ids` or `offsets`, ends the call.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from oneemb.embedding import TableEmbedding
+from oneemb.graph.ops.batch_ids import check_ids
+from oneemb.serving.frozen_op import HashedRows
+from oneemb.serving.frozen_rows import FrozenRows
+
+__all__ = ["FrozenEmbedding"]
+
+_NO_BAG = 1 << 40
+
+
+class FrozenEmbedding(torch.nn.Module):
+    """The lookups of an embedding over frozen rows.
+
+    Args:
+        embedding: what it stands for: names, widths and dtypes are its.
+        lookup: the rows.
+        dtype: of what lookups give.
+    """
+
+    def __init__(self, embedding: TableEmbedding, lookup: FrozenRows | HashedRows, dtype: torch.dtype):
+        super().__init__()
+        self.name, self.dtype, self.key_type = embedding.name, dtype, embedding.key_type
+        self.embedding_dim, self.column_dims = embedding.embedding_dim, embedding.column_dims
+        self.num_tables, self.padding_idx = embedding.num_tables, embedding.padding_idx
+        self.lookup = lookup
+        self.eval()
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        table_ids: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+        pooling: Literal["sum", "mean", "max"] = "sum",
+        *,
+        columns: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """As `MultiTableEmbedding.forward` in eval mode."""
+        if pooling not in ("sum", "mean", "max"):
+            raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')
+        if offsets is None and (columns is not None or per_sample_weights is not None or pooling != "sum"):
+            raise ValueError("columns, per_sample_weights and pooling are for bags; pass offsets")
+        if offsets is None:
+            check_ids(ids, table_ids, self.num_tables, self.key_type)
+            table_N = self._tables_of(ids, table_ids)
+            rows: torch.Tensor = self.lookup(table_N, self._wide(ids).reshape(-1))
+            return rows.to(self.dtype).reshape(*ids.shape, self.embedding_dim)
+        return self._pooled(ids, table_ids, offsets, per_sample_weights, pooling, columns)
+
+    def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """As `MultiTableEmbedding.read`."""
+        return self(ids, table_ids)
+
+    def _tables_of(self, ids: torch.Tensor, table_ids: torch.Tensor | None) -> torch.Tensor:
+        if table_ids is not None:
+            return self._in_range(table_ids.long()).expand(ids.shape).reshape(-1)
+        if self.num_tables == 1:
+            return torch.zeros_like(ids, dtype=torch.int64).reshape(-1)
+        return torch.arange(self.num_tables, device=ids.device).expand(ids.shape).reshape(-1)
+
+    def _wide(self, ids: torch.Tensor) -> torch.Tensor:
+        """The ids, int64. A script that converted them without `^` would take floats for ids."""
+        return ids if self.key_type == torch.int64 else (ids ^ 0).long()
+
+    def _in_range(self, table_ids: torch.Tensor) -> torch.Tensor:
+        """Those below 0, of which some compilers count from the end, are above all tables, which ends the call."""
+        return torch.where(table_ids < 0, self.num_tables, table_ids)
+
+    def _pooled(
+        self,
+        ids: torch.Tensor,
+        table_ids: torch.Tensor | None,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None,
+        pooling: str,
+        columns: Sequence[int] | None,
+    ) -> torch.Tensor:
+        self._check_bags(ids, table_ids, offsets, per_sample_weights, pooling, columns)
+        offsets, count = offsets.long(), offsets.shape[0] - 1
+        bag_N = self._bags_of(ids, offsets)
+        if columns is not None:
+            columns_C = torch.tensor(list(columns))
+            table_P = columns_C.unsqueeze(1).expand(len(columns), count // len(columns)).reshape(-1)
+        elif table_ids is not None:
+            table_P = self._in_range(table_ids.long()).expand(count)
+        else:
+            table_P = torch.arange(count) % self.num_tables
+        rows = self.lookup(table_P.index_select(0, bag_N), self._wide(ids))
+        if per_sample_weights is not None:
+            if self.padding_idx is not None:  # whose scale may be infinite
+                per_sample_weights = torch.where(ids == self.padding_idx, 0.0, per_sample_weights)
+            rows = rows * per_sample_weights.unsqueeze(1)
+        elif pooling == "mean":
+            rows = rows * self._mean_scales(ids, offsets).index_select(0, bag_N).unsqueeze(1)
+        pooled = self._pool(ids, rows, offsets, "max" if pooling == "max" else "sum").to(self.dtype)
+        if columns is not None:
+            return pooled.reshape(len(columns), -1, self.embedding_dim).transpose(0, 1).contiguous()
+        if table_ids is not None or self.num_tables == 1:
+            return pooled
+        return pooled.reshape(-1, self.num_tables, self.embedding_dim)
+
+    def _bags_of(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """The bag of each id, int64 [N]; one beyond the last where offsets are wrong."""
+        bag_N = torch.searchsorted(offsets[1:].contiguous(), torch.arange(ids.shape[0]), right=True)
+        rises = (offsets[1:] >= offsets[:-1]).all()
+        # A number of ids would be fixed by an exporter that compares it with a tensor.
+        right = rises & (offsets[0] == 0) & (offsets[-1] == torch.ones_like(ids, dtype=torch.int64).sum())
+        return torch.where(right, bag_N, _NO_BAG)
+
+    def _mean_scales(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """float32 [P]: 1 / the ids of each bag that are not padding."""
+        return 1.0 / self._without_padding(ids, offsets).diff().clamp(min=1).float()
+
+    def _without_padding(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """The offsets of what is left where padding is left out."""
+        if self.padding_idx is None:
+            return offsets
+        before_N1 = torch.nn.functional.pad((ids != self.padding_idx).long().cumsum(0), (1, 0))
+        return before_N1.index_select(0, offsets)
+
+    def _pool(self, ids: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, mode: str) -> torch.Tensor:
+        if mode == "max" and self.padding_idx is not None:  # To a sum it adds 0.
+            rows = rows.index_select(0, torch.nonzero(ids != self.padding_idx).squeeze(1))
+            offsets = self._without_padding(ids, offsets)
+        # The ids of the bags are those of `rows` in their order, and each is a row by itself.
+        return torch.nn.functional.embedding_bag(
+            torch.arange(rows.shape[0]), rows, offsets, mode=mode, include_last_offset=True
+        )
+
+    def _check_bags(
+        self,
+        ids: torch.Tensor,
+        table_ids: torch.Tensor | None,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None,
+        pooling: str,
+        columns: Sequence[int] | None,
+    ) -> None:
+        if ids.dtype != self.key_type or ids.dim() != 1:
+            raise TypeError(f"ids of bags must be {self.key_type} [N], got {ids.dtype} {list(ids.shape)}")
+        if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1:
+            raise TypeError(f"offsets must be int64 [bags + 1], got {offsets.dtype} {list(offsets.shape)}")
+        if per_sample_weights is not None and (pooling != "sum" or per_sample_weights.dtype != torch.float32):
+            raise ValueError(
+                f'per_sample_weights must be float32, for pooling="sum", got {per_sample_weights.dtype} for {pooling!r}'
+            )
+        if columns is not None and (table_ids is not None or not all(0 <= t < self.num_tables for t in columns)):
+            raise ValueError(
+                f"columns must be tables from 0 to {self.num_tables - 1}, without table_ids, got {list(columns)}"
+            )
+
+    def extra_repr(self) -> str:
+        return f"{self.name!r}, tables={self.num_tables}, dim={self.embedding_dim}"

@@ -1,0 +1,228 @@
+"""Rows of tables as plain tensors, looked up in aten ops alone: what an exported program has in place of an embedding.
+
+N ids, T tables, S rows, D weights, X values of a row as it is kept.
+
+    key_S      int64, sorted: the id of each row, XOR the salt of its table. Salts are such that no two are equal
+    table_S    int32, the table of each row: an id of one table may have the key of another's row
+    rows       [S, X]: float32, float16 or bfloat16 weights; or uint8, as `kernels/quantize_rows.py` makes them
+    scale_S2   scale and low of each row of uint8, apart from it: float32, or float16, as 4 bits have it, and TorchRec's
+               8 and 2 bits. TorchScript cannot read bytes as numbers
+
+Invariants:
+- a lookup is exact for every int64 id: XOR loses nothing, and key and table are both compared;
+- a row has the weights that an `InferenceEmbedding` of the same file gives;
+- where there are no rows at all, there is one of table -1, which no id is of.
+"""
+
+from typing import Self
+
+import numpy as np
+import torch
+
+from oneemb.graph.ops.lookup import DTYPES as TRAINED
+from oneemb.kernels.hash_index import PLACE_BITS
+from oneemb.kernels.init_rows import InitialRows
+from oneemb.serving.frozen_initial import InitialValues, constants_of
+from oneemb.serving.initial import initial_of
+from oneemb.storage.row_store import StorageError
+from oneemb.storage.serving.served_file import QUANTIZED, ServedFile
+
+__all__ = ["FrozenRows"]
+
+_ROWS = 1 << 16  # that are copied in one turn
+_SALTS = 64  # tries
+_MASK = (1 << 64) - 1
+
+
+def _salts(tables: int, attempt: int) -> np.ndarray:
+    """int64 [T], the first 0: numbers whose upper bits differ, so that the keys of tables lie apart."""
+    found = [0]
+    for t in range(1, tables):
+        z = (t + attempt * 0x632BE59BD9B4E019) * 0x9E3779B97F4A7C15 & _MASK
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK
+        found.append(z ^ z >> 31)
+    return np.array(found, np.uint64).view(np.int64)
+
+
+def _keys_of(file: ServedFile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """table_S int32, id_S int64, and place_S int64 in the file."""
+    cell_C2 = file.rows.cell_C2
+    taken = np.flatnonzero(cell_C2[:, 1])
+    word_S = cell_C2[taken, 1]
+    return (word_S >> PLACE_BITS).astype(np.int32), cell_C2[taken, 0], (word_S & ((1 << PLACE_BITS) - 1)) - 1
+
+
+def _sorted_keys(table_S: np.ndarray, id_S: np.ndarray, tables: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Salts, sorted keys, and which row each is of."""
+    for attempt in range(_SALTS):
+        salt_T = _salts(tables, attempt)
+        key_S = id_S ^ salt_T[table_S]
+        order_S = np.argsort(key_S)
+        key_S = key_S[order_S]
+        if not (key_S[1:] == key_S[:-1]).any():
+            return salt_T, key_S, order_S
+    raise StorageError(f"no salts of {_SALTS} keep the keys of {tables} tables apart; export fewer tables at a time")
+
+
+def _rows_of(file: ServedFile, place_S: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows in these places of a file, whose blocks have been compared: `rows` and `scale_S2`."""
+    info, row_SX = file.info, file.rows.row_SX
+    bits = QUANTIZED.get(info.weights, 0)
+    width = {0: info.dim, 8: info.dim, 4: (info.dim + 1) // 2}[bits]
+    dtype = torch.uint8 if bits else TRAINED[info.weights]
+    rows = torch.empty(len(place_S), width, dtype=dtype)
+    scale_S2 = torch.empty(len(place_S) if bits else 0, 2, dtype=torch.float16 if bits == 4 else torch.float32)
+    out_SX = rows.view({torch.bfloat16: torch.int16, torch.float16: torch.uint16}.get(dtype, dtype)).numpy()
+    scale_SB = scale_S2.view(torch.uint8).numpy()
+    for begin in range(0, len(place_S), _ROWS):
+        its_NX = row_SX[place_S[begin : begin + _ROWS]]
+        out_SX[begin : begin + _ROWS] = its_NX[:, :width]
+        if bits:
+            scale_SB[begin : begin + _ROWS] = its_NX[:, width : width + scale_SB.shape[1]]
+    return rows, scale_S2
+
+
+class FrozenRows(torch.nn.Module):
+    """Weights of keys, looked up in aten ops alone. It can be scripted, exported and compiled; it has no store.
+
+    Args:
+        key_S, table_S, salt_T, rows, scale_S2: as above.
+        dim: D.
+        bits: of a quantized weight, 8, 4 or 2, the first in the lowest; 0 = rows are not quantized.
+        initial: how ids without a row read; None = as zeros.
+        trained: the weights' dtype in training.
+        padding_idx: an id that reads as zeros; None = no such id.
+    """
+
+    key_S: torch.Tensor
+    table_S: torch.Tensor
+    salt_T: torch.Tensor
+    rows: torch.Tensor
+    scale_S2: torch.Tensor
+    begin_TD: torch.Tensor
+
+    def __init__(
+        self, key_S: torch.Tensor, table_S: torch.Tensor, salt_T: torch.Tensor, rows: torch.Tensor,
+        scale_S2: torch.Tensor, dim: int, bits: int, initial: InitialRows | None, trained: torch.dtype,
+        padding_idx: int | None,
+    ):  # fmt: skip
+        super().__init__()
+        self.dim, self.bits, self.num_tables = dim, bits, len(salt_T)
+        self.has_padding, self.padding_idx = padding_idx is not None, padding_idx or 0
+        self.register_buffer("key_S", key_S)
+        self.register_buffer("table_S", table_S)
+        self.register_buffer("salt_T", salt_T)
+        self.register_buffer("rows", rows)
+        self.register_buffer("scale_S2", scale_S2)
+        constants = constants_of(initial, self.num_tables, dim, trained)
+        self.draws = constants is None
+        self.register_buffer("begin_TD", torch.empty(0, dim) if constants is None else constants)
+        self.begins: torch.nn.Module = torch.nn.Identity()
+        if constants is None:
+            assert initial is not None
+            self.begins = InitialValues(initial, trained)
+
+    @classmethod
+    def of_file(cls, file: ServedFile, *, absent: str = "initial") -> Self:
+        """The rows of a file. Beside them and the file's map it takes 40 bytes a row while it is made.
+
+        Args:
+            absent: how an id without a row reads: "initial", as it begins in training, or "zeros".
+
+        Raises:
+            StorageError: the file is damaged, or does not say how rows begin and `absent` needs it.
+        """
+        initial = initial_of(file, absent)
+        file.verify()
+        info = file.info
+        table_S, id_S, place_S = _keys_of(file)
+        salt_T, key_S, order_S = _sorted_keys(table_S, id_S, info.num_tables)
+        del id_S
+        table_S, place_S = table_S[order_S], place_S[order_S]
+        del order_S
+        rows, scale_S2 = _rows_of(file, place_S)
+        if not len(key_S):
+            key_S, table_S = np.zeros(1, np.int64), np.full(1, -1, np.int32)
+            rows, scale_S2 = rows.new_zeros(1, rows.shape[1]), scale_S2.new_zeros(1, 2)
+        tensors = [torch.from_numpy(array) for array in (key_S, table_S, salt_T)]
+        return cls(
+            *tensors, rows, scale_S2, info.dim, QUANTIZED.get(info.weights, 0), initial, TRAINED[info.trained],
+            info.embedding.get("padding_idx"),
+        )  # fmt: skip
+
+    @classmethod
+    def of_rows(
+        cls, table_S: torch.Tensor, id_S: torch.Tensor, rows: torch.Tensor, scale_S2: torch.Tensor, num_tables: int,
+        dim: int, bits: int, initial: InitialRows | None, trained: torch.dtype = torch.float32,
+    ) -> Self:  # fmt: skip
+        """Rows in any order, of different keys.
+
+        Args:
+            table_S, id_S: int32 and int64, the key of each row.
+            num_tables: T.
+        """
+        if not len(id_S):
+            table_S, id_S = table_S.new_full((1,), -1), id_S.new_zeros(1)
+            rows, scale_S2 = rows.new_zeros(1, rows.shape[1]), scale_S2.new_zeros(1, 2)
+        salt_T, key_S, order_S = _sorted_keys(table_S.clamp(min=0).cpu().numpy(), id_S.cpu().numpy(), num_tables)
+        order = torch.from_numpy(order_S).to(rows.device)
+        table_S, rows, scale_S2 = table_S[order], rows[order], scale_S2[order] if len(scale_S2) else scale_S2
+        tensors = torch.from_numpy(key_S), table_S, torch.from_numpy(salt_T), rows, scale_S2
+        return cls(*tensors, dim, bits, initial, trained, None).to(rows.device)
+
+    def rows_of(self, table: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The ids of a table, sorted, its rows and their scales: copies."""
+        place_S = torch.nonzero(self.table_S == table).squeeze(1)
+        id_S = self.key_S[place_S] ^ self.salt_T[table]
+        order_S = torch.argsort(id_S)
+        place_S = place_S[order_S]
+        return id_S[order_S], self.rows[place_S], self.scale_S2[place_S] if self.bits else self.scale_S2
+
+    def forward(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
+        """The weights of keys.
+
+        Args:
+            table_N: int64 [N], each from 0 to T-1.
+            id_N: int64 [N]; every number is legal.
+
+        Returns:
+            float32 [N, D].
+        """
+        key_N = id_N ^ self.salt_T.index_select(0, table_N)
+        place_N = torch.searchsorted(self.key_S, key_N).clamp(max=self.key_S.shape[0] - 1)
+        found_N = (self.key_S.index_select(0, place_N) == key_N) & (self.table_S.index_select(0, place_N) == table_N)
+        return self.weights_of(table_N, id_N, place_N, found_N)
+
+    def weights_of(
+        self, table_N: torch.Tensor, id_N: torch.Tensor, place_N: torch.Tensor, found_N: torch.Tensor
+    ) -> torch.Tensor:
+        """The weights of keys whose rows are in these places, where they were found; others may be any."""
+        weight_ND = self.weights_at(place_N)
+        if self.draws:
+            weight_ND = torch.where(found_N.unsqueeze(1), weight_ND, 0.0)
+            absent_M = torch.nonzero(~found_N).squeeze(1)
+            begin_MD = self.begins(table_N.index_select(0, absent_M), id_N.index_select(0, absent_M))
+            weight_ND = weight_ND.index_copy(0, absent_M, begin_MD)
+        else:
+            weight_ND = torch.where(found_N.unsqueeze(1), weight_ND, self.begin_TD.index_select(0, table_N))
+        if self.has_padding:
+            weight_ND = torch.where((id_N == self.padding_idx).unsqueeze(1), 0.0, weight_ND)
+        return weight_ND
+
+    def weights_at(self, place_N: torch.Tensor) -> torch.Tensor:
+        """The weights of the rows in these places: float32 [N, D]."""
+        row_NX = self.rows.index_select(0, place_N)
+        if self.bits == 0:
+            return row_NX.float()
+        if self.bits == 4:
+            both_NX2 = torch.stack([row_NX & 15, torch.bitwise_right_shift(row_NX, 4)], 2)
+            row_NX = both_NX2.flatten(1)[:, : self.dim]
+        if self.bits == 2:
+            parts = [torch.bitwise_right_shift(row_NX, shift) & 3 for shift in (0, 2, 4, 6)]
+            row_NX = torch.stack(parts, 2).flatten(1)
+        scale_N2 = self.scale_S2.index_select(0, place_N).float()
+        return row_NX.float() * scale_N2[:, :1] + scale_N2[:, 1:]
+
+    def extra_repr(self) -> str:
+        return f"tables={self.num_tables}, rows={self.rows.shape[0]}, dim={self.dim}, bits={self.bits}"

@@ -1,0 +1,65 @@
+"""How ids read that have no row in a file of rows: as rows begin in training.
+
+M ids, D weights.
+"""
+
+import json
+from typing import cast
+
+import numpy as np
+
+from oneemb.embedding_arguments import initial_rows
+from oneemb.kernels.init_rows import InitialRows, init_rows
+from oneemb.kernels.threads import Threads
+from oneemb.options import Initializer, TableOptions, from_json
+from oneemb.storage.errors import CorruptTableError
+from oneemb.storage.row_format import RowFormat
+from oneemb.storage.row_store import StorageError
+from oneemb.storage.serving.served_file import ServedFile
+
+__all__ = ["first_weights", "initial_of"]
+
+
+def initial_of(file: ServedFile, absent: str) -> InitialRows | None:
+    """How ids without a row read: as rows begin; None = as zeros.
+
+    Args:
+        absent: "initial" or "zeros".
+
+    Raises:
+        StorageError: the file does not say how rows begin, or what it says is wrong.
+    """
+    if absent not in ("initial", "zeros"):
+        raise ValueError(f'absent must be "initial" or "zeros", got {absent!r}')
+    if absent == "zeros":
+        return None
+    its = file.info.embedding
+    if not {"seed", "tables", "column_dims", "default_initializer"} <= its.keys():
+        raise StorageError(
+            f"snapshot {file.info.name!r} does not say how rows begin: a writer or an earlier release saved it; pass"
+            ' absent="zeros", or save it again'
+        )
+    try:
+        tables = cast(list[TableOptions], from_json(json.dumps(its["tables"])))
+        default = cast(Initializer, from_json(json.dumps(its["default_initializer"])))
+        if type(its["seed"]) is not int or not all(type(dim) is int for dim in its["column_dims"]):
+            raise ValueError(f"seed {its['seed']!r} and column_dims must be integers")
+        initial = initial_rows(its["seed"], its["column_dims"], tables, default)
+        if len(tables) != file.info.num_tables or sum(its["column_dims"]) != file.info.dim:
+            raise ValueError("tables or columns are not those of the rows")
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise CorruptTableError(f"{file.path}: what it says of the embedding is wrong: {error}") from error
+    return initial
+
+
+def first_weights(
+    initial: InitialRows, format: RowFormat, table_M: np.ndarray, id_M: np.ndarray, *, threads: Threads
+) -> np.ndarray:
+    """With what the rows of keys begin: the bits of weights in this format, [M, D]."""
+    row_MW = np.zeros((len(id_M), format.row_width), np.float32)
+    weight_MX = format.weights(row_MW)
+    init_rows(
+        weight_MX, row_MW, np.arange(len(id_M)), table_M, id_M.astype(np.int64), initial, np.empty(0, np.float32),
+        state_begin=format.state_begin, threads=threads,
+    )  # fmt: skip
+    return np.ascontiguousarray(weight_MX[:, : format.dim])

@@ -1,0 +1,601 @@
+"""Quantized collections: the rows of a trained collection, read-only, as TorchRec's quantization makes them of its own.
+
+    quantized = EmbeddingBagCollection.from_float(collection)           what `quantize_embeddings` calls
+    quantized(keyed_jaggedtensor)                                       a KeyedTensor
+
+A call on values goes through the checks of the float modules. What traces, scripts or exports a model meets ops of
+torch and of TorchRec alone, and buffers: the program needs no oneemb. F features, B samples, N ids, D weights of a row.
+
+Invariants:
+- a row has the bytes that FBGEMM makes of its weights, and reads as these bytes say, whatever device or rank has it;
+- rows and outputs come in the order of the float module's tables.
+
+Reference: torchrec.quant.embedding_modules.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self, cast
+
+import torch
+from torchrec.fx.tracer import is_fx_tracing
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+    dtype_to_data_type,
+)
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from oneemb.torchrec.collection import Collection
+from oneemb.torchrec.configs import Column, columns_of
+from oneemb.torchrec.jagged import Jagged, check_jagged, ends_of_features, expand_samples, select_features
+from oneemb.torchrec.modules import jagged_by_name, jagged_of
+from oneemb.torchrec.quant_rows import DATA_TYPES, RowsOfTable, quantized_tables
+from oneemb.torchrec.quant_shards import OnOneDevice, OnRanks, Place, stored_rows
+from oneemb.torchrec.sharded import ShardedCollection
+
+__all__ = [
+    "EmbeddingBagCollection", "EmbeddingCollection", "QuantCollection", "ShardedEmbeddingBagCollection",
+    "ShardedEmbeddingCollection",
+]  # fmt: skip
+
+
+torch.fx.wrap("jagged_of")
+torch.fx.wrap("jagged_by_name")
+
+
+@torch.fx.wrap
+def tables_of_ids(offsets: torch.Tensor, table_F: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The table of each id of features of as many samples each."""
+    features = table_F.size(0)
+    ends = torch.arange(features + 1, device=offsets.device) * ((offsets.size(0) - 1) // features)
+    return table_F.to(values.device).repeat_interleave(offsets[ends].diff(), output_size=values.size(0))
+
+
+@torch.fx.wrap
+def pooled_by_feature(
+    rows: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, means: bool, features: int
+) -> torch.Tensor:
+    """The sums, or means, of bags of rows, in the order in which they lie: [F, B, D]."""
+    order = torch.arange(rows.size(0), device=rows.device)
+    if weights is not None:
+        weights = weights.to(rows.dtype)
+    pooled = torch.nn.functional.embedding_bag(
+        order, rows, offsets, mode="mean" if means else "sum", per_sample_weights=weights, include_last_offset=True
+    )
+    return pooled.view(features, (offsets.size(0) - 1) // features, rows.size(1))
+
+
+@torch.fx.wrap
+def side_by_side(pooled: list[torch.Tensor], order: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """The embeddings of each sample, [B, D of all].
+
+    Args:
+        pooled: [F, B, D] of each group.
+        order: where each embedding of the output is among those of all groups.
+    """
+    if len(pooled) == 1 and order == list(range(len(order))):
+        return pooled[0].transpose(0, 1).flatten(1).to(dtype)
+    parts: list[torch.Tensor] = []
+    for group in pooled:
+        parts.extend(group.unbind(0))
+    return torch.cat([parts[i] for i in order], dim=1).to(dtype)
+
+
+class GroupOfTables(torch.nn.Module):
+    """Tables that are one: of one width, data type and pooling, and of one embedding in training.
+
+    Args:
+        rows: looks theirs up.
+        tables: which of the configs they are.
+        table_F: what `rows` calls the table of each feature.
+        features: those of the tables, in their order.
+        names: of the embeddings of the output.
+        means: whether bags give means.
+    """
+
+    table_F: torch.Tensor
+
+    def __init__(
+        self, rows: torch.nn.Module, tables: Sequence[int], table_F: torch.Tensor, features: list[str],
+        names: list[str], means: bool,
+    ):  # fmt: skip
+        super().__init__()
+        self.rows = rows
+        self.tables: list[int] = list(tables)
+        self.features: list[str] = features
+        self.names: list[str] = names
+        self.means = means
+        self.register_buffer("table_F", table_F)
+        for module in self.modules():  # State dicts have the tables, whatever lies together.
+            module._non_persistent_buffers_set.update(module._buffers)
+
+    def forward(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """The rows of ids of as many samples of each feature: float32 [N, D]."""
+        rows: torch.Tensor = self.rows(tables_of_ids(offsets, self.table_F, values), values)
+        return rows
+
+
+class QuantCollection(torch.nn.Module):
+    """Base of both collections.
+
+    Args:
+        tables: TorchRec's configs, whose data_type says what rows are.
+        device: where rows are, of those that are made without; on meta there are none until they are loaded.
+        output_dtype: a floating-point dtype.
+        rows: of each table; None = there are none yet, and every id reads as zeros.
+        place: where rows are; None = all on the device.
+        pools: whether bags are pooled.
+        named: the attribute that has the tables by name.
+    """
+
+    # What TorchScript need not know.
+    __jit_unused_properties__ = ["device", "embedding_bags", "embeddings"]
+    __jit_ignored_attributes__ = ["configs", "_absent", "_columns", "_place"]
+
+    def __init__(
+        self,
+        tables: Sequence[BaseEmbeddingConfig],
+        device: torch.device | str | None,
+        output_dtype: torch.dtype,
+        rows: Sequence[RowsOfTable] | None,
+        place: Place | None,
+        *,
+        pools: bool,
+        named: str,
+    ):
+        super().__init__()
+        check_quantized(tables, output_dtype)
+        self.configs = list(tables)
+        self._device = torch.empty(0, device=device).device
+        self._output_dtype: torch.dtype = output_dtype
+        self.holders = named
+        self._columns: list[Column] = columns_of(tables)
+        self._feature_names: list[str] = [column.feature for column in self._columns]
+        self._embedding_names: list[str] = [column.name for column in self._columns]
+        self._pools = pools
+        self._place = place or OnOneDevice()
+        if rows is None:
+            rows = [RowsOfTable.none(config, t) for t, config in enumerate(tables)]
+        self._have(rows)
+
+    def _have(self, rows: Sequence[RowsOfTable]) -> None:
+        """Look up these rows, of each table. Tables that lie alike and were one embedding in training are one here."""
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for t, (config, its) in enumerate(zip(self.configs, rows, strict=True)):
+            kind = config.embedding_dim, config.data_type, _pooling(config), *its.origin
+            alike.setdefault(kind, []).append(t)
+        self._absent = [its.absent for its in rows]
+        self.groups = torch.nn.ModuleList()
+        order = []
+        for tables in alike.values():
+            first = self.configs[tables[0]]
+            columns = [c for c, column in enumerate(self._columns) if column.table in tables]
+            group = GroupOfTables(
+                self._place([rows[t] for t in tables], first.embedding_dim, first.data_type),
+                tables,
+                torch.tensor([rows[self._columns[c].table].number for c in columns], device=self._device),
+                [self._columns[c].feature for c in columns],
+                [self._columns[c].name for c in columns],
+                _pooling(first) == PoolingType.MEAN,
+            )
+            self.groups.append(group.to("meta") if self._device.type == "meta" else group)
+            order += columns
+        self._order: list[int] = [order.index(c) for c in range(len(order))]
+        """Where each embedding of the output is among those of all groups."""
+
+    # ---- lookups ----------------------------------------------------------------------------------------------------
+
+    @torch.jit.unused
+    def _is_called(self) -> bool:
+        """Whether this is a call on values; it is not where a model is traced or exported."""
+        return not (is_fx_tracing() or torch.compiler.is_exporting())
+
+    @torch.jit.unused
+    def _check_rows(self) -> None:
+        if self._device.type == "meta":
+            raise RuntimeError(
+                "the rows are on the meta device: load a state dict, or move the module, to_empty(device='cpu')"
+            )
+
+    # ---- made of others ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _made(
+        cls, like: Any, configs: list[Any], output_dtype: torch.dtype, rows: Sequence[RowsOfTable] | None,
+        place: Place | None,
+    ) -> Self:  # fmt: skip
+        """One of these configs and rows, otherwise like another collection."""
+        raise NotImplementedError
+
+    @classmethod
+    def quantized(
+        cls, module: Any, dtype: torch.dtype, output_dtype: torch.dtype = torch.float32,
+        by_table: Mapping[str, torch.dtype] | None = None,
+    ) -> Self:  # fmt: skip
+        """The rows of a trained collection, as they are now; those of a sharded one stay with their ranks, every one of
+        which makes the call.
+
+        Args:
+            dtype: of rows; of some tables that of `by_table`.
+
+        Raises:
+            TypeError: `module` is no collection of oneemb.torchrec.
+            ValueError, StorageError: as `quantize_embeddings`.
+        """
+        collection = module.collection if isinstance(module, ShardedCollection) else module
+        if not isinstance(collection, Collection):
+            raise TypeError(f"rows are those of a collection of oneemb.torchrec, got {type(module).__name__}")
+        configs = _quantized_configs(collection, dtype, by_table)
+        check_quantized(configs, output_dtype)
+        group = collection.process_group
+        place = None if group is None else OnRanks(group)
+        return cls._made(collection, configs, output_dtype, _rows_of_collection(collection, configs), place)
+
+    @classmethod
+    def from_float(cls, module: Any, use_precomputed_fake_quant: bool = False) -> Self:
+        """The rows of a trained collection as its `qconfig` says, as torch's and TorchRec's functions ask.
+
+        Args:
+            module: as of `quantized`.
+            use_precomputed_fake_quant: has no effect.
+
+        Raises:
+            As `quantized`, and ValueError: there is no `qconfig`.
+        """
+        config = getattr(module, "qconfig", None)
+        if config is None:
+            raise ValueError("the module must have a qconfig, which says the dtype of rows: see quantize_embeddings")
+        by_table = getattr(config, "per_table_weight_dtype", None)
+        return cls.quantized(module, config.weight().dtype, config.activation().dtype, by_table)
+
+    def placed(self, kind: "type[QuantCollection]", place: Place) -> "QuantCollection":
+        """A collection of the same rows, elsewhere."""
+        rows = None if self._device.type == "meta" else [*self._rows_of_tables().values()]
+        return kind._made(self, self.configs, self._output_dtype, rows, place).train(self.training)
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """How many rows each table has, and bytes of one."""
+        return {name: (len(its.ids), its.weight.shape[1]) for name, its in self._rows_of_tables().items()}
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    def rows_of_table(self, table: int) -> RowsOfTable:
+        """The rows of one of the tables, of those that this rank has: copies."""
+        for group in cast(Any, self.groups):
+            if table in group.tables:
+                return stored_rows(group.rows, self._absent[table])
+        raise IndexError(f"there are {len(self.configs)} tables, got {table}")
+
+    def _rows_of_tables(self) -> dict[str, RowsOfTable]:
+        return {config.name: self.rows_of_table(t) for t, config in enumerate(self.configs)}
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        moved: Self = super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
+        was = self._device
+        for group in self.groups:
+            self._device = cast(GroupOfTables, group).table_F.device
+        if was.type == "meta" and self._device.type != "meta":  # Keys are not what memory happens to hold.
+            self._have([RowsOfTable.none(config, t) for t, config in enumerate(self.configs)])
+        return moved
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for name, table in self._rows_of_tables().items():
+            for part, tensor in table._asdict().items():
+                destination[f"{prefix}{self.holders}.{name}.{part}"] = tensor
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: object, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        parts = {config.name: dict[str, torch.Tensor]() for config in self.configs}
+        for key in (key for key in state_dict if key.startswith(prefix)):
+            holders, _, rest = key.removeprefix(prefix).partition(".")
+            name, _, part = rest.rpartition(".")
+            if holders == self.holders and name in parts and part in RowsOfTable._fields:
+                parts[name][part] = state_dict[key]
+            else:
+                unexpected_keys.append(key)
+        for name, its in parts.items():
+            missing_keys += [f"{prefix}{self.holders}.{name}.{part}" for part in RowsOfTable._fields if part not in its]
+        if all(len(its) == len(RowsOfTable._fields) for its in parts.values()):
+            tables = [RowsOfTable(**parts[config.name]) for config in self.configs]
+            try:
+                for config, table in zip(self.configs, tables, strict=True):
+                    table.check(config)
+            except (TypeError, ValueError) as error:
+                error_msgs.append(f"{prefix}{self.holders}.{config.name}: {error}")
+            else:
+                if self._device.type == "meta":
+                    warnings.warn(
+                        f"the quantized tables {list(parts)} are on the meta device: what is loaded into them has no"
+                        " effect; move the collection first, to_empty(device='cpu')",
+                        stacklevel=2,
+                    )
+                else:
+                    self._have([table.to(self._device) for table in tables])
+
+    # ---- what TorchRec's modules have -------------------------------------------------------------------------------
+
+    def output_dtype(self) -> torch.dtype:
+        """That of what lookups give."""
+        return self._output_dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows are."""
+        return self._device
+
+
+class TablesByName(Mapping[str, RowsOfTable]):
+    """The rows of a collection's tables."""
+
+    def __init__(self, collection: QuantCollection):
+        self._collection = collection
+        self._places = {config.name: t for t, config in enumerate(collection.configs)}
+
+    def __getitem__(self, name: str) -> RowsOfTable:
+        return self._collection.rows_of_table(self._places[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _pooling(config: BaseEmbeddingConfig) -> PoolingType:
+    return config.pooling if isinstance(config, EmbeddingBagConfig) else PoolingType.NONE
+
+
+def check_quantized(tables: Sequence[BaseEmbeddingConfig], output_dtype: torch.dtype) -> None:
+    """Raise TypeError or ValueError unless there can be quantized tables of these."""
+    if not output_dtype.is_floating_point or output_dtype.itemsize < 2:
+        raise ValueError(f"output_dtype must be torch.float32, float16, bfloat16 or float64, got {output_dtype}")
+    for config in tables:
+        bits = DATA_TYPES.get(config.data_type)
+        if bits is None:
+            known = ", ".join(data_type.name for data_type in DATA_TYPES)
+            raise ValueError(f"table {config.name!r}: rows can be quantized to {known}, got {config.data_type}")
+        if config.embedding_dim * bits % 16:
+            raise ValueError(
+                f"table {config.name!r}: {config.embedding_dim} weights of {bits} bits do not fill pairs of bytes;"
+                f" embedding_dim must be a multiple of {16 // bits}"
+            )
+        if config.num_embeddings_post_pruning is not None:
+            raise ValueError(f"table {config.name!r}: num_embeddings_post_pruning: rows are by id here, and not pruned")
+
+
+def _quantized_configs(collection: Any, dtype: torch.dtype, by_table: Mapping[str, torch.dtype] | None) -> list[Any]:
+    """Configs of a collection's tables with these data types."""
+    configs = copy.deepcopy(collection.configs)
+    for config in configs:
+        its = (by_table or {}).get(config.name, dtype)
+        try:
+            config.data_type = dtype_to_data_type(its)
+        except Exception as error:  # TorchRec raises no narrower one.
+            raise ValueError(f"table {config.name!r}: rows cannot be quantized to {its}") from error
+    return configs
+
+
+def _rows_of_collection(collection: Collection, configs: Sequence[BaseEmbeddingConfig]) -> list[RowsOfTable] | None:
+    """The rows of a collection's tables as these configs say, of those that this rank has; None = on meta."""
+    if collection.device.type == "meta":
+        return None
+    found: dict[int, RowsOfTable] = {}
+    for group in collection.ready():
+        its = quantized_tables(group.rows, [configs[t] for t in group.tables])
+        found |= dict(zip(group.tables, its, strict=True))
+    return [found[t] for t in range(len(configs))]
+
+
+class EmbeddingBagCollection(QuantCollection, EmbeddingBagCollectionInterface):
+    """Pooled embeddings of the features of a KeyedJaggedTensor, from quantized rows: TorchRec's class, by any id.
+
+    Made by `from_float`, which `quantize_embeddings` and `quantize_inference_model` call; or from configs alone,
+    without rows, to be given some by `load_state_dict`. An id without a row reads as in eval mode of the float module:
+    as its row would begin, not rounded, or as zeros where a policy says so.
+
+    Args:
+        tables: TorchRec's configs, whose `data_type` says what rows are: FP32, FP16, INT8, INT4 or INT2.
+        is_weighted: whether ids are multiplied by the weights of the KeyedJaggedTensor before they are summed.
+        device: where rows are that are loaded; None = torch's default device.
+        output_dtype: of what lookups give; sums are float32.
+        rows, place: given by `from_float` and by sharders; without rows every id reads as zeros.
+
+    Raises:
+        ValueError: rows cannot be of such a data type, or of such a width; the message names the table.
+
+    Reference: torchrec.quant.embedding_modules.EmbeddingBagCollection.
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingBagConfig],
+        is_weighted: bool,
+        device: torch.device | str | None = None,
+        output_dtype: torch.dtype = torch.float32,
+        *,
+        rows: Sequence[RowsOfTable] | None = None,
+        place: Place | None = None,
+    ):
+        super().__init__(tables, device, output_dtype, rows, place, pools=True, named="embedding_bags")
+        self._is_weighted = is_weighted
+        self._lengths_per_embedding: list[int] = [tables[column.table].embedding_dim for column in self._columns]
+
+    @classmethod
+    def _made(
+        cls, like: Any, configs: list[Any], output_dtype: torch.dtype, rows: Sequence[RowsOfTable] | None,
+        place: Place | None,
+    ) -> Self:  # fmt: skip
+        return cls(configs, like.is_weighted(), like.device, output_dtype, rows=rows, place=place)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """The pooled embeddings of each feature; arguments and errors are those of the float module.
+
+        Returns:
+            Of `output_dtype`, the embeddings of a sample side by side, table by table and feature by feature.
+        """
+        if not torch.jit.is_scripting():
+            if self._is_called():
+                return self._pooled(features)
+        pooled: list[torch.Tensor] = []
+        for group in self.groups:
+            values, offsets, weights = jagged_of(features, group.features)  # type: ignore[arg-type]
+            weights = weights if self._is_weighted else None
+            row_ND = group(values, offsets)
+            pooled.append(pooled_by_feature(row_ND, offsets, weights, group.means, len(group.features)))
+        values = side_by_side(pooled, self._order, self._output_dtype)
+        return KeyedTensor(self._embedding_names, self._lengths_per_embedding, values)
+
+    @torch.jit.unused
+    def _pooled(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        jagged_G = self._place.together(lambda: self._checked(features))
+        pooled = []
+        for group, its in zip(cast(Any, self.groups), jagged_G, strict=True):
+            row_ND = group(its.values, its.offsets)
+            pooled.append(pooled_by_feature(row_ND, its.offsets, its.weights, group.means, len(group.features)))
+        values = side_by_side(pooled, self._order, self._output_dtype)
+        return KeyedTensor(self._embedding_names, self._lengths_per_embedding, values)
+
+    @torch.jit.unused
+    def _checked(self, features: KeyedJaggedTensor) -> list[Jagged]:
+        """The bags of each group's features, of as many samples each."""
+        self._check_rows()
+        features = maybe_td_to_kjt(features, None)
+        jagged, keys = check_jagged(features), features.keys()
+        if self._is_weighted and jagged.weights is None:
+            raise ValueError("the collection is weighted (is_weighted=True), and the KeyedJaggedTensor has no weights")
+        if not self._is_weighted:
+            jagged = jagged._replace(weights=None)
+        inverse = features.inverse_indices_or_none()
+        if inverse is not None or not jagged.is_even:
+            jagged, keys = expand_samples(jagged, keys, inverse, self._feature_names)
+        return [select_features(jagged, keys, group.features) for group in cast(Any, self.groups)]
+
+    def _get_name(self) -> str:
+        return "QuantizedEmbeddingBagCollection"
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The tables' configs; `data_type` says what rows are."""
+        return self.configs
+
+    def is_weighted(self) -> bool:
+        """Whether ids are weighted."""
+        return self._is_weighted
+
+    @property
+    def embedding_bags(self) -> Mapping[str, RowsOfTable]:
+        """The rows of each table, by its name: copies, made when they are asked for."""
+        return TablesByName(self)
+
+
+class EmbeddingCollection(QuantCollection, EmbeddingCollectionInterface):
+    """The embedding of each id of a KeyedJaggedTensor, from quantized rows; see `EmbeddingBagCollection`.
+
+    Args:
+        tables, device, output_dtype, groups: as of `EmbeddingBagCollection`; tables are of one `embedding_dim`.
+        need_indices: whether the JaggedTensors of the output have the ids as their weights.
+
+    Raises:
+        ValueError: as `EmbeddingBagCollection`.
+
+    Reference: torchrec.quant.embedding_modules.EmbeddingCollection.
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingConfig],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+        output_dtype: torch.dtype = torch.float32,
+        *,
+        rows: Sequence[RowsOfTable] | None = None,
+        place: Place | None = None,
+    ):
+        super().__init__(tables, device, output_dtype, rows, place, pools=False, named="embeddings")
+        self._embedding_dim: int = tables[0].embedding_dim if tables else -1
+        self._need_indices: bool = need_indices
+
+    @classmethod
+    def _made(
+        cls, like: Any, configs: list[Any], output_dtype: torch.dtype, rows: Sequence[RowsOfTable] | None,
+        place: Place | None,
+    ) -> Self:  # fmt: skip
+        return cls(configs, like.device, like.need_indices(), output_dtype, rows=rows, place=place)
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """The embeddings of each feature's ids, by the feature's name; arguments and errors as of the float module.
+
+        Returns:
+            JaggedTensors of `output_dtype` [ids, D], with the lengths of the feature.
+        """
+        if not torch.jit.is_scripting():
+            if self._is_called():
+                return self._by_name(features)
+        found: dict[str, JaggedTensor] = {}
+        for group in self.groups:
+            values, offsets, _ = jagged_of(features, group.features)
+            row_ND = group(values, offsets).to(self._output_dtype)
+            its = jagged_by_name(features, row_ND, group.features, group.names, self._need_indices)
+            for name in group.names:
+                found[name] = its[name]
+        return found
+
+    @torch.jit.unused
+    def _by_name(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        features, jagged_G = self._place.together(lambda: self._checked(features))
+        found = {}
+        for group, its in zip(cast(Any, self.groups), jagged_G, strict=True):
+            ids_F = ends_of_features(its).diff()
+            row_ND = group.rows(group.table_F.repeat_interleave(ids_F), its.values).to(self._output_dtype)
+            lengths_F = its.offsets.diff().to(features.lengths().dtype).split(its.samples)
+            rows_F, id_F = (tensor.split(ids_F.tolist()) for tensor in (row_ND, its.values))
+            for name, values, lengths, id_N in zip(group.names, rows_F, lengths_F, id_F, strict=True):
+                weights = id_N.to(features.values().dtype) if self._need_indices else None
+                found[name] = JaggedTensor(values=values, lengths=lengths, weights=cast(Any, weights))
+        return {name: found[name] for name in self._embedding_names}
+
+    @torch.jit.unused
+    def _checked(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, list[Jagged]]:
+        self._check_rows()
+        features = maybe_td_to_kjt(features, None)
+        jagged, keys = check_jagged(features), features.keys()
+        return features, [select_features(jagged, keys, group.features) for group in cast(Any, self.groups)]
+
+    def _get_name(self) -> str:
+        return "QuantizedEmbeddingCollection"
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The tables' configs; `data_type` says what rows are."""
+        return self.configs
+
+    def embedding_dim(self) -> int:
+        """Weights of a row."""
+        return self._embedding_dim
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """The names of each table's embeddings in the output."""
+        return [[column.name for column in self._columns if column.table == t] for t in range(len(self.configs))]
+
+    def need_indices(self) -> bool:
+        """Whether the output has ids."""
+        return self._need_indices
+
+    @property
+    def embeddings(self) -> Mapping[str, RowsOfTable]:
+        """The rows of each table, by its name: copies, made when they are asked for."""
+        return TablesByName(self)
+
+
+class ShardedEmbeddingBagCollection(EmbeddingBagCollection):
+    """What `QuantEmbeddingBagCollectionSharder` makes of a collection, whose rows are on several devices or ranks."""
+
+
+class ShardedEmbeddingCollection(EmbeddingCollection):
+    """What `QuantEmbeddingCollectionSharder` makes of a collection; see `ShardedEmbeddingBagCollection`."""

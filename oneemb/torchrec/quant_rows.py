@@ -1,0 +1,249 @@
+"""Rows of quantized tables, out of those of an embedding, and what looks them up.
+
+    tables = quantized_tables(rows, configs)          ids, bytes and how other ids read, of each table
+    frozen = frozen_rows(tables, dim, data_type)      a module: (table_N, id_N) -> float32 [N, D]
+
+S rows, N ids, D weights of a row, B bytes of one as it is kept: FP32 and FP16 as they are; INT8, INT4 and INT2 as
+FBGEMM has them, D weights of so many bits, then scale and low as float16.
+
+Reference: FBGEMM's FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf, which makes them.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from torchrec.fx.tracer import is_fx_tracing
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.types import DataType
+
+from oneemb.embedding import MultiTableEmbedding
+from oneemb.kernels.init_rows import CONSTANT, InitialRows
+from oneemb.kernels.threads import Threads
+from oneemb.rows.values import weights_of
+from oneemb.serving.frozen_rows import FrozenRows
+from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.row_store import StorageError
+
+__all__ = ["DATA_TYPES", "IndexedRows", "RowsOfTable", "frozen_rows", "quantized_tables", "rows_of_table"]
+
+DATA_TYPES = {DataType.FP32: 32, DataType.FP16: 16, DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2}
+"""What rows can be, and bits of a weight."""
+
+_AS_THEY_ARE = {DataType.FP32: torch.float32, DataType.FP16: torch.float16}
+_TRAINED = [torch.float32, torch.float16, torch.bfloat16]
+_SCALES = 4  # bytes of scale and low
+
+
+def _row_bytes(dim: int, data_type: DataType) -> int:
+    """B."""
+    bits = DATA_TYPES[data_type]
+    return dim * bits // 8 + (_SCALES if bits <= 8 else 0)
+
+
+class RowsOfTable(NamedTuple):
+    """What a state dict holds of a table."""
+
+    ids: torch.Tensor
+    """int64 [S], sorted"""
+    weight: torch.Tensor
+    """uint8 [S, B]"""
+    absent: torch.Tensor
+    """int64 [8], on the CPU: how ids without a row read: seed and number of the table in the embedding that was
+    trained; the place of its dtype in float32, float16, bfloat16; the kind of the initializer and the bits of its
+    parameters"""
+
+    @classmethod
+    def none(cls, config: BaseEmbeddingConfig, number: int) -> Self:
+        """No rows: ids read as zeros."""
+        size = _row_bytes(config.embedding_dim, config.data_type)
+        absent = torch.tensor([0, number, 0, CONSTANT, 0, 0, 0, 0])
+        return cls(torch.empty(0, dtype=torch.int64), torch.empty(0, size, dtype=torch.uint8), absent)
+
+    @property
+    def number(self) -> int:
+        """That of the table."""
+        return int(self.absent[1])
+
+    @property
+    def origin(self) -> tuple[int, int]:
+        """The same for tables that were one embedding in training: its seed, and which dtype it had."""
+        return int(self.absent[0]), int(self.absent[2])
+
+    def to(self, device: torch.device) -> Self:
+        """The same with rows on a device."""
+        return type(self)(self.ids.to(device), self.weight.to(device), self.absent.cpu())
+
+    def check(self, config: BaseEmbeddingConfig) -> None:
+        """Raise ValueError unless these can be the rows of a table of this config."""
+        size = _row_bytes(config.embedding_dim, config.data_type)
+        if self.ids.dtype != torch.int64 or self.ids.dim() != 1 or not bool((self.ids[1:] > self.ids[:-1]).all()):
+            raise ValueError(f"ids must be int64, each above the one before, got {self.ids.dtype} {[*self.ids.shape]}")
+        if self.weight.dtype != torch.uint8 or tuple(self.weight.shape) != (len(self.ids), size):
+            raise ValueError(
+                f"weight must be uint8 [{len(self.ids)}, {size}], rows of {config.embedding_dim} weights as"
+                f" {config.data_type.name}, got {self.weight.dtype} {[*self.weight.shape]}"
+            )
+        if self.absent.dtype != torch.int64 or tuple(self.absent.shape) != (8,):
+            raise ValueError(f"absent must be int64 [8], got {self.absent.dtype} {[*self.absent.shape]}")
+        _, number, trained, kind, *_ = self.absent.tolist()
+        if not (0 <= number < 1 << 23 and 0 <= trained < len(_TRAINED) and 0 <= kind <= 4):
+            raise ValueError(f"absent says how ids without a row read, which {self.absent.tolist()} does not")
+
+
+def quantized_tables(rows: MultiTableEmbedding, configs: Sequence[BaseEmbeddingConfig]) -> list[RowsOfTable]:
+    """The rows of an embedding's tables, of those that this rank has, as they are now.
+
+    Args:
+        configs: of its tables, whose data_type says what rows are to be.
+
+    Raises:
+        StorageError: a row has a NaN, an infinity, or weights that do not fit; the message names it.
+    """
+    store = rows.store
+    found: list[list[tuple[np.ndarray, torch.Tensor]]] = [[] for _ in configs]
+
+    def quantize_all(table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
+        for t, config in enumerate(configs):
+            place_M = np.flatnonzero(table_N == t)
+            if len(place_M):
+                weight_MD = torch.from_numpy(weights_of(store.format, row_NW[place_M]).astype(np.float32))
+                found[t].append((id_N[place_M], _quantized(weight_MD, id_N[place_M], config)))
+
+    store.visit(quantize_all)
+    absent = store.absent_rows
+    tables = []
+    for t, config in enumerate(configs):
+        none = RowsOfTable.none(config, t)
+        ids = torch.from_numpy(np.concatenate([none.ids.numpy(), *(ids for ids, _ in found[t])]))
+        weight = torch.cat([none.weight, *(its for _, its in found[t])])
+        found[t].clear()
+        order = torch.argsort(ids)
+        none.absent[0] = int(np.uint64(absent.seed).view(np.int64))
+        none.absent[2], none.absent[3] = _TRAINED.index(rows.dtype), int(absent.kind_TC[t, 0])
+        none.absent[4:] = torch.from_numpy(absent.param_TC4[t, 0].view(np.int64))
+        tables.append(RowsOfTable(ids[order], weight[order], none.absent).to(store.loops.device))
+    return tables
+
+
+def _quantized(weight_MD: torch.Tensor, id_M: np.ndarray, config: BaseEmbeddingConfig) -> torch.Tensor:
+    """Bytes of rows, [M, B]."""
+    data_type = config.data_type
+    if data_type == DataType.FP32:
+        return weight_MD.contiguous().view(torch.uint8)
+    if data_type == DataType.FP16:
+        half_MD = weight_MD.half()
+        _check_finite(half_MD, id_M, config)
+        return half_MD.view(torch.uint8)
+    _check_finite(weight_MD, id_M, config)
+    quantize = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf
+    row_MB: torch.Tensor = quantize(weight_MD.contiguous(), DATA_TYPES[data_type])
+    _check_finite(row_MB[:, -_SCALES:].contiguous().view(torch.float16), id_M, config)
+    return row_MB
+
+
+def _check_finite(number_MX: torch.Tensor, id_M: np.ndarray, config: BaseEmbeddingConfig) -> None:
+    right_M = number_MX.isfinite().all(1)
+    if not right_M.all():
+        wrong = int((~right_M).nonzero()[0])
+        raise StorageError(
+            f"the row of id {id_M[wrong]} in table {config.name!r} has a NaN, an infinity or weights that are too large"
+            f" for {config.data_type.name}; quantize the table as FP32"
+        )
+
+
+def frozen_rows(tables: Sequence[RowsOfTable], dim: int, data_type: DataType) -> "IndexedRows":
+    """A module that looks up rows of these tables, which have one origin and different numbers."""
+    absent_T = torch.stack([its.absent for its in tables]).numpy()
+    number_T = absent_T[:, 1]
+    if len(set(number_T.tolist())) < len(number_T):
+        raise ValueError(f"tables of one embedding have numbers of their own, got {number_T.tolist()}")
+    kind_TC = np.full((number_T.max() + 1, 1), CONSTANT)
+    param_TC4 = np.zeros((len(kind_TC), 1, 4))
+    kind_TC[number_T, 0], param_TC4[number_T, 0] = absent_T[:, 3], absent_T[:, 4:].copy().view(np.float64)
+    initial = InitialRows(int(absent_T[0, 0]) % 2**64, kind_TC, param_TC4, np.array([dim]))
+    table_S = torch.cat([torch.full_like(its.ids, its.number, dtype=torch.int32) for its in tables])
+    id_S, rows = (torch.cat([its[part] for its in tables]) for part in (0, 1))
+    bits, scale_S2 = DATA_TYPES[data_type], torch.empty(0, 2, device=rows.device)
+    if data_type in _AS_THEY_ARE:
+        rows, bits = rows.view(_AS_THEY_ARE[data_type]), 0
+    else:
+        rows, scale_SB = rows.split([rows.shape[1] - _SCALES, _SCALES], 1)
+        scale_S2 = scale_SB.contiguous().view(torch.float16)
+    trained = _TRAINED[int(absent_T[0, 2])]
+    return IndexedRows(FrozenRows.of_rows(table_S, id_S, rows, scale_S2, len(kind_TC), dim, bits, initial, trained))
+
+
+def rows_of_table(indexed: "IndexedRows", absent: torch.Tensor) -> RowsOfTable:
+    """A table's rows out of those that `frozen_rows` has made."""
+    frozen = indexed.frozen
+    ids, rows, scale_S2 = frozen.rows_of(int(absent[1]))
+    weight = rows.view(torch.uint8)
+    if frozen.bits:
+        weight = torch.cat([weight, scale_S2.view(torch.uint8)], 1)
+    return RowsOfTable(ids, weight, absent)
+
+
+class IndexedRows(torch.nn.Module):
+    """Frozen rows, and for calls on values on a CPU an index of their keys, which is made by the first of them. What
+    traces, scripts or exports a model meets the frozen rows alone, which search: the numbers are the same.
+
+    Args:
+        frozen: the rows.
+    """
+
+    __jit_ignored_attributes__ = ["_index"]
+
+    def __init__(self, frozen: FrozenRows):
+        super().__init__()
+        self.frozen = frozen
+        self.dim: int = frozen.dim
+        self._index = _Index()
+
+    def forward(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
+        """As of `FrozenRows`."""
+        if not torch.jit.is_scripting():
+            if _is_called(id_N):
+                return self._found(table_N, id_N)
+        rows: torch.Tensor = self.frozen(table_N, id_N)
+        return rows
+
+    @torch.jit.unused
+    @torch._disable_dynamo
+    def _found(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
+        place_N = torch.from_numpy(self._index.of(self.frozen).find(table_N.int().numpy(), id_N.contiguous().numpy()))
+        found_N = place_N >= 0
+        if found_N.all():
+            return self.frozen.weights_at(place_N)
+        return self.frozen.weights_of(table_N, id_N, place_N.clamp(min=0), found_N)
+
+
+def _is_called(id_N: torch.Tensor) -> bool:
+    """Whether this is a call on values on a CPU."""
+    exports = is_fx_tracing() or torch.compiler.is_exporting() or torch.compiler.is_compiling()
+    return not exports and type(id_N) is torch.Tensor and id_N.device.type == "cpu" and not torch.jit.is_tracing()
+
+
+class _Index:
+    """The places of keys in frozen rows; a copy, or a pickled one, makes its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._index: HashIndex | None = None
+
+    def of(self, frozen: FrozenRows) -> HashIndex:
+        """The index of these rows, which are always the same."""
+        with self._lock:
+            if self._index is None:
+                table_S, key_S = frozen.table_S.numpy(), frozen.key_S.numpy()
+                place_S = np.flatnonzero(table_S >= 0)
+                table_S, key_S = table_S[place_S], key_S[place_S]
+                index = HashIndex(Threads(), expected=len(place_S))
+                index.put(table_S, key_S ^ frozen.salt_T.numpy()[table_S], place_S)
+                self._index = index
+            return self._index
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Index, ()

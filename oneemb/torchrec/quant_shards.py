@@ -1,0 +1,196 @@
+"""Where quantized rows are: on one device, on several of this process, or with the ranks that own them.
+
+    place = OnDevices(devices)
+    rows = place(tables, dim, data_type)        a module: (table_N, id_N) -> float32 [N, D]
+
+Invariant: a row is on the device, or with the rank, that `kernels/owner.py` says; and a lookup brings the rows of ids
+together before anything is summed, so that no number depends on how many there are.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torchrec.types import DataType
+
+from oneemb.graph.ranks import Ranks, whole_exchange
+from oneemb.kernels.owner import owner_of
+from oneemb.kernels.threads import Threads
+from oneemb.kernels.unique_keys import unique_keys
+from oneemb.torchrec.quant_rows import IndexedRows, RowsOfTable, frozen_rows, rows_of_table
+
+__all__ = ["OnDevices", "OnOneDevice", "OnRanks", "Place", "stored_rows"]
+
+
+class Place(Protocol):
+    """Says where rows are."""
+
+    def __call__(self, tables: Sequence[RowsOfTable], dim: int, data_type: DataType) -> torch.nn.Module:
+        """What looks the rows of these tables up; see `frozen_rows`."""
+
+    def together(self, call: Callable[[], Any]) -> Any:
+        """What a call gives that may raise, and after which rows are looked up."""
+
+
+class OnOneDevice:
+    """All rows are where they were made."""
+
+    def __call__(self, tables: Sequence[RowsOfTable], dim: int, data_type: DataType) -> torch.nn.Module:
+        return frozen_rows(tables, dim, data_type)
+
+    def together(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+class OnDevices:
+    """Each row is on one of several devices of this process.
+
+    Args:
+        devices: one may come several times.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]):
+        self._devices = list(devices)
+
+    def __call__(self, tables: Sequence[RowsOfTable], dim: int, data_type: DataType) -> torch.nn.Module:
+        shards = [
+            frozen_rows([_of_owner(its, d, len(self._devices)).to(device) for its in tables], dim, data_type)
+            for d, device in enumerate(self._devices)
+        ]
+        return RowsOnDevices(shards) if len(shards) > 1 else shards[0]
+
+    def together(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+class OnRanks:
+    """Each row is with one of several processes. Every rank makes its lookups at the same time as the others.
+
+    Args:
+        process_group: of them.
+    """
+
+    def __init__(self, process_group: "torch.distributed.ProcessGroup"):
+        self._ranks = Ranks(process_group, name="quantized rows")
+
+    def __call__(self, tables: Sequence[RowsOfTable], dim: int, data_type: DataType) -> torch.nn.Module:
+        own = [_of_owner(its, self._ranks.rank, self._ranks.size) for its in tables]
+        return RowsOnRanks(frozen_rows(own, dim, data_type), self._ranks)
+
+    def together(self, call: Callable[[], Any]) -> Any:
+        found: list[Any] = []
+        self._ranks.agree("check a batch of quantized collections", lambda: found.append(call()))
+        return found[0]
+
+
+def _of_owner(table: RowsOfTable, owner: int, owners: int) -> RowsOfTable:
+    """The rows of a table that an owner has."""
+    id_S = table.ids.cpu()
+    table_S = torch.full_like(id_S, table.number, dtype=torch.int32)
+    own = torch.from_numpy(owner_of(table_S.numpy(), id_S.numpy(), owners) == owner).to(table.ids.device)
+    return RowsOfTable(table.ids[own], table.weight[own], table.absent)
+
+
+def stored_rows(rows: torch.nn.Module, absent: torch.Tensor) -> RowsOfTable:
+    """A table's rows out of what a place has made; of ranks those of this one."""
+    if isinstance(rows, IndexedRows):
+        return rows_of_table(rows, absent)
+    parts = [rows_of_table(shard, absent).to(torch.device("cpu")) for shard in rows.shards]  # type: ignore[union-attr]
+    ids, weight = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+    order = torch.argsort(ids)
+    return RowsOfTable(ids[order], weight[order], absent)
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """x >> bits of 64-bit numbers without a sign."""
+    return torch.bitwise_right_shift(x, bits) & ((1 << (64 - bits)) - 1)
+
+
+@torch.fx.wrap
+def owner_of_keys(table_N: torch.Tensor, id_N: torch.Tensor, owners: int) -> torch.Tensor:
+    """`kernels/owner.py`'s `owner_of` in aten ops: int64 [N], of int64 [N] each and 2^31 owners at most."""
+    # TorchScript has no constants of modules; as int64, of which products wrap around, these are 0x9E3779B97F4A7C15,
+    # 0x6F776E6572730001, 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB.
+    golden, salt, first, second = -7046029254386353131, 8032009842429460481, -4658895280553007687, -7723592293110705685
+    x = (table_N + 1) * golden + salt
+    x = (x ^ _shifted(x, 30)) * first
+    x = (x ^ _shifted(x, 27)) * second
+    x = (x ^ _shifted(x, 31)) ^ id_N
+    x = (x ^ _shifted(x, 30)) * first
+    x = (x ^ _shifted(x, 27)) * second
+    x = x ^ _shifted(x, 31)
+    return torch.bitwise_right_shift(_shifted(x, 32) * owners + _shifted((x & 0xFFFFFFFF) * owners, 32), 32)
+
+
+class RowsOnDevices(torch.nn.Module):
+    """Looks rows up on the devices that have them. It can be scripted and exported.
+
+    Args:
+        shards: those of each device, in the order of owners.
+    """
+
+    def __init__(self, shards: Sequence[IndexedRows]):
+        super().__init__()
+        self.shards = torch.nn.ModuleList(shards)
+        self.owners, self.dim = len(shards), shards[0].dim
+
+    def forward(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
+        """As of `FrozenRows`."""
+        owner_N = owner_of_keys(table_N, id_N, self.owners)
+        weight_ND = id_N.new_zeros([id_N.size(0), self.dim], dtype=torch.float32)
+        for d, shard in enumerate(self.shards):
+            at_M = torch.nonzero(owner_N == d).squeeze(1)
+            device = shard.frozen.key_S.device
+            its_MD = shard(table_N.index_select(0, at_M).to(device), id_N.index_select(0, at_M).to(device))
+            weight_ND = weight_ND.index_copy(0, at_M, its_MD.to(weight_ND.device))
+        return weight_ND
+
+
+class RowsOnRanks(torch.nn.Module):
+    """Looks rows up on the ranks that own them. Every rank makes the call, with keys of its own.
+
+    Args:
+        own: this rank's.
+    """
+
+    def __init__(self, own: IndexedRows, ranks: Ranks):
+        super().__init__()
+        self.shards = torch.nn.ModuleList([own])
+        self.dim = own.dim
+        self._ranks = ranks
+
+    @torch._disable_dynamo
+    def forward(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
+        """As of `FrozenRows`.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        (own,), ranks, device = self.shards, self._ranks, id_N.device
+        sent: list[tuple[list[int], torch.Tensor]] = []
+
+        def keys() -> list[list[torch.Tensor]]:
+            unique = unique_keys(table_N.cpu().int().numpy(), id_N.cpu().numpy(), padding_id=None, threads=Threads())
+            owner_U = torch.from_numpy(owner_of(unique.table_U, unique.id_U, ranks.size))
+            order_U = torch.argsort(owner_U, stable=True)
+            count_R = torch.bincount(owner_U, minlength=ranks.size).tolist()
+            place_U = torch.empty_like(order_U)
+            place_U[order_U] = torch.arange(len(order_U))
+            sent.append((count_R, place_U[torch.from_numpy(unique.inverse_N)]))
+            table_U, id_U = torch.from_numpy(unique.table_U), torch.from_numpy(unique.id_U)
+            return [[torch.tensor([len(its)]), id_U[its], table_U[its]] for its in order_U.split(count_R)]
+
+        def rows() -> list[list[torch.Tensor]]:
+            answers = []
+            for block in asked:
+                count = int(block.take(1, torch.int64))
+                ids, table = block.take(count, torch.int64), block.take(count, torch.int32)
+                answers.append([own(table.to(device).long(), ids.to(device)).cpu()])
+            return answers
+
+        with whole_exchange():
+            asked = ranks.exchange("look up quantized rows", keys)
+            received = ranks.exchange("answer with quantized rows", rows)
+        (count_R, place_N), dim = sent[0], self.dim
+        its = [block.take(count * dim, torch.float32) for block, count in zip(received, count_R, strict=True)]
+        return torch.cat(its).view(-1, dim)[place_N].to(device)

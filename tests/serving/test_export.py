@@ -1,0 +1,326 @@
+"""Exported programs against the graph that they are of, and the graph after an export."""
+
+import json
+import warnings
+
+import pytest
+import torch
+
+import oneemb
+from oneemb.storage.errors import StorageError
+from tests.support.export_models import LOOKUPS, Click, Score, embedding_at, run_alone, train_rows, trained_click
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+FORMATS = ["export", "torchscript"]
+
+
+def some_ids(samples=33, seed=5):
+    return torch.randint(-70, 70, (samples, 3), generator=torch.Generator().manual_seed(seed))
+
+
+def load(path, format="export"):
+    extra = {"oneemb.json": ""}
+    if format == "export":
+        program = torch.export.load(path, extra_files=extra).module()
+    else:
+        program = torch.jit.load(path, _extra_files=extra)
+    return program, json.loads(extra["oneemb.json"])
+
+
+@pytest.fixture(scope="module")
+def click(tmp_path_factory):
+    return trained_click(tmp_path_factory.mktemp("click"))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("lookup", ["aten", "op"])
+def test_a_program_gives_the_numbers_of_its_graph_for_any_number_of_examples(tmp_path, click, format, lookup):
+    graph = Score(click)
+    graph.export(tmp_path / "score", some_ids(64), format=format, lookup=lookup)
+    program, _ = load(tmp_path / "score", format)
+    for samples in (33, 64, 1, 0):
+        want, got = graph(some_ids(samples)), program(some_ids(samples))
+        assert torch.equal(got, want) and not got.requires_grad
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_training_graph_is_exported_without_its_backward_pass(tmp_path, click, format):
+    ids, label = some_ids(), torch.ones(33)
+    click.export(tmp_path / "click", some_ids(16, 1), torch.zeros(16), format=format)
+    program, said = load(tmp_path / "click", format)
+    click.eval()
+    want = click(ids, label)
+    click.train()
+    assert all(torch.equal(a, b) for a, b in zip(program(ids, label), want, strict=True))
+    assert said["steps"] == 3 and said["embeddings"]["embedding"]["step"] == 3
+
+
+def test_inputs_that_are_named_stay_named(tmp_path, click):
+    click.export(tmp_path / "click", some_ids(16), kwargs={"label": torch.zeros(16)})
+    program, _ = load(tmp_path / "click")
+    click.eval()
+    want = click(some_ids(), torch.ones(33))
+    click.train()
+    assert torch.equal(program(some_ids(), label=torch.ones(33))[1], want[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.float32) for name in LOOKUPS]
+    + [(name, torch.float16) for name in ("ids", "mean", "max", "weighted")],
+)
+def test_every_kind_of_lookup_gives_the_bits_of_eval_mode(tmp_path, name, dtype):
+    embedding = embedding_at(tmp_path, dtype=dtype)
+    train_rows(embedding)
+    make, batch = LOOKUPS[name]
+    graph = make(embedding)
+    graph.export(tmp_path / "one", *batch(20, 1))
+    program, _ = load(tmp_path / "one")
+    for samples in (20, 7, 3):
+        inputs = batch(samples, samples)
+        want, got = graph(*inputs), program(*inputs)
+        assert want.dtype == got.dtype == dtype and torch.equal(want, got)
+
+
+def test_programs_run_where_there_is_no_oneemb(tmp_path):
+    programs, wanted = [], []
+    for name in ("ids", "mean", "max", "weighted"):
+        embedding = embedding_at(tmp_path, name, drawn=name == "ids")
+        train_rows(embedding)
+        make, batch = LOOKUPS[name]
+        graph = make(embedding)
+        for format in FORMATS:
+            path, inputs = tmp_path / f"{name}.{format}", batch(11, 2)
+            graph.export(path, *batch(20, 1), format=format)
+            programs.append((path, format, inputs))
+            wanted.append(graph(*inputs))
+    for (path, *_), want, got in zip(programs, wanted, run_alone(tmp_path, *programs), strict=True):
+        assert torch.equal(want, got), path
+
+
+def test_several_embeddings_and_one_that_is_shared_are_one_program(tmp_path):
+    class Both(oneemb.EvalGraph):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = embedding_at(tmp_path, "first"), embedding_at(tmp_path, "second", 1, dim=2)
+            self.towers = torch.nn.ModuleList([Tower(self.first), Tower(self.first)])
+
+        def build(self, batch):
+            rows = [tower(batch["ids"]) for tower in self.towers]
+            return {"rows": torch.cat([*rows, self.second(batch["more"])], 1)}
+
+    class Tower(torch.nn.Module):
+        def __init__(self, embedding):
+            super().__init__()
+            self.embedding = embedding
+
+        def forward(self, ids):
+            return self.embedding(ids).flatten(1)
+
+    graph = Both()
+    batch = {"ids": some_ids(), "more": some_ids()[:, 0]}
+    graph.export(tmp_path / "both", {"ids": some_ids(9), "more": some_ids(9)[:, 1]})
+    program, said = load(tmp_path / "both")
+    assert torch.equal(program(batch)["rows"], graph(batch)["rows"]) and len(said["embeddings"]) == 2
+    assert len({one.data_ptr() for name, one in program.named_buffers(remove_duplicate=False) if "key_S" in name}) == 2
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float16", 1e-3), ("int8", 8e-3), ("int4", 0.14)])
+def test_rounded_rows_are_within_their_bound_and_the_program_says_so(tmp_path, dtype, bound):
+    embedding = embedding_at(tmp_path)
+    train_rows(embedding)
+    graph = LOOKUPS["ids"][0](embedding)
+    graph.export(tmp_path / "one", some_ids(), dtype=dtype)
+    program, said = load(tmp_path / "one")
+    error = (program(some_ids()) - graph(some_ids())).abs().max().item()
+    assert 0 < error < bound and error <= said["embeddings"]["embedding"]["error_max"] * 1.0001
+    assert said["dtype"] == dtype
+
+
+def test_unknown_ids_read_as_zeros_where_that_is_asked_for(tmp_path):
+    embedding = embedding_at(tmp_path)
+    graph = LOOKUPS["ids"][0](embedding)
+    graph.export(tmp_path / "one", some_ids(), absent="zeros")
+    assert not load(tmp_path / "one")[0](some_ids()).any()  # There are no rows at all.
+
+
+def test_a_snapshot_is_exported_by_name_and_the_program_says_which(tmp_path):
+    click = trained_click(tmp_path)
+    graph, ids = LOOKUPS["ids"][0](click.embedding), some_ids()
+    click.embedding.save_snapshot("early")
+    graph.export(tmp_path / "now", ids)
+    early = graph(ids)
+    click(some_ids(32), torch.ones(32))
+    graph.export(tmp_path / "early", ids, snapshot="early")
+    graph.export(tmp_path / "late", ids)
+    programs = {name: load(tmp_path / name) for name in ("now", "early", "late")}
+    assert torch.equal(programs["early"][0](ids), early) and torch.equal(programs["now"][0](ids), early)
+    late = programs["late"][0](ids)
+    assert torch.equal(late, graph(ids)) and not torch.equal(late, early)
+    said = {name: its["embeddings"]["embedding"] for name, (_, its) in programs.items()}
+    assert [said[name]["snapshot"] for name in ("now", "early", "late")] == ["early", "early", None]
+    assert [said[name]["step"] for name in ("now", "early", "late")] == [3, 3, 4] and said["now"]["identity"]
+    with pytest.raises(StorageError, match="absent"):
+        graph.export(tmp_path / "none", ids, snapshot="absent")
+    assert not (tmp_path / "none").exists()
+
+
+# ---- what is left as it was ------------------------------------------------------------------------------------------
+
+
+def everything(graph):
+    modules = {name: (id(module), module.training, list(vars(module))) for name, module in graph.named_modules()}
+    tensors = {name: (id(one), one.requires_grad, one._version) for name, one in graph.named_parameters()}
+    buffers = {name: (id(one), one.clone()) for name, one in graph.named_buffers()}
+    return modules, tensors, {name: (place, one.tolist()) for name, (place, one) in buffers.items()}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
+def test_the_graph_and_the_folder_are_as_before_however_an_export_ends(tmp_path, format, error):
+    class Ends(Click):
+        def build(self, ids, label):
+            self.seen = label  # on the copy
+            self.norm.running_mean.add_(1)
+            found = super().build(ids, label)
+            if error is not None and self.ends:
+                raise error
+            return found
+
+    graph = Ends(tmp_path)
+    graph.ends = False
+    graph(some_ids(), torch.ones(33))
+    graph.ends, scaler = True, torch.amp.GradScaler("cpu")
+    graph.scaler = scaler
+    (tmp_path / "program").write_text("former")
+    before, rows, scales = everything(graph), graph.embedding.stats()["rows"], dict(vars(scaler))
+    files, random = sorted(str(path) for path in tmp_path.rglob("*.snapshot")), torch.random.get_rng_state()
+    if error is None:
+        graph.export(tmp_path / "program", some_ids(), torch.ones(33), format=format)
+    else:
+        with pytest.raises(error):
+            graph.export(tmp_path / "program", some_ids(), torch.ones(33), format=format)
+        assert (tmp_path / "program").read_text() == "former"
+    assert everything(graph) == before and graph.embedding.stats()["rows"] == rows
+    assert graph.scaler is scaler and vars(scaler) == scales and "seen" not in {*vars(graph)} - {"seen"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["clicks", "program"]
+    assert graph.embedding.snapshots() == [] and files == sorted(str(path) for path in tmp_path.rglob("*.snapshot"))
+    assert torch.equal(random, torch.random.get_rng_state())
+    graph.ends = False
+    graph(some_ids(), torch.ones(33))  # and it trains on
+
+
+# ---- hostile use -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda self, ids: self.embedding(ids).sum() if ids.sum() > 0 else ids, "branches on values"),
+        (lambda self, ids: self.embedding(ids)[: int(ids[0, 0])], "branches on values"),
+        (lambda self, ids: self.embedding(ids).view(33, -1), "fixes the number of examples"),
+        (lambda self, ids: self.embedding(ids.int()), "TypeError: ids must be torch.int64"),
+        (lambda self, ids: self.embedding.stats(), "AttributeError.*stats"),
+        (lambda self, ids: torch.from_numpy(self.embedding(ids).numpy() + 1), "RuntimeError.*numpy"),
+    ],
+)
+def test_a_build_that_no_program_can_hold_is_an_error_that_says_why(tmp_path, click, build, says):
+    graph = type("Hostile", (Score,), {"build": build})(click)
+    with pytest.raises(oneemb.BuildError, match=f"(?s)build cannot be exported.*{says}"):
+        graph.export(tmp_path / "program", some_ids())
+    assert not list(tmp_path.iterdir())
+
+
+def test_torchscript_does_not_fix_what_tracing_would(tmp_path, click):
+    class Fixes(Score):
+        def build(self, ids):
+            return self.embedding(ids).repeat_interleave(torch.sym_int(ids.shape[0] * 1.0), 1)
+
+    graph = Fixes(click)
+    with pytest.raises(oneemb.BuildError, match="which would be fixed"):
+        graph.export(tmp_path / "program", some_ids(), format="torchscript")
+    graph.export(tmp_path / "program", some_ids())
+    assert load(tmp_path / "program")[0](some_ids(4)).shape == (4, 12, 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"format": "onnx"}, "format must be one of 'export', 'aot_inductor', 'torchscript'"),
+        ({"dtype": "int2"}, "dtype must be"),
+        ({"lookup": "hash"}, "lookup must be"),
+        ({"absent": "error"}, "absent must be"),
+        ({"lookup": "op", "format": "aot_inductor"}, "runs without Python"),
+    ],
+)
+def test_an_option_that_there_is_not_is_named(tmp_path, click, options, says):
+    with pytest.raises(ValueError, match=says):
+        Score(click).export(tmp_path / "program", some_ids(), **options)
+
+
+def test_inputs_that_a_program_cannot_take_are_named(tmp_path, click):
+    graph = Score(click)
+    with pytest.raises(ValueError, match=r"2 examples or more.*input 0 has shape \[1, 3\]"):
+        graph.export(tmp_path / "program", some_ids(1))
+    with pytest.raises(ValueError, match="input 0 is on meta"):
+        graph.export(tmp_path / "program", some_ids().to("meta"))
+    with pytest.raises(FileNotFoundError, match="make it first"):
+        graph.export(tmp_path / "none" / "program", some_ids())
+
+
+def test_embeddings_that_are_not_in_the_graph_are_named(tmp_path, click):
+    class Hidden(oneemb.EvalGraph):
+        def __init__(self):
+            super().__init__()
+            self.all = [click.embedding]
+
+        def build(self, ids):
+            return self.all[0](ids)
+
+    with pytest.raises(ValueError, match=r"all\[0\].*ModuleList"):
+        Hidden().export(tmp_path / "program", some_ids())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_program_refuses_ids_of_another_dtype_and_offsets_and_tables_out_of_range(tmp_path, format):
+    embedding = embedding_at(tmp_path)
+
+    def program(name):
+        make, batch = LOOKUPS[name]
+        make(embedding).export(tmp_path / name, *batch(20, 1), format=format)
+        return load(tmp_path / name, format)[0], batch(6, 2)
+
+    found, (ids,) = program("ids")
+    assert torch.equal(found(ids.int()), found(ids))  # which loses nothing
+    for other in (ids.float(), ids[:, :2]):
+        with pytest.raises((RuntimeError, AssertionError)):
+            found(other)
+    found, (ids, tables) = program("tables of ids")
+    for wrong in (3, -1):
+        with pytest.raises((RuntimeError, IndexError)):
+            found(ids, torch.where(tables == 1, wrong, tables))
+    found, (ids, offsets) = program("sum")
+    for wrong in (offsets + 1, torch.cat([offsets[:-1], offsets[-1:] - 1]), offsets.flip(0), offsets * 2):
+        with pytest.raises((RuntimeError, IndexError)):
+            found(ids, wrong)
+
+
+def test_ids_of_32_bits_are_looked_up_as_they_are(tmp_path):
+    store = oneemb.make_device_mem_store_options(str(tmp_path / "narrow"))
+    embedding = oneemb.MultiTableEmbedding("narrow", 3, torch.float32, torch.int32, [oneemb.make_table()], store)
+    graph = LOOKUPS["ids"][0](embedding)
+    ids = torch.tensor([-(2**31), -1, 0, 2**31 - 1], dtype=torch.int32)
+    for format in FORMATS:
+        graph.export(tmp_path / "program", ids, format=format)
+        program, _ = load(tmp_path / "program", format)
+        assert torch.equal(program(ids[:3]), graph(ids[:3]))
+        with pytest.raises((RuntimeError, AssertionError)):
+            program(ids.float())
+
+
+def test_an_export_says_nothing_of_torchs_own(tmp_path, click):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        for format in FORMATS:
+            Score(click).export(tmp_path / "program", some_ids(), format=format)
