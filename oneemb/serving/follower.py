@@ -59,7 +59,8 @@ class Follower:
 
     def stop(self) -> None:
         """Let the thread end soon; a call that it is in gives up."""
-        self._ends.set()
+        if not self.is_of_parent:  # Its thread may have held the event's lock when this process was forked.
+            self._ends.set()
 
     def close(self) -> None:
         """Stop, and wait until the thread has ended."""

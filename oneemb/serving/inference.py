@@ -194,8 +194,8 @@ class InferenceEmbedding(torch.nn.Module):
         follower.check()
 
     def _alone(self) -> threading.Lock:
-        """The lock under which versions are exchanged, for a moment. A child of fork has one of its own: a thread of
-        its parent may have held the other one."""
+        """The lock under which versions, and who follows, are exchanged, for a moment. A child of fork has one of its
+        own: a thread of its parent may have held the other one."""
         if self._process != os.getpid():
             self._lock, self._process = threading.Lock(), os.getpid()
         return self._lock
@@ -239,10 +239,9 @@ class InferenceEmbedding(torch.nn.Module):
                 answers still.
         """
         source, choice = self._need_source(), object()
-        follower = self._follower
-        if follower is not None:
-            follower.stop()
-        self._follower, self._choice = None, choice
+        with self._alone():
+            self._stopped()
+            self._choice = choice
         file = open_snapshot(source, snapshot, threads=self._threads)
         assert file is not None
         self._take(file, choice, newer=False)
@@ -271,21 +270,33 @@ class InferenceEmbedding(torch.nn.Module):
 
         Raises:
             ValueError: `seconds` is not above 0.
+            StorageError: the embedding is closed, or was opened from a file.
         """
         self._need_source()
         if not seconds > 0:
             raise ValueError(f"seconds must be above 0, got {seconds}")
-        self.unfollow()
-        self._follower = Follower(self._refresh, seconds)
-        self._follower.start()
+        with self._alone():
+            self._version_now()
+            former = self._stopped()
+            self._follower = Follower(self._refresh, seconds)
+            self._follower.start()
+        if former is not None:
+            former.close()
 
     def unfollow(self) -> None:
         """Follow no more; the snapshot that answers goes on to answer."""
+        with self._alone():
+            follower = self._stopped()
+        if follower is not None:
+            follower.close()
+
+    def _stopped(self) -> Follower | None:
+        """Who follows, told to stop: nobody does now. The caller has the lock: of two who follow one would be lost."""
         follower = self._follower
         if follower is not None:
             follower.stop()
             self._follower = None
-            follower.close()
+        return follower
 
     def close(self) -> None:
         """Stop following and let go of the file."""

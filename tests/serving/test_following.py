@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -54,9 +55,9 @@ def job(tmp_path):
     job.embedding.close()
 
 
-def wait_for(what):
+def wait_for(what, seconds=PATIENCE_S):
     """Whether it becomes true."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + seconds
     while not what():
         if time.monotonic() > end:
             return False
@@ -203,6 +204,55 @@ def test_an_interrupt_of_follow_or_unfollow_leaves_no_thread_that_nobody_stops(j
         interrupted(call, line, "signal", functions=("follow", "unfollow", "__init__", "start", "stop", "close"))
         served.unfollow()
         assert wait_for(lambda: not any(thread.name == "oneemb-follow" for thread in threading.enumerate())), line
+
+
+def followers():
+    return [thread for thread in threading.enumerate() if thread.name == "oneemb-follow"]
+
+
+def test_of_threads_that_all_follow_one_does_and_none_when_it_stops(job):
+    served = InferenceEmbedding.open(job.folder)
+    interval, at_once = sys.getswitchinterval(), threading.Barrier(4)
+
+    def follow():
+        at_once.wait()
+        for _ in range(50):
+            served.follow(60.0)
+
+    threads = [threading.Thread(target=follow) for _ in range(4)]
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wait_for(lambda: len(followers()) == 1)
+    served.rollback("step 1")
+    assert wait_for(lambda: not followers())
+
+
+def test_a_closed_embedding_does_not_follow(job):
+    served = InferenceEmbedding.open(job.folder)
+    served.close()
+    with pytest.raises(StorageError, match="closed"):
+        served.follow(60.0)
+    assert not followers()
+
+
+@pytest.mark.parametrize("call", ["close", "unfollow", "follow", "rollback"])
+def test_a_forked_child_stops_following_whatever_the_thread_of_its_parent_was_doing(job, call):
+    served = InferenceEmbedding.open(job.folder)
+    served.follow(60.0)
+    arguments = {"follow": [60.0], "rollback": ["step 1"]}.get(call, [])
+    with served._follower._ends._cond:  # as the thread has it for a moment when it wakes
+        pid = child(lambda: getattr(served, call)(*arguments) is None)
+    ended = wait_for(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None, 10)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+    assert ended_well(pid)
+    served.close()
 
 
 def test_a_forked_child_reads_and_follows_from_its_first_lookup_on(job):
