@@ -3,7 +3,9 @@
 Invariant: nothing of the tree that is copied is written to, so that nothing need be put back, whatever interrupts.
 """
 
+import copy
 import types
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +17,8 @@ __all__ = ["frozen_copy"]
 
 _WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
 """Of torch, and what they wrap: what they add has no place in a program."""
+
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 
 def frozen_copy(
@@ -30,23 +34,24 @@ def frozen_copy(
         if any(is_embedding(one) for one in module.modules()):
             raise ValueError(f"{where}: {say_not_registered(root, module)}")
     copies: dict[torch.nn.Module, torch.nn.Module] = {**stands_for}
-    copy = _copied(root, copies, {})
+    made = _copied(root, copies, {}, {})
     for one in copies.values():
         _bind(one, copies)
-    return copy
+    return made
 
 
 _Weights = dict[torch.nn.Parameter, torch.nn.Parameter]
 
 
 def _copied(
-    module: torch.nn.Module, copies: dict[torch.nn.Module, torch.nn.Module], weights: _Weights
+    module: torch.nn.Module, copies: dict[torch.nn.Module, torch.nn.Module], weights: _Weights,
+    containers: dict[int, Any],
 ) -> torch.nn.Module:  # fmt: skip
     if module in copies:
         return copies[module]
     wrapped = _WRAPPERS.get(type(module).__name__)
     if wrapped is not None and wrapped in module._modules:
-        copies[module] = _copied(getattr(module, wrapped), copies, weights)
+        copies[module] = _copied(getattr(module, wrapped), copies, weights, containers)
         return copies[module]
     if isinstance(module, torch.jit.ScriptModule):
         if any(one.training for one in module.modules()):
@@ -54,9 +59,9 @@ def _copied(
         copies[module] = module
         return module
     _check(module)
-    copy = module.__class__.__new__(module.__class__)
-    copies[module] = copy
-    state = dict(vars(module))
+    its = module.__class__.__new__(module.__class__)
+    copies[module] = its
+    state = {name: _own(value, containers) for name, value in vars(module).items()}
     state["training"] = False
     state["_parameters"] = {
         name: None if one is None else _weight(one, weights) for name, one in module._parameters.items()
@@ -65,11 +70,23 @@ def _copied(
         state["_flat_weights"] = [state["_parameters"].get(name) for name in module._flat_weights_names]
     state["_buffers"] = {name: None if one is None else one.detach().clone() for name, one in module._buffers.items()}
     state["_modules"] = {
-        name: None if child is None else _copied(child, copies, weights) for name, child in module._modules.items()
+        name: None if child is None else _copied(child, copies, weights, containers)
+        for name, child in module._modules.items()
     }
     state["_compiled_call_impl"] = None
-    copy.__dict__.update(state)
-    return copy
+    its.__dict__.update(state)
+    return its
+
+
+def _own(value: Any, containers: dict[int, Any]) -> Any:
+    """A container of Python's as one of the copy, with the same elements: `build` may append to it, or count in it."""
+    if type(value) not in _CONTAINERS:
+        return value
+    if id(value) not in containers:
+        made = containers[id(value)] = copy.copy(value)
+        for key in () if isinstance(made, set) else made if isinstance(made, dict) else range(len(made)):
+            made[key] = _own(made[key], containers)
+    return containers[id(value)]
 
 
 def _weight(parameter: torch.nn.Parameter, weights: _Weights) -> torch.nn.Parameter:
@@ -93,13 +110,13 @@ def _check(module: torch.nn.Module) -> None:
         )
 
 
-def _bind(copy: torch.nn.Module, copies: Mapping[torch.nn.Module, torch.nn.Module]) -> None:
+def _bind(made: torch.nn.Module, copies: Mapping[torch.nn.Module, torch.nn.Module]) -> None:
     """Let what the copy has of others, methods and modules that are no children, be of their copies."""
-    for name, value in list(vars(copy).items()):
+    for name, value in list(vars(made).items()):
         if isinstance(value, torch.nn.Module) and value in copies:
-            vars(copy)[name] = copies[value]
+            vars(made)[name] = copies[value]
         elif isinstance(value, types.MethodType) and isinstance(value.__self__, torch.nn.Module):
-            vars(copy)[name] = _bound(value, copies.get(value.__self__, value.__self__))
+            vars(made)[name] = _bound(value, copies.get(value.__self__, value.__self__))
 
 
 def _bound(method: types.MethodType, module: torch.nn.Module) -> Callable[..., Any]:

@@ -203,6 +203,7 @@ def test_the_graph_and_the_folder_are_as_before_however_an_export_ends(tmp_path,
     class Ends(Click):
         def build(self, ids, label):
             self.seen = label  # on the copy
+            self.lists["all"].append(label)
             self.norm.running_mean.add_(1)
             found = super().build(ids, label * torch.rand_like(label))
             self.scaler.scale(found[0])
@@ -211,7 +212,7 @@ def test_the_graph_and_the_folder_are_as_before_however_an_export_ends(tmp_path,
             return found
 
     graph = Ends(tmp_path)
-    graph.ends, graph.scaler = False, torch.amp.GradScaler("cpu")
+    graph.ends, graph.scaler, graph.lists = False, torch.amp.GradScaler("cpu"), {"all": []}
     graph(some_ids(), torch.ones(33))
     graph.ends, scaler = True, torch.amp.GradScaler("cpu")  # which has scaled nothing, and has no scale
     graph.scaler = scaler
@@ -224,7 +225,7 @@ def test_the_graph_and_the_folder_are_as_before_however_an_export_ends(tmp_path,
         with pytest.raises(error):
             graph.export(tmp_path / "program", some_ids(), torch.ones(33), format=format)
         assert (tmp_path / "program").read_text() == "former"
-    assert everything(graph) == before and graph.embedding.stats()["rows"] == rows
+    assert len(graph.lists["all"]) == 1 and everything(graph) == before and graph.embedding.stats()["rows"] == rows
     assert graph.scaler is scaler and vars(scaler) == scales and "seen" not in {*vars(graph)} - {"seen"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["clicks", "program"]
     assert graph.embedding.snapshots() == [] and files == sorted(str(path) for path in tmp_path.rglob("*.snapshot"))
