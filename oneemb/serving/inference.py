@@ -172,8 +172,8 @@ class InferenceEmbedding(torch.nn.Module):
         follower.check()
 
     def _alone(self) -> threading.Lock:
-        """The lock under which versions, and who follows, are exchanged, for a moment. A child of fork has one of its own: a thread of
-        its parent may have held the other one."""
+        """The lock under which versions, and who follows, are exchanged, for a moment. A child of fork has one of its
+        own: a thread of its parent may have held the other one."""
         if self._process != os.getpid():
             self._lock, self._process = threading.Lock(), os.getpid()
         return self._lock

@@ -5,7 +5,7 @@ Invariant: bags have the bits that pooling the rows one by one, in batch order, 
 
 import functools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
