@@ -338,9 +338,11 @@ def _from_float32(x, like):
     return None
 
 
-@overload(as_stored, inline="always")
 @no_type_check
 def _as_stored(x, like):
     if x == like:
         return lambda x, like: x
     return lambda x, like: from_float32(to_float32(x), like)
+
+
+overload(as_stored, inline="always")(_as_stored)

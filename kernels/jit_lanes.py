@@ -149,7 +149,6 @@ def copy_lanes(to: Any, to_row: Any, to_column: Any, array: Any, row: Any, colum
     raise TypeError("copy_lanes is for compiled loops")
 
 
-@overload(copy_lanes, inline="always")
 @no_type_check  # see oneemb.kernels.jit_code
 def _copy_lanes(to, to_row, to_column, array, row, column):
     if to.dtype == array.dtype:
@@ -159,6 +158,9 @@ def _copy_lanes(to, to_row, to_column, array, row, column):
     return lambda to, to_row, to_column, array, row, column: store_lanes(
         to, to_row, to_column, load_lanes(array, row, column)
     )
+
+
+overload(copy_lanes, inline="always")(_copy_lanes)
 
 
 @intrinsic

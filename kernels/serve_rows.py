@@ -39,7 +39,8 @@ from oneemb.kernels.quantize_rows import dequantize_row, dequantized
 from oneemb.kernels.threads import Threads
 
 __all__ = [
-    "BLOCK_BYTES", "MISSING", "OTHER", "PADDING", "ServedRows", "check_cells", "find_rows", "pool_rows", "serve_rows",
+    "BLOCK_BYTES", "MISSING", "OTHER", "PADDING", "ServedRows", "check_cells", "find_rows", "keys_of_cells",
+    "pool_rows", "serve_rows",
 ]  # fmt: skip
 
 BLOCK_BYTES = 4096
@@ -297,6 +298,13 @@ def pool_rows(
 def _share_min(dim: int) -> int:
     """The fewest keys worth waking a thread for: one is found in about the time in which 32 weights are read."""
     return max(256, (1 << 17) // (dim + 32))
+
+
+def keys_of_cells(cell_C2: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """table_S int32, id_S int64 and place_S int64: the keys that cells hold, and the row of each."""
+    cell_S2 = cell_C2[cell_C2[:, 1] != 0]
+    word_S = cell_S2[:, 1]
+    return (word_S >> _PLACE_BITS).astype(np.int32), cell_S2[:, 0], (word_S & _PLACE_MASK) - 1
 
 
 @cpu

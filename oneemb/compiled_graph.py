@@ -263,9 +263,10 @@ class CompiledGraph(torch.nn.Module):
         the same modules.
 
         Args:
-            path: the file, replaced when the new one is complete.
-            args, kwargs: of `build`, an example batch of 2 or more examples. The first dimension of every tensor is
-                free in the program, what is no tensor is fixed.
+            path: the file, replaced when the new one is complete; its folder must be there. Torch asks for a name that
+                ends in .pt2, or .pt for TorchScript.
+            args, kwargs: of `build`, an example batch, on the CPU. The first dimension of every tensor, 2 or more here,
+                is free in the program: any number of examples, 0 too. What is no tensor is fixed.
             format: "export" = a program for torch.export.load; "aot_inductor" = a compiled package for
                 torch._inductor.aoti_load_package or C++; "torchscript" = traced, for torch.jit.load.
             dtype: of the rows in the program: "float32" = the weights as trained, bit for bit.
@@ -277,8 +278,29 @@ class CompiledGraph(torch.nn.Module):
 
         Raises:
             BuildError: `build` branches on values, fixes the number of examples, or does what torch.export cannot do.
-            ValueError: an argument is not as above, or something is not on the CPU.
-            StorageError: rows do not fit in the dtype, or files cannot be read or written; `path` is as it was.
+            ValueError: an argument is not as above, something is not on the CPU, or the graph holds what no program
+                can: a collection of `oneemb.torchrec`, an `InferenceEmbedding`.
+            FileNotFoundError: the folder of `path` is not there.
+            StorageError: there is no such snapshot, rows do not fit in the dtype, or files cannot be read or written.
+            Whatever is raised, `path` is as it was.
+
+        Example:
+            >>> import tempfile, torch, oneemb
+            >>> folder = tempfile.mkdtemp()
+            >>> class Score(oneemb.EvalGraph):
+            ...     def __init__(self):
+            ...         super().__init__()
+            ...         self.embedding = oneemb.MultiTableEmbedding(
+            ...             "items", 4, torch.float32, torch.int64, [oneemb.make_table()],
+            ...             oneemb.make_device_mem_store_options(folder + "/items"),
+            ...         )
+            ...     def build(self, ids):
+            ...         return self.embedding(ids).sum(-1)
+            >>> score = Score()
+            >>> score.export(folder + "/score.pt2", torch.zeros(2, 1, dtype=torch.int64))
+            >>> program = torch.export.load(folder + "/score.pt2").module()
+            >>> program(torch.tensor([[7], [-1], [9]])).shape
+            torch.Size([3, 1])
         """
         from oneemb.serving.export import export_graph
 

@@ -13,11 +13,12 @@ import numpy as np
 
 from oneemb.kernels.arrays import Array
 
-__all__ = ["WEIGHTS", "RowFormat"]
+__all__ = ["BITS", "WEIGHTS", "RowFormat"]
 
-# How the weights' bits lie in a NumPy array; see oneemb.kernels.jit_code.
-_BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
-WEIGHTS = tuple(_BITS)
+BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
+"""As what the weights' bits lie in a NumPy array; see oneemb.kernels.jit_code."""
+
+WEIGHTS = tuple(BITS)
 """The dtypes of weights."""
 
 
@@ -47,7 +48,7 @@ class RowFormat:
     @property
     def mark_begin(self) -> int:
         """Word at which the weights have ended."""
-        return -(-self.dim * np.dtype(_BITS[self.dtype]).itemsize // 4)
+        return -(-self.dim * np.dtype(BITS[self.dtype]).itemsize // 4)
 
     @property
     def state_begin(self) -> int:
@@ -106,7 +107,7 @@ class RowFormat:
         Of an array it is an array, of a tensor a tensor.
         """
         if isinstance(row_NW, np.ndarray):
-            return row_NW.view(_BITS[self.dtype])
+            return row_NW.view(BITS[self.dtype])
         import torch
 
-        return row_NW.view(getattr(torch, np.dtype(_BITS[self.dtype]).name))
+        return row_NW.view(getattr(torch, np.dtype(BITS[self.dtype]).name))

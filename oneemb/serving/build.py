@@ -29,6 +29,8 @@ __all__ = ["DTYPES", "Progress", "Source", "find_snapshot", "make_file", "open_s
 DTYPES = ("float32", "float16", "int8", "int4")
 """Of files; "float32" = as trained."""
 
+_LOOKS = 4  # for the newest snapshot, while each finds a newer one
+
 Progress = Callable[[int, int | None], None]
 _KEPT = 2  # files of one kind that stay in a folder
 _LOOK_S = 0.02  # between two looks whether another process has made a file
@@ -58,13 +60,24 @@ def find_snapshot(paths: Sequence[str], name: str | None) -> PartedSnapshot:
     Raises:
         StorageError: there is none.
     """
+    if name is not None:
+        return look_at(paths).get(name)
+    newest = _newest(paths)
+    for _ in range(_LOOKS):
+        # What a look has listed the job may have deleted before it was read, with all that is newer.
+        again = _newest(paths)
+        if again.sequence <= newest.sequence:
+            break
+        newest = again
+    return newest
+
+
+def _newest(paths: Sequence[str]) -> PartedSnapshot:
     found = look_at(paths)
-    if name is None:
-        names = [one.name for one in found.snapshots() if not one.name.startswith(EXPORTED)]
-        if not names:
-            raise SnapshotNotFoundError(f"no snapshot in {', '.join(paths)}; save one first")
-        name = names[-1]
-    return found.get(name)
+    names = [one.name for one in found.snapshots() if not one.name.startswith(EXPORTED)]
+    if not names:
+        raise SnapshotNotFoundError(f"no snapshot in {', '.join(paths)}; save one first")
+    return found.get(names[-1])
 
 
 def make_file(
@@ -144,7 +157,7 @@ def open_snapshot(
 
 
 def _open_made(source: Source, snapshot: PartedSnapshot, threads: Threads, stop: Callable[[], bool]) -> ServedFile:
-    """Older files of its kind than the last two go."""
+    """The open file of this snapshot, made if it is not there; then older ones of its kind than the last two go."""
     kind = _kind(source)
     name = f"{snapshot.sequence:012d}-{snapshot.info.identity}-{kind}.serving"
     path = os.path.join(source.folder, name)

@@ -78,6 +78,8 @@ def export_graph(
         raise FileNotFoundError(f"{os.path.dirname(path)} is not a folder; make it first")
     given = dict(kwargs or {})
     _check_places(graph, args, given)
+    if dynamic_shapes is None:
+        _check_batch(args, given)
     locks = [embedding.store.step_lock for embedding in embeddings_of(graph).values()]
     between_steps(locks, "export", lambda: _export(graph, build, path, args, given, options, dynamic_shapes))
 
@@ -99,11 +101,14 @@ def _check_places(graph: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     for what, one in (*its, *given):
         if isinstance(one, torch.Tensor) and one.device.type != "cpu" and one.numel():
             raise ValueError(f"programs run on the CPU, {what} is on {one.device}; call .cpu() on the graph and inputs")
-    for what, one in given:
+
+
+def _check_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for n, one in enumerate(pytree.tree_leaves((args, kwargs))):
         if isinstance(one, torch.Tensor) and one.dim() and one.shape[0] < 2:
             raise ValueError(
-                f"the example batch must have 2 examples or more, so that their number stays free: {what} has shape"
-                f" {list(one.shape)}"
+                f"the example batch must have 2 examples or more, so that their number stays free: input {n} has shape"
+                f" {list(one.shape)}; give more, or dynamic_shapes= if its first dimension is fixed"
             )
 
 
@@ -120,7 +125,7 @@ def _export(
             "format": options.format, "dtype": options.dtype, "lookup": options.lookup, "absent": options.absent,
             "embeddings": {},
         }  # fmt: skip
-        stands_for: dict[TableEmbedding, torch.nn.Module] = {}
+        stands_for: dict[torch.nn.Module, torch.nn.Module] = {}
         for name, embedding in embeddings_of(graph).items():
             stands_for[embedding], said = _frozen(embedding, work, options)
             described["embeddings"][name] = said
@@ -129,6 +134,7 @@ def _export(
         made = os.path.join(work, "program.pt2")
         with _scalers_kept(graph, build), warnings.catch_warnings(), torch.no_grad():
             warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's own parts to each other
+            warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)  # of a copy that nobody keeps
             _write(program, made, args, kwargs, options, dynamic_shapes, json.dumps(described))
         with open(made, "rb") as file:
             os.fsync(file.fileno())
@@ -203,7 +209,7 @@ def _build_of(build: Callable[..., Any], graph: torch.nn.Module) -> Callable[...
     function = getattr(build, "__func__", None)
     if function is None or getattr(build, "__self__", None) is not graph:
         raise ValueError(f"build of {type(graph).__name__} must be a method of it, got {build!r}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 class _WithoutBackward(TorchFunctionMode):

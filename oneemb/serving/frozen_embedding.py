@@ -37,7 +37,7 @@ class FrozenEmbedding(torch.nn.Module):
         self.name, self.dtype, self.key_type = embedding.name, dtype, embedding.key_type
         self.embedding_dim, self.column_dims = embedding.embedding_dim, embedding.column_dims
         self.num_tables, self.padding_idx = embedding.num_tables, embedding.padding_idx
-        self.lookup = lookup
+        self.lookup: torch.nn.Module = lookup
         self.eval()
 
     def forward(

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import torch
 
-from oneemb.embedding import TableEmbedding
 from oneemb.graph.modules import is_embedding, say_not_registered, unregistered_modules
 
 __all__ = ["frozen_copy"]
@@ -18,7 +17,7 @@ _WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"
 
 
 def frozen_copy(
-    root: torch.nn.Module, stands_for: Mapping[TableEmbedding, torch.nn.Module]
+    root: torch.nn.Module, stands_for: Mapping[torch.nn.Module, torch.nn.Module]
 ) -> torch.nn.Module:  # fmt: skip
     """The module as it is in eval mode, with others in place of embeddings, buffers of its own, and parameters without
     gradient that share the memory of its.
@@ -29,7 +28,7 @@ def frozen_copy(
     for where, module in unregistered_modules(root):
         if any(is_embedding(one) for one in module.modules()):
             raise ValueError(f"{where}: {say_not_registered(root, module)}")
-    copies: dict[torch.nn.Module, torch.nn.Module] = dict(stands_for)
+    copies: dict[torch.nn.Module, torch.nn.Module] = {**stands_for}
     copy = _copied(root, copies, {})
     for one in copies.values():
         _bind(one, copies)

@@ -16,6 +16,7 @@ from torch import library
 
 from oneemb.graph.ops.lookup import DTYPES as TRAINED
 from oneemb.kernels.arrays import Array
+from oneemb.kernels.host_loops import BITS
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.serve_rows import MISSING, ServedRows, serve_rows
 from oneemb.kernels.threads import Threads
@@ -66,7 +67,7 @@ def _frozen_rows(
 
 def _bits(rows: torch.Tensor) -> Array:
     """Weights as loops read them: see `kernels/jit_code.py`."""
-    return rows.view({torch.float16: torch.uint16, torch.bfloat16: torch.int16}.get(rows.dtype, rows.dtype)).numpy()
+    return rows.view(BITS.get(rows.dtype, rows.dtype)).numpy()
 
 
 _library.impl("frozen_rows", _frozen_rows, "CPU")

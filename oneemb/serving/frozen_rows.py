@@ -14,14 +14,15 @@ Invariants:
 - where there are no rows at all, there is one of table -1, which no id is of.
 """
 
-from typing import Self
+from typing import Final, Self
 
 import numpy as np
 import torch
 
 from oneemb.graph.ops.lookup import DTYPES as TRAINED
-from oneemb.kernels.hash_index import PLACE_BITS
+from oneemb.kernels.host_loops import BITS
 from oneemb.kernels.init_rows import InitialRows
+from oneemb.kernels.serve_rows import keys_of_cells
 from oneemb.serving.frozen_initial import InitialValues, constants_of
 from oneemb.serving.initial import initial_of
 from oneemb.storage.row_store import StorageError
@@ -45,14 +46,6 @@ def _salts(tables: int, attempt: int) -> np.ndarray:
     return np.array(found, np.uint64).view(np.int64)
 
 
-def _keys_of(file: ServedFile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """table_S int32, id_S int64, and place_S int64 in the file."""
-    cell_C2 = file.rows.cell_C2
-    taken = np.flatnonzero(cell_C2[:, 1])
-    word_S = cell_C2[taken, 1]
-    return (word_S >> PLACE_BITS).astype(np.int32), cell_C2[taken, 0], (word_S & ((1 << PLACE_BITS) - 1)) - 1
-
-
 def _sorted_keys(table_S: np.ndarray, id_S: np.ndarray, tables: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Salts, sorted keys, and which row each is of."""
     for attempt in range(_SALTS):
@@ -73,7 +66,7 @@ def _rows_of(file: ServedFile, place_S: np.ndarray) -> tuple[torch.Tensor, torch
     dtype = torch.uint8 if bits else TRAINED[info.weights]
     rows = torch.empty(len(place_S), width, dtype=dtype)
     scale_S2 = torch.empty(len(place_S) if bits else 0, 2, dtype=torch.float16 if bits == 4 else torch.float32)
-    out_SX = rows.view({torch.bfloat16: torch.int16, torch.float16: torch.uint16}.get(dtype, dtype)).numpy()
+    out_SX = rows.view(BITS.get(dtype, dtype)).numpy()
     scale_SB = scale_S2.view(torch.uint8).numpy()
     for begin in range(0, len(place_S), _ROWS):
         its_NX = row_SX[place_S[begin : begin + _ROWS]]
@@ -101,6 +94,7 @@ class FrozenRows(torch.nn.Module):
     rows: torch.Tensor
     scale_S2: torch.Tensor
     begin_TD: torch.Tensor
+    draws: Final[bool]
 
     def __init__(
         self, key_S: torch.Tensor, table_S: torch.Tensor, salt_T: torch.Tensor, rows: torch.Tensor,
@@ -136,7 +130,7 @@ class FrozenRows(torch.nn.Module):
         initial = initial_of(file, absent)
         file.verify()
         info = file.info
-        table_S, id_S, place_S = _keys_of(file)
+        table_S, id_S, place_S = keys_of_cells(file.rows.cell_C2)
         salt_T, key_S, order_S = _sorted_keys(table_S, id_S, info.num_tables)
         del id_S
         table_S, place_S = table_S[order_S], place_S[order_S]
@@ -145,10 +139,9 @@ class FrozenRows(torch.nn.Module):
         if not len(key_S):
             key_S, table_S = np.zeros(1, np.int64), np.full(1, -1, np.int32)
             rows, scale_S2 = rows.new_zeros(1, rows.shape[1]), scale_S2.new_zeros(1, 2)
-        tensors = [torch.from_numpy(array) for array in (key_S, table_S, salt_T)]
         return cls(
-            *tensors, rows, scale_S2, info.dim, QUANTIZED.get(info.weights, 0), initial, TRAINED[info.trained],
-            info.embedding.get("padding_idx"),
+            torch.from_numpy(key_S), torch.from_numpy(table_S), torch.from_numpy(salt_T), rows, scale_S2, info.dim,
+            QUANTIZED.get(info.weights, 0), initial, TRAINED[info.trained], info.embedding.get("padding_idx"),
         )  # fmt: skip
 
     @classmethod

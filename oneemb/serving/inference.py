@@ -109,11 +109,13 @@ class InferenceEmbedding(torch.nn.Module):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
         pooling: Literal["sum", "mean", "max"] = "sum",
+        *,
+        columns: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """The rows of ids, or of bags of ids: arguments, result and errors are those of `MultiTableEmbedding`.
 
-        With `tables` given to `open`, columns are those tables in their order; `table_ids` are the numbers of training.
-        Nothing has a gradient. The dtype is that of training for "float32", else float32.
+        With `tables` given to `open`, the T columns of ids are those tables in their order; `table_ids` and `columns`
+        are the numbers of training. Nothing has a gradient. The dtype is that of training for "float32", else float32.
 
         Raises:
             TypeError, ValueError: an argument is not as there, or a table is not served.
@@ -124,31 +126,51 @@ class InferenceEmbedding(torch.nn.Module):
             raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')
         if per_sample_weights is not None and (offsets is None or pooling != "sum"):
             raise ValueError('per_sample_weights are for bags that are summed; pass offsets, and pooling="sum"')
+        if offsets is not None:
+            return self._bags(served, ids, table_ids, offsets, per_sample_weights, pooling, columns)
+        batch_ids.check_no_columns(columns)
         num_tables = len(served.table_C if table_ids is None else served.is_served_T)
-        if offsets is None:
-            batch_ids.check_ids(ids, table_ids, num_tables, served.key_type)
-            _check_on_cpu(ids)
-            if table_ids is None:
-                id_N = np.ascontiguousarray(ids.numpy()).reshape(-1)
-                table_N = served.tables_of_columns(self._loops.tables_of_columns(len(id_N), num_tables))
-                return served.rows(table_N, id_N, ids.shape)
-            table_N, id_N, check = batch_ids.tables_and_ids(ids, table_ids, num_tables, self._loops)
-            if check is not None:
-                check()
-            return served.rows(served.only_served(table_N), id_N, ids.shape)
+        batch_ids.check_ids(ids, table_ids, num_tables, served.key_type)
+        _check_on_cpu(ids)
+        if table_ids is None:
+            id_N = np.ascontiguousarray(ids.numpy()).reshape(-1)
+            table_N = served.tables_of_columns(self._loops.tables_of_columns(len(id_N), num_tables))
+            return served.rows(table_N, id_N, ids.shape)
+        table_N, id_N, check = batch_ids.tables_and_ids(ids, table_ids, num_tables, self._loops)
+        if check is not None:
+            check()
+        return served.rows(served.only_served(table_N), id_N, ids.shape)
+
+    def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """As `MultiTableEmbedding.read`: a model that calls it can be served as it is."""
+        rows: torch.Tensor = self(ids, table_ids)
+        return rows
+
+    def _bags(
+        self, served: Served, ids: torch.Tensor, table_ids: torch.Tensor | None, offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None, pooling: Literal["sum", "mean", "max"],
+        columns: Sequence[int] | None,
+    ) -> torch.Tensor:  # fmt: skip
+        by_column = table_ids is None and columns is None
+        num_tables = len(served.table_C if by_column else served.is_served_T)
         shape, offset_P1, table_P, check_bags = batch_ids.bags_of_ids(
-            ids, table_ids, num_tables, served.key_type, offsets, None, self._loops
+            ids, table_ids, num_tables, served.key_type, offsets, columns, self._loops
         )
         _check_on_cpu(ids)
         check_bags()
         its_P1 = self._loops.array(offset_P1)
-        if table_P is None:
-            its_P = served.tables_of_columns(self._loops.tables_of_columns(len(its_P1) - 1, num_tables))
-        else:
+        if columns is not None:
+            its_P = served.only_served(np.repeat(np.array(columns, np.int32), shape[0]))
+        elif table_P is not None:
             its_P = served.only_served(self._loops.array(table_P))
+        else:
+            its_P = served.tables_of_columns(self._loops.tables_of_columns(len(its_P1) - 1, num_tables))
         table_N = np.repeat(its_P, np.diff(its_P1))
-        id_N = self._loops.array(ids.detach().contiguous())
-        return served.bags(table_N, id_N, its_P1, _scales(per_sample_weights, len(ids)), pooling, shape)
+        id_N, scale_N = self._loops.array(ids.detach().contiguous()), _scales(per_sample_weights, len(ids))
+        if columns is None:
+            return served.bags(table_N, id_N, its_P1, scale_N, pooling, shape)
+        pooled = served.bags(table_N, id_N, its_P1, scale_N, pooling, (len(columns), shape[0]))
+        return pooled.transpose(0, 1).contiguous()  # Bags of columns lie column by column.
 
     # ---- versions ---------------------------------------------------------------------------------------------------
 
@@ -196,7 +218,8 @@ class InferenceEmbedding(torch.nn.Module):
             Whether there was a newer one.
 
         Raises:
-            StorageError: it cannot be read or made; the former one answers still.
+            StorageError: it cannot be read or made, or its rows are of another width or dtype; the former one answers
+                still.
         """
         return self._refresh(lambda: False)
 
@@ -212,7 +235,8 @@ class InferenceEmbedding(torch.nn.Module):
         It waits for nobody who refreshes meanwhile: what they bring is not taken.
 
         Raises:
-            StorageError: there is none, or it cannot be read; the former one answers still.
+            StorageError: there is none, it cannot be read, or its rows are of another width or dtype; the former one
+                answers still.
         """
         source, choice = self._need_source(), object()
         with self._alone():
@@ -229,6 +253,7 @@ class InferenceEmbedding(torch.nn.Module):
             now = self._version_now()
             if self._choice is not choice or newer and served.version.sequence <= now.version.sequence:
                 return False
+            served.check_as_before(now)
             self._served = served  # One reference: a lookup has the former version or this one.
             return True
 

@@ -16,13 +16,11 @@ from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.serve_rows import MISSING, OTHER, PADDING, pool_rows
 from oneemb.serving.initial import first_weights, initial_of
-from oneemb.storage.errors import CorruptTableError
-from oneemb.storage.row_format import RowFormat
+from oneemb.storage.errors import CorruptTableError, StorageError
+from oneemb.storage.row_format import BITS, RowFormat
 from oneemb.storage.serving.served_file import ServedFile
 
 __all__ = ["Served", "Version"]
-
-_BITS = {torch.float32: np.float32, torch.float16: np.uint16, torch.bfloat16: np.int16}
 
 
 class Version(NamedTuple):
@@ -44,8 +42,8 @@ class Served:
         info = file.info
         self.file, self.version, self._loops = file, Version(info.name, info.identity, info.sequence), loops
         self.format = RowFormat(info.dim, info.trained)
-        self.dtype = TRAINED[info.trained] if info.weights == info.trained else torch.float32
-        self._bits = _BITS[self.dtype]
+        gives = info.trained if info.weights == info.trained else "float32"
+        self.dtype, self._bits = TRAINED[gives], BITS[gives]
         self.table_C = np.array(info.tables, np.int32)
         self.is_served_T = np.isin(np.arange(info.num_tables), self.table_C)
         self._in_order = info.tables == tuple(range(len(info.tables)))
@@ -56,6 +54,16 @@ class Served:
         if self.padding_idx is not None and not -(1 << 63) <= self.padding_idx < 1 << 63:
             raise CorruptTableError(f"{file.path}: padding_idx {self.padding_idx} is no id")
         self._initial = initial_of(file, absent)
+
+    def check_as_before(self, before: "Served") -> None:
+        """Raise StorageError unless lookups give what those of the version before give: a model around them goes on."""
+        its, other = ((one.file.info.dim, one.dtype, one.key_type) for one in (self, before))
+        if its != other:
+            raise StorageError(
+                f"snapshot {self.version.name!r} gives {its[0]} weights of {its[1]} for ids of {its[2]},"
+                f" {before.version.name!r}, which is served, {other[0]} of {other[1]} for {other[2]}; open it anew,"
+                " with the model that goes with it"
+            )
 
     def tables_of_columns(self, column_N: np.ndarray) -> np.ndarray:
         """The tables of ids, or bags, whose columns these are."""

@@ -153,9 +153,9 @@ def _quantize(
         if not kinds or type(module) in mapping:
             return None
         made: torch.nn.Module = kinds[0].quantized(module, dtype, output_dtype, by_table)
-        for hook in module._forward_pre_hooks.values():
-            made.register_forward_pre_hook(hook)
-        for after in module._forward_hooks.values():
+        for before in vars(module)["_forward_pre_hooks"].values():
+            made.register_forward_pre_hook(before)
+        for after in vars(module)["_forward_hooks"].values():
             made.register_forward_hook(after)
         return made.eval()
 
@@ -174,8 +174,8 @@ def _swap(model: torch.nn.Module, swap: _Swap, inplace: bool) -> torch.nn.Module
     if not inplace:
         return copy.deepcopy(model, cast(Any, found))  # What is found there is not copied.
     for module in list(model.modules()):
-        for name, child in module._modules.items():
-            module._modules[name] = found.get(id(child), child)
+        children = vars(module)["_modules"]
+        children.update({name: found[id(child)] for name, child in children.items() if id(child) in found})
     return model
 
 
@@ -183,7 +183,7 @@ class _Sharder(BaseQuantEmbeddingSharder[torch.nn.Module]):
     """Base of both sharders; see `QuantEmbeddingBagCollectionSharder`."""
 
     _unsharded: type[quant.QuantCollection]
-    _sharded: type[quant.QuantCollection]
+    sharded_type: type[quant.QuantCollection]
 
     @property
     def module_type(self) -> type[torch.nn.Module]:
@@ -220,7 +220,7 @@ class _Sharder(BaseQuantEmbeddingSharder[torch.nn.Module]):
             place = OnRanks(env.process_group)
         else:
             place = OnDevices(_devices(params, env.world_size, device))
-        return its.placed(self._sharded, place)
+        return its.placed(self.sharded_type, place)
 
 
 def _devices(params: Mapping[str, ParameterSharding], count: int, device: torch.device | None) -> list[torch.device]:
@@ -230,7 +230,7 @@ def _devices(params: Mapping[str, ParameterSharding], count: int, device: torch.
             kind = cast(Any, its.sharding_spec).shards[0].placement.device().type
     if kind in (None, "cpu"):
         return [torch.device("cpu")] * count
-    return [torch.device(cast(str, kind), d) for d in range(count)]
+    return [torch.device(kind, d) for d in range(count)]
 
 
 class QuantEmbeddingBagCollectionSharder(_Sharder):
@@ -244,7 +244,7 @@ class QuantEmbeddingBagCollectionSharder(_Sharder):
     Reference: torchrec.distributed.quant_embeddingbag.QuantEmbeddingBagCollectionSharder.
     """
 
-    _unsharded, _sharded = quant.EmbeddingBagCollection, quant.ShardedEmbeddingBagCollection
+    _unsharded, sharded_type = quant.EmbeddingBagCollection, quant.ShardedEmbeddingBagCollection
 
 
 class QuantEmbeddingCollectionSharder(_Sharder):
@@ -253,7 +253,7 @@ class QuantEmbeddingCollectionSharder(_Sharder):
     Reference: torchrec.distributed.quant_embedding.QuantEmbeddingCollectionSharder.
     """
 
-    _unsharded, _sharded = quant.EmbeddingCollection, quant.ShardedEmbeddingCollection
+    _unsharded, sharded_type = quant.EmbeddingCollection, quant.ShardedEmbeddingCollection
 
 
 DEFAULT_SHARDERS: list[ModuleSharder[torch.nn.Module]] = [
@@ -306,7 +306,7 @@ def shard_quant_model(
     def swap(module: torch.nn.Module) -> torch.nn.Module | None:
         for sharder in sharders:
             if isinstance(sharder, _Sharder) and type(module) is sharder.module_type:
-                return cast(quant.QuantCollection, module).placed(sharder._sharded, place)
+                return cast(quant.QuantCollection, module).placed(sharder.sharded_type, place)
         return None
 
     return _swap(model, swap, inplace=True), ShardingPlan({})

@@ -28,6 +28,7 @@ from torchrec.modules.embedding_configs import (
     dtype_to_data_type,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
+from torchrec.quant.embedding_modules import MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
@@ -35,7 +36,7 @@ from oneemb.torchrec.collection import Collection
 from oneemb.torchrec.configs import Column, columns_of
 from oneemb.torchrec.jagged import Jagged, check_jagged, ends_of_features, expand_samples, select_features
 from oneemb.torchrec.modules import jagged_by_name, jagged_of
-from oneemb.torchrec.quant_rows import DATA_TYPES, RowsOfTable, quantized_tables
+from oneemb.torchrec.quant_rows import DATA_TYPES, PARTS, RowsOfTable, quantized_tables
 from oneemb.torchrec.quant_shards import OnOneDevice, OnRanks, Place, stored_rows
 from oneemb.torchrec.sharded import ShardedCollection
 
@@ -113,7 +114,8 @@ class GroupOfTables(torch.nn.Module):
         self.means = means
         self.register_buffer("table_F", table_F)
         for module in self.modules():  # State dicts have the tables, whatever lies together.
-            module._non_persistent_buffers_set.update(module._buffers)
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                module.register_buffer(name, buffer, persistent=False)
 
     def forward(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """The rows of ids of as many samples of each feature: float32 [N, D]."""
@@ -206,7 +208,7 @@ class QuantCollection(torch.nn.Module):
     # ---- made of others ---------------------------------------------------------------------------------------------
 
     @classmethod
-    def _made(
+    def made_like(
         cls, like: Any, configs: list[Any], output_dtype: torch.dtype, rows: Sequence[RowsOfTable] | None,
         place: Place | None,
     ) -> Self:  # fmt: skip
@@ -231,11 +233,13 @@ class QuantCollection(torch.nn.Module):
         collection = module.collection if isinstance(module, ShardedCollection) else module
         if not isinstance(collection, Collection):
             raise TypeError(f"rows are those of a collection of oneemb.torchrec, got {type(module).__name__}")
+        if getattr(module, MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT, None):
+            raise ValueError("set_pruning_data: rows are by id here, and are not pruned; leave these modules out")
         configs = _quantized_configs(collection, dtype, by_table)
         check_quantized(configs, output_dtype)
         group = collection.process_group
         place = None if group is None else OnRanks(group)
-        return cls._made(collection, configs, output_dtype, _rows_of_collection(collection, configs), place)
+        return cls.made_like(collection, configs, output_dtype, _rows_of_collection(collection, configs), place)
 
     @classmethod
     def from_float(cls, module: Any, use_precomputed_fake_quant: bool = False) -> Self:
@@ -257,7 +261,7 @@ class QuantCollection(torch.nn.Module):
     def placed(self, kind: "type[QuantCollection]", place: Place) -> "QuantCollection":
         """A collection of the same rows, elsewhere."""
         rows = None if self._device.type == "meta" else [*self._rows_of_tables().values()]
-        return kind._made(self, self.configs, self._output_dtype, rows, place).train(self.training)
+        return kind.made_like(self, self.configs, self._output_dtype, rows, place).train(self.training)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """How many rows each table has, and bytes of one."""
@@ -286,7 +290,7 @@ class QuantCollection(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for name, table in self._rows_of_tables().items():
-            for part, tensor in table._asdict().items():
+            for part, tensor in zip(PARTS, table, strict=True):
                 destination[f"{prefix}{self.holders}.{name}.{part}"] = tensor
 
     def _load_from_state_dict(
@@ -297,13 +301,13 @@ class QuantCollection(torch.nn.Module):
         for key in (key for key in state_dict if key.startswith(prefix)):
             holders, _, rest = key.removeprefix(prefix).partition(".")
             name, _, part = rest.rpartition(".")
-            if holders == self.holders and name in parts and part in RowsOfTable._fields:
+            if holders == self.holders and name in parts and part in PARTS:
                 parts[name][part] = state_dict[key]
             else:
                 unexpected_keys.append(key)
         for name, its in parts.items():
-            missing_keys += [f"{prefix}{self.holders}.{name}.{part}" for part in RowsOfTable._fields if part not in its]
-        if all(len(its) == len(RowsOfTable._fields) for its in parts.values()):
+            missing_keys += [f"{prefix}{self.holders}.{name}.{part}" for part in PARTS if part not in its]
+        if all(len(its) == len(PARTS) for its in parts.values()):
             tables = [RowsOfTable(**parts[config.name]) for config in self.configs]
             try:
                 for config, table in zip(self.configs, tables, strict=True):
@@ -429,7 +433,7 @@ class EmbeddingBagCollection(QuantCollection, EmbeddingBagCollectionInterface):
         self._lengths_per_embedding: list[int] = [tables[column.table].embedding_dim for column in self._columns]
 
     @classmethod
-    def _made(
+    def made_like(
         cls, like: Any, configs: list[Any], output_dtype: torch.dtype, rows: Sequence[RowsOfTable] | None,
         place: Place | None,
     ) -> Self:  # fmt: skip
@@ -446,10 +450,12 @@ class EmbeddingBagCollection(QuantCollection, EmbeddingBagCollectionInterface):
                 return self._pooled(features)
         pooled: list[torch.Tensor] = []
         for group in self.groups:
-            values, offsets, weights = jagged_of(features, group.features)  # type: ignore[arg-type]
+            wanted: list[str] = group.features  # type: ignore[assignment]
+            means: bool = group.means  # type: ignore[assignment]
+            values, offsets, weights = jagged_of(features, wanted)
             weights = weights if self._is_weighted else None
             row_ND = group(values, offsets)
-            pooled.append(pooled_by_feature(row_ND, offsets, weights, group.means, len(group.features)))
+            pooled.append(pooled_by_feature(row_ND, offsets, weights, means, len(wanted)))
         values = side_by_side(pooled, self._order, self._output_dtype)
         return KeyedTensor(self._embedding_names, self._lengths_per_embedding, values)
 
@@ -523,7 +529,7 @@ class EmbeddingCollection(QuantCollection, EmbeddingCollectionInterface):
         self._need_indices: bool = need_indices
 
     @classmethod
-    def _made(
+    def made_like(
         cls, like: Any, configs: list[Any], output_dtype: torch.dtype, rows: Sequence[RowsOfTable] | None,
         place: Place | None,
     ) -> Self:  # fmt: skip
@@ -540,10 +546,12 @@ class EmbeddingCollection(QuantCollection, EmbeddingCollectionInterface):
                 return self._by_name(features)
         found: dict[str, JaggedTensor] = {}
         for group in self.groups:
-            values, offsets, _ = jagged_of(features, group.features)
+            wanted: list[str] = group.features  # type: ignore[assignment]
+            names: list[str] = group.names  # type: ignore[assignment]
+            values, offsets, _ = jagged_of(features, wanted)
             row_ND = group(values, offsets).to(self._output_dtype)
-            its = jagged_by_name(features, row_ND, group.features, group.names, self._need_indices)
-            for name in group.names:
+            its = jagged_by_name(features, row_ND, wanted, names, self._need_indices)
+            for name in names:
                 found[name] = its[name]
         return found
 

@@ -27,7 +27,7 @@ from oneemb.serving.frozen_rows import FrozenRows
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.row_store import StorageError
 
-__all__ = ["DATA_TYPES", "IndexedRows", "RowsOfTable", "frozen_rows", "quantized_tables", "rows_of_table"]
+__all__ = ["DATA_TYPES", "PARTS", "IndexedRows", "RowsOfTable", "frozen_rows", "quantized_tables", "rows_of_table"]
 
 DATA_TYPES = {DataType.FP32: 32, DataType.FP16: 16, DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2}
 """What rows can be, and bits of a weight."""
@@ -41,6 +41,10 @@ def _row_bytes(dim: int, data_type: DataType) -> int:
     """B."""
     bits = DATA_TYPES[data_type]
     return dim * bits // 8 + (_SCALES if bits <= 8 else 0)
+
+
+PARTS = ("ids", "weight", "absent")
+"""What state dicts call those of `RowsOfTable`."""
 
 
 class RowsOfTable(NamedTuple):
@@ -209,6 +213,11 @@ class IndexedRows(torch.nn.Module):
                 return self._found(table_N, id_N)
         rows: torch.Tensor = self.frozen(table_N, id_N)
         return rows
+
+    @torch.jit.export
+    def where(self) -> torch.device:
+        """The device of the rows."""
+        return self.frozen.key_S.device
 
     @torch.jit.unused
     @torch._disable_dynamo

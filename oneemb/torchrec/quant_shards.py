@@ -140,7 +140,7 @@ class RowsOnDevices(torch.nn.Module):
         weight_ND = id_N.new_zeros([id_N.size(0), self.dim], dtype=torch.float32)
         for d, shard in enumerate(self.shards):
             at_M = torch.nonzero(owner_N == d).squeeze(1)
-            device = shard.frozen.key_S.device
+            device: torch.device = shard.where()  # type: ignore[operator]
             its_MD = shard(table_N.index_select(0, at_M).to(device), id_N.index_select(0, at_M).to(device))
             weight_ND = weight_ND.index_copy(0, at_M, its_MD.to(weight_ND.device))
         return weight_ND

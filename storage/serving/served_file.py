@@ -20,11 +20,11 @@ import numpy as np
 from oneemb.kernels.checksum import blocks_sum, xxh64
 from oneemb.kernels.hash_index import PLACE_BITS, TABLE_MAX, cells_find
 from oneemb.kernels.quantize_rows import quantized_bytes
-from oneemb.kernels.serve_rows import BLOCK_BYTES, ServedRows, check_cells, find_rows, serve_rows
+from oneemb.kernels.serve_rows import BLOCK_BYTES, ServedRows, check_cells, find_rows, keys_of_cells, serve_rows
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.fs import AnyPath, absolute_path, storage_error
-from oneemb.storage.row_format import WEIGHTS
+from oneemb.storage.row_format import BITS, WEIGHTS
 from oneemb.storage.table.file_header import HEADER_BYTES, read_header
 
 __all__ = ["MANIFEST_MAX", "QUANTIZED", "SERVED_MAGIC", "ServedFile", "ServedInfo", "is_served_file", "row_bytes_of"]
@@ -38,7 +38,6 @@ _CELL_BYTES = 16
 MANIFEST_MAX = 1 << 24
 """Bytes of a manifest: JSON takes some thirty times as much memory while it is read."""
 
-_BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
 _CHECKED = 1 << 14  # blocks that are compared before progress is told
 
 
@@ -88,7 +87,7 @@ class ServedInfo:
 
 def row_bytes_of(weights: str, dim: int) -> int:
     """Bytes of a row, a multiple of 4."""
-    size = quantized_bytes(dim, QUANTIZED[weights]) if weights in QUANTIZED else dim * np.dtype(_BITS[weights]).itemsize
+    size = quantized_bytes(dim, QUANTIZED[weights]) if weights in QUANTIZED else dim * np.dtype(BITS[weights]).itemsize
     return -(-size // 4) * 4
 
 
@@ -174,7 +173,7 @@ class ServedFile:
         row_X = byte_X[BLOCK_BYTES:cells_begin]
         row_SX = row_X[: info.rows * info.row_bytes].reshape(info.rows, info.row_bytes)
         if info.weights not in QUANTIZED:
-            row_SX = row_SX.view(_BITS[info.weights])
+            row_SX = row_SX.view(BITS[info.weights])
         return ServedRows(
             cell_C2, row_SX, QUANTIZED.get(info.weights, 0), row_X.view(np.uint64), sum_B[: info.row_blocks],
             np.zeros(info.row_blocks, np.bool_),
@@ -233,12 +232,10 @@ class ServedFile:
         begin = BLOCK_BYTES * (1 + blocks)
         address_1, cells_1 = np.array([rows.address]), np.array([self.info.cells])
         for first in range(0, self.info.cells, _CHECKED * 16):
-            cell_K2 = rows.cell_C2[first : first + _CHECKED * 16]
-            word_K = cell_K2[cell_K2[:, 1] != 0, 1]
-            id_K, table_K = cell_K2[cell_K2[:, 1] != 0, 0], (word_K >> PLACE_BITS).astype(np.int32)
-            place_K = np.empty(len(id_K), np.int64)
-            self._threads.run(cells_find, len(id_K), address_1, cells_1, table_K, id_K, place_K)
-            if (place_K != (word_K & ((1 << PLACE_BITS) - 1)) - 1).any():
+            table_K, id_K, place_K = keys_of_cells(rows.cell_C2[first : first + _CHECKED * 16])
+            found_K = np.empty(len(id_K), np.int64)
+            self._threads.run(cells_find, len(id_K), address_1, cells_1, table_K, id_K, found_K)
+            if (found_K != place_K).any():
                 raise self._damage("a key is not where lookups find it", begin + first * _CELL_BYTES)
 
     def _damage(self, what: str, offset: int) -> CorruptTableError:

@@ -2,7 +2,8 @@
 
 Invariants:
 - the file takes its name when it is whole and durable; a call that raises leaves nothing under that name;
-- memory grows with the keys alone: 12 bytes a row, and 16 a cell while the index is made.
+- memory grows with the keys alone: 12 bytes a row, twice when they are put together, and 16 a cell while the index is
+  made.
 """
 
 import math
@@ -110,6 +111,7 @@ class _Writer:
                 progress(done, total)
         self._flush()
         table_S, id_S = np.concatenate(tables), np.concatenate(ids)
+        del tables, ids
         cell_C2 = self._cells(table_S, id_S)
         self._put(cell_C2.reshape(-1).view(np.uint8))
         self._flush()

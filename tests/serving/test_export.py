@@ -268,6 +268,19 @@ def test_inputs_that_a_program_cannot_take_are_named(tmp_path, click):
         graph.export(tmp_path / "none" / "program", some_ids())
 
 
+def test_an_input_of_one_number_is_exported_where_its_dimension_is_said_to_be_fixed(tmp_path, click):
+    class Cooled(Score):
+        def build(self, ids, temperature):
+            return super().build(ids) / temperature
+
+    graph, temperature = Cooled(click), torch.full((1,), 2.0)
+    with pytest.raises(ValueError, match="dynamic_shapes= if its first dimension is fixed"):
+        graph.export(tmp_path / "program", some_ids(), temperature)
+    shapes = {"ids": {0: torch.export.Dim.DYNAMIC}, "temperature": None}
+    graph.export(tmp_path / "program", some_ids(), temperature, dynamic_shapes=shapes)
+    assert torch.equal(load(tmp_path / "program")[0](some_ids(7), temperature), graph(some_ids(7), temperature))
+
+
 def test_embeddings_that_are_not_in_the_graph_are_named(tmp_path, click):
     class Hidden(oneemb.EvalGraph):
         def __init__(self):

@@ -57,8 +57,12 @@ def test_rows_as_trained_are_those_of_eval_mode_bit_for_bit(tmp_path, dtype, dim
             for pooling in ("sum", "mean", "max"):
                 options = {"offsets": offsets, "pooling": pooling}
                 pairs.append((embedding(flat, **options), served(flat, **options)))
+                for columns in ([0, 2], [0, 1, 1, 2], [1]):  # 300 bags are of as many samples of each
+                    options["columns"] = columns
+                    pairs.append((embedding(flat, **options), served(flat, **options)))
             scaled = {"offsets": offsets, "per_sample_weights": torch.rand(len(flat))}
             pairs.append((embedding(flat, **scaled), served(flat, **scaled)))
+            pairs.append((embedding.read(flat, tables), served.read(flat, tables)))
         for want, got in pairs:
             assert want.dtype == got.dtype and torch.equal(bits(want), bits(got))
 
@@ -200,8 +204,12 @@ def test_some_tables_are_served_in_the_order_that_was_given(tmp_path):
             assert torch.equal(served(ids[:, [2, 0]]), embedding(ids)[:, [2, 0]])
             tables = torch.tensor([2, 0] * 10)
             assert torch.equal(served(ids[:20, 0], tables), embedding(ids[:20, 0], tables))
+            bags = {"offsets": torch.arange(0, 201, 5), "columns": [0, 2]}
+            assert torch.equal(served(ids[:, 0], **bags), embedding(ids[:, 0], **bags))
         with pytest.raises(ValueError, match="tables that are served"):
             served(ids[:, 0], torch.ones(len(ids), dtype=torch.int64))
+        with pytest.raises(ValueError, match="tables that are served"):
+            served(ids[:, 0], offsets=torch.arange(0, 201, 5), columns=[0, 1])
 
 
 def test_arguments_that_are_wrong_are_refused_in_words(tmp_path):
@@ -213,6 +221,8 @@ def test_arguments_that_are_wrong_are_refused_in_words(tmp_path):
             served(some_ids()[:, :2])
         with pytest.raises(ValueError, match="pooling"):
             served(some_ids(), pooling="median")
+        with pytest.raises(ValueError, match="columns.*need offsets"):
+            served(some_ids(), columns=[0])
         with pytest.raises(TypeError, match="pickled"):
             pickle.dumps(served)
     with pytest.raises(StorageError, match="closed"):

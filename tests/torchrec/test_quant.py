@@ -334,6 +334,17 @@ def test_on_the_meta_device_there_are_no_rows():
     assert torch.equal(made(batch(0)).values(), expected(batch(0)).values())
 
 
+def test_a_whole_model_is_saved_and_loaded(tmp_path):
+    collection, kjt = with_other_ids()
+    model = ours.quantize_inference_model(Alone(collection))
+    sharded, _ = ours.shard_quant_model(copy.deepcopy(model), 2, "cpu", "cpu")
+    expected = model(kjt).values()
+    for number, its in enumerate([model, sharded]):
+        torch.save(its, tmp_path / f"{number}.pt")
+        loaded = torch.load(tmp_path / f"{number}.pt", weights_only=False)
+        assert torch.equal(loaded(kjt).values(), expected)
+
+
 def test_a_copy_and_a_moved_module_have_the_rows():
     collection, kjt = with_other_ids()
     made = quantized(collection)
@@ -440,6 +451,13 @@ def test_rows_that_do_not_fit_are_named(value, dtype):
     made = quantized(collection, "FP32")
     kjt = KeyedJaggedTensor.from_lengths_sync(list("fgh"), torch.tensor([17]), torch.tensor([0, 1, 0]))
     np.testing.assert_equal(float(made(kjt)["g@u"][0, 3]), np.float32(value))
+
+
+def test_pruning_is_refused():
+    model = Alone(pair()[0])
+    theirs.set_pruning_data(model, {"t": 3}, [ours.EmbeddingBagCollection])
+    with pytest.raises(ValueError, match="set_pruning_data"):
+        ours.quantize_inference_model(model)
 
 
 def test_a_malformed_batch_is_an_error():
