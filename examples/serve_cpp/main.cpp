@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <iostream>
 #include <sstream>
@@ -59,9 +60,10 @@ at::Tensor score(const std::string& path, const at::Tensor& ids) {
     std::cerr << extra["oneemb.json"] << "\n";
     return program.forward({ids}).toTensor();
   }
+  // Else a package takes a tensor of another dtype, shape or stride for one that it was compiled for.
+  setenv("AOTI_RUNTIME_CHECK_INPUTS", "1", 1);
   torch::inductor::AOTIModelPackageLoader program(path);
   std::cerr << program.get_metadata()["oneemb.json"] << "\n";
-  // A package compares neither dtype nor rank with those that it was compiled for: see that they are right.
   return program.run({ids}).at(0);
 }
 

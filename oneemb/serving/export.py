@@ -266,11 +266,13 @@ def _write(
     if options.format == "export":
         torch.export.save(exported, path, extra_files={METADATA: described})
     elif options.format == "aot_inductor":
-        from torch._inductor import aoti_compile_and_package
+        from torch._inductor import aoti_compile_and_package, config
 
-        aoti_compile_and_package(
-            exported, package_path=path, inductor_configs={"aot_inductor.metadata": {METADATA: described}}
-        )
+        configs: dict[str, Any] = {"aot_inductor.metadata": {METADATA: described}}
+        if hasattr(config.aot_inductor, "check_lowerbound"):
+            # Else a package that compares its inputs, as AOTI_RUNTIME_CHECK_INPUTS=1 has it do, refuses one example.
+            configs["aot_inductor.check_lowerbound"] = False
+        aoti_compile_and_package(exported, package_path=path, inductor_configs=configs)
     else:
         script = _scripted(program, args, kwargs)
         torch.jit.save(script, path, _extra_files={METADATA: described})

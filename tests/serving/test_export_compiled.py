@@ -1,8 +1,10 @@
 """AOTInductor packages, and programs in a process of C++."""
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,31 @@ def test_a_package_ends_a_call_whose_tables_or_offsets_are_wrong(tmp_path):
         ):  # fmt: skip
             with pytest.raises(RuntimeError):
                 program(ids, wrong)
+
+
+_CHECKED = """
+import sys, torch
+program, given = torch._inductor.aoti_load_package(sys.argv[1]), torch.load(sys.argv[2])
+for ids, want in given["right"]:
+    assert torch.allclose(program(ids), want, rtol=0, atol=1e-6), len(ids)
+for ids in given["wrong"]:
+    try:
+        program(ids)
+    except RuntimeError:
+        continue
+    raise AssertionError(f"taken: {ids.dtype} {ids.shape} {ids.stride()}")
+"""
+
+
+@pytest.mark.slow
+def test_a_package_that_is_told_to_compares_its_inputs_and_takes_any_number_of_examples(tmp_path):
+    graph, ids = Score(trained_click(tmp_path)), some_ids(20)
+    graph.export(tmp_path / "score.pt2", some_ids(64), format="aot_inductor")
+    right = [(its, graph(its)) for its in (ids, ids[:1], ids[:0])]
+    wrong = [ids.int(), ids.float(), ids.t().contiguous().t(), ids[:, :2]]
+    torch.save({"right": right, "wrong": wrong}, tmp_path / "given.pt")
+    command = [sys.executable, "-c", _CHECKED, tmp_path / "score.pt2", tmp_path / "given.pt"]
+    subprocess.run(command, check=True, env={**os.environ, "AOTI_RUNTIME_CHECK_INPUTS": "1"})
 
 
 @pytest.mark.slow
