@@ -15,7 +15,7 @@ import numpy as np
 from oneemb.kernels.threads import Threads
 from oneemb.rows.values import weights_of
 from oneemb.storage.bottom import EXPORTED
-from oneemb.storage.errors import SnapshotNotFoundError, StorageError
+from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import FileSystem, LocalFileSystem, storage_error
 from oneemb.storage.owned_rows import OwnedRows
 from oneemb.storage.row_format import RowFormat
@@ -162,7 +162,7 @@ def _open_made(source: Source, snapshot: PartedSnapshot, threads: Threads, stop:
     name = f"{snapshot.sequence:012d}-{snapshot.info.identity}-{kind}.serving"
     path = os.path.join(source.folder, name)
     try:
-        return ServedFile(path, threads=threads)
+        return _file_of(snapshot, path, threads)
     except FileNotFoundError:
         pass
     fs = LocalFileSystem()
@@ -180,9 +180,19 @@ def _open_made(source: Source, snapshot: PartedSnapshot, threads: Threads, stop:
                 if old != name:
                     with suppress(FileNotFoundError):
                         os.remove(os.path.join(source.folder, old))
-        return ServedFile(path, threads=threads)
+        return _file_of(snapshot, path, threads)
     finally:
         fs.unlock(lock)
+
+
+def _file_of(snapshot: PartedSnapshot, path: str, threads: Threads) -> ServedFile:
+    file = ServedFile(path, threads=threads)
+    if file.info.identity != snapshot.info.identity:
+        raise CorruptTableError(
+            f"{path} has identity {file.info.identity!r} in its manifest, at offset {file.info.manifest_begin}: it was"
+            " put there under another name; remove the file and it is made anew"
+        )
+    return file
 
 
 def _kind(source: Source) -> str:
