@@ -5,9 +5,11 @@ Invariant: several processes that need one file make it once: one has the lock, 
 
 import hashlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
+from types import FrameType
 from typing import NamedTuple
 
 import numpy as np
@@ -213,7 +215,25 @@ def _lock(fs: FileSystem, path: str, stop: Callable[[], bool]) -> int:
         try:
             return fs.lock(path)
         except BlockingIOError:
+            folder = os.path.dirname(path)
+            if _makes_one_already(folder):
+                raise StorageError(
+                    f"this thread makes a file in {folder} already, and a handler of signals has interrupted it: let"
+                    " the handler set a flag, and refresh when it is seen"
+                ) from None
             time.sleep(_LOOK_S)
+
+
+def _makes_one_already(folder: str) -> bool:
+    """Whether this very thread has the folder's lock, further up: it would wait for itself."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _open_made.__code__ and "lock" in frame.f_locals:
+            source: Source = frame.f_locals["source"]
+            if source.folder == folder:
+                return True
+        frame = frame.f_back
+    return False
 
 
 def _stopping(stop: Callable[[], bool]) -> Progress:
