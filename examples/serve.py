@@ -384,6 +384,8 @@ def serve(arguments: argparse.Namespace, listening: socket.socket) -> None:
         server.app, log_level="warning", access_log=False, limit_concurrency=arguments.connections, backlog=128,
         timeout_graceful_shutdown=math.ceil(2 * arguments.seconds) + 1, timeout_keep_alive=30, lifespan="on",
         server_header=False,
+        # Not what else is installed: httptools takes heads of any length, and nothing here speaks WebSocket.
+        http="h11", ws="none",
     )  # fmt: skip
     # uvicorn raises it again when all is answered. A load that is under way is not waited for: it leaves nothing that
     # the next one minds.

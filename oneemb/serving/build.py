@@ -5,9 +5,11 @@ Invariant: several processes that need one file make it once: one has the lock, 
 
 import hashlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
+from types import FrameType
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +17,7 @@ import numpy as np
 from oneemb.kernels.threads import Threads
 from oneemb.rows.values import weights_of
 from oneemb.storage.bottom import EXPORTED
-from oneemb.storage.errors import SnapshotNotFoundError, StorageError
+from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import FileSystem, LocalFileSystem, storage_error
 from oneemb.storage.owned_rows import OwnedRows
 from oneemb.storage.row_format import RowFormat
@@ -162,7 +164,7 @@ def _open_made(source: Source, snapshot: PartedSnapshot, threads: Threads, stop:
     name = f"{snapshot.sequence:012d}-{snapshot.info.identity}-{kind}.serving"
     path = os.path.join(source.folder, name)
     try:
-        return ServedFile(path, threads=threads)
+        return _file_of(snapshot, path, threads)
     except FileNotFoundError:
         pass
     fs = LocalFileSystem()
@@ -180,9 +182,19 @@ def _open_made(source: Source, snapshot: PartedSnapshot, threads: Threads, stop:
                 if old != name:
                     with suppress(FileNotFoundError):
                         os.remove(os.path.join(source.folder, old))
-        return ServedFile(path, threads=threads)
+        return _file_of(snapshot, path, threads)
     finally:
         fs.unlock(lock)
+
+
+def _file_of(snapshot: PartedSnapshot, path: str, threads: Threads) -> ServedFile:
+    file = ServedFile(path, threads=threads)
+    if file.info.identity != snapshot.info.identity:
+        raise CorruptTableError(
+            f"{path} has identity {file.info.identity!r} in its manifest, at offset {file.info.manifest_begin}: it was"
+            " put there under another name; remove the file and it is made anew"
+        )
+    return file
 
 
 def _kind(source: Source) -> str:
@@ -203,7 +215,25 @@ def _lock(fs: FileSystem, path: str, stop: Callable[[], bool]) -> int:
         try:
             return fs.lock(path)
         except BlockingIOError:
+            folder = os.path.dirname(path)
+            if _makes_one_already(folder):
+                raise StorageError(
+                    f"this thread makes a file in {folder} already, and a handler of signals has interrupted it: let"
+                    " the handler set a flag, and refresh when it is seen"
+                ) from None
             time.sleep(_LOOK_S)
+
+
+def _makes_one_already(folder: str) -> bool:
+    """Whether this very thread has the folder's lock, further up: it would wait for itself."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _open_made.__code__ and "lock" in frame.f_locals:
+            source: Source = frame.f_locals["source"]
+            if source.folder == folder:
+                return True
+        frame = frame.f_back
+    return False
 
 
 def _stopping(stop: Callable[[], bool]) -> Progress:

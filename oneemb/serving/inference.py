@@ -6,6 +6,7 @@ Invariants:
 - rows as trained give the bits that `EvalGraph` and lookups in eval mode give.
 """
 
+import operator
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -81,17 +82,19 @@ class InferenceEmbedding(torch.nn.Module):
                 f'dtype must be one of {", ".join(DTYPES)} and absent "initial" or "zeros", got {dtype!r}, {absent!r}'
             )
         threads, paths = Threads(num_threads), as_list(path)
-        source = None
+        if not paths:
+            raise ValueError("path must be one path or more, got none")
+        source, chosen = None, None if tables is None else _numbers(tables)
         if len(paths) == 1 and is_served_file(paths[0]):
             file = ServedFile(paths[0], threads=threads)
-            if snapshot not in (None, file.info.name) or tables not in (None, file.info.tables):
+            if snapshot not in (None, file.info.name) or chosen not in (None, file.info.tables):
                 raise ValueError(
                     f"{paths[0]} has snapshot {file.info.name!r} and tables {list(file.info.tables)}, asked for"
                     f" {snapshot!r} and {tables}; leave both out"
                 )
         else:
             where = os.path.join(paths[0], "serving") if folder is None else absolute_path(folder)
-            source = Source(paths, where, dtype, None if tables is None else tuple(tables))
+            source = Source(paths, where, dtype, chosen)
             opened = open_snapshot(source, snapshot, threads=threads)
             assert opened is not None  # it has not been stopped, and every sequence will do
             file = opened
@@ -269,12 +272,12 @@ class InferenceEmbedding(torch.nn.Module):
         lookup on.
 
         Raises:
-            ValueError: `seconds` is not above 0.
+            ValueError: `seconds` is not above 0, or more than a thread can wait.
             StorageError: the embedding is closed, or was opened from a file.
         """
         self._need_source()
-        if not seconds > 0:
-            raise ValueError(f"seconds must be above 0, got {seconds}")
+        if not 0 < seconds <= threading.TIMEOUT_MAX:
+            raise ValueError(f"seconds must be above 0, and {threading.TIMEOUT_MAX:.0f} at most, got {seconds}")
         with self._alone():
             self._version_now()
             former = self._stopped()
@@ -308,6 +311,13 @@ class InferenceEmbedding(torch.nn.Module):
         raise TypeError(
             "an InferenceEmbedding cannot be copied or pickled; open it where it is needed: the map is shared"
         )
+
+
+def _numbers(tables: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(table) for table in tables)  # NumPy's integers too
+    except TypeError as error:
+        raise ValueError(f"tables must be integers, got {tables!r}") from error
 
 
 def _check_on_cpu(ids: torch.Tensor) -> None:

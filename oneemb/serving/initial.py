@@ -48,7 +48,7 @@ def initial_of(file: ServedFile, absent: str) -> InitialRows | None:
         if len(tables) != file.info.num_tables or sum(its["column_dims"]) != file.info.dim:
             raise ValueError("tables or columns are not those of the rows")
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise CorruptTableError(f"{file.path}: what it says of the embedding is wrong: {error}") from error
+        raise CorruptTableError(f"{file.path}: what it says of the embedding is wrong: {str(error)[:200]}") from error
     return initial
 
 

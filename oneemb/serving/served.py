@@ -49,7 +49,8 @@ class Served:
         self._in_order = info.tables == tuple(range(len(info.tables)))
         key_type, self.padding_idx = info.embedding.get("key_type", "int64"), info.embedding.get("padding_idx")
         if key_type not in ("int64", "int32") or not (self.padding_idx is None or type(self.padding_idx) is int):
-            raise CorruptTableError(f"{file.path}: wrong key_type {key_type!r} or padding_idx {self.padding_idx!r}")
+            what = f"wrong key_type {key_type!r} or padding_idx {self.padding_idx!r}"
+            raise CorruptTableError(f"{file.path}: {what[:200]}")
         self.key_type = torch.int64 if key_type == "int64" else torch.int32
         if self.padding_idx is not None and not -(1 << 63) <= self.padding_idx < 1 << 63:
             raise CorruptTableError(f"{file.path}: padding_idx {self.padding_idx} is no id")

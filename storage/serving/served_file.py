@@ -7,10 +7,10 @@ Invariants:
 """
 
 import json
-import math
 import mmap
 import os
 import struct
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -268,5 +268,6 @@ def _info_of(found: Any) -> ServedInfo:
     need(all(number(t, 0, info.num_tables - 1) for t in tables) and len(set(tables)) == len(tables) > 0, "tables")
     need(len(rows_of_tables) == len(tables) and all(number(n, 0, info.rows) for n in rows_of_tables), "rows_of_tables")
     need(sum(rows_of_tables) == info.rows, "rows_of_tables")
-    need(all(type(e) in (int, float) and 0 <= e < math.inf for e in (info.error_max, info.error_rms)), "error")
+    for error in (info.error_max, info.error_rms):
+        need(type(error) in (int, float) and 0 <= error <= sys.float_info.max, "error")
     return ServedInfo(**{**found, "tables": tuple(tables), "rows_of_tables": tuple(rows_of_tables)})

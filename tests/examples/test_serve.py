@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import kuairand_dlrm as script
 import numpy as np
@@ -419,6 +420,25 @@ def test_no_more_of_a_body_is_read_than_is_allowed(small):
     for line in (b"POST /nowhere", b"GET /health", b"GET /score"):
         head = line + b" HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n"
         assert raw(port, head)[2] == b""
+
+
+def test_heads_are_read_by_what_bounds_them_whatever_is_installed(job, monkeypatch):
+    configs = []
+
+    class Server(uvicorn.Server):
+        def run(self, sockets):
+            configs.append(self.config)
+
+    monkeypatch.setattr(uvicorn, "Server", Server)
+    monkeypatch.setitem(sys.modules, "httptools", types.ModuleType("httptools"))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            serve.serve(serve.parse_arguments(["--workdir", str(job.folder)]), listening)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    configs[0].load()
+    assert configs[0].http_protocol_class.__name__ == "H11Protocol" and configs[0].ws_protocol_class is None
 
 
 def test_a_body_that_does_not_come_is_waited_for_so_long_alone(job):

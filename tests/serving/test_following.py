@@ -241,6 +241,33 @@ def test_a_closed_embedding_does_not_follow(job):
     assert not followers()
 
 
+def test_a_signal_that_refreshes_in_the_midst_of_a_refresh_waits_for_no_lock_of_its_own_thread(job, monkeypatch):
+    served, make, calls = InferenceEmbedding.open(job.folder), build.make_file, []
+    job.save()
+
+    def interrupted_once(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGHUP)
+        return make(*arguments, **options)
+
+    def refresh_twice():
+        monkeypatch.setattr(build, "make_file", interrupted_once)
+        signal.signal(signal.SIGHUP, lambda *_: served.refresh())
+        with pytest.raises(StorageError, match="a handler of signals has interrupted it"):
+            served.refresh()
+        return answer(served) == 1 and served.refresh() and answer(served) == 2
+
+    assert ends_soon(child(refresh_twice))
+
+
+def ends_soon(pid):
+    """Whether a child ends well, and is not stuck."""
+    if not wait_for(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None, 10):
+        os.kill(pid, signal.SIGKILL)
+    return ended_well(pid)
+
+
 @pytest.mark.parametrize("call", ["close", "unfollow", "follow", "rollback"])
 def test_a_forked_child_stops_following_whatever_the_thread_of_its_parent_was_doing(job, call):
     served = InferenceEmbedding.open(job.folder)
@@ -248,10 +275,7 @@ def test_a_forked_child_stops_following_whatever_the_thread_of_its_parent_was_do
     arguments = {"follow": [60.0], "rollback": ["step 1"]}.get(call, [])
     with served._follower._ends._cond:  # as the thread has it for a moment when it wakes
         pid = child(lambda: getattr(served, call)(*arguments) is None)
-    ended = wait_for(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None, 10)
-    if not ended:
-        os.kill(pid, signal.SIGKILL)
-    assert ended_well(pid)
+    assert ends_soon(pid)
     served.close()
 
 

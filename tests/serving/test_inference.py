@@ -229,6 +229,36 @@ def test_arguments_that_are_wrong_are_refused_in_words(tmp_path):
         served(some_ids())
     with pytest.raises(ValueError, match="dtype"):
         InferenceEmbedding.open(str(tmp_path), dtype="int2")
+    with pytest.raises(ValueError, match="one path or more"):
+        InferenceEmbedding.open([])
+    for tables in ([0.0], ["0"], [None], "0"):
+        with pytest.raises(ValueError, match="integers"):
+            InferenceEmbedding.open(str(tmp_path), tables=tables)
+    for seconds in (0.0, float("nan"), float("inf"), 1e12):  # more than a thread can wait
+        with _opened(tmp_path) as served, pytest.raises(ValueError, match="seconds must be"):
+            served.follow(seconds)
+
+
+@pytest.mark.parametrize("as_given", [list, tuple, np.array])
+def test_tables_may_be_any_integers_and_are_those_of_a_file(tmp_path, as_given):
+    trained(tmp_path)
+    with _opened(tmp_path, tables=as_given([2, 0])) as served:
+        want, file = served(some_ids()[:, :2]), served._served.file.path
+    with _opened(file, tables=as_given([2, 0])) as served:
+        assert torch.equal(bits(served(some_ids()[:, :2])), bits(want))
+    with pytest.raises(ValueError, match="leave both out"):
+        InferenceEmbedding.open(file, tables=as_given([0, 2]))
+
+
+def test_a_file_of_another_snapshot_under_the_name_of_this_one_is_refused(tmp_path):
+    trained(tmp_path / "job")
+    trained(tmp_path / "other")
+    with _opened(tmp_path / "job") as served, _opened(tmp_path / "other") as other:
+        path = served._served.file.path
+        os.replace(other._served.file.path, path)
+    with pytest.raises(StorageError, match="identity.*offset.*remove") as error:
+        InferenceEmbedding.open(str(tmp_path / "job"))
+    assert path in str(error.value)
 
 
 def test_a_newer_snapshot_or_delta_is_taken_over_and_a_named_one_brought_back(tmp_path):

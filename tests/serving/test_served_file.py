@@ -167,7 +167,7 @@ WRONG = [None, True, -1, 1.5, float("nan"), float("inf"), 1 << 40, 1 << 64, 10**
 @pytest.mark.parametrize("key", [key for key in asdict(ServedInfo(*[0] * 16)) if key not in ("name", "identity")])
 def test_a_manifest_with_a_wrong_number_is_refused_with_file_and_offset(good, key):
     right = asdict(good[1])
-    harmless = {"sequence": (1 << 40,), "embedding": ({},), "error_max": (1.5, 1 << 40, 1 << 64, 10**400)}
+    harmless = {"sequence": (1 << 40,), "embedding": ({},), "error_max": (1.5, 1 << 40, 1 << 64)}
     harmless["error_rms"] = harmless["error_max"]
     for value in WRONG:
         path = with_manifest(good, json.dumps({**right, key: value}).encode())
