@@ -24,6 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from oneemb.torchrec import quant
 from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
+from oneemb.torchrec.quant_collection import QuantCollection
 from oneemb.torchrec.quant_shards import OnDevices, OnRanks, Place
 from oneemb.torchrec.sharded import (
     ShardedEmbeddingBagCollection,
@@ -182,8 +183,8 @@ def _swap(model: torch.nn.Module, swap: _Swap, inplace: bool) -> torch.nn.Module
 class _Sharder(BaseQuantEmbeddingSharder[torch.nn.Module]):
     """Base of both sharders; see `QuantEmbeddingBagCollectionSharder`."""
 
-    _unsharded: type[quant.QuantCollection]
-    sharded_type: type[quant.QuantCollection]
+    _unsharded: type[QuantCollection]
+    sharded_type: type[QuantCollection]
 
     @property
     def module_type(self) -> type[torch.nn.Module]:
@@ -195,7 +196,7 @@ class _Sharder(BaseQuantEmbeddingSharder[torch.nn.Module]):
         return {
             # A planner divides by the rows.
             name: torch.nn.Parameter(torch.empty(max(1, rows), size, dtype=torch.uint8, device="meta"), False)
-            for name, (rows, size) in cast(quant.QuantCollection, module).sizes().items()
+            for name, (rows, size) in cast(QuantCollection, module).sizes().items()
         }
 
     def shard(
@@ -214,7 +215,7 @@ class _Sharder(BaseQuantEmbeddingSharder[torch.nn.Module]):
             device: on which rows are; None, or on meta, = as the plan says.
             module_fqn: has no effect.
         """
-        its = cast(quant.QuantCollection, module)
+        its = cast(QuantCollection, module)
         place: Place
         if env.process_group is not None:
             place = OnRanks(env.process_group)
@@ -306,7 +307,7 @@ def shard_quant_model(
     def swap(module: torch.nn.Module) -> torch.nn.Module | None:
         for sharder in sharders:
             if isinstance(sharder, _Sharder) and type(module) is sharder.module_type:
-                return cast(quant.QuantCollection, module).placed(sharder.sharded_type, place)
+                return cast(QuantCollection, module).placed(sharder.sharded_type, place)
         return None
 
     return _swap(model, swap, inplace=True), ShardingPlan({})

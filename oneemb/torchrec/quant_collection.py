@@ -1,0 +1,354 @@
+"""What both quantized collections are: rows of tables, of a trained collection or a state dict, that lie in groups.
+
+F features, N ids, D weights of a row.
+
+Invariants:
+- tables that lie alike and were one embedding in training are one group, and looked up together;
+- a state dict has the rows table by table, whatever lies together, and wherever.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self, cast
+
+import torch
+from torchrec.fx.tracer import is_fx_tracing
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    EmbeddingBagConfig,
+    PoolingType,
+    dtype_to_data_type,
+)
+from torchrec.quant.embedding_modules import MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT
+
+from oneemb.storage.row_store import StorageError
+from oneemb.torchrec.collection import Collection
+from oneemb.torchrec.configs import Column, columns_of
+from oneemb.torchrec.quant_rows import DATA_TYPES, PARTS, RowsOfTable, quantized_tables
+from oneemb.torchrec.quant_shards import OnOneDevice, OnRanks, Place, stored_rows
+from oneemb.torchrec.sharded import ShardedCollection
+
+__all__ = ["QuantCollection", "TablesByName"]
+
+
+@torch.fx.wrap
+def tables_of_ids(offsets: torch.Tensor, table_F: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The table of each id of features of as many samples each."""
+    features = table_F.size(0)
+    ends = torch.arange(features + 1, device=offsets.device) * ((offsets.size(0) - 1) // features)
+    return table_F.to(values.device).repeat_interleave(offsets[ends].diff(), output_size=values.size(0))
+
+
+class GroupOfTables(torch.nn.Module):
+    """Tables that are one: of one width, data type and pooling, and of one embedding in training.
+
+    Args:
+        rows: looks theirs up.
+        tables: which of the configs they are.
+        table_F: what `rows` calls the table of each feature.
+        features: those of the tables, in their order.
+        names: of the embeddings of the output.
+        means: whether bags give means.
+    """
+
+    table_F: torch.Tensor
+
+    def __init__(
+        self, rows: torch.nn.Module, tables: Sequence[int], table_F: torch.Tensor, features: list[str],
+        names: list[str], means: bool,
+    ):  # fmt: skip
+        super().__init__()
+        self.rows = rows
+        self.tables: list[int] = list(tables)
+        self.features: list[str] = features
+        self.names: list[str] = names
+        self.means = means
+        self.register_buffer("table_F", table_F)
+        for module in self.modules():  # State dicts have the tables, whatever lies together.
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                module.register_buffer(name, buffer, persistent=False)
+
+    def forward(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """The rows of ids of as many samples of each feature: float32 [N, D]."""
+        rows: torch.Tensor = self.rows(tables_of_ids(offsets, self.table_F, values), values)
+        return rows
+
+
+class QuantCollection(torch.nn.Module):
+    """Base of both collections.
+
+    Args:
+        tables: TorchRec's configs, whose data_type says what rows are.
+        device: where rows are, of those that are made without; on meta there are none until they are loaded.
+        output_dtype: a floating-point dtype.
+        rows: of each table; None = there are none yet, and every id reads as zeros.
+        place: where rows are; None = all on the device.
+        named: the attribute that has the tables by name.
+    """
+
+    # What TorchScript need not know.
+    __jit_unused_properties__ = ["device", "embedding_bags", "embeddings"]
+    __jit_ignored_attributes__ = ["configs", "_absent", "_columns", "_place"]
+
+    def __init__(
+        self,
+        tables: Sequence[BaseEmbeddingConfig],
+        device: torch.device | str | None,
+        output_dtype: torch.dtype,
+        rows: Sequence[RowsOfTable] | None,
+        place: Place | None,
+        *,
+        named: str,
+    ):
+        super().__init__()
+        check_quantized(tables, output_dtype)
+        self.configs = list(tables)
+        self._device = torch.empty(0, device=device).device
+        self._output_dtype: torch.dtype = output_dtype
+        self.holders = named
+        self._columns: list[Column] = columns_of(tables)
+        self._feature_names: list[str] = [column.feature for column in self._columns]
+        self._embedding_names: list[str] = [column.name for column in self._columns]
+        self._place = place or OnOneDevice()
+        if rows is None:
+            rows = [RowsOfTable.none(config, t) for t, config in enumerate(tables)]
+        self._have(rows)
+
+    def _have(self, rows: Sequence[RowsOfTable]) -> None:
+        """Look up these rows, of each table. Tables that lie alike and were one embedding in training are one here."""
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for t, (config, its) in enumerate(zip(self.configs, rows, strict=True)):
+            kind = config.embedding_dim, config.data_type, _pooling(config), *its.origin
+            alike.setdefault(kind, []).append(t)
+        groups, order = torch.nn.ModuleList(), []  # What fails leaves the rows that there are.
+        for tables in alike.values():
+            first = self.configs[tables[0]]
+            columns = [c for c, column in enumerate(self._columns) if column.table in tables]
+            group = GroupOfTables(
+                self._place([rows[t] for t in tables], first.embedding_dim, first.data_type),
+                tables,
+                torch.tensor([rows[self._columns[c].table].number for c in columns], device=self._device),
+                [self._columns[c].feature for c in columns],
+                [self._columns[c].name for c in columns],
+                _pooling(first) == PoolingType.MEAN,
+            )
+            groups.append(group.to("meta") if self._device.type == "meta" else group)
+            order += columns
+        self._absent = [its.absent for its in rows]
+        self.groups = groups
+        self._order: list[int] = [order.index(c) for c in range(len(order))]
+        """Where each embedding of the output is among those of all groups."""
+
+    # ---- lookups ----------------------------------------------------------------------------------------------------
+
+    @torch.jit.unused
+    def _is_called(self) -> bool:
+        """Whether this is a call on values; it is not where a model is traced or exported."""
+        return not (is_fx_tracing() or torch.compiler.is_exporting())
+
+    @torch.jit.unused
+    def _check_rows(self) -> None:
+        if self._device.type == "meta":
+            raise RuntimeError(
+                "the rows are on the meta device: load a state dict, or move the module, to_empty(device='cpu')"
+            )
+
+    # ---- made of others ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def made_like(
+        cls, like: Any, configs: list[Any], output_dtype: torch.dtype, rows: Sequence[RowsOfTable] | None,
+        place: Place | None,
+    ) -> Self:  # fmt: skip
+        """One of these configs and rows, otherwise like another collection."""
+        raise NotImplementedError
+
+    @classmethod
+    def quantized(
+        cls, module: Any, dtype: torch.dtype, output_dtype: torch.dtype = torch.float32,
+        by_table: Mapping[str, torch.dtype] | None = None,
+    ) -> Self:  # fmt: skip
+        """The rows of a trained collection, as they are now; those of a sharded one stay with their ranks, every one of
+        which makes the call.
+
+        Args:
+            dtype: of rows; of some tables that of `by_table`.
+
+        Raises:
+            TypeError: `module` is no collection of oneemb.torchrec.
+            ValueError, StorageError: as `quantize_embeddings`.
+        """
+        collection = module.collection if isinstance(module, ShardedCollection) else module
+        if not isinstance(collection, Collection):
+            raise TypeError(f"rows are those of a collection of oneemb.torchrec, got {type(module).__name__}")
+        if getattr(module, MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT, None):
+            raise ValueError("set_pruning_data: rows are by id here, and are not pruned; leave these modules out")
+        configs = _quantized_configs(collection, dtype, by_table)
+        check_quantized(configs, output_dtype)
+        group = collection.process_group
+        place = None if group is None else OnRanks(group)
+        return cls.made_like(collection, configs, output_dtype, _rows_of_collection(collection, configs), place)
+
+    @classmethod
+    def from_float(cls, module: Any, use_precomputed_fake_quant: bool = False) -> Self:
+        """The rows of a trained collection as its `qconfig` says, as torch's and TorchRec's functions ask.
+
+        Args:
+            module: as of `quantized`.
+            use_precomputed_fake_quant: has no effect.
+
+        Raises:
+            As `quantized`, and ValueError: there is no `qconfig`.
+        """
+        config = getattr(module, "qconfig", None)
+        if config is None:
+            raise ValueError("the module must have a qconfig, which says the dtype of rows: see quantize_embeddings")
+        by_table = getattr(config, "per_table_weight_dtype", None)
+        return cls.quantized(module, config.weight().dtype, config.activation().dtype, by_table)
+
+    def placed(self, kind: "type[QuantCollection]", place: Place) -> "QuantCollection":
+        """A collection of the same rows, elsewhere."""
+        rows = None if self._device.type == "meta" else [*self._rows_of_tables().values()]
+        return kind.made_like(self, self.configs, self._output_dtype, rows, place).train(self.training)
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """How many rows each table has, and bytes of one."""
+        return {name: (len(its.ids), its.weight.shape[1]) for name, its in self._rows_of_tables().items()}
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    def rows_of_table(self, table: int) -> RowsOfTable:
+        """The rows of one of the tables, of those that this rank has: copies."""
+        for group in cast(Any, self.groups):
+            if table in group.tables:
+                return stored_rows(group.rows, self._absent[table])
+        raise IndexError(f"there are {len(self.configs)} tables, got {table}")
+
+    def _rows_of_tables(self) -> dict[str, RowsOfTable]:
+        return {config.name: self.rows_of_table(t) for t, config in enumerate(self.configs)}
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        def placed(tensor: torch.Tensor) -> torch.Tensor:  # Rows keep their bytes, whatever dtype others get.
+            made = fn(tensor)
+            return made if made.dtype == tensor.dtype else tensor.to(made.device)
+
+        moved: Self = super()._apply(placed, recurse)
+        was = self._device
+        for group in self.groups:
+            self._device = cast(GroupOfTables, group).table_F.device
+        if was.type == "meta" and self._device.type != "meta":  # Keys are not what memory happens to hold.
+            self._have([RowsOfTable.none(config, t) for t, config in enumerate(self.configs)])
+        return moved
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for name, table in self._rows_of_tables().items():
+            for part, tensor in zip(PARTS, table, strict=True):
+                destination[f"{prefix}{self.holders}.{name}.{part}"] = tensor
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: object, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        parts = {config.name: dict[str, torch.Tensor]() for config in self.configs}
+        for key in (key for key in state_dict if key.startswith(prefix)):
+            holders, _, rest = key.removeprefix(prefix).partition(".")
+            name, _, part = rest.rpartition(".")
+            if holders == self.holders and name in parts and part in PARTS:
+                parts[name][part] = state_dict[key]
+            else:
+                unexpected_keys.append(key)
+        for name, its in parts.items():
+            missing_keys += [f"{prefix}{self.holders}.{name}.{part}" for part in PARTS if part not in its]
+        if all(len(its) == len(PARTS) for its in parts.values()):
+            tables = [RowsOfTable(**parts[config.name]) for config in self.configs]
+            try:
+                for config, table in zip(self.configs, tables, strict=True):
+                    table.check(config)
+            except (TypeError, ValueError) as error:
+                error_msgs.append(f"{prefix}{self.holders}.{config.name}: {error}")
+            else:
+                if self._device.type == "meta":
+                    warnings.warn(
+                        f"the quantized tables {list(parts)} are on the meta device: what is loaded into them has no"
+                        " effect; move the collection first, to_empty(device='cpu')",
+                        stacklevel=2,
+                    )
+                    return
+                try:
+                    self._have([table.to(self._device) for table in tables])
+                except (ValueError, StorageError) as error:  # that each table is right does not say that all are
+                    error_msgs.append(f"{prefix}{self.holders}: {error}")
+
+    # ---- what TorchRec's modules have -------------------------------------------------------------------------------
+
+    def output_dtype(self) -> torch.dtype:
+        """That of what lookups give."""
+        return self._output_dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows are."""
+        return self._device
+
+
+class TablesByName(Mapping[str, RowsOfTable]):
+    """The rows of a collection's tables."""
+
+    def __init__(self, collection: QuantCollection):
+        self._collection = collection
+        self._places = {config.name: t for t, config in enumerate(collection.configs)}
+
+    def __getitem__(self, name: str) -> RowsOfTable:
+        return self._collection.rows_of_table(self._places[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _pooling(config: BaseEmbeddingConfig) -> PoolingType:
+    return config.pooling if isinstance(config, EmbeddingBagConfig) else PoolingType.NONE
+
+
+def check_quantized(tables: Sequence[BaseEmbeddingConfig], output_dtype: torch.dtype) -> None:
+    """Raise TypeError or ValueError unless there can be quantized tables of these."""
+    if not output_dtype.is_floating_point or output_dtype.itemsize < 2:
+        raise ValueError(f"output_dtype must be torch.float32, float16, bfloat16 or float64, got {output_dtype}")
+    for config in tables:
+        bits = DATA_TYPES.get(config.data_type)
+        if bits is None:
+            known = ", ".join(data_type.name for data_type in DATA_TYPES)
+            raise ValueError(f"table {config.name!r}: rows can be quantized to {known}, got {config.data_type}")
+        if config.embedding_dim * bits % 16:
+            raise ValueError(
+                f"table {config.name!r}: {config.embedding_dim} weights of {bits} bits do not fill pairs of bytes;"
+                f" embedding_dim must be a multiple of {16 // bits}"
+            )
+        if config.num_embeddings_post_pruning is not None:
+            raise ValueError(f"table {config.name!r}: num_embeddings_post_pruning: rows are by id here, and not pruned")
+
+
+def _quantized_configs(collection: Any, dtype: torch.dtype, by_table: Mapping[str, torch.dtype] | None) -> list[Any]:
+    """Configs of a collection's tables with these data types."""
+    configs = copy.deepcopy(collection.configs)
+    for config in configs:
+        its = (by_table or {}).get(config.name, dtype)
+        try:
+            config.data_type = dtype_to_data_type(its)
+        except Exception as error:  # TorchRec raises no narrower one.
+            raise ValueError(f"table {config.name!r}: rows cannot be quantized to {its}") from error
+    return configs
+
+
+def _rows_of_collection(collection: Collection, configs: Sequence[BaseEmbeddingConfig]) -> list[RowsOfTable] | None:
+    """The rows of a collection's tables as these configs say, of those that this rank has; None = on meta."""
+    if collection.device.type == "meta":
+        return None
+    found: dict[int, RowsOfTable] = {}
+    for group in collection.ready():
+        its = quantized_tables(group.rows, [configs[t] for t in group.tables])
+        found |= dict(zip(group.tables, its, strict=True))
+    return [found[t] for t in range(len(configs))]
