@@ -32,6 +32,7 @@ from torchrec.quant.embedding_modules import MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from oneemb.storage.row_store import StorageError
 from oneemb.torchrec.collection import Collection
 from oneemb.torchrec.configs import Column, columns_of
 from oneemb.torchrec.jagged import Jagged, check_jagged, ends_of_features, expand_samples, select_features
@@ -172,9 +173,7 @@ class QuantCollection(torch.nn.Module):
         for t, (config, its) in enumerate(zip(self.configs, rows, strict=True)):
             kind = config.embedding_dim, config.data_type, _pooling(config), *its.origin
             alike.setdefault(kind, []).append(t)
-        self._absent = [its.absent for its in rows]
-        self.groups = torch.nn.ModuleList()
-        order = []
+        groups, order = torch.nn.ModuleList(), []  # What fails leaves the rows that there are.
         for tables in alike.values():
             first = self.configs[tables[0]]
             columns = [c for c, column in enumerate(self._columns) if column.table in tables]
@@ -186,8 +185,10 @@ class QuantCollection(torch.nn.Module):
                 [self._columns[c].name for c in columns],
                 _pooling(first) == PoolingType.MEAN,
             )
-            self.groups.append(group.to("meta") if self._device.type == "meta" else group)
+            groups.append(group.to("meta") if self._device.type == "meta" else group)
             order += columns
+        self._absent = [its.absent for its in rows]
+        self.groups = groups
         self._order: list[int] = [order.index(c) for c in range(len(order))]
         """Where each embedding of the output is among those of all groups."""
 
@@ -280,7 +281,11 @@ class QuantCollection(torch.nn.Module):
         return {config.name: self.rows_of_table(t) for t, config in enumerate(self.configs)}
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        moved: Self = super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
+        def placed(tensor: torch.Tensor) -> torch.Tensor:  # Rows keep their bytes, whatever dtype others get.
+            made = fn(tensor)
+            return made if made.dtype == tensor.dtype else tensor.to(made.device)
+
+        moved: Self = super()._apply(placed, recurse)
         was = self._device
         for group in self.groups:
             self._device = cast(GroupOfTables, group).table_F.device
@@ -321,8 +326,11 @@ class QuantCollection(torch.nn.Module):
                         " effect; move the collection first, to_empty(device='cpu')",
                         stacklevel=2,
                     )
-                else:
+                    return
+                try:
                     self._have([table.to(self._device) for table in tables])
+                except (ValueError, StorageError) as error:  # that each table is right does not say that all are
+                    error_msgs.append(f"{prefix}{self.holders}: {error}")
 
     # ---- what TorchRec's modules have -------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.types import DataType
 
 from oneemb.embedding import MultiTableEmbedding
-from oneemb.kernels.init_rows import CONSTANT, InitialRows
+from oneemb.kernels.init_rows import BY_ID, CONSTANT, NORMAL, TRUNC_NORMAL, UNIFORM, InitialRows
 from oneemb.kernels.threads import Threads
 from oneemb.rows.values import weights_of
 from oneemb.serving.frozen_rows import FrozenRows
@@ -35,6 +35,8 @@ DATA_TYPES = {DataType.FP32: 32, DataType.FP16: 16, DataType.INT8: 8, DataType.I
 _AS_THEY_ARE = {DataType.FP32: torch.float32, DataType.FP16: torch.float16}
 _TRAINED = [torch.float32, torch.float16, torch.bfloat16]
 _SCALES = 4  # bytes of scale and low
+_TABLES_MAX = 1 << 16  # of an embedding that was trained: lookups have room for each
+_MODULUS_MAX = 1 << 24  # of an id that is its weight: see `options.py`
 
 
 def _row_bytes(dim: int, data_type: DataType) -> int:
@@ -81,7 +83,10 @@ class RowsOfTable(NamedTuple):
         return type(self)(self.ids.to(device), self.weight.to(device), self.absent.cpu())
 
     def check(self, config: BaseEmbeddingConfig) -> None:
-        """Raise ValueError unless these can be the rows of a table of this config."""
+        """Raise TypeError or ValueError unless these can be the rows of a table of this config."""
+        for part, its in zip(self._fields, self, strict=True):
+            if not isinstance(its, torch.Tensor) or its.is_meta:
+                raise TypeError(f"{part} must be a tensor with values, got {type(its).__name__}")
         size = _row_bytes(config.embedding_dim, config.data_type)
         if self.ids.dtype != torch.int64 or self.ids.dim() != 1 or not bool((self.ids[1:] > self.ids[:-1]).all()):
             raise ValueError(f"ids must be int64, each above the one before, got {self.ids.dtype} {[*self.ids.shape]}")
@@ -92,8 +97,9 @@ class RowsOfTable(NamedTuple):
             )
         if self.absent.dtype != torch.int64 or tuple(self.absent.shape) != (8,):
             raise ValueError(f"absent must be int64 [8], got {self.absent.dtype} {[*self.absent.shape]}")
-        _, number, trained, kind, *_ = self.absent.tolist()
-        if not (0 <= number < 1 << 23 and 0 <= trained < len(_TRAINED) and 0 <= kind <= 4):
+        if DATA_TYPES[config.data_type] <= 8:
+            _check_scales(self.weight, self.ids)
+        if not _can_begin(*self.absent.tolist()[1:4], self.absent[4:].cpu().numpy().view(np.float64)):
             raise ValueError(f"absent says how ids without a row read, which {self.absent.tolist()} does not")
 
 
@@ -146,6 +152,25 @@ def _quantized(weight_MD: torch.Tensor, id_M: np.ndarray, config: BaseEmbeddingC
     row_MB: torch.Tensor = quantize(weight_MD.contiguous(), DATA_TYPES[data_type])
     _check_finite(row_MB[:, -_SCALES:].contiguous().view(torch.float16), id_M, config)
     return row_MB
+
+
+def _can_begin(number: int, trained: int, kind: int, param_4: np.ndarray) -> bool:
+    """Whether numbers of `RowsOfTable.absent` say how ids without a row read."""
+    first, _, low, high = param_4.tolist()
+    if not (0 <= number < _TABLES_MAX and 0 <= trained < len(_TRAINED) and np.isfinite(param_4).all()):
+        return False
+    if kind == BY_ID:
+        return 1 <= first <= _MODULUS_MAX
+    if kind == TRUNC_NORMAL:
+        return 0 <= low <= high <= 1 and low < 1 and high > 0
+    return kind in (CONSTANT, UNIFORM, NORMAL)
+
+
+def _check_scales(row_SB: torch.Tensor, id_S: torch.Tensor) -> None:
+    right_S = row_SB[:, -_SCALES:].contiguous().view(torch.float16).isfinite().all(1)
+    if not right_S.all():
+        wrong = int((~right_S).nonzero()[0])
+        raise ValueError(f"the scales of weight must be finite, those of id {id_S[wrong]} are not")
 
 
 def _check_finite(number_MX: torch.Tensor, id_M: np.ndarray, config: BaseEmbeddingConfig) -> None:

@@ -22,6 +22,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 import oneemb  # noqa: E402
 import oneemb.torchrec as ours  # noqa: E402
 from oneemb.kernels.owner import owner_of  # noqa: E402
+from oneemb.serving import frozen_rows  # noqa: E402
 from oneemb.torchrec.quant_shards import owner_of_keys  # noqa: E402
 
 pytestmark = [
@@ -317,6 +318,73 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing():
     with pytest.raises(RuntimeError, match=r"Unexpected key.*dense.weight"):
         made.load_state_dict({**made.state_dict(), "dense.weight": torch.ones(1)})
     assert torch.equal(made(kjt).values(), before)
+
+
+def changed(state, part, change):
+    """The state of a module whose table t differs in one part."""
+    state = {key: tensor.clone() for key, tensor in state.items()}
+    state[f"embedding_bags.t.{part}"] = change(state[f"embedding_bags.t.{part}"])
+    return state
+
+
+def absent_with(place, value):
+    def change(absent):
+        absent[place] = value if isinstance(value, int) else int(np.float64(value).view(np.int64))
+        return absent
+
+    return change
+
+
+def of_kind(kind, *params):
+    return lambda absent: torch.cat(
+        [absent[:3], torch.tensor([kind]), torch.tensor(params, dtype=torch.float64).view(torch.int64)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "says"),
+    [
+        ("ids", lambda ids: None, "t: ids must be a tensor with values, got NoneType"),
+        ("ids", lambda ids: ids.to("meta"), "t: ids must be a tensor with values"),
+        ("weight", lambda weight: torch.full_like(weight, 255), "t: the scales of weight must be finite, those of id"),
+        ("absent", absent_with(1, (1 << 23) - 1), "t: absent says"),  # for which lookups would have room
+        ("absent", absent_with(4, float("nan")), "t: absent says"),
+        ("absent", of_kind(4, 0, 0, 0, 0), "t: absent says"),
+        ("absent", of_kind(4, 1e300, 0, 0, 0), "t: absent says"),
+        ("absent", of_kind(3, 0, 1, 0, 0), "t: absent says"),
+    ],
+)
+def test_hostile_state_is_refused_and_changes_nothing(part, change, says):
+    made, kjt = quantized(with_other_ids()[0]), batch(0, most=400)
+    before = made(kjt).values()
+    with pytest.raises(RuntimeError, match=says):
+        made.load_state_dict(changed(made.state_dict(), part, change))
+    assert torch.equal(made(kjt).values(), before)
+
+
+def test_tables_that_do_not_go_together_are_refused_and_change_nothing():
+    collection, kjt = with_other_ids(pooling=PoolingType.MEAN)  # t and u are one group
+    made = quantized(collection)
+    before, state = made(kjt).values(), made.state_dict()
+    with pytest.raises(RuntimeError, match=r"embedding_bags: tables of one embedding have numbers of their own, got"):
+        made.load_state_dict(changed(state, "absent", lambda _: state["embedding_bags.u.absent"].clone()))
+    assert torch.equal(made(kjt).values(), before)
+    salts = np.array([frozen_rows._salts(2, attempt)[1] for attempt in range(frozen_rows._SALTS)])
+    ids = torch.from_numpy(np.unique(salts))
+    hostile = changed(state, "ids", lambda _: torch.zeros(1, dtype=torch.int64))
+    hostile["embedding_bags.t.weight"] = torch.zeros(1, 12, dtype=torch.uint8)
+    hostile |= {"embedding_bags.u.ids": ids, "embedding_bags.u.weight": torch.zeros(len(ids), 12, dtype=torch.uint8)}
+    with pytest.raises(RuntimeError, match="no salts of 64 keep the keys of 2 tables apart"):
+        made.load_state_dict(hostile)
+    assert torch.equal(made(kjt).values(), before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_keep_their_bytes_where_a_model_gets_another_dtype(dtype):
+    made, kjt = quantized(with_other_ids()[0], dtype), batch(0, most=400)
+    before = made(kjt).values()
+    for change in (made.half, made.bfloat16, made.double):
+        assert torch.equal(change()(kjt).values(), before)
 
 
 def test_on_the_meta_device_there_are_no_rows():
