@@ -8,6 +8,7 @@ Invariants:
 
 import functools
 import inspect
+import io
 import json
 import os
 import shutil
@@ -25,7 +26,6 @@ from torch.utils import _pytree as pytree
 import oneemb
 from oneemb.embedding import TableEmbedding, embeddings_of
 from oneemb.graph.build_error import BuildError
-from oneemb.graph.ops.lookup import DTYPES as TRAINED
 from oneemb.kernels.threads import Threads
 from oneemb.scaling import scalers_in, scalers_of
 from oneemb.serving.build import DTYPES, find_snapshot, make_file
@@ -135,8 +135,10 @@ def _export(
         with _scalers_kept(graph, build), warnings.catch_warnings(), torch.no_grad():
             warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's own parts to each other
             warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)  # of a copy that nobody keeps
-            _write(program, made, args, kwargs, options, dynamic_shapes, json.dumps(described))
-        with open(made, "rb") as file:
+            content = _made(program, args, kwargs, options, dynamic_shapes, json.dumps(described))
+        with open(made, "wb") as file:
+            file.write(content.getbuffer())
+            file.flush()
             os.fsync(file.fileno())
         os.replace(made, path)
     except OSError as error:
@@ -162,7 +164,6 @@ def _frozen(embedding: TableEmbedding, work: str, options: _Options) -> tuple[to
                 f" {embedding.name!r} has {embedding.num_tables} of {embedding.embedding_dim}"
             )
         rows = HashedRows(file, absent) if options.lookup == "op" else FrozenRows.of_file(file, absent=absent)
-        dtype = embedding.dtype if info.weights == info.trained else torch.float32
         temporary = found.name.startswith(EXPORTED)
         said = {
             "name": embedding.name, "snapshot": None if temporary else found.name,
@@ -170,7 +171,7 @@ def _frozen(embedding: TableEmbedding, work: str, options: _Options) -> tuple[to
             "step": SnapshotRows.of_meta(found.info.meta, found.name).step, "rows": info.rows,
             "error_max": info.error_max, "error_rms": info.error_rms,
         }  # fmt: skip
-        return FrozenEmbedding(embedding, rows, TRAINED[info.trained] if dtype == embedding.dtype else dtype), said
+        return FrozenEmbedding(embedding, rows, embedding.dtype), said
 
 
 @contextmanager
@@ -257,25 +258,32 @@ def _scalers_kept(graph: torch.nn.Module, build: Callable[..., Any]) -> Iterator
                 vars(scaler).update(state)
 
 
-def _write(
-    program: _Program, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options,
-    dynamic_shapes: Any, described: str,
-) -> None:  # fmt: skip
+def _made(
+    program: _Program, args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options, dynamic_shapes: Any,
+    described: str,
+) -> io.BytesIO:  # fmt: skip
+    """The content of the file. It is made in memory: where torch cannot write, its writer ends the process."""
     # Also before a script is traced: only torch.export refuses a `build` that depends on values.
     exported = _exported(program, args, kwargs, dynamic_shapes)
-    if options.format == "export":
-        torch.export.save(exported, path, extra_files={METADATA: described})
-    elif options.format == "aot_inductor":
-        from torch._inductor import aoti_compile_and_package, config
+    content = io.BytesIO()
+    try:
+        if options.format == "export":
+            torch.export.save(exported, content, extra_files={METADATA: described})
+        elif options.format == "aot_inductor":
+            from torch._inductor import aoti_compile_and_package, config
 
-        configs: dict[str, Any] = {"aot_inductor.metadata": {METADATA: described}}
-        if hasattr(config.aot_inductor, "check_lowerbound"):
-            # Else a package that compares its inputs, as AOTI_RUNTIME_CHECK_INPUTS=1 has it do, refuses one example.
-            configs["aot_inductor.check_lowerbound"] = False
-        aoti_compile_and_package(exported, package_path=path, inductor_configs=configs)
-    else:
-        script = _scripted(program, args, kwargs)
-        torch.jit.save(script, path, _extra_files={METADATA: described})
+            configs: dict[str, Any] = {"aot_inductor.metadata": {METADATA: described}}
+            if hasattr(config.aot_inductor, "check_lowerbound"):
+                # Else a package that compares its inputs, as AOTI_RUNTIME_CHECK_INPUTS=1 has it do, refuses one example.
+                configs["aot_inductor.check_lowerbound"] = False
+            aoti_compile_and_package(exported, package_path=content, inductor_configs=configs)
+        else:
+            torch.jit.save(_scripted(program, args, kwargs), content, _extra_files={METADATA: described})
+    except (OSError, ValueError, MemoryError, BuildError):
+        raise
+    except Exception as error:
+        raise BuildError(f"build cannot be exported: {_why(error)}") from error
+    return content
 
 
 def _exported(
@@ -287,7 +295,7 @@ def _exported(
             if isinstance(tensor, torch.Tensor) and tensor.dim():
                 dynamic_shapes[tensor] = {0: torch.export.Dim.DYNAMIC}
     try:
-        return torch.export.export(
+        exported = torch.export.export(
             program, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False,
             prefer_deferred_runtime_asserts_over_guards=True,
         )  # fmt: skip
@@ -295,6 +303,11 @@ def _exported(
         raise
     except Exception as error:
         raise BuildError(f"build cannot be exported: {_why(error)}") from error
+    for given in exported.graph_signature.output_specs:
+        value = getattr(given.arg, "value", None)
+        if not isinstance(value, bool | int | float | None):  # It would be written, and not be read.
+            raise BuildError(f"build cannot be exported: it returns {value!r}; a program returns tensors and numbers")
+    return exported
 
 
 def _why(error: Exception) -> str:

@@ -1,10 +1,14 @@
 """A copy of a module tree in which other modules stand for embeddings. It has the memory of the tree's parameters.
 
-Invariant: nothing of the tree that is copied is written to, so that nothing need be put back, whatever interrupts.
+Invariant: nothing of the tree that is copied is written to, tensors and containers that are plain attributes among it,
+so that nothing need be put back, whatever interrupts. Objects of other classes are shared.
 """
 
+import copy
 import types
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -14,6 +18,7 @@ __all__ = ["frozen_copy"]
 
 _WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
 """Of torch, and what they wrap: what they add has no place in a program."""
+_COPIED = {"_parameters", "_buffers", "_modules", "_flat_weights"}
 
 
 def frozen_copy(
@@ -28,54 +33,100 @@ def frozen_copy(
     for where, module in unregistered_modules(root):
         if any(is_embedding(one) for one in module.modules()):
             raise ValueError(f"{where}: {say_not_registered(root, module)}")
-    copies: dict[torch.nn.Module, torch.nn.Module] = {**stands_for}
-    copy = _copied(root, copies, {})
-    for one in copies.values():
-        _bind(one, copies)
-    return copy
+    copying = _Copying(stands_for)
+    made = copying.module(root)
+    copying.finish()
+    return made
 
 
-_Weights = dict[torch.nn.Parameter, torch.nn.Parameter]
+class _Copying:
+    """A copy that is being made.
 
+    Args:
+        stands_for: as of `frozen_copy`.
+    """
 
-def _copied(
-    module: torch.nn.Module, copies: dict[torch.nn.Module, torch.nn.Module], weights: _Weights
-) -> torch.nn.Module:  # fmt: skip
-    if module in copies:
-        return copies[module]
-    wrapped = _WRAPPERS.get(type(module).__name__)
-    if wrapped is not None and wrapped in module._modules:
-        copies[module] = _copied(getattr(module, wrapped), copies, weights)
-        return copies[module]
-    if isinstance(module, torch.jit.ScriptModule):
-        if any(one.training for one in module.modules()):
-            raise ValueError("a scripted module is in training mode, which a program would keep; call its eval()")
-        copies[module] = module
-        return module
-    _check(module)
-    copy = module.__class__.__new__(module.__class__)
-    copies[module] = copy
-    state = dict(vars(module))
-    state["training"] = False
-    state["_parameters"] = {
-        name: None if one is None else _weight(one, weights) for name, one in module._parameters.items()
-    }
-    if isinstance(module, torch.nn.RNNBase):  # It has a list of its parameters as well.
-        state["_flat_weights"] = [state["_parameters"].get(name) for name in module._flat_weights_names]
-    state["_buffers"] = {name: None if one is None else one.detach().clone() for name, one in module._buffers.items()}
-    state["_modules"] = {
-        name: None if child is None else _copied(child, copies, weights) for name, child in module._modules.items()
-    }
-    state["_compiled_call_impl"] = None
-    copy.__dict__.update(state)
-    return copy
+    def __init__(self, stands_for: Mapping[TableEmbedding, torch.nn.Module]):
+        self._copies: dict[torch.nn.Module, torch.nn.Module] = dict(stands_for)
+        self._weights: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        self._unbound: list[torch.nn.Module] = []
+        self._values: dict[int, tuple[object, Any]] = {}  # what is copied stays, so that its id is its own
 
+    def module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The copy of a module, whose attributes are still those of the module."""
+        if module in self._copies:
+            return self._copies[module]
+        wrapped = _WRAPPERS.get(type(module).__name__)
+        if wrapped is not None and wrapped in module._modules:
+            self._copies[module] = self.module(getattr(module, wrapped))
+            return self._copies[module]
+        if isinstance(module, torch.jit.ScriptModule):
+            if any(one.training for one in module.modules()):
+                raise ValueError("a scripted module is in training mode, which a program would keep; call its eval()")
+            self._copies[module] = module
+            return module
+        _check(module)
+        made = module.__class__.__new__(module.__class__)
+        self._copies[module] = made
+        self._unbound.append(made)
+        state = dict(vars(module))
+        state["training"] = False
+        state["_parameters"] = {
+            name: None if one is None else self._weight(one) for name, one in module._parameters.items()
+        }
+        if isinstance(module, torch.nn.RNNBase):  # It has a list of its parameters as well.
+            state["_flat_weights"] = [state["_parameters"].get(name) for name in module._flat_weights_names]
+        state["_buffers"] = {name: None if one is None else self._value(one) for name, one in module._buffers.items()}
+        state["_modules"] = {
+            name: None if child is None else self.module(child) for name, child in module._modules.items()
+        }
+        state["_compiled_call_impl"] = None
+        made.__dict__.update(state)
+        return made
 
-def _weight(parameter: torch.nn.Parameter, weights: _Weights) -> torch.nn.Parameter:
-    """A parameter that several modules have stays one."""
-    if parameter not in weights:
-        weights[parameter] = torch.nn.Parameter(parameter.detach(), requires_grad=False)
-    return weights[parameter]
+    def _weight(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        """A parameter that several modules have stays one."""
+        if parameter not in self._weights:
+            self._weights[parameter] = torch.nn.Parameter(parameter.detach(), requires_grad=False)
+        return self._weights[parameter]
+
+    def finish(self) -> None:
+        """Let what copies have of others, methods, tensors and modules that are no children, be of their copies."""
+        while self._unbound:  # Modules in lists are met here.
+            made = self._unbound.pop()
+            for name, value in list(vars(made).items()):
+                if name not in _COPIED:
+                    vars(made)[name] = self._value(value)
+
+    def _value(self, value: Any) -> Any:
+        """A value as a copy has it; objects of other classes are shared."""
+        if isinstance(value, torch.nn.Module):
+            return self.module(value)
+        if isinstance(value, torch.nn.Parameter):
+            return self._weight(value)
+        if isinstance(value, types.MethodType) and isinstance(value.__self__, torch.nn.Module):
+            return types.MethodType(value.__func__, self._copies.get(value.__self__, value.__self__))
+        if id(value) in self._values:
+            return self._values[id(value)][1]
+        if isinstance(value, torch.Tensor):
+            return self._kept(value, value.detach().clone())
+        kind = type(value)
+        if kind is tuple:
+            return self._kept(value, tuple(self._value(one) for one in value))
+        if kind in (list, set, deque):
+            found = copy.copy(value)
+            self._kept(value, found).clear()
+            (found.update if kind is set else found.extend)([self._value(one) for one in value])
+            return found
+        if kind in (dict, OrderedDict, defaultdict):
+            found = self._kept(value, copy.copy(value))
+            found.update({key: self._value(one) for key, one in value.items()})
+            return found
+        return value
+
+    def _kept(self, value: object, found: Any) -> Any:
+        self._values[id(value)] = value, found
+        return found
 
 
 def _check(module: torch.nn.Module) -> None:
@@ -90,12 +141,3 @@ def _check(module: torch.nn.Module) -> None:
             f"{package}.{kind} takes KeyedJaggedTensors, which a program of tensors cannot; quantize the model as"
             " TorchRec has it, or look up in MultiTableEmbedding with offsets"
         )
-
-
-def _bind(copy: torch.nn.Module, copies: Mapping[torch.nn.Module, torch.nn.Module]) -> None:
-    """Let what the copy has of others, methods and modules that are no children, be of their copies."""
-    for name, value in list(vars(copy).items()):
-        if isinstance(value, torch.nn.Module) and value in copies:
-            vars(copy)[name] = copies[value]
-        elif isinstance(value, types.MethodType) and isinstance(value.__self__, torch.nn.Module):
-            vars(copy)[name] = types.MethodType(value.__func__, copies.get(value.__self__, value.__self__))

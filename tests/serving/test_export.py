@@ -1,7 +1,10 @@
 """Exported programs against the graph that they are of, and the graph after an export."""
 
 import json
+import subprocess
+import sys
 import warnings
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,6 +15,11 @@ from tests.support.export_models import LOOKUPS, Click, Score, embedding_at, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 FORMATS = ["export", "torchscript"]
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
 
 
 def some_ids(samples=33, seed=5):
@@ -137,6 +145,27 @@ def test_rounded_rows_are_within_their_bound_and_the_program_says_so(tmp_path, d
     assert said["dtype"] == dtype
 
 
+@pytest.mark.parametrize("trained", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])
+def test_lookups_keep_their_dtype_whatever_rows_are_rounded_to(tmp_path, trained, dtype):
+    embedding = embedding_at(tmp_path, dtype=trained)
+    train_rows(embedding)
+
+    class Dense(oneemb.EvalGraph):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.dense = embedding, torch.nn.Linear(6, 2, dtype=trained)
+
+        def build(self, ids):
+            rows = self.embedding(ids).sum(1)
+            return rows, self.dense(rows)
+
+    graph = Dense()
+    graph.export(tmp_path / "program", some_ids(), dtype=dtype)
+    for want, got in zip(graph(some_ids(4)), load(tmp_path / "program")[0](some_ids(4)), strict=True):
+        assert got.dtype == trained and torch.allclose(want.float(), got.float(), atol=0.5)
+
+
 def test_unknown_ids_read_as_zeros_where_that_is_asked_for(tmp_path):
     embedding = embedding_at(tmp_path)
     graph = LOOKUPS["ids"][0](embedding)
@@ -210,6 +239,75 @@ def test_the_graph_and_the_folder_are_as_before_however_an_export_ends(tmp_path,
     graph(some_ids(), torch.ones(33))  # and it trains on
 
 
+class Keeps(oneemb.EvalGraph):
+    """Keeps what it computes in attributes that torch does not know of."""
+
+    def __init__(self, click):
+        super().__init__()
+        self.embedding, self.seen, self.by_name = click.embedding, [], {"parts": [torch.ones(2)]}
+        self.calls, self.layers = torch.zeros(1), [torch.nn.BatchNorm1d(6, affine=False)]
+        self.embeddings = [self.embedding]
+
+    def build(self, ids):
+        rows = self.layers[0](self.embeddings[0](ids).sum(1))
+        self.seen.append(rows)
+        self.by_name["parts"][0].add_(1)
+        self.by_name["rows"] = rows
+        return rows + self.calls.add_(1)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_tensors_and_lists_that_torch_does_not_know_of_are_as_before(tmp_path, click, format):
+    graph = Keeps(click)
+    graph.export(tmp_path / "program.pt2", some_ids(), format=format)
+    assert graph.seen == [] and list(graph.by_name) == ["parts"] and graph.calls.item() == 0
+    assert graph.by_name["parts"][0].tolist() == [1, 1] and graph.layers[0].num_batches_tracked.item() == 0
+    assert graph.embeddings[0] is click.embedding
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_lists_of_modules_beside_the_modules_are_those_of_the_program(tmp_path, click, format):
+    class Listed(oneemb.EvalGraph):
+        def __init__(self):
+            super().__init__()
+            self.first, self.lookups = click.embedding, [click.embedding]
+            self.layers = {"last": torch.nn.Linear(6, 2)}
+
+        def build(self, ids):
+            return self.layers["last"](self.lookups[0](ids).sum(1))
+
+    graph = Listed()
+    graph.export(tmp_path / "program.pt2", some_ids(), format=format)
+    assert torch.equal(load(tmp_path / "program.pt2", format)[0](some_ids(7)), graph(some_ids(7)))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_disk_that_is_full_is_an_error_and_no_end_of_the_process(tmp_path, click, format):
+    code = f"""
+import resource, signal, sys
+import torch
+from tests.serving.test_export import some_ids
+from tests.support.export_models import LOOKUPS, embedding_at
+from oneemb.storage.errors import StorageError
+from pathlib import Path
+graph = LOOKUPS["ids"][0](embedding_at(Path({str(tmp_path)!r})))
+graph.register_buffer("large", torch.ones(300_000))
+look_up, graph.look_up = graph.look_up, lambda e, ids: look_up(e, ids).sum() * graph.large
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+try:
+    graph.export({str(tmp_path / "program.pt2")!r}, some_ids(), format={format!r})
+except StorageError as error:
+    print(error)
+"""
+    (tmp_path / "program.pt2").write_text("former")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "could not write" in done.stdout and "EFBIG" in done.stdout
+    assert (tmp_path / "program.pt2").read_text() == "former"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["clicks", "program.pt2"]
+
+
 # ---- hostile use -----------------------------------------------------------------------------------------------------
 
 
@@ -221,6 +319,8 @@ def test_the_graph_and_the_folder_are_as_before_however_an_export_ends(tmp_path,
         (lambda self, ids: self.embedding(ids).view(33, -1), "fixes the number of examples"),
         (lambda self, ids: self.embedding(ids.int()), "TypeError: ids must be torch.int64"),
         (lambda self, ids: self.embedding.stats(), "AttributeError.*stats"),
+        (lambda self, ids: (self.embedding(ids), "text"), "it returns 'text'"),
+        (lambda self, ids: Pair(self.embedding(ids), ids), "Pair"),
         (lambda self, ids: torch.from_numpy(self.embedding(ids).numpy() + 1), "RuntimeError.*numpy"),
     ],
 )
@@ -262,6 +362,8 @@ def test_inputs_that_a_program_cannot_take_are_named(tmp_path, click):
     graph = Score(click)
     with pytest.raises(ValueError, match=r"2 examples or more.*input 0 has shape \[1, 3\]"):
         graph.export(tmp_path / "program", some_ids(1))
+    graph.export(tmp_path / "program", some_ids(1), dynamic_shapes=(None,))
+    assert torch.equal(load(tmp_path / "program")[0](some_ids(1, 3)), graph(some_ids(1, 3)))
     with pytest.raises(ValueError, match="input 0 is on meta"):
         graph.export(tmp_path / "program", some_ids().to("meta"))
     with pytest.raises(FileNotFoundError, match="make it first"):
