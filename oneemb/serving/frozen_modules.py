@@ -46,8 +46,8 @@ class _Copying:
         stands_for: as of `frozen_copy`.
     """
 
-    def __init__(self, stands_for: Mapping[TableEmbedding, torch.nn.Module]):
-        self._copies: dict[torch.nn.Module, torch.nn.Module] = dict(stands_for)
+    def __init__(self, stands_for: Mapping[torch.nn.Module, torch.nn.Module]):
+        self._copies: dict[torch.nn.Module, torch.nn.Module] = {**stands_for}
         self._weights: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self._unbound: list[torch.nn.Module] = []
         self._values: dict[int, tuple[object, Any]] = {}  # what is copied stays, so that its id is its own
