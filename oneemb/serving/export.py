@@ -163,7 +163,10 @@ def _frozen(embedding: TableEmbedding, work: str, options: _Options) -> tuple[to
                 f"snapshot {found.name!r} has {info.num_tables} tables of {info.dim} weights, embedding"
                 f" {embedding.name!r} has {embedding.num_tables} of {embedding.embedding_dim}"
             )
-        rows = HashedRows(file, absent) if options.lookup == "op" else FrozenRows.of_file(file, absent=absent)
+        if options.lookup == "op":
+            rows: FrozenRows | HashedRows = HashedRows(file, absent, embedding.policies)
+        else:
+            rows = FrozenRows.of_file(file, absent=absent, policies=embedding.policies)
         temporary = found.name.startswith(EXPORTED)
         said = {
             "name": embedding.name, "snapshot": None if temporary else found.name,

@@ -30,6 +30,12 @@ def frozen_copy(
     Raises:
         ValueError: an embedding is kept where torch does not know of it, or a module cannot be part of a program.
     """
+    for module in root.modules():
+        if type(module).__name__ == "AveragedEmbedding":
+            raise ValueError(
+                "averages of rows are brought up to date by lookups; export a graph with averaged.copy_to(path) in"
+                " place of the AveragedEmbedding"
+            )
     for where, module in unregistered_modules(root):
         if any(is_embedding(one) for one in module.modules()):
             raise ValueError(f"{where}: {say_not_registered(root, module)}")

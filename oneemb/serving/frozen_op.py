@@ -10,6 +10,8 @@ Invariant: what is read lies in the tensors: cells are compared with the rows wh
 nothing later; whoever changes them in a program has no such promise.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import library
@@ -21,6 +23,7 @@ from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.serve_rows import MISSING, ServedRows, serve_rows
 from oneemb.kernels.threads import Threads
 from oneemb.serving.initial import first_weights, initial_of
+from oneemb.storage.policies import RowPolicy
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.serving.served_file import QUANTIZED, ServedFile
 
@@ -88,6 +91,7 @@ class HashedRows(torch.nn.Module):
     Args:
         file: whose rows it has.
         absent: how an id without a row reads: "initial", as it begins in training, or "zeros".
+        policies: of the tables; as of `initial_of`.
 
     Raises:
         StorageError: the file is damaged, or does not say how rows begin and `absent` needs it.
@@ -99,9 +103,9 @@ class HashedRows(torch.nn.Module):
     param_TC4: torch.Tensor
     end_C: torch.Tensor
 
-    def __init__(self, file: ServedFile, absent: str = "initial"):
+    def __init__(self, file: ServedFile, absent: str = "initial", policies: Sequence[RowPolicy] | None = None):
         super().__init__()
-        info, initial = file.info, initial_of(file, absent)
+        info, initial = file.info, initial_of(file, absent, policies)
         file.verify()
         self.dim, self.bits, self.num_tables = info.dim, QUANTIZED.get(info.weights, 0), info.num_tables
         self.trained, self.padding_idx = info.trained, info.embedding.get("padding_idx")

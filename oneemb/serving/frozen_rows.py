@@ -14,6 +14,7 @@ Invariants:
 - where there are no rows at all, there is one of table -1, which no id is of.
 """
 
+from collections.abc import Sequence
 from typing import Final, Self
 
 import numpy as np
@@ -25,6 +26,7 @@ from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.serve_rows import keys_of_cells
 from oneemb.serving.frozen_initial import InitialValues, constants_of
 from oneemb.serving.initial import initial_of
+from oneemb.storage.policies import RowPolicy
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.serving.served_file import QUANTIZED, ServedFile
 
@@ -118,16 +120,19 @@ class FrozenRows(torch.nn.Module):
             self.begins = InitialValues(initial, trained)
 
     @classmethod
-    def of_file(cls, file: ServedFile, *, absent: str = "initial") -> Self:
+    def of_file(
+        cls, file: ServedFile, *, absent: str = "initial", policies: Sequence[RowPolicy] | None = None
+    ) -> Self:  # fmt: skip
         """The rows of a file. Beside them and the file's map it takes 40 bytes a row while it is made.
 
         Args:
             absent: how an id without a row reads: "initial", as it begins in training, or "zeros".
+            policies: of the tables; as of `initial_of`.
 
         Raises:
             StorageError: the file is damaged, or does not say how rows begin and `absent` needs it.
         """
-        initial = initial_of(file, absent)
+        initial = initial_of(file, absent, policies)
         file.verify()
         info = file.info
         table_S, id_S, place_S = keys_of_cells(file.rows.cell_C2)

@@ -4,6 +4,7 @@ M ids, D weights.
 """
 
 import json
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -13,6 +14,7 @@ from oneemb.kernels.init_rows import InitialRows, init_rows
 from oneemb.kernels.threads import Threads
 from oneemb.options import Initializer, TableOptions, from_json
 from oneemb.storage.errors import CorruptTableError
+from oneemb.storage.policies import RowPolicy, rows_instead
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.serving.served_file import ServedFile
@@ -20,11 +22,12 @@ from oneemb.storage.serving.served_file import ServedFile
 __all__ = ["first_weights", "initial_of"]
 
 
-def initial_of(file: ServedFile, absent: str) -> InitialRows | None:
+def initial_of(file: ServedFile, absent: str, policies: Sequence[RowPolicy] | None = None) -> InitialRows | None:
     """How ids without a row read: as rows begin; None = as zeros.
 
     Args:
         absent: "initial" or "zeros".
+        policies: of the tables, which may say how their ids read in place of "initial".
 
     Raises:
         StorageError: the file does not say how rows begin, or what it says is wrong.
@@ -49,7 +52,7 @@ def initial_of(file: ServedFile, absent: str) -> InitialRows | None:
             raise ValueError("tables or columns are not those of the rows")
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptTableError(f"{file.path}: what it says of the embedding is wrong: {error}") from error
-    return initial
+    return initial if policies is None else rows_instead(policies, initial, "absent")
 
 
 def first_weights(

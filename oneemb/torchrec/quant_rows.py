@@ -99,7 +99,7 @@ class RowsOfTable(NamedTuple):
             raise ValueError(f"absent must be int64 [8], got {self.absent.dtype} {[*self.absent.shape]}")
         if DATA_TYPES[config.data_type] <= 8:
             _check_scales(self.weight, self.ids)
-        if not _can_begin(*self.absent.tolist()[1:4], self.absent[4:].cpu().numpy().view(np.float64)):
+        if not _can_begin(*self.absent[1:4].tolist(), self.absent[4:].cpu().numpy().view(np.float64)):
             raise ValueError(f"absent says how ids without a row read, which {self.absent.tolist()} does not")
 
 

@@ -166,6 +166,28 @@ def test_lookups_keep_their_dtype_whatever_rows_are_rounded_to(tmp_path, trained
         assert got.dtype == trained and torch.allclose(want.float(), got.float(), atol=0.5)
 
 
+@pytest.mark.parametrize("lookup", ["aten", "op"])
+@pytest.mark.parametrize("absent", ["zeros", oneemb.make_constant_initializer(0.75)])
+def test_ids_without_a_row_read_as_their_policy_says(tmp_path, lookup, absent):
+    embedding = embedding_at(tmp_path, policy=oneemb.policies.RowPolicy(absent=absent), drawn=True)
+    train_rows(embedding)
+    graph = LOOKUPS["ids"][0](embedding)
+    graph.export(tmp_path / "one", some_ids(), lookup=lookup)
+    assert torch.equal(load(tmp_path / "one")[0](some_ids(9)), graph(some_ids(9)))
+
+
+def test_averages_are_exported_from_a_copy_and_the_error_says_so(tmp_path):
+    embedding = embedding_at(tmp_path)
+    averaged = oneemb.AveragedEmbedding(embedding, tmp_path / "averages")
+    averaged.update_rows()
+    train_rows(embedding)
+    averaged.update_rows()
+    with pytest.raises(ValueError, match=r"averaged.copy_to\(path\) in place of the AveragedEmbedding"):
+        LOOKUPS["ids"][0](averaged).export(tmp_path / "one", some_ids())
+    LOOKUPS["ids"][0](averaged.copy_to(tmp_path / "copy")).export(tmp_path / "one", some_ids())
+    assert torch.equal(load(tmp_path / "one")[0](some_ids(9)), averaged(some_ids(9)))
+
+
 def test_unknown_ids_read_as_zeros_where_that_is_asked_for(tmp_path):
     embedding = embedding_at(tmp_path)
     graph = LOOKUPS["ids"][0](embedding)
