@@ -99,7 +99,7 @@ class RowsOfTable(NamedTuple):
             raise ValueError(f"absent must be int64 [8], got {self.absent.dtype} {[*self.absent.shape]}")
         if DATA_TYPES[config.data_type] <= 8:
             _check_scales(self.weight, self.ids)
-        if not _can_begin(*self.absent[1:4].tolist(), self.absent[4:].cpu().numpy().view(np.float64)):
+        if not _can_begin(self.absent[1:4].tolist(), self.absent[4:].cpu().numpy().view(np.float64)):
             raise ValueError(f"absent says how ids without a row read, which {self.absent.tolist()} does not")
 
 
@@ -154,8 +154,9 @@ def _quantized(weight_MD: torch.Tensor, id_M: np.ndarray, config: BaseEmbeddingC
     return row_MB
 
 
-def _can_begin(number: int, trained: int, kind: int, param_4: np.ndarray) -> bool:
-    """Whether numbers of `RowsOfTable.absent` say how ids without a row read."""
+def _can_begin(how: list[int], param_4: np.ndarray) -> bool:
+    """Whether numbers of `RowsOfTable.absent` say how ids without a row read: number, dtype and kind; parameters."""
+    number, trained, kind = how
     first, _, low, high = param_4.tolist()
     if not (0 <= number < _TABLES_MAX and 0 <= trained < len(_TRAINED) and np.isfinite(param_4).all()):
         return False
