@@ -21,6 +21,20 @@
 
 namespace {
 
+int64_t read_columns(const std::string& text) {
+  size_t read = 0;
+  int64_t columns = 0;
+  try {
+    columns = std::stoll(text, &read);
+  } catch (const std::exception&) {
+    read = 0;
+  }
+  if (read == 0 || read != text.size() || columns < 1) {
+    throw std::runtime_error("COLUMNS must be an integer, 1 or more, got " + text);
+  }
+  return columns;
+}
+
 // The ids of all lines, one after the other. An id is any int64; what is none is an error, never another id.
 std::vector<int64_t> read_ids(std::istream& in, int64_t columns) {
   std::vector<int64_t> ids;
@@ -76,12 +90,12 @@ int main(int count, char** arguments) {
   }
   try {
     c10::InferenceMode inference;
-    const int64_t columns = std::stoll(arguments[2]);
-    if (columns < 1) throw std::runtime_error("COLUMNS must be 1 or more");
+    const int64_t columns = read_columns(arguments[2]);
     std::vector<int64_t> ids = read_ids(std::cin, columns);
     const int64_t examples = static_cast<int64_t>(ids.size()) / columns;
     at::Tensor batch = torch::from_blob(ids.data(), {examples, columns}, torch::kInt64);
-    at::Tensor scores = score(arguments[1], batch).to(torch::kFloat32).reshape({examples, -1}).contiguous();
+    at::Tensor scores = score(arguments[1], batch).to(torch::kFloat32);
+    scores = scores.reshape({examples, examples > 0 ? -1 : 0}).contiguous();
     const float* value = scores.data_ptr<float>();
     for (int64_t b = 0; b < examples; ++b) {
       for (int64_t d = 0; d < scores.size(1); ++d) std::printf(d ? " %.9g" : "%.9g", *value++);

@@ -277,8 +277,7 @@ def _made(
 
             configs: dict[str, Any] = {"aot_inductor.metadata": {METADATA: described}}
             if hasattr(config.aot_inductor, "check_lowerbound"):
-                # Else a package that is told to compare its inputs, as AOTI_RUNTIME_CHECK_INPUTS=1 does, refuses one
-                # example.
+                # Else a package that compares inputs, as AOTI_RUNTIME_CHECK_INPUTS=1 has it do, refuses one example.
                 configs["aot_inductor.check_lowerbound"] = False
             aoti_compile_and_package(exported, package_path=content, inductor_configs=configs)
         else:

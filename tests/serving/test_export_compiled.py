@@ -61,6 +61,11 @@ def test_a_script_gives_its_graphs_numbers_in_cpp_and_wrong_lines_are_refused(se
             [serve, tmp_path / "score.pt", "3"], input=f"1 2 3\n{wrong}\n", capture_output=True, text=True
         )
         assert done.returncode == 1 and "line 2" in done.stderr and not done.stdout
+    for columns in ("3x", "x", "0", "-3", str(2**63), ""):
+        done = subprocess.run([serve, tmp_path / "score.pt", columns], input="1 2 3\n", capture_output=True, text=True)
+        assert done.returncode == 1 and "COLUMNS must be an integer, 1 or more" in done.stderr and not done.stdout
+    done = subprocess.run([serve, tmp_path / "score.pt", "3"], input="", capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stdout, done.stderr
 
 
 @pytest.mark.slow
