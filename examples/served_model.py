@@ -9,6 +9,8 @@ Shape letters: B batch, L ids of an example, X numbers of an example.
 import json
 import math
 import pickle
+import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,7 @@ __all__ = ["CHECKPOINT", "DTYPES", "Dtype", "ModelError", "Refused", "ServedMode
 
 CHECKPOINT = "checkpoint.pt"
 Dtype = Literal["float32", "float16", "int8", "int4"]
+_DAMAGE = (ValueError, KeyError, TypeError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 DTYPES: tuple[Dtype, ...] = ("float32", "float16", "int8", "int4")
 
 
@@ -87,6 +90,11 @@ def load(workdir: Path, dtype: Dtype, num_threads: int | None = None) -> ServedM
     try:
         with open(path, "rb") as file:
             saved_at = path.stat().st_mtime
+            with zipfile.ZipFile(file) as parts:
+                wrong = parts.testzip()  # torch compares no checksums
+            if wrong is not None:
+                raise ValueError(f"its part {wrong} is not as it was written")
+            file.seek(0)
             state = torch.load(file, weights_only=True)
         fields = tuple(Field(str(name), int(width)) for name, width in state["fields"])
         weights: dict[str, torch.Tensor] = state["model"]
@@ -94,7 +102,7 @@ def load(workdir: Path, dtype: Dtype, num_threads: int | None = None) -> ServedM
         numbers, dim = int(state["numbers"]), int(state["settings"]["dim"])
     except FileNotFoundError:
         raise ModelError(f"{path} is not there; train with kuairand_dlrm.py, which writes it") from None
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, *_DAMAGE) as error:
         raise ModelError(f"{path} is no checkpoint of kuairand_dlrm.py, or damaged: {_line(error)}") from error
     name, identity = named["oneemb_snapshot"], named.get("oneemb_identity")
     try:
@@ -108,10 +116,8 @@ def load(workdir: Path, dtype: Dtype, num_threads: int | None = None) -> ServedM
         )
     try:
         model = DLRM(OneEmbLookup(embedding, fields), len(fields), numbers, dim)
-        for name, part in ("bottom", model.bottom), ("top", model.top):
-            part.load_state_dict(
-                {k.removeprefix(f"{name}."): v for k, v in weights.items() if k.startswith(f"{name}.")}
-            )
+        for its, part in ("bottom", model.bottom), ("top", model.top):
+            part.load_state_dict({k.removeprefix(f"{its}."): v for k, v in weights.items() if k.startswith(f"{its}.")})
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"the weights in {path} are not those of the model: {_line(error)}") from error
     served = ServedModel(model.eval(), embedding.version, fields, numbers, saved_at)

@@ -222,6 +222,27 @@ def cut_checkpoint(job, version):
     return lambda: put(job, version)
 
 
+def flip_weights(job, version):
+    def change(path):
+        weights = torch.load(path)["model"]["top.layers.0.weight"].numpy().tobytes()
+        data = bytearray(path.read_bytes())
+        data[data.index(weights) + 3] ^= 1
+        path.write_bytes(bytes(data))
+
+    put(job, version, change)
+    return lambda: put(job, version)
+
+
+def spoil_weights(job, version):
+    def change(path):
+        state = torch.load(path)
+        state["model"]["top.layers.0.weight"].fill_(torch.nan)
+        torch.save(state, path)
+
+    put(job, version, change)
+    return lambda: put(job, version)
+
+
 def replace_snapshot(job, version):
     """By that of another run: its name is the same."""
 
@@ -241,6 +262,8 @@ def replace_snapshot(job, version):
         (remove_snapshot, "no snapshot named"),
         (damage_snapshot, "cannot be served"),
         (cut_checkpoint, "damaged"),
+        (flip_weights, "damaged: its part .* is not as it was written"),
+        (spoil_weights, "rows of snapshot '(step|epoch)-[0-9]+', give no finite score"),
         (replace_snapshot, "has replaced it"),
     ],
 )
