@@ -137,7 +137,8 @@ class Versions:
                 self._failed_in_a_row += 1
                 return False
             old = self.served
-            if old is not None and found.version.sequence < old.version.sequence and not anyway:
+            behind = old is not None and found.version.sequence <= old.version.sequence
+            if behind and found.version != old.version and not anyway:
                 self._failed(
                     f"the checkpoint names {found.version}, older than {old.version}, which serves: SIGHUP takes it"
                 )

@@ -470,6 +470,8 @@ class TableEmbedding(torch.nn.Module):
 
     def description(self) -> dict[str, Any]:
         """What snapshots say of the embedding that saved them."""
+        said_T = [policy.absent for policy in self.policies or ()]
+        absent = [said if isinstance(said, str) else json.loads(to_json(said)) for said in said_T]
         return {
             "name": self.name,
             "key_type": str(self.key_type).removeprefix("torch."),
@@ -478,6 +480,7 @@ class TableEmbedding(torch.nn.Module):
             "seed": self.seed,
             "column_dims": list(self.column_dims),
             "default_initializer": json.loads(to_json(self.default_initializer or _DEFAULT_INITIALIZER)),
+            **({"absent": absent} if absent else {}),
         }
 
     def _made(self) -> str:

@@ -40,6 +40,7 @@ __all__ = [
     "RowPolicy",
     "StepLRU",
     "described",
+    "reads_as",
     "rows_instead",
     "rules_of",
 ]
@@ -315,9 +316,19 @@ def rows_instead(
     policies: Sequence[RowPolicy] | None, initial: InitialRows, of: Literal["absent", "refused"]
 ) -> InitialRows:
     """What ids read as that have no row, or that are refused one, where `initial` is how rows begin."""
+    return reads_as(
+        [
+            policy.refused if of == "refused" and policy.refused is not None else policy.absent
+            for policy in policies or ()
+        ],
+        initial,
+    )  # fmt: skip
+
+
+def reads_as(said_T: Sequence[Absent], initial: InitialRows) -> InitialRows:
+    """What ids of tables read as of which this is said, where `initial` is how rows begin."""
     kind_TC, param_TC4 = initial.kind_TC.copy(), initial.param_TC4.copy()
-    for t, policy in enumerate(policies or ()):
-        said = policy.refused if of == "refused" and policy.refused is not None else policy.absent
+    for t, said in enumerate(said_T):
         if said != "initial":
             kind, params = encoded(ConstantInitializer(0.0) if said == "zeros" else said)
             kind_TC[t], param_TC4[t] = kind, [*params, *[0.0] * (4 - len(params))]

@@ -6,11 +6,13 @@ Invariants:
 - a program that would be of one batch size is an error.
 """
 
+import fcntl
 import functools
 import inspect
 import io
 import json
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -116,10 +118,11 @@ def _export(
     graph: torch.nn.Module, build: Callable[..., Any], path: str, args: tuple[Any, ...], kwargs: dict[str, Any],
     options: _Options, dynamic_shapes: Any,
 ) -> None:  # fmt: skip
-    folder = os.path.dirname(path)
-    work = os.path.join(folder, f".{os.path.basename(path)}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        os.mkdir(work)
+        work, lock = _work_folder(path)
+    except OSError as error:
+        raise storage_error(error, "write", path) from error
+    try:
         described: dict[str, Any] = {
             "oneemb": oneemb.__version__, "graph": type(graph).__name__, "steps": getattr(graph, "steps", None),
             "format": options.format, "dtype": options.dtype, "lookup": options.lookup, "absent": options.absent,
@@ -144,8 +147,42 @@ def _export(
     except OSError as error:
         raise storage_error(error, "write", path) from error
     finally:
-        with undisturbed, suppress(OSError):
-            shutil.rmtree(work)
+        with undisturbed:
+            shutil.rmtree(work, ignore_errors=True)
+            os.close(lock)
+
+
+def _work_folder(path: str) -> tuple[str, int]:
+    """A folder beside the file, and its lock, by which others see that somebody is at work. What exports of this file
+    that were killed have left goes."""
+    folder, name = os.path.split(path)
+    for left in os.listdir(folder):
+        if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.tmp", left):
+            with suppress(OSError):  # BlockingIOError: somebody is at work there.
+                lock = _locked(os.path.join(folder, left))
+                try:
+                    shutil.rmtree(os.path.join(folder, left))
+                finally:
+                    os.close(lock)
+    while True:
+        work = os.path.join(folder, f".{name}.{uuid.uuid4().hex[:8]}.tmp")
+        os.mkdir(work)
+        with suppress(BlockingIOError, FileNotFoundError):  # Another export has found it before it had its lock.
+            lock = _locked(work)
+            if os.path.isdir(work):
+                return work, lock
+            os.close(lock)
+
+
+def _locked(folder: str) -> int:
+    """The folder, open and locked; the system frees the lock when the process ends, however it ends."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise
+    return file
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

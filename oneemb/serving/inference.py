@@ -19,7 +19,7 @@ from oneemb.graph.ops import batch_ids
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.threads import Threads
 from oneemb.rows.arguments import Paths, as_list
-from oneemb.serving.build import DTYPES, Source, open_snapshot
+from oneemb.serving.build import DTYPES, Source, find_snapshot, open_snapshot
 from oneemb.serving.follower import Follower
 from oneemb.serving.served import Served, Version
 from oneemb.serving.uncompiled import uncompiled
@@ -209,7 +209,17 @@ class InferenceEmbedding(torch.nn.Module):
         return self._version_now().version
 
     @property
-    def errors(self) -> tuple[float, float]:
+    def embedding_dim(self) -> int:
+        """Weights of a row."""
+        return self._version_now().file.info.dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what lookups give."""
+        return self._version_now().dtype
+
+    @property
+    def quantization_error(self) -> tuple[float, float]:
         """Of the weights served, beside those trained: the largest error, and the root of the mean square."""
         info = self._version_now().file.info
         return info.error_max, info.error_rms
@@ -238,10 +248,11 @@ class InferenceEmbedding(torch.nn.Module):
         It waits for nobody who refreshes meanwhile: what they bring is not taken.
 
         Raises:
-            StorageError: there is none, it cannot be read, or its rows are of another width or dtype; the former one
-                answers still.
+            StorageError: there is none: all is as before; or it cannot be read, or its rows are of another width or
+                dtype: the former one answers still, and nobody follows.
         """
         source, choice = self._need_source(), object()
+        find_snapshot(source.paths, snapshot)  # A name that there is not stops nobody.
         with self._alone():
             self._stopped()
             self._choice = choice

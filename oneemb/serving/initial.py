@@ -14,7 +14,7 @@ from oneemb.kernels.init_rows import InitialRows, init_rows
 from oneemb.kernels.threads import Threads
 from oneemb.options import Initializer, TableOptions, from_json
 from oneemb.storage.errors import CorruptTableError
-from oneemb.storage.policies import RowPolicy, rows_instead
+from oneemb.storage.policies import Absent, RowPolicy, reads_as, rows_instead
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.serving.served_file import ServedFile
@@ -26,8 +26,8 @@ def initial_of(file: ServedFile, absent: str, policies: Sequence[RowPolicy] | No
     """How ids without a row read: as rows begin; None = as zeros.
 
     Args:
-        absent: "initial" or "zeros".
-        policies: of the tables, which may say how their ids read in place of "initial".
+        absent: "initial", or as the policies of tables say; or "zeros".
+        policies: those of the tables; None = what the file says of them.
 
     Raises:
         StorageError: the file does not say how rows begin, or what it says is wrong.
@@ -50,9 +50,19 @@ def initial_of(file: ServedFile, absent: str, policies: Sequence[RowPolicy] | No
         initial = initial_rows(its["seed"], its["column_dims"], tables, default)
         if len(tables) != file.info.num_tables or sum(its["column_dims"]) != file.info.dim:
             raise ValueError("tables or columns are not those of the rows")
+        said_T = [_absent_of(said) for said in its.get("absent", ())]
+        if len(said_T) not in (0, len(tables)):
+            raise ValueError(f"absent is said of {len(said_T)} tables, there are {len(tables)}")
+        return reads_as(said_T, initial) if policies is None else rows_instead(policies, initial, "absent")
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptTableError(f"{file.path}: what it says of the embedding is wrong: {str(error)[:200]}") from error
-    return initial if policies is None else rows_instead(policies, initial, "absent")
+
+
+def _absent_of(said: object) -> Absent:
+    found = said if isinstance(said, str) else from_json(json.dumps(said))
+    if found not in ("initial", "zeros") and not isinstance(found, Initializer):
+        raise ValueError(f"absent is {str(said)[:100]}")
+    return cast(Absent, found)
 
 
 def first_weights(

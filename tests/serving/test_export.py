@@ -301,6 +301,33 @@ class Keeps(oneemb.EvalGraph):
         return rows + self.calls.add_(1)
 
 
+_AT_WORK = """
+import os, sys, oneemb.serving.export as export
+work, lock = export._work_folder(sys.argv[1])
+open(os.path.join(work, "rows"), "w").close()
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_export_leaves_goes_with_the_next_and_what_another_is_at_stays(tmp_path, click):
+    path, command = tmp_path / "score.pt2", [sys.executable, "-c", _AT_WORK, tmp_path / "score.pt2"]
+    parts = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
+    for part in parts:
+        part.stdout.readline()
+    at_work = set(tmp_path.glob(".score.pt2.*.tmp"))
+    (tmp_path / ".other.pt2.01234567.tmp").mkdir()
+    assert len(at_work) == 2
+    parts[0].kill()
+    parts[0].wait()
+    Score(click).export(path, some_ids(8))
+    (left,) = tmp_path.glob(".score.pt2.*.tmp")
+    assert left in at_work and (left / "rows").exists() and (tmp_path / ".other.pt2.01234567.tmp").exists()
+    parts[1].communicate()
+    Score(click).export(path, some_ids(8))
+    assert not list(tmp_path.glob(".score.pt2.*.tmp"))
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_tensors_and_lists_that_torch_does_not_know_of_are_as_before(tmp_path, click, format):
     graph = Keeps(click)

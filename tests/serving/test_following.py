@@ -268,6 +268,15 @@ def ends_soon(pid):
     return ended_well(pid)
 
 
+def test_a_rollback_to_a_name_that_there_is_not_stops_nobody(job):
+    served = InferenceEmbedding.open(job.folder)
+    served.follow(60.0)
+    with pytest.raises(StorageError, match="no snapshot named"):
+        served.rollback("none")
+    assert len(followers()) == 1
+    served.close()
+
+
 @pytest.mark.parametrize("call", ["close", "unfollow", "follow", "rollback"])
 def test_a_forked_child_stops_following_whatever_the_thread_of_its_parent_was_doing(job, call):
     served = InferenceEmbedding.open(job.folder)

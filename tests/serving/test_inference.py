@@ -67,6 +67,17 @@ def test_rows_as_trained_are_those_of_eval_mode_bit_for_bit(tmp_path, dtype, dim
             assert want.dtype == got.dtype and torch.equal(bits(want), bits(got))
 
 
+@pytest.mark.parametrize("absent", ["zeros", oneemb.make_constant_initializer(0.75)])
+def test_ids_without_a_row_read_as_the_policy_says_with_which_they_were_trained(tmp_path, absent):
+    policies = [oneemb.policies.RowPolicy(absent=absent), oneemb.policies.RowPolicy(), oneemb.policies.RowPolicy()]
+    embedding, ids = trained(tmp_path, policy=policies), some_ids()
+    for dtype in ("float32", "int8"):
+        with _opened(tmp_path, dtype=dtype) as served, torch.no_grad():
+            unknown = ids.abs() > 50
+            assert torch.equal(served(ids)[unknown], embedding(ids)[unknown])
+            assert dtype != "float32" or torch.equal(served(ids), embedding(ids))
+
+
 class _opened:
     def __init__(self, path, *arguments, **options):
         self.served = InferenceEmbedding.open(str(path), *arguments, **options)
@@ -96,8 +107,8 @@ def test_rounded_rows_are_within_the_stated_bound(tmp_path, dtype, trained_dtype
         }[dtype]
         error = (got.double() - want).abs()
         assert (error <= bound).all()
-        assert dtype == "float16" and trained_dtype != torch.float32 or served.errors[0] > 0
-        assert error.max() <= served.errors[0] * 1.0001
+        assert dtype == "float16" and trained_dtype != torch.float32 or served.quantization_error[0] > 0
+        assert error.max() <= served.quantization_error[0] * 1.0001
 
 
 @pytest.mark.parametrize("width", [8, 4])
@@ -400,7 +411,7 @@ def test_the_command_line_makes_checks_and_shows_a_file(tmp_path):
     assert run("quantize", tmp_path / "job", "--out", out).exit_code == 2
     with _opened(out) as served, torch.no_grad():
         error = (served(some_ids()) - embedding(some_ids())).abs().max()
-        assert 0 < error <= served.errors[0]
+        assert 0 < error <= served.quantization_error[0]
     assert run("check", out).exit_code == 0 and "int8" in run("inspect", out).output
     good = out.read_bytes()
     out.write_bytes(good[:5000] + bytes([good[5000] ^ 1]) + good[5001:])
