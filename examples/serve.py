@@ -137,10 +137,10 @@ class Versions:
                 self._failed_in_a_row += 1
                 return False
             old = self.served
-            behind = old is not None and found.version.sequence <= old.version.sequence
-            if behind and found.version != old.version and not anyway:
+            other = old if old is not None and old.version != found.version else None
+            if other is not None and found.version.sequence <= other.version.sequence and not anyway:
                 self._failed(
-                    f"the checkpoint names {found.version}, older than {old.version}, which serves: SIGHUP takes it"
+                    f"the checkpoint names {found.version}, older than {other.version}, which serves: SIGHUP takes it"
                 )
                 self._next_try = math.inf
                 return False
