@@ -23,7 +23,7 @@ from numba.extending import intrinsic, overload, register_model
 
 __all__ = [
     "LANES", "WIDE", "copy_lanes", "float_within", "half_within", "load_bytes", "load_lanes", "load_nibbles",
-    "load_wide", "move_lanes", "same_lanes", "same_wide", "store_lanes", "sum_lanes",
+    "load_pairs", "load_wide", "move_lanes", "multiply_add", "same_lanes", "same_wide", "store_lanes", "sum_lanes",
 ]  # fmt: skip
 
 LANES = 16
@@ -176,21 +176,34 @@ def load_bytes(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
     return _lanes(array, row, column), codegen
 
 
+def _load_parts(bits: int, array: Any, row: Any, column: Any) -> Any:
+    """16 numbers of so many bits, the first in the lowest of a byte."""
+    if not _is_rows(array, row, column) or array.dtype != types.uint8:
+        return None
+    each = 8 // bits  # numbers of a byte
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        some, words = ir.VectorType(_I8, LANES // each), _lanes.of(_I32)
+        loaded = builder.load(_pointer(context, builder, sig.args[0], args, some), align=1)
+        repeated = words([i // each for i in range(LANES)])
+        all_parts = builder.zext(builder.shuffle_vector(loaded, some(ir.Undefined), repeated), words)
+        shifts = words([bits * i for i in range(each)] * (LANES // each))
+        parts = builder.and_(builder.lshr(all_parts, shifts), words([(1 << bits) - 1] * LANES))
+        return builder.sitofp(parts, _lanes.numbers)
+
+    return _lanes(array, row, column), codegen
+
+
 @intrinsic
 def load_nibbles(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
     """array[row, column : column + 8] of uint8 as 16 float32: of each byte its lower half and then its upper half."""
-    if not _is_rows(array, row, column) or array.dtype != types.uint8:
-        return None
+    return _load_parts(4, array, row, column)
 
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        eight, words = ir.VectorType(_I8, LANES // 2), _lanes.of(_I32)
-        loaded = builder.load(_pointer(context, builder, sig.args[0], args, eight), align=1)
-        twice = words([i // 2 for i in range(LANES)])
-        both = builder.zext(builder.shuffle_vector(loaded, eight(ir.Undefined), twice), words)
-        halves = builder.and_(builder.lshr(both, words([0, 4] * (LANES // 2))), words([15] * LANES))
-        return builder.sitofp(halves, _lanes.numbers)
 
-    return _lanes(array, row, column), codegen
+@intrinsic
+def load_pairs(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
+    """array[row, column : column + 4] of uint8 as 16 float32: of each byte four pairs of bits, the lowest first."""
+    return _load_parts(2, array, row, column)
 
 
 @intrinsic
@@ -242,6 +255,23 @@ def same_wide(typingctx: Any, number: Any) -> Any:
     if number != types.float32:
         return None
     return _wide(number), lambda context, builder, sig, args: _same(builder, _wide, args[0])
+
+
+@intrinsic
+def multiply_add(typingctx: Any, x: Any, y: Any, sum: Any) -> Any:
+    """sum + x * y, rounded once: of lanes x and sum and a float32 y, or of three float32."""
+    if y != types.float32 or x != sum or not (x == y or isinstance(x, _LanesType)):
+        return None
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        x, y, sum = args
+        name = "llvm.fma.f32"
+        if isinstance(sig.args[0], _LanesType):
+            y, name = _same(builder, sig.args[0], y), f"llvm.fma.v{sig.args[0].count}f32"
+        function_type = ir.FunctionType(x.type, [x.type] * 3)
+        return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), [x, y, sum])
+
+    return x(x, y, sum), codegen
 
 
 @intrinsic

@@ -25,7 +25,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from oneemb.torchrec.jagged import Jagged, check_jagged, ends_of_features, expand_samples, select_features
 from oneemb.torchrec.modules import jagged_by_name, jagged_of
 from oneemb.torchrec.quant_collection import QuantCollection, TablesByName
-from oneemb.torchrec.quant_rows import RowsOfTable
+from oneemb.torchrec.quant_rows import RowsOfTable, pooled_while_read
 from oneemb.torchrec.quant_shards import Place
 
 __all__ = [
@@ -132,12 +132,14 @@ class EmbeddingBagCollection(QuantCollection, EmbeddingBagCollectionInterface):
     @torch.jit.unused
     def _pooled(self, features: KeyedJaggedTensor) -> KeyedTensor:
         jagged_G = self._place.together(lambda: self._checked(features))
-        pooled = []
-        for group, its in zip(cast(Any, self.groups), jagged_G, strict=True):
-            row_ND = group(its.values, its.offsets)
-            pooled.append(pooled_by_feature(row_ND, its.offsets, its.weights, group.means, len(group.features)))
-        values = side_by_side(pooled, self._order, self._output_dtype)
-        return KeyedTensor(self._embedding_names, self._lengths_per_embedding, values)
+        values = pooled_while_read(cast(Any, self.groups), jagged_G, sum(self._lengths_per_embedding))
+        if values is None:
+            pooled = []
+            for group, its in zip(cast(Any, self.groups), jagged_G, strict=True):
+                row_ND = group(its.values, its.offsets)
+                pooled.append(pooled_by_feature(row_ND, its.offsets, its.weights, group.means, len(group.features)))
+            values = side_by_side(pooled, self._order, self._output_dtype)
+        return KeyedTensor(self._embedding_names, self._lengths_per_embedding, values.to(self._output_dtype))
 
     @torch.jit.unused
     def _checked(self, features: KeyedJaggedTensor) -> list[Jagged]:

@@ -8,6 +8,7 @@ Invariants:
 """
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, cast
@@ -49,6 +50,7 @@ class GroupOfTables(torch.nn.Module):
         table_F: what `rows` calls the table of each feature.
         features: those of the tables, in their order.
         names: of the embeddings of the output.
+        begins: where the bags of each feature begin in the output of a sample.
         means: whether bags give means.
     """
 
@@ -56,13 +58,14 @@ class GroupOfTables(torch.nn.Module):
 
     def __init__(
         self, rows: torch.nn.Module, tables: Sequence[int], table_F: torch.Tensor, features: list[str],
-        names: list[str], means: bool,
+        names: list[str], begins: list[int], means: bool,
     ):  # fmt: skip
         super().__init__()
         self.rows = rows
         self.tables: list[int] = list(tables)
         self.features: list[str] = features
         self.names: list[str] = names
+        self.begins: list[int] = begins
         self.means = means
         self.register_buffer("table_F", table_F)
         for module in self.modules():  # State dicts have the tables, whatever lies together.
@@ -121,6 +124,7 @@ class QuantCollection(torch.nn.Module):
         for t, (config, its) in enumerate(zip(self.configs, rows, strict=True)):
             kind = config.embedding_dim, config.data_type, _pooling(config), *its.origin
             alike.setdefault(kind, []).append(t)
+        end_C = [*itertools.accumulate(self.configs[column.table].embedding_dim for column in self._columns)]
         groups, order = torch.nn.ModuleList(), []  # What fails leaves the rows that there are.
         for tables in alike.values():
             first = self.configs[tables[0]]
@@ -131,6 +135,7 @@ class QuantCollection(torch.nn.Module):
                 torch.tensor([rows[self._columns[c].table].number for c in columns], device=self._device),
                 [self._columns[c].feature for c in columns],
                 [self._columns[c].name for c in columns],
+                [end_C[c] - first.embedding_dim for c in columns],
                 _pooling(first) == PoolingType.MEAN,
             )
             groups.append(group.to("meta") if self._device.type == "meta" else group)

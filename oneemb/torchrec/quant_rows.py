@@ -10,9 +10,8 @@ FBGEMM has them, D weights of so many bits, then scale and low as float16. Torch
 Reference: FBGEMM's FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf, which makes them.
 """
 
-import threading
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -22,13 +21,16 @@ from torchrec.types import DataType
 
 from oneemb.embedding import MultiTableEmbedding
 from oneemb.kernels.init_rows import BY_ID, CONSTANT, NORMAL, TRUNC_NORMAL, UNIFORM, InitialRows
-from oneemb.kernels.threads import Threads
 from oneemb.rows.values import weights_of
 from oneemb.serving.frozen_rows import FrozenRows
-from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.row_store import StorageError
+from oneemb.torchrec.jagged import Jagged
+from oneemb.torchrec.quant_index import RowIndex
 
-__all__ = ["DATA_TYPES", "PARTS", "IndexedRows", "RowsOfTable", "frozen_rows", "quantized_tables", "rows_of_table"]
+__all__ = [
+    "DATA_TYPES", "PARTS", "IndexedRows", "RowsOfTable", "frozen_rows", "pooled_while_read", "quantized_tables",
+    "rows_of_table",
+]  # fmt: skip
 
 DATA_TYPES = {DataType.FP32: 32, DataType.FP16: 16, DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2}
 """What rows can be, and bits of a weight."""
@@ -231,7 +233,7 @@ class IndexedRows(torch.nn.Module):
         super().__init__()
         self.frozen = frozen
         self.dim: int = frozen.dim
-        self._index = _Index()
+        self._index = RowIndex()
 
     def forward(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
         """As of `FrozenRows`."""
@@ -249,37 +251,43 @@ class IndexedRows(torch.nn.Module):
     @torch.jit.unused
     @torch._disable_dynamo
     def _found(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
-        place_N = torch.from_numpy(self._index.of(self.frozen).find(table_N.int().numpy(), id_N.contiguous().numpy()))
-        found_N = place_N >= 0
-        if found_N.all():
-            return self.frozen.weights_at(place_N)
-        return self.frozen.weights_of(table_N, id_N, place_N.clamp(min=0), found_N)
+        return self._index.read(self.frozen, table_N, id_N)
+
+    @torch.jit.unused
+    def pools(self, bags: Jagged) -> bool:
+        """Whether `index` pools these bags: in a call on values on a CPU, without a gradient."""
+        trains = bags.weights is not None and bags.weights.requires_grad and torch.is_grad_enabled()
+        tensors = (bags.values, bags.offsets, self.frozen.key_S, *(() if bags.weights is None else (bags.weights,)))
+        return not trains and all(map(_is_called, tensors))
+
+    @torch.jit.unused
+    def pool(self, bags: Jagged, table_F: torch.Tensor, begins: list[int], means: bool, out_BE: torch.Tensor) -> None:
+        """As `RowIndex.pool`."""
+        self._index.pool(self.frozen, bags, table_F, np.array(begins), means, out_BE)
 
 
-def _is_called(id_N: torch.Tensor) -> bool:
+def _is_called(tensor: torch.Tensor) -> bool:
     """Whether this is a call on values on a CPU."""
     exports = is_fx_tracing() or torch.compiler.is_exporting() or torch.compiler.is_compiling()
-    return not exports and type(id_N) is torch.Tensor and id_N.device.type == "cpu" and not torch.jit.is_tracing()
+    return not exports and type(tensor) is torch.Tensor and tensor.device.type == "cpu" and not torch.jit.is_tracing()
 
 
-class _Index:
-    """The places of keys in frozen rows; a copy, or a pickled one, makes its own."""
+def pooled_while_read(groups: Sequence[Any], bags: Sequence[Jagged], width: int) -> torch.Tensor | None:
+    """The sums or means of bags of each group's features, where a loop pools rows while it reads them.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._index: HashIndex | None = None
+    Args:
+        groups: `GroupOfTables`.
+        width: E, of all embeddings of a sample.
 
-    def of(self, frozen: FrozenRows) -> HashIndex:
-        """The index of these rows, which are always the same."""
-        with self._lock:
-            if self._index is None:
-                table_S, key_S = frozen.table_S.numpy(), frozen.key_S.numpy()
-                place_S = np.flatnonzero(table_S >= 0)
-                table_S, key_S = table_S[place_S], key_S[place_S]
-                index = HashIndex(Threads(), expected=len(place_S))
-                index.put(table_S, key_S ^ frozen.salt_T.numpy()[table_S], place_S)
-                self._index = index
-            return self._index
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Index, ()
+    Returns:
+        float32 [B, E]; None = there is no such loop.
+    """
+    if torch.compiler.is_compiling() or not groups:
+        return None
+    for group, its in zip(groups, bags, strict=True):
+        if not (isinstance(group.rows, IndexedRows) and group.rows.pools(its)):
+            return None
+    out_BE = torch.empty(bags[0].samples[0], width)
+    for group, its in zip(groups, bags, strict=True):
+        group.rows.pool(its, group.table_F, group.begins, group.means, out_BE)
+    return out_BE

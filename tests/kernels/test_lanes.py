@@ -10,8 +10,11 @@ from oneemb.kernels.jit_lanes import (
     LANES,
     WIDE,
     load_lanes,
+    load_nibbles,
+    load_pairs,
     load_wide,
     move_lanes,
+    multiply_add,
     same_lanes,
     same_wide,
     store_lanes,
@@ -64,6 +67,24 @@ def _mix_kinds(x_SX):
 def _sum(x_SX, out_S):
     for s in range(len(x_SX)):
         out_S[s] = sum_lanes(load_lanes(x_SX, s, np.int64(0)))
+
+
+@cpu
+def _unpack(byte_SX, out_KSD):
+    for s in range(len(byte_SX)):
+        for d in range(0, out_KSD.shape[2], LANES):
+            store_lanes(out_KSD[0], s, d, load_nibbles(byte_SX, s, d >> 1))
+            store_lanes(out_KSD[1], s, d, load_pairs(byte_SX, s, d >> 2))
+
+
+@cpu
+def _multiply_add(x_SX, scale, out_KSX):
+    for s in range(len(x_SX)):
+        for d in range(0, x_SX.shape[1], LANES):
+            x = load_lanes(x_SX, s, d)
+            store_lanes(out_KSX[0], s, d, multiply_add(x, scale, load_lanes(out_KSX[0], s, d)))
+        for d in range(x_SX.shape[1]):
+            out_KSX[1, s, d] = multiply_add(x_SX[s, d], scale, out_KSX[1, s, d])
 
 
 @cpu
@@ -131,6 +152,24 @@ def test_wide_vectors_are_computed_as_numbers():
         np.testing.assert_array_equal(out_SX, scale - x_SX * scale / y_SX)
     with pytest.raises(TypingError):
         _mix_kinds(x_SX)
+
+
+def test_parts_of_bytes_come_lowest_first():
+    print("seed 0")
+    byte_SX = np.random.default_rng(0).integers(0, 256, (50, 24), dtype=np.uint8)
+    out_KSD = np.zeros((2, 50, 48), np.float32)
+    _unpack(byte_SX, out_KSD)
+    for found_SD, bits in zip(out_KSD, (4, 2), strict=True):
+        parts = [byte_SX >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+        assert np.array_equal(found_SD, np.stack(parts, 2).reshape(50, -1)[:, :48])
+
+
+def test_a_fused_product_and_sum_is_rounded_once():
+    # 1 + 2^-12 squared is 1 + 2^-11 + 2^-24: rounded by itself, its last term is lost.
+    x = np.float32(1 + 2.0**-12)
+    x_SX, out_KSX = np.full((2, 48), x), np.full((2, 2, 48), np.float32(-1 - 2.0**-11))
+    _multiply_add(x_SX, x, out_KSX)
+    assert (out_KSX == np.float32(2.0**-24)).all() and x * x + out_KSX.dtype.type(-1 - 2.0**-11) == 0
 
 
 def test_a_sum_adds_halves():

@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 import textwrap
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ import oneemb  # noqa: E402
 import oneemb.torchrec as ours  # noqa: E402
 from oneemb.kernels.owner import owner_of  # noqa: E402
 from oneemb.serving import frozen_rows  # noqa: E402
+from oneemb.torchrec.quant_index import RowIndex  # noqa: E402
 from oneemb.torchrec.quant_shards import owner_of_keys  # noqa: E402
 
 pytestmark = [
@@ -565,6 +567,48 @@ def test_traced_and_scripted_models_give_the_same_bits_without_oneemb(tmp_path):
 def test_modules_are_scripted_as_they_are(dtype):
     made = quantized(pair()[0], dtype)
     assert torch.equal(torch.jit.script(made)(batch(0)).values(), made(batch(0)).values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", ["sum", "mean", "weighted", "zeros"])
+def test_a_call_gives_the_bits_of_a_script(dtype, how):
+    """The loop that pools rows while it reads them, against aten ops: rows that ids have and lack, in any order."""
+    pooling = PoolingType.MEAN if how == "mean" else PoolingType.SUM
+    more = {"init_fn": torch.nn.init.zeros_} if how == "zeros" else {}
+    tables = bags(pooling=pooling, **more)
+    collection = ours.EmbeddingBagCollection(tables, is_weighted=how == "weighted", seed=3)
+    optimizer = torch.optim.SGD(collection.parameters(), lr=0.1)
+    collection(batch(0, weighted=True)).values().square().sum().backward()
+    optimizer.step()
+    made = quantized(collection.eval(), dtype, output_dtype=torch.float16 if how == "zeros" else torch.float32)
+    scripted = torch.jit.script(made)
+    for seed, most in [(0, ROWS), (1, 3 * ROWS), (2, 1 << 62)]:
+        kjt = batch(seed, most=most, samples=40, weighted=True)
+        with mock.patch.object(RowIndex, "pool", autospec=True, side_effect=RowIndex.pool) as pool:
+            found = made(kjt).values()
+        assert pool.call_count == len(made.groups)
+        assert found.view(torch.int16).equal(scripted(kjt).values().view(torch.int16))
+
+
+def test_a_call_gives_gradients_of_the_weights_of_ids():
+    collection, _ = pair(configs=lambda: bags(pooling=PoolingType.SUM), is_weighted=True)
+    made, kjt = quantized(collection), batch(1, weighted=True)
+    expected = made(kjt).values()
+    weights = kjt.weights().clone().requires_grad_()
+    found = made(KeyedJaggedTensor(kjt.keys(), kjt.values(), weights, kjt.lengths())).values()
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    assert weights.grad.count_nonzero() > 0
+
+
+def test_rows_whose_memory_is_moved_are_read_where_they_are():
+    made = quantized(with_other_ids()[0])
+    expected = made(batch(0)).values()
+    for buffer in made.buffers():
+        buffer.share_memory_()
+    assert torch.equal(made(batch(0)).values(), expected)
+    made.groups[0].rows.frozen.rows.zero_()
+    assert not torch.equal(made(batch(0)).values(), expected)
 
 
 def test_sequences_are_traced_and_scripted():
