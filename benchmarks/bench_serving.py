@@ -19,6 +19,7 @@ measured is a server that has requests, not one that waits for them. Times are p
 
 import argparse
 import dataclasses
+import gc
 import json
 import statistics
 import tempfile
@@ -196,6 +197,7 @@ def in_turn(calls, rounds, calls_of_round, warm=3):
     """Seconds of each call: each system makes some in a row, then the next one."""
     seconds = {name: [] for name in calls}
     number = 0
+    gc.freeze()  # Else Python's collector walks all keys of the benchmark for each thousand values that LMDB gives.
     for _ in range(rounds):
         for name, call in calls.items():
             for n in range(-warm, calls_of_round):
