@@ -204,7 +204,7 @@ class _Finder(MetaPathFinder):
 
     def __init__(self, folder: str, script: str | None) -> None:
         self.folder, self.script = Path(os.path.realpath(folder)), script
-        self.library = Path(os.path.realpath(sysconfig.get_path("stdlib")))
+        self.standard = Path(os.path.realpath(sysconfig.get_path("stdlib")))
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -224,7 +224,7 @@ class _Finder(MetaPathFinder):
         if not real.is_relative_to(self.folder):
             return False
         installed = {"site-packages", "dist-packages"} & set(real.relative_to(self.folder).parts)
-        return not installed and not real.is_relative_to(self.library)
+        return not installed and not real.is_relative_to(self.standard)
 
 
 # ---- processes that are spawned -------------------------------------------------------------------------------------

@@ -33,14 +33,14 @@ class Part:
     def __init__(self, name, command, out):
         self.name, self.command, self.out = name, command, out
         self.kills = 0
-        self.done = lambda: 0  # grows with what it has answered
+        self.has_answered = lambda: False  # whether this life has, as far as is known
         self.private_kb = []  # of each life, what there was at each look
         self.begin()
 
     def begin(self):
         self.private_kb.append([])
-        self.done_before = self.done()
         with open(self.out, "ab") as file:
+            self.written_before = file.tell()
             self.process = subprocess.Popen(self.command, stdout=file, stderr=subprocess.STDOUT)
 
     def kill(self):
@@ -50,7 +50,7 @@ class Part:
 
     def look(self):
         """Note what it has for itself, written and not shared, once it answers."""
-        if self.done() == self.done_before:
+        if not self.has_answered():
             return
         with open(f"/proc/{self.process.pid}/smaps_rollup") as file:
             lines = [line.split() for line in file if line.startswith(("Private_Dirty:", "Swap:"))]
@@ -67,20 +67,22 @@ class Asker(threading.Thread):
     def __init__(self, part, port, bodies):
         super().__init__(daemon=True)
         self.part, self.port, self.bodies = part, port, bodies
-        part.done = lambda: self.count
+        part.has_answered = lambda: self.answered is part.process
         self.ends = threading.Event()
         self.answers, self.wrong, self.count, self.sequence = {}, [], 0, 0
-        self.last = None
+        self.last = self.answered = None
 
     def run(self):
         while not self.ends.is_set():
-            kills = self.part.kills
+            # An answer may be read when who gave it is dead and another begins, which has given none.
+            kills, process = self.part.kills, self.part.process
             client = Client(self.port)
             answered = False
             try:
                 while not self.ends.is_set():
                     self.ask(client)
                     answered = True
+                    self.answered = process
                     self.ends.wait(0.004)  # Others are at work on this machine.
             except OSError as error:
                 if answered and self.part.kills == kills:
@@ -130,7 +132,7 @@ class Proof:
         follower = [python, SUPPORT / "serving_follower.py", folder / "job" / script.TABLES, folder / "probes"]
         self.wait_until(lambda: (folder / "job/checkpoint.pt").exists())
         self.follower = Part("follower", follower, folder / "follower.out")
-        self.follower.done = lambda: self.follower.out.stat().st_size
+        self.follower.has_answered = lambda: self.follower.out.stat().st_size > self.follower.written_before
         self.readers = [*(asker.part for asker in self.askers), self.follower]
         for asker in self.askers:
             asker.start()
