@@ -428,9 +428,7 @@ def test_a_command_that_is_told_to_end_says_so_and_leaves_nothing(tmp_path, what
         time.sleep(delay)
         child.send_signal(number)
         said = child.communicate(timeout=60)[1].decode()
-        # The last three: it had not begun. torch ends a process that is interrupted as it loads torch by abort().
-        begun = "Traceback" not in said and "python_error" not in said
-        assert child.returncode in (0, code, -number) or not begun, said
+        assert child.returncode in (0, code, -number), said  # the last: before the command had a handler
         stopped += child.returncode == code
         if child.returncode == 0:
             break

@@ -1,5 +1,6 @@
 """The command `oneemb`, also `python -m oneemb`. What it can do is in `oneemb.cli.commands`."""
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -9,6 +10,13 @@ __all__ = ["main"]
 
 def _end(number: int, frame: FrameType | None) -> None:
     """End the program as an error would, so that what is half done is undone."""
+    # torch answers an exception in the midst of its own import with abort(), which has another exit code. A command
+    # has begun nothing before torch is there.
+    loading = getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False)
+    if loading:
+        os._exit(128 + number)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
     raise SystemExit(128 + number)
 
 
@@ -19,7 +27,8 @@ def main() -> None:
         SystemExit: always; 0 = done, 1 = a check found contradictions, 2 = it could not be done, 130 = it was
             interrupted, 143 = it was told to end.
     """
-    signal.signal(signal.SIGTERM, _end)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end)
     try:
         try:
             import click  # noqa: F401
