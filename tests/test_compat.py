@@ -46,10 +46,10 @@ def write(folder, files):
 
 @pytest.fixture
 def place(tmp_path):
-    """A folder with the stand-in in lib/, the driver, and a folder `work` for scripts."""
+    """A folder with the stand-in in lib/, the driver, and a folder `job` for scripts."""
     write(tmp_path / "lib" / "compat_stand_in", STAND_IN)
     write(tmp_path, {"driver.py": DRIVER})
-    (tmp_path / "work").mkdir()
+    (tmp_path / "job").mkdir()
     return tmp_path
 
 
@@ -60,8 +60,8 @@ def run(place, *arguments, cwd=None, launcher=(), **environment):
 
 
 def run_script(place, text, *arguments, options=(), **files):
-    write(place / "work", {"script.py": text} | {f"{name}.py": one for name, one in files.items()})
-    return run(place, *options, "dynamicemb", "work/script.py", *arguments)
+    write(place / "job", {"script.py": text} | {f"{name}.py": one for name, one in files.items()})
+    return run(place, *options, "dynamicemb", "job/script.py", *arguments)
 
 
 def lines_of(done):
@@ -297,7 +297,7 @@ def test_only_a_number_is_taken_for_a_gpu(value):
 
 
 def test_a_script_runs_as_python_runs_it(place):
-    write(place / "work", {"beside.py": "import torch\nwhere = torch.ones(1, device='cuda').device\n"})
+    write(place / "job", {"beside.py": "import torch\nwhere = torch.ones(1, device='cuda').device\n"})
     text = """
         import pickle, sys
         import beside
@@ -308,20 +308,20 @@ def test_a_script_runs_as_python_runs_it(place):
         print(beside.where, Planner.__module__, type(pickle.loads(pickle.dumps(Mine()))) is Mine)
     """
     done = run_script(place, text, "--train", "-m", "--help")
-    path, folder = str(place / "work" / "script.py"), str(place / "work")
-    arguments = ["work/script.py", "--train", "-m", "--help"]
+    path, folder = str(place / "job" / "script.py"), str(place / "job")
+    arguments = ["job/script.py", "--train", "-m", "--help"]
     assert lines_of(done) == [
         f"__main__ {path} {folder} {arguments} None True",
         "cpu compat_stand_in.planner True",
     ]
-    assert not (place / "work" / "__pycache__").exists(), "rewritten code is not kept for others"
+    assert not (place / "job" / "__pycache__").exists(), "rewritten code is not kept for others"
 
 
 def test_what_is_replaced_is_said_once(place):
     done = run_script(place, "import torch\nprint(torch.ones(1).cuda().device, torch.device('cuda'))\n")
     assert lines_of(done) == ["cpu cpu"]
     (said,) = done.stderr.splitlines()
-    assert f"no GPU; in modules of {place / 'work'} (script.py: 1 x .cuda(), 1 x 'cuda') 'cuda' is 'cpu'" in said
+    assert f"no GPU; in modules of {place / 'job'} (script.py: 1 x .cuda(), 1 x 'cuda') 'cuda' is 'cpu'" in said
     assert "--keep-devices" in said
 
 
@@ -339,7 +339,7 @@ def test_nothing_is_replaced_where_torch_has_a_gpu(place):
 
 def test_torch_itself_and_other_folders_stay_as_they_are(place):
     write(place / "lib", {"elsewhere.py": "name = 'cuda'\n"})
-    write(place / "work", {"env/site-packages/installed.py": "name = 'cuda'\n", "package/part.py": "name = 'cuda'\n"})
+    write(place / "job", {"env/site-packages/installed.py": "name = 'cuda'\n", "package/part.py": "name = 'cuda'\n"})
     text = """
         import sys, os
         sys.path.append(os.path.dirname(__file__) + "/env/site-packages")
@@ -354,8 +354,8 @@ def test_a_traceback_has_the_lines_of_the_script(place):
     text = '"""Doc."""\nimport torch\nimport beside\n\n\ntorch.cuda.synchronize()\nbeside.fail(torch.ones(1).cuda())\n'
     done = run_script(place, text, beside=beside)
     assert done.returncode == 1
-    assert f'{place}/work/script.py", line 7, in <module>\n    beside.fail(torch.ones(1).cuda())\n' in done.stderr
-    assert f'{place}/work/beside.py", line 5, in fail\n' in done.stderr
+    assert f'{place}/job/script.py", line 7, in <module>\n    beside.fail(torch.ones(1).cuda())\n' in done.stderr
+    assert f'{place}/job/beside.py", line 5, in fail\n' in done.stderr
     assert done.stderr.endswith("AttributeError: 'Tensor' object has no attribute 'no_such_method'\n")
 
 
@@ -374,7 +374,7 @@ def test_a_gpus_name_is_passed_on(place):
 
 
 def test_a_library_that_lies_beside_the_script(place):
-    write(place / "work", {"dynamicemb/__init__.py": "mine = True\n"})
+    write(place / "job", {"dynamicemb/__init__.py": "mine = True\n"})
     done = run_script(place, "import dynamicemb\nprint(dynamicemb.__name__)\n")
     assert done.returncode == 2 and "or pass --replace to import compat_stand_in" in done.stderr
     done = run_script(place, "import dynamicemb\nprint(dynamicemb.__name__)\n", options=["--replace"])
@@ -402,8 +402,8 @@ def test_a_wrong_command_line_is_refused_in_words(place, words, said):
 
 def test_the_runner_is_a_module_of_its_own(place):
     """As users call it, with the real table: no module of the library is imported here."""
-    write(place / "work", {"script.py": "import sys\nprint('cuda', sys.argv[1:])\n"})
-    command = [sys.executable, "-m", "oneemb.compat", "dynamicemb", place / "work" / "script.py", "--train"]
+    write(place / "job", {"script.py": "import sys\nprint('cuda', sys.argv[1:])\n"})
+    command = [sys.executable, "-m", "oneemb.compat", "dynamicemb", place / "job" / "script.py", "--train"]
     done = subprocess.run(command, capture_output=True, text=True, env=NO_GPU, cwd=place)
     assert lines_of(done) == ["cpu ['--train']"]
     done = subprocess.run([*command[:3], "--help"], capture_output=True, text=True, cwd=place)
@@ -480,8 +480,8 @@ def test_spawned_processes_of_a_script_that_keeps_its_devices_have_the_names(pla
 
 
 def test_a_module_is_run_and_spawns(place):
-    write(place / "work", {"package/__init__.py": "", "package/job.py": SPAWNING, "beside.py": "name = 'cuda'\n"})
-    done = run(place, "--gpu-name=H100", "dynamicemb", "-m", "package.job", "spawn", cwd=place / "work")
+    write(place / "job", {"package/__init__.py": "", "package/job.py": SPAWNING, "beside.py": "name = 'cuda'\n"})
+    done = run(place, "--gpu-name=H100", "dynamicemb", "-m", "package.job", "spawn", cwd=place / "job")
     assert lines_of(done) == ["[0, 1]", "True 0 cpu cpu H100 True", "True grandchild cpu cpu"]
 
 
@@ -519,22 +519,22 @@ TESTS = {
 
 @pytest.mark.parametrize("mode", ["prepend", "importlib"])
 def test_pytest_runs_rewritten_tests(place, mode):
-    write(place / "work", TESTS)
-    python_path = f"{place}/lib{os.pathsep}{place}/work/suite"
+    write(place / "job", TESTS)
+    python_path = f"{place}/lib{os.pathsep}{place}/job/suite"
     arguments = ["-q", "-rs", f"--import-mode={mode}", "suite"]
-    done = run(place, "dynamicemb", "-m", "pytest", *arguments, cwd=place / "work", PYTHONPATH=python_path)
+    done = run(place, "dynamicemb", "-m", "pytest", *arguments, cwd=place / "job", PYTHONPATH=python_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 failed, 1 passed, 1 skipped" in done.stdout and "no GPU" in done.stdout
     assert "suite/test_gpu.py:18: AssertionError" in done.stdout
     done = run(
-        place, "dynamicemb", "-m", "pytest", *arguments, "-k", "passes", cwd=place / "work", PYTHONPATH=python_path
+        place, "dynamicemb", "-m", "pytest", *arguments, "-k", "passes", cwd=place / "job", PYTHONPATH=python_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_pytest_without_rewriting_explains_assertions(place):
-    write(place / "work", {"test_it.py": "def test_it():\n    assert 'cuda' == 'cp' + 'u'\n"})
-    done = run(place, "--keep-devices", "dynamicemb", "-m", "pytest", "-q", "test_it.py", cwd=place / "work")
+    write(place / "job", {"test_it.py": "def test_it():\n    assert 'cuda' == 'cp' + 'u'\n"})
+    done = run(place, "--keep-devices", "dynamicemb", "-m", "pytest", "-q", "test_it.py", cwd=place / "job")
     assert "assert 'cuda' == 'cpu'" in done.stdout
 
 
@@ -578,12 +578,12 @@ RANKS = """
 
 
 def test_a_script_runs_on_two_ranks(place):
-    write(place / "work", {"script.py": RANKS})
+    write(place / "job", {"script.py": RANKS})
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = run(place, "dynamicemb", "work/script.py", "--train", launcher=launcher)
+    done = run(place, "dynamicemb", "job/script.py", "--train", launcher=launcher)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
-        assert (place / "work" / f"rank{rank}").read_text() == "True cpu 3.0 True True compat_stand_in\n"
+        assert (place / "job" / f"rank{rank}").read_text() == "True cpu 3.0 True True compat_stand_in\n"
     assert done.stderr.count("torch finds no GPU") == 1, "the first rank says it for all"
 
 
@@ -625,8 +625,8 @@ PLATFORM_TEST = {
 
 
 def test_tests_that_demand_a_known_gpu_run_with_its_name(place):
-    write(place / "work", PLATFORM_TEST)
+    write(place / "job", PLATFORM_TEST)
     words = ["dynamicemb", "-m", "pytest", "-q", "-p", "no:cacheprovider", "."]
-    done = run(place, "--gpu-name", "A100", *words, cwd=place / "work")
+    done = run(place, "--gpu-name", "A100", *words, cwd=place / "job")
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
-    assert run(place, *words, cwd=place / "work").returncode == 1
+    assert run(place, *words, cwd=place / "job").returncode == 1

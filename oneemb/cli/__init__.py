@@ -10,8 +10,8 @@ __all__ = ["main"]
 
 def _end(number: int, frame: FrameType | None) -> None:
     """End the program as an error would, so that what is half done is undone."""
-    # torch answers an exception in the midst of its own import with abort(), which has another exit code. A command
-    # has begun nothing before torch is there.
+    # torch answers an exception in the midst of its own import with abort(), which undoes no more than this and has
+    # another exit code.
     loading = getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False)
     if loading:
         os._exit(128 + number)
