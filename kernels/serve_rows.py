@@ -1,17 +1,21 @@
-"""Looks rows up in a file of rows that nobody changes.  N ids, S rows, C cells, B blocks, D weights.
+"""Looks rows up in a file of rows that nobody changes.  N ids, S slots, B blocks, D weights, P bags, T tables.
 
-    find_rows     place_N[n] = the row of key n; MISSING where there is none; PADDING where the id is the padding
-    serve_rows    the same, and out_ND[n] = its weights, zeros where there is no row
-    pool_rows     out_PD[p] = the sum of the weights of bag p, whose rows are pooled while they are read
+    serve_rows    place_N[n] = the slot of key n, MISSING where it has no row, PADDING where the id is the padding; and
+                  out_ND[n] = its weights, zeros where there is no row
+    pool_rows     out_PD[p] = the sum of the weights of bag p, whose rows are pooled while they are found
 
-Cells are those of `kernels/hash_index.py`, one shard of them. Rows are float32 weights, the bits of narrower ones, or
-bytes as `kernels/quantize_rows.py` makes them.
+A key's slot is that of `kernels/perfect_hash.py`. In it is a record: float32 weights, the bits of narrower ones, or
+bytes as `kernels/quantize_rows.py` makes them, then zeros, and in the last 8 bytes the id. A record of another id says
+that the key has no row.
 
-A block of the rows is compared with its checksum when a row of it is first read, and then noted in seen_B. Several
-threads may do that at the same time, with the same result.
+Ids are looked up in groups: while the records of one are read, those of the next come from memory, and so do the pilots
+of the one after it.
 
-Invariant: no row is read from a block that has not been compared. A block that is not as it was written ends the share,
-and its number is left in damage_1.
+A block of the records is compared with its checksum when a record in it is first read, and then noted in seen_B.
+Several threads may do that at the same time, with the same result.
+
+Invariant: nothing is read from a block that has not been compared, an id neither. A block that is not as it was written
+ends the share, and its number is left in damage_1.
 """
 
 from dataclasses import dataclass, field
@@ -21,9 +25,8 @@ import numpy as np
 
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.checksum import block_sum
-from oneemb.kernels.hash_index import PLACE_BITS, SHARD_ROOM, shard_find
 from oneemb.kernels.jit import Number, cpu, part
-from oneemb.kernels.jit_code import as_stored, from_float32, keep_rolled, natural, prefetch_row, to_float32
+from oneemb.kernels.jit_code import as_stored, from_float32, keep_rolled, natural, prefetch, prefetch_row, to_float32
 from oneemb.kernels.jit_lanes import (
     LANES,
     copy_lanes,
@@ -35,72 +38,99 @@ from oneemb.kernels.jit_lanes import (
     same_lanes,
     store_lanes,
 )
+from oneemb.kernels.perfect_hash import FIRST_SLOT, PARTS, SEED, SLOTS, bucket_of, hash_id, slot_in_table
 from oneemb.kernels.quantize_rows import dequantize_row, dequantized
 from oneemb.kernels.threads import Threads
 
 __all__ = [
-    "BLOCK_BYTES", "MISSING", "OTHER", "PADDING", "ServedRows", "check_cells", "find_rows", "keys_of_cells",
-    "pool_rows", "serve_rows",
+    "BLOCK_BYTES", "MISSING", "OTHER", "PADDING", "ServedRows", "keys_of_slots", "pool_rows",
+    "pool_rows_again", "record_bytes", "serve_rows",
 ]  # fmt: skip
 
 BLOCK_BYTES = 4096
 """A page: a first touch reads no more of the file than the system does."""
 
-MISSING = -1
-PADDING = -2
-OTHER = -3
+PADDING = -1
+MISSING = OTHER = -2
 
 _BLOCK_WORDS = np.int64(BLOCK_BYTES // 8)
-_CHUNK = 64  # keys that are found before their rows are read
-_CELLS = 1 << 12  # cells that are checked in one turn
-_AHEAD = 16
-_PLACE_BITS = np.int64(PLACE_BITS)
-_PLACE_MASK = np.int64((1 << PLACE_BITS) - 1)
+_BLOCK_SHIFT = np.uint64(12)
+_GROUP = 32
+"""Ids of a group: enough to hide a read from memory."""
+_RING = np.uint64(4 * _GROUP - 1)  # a mask: three groups are in progress
+_SLOTS = 1 << 14  # slots that are looked through in one turn
+
+
+def record_bytes(row_bytes: int) -> int:
+    """Bytes of a record whose row has so many."""
+    return -(-row_bytes // 8) * 8 + 8
 
 
 @part
-def _compare(
-    begin: Number, end: Number, place_N: Array, row_bytes: Number, word_X: Array, sum_B: Array, seen_B: Array,
-    damage_1: Array,
-) -> Number:  # fmt: skip
-    """Compare the blocks of these rows that have not been; False if one is not as it was written."""
-    for n in range(natural(begin), natural(end)):
+def _hash_ids(
+    begin: Number, end: Number, table_N: Array, id_N: Array, region_T6: Array, pilot_B: Array, hash_R: Array,
+    bucket_R: Array,
+) -> None:  # fmt: skip
+    """Note the hashes and buckets of ids, and prefetch the pilots."""
+    for n in range(natural(begin), natural(max(begin, end))):
+        t, r = natural(table_N[n]), n & _RING
+        hash = hash_id(np.int64(id_N[n]), region_T6[t, SEED])
+        bucket = bucket_of(hash, region_T6, t)
+        hash_R[r], bucket_R[r] = hash, bucket
+        prefetch(pilot_B, bucket)
+
+
+@part
+def _find_slots(
+    begin: Number, end: Number, table_N: Array, region_T6: Array, pilot_B: Array, hash_R: Array, bucket_R: Array,
+    record_SW: Array, place_N: Array,
+) -> None:  # fmt: skip
+    """Find the slots of ids whose buckets are noted, and prefetch their records."""
+    for n in range(natural(begin), natural(max(begin, end))):
         keep_rolled()
-        place = place_N[n]
-        if place < 0:
-            continue
-        first, last = place * row_bytes // BLOCK_BYTES, ((place + 1) * row_bytes - 1) // BLOCK_BYTES
-        for b in range(first, last + 1):
-            if not seen_B[natural(b)]:
-                if block_sum(word_X, b, _BLOCK_WORDS) != sum_B[natural(b)]:
-                    damage_1[0] = b
-                    return False
-                seen_B[natural(b)] = True
+        r = n & _RING
+        place = slot_in_table(hash_R[r], pilot_B[natural(bucket_R[r])], region_T6, natural(table_N[n]))
+        place_N[n] = place
+        prefetch_row(record_SW, place, 0, record_SW.shape[1])
+
+
+@part
+def _is_compared(first: Number, last: Number, word_X: Array, sum_B: Array, seen_B: Array, damage_1: Array) -> Number:
+    """Compare blocks first to last as far as they have not been; False if one is not as it was written."""
+    for b in range(first, natural(np.int64(last) + 1)):
+        if not seen_B[b]:
+            if block_sum(word_X, np.int64(b), _BLOCK_WORDS) != sum_B[b]:
+                damage_1[0] = b
+                return False
+            seen_B[b] = True
     return True
 
 
 @part
-def _located(begin: Number, end: Number, keys: tuple, place_N: Array, rows: tuple, home_2K: Array) -> Number:
-    """Find the rows of keys and compare their blocks; False if one is not as it was written."""
-    address, cells, table_N, id_N, padded, padding_id = keys
-    row_bytes, word_X, sum_B, seen_B, damage_1 = rows
-    shard_find(begin, end, address, cells, table_N, id_N, place_N, home_2K)
-    if padded:
-        for n in range(natural(begin), natural(end)):
-            if id_N[n] == padding_id:
-                place_N[n] = PADDING
-    return _compare(begin, end, place_N, row_bytes, word_X, sum_B, seen_B, damage_1)
+def _match(
+    begin: Number, end: Number, table_N: Array, id_N: Array, padded: Number, padding_id: Number, region_T6: Array,
+    record_SW: Array, blocks: tuple, place_N: Array,
+) -> Number:  # fmt: skip
+    """Let ids whose record is another one's be MISSING, and the padding PADDING; False if a block is damaged."""
+    word_X, sum_B, seen_B, damage_1 = blocks
+    words = record_SW.shape[1]
+    row_bytes = natural(8 * words)
+    for n in range(natural(begin), natural(max(begin, end))):
+        keep_rolled()
+        place, id = natural(place_N[n]), np.int64(id_N[n])
+        if len(sum_B) != 0:
+            first = (place * row_bytes) >> _BLOCK_SHIFT
+            last = (place * row_bytes + row_bytes - np.uint64(1)) >> _BLOCK_SHIFT
+            if not (seen_B[first] & seen_B[last] & (last - first < 2)):
+                if not _is_compared(first, last, word_X, sum_B, seen_B, damage_1):
+                    return False
+        is_there = (record_SW[place, words - 1] == id) & (region_T6[natural(table_N[n]), SLOTS] != 0)
+        found = np.int64(place) if is_there else np.int64(MISSING)
+        place_N[n] = np.int64(PADDING) if padded and id == padding_id else found
+    return True
 
 
 # Of the two arrays of rows one is None. Each is asked for by itself: the compiler drops what would read the other one.
-
-
-@part
-def _prefetch(weight_SX: Array, byte_SX: Array, place: Number) -> None:
-    if weight_SX is not None:
-        prefetch_row(weight_SX, max(place, 0), 0, weight_SX.shape[1])
-    if byte_SX is not None:
-        prefetch_row(byte_SX, max(place, 0), 0, byte_SX.shape[1])
 
 
 @part
@@ -122,126 +152,174 @@ def _read_row(weight_SX: Array, byte_SX: Array, bits: Number, place: Number, out
 
 @cpu
 def _serve_cpu(
-    begin: Number, end: Number, keys: tuple, place_N: Array, rows: tuple, weight_SX: Array, byte_SX: Array,
+    begin: Number, end: Number, keys: tuple, place_N: Array, blocks: tuple, weight_SX: Array, byte_SX: Array,
     bits: Number, out_ND: Array,
 ) -> None:  # fmt: skip
-    home_2K = np.empty(SHARD_ROOM, np.int64)
-    # The rows of a chunk come from memory while the keys of the next one are found.
-    for first in range(begin - _CHUNK, end, _CHUNK):
-        last = min(first + _CHUNK, end)
-        later = min(last + _CHUNK, end)
-        if not _located(last, later, keys, place_N, rows, home_2K):
+    table_N, id_N, padded, padding_id, region_T6, pilot_B, record_SW = keys
+    hash_R, bucket_R = np.empty(4 * _GROUP, np.uint64), np.empty(4 * _GROUP, np.int64)
+    for first in range(begin - 2 * _GROUP, end, _GROUP):
+        now, next = max(first, begin), max(first + _GROUP, begin)
+        then, last = max(first + 2 * _GROUP, begin), min(first + _GROUP, end)
+        _hash_ids(
+            then, min(first + 3 * _GROUP, end), table_N, id_N, region_T6, pilot_B, hash_R, bucket_R
+        )  # fmt: skip
+        _find_slots(
+            next, min(first + 2 * _GROUP, end), table_N, region_T6, pilot_B, hash_R, bucket_R, record_SW, place_N
+        )
+        if not _match(now, last, table_N, id_N, padded, padding_id, region_T6, record_SW, blocks, place_N):
             return
-        for n in range(natural(last), natural(later)):
-            keep_rolled()
-            _prefetch(weight_SX, byte_SX, place_N[n])
-        for n in range(max(first, begin), last):
+        for n in range(now, last):
             keep_rolled()
             _read_row(weight_SX, byte_SX, bits, place_N[natural(n)], out_ND, n)
 
 
-@cpu
-def _find_cpu(begin: Number, end: Number, keys: tuple, place_N: Array, rows: tuple) -> None:
-    _located(begin, end, keys, place_N, rows, np.empty(SHARD_ROOM, np.int64))
+@part
+def _has_other(first: Number, last: Number, place_N: Array) -> Number:
+    for n in range(first, last):
+        if place_N[n] <= OTHER:
+            return True
+    return False
+
+
+@part
+def _pool(
+    p: Number, place_N: Array, weight_SX: Array, byte_SX: Array, bits: Number, other_MX: Array, offset_P1: Array,
+    scale_N: Array, is_mean: Number, out_PX: Array,
+) -> None:  # fmt: skip
+    first, last, dim = natural(offset_P1[p]), natural(offset_P1[p + 1]), out_PX.shape[1]
+    factor, count = np.float32(1), 0
+    if is_mean:
+        for n in range(first, last):
+            count += place_N[n] != PADDING
+        factor = np.float32(1) / np.float32(max(count, 1))
+    size, half = dim, (dim + 1) >> 1
+    for d in range(0, dim - LANES + 1, LANES):
+        sum = same_lanes(np.float32(0))
+        for n in range(first, last):
+            keep_rolled()
+            place = place_N[n]
+            scale = factor if scale_N is None else scale_N[n]
+            if place <= OTHER:
+                sum = sum + load_lanes(other_MX, OTHER - place, d) * scale
+            if place >= 0:
+                if weight_SX is not None:
+                    sum = sum + load_lanes(weight_SX, place, d) * scale
+                if byte_SX is not None:
+                    if bits == 8:
+                        by, low = float_within(byte_SX, place, size), float_within(byte_SX, place, size + 4)
+                        sum = sum + (load_bytes(byte_SX, place, d) * by + low) * scale
+                    else:
+                        by, low = half_within(byte_SX, place, half), half_within(byte_SX, place, half + 2)
+                        sum = sum + (load_nibbles(byte_SX, place, d >> 1) * by + low) * scale
+        store_lanes(out_PX, p, d, sum)
+    for d in range(dim - dim % LANES, dim):
+        number = np.float32(0)
+        for n in range(first, last):
+            keep_rolled()
+            place = place_N[n]
+            scale = factor if scale_N is None else scale_N[n]
+            if place <= OTHER:
+                number += to_float32(other_MX[OTHER - place, d]) * scale
+            if place >= 0:
+                if weight_SX is not None:
+                    number += to_float32(weight_SX[place, d]) * scale
+                if byte_SX is not None:
+                    number += dequantized(byte_SX, place, d, bits, dim) * scale
+        out_PX[p, d] = from_float32(number, out_PX[p, d])
 
 
 @cpu
 def _pool_cpu(
+    begin: Number, end: Number, keys: tuple, place_N: Array, blocks: tuple, weight_SX: Array, byte_SX: Array,
+    bits: Number, other_MX: Array, offset_P1: Array, scale_N: Array, is_mean: Number, missing_1: Array, out_PX: Array,
+) -> None:  # fmt: skip
+    table_N, id_N, padded, padding_id, region_T6, pilot_B, record_SW = keys
+    hash_R, bucket_R = np.empty(4 * _GROUP, np.uint64), np.empty(4 * _GROUP, np.int64)
+    id_begin, id_end, p = offset_P1[begin], offset_P1[end], begin
+    for first in range(id_begin - 2 * _GROUP, max(id_end, id_begin + 1), _GROUP):
+        now, next = max(first, id_begin), max(first + _GROUP, id_begin)
+        then, last = max(first + 2 * _GROUP, id_begin), min(first + _GROUP, id_end)
+        _hash_ids(
+            then, min(first + 3 * _GROUP, id_end), table_N, id_N, region_T6, pilot_B, hash_R, bucket_R
+        )  # fmt: skip
+        _find_slots(
+            next, min(first + 2 * _GROUP, id_end), table_N, region_T6, pilot_B, hash_R, bucket_R, record_SW, place_N
+        )
+        if not _match(now, last, table_N, id_N, padded, padding_id, region_T6, record_SW, blocks, place_N):
+            return
+        if _has_other(natural(now), natural(max(now, last)), place_N):
+            missing_1[0] = 1
+        # Every bag whose ids have been found. Its rows are in the cache, unless it is a long one.
+        while p < end and offset_P1[p + 1] <= last:
+            _pool(p, place_N, weight_SX, byte_SX, bits, other_MX, offset_P1, scale_N, is_mean, out_PX)
+            p += 1
+
+
+@cpu
+def _pool_again_cpu(
     begin: Number, end: Number, place_N: Array, weight_SX: Array, byte_SX: Array, bits: Number, other_MX: Array,
     offset_P1: Array, scale_N: Array, is_mean: Number, out_PX: Array,
 ) -> None:  # fmt: skip
-    dim, final = out_PX.shape[1], len(place_N) - 1
+    """Pool those bags that have ids without a row."""
     for p in range(begin, end):
-        first, last = natural(offset_P1[p]), natural(offset_P1[p + 1])
-        factor, count = np.float32(1), 0
-        for n in range(first, last):
-            keep_rolled()
-            _prefetch(weight_SX, byte_SX, place_N[natural(min(np.int64(n) + _AHEAD, final))])
-            count += place_N[n] != PADDING
-        if is_mean:
-            factor = np.float32(1) / np.float32(max(count, 1))
-        size, half = dim, (dim + 1) >> 1
-        for d in range(0, dim - LANES + 1, LANES):
-            sum = same_lanes(np.float32(0))
-            for n in range(first, last):
-                keep_rolled()
-                place = place_N[n]
-                scale = factor if scale_N is None else scale_N[n]
-                if place <= OTHER:
-                    sum = sum + load_lanes(other_MX, OTHER - place, d) * scale
-                if place >= 0:
-                    if weight_SX is not None:
-                        sum = sum + load_lanes(weight_SX, place, d) * scale
-                    if byte_SX is not None:
-                        if bits == 8:
-                            by, low = float_within(byte_SX, place, size), float_within(byte_SX, place, size + 4)
-                            sum = sum + (load_bytes(byte_SX, place, d) * by + low) * scale
-                        else:
-                            by, low = half_within(byte_SX, place, half), half_within(byte_SX, place, half + 2)
-                            sum = sum + (load_nibbles(byte_SX, place, d >> 1) * by + low) * scale
-            store_lanes(out_PX, p, d, sum)
-        for d in range(dim - dim % LANES, dim):
-            number = np.float32(0)
-            for n in range(first, last):
-                keep_rolled()
-                place = place_N[n]
-                scale = factor if scale_N is None else scale_N[n]
-                if place <= OTHER:
-                    number += to_float32(other_MX[OTHER - place, d]) * scale
-                if place >= 0:
-                    if weight_SX is not None:
-                        number += to_float32(weight_SX[place, d]) * scale
-                    if byte_SX is not None:
-                        number += dequantized(byte_SX, place, d, bits, dim) * scale
-            out_PX[p, d] = from_float32(number, out_PX[p, d])
+        keep_rolled()
+        if _has_other(natural(offset_P1[p]), natural(offset_P1[p + 1]), place_N):
+            _pool(p, place_N, weight_SX, byte_SX, bits, other_MX, offset_P1, scale_N, is_mean, out_PX)
 
 
 @dataclass(frozen=True)
 class ServedRows:
-    """The arrays of a file of rows. Whoever makes one has seen that cells name rows that are there, and that one cell
-    or more is empty.
+    """The arrays of a file of rows. Whoever makes one has seen that every slot that follows from `region_T6` has a
+    record, and every bucket a pilot.
 
     Args:
-        cell_C2: int64 [C, 2], aligned to a line of the cache.
-        row_SX: [S, X], X >= D: float32, uint16 (float16), int16 (bfloat16), or uint8 of quantized rows.
+        region_T6, pilot_B: of `kernels/perfect_hash.py`; one pilot or more.
+        record_SW: int64, the records, one or more.
+        weights: what rows are: float32, uint16 (float16), int16 (bfloat16), or uint8 of quantized rows.
         bits: of a quantized weight, 8 or 4; 0 = the rows are not quantized.
-        word_X: the rows as uint64, up to the end of the last block.
         sum_B: uint32, the checksum of each block; empty where whoever made the arrays has compared them all.
         seen_B: bool, which have been compared.
+        word_X: uint64, the records up to the end of the last block.
     """
 
-    cell_C2: np.ndarray
-    row_SX: np.ndarray
+    region_T6: np.ndarray
+    pilot_B: np.ndarray
+    record_SW: np.ndarray
+    weights: np.dtype
     bits: int
-    word_X: np.ndarray
     sum_B: np.ndarray
     seen_B: np.ndarray
-    address: int = field(init=False)
-    row_bytes: int = field(init=False)
+    word_X: np.ndarray
+    row_SX: np.ndarray = field(init=False)
+    """Rows, and what else is in their records."""
     arrays: tuple[np.ndarray | None, np.ndarray | None, int] = field(init=False)
     """weight_SX or byte_SX, the other one None, and `bits`."""
 
     def __post_init__(self) -> None:
         # Once, since reading them takes as long as a short lookup.
-        object.__setattr__(self, "address", self.cell_C2.ctypes.data)
-        object.__setattr__(self, "row_bytes", self.row_SX.strides[0] if len(self.sum_B) else 0)  # 0: in no block
-        arrays = (None, self.row_SX, self.bits) if self.bits else (self.row_SX, None, 0)
-        object.__setattr__(self, "arrays", arrays)
+        row_SX = self.record_SW.view(self.weights)
+        object.__setattr__(self, "row_SX", row_SX)
+        object.__setattr__(self, "arrays", (None, row_SX, self.bits) if self.bits else (row_SX, None, 0))
 
     @classmethod
-    def unchecked(cls, cell_C2: np.ndarray, row_SX: np.ndarray, bits: int) -> Self:
+    def unchecked(
+        cls, region_T6: np.ndarray, pilot_B: np.ndarray, record_SW: np.ndarray, weights: np.dtype, bits: int
+    ) -> Self:
         """Of arrays that were compared before."""
-        return cls(cell_C2, row_SX, bits, np.empty(0, np.uint64), np.empty(0, np.uint32), np.empty(0, np.bool_))
+        return cls(
+            region_T6, pilot_B, record_SW, weights, bits, np.empty(0, np.uint32), np.empty(0, np.bool_),
+            np.empty(0, np.uint64),
+        )  # fmt: skip
 
     def arguments(
         self, table_N: np.ndarray, id_N: np.ndarray, padding_id: int | None
     ) -> tuple[tuple, np.ndarray, tuple, np.ndarray]:
-        """What loops take: keys, room for places, rows, and where the number of a damaged block is left."""
+        """What loops take: keys, room for places, blocks, and where the number of a damaged block is left."""
         damage_1 = np.empty(1, np.int64)
         damage_1[0] = -1
-        keys = (self.address, len(self.cell_C2), table_N, id_N, padding_id is not None, padding_id or 0)
-        rows = (self.row_bytes, self.word_X, self.sum_B, self.seen_B, damage_1)
-        return keys, np.empty(len(id_N), np.int64), rows, damage_1
+        padded = padding_id is not None
+        keys = (table_N, id_N, padded, padding_id or 0, self.region_T6, self.pilot_B, self.record_SW)
+        return keys, np.empty(len(id_N), np.int64), (self.word_X, self.sum_B, self.seen_B, damage_1), damage_1
 
 
 def serve_rows(
@@ -251,48 +329,60 @@ def serve_rows(
     """Write the weights of each key to `out_ND`, zeros where it has no row.
 
     Args:
-        table_N, id_N: int32, and int32 or int64.
+        table_N, id_N: int32, below T, and int32 or int64.
         padding_id: an id that has no row; None = there is none.
         out_ND: float32, or bits of the rows' own format; of quantized rows float32.
 
     Returns:
-        place_N int64, the row of each key, MISSING or PADDING where there is none; and the number of a block that is
+        place_N int64, the slot of each key, MISSING or PADDING where it has no row; and the number of a block that is
         not as it was written, -1 if there is none: else places and weights mean nothing.
     """
-    keys, place_N, rows, damage_1 = served.arguments(table_N, id_N, padding_id)
+    keys, place_N, blocks, damage_1 = served.arguments(table_N, id_N, padding_id)
     threads.run(
-        _serve_cpu, len(id_N), keys, place_N, rows, *served.arrays, out_ND, share_min=_share_min(out_ND.shape[1])
+        _serve_cpu, len(id_N), keys, place_N, blocks, *served.arrays, out_ND, share_min=_share_min(out_ND.shape[1])
     )  # fmt: skip
     return place_N, int(damage_1[0])
 
 
-def find_rows(
-    served: ServedRows, table_N: np.ndarray, id_N: np.ndarray, padding_id: int | None, *, threads: Threads
-) -> tuple[np.ndarray, int]:
-    """As `serve_rows`, without weights."""
-    keys, place_N, rows, damage_1 = served.arguments(table_N, id_N, padding_id)
-    threads.run(_find_cpu, len(id_N), keys, place_N, rows, share_min=_share_min(0))
-    return place_N, int(damage_1[0])
-
-
 def pool_rows(
-    served: ServedRows, place_N: np.ndarray, other_MX: np.ndarray, offset_P1: np.ndarray, scale_N: np.ndarray | None,
-    is_mean: bool, out_PX: np.ndarray, *, threads: Threads,
-) -> None:  # fmt: skip
-    """out_PX[p] = the sum or mean of bag p, as `kernels/pool.py` makes it.
+    served: ServedRows, table_N: np.ndarray, id_N: np.ndarray, padding_id: int | None, bags: tuple, out_PX: np.ndarray,
+    *, threads: Threads,
+) -> tuple[np.ndarray, bool, int]:  # fmt: skip
+    """out_PX[p] = the sum or mean of bag p, as `kernels/pool.py` makes it, ids without a row as zeros.
 
     Args:
-        place_N: of `find_rows`; OTHER - m is row m of `other_MX`, none is MISSING.
-        other_MX: weights of ids that have no row, in one of the formats of weights.
-        offset_P1: int64, as in `Bags`.
-        scale_N: float32; None = 1, or for a mean 1 / (ids of the bag that are not padding).
+        table_N, id_N, padding_id: of `serve_rows`.
+        bags: offset_P1 int64, as in `Bags`; scale_N float32, None = 1, or for a mean 1 / (ids of the bag that are not
+            padding); and whether it is a mean.
         out_PX: in the format of the rows, or float32.
+
+    Returns:
+        place_N, as of `serve_rows`; whether there are ids without a row; and the number of a damaged block or -1.
     """
-    ids, bags = len(place_N), len(out_PX)
-    share_min = max(1, _share_min(out_PX.shape[1]) * bags // max(ids, 1))
+    keys, place_N, blocks, damage_1 = served.arguments(table_N, id_N, padding_id)
+    missing_1 = np.zeros(1, np.int64)
+    offset_P1, scale_N, is_mean = bags
     threads.run(
-        _pool_cpu, bags, place_N, *served.arrays, other_MX, offset_P1, scale_N, is_mean, out_PX, share_min=share_min
-    )
+        _pool_cpu, len(out_PX), keys, place_N, blocks, *served.arrays, np.zeros((1, out_PX.shape[1]), out_PX.dtype),
+        offset_P1, scale_N, is_mean, missing_1, out_PX, share_min=_bags_min(out_PX, place_N),
+    )  # fmt: skip
+    return place_N, bool(missing_1[0]), int(damage_1[0])
+
+
+def pool_rows_again(
+    served: ServedRows, place_N: np.ndarray, other_MX: np.ndarray, bags: tuple, out_PX: np.ndarray, *, threads: Threads
+) -> None:
+    """Pool those bags that have ids without a row once more, with what such ids read as.
+
+    Args:
+        place_N: of `pool_rows`; OTHER - m is row m of `other_MX`.
+        other_MX: in one of the formats of weights.
+        bags, out_PX: as there.
+    """
+    threads.run(
+        _pool_again_cpu, len(out_PX), place_N, *served.arrays, other_MX, *bags, out_PX,
+        share_min=_bags_min(out_PX, place_N),
+    )  # fmt: skip
 
 
 def _share_min(dim: int) -> int:
@@ -300,30 +390,32 @@ def _share_min(dim: int) -> int:
     return max(256, (1 << 17) // (dim + 32))
 
 
-def keys_of_cells(cell_C2: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """table_S int32, id_S int64 and place_S int64: the keys that cells hold, and the row of each."""
-    cell_S2 = cell_C2[cell_C2[:, 1] != 0]
-    word_S = cell_S2[:, 1]
-    return (word_S >> _PLACE_BITS).astype(np.int32), cell_S2[:, 0], (word_S & _PLACE_MASK) - 1
+def _bags_min(out_PX: np.ndarray, place_N: np.ndarray) -> int:
+    """The same of bags."""
+    return max(1, _share_min(out_PX.shape[1]) * len(out_PX) // max(len(place_N), 1))
 
 
 @cpu
-def _check_cells_cpu(begin: Number, end: Number, cell_C2: Array, rows: Number, tables: Number, found_K2: Array) -> None:
+def _keys_cpu(
+    begin: Number, end: Number, table: Number, first: Number, last: Number, region_T6: Array, pilot_B: Array,
+    record_SW: Array, is_row_S: Array,
+) -> None:  # fmt: skip
+    words = record_SW.shape[1]
     for k in range(begin, end):
-        taken, wrong = 0, np.int64(-1)
-        for c in range(natural(k * _CELLS), natural(min((k + 1) * _CELLS, len(cell_C2)))):
-            word = cell_C2[c, 1]
-            if word != 0:
-                taken += 1
-                place = (word & _PLACE_MASK) - 1
-                if (place < 0) | (place >= rows) | (word < 0) | ((word >> _PLACE_BITS) >= tables):
-                    wrong = np.int64(c)
-        found_K2[k, 0], found_K2[k, 1] = taken, wrong
+        for s in range(natural(first + k * _SLOTS), natural(min(first + (k + 1) * _SLOTS, last))):
+            hash = hash_id(record_SW[s, words - 1], region_T6[table, SEED])
+            pilot = pilot_B[natural(bucket_of(hash, region_T6, table))]
+            is_row_S[s - natural(first)] = slot_in_table(hash, pilot, region_T6, table) == np.int64(s)
 
 
-def check_cells(cell_C2: np.ndarray, rows: int, tables: int, *, threads: Threads) -> tuple[int, int]:
-    """How many cells are taken, and one that names no row from 0 to `rows` - 1 or no table below `tables`; -1 = none
-    does."""
-    found_K2 = np.empty((-(-len(cell_C2) // _CELLS), 2), np.int64)
-    threads.run(_check_cells_cpu, len(found_K2), cell_C2, rows, tables, found_K2, share_min=16)
-    return int(found_K2[:, 0].sum()), int(found_K2[:, 1].max(initial=-1))
+def keys_of_slots(served: ServedRows, table: int, *, threads: Threads) -> tuple[np.ndarray, np.ndarray]:
+    """id_N and place_N, int64, of a table's rows, in the order of their slots."""
+    region = [int(number) for number in served.region_T6[table]]
+    first, slots = region[FIRST_SLOT], region[PARTS] * region[SLOTS]
+    is_row_S = np.empty(slots, np.bool_)
+    threads.run(
+        _keys_cpu, -(-slots // _SLOTS), table, first, first + slots, served.region_T6, served.pilot_B,
+        served.record_SW, is_row_S, share_min=1,
+    )  # fmt: skip
+    place_N = first + np.flatnonzero(is_row_S)
+    return served.record_SW[place_N, -1], place_N

@@ -107,12 +107,13 @@ def make_file(
             raise ValueError(f"tables must be some of 0 to {count - 1}, each once, got {list(served)}")
         info = ServedInfo(
             name, snapshot.info.identity, snapshot.sequence, format.dtype, weights, format.dim,
-            row_bytes_of(weights, format.dim), 0, 0, count, served, (), embedding, 0.0, 0.0, "",
+            row_bytes_of(weights, format.dim), 0, 0, count, served, (), (), embedding, 0.0, 0.0, "",
         )  # fmt: skip
+        served_T = np.isin(np.arange(count), served)
+        keys = rows.keys(lambda table_N, id_N: served_T[table_N])
         return write_served_file(
-            path, info, _weights(rows, format, weights, np.isin(np.arange(count), served)), threads=threads,
-            progress=progress, total=sum(part.info.rows for part in snapshot.parts),
-        )  # fmt: skip
+            path, info, keys, _weights(rows, format, weights, served_T), threads=threads, progress=progress
+        )
 
 
 def _all(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:

@@ -23,7 +23,6 @@ import torch
 from oneemb.graph.ops.lookup import DTYPES as TRAINED
 from oneemb.kernels.host_loops import BITS
 from oneemb.kernels.init_rows import InitialRows
-from oneemb.kernels.serve_rows import keys_of_cells
 from oneemb.serving.frozen_initial import InitialValues, constants_of
 from oneemb.serving.initial import initial_of
 from oneemb.storage.policies import RowPolicy
@@ -135,7 +134,7 @@ class FrozenRows(torch.nn.Module):
         initial = initial_of(file, absent, policies)
         file.verify()
         info = file.info
-        table_S, id_S, place_S = keys_of_cells(file.rows.cell_C2)
+        table_S, id_S, place_S = file.keys()
         salt_T, key_S, order_S = _sorted_keys(table_S, id_S, info.num_tables)
         del id_S
         table_S, place_S = table_S[order_S], place_S[order_S]

@@ -3,7 +3,6 @@
 Invariant: bags have the bits that pooling the rows one by one, in batch order, gives.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -14,7 +13,7 @@ from oneemb.graph.ops.lookup import DTYPES as TRAINED
 from oneemb.kernels.arrays import Bags, RowsOfIds
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.init_rows import InitialRows
-from oneemb.kernels.serve_rows import MISSING, OTHER, PADDING, pool_rows
+from oneemb.kernels.serve_rows import MISSING, OTHER, PADDING, pool_rows_again
 from oneemb.serving.initial import first_weights, initial_of
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.row_format import BITS, RowFormat
@@ -128,24 +127,16 @@ class Served:
         if pooling == "max":
             self._max(table_N, id_N, offset_P1, out_PD)
             return out
-        place_N = self.file.find(table_N, id_N, self.padding_idx, threads=self._loops.threads)
-        other_MD = self._no_rows
-        missing = np.flatnonzero(place_N == MISSING)
-        if len(missing) and self._initial is not None:
+        bags = (offset_P1, scale_N, pooling == "mean")
+        place_N, has_missing = self.file.pool(
+            table_N, id_N, self.padding_idx, bags, out_PD, threads=self._loops.threads
+        )  # fmt: skip
+        if has_missing and self._initial is not None:
+            missing = np.flatnonzero(place_N == MISSING)
             other_MD = self._first_weights(table_N[missing], id_N[missing], self._initial)
             place_N[missing] = OTHER - np.arange(len(missing))
-        elif len(missing):
-            place_N[missing] = OTHER
-        pool_rows(
-            self.file.rows, place_N, other_MD, offset_P1, scale_N, pooling == "mean", out_PD,
-            threads=self._loops.threads,
-        )  # fmt: skip
+            pool_rows_again(self.file.rows, place_N, other_MD, bags, out_PD, threads=self._loops.threads)
         return out
-
-    @functools.cached_property
-    def _no_rows(self) -> np.ndarray:
-        """A row of zeros."""
-        return np.zeros((1, self.file.info.dim), self._bits)
 
     def _max(self, table_N: np.ndarray, id_N: np.ndarray, offset_P1: np.ndarray, out_PD: np.ndarray) -> None:
         # Of maxima the bits count, those of a NaN too: the rows are copied and compared as in training.

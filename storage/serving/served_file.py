@@ -18,23 +18,40 @@ from typing import Any
 import numpy as np
 
 from oneemb.kernels.checksum import blocks_sum, xxh64
-from oneemb.kernels.hash_index import PLACE_BITS, TABLE_MAX, cells_find
+from oneemb.kernels.hash_index import TABLE_MAX
+from oneemb.kernels.perfect_hash import FIRST_SLOT, parts_and_buckets, regions
 from oneemb.kernels.quantize_rows import quantized_bytes
-from oneemb.kernels.serve_rows import BLOCK_BYTES, ServedRows, check_cells, find_rows, keys_of_cells, serve_rows
+from oneemb.kernels.serve_rows import (
+    BLOCK_BYTES,
+    ServedRows,
+    keys_of_slots,
+    pool_rows,
+    record_bytes,
+    serve_rows,
+)
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.fs import AnyPath, absolute_path, storage_error
 from oneemb.storage.row_format import BITS, WEIGHTS
 from oneemb.storage.table.file_header import HEADER_BYTES, read_header
 
-__all__ = ["MANIFEST_MAX", "QUANTIZED", "SERVED_MAGIC", "ServedFile", "ServedInfo", "is_served_file", "row_bytes_of"]
+__all__ = [
+    "MANIFEST_MAX",
+    "QUANTIZED",
+    "SERVED_MAGIC",
+    "ServedFile",
+    "ServedInfo",
+    "array_dtype",
+    "is_served_file",
+    "row_bytes_of",
+]
 
 SERVED_MAGIC = b"oneembSV"
 QUANTIZED = {"int8": 8, "int4": 4}
 """Bits of a weight."""
 
 _SUM = struct.Struct("<Q")
-_CELL_BYTES = 16
+_SLOTS_MAX = 1 << 48
 MANIFEST_MAX = 1 << 24
 """Bytes of a manifest: JSON takes some thirty times as much memory while it is read."""
 
@@ -53,30 +70,47 @@ class ServedInfo:
     dim: int
     row_bytes: int
     rows: int
-    cells: int
+    salt: int
     num_tables: int
     tables: tuple[int, ...]
     rows_of_tables: tuple[int, ...]
+    slots_of_tables: tuple[int, ...]
     embedding: dict[str, Any]
     error_max: float
     error_rms: float
     sums: str
 
     @property
-    def row_blocks(self) -> int:
-        return -(-self.rows * self.row_bytes // BLOCK_BYTES)
+    def record_bytes(self) -> int:
+        return record_bytes(self.row_bytes)
 
     @property
-    def cell_blocks(self) -> int:
-        return self.cells * _CELL_BYTES // BLOCK_BYTES
+    def slots(self) -> int:
+        """Of all tables."""
+        parts = parts_and_buckets(np.array(self.rows_of_tables, np.int64))[0].tolist()
+        return sum(parts * slots for parts, slots in zip(parts, self.slots_of_tables, strict=True))
+
+    @property
+    def buckets(self) -> int:
+        """Of all tables; one at least."""
+        return max(1, int(parts_and_buckets(np.array(self.rows_of_tables, np.int64))[1].sum()))
+
+    @property
+    def blocks(self) -> int:
+        """Of records; one at least."""
+        return max(1, -(-self.slots * self.record_bytes // BLOCK_BYTES))
+
+    @property
+    def pilots_begin(self) -> int:
+        return BLOCK_BYTES * (1 + self.blocks)
 
     @property
     def sums_begin(self) -> int:
-        return BLOCK_BYTES * (1 + self.row_blocks + self.cell_blocks)
+        return self.pilots_begin + -(-2 * self.buckets // 8) * 8
 
     @property
     def manifest_begin(self) -> int:
-        return self.sums_begin + -(-4 * (self.row_blocks + self.cell_blocks) // 8) * 8
+        return self.sums_begin + -(-4 * self.blocks // 8) * 8
 
     def packed(self) -> bytes:
         """The manifest and its checksum."""
@@ -89,6 +123,11 @@ def row_bytes_of(weights: str, dim: int) -> int:
     """Bytes of a row, a multiple of 4."""
     size = quantized_bytes(dim, QUANTIZED[weights]) if weights in QUANTIZED else dim * np.dtype(BITS[weights]).itemsize
     return -(-size // 4) * 4
+
+
+def array_dtype(weights: str) -> np.dtype:
+    """Of arrays of rows: of float32 weights, the bits of narrower ones, or bytes."""
+    return np.dtype(np.uint8 if weights in QUANTIZED else BITS[weights])
 
 
 def is_served_file(path: AnyPath) -> bool:
@@ -105,7 +144,7 @@ class ServedFile:
 
     Args:
         path: of the file.
-        threads: compare cells.
+        threads: compare blocks.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -153,30 +192,21 @@ class ServedFile:
 
     def _checked(self, byte_X: np.ndarray) -> ServedRows:
         info = self.info
-        blocks = info.row_blocks + info.cell_blocks
-        sums = byte_X[info.sums_begin : info.manifest_begin]
-        if f"{xxh64(sums):016x}" != info.sums:
-            raise self._damage("the checksums of blocks are damaged", info.sums_begin)
-        sum_B = sums[: 4 * blocks].view(np.uint32)
-        cells_begin = BLOCK_BYTES * (1 + info.row_blocks)
-        cell_bytes = byte_X[cells_begin : info.sums_begin]
-        wrong = self._wrong_block(cell_bytes, sum_B[info.row_blocks :])
-        if wrong >= 0:
-            raise self._damage("a block of cells is damaged", cells_begin + wrong * BLOCK_BYTES)
-        cell_C2 = cell_bytes.view(np.int64).reshape(-1, 2)
-        taken, cell = check_cells(cell_C2, info.rows, info.num_tables, threads=self._threads)
-        if cell >= 0 or taken != info.rows:
-            raise self._damage(
-                f"cells must name {info.rows} rows, {taken} are taken, and cell {cell} names none",
-                cells_begin + max(cell, 0) * _CELL_BYTES,
-            )
-        row_X = byte_X[BLOCK_BYTES:cells_begin]
-        row_SX = row_X[: info.rows * info.row_bytes].reshape(info.rows, info.row_bytes)
-        if info.weights not in QUANTIZED:
-            row_SX = row_SX.view(BITS[info.weights])
+        if f"{xxh64(byte_X[info.pilots_begin : info.manifest_begin]):016x}" != info.sums:
+            raise self._damage("pilots or the checksums of blocks are damaged", info.pilots_begin)
+        # Of all tables, though a file may have few of many: what is never written to takes no memory.
+        region_T6 = np.zeros((info.num_tables, 6), np.uint64)
+        its = sorted(zip(info.tables, info.rows_of_tables, info.slots_of_tables, strict=True))
+        table_C, count_C, slots_C = np.array(its, np.int64).T.copy()
+        region_T6[table_C] = regions(table_C, count_C, slots_C, info.salt, threads=self._threads)
+        record_X = byte_X[BLOCK_BYTES : info.pilots_begin]
+        size = info.record_bytes
+        record_SW = record_X[: max(1, info.slots) * size].view(np.int64).reshape(-1, size // 8)
+        pilot_B = byte_X[info.pilots_begin : info.sums_begin].view(np.uint16)[: info.buckets]
+        sum_B = byte_X[info.sums_begin : info.manifest_begin].view(np.uint32)[: info.blocks]
         return ServedRows(
-            cell_C2, row_SX, QUANTIZED.get(info.weights, 0), row_X.view(np.uint64), sum_B[: info.row_blocks],
-            np.zeros(info.row_blocks, np.bool_),
+            region_T6, pilot_B, record_SW, array_dtype(info.weights), QUANTIZED.get(info.weights, 0), sum_B,
+            np.zeros(info.blocks, np.bool_), record_X.view(np.uint64),
         )  # fmt: skip
 
     def _wrong_block(self, byte_X: np.ndarray, sum_B: np.ndarray) -> int:
@@ -199,19 +229,29 @@ class ServedFile:
         self._check_block(block)
         return place_N
 
-    def find(self, table_N: np.ndarray, id_N: np.ndarray, padding_id: int | None, *, threads: Threads) -> np.ndarray:
-        """place_N of keys, for `pool_rows`; see `find_rows`.
+    def pool(
+        self, table_N: np.ndarray, id_N: np.ndarray, padding_id: int | None, bags: tuple, out_PX: np.ndarray, *,
+        threads: Threads,
+    ) -> tuple[np.ndarray, bool]:  # fmt: skip
+        """Write sums or means of bags of keys to `out_PX`, and return place_N and whether there are keys without a
+        row; see `pool_rows`.
 
         Raises:
             CorruptTableError: a row that is needed lies in a damaged block.
         """
-        place_N, block = find_rows(self.rows, table_N, id_N, padding_id, threads=threads)
+        place_N, has_missing, block = pool_rows(self.rows, table_N, id_N, padding_id, bags, out_PX, threads=threads)
         self._check_block(block)
-        return place_N
+        return place_N, has_missing
 
     def _check_block(self, block: int) -> None:
         if block >= 0:
             raise self._damage("a block of rows is damaged", BLOCK_BYTES * (1 + block))
+
+    def keys(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """table_S int32, id_S int64 and place_S int64 of all rows. The caller has called `verify`."""
+        found = [(t, *keys_of_slots(self.rows, t, threads=self._threads)) for t in sorted(self.info.tables)]
+        table_S = np.concatenate([np.full(len(id_N), t, np.int32) for t, id_N, _ in found])
+        return table_S, *(np.concatenate([one[i] for one in found]) for i in (1, 2))
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compare all blocks of rows, and find every key where lookups look for it.
@@ -219,24 +259,23 @@ class ServedFile:
         Raises:
             CorruptTableError: something is not as it was written.
         """
-        rows, blocks = self.rows, self.info.row_blocks
-        for begin in range(0, blocks, _CHECKED):
-            end = min(begin + _CHECKED, blocks)
+        rows, info = self.rows, self.info
+        for begin in range(0, info.blocks, _CHECKED):
+            end = min(begin + _CHECKED, info.blocks)
             word_X = rows.word_X[begin * BLOCK_BYTES // 8 : end * BLOCK_BYTES // 8]
             wrong = self._wrong_block(word_X.view(np.uint8), rows.sum_B[begin:end])
             if wrong >= 0:
                 self._check_block(begin + wrong)
             rows.seen_B[begin:end] = True
             if progress is not None:
-                progress(end * BLOCK_BYTES, blocks * BLOCK_BYTES)
-        begin = BLOCK_BYTES * (1 + blocks)
-        address_1, cells_1 = np.array([rows.address]), np.array([self.info.cells])
-        for first in range(0, self.info.cells, _CHECKED * 16):
-            table_K, id_K, place_K = keys_of_cells(rows.cell_C2[first : first + _CHECKED * 16])
-            found_K = np.empty(len(id_K), np.int64)
-            self._threads.run(cells_find, len(id_K), address_1, cells_1, table_K, id_K, found_K)
-            if (found_K != place_K).any():
-                raise self._damage("a key is not where lookups find it", begin + first * _CELL_BYTES)
+                progress(end * BLOCK_BYTES, info.blocks * BLOCK_BYTES)
+        for table, count in zip(info.tables, info.rows_of_tables, strict=True):
+            found = len(keys_of_slots(rows, table, threads=self._threads)[0])
+            if found != count:
+                first = int(rows.region_T6[table, FIRST_SLOT]) * info.record_bytes
+                raise self._damage(
+                    f"lookups find {found} of {count} rows of table {table} in its slots", BLOCK_BYTES + first
+                )
 
     def _damage(self, what: str, offset: int) -> CorruptTableError:
         return CorruptTableError(
@@ -260,14 +299,20 @@ def _info_of(found: Any) -> ServedInfo:
     need(number(info.sequence, 0, 1 << 62), "sequence")
     need(info.trained in WEIGHTS and info.weights in (*WEIGHTS, *QUANTIZED), "weights")
     need(number(info.dim, 1, 1 << 28) and info.row_bytes == row_bytes_of(info.weights, info.dim), "dim")
-    need(number(info.rows, 0, (1 << PLACE_BITS) - 2), "rows")
-    need(number(info.cells, 1, 1 << 42) and info.cells % (BLOCK_BYTES // _CELL_BYTES) == 0, "cells")
-    need(info.cells > info.rows, "cells")
+    need(number(info.rows, 0, _SLOTS_MAX), "rows")
+    need(number(info.salt, 0, 1 << 30), "salt")
     need(number(info.num_tables, 1, TABLE_MAX + 1), "num_tables")
     tables, rows_of_tables = list(info.tables), list(info.rows_of_tables)
     need(all(number(t, 0, info.num_tables - 1) for t in tables) and len(set(tables)) == len(tables) > 0, "tables")
     need(len(rows_of_tables) == len(tables) and all(number(n, 0, info.rows) for n in rows_of_tables), "rows_of_tables")
     need(sum(rows_of_tables) == info.rows, "rows_of_tables")
+    slots = list(info.slots_of_tables)
+    need(len(slots) == len(tables) and all(number(n, 0, _SLOTS_MAX) for n in slots), "slots_of_tables")
+    parts = parts_and_buckets(np.array(rows_of_tables, np.int64))[0].tolist()
+    each = list(zip(rows_of_tables, parts, slots, strict=True))
+    need(all(p * s >= n and (n > 0 or s == 0) for n, p, s in each), "slots_of_tables")
+    need(sum(p * s for _, p, s in each) <= _SLOTS_MAX, "slots_of_tables")
     for error in (info.error_max, info.error_rms):
         need(type(error) in (int, float) and 0 <= error <= sys.float_info.max, "error")
-    return ServedInfo(**{**found, "tables": tuple(tables), "rows_of_tables": tuple(rows_of_tables)})
+    lists = {"tables": tuple(tables), "rows_of_tables": tuple(rows_of_tables), "slots_of_tables": tuple(slots)}
+    return ServedInfo(**{**found, **lists})

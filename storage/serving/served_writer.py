@@ -2,8 +2,8 @@
 
 Invariants:
 - the file takes its name when it is whole and durable; a call that raises leaves nothing under that name;
-- memory grows with the keys alone: 12 bytes a row, twice when they are put together, and 16 a cell while the index is
-  made.
+- memory grows with the keys alone: 12 bytes a row, and 40 while their slots are found. Rows are brought into the order
+  of their slots 64 MiB at a time; of more than that a second copy is on the disk meanwhile.
 """
 
 import math
@@ -17,12 +17,13 @@ from dataclasses import replace
 import numpy as np
 
 from oneemb.kernels.checksum import blocks_sum, xxh64
-from oneemb.kernels.hash_index import PLACE_BITS, cells_put
+from oneemb.kernels.perfect_hash import FIRST_SLOT, DuplicateKeyError, PerfectHash, slots_of
 from oneemb.kernels.quantize_rows import quantize_rows
 from oneemb.kernels.serve_rows import BLOCK_BYTES
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, StorageError
-from oneemb.storage.fs import FileSystem, LocalFileSystem, aligned_bytes, storage_error
+from oneemb.storage.fs import FileSystem, LocalFileSystem, storage_error
+from oneemb.storage.serving.record_windows import RecordWindows
 from oneemb.storage.serving.served_file import MANIFEST_MAX, QUANTIZED, SERVED_MAGIC, ServedInfo
 from oneemb.storage.table.file_header import pack_header
 
@@ -30,21 +31,21 @@ __all__ = ["remove_unfinished", "write_served_file"]
 
 _Rows = Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]
 _UNFINISHED = re.compile(r"(.*)\.[0-9a-f]{12}\.tmp", re.DOTALL)
-_CELLS = 256  # a block of them
-_PUT = 1 << 18  # keys that are put at once
-_NO_ORDER = np.empty(0, np.int64)
 
 
 def write_served_file(
-    path: str, info: ServedInfo, rows: _Rows, *, threads: Threads, fs: FileSystem | None = None,
-    progress: Callable[[int, int | None], None] | None = None, total: int | None = None,
+    path: str, info: ServedInfo, keys: tuple[np.ndarray, np.ndarray], rows: _Rows, *, threads: Threads,
+    fs: FileSystem | None = None, progress: Callable[[int, int | None], None] | None = None,
+    window_bytes: int | None = None,
 ) -> ServedInfo:  # fmt: skip
     """Write a file, in place of one of its name.
 
     Args:
-        info: what is known of it; rows, cells, errors and sums are filled in here.
+        info: what is known of it; what depends on the rows is filled in here.
+        keys: table_S int32 and id_S int64 of all rows, in any order.
         rows: (table_N int32, id_N int64, weight_ND): weights' bits where the file has rows as trained, else float32.
-        progress: called with (rows done, `total`).
+        progress: called with (rows done, rows).
+        window_bytes: of `RecordWindows`.
 
     Returns:
         What the file says.
@@ -63,7 +64,10 @@ def write_served_file(
             fs.unlock(file)
             file = fs.lock(temporary)
         try:
-            written = _Writer(fs, file, info, threads).write(rows, progress, total)
+            writer = _Writer(fs, file, info, threads)
+            written = writer.write(keys, rows, progress, window_bytes)
+            if writer.is_beyond_end:
+                fs.truncate(temporary, written.manifest_begin + len(written.packed()))
             fs.sync(file)
             fs.rename(temporary, path)
         finally:
@@ -95,35 +99,43 @@ def remove_unfinished(fs: FileSystem, folder: str, name: str | None = None) -> N
 class _Writer:
     def __init__(self, fs: FileSystem, file: int, info: ServedInfo, threads: Threads):
         self._fs, self._file, self._info, self._threads = fs, file, info, threads
-        self._offset = BLOCK_BYTES
-        self._rest = np.empty(0, np.uint8)
-        self._sums: list[np.ndarray] = []
         self._most = self._squares = 0.0
+        self.is_beyond_end = False
 
-    def write(self, rows: _Rows, progress: Callable[[int, int | None], None] | None, total: int | None) -> ServedInfo:
-        tables, ids, done = [np.empty(0, np.int32)], [np.empty(0, np.int64)], 0
+    def write(
+        self, keys: tuple[np.ndarray, np.ndarray], rows: _Rows, progress: Callable[[int, int | None], None] | None,
+        window_bytes: int | None,
+    ) -> ServedInfo:  # fmt: skip
+        table_S, id_S = keys
+        count_T = np.bincount(table_S, minlength=self._info.num_tables)
+        made = self._perfect_hash(table_S, id_S)
+        info = replace(
+            self._info, rows=len(id_S), salt=made.salt,
+            rows_of_tables=tuple(int(count_T[t]) for t in self._info.tables),
+            slots_of_tables=tuple(int(made.slots_T[t]) for t in self._info.tables),
+        )  # fmt: skip
+        # What is beyond the end is larger than any manifest, and cut off.
+        end = info.manifest_begin + MANIFEST_MAX
+        windows = RecordWindows(self._fs, self._file, end, made.slots, info.record_bytes, window_bytes)
+        done = 0
         for table_N, id_N, weight_ND in rows:
-            self._put(self._encoded(table_N, id_N, weight_ND).reshape(-1).view(np.uint8))
-            tables.append(table_N.astype(np.int32))
-            ids.append(id_N.copy())
+            record_NX = self._encoded(table_N, id_N, weight_ND)
+            windows.put(slots_of(table_N, id_N, made.region_T6, made.pilot_B, threads=self._threads), record_NX)
             done += len(id_N)
             if progress is not None:
-                progress(done, total)
-        self._flush()
-        table_S, id_S = np.concatenate(tables), np.concatenate(ids)
-        del tables, ids
-        cell_C2 = self._cells(table_S, id_S)
-        self._put(cell_C2.reshape(-1).view(np.uint8))
-        self._flush()
-        sum_B = np.concatenate([*self._sums, np.empty(0, np.uint32)])
-        if len(sum_B) % 2:
-            sum_B = np.append(sum_B, np.uint32(0))
-        self._fs.write(self._file, sum_B, self._offset)
-        count_T = np.bincount(table_S, minlength=self._info.num_tables)
+                progress(done, len(id_S))
+        sum_B = self._write_records(windows, made, table_S, id_S)
+        self.is_beyond_end = windows.is_beyond
+        pilots = made.pilot_B.view(np.uint8)
+        tail = np.zeros(info.manifest_begin - info.pilots_begin, np.uint8)
+        tail[: len(pilots)] = pilots
+        sums = sum_B.view(np.uint8)
+        sums_begin = info.sums_begin - info.pilots_begin
+        tail[sums_begin : sums_begin + len(sums)] = sums
+        self._fs.write(self._file, tail, info.pilots_begin)
         info = replace(
-            self._info, rows=len(id_S), cells=len(cell_C2), sums=f"{xxh64(sum_B):016x}", error_max=self._most,
-            rows_of_tables=tuple(int(count_T[t]) for t in self._info.tables),
-            error_rms=math.sqrt(self._squares / max(1, len(id_S) * self._info.dim)),
+            info, sums=f"{xxh64(tail):016x}", error_max=self._most,
+            error_rms=math.sqrt(self._squares / max(1, len(id_S) * info.dim)),
         )  # fmt: skip
         packed = info.packed()
         if len(packed) > MANIFEST_MAX:
@@ -136,12 +148,48 @@ class _Writer:
         self._fs.write(self._file, pack_header(SERVED_MAGIC, header), 0)
         return info
 
+    def _perfect_hash(self, table_S: np.ndarray, id_S: np.ndarray) -> PerfectHash:
+        try:
+            return PerfectHash.of_keys(table_S, id_S, self._info.num_tables, threads=self._threads)
+        except DuplicateKeyError as error:
+            raise CorruptTableError(
+                f"snapshot {self._info.name!r} has id {id_S[error.n]} of table {table_S[error.n]} twice; run"
+                " `oneemb check` on it"
+            ) from None
+        except ValueError as error:
+            raise StorageError(f"snapshot {self._info.name!r} cannot be served: {error}") from None
+
+    def _write_records(
+        self, windows: RecordWindows, made: PerfectHash, table_S: np.ndarray, id_S: np.ndarray
+    ) -> np.ndarray:
+        """Write all records, and return the checksums of blocks."""
+        # An empty slot has an id that belongs elsewhere, the first of its table: whoever looks that one up does not come
+        # here, and nobody else finds it.
+        table_T, first_T = np.unique(table_S, return_index=True)
+        first_slot_T = made.region_T6[table_T, FIRST_SLOT].astype(np.int64)
+        sums, taken, offset = [], 0, BLOCK_BYTES
+        for first, record_SX, taken_S in windows.windows():
+            empty_E = np.flatnonzero(~taken_S)
+            t = np.searchsorted(first_slot_T, first + empty_E, "right") - 1
+            record_SX.view(np.int64)[empty_E, -1] = id_S[first_T[t]]
+            taken += len(taken_S) - len(empty_E)
+            byte_X = record_SX.reshape(-1)
+            whole = -(-len(byte_X) // BLOCK_BYTES) * BLOCK_BYTES
+            if whole > len(byte_X):
+                byte_X = np.concatenate([byte_X, np.zeros(whole - len(byte_X), np.uint8)])
+            sums.append(self._write_blocks(byte_X, offset))
+            offset += len(byte_X)
+        if taken != len(id_S):
+            raise StorageError(f"snapshot {self._info.name!r} changed while it was read; make the file anew")
+        return np.concatenate(sums) if sums else self._write_blocks(np.zeros(BLOCK_BYTES, np.uint8), offset)
+
     def _encoded(self, table_N: np.ndarray, id_N: np.ndarray, weight_ND: np.ndarray) -> np.ndarray:
+        """Records of these rows."""
         info = self._info
-        row_NB = np.zeros((len(id_N), info.row_bytes), np.uint8)
+        record_NX = np.zeros((len(id_N), info.record_bytes), np.uint8)
         if info.weights in QUANTIZED:
             right_N, error_N2 = quantize_rows(
-                np.ascontiguousarray(weight_ND), QUANTIZED[info.weights], row_NB, threads=self._threads
+                np.ascontiguousarray(weight_ND), QUANTIZED[info.weights], record_NX, threads=self._threads
             )
             self._count_errors(error_N2[right_N, 0].max(initial=0), error_N2[right_N, 1].sum())
         elif weight_ND.dtype == np.float32 and info.weights == "float16":
@@ -150,11 +198,11 @@ class _Writer:
             right_N = np.all(np.isfinite(half_ND), axis=1)
             error_ND = np.abs(half_ND[right_N].astype(np.float64) - weight_ND[right_N])
             self._count_errors(error_ND.max(initial=0), np.square(error_ND).sum())
-            row_NB[:, : 2 * info.dim].view(np.float16)[:] = half_ND
+            record_NX[:, : 2 * info.dim] = half_ND.view(np.uint8)
         else:
             size = info.dim * weight_ND.dtype.itemsize
-            row_NB[:, :size] = np.ascontiguousarray(weight_ND).view(np.uint8)
-            return row_NB
+            record_NX[:, :size] = np.ascontiguousarray(weight_ND).view(np.uint8)
+            right_N = np.ones(len(id_N), np.bool_)
         if not right_N.all():
             n = int(np.flatnonzero(~right_N)[0])
             low, high = weight_ND[n].min(), weight_ND[n].max()
@@ -162,48 +210,15 @@ class _Writer:
                 f"the row of id {id_N[n]} in table {table_N[n]} cannot be {info.weights}: its weights are from {low} to"
                 f" {high}, and must be finite and fit; serve it as float32, or erase the row"
             )
-        return row_NB
+        record_NX.view(np.int64)[:, -1] = id_N
+        return record_NX
 
     def _count_errors(self, most: float, squares: float) -> None:
         self._most, self._squares = max(self._most, float(most)), self._squares + float(squares)
 
-    def _cells(self, table_S: np.ndarray, id_S: np.ndarray) -> np.ndarray:
-        cells = -(-(len(id_S) * 4 // 3 + 1) // _CELLS) * _CELLS
-        cell_C2 = aligned_bytes(cells * 16).view(np.int64).reshape(cells, 2)
-        address_1, size_1 = np.array([cell_C2.ctypes.data], np.int64), np.zeros(1, np.int64)
-        for begin in range(0, len(id_S), _PUT):
-            id_N, table_N = id_S[begin : begin + _PUT], table_S[begin : begin + _PUT].astype(np.int64)
-            place_N = np.arange(begin, begin + len(id_N), dtype=np.int64)
-            cell_N2 = np.stack([id_N, table_N << PLACE_BITS | place_N + 1], 1)
-            cells_put(
-                0, 1, address_1, np.array([cells], np.int64), size_1, np.array([0, len(id_N)], np.int64), _NO_ORDER,
-                cell_N2, np.empty(len(id_N), np.int64),
-            )  # fmt: skip
-        if size_1[0] != len(id_S):
-            raise CorruptTableError(
-                f"snapshot {self._info.name!r} has {len(id_S) - int(size_1[0])} keys twice; run `oneemb check` on it"
-            )
-        return cell_C2
-
-    def _put(self, byte_X: np.ndarray) -> None:
-        """Write whole blocks, and keep what is left for the next."""
-        byte_X = np.concatenate([self._rest, byte_X]) if len(self._rest) else byte_X
-        whole = len(byte_X) // BLOCK_BYTES * BLOCK_BYTES
-        self._rest = byte_X[whole:].copy()
-        self._write_blocks(byte_X[:whole])
-
-    def _flush(self) -> None:
-        if len(self._rest):
-            block = np.zeros(BLOCK_BYTES, np.uint8)
-            block[: len(self._rest)] = self._rest
-            self._rest = self._rest[:0]
-            self._write_blocks(block)
-
-    def _write_blocks(self, byte_X: np.ndarray) -> None:
-        if byte_X.ctypes.data % 8:
-            byte_X = byte_X.copy()
+    def _write_blocks(self, byte_X: np.ndarray, offset: int) -> np.ndarray:
+        """Write whole blocks, and return their checksums."""
         sum_B = np.empty(len(byte_X) // BLOCK_BYTES, np.uint32)
         self._threads.run(blocks_sum, len(sum_B), byte_X.view(np.uint64), BLOCK_BYTES // 8, sum_B, share_min=64)
-        self._fs.write(self._file, byte_X, self._offset)
-        self._offset += len(byte_X)
-        self._sums.append(sum_B)
+        self._fs.write(self._file, byte_X, offset)
+        return sum_B
