@@ -163,8 +163,8 @@ class _Writer:
         self, windows: RecordWindows, made: PerfectHash, table_S: np.ndarray, id_S: np.ndarray
     ) -> np.ndarray:
         """Write all records, and return the checksums of blocks."""
-        # An empty slot has an id that belongs elsewhere, the first of its table: whoever looks that one up does not come
-        # here, and nobody else finds it.
+        # An empty slot has an id that belongs elsewhere, the first of its table: whoever looks that one up does not
+        # come here, and nobody else finds it.
         table_T, first_T = np.unique(table_S, return_index=True)
         first_slot_T = made.region_T6[table_T, FIRST_SLOT].astype(np.int64)
         sums, taken, offset = [], 0, BLOCK_BYTES
