@@ -95,6 +95,6 @@ class RecordWindows:
             yield from self._kept  # There is one window.
         for offset, records in self._pieces.get(w, []):
             bytes_ = np.empty(records * (8 + self._record_bytes), np.uint8)
-            if self._fs.read_into(self._file, memoryview(bytes_), offset) < len(bytes_):
+            if self._fs.read_into(self._file, bytes_.data, offset) < len(bytes_):
                 raise OSError(errno.EIO, "what was written a moment ago cannot be read")
             yield bytes_[: 8 * records].view(np.int64), bytes_[8 * records :].reshape(records, -1)

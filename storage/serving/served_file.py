@@ -249,9 +249,10 @@ class ServedFile:
 
     def keys(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """table_S int32, id_S int64 and place_S int64 of all rows. The caller has called `verify`."""
-        found = [(t, *keys_of_slots(self.rows, t, threads=self._threads)) for t in sorted(self.info.tables)]
-        table_S = np.concatenate([np.full(len(id_N), t, np.int32) for t, id_N, _ in found])
-        return table_S, *(np.concatenate([one[i] for one in found]) for i in (1, 2))
+        tables = sorted(self.info.tables)
+        found = [keys_of_slots(self.rows, table, threads=self._threads) for table in tables]
+        table_S = np.repeat(np.array(tables, np.int32), [len(id_N) for id_N, _ in found])
+        return table_S, np.concatenate([id_N for id_N, _ in found]), np.concatenate([place_N for _, place_N in found])
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compare all blocks of rows, and find every key where lookups look for it.

@@ -71,7 +71,7 @@ def test_rows_as_trained_are_those_of_eval_mode_bit_for_bit(tmp_path, dtype, dim
 def test_rounded_rows_are_those_that_numpy_reads_from_the_file(tmp_path, dtype, dim):
     trained(tmp_path, torch.float32, dim)
     file = served(tmp_path, dtype)
-    byte_SX = np.ascontiguousarray(file.rows.row_SX).view(np.uint8).reshape(file.info.rows, -1)
+    byte_SX = np.ascontiguousarray(file.rows.row_SX).view(np.uint8).reshape(file.info.slots, -1)
     if dtype == "float16":
         weight_SD = byte_SX[:, : 2 * dim].copy().view(np.float16).astype(np.float32)
     elif dtype == "int8":
@@ -82,10 +82,7 @@ def test_rounded_rows_are_those_that_numpy_reads_from_the_file(tmp_path, dtype, 
         scale_S2 = byte_SX[:, size : size + 4].copy().view(np.float16).astype(np.float32)
         both_SX = np.stack([byte_SX[:, :size] & 15, byte_SX[:, :size] >> 4], 2).reshape(len(byte_SX), -1)[:, :dim]
         weight_SD = both_SX.astype(np.float32) * scale_S2[:, :1] + scale_S2[:, 1:]
-    cells = file.rows.cell_C2[file.rows.cell_C2[:, 1] != 0]
-    rows = {
-        (int(word >> 40), int(id)): weight_SD[(word & ((1 << 40) - 1)) - 1] for id, word in cells.tolist()
-    }  # fmt: skip
+    rows = {(t, id): weight_SD[slot] for t, id, slot in np.stack(file.keys(), 1).tolist()}
     assert len(rows) == file.info.rows > 100
     tables, ids = some_keys()
     zeros = np.zeros(dim, np.float32)

@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import signal
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import numpy as np
 import pytest
@@ -29,12 +29,19 @@ def rows_of(version, chunks=((0, 300), (300, ROWS))):
         yield (id_N % 2).astype(np.int32), id_N, np.repeat(version + id_N, DIM).reshape(-1, DIM).astype(np.float32)
 
 
-def write(path, fs=None, version=1000, rows=None, **options):
-    info = ServedInfo(
-        "one", "0" * 32, 1, "float32", "float32", DIM, row_bytes_of("float32", DIM), 0, 0, 2, (0, 1), (), {}, 0.0, 0.0,
-        "",
+def unwritten(tables=(0, 1), dim=DIM, weights="float32"):
+    """What is known of a file before it has rows."""
+    return ServedInfo(
+        name="one", identity="0" * 32, sequence=1, trained="float32", weights=weights, dim=dim,
+        row_bytes=row_bytes_of(weights, dim), rows=0, salt=0, num_tables=max(tables) + 1, tables=tables,
+        rows_of_tables=(), slots_of_tables=(), embedding={}, error_max=0.0, error_rms=0.0, sums="",
     )  # fmt: skip
-    return write_served_file(path, info, rows or rows_of(version), threads=THREADS, fs=fs, **options)
+
+
+def write(path, fs=None, version=1000, rows=None, **options):
+    id_S = np.arange(ROWS)
+    keys = (id_S % 2).astype(np.int32), id_S
+    return write_served_file(path, unwritten(), keys, rows or rows_of(version), threads=THREADS, fs=fs, **options)
 
 
 def version_in(path):
@@ -108,7 +115,7 @@ def killed_while_writing(path, chunks):
                 os.write(wrote, b"x")
                 signal.pause()
 
-            write(path, rows=one_by_one())
+            write(path, rows=one_by_one(), window_bytes=4096)
         finally:
             os._exit(1)
     os.read(read, 1)
@@ -164,7 +171,9 @@ def with_manifest(good, body):
 WRONG = [None, True, -1, 1.5, float("nan"), float("inf"), 1 << 40, 1 << 64, 10**400, "x", [], [0, 0], [2], {}]
 
 
-@pytest.mark.parametrize("key", [key for key in asdict(ServedInfo(*[0] * 16)) if key not in ("name", "identity")])
+@pytest.mark.parametrize(
+    "key", [key for key in (field.name for field in fields(ServedInfo)) if key not in ("name", "identity")]
+)
 def test_a_manifest_with_a_wrong_number_is_refused_with_file_and_offset(good, key):
     right = asdict(good[1])
     harmless = {"sequence": (1 << 40,), "embedding": ({},), "error_max": (1.5, 1 << 40, 1 << 64)}
@@ -196,10 +205,10 @@ def test_a_manifest_that_would_take_much_memory_is_refused_before_it_is_read(goo
     path.unlink()
 
 
-def test_every_flipped_byte_of_header_sums_and_manifest_is_found(good):
+def test_every_flipped_byte_of_header_pilots_sums_and_manifest_is_found(good):
     path, info, data = good
     other = path.with_suffix(".flipped")
-    for offset in [*range(128), *range(info.sums_begin, len(data))]:
+    for offset in [*range(128), *range(info.pilots_begin, len(data))]:
         other.write_bytes(data[:offset] + bytes([data[offset] ^ 0x55]) + data[offset + 1 :])
         with pytest.raises(StorageError) as error:
             ServedFile(other, threads=THREADS)
