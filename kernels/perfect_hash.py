@@ -41,7 +41,6 @@ _PART_KEYS = 1 << 16
 _BUCKET_KEYS = 4
 _LOAD = 0.95
 _BUCKET_MAX = 40  # by chance 20; more keys than this are not tried
-_UNEVEN = 1.1  # the keys of a part, of its share: by chance fewer than 1.04
 _PILOTS = 1 << 16
 _TRIES = 16
 _FOUND, _TWICE, _NO_PILOT = 0, 1, 2
@@ -272,8 +271,6 @@ def _try(table_N: np.ndarray, id_N: np.ndarray, count_T: np.ndarray, salt: int, 
     hash_N, part_N = np.empty(len(id_N), np.uint64), np.empty(len(id_N), np.int32 if parts >> 16 else np.uint16)
     threads.run(_hash_cpu, len(id_N), table_N, id_N, region_T6, first_part_T, hash_N, part_N)
     count_P = np.bincount(part_N, minlength=parts)
-    if (count_P > _UNEVEN * np.repeat(count_T / np.maximum(parts_T, 1), parts_T)).any():
-        return None  # All parts have as many slots as the largest one, so that the others would lie empty.
     order_N = np.argsort(part_N, kind="stable")  # of uint16 by radix
     del part_N
     hash_N = hash_N[order_N]

@@ -124,7 +124,9 @@ class _Writer:
             done += len(id_N)
             if progress is not None:
                 progress(done, len(id_S))
-        sum_B = self._write_records(windows, made, table_S, id_S)
+        sum_B, taken = self._write_records(windows, made, table_S, id_S)
+        if not done == taken == len(id_S):
+            raise StorageError(f"snapshot {self._info.name!r} changed while it was read; make the file anew")
         self.is_beyond_end = windows.is_beyond
         pilots = made.pilot_B.view(np.uint8)
         tail = np.zeros(info.manifest_begin - info.pilots_begin, np.uint8)
@@ -161,8 +163,8 @@ class _Writer:
 
     def _write_records(
         self, windows: RecordWindows, made: PerfectHash, table_S: np.ndarray, id_S: np.ndarray
-    ) -> np.ndarray:
-        """Write all records, and return the checksums of blocks."""
+    ) -> tuple[np.ndarray, int]:
+        """Write all records, and return the checksums of blocks and how many slots are taken."""
         # An empty slot has an id that belongs elsewhere, the first of its table: whoever looks that one up does not
         # come here, and nobody else finds it.
         table_T, first_T = np.unique(table_S, return_index=True)
@@ -179,9 +181,7 @@ class _Writer:
                 byte_X = np.concatenate([byte_X, np.zeros(whole - len(byte_X), np.uint8)])
             sums.append(self._write_blocks(byte_X, offset))
             offset += len(byte_X)
-        if taken != len(id_S):
-            raise StorageError(f"snapshot {self._info.name!r} changed while it was read; make the file anew")
-        return np.concatenate(sums) if sums else self._write_blocks(np.zeros(BLOCK_BYTES, np.uint8), offset)
+        return np.concatenate(sums) if sums else self._write_blocks(np.zeros(BLOCK_BYTES, np.uint8), offset), taken
 
     def _encoded(self, table_N: np.ndarray, id_N: np.ndarray, weight_ND: np.ndarray) -> np.ndarray:
         """Records of these rows."""

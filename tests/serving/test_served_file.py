@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.checksum import xxh64
+from oneemb.kernels.serve_rows import MISSING
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, StorageError
+from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.serving.served_file import SERVED_MAGIC, ServedFile, ServedInfo, row_bytes_of
 from oneemb.storage.serving.served_writer import write_served_file
 from oneemb.storage.table.file_header import pack_header
 from tests.support.faulty_fs import FaultyFileSystem, PowerLoss
+from tests.support.served_reader import ServedReader
 
 DIM, ROWS = 5, 700
 PATH = "/served/one.serving"
@@ -38,10 +41,12 @@ def unwritten(tables=(0, 1), dim=DIM, weights="float32"):
     )  # fmt: skip
 
 
-def write(path, fs=None, version=1000, rows=None, **options):
+def write(path, fs=None, version=1000, rows=None, window_bytes=8192):
     id_S = np.arange(ROWS)
     keys = (id_S % 2).astype(np.int32), id_S
-    return write_served_file(path, unwritten(), keys, rows or rows_of(version), threads=THREADS, fs=fs, **options)
+    return write_served_file(
+        path, unwritten(), keys, rows or rows_of(version), threads=THREADS, fs=fs, window_bytes=window_bytes
+    )
 
 
 def version_in(path):
@@ -115,7 +120,7 @@ def killed_while_writing(path, chunks):
                 os.write(wrote, b"x")
                 signal.pause()
 
-            write(path, rows=one_by_one(), window_bytes=4096)
+            write(path, rows=one_by_one())
         finally:
             os._exit(1)
     os.read(read, 1)
@@ -146,6 +151,115 @@ def test_what_another_writes_to_is_not_taken_for_a_leftover(tmp_path):
 
     write(path, rows=rows())
     assert version_in(path) == 3000 and os.listdir(tmp_path) == ["one.int8"]
+
+
+# ---- records in the order of their slots -----------------------------------------------------------------------------
+
+
+def keys_of(counts, seed=0):
+    """Keys of tables, {table: rows}, shuffled: int32 and int64."""
+    random = np.random.default_rng(seed)
+    table_S = np.repeat(np.array(list(counts), np.int32), list(counts.values()))
+    id_S = np.concatenate([random.choice(1 << 50, count, replace=False) - (1 << 49) for count in counts.values()])
+    order_S = random.permutation(len(id_S))
+    return table_S[order_S], id_S[order_S]
+
+
+def write_keys(path, keys, dim=DIM, chunk=997, tables=None, **options):
+    """Write rows whose weights are their number and that plus 1, 2, ..."""
+    table_S, id_S = keys
+    weight_SD = np.arange(len(id_S), dtype=np.float32)[:, None] + np.arange(dim, dtype=np.float32)
+    chunks = [slice(n, n + chunk) for n in range(0, len(id_S), chunk)]
+    rows = ((table_S[its], id_S[its], weight_SD[its]) for its in chunks)
+    info = unwritten(tables or tuple(np.unique(table_S).tolist()), dim)
+    write_served_file(str(path), info, keys, rows, threads=THREADS, **options)
+    return weight_SD
+
+
+@pytest.mark.parametrize("counts", [{0: 1}, {0: 700, 2: 1, 5: 300}, {1: 66_000, 3: 10}], ids=str)
+def test_a_reader_of_the_format_finds_every_row_and_no_other(tmp_path, counts):
+    keys, path = keys_of(counts), tmp_path / "file"
+    weight_SD = write_keys(path, keys, tables=(0, 1, 2, 3, 5))
+    reader, file = ServedReader(path), ServedFile(path, threads=THREADS)
+    assert path.stat().st_size == file.info.manifest_begin + len(file.info.packed())
+    few = slice(0, 3000)
+    for table, id, weight_D in zip(keys[0][few].tolist(), keys[1][few].tolist(), weight_SD[few], strict=True):
+        assert reader.row_of(table, id) == weight_D.tobytes()
+        assert reader.row_of(table, id ^ 1) is None and reader.row_of((table + 1) % 4, id) is None
+    assert (reader.all_slots, reader.record_bytes) == (file.info.slots, file.info.record_bytes)
+    file.verify()
+    for table, id, slot in list(zip(*(array.tolist() for array in file.keys()), strict=True))[few]:
+        assert reader.slot_of(table, id) == slot and reader.record(slot)[1] == id
+
+
+@pytest.mark.parametrize("window_bytes", [1, 50_000, 200_000])
+def test_small_windows_and_chunks_make_the_same_file(tmp_path, window_bytes):
+    keys = keys_of({0: 30_000, 1: 0, 2: 777, 3: 70_000} if window_bytes > 1 else {0: 3000, 2: 777})
+    write_keys(tmp_path / "whole", keys, chunk=1 << 20)
+    sizes = []
+
+    class Watched(LocalFileSystem):
+        def write(self, file, data, offset):
+            super().write(file, data, offset)
+            sizes.append(offset + data.nbytes if hasattr(data, "nbytes") else offset + len(data))
+
+    for chunk in (1 << 20, 3000):
+        write_keys(tmp_path / "windows", keys, chunk=chunk, window_bytes=window_bytes, fs=Watched())
+        assert (tmp_path / "windows").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert max(sizes) > (tmp_path / "whole").stat().st_size  # what did not fit was beyond the end
+
+
+def test_records_that_are_longer_than_blocks(tmp_path):
+    keys = keys_of({0: 60, 1: 9})
+    weight_SD = write_keys(tmp_path / "file", keys, dim=3001, chunk=7, window_bytes=100_000)
+    file, out_ND = ServedFile(tmp_path / "file", threads=THREADS), np.empty((69, 3001), np.float32)
+    assert (file.read(*keys, None, out_ND, threads=THREADS) >= 0).all() and np.array_equal(out_ND, weight_SD)
+    data = (tmp_path / "file").read_bytes()
+    slot = ServedReader(tmp_path / "file").slot_of(int(keys[0][5]), int(keys[1][5]))
+    middle = 4096 + slot * file.info.record_bytes + 6000  # in a block that has neither its begin nor its end
+    (tmp_path / "bad").write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+    file = ServedFile(tmp_path / "bad", threads=THREADS)
+    with pytest.raises(CorruptTableError, match=f"block of rows is damaged, at offset {middle // 4096 * 4096}"):
+        file.read(keys[0][5:6], keys[1][5:6], None, out_ND[:1], threads=THREADS)
+
+
+def test_ids_of_tables_without_rows_are_looked_up_nowhere(tmp_path):
+    keys = np.full(500, 1, np.int32), np.arange(500)
+    write_keys(tmp_path / "file", keys, tables=(0, 1, 3))
+    file = ServedFile(tmp_path / "file", threads=THREADS)
+    id_N = np.arange(-5000, 5000)
+    for table in (0, 2, 3):
+        out_ND = np.ones((len(id_N), DIM), np.float32)
+        place_N = file.read(np.full(len(id_N), table, np.int32), id_N, None, out_ND, threads=THREADS)
+        assert (place_N == MISSING).all() and not out_ND.any()
+    write_keys(tmp_path / "none", (np.empty(0, np.int32), np.empty(0, np.int64)), tables=(0, 1))
+    file = ServedFile(tmp_path / "none", threads=THREADS)
+    file.verify()
+    assert (file.read(np.zeros(9, np.int32), np.arange(9), None, out_ND[:9], threads=THREADS) == MISSING).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (lambda: rows_of(0, [(0, 300)]), "changed while it was read"),
+        (lambda: rows_of(0, [(0, 300), (301, ROWS)]), "changed while it was read"),
+        (lambda: rows_of(0, [(0, 300), (300, ROWS - 1), (5000, 5001)]), "changed while it was read"),
+        (lambda: rows_of(0, [(0, 300), (200, ROWS)]), "changed while it was read"),
+        (lambda: iter(()), "changed while it was read"),
+    ],
+)
+@pytest.mark.parametrize("window_bytes", [None, 1])
+def test_rows_that_are_not_those_of_the_keys_make_no_file(tmp_path, rows, message, window_bytes):
+    with pytest.raises(StorageError, match=message):
+        write(str(tmp_path / "one.serving"), rows=rows(), window_bytes=window_bytes)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_key_that_comes_twice_is_an_error_that_names_it(tmp_path):
+    keys = np.array([0, 1, 0], np.int32), np.array([7, 7, 7])
+    with pytest.raises(CorruptTableError, match="id 7 of table 0 twice"):
+        write_keys(tmp_path / "file", keys)
+    assert os.listdir(tmp_path) == []
 
 
 # ---- what is in a file -----------------------------------------------------------------------------------------------
