@@ -331,7 +331,7 @@ def test_ids_that_cannot_be_looked_up_are_refused(made, arguments, error, match,
 
 
 def test_int64_ids_for_int32_keys_are_refused(made):
-    with pytest.raises(TypeError, match="ids must be torch.int32 of shape any shape, got torch.int64"):
+    with pytest.raises(TypeError, match="ids must be torch.int32 of any shape, got torch.int64"):
         made(key_type=torch.int32)(torch.tensor([1]))
 
 
@@ -799,7 +799,7 @@ def test_a_snapshot_whose_name_is_no_text_is_refused(made, name):
 def test_ids_that_are_no_tensor_are_refused(made, ids, training):
     embedding = made().train(training)
     for arguments in ({}, {"offsets": torch.tensor([0, 2])}, {"table_ids": torch.tensor(0)}):
-        with pytest.raises(TypeError, match="ids must be a tensor of torch.int64 of shape .*, got (list|tuple|int)"):
+        with pytest.raises(TypeError, match="ids must be a tensor of torch.int64 of .*shape.*, got (list|tuple|int)"):
             embedding(ids, **arguments)
 
 

@@ -19,8 +19,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 def check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, key_type: torch.dtype) -> None:
     """Raise TypeError or ValueError unless dtype, device and shape are what a lookup of ids takes."""
-    wanted = f"[B, {num_tables}]" if num_tables > 1 and table_ids is None else "any shape"
-    _check_dtype(ids, key_type, wanted)
+    _check_dtype(ids, key_type, num_tables if table_ids is None else 1)
     if table_ids is None:
         if num_tables > 1 and (ids.dim() != 2 or ids.shape[1] != num_tables):
             raise ValueError(
@@ -43,16 +42,23 @@ def check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int
         )
 
 
-def _check_dtype(ids: torch.Tensor, key_type: torch.dtype, wanted: str) -> None:
+def _check_dtype(ids: torch.Tensor, key_type: torch.dtype, columns: int) -> None:
+    """Of ids of several columns, or of any shape where there is one column."""
+    # Nothing is put into words, and no device is made into an object, before something is wrong: a lookup of few rows
+    # takes little longer than this.
     if not isinstance(ids, torch.Tensor):
-        raise TypeError(f"ids must be a tensor of {key_type} of shape {wanted}, got {type(ids).__name__}")
+        raise TypeError(f"ids must be a tensor of {key_type} of {_shape(columns)}, got {type(ids).__name__}")
     if ids.dtype != key_type:
         raise TypeError(
-            f"ids must be {key_type} of shape {wanted}, got {ids.dtype} {list(ids.shape)};"
+            f"ids must be {key_type} of {_shape(columns)}, got {ids.dtype} {list(ids.shape)};"
             f" call ids.to({key_type}), or make the embedding with another key_type"
         )
-    if ids.device.type not in ("cpu", "cuda"):
+    if not (ids.is_cpu or ids.is_cuda):
         raise ValueError(f"ids must be on the CPU, where the embedding is, got {ids.device}; call ids.cpu()")
+
+
+def _shape(columns: int) -> str:
+    return f"shape [B, {columns}]" if columns > 1 else "any shape"
 
 
 def check_tables(table_ids: torch.Tensor, num_tables: int) -> None:
@@ -95,7 +101,7 @@ def bags_of_ids(
     Raises:
         TypeError, ValueError: dtype, device or shape is not what a lookup of bags takes.
     """
-    _check_dtype(ids, key_type, "any shape")
+    _check_dtype(ids, key_type, 1)
     if ids.dim() != 1:
         raise ValueError(f"ids of bags must be {key_type} [N], got {list(ids.shape)}; call ids.reshape(-1)")
     _check_offsets_kind(offsets, ids.device)

@@ -332,7 +332,7 @@ def _numbers(tables: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check_on_cpu(ids: torch.Tensor) -> None:
-    if ids.device.type != "cpu":
+    if not ids.is_cpu:
         raise ValueError(f"ids must be on the CPU, where the rows are, got {ids.device}; call ids.cpu()")
 
 
