@@ -90,11 +90,11 @@ class Threads:
 
         An exception in any share is raised here, after all shares have ended.
         """
-        shares = max(1, min(self.count * _SHARES, size // share_min))
         pool = self._pool
-        if shares == 1 or self.count == 1 or pool is None:
+        if size < 2 * share_min or self.count == 1 or pool is None:
             loop(0, size, *args)
             return
+        shares = min(self.count * _SHARES, size // share_min)
         if self._process != os.getpid():
             pool = self._make_pool()
         begin = itertools.count()
