@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
                 "row_bytes": weight * arguments.dim + beside,
                 "file_bytes": file.stat().st_size,
             }
-    print(f"rows served as {'':9} AUC     logloss  bytes a row  MiB of the file, with its index")
+    print(f"rows served as {'':9} AUC     logloss  bytes a row  MiB of the file, with its ids")
     for name, its in found.items():
         print(
             f"{name:24} {its['auc']:.4f}  {its['logloss']:.4f}  {its['row_bytes']:11.0f}"
