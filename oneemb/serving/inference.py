@@ -136,7 +136,7 @@ class InferenceEmbedding(torch.nn.Module):
         batch_ids.check_ids(ids, table_ids, num_tables, served.key_type)
         _check_on_cpu(ids)
         if table_ids is None:
-            id_N = np.ascontiguousarray(ids.numpy()).reshape(-1)
+            id_N = ids.numpy().ravel()
             table_N = served.tables_of_columns(self._loops.tables_of_columns(len(id_N), num_tables))
             return served.rows(table_N, id_N, ids.shape)
         table_N, id_N, check = batch_ids.tables_and_ids(ids, table_ids, num_tables, self._loops)
