@@ -177,7 +177,7 @@ def _check_offsets_kind(offsets: torch.Tensor, device: torch.device) -> None:
 def _check_offsets(offset_P1: torch.Tensor, ids: int) -> None:
     values_P1 = _values(offset_P1)
     ordered = bool((values_P1[1:] >= values_P1[:-1]).all())
-    if not ordered or offset_P1[0] != 0 or offset_P1[-1] != ids:
+    if not ordered or values_P1[0] != 0 or values_P1[-1] != ids:
         raise ValueError(
             f"offsets must begin with 0, never fall, and end with the number of ids, {ids}; got"
             f" {offset_P1[:3].tolist()} ... {offset_P1[-1:].tolist()} (nn.EmbeddingBag's include_last_offset=True)"
