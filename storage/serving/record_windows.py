@@ -78,7 +78,7 @@ class RecordWindows:
     def windows(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Each window in turn: its first slot, records uint8 [S, record_bytes], zeros in empty slots, and which slots
         are taken, bool [S]. The arrays are those of the next one too."""
-        if self._pieces and self._kept:
+        if self._kept and self._slots > self._window:
             self._write_kept()
         record_SX = np.empty((min(self._window, self._slots), self._record_bytes), np.uint8)
         taken_S = np.empty(len(record_SX), np.bool_)
@@ -92,7 +92,7 @@ class RecordWindows:
 
     def _of(self, w: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         if not self._pieces:
-            yield from self._kept  # There is one window.
+            yield from self._kept  # There is one window, or no record.
         for offset, records in self._pieces.get(w, []):
             bytes_ = np.empty(records * (8 + self._record_bytes), np.uint8)
             if self._fs.read_into(self._file, bytes_.data, offset) < len(bytes_):

@@ -97,8 +97,8 @@ class ServedInfo:
 
     @property
     def blocks(self) -> int:
-        """Of records; one at least."""
-        return max(1, -(-self.slots * self.record_bytes // BLOCK_BYTES))
+        """Of records, and of the zeros of one where there is none."""
+        return -(-max(1, self.slots) * self.record_bytes // BLOCK_BYTES)
 
     @property
     def pilots_begin(self) -> int:

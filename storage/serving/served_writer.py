@@ -124,7 +124,7 @@ class _Writer:
             done += len(id_N)
             if progress is not None:
                 progress(done, len(id_S))
-        sum_B, taken = self._write_records(windows, made, table_S, id_S)
+        sum_B, taken = self._write_records(windows, made, table_S, id_S, info.blocks)
         if not done == taken == len(id_S):
             raise StorageError(f"snapshot {self._info.name!r} changed while it was read; make the file anew")
         self.is_beyond_end = windows.is_beyond
@@ -162,7 +162,7 @@ class _Writer:
             raise StorageError(f"snapshot {self._info.name!r} cannot be served: {error}") from None
 
     def _write_records(
-        self, windows: RecordWindows, made: PerfectHash, table_S: np.ndarray, id_S: np.ndarray
+        self, windows: RecordWindows, made: PerfectHash, table_S: np.ndarray, id_S: np.ndarray, blocks: int
     ) -> tuple[np.ndarray, int]:
         """Write all records, and return the checksums of blocks and how many slots are taken."""
         # An empty slot has an id that belongs elsewhere, the first of its table: whoever looks that one up does not
@@ -181,7 +181,9 @@ class _Writer:
                 byte_X = np.concatenate([byte_X, np.zeros(whole - len(byte_X), np.uint8)])
             sums.append(self._write_blocks(byte_X, offset))
             offset += len(byte_X)
-        return np.concatenate(sums) if sums else self._write_blocks(np.zeros(BLOCK_BYTES, np.uint8), offset), taken
+        if not sums:
+            sums.append(self._write_blocks(np.zeros(blocks * BLOCK_BYTES, np.uint8), offset))
+        return np.concatenate(sums), taken
 
     def _encoded(self, table_N: np.ndarray, id_N: np.ndarray, weight_ND: np.ndarray) -> np.ndarray:
         """Records of these rows."""

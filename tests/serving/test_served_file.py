@@ -209,6 +209,15 @@ def test_small_windows_and_chunks_make_the_same_file(tmp_path, window_bytes):
     assert max(sizes) > (tmp_path / "whole").stat().st_size  # what did not fit was beyond the end
 
 
+def test_rows_that_fit_in_memory_while_their_slots_do_not(tmp_path):
+    # One slot in twenty is empty, and long records are hardly more than their rows.
+    keys, dim = keys_of({0: 1000}), 1000
+    write_keys(tmp_path / "whole", keys, dim=dim)
+    for part in (0.99, 1.01, 1.03, 1.06):
+        write_keys(tmp_path / "windows", keys, dim=dim, window_bytes=int(part * 1000 * (4 * dim + 16)))
+        assert (tmp_path / "windows").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
 def test_records_that_are_longer_than_blocks(tmp_path):
     keys = keys_of({0: 60, 1: 9})
     weight_SD = write_keys(tmp_path / "file", keys, dim=3001, chunk=7, window_bytes=100_000)
@@ -232,10 +241,16 @@ def test_ids_of_tables_without_rows_are_looked_up_nowhere(tmp_path):
         out_ND = np.ones((len(id_N), DIM), np.float32)
         place_N = file.read(np.full(len(id_N), table, np.int32), id_N, None, out_ND, threads=THREADS)
         assert (place_N == MISSING).all() and not out_ND.any()
-    write_keys(tmp_path / "none", (np.empty(0, np.int32), np.empty(0, np.int64)), tables=(0, 1))
+
+
+@pytest.mark.parametrize("dim", [DIM, 5000])  # also where a record is longer than a block
+def test_a_file_without_rows_is_read(tmp_path, dim):
+    write_keys(tmp_path / "none", (np.empty(0, np.int32), np.empty(0, np.int64)), dim=dim, tables=(0, 1))
     file = ServedFile(tmp_path / "none", threads=THREADS)
     file.verify()
-    assert (file.read(np.zeros(9, np.int32), np.arange(9), None, out_ND[:9], threads=THREADS) == MISSING).all()
+    out_ND = np.ones((9, dim), np.float32)
+    assert (file.read(np.zeros(9, np.int32), np.arange(9), None, out_ND, threads=THREADS) == MISSING).all()
+    assert not out_ND.any() and ServedReader(tmp_path / "none").row_of(0, 1) is None
 
 
 @pytest.mark.parametrize(

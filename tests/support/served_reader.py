@@ -56,7 +56,7 @@ class ServedReader:
         self.record_bytes = -(-m["row_bytes"] // 8) * 8 + 8
         parts = {t: -(-rows // 65536) for t, rows in self.counts.items()}
         self.all_slots = sum(parts[t] * self.slots[t] for t in parts)
-        blocks = max(1, -(-self.all_slots * self.record_bytes // 4096))
+        blocks = -(-max(1, self.all_slots) * self.record_bytes // 4096)
         buckets = sum(parts[t] * -(-rows // (4 * max(parts[t], 1))) for t, rows in self.counts.items())
         self._pilots = struct.unpack_from(f"<{max(1, buckets)}H", self._data, 4096 * (1 + blocks))
 
