@@ -20,6 +20,7 @@ Reference: Belazzougui, Botelho, Dietzfelbinger, "Hash, displace, and compress",
 SIGIR 2021.
 """
 
+import secrets
 from typing import NamedTuple
 
 import numpy as np
@@ -31,8 +32,8 @@ from oneemb.kernels.jit_code import keep_rolled, mul_high, natural
 from oneemb.kernels.threads import Threads
 
 __all__ = [
-    "BUCKETS", "FIRST_BUCKET", "FIRST_SLOT", "PARTS", "SEED", "SLOTS", "DuplicateKeyError", "PerfectHash", "bucket_of",
-    "hash_id", "parts_and_buckets", "regions", "slot_in_table", "slots_of",
+    "BUCKETS", "FIRST_BUCKET", "FIRST_SLOT", "PARTS", "SALT_MAX", "SEED", "SLOTS", "DuplicateKeyError", "PerfectHash",
+    "bucket_of", "hash_id", "parts_and_buckets", "regions", "slot_in_table", "slots_of",
 ]  # fmt: skip
 
 SEED, PARTS, BUCKETS, FIRST_BUCKET, SLOTS, FIRST_SLOT = range(6)
@@ -43,6 +44,7 @@ _LOAD = 0.95
 _BUCKET_MAX = 40  # by chance 20; more keys than this are not tried
 _PILOTS = 1 << 16
 _TRIES = 16
+SALT_MAX = 1 << 30
 _FOUND, _TWICE, _NO_PILOT = 0, 1, 2
 
 
@@ -65,7 +67,7 @@ class PerfectHash(NamedTuple):
         region_T6: as above.
         pilot_B: uint16, one or more.
         slots_T: int64, slots of a part of each table.
-        salt: from which seeds are made; another one where no pilots were found.
+        salt: from which seeds are made: 0, or a drawn one where no pilots were found.
         slots: of all tables.
     """
 
@@ -77,17 +79,21 @@ class PerfectHash(NamedTuple):
 
     @classmethod
     def of_keys(cls, table_N: np.ndarray, id_N: np.ndarray, tables: int, *, threads: Threads) -> "PerfectHash":
-        """That of these keys: int32, below `tables`, and int64.
+        """That of these keys: int32, below `tables`, and int64. Whoever chooses keys to do harm can choose them for one
+        salt, or for any that is known before; so the others are drawn.
 
         Raises:
             DuplicateKeyError: a key comes twice.
-            ValueError: keys are chosen so that none can be made.
+            ValueError: none was found.
         """
-        count_T = np.bincount(table_N, minlength=tables)
-        for salt in range(_TRIES):
+        count_T, salt = np.bincount(table_N, minlength=tables), 0
+        for _ in range(_TRIES):
             made = _try(table_N, id_N, count_T, salt, threads)
             if made is not None:
                 return made
+            if salt == 0:
+                _check_different(table_N, id_N)  # Of large buckets keys are not compared.
+            salt = 1 + secrets.randbelow(SALT_MAX)
         raise ValueError(f"no perfect hash of {len(id_N)} keys in {_TRIES} tries")
 
 
@@ -195,7 +201,7 @@ def _pilots_cpu(
                 its_first, its_last = begin_B1[b], begin_B1[b + 1]
                 if its_last - its_first != size:
                     continue
-                for i in range(its_first, its_last):
+                for i in range(its_first, its_last if size <= _BUCKET_MAX else its_first):
                     for j in range(its_first, i):
                         if hash_N[key_N[i]] == hash_N[key_N[j]]:
                             wrong_P2[p, 0], wrong_P2[p, 1] = _TWICE, key_N[i]
@@ -260,6 +266,13 @@ def parts_and_buckets(count_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Parts of tables that have so many keys, and buckets of all parts of each."""
     parts_T = -(-count_T // _PART_KEYS)
     return parts_T, parts_T * -(-count_T // (np.maximum(parts_T, 1) * _BUCKET_KEYS))
+
+
+def _check_different(table_N: np.ndarray, id_N: np.ndarray) -> None:
+    order_N = np.lexsort((id_N, table_N))
+    same_N = (id_N[order_N[1:]] == id_N[order_N[:-1]]) & (table_N[order_N[1:]] == table_N[order_N[:-1]])
+    if same_N.any():
+        raise DuplicateKeyError(int(order_N[1 + np.argmax(same_N)]))
 
 
 def _try(table_N: np.ndarray, id_N: np.ndarray, count_T: np.ndarray, salt: int, threads: Threads) -> PerfectHash | None:

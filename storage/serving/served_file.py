@@ -19,7 +19,7 @@ import numpy as np
 
 from oneemb.kernels.checksum import blocks_sum, xxh64
 from oneemb.kernels.hash_index import TABLE_MAX
-from oneemb.kernels.perfect_hash import FIRST_SLOT, parts_and_buckets, regions
+from oneemb.kernels.perfect_hash import FIRST_SLOT, SALT_MAX, parts_and_buckets, regions
 from oneemb.kernels.quantize_rows import quantized_bytes
 from oneemb.kernels.serve_rows import (
     BLOCK_BYTES,
@@ -299,9 +299,11 @@ def _info_of(found: Any) -> ServedInfo:
     need(isinstance(info.sums, str) and isinstance(info.embedding, dict), "sums")
     need(number(info.sequence, 0, 1 << 62), "sequence")
     need(info.trained in WEIGHTS and info.weights in (*WEIGHTS, *QUANTIZED), "weights")
-    need(number(info.dim, 1, 1 << 28) and info.row_bytes == row_bytes_of(info.weights, info.dim), "dim")
+    need(number(info.dim, 1, 1 << 28), "dim")
+    row_bytes = row_bytes_of(info.weights, info.dim)
+    need(number(info.row_bytes, row_bytes, row_bytes), "row_bytes")
     need(number(info.rows, 0, _SLOTS_MAX), "rows")
-    need(number(info.salt, 0, 1 << 30), "salt")
+    need(number(info.salt, 0, SALT_MAX), "salt")
     need(number(info.num_tables, 1, TABLE_MAX + 1), "num_tables")
     tables, rows_of_tables = list(info.tables), list(info.rows_of_tables)
     need(all(number(t, 0, info.num_tables - 1) for t in tables) and len(set(tables)) == len(tables) > 0, "tables")

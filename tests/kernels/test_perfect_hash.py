@@ -85,7 +85,7 @@ def test_parts_and_buckets_are_those_of_the_format():
 
 
 @pytest.mark.parametrize("size", [2, 100, 70_000])
-@pytest.mark.parametrize("times", [2, 3])
+@pytest.mark.parametrize("times", [2, 3, 60])
 def test_a_key_that_comes_twice_is_named(size, times):
     ids = np.random.default_rng(0).permutation(size)
     id_N = np.concatenate([ids, np.full(times - 1, ids[1])])
@@ -115,11 +115,12 @@ def ids_of_hashes(hash_N, table, salt):
     "hashes",
     [
         range(400, 2000),  # one bucket: no pilot gives all of them slots
+        range(400_000),  # one too: to compare each with each would take minutes
         [n << 40 for n in range(1, 2000)],  # an eighth of the buckets
         [n << 46 for n in range(80_000)],  # the first part of two alone: most slots would be empty
         [(n << 48) + k for n in range(0, 65536, 64) for k in range(4)],
     ],
-    ids=["a bucket", "few buckets", "a part", "groups"],
+    ids=["a bucket", "a large bucket", "few buckets", "a part", "groups"],
 )
 def test_keys_that_are_chosen_to_lie_together_get_slots_with_another_salt(hashes):
     id_N = ids_of_hashes(hashes, 0, 0)
@@ -128,6 +129,13 @@ def test_keys_that_are_chosen_to_lie_together_get_slots_with_another_salt(hashes
     slot_N = slots_of(table_N, id_N, made.region_T6, made.pilot_B, threads=THREADS)
     assert len(np.unique(slot_N)) == len(id_N) and made.slots < 1.15 * len(id_N)
     assert slot_N[:100].tolist() == slots_in_python(table_N, id_N, made)[:100]
+
+
+def test_keys_that_are_chosen_to_lie_together_with_every_salt_that_can_be_foreseen_get_slots():
+    id_N = np.concatenate([ids_of_hashes(range(n << 32, (n << 32) + 50), 0, n) for n in range(30)])
+    made = PerfectHash.of_keys(np.zeros(len(id_N), np.int32), id_N, 1, threads=THREADS)
+    slot_N = slots_of(np.zeros(len(id_N), np.int32), id_N, made.region_T6, made.pilot_B, threads=THREADS)
+    assert len(np.unique(slot_N)) == len(id_N)
 
 
 def test_keys_for_which_no_salt_will_do_are_an_error(monkeypatch):

@@ -307,7 +307,7 @@ def test_a_manifest_with_a_wrong_number_is_refused_with_file_and_offset(good, ke
     right = asdict(good[1])
     harmless = {"sequence": (1 << 40,), "embedding": ({},), "error_max": (1.5, 1 << 40, 1 << 64)}
     harmless["error_rms"] = harmless["error_max"]
-    for value in WRONG:
+    for value in [*WRONG, *([float(right[key])] if type(right[key]) is int else [])]:
         path = with_manifest(good, json.dumps({**right, key: value}).encode())
         if value in harmless.get(key, ()) and type(value) is not bool:
             continue
