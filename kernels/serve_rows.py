@@ -43,7 +43,7 @@ from oneemb.kernels.quantize_rows import dequantize_row, dequantized
 from oneemb.kernels.threads import Threads
 
 __all__ = [
-    "BLOCK_BYTES", "MISSING", "OTHER", "PADDING", "ServedRows", "keys_of_slots", "pool_rows",
+    "BLOCK_BYTES", "MISSING", "OTHER", "PADDING", "ServedRows", "count_rows", "keys_of_slots", "pool_rows",
     "pool_rows_again", "record_bytes", "serve_rows",
 ]  # fmt: skip
 
@@ -408,14 +408,28 @@ def _keys_cpu(
             is_row_S[s - natural(first)] = slot_in_table(hash, pilot, region_T6, table) == np.int64(s)
 
 
-def keys_of_slots(served: ServedRows, table: int, *, threads: Threads) -> tuple[np.ndarray, np.ndarray]:
-    """id_N and place_N, int64, of a table's rows, in the order of their slots."""
+def keys_of_slots(
+    served: ServedRows, table: int, begin: int = 0, end: int | None = None, *, threads: Threads
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """id_N and place_N, int64, of a table's rows, in the order of their slots.
+
+    Args:
+        begin, end: of the table's slots, which count from 0; None = to the last one.
+    """
     region = [int(number) for number in served.region_T6[table]]
-    first, slots = region[FIRST_SLOT], region[PARTS] * region[SLOTS]
-    is_row_S = np.empty(slots, np.bool_)
+    slots = region[PARTS] * region[SLOTS]
+    first, last = region[FIRST_SLOT] + begin, region[FIRST_SLOT] + (slots if end is None else min(end, slots))
+    is_row_S = np.empty(last - first, np.bool_)
     threads.run(
-        _keys_cpu, -(-slots // _SLOTS), table, first, first + slots, served.region_T6, served.pilot_B,
+        _keys_cpu, -(-len(is_row_S) // _SLOTS), table, first, last, served.region_T6, served.pilot_B,
         served.record_SW, is_row_S, share_min=1,
     )  # fmt: skip
     place_N = first + np.flatnonzero(is_row_S)
     return served.record_SW[place_N, -1], place_N
+
+
+def count_rows(served: ServedRows, table: int, *, threads: Threads) -> int:
+    """How many rows of a table are in slots in which lookups find them. Memory does not grow with them."""
+    slots = int(served.region_T6[table, PARTS]) * int(served.region_T6[table, SLOTS])
+    begins = range(0, slots, 64 * _SLOTS)
+    return sum(len(keys_of_slots(served, table, at, at + begins.step, threads=threads)[0]) for at in begins)

@@ -24,6 +24,7 @@ from oneemb.kernels.quantize_rows import quantized_bytes
 from oneemb.kernels.serve_rows import (
     BLOCK_BYTES,
     ServedRows,
+    count_rows,
     keys_of_slots,
     pool_rows,
     record_bytes,
@@ -271,7 +272,7 @@ class ServedFile:
             if progress is not None:
                 progress(end * BLOCK_BYTES, info.blocks * BLOCK_BYTES)
         for table, count in zip(info.tables, info.rows_of_tables, strict=True):
-            found = len(keys_of_slots(rows, table, threads=self._threads)[0])
+            found = count_rows(rows, table, threads=self._threads)
             if found != count:
                 first = int(rows.region_T6[table, FIRST_SLOT]) * info.record_bytes
                 raise self._damage(

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import tracemalloc
 from dataclasses import asdict, fields
 
 import numpy as np
@@ -216,6 +217,18 @@ def test_rows_that_fit_in_memory_while_their_slots_do_not(tmp_path):
     for part in (0.99, 1.01, 1.03, 1.06):
         write_keys(tmp_path / "windows", keys, dim=dim, window_bytes=int(part * 1000 * (4 * dim + 16)))
         assert (tmp_path / "windows").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_verifying_takes_memory_that_does_not_grow_with_the_rows(tmp_path):
+    peaks = []
+    for rows in (100_000, 1_500_000, 3_000_000):
+        write_keys(tmp_path / "file", (np.zeros(rows, np.int32), np.arange(rows)), dim=1, chunk=rows)
+        file = ServedFile(tmp_path / "file", threads=THREADS)
+        tracemalloc.start()
+        file.verify()
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[2] < 1.2 * peaks[1] < 40 << 20 and len(file.keys()[0]) == rows
 
 
 def test_records_that_are_longer_than_blocks(tmp_path):
