@@ -44,11 +44,11 @@ def _frozen_rows(
 ) -> torch.Tensor:  # fmt: skip
     if id_N.dtype != torch.int64 or table_N.shape != id_N.shape or id_N.dim() != 1:
         raise TypeError(f"ids must be int64 [N], and tables as many, got {id_N.dtype} {list(id_N.shape)}")
+    if len(table_N):
+        low, high = int(table_N.min()), int(table_N.max())  # before they are narrowed: 2^32 would be table 0
+        if not 0 <= low <= high < len(kind_TC):
+            raise ValueError(f"tables must be from 0 to {len(kind_TC) - 1}, got {low} to {high}")
     table_N32 = table_N.to(torch.int32).numpy()
-    if len(table_N32) and not 0 <= int(table_N32.min()) <= int(table_N32.max()) < len(kind_TC):
-        raise ValueError(
-            f"tables must be from 0 to {len(kind_TC) - 1}, got {int(table_N32.min())} to {int(table_N32.max())}"
-        )
     threads, id_array = Threads(torch.get_num_threads()), id_N.contiguous().numpy()
     out = torch.empty(len(id_array), dim)
     served = ServedRows.unchecked(

@@ -168,7 +168,7 @@ def test_a_lookup_can_be_scripted_and_exported_for_any_number_of_ids(tmp_path, k
 def test_tables_that_are_not_there_end_the_call(tmp_path):
     trained(tmp_path)
     for lookup in lookups(served(tmp_path)):
-        for table in (-1, 3):
+        for table in (-1, 3, 1 << 32, -(1 << 32), 1 + (1 << 40)):
             with pytest.raises((IndexError, RuntimeError, ValueError)):
                 lookup(torch.tensor([table]), torch.tensor([1]))
 
