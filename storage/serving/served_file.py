@@ -193,6 +193,8 @@ class ServedFile:
 
     def _checked(self, byte_X: np.ndarray) -> ServedRows:
         info = self.info
+        if byte_X[HEADER_BYTES:BLOCK_BYTES].any():
+            raise self._damage("there is something between the header and the records", HEADER_BYTES)
         if f"{xxh64(byte_X[info.pilots_begin : info.manifest_begin]):016x}" != info.sums:
             raise self._damage("pilots or the checksums of blocks are damaged", info.pilots_begin)
         # Of all tables, though a file may have few of many: what is never written to takes no memory.

@@ -350,7 +350,7 @@ def test_a_manifest_that_would_take_much_memory_is_refused_before_it_is_read(goo
 def test_every_flipped_byte_of_header_pilots_sums_and_manifest_is_found(good):
     path, info, data = good
     other = path.with_suffix(".flipped")
-    for offset in [*range(128), *range(info.pilots_begin, len(data))]:
+    for offset in [*range(128), 128, 3000, 4095, *range(info.pilots_begin, len(data))]:
         other.write_bytes(data[:offset] + bytes([data[offset] ^ 0x55]) + data[offset + 1 :])
         with pytest.raises(StorageError) as error:
             ServedFile(other, threads=THREADS)
