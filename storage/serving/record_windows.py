@@ -26,7 +26,7 @@ class RecordWindows:
         slots: of the file.
         record_bytes: a multiple of 8.
         file, end: of the file system `fs`: there is nothing from `end` on.
-        window_bytes: what is kept in memory, twice; None = 64 MiB, or more where the file is very large.
+        window_bytes: what is kept in memory, up to three times; None = 64 MiB, or a 256th of a very large file.
     """
 
     def __init__(
