@@ -1,7 +1,6 @@
 """Methods that torch.compile does not look into, without what that costs a process that compiles nothing."""
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -9,18 +8,21 @@ import torch
 
 __all__ = ["uncompiled"]
 
+# What torch's compiler has set for the frames that begin, None outside of what it has compiled.
+_compiler_of_frames = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """As torch.compiler.disable; but the import of torch's compiler, which takes a second and 100 MB, is left to those
-    who compile."""
+    who compile, and a call that nothing compiled has made takes no longer than the function."""
     disabled = torch._disable_dynamo(function)
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules:
+        if torch.compiler.is_dynamo_compiling() or _compiler_of_frames() is not None:
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
 

@@ -229,7 +229,8 @@ class ServedFile:
             CorruptTableError: a row that is needed lies in a damaged block.
         """
         place_N, block = serve_rows(self.rows, table_N, id_N, padding_id, out_ND, threads=threads)
-        self._check_block(block)
+        if block >= 0:
+            raise self._damaged_block(block)
         return place_N
 
     def pool(
@@ -243,12 +244,12 @@ class ServedFile:
             CorruptTableError: a row that is needed lies in a damaged block.
         """
         place_N, has_missing, block = pool_rows(self.rows, table_N, id_N, padding_id, bags, out_PX, threads=threads)
-        self._check_block(block)
+        if block >= 0:
+            raise self._damaged_block(block)
         return place_N, has_missing
 
-    def _check_block(self, block: int) -> None:
-        if block >= 0:
-            raise self._damage("a block of rows is damaged", BLOCK_BYTES * (1 + block))
+    def _damaged_block(self, block: int) -> CorruptTableError:
+        return self._damage("a block of rows is damaged", BLOCK_BYTES * (1 + block))
 
     def keys(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """table_S int32, id_S int64 and place_S int64 of all rows. The caller has called `verify`."""
@@ -269,7 +270,7 @@ class ServedFile:
             word_X = rows.word_X[begin * BLOCK_BYTES // 8 : end * BLOCK_BYTES // 8]
             wrong = self._wrong_block(word_X.view(np.uint8), rows.sum_B[begin:end])
             if wrong >= 0:
-                self._check_block(begin + wrong)
+                raise self._damaged_block(begin + wrong)
             rows.seen_B[begin:end] = True
             if progress is not None:
                 progress(end * BLOCK_BYTES, info.blocks * BLOCK_BYTES)
