@@ -44,13 +44,15 @@ def _frozen_rows(
 ) -> torch.Tensor:  # fmt: skip
     if id_N.dtype != torch.int64 or table_N.shape != id_N.shape or id_N.dim() != 1:
         raise TypeError(f"ids must be int64 [N], and tables as many, got {id_N.dtype} {list(id_N.shape)}")
+    if table_N.dtype != torch.int64:  # 0.5 would be table 0
+        raise TypeError(f"tables must be int64 [N], got {table_N.dtype} {list(table_N.shape)}; call tables.long()")
     if len(table_N):
         low, high = int(table_N.min()), int(table_N.max())  # before they are narrowed: 2^32 would be table 0
         if not 0 <= low <= high < len(kind_TC):
             raise ValueError(f"tables must be from 0 to {len(kind_TC) - 1}, got {low} to {high}")
-    table_N32 = table_N.to(torch.int32).numpy()
+    table_N32 = table_N.to(torch.int32).contiguous().numpy()
     threads, id_array = Threads(torch.get_num_threads()), id_N.contiguous().numpy()
-    out = torch.empty(len(id_array), dim)
+    out = torch.empty(len(id_array), dim, dtype=torch.float32, device="cpu")  # whatever torch's default is
     served = ServedRows.unchecked(
         region_T6.numpy().view(np.uint64), pilot_B.numpy().view(np.uint16), record_SW.numpy(), array_dtype(weights),
         QUANTIZED.get(weights, 0),

@@ -173,6 +173,26 @@ def test_tables_that_are_not_there_end_the_call(tmp_path):
                 lookup(torch.tensor([table]), torch.tensor([1]))
 
 
+def test_tables_of_another_dtype_are_no_tables_of_the_op(tmp_path):
+    trained(tmp_path)
+    lookup = HashedRows(served(tmp_path))
+    for tables in (torch.tensor([0.5]), torch.tensor([True]), torch.tensor([1], dtype=torch.int32)):
+        with pytest.raises(TypeError, match="tables must be int64"):
+            lookup(tables, torch.tensor([1]))
+
+
+def test_the_op_gives_float32_whatever_the_default_is_and_takes_strided_keys(tmp_path):
+    trained(tmp_path)
+    lookup, (tables, ids) = HashedRows(served(tmp_path)), some_keys()
+    want = lookup(tables, ids)
+    torch.set_default_dtype(torch.float64)
+    try:
+        got = lookup(torch.stack([tables, tables - 1], 1)[:, 0], torch.stack([ids, ids - 1], 1)[:, 0])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert got.dtype == torch.float32 and torch.equal(got, want)
+
+
 def test_a_damaged_row_is_found_before_it_is_frozen(tmp_path):
     trained(tmp_path)
     file = served(tmp_path)
