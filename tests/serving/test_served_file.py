@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.checksum import xxh64
-from oneemb.kernels.serve_rows import MISSING
+from oneemb.kernels.serve_rows import MISSING, PADDING
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import LocalFileSystem
@@ -254,6 +254,22 @@ def test_ids_of_tables_without_rows_are_looked_up_nowhere(tmp_path):
         out_ND = np.ones((len(id_N), DIM), np.float32)
         place_N = file.read(np.full(len(id_N), table, np.int32), id_N, None, out_ND, threads=THREADS)
         assert (place_N == MISSING).all() and not out_ND.any()
+
+
+def test_the_padding_reads_as_zeros_in_rows_and_bags_though_it_has_a_row(tmp_path):
+    keys = np.zeros(9, np.int32), np.arange(9)
+    weight_SD = write_keys(tmp_path / "file", keys)
+    file, out_ND = ServedFile(tmp_path / "file", threads=THREADS), np.ones((9, DIM), np.float32)
+    place_N = file.read(*keys, 4, out_ND, threads=THREADS)
+    assert place_N[4] == PADDING and np.flatnonzero(place_N < 0).tolist() == [4]
+    weight_SD[4] = 0
+    assert np.array_equal(out_ND, weight_SD)
+    for is_mean, count in ((False, 1), (True, 8)):
+        out_PD = np.ones((3, DIM), np.float32)
+        bags = np.array([0, 0, 9, 9]), None, is_mean
+        place_N, has_missing = file.pool(*keys, 4, bags, out_PD, threads=THREADS)
+        assert place_N[4] == PADDING and not has_missing and not out_PD[[0, 2]].any()
+        assert np.allclose(out_PD[1], weight_SD.sum(0) / count)
 
 
 @pytest.mark.parametrize("dim", [DIM, 5000])  # also where a record is longer than a block
