@@ -1,8 +1,8 @@
 """A perfect hash of keys that never change: each has its own slot.  N keys, T tables, P parts, B buckets, S slots.
 
-A table's slots are in parts of some 65,000, so that one part is made in the cache, beside others. Within a part a key's
-slot follows from its hash and the pilot of its bucket, of some four keys: a number that was found by trial, the largest
-buckets first, so that no two keys have one slot. One slot in twenty is empty. So a lookup reads a pilot and one slot,
+A table's keys are in parts, of 65,536 on average at most, so that one part is made in the cache, beside others. Within
+a part a key's slot follows from its hash and the pilot of its bucket, of some four keys: a number that was found by
+trial, the largest buckets first, so that no two keys have one slot. One slot in twenty is empty. So a lookup reads a pilot and one slot,
 wherever the key is, and there is nothing to search: whether the key is there the id in the slot tells.
 
 A table's numbers are a row of region_T6, uint64, zeros if it has no keys:
@@ -15,7 +15,7 @@ A table's numbers are a row of region_T6, uint64, zeros if it has no keys:
     FIRST_SLOT
 
 Invariant: a slot that follows from a table's numbers is one of the table's, whatever the pilots are.
-Limits: fewer than 2^48 slots; pilots are uint16.
+Limits: at most 2^48 slots; pilots are uint16.
 Reference: Belazzougui, Botelho, Dietzfelbinger, "Hash, displace, and compress", ESA 2009; Pibiri, Trani, "PTHash",
 SIGIR 2021.
 """

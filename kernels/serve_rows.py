@@ -14,8 +14,8 @@ of the one after it.
 A block of the records is compared with its checksum when a record in it is first read, and then noted in seen_B.
 Several threads may do that at the same time, with the same result.
 
-Invariant: nothing is read from a block that has not been compared, an id neither. A block that is not as it was written
-ends the share, and its number is left in damage_1.
+Invariant: a lookup reads nothing, not even an id, from a block that has not been compared. A block that is not as it
+was written ends the share, and its number is left in damage_1.
 """
 
 from dataclasses import dataclass, field
@@ -412,7 +412,7 @@ def _keys_cpu(
 def keys_of_slots(
     served: ServedRows, table: int, begin: int = 0, end: int | None = None, *, threads: Threads
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """id_N and place_N, int64, of a table's rows, in the order of their slots.
+    """id_N and place_N, int64, of a table's rows, in the order of their slots. All blocks have been compared before.
 
     Args:
         begin, end: of the table's slots, which count from 0; None = to the last one.
@@ -430,7 +430,8 @@ def keys_of_slots(
 
 
 def count_rows(served: ServedRows, table: int, *, threads: Threads) -> int:
-    """How many rows of a table are in slots in which lookups find them. Memory does not grow with them."""
+    """How many rows of a table are in slots in which lookups find them, as of `keys_of_slots`. Memory does not grow with
+    them."""
     slots = int(served.region_T6[table, PARTS]) * int(served.region_T6[table, SLOTS])
     begins = range(0, slots, 64 * _SLOTS)
     return sum(len(keys_of_slots(served, table, at, at + begins.step, threads=threads)[0]) for at in begins)

@@ -1,4 +1,4 @@
-"""Brings records into the order of their slots, in memory that does not grow with them.
+"""Brings records into the order of their slots, a window at a time in memory.
 
 Records come in any order and leave as whole windows of slots, one after the other. What does not fit in memory is kept
 beyond the end of the file that is being made, window by window, and is cut off in the end.

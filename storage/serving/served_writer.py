@@ -2,8 +2,9 @@
 
 Invariants:
 - the file takes its name when it is whole and durable; a call that raises leaves nothing under that name;
-- memory grows with the keys alone: 12 bytes a row, and 40 while their slots are found. Rows are brought into the order
-  of their slots 64 MiB at a time; of more than that a second copy is on the disk meanwhile.
+- memory grows with the keys: 12 bytes a row, and at most 40 more while their slots are found. Rows are brought into the
+  order of their slots 64 MiB at a time, of more than 16 GiB a 256th at a time; of more than 64 MiB a second copy is on
+  the disk meanwhile.
 """
 
 import math
