@@ -2,8 +2,9 @@
 
 A table's keys are in parts, of 65,536 on average at most, so that one part is made in the cache, beside others. Within
 a part a key's slot follows from its hash and the pilot of its bucket, of some four keys: a number that was found by
-trial, the largest buckets first, so that no two keys have one slot. One slot in twenty is empty. So a lookup reads a pilot and one slot,
-wherever the key is, and there is nothing to search: whether the key is there the id in the slot tells.
+trial, the largest buckets first, so that no two keys have one slot. One slot in twenty is empty. So a lookup reads a
+pilot and one slot, wherever the key is, and there is nothing to search: whether the key is there the id in the slot
+tells.
 
 A table's numbers are a row of region_T6, uint64, zeros if it has no keys:
 

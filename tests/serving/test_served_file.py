@@ -15,6 +15,7 @@ from oneemb.kernels.serve_rows import MISSING, PADDING
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.serving.record_windows import RecordWindows
 from oneemb.storage.serving.served_file import SERVED_MAGIC, ServedFile, ServedInfo, row_bytes_of
 from oneemb.storage.serving.served_writer import write_served_file
 from oneemb.storage.table.file_header import pack_header
@@ -208,6 +209,35 @@ def test_small_windows_and_chunks_make_the_same_file(tmp_path, window_bytes):
         write_keys(tmp_path / "windows", keys, chunk=chunk, window_bytes=window_bytes, fs=Watched())
         assert (tmp_path / "windows").read_bytes() == (tmp_path / "whole").read_bytes()
     assert max(sizes) > (tmp_path / "whole").stat().st_size  # what did not fit was beyond the end
+
+
+def test_windows_hold_three_times_their_bytes_of_memory_at_most(tmp_path):
+    window, size, slots, fs = 1 << 20, 256, 65_536, LocalFileSystem()
+    file, chunk = fs.lock(str(tmp_path / "file")), 512
+    slot_S = np.random.default_rng(0).permutation(slots)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    windows = RecordWindows(fs, file, 0, slots, size, window)
+    for n in range(0, slots, chunk):
+        its_N = slot_S[n : n + chunk]
+        windows.put(its_N, np.repeat(its_N.astype(np.int64)[:, None], size // 8, 1).view(np.uint8))
+    for first, record_SX, taken_S in windows.windows():
+        wanted_S = np.arange(first, first + len(taken_S))
+        assert taken_S.all() and np.array_equal(record_SX.view(np.int64)[:, 0], wanted_S)
+    peak = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    fs.unlock(file)
+    assert windows.is_beyond and peak < 3.5 * window < slots * size / 4
+
+
+def test_what_cannot_be_read_back_while_a_file_is_made_is_an_error(tmp_path):
+    class Short(LocalFileSystem):
+        def read_into(self, file, out, offset):
+            return super().read_into(file, out[: len(out) // 2], offset)
+
+    with pytest.raises(StorageError, match="cannot be read"):
+        write(str(tmp_path / "one.serving"), fs=Short(), window_bytes=1)
+    assert os.listdir(tmp_path) == []
 
 
 def test_rows_that_fit_in_memory_while_their_slots_do_not(tmp_path):
