@@ -237,7 +237,7 @@ def _pool_cpu(
     # The same order of parts as in _serve_cpu: one part of these three, called by both, takes a tenth more time.
     hash_R, bucket_R = np.empty(4 * _GROUP, np.uint64), np.empty(4 * _GROUP, np.int64)
     id_begin, id_end, p = offset_P1[begin], offset_P1[end], begin
-    for first in range(id_begin - 2 * _GROUP, max(id_end, id_begin + 1), _GROUP):
+    for first in range(id_begin - 2 * _GROUP, id_end, _GROUP):
         now, next = max(first, id_begin), max(first + _GROUP, id_begin)
         then, last = max(first + 2 * _GROUP, id_begin), min(first + _GROUP, id_end)
         _hash_ids(
@@ -250,7 +250,8 @@ def _pool_cpu(
             return
         if _has_other(natural(now), natural(max(now, last)), place_N):
             missing_1[0] = 1
-        # Every bag whose ids have been found. Its rows are in the cache, unless it is a long one.
+        # Every bag whose ids have been found; before the first id, empty ones. Its rows are in the cache, unless it is
+        # a long one.
         while p < end and offset_P1[p + 1] <= last:
             _pool(p, place_N, weight_SX, byte_SX, bits, other_MX, offset_P1, scale_N, is_mean, out_PX)
             p += 1

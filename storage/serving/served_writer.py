@@ -160,7 +160,9 @@ class _Writer:
                 " `oneemb check` on it"
             ) from None
         except ValueError as error:
-            raise StorageError(f"snapshot {self._info.name!r} cannot be served: {error}") from None
+            raise StorageError(
+                f"snapshot {self._info.name!r} cannot be served: {error}; make the file anew, other tries follow"
+            ) from None
 
     def _write_records(
         self, windows: RecordWindows, made: PerfectHash, table_S: np.ndarray, id_S: np.ndarray, blocks: int

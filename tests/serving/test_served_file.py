@@ -1,6 +1,7 @@
 """Files for serving: written on disks that fail, by processes that are killed, and read with whatever is in them."""
 
 import errno
+import itertools
 import json
 import os
 import signal
@@ -300,6 +301,48 @@ def test_the_padding_reads_as_zeros_in_rows_and_bags_though_it_has_a_row(tmp_pat
         place_N, has_missing = file.pool(*keys, 4, bags, out_PD, threads=THREADS)
         assert place_N[4] == PADDING and not has_missing and not out_PD[[0, 2]].any()
         assert np.allclose(out_PD[1], weight_SD.sum(0) / count)
+
+
+class Shares:
+    """Threads that do work in shares of one size, one after the other."""
+
+    def __init__(self, size):
+        self._size = size
+
+    def run(self, loop, size, *arguments, share_min):
+        for begin in range(0, size, self._size):
+            loop(begin, min(begin + self._size, size), *arguments)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 95, 97, 700])  # beside groups of 32 ids
+def test_bags_are_their_rows_wherever_shares_and_groups_end(tmp_path, count, size):
+    keys = np.zeros(900, np.int32), np.arange(900)
+    weight_SD = np.concatenate([write_keys(tmp_path / "file", keys, dim=19), np.zeros((300, 19), np.float32)])
+    file, random = ServedFile(tmp_path / "file", threads=THREADS), np.random.default_rng(count)
+    id_N, out_ND = random.integers(0, 1200, count), np.full((count, 19), 7, np.float32)
+    table_N = np.zeros(count, np.int32)
+    file.read(table_N, id_N, None, out_ND, threads=Shares(size))
+    assert np.array_equal(out_ND, weight_SD[id_N])
+    for bags in (1, 2, 60):
+        offset_P1 = np.sort(np.concatenate([[0], random.integers(0, count + 1, bags - 1), [count]]))
+        offset_P1[1:-1][:: bags // 4 + 1] = offset_P1[:-2][:: bags // 4 + 1]  # some empty ones
+        out_PD = np.full((bags, 19), 7, np.float32)
+        place_N, has_missing = file.pool(
+            table_N, id_N, None, (offset_P1, None, False), out_PD, threads=Shares(size)
+        )  # fmt: skip
+        want_PD = [weight_SD[id_N[begin:end]].sum(0) for begin, end in itertools.pairwise(offset_P1)]
+        assert np.array_equal(out_PD, np.stack(want_PD))  # whole numbers, so that their order does not matter
+        assert has_missing == (id_N >= 900).any() and np.array_equal(place_N == MISSING, id_N >= 900)
+
+
+@pytest.mark.parametrize("n", [0, 50, 199])
+def test_one_id_without_a_row_is_noted_wherever_it_is(tmp_path, n):
+    write_keys(tmp_path / "file", (np.zeros(900, np.int32), np.arange(900)))
+    file, id_N = ServedFile(tmp_path / "file", threads=THREADS), np.arange(200)
+    id_N[n] = 1000
+    bags = np.array([0, 100, 200]), None, False
+    assert file.pool(np.zeros(200, np.int32), id_N, None, bags, np.empty((2, DIM), np.float32), threads=THREADS)[1]
 
 
 @pytest.mark.parametrize("dim", [DIM, 5000])  # also where a record is longer than a block
