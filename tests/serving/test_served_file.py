@@ -274,6 +274,19 @@ def test_records_that_are_longer_than_blocks(tmp_path):
     file = ServedFile(tmp_path / "bad", threads=THREADS)
     with pytest.raises(CorruptTableError, match=f"block of rows is damaged, at offset {middle // 4096 * 4096}"):
         file.read(keys[0][5:6], keys[1][5:6], None, out_ND[:1], threads=THREADS)
+    with pytest.raises(CorruptTableError, match=f"block of rows is damaged, at offset {middle // 4096 * 4096}"):
+        bags = np.array([0, 1]), None, False
+        file.pool(keys[0][5:6], keys[1][5:6], None, bags, out_ND[:1], threads=THREADS)
+
+
+def test_the_errors_of_a_file_are_those_of_all_its_weights(tmp_path):
+    weight_ND = np.random.default_rng(0).standard_normal((ROWS, DIM)).astype(np.float32)
+    keys = np.zeros(ROWS, np.int32), np.arange(ROWS)
+    rows = [(keys[0][its], keys[1][its], weight_ND[its]) for its in (slice(0, 300), slice(300, ROWS))]
+    info = write_served_file(str(tmp_path / "file"), unwritten((0,), DIM, "float16"), keys, rows, threads=THREADS)
+    error_ND = np.abs(weight_ND.astype(np.float16).astype(np.float64) - weight_ND)
+    assert info.error_max == error_ND.max()
+    assert info.error_rms == pytest.approx(np.sqrt(np.square(error_ND).mean()), rel=1e-9)
 
 
 def test_ids_of_tables_without_rows_are_looked_up_nowhere(tmp_path):
