@@ -48,8 +48,8 @@ def _frozen_rows(
         raise TypeError(f"tables must be int64 [N], got {table_N.dtype} {list(table_N.shape)}; call tables.long()")
     if len(table_N):
         low, high = int(table_N.min()), int(table_N.max())  # before they are narrowed: 2^32 would be table 0
-        if not 0 <= low <= high < len(kind_TC):
-            raise ValueError(f"tables must be from 0 to {len(kind_TC) - 1}, got {low} to {high}")
+        if not 0 <= low <= high < len(region_T6):
+            raise ValueError(f"tables must be from 0 to {len(region_T6) - 1}, got {low} to {high}")
     table_N32 = table_N.to(torch.int32).contiguous().numpy()
     threads, id_array = Threads(torch.get_num_threads()), id_N.contiguous().numpy()
     out = torch.empty(len(id_array), dim, dtype=torch.float32, device="cpu")  # whatever torch's default is

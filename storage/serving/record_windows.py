@@ -5,6 +5,7 @@ beyond the end of the file that is being made, window by window, and is cut off 
 """
 
 import errno
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -35,8 +36,9 @@ class RecordWindows:
         self._fs, self._file, self._end = fs, file, -(-end // BLOCK_BYTES) * BLOCK_BYTES
         self._slots, self._record_bytes = slots, record_bytes
         least = window_bytes or max(_WINDOW_BYTES, slots * record_bytes // _WINDOWS)
-        # A window begins and ends with a block.
-        self._window = -(-least // (record_bytes * BLOCK_BYTES // 8)) * (BLOCK_BYTES // 8)
+        # A window begins and ends with a block, and has a record at least.
+        step = BLOCK_BYTES // math.gcd(record_bytes, BLOCK_BYTES)
+        self._window = -(-least // (record_bytes * step)) * step
         self._room = least
         self._kept: list[tuple[np.ndarray, np.ndarray]] = []
         self._bytes = 0

@@ -115,9 +115,8 @@ class _Writer:
             rows_of_tables=tuple(int(count_T[t]) for t in self._info.tables),
             slots_of_tables=tuple(int(made.slots_T[t]) for t in self._info.tables),
         )  # fmt: skip
-        # What is beyond the end is larger than any manifest, and cut off.
-        end = info.manifest_begin + MANIFEST_MAX
-        windows = RecordWindows(self._fs, self._file, end, made.slots, info.record_bytes, window_bytes)
+        # What is beyond the records is read back before pilots are written there.
+        windows = RecordWindows(self._fs, self._file, info.pilots_begin, made.slots, info.record_bytes, window_bytes)
         done = 0
         for table_N, id_N, weight_ND in rows:
             record_NX = self._encoded(table_N, id_N, weight_ND)
