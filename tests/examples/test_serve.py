@@ -25,6 +25,7 @@ import torch
 import uvicorn
 from hypothesis import given, strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tests.support.served_job import EXAMPLES, Client, body_of, first_examples, noted
 
@@ -461,7 +462,7 @@ def test_heads_are_read_by_what_bounds_them_whatever_is_installed(job, monkeypat
     finally:
         signal.signal(signal.SIGTERM, before)
     configs[0].load()
-    assert configs[0].http_protocol_class.__name__ == "H11Protocol" and configs[0].ws_protocol_class is None
+    assert issubclass(configs[0].http_protocol_class, H11Protocol) and configs[0].ws_protocol_class is None
 
 
 def test_a_body_that_does_not_come_is_waited_for_so_long_alone(job):
@@ -566,6 +567,46 @@ def process(job, *arguments):
     finally:
         child.kill()
         child.communicate()
+
+
+def test_connections_send_what_they_have_without_waiting_for_acknowledgements(job, monkeypatch):
+    found = []
+
+    def accept(server, sockets):
+        with socket.create_connection(sockets[0].getsockname()), sockets[0].accept()[0] as accepted:
+            found.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        sockets[0].close()
+
+    monkeypatch.setattr(uvicorn.Server, "run", accept)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        serve.main(["--port", "0", "--workdir", str(job.folder)])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert found and found[0] != 0
+
+
+def all_of(port, *parts):
+    """The statuses that come until the server closes, where the client has closed its half before."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        for part in parts:
+            connection.sendall(part)
+        connection.shutdown(socket.SHUT_WR)
+        said = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    return re.findall(rb"HTTP/1.1 (\d+)", said)
+
+
+def test_a_client_that_closes_its_half_has_answers_to_what_it_has_asked(job):
+    body = job.bodies[0]
+    request = b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    with process(job) as (child, port):
+        assert all_of(port, request) == [b"200"]
+        assert all_of(port, request, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n", request) == [b"200"] * 3
+        assert all_of(port, request, request[:-1]) == [b"200"]  # what can never be whole is not waited for
+        assert all_of(port, request[:-1]) == all_of(port, request[:20]) == all_of(port) == []
+        child.terminate()
+        assert child.wait(30) == 0 and "Traceback" not in child.stderr.read()
 
 
 def test_signals_reload_and_end_a_server_that_answers_what_it_has_begun(job):
