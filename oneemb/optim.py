@@ -32,7 +32,18 @@ T = TypeVar("T")
 
 
 class _Optimizer(torch.optim.Optimizer):
-    """Steps each parameter of each group; a subclass checks a group's options and steps a single parameter."""
+    """Steps each parameter of each group; a subclass checks a group's options and steps a single parameter.
+
+    Counts of steps are tensors named `step`, as in torch.optim: a load in place reaches them, and `load_state_dict`
+    leaves their dtype alone.
+    """
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a state as `load_state_dict` gives it, of older ones with counts that are ints."""
+        super().__setstate__(state)
+        for its in self.state.values():
+            if isinstance(its.get("step"), int):
+                its["step"] = _count(its["step"])
 
     def add_param_group(self, param_group: _Group) -> None:
         """Add a param group. Options that it lacks are those of the constructor.
@@ -275,18 +286,31 @@ class SmartDecayAdam(_Optimizer):
             _check_at_least_0(self, group, option)
         _check_betas(self, group)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a state as `load_state_dict` gives it. Older ones count the steps of a group, and have of each parameter
+        the number of its last step."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            step = group.pop("step", None)
+            for param in group["params"]:
+                its = self.state.get(param, {})
+                if "last_step" in its:
+                    its["step"] = _count(step - its.pop("last_step"))
+
     def _begin(self, group: _Group) -> None:
-        group["step"] = group.get("step", 0) + 1
+        for param in group["params"]:
+            if state := self.state.get(param):
+                state["step"] += 1
 
     def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
         grad = _l2_grad(param, grad, group)
         if not state:
-            state["last_step"] = 0
+            state["step"] = _count(1)  # Steps since the last one with a gradient, this one among them.
             state["m"] = torch.zeros_like(param)
             state["v"] = torch.zeros_like(param)
         m, v = state["m"], state["v"]
-        (beta1, beta2), skipped = group["betas"], group["step"] - state["last_step"]
-        state["last_step"] = group["step"]
+        (beta1, beta2), skipped = group["betas"], float(state["step"])
+        state["step"] -= skipped
         owed = m * (beta1 * (1 - beta1 ** (skipped - 1)) / (1 - beta1))
         m.mul_(beta1**skipped).add_(grad, alpha=1 - beta1)
         v.mul_(beta2**skipped).addcmul_(grad, grad, value=1 - beta2)
@@ -338,12 +362,12 @@ class PartialRowWiseAdam(_Optimizer):
 
     def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
         if not state:
-            state["step"] = 0
+            state["step"] = _count(0)
             state["m"] = torch.zeros_like(param)
             state["v"] = param.new_zeros(param.shape[:1])
         state["step"] += 1
         m, v = state["m"], state["v"]
-        (beta1, beta2), step = group["betas"], state["step"]
+        (beta1, beta2), step = group["betas"], float(state["step"])
         m.mul_(beta1).add_(grad, alpha=1 - beta1)
         v.mul_(beta2).add_(_row_means(grad.square()), alpha=1 - beta2)
         root = (v / (1 - beta2**step)).sqrt_().add_(group["eps"])
@@ -399,12 +423,12 @@ class Lamb(_Optimizer):
 
     def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
         if not state:
-            state["step"] = 0
+            state["step"] = _count(0)
             state["m"] = torch.zeros_like(param)
             state["v"] = torch.zeros_like(param)
         state["step"] += 1
         m, v = state["m"], state["v"]
-        (beta1, beta2), step = group["betas"], state["step"]
+        (beta1, beta2), step = group["betas"], float(state["step"])
         m.mul_(beta1).add_(grad, alpha=1 - beta1)
         v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         root = (v / (1 - beta2**step)).sqrt_().add_(group["eps"])
@@ -465,6 +489,11 @@ class Lars(_Optimizer):
         rate = torch.where(norm != 0, group["lr"] * group["eta"] * w_norm / norm, torch.zeros_like(norm))
         buf.mul_(group["momentum"]).add_(_l2_grad(param, grad, group) * _per_row(rate, grad))
         param.sub_(buf)
+
+
+def _count(steps: int) -> torch.Tensor:
+    """A count of steps as torch.optim has it, whatever the default dtype and device are."""
+    return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
 
 
 def _l2_grad(param: torch.Tensor, grad: torch.Tensor, group: _Group) -> torch.Tensor:
