@@ -82,6 +82,7 @@ class RowOptimizer:
         run: steps the rows.
         check: raises ValueError where the group's options have changed into what the rows cannot follow. Called for
             every row optimizer of a step before any of them runs.
+        fixed: options that must stay as they are, with their values: rows that differ in them are not stepped as one.
     """
 
     name: str
@@ -89,6 +90,7 @@ class RowOptimizer:
     row_state: tuple[float, ...]
     run: RunUpdate
     check: Callable[[Group], None] = lambda group: None
+    fixed: tuple[tuple[str, Any], ...] = ()
 
     def state_width(self, dim: int) -> int:
         """Float32 values of state in a row of `dim` weights."""
@@ -163,7 +165,8 @@ def row_optimizer_of(optimizer: torch.optim.Optimizer, group: Group) -> RowOptim
     check({**optimizer.defaults, **group})
     wider = [option for option in rows.wider if option not in check.without]
     run = partial(_run_signed, rows.run) if "maximize" in optimizer.defaults else rows.run
-    return RowOptimizer("_".join([rows.name, *wider]), rows.state + (0.0,) * len(wider), (), run, check)
+    fixed = tuple((option, _plain(group[option])) for option in rows.fixed)
+    return RowOptimizer("_".join([rows.name, *wider]), rows.state + (0.0,) * len(wider), (), run, check, fixed)
 
 
 class _TorchRows(NamedTuple):

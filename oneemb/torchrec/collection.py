@@ -46,7 +46,7 @@ from oneemb.torchrec.configs import (
     pooling_of,
 )
 from oneemb.torchrec.ops import ON_META, LooksUpJagged, know
-from oneemb.torchrec.optimizers import MakeOptimizer, options_now, row_stepper
+from oneemb.torchrec.optimizers import MakeOptimizer, options_now, row_stepper, same_optimizer
 from oneemb.torchrec.table_state import TableState, dense_rows, let_go, put_rows, write_back
 
 __all__ = [
@@ -373,8 +373,7 @@ class Collection(torch.nn.Module):
         steppers = [row_stepper(optimizer) for optimizer in optimizers]
         one = torch.nn.Parameter(torch.empty_like(weights[0]))
         rows.belongs_to([one], is_kept=is_kept)
-        kind: Callable[..., torch.optim.Optimizer] = type(steppers[0])
-        optimizer = Optimizer(kind([{**steppers[0].param_groups[0], "params": [one]}]), [rows], fused=True)
+        optimizer = Optimizer(same_optimizer(steppers[0], one), [rows], fused=True)
 
         def options() -> list[Options | None]:
             """As their optimizers have them at this step."""
@@ -623,7 +622,7 @@ def _kind_of(steppers: Sequence[torch.optim.Optimizer]) -> tuple[Any, ...] | Non
         raise ValueError("apply_optimizer_in_backward was called twice for a table, which one optimizer steps")
     stepper = row_stepper(steppers[0])
     found = row_optimizer_of(stepper, stepper.param_groups[0])
-    return type(stepper), found.name, found.weight_state, found.row_state
+    return type(stepper), found.name, found.weight_state, found.row_state, found.fixed
 
 
 def _fill(config: BaseEmbeddingConfig, weights: torch.Tensor | None) -> None:

@@ -18,7 +18,7 @@ from torchrec.optim import rowwise_adagrad
 
 from oneemb import optim
 
-__all__ = ["MakeOptimizer", "from_classes", "from_fused_params", "options_now", "row_stepper"]
+__all__ = ["MakeOptimizer", "from_classes", "from_fused_params", "options_now", "row_stepper", "same_optimizer"]
 
 MakeOptimizer = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -188,6 +188,15 @@ def row_stepper(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     else:  # A placeholder has no groups.
         parameters, options = list(optimizer._params), optimizer._kwargs  # type: ignore[attr-defined]
     return from_classes([kind], [options])(parameters)
+
+
+def same_optimizer(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+    """An optimizer of another parameter: with the class, the options and the constructor's options of `optimizer`."""
+    make: Callable[..., torch.optim.Optimizer] = type(optimizer)
+    made = make([{**optimizer.param_groups[0], "params": [parameter]}])
+    # Some options are read from here alone, as Adagrad's initial_accumulator_value is.
+    made.defaults = dict(optimizer.defaults)
+    return made
 
 
 def options_now(optimizer: torch.optim.Optimizer, stepper: torch.optim.Optimizer) -> dict[str, Any]:
