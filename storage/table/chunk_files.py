@@ -7,6 +7,8 @@ so a prefix of a chunk, which a snapshot or a scan refers to, never changes.
 Invariants:
 - a number is not used again while files of its earlier use may exist;
 - files are removed when, and only when, the last hold of the chunk is released;
+- a file is synced on the descriptor that wrote it, which stays open until then: a failure to write a file back is
+  reported to descriptors that were open at that time, but to later ones only until some process has been told;
 - a chunk whose sync has failed stays `suspect`: the system may have dropped its pages, so no new snapshot may rely on
   it.
 """
@@ -17,12 +19,14 @@ import struct
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
 from oneemb.kernels.checksum import xxh64
 from oneemb.kernels.threads import submit
+from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
 from oneemb.storage.table.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, pack_header
 from oneemb.storage.table.geometry import Geometry
@@ -46,6 +50,9 @@ EVERY_NUMBER = 1 << 62
 _RUN = struct.Struct("<3Q")
 _SUM = struct.Struct("<Q")
 _FILES_OPEN_MAX = 256
+# Chunks that are full and not synced yet, and so still open. One more, and the oldest is synced; the system has written
+# it back by then.
+_UNSYNCED_MAX = 64
 _CHUNK_NAME = re.compile(r"([0-9]{12})\.(?:rows|keys)")
 
 
@@ -117,7 +124,9 @@ class ChunkFiles:
         self._direct = direct
         self._directory_synced = True
         self._unremoved: list[str] = []
+        self._unsynced: dict[ChunkFile, None] = {}  # sealed ones, oldest first, whose files are still open
         self.files_open_max = _FILES_OPEN_MAX
+        self.unsynced_max = _UNSYNCED_MAX
         self.sync_threads = 1
         self.keep_below = 0
         """Files of chunks with a smaller number are not removed: a snapshot that cannot be read may need them."""
@@ -143,7 +152,7 @@ class ChunkFiles:
             path = keys_path
             chunk.keys_out = self._fs.create(keys_path)
         except OSError as error:
-            self.seal(chunk)
+            self._close_written(chunk)
             self._remove(rows_path)
             self._remove(keys_path)
             raise storage_error(error, "make the chunk file", path) from error
@@ -199,11 +208,14 @@ class ChunkFiles:
         self.bytes_written += chunk.nbytes - before
 
     def seal(self, chunk: ChunkFile) -> None:
-        """Close the files for appending: no run follows."""
-        for file in (chunk.rows_out, chunk.keys_out):
-            if file is not None:
-                self._close(file)
-        chunk.rows_out = chunk.keys_out = None
+        """Note that no run follows. The files are closed when they are synced."""
+        if chunk.suspect or chunk.synced_bytes == chunk.nbytes:
+            self._close_written(chunk)
+            return
+        self._unsynced[chunk] = None
+        if len(self._unsynced) > self.unsynced_max:
+            with suppress(StorageError):  # The chunk is suspect now, and the next save moves its rows.
+                self.sync(next(iter(self._unsynced)))
 
     def sync(self, chunk: ChunkFile) -> None:
         """Return when all appended runs are on the device. May run beside appends.
@@ -211,36 +223,52 @@ class ChunkFiles:
         Raises:
             StorageError: they may not be; the chunk is suspect from now on.
         """
-        assert not chunk.suspect, "another sync cannot make a suspect chunk safe"
+        if chunk.suspect:
+            raise StorageError(
+                f"{chunk.rows_path} or its keys could not be written to the device earlier, so no snapshot may rely on"
+                " them; save again: the rows go to another file"
+            )
         size = chunk.nbytes
         if chunk.synced_bytes == size:
             return
-        for path in (chunk.rows_path, chunk.keys_path):
-            try:
-                file = self._fs.open(path)
-                try:
-                    self._fs.sync(file)
-                finally:
-                    self._fs.close(file)
-            except OSError as error:
-                chunk.suspect = True
-                raise storage_error(error, "sync", path) from error
-        chunk.synced_bytes = size
+        assert chunk.rows_out is not None and chunk.keys_out is not None, "a chunk stays open until it is synced"
+        path = chunk.rows_path
+        try:
+            self._fs.sync(chunk.rows_out)
+            path = chunk.keys_path
+            self._fs.sync(chunk.keys_out)
+            chunk.synced_bytes = size
+        except OSError as error:
+            chunk.suspect = True
+            raise storage_error(error, "sync", path) from error
+        finally:
+            if chunk in self._unsynced:
+                self._close_written(chunk)
 
     def sync_all(self, chunks: Iterable[ChunkFile]) -> None:
-        """`sync` each chunk, up to `sync_threads` at a time.
+        """`sync` each chunk, up to `sync_threads` at a time. All are tried, so that all suspect ones are known.
 
         Raises:
             StorageError: as for `sync`, for one of them.
         """
         grown = [chunk for chunk in chunks if chunk.synced_bytes != chunk.nbytes]
+        failed: list[StorageError] = []
+
+        def sync(chunk: ChunkFile) -> None:
+            try:
+                self.sync(chunk)
+            except StorageError as error:
+                failed.append(error)
+
         if len(grown) < 2 or self.sync_threads == 1:
             for chunk in grown:
-                self.sync(chunk)
-            return
-        with ThreadPoolExecutor(min(len(grown), self.sync_threads), thread_name_prefix="oneemb-sync") as beside:
-            for synced in [submit(beside, self.sync, chunk) for chunk in grown]:
-                synced.result()
+                sync(chunk)
+        else:
+            with ThreadPoolExecutor(min(len(grown), self.sync_threads), thread_name_prefix="oneemb-sync") as beside:
+                for synced in [submit(beside, sync, chunk) for chunk in grown]:
+                    synced.result()
+        if failed:
+            raise failed[0]
 
     def sync_names(self) -> None:
         """Return when the names of all chunks are on the device. May run beside `create`."""
@@ -271,7 +299,10 @@ class ChunkFiles:
                 self._remove(path)
 
     def rows_file(self, chunk: ChunkFile) -> int:
-        """The rows file, open for reading. At most `files_open_max` stay open: that used least recently is closed."""
+        """The rows file, open for reading. At most `files_open_max` stay open for that: the one used least recently is
+        closed."""
+        if chunk.rows_out is not None:
+            return chunk.rows_out
         file = self._rows_file.pop(chunk, None)
         if file is None:
             file = self._fs.open(chunk.rows_path, direct=self._direct)
@@ -294,7 +325,15 @@ class ChunkFiles:
         file = self._rows_file.pop(chunk, None)
         if file is not None:
             self._close(file)
-        self.seal(chunk)
+        self._close_written(chunk)
+
+    def _close_written(self, chunk: ChunkFile) -> None:
+        """Close the descriptors that wrote the chunk."""
+        self._unsynced.pop(chunk, None)
+        for file in (chunk.rows_out, chunk.keys_out):
+            if file is not None:
+                self._close(file)
+        chunk.rows_out = chunk.keys_out = None
 
     def _close(self, file: int) -> None:
         try:

@@ -8,6 +8,9 @@ and this and every later call raise `PowerLoss`. `survivors` are the disks that 
     torn-n  of each file any of the unsynced sectors, and of each directory any of the unsynced changes of names
 
 A name, of a file or of a directory, is safe only when its directory was synced, as POSIX has it.
+
+A file that the system could not write back (`writeback_fails`) reports that as Linux does (errseq): once to each
+descriptor that was open, and to one that is opened later only if nobody has been told before.
 """
 
 import errno
@@ -31,6 +34,8 @@ class _Inode:
         self.now = bytearray(safe)
         self.safe = bytes(safe)
         self.unsynced = []  # ("write", offset, data) and ("truncate", size), in order
+        self.errors = 0  # times that the system could not write it back
+        self.told = True  # whether a sync has reported the last of them
 
     def write(self, offset, data):
         _place(self.now, offset, data)
@@ -48,6 +53,11 @@ class _Inode:
             else:
                 _place(safe, *change[1:])
         self.safe, self.unsynced = bytes(safe), []
+
+    def fail_writeback(self):
+        """Lose what is unsynced, as systems do: it stays readable, and no later sync writes it."""
+        if self.unsynced:
+            self.unsynced, self.errors, self.told = [], self.errors + 1, False
 
     def torn(self, rng):
         """The file with any of the unsynced sectors."""
@@ -79,6 +89,7 @@ class FaultyFileSystem:
         self.half = False
         self.fail = None  # a function of (call, path) that may raise OSError
         self._open = {}
+        self._errors_known = {}  # descriptor -> errors of its file of which it knows
         self._next = 3
         self._locked = {}
         self._dead = False
@@ -145,12 +156,13 @@ class FaultyFileSystem:
             try:
                 self._count("sync", path)
             except OSError:
-                inode.unsynced = []  # As systems do: the pages stay readable, and no later sync writes them.
+                inode.fail_writeback()
+                self._learns(file)
                 raise
-            inode.sync()
+            self._sync(file)
 
     def close(self, file):
-        del self._open[file]
+        del self._open[file], self._errors_known[file]
 
     def truncate(self, path, size):
         with self._guard:
@@ -189,6 +201,7 @@ class FaultyFileSystem:
     def unlock(self, lock):
         self._locked.pop(lock, None)
         self._open.pop(lock, None)
+        self._errors_known.pop(lock, None)
 
     def still_locks(self, lock, path):
         return lock in self._locked and self._open[lock][0] is self.entries.get(path)
@@ -222,6 +235,32 @@ class FaultyFileSystem:
     def power_loss(self):
         """From now on every call raises `PowerLoss`."""
         self._dead = True
+
+    def writeback_fails(self, others_ask):
+        """The system fails to write back what is unsynced, of all files; `others_ask`: another process syncs them
+        first."""
+        with self._guard:
+            for path, inode in self.entries.items():
+                if not isinstance(inode, _Directory):
+                    inode.fail_writeback()
+                    if others_ask:
+                        file = self._opened(inode, path)
+                        self._learns(file)
+                        self.close(file)
+
+    def _sync(self, file):
+        inode, path = self._open[file]
+        inode.sync()
+        if self._learns(file):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    def _learns(self, file):
+        """Whether a sync on this descriptor reports an error."""
+        inode, known = self._open[file][0], self._errors_known[file]
+        if known == inode.errors:
+            return False
+        self._errors_known[file], inode.told = inode.errors, True
+        return True
 
     def _disk(self, entries, content):
         disk = FaultyFileSystem()
@@ -266,6 +305,7 @@ class FaultyFileSystem:
     def _opened(self, inode, path):
         self._next += 1
         self._open[self._next] = inode, path
+        self._errors_known[self._next] = inode.errors if inode.told else -1
         return self._next
 
     def _rename_later(self, path, change):
