@@ -10,10 +10,12 @@ Invariants:
 - a lock is free again when its block ends, whatever line an interrupt comes at.
 """
 
+import collections
+import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 __all__ = ["StepLock", "alone", "between_steps", "in_step", "while_held"]
@@ -22,6 +24,8 @@ T = TypeVar("T")
 
 # Naps of 20 microseconds at most, in which a thread that takes a lock lets waiting ones go first.
 _NAPS_MAX = 500
+
+_ACQUIRE, _RELEASE = operator.methodcaller("acquire"), operator.methodcaller("release")
 
 
 class StepLock:
@@ -44,7 +48,7 @@ class StepLock:
 
 def alone(locks: Iterable[StepLock], call: Callable[[], T]) -> T:
     """Run `call` with these locks held; returns what it gives."""
-    return _alone(sorted(locks, key=id), call)
+    return while_held(_taking_turns(sorted(locks, key=id)), call)
 
 
 def in_step(locks: Iterable[StepLock], step: Callable[[], T]) -> T:
@@ -86,33 +90,40 @@ def between_steps(locks: Iterable[StepLock], what: str, call: Callable[[], T]) -
     return alone(locks, run)
 
 
-def _alone(locks: Sequence[StepLock], call: Callable[[], T]) -> T:
-    if not locks:
-        return call()
-    first, me = locks[0], threading.get_ident()
-    lock = first.lock
-    owned = lock._is_owned()
-    naps = 0
-    # Python's locks are not fair: a thread that takes it again and again would leave others waiting.
-    while first.waiting and not owned and naps < _NAPS_MAX:
-        time.sleep(2e-5)
-        naps += 1
+def _taking_turns(locks: Iterable[StepLock]) -> Iterator[Any]:
+    """Python's lock of each of these, when others have had their turn; the caller takes it before it asks for the next.
+
+    Python's locks are not fair: a thread that takes one again and again would leave others waiting.
+    """
+    me = threading.get_ident()
+    for one in locks:
+        lock = one.lock
+        owned = lock._is_owned()
+        naps = 0
+        while one.waiting and not owned and naps < _NAPS_MAX:
+            time.sleep(2e-5)
+            naps += 1
+        try:
+            one.waiting.add(me)
+            yield lock
+            one.waiting.discard(me)
+        finally:
+            one.waiting.discard(me)
+        if not owned:
+            one.stepping = False  # An interrupt may have ended a step before it could say so.
+
+
+def while_held(locks: Iterable[Any], call: Callable[[], T]) -> T:
+    """Run `call` with these locks held; returns what it gives.
+
+    Python looks for interrupts between its own instructions alone: in one of them `extend` takes a lock and notes it,
+    in one `deque` gives all back. Not an ExitStack: an interrupt within its own code would leave a lock taken. Nor a
+    `with` in a call for each lock: a thousand are more than Python's stack has room for.
+    """
+    held: list[Any] = []
+    giving_back = map(_RELEASE, held)
     try:
-        first.waiting.add(me)
-        # `with` on the lock itself: no interrupt can come between taking it and the block.
-        with lock:
-            first.waiting.discard(me)
-            if not owned:
-                first.stepping = False  # An interrupt may have ended a step before it could say so.
-            return _alone(locks[1:], call)
-    finally:
-        first.waiting.discard(me)
-
-
-def while_held(locks: Sequence[Any], call: Callable[[], T]) -> T:
-    """Run `call` with these locks held; returns what it gives. Not an ExitStack: an interrupt within its own code would
-    leave a lock taken."""
-    if not locks:
+        held.extend(filter(_ACQUIRE, locks))
         return call()
-    with locks[0]:
-        return while_held(locks[1:], call)
+    finally:
+        collections.deque(giving_back, 0)

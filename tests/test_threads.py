@@ -15,7 +15,8 @@ import torch
 
 import oneemb
 from oneemb.rows import export_rows as row_export
-from oneemb.storage.step_lock import StepLock, alone
+from oneemb.storage.step_lock import StepLock, alone, while_held
+from tests.support.interrupts import WAYS, count_lines, interrupted
 from tests.support.models import make_embedding
 
 STEPS = 25
@@ -169,6 +170,43 @@ def test_locks_of_several_stores_are_taken_in_one_order_and_given_back():
     thread.start()
     thread.join(60)
     assert not thread.is_alive(), "an error in the block gives the locks back"
+
+
+def test_more_locks_than_python_calls_nest_are_taken_and_given_back():
+    locks = [StepLock() for _ in range(4 * sys.getrecursionlimit())]
+
+    def held():
+        return all(lock.lock._is_owned() for lock in locks)
+
+    assert alone(locks, lambda: alone(locks[::-1], held)) and not any(lock.lock._is_owned() for lock in locks)
+    plain = [threading.Lock() for _ in range(4 * sys.getrecursionlimit())]
+    assert while_held(plain, lambda: all(lock.locked() for lock in plain))
+    assert not any(lock.locked() for lock in plain)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_interrupt_at_any_line_of_taking_locks_leaves_none_taken(way):
+    locks = [StepLock() for _ in range(3)]
+
+    def use():
+        alone(locks, lambda: while_held([threading.Lock()], lambda: 1))
+
+    for at in range(1, count_lines(use, way) + 1):
+        stopped, place = interrupted(use, at, way)
+        free = not any(lock.lock._is_owned() or lock.waiting for lock in locks)
+        assert stopped and free, place
+
+
+def test_locks_that_are_waited_for_are_given_up_where_the_wait_is_interrupted():
+    locks = sorted((StepLock() for _ in range(3)), key=id)
+    thread, go_on = held(locks[1])
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        alone(locks, lambda: None)
+    assert not any(lock.lock._is_owned() or threading.get_ident() in lock.waiting for lock in locks)
+    go_on.set()
+    thread.join()
+    assert alone(locks, lambda: 1) == 1
 
 
 def test_training_in_a_thread_goes_on_when_the_main_thread_has_ended(tmp_path):

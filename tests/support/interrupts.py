@@ -33,9 +33,10 @@ class AtLine:
         functions: names of those whose lines count; None = all.
 
     Where a `with` block ends, Python comes back to its line before it calls `__exit__`: what is raised there by a trace
-    would skip the call, which no signal and no other thread can bring about; where a `try` begins, it is in no block
-    for a moment. Those lines do not count, nor do, for what is raised, those of storage/turns.py, which decide about
-    such errors, and those of finalizers.
+    would skip the call, which no signal and no other thread can bring about; the same holds of a `finally` that is one
+    instruction, which gives locks back (storage/step_lock.py); where a `try` begins, it is in no block for a moment.
+    Those lines do not count, nor do, for what is raised, those of storage/turns.py, which decide about such errors, and
+    those of finalizers.
     """
 
     def __init__(self, at=None, way="signal", *, number=signal.SIGINT, files=PACKAGES, functions=None):
@@ -67,7 +68,7 @@ class AtLine:
             if event == "line":
                 file, line = frame.f_code.co_filename, frame.f_lineno
                 text = linecache.getline(file, line).strip()
-                if text == "try:":
+                if text == "try:" or text.startswith("collections.deque("):
                     return local
                 if text.startswith("with "):
                     if line in entered:
