@@ -18,7 +18,6 @@ import fcntl
 import os
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -179,21 +178,19 @@ def make_embedding(
     else:
         store = oneemb.make_cached_ssd_store_options(arguments.cache_mb, path, capacity=capacity)
     initializer = oneemb.make_normal_initializer(mean=0, std=0.01)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*starts empty")  # until the checkpoint is loaded
-        return oneemb.MultiTableEmbedding(
-            name="kuairand",
-            embedding_dim=arguments.dim,
-            dtype=torch.float32,
-            key_type=torch.int64,
-            tables=[oneemb.make_table(initializer)] * tables,
-            store_options=store,
-            padding_idx=PADDING,
-            seed=arguments.seed,
-            num_threads=arguments.threads,
-            process_group=process_group,
-            policy=policy,
-        )
+    return oneemb.MultiTableEmbedding(
+        name="kuairand",
+        embedding_dim=arguments.dim,
+        dtype=torch.float32,
+        key_type=torch.int64,
+        tables=[oneemb.make_table(initializer)] * tables,
+        store_options=store,
+        padding_idx=PADDING,
+        seed=arguments.seed,
+        num_threads=arguments.threads,
+        process_group=process_group,
+        policy=policy,
+    )
 
 
 # ---- training -------------------------------------------------------------------------------------------------------

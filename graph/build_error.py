@@ -2,9 +2,10 @@
 
 import linecache
 import sys
+import warnings
 from types import FrameType
 
-__all__ = ["BuildError", "user_line"]
+__all__ = ["BuildError", "user_line", "warn_user"]
 
 _NOT_THE_USERS = {"oneemb", "torch", "contextlib", "threading", "concurrent"}
 """Packages and modules through which a user's line calls ours."""
@@ -15,14 +16,30 @@ class BuildError(RuntimeError):
 
 
 def user_line() -> str:
-    """Where the user's code is, as " at file:line: code"; "" if nowhere.
+    """Where the user's code is, as " at file:line: code"; "" if nowhere."""
+    frame = _user_frame()
+    if frame is None:
+        return ""
+    filename = frame.f_code.co_filename
+    return f" at {filename}:{frame.f_lineno}: {linecache.getline(filename, frame.f_lineno).strip()}"
 
-    It is the innermost frame of this thread that is neither torch's nor ours.
-    """
+
+def warn_user(text: str) -> None:
+    """Give a UserWarning that names the line of the user's code, however many of torch's frames lie between."""
+    frame = _user_frame()
+    if frame is None:
+        warnings.warn(text, stacklevel=3)
+    else:
+        registry = frame.f_globals.setdefault("__warningregistry__", {})
+        warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry)
+
+
+def _user_frame() -> FrameType | None:
+    """The innermost frame of this thread that is neither torch's nor ours."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         package, filename = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename
         if package not in _NOT_THE_USERS and "<" not in filename:
-            return f" at {filename}:{frame.f_lineno}: {linecache.getline(filename, frame.f_lineno).strip()}"
+            return frame
         frame = frame.f_back
-    return ""
+    return None

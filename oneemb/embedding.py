@@ -18,6 +18,7 @@ import oneemb.row_step  # noqa: F401  # so that torch optimizers train rows
 from oneemb.embedding_arguments import (
     DTYPE_NAMES,
     check_arguments,
+    differences,
     initial_rows,
     policies_of,
     rank_folders,
@@ -25,6 +26,7 @@ from oneemb.embedding_arguments import (
     store_plan,
 )
 from oneemb.graph import ops
+from oneemb.graph.build_error import warn_user
 from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in
 from oneemb.graph.ranks import Ranks
@@ -115,12 +117,8 @@ class TableEmbedding(torch.nn.Module):
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._saved: tuple[SnapshotName, int] | None = None
         """The snapshot saved or loaded last, and the store's count of changes then."""
-        if starts_empty and self._speaks and (existing := self.rank_snapshots.seen()):
-            warnings.warn(
-                f"embedding {name!r} starts empty, though {', '.join(store_options.persistent_path)} holds the"
-                f" snapshots {', '.join(map(repr, existing))}; load_snapshot(name) goes on from one",
-                stacklevel=3,
-            )
+        self._may_be_empty = starts_empty
+        """Whether no lookup has asked yet whether rows begin beside snapshots; see `say_if_empty`."""
 
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
@@ -210,6 +208,8 @@ class TableEmbedding(torch.nn.Module):
             return self._look_up_on_ranks(
                 self.asked_ranks, inserts, has_gradient, ids, table_ids, offsets, per_sample_weights, pooling, columns
             )
+        if inserts and self._may_be_empty:
+            self.say_if_empty()
         is_plain = offsets is None and per_sample_weights is None and columns is None
         if not has_gradient and is_plain and pooling == "sum":
             read = ops.read_ids(
@@ -229,8 +229,14 @@ class TableEmbedding(torch.nn.Module):
 
     def _look_up_on_ranks(self, ranks: Ranks, inserts: bool, has_gradient: bool, *arguments: Any) -> torch.Tensor:
         _, _, offsets, per_sample_weights, pooling, _ = arguments
+
+        def keys() -> ops.Keys:
+            if inserts:
+                self.say_if_empty()
+            return self.keys_of(*arguments)
+
         lease = ops.look_up_on_ranks(
-            ranks, self.store, self.name, lambda: self.keys_of(*arguments), inserts=inserts,
+            ranks, self.store, self.name, keys, inserts=inserts,
             has_gradient=has_gradient, sums_bags=ops.sums_bags(offsets, per_sample_weights, pooling),
         )  # fmt: skip
         rows = ops.gather(lease, per_sample_weights, pooling)
@@ -258,6 +264,18 @@ class TableEmbedding(torch.nn.Module):
         )
         ops.check_pooling(keys, per_sample_weights, pooling)
         return keys
+
+    def say_if_empty(self) -> None:
+        """Warn, the first time, where rows are about to begin in a folder of whose snapshots none was loaded."""
+        asks, self._may_be_empty = self._may_be_empty, False
+        if not asks or self.store.changes or self._saved is not None or not self._speaks:
+            return
+        if existing := self.rank_snapshots.seen():
+            warn_user(
+                f"embedding {self.name!r} starts empty, though {', '.join(self.store_options.persistent_path)} holds"
+                f" the snapshots {', '.join(map(repr, existing))}; load_snapshot(name) goes on from one, before the"
+                " first lookup"
+            )
 
     if TYPE_CHECKING:
         __call__ = forward  # Editors see `forward` where torch.nn.Module has Callable[..., Any].
@@ -420,22 +438,20 @@ class TableEmbedding(torch.nn.Module):
                 `BrokenStoreError` until another load.
         """
         changed = self.rank_snapshots.together(f"load_snapshot {name!r}", lambda: self._load(name, weights_only))
-        if changed and self._speaks:
-            warnings.warn(
-                f"snapshot {name!r} was saved with other {' and '.join(changed)}: ids that it does not hold begin as"
-                f" embedding {self.name!r} says, not as they would have begun",
-                stacklevel=2,
+        if changed is not None and self._speaks:
+            warn_user(
+                f"snapshot {name!r} was saved with {changed[0]}, embedding {self.name!r} has {changed[1]}: ids that the"
+                " snapshot does not hold begin, and the padding reads, as the embedding says; make it as that one was"
+                " to go on as before"
             )
 
-    def _load(self, name: str, weights_only: bool = False) -> list[str]:
-        """Load, and return which of seed and tables differ from those of the embedding that saved the snapshot."""
+    def _load(self, name: str, weights_only: bool = False) -> tuple[str, str] | None:
+        """Load, and return how the embedding that saved the snapshot was made otherwise; see `differences`."""
         info, as_saved = self.rank_snapshots.load(name, weights_only=weights_only, check=self._check_tables)
-        theirs, ours = self._check_tables(info), self.description()
-        ours["tables"] = ours["tables"][: len(theirs.get("tables", ()))]  # Further tables here are no difference.
         self.drop_grads()
         snapshot: SnapshotName = {"oneemb_snapshot": name, "oneemb_identity": info.identity}
         self._saved = (snapshot, self.store.changes) if as_saved else None
-        return [key for key in ("seed", "tables") if key in theirs and _begins(theirs[key]) != _begins(ours[key])]
+        return differences(self._check_tables(info), self.description())
 
     def check_fits(self, name: str) -> None:
         """Raise StorageError unless there is a snapshot of this name whose rows fit, as `load_snapshot` does."""
@@ -922,13 +938,6 @@ class MultiTableMultiColumnEmbedding(TableEmbedding):
             name, embedding_dim, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
             num_threads, process_group, gradients_of_ranks, comm_dtype, policy,
         )  # fmt: skip
-
-
-def _begins(described: Any) -> Any:
-    """What a description says of how rows begin, in an entry: of tables all but who has their rows."""
-    if not isinstance(described, list):
-        return described
-    return [{key: value for key, value in table.items() if key != "replicate"} for table in described]
 
 
 class _RowsOf(weakref.ref):

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from oneemb.storage.tiers.stack import RemotePlan, StorePlan
 __all__ = [
     "DTYPE_NAMES",
     "check_arguments",
+    "differences",
     "initial_rows",
     "policies_of",
     "rank_folders",
@@ -117,6 +118,39 @@ def _check_range(what: str, initializer: Initializer, dtype: torch.dtype) -> Non
             f"{what} begins with weights up to {largest:g}, {dtype} holds at most {torch.finfo(dtype).max:g}; choose a"
             " narrower initializer or another dtype"
         )
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, str] | None:
+    """How two embeddings were made, as far as rows begin or read otherwise in them; None where they do not.
+
+    Args:
+        theirs: the `description` in a snapshot; {} or a part of it where another release has saved that.
+        ours: that of an embedding with as many tables or more.
+    """
+    names = [name for name in ("seed", "padding_idx", "key_type", "column_dims") if name in theirs]
+    found = [(f"{name}={theirs[name]}", f"{name}={ours[name]}") for name in names if theirs[name] != ours[name]]
+    tables, default = theirs.get("tables", []), ours["default_initializer"]
+    their_default, other = theirs.get("default_initializer", default), list[tuple[int, str, str]]()
+    if their_default != default or tables != ours["tables"][: len(tables)]:
+        pairs = [
+            (t, _begins(table, their_default), _begins(ours["tables"][t], default)) for t, table in enumerate(tables)
+        ]
+        other = [(t, begins, now) for t, begins, now in pairs if begins != now]
+    if other:
+        t, begins, now = other[0]
+        more = f" (and others in {len(other) - 1} more)" * (len(other) > 1)
+        found.append((f"{begins} in table {t}{more}", f"{now} in it"))
+    return (", ".join(one for one, _ in found), ", ".join(one for _, one in found)) if found else None
+
+
+def _begins(table: Mapping[str, Any], default: Mapping[str, Any]) -> str:
+    """How the rows of a table begin, in words, given what a description says of it."""
+    said = []
+    for column in table["columns"]:
+        its = dict(column["initializer"] or default)
+        kind = its.pop("type")
+        said.append(f"{kind}({', '.join(f'{name}={value}' for name, value in its.items())})")
+    return said[0] if len(set(said)) == 1 else f"[{', '.join(said)}]"
 
 
 def rank_folders(options: StoreOptions, ranks: Ranks | None) -> list[str]:

@@ -73,6 +73,8 @@ class LookupAhead:
     def _keys(self) -> ops.Keys:
         if self._failed:
             raise self._failed.pop()
+        if self._inserts:
+            self._embedding.say_if_empty()
         return self._embedding.keys_of(**self._arguments)
 
     def rows(self) -> torch.Tensor:

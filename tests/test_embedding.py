@@ -262,9 +262,9 @@ def test_a_row_of_the_padding_id_that_a_snapshot_brings_stays_unread(made, store
     embedding(torch.tensor([2, 5]))
     embedding.save_snapshot("s")
     embedding.close()
-    with pytest.warns(UserWarning, match="load_snapshot"):
-        other = made(store=store, padding_idx=2)
-    other.load_snapshot("s")
+    other = made(store=store, padding_idx=2)
+    with pytest.warns(UserWarning, match="padding_idx=2"):
+        other.load_snapshot("s")
     for train in (False, True):
         with torch.no_grad():
             assert other.train(train)(torch.tensor([2, 5])).any(1).tolist() == [False, True]
@@ -530,13 +530,65 @@ def test_a_new_embedding_goes_on_from_a_snapshot(made, store):
         optimizer.zero_grad()
     embedding.save_snapshot("s")
     rows = rows_of(embedding, range(5))
-    with pytest.warns(UserWarning, match="'items' starts empty, though .* holds the snapshots 's'; load_snapshot"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # A resume is what is expected.
         other = reopen(embedding)
-    assert other.stats()["rows"] == 0
-    other.load_snapshot("s")
+        assert other.stats()["rows"] == 0
+        other.load_snapshot("s")
+        other(torch.tensor([[1, 2]]))
     assert torch.equal(rows_of(other, range(5)), rows) and other.stats()["step"] == 3
     attach(other)
     other.close()
+
+
+@pytest.mark.parametrize("no_grad", [False, True])
+def test_the_first_training_lookup_beside_snapshots_says_once_that_none_was_loaded(made, no_grad):
+    embedding = made(tables=2)
+    embedding(torch.tensor([[1, 2]]))
+    embedding.save_snapshot("s")
+    other = reopen(embedding)
+    attach(other)  # so that there are rows to be read in place
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.eval()(torch.tensor([[1, 2]]))
+        other.train()
+    with torch.set_grad_enabled(not no_grad):
+        with pytest.warns(
+            UserWarning, match="'items' starts empty, though .* holds the snapshots 's'; load_sna"
+        ) as said:
+            torch.nn.Sequential(other)(torch.tensor([[1, 2]]))
+        assert len(said) == 1 and said[0].filename == __file__, "the warning names the line that looks up"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            other(torch.tensor([[3, 4]]))
+
+
+def test_a_warning_that_is_an_error_leaves_no_row(made):
+    embedding = made()
+    embedding(torch.arange(3))
+    embedding.save_snapshot("s")
+    other = reopen(embedding)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="starts empty"):
+            other(torch.arange(3))
+    other.load_snapshot("s")
+    assert other.stats()["rows"] == 3
+
+
+def test_rows_that_were_never_saved_or_were_begun_otherwise_give_no_warning(made, tmp_path):
+    embedding = made()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        embedding.save_snapshot("of no rows")
+        embedding(torch.arange(3))
+        embedding.save_snapshot("s")
+        other = reopen(embedding)
+        other.clear()  # as somebody does who wants to begin anew
+        other(torch.arange(3))
+        copy = other.copy_to(tmp_path / "copy")
+        copy(torch.arange(9))
+        copy.close()
 
 
 @pytest.mark.filterwarnings("ignore:embedding 'items' starts empty")
@@ -870,8 +922,7 @@ def test_a_second_process_on_a_path_is_refused_and_the_first_goes_on(made, tmp_p
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "ready\n"
-        with pytest.warns(UserWarning, match="'of-the-holder'"):
-            embedding = made()
+        embedding = made()
         for call in (
             lambda: embedding(torch.tensor([1])),
             lambda: attach(embedding),
@@ -930,18 +981,64 @@ def test_a_closed_embedding_says_so(made):
         embedding(torch.tensor([1]))
 
 
-def test_a_snapshot_of_another_seed_is_loaded_with_a_warning(tmp_path):
-    first = make_embedding(tmp_path, seed=1)
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        ({"seed": 1}, {"seed": 2}, "saved with seed=1, embedding 'items' has seed=2: ids"),
+        ({}, {"padding_idx": 0}, "saved with padding_idx=None, embedding 'items' has padding_idx=0: ids"),
+        (
+            {"initializer": oneemb.make_constant_initializer(0.5), "seed": 3},
+            {},
+            r"saved with seed=3, ConstantInitializer\(value=0.5\) in table 0 \(and others in 1 more\), embedding"
+            r" 'items' has seed=0, NormalInitializer\(mean=0.0, std=0.05\) in it: ids",
+        ),
+        (
+            {"default": oneemb.make_constant_initializer(0.5)},
+            {"initializer": oneemb.make_constant_initializer(1.5)},
+            r"ConstantInitializer\(value=0.5\) in table 0 .*ConstantInitializer\(value=1.5\) in it",
+        ),
+        ({"key_type": torch.int64}, {"key_type": torch.int32}, "key_type=int64, .* has key_type=int32"),
+    ],
+)
+def test_a_snapshot_whose_rows_begin_otherwise_is_loaded_with_a_warning_that_says_how(tmp_path, then, now, said):
+    def make(initializer=None, default=None, key_type=torch.int64, tables=2, **options):
+        return oneemb.MultiTableEmbedding(
+            "items", 4, torch.float32, key_type, [oneemb.make_table(initializer)] * tables,
+            oneemb.make_device_mem_store_options(tmp_path), default, **options,
+        )  # fmt: skip
+
+    first = make(**then)
+    first(torch.tensor([[1, 2]]))
+    first.save_snapshot("s")
+    first.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same = make(**then, tables=3)  # One more is no difference.
+        same.load_snapshot("s")
+        same.close()
+    second = make(**now)
+    with pytest.warns(UserWarning, match=said) as warned:
+        second.load_snapshot("s")
+    assert len(warned) == 1 and warned[0].filename == __file__, "the warning names the line that loads"
+    assert second.stats()["rows"] == 2
+    second.close()
+
+
+def test_an_initializer_that_is_written_otherwise_is_no_other_one(tmp_path):
+    def make(initializer, default):
+        return oneemb.MultiTableEmbedding(
+            "items", 4, torch.float32, torch.int64, [oneemb.make_table(initializer)],
+            oneemb.make_device_mem_store_options(tmp_path), default,
+        )  # fmt: skip
+
+    half = oneemb.make_constant_initializer(0.5)
+    first = make(None, half)
     first(torch.arange(3))
     first.save_snapshot("s")
     first.close()
-    with pytest.warns(UserWarning, match="starts empty"):
-        second = make_embedding(tmp_path, seed=2)
-    with pytest.warns(UserWarning, match="saved with other seed") as warned:
-        second.load_snapshot("s")
-    assert warned[0].filename == __file__, "the warning names the line that loads"
-    assert second.stats()["rows"] == 3
-    second.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(half, None).load_snapshot("s")
 
 
 @pytest.mark.parametrize("store", ["device", "host", "ssd"])

@@ -407,8 +407,7 @@ class Jobs(RuleBasedStateMachine):
     def load(self, reopen, data):
         name = data.draw(st.sampled_from(sorted(self.saved)))
         if reopen:
-            with pytest.warns(UserWarning, match="starts empty"):
-                self.open()
+            self.open()
         self.load_as_saved(name)
 
     def load_as_saved(self, name):
@@ -779,8 +778,7 @@ def test_by_chance_the_same_ids_get_a_row_again_and_after_a_load(tmp_path):
             if way == "loaded" and n == 3:
                 embedding.save_snapshot("three")
                 embedding.close()
-                with pytest.warns(UserWarning, match="starts empty"):
-                    embedding = make(tmp_path / way, "device", policy)
+                embedding = make(tmp_path / way, "device", policy)
                 embedding.load_snapshot("three")
             with torch.no_grad():
                 embedding(torch.arange(200 * n, 200 * n + 250))
@@ -824,8 +822,7 @@ def test_sightings_are_in_copies_and_begin_anew_where_they_were_counted_otherwis
     embedding.close()
     for n, (admit, rows) in enumerate([(AdmitAfter(2), 1), (AdmitAfter(2, sketch_width=64), 0), (None, 1)]):
         shutil.copytree(tmp_path / "first", tmp_path / str(n))
-        with pytest.warns(UserWarning, match="starts empty"):
-            other = make(tmp_path / str(n), "device", RowPolicy(admit=admit))
+        other = make(tmp_path / str(n), "device", RowPolicy(admit=admit))
         other.load_snapshot("one sighting")
         other(ids(1))
         assert other.stats()["rows"] == rows
@@ -839,8 +836,7 @@ def test_sightings_are_in_each_part_of_a_snapshot_that_was_resharded(tmp_path):
     reshard(tmp_path / "one", "all", 3, tmp_path / "three")
     reshard(tmp_path / "three", "all", 1, tmp_path / "again")
     for folder in ("three", "again"):
-        with pytest.warns(UserWarning, match="starts empty"):
-            other = make(tmp_path / folder, "device", RowPolicy(LFU(), admit=AdmitAfter(3)))
+        other = make(tmp_path / folder, "device", RowPolicy(LFU(), admit=AdmitAfter(3)))
         other.load_snapshot("all")
         other(ids(1, 2))
         assert known(other) == {(0, 1), (0, 3)}
@@ -954,15 +950,13 @@ def test_a_table_that_was_loaded_with_too_many_rows_is_brought_to_its_capacity(t
         embedding(ids(n), ids(0))
     embedding.save_snapshot("all")
     embedding.close()
-    with pytest.warns(UserWarning, match="starts empty"):
-        embedding = make(tmp_path, "device", [RowPolicy(LRU(), 20), RowPolicy()], tables=2)
+    embedding = make(tmp_path, "device", [RowPolicy(LRU(), 20), RowPolicy()], tables=2)
     embedding.load_snapshot("all")
     assert embedding.stats()["rows"] == 50
     assert embedding.evict() == {"capacity": 30} and embedding.evict() == {}
     assert known(embedding, tables=2) == {(0, n) for n in range(30, 50)}
     embedding.close()
-    with pytest.warns(UserWarning, match="starts empty"):
-        embedding = make(tmp_path, "device", RowPolicy(LRU(), 45, expire_where=lambda t, its, _: its < 10), tables=2)
+    embedding = make(tmp_path, "device", RowPolicy(LRU(), 45, expire_where=lambda t, its, _: its < 10), tables=2)
     embedding.load_snapshot("all")
     assert embedding.evict() == {"where": 10}, "fewer than fit are left then"
 
@@ -1067,8 +1061,7 @@ def test_rows_that_lack_scores_have_them_from_the_load_on(tmp_path, store):
     first.save_snapshot("plain")
     first.close()
     policy = RowPolicy(LFU(), expire_after_steps=4, sweep_steps=1)
-    with pytest.warns(UserWarning, match="starts empty"):
-        second = make(tmp_path / "rows", store, policy)
+    second = make(tmp_path / "rows", store, policy)
     second.load_snapshot("plain")
     second.save_snapshot("scored")
     second.load_snapshot("scored")
@@ -1082,8 +1075,7 @@ def test_rows_that_lack_scores_have_them_from_the_load_on(tmp_path, store):
     assert known(second) == {(0, 3)}
     second.save_snapshot("one")
     second.close()
-    with pytest.warns(UserWarning, match="starts empty"):
-        other = make(tmp_path / "rows", store, RowPolicy(LFU(half_life=3.0)))
+    other = make(tmp_path / "rows", store, RowPolicy(LFU(half_life=3.0)))
     with pytest.raises(oneemb.StorageError, match="scores of other rules than this embedding's evict="):
         other.load_snapshot("one")
 
@@ -1217,8 +1209,7 @@ def test_where_steps_begin_anew_the_rows_that_leave_are_the_same(tmp_path, how, 
     elif how in ("weights only", "no scores"):
         embedding.save_snapshot("all")
         embedding.close()
-        with pytest.warns(UserWarning, match="starts empty"):
-            embedding = make(tmp_path / "rows", store, policy, capacity=12)
+        embedding = make(tmp_path / "rows", store, policy, capacity=12)
         embedding.load_snapshot("all", weights_only=True)
     else:
         embedding = embedding.copy_to(tmp_path / "copy", weights_only=how == "copied weights")
@@ -1396,8 +1387,7 @@ def test_seconds_are_counted_while_there_is_a_job(tmp_path):
     embedding.save_snapshot("eight")
     embedding.close()
     clock.now += 1e6  # The job stands still.
-    with pytest.warns(UserWarning, match="starts empty"):
-        embedding = make(tmp_path, "device", policy)
+    embedding = make(tmp_path, "device", policy)
     embedding.load_snapshot("eight")
     optimizer = sgd(embedding)
     clock.now += 2

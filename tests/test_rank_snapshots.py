@@ -772,14 +772,16 @@ def test_clear_forgets_the_rows_of_all_ranks_and_keeps_snapshots(tmp_path, monke
 def test_the_first_rank_alone_says_that_an_embedding_starts_empty_beside_snapshots(tmp_path, monkeypatch, size):
     run(3, save, tmp_path, patch=monkeypatch)
     said = []
-    monkeypatch.setattr(warnings, "warn", lambda text, **how: said.append((threading.current_thread().name, text)))
+    monkeypatch.setattr("oneemb.embedding.warn_user", lambda text: said.append((threading.current_thread().name, text)))
     monkeypatch.setattr("oneemb.embedding.Ranks", lambda group: group)
 
     def begin(ranks):
-        oneemb.MultiTableEmbedding(
+        embedding = oneemb.MultiTableEmbedding(
             "items", DIM, torch.float32, torch.int64, [oneemb.make_table()], OPTIONS["device"](str(tmp_path)),
             process_group=ranks,
-        ).close()  # fmt: skip
+        )  # fmt: skip
+        embedding.say_if_empty()
+        embedding.close()
 
     run(size, begin, patch=monkeypatch)
     assert [name for name, _ in said] == ["rank-0" if size else "MainThread"]

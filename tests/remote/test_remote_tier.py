@@ -187,9 +187,9 @@ def test_an_embedding_begins_without_the_rows_of_an_earlier_job(tmp_path):
     rows = rows_of(first, torch.arange(10))
     first.save_snapshot("s")
     first.close()
+    again = make_embedding(tmp_path / "a", store="remote")
     with pytest.warns(UserWarning, match="starts empty"):
-        again = make_embedding(tmp_path / "a", store="remote")
-    again(torch.arange(3))
+        again(torch.arange(3))
     assert again.stats()["rows"] == 3
     again.load_snapshot("s")
     assert again.stats()["rows"] == 10 and torch.equal(rows_of(again, torch.arange(10)), rows)

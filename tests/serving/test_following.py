@@ -174,8 +174,7 @@ def test_a_snapshot_that_the_job_replaces_while_it_is_opened_gives_way_to_the_ne
 def test_a_snapshot_whose_rows_are_of_another_width_is_not_taken_over(job, call):
     served = InferenceEmbedding.open(job.folder)
     job.embedding.close()
-    with pytest.warns(UserWarning, match="starts empty"):
-        other = Job(job.folder, dim=2)
+    other = Job(job.folder, dim=2)
     other.embedding.save_snapshot("narrow")
     with pytest.raises(StorageError, match="'narrow' gives 2 weights.*'step 1', which is served, 3"):
         getattr(served, call)(*["narrow"] if call == "rollback" else [])
