@@ -18,8 +18,8 @@ from multiprocessing.util import Finalize
 from typing import Any, Literal, NamedTuple, Never, Self, cast
 
 import torch
-from torchrec.fx.tracer import is_fx_tracing
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from oneemb.eager import Optimizer
 from oneemb.embedding import MultiTableEmbedding
@@ -45,6 +45,7 @@ from oneemb.torchrec.configs import (
     later_rows,
     pooling_of,
 )
+from oneemb.torchrec.jagged import is_call_on_values
 from oneemb.torchrec.ops import ON_META, LooksUpJagged, know
 from oneemb.torchrec.optimizers import MakeOptimizer, options_now, row_stepper, same_optimizer
 from oneemb.torchrec.table_state import TableState, dense_rows, let_go, put_rows, write_back
@@ -540,9 +541,9 @@ class Collection(torch.nn.Module):
             theirs.rows.store.copy_to(own.rows.store, with_state=True)
 
     @torch.jit.unused
-    def _is_called(self) -> bool:
+    def _is_called(self, features: KeyedJaggedTensor) -> bool:
         """Whether this is a call on values; it is not where a model is traced or exported, or has none."""
-        return not (is_fx_tracing() or torch.compiler.is_exporting() or self._device.type == "meta")
+        return is_call_on_values(features) and self._device.type != "meta"
 
     def _introduce(self) -> None:
         for table in self._tables:

@@ -121,7 +121,7 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
             StoreFullError: the rows do not fit; nothing of that table's lookup was inserted.
         """
         if not torch.jit.is_scripting():
-            if self._is_called():
+            if self._is_called(features):
                 return self._keyed(self._pooled(features))
         values, offsets, weights = jagged_of(features, self._feature_names)
         parameters = [table.weight for table in self.embedding_bags.values()]  # type: ignore[operator]
@@ -297,7 +297,7 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
             JaggedTensors of float32 [ids, D], with the lengths of the feature.
         """
         if not torch.jit.is_scripting():
-            if self._is_called():
+            if self._is_called(features):
                 return self._by_name(features)
         values, offsets, _ = jagged_of(features, self._feature_names)
         parameters = [table.weight for table in self.embeddings.values()]  # type: ignore[operator]
