@@ -423,7 +423,7 @@ class Ledger:
             why, least = "nothing says which of them may leave (evict=)", known + new
             if evicts:
                 why, least = f"{in_use} of them are in use by this step and cannot leave", in_use + new
-            raise StoreFullError(
+            raise (StoreFullError.of_pins if evicts else StoreFullError)(
                 f"capacity of {where} is {limit} rows; {known} are kept, {why}, and {new} new ones were asked for; give"
                 f" a capacity of at least {least}, or use fewer ids a step"
             )
