@@ -138,7 +138,9 @@ class Ledger:
                 self._limits[t] = policy.capacity
             elif policy.capacity_mb is not None:
                 self._limits[t] = max(1, policy.capacity_mb * 2**20 // row_bytes)
-            if policy.sweep_above_mb is not None:
+            if policy.sweep_above is not None:
+                self._above_T[t] = policy.sweep_above
+            elif policy.sweep_above_mb is not None:
                 self._above_T[t] = policy.sweep_above_mb * 2**20 // row_bytes
 
     def __len__(self) -> int:
