@@ -174,7 +174,8 @@ class TableEmbedding(torch.nn.Module):
         if has_gradient and self.is_trained and _in_ddp(self.weights):
             raise RuntimeError(
                 f"embedding {self.name!r} is inside DistributedDataParallel, which would leave each rank with rows of"
-                " its own; wrap the dense modules alone, and look ids up outside of them"
+                " its own; wrap the dense modules alone, and look ids up outside of them; TorchRec's"
+                " DistributedModelParallel shards it by the sharders of oneemb.torchrec.get_default_sharders() alone"
             )
         arguments: dict[str, Any] = {
             "ids": ids, "table_ids": table_ids, "offsets": offsets, "per_sample_weights": per_sample_weights,

@@ -241,6 +241,10 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         """The tables' configs."""
         return self.configs
 
+    def embedding_configs(self) -> list[EmbeddingBagConfig]:
+        """The tables' configs, where TorchRec's managed collisions ask for them."""
+        return self.configs
+
     def is_weighted(self) -> bool:
         """Whether ids are weighted."""
         return self._is_weighted
