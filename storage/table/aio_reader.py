@@ -7,6 +7,7 @@ Invariants:
 
 import errno
 import os
+import sys
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ class AioReader:
         if failed:
             raise OSError(-failed, os.strerror(-failed))
         self._context: int | None = int(context_1[0])
+        aio_destroy(AIO_NUMBERS[1], 0)  # No context: compiled now, and not where the garbage collector closes this.
         self._process = os.getpid()
         self._iocb_MX, self._event_KX = np.zeros((2 * self.depth, 8), np.int64), np.zeros((self.depth, 4), np.int64)
         self._byte_N = np.empty(0, np.uint8)
@@ -88,6 +90,10 @@ class AioReader:
         if AIO_NUMBERS is not None and aio_destroy(AIO_NUMBERS[1], context) < 0:
             self._kept.append(self._byte_N)  # The reads were not waited for and may still write into these buffers.
 
+    def free_buffers(self) -> None:
+        """Have no buffers until the next read."""
+        self._byte_N = np.empty(0, np.uint8)
+
     def stats(self) -> dict[str, Any]:
         return {}
 
@@ -97,7 +103,8 @@ class AioReader:
         self._context = None
 
     def __del__(self) -> None:
-        if hasattr(self, "_context"):
+        # At exit the system frees contexts, in less time.
+        if hasattr(self, "_context") and not sys.is_finalizing():
             self.close()
 
 
@@ -110,22 +117,19 @@ def open_reader(io: str, fs: FileSystem, directory: str, block_bytes: int, threa
     """
     if io not in ("auto", "aio", "pread"):
         raise ValueError(f"io must be 'auto', 'aio' or 'pread', got {io!r}")
-    obstacle = "it was not asked for" if io == "pread" else _obstacle(fs, directory, block_bytes)
-    if obstacle is None:
-        try:
-            return AioReader()
-        except OSError as error:
-            obstacle = _reason(error)
+    reader = "it was not asked for" if io == "pread" else _tried(fs, directory, block_bytes)
+    if not isinstance(reader, str):
+        return reader
     if io == "aio":
         raise StorageError(
-            f"io='aio' does not work in {directory} with blocks of {block_bytes} bytes: {obstacle}; use io='auto' or "
+            f"io='aio' does not work in {directory} with blocks of {block_bytes} bytes: {reader}; use io='auto' or "
             f"io='pread', or a path on a local disk"
         )
     return PreadReader(fs, threads)
 
 
-def _obstacle(fs: FileSystem, directory: str, block_bytes: int) -> str | None:
-    """Why direct reads of such blocks by AIO do not work on files in this directory; None if they do."""
+def _tried(fs: FileSystem, directory: str, block_bytes: int) -> AioReader | str:
+    """A reader that has read such blocks of a file in this directory; or why that does not work."""
     if not fs.native or AIO_NUMBERS is None:
         return "this system has no Linux AIO"
     path = f"{directory}/probe.tmp"
@@ -149,8 +153,8 @@ def _reason(error: OSError) -> str:
     return f"{error.strerror}{limit}"
 
 
-def _probe(fs: FileSystem, file: int, block_bytes: int) -> str | None:
-    """Write a page in blocks and read each block back with an `AioReader`. Returns why that fails; None if it works."""
+def _probe(fs: FileSystem, file: int, block_bytes: int) -> AioReader | str:
+    """Write a page in blocks and read each block back with an `AioReader`. Returns it, or why that fails."""
     geometry = Geometry(block_bytes // 4, block_bytes, 64)
     blocks = _PROBE_BYTES // block_bytes
     byte_N = aligned_bytes(_PROBE_BYTES)
@@ -162,11 +166,18 @@ def _probe(fs: FileSystem, file: int, block_bytes: int) -> str | None:
     n = np.arange(blocks)
     plan = ReadPlan(geometry, n, n, n, np.ones(blocks, np.int64), np.arange(blocks + 1))
     out_UW = np.empty((blocks, geometry.row_width), np.float32)
-    reader = AioReader(depth=blocks)
+    # One that works is kept: the system takes tens of milliseconds to destroy a context.
+    reader = AioReader()
     try:
         reader.read(plan, np.full(blocks, file), n * block_bytes, sum_B, out_UW)
+        works = out_UW.tobytes() == byte_N.tobytes()
     except DamagedBlock:
-        return "it reads other bytes than were written"
-    finally:
+        works = False
+    except BaseException:
         reader.close()
-    return None if out_UW.tobytes() == byte_N.tobytes() else "it reads other bytes than were written"
+        raise
+    if not works:
+        reader.close()
+        return "it reads other bytes than were written"
+    reader.free_buffers()
+    return reader

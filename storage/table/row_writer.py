@@ -37,15 +37,11 @@ _SHARE_BYTES_MIN = 2 << 20
 
 
 class _Run:
-    """The buffer of one run, and the rows in it, which begin at block `block` of `chunk`."""
+    """The buffer of one run, made for the first row, and the rows in it, which begin at block `block` of `chunk`."""
 
     def __init__(self, geometry: Geometry, blocks: int):
         self.geometry, self.blocks_max = geometry, blocks
-        self.byte_N = aligned_bytes(blocks * geometry.block_bytes)
-        self.word_X = self.byte_N.view(np.uint64)
-        self.sum_B = np.empty(blocks, np.uint32)
-        self.table_N = np.empty(blocks * geometry.rows_per_block, np.int32)
-        self.id_N = np.empty(blocks * geometry.rows_per_block, np.int64)
+        self._make_buffer(0)
         self.rows = 0
         self.chunk: ChunkFile | None = None
         # The run's first block in its chunk, the most blocks of the chunk, and the chunk's first block in the table.
@@ -75,6 +71,8 @@ class _Run:
 
     def take(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray, threads: Threads) -> np.ndarray:
         """Copy rows in, with the checksums of the blocks that they fill; returns their places."""
+        if len(self.sum_B) == 0:
+            self._make_buffer(self.blocks_max)
         first, self.rows = self.rows, self.rows + len(id_N)
         self.table_N[first : self.rows] = table_N
         self.id_N[first : self.rows] = id_N
@@ -104,6 +102,12 @@ class _Run:
         table_N, id_N = self.table_N[: self.rows], self.id_N[: self.rows]
         self.begin = begin
         self.record_N, self.end = key_record(begin, table_N, id_N, self.sum_B[: self.blocks])
+
+    def _make_buffer(self, blocks: int) -> None:
+        byte_N, rows = aligned_bytes(blocks * self.geometry.block_bytes), blocks * self.geometry.rows_per_block
+        self.table_N, self.id_N = np.empty(rows, np.int32), np.empty(rows, np.int64)
+        # The checksums last: where memory runs out there is no buffer, and the next row asks again.
+        self.byte_N, self.word_X, self.sum_B = byte_N, byte_N.view(np.uint64), np.empty(blocks, np.uint32)
 
 
 class RowWriter:
