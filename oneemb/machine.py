@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from oneemb.rank_traffic import KeyCounts, messages_of
+from oneemb.storage.tiers.memory_limit import memory_limit
 
 __all__ = ["QUIET", "Machine", "StepCost", "measure_machine", "run_measurement", "zipf_ids"]
 
@@ -157,7 +158,7 @@ def measure_machine(path: str | None = None, *, threads: int = 1, **figures: Any
         RuntimeError: a process that measures has failed; the message is its own.
     """
     cores = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    memory = memory_limit().bytes / 2**30
     measured: dict[str, Any] = {"cores": cores, "memory_gib": round(memory, 1), "threads": threads}
     measured["fresh_gb_s"] = _in_processes(1, "_measure_fresh")
     measured["local_us"], measured["local_gb_s"] = _in_processes(2, "_measure_messages")

@@ -244,7 +244,9 @@ def make_device_mem_store_options(
     Args:
         persistent_path: folder for snapshots, made if it does not exist; or a list of folders, one for each rank.
         capacity: rows of all tables together at most; None = as many as the memory holds. Memory is taken as rows
-            come, not at once.
+            come, not at once. Rows in memory of all embeddings of a process share nine tenths of what it may use (of
+            the machine, its control groups and `ulimit`); with a capacity, memory for so many rows is reserved for
+            this embedding before the first comes, if it is there.
         size_factor: values of a row as a multiple of its weights. None = what the optimizer needs. If it is too small
             for the optimizer, attaching the optimizer is an error that says how much is needed.
         storage_dim: values of a row, an alternative to size_factor; -1 is None.

@@ -14,6 +14,7 @@ import numpy as np
 
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.tiers.growing_array import GrowingArray
 
 __all__ = ["MARKS", "LyingRows", "OwnPlaces", "SlotPlaces"]
 
@@ -26,7 +27,9 @@ class LyingRows(Protocol):
     """All rows there are, which lie still in one slab."""
 
     row_SW: np.ndarray
-    """float32 [S, W]."""
+    """float32 [S, W]; it grows where it lies."""
+    slots: int
+    """Rows that it may come to have."""
 
     @property
     def index(self) -> HashIndex:
@@ -120,9 +123,8 @@ class SlotPlaces:
 
     def __init__(self, rows: LyingRows, first: int):
         self._rows, self.first = rows, first
-        slots = len(rows.row_SW)
-        self.held_P, self.table_P = np.zeros(slots, np.bool_), np.empty(slots, np.int32)
-        self.score_P = np.empty(slots, np.uint64)
+        self._arrays = [GrowingArray(rows.slots, (), dtype) for dtype in (np.bool_, np.int32, np.uint64)]
+        self._have(len(rows.row_SW))
         for table_N, _, slot_N in rows.index.items():
             self.table_P[slot_N] = table_N
             score_N2 = np.ascontiguousarray(self.word_PX[slot_N, first : first + 2])
@@ -151,9 +153,11 @@ class SlotPlaces:
     def reserve(self, table_N: np.ndarray, id_N: np.ndarray) -> None:
         """See `OwnPlaces`."""
         self.index.reserve_keys(table_N, id_N)
+        self._have(min(len(self._rows.row_SW) + len(id_N), self._rows.slots))
 
     def add(self, table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray | None) -> np.ndarray:
         """See `OwnPlaces`; slot_N says where the rows are, None = the index does."""
+        self._have(len(self._rows.row_SW))
         place_N = self.index.find(table_N, id_N) if slot_N is None else slot_N
         self.table_P[place_N] = table_N
         return place_N
@@ -166,3 +170,9 @@ class SlotPlaces:
     def cleared(self) -> "SlotPlaces":
         """These: who has the rows clears them."""
         return self
+
+    def _have(self, slots: int) -> None:
+        """Have memory for the numbers of so many slots."""
+        for array in self._arrays:
+            array.grow(slots)
+        self.held_P, self.table_P, self.score_P = (array.array for array in self._arrays)

@@ -18,12 +18,10 @@ def snapshot() -> None:
 @snapshot.command("list")
 @click.argument("path", type=FOLDER)
 @json_option
-@click.pass_context
-def list_snapshots(ctx: click.Context, path: str, as_json: bool) -> None:
+def list_snapshots(path: str, as_json: bool) -> None:
     """List the snapshots of the table at PATH, or of the ranks that have their tables there, oldest first.
 
-    Those that cannot be read, or of which parts are missing, or what a delta goes on from, are named beside the list,
-    with the reason; then the command exits with 1.
+    Those that cannot be read, or of which parts are missing, are named beside the list, with the reason.
     """
     names, damaged, incomplete = snapshot_names([path])
     result = {"path": path, "snapshots": names, "damaged": damaged, "incomplete": incomplete}
@@ -33,8 +31,6 @@ def list_snapshots(ctx: click.Context, path: str, as_json: bool) -> None:
             click.echo(f"damaged: {name!r}: {reason}", err=True)
         for reason in incomplete.values():
             click.echo(f"incomplete: {reason}", err=True)
-    if damaged or incomplete:
-        ctx.exit(1)
 
 
 @snapshot.command("delete")
@@ -99,9 +95,8 @@ def snapshot_names(paths: Sequence[str]) -> tuple[list[str], dict[str, str], dic
         one.name if one.folder in paths else f"{os.path.basename(one.folder)}/{one.name}": one.reason
         for one in found.damaged
     }
-    incomplete, broken = {parts[0].whole.name: incomplete_text(parts) for parts in found.incomplete()}, found.broken()
-    names = [one.name for one in found.snapshots() if one.name not in broken]
-    return names, damaged, incomplete | broken
+    incomplete = {parts[0].whole.name: incomplete_text(parts) for parts in found.incomplete()}
+    return [one.name for one in found.snapshots()], damaged, incomplete
 
 
 def only_snapshot(paths: Sequence[str]) -> str:

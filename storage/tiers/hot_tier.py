@@ -18,12 +18,13 @@ The score of a row says how it was used since it came in, by the cache's policy:
 
 Invariants, beside those of hot_rows.py:
 - what a row holds never depends on where it is or was;
-- the slab's address is a multiple of the bytes of a row;
+- the slab begins at a multiple of the bytes of a row, and grows where it lies, with what is kept beside the rows;
 - one thread at a time calls a tier, except that `release` and `mark_dirty` may run beside any other call: they touch
   pinned slots only, and the pins' counts have a lock of their own.
 """
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -39,6 +40,7 @@ from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.row_store import RowStore, StorageError
 from oneemb.storage.tiers.hot_rows import BeginRows
 from oneemb.storage.tiers.limits import Counters, Limits
+from oneemb.storage.tiers.slot_arrays import SlotArrays
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["HALF_LIFE", "SLOT_OVERHEAD_BYTES", "HotTier"]
@@ -66,7 +68,7 @@ class HotTier:
     Args:
         name: what errors and statistics call this tier: "device" or "host".
         row_width: 32-bit words of a row.
-        slots: rows that fit. Memory is taken as slots are first used.
+        slots: rows that fit. Memory is taken as slots are first used, and in a resident tier address space too.
         below: the store underneath; None = nothing.
         resident: whether every row is here (see the head of this file). One with nothing below must be.
         row_limit: rows that may be known to this tier and those below together; None = no limit.
@@ -76,9 +78,10 @@ class HotTier:
         refused: writes what keys read as that get no row; None = the same.
         threads: runs the copies.
         writing: held by whoever writes rows in place; None = nobody does.
+        expected: rows to reserve memory for at once, if it is there, in a resident tier.
 
     Raises:
-        MemoryError: there is no address space for the slots.
+        StoreFullError: the system gives no address space for the slots of a cache.
     """
 
     def __init__(
@@ -96,14 +99,18 @@ class HotTier:
         refused: BeginRows | None = None,
         threads: Threads,
         writing: AbstractContextManager[Any] | None = None,
+        expected: int = 0,
     ):
         assert (resident or below is not None) and policy in ("lru", "lfu")
         self.name = name
         self.row_width = row_width
-        self.slots = slots
-        self._limits = Limits(name, slots, row_width * 4 + SLOT_OVERHEAD_BYTES, resident, row_limit)
+        slot_bytes = row_width * 4 + SLOT_OVERHEAD_BYTES
+        self._arrays = SlotArrays(name, row_width, slots, slot_bytes, resident, expected)
+        self._dirty_S, self._pin_S, self._score_S, self.row_SW = self._arrays.arrays
+        self.slots = self._arrays.most
+        have = weakref.WeakMethod(self._have_slots)
+        self._limits = Limits(name, self.slots, slot_bytes, resident, row_limit, have)
         self._counters = Counters()
-        self.row_SW = _aligned_rows(slots, row_width)
         self._below = below
         self._resident = resident
         self.lies_still = resident  # rows of a cache are evicted
@@ -112,14 +119,11 @@ class HotTier:
         self._writing = threading.Lock() if writing is None else writing
         self._index = HashIndex(threads)
         self._policy = policy
-        self._score_S = np.zeros(slots, np.float64)
-        self._pin_S = np.zeros(slots, np.int32)
         # A resident tier evicts nothing and counts pins for its statistics only: it notes them, and adds them up when
         # they are asked for. Most are taken back before, by the array they were given with.
         self._noted_pins: list[tuple[np.ndarray, int]] = []
         self._pin_lock = threading.Lock()  # a slot may be pinned for one batch while another unpins it
         self._keeps_reads = True  # whether a cache keeps rows that were read from below
-        self._dirty_S = np.zeros(slots, np.bool_)
         # Dirty bits; and in a cache, pins and scores. What is never written takes no memory.
         self._mark_bytes = 1 if resident else 13
         self._freed = np.empty(0, np.int64)  # slots given back, used again before new ones
@@ -410,6 +414,7 @@ class HotTier:
             if self._resident:
                 for table_N, id_N, row_NW in self._below.scan():
                     undisturbed.raise_interrupt()
+                    self._limits.check_fits(len(id_N), self._held())
                     self._set(self._take_slots(table_N, id_N), table_N, id_N, row_NW, dirty=False)
             self._rows = len(self._index) if self._resident else None
         except BaseException:
@@ -433,8 +438,16 @@ class HotTier:
 
     def close(self) -> None:
         self.row_SW = np.zeros((0, self.row_width), np.float32)
+        self._arrays.release()
 
     # ---- inside -----------------------------------------------------------------------------------------------
+
+    def _have_slots(self, rows: int) -> None:
+        """Have memory for so many rows in all, in a resident tier. No slot moves."""
+        if rows > len(self.row_SW):
+            self._arrays.have(rows)
+            # The slab last: whoever sees that there is another one looks at the others anew.
+            self._dirty_S, self._pin_S, self._score_S, self.row_SW = self._arrays.arrays
 
     def _bring_in(self, table_M: np.ndarray, id_M: np.ndarray) -> np.ndarray:
         """Slots for keys that are not here: rows from below, or else new ones."""
@@ -598,12 +611,3 @@ class HotTier:
         self._freed = np.empty(0, np.int64)
         self._used = self._lent = 0
         self._rows = 0
-
-
-def _aligned_rows(slots: int, row_width: int) -> np.ndarray:
-    """Zeros, float32 [S, W], whose address is a multiple of a row's bytes: rows of one width lie a whole number of rows
-    apart, whichever slabs they are in, so that one loop can reach all of them."""
-    # Zeroed lazily by the operating system: an unused slot costs no memory.
-    word_X = np.zeros((slots + 1) * row_width, np.float32)
-    begin = -word_X.ctypes.data % (row_width * 4) // 4
-    return word_X[begin : begin + slots * row_width].reshape(slots, row_width)

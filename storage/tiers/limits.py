@@ -1,6 +1,7 @@
 """What every tier in memory counts and refuses: how many rows fit, how many there may be, what calls have found."""
 
 import math
+import weakref
 from collections.abc import Sized
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,6 +23,8 @@ class Limits:
         slot_bytes: memory of one, with all that is kept beside the row.
         resident: whether all rows have to be here.
         row_limit: rows that may be known to this tier and those below together; None = no limit.
+        have_memory: the tier's method that gets memory for so many rows in all, where they are resident, or raises
+            `StoreFullError`; None = there is memory. Weak, since the tier has this.
     """
 
     name: str
@@ -29,14 +32,20 @@ class Limits:
     slot_bytes: int
     resident: bool
     row_limit: int | None
+    have_memory: "weakref.WeakMethod[Any] | None" = None
 
     def check_fits(self, more: int, held: int) -> None:
-        """Raise `StoreFullError` unless there is room for so many rows more beside those held: all there are where
-        rows are resident, else those that are pinned."""
+        """Have room for so many rows more beside those held: all there are where rows are resident, else those that
+        are pinned.
+
+        Raises:
+            StoreFullError: there is none.
+        """
         if held + more <= self.slots:
+            self._have(held + more)
             return
         how = "taken" if self.resident else "in use by this step"
-        raise (StoreFullError if self.resident else StoreFullError.of_pins)(
+        raise StoreFullError(
             f"the {self.name} tier has {self.slots} slots; {held} of them are {how} and {more} more rows were asked"
             f" for, {held + more} in all; give it at least {self.mebibytes(held + more)} MiB, or use fewer ids a step"
         )
@@ -59,7 +68,11 @@ class Limits:
         )
 
     def check_holds(self, rows: int) -> None:
-        """Raise `StoreFullError` if so many rows in all may never be known or held."""
+        """Have room for so many rows in all.
+
+        Raises:
+            StoreFullError: so many may never be known, or held.
+        """
         if self.row_limit is not None and rows > self.row_limit:
             raise StoreFullError(
                 f"capacity is {self.row_limit} rows, {rows} are to be loaded; give at least {rows}, or None"
@@ -69,6 +82,11 @@ class Limits:
                 f"the {self.name} tier has {self.slots} slots and must hold all of {rows} rows; give it at least"
                 f" {self.mebibytes(rows)} MiB"
             )
+        self._have(rows)
+
+    def _have(self, rows: int) -> None:
+        if self.resident and self.have_memory is not None and (have := self.have_memory()) is not None:
+            have(rows)
 
     def mebibytes(self, rows: int) -> int:
         """Memory for so many rows, rounded up."""

@@ -6,7 +6,6 @@ cached SSD       hot tier (cache)     [->  host tier (cache)]    ->  persistent 
 cached remote    hot tier (cache)      ->  remote tier (all rows) -> persistent table (snapshots)
 """
 
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -26,10 +25,11 @@ from oneemb.storage.row_store import RowStore, StoreFullError
 from oneemb.storage.tiers.hot_rows import HotRows, Tier
 from oneemb.storage.tiers.hot_tier import SLOT_OVERHEAD_BYTES, HotTier
 from oneemb.storage.tiers.remote_tier import RemoteTier
+from oneemb.storage.tiers.reservation import usable_bytes
 
 __all__ = ["NewRows", "RemotePlan", "StorePlan", "check_room", "make_tiers"]
 
-# Of the machine's memory, or the GPU's, what a tier without a budget may come to use.
+# Of the GPU's memory that is free, what a tier without a budget may come to use.
 _MEMORY_SHARE = 0.9
 
 
@@ -143,8 +143,8 @@ def make_tiers(
         writing: the lock that is held by whoever writes rows in place.
 
     Raises:
-        StoreFullError: the rows there are do not fit.
-        MemoryError, OutOfMemoryError: there is no memory for a tier, or for the rows there are.
+        StoreFullError: the rows there are do not fit, or there is no memory for a tier.
+        MemoryError, OutOfMemoryError: there is no memory for the rows there are.
         ValueError, StorageError: the URL names no server, or one that cannot be reached.
     """
     below, between = bottom, list[Tier]()
@@ -184,7 +184,7 @@ def _host_tier(
         name, row_width=format.row_width, slots=_host_slots(plan, format, budget_bytes), below=below,
         resident=budget_bytes is None, row_limit=row_limit, policy=plan.cache_policy, begin=begin,
         absent=None if begin is None else begin.absent, refused=None if begin is None else begin.refused,
-        threads=threads, writing=writing,
+        threads=threads, writing=writing, expected=plan.capacity or 0,
     )  # fmt: skip
 
 
@@ -225,17 +225,6 @@ def _host_slots(plan: StorePlan, format: RowFormat, budget_bytes: int | None) ->
     slot_bytes = format.row_bytes + SLOT_OVERHEAD_BYTES
     if budget_bytes is not None:
         return max(budget_bytes // slot_bytes, 1)
-    slots = int(_memory_bytes() * _MEMORY_SHARE) // slot_bytes
+    slots = usable_bytes() // slot_bytes
     # Rows that are lent are beside those that are kept.
     return max(slots if plan.capacity is None or plan.lends else min(slots, plan.capacity), 1)
-
-
-def _memory_bytes() -> int:
-    """Memory this process may use: the machine's, or what its control group allows."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with open("/sys/fs/cgroup/memory.max") as file:
-            limit = file.read().strip()
-    except OSError:
-        return total
-    return total if limit == "max" else min(total, int(limit))

@@ -15,8 +15,9 @@ from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import BrokenStoreError
 from oneemb.storage.row_store import StorageError, StoreFullError
 from oneemb.storage.table.persistent_table import PersistentTable
-from oneemb.storage.tiers import stack
+from oneemb.storage.tiers import reservation, stack
 from oneemb.storage.tiers.hot_tier import HotTier
+from oneemb.storage.tiers.memory_limit import MemoryLimit
 from oneemb.storage.tiers.stack import StorePlan
 from tests.support.keys import distinct
 from tests.support.row_store_suite import DictBottom, keys_of
@@ -234,7 +235,8 @@ def test_an_optimizer_whose_wider_rows_do_not_fit_leaves_the_rows(kind, open_sto
         store.release(store.acquire(keys(*range(begin, begin + 25)))[0])
     store.save_snapshot("users", {})
     weights = values(store, *range(500))
-    monkeypatch.setattr(stack, "_memory_bytes", lambda: 500 * 70)  # a row takes 56 bytes now, with state 88
+    # A row takes 56 bytes now, with state 88.
+    monkeypatch.setattr(reservation, "memory_limit", lambda taken: MemoryLimit(500 * 70, "the limit of the test"))
     with pytest.raises(StoreFullError, match="must hold all of 500"):
         store.attach(*ADAM)
     assert store.stats()["rows"] == 500 and store.snapshots() == ["users"]

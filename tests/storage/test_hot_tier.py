@@ -983,11 +983,12 @@ def test_rows_of_one_width_lie_a_whole_number_of_rows_apart_and_cost_no_memory_u
         before = resident_bytes()
         tiers = [
             HotTier("device", row_width=row_width, slots=slots, below=None, resident=True, threads=THREADS)
-            for slots in (1, 7, 2**29 // row_width)
+            for slots in (1, 7, 2**27 // row_width)
         ]
         taken.append(resident_bytes() - before)
     assert min(taken) < 2**26
     for tier in tiers:
+        tier.check_holds(tier.slots)
         assert tier.row_SW.shape == (tier.slots, row_width) and tier.row_SW.flags.c_contiguous
         assert tier.row_SW.ctypes.data % (row_width * 4) == 0
         tier.row_SW[-1] = 1.0  # the last slot too is the tier's own memory

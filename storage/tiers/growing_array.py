@@ -1,0 +1,160 @@
+"""Arrays that grow where they lie, so that what other threads read never moves, and take address space as they grow.
+
+Each lies at the beginning of addresses that are kept free for all that it may come to have: between 16 and 80 TiB,
+where the system puts nothing by itself. Nothing is mapped there before it is needed, so that many arrays fit under
+`ulimit -v`.
+
+Invariants:
+- an array of before `grow` is a part of the one after it, the same memory, and stays good as long as somebody has it;
+- the first row's address is a multiple of a row's bytes: rows of one width lie a whole number of rows apart, whichever
+  arrays they are in, so that one loop can reach all of them.
+"""
+
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+
+__all__ = ["GrowingArray"]
+
+_FIRST, _LAST = 1 << 44, 5 << 44
+
+# A new array gets this part of the addresses that are free at most, and less where there are many arrays.
+_SHARES_MIN = 8
+
+# Between two tries to find addresses where nobody else is.
+_STEP = 1 << 36
+
+_MAP_FIXED_NOREPLACE = 0x100000
+_MAP_NORESERVE = 0x4000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_map, _remap, _unmap = _libc.mmap, _libc.mremap, _libc.munmap
+_map.restype = _remap.restype = ctypes.c_void_p
+_map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_remap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+_unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class GrowingArray:
+    """Zeros [S, ...] of which S grows.
+
+    Args:
+        most: rows that there may come to be. There may be fewer where very many arrays share the addresses.
+        shape: of a row.
+        dtype: of the numbers.
+
+    Raises:
+        MemoryError: there is no address space.
+    """
+
+    def __init__(self, most: int, shape: tuple[int, ...], dtype: Any):
+        self._shape, self._dtype = shape, np.dtype(dtype)
+        self._row_bytes = int(np.prod(shape, dtype=np.int64)) * self._dtype.itemsize
+        self._span = _Span((most + 1) * self._row_bytes)
+        self._first = self._span.begin + -self._span.begin % self._row_bytes
+        self.most = min(most, (self._span.end - self._first) // self._row_bytes)
+        self.array = self._of(0)
+        """The rows there are."""
+
+    @property
+    def mapped(self) -> int:
+        """Bytes of address space taken."""
+        return self._span.mapped
+
+    def grow(self, rows: int) -> None:
+        """Have so many rows at least.
+
+        Raises:
+            MemoryError: the system gives no memory for them; the array is as it was.
+        """
+        if rows > len(self.array):
+            assert rows <= self.most
+            self._span.grow(self._first - self._span.begin + rows * self._row_bytes)
+            self.array = self._of(rows)
+
+    def _of(self, rows: int) -> np.ndarray:
+        memory: Any = _Memory(self._first, (rows, *self._shape), self._dtype.str, self._span)
+        return np.asarray(memory)
+
+
+class _Memory:
+    """Memory from an address on, as NumPy takes that of others; keeps what it lies in."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], typestr: str, span: "_Span"):
+        self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
+        self.span = span
+
+
+class _Span:
+    """Addresses that are kept for one array, the first of them mapped."""
+
+    def __init__(self, bytes: int):
+        self.mapped = 0
+        with _lock:
+            self.begin, self.end, self.mapped = _place(_pages(bytes))
+            _spans.add(self)
+
+    def grow(self, bytes: int) -> None:
+        """Map so many bytes at least, where the others are."""
+        size = _pages(bytes)
+        if size <= self.mapped:
+            return
+        if _remap(self.begin, self.mapped, size, 0) == _FAILED:  # in place or not at all
+            raise _no_memory(size - self.mapped)
+        self.mapped = size
+
+    # The function is kept: at exit the module's names may be gone before the last array.
+    def __del__(self, unmap: Any = _unmap) -> None:
+        if self.mapped:
+            unmap(self.begin, self.mapped)
+
+
+def _place(bytes: int) -> tuple[int, int, int]:
+    """Beginning and end of addresses for a span, as many or, where there are very many spans, fewer; and how many
+    bytes of them are mapped: a page."""
+    page, kind, access = mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE
+    taken = sorted((one.begin, one.end) for one in list(_spans))
+    free = _LAST - _FIRST - sum(end - begin for begin, end in taken)
+    size = min(bytes, free // (_SHARES_MIN + len(taken)) // page * page)
+    begin = _FIRST
+    for other_begin, other_end in [*taken, (_LAST, _LAST)]:
+        # A page between two, so that the system does not take them for one mapping.
+        while begin + size + page <= other_begin:
+            at = _map(begin, page, access, kind | _MAP_FIXED_NOREPLACE, -1, 0)
+            if at == begin:
+                return begin, begin + size, page
+            if at != _FAILED:  # Old kernels take the address for a wish.
+                _unmap(at, page)
+            begin += max(size, _STEP)  # Somebody else lies here, or the system has no such addresses.
+        begin = max(begin, other_end + page)
+    # All at once, where the system likes. What is not written takes no memory.
+    at = _map(None, bytes, access, kind | _MAP_NORESERVE, -1, 0)
+    if at == _FAILED:
+        raise _no_memory(bytes)
+    return at, at + bytes, bytes
+
+
+def _pages(bytes: int) -> int:
+    return -(-bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _no_memory(bytes: int) -> MemoryError:
+    return MemoryError(f"the system gives no {bytes} bytes more: {os.strerror(ctypes.get_errno())}")
+
+
+_spans: "weakref.WeakSet[_Span]" = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def _in_child() -> None:
+    global _lock
+    _lock = threading.Lock()  # which a thread of the parent may have held
+
+
+os.register_at_fork(after_in_child=_in_child)
