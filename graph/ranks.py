@@ -246,7 +246,7 @@ class Ranks:
             What `make` raises.
         """
         failed: list[BaseException] = []  # Not the error itself: its traceback holds this frame.
-        sent = torch.empty(0, dtype=torch.uint8)
+        sent = torch.empty(0, dtype=torch.uint8, device="cpu")
         sent_R = [0] * self.size
         try:
             blocks = make()
@@ -291,8 +291,8 @@ class Ranks:
         except BaseException as error:
             failed.append(error)
             sent = like.new_zeros(sum(going), like.shape[1])
-        header = torch.zeros(heads, like.shape[1] * like.element_size(), dtype=torch.uint8)
-        header.view(-1)[:_HEADER] = torch.tensor([self._code(what), bool(failed)]).view(torch.uint8)
+        header = torch.zeros(heads, like.shape[1] * like.element_size(), dtype=torch.uint8, device="cpu")
+        header.view(-1)[:_HEADER] = torch.tensor([self._code(what), bool(failed)], device="cpu").view(torch.uint8)
         sent.view(torch.uint8)[self._heads_of(going, heads)] = header.to(sent.device)
         received = like.new_empty((sum(coming), like.shape[1]), device=self._device)
         with self._exchanging(what):
@@ -309,13 +309,13 @@ class Ranks:
 
     def behind_heads(self, count_R: Sequence[int], heads: int) -> torch.Tensor:
         """Where rows of the ranks are, so many of each, if each rank's are behind heads: int64 [sum]."""
-        return torch.arange(sum(count_R)) + heads * (1 + torch.arange(self.size)).repeat_interleave(
-            torch.tensor(count_R)
-        )
+        return torch.arange(sum(count_R), device="cpu") + heads * (
+            1 + torch.arange(self.size, device="cpu")
+        ).repeat_interleave(torch.tensor(count_R, device="cpu"))
 
     def _heads_of(self, size_R: Sequence[int], heads: int) -> torch.Tensor:
-        begin_R = torch.tensor([0, *size_R[:-1]]).cumsum(0)
-        return begin_R[:, None] + torch.arange(heads)
+        begin_R = torch.tensor([0, *size_R[:-1]], device="cpu").cumsum(0)
+        return begin_R[:, None] + torch.arange(heads, device="cpu")
 
     def swap(self, sent: torch.Tensor, sent_R: Sequence[int], received_R: Sequence[int]) -> torch.Tensor:
         """Gradients of rows from the ranks for those to them, within `whole_exchange`, once an exchange has said how
@@ -481,7 +481,7 @@ class Ranks:
     def _words(self, what: str, failure: BaseException | None) -> torch.Tensor:
         """What this rank says when ranks raise, uint8 [_WORDS]."""
         said = None if failure is None else _said_of(failure)
-        words_N = torch.zeros(_WORDS, dtype=torch.uint8)
+        words_N = torch.zeros(_WORDS, dtype=torch.uint8, device="cpu")
         said_bytes = b""
         for length in (_WORDS // 5, _WORDS // 20):  # characters of each, which may take four bytes
             texts = (what, said, self.name, self.made)
@@ -517,13 +517,13 @@ class Ranks:
         what = f"add {len(values)} norms of gradients"
         with self._exchanging(what):
             self._headers(what, [], [0] * self.size)
-            return self._all_gather(torch.tensor(values, dtype=torch.float64))
+            return self._all_gather(torch.tensor(values, dtype=torch.float64, device="cpu"))
 
     def _gather(self, pickled: bytes) -> list[Any]:
         """What each rank has pickled: before its header, since the others would wait for one that fails at it."""
         mine = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
-        sizes = [int(size) for size in self._all_gather(torch.tensor([len(mine)]))]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        sizes = [int(size) for size in self._all_gather(torch.tensor([len(mine)], device="cpu"))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: len(mine)] = mine
         of_all = self._all_gather(padded)
         return [pickle.loads(its[:size].numpy().tobytes()) for its, size in zip(of_all, sizes, strict=True)]

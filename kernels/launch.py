@@ -101,7 +101,7 @@ class Gpu:
         name = str(tensor.dtype)
         buffer = getattr(self._buffers, name, None)
         if buffer is None or len(buffer) < tensor.numel():
-            buffer = torch.empty(max(64, tensor.numel()), dtype=tensor.dtype, pin_memory=True)
+            buffer = torch.empty(max(64, tensor.numel()), dtype=tensor.dtype, pin_memory=True, device="cpu")
             setattr(self._buffers, name, buffer)  # one for each thread, so that no other writes it meanwhile
         found = buffer[: tensor.numel()].copy_(tensor.reshape(-1), non_blocking=True)
         torch.cuda.current_stream(self.device).record_event().synchronize()

@@ -64,7 +64,9 @@ class Optimizer(torch.optim.Optimizer):
         fused: bool = False,
     ):
         self._inner: torch.optim.Optimizer | None = None
-        super().__init__([torch.empty(0)], {})  # whose groups and state nobody sees: see below
+        super().__init__(
+            [torch.empty(0, dtype=torch.float32, device="cpu")], {}
+        )  # whose groups and state nobody sees: see below
         self._inner = optimizer
         self.steps_rows_itself = True
         groups: dict[TrainedRows, tuple[int, ...]] = {}

@@ -107,7 +107,7 @@ class TableEmbedding(torch.nn.Module):
         )
         """The snapshots that the ranks have together."""
         self._row_calls = RowCalls(name, self.store, self.ranks, key_type, self.num_tables)
-        self.weight = torch.nn.Parameter(torch.empty(0, self.embedding_dim))
+        self.weight = torch.nn.Parameter(torch.empty(0, self.embedding_dim, dtype=torch.float32, device="cpu"))
         """Stands for all rows in parameter lists, [0, D]: it holds none. Its gradient is a `RowGrad`."""
         self._stands_for(self.weight)
         self._weights_of_another: tuple[torch.nn.Parameter, ...] | None = None

@@ -343,7 +343,7 @@ def _measure_fresh() -> float:
     import numpy as np
     import torch
 
-    spent = _seconds([lambda: torch.zeros(_FRESH_BYTES, dtype=torch.uint8).fill_(1)] * 10)
+    spent = _seconds([lambda: torch.zeros(_FRESH_BYTES, dtype=torch.uint8, device="cpu").fill_(1)] * 10)
     return _FRESH_BYTES / float(np.quantile(spent, QUIET)) / 1e9
 
 
@@ -359,8 +359,8 @@ def _measure_messages() -> list[float]:
     ranks = Ranks(distributed.group.WORLD)
 
     def exchange(size: int) -> None:
-        like, sent_R = torch.empty(0, 1, dtype=torch.uint8), [size] * ranks.size
-        sent = torch.zeros((size + ranks.heads(like)) * ranks.size, 1, dtype=torch.uint8)
+        like, sent_R = torch.empty(0, 1, dtype=torch.uint8, device="cpu"), [size] * ranks.size
+        sent = torch.zeros((size + ranks.heads(like)) * ranks.size, 1, dtype=torch.uint8, device="cpu")
         ranks.answer("measure", lambda: sent, like, sent_R, sent_R)
 
     def seconds(size: int, calls: int) -> float:

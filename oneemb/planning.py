@@ -483,7 +483,7 @@ def _state_width(optimizer: Any, dim: int) -> int:
     try:
         if cls is None:
             raise TypeError
-        made = cls([torch.nn.Parameter(torch.empty(0, dim))], lr=0.01)
+        made = cls([torch.nn.Parameter(torch.empty(0, dim, dtype=torch.float32, device="cpu"))], lr=0.01)
         return row_optimizer_of(made, made.param_groups[0]).state_width(dim)
     except TypeError:
         raise ValueError(

@@ -246,6 +246,34 @@ def test_every_file_call_of_the_persistent_table_goes_through_the_file_system():
 # ---- the Pythons it runs on ------------------------------------------------------------------------------------------
 
 
+# Tensors that torch makes on the default device, and those whose dtype is the default one unless it is said.
+MAKE = set("empty zeros ones full tensor as_tensor asarray arange linspace eye rand randn randint randperm".split())
+MAKE_FLOATS = set("empty zeros ones full linspace eye rand randn".split())
+
+
+def by_default(text):
+    """Calls that make a tensor of whatever dtype or on whatever device is torch's default when they run."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            named, of = {keyword.arg for keyword in node.keywords}, ast.unparse(node.func.value)
+            name, call = node.func.attr, ast.unparse(node)
+            floats = name in MAKE_FLOATS or name in MAKE and re.search(r"\bfloat\(|\d\.\d", call)
+            if of == "torch" and name in MAKE and ("device" not in named or floats and "dtype" not in named):
+                yield call
+
+
+def test_no_tensor_follows_the_default_dtype_or_device_of_torch():
+    found = {str(path): calls for path in sources(*PACKAGES) if (calls := list(by_default(path.read_text())))}
+    assert not found, "say dtype= and device=: users set torch's defaults"
+
+
+def test_a_tensor_that_follows_the_defaults_of_torch_is_found():
+    assert list(by_default("torch.empty(3, device=x)\ntorch.tensor([1])\ntorch.tensor(0.5, device=x)")) == [
+        "torch.empty(3, device=x)", "torch.tensor([1])", "torch.tensor(0.5, device=x)",
+    ]  # fmt: skip
+    assert not list(by_default("torch.empty(3, dtype=d, device=x)\ntorch.tensor([1], device=x)\nnp.empty(3)"))
+
+
 def minors(text):
     """What stands behind the dot of every 3.x."""
     return [int(minor) for minor in re.findall(r"3\.(\d+)", text)]

@@ -168,7 +168,9 @@ def _what(lookup: AnnouncedLookup) -> str:
 
 
 def _no_keys(store: EmbeddingStore) -> Keys:
-    return keys_of_ranks(store, torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64))
+    return keys_of_ranks(
+        store, torch.empty(0, dtype=torch.int32, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu")
+    )
 
 
 def _of_some(routed: Routed, told: Sequence[int], rank: int) -> Routed:
@@ -217,7 +219,10 @@ class Announcement:
         its = [asking_for(store, ranks, keys, sums_bags=sums) for _, ranks, store, _, keys, sums in lookups]
         counts_R = [[count for _, asking in its for count in asking.counts(r)] for r in range(ranks.size)]
         blocks = [
-            [torch.tensor([_code(lookups), *counts]), *(tensor for _, asking in its for tensor in asking.tensors(r))]
+            [
+                torch.tensor([_code(lookups), *counts], device="cpu"),
+                *(tensor for _, asking in its for tensor in asking.tensors(r)),
+            ]
             for r, counts in enumerate(counts_R)
         ]
         self._ranks = None

@@ -74,7 +74,9 @@ class Parts:
     @classmethod
     def of_each(cls, keys: int) -> Self:
         """Each key by itself."""
-        return cls(torch.arange(keys, dtype=torch.int32), torch.ones(keys, dtype=torch.int32))
+        return cls(
+            torch.arange(keys, dtype=torch.int32, device="cpu"), torch.ones(keys, dtype=torch.int32, device="cpu")
+        )
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class RowGrads:
 
 def nowhere(loops: Loops, rows: int) -> Array:
     """The slots of rows that are not pinned: -1, int64 [U]."""
-    return loops.array(torch.full((rows,), -1, device=loops.device))
+    return loops.array(torch.full((rows,), -1, device=loops.device, dtype=torch.int64))
 
 
 def join_grads(parts: Sequence[RowGrads]) -> RowGrads | None:

@@ -685,7 +685,7 @@ def read_ids(
     table_N, id_N, check = batch_ids.tables_and_ids(ids, table_ids, num_tables, loops)
     if check is not None:
         check()
-    out = torch.empty(*ids.shape, store.format.dim, dtype=DTYPES[store.format.dtype])
+    out = torch.empty(*ids.shape, store.format.dim, dtype=DTYPES[store.format.dtype], device="cpu")
     out_ND = loops.array(out.view(-1, store.format.dim))
     with store.turns:  # Nothing is pinned: the rows must be there until they are read.
         slot_N = store.slots_of(table_N, id_N)

@@ -331,7 +331,7 @@ def _read(merged: MergedRows, read: Sequence[int], leases: Sequence[Lease]) -> l
     weight_SX, inverse_N = store.weight_SX, keys.unique.inverse_N
     end_P = list(itertools.accumulate(part.keys.shape.numel() for part in parts))
     begin_P = [0, *end_P[:-1]]
-    all_ND = torch.empty(end_P[-1], dim, dtype=dtype)
+    all_ND = torch.empty(end_P[-1], dim, dtype=dtype, device="cpu")
     row_ND = loops.array(all_ND)
     first = 0
     # Lookups that lie side by side and are read in the same way are one launch.
@@ -355,7 +355,7 @@ def _read(merged: MergedRows, read: Sequence[int], leases: Sequence[Lease]) -> l
                 loops.pool(rows, bags, scale_N, row_ND[first:end])
         first = end
     return [
-        torch.empty(0, dtype=dtype).set_(all_ND.untyped_storage(), begin * dim, (*part.keys.shape, dim))  # type: ignore[call-overload]
+        torch.empty(0, dtype=dtype, device="cpu").set_(all_ND.untyped_storage(), begin * dim, (*part.keys.shape, dim))  # type: ignore[call-overload]
         for part, begin in zip(parts, begin_P, strict=True)
     ]
 

@@ -106,14 +106,14 @@ class RowGrad(torch.Tensor):
         """The tables, int32 [U], and ids, int64 [U], of the rows that have a gradient."""
         grads, loops = self.reduce(), self.store.loops
         if grads is None:
-            return torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int32, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu")
         return loops.tensor(grads.table_U), loops.tensor(grads.id_U)
 
     def row_values(self) -> torch.Tensor:
         """Their gradients, float32 [U, D]."""
         grads = self.reduce()
         if grads is None:
-            return torch.empty(0, self.shape[1], device=self.device)
+            return torch.empty(0, self.shape[1], device=self.device, dtype=torch.float32)
         return self.store.loops.tensor(grads.grad_UD)
 
     def acquire(self) -> RowGrads | None:

@@ -37,5 +37,7 @@ def update_scale(scaler: torch.amp.GradScaler, go: bool) -> None:
     states = scaler._per_optimizer_states
     for state in states.values():
         # One answer for the whole step: one optimizer's gradients may have overflowed, or there are none.
-        state["found_inf_per_device"] = {torch.device("cpu"): torch.full((), 0.0 if go else 1.0)}
+        state["found_inf_per_device"] = {
+            torch.device("cpu"): torch.full((), 0.0 if go else 1.0, dtype=torch.float32, device="cpu")
+        }
     scaler.update()

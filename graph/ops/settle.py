@@ -215,7 +215,10 @@ def shuffle_grads(
             counts_R = [(max(0, keys), *more) for keys, *more in counts_R]
             asked = asked_by(store, ranks, received, counts_R, uses=store.kept is not None)
             if left is None:
-                rows_R, grad_ND = [0] * ranks.size, torch.empty(0, store.format.dim, device=store.loops.device)
+                rows_R, grad_ND = (
+                    [0] * ranks.size,
+                    torch.empty(0, store.format.dim, device=store.loops.device, dtype=torch.float32),
+                )
             else:
                 rows_R, grad_ND = left.rows_R, left.grad_ND
             brought.append((asked, ranks.swap(grad_ND.to(its.comm_dtype), rows_R, asked.answers_R)))
@@ -239,13 +242,13 @@ def _block(sent: Sequence[Left | None], r: int) -> list[torch.Tensor]:
             counts += counts_of(left.id_R[r], left.parts_R[r])
             keys += tensors_of(left.id_R[r], left.table_R[r], left.parts_R[r])
             keys += [] if left.uses_R is None else [left.uses_R[r]]
-    return [torch.tensor(counts), *keys]
+    return [torch.tensor(counts, device="cpu"), *keys]
 
 
 def _owned(asked: Asked, grad_ND: torch.Tensor, scale: float) -> tuple[Lease, RowGrads]:
     keys, store = asked.keys_behind(0), asked.store
     loops, ids = store.loops, len(keys.unique.inverse_N)
-    scale_N = None if scale == 1.0 else loops.array(torch.full((ids,), scale, device=loops.device))
+    scale_N = None if scale == 1.0 else loops.array(torch.full((ids,), scale, device=loops.device, dtype=torch.float32))
     segments = loops.segments(keys.unique, keys.bags, loops.array(grad_ND.float().to(loops.device)), scale_N)
     lease = Lease(store, keys)
     table_U, id_U = keys.unique.table_U, keys.unique.id_U

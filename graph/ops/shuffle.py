@@ -86,7 +86,7 @@ class Asked:
             of_answer_N = inverse_N.new_full((answers,), -1)
             of_answer_N[at_A.to(loops.device)] = inverse_N
         else:
-            size_A = torch.zeros(answers, dtype=torch.int64)
+            size_A = torch.zeros(answers, dtype=torch.int64, device="cpu")
             key_R, size_R = zip(*self._explicit_parts(), strict=True)
             size_A[at_A] = torch.cat(size_R).long()
             of_answer_N = inverse_N[torch.cat(key_R).to(loops.device)]
@@ -190,7 +190,7 @@ def shuffle_keys(
     def blocks() -> list[list[torch.Tensor]]:
         keys, asking = asking_for(store, ranks, make(), sums_bags=sums_bags)
         made.append((keys, asking))
-        return [[torch.tensor(asking.counts(r)), *asking.tensors(r)] for r in range(ranks.size)]
+        return [[torch.tensor(asking.counts(r), device="cpu"), *asking.tensors(r)] for r in range(ranks.size)]
 
     received = ranks.exchange(what, blocks)
     counts_R = [block.take(COUNTS, torch.int64).tolist() for block in received]

@@ -266,7 +266,9 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
         t = self._dynamic.index(table_name)
         its = [batch[:2] for batch in self._storage.export_keys_values(device, batch_size, t)]
         if not its:
-            return torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, 0, device=device)
+            return torch.empty(0, dtype=torch.int64, device=device), torch.empty(
+                0, 0, device=device, dtype=torch.float32
+            )
         keys, values = zip(*its, strict=True)
         return torch.cat(keys), torch.cat(values)
 

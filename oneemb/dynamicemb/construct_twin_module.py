@@ -90,14 +90,19 @@ class ConstructTwinModule:
         its = {name: (tables, t) for tables in get_dynamic_emb_module(self.dynamicemb_model)
                for t, name in enumerate(tables.table_names)}  # fmt: skip
         for begin in range(0, max(self._sizes), self._batch_size):
-            ids_F = [torch.arange(min(begin, size), min(begin + self._batch_size, size)) for size in self._sizes]
+            ids_F = [
+                torch.arange(min(begin, size), min(begin + self._batch_size, size), device="cpu")
+                for size in self._sizes
+            ]
             rows_F = self._rows_of(ids_F)
             for f, (ids, rows) in enumerate(zip(ids_F, rows_F, strict=True)):
                 tables, t = its[f"t_{f}"]
-                state = torch.full((len(ids), tables.tables.value_dim(t) - rows.shape[1]), 0.0)
+                state = torch.full(
+                    (len(ids), tables.tables.value_dim(t) - rows.shape[1]), 0.0, dtype=torch.float32, device="cpu"
+                )
                 state += tables.tables.init_optimizer_state()
-                table_ids = torch.full((len(ids),), t)
-                for few in torch.arange(len(ids)).split(1 << 14):
+                table_ids = torch.full((len(ids),), t, dtype=torch.int64, device="cpu")
+                for few in torch.arange(len(ids), device="cpu").split(1 << 14):
                     tables.tables.insert(ids[few], table_ids[few], torch.cat([rows[few], state[few]], 1))
         optimizer: Any = self.torchrec_model.fused_optimizer
         if hasattr(optimizer, "set_optimizer_step"):  # TorchRec's tables count lookups as steps.
@@ -130,7 +135,9 @@ class ConstructTwinModule:
         # Bags of one id: pooled tables give rows, too. All features have as many; those beyond are of id 0.
         samples = max(len(ids) for ids in ids_F)
         values = torch.cat([torch.nn.functional.pad(ids, (0, samples - len(ids))) for ids in ids_F])
-        batch = KeyedJaggedTensor(self._features, values, lengths=torch.ones(len(values), dtype=torch.int64))
+        batch = KeyedJaggedTensor(
+            self._features, values, lengths=torch.ones(len(values), dtype=torch.int64, device="cpu")
+        )
         with torch.no_grad():
             found = self.torchrec_model(batch.to(self._device))
             if self._pools:

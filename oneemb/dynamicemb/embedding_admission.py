@@ -80,7 +80,10 @@ class MultiTableKVCounter(Counter):
 
     def lookup(self, keys: torch.Tensor, table_ids: torch.Tensor, score: Any = None) -> tuple[torch.Tensor, ...]:
         """Counts int64 [N], 0 of ids that are not counted; which are, bool [N]; and their places, -1 of others."""
-        counts, founds = torch.zeros(len(keys), dtype=torch.int64), torch.zeros(len(keys), dtype=torch.bool)
+        counts, founds = (
+            torch.zeros(len(keys), dtype=torch.int64, device="cpu"),
+            torch.zeros(len(keys), dtype=torch.bool, device="cpu"),
+        )
         for t in table_ids.unique().tolist():
             of_table = (table_ids == t).nonzero().view(-1).cpu()
             its = keys[of_table].cpu().numpy()
@@ -92,7 +95,7 @@ class MultiTableKVCounter(Counter):
                 found = id_N[order_N[at_N]] == its
                 counts[of_table] = torch.from_numpy(np.where(found, count_N[order_N[at_N]], 0))
             founds[of_table] = torch.from_numpy(found)
-        places = torch.where(founds, torch.arange(len(keys)), -1)
+        places = torch.where(founds, torch.arange(len(keys), device="cpu"), -1)
         return counts.to(keys.device), founds.to(keys.device), places.to(keys.device)
 
     def add(self, keys: torch.Tensor, table_ids: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:

@@ -168,7 +168,7 @@ class TableDumps:
         def send() -> list[list[torch.Tensor]]:
             rank_N = rank_of(own[0])
             of_rank = [[torch.from_numpy(array[rank_N == r]) for array in own] for r in range(self._tables.calls.size)]
-            return [[torch.tensor([len(its[0])]), *its] for its in of_rank]
+            return [[torch.tensor([len(its[0])], device="cpu"), *its] for its in of_rank]
 
         ids, counts = [], []
         for block in self._tables.calls.exchange(what, send):

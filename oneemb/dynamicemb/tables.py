@@ -228,7 +228,7 @@ class DynamicTables:
                 take(pending.pop())
             rows = next(own, None)
             if rows is None:
-                return [[torch.tensor([-1])]] * self.calls.size
+                return [[torch.tensor([-1], device="cpu")]] * self.calls.size
             rank_N = rank_of(rows.key_N)
             return [_packed(rows, np.flatnonzero(rank_N == r)) for r in range(self.calls.size)]
 
@@ -313,7 +313,11 @@ def _packed(rows: DumpRows, its: np.ndarray) -> list[torch.Tensor]:
     assert rows.score_NS is not None and rows.state_NZ is not None
     arrays = rows.key_N[its], rows.value_ND[its], rows.score_NS[its], rows.state_NZ[its]
     widths = [1, *(array.shape[1] for array in arrays[1:])]
-    return [torch.tensor([len(its)]), torch.tensor(widths), *(torch.from_numpy(array.copy()) for array in arrays)]
+    return [
+        torch.tensor([len(its)], device="cpu"),
+        torch.tensor(widths, device="cpu"),
+        *(torch.from_numpy(array.copy()) for array in arrays),
+    ]
 
 
 def _unpacked(block: Received, count: int) -> DumpRows:

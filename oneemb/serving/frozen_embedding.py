@@ -94,12 +94,12 @@ class FrozenEmbedding(torch.nn.Module):
         offsets, count = offsets.long(), offsets.shape[0] - 1
         bag_N = self._bags_of(ids, offsets)
         if columns is not None:
-            columns_C = torch.tensor(list(columns))
+            columns_C = torch.tensor(list(columns), device=ids.device)
             table_P = columns_C.unsqueeze(1).expand(len(columns), count // len(columns)).reshape(-1)
         elif table_ids is not None:
             table_P = self._in_range(table_ids.long()).expand(count)
         else:
-            table_P = torch.arange(count) % self.num_tables
+            table_P = torch.arange(count, device=ids.device) % self.num_tables
         rows = self.lookup(table_P.index_select(0, bag_N), self._wide(ids))
         if per_sample_weights is not None:
             if self.padding_idx is not None:  # whose scale may be infinite
@@ -116,7 +116,7 @@ class FrozenEmbedding(torch.nn.Module):
 
     def _bags_of(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """The bag of each id, int64 [N]; one beyond the last where offsets are wrong."""
-        bag_N = torch.searchsorted(offsets[1:].contiguous(), torch.arange(ids.shape[0]), right=True)
+        bag_N = torch.searchsorted(offsets[1:].contiguous(), torch.arange(ids.shape[0], device=ids.device), right=True)
         rises = (offsets[1:] >= offsets[:-1]).all()
         # A number of ids would be fixed by an exporter that compares it with a tensor.
         right = rises & (offsets[0] == 0) & (offsets[-1] == torch.ones_like(ids, dtype=torch.int64).sum())
@@ -139,7 +139,7 @@ class FrozenEmbedding(torch.nn.Module):
             offsets = self._without_padding(ids, offsets)
         # The ids of the bags are those of `rows` in their order, and each is a row by itself.
         return torch.nn.functional.embedding_bag(
-            torch.arange(rows.shape[0]), rows, offsets, mode=mode, include_last_offset=True
+            torch.arange(rows.shape[0], device=ids.device), rows, offsets, mode=mode, include_last_offset=True
         )
 
     def _check_bags(

@@ -25,7 +25,7 @@ def constants_of(initial: InitialRows | None, num_tables: int, dim: int, trained
         initial: None = with zeros.
     """
     if initial is None:
-        return torch.zeros(num_tables, dim)
+        return torch.zeros(num_tables, dim, dtype=torch.float32, device="cpu")
     if (initial.kind_TC != CONSTANT).any():
         return None
     value_TD = np.repeat(initial.param_TC4[:, :, 0], np.diff(initial.end_C, prepend=0), axis=1)
@@ -74,7 +74,7 @@ def _keys_of(seed: int) -> torch.Tensor:
     first = [seed & _LOW, seed >> 32]
     return torch.tensor([
         [(key + step * round) & _LOW for key, step in zip(first, _KEY_STEPS, strict=True)] for round in range(10)
-    ]).reshape(10, 2, 1, 1)  # fmt: skip
+    ], device="cpu").reshape(10, 2, 1, 1)  # fmt: skip
 
 
 class InitialValues(torch.nn.Module):
@@ -112,11 +112,11 @@ class InitialValues(torch.nn.Module):
         self.register_buffer("kind_TC", torch.from_numpy(initial.kind_TC.copy()))
         self.register_buffer("param_TC4", torch.from_numpy(initial.param_TC4.copy()))
         widths = torch.from_numpy(np.diff(initial.end_C, prepend=0))
-        self.register_buffer("column_D", torch.arange(len(widths)).repeat_interleave(widths))
-        self.register_buffer("block_K", torch.arange(-(-dim // 4)))
+        self.register_buffer("column_D", torch.arange(len(widths), device="cpu").repeat_interleave(widths))
+        self.register_buffer("block_K", torch.arange(-(-dim // 4), device="cpu"))
         self.register_buffer("key_R2", _keys_of(initial.seed))
-        self.register_buffer("by_2", torch.tensor(_MULTIPLIERS).reshape(2, 1, 1))
-        factors = torch.tensor(_FACTORS, dtype=torch.float64)
+        self.register_buffer("by_2", torch.tensor(_MULTIPLIERS, device="cpu").reshape(2, 1, 1))
+        factors = torch.tensor(_FACTORS, dtype=torch.float64, device="cpu")
         self.register_buffer("factor_832", factors.permute(2, 0, 1).reshape(8, 3, 2, 1, 1).contiguous())
 
     def forward(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:

@@ -65,8 +65,10 @@ def _rows_of(file: ServedFile, place_S: np.ndarray) -> tuple[torch.Tensor, torch
     bits = QUANTIZED.get(info.weights, 0)
     width = {0: info.dim, 8: info.dim, 4: (info.dim + 1) // 2}[bits]
     dtype = torch.uint8 if bits else TRAINED[info.weights]
-    rows = torch.empty(len(place_S), width, dtype=dtype)
-    scale_S2 = torch.empty(len(place_S) if bits else 0, 2, dtype=torch.float16 if bits == 4 else torch.float32)
+    rows = torch.empty(len(place_S), width, dtype=dtype, device="cpu")
+    scale_S2 = torch.empty(
+        len(place_S) if bits else 0, 2, dtype=torch.float16 if bits == 4 else torch.float32, device="cpu"
+    )
     out_SX = rows.view(BITS.get(dtype, dtype)).numpy()
     scale_SB = scale_S2.view(torch.uint8).numpy()
     for begin in range(0, len(place_S), _ROWS):
@@ -112,7 +114,9 @@ class FrozenRows(torch.nn.Module):
         self.register_buffer("scale_S2", scale_S2)
         constants = constants_of(initial, self.num_tables, dim, trained)
         self.draws = constants is None
-        self.register_buffer("begin_TD", torch.empty(0, dim) if constants is None else constants)
+        self.register_buffer(
+            "begin_TD", torch.empty(0, dim, dtype=torch.float32, device="cpu") if constants is None else constants
+        )
         self.begins: torch.nn.Module = torch.nn.Identity()
         if constants is None:
             assert initial is not None

@@ -117,7 +117,7 @@ class TableParameter(torch.nn.Module):
         super().__init__()
         self.num_embeddings = config.num_embeddings
         self.embedding_dim = config.embedding_dim
-        self.weight = torch.nn.Parameter(torch.empty(0, config.embedding_dim, device=device))
+        self.weight = torch.nn.Parameter(torch.empty(0, config.embedding_dim, device=device, dtype=torch.float32))
         self._dtype = dtype_of(config)
         self._state: Callable[[], TableState] | None = None
 
@@ -205,7 +205,7 @@ class Collection(torch.nn.Module):
         self._columns: list[Column] = columns_of(tables)
         self._pools = pools
         self._pooling = [pooling_of(config) if pools else "none" for config in tables]
-        self._device = torch.empty(0, device=device).device
+        self._device = torch.empty(0, device=device, dtype=torch.float32).device
         self.seed, self._num_threads = seed, num_threads
         self.store_options = store_options
         self._on_ranks = on_ranks

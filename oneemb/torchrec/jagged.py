@@ -189,7 +189,7 @@ def select_features(jagged: Jagged, keys: Sequence[str], wanted: Sequence[str]) 
 
 def ends_of_features(jagged: Jagged) -> torch.Tensor:
     """Where the ids of each feature begin, and the end: int64 [F + 1]."""
-    first_bags = torch.nn.functional.pad(torch.tensor(jagged.samples).cumsum(0), (1, 0))
+    first_bags = torch.nn.functional.pad(torch.tensor(jagged.samples, device="cpu").cumsum(0), (1, 0))
     return jagged.offsets[first_bags.to(jagged.offsets.device)]
 
 
@@ -212,7 +212,7 @@ def expand_samples(
     order, index_KB = order_of_inverse(jagged, keys, inverse, wanted)
     wanted = list(dict.fromkeys(wanted))
     its = select_features(jagged, keys, wanted)
-    first_F = torch.tensor([0, *its.samples[:-1]]).cumsum(0).to(its.offsets.device)
+    first_F = torch.tensor([0, *its.samples[:-1]], device="cpu").cumsum(0).to(its.offsets.device)
     bag_P = (index_KB[[order[feature] for feature in wanted]].long() + first_F[:, None]).flatten()
     begin_P, length_P = its.offsets[bag_P], its.offsets.diff()[bag_P]
     offsets = torch.nn.functional.pad(length_P.cumsum(0), (1, 0))

@@ -190,7 +190,9 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
 
         def output(pooled: Sequence[torch.Tensor]) -> torch.Tensor:
             if not groups:
-                return torch.empty(jagged.samples[0] if jagged.samples else 0, 0, device=jagged.values.device)
+                return torch.empty(
+                    jagged.samples[0] if jagged.samples else 0, 0, device=jagged.values.device, dtype=torch.float32
+                )
             if len(groups) == 1:
                 return pooled[0].float().flatten(1)
             parts: list[torch.Tensor | None] = [None] * len(self._columns)
@@ -216,8 +218,12 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         selected_of = [select_features(jagged, keys, wanted) for wanted in wanted_of]
         arguments = []
         for group, selected in zip(groups, selected_of, strict=True):
-            samples = torch.tensor(selected.samples)
-            table_ids = torch.tensor(group.tables_of_columns).repeat_interleave(samples).to(selected.values.device)
+            samples = torch.tensor(selected.samples, device="cpu")
+            table_ids = (
+                torch.tensor(group.tables_of_columns, device="cpu")
+                .repeat_interleave(samples)
+                .to(selected.values.device)
+            )
             arguments.append(
                 arguments_of(selected.values, table_ids, selected.offsets, selected.weights, group.pooling)
             )
@@ -353,7 +359,7 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
         column_N = torch.arange(len(ids_C), device=values.device).repeat_interleave(ids_C)
         arguments, own_of = [], []
         for group in groups:
-            table_C = torch.full((len(ids_C),), -1, device=values.device)
+            table_C = torch.full((len(ids_C),), -1, device=values.device, dtype=torch.int64)
             table_C[list(group.columns)] = torch.tensor(group.tables_of_columns, device=values.device)
             table_N = table_C[column_N]
             if len(groups) == 1:

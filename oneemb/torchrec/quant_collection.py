@@ -107,7 +107,7 @@ class QuantCollection(torch.nn.Module):
         super().__init__()
         check_quantized(tables, output_dtype)
         self.configs = list(tables)
-        self._device = torch.empty(0, device=device).device
+        self._device = torch.empty(0, device=device, dtype=torch.float32).device
         self._output_dtype: torch.dtype = output_dtype
         self.holders = named
         self._columns: list[Column] = columns_of(tables)

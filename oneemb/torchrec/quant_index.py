@@ -88,7 +88,7 @@ class RowIndex:
         Args:
             table_N, id_N: int64 [N], on the CPU.
         """
-        out = torch.empty(len(id_N), frozen.dim)
+        out = torch.empty(len(id_N), frozen.dim, dtype=torch.float32, device="cpu")
         id_array = id_N.contiguous().numpy()
         place_N = read_frozen(
             self._of(frozen).arrays, table_N.int().numpy(), id_array, out.numpy(), threads=self._now()

@@ -64,8 +64,12 @@ class RowsOfTable(NamedTuple):
     def none(cls, config: BaseEmbeddingConfig, number: int) -> Self:
         """No rows: ids read as zeros."""
         size = _row_bytes(config.embedding_dim, config.data_type)
-        absent = torch.tensor([0, number, 0, CONSTANT, 0, 0, 0, 0])
-        return cls(torch.empty(0, dtype=torch.int64), torch.empty(0, size, dtype=torch.uint8), absent)
+        absent = torch.tensor([0, number, 0, CONSTANT, 0, 0, 0, 0], device="cpu")
+        return cls(
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+            torch.empty(0, size, dtype=torch.uint8, device="cpu"),
+            absent,
+        )
 
     @property
     def number(self) -> int:
@@ -199,7 +203,7 @@ def frozen_rows(tables: Sequence[RowsOfTable], dim: int, data_type: DataType) ->
     initial = InitialRows(int(absent_T[0, 0]) % 2**64, kind_TC, param_TC4, np.array([dim]))
     table_S = torch.cat([torch.full_like(its.ids, its.number, dtype=torch.int32) for its in tables])
     id_S, rows = (torch.cat([its[part] for its in tables]) for part in (0, 1))
-    bits, scale_S2 = DATA_TYPES[data_type], torch.empty(0, 2, device=rows.device)
+    bits, scale_S2 = DATA_TYPES[data_type], torch.empty(0, 2, device=rows.device, dtype=torch.float32)
     if data_type in _AS_THEY_ARE:
         rows, bits = rows.view(_AS_THEY_ARE[data_type]), 0
     else:
@@ -287,7 +291,7 @@ def pooled_while_read(groups: Sequence[Any], bags: Sequence[Jagged], width: int)
     for group, its in zip(groups, bags, strict=True):
         if not (isinstance(group.rows, IndexedRows) and group.rows.pools(its)):
             return None
-    out_BE = torch.empty(bags[0].samples[0], width)
+    out_BE = torch.empty(bags[0].samples[0], width, dtype=torch.float32, device="cpu")
     for group, its in zip(groups, bags, strict=True):
         group.rows.pool(its, group.table_F, group.begins, group.means, out_BE)
     return out_BE

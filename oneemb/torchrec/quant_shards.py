@@ -175,10 +175,10 @@ class RowsOnRanks(torch.nn.Module):
             order_U = torch.argsort(owner_U, stable=True)
             count_R = torch.bincount(owner_U, minlength=ranks.size).tolist()
             place_U = torch.empty_like(order_U)
-            place_U[order_U] = torch.arange(len(order_U))
+            place_U[order_U] = torch.arange(len(order_U), device="cpu")
             sent.append((count_R, place_U[torch.from_numpy(unique.inverse_N)]))
             table_U, id_U = torch.from_numpy(unique.table_U), torch.from_numpy(unique.id_U)
-            return [[torch.tensor([len(its)]), id_U[its], table_U[its]] for its in order_U.split(count_R)]
+            return [[torch.tensor([len(its)], device="cpu"), id_U[its], table_U[its]] for its in order_U.split(count_R)]
 
         def rows() -> list[list[torch.Tensor]]:
             answers = []

@@ -86,7 +86,9 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
         """What a planner plans for: a table's width, and some of its rows."""
         return {
             config.name: torch.nn.Parameter(
-                torch.empty(min(config.num_embeddings, _PLANNED_ROWS), config.embedding_dim, device="meta")
+                torch.empty(
+                    min(config.num_embeddings, _PLANNED_ROWS), config.embedding_dim, device="meta", dtype=torch.float32
+                )
             )
             for config in configs_of(module)
         }

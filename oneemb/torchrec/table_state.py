@@ -165,7 +165,7 @@ class TableState:
         if self.is_kept:
             return encode({**rows.named_snapshot(), "oneemb_table": [self._table, config.name]})
         if self._is_empty:
-            return torch.empty(0, config.embedding_dim, dtype=rows.dtype)
+            return torch.empty(0, config.embedding_dim, dtype=rows.dtype, device="cpu")
         write_back(self._of_rows)
         let_go([self])
         weights = _empty_rows(rows, config)
@@ -281,7 +281,7 @@ class TableState:
                 found[_state_name(k)] = (part.squeeze(1) if is_of_row else part).clone()
                 self._give(found[_state_name(k)], functools.partial(self._put_state, k), _state_name(k))
         if self._counts_steps(row_optimizer.name):
-            found["step"] = torch.tensor(float(rows.store.step))
+            found["step"] = torch.tensor(float(rows.store.step), dtype=torch.float32, device="cpu")
             self._give(found["step"], self._put_step, "step")
         return found
 
@@ -381,7 +381,7 @@ def _whole(state: "torch.Tensor | ShardedTensor | DTensor", rows: MultiTableEmbe
             f"the ranks of {rows.name} have {sum(part.numel() for _, part in shards)} of the {math.prod(size)} weights"
             " of a ShardedTensor; load a checkpoint of another number of ranks with torch.distributed.checkpoint"
         )
-    whole = torch.empty(size, dtype=state.dtype)
+    whole = torch.empty(size, dtype=state.dtype, device="cpu")
     for offsets, part in shards:
         whole[tuple(slice(at, at + length) for at, length in zip(offsets, part.shape, strict=True))] = part
     return whole

@@ -15,7 +15,7 @@ class PinnedRows:
         self._row_width = row_width
         self._gpu = gpu
         self._on_gpu = gpu.device.type == "cuda"
-        self._row_BW = torch.empty(0, row_width)
+        self._row_BW = torch.empty(0, row_width, dtype=torch.float32, device="cpu")
         self._left: torch.cuda.Event | None = None  # when the last copy out of the buffer, or into it, has ended
 
     def to_device(self, row_NW: np.ndarray) -> torch.Tensor:
@@ -47,5 +47,11 @@ class PinnedRows:
     def _buffer(self, rows: int) -> torch.Tensor:
         self._wait()
         if rows > len(self._row_BW):
-            self._row_BW = torch.empty(max(rows, 2 * len(self._row_BW)), self._row_width, pin_memory=self._on_gpu)
+            self._row_BW = torch.empty(
+                max(rows, 2 * len(self._row_BW)),
+                self._row_width,
+                pin_memory=self._on_gpu,
+                dtype=torch.float32,
+                device="cpu",
+            )
         return self._row_BW[:rows]
