@@ -126,6 +126,14 @@ _Key = tuple[Structure, tuple[bool, tuple[tuple[Any, ...], ...]]]
 class CompiledGraph(torch.nn.Module):
     """Base of `TrainGraph` and `EvalGraph`."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.forward is not CompiledGraph.forward:
+            raise TypeError(
+                f"{cls.__name__} defines forward, which would take the place of the graph's step, so that a call would"
+                " update nothing; name it build, which the step calls, or give it another name"
+            )
+
     def __init__(self) -> None:
         super().__init__()
         self.config = GraphConfig()

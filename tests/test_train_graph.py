@@ -796,3 +796,26 @@ def test_a_graph_that_is_dropped_frees_its_rows_without_the_collector(run, tmp_p
         assert [reference() for reference in left] == [None] * 3
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("kind", [oneemb.TrainGraph, oneemb.EvalGraph])
+def test_a_graph_with_forward_in_place_of_build_is_an_error(kind):
+    with pytest.raises(TypeError, match="Mine defines forward, .* name it build"):
+
+        class Mine(kind):
+            def forward(self, ids):
+                return ids
+
+    class Model(torch.nn.Module):
+        def forward(self, ids):
+            return ids
+
+    with pytest.raises(TypeError, match="Both defines forward"):
+
+        class Both(Model, kind):
+            def build(self, ids):
+                return self.forward(ids)
+
+    class Fine(kind, Model):  # whose call is the graph's
+        def build(self, ids):
+            return ids
