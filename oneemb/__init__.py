@@ -33,6 +33,7 @@ _MODULES = {
     "rows.export_rows": ("export_rows",),
     "rows.import_rows": ("import_rows",),
     "eval_graph": ("EvalGraph",),
+    "folders": ("release",),
     "serving.inference": ("InferenceEmbedding",),
     "train_graph": ("TrainGraph",),
 }

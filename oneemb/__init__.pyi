@@ -8,6 +8,7 @@ from oneemb.embedding import (
     MultiTableMultiColumnEmbedding as MultiTableMultiColumnEmbedding,
 )
 from oneemb.eval_graph import EvalGraph as EvalGraph
+from oneemb.folders import release as release
 from oneemb.graph.build_error import BuildError as BuildError
 from oneemb.graph.ops import NonFiniteGradientError as NonFiniteGradientError
 from oneemb.graph.ranks import RankError as RankError

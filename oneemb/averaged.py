@@ -11,6 +11,7 @@ makes up for the rest as it reads.
 """
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 from typing import Literal
 
@@ -95,6 +96,7 @@ class AveragedEmbedding(torch.nn.Module):
         del self.rows.weight
         self.rows.register_buffer("weight", weight)  # It is no parameter: no optimizer trains averages.
         store = self.rows.store
+        store.owner = weakref.ref(self)
         store.step_lock = embedding.store.step_lock  # Rows and averages are of one moment.
         # A snapshot of averages that another rule has made does not fit: they are not up to date without theirs.
         store.attach("mean" if decay is None else f"average, decay {float(decay)}", np.zeros(1, np.float32))

@@ -101,7 +101,9 @@ class TableEmbedding(torch.nn.Module):
             plan=store_plan(name, store_options, self.tables, self.ranks),
             threads=Threads(num_threads),
             policies=self.policies,
+            name=name,
         )
+        self.store.owner = weakref.ref(self)
         self.rank_snapshots = RankSnapshots(
             name, self.store, store_options.persistent_path, rank_folders(store_options, self.ranks), self.ranks
         )

@@ -5,6 +5,7 @@
 """
 
 import os
+import weakref
 from contextlib import suppress
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from oneemb.storage.table.delta import chain_of
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
+from oneemb.storage.table.writer_lock import Holder
 
 __all__ = ["EXPORTED", "Bottom", "TableBottom"]
 
@@ -70,6 +72,7 @@ class TableBottom:
         physical_block_size: 512 or 4096.
         threads: runs lookups and copies.
         mend: what to do when a call on the table was cut short, for errors.
+        holder: whose rows they are; kept by a weak reference.
 
     Raises:
         StorageError: the folder cannot be made or written to.
@@ -77,8 +80,9 @@ class TableBottom:
 
     keeps_rows = False  # A snapshot is loaded, or there are none.
 
-    def __init__(self, path: str, physical_block_size: int, threads: Threads, mend: str):
+    def __init__(self, path: str, physical_block_size: int, threads: Threads, mend: str, holder: Holder):
         self.name = path
+        self._holder = weakref.ref(holder)
         self._physical_block_size = physical_block_size
         self._threads = threads
         self._mend = mend
@@ -92,6 +96,7 @@ class TableBottom:
             physical_block_size=self._physical_block_size,
             threads=self._threads,
             mend=self._mend,
+            holder=self._holder(),
         )
         try:
             self._sweep(table)

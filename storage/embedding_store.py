@@ -43,7 +43,7 @@ from oneemb.storage.replicas import Keys as ReplicatedKeys, Replicas
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StorageError, StoreFullError
 from oneemb.storage.snapshot_rows import PartOf, SnapshotRows
-from oneemb.storage.step_lock import StepLock, alone, between_steps
+from oneemb.storage.step_lock import StepLock, alone, between_steps, between_steps_now
 from oneemb.storage.table.delta import GONE
 from oneemb.storage.table.snapshot_file import check_snapshot_name
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
@@ -74,6 +74,10 @@ class Watcher(Protocol):
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
         """The rows of these keys have been erased."""
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
 
 
 Method = Callable[Concatenate["EmbeddingStore", P], R]
@@ -134,6 +138,7 @@ class EmbeddingStore:
         threads: runs the loops.
         bottom: what lies below the tiers; None = a persistent table at the plan's path.
         policies: which rows each table keeps; None = all of them.
+        name: of the embedding, for those of its process that want its folder.
 
     Raises:
         StorageError: the path cannot be made or written to.
@@ -141,10 +146,11 @@ class EmbeddingStore:
 
     def __init__(
         self, *, dim: int, dtype: str, initial: InitialRows, plan: StorePlan, threads: Threads,
-        bottom: Bottom | None = None, policies: Sequence[RowPolicy] | None = None,
+        bottom: Bottom | None = None, policies: Sequence[RowPolicy] | None = None, name: str = "",
     ):  # fmt: skip
+        self.what = f"embedding {name!r}"
         if bottom is None:
-            bottom = TableBottom(plan.persistent_path, plan.physical_block_size, threads, _MEND)
+            bottom = TableBottom(plan.persistent_path, plan.physical_block_size, threads, _MEND, self)
         self.threads = threads
         self.plan = plan = replace(plan, lends=refuses_some(policies))
         self.num_tables = len(initial.kind_TC)
@@ -154,6 +160,10 @@ class EmbeddingStore:
         """Counts what changed the rows: two equal readings mean equal rows."""
         self.saved: tuple[str, int] | None = None
         """The identity of the snapshot that was saved last, and `changes` then."""
+        self._kept_in: tuple[str | None, int] = None, 0
+        """The snapshot that has all rows, and `changes` when they were equal; None = there were no rows then."""
+        self.owner: Callable[[], _Closes | None] = weakref.ref(self)
+        """Gives who is to be closed where the folder is to be free."""
         self.replaced = 0
         """Counts how often other rows have taken the place of those that were looked up, or none have."""
         self.turns = Turns(f"the embedding on {bottom.name}", _MEND, rank=0)
@@ -176,7 +186,8 @@ class EmbeddingStore:
             self.kept = KeptRows(policies, plan.capacity, self._rows, self.pins, threads, self.writing)
         self.journal = Journal(self._rows, self.replicas, threads)
         """The snapshots since which a delta can be saved. In a turn only."""
-        self._closed = False
+        self._closed = ""
+        """Why there are no rows any more; "" = there may be."""
 
     # ---- form and place -----------------------------------------------------------------------------------------
 
@@ -819,6 +830,8 @@ class EmbeddingStore:
             since=places,
         )  # fmt: skip
         self.saved = info.identity, self.changes
+        if not keep_evicted and not name.startswith(EXPORTED):
+            self._kept_in = name, self.changes
         whole = name if part is None else part.name
         if not whole.startswith(EXPORTED):
             self.journal.add(whole, info, rows, loaded, exact=not keep_evicted)
@@ -952,6 +965,7 @@ class EmbeddingStore:
                     self.turns.cut_short(error)
                 raise
             self.changes += 1
+            self._kept_in = info.name, self.changes
             return same
 
     def _know_rows(self, kept: KeptRows, format: RowFormat, clock: LedgerClock | None, steps: int) -> None:
@@ -987,6 +1001,8 @@ class EmbeddingStore:
         """
         self._check_open()
         self.journal.check_not_needed(name, "deleted")
+        if self._kept_in[0] == name:
+            self._kept_in = None, -1  # first: an error may come when it is gone
         self._rows.delete(name)
         self.journal.forget(name)
 
@@ -1041,7 +1057,7 @@ class EmbeddingStore:
                 self.kept.clear()
             self.changes += 1
             self.replaced += 1
-            self.step = 0
+            self.step, self._kept_in = 0, (None, self.changes)
 
     @_reading
     def stats(self) -> dict[str, Any]:
@@ -1059,11 +1075,47 @@ class EmbeddingStore:
     def close(self) -> None:
         """Free memory, files and the path's lock. Rows that no snapshot holds are gone."""
         with self.turns:
-            self._closed = True
+            self._closed = self._closed or "make it again to go on"
             self.replaced += 1
             self._rows.dismantle()
             if not self.turns.forked:
                 self.threads.close()
+
+    def give_way(self, other: str) -> str:
+        """As `Holder.give_way`."""
+        if self.plan.owners > 1:  # Those of other ranks may have rows to save, which takes all of them.
+            return "whose ranks give way together: make this call on all of them"
+        why = between_steps_now(self.step_lock, lambda: self._give_way(other))
+        return "which is in the middle of a step" if why is None else why
+
+    def _give_way(self, other: str) -> str:
+        if lost := self._unsaved():
+            return f"whose {lost:,} rows no snapshot holds as they are now"
+        self._closed = f"{other} of this process has taken over its folder: give each embedding one of its own"
+        self._close_all()
+        return ""
+
+    def let_go(self) -> int:
+        """As `Holder.let_go`.
+
+        Raises:
+            RuntimeError: it comes in the middle of a step of this thread.
+        """
+        return between_steps((self.step_lock,), "oneemb.release", self._let_go)
+
+    def _let_go(self) -> int:
+        lost = self._unsaved()
+        self._close_all()
+        return lost
+
+    def _close_all(self) -> None:
+        (self.owner() or self).close()  # It may be gone, and a loss that is kept still have the store.
+
+    def _unsaved(self) -> int:
+        """How many rows there are, if they are not as a snapshot has them; 0 where nothing can be saved any more."""
+        with self.turns:
+            lost = self.changes != self._kept_in[1] and self.built and not self._broken and self.owner() is not None
+            return max(1, len(self._rows)) if lost else 0
 
     def _mend(self) -> bool:
         """Let a broken store have no rows, and be sound. Returns whether it was broken."""
@@ -1083,4 +1135,4 @@ class EmbeddingStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StorageError(f"the embedding on {self._bottom.name} is closed; make it again to go on")
+            raise StorageError(f"the embedding on {self._bottom.name} is closed; {self._closed}")

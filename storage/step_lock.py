@@ -18,9 +18,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-__all__ = ["StepLock", "alone", "between_steps", "in_step", "while_held"]
+__all__ = ["StepLock", "alone", "between_steps", "between_steps_now", "in_step", "while_held"]
 
 T = TypeVar("T")
+
+# How long `between_steps_now` waits for the step of another thread, in seconds.
+_PATIENCE = 1.0
 
 # Naps of 20 microseconds at most, in which a thread that takes a lock lets waiting ones go first.
 _NAPS_MAX = 500
@@ -88,6 +91,23 @@ def between_steps(locks: Iterable[StepLock], what: str, call: Callable[[], T]) -
 
     locks = tuple(locks)
     return alone(locks, run)
+
+
+def between_steps_now(one: StepLock, call: Callable[[], T]) -> T | None:
+    """Run `call` with this lock held and no step under way; returns what it gives. None = a step is under way, on this
+    thread, or for too long on another one.
+
+    For who has other locks and turns already, and is in an `undisturbed` block: nobody waits for ever.
+    """
+    lock = one.lock
+    owned = lock._is_owned()
+    if not lock.acquire(timeout=_PATIENCE):
+        return None
+    try:
+        one.stepping = one.stepping and owned
+        return None if one.stepping else call()
+    finally:
+        lock.release()
 
 
 def _taking_turns(locks: Iterable[StepLock]) -> Iterator[Any]:

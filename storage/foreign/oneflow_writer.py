@@ -60,6 +60,7 @@ class OneFlowWriter:
         self._fs, self._path, self._name = fs or LocalFileSystem(), absolute_path(path), name
         block_bytes = OneFlowGeometry(key_bytes, value_bytes, physical_block_size, 1).block_bytes
         geometry = OneFlowGeometry(key_bytes, value_bytes, physical_block_size, max(1, chunk_bytes // block_bytes))
+        self.what = f"a writer of the table of OneFlow's at {self._path}"
         self._index = HashIndex(Threads(1))
         self._made: list[str] = []
         self._files: tuple[int, int] | None = None
@@ -67,7 +68,7 @@ class OneFlowWriter:
             raise StorageError(f"{self._path} holds a table of oneemb; choose another folder for one of OneFlow")
         with doing("make the folder", self._path):
             self._fs.make_directories(self._path)
-        self._lock: WriterLock | None = WriterLock(self._fs, f"{self._path}/LOCK", foreign=True)
+        self._lock: WriterLock | None = WriterLock(self._fs, f"{self._path}/LOCK", self, foreign=True)
         try:
             self.geometry = self._make_table(geometry)
             if name in oneflow_snapshots(self._path, self._fs):
@@ -155,10 +156,19 @@ class OneFlowWriter:
             lock, self._lock = self._lock, None
             lock.release()
 
+    def give_way(self, other: str) -> str:
+        return "which somebody uses"
+
+    def let_go(self) -> int:
+        lost = len(self._index) if self._made else 0
+        self.close()
+        return lost
+
     def _check_lock(self) -> None:
         """Raise StorageError if the folder no longer belongs to this writer."""
-        if self._lock is not None:
-            self._lock.check()
+        if self._lock is None:
+            raise StorageError(f"{self.what} is closed, and what it had written is gone; make it again")
+        self._lock.check()
 
     def _make_table(self, geometry: OneFlowGeometry) -> OneFlowGeometry:
         """The geometry of the table at the path; a new table gets this one."""

@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import numpy as np
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.errors import SnapshotNotFoundError, StorageError
+from oneemb.storage.errors import LockedError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, storage_error
 from oneemb.storage.remote.parameter_server import LostRowsError, ServerError
 from oneemb.storage.remote.value_names import Value, ValueNames, replace_file
@@ -82,7 +82,7 @@ class FileServer:
         background: bool = True,
     ):  # fmt: skip
         self._fs, self._path = fs or LocalFileSystem(), absolute_path(path)
-        self.name = f"file://{self._path}"
+        self.name = self.what = f"file://{self._path}"
         self._save_bytes, self._background = save_bytes, background
         self._unsaved_bytes, self._unsaved_widths, self._marked = 0, set[int](), False
         self._threads, self._pid, self._closed = Threads(), os.getpid(), False
@@ -92,7 +92,7 @@ class FileServer:
                 self._fs.make_directories(self._path)
             except OSError as error:
                 raise storage_error(error, "make the folder", self._path) from error
-            self._lock = WriterLock(self._fs, f"{self._path}/LOCK")
+            self._lock = WriterLock(self._fs, f"{self._path}/LOCK", self)
             try:
                 self._open(accept_loss)
             except BaseException:
@@ -186,6 +186,12 @@ class FileServer:
                 self._save()
             finally:
                 self._release()
+
+    def give_way(self, other: str) -> str:
+        return "which somebody uses"
+
+    def let_go(self) -> int:
+        raise LockedError(f"{self.name} serves embeddings of this process: close those, or release their folders")
 
     def _open(self, accept_loss: bool) -> None:
         self._names = ValueNames(self._fs, f"{self._path}/NAMES")

@@ -43,7 +43,7 @@ from oneemb.storage.table.snapshot_load import load_live_rows
 from oneemb.storage.table.snapshot_manifest import ArrayPart, ChunkPart, SnapshotInfo
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.table.snapshot_store import Cut, SnapshotStore, rows_not_in
-from oneemb.storage.table.writer_lock import WriterLock
+from oneemb.storage.table.writer_lock import Holder, WriterLock
 from oneemb.storage.turns import Turns
 
 __all__ = ["PersistentTable", "SnapshotReader", "read_snapshot_info"]
@@ -58,11 +58,12 @@ class PersistentTable:
 
     def __init__(
         self, fs: FileSystem, path: str, geometry: Geometry, threads: Threads, max_space_amplification: float, io: str,
-        background: bool, expected_rows: int, mend: str,
+        background: bool, expected_rows: int, mend: str, holder: Holder | None = None,
     ):  # fmt: skip
         self._fs, self._path, self._threads = fs, path, threads
         self._max_space_amplification = max_space_amplification
         self._turns = Turns(f"the table at {path}", mend, rank=1)
+        self._put_at_save = 0
         self._closed = False
         self._rows_moved = 0
         self._places: Places = {}
@@ -73,7 +74,8 @@ class PersistentTable:
             fs.make_directories(path)
         except OSError as error:
             raise storage_error(error, "make the directory of the table at", path) from error
-        self._lock = WriterLock(fs, f"{path}/LOCK")
+        self.what = f"the table at {path}"
+        self._lock = WriterLock(fs, f"{path}/LOCK", holder or self, takes_over=holder is not None)
         try:
             self.recovery.stale_lock = self._lock.left_by
             try:
@@ -113,6 +115,7 @@ class PersistentTable:
         background: bool = True,
         fs: FileSystem | None = None,
         mend: str = "close it, open it again and load one",
+        holder: Holder | None = None,
     ) -> "PersistentTable":
         """The table at a path, empty: `load_snapshot` brings back what was saved.
 
@@ -131,6 +134,7 @@ class PersistentTable:
             background: write and compact in background threads; False = in the calls themselves.
             fs: where files are; None = this machine's.
             mend: what errors advise after a call was cut short.
+            holder: whose table it is, to which one that has the path gives way; None = its own, and none does.
 
         Raises:
             LockedError: another table object writes to this path.
@@ -142,8 +146,9 @@ class PersistentTable:
         geometry = make_geometry(row_width, physical_block_size, chunk_bytes)
         fs = fs or LocalFileSystem()
         return cls(
-            fs, absolute_path(path), geometry, threads, max_space_amplification, io, background, expected_rows, mend
-        )
+            fs, absolute_path(path), geometry, threads, max_space_amplification, io, background, expected_rows, mend,
+            holder,
+        )  # fmt: skip
 
     @property
     def broken(self) -> bool:
@@ -303,7 +308,7 @@ class PersistentTable:
                 self._store.enter(record, cut, error)
                 raise
             self._store.enter(record, cut, None)
-            self._places = places
+            self._places, self._put_at_save = places, self._count["rows_put"]
         return record.info
 
     @property
@@ -443,6 +448,14 @@ class PersistentTable:
                 self._rows.close()
             finally:
                 self._lock.release()
+
+    def give_way(self, other: str) -> str:
+        return "which somebody uses"
+
+    def let_go(self) -> int:
+        lost = self._count["rows_put"] - self._put_at_save
+        self.close()
+        return lost
 
     def __enter__(self) -> "PersistentTable":
         return self

@@ -1,7 +1,8 @@
 """One writer for each path: the lock, its holder, and a record of the table's snapshots.  FORMAT.md has the bytes.
 
 The system frees the lock when its holder ends, in whatever way. The name that a dead holder has left in the file tells
-the next one whose lock it takes over.
+the next one whose lock it takes over. A holder of this very process is known as an object, so that it can be named, and
+closed: in a notebook an object that a cell has made lives on when the cell is run again.
 
 Invariants:
 - the file is one block that is written once and from then on only overwritten, so that a full disk keeps no process
@@ -10,19 +11,22 @@ Invariants:
 - a snapshot that a record names was durable when the record was written.
 """
 
+import gc
 import json
 import os
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Protocol
 
 from oneemb.kernels.checksum import xxh64
 from oneemb.storage.errors import LockedError, StorageError
 from oneemb.storage.fs import FileSystem, storage_error
 
-__all__ = ["KnownSnapshots", "WriterLock", "known_snapshots", "lock_holder"]
+__all__ = ["Holder", "KnownSnapshots", "WriterLock", "holders_below", "known_snapshots", "lock_holder"]
 
 _BLOCK_BYTES = 4096
 _HOLDER_BYTES = 512
@@ -62,29 +66,48 @@ class KnownSnapshots:
         return lost + [name for name in gone if name not in lost], self.lost_more + more
 
 
+class Holder(Protocol):
+    """An object that holds a lock, as others of its process know it."""
+
+    @property
+    def what(self) -> str:
+        """The object in words, such as "embedding 'items'"."""
+
+    def give_way(self, other: str) -> str:
+        """Close, if nothing is lost by it, for an object in whose words `other` is. Returns why not, as in "whose 3
+        rows no snapshot holds"; "" = it is closed."""
+
+    def let_go(self) -> int:
+        """Close. Returns how many rows are lost.
+
+        Raises:
+            LockedError: the object is not one that can be closed alone.
+            RuntimeError: it is in the middle of a step of this thread.
+        """
+
+
 class WriterLock:
     """Held from construction until `release`.
 
     Args:
         fs: where the table is.
         path: of the lock's file.
+        holder: who has the lock, kept by a weak reference; None = a call, which ends by itself.
+        takes_over: whether a holder of this process is asked to give way.
         foreign: the file is of another program's table: it names the holder and is empty after `release`.
 
     Raises:
         LockedError: another table object holds it.
     """
 
-    def __init__(self, fs: FileSystem, path: str, foreign: bool = False):
+    def __init__(
+        self, fs: FileSystem, path: str, holder: Holder | None = None, *, takes_over: bool = False,
+        foreign: bool = False,
+    ):  # fmt: skip
         self._fs, self.path, self._foreign = fs, path, foreign
-        self._pid = os.getpid()
+        self._pid, self._holder = os.getpid(), None if holder is None else weakref.ref(holder)
         try:
-            self._file = fs.lock(path)
-        except BlockingIOError as error:
-            raise LockedError(
-                f"{path} is held by {_holder_text(fs.read_lock(path) or b'')}; one table object at a time writes to a "
-                f"path: close that one (or del it: an object of this process that was replaced may still live), or "
-                f"choose another path; snapshots may be read beside it"
-            ) from error
+            self._file = self._take(holder.what if holder is not None and takes_over else "")
         except OSError as error:
             raise storage_error(error, "lock", path) from error
         try:
@@ -96,8 +119,46 @@ class WriterLock:
         self._sequence, self._position, self.known, newer = _newest(block)
         self.keeps_records = not newer and not foreign
         """Whether records may be written: not over those of a later release."""
-        holder = {"pid": self._pid, "host": socket.gethostname(), "since": time.time()}
-        self._write_holder(json.dumps(holder).encode(), block)
+        its = {"pid": self._pid, "host": socket.gethostname(), "since": time.time()}
+        self._write_holder(json.dumps(its).encode(), block)
+        _held[id(self)] = self
+
+    def _take(self, newcomer: str) -> int:
+        """Take the lock, for an object in these words to which others of this process give way; "" = they do not."""
+        try:
+            return self._fs.lock(self.path)
+        except BlockingIOError as error:
+            text = _holder_text(self._fs.read_lock(self.path) or b"")
+            here = next((lock for lock in _held_here() if lock._fs.still_locks(lock._file, self.path)), None)
+            if here is None:
+                raise LockedError(
+                    f"{self.path} is held by {text}; one table object at a time writes to a path: end that process, or"
+                    " close its object, or choose another path; snapshots may be read beside it"
+                ) from error
+            held = here.ask(newcomer)
+        if held:
+            gc.collect()  # Perhaps nobody has it any more.
+        try:
+            return self._fs.lock(self.path)
+        except BlockingIOError as error:
+            raise LockedError(
+                f"{self.path} is held by {text}, which is this one, by {held or 'another object'}. Save what is to stay"
+                f" and close it, or call oneemb.release({os.path.dirname(self.path)!r}), which closes it; or choose"
+                " another path. Snapshots may be read beside it"
+            ) from error
+
+    def ask(self, newcomer: str) -> str:
+        """Ask the holder to give way. Returns who it is and why it does not; "" = it has."""
+        holder = self.holder
+        if holder is None:
+            return "a call that is under way"
+        why = holder.give_way(newcomer) if newcomer else "which somebody uses"
+        return f"{holder.what}, {why}" if why else ""
+
+    @property
+    def holder(self) -> Holder | None:
+        """Who has the lock; None where a call has it, or the collector has taken the object."""
+        return None if self._holder is None else self._holder()
 
     @property
     def still_there(self) -> bool:
@@ -131,6 +192,7 @@ class WriterLock:
         self._sequence, self._position, self.known = self._sequence + 1, position, known
 
     def release(self) -> None:
+        _held.pop(id(self), None)
         if self._pid == os.getpid():
             try:
                 if not self._foreign:
@@ -150,6 +212,25 @@ class WriterLock:
             self._fs.write(self._file, data, 0)
         except OSError:
             pass  # The lock is held all the same: a table on a full disk must open, so that space can be freed.
+
+
+_held: "weakref.WeakValueDictionary[int, WriterLock]" = weakref.WeakValueDictionary()
+
+
+def _held_here() -> list[WriterLock]:
+    """The locks that this process holds. Those that it has from before a fork are its parent's."""
+    locks = [reference() for reference in _held.valuerefs()]
+    return [lock for lock in locks if lock is not None and lock._pid == os.getpid()]
+
+
+def holders_below(folder: str) -> list[tuple[str, Holder]]:
+    """The objects of this process that hold a folder or folders below it, with the folder of each, outer ones first."""
+    found, top = [], os.path.join(os.path.realpath(folder), "")
+    for lock in _held_here():
+        its, holder = os.path.dirname(lock.path), lock.holder
+        if holder is not None and os.path.join(os.path.realpath(its), "").startswith(top):
+            found.append((its, holder))
+    return sorted(found, key=lambda one: len(one[0]))
 
 
 def lock_holder(fs: FileSystem, path: str) -> str | None:

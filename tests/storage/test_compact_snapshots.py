@@ -162,7 +162,7 @@ def test_a_full_disk_leaves_every_snapshot(tmp_path):
 
 def test_a_path_in_use_and_one_that_is_damaged_and_none_at_all(tmp_path):
     make_table(tmp_path)
-    with open_table(tmp_path), pytest.raises(LockedError, match="process.*close that one .or del it"):
+    with open_table(tmp_path), pytest.raises(LockedError, match="process.*, which is this one, by the table at"):
         compact_snapshots(tmp_path)
     with pytest.raises(StorageError, match="no table of oneemb"):
         compact_snapshots(tmp_path / "none")

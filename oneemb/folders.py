@@ -1,0 +1,60 @@
+"""Folders that an object of this process holds, and how it lets go of them."""
+
+import os
+from collections.abc import Sequence
+
+from oneemb.graph.build_error import warn_user
+from oneemb.storage.errors import LockedError
+from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path
+from oneemb.storage.table.writer_lock import holders_below, lock_holder
+
+__all__ = ["release"]
+
+
+def release(path: AnyPath | Sequence[AnyPath]) -> None:
+    """Close whatever object of this process holds a folder: an embedding, its averages, a writer of rows.
+
+    In a notebook the embedding that a cell has made lives on when the cell runs again, in a traceback for instance,
+    and keeps its folder. A new embedding takes over by itself from one whose rows are all in a snapshot; this call
+    closes any other one too. Where nothing holds the folder it does nothing.
+
+    Args:
+        path: the `persistent_path`, or the list of them. What holds folders below it is closed as well, such as ranks
+            of one process and the tables of a collection. With `process_group` every rank makes the call.
+
+    Warns:
+        UserWarning: rows are lost that no snapshot holds as they were; it says how many, and of what.
+
+    Raises:
+        RuntimeError: this thread is in the middle of a step with the object; it stays open. The step of another
+            thread is waited for.
+        LockedError: another process holds the folder, or it is that of a `file://` server.
+
+    Example:
+        >>> import tempfile, torch, oneemb
+        >>> folder = tempfile.mkdtemp()
+        >>> def cell():
+        ...     return oneemb.MultiTableEmbedding(
+        ...         "clicks", 4, torch.float32, torch.int64, [oneemb.make_table()],
+        ...         oneemb.make_device_mem_store_options(folder))
+        >>> first = cell()
+        >>> first(torch.arange(3)).shape
+        torch.Size([3, 4])
+        >>> second = cell()
+        >>> second(torch.arange(3))  # doctest: +IGNORE_EXCEPTION_DETAIL
+        Traceback (most recent call last):
+        oneemb.storage.errors.LockedError: ... held by ... embedding 'clicks', whose 3 rows no snapshot holds ...
+        >>> oneemb.release(folder)
+        >>> second(torch.arange(3)).shape
+        torch.Size([3, 4])
+    """
+    for one in [path] if isinstance(path, str | bytes | os.PathLike) else path:
+        folder = absolute_path(one)
+        for its, holder in holders_below(folder):
+            if lost := holder.let_go():
+                warn_user(
+                    f"{holder.what} in {its} is closed, and its {lost:,} rows are gone, since no snapshot holds them as"
+                    " they were"
+                )
+        if held := lock_holder(LocalFileSystem(), os.path.join(folder, "LOCK")):
+            raise LockedError(f"{folder} is held by {held}; end that process, or what it does with the folder")
