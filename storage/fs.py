@@ -56,6 +56,9 @@ class FileSystem(Protocol):
     def size(self, path: str) -> int:
         """Bytes of a file. Raises FileNotFoundError."""
 
+    def is_linked(self, path: str) -> bool:
+        """Whether the file has another name too, as in a copy that was made of links. Raises FileNotFoundError."""
+
     def create(self, path: str, *, direct: bool = False) -> int:
         """Make a new file for reading and writing. Raises FileExistsError."""
 
@@ -121,6 +124,9 @@ class LocalFileSystem:
 
     def size(self, path: str) -> int:
         return os.stat(path).st_size
+
+    def is_linked(self, path: str) -> bool:
+        return os.stat(path).st_nlink > 1
 
     def create(self, path: str, *, direct: bool = False) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

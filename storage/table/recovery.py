@@ -3,7 +3,8 @@
 Invariants:
 - while a snapshot cannot be read, nothing is removed, because it is not known what it needs;
 - when a snapshot is missing that was not deleted here, all files of that moment are kept until the user gives it up;
-- files with names that no release gives to a file are left alone.
+- files with names that no release gives to a file are left alone;
+- no file is cut back that has another name too: a copy of the folder, made of links, may need all of it.
 """
 
 from collections.abc import Collection
@@ -131,7 +132,7 @@ def remove_orphans(
                 recovery.kept.append(path)
             elif number not in needed:
                 _remove(fs, path, recovery)
-            else:
+            elif not fs.is_linked(path):
                 fs.truncate(path, size)
                 recovery.truncated.append(path)
                 recovery.removed_bytes += excess

@@ -118,6 +118,9 @@ class FaultyFileSystem:
         self._alive()
         return len(self._inode(path).now)
 
+    def is_linked(self, path):
+        return sum(inode is self._inode(path) for inode in self.entries.values()) > 1
+
     def create(self, path, *, direct=False):
         with self._guard:
             self._count("create", path)
