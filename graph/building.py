@@ -327,7 +327,9 @@ class _Mode(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         building, kwargs = self._building, kwargs or {}
-        if torch.compiler.is_compiling():  # torch.compile would look into what follows, and compile it too.
+        # torch.compile would look into what follows, and compile it too. Unlike is_compiling, this is of the frame that
+        # it traces, not of the process.
+        if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
         if building_now() is not building:  # An interrupt has ended it while torch took the mode away.
             return func(*args, **kwargs)

@@ -29,6 +29,7 @@ from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StoreFullError
 from oneemb.storage.step_lock import alone, between_steps
 from oneemb.storage.turns import undisturbed, whole
+from oneemb.tracers import refuse_tracers
 
 __all__ = ["AveragedEmbedding"]
 
@@ -149,6 +150,7 @@ class AveragedEmbedding(torch.nn.Module):
     ) -> torch.Tensor:
         """The averages of the rows of ids, without a gradient; arguments, result and errors are those of the
         embedding in eval mode."""
+        refuse_tracers(self.embedding, ids)
         rows, averages = self.rows, _Averages(self)
 
         def keys() -> ops.Keys:

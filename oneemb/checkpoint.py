@@ -27,8 +27,8 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import IO, NamedTuple, cast
+from contextlib import ExitStack, suppress
+from typing import IO, NamedTuple, TypeVar, cast
 
 from oneemb.compiled_graph import CompiledGraph
 from oneemb.embedding import TableEmbedding, embeddings_of
@@ -53,6 +53,8 @@ from oneemb.train_state import TrainState
 
 __all__ = ["GraphState", "load_checkpoint", "save_checkpoint"]
 
+T = TypeVar("T")
+
 _PREFIX = "checkpoint-"
 # The suffix of the file that says what a save is about to make, and that file's last line.
 _SAVING, _IN_PLACE = ".saving", "in place\n"
@@ -73,7 +75,7 @@ def save_checkpoint(graph: CompiledGraph, train: TrainState, path: str, keep: in
     """Write a checkpoint; see `TrainGraph.save`. Returns how many snapshots of earlier ones are kept; 0 on ranks after
     the first."""
     calls, what = _calls_of(graph), f"save {path!r}, keep={keep}"
-    kept = calls.together("save", what, lambda: _save(graph, train, path, keep, calls, what))
+    kept = _together(graph, calls, "save", what, lambda: _save(graph, train, path, keep, calls, what))
     return kept if calls.first else 0
 
 
@@ -84,7 +86,19 @@ def load_checkpoint(graph: CompiledGraph, train: TrainState, path: str) -> None:
     def load() -> None:
         _restore(graph, train, _read_together(path, calls, what), path, calls, what)
 
-    calls.together("load", what, load)
+    _together(graph, calls, "load", what, load)
+
+
+def _together(graph: CompiledGraph, calls: RankCalls, verb: str, what: str, call: Callable[[], T]) -> T:
+    """As `RankCalls.together`; what its embeddings do in the call is said to be part of it."""
+
+    def run() -> T:
+        with ExitStack() as stack:
+            for embedding in embeddings_of(graph).values():
+                stack.enter_context(embedding.rank_snapshots.part_of(what))
+            return call()
+
+    return calls.together(verb, what, run)
 
 
 def _calls_of(graph: CompiledGraph) -> RankCalls:
@@ -125,7 +139,8 @@ class GraphState:
     def state_dict(self) -> dict[str, bytes]:
         """The state as one value, so that it fits whatever state the optimizers have added since."""
         what = "state_dict of a graph"
-        return {"oneemb_graph": self._calls.together("state_dict", what, lambda: self._to_bytes(what))}
+        state = _together(self._graph, self._calls, "state_dict", what, lambda: self._to_bytes(what))
+        return {"oneemb_graph": state}
 
     def _to_bytes(self, what: str) -> bytes:
         graph, train, calls = self._graph, self._train, self._calls
@@ -146,7 +161,7 @@ class GraphState:
             read = _parsed(lambda: state_dict["oneemb_graph"], where, self._calls, what)
             _restore(self._graph, self._train, read, where, self._calls, what)
 
-        self._calls.together("load_state_dict", what, load)
+        _together(self._graph, self._calls, "load_state_dict", what, load)
 
 
 # ---- save -----------------------------------------------------------------------------------------------------------

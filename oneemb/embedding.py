@@ -42,6 +42,7 @@ from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.policies import GivenScore, RowPolicy, described
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
+from oneemb.tracers import refuse_tracers
 
 __all__ = ["MultiTableEmbedding", "MultiTableMultiColumnEmbedding", "TableEmbedding", "copied", "embeddings_of"]
 
@@ -167,6 +168,7 @@ class TableEmbedding(torch.nn.Module):
             StoreFullError: the rows of the step do not fit in the cache, or the store's capacity is reached; nothing
                 was inserted.
         """
+        refuse_tracers(self, ids)
         scaled = isinstance(per_sample_weights, torch.Tensor) and per_sample_weights.requires_grad
         has_gradient = torch.is_grad_enabled() and (self.is_trained or scaled)
         if not self.training and self.store.turns.forked:
@@ -174,7 +176,8 @@ class TableEmbedding(torch.nn.Module):
         if has_gradient and self.is_trained and _in_ddp(self.weights):
             raise RuntimeError(
                 f"embedding {self.name!r} is inside DistributedDataParallel, which would leave each rank with rows of"
-                " its own; wrap the dense modules alone, and look ids up outside of them"
+                " its own; wrap the dense modules alone, and look ids up outside of them; TorchRec's"
+                " DistributedModelParallel shards it by the sharders of oneemb.torchrec.get_default_sharders() alone"
             )
         arguments: dict[str, Any] = {
             "ids": ids, "table_ids": table_ids, "offsets": offsets, "per_sample_weights": per_sample_weights,
@@ -193,6 +196,7 @@ class TableEmbedding(torch.nn.Module):
         Args:
             ids, table_ids: as of `forward`.
         """
+        refuse_tracers(self, ids)
         return self._look_up(False, False, ids, table_ids, None, None, "sum")
 
     def _look_up(

@@ -17,8 +17,8 @@ Invariants, whichever rank is killed at whichever point:
 """
 
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -82,6 +82,7 @@ class RankSnapshots:
         self._own = self._folders[self._rank]
         self._fs = LocalFileSystem()
         self._swept = False
+        self._part_of = ""
         self.are_kept = True
         """Whether the folders stay; they do not where a module that has made them takes them away."""
 
@@ -95,7 +96,16 @@ class RankSnapshots:
 
     def words(self, what: str) -> str:
         """What ranks are doing, as exchanges say it."""
-        return f"{what} of embedding {self._name!r}"
+        return f"{self._part_of}{what} of embedding {self._name!r}"
+
+    @contextmanager
+    def part_of(self, what: str) -> Iterator[None]:
+        """Within it, exchanges say that they are part of this call, of a graph."""
+        self._part_of, former = f"{what}: ", self._part_of
+        try:
+            yield
+        finally:
+            self._part_of = former
 
     # ---- what there is ----------------------------------------------------------------------------------------------
 
@@ -109,8 +119,11 @@ class RankSnapshots:
         """The names of the snapshots, oldest first: the same on all ranks."""
         if self._is_alone():
             return self._store.snapshots()
-        found = self.together("snapshots", lambda: self._find(self.words("snapshots")))
+        found = self._look()
         return [one.name for one in found.snapshots() if not one.name.startswith(EXPORTED)]
+
+    def _look(self) -> FoundParts:
+        return self.together("list snapshots", lambda: self._find(self.words("list snapshots")))
 
     def find(self, what: str, name: str, identity: str | None, named_by: str) -> PartedSnapshot:
         """The snapshot of this name; raises as `FoundParts.get`."""
@@ -333,7 +346,7 @@ class RankSnapshots:
             return []
         check: Callable[[str, str | None, str], object] = self._store.check_snapshot
         if not self._is_alone():
-            check = self.together("snapshots", lambda: self._find(self.words("snapshots"))).get
+            check = self._look().get
         return [_is_there(check, name, identity) for name, identity in named]
 
     def check_named(self, name: str, identity: str | None, named_by: str) -> None:

@@ -11,6 +11,7 @@ A step that raises in between gives the weights their gradients back, as soon as
 until the next step, they are gone, with a warning. `oneemb.Optimizer` puts them back at once.
 """
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -359,14 +360,10 @@ class _Hooked(RowStep):
 
     def begin_after_hooks(self) -> None:
         """Begin once the optimizer's own hooks have run, which may change gradients and options."""
-        waiting = weakref.ref(self)  # The optimizer, which keeps its hooks, must not keep the step.
+        # The optimizer, which keeps its hooks, must not keep the step.
+        self._handle = self.optimizer.register_step_pre_hook(functools.partial(_begin, weakref.ref(self)))
 
-        def begin(*_: object) -> None:
-            if (step := waiting()) is not None:
-                step.begin()
-
-        self._handle = self.optimizer.register_step_pre_hook(begin)
-
+    @torch._disable_dynamo
     def begin(self) -> None:
         """Take the gradients, and check them."""
         ranks = settle_rows([self.optimizer])
@@ -471,6 +468,16 @@ def rows_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         _stepped.discard(optimizer)
 
 
+# torch.compile of a step goes around these hooks, as around a lookup.
+
+
+@torch._disable_dynamo
+def _begin(waiting: weakref.ref[_Hooked], *_: object) -> None:
+    if (step := waiting()) is not None:
+        step.begin()
+
+
+@torch._disable_dynamo
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (building := building_now()) is not None:
         building.check_step(optimizer)
@@ -500,6 +507,7 @@ def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dic
     return held, kwargs
 
 
+@torch._disable_dynamo
 def _after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     begun = _begun.pop(optimizer, None)
     step = None if begun is None else begun()

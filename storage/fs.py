@@ -285,8 +285,8 @@ def storage_error(error: OSError, action: str, path: str) -> StorageError:
         errno.EROFS: "the file system is read-only; remount it for writing or choose another path",
         errno.EACCES: "give this user the right to write there or choose another path",
         errno.EPERM: "give this user the right to write there or choose another path",
-        errno.ENOENT: "a folder above it is not there, or was removed while the table was in use; restore it and open"
-        " the table anew, or choose another path",
+        errno.ENOENT: "the file or a folder above it is not there: make it, or choose another path; if it was removed"
+        " while it was in use, restore it and open anew what used it",
         errno.ENOTDIR: "what is above it is a file, not a folder; choose another path",
         errno.ENAMETOOLONG: "choose a shorter path",
         errno.EMFILE: "raise the limit of open files (ulimit -n)",

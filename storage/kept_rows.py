@@ -6,7 +6,9 @@ has to be room for, and what the ledger knows of each row's use goes into its re
 Invariants:
 - the ledger has every row of the store, and its numbers are those in the rows' records;
 - what leaves is held by no lookup, and does not depend on what is held for coming ones;
-- an `acquire` that raises has let no row leave but such as had expired.
+- an `acquire` that does not fit has let no row leave but such as had expired. Tiers are written and read last, with the
+  room that was made: where that fails, the rows that left for it stay gone, from tiers and ledger alike, and nothing
+  else has changed.
 
 Nothing here is thread-safe: `EmbeddingStore` calls it in a turn.
 """

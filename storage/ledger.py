@@ -138,7 +138,9 @@ class Ledger:
                 self._limits[t] = policy.capacity
             elif policy.capacity_mb is not None:
                 self._limits[t] = max(1, policy.capacity_mb * 2**20 // row_bytes)
-            if policy.sweep_above_mb is not None:
+            if policy.sweep_above is not None:
+                self._above_T[t] = policy.sweep_above
+            elif policy.sweep_above_mb is not None:
                 self._above_T[t] = policy.sweep_above_mb * 2**20 // row_bytes
 
     def __len__(self) -> int:
@@ -423,7 +425,7 @@ class Ledger:
             why, least = "nothing says which of them may leave (evict=)", known + new
             if evicts:
                 why, least = f"{in_use} of them are in use by this step and cannot leave", in_use + new
-            raise StoreFullError(
+            raise (StoreFullError.of_pins if evicts else StoreFullError)(
                 f"capacity of {where} is {limit} rows; {known} are kept, {why}, and {new} new ones were asked for; give"
                 f" a capacity of at least {least}, or use fewer ids a step"
             )

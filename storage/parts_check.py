@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from oneemb.storage.fs import FileSystem
 from oneemb.storage.row_store import StorageError
-from oneemb.storage.snapshot_parts import FoundParts, incomplete_text, look_at
+from oneemb.storage.snapshot_parts import FoundParts, incomplete_text, leftover_text, look_at
 from oneemb.storage.table.check import CheckResult, check_table
 from oneemb.storage.table.delta import GONE, gone_keys
 from oneemb.storage.table.snapshot_reader import SnapshotReader
@@ -23,12 +23,15 @@ def check_parts(
         return result
     result = CheckResult()
     for folder in found.folders:
-        one = check_table(folder, fs=fs, progress=progress)
+        left = {part.info.name for part in found.leftovers() if part.folder == folder}
+        one = check_table(folder, fs=fs, progress=progress, leftovers=left)
         result.problems += one.problems
         result.rows += one.rows
         result.bytes_read += one.bytes_read
         result.unneeded += one.unneeded
         result.kept += one.kept
+        result.unreadable += one.unreadable
+    result.left_over = [leftover_text(part) for part in found.leftovers()]
     result.problems += [incomplete_text(parts) for parts in found.incomplete()]
     result.problems += [one for one in _broken_chains(found, fs) if one not in result.problems]
     result.snapshots = [snapshot.name for snapshot in found.snapshots()]
@@ -37,10 +40,10 @@ def check_parts(
 
 def _broken_chains(found: FoundParts, fs: FileSystem | None) -> list[str]:
     """What deltas lack."""
-    problems = []
-    for snapshot in found.snapshots():
+    broken = found.broken()
+    problems = list(broken.values())
+    for snapshot in [one for one in found.snapshots() if one.name not in broken]:
         try:
-            found.get(snapshot.name)
             for part in snapshot.parts:
                 with SnapshotReader.open(part.folder, part.info.name, fs=fs) as reader:
                     gone_keys(reader.array(GONE) if GONE in reader.arrays else None, part.info.name)

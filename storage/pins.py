@@ -101,6 +101,10 @@ class PinBook:
         # A copy in one step of Python's: another thread may release some meanwhile.
         return (pins for pins in list(self._pins.values()) if pins.generation == self._rows.generation)
 
+    def owners(self) -> list[object]:
+        """Those that own pins now."""
+        return [owner for pins in self._owned() if (owner := pins()) is not None]
+
     def places(self) -> list[np.ndarray]:
         """Where the rows that lookups hold are in the ledger."""
         return [pins.place_U for pins in self._owned()]

@@ -212,6 +212,7 @@ class RowPolicy:
         sweep_weights: whether sweeps look at norms and `expire_where` too, which reads the weights of rows.
         sweep_above_mb: sweeps pass over the table's rows until they take more MiB than this, optimizer state included,
             wherever they are; None = they never do.
+        sweep_above: the same in rows. One of both at most.
         evict_at_snapshot: whether rows of the table that have expired, by whatever, leave before a snapshot is saved.
         clock: what gives seconds, the same for all tables; None = `time.monotonic`.
         admit: which ids get a row; None = all that are looked up in training mode. Gradients of those that get none
@@ -245,6 +246,7 @@ class RowPolicy:
     refused: Absent | None = None
     when_full: Literal["raise", "refuse"] = "raise"
     timestamps: bool = False
+    sweep_above: int | None = None
 
     def __post_init__(self) -> None:
         if self.evict is not None and not isinstance(self.evict, Eviction):
@@ -261,7 +263,11 @@ class RowPolicy:
             raise ValueError('when_full="refuse" is of tables with a capacity or a capacity_mb; give one')
         if self.capacity is not None and self.capacity_mb is not None:
             raise ValueError("a table has a capacity or a capacity_mb, got both")
-        for name in ("capacity", "capacity_mb", "expire_after_steps", "expire_after_seconds", "sweep_above_mb"):
+        if self.sweep_above is not None and self.sweep_above_mb is not None:
+            raise ValueError("a table has sweep_above or sweep_above_mb, got both")
+        for name in (
+            "capacity", "capacity_mb", "expire_after_steps", "expire_after_seconds", "sweep_above", "sweep_above_mb",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None:
                 _check_int(name, value, 1, 2**40)

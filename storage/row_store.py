@@ -32,6 +32,16 @@ class StorageError(RuntimeError):
 class StoreFullError(StorageError):
     """There is no room for a row, and nothing that may make room. The call has changed nothing."""
 
+    pinned = False
+    """Whether there would be room if lookups held fewer rows."""
+
+    @classmethod
+    def of_pins(cls, message: str) -> "StoreFullError":
+        """One with `pinned`."""
+        error = cls(message)
+        error.pinned = True
+        return error
+
 
 class RowSource(Protocol):
     """Rows by key, to be read."""

@@ -44,6 +44,7 @@ __all__ = [
     "find_parts",
     "folders_at",
     "incomplete_text",
+    "leftover_text",
     "look_at",
     "rank_folder_name",
     "table_name_of",
@@ -265,6 +266,16 @@ class FoundParts:
             if not self._is_whole(parts) and not all(part.marked for part in parts)
         ]  # fmt: skip
 
+    def broken(self) -> dict[str, str]:
+        """Those that are there and cannot be loaded, since what they go on from is not, each with the reason."""
+        reasons = {}
+        for snapshot in self.snapshots():
+            try:
+                self.get(snapshot.name)
+            except StorageError as error:
+                reasons[snapshot.name] = str(error)
+        return reasons
+
     def leftovers(self) -> list[Part]:
         """The parts that killed saves and deletes have left, and those of snapshots that others have replaced."""
         found = []
@@ -325,6 +336,15 @@ def incomplete_text(parts: list[Part]) -> str:
         f"snapshot {whole.name!r} lies in {whole.shards} paths and is not whole: part"
         f" {', '.join(map(str, missing[:20]))}{' and more' if len(missing) > 20 else ''} of {whole.shards} is missing,"
         f" there is {there}; bring the missing folder back, name it too, or delete the snapshot"
+    )
+
+
+def leftover_text(part: Part) -> str:
+    """What to say of a part that is of no use."""
+    return (
+        f"{part.folder} has part {part.whole.shard} of {part.whole.shards} of a snapshot {part.whole.name!r} that is"
+        " not whole or was replaced: a save, a delete or a reshard goes on, or was killed; what was killed leaves it to"
+        " the next save, or to `oneemb compact`"
     )
 
 

@@ -94,6 +94,19 @@ def test_inspect_names_the_holder_of_the_lock(path):
         assert f"held by process {os.getpid()}" in run("inspect", path).stdout
 
 
+@pytest.mark.parametrize("suffix", [".keys", ".rows"])
+def test_inspect_of_a_table_that_lacks_a_file_counts_what_is_there_and_names_the_file(path, suffix):
+    (first, _) = sorted((path / "chunks").glob(f"*{suffix}"))
+    size = first.stat().st_size
+    first.unlink()
+    (path / "chunks" / f"000000000077{suffix}").write_bytes(b"x" * 1000)
+    found = run_json("inspect", path)
+    assert found["missing"] == {str(first): size} and found["unsaved_bytes"] == 1000
+    assert found["disk_bytes"] == disk_bytes(path) and 0 <= found["garbage_bytes"] <= found["disk_bytes"]
+    text = run("inspect", path).stdout
+    assert f"missing: {first}: " in text and " -" not in text.split("\n")[1]
+
+
 def test_inspect_of_a_damaged_snapshot_shows_the_others(path):
     damage(path, "second.snapshot", 200)
     found = run_json("inspect", path)
@@ -331,12 +344,25 @@ def test_garbage_is_named_without_a_traceback(path, tmp_path, format):
 
 def test_a_damaged_snapshot_is_named_beside_the_list_and_can_be_deleted(path):
     damage(path, "second.snapshot", 200)
-    result = run("snapshot", "list", path)
+    result = run("snapshot", "list", path, code=1)
     assert result.stdout == "first\n" and "damaged: 'second': " in result.stderr and "checksum" in result.stderr
-    found = run_json("snapshot", "list", path)
+    found = run_json("snapshot", "list", path, code=1)
     assert found["snapshots"] == ["first"] and "checksum" in found["damaged"]["second"]
     run("snapshot", "delete", path, "second", "-y")
     assert run("snapshot", "list", path).stderr == "" and run_json("check", path)["sound"]
+
+
+def test_check_beside_a_damaged_snapshot_promises_that_no_file_goes(path):
+    damaged = damage(path, "second.snapshot", 200)
+    found = run_json("check", path, code=1)
+    assert found["unreadable"] == [str(damaged)] and found["kept"] == found["unneeded"] and len(found["kept"]) == 2
+    text = run("check", path, code=1).stdout
+    assert f"2 of them stay, since {damaged} may need them" in text and "next one removes" not in text
+    before = sorted(path.rglob("*.*"))
+    PersistentTable.open(path, row_width=4, threads=Threads(1)).close()
+    assert sorted(path.rglob("*.*")) == before  # as was said
+    run("snapshot", "delete", path, "second", "-y")
+    assert len(list((path / "chunks").iterdir())) == 2
 
 
 def test_what_is_no_table_is_said_to_be_none(path, tmp_path):

@@ -370,6 +370,10 @@ def test_check_and_loads_say_what_is_missing(tmp_path):
     embedding.close()
     assert "is a delta since 'd1'" in run("check", tmp_path, code=1)
     assert "is a delta since 'd1'" in run("merge-deltas", tmp_path, "--name", "d3", "--into", "x", code=2)
+    listed = json.loads(run("snapshot", "list", tmp_path, "--json", code=1))
+    assert listed["snapshots"] == ["base"] and set(listed["incomplete"]) == {"d2", "d3"}
+    assert "incomplete: snapshot 'd2' is a delta since 'd1'" in run("snapshot", "list", tmp_path, code=1)
+    assert "incomplete: snapshot 'd2' is a delta since 'd1'" in run("inspect", tmp_path)
     # Another one of its name is not it.
     again = made(tmp_path)
     step(again, adagrad(again), range(3))

@@ -443,12 +443,11 @@ Jobs.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadl
 TestJobs = Jobs.TestCase
 
 
-def test_sweeps_begin_at_a_mark_of_rows_in_mib(tmp_path):
-    embedding = make(
-        tmp_path, "device", [RowPolicy(expire_after_steps=1, sweep_steps=1, sweep_above_mb=1)] * 2, tables=2
-    )
+@pytest.mark.parametrize("above", [{"sweep_above_mb": 1}, {"sweep_above": 50}])
+def test_sweeps_begin_at_a_mark_of_rows(tmp_path, above):
+    embedding = make(tmp_path, "device", [RowPolicy(expire_after_steps=1, sweep_steps=1, **above)] * 2, tables=2)
     optimizer, row_bytes = sgd(embedding), embedding.store.format.row_bytes
-    many = 2**20 // row_bytes
+    many = above.get("sweep_above", 2**20 // row_bytes)
     embedding.store.build()
     embedding.store.put(np.zeros(many, np.int32), np.arange(many), np.ones((many, DIM), np.float32))
     for n in range(4):  # as many rows as the mark, which is not more

@@ -1,5 +1,7 @@
 """What ids read as that get no row, tables that refuse rows where they are full, scores that are given, and times."""
 
+import errno
+import os
 import time
 
 import numpy as np
@@ -9,7 +11,8 @@ import torch
 import oneemb
 from oneemb.policies import LFU, LRU, AdmitAfter, AdmitWhere, GivenScore, MixedLFU, RowPolicy, StepLRU
 from oneemb.storage.errors import BrokenStoreError
-from tests.test_policies import STORES, everything, ids, known, make, sgd, step
+from oneemb.storage.fs import LocalFileSystem
+from tests.test_policies import RATE, STORES, everything, ids, known, make, sgd, step
 
 ZERO, SEVEN = oneemb.make_constant_initializer(0.0), oneemb.make_constant_initializer(7.0)
 
@@ -242,6 +245,34 @@ def test_a_clock_that_fails_changes_nothing(tmp_path):
     assert everything(embedding) == before and known(embedding) == {(0, 1), (0, 2), (0, 3)}
     embedding.load_snapshot("two")
     assert known(embedding) == {(0, 1), (0, 2)}
+
+
+def test_rows_that_left_for_a_lookup_whose_disk_fails_stay_gone_and_nothing_else_changes(tmp_path, monkeypatch):
+    embedding = make(tmp_path / "rows", "ssd", RowPolicy(LRU()), capacity=400)
+    optimizer = sgd(embedding)
+    for n in range(0, 400, 20):
+        step(embedding, optimizer, torch.arange(n, n + 20))
+    embedding.save_snapshot("all")  # so that rows are in files, and in no buffer
+    before, scores = everything(embedding), embedding.scores(torch.arange(400))
+
+    def fail(self, file, out, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    asked = torch.cat([torch.arange(150, 170), torch.arange(1000, 1010)])  # some on the disk, some new
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalFileSystem, "read_into", fail)
+        patched.setattr("oneemb.storage.table.aio_reader.AioReader.read", lambda *its: fail(*its[:4]))
+        with pytest.raises(oneemb.StorageError, match="could not read rows from .*EIO"):
+            embedding(asked)
+    after = everything(embedding)
+    kept = {n: row for n, row in before.items() if n in after}
+    assert after == kept and len(before) - len(after) == embedding.stats()["policy"]["left"]["capacity"] >= 10
+    assert not {(0, n) for n in asked.tolist()} & (before.keys() - after.keys())
+    left = torch.tensor([(0, n) in after for n in range(400)])
+    assert torch.equal(embedding.scores(torch.arange(400))[left].view(torch.int64), scores[left].view(torch.int64))
+    assert {(0, n) for n in range(400) if left[n]} == known(embedding, 1100) and embedding.store.hot.pinned == 0
+    assert embedding(asked).detach()[:, 0].tolist() == [1 - RATE] * 20 + [1.0] * 10
+    assert embedding.stats()["rows"] == len(after) + 10
 
 
 def test_a_clock_may_leap_farther_than_a_number_says(tmp_path):

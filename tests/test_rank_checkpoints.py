@@ -21,7 +21,7 @@ from oneemb.graph.ranks import RankError
 from oneemb.named_snapshot import encode
 from oneemb.storage.errors import BrokenStoreError
 from tests.support.rank_jobs import killed
-from tests.support.thread_ranks import FaultyCalls, Torn, run_ranks
+from tests.support.thread_ranks import FaultyCalls, ThreadRanks, Torn, run_ranks
 from tests.support.training import OPTIMIZERS
 from tests.test_rank_snapshots import FEW, STEP, assert_nothing_is_unneeded, content, expected, fill, make, together
 from tests.test_ranks import Graph, Model, batch_of, relative, weights_of
@@ -431,6 +431,38 @@ def test_a_rank_that_dies_in_an_exchange_of_which_some_have_heard_leaves_a_whole
         assert_only(root, monkeypatch)
         at += stride
     assert versions == {1, 2}
+
+
+def test_every_exchange_of_a_save_or_a_load_says_what_call_it_is_part_of(tmp_path, monkeypatch):
+    """It is what the other ranks say of one that was killed."""
+    said_R, agree = ([], []), ThreadRanks.agree
+
+    def note(ranks, what, check=lambda: None):
+        said_R[ranks.rank].append(what)
+        return agree(ranks, what, check)
+
+    monkeypatch.setattr(ThreadRanks, "agree", note)
+    path = f"{tmp_path}/c"
+
+    def said(call, ranks):
+        said_R[ranks.rank].clear()
+        call()
+        return set(said_R[ranks.rank])
+
+    def saves(ranks):
+        graph = Filled(ranks, tmp_path)
+        for version in (1, 2):
+            graph.have(version)
+            found = said(lambda: graph.save(path, keep=1), ranks)
+            assert found and all(what.startswith(f"save {path!r}, keep=1") for what in found), found
+        found = said(lambda: graph.load(path), ranks)
+        assert found and all(what.startswith(f"load {path!r}") for what in found), found
+        found = said(lambda: graph.state().load_state_dict(graph.state().state_dict()), ranks)
+        assert all("state_dict of a graph" in what for what in found), found
+        assert said(graph.embedding.snapshots, ranks) == {"list snapshots of embedding 'items'"}
+        graph.embedding.close()
+
+    run_ranks(2, saves, patch=monkeypatch)
 
 
 @pytest.mark.parametrize("failing", [0, 1])

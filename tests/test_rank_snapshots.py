@@ -327,7 +327,7 @@ def assert_nothing_is_unneeded(root):
     assert not found.incomplete() and not found.leftovers() and not found.damaged
     for folder in found.folders:
         info = oneemb_info(folder)
-        assert info.disk_bytes == info.needed_bytes and not info.kept, folder
+        assert info.unsaved_bytes == 0 and not info.kept, folder
         assert not marks_at(LocalFileSystem(), folder)
         rest = {name for name in os.listdir(folder) if not name.startswith("rank-")}
         assert rest == {"LOCK", "chunks", "snapshots"}, folder

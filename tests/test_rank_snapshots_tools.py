@@ -11,6 +11,7 @@ from oneemb.graph.ranks import RankError
 from oneemb.rows.reshard import reshard
 from oneemb.storage.errors import LockedError, SnapshotExistsError, SnapshotNotFoundError
 from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.parts_check import check_parts
 from oneemb.storage.snapshot_parts import look_at
 from oneemb.storage.unfinished import mark
 from tests.support.thread_ranks import FaultyCalls, run_ranks
@@ -118,6 +119,12 @@ def test_a_reshard_that_is_killed_anywhere_leaves_the_snapshot_whole(tmp_path, m
             reached = calls.reached
             calls.free_locks()
         assert version_of(root, "s") == 1
+        # What lies in the folders of the other number of ranks is of no use, and is told.
+        other = {2: 3, 3: 2}[len(look_at([str(root)]).get("s").parts)]
+        left = [str(file) for file in root.glob(f"rank-*-of-{other}/*/*") if file.name != "probe.tmp"]
+        told = check_parts(str(root))
+        assert sorted(told.unneeded) == sorted(left) and not told.problems and told.snapshots == ["s"]
+        assert len(told.left_over) == sum(file.endswith(".snapshot") for file in left)
         run(2, save, root, 2, "t", patch=monkeypatch, count=FEW)
         assert version_of(root, "s") == 1
         assert_nothing_is_unneeded(root)
@@ -168,7 +175,7 @@ def test_check_finds_damage_in_any_part_and_parts_that_are_missing(tmp_path, mon
     assert "rank-2-of-3" in command("check", tmp_path, code=1).stdout
     os.rename(tmp_path / "rank-2-of-3", tmp_path / "away")
     assert "part 2 of 3 is missing" in command("check", tmp_path, code=1).stdout
-    listed = run_json("snapshot", "list", tmp_path)
+    listed = run_json("snapshot", "list", tmp_path, code=1)
     assert listed["snapshots"] == [] and "part 2 of 3" in listed["incomplete"]["s"]
     assert "part 2 of 3" in command("inspect", tmp_path).stdout
     assert "part 2 of 3" in command("export", tmp_path, tmp_path / "x.npz", "--snapshot", "s", code=2).stderr

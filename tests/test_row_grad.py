@@ -687,3 +687,35 @@ def test_a_sum_and_a_later_pass_of_one_lookup_find_its_rows_where_they_are_now(t
     # 1 - 0.5, and then minus the same once more with the gradient of the second pass.
     assert torch.equal(embedding(ids), torch.full((3, 2), -1.0))
     assert all(torch.equal(embedding(few), torch.ones(3000, 2)) for few in others)
+
+
+@pytest.mark.parametrize("policy", [None, oneemb.policies.RowPolicy(capacity=950, evict=oneemb.policies.LRU())])
+@pytest.mark.parametrize(("calls", "waiting"), [("step", 10), ("clip step", 10), ("", 9), ("forward", None)])
+def test_a_full_cache_says_how_many_lookups_wait_for_zero_grad(tmp_path, calls, waiting, policy):
+    embedding = make_embedding(str(tmp_path), store="host", dim=256, policy=policy)  # 985 rows fit in its cache
+    optimizer, losses = torch.optim.SGD(embedding.parameters(), lr=0.1), []
+    with pytest.raises(oneemb.StoreFullError, match="or use fewer ids a step") as error:
+        for i in range(11):
+            losses.append(embedding(torch.arange(100) + 100 * i).sum())
+            if calls != "forward":
+                losses.pop().backward()
+            if "clip" in calls:
+                torch.nn.utils.clip_grad_norm_(embedding.parameters(), 1.0)
+            if "step" in calls:
+                optimizer.step()
+    said = str(error.value)
+    assert (f"{waiting} lookups wait for zero_grad()" in said) == (waiting is not None), said
+    assert ("wait" in said) == (waiting is not None), said
+    optimizer.zero_grad()
+    losses.clear()
+    embedding(torch.arange(500)).sum().backward()
+    optimizer.step()
+
+
+def test_a_full_store_says_nothing_of_lookups_that_hold_no_rows_it_could_do_without(tmp_path):
+    embedding = make_embedding(str(tmp_path), options={"capacity": 8})
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    with pytest.raises(oneemb.StoreFullError, match="^capacity is 8 rows"):
+        for i in range(3):
+            embedding(torch.arange(4) + 4 * i).sum().backward()
+            optimizer.step()

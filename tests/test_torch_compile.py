@@ -7,6 +7,7 @@ import torch
 import torch._dynamo
 
 import oneemb
+from oneemb.optim import RowWiseAdagrad
 from tests.support.graph_models import make_embedding, rows_of, weights_of
 
 
@@ -110,3 +111,54 @@ def test_a_compiled_step_goes_around_the_optimizer():
         ids = torch.tensor([[1, 2], [3, 4]]) + i
         assert torch.equal(compiled_step(ids), steps[0](ids))
     assert rows_of(compiled.embeddings[0]) == rows_of(eager.embeddings[0])
+
+
+def trained_by(optimizer_class, compiled, steps=4):
+    """Rows and a dense module, whose numbers torch.compile may round otherwise, trained beside each other."""
+    torch.manual_seed(0)
+    embedding, dense = make_embedding("rows"), torch.nn.Linear(2, 1)
+    optimizer = optimizer_class([embedding.weight, *dense.parameters()], lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager") if compiled == "step" else optimizer.step
+
+    def train(ids):
+        loss = embedding(ids).square().sum() + dense(ids.float()).square().sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_value_([embedding.weight, *dense.parameters()], 1e-2)
+        step()
+        optimizer.zero_grad()
+
+    train = torch.compile(train, backend="eager") if compiled == "whole" else train
+    for i in range(steps):
+        train(torch.tensor([[1, 2], [3, 4]]) + i % 2)
+        optimizer.param_groups[0]["lr"] *= 0.9
+    assert embedding.stats()["step"] == steps and embedding.stats()["device"]["pinned"] == 0
+    return rows_of(embedding), weights_of(dense)
+
+
+@pytest.mark.parametrize("compiled", ["step", "whole"])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, RowWiseAdagrad])
+def test_a_compiled_step_of_torchs_optimizers_trains_rows_as_an_uncompiled_one(optimizer_class, compiled):
+    expected, weights = trained_by(optimizer_class, None)
+    rows, dense = trained_by(optimizer_class, compiled)
+    assert rows == expected
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(dense, weights, strict=True))
+
+
+def test_a_compiled_step_that_raises_leaves_gradients_and_rows_as_they_are():
+    embedding = make_embedding("rows")
+    optimizer = torch.optim.Adam([embedding.weight], lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager")
+    ids = torch.tensor([[1, 2]])
+    embedding(ids).sum().mul(float("inf")).backward()
+    before = embedding.read(ids)
+    with pytest.raises(oneemb.NonFiniteGradientError):
+        step()
+    assert (
+        torch.equal(embedding.read(ids), before)
+        and embedding.stats()["step"] == 0
+        and embedding.weight.grad is not None
+    )
+    optimizer.zero_grad()
+    embedding(ids).sum().backward()
+    step()
+    assert not torch.equal(embedding.read(ids), before) and embedding.stats()["step"] == 1

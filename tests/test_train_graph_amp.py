@@ -8,6 +8,7 @@ import oneemb
 from oneemb.scaling import Scaling
 from oneemb.train_graph import _refusing
 from tests.support.graph_models import adam, make_eager, make_embedding, make_graph, rows_of, sgd, weights_of
+from tests.support.tracing_threads import KINDS, another_thread
 
 IDS = torch.tensor([[1, 2], [3, 4], [1, 4]])
 LABEL = torch.tensor([0.0, 1.0, 1.0])
@@ -44,6 +45,16 @@ def test_a_power_of_two_scale_changes_no_number():
         assert torch.equal(plain(IDS, LABEL), scaled(IDS, LABEL))
     assert state_of(plain) == state_of(scaled)
     assert scaler.get_scale() == 2.0**12  # It grew twice.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scale_beside_a_thread_that_exports_or_compiles_changes_no_number(kind):
+    plain, scaled = (make_graph(modules_of(), build, sgd) for _ in "ab")
+    scaled.set_grad_scaler(scaler_of())
+    wanted = [plain(IDS, LABEL) for _ in range(2)]
+    with another_thread(kind):
+        assert all(torch.equal(scaled(IDS, LABEL), want) for want in wanted)
+    assert state_of(plain) == state_of(scaled)
 
 
 def test_an_overflow_skips_the_whole_update_and_shrinks_the_scale():

@@ -269,6 +269,16 @@ def test_something_else_at_the_path_is_not_written_over(tmp_path):
     assert (tmp_path / "text").read_text() == "notes" and graph.embedding.snapshots() == []
 
 
+def test_a_save_to_a_folder_that_is_not_there_says_so_and_saves_nothing(tmp_path):
+    graph = graph_at(tmp_path / "rows")
+    graph(IDS)
+    with pytest.raises(
+        oneemb.StorageError, match="could not write the checkpoint .*/gone/c: ENOENT.* make it"
+    ) as error:
+        graph.save(tmp_path / "gone" / "c")
+    assert "table anew" not in str(error.value) and graph.embedding.snapshots() == []
+
+
 def test_a_snapshot_that_a_state_dict_names_is_not_touched(tmp_path):
     graph = graph_at(tmp_path / "rows")
     graph(IDS)

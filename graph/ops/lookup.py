@@ -34,13 +34,13 @@ from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedPrefetched, MergedStore
 from oneemb.storage.pins import Pins
 from oneemb.storage.row_format import RowFormat
-from oneemb.storage.row_store import StorageError
+from oneemb.storage.row_store import StorageError, StoreFullError
 from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed
 
 __all__ = [
     "DTYPES", "Keys", "Lease", "REPLACED", "Remote", "Reserved", "acquire", "acquire_later",
-    "check_pooling", "gather", "keep", "measure_gather", "measure_unique_keys", "peek", "prefetch", "read_ids",
+    "check_pooling", "full", "gather", "keep", "measure_gather", "measure_unique_keys", "peek", "prefetch", "read_ids",
     "reserve", "spread_max_grads", "unique_keys",
 ]  # fmt: skip
 
@@ -217,6 +217,8 @@ class Lease:
         `Loops.pool_max`."""
         self.has_grad = False
         """Whether a gradient has come."""
+        self.lookups = 1
+        """How many lookups' rows these are: see `of_keys`."""
         self.order = next_order()
         """Grows from lookup to lookup: gradients of a row are summed in the order in which lookups were made."""
         self._keys = keys
@@ -236,10 +238,11 @@ class Lease:
         return self._keys
 
     @classmethod
-    def of_keys(cls, store: EmbeddingStore, table_U: Array, id_U: Array) -> "Lease":
-        """The rows of these distinct keys, which other leases have had, pinned."""
+    def of_keys(cls, store: EmbeddingStore, table_U: Array, id_U: Array, lookups: int = 1) -> "Lease":
+        """The rows of these distinct keys, which other leases have had, of so many lookups, pinned."""
         unique = store.loops.distinct_keys(table_U, id_U)
         lease = cls(store, Keys(torch.Size((len(id_U),)), unique, None, store.loops))
+        lease.lookups = lookups
         lease.pin(again=True)
         return lease
 
@@ -410,6 +413,21 @@ class Lease:
             raise StorageError(REPLACED)
 
 
+def full(error: StoreFullError, waiting: int) -> StoreFullError:
+    """The error; where rows that lookups hold leave no room, one that says how many of these wait for `zero_grad`.
+
+    Args:
+        waiting: the number of lookups whose gradients are kept.
+    """
+    if not error.pinned or waiting == 0:
+        return error
+    return StoreFullError(
+        f"{waiting} lookups wait for zero_grad(): their gradients are kept, and all their rows have to be in memory at"
+        " a time; call step() and zero_grad() after each batch. If the gradients of several batches are to be summed,"
+        f" {error}"
+    )
+
+
 class Reserved:
     """A lookup that a step is expected to make. Nothing is inserted before it does."""
 
@@ -481,7 +499,11 @@ def acquire(store: EmbeddingStore, keys: Keys, prefetched: Prefetched | None = N
     if not store.built:
         store.build()
     lease = Lease(store, keys)
-    lease.pin(prefetched)
+    try:
+        lease.pin(prefetched)
+    except StoreFullError as error:
+        owners = store.pins.owners()
+        raise full(error, sum(one.lookups for one in owners if isinstance(one, Lease) and one.has_grad)) from None
     return lease
 
 

@@ -20,13 +20,14 @@ import torch
 
 from oneemb.graph.ops.backward_pass import Pass, reduce_passes
 from oneemb.graph.ops.grads import RowGrads, join_grads
-from oneemb.graph.ops.lookup import Lease
+from oneemb.graph.ops.lookup import Lease, full
 from oneemb.graph.ops.merged import MergedRows
 from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.graph.ops.settle import by_ranks, settle
 from oneemb.graph.ranks import Ranks
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
+from oneemb.storage.row_store import StoreFullError
 
 __all__ = ["RowGrad", "reduce_grads", "refuse_dense"]
 
@@ -126,17 +127,25 @@ class RowGrad(torch.Tensor):
         assert self.ranks is None or not self.passes, "what lookups have left is with the owners of rows"
         for lease in self.holders:
             lease.check_not_replaced()
+        try:
+            self._pin()
+        except StoreFullError as error:
+            lookups = sum(lease.lookups for lease in {*(lease for lease, *_ in self.passes), *self.holders})
+            raise full(error, lookups if lookups > 1 else 0) from None
+        return self.reduce()
+
+    def _pin(self) -> None:
         # First what is summed: a lookup that is pinned anew, for its passes, has its rows in other slots.
         if self.summed is not None and not all(lease.is_pinned for lease in self.holders):
             used = [lease.use() for lease in self.holders]  # by lookups in eval mode of ranks
-            lease = Lease.of_keys(self.store, self.summed.table_U, self.summed.id_U)
+            lookups = sum(lease.lookups for lease in self.holders)
+            lease = Lease.of_keys(self.store, self.summed.table_U, self.summed.id_U, lookups)
             self.summed, self.holders = self.summed.with_slots(lease.slot_U, lease.generation), [lease]
             for one in used:
                 if one is not None:
                     one.unpin()
         for lease in dict.fromkeys(lease for lease, *_ in self.passes):
             lease.pin()
-        return self.reduce()
 
     def merged_in(self) -> MergedStore | None:
         """The merged store whose lookups gave all of this, with their rows still pinned; None if there is none."""

@@ -43,12 +43,22 @@ def check(ctx: click.Context, path: str, as_json: bool) -> None:
         *result.problems,
         f"{path}: {len(result.problems) or 'no'} contradictions; {len(result.snapshots)} snapshots with {result.rows:,}"
         f" rows, {size_text(result.bytes_read)} of blocks read",
-        *([f"{len(result.unneeded)} files belong to no snapshot: a job's, or what the next one removes"
-           + (f"; but {len(result.kept)} of them stay until `oneemb compact --remove-orphans`" if result.kept else "")]
-          if result.unneeded else []),
+        *(f"left over: {text}" for text in result.left_over),
+        *([_unneeded_text(result)] if result.unneeded else []),
     )  # fmt: skip
     if result.problems:
         ctx.exit(1)
+
+
+def _unneeded_text(result: "CheckResult") -> str:
+    files, kept = len(result.unneeded), len(result.kept)
+    if result.unreadable:
+        return (
+            f"{files} files belong to no snapshot that can be read; {kept} of them stay, since"
+            f" {', '.join(result.unreadable)} may need them: restore that from a copy, or delete the snapshot"
+        )
+    stay = f"; but {kept} of them stay until `oneemb compact --remove-orphans`" if kept else ""
+    return f"{files} files belong to no snapshot: a job's, or what the next one removes{stay}"
 
 
 def _check_oneflow(path: str, move: Callable[[int, int], None]) -> "CheckResult":

@@ -51,7 +51,7 @@ def inspect(path: str, snapshot: str | None, as_json: bool) -> None:
         return
     info = table_info(path)
     snapshots = [_described(snapshot) for snapshot in info.snapshots]
-    unsaved = info.disk_bytes - info.needed_bytes
+    incomplete = found.broken()
     result = {
         "path": path,
         "format": "oneemb",
@@ -61,9 +61,11 @@ def inspect(path: str, snapshot: str | None, as_json: bool) -> None:
         "disk_bytes": info.disk_bytes,
         "live_bytes": info.live_bytes,
         "garbage_bytes": info.garbage_bytes,
-        "unsaved_bytes": unsaved,
+        "unsaved_bytes": info.unsaved_bytes,
         "snapshots": snapshots,
         "damaged": info.damaged,
+        "incomplete": incomplete,
+        "missing": info.missing,
         "lost": info.lost,
         "lost_more": info.lost_more,
         "kept": info.kept,
@@ -75,9 +77,12 @@ def inspect(path: str, snapshot: str | None, as_json: bool) -> None:
         f"{path}: a table of oneemb, format{version or ' not known yet'}; "
         + (f"held by {info.holder}" if info.holder else "nobody writes to it"),
         f"{size_text(info.disk_bytes)} on disk in {info.chunks} chunks: {size_text(info.live_bytes)} of rows in"
-        f" snapshots, {size_text(info.garbage_bytes)} of garbage and lists; {size_text(unsaved)} in no snapshot",
+        f" snapshots, {size_text(info.garbage_bytes)} of garbage and lists; {size_text(info.unsaved_bytes)} in no"
+        " snapshot",
         *_lines(snapshots),
+        *_missing_lines(info.missing),
         *(f"damaged: {reason}" for reason in info.damaged.values()),
+        *(f"incomplete: {reason}" for reason in incomplete.values()),
         *([f"lost: {lost_text(info.lost, info.lost_more, len(info.kept))}"]
           if info.lost or info.lost_more or info.kept else []),
     )  # fmt: skip
@@ -106,7 +111,7 @@ def _inspect_rows(path: str, snapshot: str, as_json: bool) -> None:
 
 def _inspect_ranks(path: str, found: "FoundParts", as_json: bool) -> None:
     """Show what the tables in the folders of ranks hold together."""
-    from oneemb.storage.snapshot_parts import incomplete_text
+    from oneemb.storage.snapshot_parts import incomplete_text, leftover_text
     from oneemb.storage.table.recovery import lost_text
     from oneemb.storage.table.table_info import table_info
 
@@ -116,18 +121,20 @@ def _inspect_ranks(path: str, found: "FoundParts", as_json: bool) -> None:
         | {"shard": None, "shards": len(whole.parts), "folders": [part.folder for part in whole.parts]}
         for whole in found.snapshots()
     ]
-    incomplete = {parts[0].whole.name: incomplete_text(parts) for parts in found.incomplete()}
+    incomplete = {parts[0].whole.name: incomplete_text(parts) for parts in found.incomplete()} | found.broken()
+    left_over = [leftover_text(part) for part in found.leftovers()]
     result = {
         "path": path,
         "format": "oneemb",
         "snapshots": snapshots,
         "incomplete": incomplete,
+        "left_over": left_over,
         "folders": {
             folder: {
                 "holder": info.holder, "chunks": info.chunks, "disk_bytes": info.disk_bytes,
                 "live_bytes": info.live_bytes, "garbage_bytes": info.garbage_bytes,
-                "unsaved_bytes": info.disk_bytes - info.needed_bytes, "damaged": info.damaged, "lost": info.lost,
-                "lost_more": info.lost_more, "kept": info.kept,
+                "unsaved_bytes": info.unsaved_bytes, "missing": info.missing, "damaged": info.damaged,
+                "lost": info.lost, "lost_more": info.lost_more, "kept": info.kept,
             }
             for folder, info in infos.items()
         },
@@ -142,11 +149,20 @@ def _inspect_ranks(path: str, found: "FoundParts", as_json: bool) -> None:
         f"{path}: {len(infos)} tables of oneemb",
         *table_lines(("folder", "on disk", "rows in snapshots", "held by"), tables, "no tables"),
         *_lines(snapshots),
+        *(f"left over: {text}" for text in left_over),
+        *(line for info in infos.values() for line in _missing_lines(info.missing)),
         *(f"incomplete: {reason}" for reason in incomplete.values()),
         *(f"damaged: {reason}" for info in infos.values() for reason in info.damaged.values()),
         *(f"lost: {folder}: {lost_text(info.lost, info.lost_more, len(info.kept))}" for folder, info in infos.items()
           if info.lost or info.lost_more or info.kept),
     )  # fmt: skip
+
+
+def _missing_lines(missing: Mapping[str, int]) -> list[str]:
+    return [
+        f"missing: {path}: {size_text(size)} that snapshots need; `oneemb check` names the snapshots"
+        for path, size in sorted(missing.items())
+    ]
 
 
 def _lines(snapshots: Sequence[Mapping[str, Any]]) -> list[str]:

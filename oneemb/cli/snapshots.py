@@ -18,10 +18,12 @@ def snapshot() -> None:
 @snapshot.command("list")
 @click.argument("path", type=FOLDER)
 @json_option
-def list_snapshots(path: str, as_json: bool) -> None:
+@click.pass_context
+def list_snapshots(ctx: click.Context, path: str, as_json: bool) -> None:
     """List the snapshots of the table at PATH, or of the ranks that have their tables there, oldest first.
 
-    Those that cannot be read, or of which parts are missing, are named beside the list, with the reason.
+    Those that cannot be read, or of which parts are missing, or what a delta goes on from, are named beside the list,
+    with the reason; then the command exits with 1.
     """
     names, damaged, incomplete = snapshot_names([path])
     result = {"path": path, "snapshots": names, "damaged": damaged, "incomplete": incomplete}
@@ -31,6 +33,8 @@ def list_snapshots(path: str, as_json: bool) -> None:
             click.echo(f"damaged: {name!r}: {reason}", err=True)
         for reason in incomplete.values():
             click.echo(f"incomplete: {reason}", err=True)
+    if damaged or incomplete:
+        ctx.exit(1)
 
 
 @snapshot.command("delete")
@@ -95,8 +99,9 @@ def snapshot_names(paths: Sequence[str]) -> tuple[list[str], dict[str, str], dic
         one.name if one.folder in paths else f"{os.path.basename(one.folder)}/{one.name}": one.reason
         for one in found.damaged
     }
-    incomplete = {parts[0].whole.name: incomplete_text(parts) for parts in found.incomplete()}
-    return [one.name for one in found.snapshots()], damaged, incomplete
+    incomplete, broken = {parts[0].whole.name: incomplete_text(parts) for parts in found.incomplete()}, found.broken()
+    names = [one.name for one in found.snapshots() if one.name not in broken]
+    return names, damaged, incomplete | broken
 
 
 def only_snapshot(paths: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ from oneemb.serving.uncompiled import uncompiled
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.serving.served_file import ServedFile, is_served_file
+from oneemb.tracers import refuse_tracers
 
 __all__ = ["InferenceEmbedding", "Version"]
 
@@ -124,6 +125,7 @@ class InferenceEmbedding(torch.nn.Module):
             TypeError, ValueError: an argument is not as there, or a table is not served.
             CorruptTableError: a row that is needed is damaged.
         """
+        refuse_tracers(self, ids)
         served = self._now()
         if pooling not in ("sum", "mean", "max"):
             raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')

@@ -22,7 +22,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.remote.parameter_server import ParameterServer, ServerError
 from oneemb.storage.remote.servers import open_server
 from oneemb.tde.push_mark import PushMark
-from oneemb.tde.table_tensors import table_tensors
+from oneemb.tde.table_tensors import new_states, table_tensors
 from oneemb.tde.traffic import Traffic
 
 __all__ = ["PS", "FetchHandle", "PSCollection"]
@@ -56,6 +56,7 @@ class PS:
         traffic: in which order servers are called; None = this one's own.
         pushes: whether this process pushes rows; False = another one has the same and does.
         rank: of this process.
+        new_state: number of which the optimizer's state of a new row consists.
 
     Raises:
         ValueError: a shard has not all columns of its rows.
@@ -67,9 +68,10 @@ class PS:
     def __init__(
         self, table_name: str, tensors: Sequence[torch.Tensor], url: str, chunk_size: int = DEFAULT_CHUNK_SIZE, *,
         server: ParameterServer | None = None, traffic: Traffic | None = None, pushes: bool = True,
-        rank: int = 0,
+        rank: int = 0, new_state: float = 0.0,
     ):  # fmt: skip
         self.table_name = table_name
+        self._new_state = new_state
         self.traffic = Traffic() if traffic is None else traffic
         self._shards = list(_shards_of(table_name, tensors))
         self._widths = [tensor.shape[1] for tensor in self._shards[0].tensors] if self._shards else []
@@ -111,7 +113,7 @@ class PS:
             ids_to_fetch: int64 [N, 2], ids and the cache ids that they are to have.
             time: number of the batch; has no effect.
             reinit: begin rows that the server lacks anew: weights uniform between the bounds, a function of table and
-                id alone, and state 0. Otherwise they stay as the table has them.
+                id alone, and state `new_state`. Otherwise they stay as the table has them.
             weight_init_max, weight_init_min: the bounds, in any order.
         """
         del time
@@ -162,7 +164,7 @@ class PS:
                 missing = np.flatnonzero(~found_N)
                 parts[0][missing] = _first_weights(self.table_name, pairs[missing, 0], self._widths[0], bounds, seed)
                 for part in parts[1:]:
-                    part[missing] = 0
+                    part[missing] = self._new_state
                 found_N = np.ones(len(pairs), np.bool_)
             where = torch.from_numpy(pairs[found_N, 1] - shard.begin)
             with torch.no_grad():
@@ -237,6 +239,7 @@ class PSCollection:
         ps_config: `{"chunk_size": ...}`, see `PS`.
         traffic: in which order servers are called; None = this one's own.
         rank: of this process, which decides who pushes tables that all ranks have.
+        new_states: number of which the optimizer's state of a new row consists, by table; None = 0 of all.
 
     Raises:
         ValueError: an option is not known, or a table is sharded by its columns.
@@ -248,6 +251,7 @@ class PSCollection:
     def __init__(
         self, path: str, plan: Mapping[str, tuple[Any, Sequence[torch.Tensor]]], url: str | Callable[[str], str],
         ps_config: Mapping[str, Any] | None = None, *, traffic: Traffic | None = None, rank: int = 0,
+        new_states: Mapping[str, float] | None = None,
     ):  # fmt: skip
         ps_config = ps_config or {}
         unknown = set(ps_config) - {"chunk_size", "optimizers", "seed"}
@@ -264,7 +268,7 @@ class PSCollection:
             self._of_table[table] = PS(
                 f"{path}.{table}", tensors, its, ps_config.get("chunk_size", DEFAULT_CHUNK_SIZE),
                 server=servers[its], traffic=self.traffic, pushes=rank == 0 or isinstance(tensors[0], ShardedTensor),
-                rank=rank,
+                rank=rank, new_state=(new_states or {}).get(table, 0.0),
             )  # fmt: skip
 
     def table_names(self) -> list[str]:
@@ -298,10 +302,12 @@ class PSCollection:
         Raises:
             ValueError: the module is not TorchRec's, has other tables than its plan, or an optimizer that is refused.
         """
-        tensors = table_tensors(path, sharded_module, params_plan, (ps_config or {}).get("optimizers", ()))
+        optimizers = (ps_config or {}).get("optimizers", ())
+        tensors = table_tensors(path, sharded_module, params_plan, optimizers)
         plan = {table: (params_plan[table], its) for table, its in tensors.items()}
         its_url = url if isinstance(url, str) else lambda table: url(path, table)
-        return PSCollection(path, plan, its_url, ps_config, traffic=traffic, rank=rank)
+        begins = new_states(sharded_module, optimizers)
+        return PSCollection(path, plan, its_url, ps_config, traffic=traffic, rank=rank, new_states=begins)
 
 
 # ---- helpers ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from oneemb.tde.row_adam import RowAdam
 
-__all__ = ["check_optimizers", "table_tensors"]
+__all__ = ["check_optimizers", "new_states", "table_tensors"]
 
 
 def table_tensors(
@@ -77,6 +77,21 @@ def check_optimizers(
             )
         for its in holding:
             _check_rests(table, its, _group_of(parameters.get(key), its) or {})
+
+
+def new_states(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:
+    """The number of which the state of a new row consists, by table; tables that are not here begin with 0.
+
+    Args:
+        optimizers: of tables that all ranks have. FBGEMM's, which train the others, have no other number than 0.
+    """
+    adagrads = [its for its in optimizers if isinstance(its, torch.optim.Adagrad)]
+    return {
+        ".".join(key.split(".")[1:-1]): float(adagrad.defaults["initial_accumulator_value"])
+        for key, parameter in module.named_parameters()
+        for adagrad in adagrads
+        if _group_of(parameter, adagrad) is not None
+    }
 
 
 def _check_rests(table: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:

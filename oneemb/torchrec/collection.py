@@ -18,8 +18,8 @@ from multiprocessing.util import Finalize
 from typing import Any, Literal, NamedTuple, Never, Self, cast
 
 import torch
-from torchrec.fx.tracer import is_fx_tracing
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from oneemb.eager import Optimizer
 from oneemb.embedding import MultiTableEmbedding
@@ -45,9 +45,11 @@ from oneemb.torchrec.configs import (
     later_rows,
     pooling_of,
 )
+from oneemb.torchrec.jagged import is_call_on_values
 from oneemb.torchrec.ops import ON_META, LooksUpJagged, know
 from oneemb.torchrec.optimizers import MakeOptimizer, options_now, row_stepper, same_optimizer
 from oneemb.torchrec.table_state import TableState, dense_rows, let_go, put_rows, write_back
+from oneemb.torchrec.virtual_tables import policy_of
 
 __all__ = [
     "Collection", "Group", "Lookups", "OnRanks", "TableRows", "arguments_of", "at_paths", "in_backward_optimizers",
@@ -256,8 +258,8 @@ class Collection(torch.nn.Module):
     def _first_rows(self) -> list[torch.Tensor | None]:
         """The rows that each table begins with, as TorchRec draws them; None = none."""
         begin: list[torch.Tensor | None] = []
-        for config, options in zip(self.configs, self._options, strict=True):
-            begin.append(first_rows(config) if options is None else None)
+        for t, config in enumerate(self.configs):
+            begin.append(None if self._begins_empty(t) else first_rows(config))
             if not self._pools:
                 _fill(config, begin[-1])
         if self._pools:  # TorchRec's module of bags fills its tables when it has made them all.
@@ -265,12 +267,16 @@ class Collection(torch.nn.Module):
                 _fill(config, weights)
         return begin
 
+    def _begins_empty(self, t: int) -> bool:
+        """Whether all rows of a table begin as they are met."""
+        return self._options[t] is not None or self.configs[t].use_virtual_table
+
     def _rows_on_ranks(self, begin: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The rows that each table begins with: those that there are, and those of an `init_fn` that fills a whole
         table in its own way."""
         found = list(begin)
         for t, config in enumerate(self.configs):
-            if found[t] is None and self._options[t] is None and self._table_rows(t) is None:
+            if found[t] is None and not self._begins_empty(t) and self._table_rows(t) is None:
                 try:
                     initializer_of(config)
                 except ValueError:
@@ -291,7 +297,14 @@ class Collection(torch.nn.Module):
             steps = _kind_of(self._steppers[t])
             its = self._table_rows(t)
             budget = None if its is None else its.cache_budget_mb
-            kind = config.embedding_dim, dtype_of(config), self._pooling[t], self._options[t], steps, budget
+            keeps = policy_of(config)
+            if keeps is not None and its is not None:
+                raise ValueError(
+                    f"table {config.name!r}: virtual_table_eviction_policy and the options of oneemb.dynamicemb both"
+                    " say which rows leave; leave out the policy"
+                )
+            where = self._options[t], budget, self._begins_empty(t)
+            kind = config.embedding_dim, dtype_of(config), self._pooling[t], steps, keeps, *where
             alike.setdefault(kind, []).append(t)
         self._groups = [self._make_group(tuple(its), places) for places in [set[str]()] for its in alike.values()]
         self.rows = torch.nn.ModuleList(group.rows for group in self._groups)
@@ -315,16 +328,16 @@ class Collection(torch.nn.Module):
         its = [self._table_rows(t) for t in tables]
         made = self._store_of(tables[0], own)
         names = ", ".join(config.name for config in configs)
-        begins = later_rows if options is None else initializer_of
+        policies = [policy_of(config) for config in configs] if policy_of(first) is not None else None
         seed = (self.seed + zlib.crc32(first.name.encode())) % 2**64  # another one for each embedding
         rows = MultiTableEmbedding(
             names, first.embedding_dim, dtype_of(first), torch.int64,
             [
-                make_table(begins(config) if kept is None else kept.initializer)
-                for config, kept in zip(configs, its, strict=True)
+                make_table(self._initializer(t) if kept is None else kept.initializer)
+                for t, kept in zip(tables, its, strict=True)
             ],
             made, seed=seed, num_threads=self._num_threads,
-            policy=[kept.policy for kept in its if kept is not None] or None, **self._of_ranks(),
+            policy=[kept.policy for kept in its if kept is not None] or policies, **self._of_ranks(),
         )  # fmt: skip
         self._give_weights(rows, tables, is_kept=options is not None)
         if self._device.type != "cpu":
@@ -340,6 +353,10 @@ class Collection(torch.nn.Module):
             self.states[t] = state
             self._tables[t].serves(functools.partial(_state_of, weakref.ref(self), t))
         return group
+
+    def _initializer(self, t: int) -> Initializer:
+        """How rows of a table begin that are met."""
+        return initializer_of(self.configs[t]) if self._begins_empty(t) else later_rows(self.configs[t])
 
     def _table_rows(self, t: int) -> TableRows | None:
         ranks = self._on_ranks
@@ -440,13 +457,14 @@ class Collection(torch.nn.Module):
         self._bring_in()
         begin: list[torch.Tensor | None] = [None] * len(self.configs)
         for group in self._groups:
-            if group.rows.stats()["rows"] and any(self._options[t] is not None for t in group.tables):
+            begins_empty = self._begins_empty(group.tables[0])
+            if group.rows.stats()["rows"] and begins_empty:
                 raise RuntimeError(
-                    f"tables {group.rows.name} have rows in their path; make the collection on the meta device, shard"
+                    f"tables {group.rows.name} have rows that were met; make the collection on the meta device, shard"
                     " it, and load a snapshot of these rows"
                 )
             for place, t in enumerate(group.tables):
-                if self._options[t] is None:
+                if not begins_empty:
                     state = self.states[t]
                     assert state is not None
                     state.check_in_range()
@@ -466,14 +484,13 @@ class Collection(torch.nn.Module):
         self._bring_in()
         begin: list[torch.Tensor | None] = [None] * len(self.configs)
         for group in self._groups:
-            if group.rows.stats()["step"] or (
-                group.rows.stats()["rows"] and self._options[group.tables[0]] is not None
-            ):
+            begins_empty = self._begins_empty(group.tables[0])
+            if group.rows.stats()["step"] or group.rows.stats()["rows"] and begins_empty:
                 raise RuntimeError(
                     f"apply_optimizer_in_backward comes before the first lookup; tables {group.rows.name} have rows"
                 )
             for place, t in enumerate(group.tables):
-                if self._options[t] is None:
+                if not begins_empty:
                     begin[t] = dense_rows(group.rows, place, self.configs[t])
         for group in self._groups:
             group.rows.close()
@@ -540,9 +557,9 @@ class Collection(torch.nn.Module):
             theirs.rows.store.copy_to(own.rows.store, with_state=True)
 
     @torch.jit.unused
-    def _is_called(self) -> bool:
+    def _is_called(self, features: KeyedJaggedTensor) -> bool:
         """Whether this is a call on values; it is not where a model is traced or exported, or has none."""
-        return not (is_fx_tracing() or torch.compiler.is_exporting() or self._device.type == "meta")
+        return is_call_on_values(features) and self._device.type != "meta"
 
     def _introduce(self) -> None:
         for table in self._tables:

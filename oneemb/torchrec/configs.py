@@ -15,6 +15,7 @@ from oneemb.options import (
     make_trunc_normal_initializer,
     make_uniform_initializer,
 )
+from oneemb.torchrec.virtual_tables import bounds_of, policy_of
 
 __all__ = [
     "Column", "check_configs", "columns_of", "dtype_of", "first_rows", "initializer_of", "later_rows", "pooling_of",
@@ -61,6 +62,12 @@ def check_configs(tables: Sequence[BaseEmbeddingConfig], kind: type[BaseEmbeddin
             raise ValueError(f"table {config.name!r}: num_embeddings_post_pruning is for inference, leave it out")
         if config.need_pos:
             raise ValueError(f"table {config.name!r}: position-weighted features (need_pos) are not supported")
+        if config.enable_embedding_update:
+            raise ValueError(
+                f"table {config.name!r}: enable_embedding_update, for DistributedModelParallel.write, is not supported;"
+                " leave it out, and write rows by load_state_dict or import_rows"
+            )
+        policy_of(config)
 
 
 def columns_of(tables: Sequence[BaseEmbeddingConfig]) -> list[Column]:
@@ -91,7 +98,8 @@ def pooling_of(config: BaseEmbeddingConfig) -> str:
 
 
 def initializer_of(config: BaseEmbeddingConfig) -> Initializer:
-    """How new rows begin, of a table that has no end: as `init_fn` says.
+    """How new rows begin, of a table that has no end: as `init_fn` says, or where that is TorchRec's default, between
+    `bounds_of`.
 
     Raises:
         ValueError: it is no function of torch.nn.init for which a row can begin by itself.
@@ -103,6 +111,9 @@ def initializer_of(config: BaseEmbeddingConfig) -> Initializer:
             raise ValueError(_say_init(config))
         function, options = function.func, dict(function.keywords)
     options.pop("generator", None)  # A row follows from the seed of the module.
+    default = {"a": config.get_weight_init_min(), "b": config.get_weight_init_max()}
+    if function is torch.nn.init.uniform_ and options == default:
+        options = dict(zip("ab", bounds_of(config, dtype_of(config)), strict=True))
     make = _INITIALIZERS.get(function)
     if make is None:
         raise ValueError(_say_init(config))
@@ -171,4 +182,4 @@ def later_rows(config: BaseEmbeddingConfig) -> Initializer:
     try:
         return initializer_of(config)
     except ValueError:
-        return make_uniform_initializer(config.get_weight_init_min(), config.get_weight_init_max())
+        return make_uniform_initializer(*bounds_of(config, dtype_of(config)))

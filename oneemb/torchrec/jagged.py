@@ -10,7 +10,12 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["Jagged", "check_jagged", "ends_of_features", "expand_samples", "order_of_inverse", "select_features"]
+from oneemb.tracers import is_exported_by_compiler, tracer_of
+
+__all__ = [
+    "Jagged", "check_jagged", "ends_of_features", "expand_samples", "is_call_on_values", "order_of_inverse",
+    "select_features",
+]  # fmt: skip
 
 
 class Jagged(NamedTuple):
@@ -29,6 +34,15 @@ class Jagged(NamedTuple):
     def is_even(self) -> bool:
         """Whether all features have as many samples."""
         return all(samples == self.samples[0] for samples in self.samples)
+
+
+def is_call_on_values(features: KeyedJaggedTensor) -> bool:
+    """Whether features have values, and are not those by which a model is traced or exported in this thread."""
+    if torch.compiler.is_dynamo_compiling():  # of this frame, while the compiler traces it
+        return not is_exported_by_compiler()
+    if not isinstance(features, KeyedJaggedTensor):
+        return tracer_of(features) is None
+    return tracer_of(features.values(), features.lengths_or_none(), features.offsets_or_none()) is None
 
 
 def check_jagged(features: KeyedJaggedTensor) -> Jagged:

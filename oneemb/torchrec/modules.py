@@ -121,7 +121,7 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
             StoreFullError: the rows do not fit; nothing of that table's lookup was inserted.
         """
         if not torch.jit.is_scripting():
-            if self._is_called():
+            if self._is_called(features):
                 return self._keyed(self._pooled(features))
         values, offsets, weights = jagged_of(features, self._feature_names)
         parameters = [table.weight for table in self.embedding_bags.values()]  # type: ignore[operator]
@@ -247,6 +247,10 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         """The tables' configs."""
         return self.configs
 
+    def embedding_configs(self) -> list[EmbeddingBagConfig]:
+        """The tables' configs, where TorchRec's managed collisions ask for them."""
+        return self.configs
+
     def is_weighted(self) -> bool:
         """Whether ids are weighted."""
         return self._is_weighted
@@ -303,7 +307,7 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
             JaggedTensors of float32 [ids, D], with the lengths of the feature.
         """
         if not torch.jit.is_scripting():
-            if self._is_called():
+            if self._is_called(features):
                 return self._by_name(features)
         values, offsets, _ = jagged_of(features, self._feature_names)
         parameters = [table.weight for table in self.embeddings.values()]  # type: ignore[operator]

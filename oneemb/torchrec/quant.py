@@ -116,7 +116,7 @@ class EmbeddingBagCollection(QuantCollection, EmbeddingBagCollectionInterface):
             Of `output_dtype`, the embeddings of a sample side by side, table by table and feature by feature.
         """
         if not torch.jit.is_scripting():
-            if self._is_called():
+            if self._is_called(features):
                 return self._pooled(features)
         pooled: list[torch.Tensor] = []
         for group in self.groups:
@@ -214,7 +214,7 @@ class EmbeddingCollection(QuantCollection, EmbeddingCollectionInterface):
             JaggedTensors of `output_dtype` [ids, D], with the lengths of the feature.
         """
         if not torch.jit.is_scripting():
-            if self._is_called():
+            if self._is_called(features):
                 return self._by_name(features)
         found: dict[str, JaggedTensor] = {}
         for group in self.groups:

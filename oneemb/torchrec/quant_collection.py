@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, cast
 
 import torch
-from torchrec.fx.tracer import is_fx_tracing
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
     EmbeddingBagConfig,
@@ -22,10 +21,12 @@ from torchrec.modules.embedding_configs import (
     dtype_to_data_type,
 )
 from torchrec.quant.embedding_modules import MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from oneemb.storage.row_store import StorageError
 from oneemb.torchrec.collection import Collection
 from oneemb.torchrec.configs import Column, columns_of
+from oneemb.torchrec.jagged import is_call_on_values
 from oneemb.torchrec.quant_rows import DATA_TYPES, PARTS, RowsOfTable, quantized_tables
 from oneemb.torchrec.quant_shards import OnOneDevice, OnRanks, Place, stored_rows
 from oneemb.torchrec.sharded import ShardedCollection
@@ -148,9 +149,9 @@ class QuantCollection(torch.nn.Module):
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
     @torch.jit.unused
-    def _is_called(self) -> bool:
+    def _is_called(self, features: KeyedJaggedTensor) -> bool:
         """Whether this is a call on values; it is not where a model is traced or exported."""
-        return not (is_fx_tracing() or torch.compiler.is_exporting())
+        return is_call_on_values(features)
 
     @torch.jit.unused
     def _check_rows(self) -> None:

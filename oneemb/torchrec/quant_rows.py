@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from torchrec.fx.tracer import is_fx_tracing
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.types import DataType
 
@@ -26,6 +25,7 @@ from oneemb.serving.frozen_rows import FrozenRows
 from oneemb.storage.row_store import StorageError
 from oneemb.torchrec.jagged import Jagged
 from oneemb.torchrec.quant_index import RowIndex
+from oneemb.tracers import tracer_of
 
 __all__ = [
     "DATA_TYPES", "PARTS", "IndexedRows", "RowsOfTable", "frozen_rows", "pooled_while_read", "quantized_tables",
@@ -272,8 +272,9 @@ class IndexedRows(torch.nn.Module):
 
 def _is_called(tensor: torch.Tensor) -> bool:
     """Whether this is a call on values on a CPU."""
-    exports = is_fx_tracing() or torch.compiler.is_exporting() or torch.compiler.is_compiling()
-    return not exports and type(tensor) is torch.Tensor and tensor.device.type == "cpu" and not torch.jit.is_tracing()
+    if torch.compiler.is_dynamo_compiling() or type(tensor) is not torch.Tensor:
+        return False
+    return tensor.device.type == "cpu" and tracer_of(tensor) is None
 
 
 def pooled_while_read(groups: Sequence[Any], bags: Sequence[Jagged], width: int) -> torch.Tensor | None:
@@ -286,7 +287,7 @@ def pooled_while_read(groups: Sequence[Any], bags: Sequence[Jagged], width: int)
     Returns:
         float32 [B, E]; None = there is no such loop.
     """
-    if torch.compiler.is_compiling() or not groups:
+    if torch.compiler.is_dynamo_compiling() or not groups:
         return None
     for group, its in zip(groups, bags, strict=True):
         if not (isinstance(group.rows, IndexedRows) and group.rows.pools(its)):

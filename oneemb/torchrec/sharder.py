@@ -30,6 +30,7 @@ from oneemb.torchrec.collection import Collection, OnRanks, TableRows, at_paths
 from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from oneemb.torchrec.optimizers import MakeOptimizer, from_classes, from_fused_params
 from oneemb.torchrec.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from oneemb.torchrec.wrapped import managed_collision_sharders, pass_over_collections
 
 __all__ = [
     "EmbeddingBagCollectionSharder", "EmbeddingCollectionSharder", "collection_on_ranks", "comm_dtype_of", "configs_of",
@@ -44,6 +45,9 @@ _KERNELS_OF_GPU = (
     EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING, EmbeddingComputeKernel.KEY_VALUE,
 )  # fmt: skip
 """Those that TorchRec's planner has costs for, by device."""
+
+
+pass_over_collections()
 
 
 class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
@@ -203,6 +207,9 @@ def get_default_sharders(
 ) -> list[ModuleSharder[torch.nn.Module]]:
     """Sharders for oneemb's collections and for TorchRec's own; arguments as of `EmbeddingBagCollectionSharder`.
 
+    A FeatureProcessedEmbeddingBagCollection needs no sharder of its own: its collection is sharded, and its processors
+    are dense modules. Managed collisions are sharded on one rank, and refused on several.
+
     Reference: torchrec.distributed.sharding_plan.get_default_sharders.
     """
     sharders: list[Any] = []
@@ -214,7 +221,7 @@ def get_default_sharders(
         sharders.append(sharder(fused_params, qcomm_codecs_registry, **shared))
         shared |= {"module_type": theirs, "store_options": store_options, "seed": seed}
         sharders.append(sharder(fused_params, qcomm_codecs_registry, **shared))
-    return sharders
+    return sharders + managed_collision_sharders(sharders)
 
 
 def collection_on_ranks(

@@ -5,7 +5,7 @@ Invariants:
 - every byte that a reader of any snapshot could read is compared with its checksum, and every reference is followed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,7 +41,10 @@ class CheckResult:
         rows: rows of all of them; a shared row counts once for each.
         bytes_read: bytes of chunks that were read, each once.
         unneeded: files that no snapshot needs: a live writer's, or what the next open of the table removes.
-        kept: those of them that it does not remove, because it is not known which snapshots there were.
+        kept: those of them that it does not remove, because it is not known which snapshots there were, or what one
+            needs that cannot be read.
+        unreadable: paths of the snapshots that cannot be read; while there is one, nothing is removed.
+        left_over: one text for each part of a snapshot that a killed call has left in a rank's folder.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -50,29 +53,34 @@ class CheckResult:
     bytes_read: int = 0
     unneeded: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+    left_over: list[str] = field(default_factory=list)
 
 
-def check_table(path: AnyPath, *, fs: FileSystem | None = None, progress: _Progress | None = None) -> CheckResult:
+def check_table(
+    path: AnyPath, *, fs: FileSystem | None = None, progress: _Progress | None = None, leftovers: Collection[str] = ()
+) -> CheckResult:
     """Compare every byte that the snapshots at a path need with its checksum, and follow every reference.
 
     Args:
         path: the table's folder.
         fs: where files are; None = this machine's.
         progress: called with (bytes of blocks read, bytes in all).
+        leftovers: names of snapshots that are of no use, and that nobody needs.
 
     Raises:
         StorageError: there is no table, or the device fails in a way that says nothing about the files.
     """
     fs, path = fs or LocalFileSystem(), absolute_path(path)
     need_table(fs, path)
-    check = _Check(fs, path, progress)
+    check = _Check(fs, path, progress, leftovers)
     check.run()
     return check.result
 
 
 class _Check:
-    def __init__(self, fs: FileSystem, path: str, progress: _Progress | None):
-        self._fs, self._path, self._progress = fs, path, progress
+    def __init__(self, fs: FileSystem, path: str, progress: _Progress | None, leftovers: Collection[str]):
+        self._fs, self._path, self._progress, self._leftovers = fs, path, progress, leftovers
         self._files = SnapshotFiles(fs, f"{path}/snapshots")
         self._sequence: dict[str, int] = {}
         self._done = self._total = 0
@@ -81,11 +89,16 @@ class _Check:
     def run(self) -> None:
         records = []
         for name in self._files.names():
+            if name in self._leftovers:
+                self.result.unneeded.append(self._files.path(name))
+                continue
             try:
                 records.append(self._files.read(name))
                 self._sequence[name] = records[-1].info.sequence
             except (CorruptTableError, FormatVersionError, SnapshotNotFoundError) as error:
                 self._problem(error, [name])
+                if not self._gone(name):
+                    self.result.unreadable.append(self._files.path(name))
         # Of each chunk the longest prefix that a snapshot needs, and who needs it.
         longest: dict[int, tuple[Geometry, ChunkPart]] = {}
         users: dict[int, list[SnapshotRecord]] = {}
@@ -196,6 +209,8 @@ class _Check:
         lost, more, self.result.kept = lost_and_kept(self._fs, self._path, self._files, needed, held)
         if lost or more:
             self.result.problems.append(f"{self._path}/LOCK: {lost_text(lost, more, len(self.result.kept))}")
+        if self.result.unreadable:
+            self.result.kept = list(self.result.unneeded)
 
     def _problem(self, error: StorageError, names: list[str]) -> None:
         if not all(self._gone(name) for name in names):

@@ -6,7 +6,7 @@ import numpy as np
 
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, storage_error
-from oneemb.storage.table.chunk_files import EVERY_NUMBER, chunk_numbers
+from oneemb.storage.table.chunk_files import EVERY_NUMBER, chunk_numbers, chunk_paths
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.recovery import Recovery, find_lost, needed_bytes, read_snapshots
 from oneemb.storage.table.snapshot_file import SnapshotFiles
@@ -26,8 +26,10 @@ class TableInfo:
         holder: the holder of the writer's lock, in words; None = nobody holds it.
         chunks: number of chunks, two files each.
         disk_bytes: bytes of all files.
-        needed_bytes: bytes that snapshots need; the rest belongs to a writer, or is left from one.
+        unsaved_bytes: those that no snapshot needs: they belong to a writer, or are left from one.
+        missing: by path, how many bytes that snapshots need are not there.
         live_bytes: bytes of the rows of snapshots; a row that several share counts once.
+        garbage_bytes: the most bytes that compaction could free, with the few that files need beside rows.
         lost: names of snapshots that are missing though they were not deleted here.
         lost_more: how many more such there are, whose names are not known.
         kept: files that no snapshot needs and that the next open of the table does not remove.
@@ -38,16 +40,13 @@ class TableInfo:
     holder: str | None
     chunks: int
     disk_bytes: int
-    needed_bytes: int
+    unsaved_bytes: int
+    missing: dict[str, int]
     live_bytes: int
+    garbage_bytes: int
     lost: list[str]
     lost_more: int
     kept: list[str]
-
-    @property
-    def garbage_bytes(self) -> int:
-        """The most bytes that compaction could free, with the few that files need beside rows."""
-        return self.disk_bytes - self.live_bytes
 
 
 def table_info(path: AnyPath, fs: FileSystem | None = None) -> TableInfo:
@@ -57,30 +56,46 @@ def table_info(path: AnyPath, fs: FileSystem | None = None) -> TableInfo:
         StorageError: there is no table, or its files cannot be listed.
     """
     fs, path = fs or LocalFileSystem(), absolute_path(path)
+    info = _look(fs, path)
+    # A writer may have deleted a snapshot, and with it files, since its own was read.
+    return _look(fs, path) if info.missing else info
+
+
+def _look(fs: FileSystem, path: str) -> TableInfo:
     files, records, damaged = _snapshots(fs, path)
-    live = 0
+    live: dict[int, int] = {}
     try:
-        for geometry, bit_N in live_bits(files, records).values():
-            live += int(np.unpackbits(bit_N).sum() * geometry.disk_bytes_per_row)
+        for number, (geometry, bit_N) in live_bits(files, records).items():
+            live[number] = int(np.unpackbits(bit_N).sum() * geometry.disk_bytes_per_row)
     except StorageError as error:
         damaged[""] = str(error)
-    disk = 0
-    chunks: set[int] = set()
+    needed = needed_bytes(records)
+    missing = {record.path: record.info.bytes - chunk_bytes_of([record]) for record in records}
+    for number, sizes in needed.items():
+        missing |= zip(chunk_paths(f"{path}/chunks", number), sizes, strict=True)
+    disk = unsaved = 0
+    chunks: dict[int, int] = {}
     for directory in ("chunks", "snapshots"):
         for name in _names(fs, f"{path}/{directory}"):
+            its = f"{path}/{directory}/{name}"
             try:
-                disk += fs.size(f"{path}/{directory}/{name}")
+                size = fs.size(its)
             except FileNotFoundError:
                 continue  # A writer has removed it meanwhile.
+            disk += size
+            unsaved += max(0, size - missing.get(its, 0))
+            missing[its] = max(0, missing.get(its, 0) - size)
             if directory == "chunks":
-                chunks.update(chunk_numbers([name]).values())
-    # What a snapshot needs beyond chunks is its own file.
-    own = sum(record.info.bytes - chunk_bytes_of([record]) for record in records)
-    needed = chunk_bytes_of(records) + own
-    infos = [record.info for record in records]
+                for number in chunk_numbers([name]).values():
+                    chunks[number] = chunks.get(number, 0) + size
+    missing = {its: size for its, size in missing.items() if size}
+    garbage = disk - sum(min(size, chunks.get(number, 0)) for number, size in live.items())
     holder = lock_holder(fs, f"{path}/LOCK")
-    lost, lost_more, kept = lost_and_kept(fs, path, files, needed_bytes(records), holder is not None)
-    return TableInfo(infos, damaged, holder, len(chunks), disk, needed, live, lost, lost_more, kept)
+    lost, lost_more, kept = lost_and_kept(fs, path, files, needed, holder is not None)
+    return TableInfo(
+        [record.info for record in records], damaged, holder, len(chunks), disk, unsaved, missing, sum(live.values()),
+        garbage, lost, lost_more, kept,
+    )  # fmt: skip
 
 
 def _snapshots(fs: FileSystem, path: str) -> tuple[SnapshotFiles, list[SnapshotRecord], dict[str, str]]:

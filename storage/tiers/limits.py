@@ -45,7 +45,7 @@ class Limits:
             self._have(held + more)
             return
         how = "taken" if self.resident else "in use by this step"
-        raise StoreFullError(
+        raise (StoreFullError if self.resident else StoreFullError.of_pins)(
             f"the {self.name} tier has {self.slots} slots; {held} of them are {how} and {more} more rows were asked"
             f" for, {held + more} in all; give it at least {self.mebibytes(held + more)} MiB, or use fewer ids a step"
         )

@@ -219,7 +219,8 @@ def test_a_folder_without_a_table_is_an_error_not_a_sound_table(tmp_path):
 def test_what_lies_at_a_path_is_counted(table_path):
     info = table_info(table_path)
     assert [s.name for s in info.snapshots] == ["a", "b"] and info.holder is None and info.damaged == {}
-    assert info.disk_bytes == sum(f.stat().st_size for f in files_of(table_path)) == info.needed_bytes
+    assert info.disk_bytes == sum(f.stat().st_size for f in files_of(table_path)) and info.unsaved_bytes == 0
+    assert info.missing == {}
     rows = {}
     for found in read_all(table_path).values():
         for key, row in found.items():
@@ -232,7 +233,7 @@ def test_what_lies_at_a_path_is_counted(table_path):
         put_random(table, {}, np.random.default_rng(3), 90, ids=50)
         table.flush()
         busy = table_info(table_path)
-        assert "process" in busy.holder and busy.needed_bytes == info.needed_bytes < busy.disk_bytes
+        assert "process" in busy.holder and busy.disk_bytes - busy.unsaved_bytes == info.disk_bytes < busy.disk_bytes
     (file,) = (f for f in files_of(table_path) if f.name == "a.snapshot")
     file.write_bytes(file.read_bytes()[:150])
     assert list(table_info(table_path).damaged) == ["a"]

@@ -105,9 +105,10 @@ class Batch:
 
 def table_optimizers(model, kind):
     """The user's optimizers of tables: those of data-parallel ones."""
-    if kind != "adam":
-        return []
-    return [tde.RowAdam([its for name, its in model.named_parameters() if PATH in name], lr=0.05)]
+    tables = [its for name, its in model.named_parameters() if PATH in name]
+    if kind == "torch's adagrad":
+        return [torch.optim.Adagrad(tables, lr=0.5, initial_accumulator_value=0.01)]
+    return [tde.RowAdam(tables, lr=0.05)] if kind == "adam" else []
 
 
 def train(model, batches, optimizers):

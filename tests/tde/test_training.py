@@ -42,6 +42,7 @@ OPTIMIZERS = {
     "adagrad": (EmbOptimType.EXACT_ADAGRAD, [DIM, DIM]),
     "row-wise adagrad": (EmbOptimType.EXACT_ROWWISE_ADAGRAD, [DIM, 1]),
     "adam": (EmbOptimType.EXACT_SGD, [DIM, DIM, DIM]),
+    "torch's adagrad": (EmbOptimType.EXACT_SGD, [DIM, DIM]),
 }
 
 
@@ -132,6 +133,7 @@ CASES = [
     ("adagrad", "table_wise", 1, "shared"),
     ("adam", "data_parallel", 0, "shared"),
     ("adam", "data_parallel", 3, "shared"),
+    ("torch's adagrad", "data_parallel", 1, "shared"),
 ]
 SERVERS = {
     "redis": [(kind, "row_wise", 2, "redis") for kind in ("sgd", "row-wise adagrad")]

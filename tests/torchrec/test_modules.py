@@ -6,6 +6,7 @@ import os
 import pickle
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage  # 
 from torchrec.types import DataType  # noqa: E402
 
 from oneemb.torchrec import EmbeddingBagCollection, EmbeddingCollection  # noqa: E402
+from tests.support.tracing_threads import KINDS, another_thread  # noqa: E402
 
 SAMPLES, ROWS = 6, 40
 
@@ -687,6 +689,46 @@ def test_an_exported_model_looks_up_while_its_tables_are_there():
     assert "oneemb.embedding_bags" in exported.graph_module.code
     with torch.no_grad():
         assert torch.equal(exported.module()(kjt.values(), kjt.lengths()), model(kjt.values(), kjt.lengths()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_beside_a_thread_that_exports_or_compiles_are_checked_and_expanded(kind):
+    bags, (sequence, its) = EmbeddingBagCollection(configs("one width")), sequences("one width")
+    uneven = KeyedJaggedTensor(
+        keys=["f", "g", "h"], values=torch.tensor([1, 2, 3, 4]), lengths=torch.ones(4, dtype=torch.int64),
+        stride_per_key_per_rank=[[1], [2], [1]],
+        inverse_indices=(["f", "g", "h"], torch.tensor([[0, 0], [0, 1], [0, 0]])),
+    )  # fmt: skip
+    malformed = KeyedJaggedTensor(keys=["f", "g", "h"], values=torch.arange(100, 104), lengths=torch.tensor([1, 1, 9]))
+    want, rows = bags(uneven).values(), [group.stats()["rows"] for group in bags.rows]
+    with another_thread(kind):
+        assert torch.equal(bags(uneven).values(), want)
+        found = sequence(batch(1))
+        for collection in (bags, sequence):
+            with pytest.raises(ValueError, match="lengths must be from 0 to 4, got 1 to 9"):
+                collection(malformed)
+    assert [group.stats()["rows"] for group in bags.rows] == rows
+    assert all(torch.equal(found[name].values(), one.values()) for name, one in its(batch(1)).items())
+
+
+def test_a_strict_export_has_the_lookup_as_an_op_and_a_compiled_model_checks_its_batches():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ebc = EmbeddingBagCollection(configs("two widths"))
+
+        def forward(self, values, lengths):
+            return self.ebc(KeyedJaggedTensor.from_lengths_sync(list("fghi"), values, lengths)).values()
+
+    model, kjt = Model().eval(), batch(1, "fghi")
+    program = torch.export.export(model, (kjt.values(), kjt.lengths()), strict=True)
+    assert "oneemb.embedding_bags" in program.graph_module.code
+    with another_thread("export"), ThreadPoolExecutor(1) as pool:  # for torch leaves its state in one that compiles now
+        compiled = torch.compile(model, backend="eager")
+        found = pool.submit(compiled, kjt.values(), kjt.lengths()).result()
+        assert torch.equal(found, model(kjt.values(), kjt.lengths()))
+        with pytest.raises(ValueError, match="lengths must"):
+            pool.submit(compiled, kjt.values(), kjt.lengths() + 1).result()
 
 
 def test_torch_compile_goes_around_the_lookup():

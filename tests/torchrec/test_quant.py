@@ -26,6 +26,7 @@ from oneemb.kernels.owner import owner_of  # noqa: E402
 from oneemb.serving import frozen_rows  # noqa: E402
 from oneemb.torchrec.quant_index import RowIndex  # noqa: E402
 from oneemb.torchrec.quant_shards import owner_of_keys  # noqa: E402
+from tests.support.tracing_threads import KINDS, another_thread  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*TorchScript.*"),
@@ -622,6 +623,17 @@ def test_sequences_are_traced_and_scripted():
             assert torch.equal(its.values(), expected[name].values())
             assert torch.equal(its.weights(), expected[name].weights())
             assert torch.equal(its.lengths(), expected[name].lengths())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_beside_a_thread_that_exports_or_compiles_are_checked_and_read_by_the_index(kind):
+    made = quantized(with_other_ids()[0])
+    want, malformed = made(batch(0)).values(), batch(0)
+    malformed._lengths = malformed.lengths() + 1
+    with another_thread(kind), mock.patch.object(RowIndex, "pool", autospec=True, side_effect=RowIndex.pool) as pool:
+        assert torch.equal(made(batch(0)).values(), want) and pool.called
+        with pytest.raises(ValueError, match="lengths must add up"):
+            made(malformed)
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -1,0 +1,106 @@
+"""TorchRec's modules around a collection: feature processors, managed collisions and towers, when a model is sharded.
+
+A collection of this library is sharded by this library's sharders, wherever in a model it is. TorchRec's sharders plan
+nothing for such a collection, nor for a module around one: a model that has no other sharder says so at the first
+training step, on every rank, where an error of the planner would leave all ranks but the first waiting.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerCollectionSharder, EmbeddingTowerSharder
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embedding_modules import BaseManagedCollisionEmbeddingCollectionSharder
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+
+from oneemb.torchrec.collection import Collection
+
+__all__ = ["managed_collision_sharders", "pass_over_collections"]
+
+_OF_TORCHREC = (
+    EmbeddingBagCollectionSharder, EmbeddingCollectionSharder, FeatureProcessedEmbeddingBagCollectionSharder,
+    BaseManagedCollisionEmbeddingCollectionSharder, EmbeddingTowerSharder, EmbeddingTowerCollectionSharder,
+)  # fmt: skip
+
+
+def pass_over_collections() -> None:
+    """Have TorchRec's sharders plan nothing for a module that is, or has, a collection of this library.
+
+    Each table's parameter has no rows, by which TorchRec's planner would divide. A planner runs on the first rank
+    alone, and the others wait for its plan.
+    """
+    for sharder in _OF_TORCHREC:
+        sharder.shardable_parameters = _passing_over(sharder.shardable_parameters)
+
+
+def _passing_over(shardable_parameters: Any) -> Any:
+    @functools.wraps(shardable_parameters)
+    def of_others(self: Any, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+        if any(isinstance(its, Collection) for its in module.modules()):
+            return {}
+        found: dict[str, torch.nn.Parameter] = shardable_parameters(self, module)
+        return found
+
+    return of_others
+
+
+def managed_collision_sharders(sharders: Sequence[Any]) -> list[ModuleSharder[torch.nn.Module]]:
+    """Sharders of TorchRec's modules of managed collisions, which shard the collection inside by one of `sharders`."""
+    kinds = ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
+    return [_ManagedCollisionSharder(kind, sharders) for kind in kinds]
+
+
+class _ManagedCollisionSharder(BaseEmbeddingSharder[torch.nn.Module]):
+    """Shards the collection in a module of managed collisions on one rank; on several it refuses, on each of them."""
+
+    def __init__(self, kind: type[torch.nn.Module], sharders: Sequence[Any]):
+        super().__init__()
+        self._kind = kind
+        self._sharders = {sharder.module_type: sharder for sharder in sharders}
+
+    @property
+    def module_type(self) -> type[torch.nn.Module]:
+        """The class whose modules are sharded."""
+        return self._kind
+
+    def shardable_parameters(self, module: Any) -> dict[str, torch.nn.Parameter]:
+        """The parameters of the collection inside, by other names: of tables that it knows, TorchRec's planner refuses
+        those that ranks cannot share evenly, on the first rank alone."""
+        inside = module._embedding_module
+        sharder = self._sharders.get(type(inside))
+        its = {} if sharder is None else sharder.shardable_parameters(inside)
+        return {f"{name} behind managed collisions": parameter for name, parameter in its.items()}
+
+    def shard(
+        self,
+        module: Any,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> Any:
+        """The module, with the collection inside sharded.
+
+        Raises:
+            ValueError: there are several ranks.
+        """
+        if env.world_size > 1:
+            raise ValueError(
+                f"module {module_fqn!r}, a {self._kind.__name__}, cannot be sharded over {env.world_size} ranks: each"
+                " rank would map ids to rows in its own way. Leave the managed collisions out, and shard"
+                " oneemb.torchrec's collections, whose tables take any int64 as an id, by"
+                " oneemb.torchrec.get_default_sharders()"
+            )
+        inside = module._embedding_module
+        its = self._sharders[type(inside)]
+        module._embedding_module = its.shard(inside, params, env, device, f"{module_fqn or ''}._embedding_module")
+        return module

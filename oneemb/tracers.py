@@ -1,0 +1,79 @@
+"""Tells calls on values from calls by which torch records, exports or transforms a model.
+
+Invariant: the answer concerns the tensors of the call and the thread that makes it. Torch's flags, such as
+`torch.compiler.is_exporting`, are of the whole process: they also hold in threads that train while another one exports.
+"""
+
+import torch
+from torch import fx
+
+__all__ = ["is_exported_by_compiler", "refuse_tracers", "tracer_of"]
+
+_tracing_state = torch._C._get_tracing_state
+_transform = torch._C._functorch.peek_interpreter_stack
+_mode_of, _dispatch_modes = torch._C._get_dispatch_mode, torch._C._len_torch_dispatch_stack
+_functions_seen_by, _function_modes = torch._C._get_function_stack_at, torch._C._len_torch_function_stack
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_STAND_INS = {"FakeTensor", "FunctionalTensor"}
+"""Tensors that exporters have in place of values."""
+
+
+def tracer_of(*values: object) -> str | None:
+    """The name of what records the call in this thread, or has stand-ins for its tensors; None = nothing does.
+
+    Args:
+        values: tensors of the call, or None in their place.
+    """
+    if _tracing_state() is not None:
+        return "torch.jit.trace"
+    if _mode_of(_PROXY) is not None or _function_modes() and _is_traced_before_dispatch():
+        return "make_fx or torch.export"
+    for value in values:
+        if type(value) is not torch.Tensor and value is not None:
+            if isinstance(value, fx.Proxy):
+                return "torch.fx"
+            if type(value).__name__ in _STAND_INS:
+                return "torch.export"
+    return None
+
+
+def _is_traced_before_dispatch() -> bool:
+    """Whether make_fx(pre_dispatch=True), or torch.export, traces this thread. Only the mode of functions tells:
+    the stack of modes before dispatch is the process's, and its key stays set in a thread that compiles meanwhile."""
+    modes = (_functions_seen_by(k) for k in range(_function_modes()))
+    return any(type(mode).__name__ == "PreDispatchTorchFunctionMode" for mode in modes)
+
+
+def refuse_tracers(embedding: torch.nn.Module, ids: object) -> None:
+    """Raise RuntimeError if torch records or transforms a lookup: its rows would be constants of what comes of it."""
+    plain = type(ids) is torch.Tensor and _tracing_state() is None and _transform() is None
+    if plain and not _dispatch_modes() and not _function_modes():
+        return  # as most lookups do, which take little longer than this
+    if (tracer := tracer_of(ids)) is not None:
+        raise RuntimeError(
+            f"ids must have values where {_name_of(embedding)} looks them up, got those of {tracer}, which would keep"
+            " the rows of one batch as constants; put the model in an oneemb.EvalGraph and call"
+            " graph.export(path, example_ids), or look ids up outside of what is traced"
+        )
+    if _transform() is not None:
+        raise RuntimeError(
+            f"{_name_of(embedding)} must not look ids up inside of a function that torch.func or torch.vmap transforms,"
+            " since rows have no gradient and no batch there; look ids up outside, and pass the rows to the function"
+        )
+
+
+def _name_of(embedding: torch.nn.Module) -> str:
+    kind, name = type(embedding).__name__, getattr(embedding, "name", None)
+    return kind if name is None else f"{kind} {name!r}"
+
+
+def is_exported_by_compiler() -> bool:
+    """Whether the frame that torch's compiler traces, in this thread, is traced for torch.export. To be called in such
+    a frame alone; the compiler takes the answer for a constant."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return bool(InstructionTranslator.current_tx().export)
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler; that takes a second.
+vars(is_exported_by_compiler)["_dynamo_marked_constant"] = True
