@@ -221,16 +221,19 @@ class Ftrl(_Optimizer):
             raise ValueError(f"Ftrl: lr_power must be at most 0 and finite, got {group['lr_power']}")
 
     def _begin(self, group: _Group) -> None:
-        if not group["lr"] > 0:
+        grads = [param.grad for param in group["params"] if param.grad is not None]
+        if not group["lr"] > 0 and any(grad.count_nonzero() for grad in grads):
             raise ValueError(
                 f"Ftrl divides by lr, so lr must be above 0, got {group['lr']}; let the scheduler end above 0"
             )
 
     def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
-        grad = _l2_grad(param, grad, group)
         if not state:
             state["n"] = torch.full_like(param, group["initial_accumulator_value"])
             state["z"] = torch.zeros_like(param)
+        if not group["lr"] > 0:  # A step with gradients of zeros, by which tools make an optimizer's state.
+            return
+        grad = _l2_grad(param, grad, group)
         n, z = state["n"], state["z"]
         power, lr, lambda1 = -group["lr_power"], group["lr"], group["lambda1"]
         n_power_before = n.pow(power)

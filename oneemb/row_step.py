@@ -259,7 +259,8 @@ class RowStep:
             grad = taken.weight.grad
             if isinstance(grad, ops.RowGrad):
                 (self._spent if grad.spent else self.grads).append((taken, grad))
-                taken.weight.grad = None
+            # A gradient of zeros, by which tools make an optimizer's state, is dropped: rows have theirs.
+            taken.weight.grad = None
 
     def put_back(self) -> None:
         """Give the weights their gradients back, those that have no newer one."""
@@ -468,6 +469,11 @@ def rows_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         _stepped.discard(optimizer)
 
 
+def _steps_others(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it steps other optimizers, as TorchRec's CombinedOptimizer does: their turns come."""
+    return getattr(optimizer, "steps_rows_itself", False) or hasattr(optimizer, "optimizers")
+
+
 # torch.compile of a step goes around these hooks, as around a lookup.
 
 
@@ -481,8 +487,8 @@ def _begin(waiting: weakref.ref[_Hooked], *_: object) -> None:
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (building := building_now()) is not None:
         building.check_step(optimizer)
-    if getattr(optimizer, "steps_rows_itself", False) or optimizer in _stepped or hasattr(optimizer, "optimizers"):
-        return None  # One that has optimizers, as TorchRec's CombinedOptimizer, steps those: their turns come.
+    if optimizer in _stepped or _steps_others(optimizer):
+        return None
     left = _begun.pop(optimizer, None)
     if left is not None and (raised := left()) is not None:
         raised.drop()
@@ -513,9 +519,35 @@ def _after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> No
     step = None if begun is None else begun()
     if step is not None:
         step.end()
+    has_rows = False
     for _, weight, _ in row_weights(optimizer):
         # A step with gradients of zeros, by which tools make an optimizer's state, writes to what stands for rows.
         weight.stepped_version = version_of(weight)  # type: ignore[attr-defined]
+        has_rows = True
+    if has_rows and not _steps_others(optimizer):
+        _forget_state(optimizer)
+        if not hasattr(optimizer, "names_rows"):
+            optimizer.names_rows = True  # type: ignore[attr-defined]
+            optimizer.register_state_dict_post_hook(_name_rows)
+            optimizer.register_load_state_dict_post_hook(_forget_state)
+
+
+def _name_rows(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Say in a state dict that weights that stand for rows have no state, if others have: the tools of
+    torch.distributed.checkpoint miss a parameter that is not there."""
+    state, groups = state_dict["state"], zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    if state:
+        for group, packed in groups:
+            for parameter, number in zip(group["params"], packed["params"], strict=True):
+                if embedding_of(parameter) is not None:
+                    state.setdefault(number, {})
+
+
+def _forget_state(optimizer: torch.optim.Optimizer) -> None:
+    """Drop the state of weights that stand for rows, which a step with gradients of zeros has made, or a load."""
+    if not isinstance(optimizer, torch.optim.Adagrad):  # It makes that of all parameters itself, and needs it.
+        for _, weight, _ in row_weights(optimizer):
+            optimizer.state.pop(weight, None)
 
 
 register_optimizer_step_pre_hook(_before)

@@ -276,6 +276,9 @@ def test_ftrl_refuses_a_rate_of_zero_at_the_step():
     param.grad = torch.ones(1)
     with pytest.raises(ValueError, match="lr must be above 0"):
         optimizer.step()
+    param.grad = torch.zeros(1)  # as tools make an optimizer's state
+    optimizer.step()
+    assert param.item() == 1 and optimizer.state[param]["z"].item() == 0
 
 
 COUNTING = [PartialRowWiseAdam, Lamb, SmartDecayAdam]

@@ -8,8 +8,17 @@ import sys
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
-from tests.support.models import STORES
+import oneemb
+from tests.support.models import STORES, make_embedding
 from tests.support.training import DIM, OPTIMIZERS, STEPS, Job
 
 # Every optimizer, and every store.
@@ -84,3 +93,65 @@ def test_each_optimizer_has_the_state_it_says(tmp_path):
         "amsgrad": 24, "nadam": 16, "radam": 16, "adamax": 16, "adadelta": 16, "rmsprop": 24, "ftrl": 16, "lamb": 16,
         "lars": 8, "partial row-wise adam": 9, "smart decay adam": 17,
     }  # fmt: skip
+
+
+class Eager:
+    """A loop of torch's own, resumed through torch.distributed.checkpoint as its documentation has it."""
+
+    def __init__(self, folder, optimizer, joined, flat):
+        torch.manual_seed(6)
+        self.model = torch.nn.Sequential(
+            make_embedding(f"{folder}/rows", tables=2), torch.nn.Flatten(1), torch.nn.Linear(8, 1)
+        )
+        rows, *dense = self.model.parameters()
+        groups = [{"params": [rows]}, {"params": dense, "weight_decay": 0}]
+        self.optimizer = OPTIMIZERS[optimizer]([rows] if optimizer == "sparse adam" else groups)
+        if joined:
+            self.optimizer = oneemb.Optimizer(self.optimizer)
+        self.options = StateDictOptions(flatten_optimizer_state_dict=flat)
+
+    def run(self, begin, end):
+        losses = []
+        for i in range(begin, end):
+            loss = (self.model(torch.tensor([[1, 2], [3, 4]]) + i % 3) - 1).square().sum()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item().hex())
+        return losses
+
+    def state(self):
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=self.options),
+        }
+
+    def save(self, path):
+        dcp.save(self.state(), checkpoint_id=path, no_dist=True)
+
+    def load(self, path):
+        state = self.state()
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+        set_model_state_dict(self.model, state["model"])
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=self.options)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize(
+    ("name", "joined"),
+    [*((name, False) for name in OPTIMIZERS), *((name, True) for name in ("sgd", "adagrad", "adam"))],
+)
+def test_an_eager_loop_resumes_through_the_state_dicts_of_torchs_checkpoints(name, joined, flat, tmp_path):
+    job = Eager(tmp_path, name, joined, flat)
+    job.run(0, 4)
+    job.save(tmp_path / "checkpoint")
+    expected = job.run(4, 9)
+    job.load(tmp_path / "checkpoint")  # in place
+    assert job.run(4, 9) == expected
+    job.model[0].close()
+    again = Eager(tmp_path, name, joined, flat)
+    again.load(tmp_path / "checkpoint")
+    assert again.run(4, 9) == expected and again.model[0].stats()["step"] == 9
+    state = getattr(again.optimizer, "optimizer", again.optimizer).state
+    assert name == "adagrad" or again.model[0].weight not in state, "state of rows is theirs"
