@@ -46,6 +46,11 @@ def check_configs(tables: Sequence[BaseEmbeddingConfig], kind: type[BaseEmbeddin
     for config in tables:
         if not config.name:
             raise ValueError(f"every table needs a name, got {config!r}")
+        if hasattr(torch.nn.ModuleDict, config.name) or "." in config.name:
+            raise ValueError(
+                f"table {config.name!r} must be named otherwise: a torch.nn.ModuleDict has tables by name, which may"
+                " be none of its own attributes, and have no dot"
+            )
         if config.name in names:
             raise ValueError(f"Duplicate table name {config.name}: names of tables must differ")
         names.add(config.name)
