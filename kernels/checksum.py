@@ -1,4 +1,4 @@
-"""XXH64 checksums of whole 64-bit words.  B blocks, X words of a block.
+"""XXH64 checksums of whole 64-bit words.  B blocks, N rows, X words of a block or of all rows.
 
 Reference: Collet, xxHash fast digest algorithm, version 0.1.1. Lengths here are multiples of 8 bytes, so the
 algorithm's steps for the last 4 bytes and for single bytes are left out; the results are those of XXH64. Words are read
@@ -11,7 +11,7 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import Number, cpu, rule
 from oneemb.kernels.jit_code import lanes_mixed
 
-__all__ = ["Buffer", "block_sum", "blocks_sum", "low_half", "sum_words", "xxh64"]
+__all__ = ["Buffer", "block_sum", "blocks_sum", "low_half", "rows_sum", "sum_words", "xxh64"]
 
 Buffer = bytes | bytearray | memoryview | np.ndarray
 """Contiguous bytes, or numbers of any kind."""
@@ -82,6 +82,15 @@ def blocks_sum(begin: Number, end: Number, word_X: Array, block_words: Number, s
     """sum_B[b] = the low half of the XXH64 of block b, with seed 0."""
     for b in range(begin, end):
         sum_B[b] = block_sum(word_X, b, block_words)
+
+
+@cpu
+def rows_sum(
+    begin: Number, end: Number, word_X: Array, stride: Number, words: Number, seed_N: Array, sum_N: Array
+) -> None:
+    """sum_N[n] = the XXH64, with seed_N[n], of the first `words` words of row n; a row is `stride` words long."""
+    for n in range(begin, end):
+        sum_N[n] = sum_words(word_X, n * stride, n * stride + words, seed_N[n])
 
 
 def xxh64(data: Buffer, seed: int = 0) -> int:

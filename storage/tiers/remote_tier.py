@@ -1,11 +1,16 @@
 """A tier whose rows a parameter server keeps.
 
 It holds all rows, as a host tier may, above a persistent table that has them as of the last snapshot. Of each row it
-remembers the key and when it was pushed, a word in an index; the row itself travels with that number, its *stamp*.
+remembers the key and when it was pushed, a word in an index; the row itself travels with that number, its *stamp*:
+
+    value = the row's 32-bit words, a word 0 where they are odd in number, 8 bytes: stamp XOR checksum
+    checksum = XXH64 of the words before, with the id as the seed
+
+A job reads no value that it has not pushed itself, so that this layout is no file format: no job meets an older one.
 
 Invariants:
-- a row that comes back without the stamp of its last push is an error: a server that has restarted empty or with older
-  rows, that drops rows, or that somebody else writes to, is never taken at its word;
+- a row that comes back without the stamp of its last push, or is not what was pushed then, is an error: a server that
+  has restarted empty or with older rows, that drops rows, or that somebody else writes to, is never taken at its word;
 - a key that has no row here is not asked of the server: what an earlier job has left there is nobody's row;
 - a push that fails has changed no row that a later call gives: whoever pushed has the row still, and pushes it again.
 """
@@ -16,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from oneemb.kernels.checksum import rows_sum
 from oneemb.kernels.threads import Threads
 from oneemb.storage.dropped import close_when_dropped
 from oneemb.storage.hash_index import HashIndex
@@ -26,6 +32,10 @@ from oneemb.storage.turns import undisturbed
 __all__ = ["RemoteTier"]
 
 _STAMP_WORDS = 2
+
+# Rows whose checksums one thread makes at least.
+_SHARE_MIN = 512
+
 _COUNT_BITS = 39
 """Of a stamp, how many count pushes; a bit less than a place of the index has, which says as well whether the row is
 dirty."""
@@ -45,6 +55,8 @@ class RemoteTier:
     def __init__(self, server: ParameterServer, name: str, *, row_width: int, below: RowStore | None, threads: Threads):
         self.name = "remote"
         self.row_width = row_width
+        self._width = row_width + row_width % 2 + _STAMP_WORDS
+        """Of a value, in 32-bit words."""
         self._server, self._prefix, self._below, self._threads = server, name, below, threads
         # Of each row, twice the number of the push that it was in, and 1 where the store below does not have it so.
         self._index = HashIndex(threads)
@@ -77,13 +89,13 @@ class RemoteTier:
         """The rows that were pushed with these numbers."""
         row_KW = np.empty((len(id_K), self.row_width), np.float32)
         for table, its in _by_table(table_K):
-            [word_NX], found_NP = self._server.pull(
-                self._table(table), np.ascontiguousarray(id_K[its]), [self.row_width + _STAMP_WORDS]
-            )
-            stamp_N = np.ascontiguousarray(word_NX[:, self.row_width :]).view(np.uint64)[:, 0]
+            id_N = np.ascontiguousarray(id_K[its])
+            [word_NX], found_NP = self._server.pull(self._table(table), id_N, [self._width])
+            word_NX = np.ascontiguousarray(word_NX)
+            stamp_N = word_NX.view(np.uint64)[:, -1] ^ self._sums(word_NX, id_N)
             wrong_N = ~found_NP[:, 0] | (stamp_N != self._stamps(place_K[its] >> 1))
             if wrong_N.any():
-                self._raise_lost(table, id_K[its], found_NP[:, 0], wrong_N)
+                self._raise_lost(table, id_N, found_NP[:, 0], wrong_N)
             row_KW[its] = word_NX[:, : self.row_width]
         self._pulled += len(id_K)
         return row_KW
@@ -112,13 +124,23 @@ class RemoteTier:
             table_N, id_N = np.ascontiguousarray(table_U[its]), np.ascontiguousarray(id_U[its])
             self._index.reserve_keys(table_N, id_N)  # What fails for want of memory does so before the push.
             self._pushes += 1
-            word_NX = np.empty((len(id_N), self.row_width + _STAMP_WORDS), np.float32)
+            word_NX = np.empty((len(id_N), self._width), np.float32)
             word_NX[:, : self.row_width] = row_UW[its]
-            word_NX[:, self.row_width :] = self._stamps(np.array([self._pushes])).view(np.float32)
+            word_NX[:, self.row_width : -_STAMP_WORDS] = 0
+            word_NX.view(np.uint64)[:, -1] = self._stamps(np.array([self._pushes])) ^ self._sums(word_NX, id_N)
             self._server.push(self._table(table), id_N, [word_NX])
             old_N = self._index.put(table_N, id_N, np.full(len(id_N), 2 * self._pushes + dirty))
             self._dirty += len(id_N) * dirty - _dirty(old_N)
             self._pushed += len(id_N)
+
+    def _sums(self, word_NX: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+        """The checksums of values: uint64 [N]."""
+        stride, sum_N = self._width // 2, np.empty(len(id_N), np.uint64)
+        self._threads.run(
+            rows_sum, len(id_N), word_NX.view(np.uint64).reshape(-1), stride, stride - 1, id_N.view(np.uint64), sum_N,
+            share_min=_SHARE_MIN,
+        )  # fmt: skip
+        return sum_N
 
     def _stamps(self, push_N: np.ndarray) -> np.ndarray:
         return push_N.astype(np.uint64) | np.uint64(self._of_job)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from oneemb.kernels import jit, jit_code
-from oneemb.kernels.checksum import blocks_sum, xxh64
+from oneemb.kernels.checksum import blocks_sum, rows_sum, xxh64
 
 P1, P2, P3, P4, P5 = (
     11400714785074694791, 14029467366897019727, 1609587929392839161, 9650029242287828579, 2870177450012600261,
@@ -61,6 +61,16 @@ def test_blocks_have_the_low_half_of_their_own_checksum(block_words):
     blocks_sum(2, 8, word_X, block_words, sum_B)
     expected = [xxh64(word_X[b * block_words : (b + 1) * block_words]) & 0xFFFFFFFF for b in range(8)]
     assert sum_B.tolist() == [0, 0, *expected[2:]]
+
+
+@pytest.mark.parametrize(("stride", "words"), [(1, 1), (4, 3), (9, 8), (37, 36)])
+def test_rows_have_checksums_of_their_own_with_seeds_of_their_own(stride, words):
+    rng = np.random.default_rng(stride)
+    word_X, seed_N = (rng.integers(0, 2**64, size, dtype=np.uint64) for size in (6 * stride, 6))
+    sum_N = np.zeros(6, np.uint64)
+    rows_sum(1, 5, word_X, stride, words, seed_N, sum_N)
+    expected = [reference(word_X[n * stride :][:words].tobytes(), int(seed_N[n])) for n in range(1, 5)]
+    assert sum_N.tolist() == [0, *expected, 0]
 
 
 def lanes(word_X, begin, end, before, bits, after):

@@ -67,6 +67,36 @@ def test_rows_that_are_older_than_they_should_be_are_an_error():
             got(tier, [key])
 
 
+@pytest.mark.parametrize("width", [1, 4, 5])
+def test_a_value_of_which_a_bit_was_changed_is_an_error_and_so_are_two_that_were_swapped(width):
+    values = {}
+    tier = RemoteTier(MemoryServer(values), "t", row_width=width, below=None, threads=THREADS)
+    rows = {(0, id): None for id in range(10)}
+    sent = random_rows(np.random.default_rng(0), len(rows), width)
+    tier.put(*keys_of(rows), sent)  # in one push, so that all have one number
+    out_UW = np.empty((1, width), np.float32)
+
+    def check(id):
+        assert not tier.get(*keys_of([(0, id)]), out_UW).any() and out_UW.tobytes() == sent[id].tobytes()
+
+    for id in range(10):
+        check(id)
+    value = values["t.0", 3, 0]
+    for bit in range(8 * len(value)):
+        changed = bytearray(value)
+        changed[bit // 8] ^= 1 << bit % 8
+        values["t.0", 3, 0] = bytes(changed)
+        with pytest.raises(oneemb.LostRowsError, match=r"other rows than were pushed last .*the first is 3\)"):
+            check(3)
+    values["t.0", 3, 0], values["t.0", 4, 0] = values["t.0", 4, 0], value
+    for id in (3, 4):
+        with pytest.raises(oneemb.LostRowsError, match="other rows than were pushed last"):
+            check(id)
+    values["t.0", 3, 0], values["t.0", 4, 0] = value, values["t.0", 3, 0]
+    for id in range(10):
+        check(id)
+
+
 def test_rows_of_another_job_are_never_taken_for_own_ones():
     values = {}
     tier, rows = filled(values)
