@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import time
 import weakref
 from contextlib import suppress
@@ -73,6 +74,10 @@ class FileSystem(Protocol):
     def sync(self, file: int) -> None: ...
 
     def close(self, file: int) -> None: ...
+
+    def spare_files(self) -> int:
+        """How many files a table may keep open now beside those that it needs."""
+        ...
 
     def truncate(self, path: str, size: int) -> None: ...
 
@@ -157,6 +162,11 @@ class LocalFileSystem:
 
     def close(self, file: int) -> None:
         os.close(file)
+
+    def spare_files(self) -> int:
+        # A quarter of what the process may open, shared by all tables that it has locked.
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return (1 << 20 if limit == resource.RLIM_INFINITY else limit) // (4 * max(1, len(_lock_files)))
 
     def truncate(self, path: str, size: int) -> None:
         os.truncate(path, size)

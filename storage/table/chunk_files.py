@@ -126,7 +126,6 @@ class ChunkFiles:
         self._unremoved: list[str] = []
         self._unsynced: dict[ChunkFile, None] = {}  # sealed ones, oldest first, whose files are still open
         self.files_open_max = _FILES_OPEN_MAX
-        self.unsynced_max = _UNSYNCED_MAX
         self.sync_threads = 1
         self.keep_below = 0
         """Files of chunks with a smaller number are not removed: a snapshot that cannot be read may need them."""
@@ -213,7 +212,7 @@ class ChunkFiles:
             self._close_written(chunk)
             return
         self._unsynced[chunk] = None
-        if len(self._unsynced) > self.unsynced_max:
+        if len(self._unsynced) > min(_UNSYNCED_MAX, self._fs.spare_files() // 2):
             with suppress(StorageError):  # The chunk is suspect now, and the next save moves its rows.
                 self.sync(next(iter(self._unsynced)))
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,17 @@ def test_directories_that_are_not_synced_because_they_exist_are_found_out():
 
 
 # ---- paths ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_more_tables_a_process_has_the_fewer_files_each_keeps_open_beside_those_it_needs(tmp_path):
+    fs = LocalFileSystem()
+    locks = [fs.lock(str(tmp_path / "0"))]
+    before = fs.spare_files()
+    locks += [fs.lock(str(tmp_path / str(n))) for n in range(1, 12)]
+    assert 0 < 2 * fs.spare_files() <= before <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+    for lock in locks:
+        fs.unlock(lock)
+    assert fs.spare_files() >= before
 
 
 def test_a_path_is_absolute_whatever_it_was(tmp_path, monkeypatch):

@@ -5,8 +5,14 @@ Linux reports such a failure once to each descriptor that was open then, and to 
 has been told before. So an error can be lost for good where a file is closed and opened again to be synced.
 """
 
-import pytest
+import fcntl
+import os
+import stat
 
+import pytest
+import torch
+
+import oneemb
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.remote.file_server import FileServer
 from oneemb.storage.remote.parameter_server import ServerError
@@ -21,6 +27,7 @@ from tests.storage import (
     test_persistent_table_crash as crash,
 )
 from tests.support.faulty_fs import FaultyFileSystem
+from tests.support.graph_models import make_graph
 from tests.support.table_model import check, got, scanned
 
 
@@ -214,7 +221,7 @@ def test_a_save_that_has_failed_for_that_is_made_good_by_the_next_one():
 def test_many_full_chunks_are_synced_before_too_many_files_are_open():
     fs = FaultyFileSystem()
     world = crash.World(fs)
-    world.table._files.unsynced_max = 2
+    fs.spare_files = lambda: 4
     for _ in range(6):
         world.put(170)
         world.table.flush()
@@ -229,3 +236,44 @@ def test_many_full_chunks_are_synced_before_too_many_files_are_open():
     world.save("c")  # Rows of suspect chunks have moved.
     assert Table().found(on_disk(fs)) == world.saved
     assert not world.table._files._unsynced
+
+
+def test_every_file_of_this_machine_is_synced_on_a_descriptor_that_may_write_it(tmp_path, monkeypatch):
+    """As for what does not go through a `FileSystem`: checkpoints, and files of rows."""
+    synced, fsync = [], os.fsync
+
+    def note(file):
+        if stat.S_ISREG(os.fstat(file).st_mode):
+            path = os.readlink(f"/proc/self/fd/{file}")
+            synced.append(path)
+            assert fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY, path
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", note)
+    table, store = oneemb.make_table(), oneemb.make_cached_ssd_store_options(1, tmp_path / "rows")
+    embedding = oneemb.MultiTableEmbedding("rows", 4, torch.float32, torch.int64, [table], store)
+
+    def build(graph, ids):
+        loss = graph.embedding(ids).sum()
+        loss.backward()
+        return loss
+
+    graph = make_graph({"embedding": embedding}, build, lambda graph: [torch.optim.SGD(graph.parameters(), 0.1)])
+    graph(torch.arange(50))
+    embedding.save_snapshot("s")
+    graph.save(tmp_path / "model.checkpoint")
+    for name in ("rows.npz", "rows.safetensors", "rows.parquet"):
+        oneemb.export_rows(embedding, tmp_path / name)
+    oneemb.InferenceEmbedding.open(tmp_path / "rows", "s").close()
+    kinds = (
+        ".rows",
+        ".keys",
+        ".snapshot",
+        "model.checkpoint",
+        ".saving",
+        ".npz",
+        ".safetensors",
+        ".parquet",
+        "serving",
+    )
+    assert not [kind for kind in kinds if not any(kind in path for path in synced)]
