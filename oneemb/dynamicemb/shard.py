@@ -40,7 +40,7 @@ from oneemb.torchrec import (
     EmbeddingCollection,
     EmbeddingCollectionSharder,
 )
-from oneemb.torchrec.collection import TableRows, in_backward_optimizers
+from oneemb.torchrec.collection import TableRows, holder_of, in_backward_optimizers
 from oneemb.torchrec.configs import columns_of
 from oneemb.torchrec.optimizers import row_stepper
 from oneemb.torchrec.sharded import LookupContext, ShardedCollection
@@ -123,7 +123,7 @@ class _ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOpt
         self._unsharded = unsharded
         holders = dynamic.collection.holders
         self._dynamic, self.rows = (dynamic,), dynamic.rows
-        holder = torch.nn.ModuleDict(dict(getattr(dynamic, holders).items()))
+        holder = holder_of(dict(getattr(dynamic, holders).items()))
         mine = {config.name for config in dynamic.collection.configs}
         others = [config for config in configs if config.name not in mine]
         self._static = (static,)

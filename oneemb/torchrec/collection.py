@@ -48,11 +48,12 @@ from oneemb.torchrec.configs import (
 from oneemb.torchrec.jagged import is_call_on_values
 from oneemb.torchrec.ops import ON_META, LooksUpJagged, know
 from oneemb.torchrec.optimizers import MakeOptimizer, options_now, row_stepper, same_optimizer
-from oneemb.torchrec.table_state import TableState, dense_rows, let_go, put_rows, write_back
+from oneemb.torchrec.table_state import TableState, dense_rows, let_go, load_together, put_rows, write_back
 from oneemb.torchrec.virtual_tables import policy_of
 
 __all__ = [
-    "Collection", "Group", "Lookups", "OnRanks", "TableRows", "arguments_of", "at_paths", "in_backward_optimizers",
+    "Collection", "Group", "Lookups", "OnRanks", "TableRows", "arguments_of", "at_paths", "holder_of",
+    "in_backward_optimizers",
 ]  # fmt: skip
 
 
@@ -138,6 +139,10 @@ class TableParameter(torch.nn.Module):
         """Have state dicts hold, and load, what `state` has of the table at that time."""
         self._state = state
 
+    def state_now(self) -> TableState | None:
+        """What `serves` was given has of the table now; None on meta."""
+        return None if self._state is None else self._state()
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # The weight keeps its dtype, as the rows that it stands for keep theirs.
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
@@ -170,6 +175,18 @@ class TableParameter(torch.nn.Module):
                 self._state().load(state)
             except (StorageError, TypeError, ValueError) as error:
                 error_msgs.append(f"{prefix}weight: {error}")
+
+
+def holder_of(tables: Mapping[str, torch.nn.Module]) -> torch.nn.ModuleDict:
+    """The module that has tables by name, and loads those together that a state dict gives together."""
+    holder = torch.nn.ModuleDict(dict(tables))
+    holder.register_load_state_dict_pre_hook(_load_together)
+    return holder
+
+
+def _load_together(holder: Any, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+    its = [(name, table.state_now()) for name, table in holder.items() if isinstance(table, TableParameter)]
+    load_together((state, state_dict.get(f"{prefix}{name}.weight")) for name, state in its if state is not None)
 
 
 class Collection(torch.nn.Module):
@@ -217,7 +234,7 @@ class Collection(torch.nn.Module):
         """Removes this rank's."""
         self._options = self._options_of(store_options)
         holders = {config.name: TableParameter(config, self._device) for config in tables}
-        setattr(self, named, torch.nn.ModuleDict(holders))
+        setattr(self, named, holder_of(holders))
         self.holders = named
         """The attribute that has the tables by name."""
         self.rows = torch.nn.ModuleList()
@@ -328,7 +345,7 @@ class Collection(torch.nn.Module):
         its = [self._table_rows(t) for t in tables]
         made = self._store_of(tables[0], own)
         names = ", ".join(config.name for config in configs)
-        policies = [policy_of(config) for config in configs] if policy_of(first) is not None else None
+        policies = [policy for config in configs if (policy := policy_of(config)) is not None]  # of all or of none
         seed = (self.seed + zlib.crc32(first.name.encode())) % 2**64  # another one for each embedding
         rows = MultiTableEmbedding(
             names, first.embedding_dim, dtype_of(first), torch.int64,
@@ -337,7 +354,7 @@ class Collection(torch.nn.Module):
                 for t, kept in zip(tables, its, strict=True)
             ],
             made, seed=seed, num_threads=self._num_threads,
-            policy=[kept.policy for kept in its if kept is not None] or policies, **self._of_ranks(),
+            policy=[kept.policy for kept in its if kept is not None] or policies or None, **self._of_ranks(),
         )  # fmt: skip
         self._give_weights(rows, tables, is_kept=options is not None)
         if self._device.type != "cpu":

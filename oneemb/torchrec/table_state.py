@@ -15,6 +15,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,11 +30,12 @@ from oneemb.named_snapshot import decode, encode
 from oneemb.rows.import_rows import import_rows
 from oneemb.rows.values import encode_rows, state_of
 from oneemb.storage.row_store import StorageError
+from oneemb.torchrec.table_snapshots import load_tables
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["TableState", "dense_rows", "let_go", "put_rows", "write_back"]
+__all__ = ["TableState", "dense_rows", "let_go", "load_together", "put_rows", "write_back"]
 
 _CHUNK = 1 << 16
 """Rows of a table that are read at a time."""
@@ -124,6 +126,25 @@ def let_go(states: Iterable["TableState"]) -> None:
         state.given[:] = [given for given in state.given if not given.is_gone]
 
 
+def load_together(entries: Iterable[tuple["TableState", object]]) -> None:
+    """Note which tables a state dict gives by one snapshot: they are loaded together, and no other table with them.
+
+    Args:
+        entries: the state of each table, and what the state dict has of it.
+    """
+    named: dict[tuple[object, ...], list[TableState]] = {}
+    for state, entry in entries:
+        state.loads_with = frozenset()
+        if isinstance(entry, torch.Tensor) and not hasattr(entry, "full_tensor") and entry.dim() == 1:
+            with suppress(ValueError):  # which the load of that table raises
+                snapshot = decode(entry)
+                snapshot.pop("oneemb_table", None)
+                named.setdefault((state.rows, *sorted(snapshot.items())), []).append(state)
+    for states in named.values():
+        for state in states:
+            state.loads_with = frozenset(its.table for its in states)
+
+
 class TableState:
     """Gives and takes what state dicts hold of a table.
 
@@ -148,7 +169,11 @@ class TableState:
         self.is_kept, self._is_empty = is_kept, is_empty and not is_kept
         self.given: list[_Given] = []
         """Tensors that state dicts have."""
-        self._table, self._configs, self._config = table, configs, configs[table]
+        self._configs, self._config = configs, configs[table]
+        self.table = table
+        """Which of the tables of `rows` this is."""
+        self.loads_with: frozenset[int] = frozenset()
+        """Tables of `rows` that the state dict being loaded gives by the same snapshot as this one."""
 
     @property
     def name(self) -> str:
@@ -163,14 +188,14 @@ class TableState:
         """
         rows, config = self.rows, self._config
         if self.is_kept:
-            return encode({**rows.named_snapshot(), "oneemb_table": [self._table, config.name]})
+            return encode({**rows.named_snapshot(), "oneemb_table": [self.table, config.name]})
         if self._is_empty:
             return torch.empty(0, config.embedding_dim, dtype=rows.dtype, device="cpu")
         write_back(self._of_rows)
         let_go([self])
         weights = _empty_rows(rows, config)
         self.check_in_range()
-        if self._table == 0:
+        if self.table == 0:
             row_optimizer = rows.row_optimizer
             has_state = row_optimizer is not None and row_optimizer.state_width(config.embedding_dim)
             if rows.store.step and has_state and rows.ranks is None:
@@ -181,7 +206,7 @@ class TableState:
                     " store_options it names a snapshot, which has both",
                     stacklevel=2,
                 )
-        weights = dense_rows(rows, self._table, config, weights)
+        weights = dense_rows(rows, self.table, config, weights)
         self._give(weights, self._put_weights, "weight")
         return weights
 
@@ -192,7 +217,7 @@ class TableState:
             return
         if self.rows.ranks is None:
             self._check_own()
-        elif self._table == 0:  # On ranks state dicts are of all tables.
+        elif self.table == 0:  # On ranks state dicts are of all tables.
             self.rows.ranks.agree(f"make a state dict of {self.rows.name}", self._check_own)
         first.checked = self.rows.store.changes
 
@@ -227,14 +252,19 @@ class TableState:
         state = _whole(state, rows)
         if state.dim() == 1:
             snapshot = decode(state)
-            at, name = snapshot.pop("oneemb_table", (self._table, config.name))
-            if (at, name) != (self._table, config.name):
+            at, name = snapshot.pop("oneemb_table", (self.table, config.name))
+            if (at, name) != (self.table, config.name):
                 raise ValueError(
-                    f"table {config.name!r} is number {self._table} of the tables that are one embedding, in the"
+                    f"table {config.name!r} is number {self.table} of the tables that are one embedding, in the"
                     f" snapshot number {at} is {name!r}; make the collection with the same tables in the same order"
                 )
-            if not rows.holds(snapshot):  # once for all tables of the embedding
+            tables, self.loads_with = self.loads_with | {self.table}, frozenset()
+            if rows.holds(snapshot) or self.table != min(tables):  # once for all tables of the embedding
+                return
+            if len(tables) == rows.num_tables:
                 rows.load_named(snapshot)
+            else:
+                load_tables(rows, snapshot, sorted(tables))
             return
         if self._is_empty:
             if len(state):
@@ -257,7 +287,7 @@ class TableState:
         self.given[:] = [given for given in self.given if given.part != "weight"]
         write_back(self._of_rows)
         current = [given for its in self._of_rows for given in its.given if given.is_current(rows.store.changes)]
-        put_rows(rows, self._table, state)
+        put_rows(rows, self.table, state)
         for given in current:
             given.keep(rows.store.changes)
 
@@ -354,7 +384,7 @@ class TableState:
 
     def _own_chunks(self, size: int) -> Iterator[tuple[Array, Array]]:
         store = self.rows.store
-        for table_U, id_U in _chunks(self.rows, self._table, size):
+        for table_U, id_U in _chunks(self.rows, self.table, size):
             tables, ids = (store.loops.tensor(array).cpu().numpy() for array in (table_U, id_U))
             own_U = np.flatnonzero(owner_of(tables, ids, store.plan.owners) == store.plan.owner)
             if len(own_U):

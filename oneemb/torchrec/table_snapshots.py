@@ -1,0 +1,104 @@
+"""Loads some tables of a snapshot of an embedding; the rows of its other tables stay as they are.
+
+A state dict has an entry for each table, and may have some of them only, or those of other tables than there are now.
+Where no other table has rows, the snapshot is loaded as a whole, and rows of other tables leave again: the embedding
+has the step of the snapshot then. Else the tables' rows are read from it one by one, with their optimizer's state, and
+the embedding keeps its step.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from oneemb.embedding import MultiTableEmbedding
+from oneemb.named_snapshot import SnapshotName
+from oneemb.rows.values import encode_rows, state_of, weights_of
+from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.owned_rows import OwnedRows
+from oneemb.storage.snapshot_parts import PartedSnapshot
+from oneemb.storage.snapshot_rows import SnapshotRows
+
+__all__ = ["load_tables"]
+
+_BATCH = 1 << 16
+"""Rows that are read at a time."""
+
+
+def load_tables(rows: MultiTableEmbedding, snapshot: SnapshotName, tables: Sequence[int]) -> None:
+    """Let these tables, and no others, have the rows that a snapshot has of them. With ranks every one makes the call.
+
+    Args:
+        snapshot: as `named_snapshot` gives it; tables that it does not hold have no rows afterwards.
+
+    Raises:
+        StorageError: the snapshot is not there, or its rows do not fit; or a lookup whose step is still to come holds a
+            row that is to leave. No row has changed.
+    """
+    others = [t for t in range(rows.num_tables) if t not in tables]
+    name, identity = snapshot["oneemb_snapshot"], snapshot.get("oneemb_identity")
+    named_by = f"a state dict of embedding {rows.name!r}"
+    if name is not None:
+        rows.rank_snapshots.check_named(name, identity, named_by)
+        rows.check_fits(name)
+    ids = _ids_of(rows.store)
+    if not any(rows.rank_snapshots.of_all("load_state_dict", any(len(ids.get(t, ())) for t in others))):
+        rows.load_named(snapshot)
+        ids, tables = _ids_of(rows.store), others
+        name = None
+    for t in tables:
+        rows.erase(torch.from_numpy(ids.get(t, np.empty(0, np.int64))), t)
+    if name is not None:
+        snapshots = rows.rank_snapshots
+        what = f"load tables {list(tables)} of snapshot {name!r}"
+
+        def load() -> None:
+            found = snapshots.find(snapshots.words(what), name, identity, named_by)
+            snapshots.agree(snapshots.words(what), lambda: _put(rows, found, tables))
+
+        snapshots.together(what, load)
+
+
+def _ids_of(store: EmbeddingStore) -> dict[int, np.ndarray]:
+    """The ids that have a row here, by table."""
+    found: dict[int, list[np.ndarray]] = {}
+
+    def note(table_N: np.ndarray, id_N: np.ndarray, _: np.ndarray) -> None:
+        for t in np.unique(table_N).tolist():
+            found.setdefault(t, []).append(id_N[table_N == t].astype(np.int64))
+
+    store.visit(note)
+    return {t: np.concatenate(ids) for t, ids in found.items()}
+
+
+def _put(rows: MultiTableEmbedding, snapshot: PartedSnapshot, tables: Sequence[int]) -> None:
+    """Put the rows that this rank owns."""
+    store, saved = rows.store, SnapshotRows.of_meta(snapshot.info.meta, snapshot.info.name)
+    store.build()
+    has_state = bool(saved.format.state_width) and bool(store.format.state_width)
+    if saved.format.state_width and not has_state:
+        warnings.warn(
+            f"no optimizer has stepped tables {rows.name}: the rows that are loaded leave their state in snapshot"
+            f" {snapshot.info.name!r}; load it before the first lookup to go on with the state",
+            stacklevel=2,
+        )
+    row_format = replace(store.format, state=store.format.state if has_state else ())
+    # At most half of the cache is put at once, so that the rows of a running step can stay pinned.
+    most = max(1, store.stats()["device"]["slots"] // 2)
+    owned = OwnedRows(snapshot, store.plan.owner, store.plan.owners)
+    try:
+        for table_N, id_N, row_NW in owned.scan(min(most, _BATCH)):
+            n = np.isin(table_N, tables)
+            weight_ND, state_NZ = weights_of(saved.format, row_NW[n]), state_of(saved.format, row_NW[n])
+            if n.any():
+                words_NW = encode_rows(row_format, weight_ND, state_NZ if has_state else None)
+                store.put(table_N[n], id_N[n], words_NW)
+        if has_state and store.step == 0:
+            store.step = saved.step
+    except BaseException as error:
+        store.turns.cut_short(error)
+        raise
+    finally:
+        owned.close()
