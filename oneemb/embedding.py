@@ -36,6 +36,7 @@ from oneemb.named_snapshot import SnapshotName, decode, encode
 from oneemb.options import Initializer, NormalInitializer, StoreOptions, TableOptions, to_json
 from oneemb.rank_snapshots import RankSnapshots
 from oneemb.row_calls import RowCalls
+from oneemb.row_weight import RowWeight, refuse_values
 from oneemb.stats import EmbeddingStats
 from oneemb.storage.embedding_store import ChangeRows, EmbeddingStore
 from oneemb.storage.fs import AnyPath, absolute_path
@@ -317,8 +318,15 @@ class TableEmbedding(torch.nn.Module):
             self._stands_for(weight)
 
     def _stands_for(self, weight: torch.nn.Parameter) -> None:
+        weight.__class__ = RowWeight  # whoever made it, another module or torch's tools
         weight.embedding = _RowsOf(self)  # type: ignore[attr-defined]
         weight.register_hook(ops.refuse_dense)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """As of any module; pretrained vectors in the place of `weight`, which stands for rows, are an error."""
+        if name == "weight" and param is not None and param.dim() and len(param):
+            refuse_values(self.name, f"weight = a parameter of shape {list(param.shape)}")
+        super().register_parameter(name, param)
 
     def drop_grads(self) -> None:
         """Forget the gradients of rows."""

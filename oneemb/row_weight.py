@@ -1,0 +1,110 @@
+"""The parameter that stands for the rows of an embedding, [0, D]: what would give it values is an error.
+
+It holds no row, so that an initializer, a copy or an assignment would change none, and say nothing. Arithmetic on the
+parameter itself is let through: optimizers do it, with gradients of zeros too, and it changes nothing.
+"""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Never
+
+import torch
+
+__all__ = ["RowWeight", "refuse_values"]
+
+_GIVE_VALUES = (
+    "bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_",
+    "set_", "uniform_", "zero_", "__setitem__",
+)  # fmt: skip
+"""Methods that give a tensor values which do not depend on those it has."""
+
+_CHANGE_VALUES = (
+    "add_", "addcdiv_", "addcmul_", "clamp_", "clamp_max_", "clamp_min_", "div_", "lerp_", "masked_fill_", "mul_",
+    "neg_", "renorm_", "sub_", "__iadd__", "__idiv__", "__imul__", "__isub__", "__itruediv__",
+)  # fmt: skip
+"""Methods that change the values which a tensor has."""
+
+
+def refuse_values(name: str, what: str) -> Never:
+    """Raise what a write to the weight of an embedding means.
+
+    Args:
+        name: of the embedding.
+        what: is done to its weight.
+    """
+    raise RuntimeError(
+        f"{what} would change no row of embedding {name!r}, whose weight has shape [0, D]: it stands for the rows and"
+        " holds none. How rows begin is said by an initializer, oneemb.make_table(oneemb.make_normal_initializer(...))"
+        " or init_fn of a TorchRec config; rows that there are, such as pretrained vectors, come in by"
+        " oneemb.import_rows(embedding, (ids, vectors)) or load_state_dict"
+    )
+
+
+def _refusing(method: str) -> Callable[..., Any]:
+    what = "weight[...] = values" if method == "__setitem__" else f"weight.{method}"
+
+    def refuse(self: "_HoldsNone", *args: Any, **kwargs: Any) -> Any:
+        if method == "copy_" and args and isinstance(args[0], torch.Tensor) and args[0].nelement() == 0:
+            return torch.Tensor.copy_(self, *args, **kwargs)  # load_state_dict does.
+        refuse_values(self.name, what)
+
+    return refuse
+
+
+class _HoldsNone(torch.Tensor):
+    """A tensor that stands for rows."""
+
+    embedding: Callable[[], Any] = staticmethod(lambda: None)
+    """Gives the embedding whose rows they are; None = it is gone, or this is a copy."""
+
+    @property
+    def name(self) -> str:
+        """Of the embedding."""
+        embedding = self.embedding()
+        return "" if embedding is None else embedding.name
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """As of any tensor."""
+        self._refuse_initializer(sys._getframe(1))
+        return torch.Tensor.shape.__get__(self)
+
+    def numel(self) -> int:
+        """As of any tensor."""
+        self._refuse_initializer(sys._getframe(1))
+        return torch.Tensor.numel(self)
+
+    def _refuse_initializer(self, caller: FrameType) -> None:
+        # Some of torch's initializers ask for these first, and leave a tensor without elements alone.
+        if caller.f_globals.get("__name__") == "torch.nn.init":
+            refuse_values(self.name, f"torch.nn.init.{caller.f_code.co_name}(weight)")
+
+
+class RowWeight(torch.nn.Parameter, _HoldsNone):
+    """A parameter that stands for rows, and refuses values."""
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """As of any tensor; what changes it in place is refused too."""
+        data = torch.Tensor.data.__get__(self).as_subclass(_Data)
+        data.embedding = self.embedding
+        return data
+
+    @data.setter
+    def data(self, data: torch.Tensor) -> None:
+        if data.numel():
+            refuse_values(self.name, f"weight.data = a tensor of shape {list(data.shape)}")
+        torch.Tensor.data.__set__(self, data)
+
+
+class _Data(_HoldsNone):
+    """What `weight.data` gives."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # Results of its methods are ordinary tensors.
+
+
+for _method in _GIVE_VALUES:
+    setattr(_HoldsNone, _method, _refusing(_method))
+for _method in _CHANGE_VALUES:
+    setattr(_Data, _method, _refusing(_method))

@@ -1,0 +1,88 @@
+"""The weight of an embedding stands for rows: what would give it values says so, what tools do to it goes through."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+
+import oneemb
+from tests.support.models import make_embedding
+
+INITIALIZERS = {
+    name: function
+    for name, function in vars(torch.nn.init).items()
+    if name.endswith("_") and not name.startswith("_") and inspect.isfunction(function) and name != "dirac_"
+}
+MORE = {"constant_": (1.0,), "sparse_": (0.1,)}
+
+VECTORS = torch.ones(3, 4)
+
+WRITES = {
+    "data = vectors": lambda e: setattr(e.weight, "data", VECTORS),
+    "data.uniform_": lambda e: e.weight.data.uniform_(-0.1, 0.1),
+    "data.copy_ of one vector": lambda e: e.weight.data.copy_(VECTORS[0]),
+    "copy_ of one vector": lambda e: e.weight.copy_(VECTORS[:1]),
+    "data[...] = number": lambda e: e.weight.data.__setitem__(slice(None), 1.0),
+    "data[0] = vector": lambda e: e.weight.data.__setitem__(0, VECTORS[0]),
+    "data.mul_": lambda e: e.weight.data.mul_(0.02),
+    "data.clamp_": lambda e: e.weight.data.clamp_(-1, 1),
+    "fill_": lambda e: e.weight.fill_(0.0),
+    "weight = parameter": lambda e: setattr(e, "weight", torch.nn.Parameter(VECTORS, requires_grad=False)),
+}
+
+
+@pytest.fixture(scope="module")
+def embedding(tmp_path_factory):
+    return make_embedding(tmp_path_factory.mktemp("rows"))
+
+
+@pytest.mark.parametrize("name", INITIALIZERS)
+@pytest.mark.parametrize("of", ["weight", "data"])
+def test_an_initializer_of_torch_on_the_weight_is_an_error(embedding, name, of):
+    tensor = embedding.weight if of == "weight" else embedding.weight.data
+    with pytest.raises(RuntimeError, match="would change no row of embedding 'items'.*make_table.*import_rows"):
+        INITIALIZERS[name](tensor, *MORE.get(name, ()))
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_values_for_the_weight_are_an_error(embedding, write):
+    with pytest.raises(RuntimeError, match="would change no row of embedding 'items'.*make_table.*import_rows"):
+        with torch.no_grad():
+            WRITES[write](embedding)
+    assert embedding.weight.shape == (0, 4)
+
+
+def test_pretrained_vectors_come_in_as_the_error_says(tmp_path):
+    embedding = make_embedding(tmp_path)
+    oneemb.import_rows(embedding, (torch.arange(3).numpy(), VECTORS.numpy()))
+    embedding.weight.requires_grad_(False)
+    assert torch.equal(embedding(torch.arange(3)[:, None]).squeeze(1), VECTORS)
+
+
+def test_what_tools_do_to_every_parameter_goes_through(tmp_path):
+    model = torch.nn.Sequential(make_embedding(tmp_path), torch.nn.Linear(4, 1))
+    weight = model[0].weight
+    torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(model.parameters()), model.parameters())
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.5)
+        weight.mul_(0.5)
+    weight.data = weight.data.to("cpu")
+    weight.data.copy_(torch.empty(0, 4))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 5 and weight.shape == (0, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():  # as torch.distributed.checkpoint has an optimizer make its state
+        parameter.grad = torch.zeros_like(parameter)
+    with torch.no_grad():
+        model(torch.zeros(1, 1, dtype=torch.int64))
+    model[0].drop_grads()
+    optimizer.step()
+    state = model.state_dict()
+    model.load_state_dict(state)
+    model.load_state_dict(state, assign=True)
+    model.double().float().to("cpu").requires_grad_(False).requires_grad_(True)
+    assert model[0].weight is weight and isinstance(weight, torch.nn.Parameter)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(weight)
+    assert copy.deepcopy(weight).shape == (0, 4)
