@@ -33,7 +33,7 @@ from oneemb.graph.ranks import Ranks
 from oneemb.graph.row_optimizers import SAME_STATE, RowOptimizer
 from oneemb.kernels.threads import Threads
 from oneemb.named_snapshot import SnapshotName, decode, encode
-from oneemb.options import Initializer, NormalInitializer, StoreOptions, TableOptions, to_json
+from oneemb.options import Initializer, NormalInitializer, StoreOptions, TableOptions, to_tree
 from oneemb.rank_snapshots import RankSnapshots
 from oneemb.row_calls import RowCalls
 from oneemb.row_weight import RowWeight, refuse_values
@@ -498,25 +498,29 @@ class TableEmbedding(torch.nn.Module):
         """
         return self.rank_snapshots.names()
 
+    @functools.cached_property
+    def _table_trees(self) -> list[Any]:
+        return to_tree(self.tables)
+
     def description(self) -> dict[str, Any]:
-        """What snapshots say of the embedding that saved them."""
+        """What snapshots say of the embedding that saved them. Nobody may change its list of tables."""
         said_T = [policy.absent for policy in self.policies or ()]
-        absent = [said if isinstance(said, str) else json.loads(to_json(said)) for said in said_T]
+        absent = [said if isinstance(said, str) else to_tree(said) for said in said_T]
         return {
             "name": self.name,
             "key_type": str(self.key_type).removeprefix("torch."),
-            "tables": json.loads(to_json(self.tables)),
+            "tables": self._table_trees,
             "padding_idx": self.padding_idx,
             "seed": self.seed,
             "column_dims": list(self.column_dims),
-            "default_initializer": json.loads(to_json(self.default_initializer or _DEFAULT_INITIALIZER)),
+            "default_initializer": to_tree(self.default_initializer or _DEFAULT_INITIALIZER),
             **({"absent": absent} if absent else {}),
         }
 
     def _made(self) -> str:
         """How the embedding was made, as far as it has to be the same on all ranks."""
         assert self.ranks is not None
-        initializers = json.dumps([json.loads(to_json(self.tables)), repr(self.default_initializer)])
+        initializers = json.dumps([self._table_trees, repr(self.default_initializer)])
         return (
             f"{self.num_tables} tables, embedding_dim={list(self.column_dims)}, dtype={self.dtype},"
             f" key_type={self.key_type}, seed={self.seed}, padding_idx={self.padding_idx},"

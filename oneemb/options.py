@@ -354,6 +354,8 @@ _TYPES = {
         CachedRemoteStoreOptions,
     )
 }  # fmt: skip
+_FIELDS: dict[type, tuple[str, ...]] = {kind: tuple(field.name for field in fields(kind)) for kind in _TYPES.values()}
+_PLAIN = (int, float, str, bool, type(None))
 
 
 def to_json(options: Options | Sequence[Options]) -> str:
@@ -362,7 +364,21 @@ def to_json(options: Options | Sequence[Options]) -> str:
     >>> to_json(make_constant_initializer(0.5))
     '{"type": "ConstantInitializer", "value": 0.5}'
     """
-    return json.dumps(_to_tree(options))
+    return json.dumps(to_tree(options))
+
+
+def to_tree(value: object) -> Any:
+    """What the text of `to_json` stands for: dicts, lists and plain values."""
+    names = _FIELDS.get(type(value))
+    if names is None:
+        return [to_tree(item) for item in value] if isinstance(value, list | tuple) else value
+    tree = {"type": type(value).__name__}
+    for name in names:
+        field = getattr(value, name)
+        tree[name] = field if type(field) in _PLAIN else to_tree(field)
+    if tree.get("replicate") is False:  # The text of other tables is what it was before there were such.
+        del tree["replicate"]
+    return tree
 
 
 def from_json(text: str) -> Options | list[Options]:
@@ -375,15 +391,6 @@ def from_json(text: str) -> Options | list[Options]:
     if not all(isinstance(option, Options) for option in (found if isinstance(found, list) else [found])):
         raise ValueError(f"not an option of oneemb: {text}")
     return cast(Options | list[Options], found)
-
-
-def _to_tree(value: object) -> object:
-    if isinstance(value, Options):
-        tree = {field.name: _to_tree(getattr(value, field.name)) for field in fields(value)}
-        if tree.get("replicate") is False:  # The text of other tables is what it was before there were such.
-            del tree["replicate"]
-        return {"type": type(value).__name__, **tree}
-    return [_to_tree(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _from_tree(tree: object) -> object:

@@ -1,6 +1,7 @@
 """Embedding modules: lookups of every shape and type, limits, snapshots and state dicts, and what is refused."""
 
 import gc
+import json
 import math
 import os
 import re
@@ -518,6 +519,35 @@ def test_snapshots_are_listed_overwritten_and_deleted(made):
     for call in (embedding.load_snapshot, embedding.delete_snapshot):
         with pytest.raises(oneemb.StorageError, match="'a'.*'b'"):
             call("a")
+
+
+def test_a_save_and_a_load_write_and_read_the_tables_of_a_snapshot_once(made, monkeypatch):
+    texts = {"dumps": [], "loads": []}
+
+    def note(name, run):
+        def noted(value, *args, **kwargs):
+            done = run(value, *args, **kwargs)
+            texts[name].append(str(value if isinstance(value, str | bytes) else done).count("ConstantInitializer"))
+            return done
+
+        monkeypatch.setattr(json, name, noted)
+
+    for name in texts:
+        note(name, getattr(json, name))
+    # Each table has another one, and its description is long.
+    tables = [oneemb.make_table(oneemb.make_constant_initializer(t)) for t in range(50)]
+    embedding = made(tables=tables)
+    embedding(torch.tensor([[1] * 50]))
+    embedding.save_snapshot("s")
+    # What it gets of the embedding, and the file, are each made once, and no more.
+    assert (texts["dumps"].count(50), texts["loads"].count(50)) == (2, 1)
+    assert embedding.description()["tables"] is embedding.description()["tables"]
+    for again in (lambda one: one, reopen):
+        embedding = again(embedding)
+        texts["loads"].clear(), texts["dumps"].clear()
+        embedding.load_snapshot("s")
+        assert texts["dumps"].count(50) == 0 and texts["loads"].count(50) <= 1  # none where it is known still
+    embedding.close()
 
 
 @pytest.mark.parametrize("store", STORES)

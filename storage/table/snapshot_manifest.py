@@ -8,6 +8,7 @@ import json
 import math
 import struct
 import time
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,6 +168,34 @@ def _padded(data: bytes) -> bytes:
     return data + bytes(-len(data) % 8)
 
 
+class _Meta(dict[str, Any]):
+    """The `meta` of a manifest that was read."""
+
+    beside: dict[str, Any]
+    """The other fields."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # Copies are the caller's own.
+
+
+# By the bytes of manifests, for as long as somebody has them: a load reads the same file several times, and that of an
+# embedding of a hundred thousand tables takes a third of a second to parse.
+_metas: "weakref.WeakValueDictionary[bytes, _Meta]" = weakref.WeakValueDictionary()
+
+
+def _parsed(body: bytes) -> Any:
+    """What JSON says. The meta of equal bytes is one object; nobody may change it."""
+    meta = _metas.get(body)
+    if meta is None:
+        manifest = json.loads(body)
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("meta"), dict):
+            return manifest
+        meta = _Meta(manifest.pop("meta"))
+        meta.beside = manifest
+        _metas[body] = meta
+    return {**meta.beside, "meta": meta}
+
+
 def decode_manifest(body: bytes, bits_offset: int, path: str, name: str) -> SnapshotRecord:
     """The snapshot that a manifest describes, every field checked.
 
@@ -195,7 +224,7 @@ def decode_manifest(body: bytes, bits_offset: int, path: str, name: str) -> Snap
         return int(value, 16)
 
     try:
-        manifest = json.loads(body)
+        manifest = _parsed(body)
     except (ValueError, RecursionError) as error:
         raise CorruptTableError(f"{path}: the manifest at offset {HEADER_BYTES} is not JSON: {error}") from error
     need(isinstance(manifest, dict), "fields", manifest)
