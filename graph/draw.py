@@ -12,6 +12,7 @@ from oneemb.graph.ops import OPS
 from oneemb.graph.plan import AfterPass
 from oneemb.graph.spec import READS
 from oneemb.graph.text import node_label
+from oneemb.kernels.extras import need
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,11 +29,10 @@ def draw_history(history: Sequence[AfterPass], path: str) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('drawing needs matplotlib: pip install "oneemb[draw]"') from error
+    need("matplotlib", "draw", "draw")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     shown = [[node for node in after.graph.nodes if node.op != "get_attr"] for after in history]
     height = max(len(nodes) for nodes in shown) + 2
     figure = Figure(figsize=(len(history) * (_BOX_WIDTH + 1.4) * 0.85, height * 0.42))

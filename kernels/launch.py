@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from oneemb.kernels import jit_cuda
+from oneemb.kernels.extras import missing
 from oneemb.kernels.jit import CudaLoop
 
 __all__ = ["SIMULATED", "Gpu", "gpu_at", "gpu_of", "vector_width"]
@@ -177,7 +178,7 @@ def _check_cuda() -> None:
             " your system, or keep the embedding on the CPU"
         )
     if not jit_cuda.COMPILES:
-        raise ImportError("embeddings on a GPU need numba-cuda; run: pip install 'oneemb[cuda]'")
+        raise missing("an embedding on a GPU", "numba-cuda", "cuda")
     version = jit_cuda.driver_version()
     if version < _DRIVER_MIN:
         has = f"the NVIDIA driver knows CUDA {version // 1000}.{version % 1000 // 10}" if version else "there is none"

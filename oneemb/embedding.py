@@ -883,6 +883,7 @@ class MultiTableEmbedding(TableEmbedding):
     Raises:
         TypeError, ValueError: an argument is not as above.
         StorageError: `persistent_path` cannot be made or written to.
+        ImportError: the server of the store options needs a package that is not installed.
 
     Example:
         >>> import tempfile, torch, oneemb

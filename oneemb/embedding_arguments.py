@@ -23,6 +23,7 @@ from oneemb.options import (
 )
 from oneemb.storage.initializers import encoded, largest_weight
 from oneemb.storage.policies import RowPolicy
+from oneemb.storage.remote.servers import check_installed
 from oneemb.storage.snapshot_parts import rank_folder_name
 from oneemb.storage.tiers.stack import RemotePlan, StorePlan
 
@@ -178,6 +179,7 @@ def store_plan(name: str, options: StoreOptions, tables: Sequence[TableOptions],
             policy = options.cache_policy
         case CachedRemoteStoreOptions():
             cache_bytes, host_bytes, policy = options.cache_budget_mb * 2**20, 0, options.cache_policy
+            check_installed(options.url)
             remote = RemotePlan(options.url, _name_on_server(name, folder))
     replicated = tuple(t for t, table in enumerate(tables) if table.replicate)
     return StorePlan(

@@ -777,7 +777,7 @@ def test_a_state_dict_whose_snapshot_is_gone_names_it_and_those_that_are_there(m
 
 NO_GPU = {  # torch.version.cuda, whether numba-cuda is there, the driver's CUDA, and what the error says
     "torch without CUDA": (None, True, 0, "PyTorch .* is built without CUDA; install a build with CUDA 13"),
-    "no numba-cuda": ("13.0", False, 0, r"need numba-cuda; run: pip install 'oneemb\[cuda\]'"),
+    "no numba-cuda": ("13.0", False, 0, r"needs numba-cuda: pip install 'oneemb\[cuda\]'"),
     "no driver": ("13.0", True, 0, "need an NVIDIA driver that knows CUDA 13 .*, and there is none; install"),
     "an old driver": ("12.8", True, 12080, "the NVIDIA driver knows CUDA 12.8; install a newer one"),
     "no GPU": ("13.0", True, 13000, "PyTorch finds no GPU .*; check nvidia-smi"),
@@ -800,7 +800,7 @@ def test_moving_to_cuda_without_it_says_what_to_install(made, monkeypatch, torch
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_this_machine_without_a_gpu_is_told_what_it_lacks(made):
-    lacks = "PyTorch .* is built without CUDA" if torch.version.cuda is None else "need numba-cuda|driver|finds no GPU"
+    lacks = "PyTorch .* is built without CUDA" if torch.version.cuda is None else "needs numba-cuda|driver|finds no GPU"
     with pytest.raises(RuntimeError, match=f"'items' cannot move: .*({lacks})"):
         made().to("cuda")
 

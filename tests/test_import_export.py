@@ -560,9 +560,9 @@ def test_an_import_that_fails_leaves_no_snapshot_and_an_export_no_file(tmp_path,
 def test_a_library_that_is_missing_is_named_with_its_extra(tmp_path, embedding, monkeypatch):
     for module in ("pyarrow.parquet", "safetensors"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=r"need pyarrow; install it with: pip install 'oneemb\[parquet\]'"):
+    with pytest.raises(ImportError, match=r"needs pyarrow: pip install 'oneemb\[parquet\]'"):
         oneemb.export_rows(embedding, tmp_path / "v.parquet")
-    with pytest.raises(ImportError, match=r"need safetensors; .*oneemb\[safetensors\]"):
+    with pytest.raises(ImportError, match=r"needs safetensors: .*oneemb\[safetensors\]"):
         oneemb.import_rows(embedding, tmp_path / "v.safetensors")
 
 

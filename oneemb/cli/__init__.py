@@ -5,6 +5,8 @@ import signal
 import sys
 from types import FrameType
 
+from oneemb.kernels.extras import need
+
 __all__ = ["main"]
 
 
@@ -31,10 +33,10 @@ def main() -> None:
         signal.signal(number, _end)
     try:
         try:
-            import click  # noqa: F401
-            import tqdm  # noqa: F401
+            for module in ("click", "tqdm"):
+                need(module, "the command line", "cli")
         except ImportError as error:
-            print(f"the command line needs {error.name}; install it with: pip install 'oneemb[cli]'", file=sys.stderr)
+            print(error, file=sys.stderr)
             raise SystemExit(2) from None
         from oneemb.cli.commands import oneemb
 

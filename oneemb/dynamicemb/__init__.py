@@ -8,6 +8,14 @@ or, before a script that imports dynamicemb itself, `oneemb.compat.install("dyna
 is the same and what is not.
 """
 
+from oneemb.kernels.extras import missing
+
+try:
+    import fbgemm_gpu as _fbgemm_gpu
+    import torchrec as _torchrec
+except ImportError as error:
+    raise missing("oneemb.dynamicemb", error.name or "torchrec", "torchrec") from error
+
 from oneemb.dynamicemb.dump_load import DynamicEmbDump, DynamicEmbLoad
 from oneemb.dynamicemb.dynamicemb_config import (
     BATCH_SIZE_PER_DUMP,
@@ -46,3 +54,5 @@ __all__ = [
     "ScoreStrategy", "align_to_table_size", "data_type_to_dtype", "data_type_to_dyn_emb", "dyn_emb_to_torch",
     "get_sharded_table_capacity", "get_table_value_bytes", "string_to_evict_strategy", "torch_to_dyn_emb",
 ]  # fmt: skip
+
+del _fbgemm_gpu, _torchrec

@@ -8,7 +8,6 @@ Invariants:
 - a file that is written takes its path by a rename, when it is complete; an existing one is untouched until then.
 """
 
-import importlib
 import json
 import os
 import shutil
@@ -18,7 +17,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import IO, NamedTuple, Protocol
 
 import numpy as np
@@ -30,8 +28,7 @@ from oneemb.storage.snapshot_rows import SnapshotRows
 
 __all__ = [
     "NOTE", "SUFFIXES", "Batch", "ColumnFiles", "Columns", "Progress", "RowFile", "RowFileWriter", "checked_batch",
-    "need", "pick_columns", "reading", "read_note", "suffix_of",
-    "whole_batches", "write_note",
+    "pick_columns", "reading", "read_note", "suffix_of", "whole_batches", "write_note",
 ]  # fmt: skip
 
 NOTE = "oneemb"
@@ -102,19 +99,6 @@ class RowFileWriter(Protocol):
 
     def abandon(self) -> None:
         """Leave nothing behind. After `finish` it does nothing."""
-
-
-def need(module: str, extra: str) -> ModuleType:
-    """A module of a library that oneemb does not install by itself.
-
-    Raises:
-        ImportError: it is not installed; the message says how to install it.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        name = module.split(".")[0]
-        raise ImportError(f"these files need {name}; install it with: pip install 'oneemb[{extra}]'") from error
 
 
 @contextmanager

@@ -5,20 +5,25 @@ from typing import Any
 
 import numpy as np
 
+from oneemb.kernels.extras import need
 from oneemb.new_files import NewFile, make_durable
-from oneemb.rows.files import NOTE, Batch, Columns, checked_batch, need, pick_columns, read_note, reading, write_note
+from oneemb.rows.files import NOTE, Batch, Columns, checked_batch, pick_columns, read_note, reading, write_note
 from oneemb.storage.snapshot_rows import SnapshotRows
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["ParquetRows", "ParquetWriter"]
 
 
+def _need(module: str) -> Any:
+    return need(module, "a file of rows in Parquet", "parquet")
+
+
 class ParquetRows:
     """Rows of a Parquet file."""
 
     def __init__(self, path: str, columns: Columns):
-        parquet = need("pyarrow.parquet", "parquet")
-        self._error = need("pyarrow", "parquet").ArrowException
+        parquet = _need("pyarrow.parquet")
+        self._error = _need("pyarrow").ArrowException
         self._path = path
         self._source = open(path, "rb")  # Arrow itself cannot open a path that is not UTF-8.
         try:
@@ -73,7 +78,7 @@ class ParquetRows:
 
     def _numbers(self, part: Any, name: str) -> np.ndarray:
         """A column of numbers as [N], one of lists as [N, D]."""
-        types = need("pyarrow", "parquet").types
+        types = _need("pyarrow").types
         column = part.column(name)
         fixed = types.is_fixed_size_list(column.type)
         is_list = fixed or types.is_list(column.type) or types.is_large_list(column.type)
@@ -100,7 +105,7 @@ class ParquetWriter:
     """
 
     def __init__(self, path: str, rows: SnapshotRows):
-        self._arrow, self._parquet = need("pyarrow", "parquet"), need("pyarrow.parquet", "parquet")
+        self._arrow, self._parquet = _need("pyarrow"), _need("pyarrow.parquet")
         self._path, self._rows = path, rows
         self._new: NewFile | None = None
         self._writer: Any = None

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from oneemb.kernels.extras import need
 from oneemb.new_files import new_files
 from oneemb.rows.files import (
     NOTE,
@@ -20,7 +21,6 @@ from oneemb.rows.files import (
     ColumnFiles,
     Columns,
     checked_batch,
-    need,
     pick_columns,
     read_note,
     reading,
@@ -38,7 +38,7 @@ class SafetensorsRows:
     """Rows of a safetensors file."""
 
     def __init__(self, path: str, columns: Columns):
-        library = need("safetensors", "safetensors")
+        library = need("safetensors", "a file of rows in safetensors", "safetensors")
         if not isinstance(columns.values, str):
             raise ValueError(f"{path}: values must name one tensor [N, D], got {columns.values}")
         self._error = library.SafetensorError

@@ -8,6 +8,14 @@ or, before a script that imports upstream's package itself, `oneemb.compat.insta
 docs/tde.md says what is the same and what is not.
 """
 
+from oneemb.kernels.extras import missing
+
+try:
+    import fbgemm_gpu as _fbgemm_gpu
+    import torchrec as _torchrec
+except ImportError as error:
+    raise missing("oneemb.tde", error.name or "torchrec", "torchrec") from error
+
 from oneemb.tde.dataloader import DataLoader, close, save, wrap
 from oneemb.tde.id_transformer import IDTransformer
 from oneemb.tde.id_transformer_collection import IDTransformerCollection
@@ -22,3 +30,5 @@ __all__ = [
     "PS", "DataLoader", "IDTransformer", "IDTransformerCollection", "IDTransformerGroup", "NoRoomError", "PSCollection",
     "RowAdam", "TensorList", "close", "register_io", "save", "wrap",
 ]  # fmt: skip
+
+del _fbgemm_gpu, _torchrec

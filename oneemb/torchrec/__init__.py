@@ -8,13 +8,13 @@
 docs/torchrec.md says what to install, what is the same and what is not.
 """
 
+from oneemb.kernels.extras import missing
+
 try:
+    import fbgemm_gpu as _fbgemm_gpu
     import torchrec as _torchrec
 except ImportError as error:
-    raise ImportError(
-        "oneemb.torchrec needs torchrec, and that fbgemm: pip install 'oneemb[torchrec]'; on a machine without a GPU,"
-        " pip install fbgemm-gpu-cpu tensordict pyre-extensions iopath, then pip install --no-deps torchrec"
-    ) from error
+    raise missing("oneemb.torchrec", error.name or "torchrec", "torchrec") from error
 
 from oneemb.torchrec.inference import (
     DEFAULT_QUANT_MAPPING,
@@ -42,4 +42,4 @@ __all__ = [
     "quantize_inference_model", "shard_quant_model",
 ]  # fmt: skip
 
-del _torchrec
+del _fbgemm_gpu, _torchrec

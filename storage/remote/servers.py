@@ -3,13 +3,14 @@
 import warnings
 from collections.abc import Callable
 
+from oneemb.kernels.extras import need
 from oneemb.storage.fs import AnyPath
 from oneemb.storage.remote.memory_server import MemoryServer
 from oneemb.storage.remote.parameter_server import ParameterServer
 from oneemb.storage.remote.plugin_abi import Plugin, load_plugin
 from oneemb.storage.remote.plugin_server import TIMEOUT_S, PluginServer
 
-__all__ = ["check_url", "open_server", "register_io"]
+__all__ = ["check_installed", "check_url", "open_server", "register_io"]
 
 _in_memory: dict[str, dict[tuple[str, int, int], bytes]] = {}
 """What the servers in memory keep, by name: whoever opens a name again finds its rows."""
@@ -31,6 +32,7 @@ def open_server(url: str) -> ParameterServer:
     Raises:
         ValueError: no scheme of the name is known, or it takes other options.
         ServerError: it cannot be reached.
+        ImportError: what it needs is not installed; the message says what to install.
     """
     scheme, rest = check_url(url)
     if scheme in _plugins:
@@ -53,6 +55,13 @@ def check_url(url: str) -> tuple[str, str]:
             f" {f'{scheme}://' if separator else 'none of these'}; register_io adds the scheme of a plugin"
         )
     return scheme, rest
+
+
+def check_installed(url: str) -> None:
+    """Raise ImportError unless all is installed that the server at a URL needs, and say what to install."""
+    scheme = url.partition("://")[0]
+    if scheme in ("redis", "rediss"):
+        need("redis", f"{scheme}://", "redis")
 
 
 def register_io(path: AnyPath, timeout: float = TIMEOUT_S) -> None:
@@ -95,12 +104,9 @@ def _file(path: str) -> ParameterServer:
 
 def _redis(scheme: str) -> Callable[[str], ParameterServer]:
     def opened(rest: str) -> ParameterServer:
-        try:
-            from oneemb.storage.remote.redis_server import RedisServer
-        except ModuleNotFoundError as error:
-            if error.name not in ("redis", "hiredis"):
-                raise
-            raise ImportError(f"{scheme}:// needs {error.name}: pip install 'oneemb[redis]'") from error
+        check_installed(f"{scheme}://")
+        from oneemb.storage.remote.redis_server import RedisServer
+
         return RedisServer(scheme, rest)
 
     return opened
