@@ -524,12 +524,11 @@ def _after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> No
         # A step with gradients of zeros, by which tools make an optimizer's state, writes to what stands for rows.
         weight.stepped_version = version_of(weight)  # type: ignore[attr-defined]
         has_rows = True
-    if has_rows and not _steps_others(optimizer):
+    if has_rows and not hasattr(optimizer, "names_rows") and not _steps_others(optimizer):
+        optimizer.names_rows = True  # type: ignore[attr-defined]
+        optimizer.register_state_dict_post_hook(_name_rows)
+        optimizer.register_load_state_dict_post_hook(_forget_state)
         _forget_state(optimizer)
-        if not hasattr(optimizer, "names_rows"):
-            optimizer.names_rows = True  # type: ignore[attr-defined]
-            optimizer.register_state_dict_post_hook(_name_rows)
-            optimizer.register_load_state_dict_post_hook(_forget_state)
 
 
 def _name_rows(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -544,7 +543,7 @@ def _name_rows(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
 
 
 def _forget_state(optimizer: torch.optim.Optimizer) -> None:
-    """Drop the state of weights that stand for rows, which a step with gradients of zeros has made, or a load."""
+    """Drop what a load has given weights that stand for rows."""
     if not isinstance(optimizer, torch.optim.Adagrad):  # It makes that of all parameters itself, and needs it.
         for _, weight, _ in row_weights(optimizer):
             optimizer.state.pop(weight, None)
