@@ -240,10 +240,13 @@ class Building:
                     f" train its rows; {REGISTER}, or freeze it with requires_grad_(False)"
                 )
             return now()
-        if self.tape is not None:
+        again = ops.in_backward()  # It was made in the forward pass: no plan has it.
+        if self.tape is not None and not again:
             self._announced.miss(embedding.store, inserts=embedding.training)
             return self.tape.lookup(name, arguments, now)
         try:
+            if again:
+                return now()
             lookup = self._take(name, embedding, arguments)
             if lookup is None:
                 self._announced.miss(embedding.store, inserts=embedding.training)

@@ -227,7 +227,8 @@ class TableEmbedding(torch.nn.Module):
         keys = self.keys_of(ids, table_ids, offsets, per_sample_weights, pooling, columns)
         if not inserts and not has_gradient:
             return ops.peek(self.store, keys, per_sample_weights, pooling)
-        lease = ops.acquire(self.store, keys) if inserts else ops.acquire_later(self.store, keys)
+        again = ops.in_backward()
+        lease = ops.acquire(self.store, keys, again=again) if inserts else ops.acquire_later(self.store, keys)
         rows = ops.gather(lease, per_sample_weights, pooling)
         if has_gradient:
             return ops.with_grad(rows, lease, self.weights, per_sample_weights, self.ranks)
@@ -245,6 +246,7 @@ class TableEmbedding(torch.nn.Module):
         lease = ops.look_up_on_ranks(
             ranks, self.store, self.name, keys, inserts=inserts,
             has_gradient=has_gradient, sums_bags=ops.sums_bags(offsets, per_sample_weights, pooling),
+            again=ops.in_backward(),
         )  # fmt: skip
         rows = ops.gather(lease, per_sample_weights, pooling)
         return ops.with_grad(rows, lease, self.weights, per_sample_weights) if has_gradient else rows

@@ -50,8 +50,8 @@ class LookupAhead:
             self._arguments = arguments()
         except Exception as error:
             self._failed.append(error)
-        self._inserts = embedding.training
-        self._what = ops.lookup_of(embedding.name, self._inserts, self._ranks)
+        self._inserts, self._again = embedding.training, ops.in_backward()
+        self._what = ops.lookup_of(embedding.name, self._inserts, self._ranks, self._again)
         self._routed: ops.Routed | None = None
         self._prefetched: Prefetched | None = None
 
@@ -91,7 +91,13 @@ class LookupAhead:
             embedding.is_trained or (scales is not None and scales.requires_grad)
         )
         lease = ops.lease_on_ranks(
-            self._ranks, self._what, embedding.store, self._routed, inserts=self._inserts, prefetched=prefetched
+            self._ranks,
+            self._what,
+            embedding.store,
+            self._routed,
+            inserts=self._inserts,
+            prefetched=prefetched,
+            again=self._again,
         )
         if not has_gradient:
             lease.unpin()

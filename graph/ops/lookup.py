@@ -4,6 +4,8 @@
     lease = acquire(store, keys)       or, for a lookup that is only expected, reserve(store, keys).acquire()
     rows  = gather(lease)
 
+    lease = acquire(store, keys, again=True)     the same lookup once more, in the backward pass of a checkpoint
+
     rows  = peek(store, keys)          without a lease
     rows  = read_ids(store, ids, ...)  without unique keys either
 
@@ -40,8 +42,8 @@ from oneemb.storage.turns import undisturbed
 
 __all__ = [
     "DTYPES", "Keys", "Lease", "REPLACED", "Remote", "Reserved", "acquire", "acquire_later",
-    "check_pooling", "full", "gather", "keep", "measure_gather", "measure_unique_keys", "peek", "prefetch", "read_ids",
-    "reserve", "spread_max_grads", "unique_keys",
+    "check_pooling", "full", "gather", "in_backward", "keep", "measure_gather", "measure_unique_keys", "peek",
+    "prefetch", "read_ids", "reserve", "spread_max_grads", "unique_keys",
 ]  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -149,6 +151,12 @@ def unique_keys(
         columns=columns, padding_id=padding_idx, check=check_bags,
     )  # fmt: skip
     return Keys(shape, unique, bags, loops)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass: a lookup in it is one of the forward pass, made again by what
+    activation checkpointing recomputes."""
+    return bool(torch._C._current_graph_task_id() >= 0)
 
 
 # ---- leases ----------------------------------------------------------------------------------------------------------
@@ -273,6 +281,8 @@ class Lease:
 
     inserts = False
     """As what is reserved: its unknown keys are inserted by the step that trains them."""
+    repeated_by = -1
+    """The number of the backward pass that has made the lookup again."""
 
     def acquire(self) -> "Lease":
         """This, as what is reserved gives it: the lookup is made now, after those that were made before."""
@@ -428,6 +438,35 @@ def full(error: StoreFullError, waiting: int) -> StoreFullError:
     )
 
 
+class LeaseAgain(Lease):
+    """A lookup that was made before, and is made again in the backward pass: to policies it is no other use of rows.
+
+    Rows are read where the first lease has them, if there is one still: an id that was refused a row then may have got
+    one by a lookup since.
+    """
+
+    def read(self) -> torch.Tensor:
+        """See `Lease`."""
+        backward, own_U = torch._C._current_graph_task_id(), self.slot_U
+        leases = [one for one in self.store.pins.owners() if isinstance(one, Lease) and self._repeats(one)]
+        # Several lookups of the same ids are made again in the order in which they were made, each once.
+        first = min(leases, key=lambda one: (one.repeated_by == backward, one.order), default=self)
+        first.repeated_by, self.slot_U = backward, first.slot_U
+        try:
+            return super().read()
+        finally:
+            self.slot_U = own_U
+
+    def _repeats(self, first: Lease) -> bool:
+        """Whether the other lease is of a first lookup of the same keys."""
+        if isinstance(first, LeaseAgain) or first.slot_U is None or len(first.slot_U) != len(self.keys.unique.id_U):
+            return False
+        tensor, one, other = self.store.loops.tensor, self.keys.unique, first.keys.unique
+        return torch.equal(tensor(one.id_U), tensor(other.id_U)) and torch.equal(
+            tensor(one.table_U), tensor(other.table_U)
+        )
+
+
 class Reserved:
     """A lookup that a step is expected to make. Nothing is inserted before it does."""
 
@@ -485,11 +524,14 @@ def _measure_prefetch(args: object, prefetched: Prefetched | MergedPrefetched) -
     return len(prefetched.slot_U), len(prefetched.slot_U) * (4 + 8 + 8)
 
 
-def acquire(store: EmbeddingStore, keys: Keys, prefetched: Prefetched | None = None) -> Lease:
+def acquire(
+    store: EmbeddingStore, keys: Keys, prefetched: Prefetched | None = None, *, again: bool = False
+) -> Lease:  # fmt: skip
     """Make the rows of these keys resident and pin them; unknown keys are inserted with their initial values.
 
     Args:
         prefetched: what `prefetch` gave for these keys.
+        again: whether the lookup was made before, see `in_backward`.
 
     Raises:
         StoreFullError: a tier is too small for the step, or capacity is reached; nothing of this lookup is inserted.
@@ -498,9 +540,9 @@ def acquire(store: EmbeddingStore, keys: Keys, prefetched: Prefetched | None = N
     _check_place(store, keys.loops)
     if not store.built:
         store.build()
-    lease = Lease(store, keys)
+    lease = LeaseAgain(store, keys) if again else Lease(store, keys)
     try:
-        lease.pin(prefetched)
+        lease.pin(prefetched, again=again)
     except StoreFullError as error:
         owners = store.pins.owners()
         raise full(error, sum(one.lookups for one in owners if isinstance(one, Lease) and one.has_grad)) from None

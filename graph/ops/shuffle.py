@@ -247,7 +247,7 @@ def shuffle_rows(
 
 def look_up_on_ranks(
     ranks: Ranks, store: EmbeddingStore, name: str, make: Callable[[], Keys], *, inserts: bool = False,
-    has_gradient: bool = False, source: ReadRows | None = None, sums_bags: bool = False,
+    has_gradient: bool = False, source: ReadRows | None = None, sums_bags: bool = False, again: bool = False,
 ) -> Lease:  # fmt: skip
     """The rows of a lookup, from their owners. Every rank calls it.
 
@@ -259,34 +259,36 @@ def look_up_on_ranks(
         has_gradient: whether a gradient may come.
         source: what reads as the store, and is read where nothing is inserted; None = the store.
         sums_bags: as for `asking_for`.
+        again: as for `acquire`.
 
     Raises:
         RankError: another rank has failed.
         StoreFullError: a tier is too small for the step, or capacity is reached; nothing is inserted on this rank.
         What `make` raises.
     """
-    what = lookup_of(name, inserts, ranks)
+    what = lookup_of(name, inserts, ranks, again)
     with whole_exchange():
         routed = shuffle_keys(ranks, what, make, store, sums_bags)
-        lease = lease_on_ranks(ranks, what, store, routed, inserts=inserts, source=source)
+        lease = lease_on_ranks(ranks, what, store, routed, inserts=inserts, source=source, again=again)
     if not has_gradient:
         lease.unpin()
     return lease
 
 
-def lookup_of(name: str, inserts: bool, ranks: Ranks) -> str:
+def lookup_of(name: str, inserts: bool, ranks: Ranks, again: bool = False) -> str:
     """What ranks do that look up an embedding of this name; what must be the same on all is in it."""
-    return f"look up {name!r} in {'training' if inserts else 'eval'} mode, comm_dtype {ranks.comm_dtype}"
+    once_more = " once more, in the backward pass," if again else ""
+    return f"look up {name!r}{once_more} in {'training' if inserts else 'eval'} mode, comm_dtype {ranks.comm_dtype}"
 
 
 def lease_on_ranks(
     ranks: Ranks, what: str, store: EmbeddingStore, routed: Routed, *, inserts: bool,
-    source: ReadRows | None = None, prefetched: Prefetched | None = None,
+    source: ReadRows | None = None, prefetched: Prefetched | None = None, again: bool = False,
 ) -> Lease:  # fmt: skip
     """The rows of keys that their owners have, and pins on those that this rank was asked for.
 
     Args:
-        what, store, inserts, source: as for `look_up_on_ranks`.
+        what, store, inserts, source, again: as for `look_up_on_ranks`.
         prefetched: what `prefetch` gave for the keys that this rank is asked for.
 
     Raises:
@@ -298,7 +300,7 @@ def lease_on_ranks(
         asked = routed.asked.keys
         if not inserts:
             return peek(source or store, asked)
-        owned.append(acquire(store, asked, prefetched))
+        owned.append(acquire(store, asked, prefetched, again=again))
         return gather(owned[0])
 
     row_SD, slot_U = shuffle_rows(ranks, f"bring rows to {what}", routed, read, store)

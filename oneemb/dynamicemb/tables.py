@@ -19,6 +19,7 @@ from oneemb.dynamicemb.dynamicemb_config import (
     evicting_strategy,
 )
 from oneemb.embedding import MultiTableEmbedding
+from oneemb.graph import ops
 from oneemb.graph.ranks import Received
 from oneemb.kernels.owner import owner_of
 from oneemb.rank_calls import RankCalls
@@ -117,7 +118,7 @@ class DynamicTables:
     def after_lookup(self) -> None:
         """Count the lookup, and warn of ids for which there was no room."""
         for t in range(len(self.tables)):
-            if self.strategy(t) is Score.STEP:
+            if self.strategy(t) is Score.STEP and not ops.in_backward():
                 self.score[t] = self.score[t] % (2**64 - 1) + 1
         if any(table.options.safe_check_mode == DynamicEmbCheckMode.WARNING for table in self.tables):
             full = self.rows.stats()["policy"].get("turned_away", 0)
