@@ -1,6 +1,7 @@
 """Options: what is accepted, what is refused and with which words, and the trip through JSON."""
 
 import dataclasses
+import inspect
 import json
 import math
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import oneemb
+from oneemb.embedding_arguments import state_width_of, store_plan
 from oneemb.options import from_json, to_json
 from oneemb.storage.initializers import normal_cdf
 
@@ -289,3 +291,41 @@ def test_minus_one_is_no_storage_dim(tmp_path):
     given = oneemb.make_device_mem_store_options(str(tmp_path), size_factor=2, storage_dim=-1)
     assert given == oneemb.make_device_mem_store_options(str(tmp_path), size_factor=2)
     assert given.storage_dim is None
+
+
+# ---- OneFlow's arguments --------------------------------------------------------------------------------------------
+
+OTHER = {
+    "cache_budget_mb": 32, "persistent_path": ("/other",), "capacity": 10, "size_factor": 3, "storage_dim": 40,
+    "physical_block_size": 512, "host_cache_budget_mb": 16, "cache_policy": "lru", "url": "memory://other",
+}  # fmt: skip
+OF_ONEFLOW = {
+    "device": ["persistent_path", "capacity", "size_factor", "storage_dim", "physical_block_size"],
+    "host": [
+        "cache_budget_mb", "persistent_path", "capacity", "size_factor", "storage_dim", "physical_block_size",
+    ],
+    "ssd": [
+        "cache_budget_mb", "persistent_path", "capacity", "size_factor", "storage_dim", "physical_block_size",
+        "host_cache_budget_mb",
+    ],
+}  # fmt: skip
+"""OneFlow's arguments, in its order."""
+MAKERS = {
+    "device": oneemb.make_device_mem_store_options, "host": oneemb.make_cached_host_mem_store_options,
+    "ssd": oneemb.make_cached_ssd_store_options, "remote": oneemb.make_cached_remote_store_options,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_every_argument_of_a_store_is_followed(kind):
+    """It changes what the store is built of, or the room that rows have for an optimizer's state."""
+    taken = list(inspect.signature(MAKERS[kind]).parameters)
+    assert taken[: len(OF_ONEFLOW.get(kind, ()))] == OF_ONEFLOW.get(kind, [])
+    assert set(taken) <= set(OTHER)
+    assert {field.name for field in dataclasses.fields(STORES[kind]())} == set(taken)
+
+    def built(options):
+        return store_plan("e", options, [oneemb.make_table()], None), state_width_of(options, 8, "sgd", 0)
+
+    for name in taken:
+        assert built(dataclasses.replace(STORES[kind](), **{name: OTHER[name]})) != built(STORES[kind]()), name

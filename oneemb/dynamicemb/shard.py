@@ -30,7 +30,12 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.streamable import Multistreamable
 
 from oneemb.dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
-from oneemb.dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions, policy_of
+from oneemb.dynamicemb.dynamicemb_config import (
+    DynamicEmbPoolingMode,
+    DynamicEmbTableOptions,
+    data_type_to_dtype,
+    policy_of,
+)
 from oneemb.dynamicemb.planner import DynamicEmbParameterSharding
 from oneemb.dynamicemb.tables import DynamicTables, TableInfo
 from oneemb.dynamicemb.types import initializer_of
@@ -396,6 +401,11 @@ def _table_rows(
         _say_once(
             "lookups run on the CPU: rows of dynamic tables are in memory; caching and global_hbm_for_values have no"
             " effect"
+        )
+    if options.embedding_dtype not in (None, data_type_to_dtype(config.data_type)):
+        raise ValueError(
+            f"embedding_dtype of table {config.name!r} must be the data_type of its config, {config.data_type}, got"
+            f" {options.embedding_dtype}; set data_type, or leave embedding_dtype out"
         )
     begins = initializer_of(options.initializer_args, config.num_embeddings)
     return TableRows(begins, policy_of(options, config.num_embeddings, ranks), budget)
