@@ -160,6 +160,10 @@ _RUNS_OTHERS = {"_bootstrap", "_bootstrap_inner", "run", "_worker"}
 """What is on the stack of every thread below what it runs, and holds no lock then."""
 
 
+# What RuntimeErrors of `submit` say when a pool cannot run what it is given.
+_NOT_RUN = ("cannot schedule new futures after", "can't start new thread")
+
+
 class _Here(threading.local):
     submitting = False
 
@@ -171,22 +175,32 @@ def submit(pool: Executor, function: Callable[..., _T], *args: Any) -> Future[_T
     """`pool.submit`, but the caller runs the function itself where the pool cannot:
 
     - the interpreter is shutting down and pools accept no work, while the user's threads and exit functions still run;
+    - no thread can be started: the pool has the work all the same, and one of its threads may run it first;
     - a signal handler has interrupted a call of this function: the pools' locks are not reentrant.
     """
+    runs, done = itertools.count(), Future[_T]()
+
+    def run() -> None:
+        if next(runs) == 0:
+            try:
+                done.set_result(function(*args))
+            except BaseException as error:
+                done.set_exception(error)
+
+    def run_in_pool() -> _T:
+        run()
+        return done.result()
+
     if not _here.submitting:
         _here.submitting = True
         try:
-            return pool.submit(function, *args)
+            return pool.submit(run_in_pool)
         except RuntimeError as error:
-            if "cannot schedule new futures after" not in str(error):
+            if not any(reason in str(error) for reason in _NOT_RUN):
                 raise
         finally:
             _here.submitting = False
-    done: Future[_T] = Future()
-    try:
-        done.set_result(function(*args))
-    except BaseException as error:
-        done.set_exception(error)
+    run()
     return done
 
 

@@ -28,7 +28,7 @@ from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import StoreFullError
 from oneemb.storage.step_lock import alone, between_steps
-from oneemb.storage.turns import undisturbed, whole
+from oneemb.storage.turns import changing, undisturbed, whole
 from oneemb.tracers import refuse_tracers
 
 __all__ = ["AveragedEmbedding"]
@@ -228,9 +228,11 @@ class AveragedEmbedding(torch.nn.Module):
             row_SW = store.loops.tensor(store.row_SW)
             count_SW = row_SW.view(torch.int32)
             average_UD = store.weights_in(lease.slot_U)
-            row_SW[slot_U, :dim] = _moved(average_UD, row_UD, self._kept(count_SW[slot_U, dim]))
-            count_SW[slot_U, dim] = self.n_averaged
-        store.mark_dirty(table_U, lease.slot_U)
+            moved_UD = _moved(average_UD, row_UD, self._kept(count_SW[slot_U, dim]))
+            with changing:
+                row_SW[slot_U, :dim] = moved_UD
+                count_SW[slot_U, dim] = self.n_averaged
+                store.mark_dirty(table_U, lease.slot_U)
         lease.unpin()
 
     def _kept(self, then_U: torch.Tensor) -> torch.Tensor:

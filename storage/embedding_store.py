@@ -50,7 +50,7 @@ from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiered_rows import ChangeRows, NewPart, TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
 from oneemb.storage.tiers.stack import StorePlan
-from oneemb.storage.turns import Turns, undisturbed
+from oneemb.storage.turns import Turns, changing, undisturbed
 
 __all__ = ["EXPORTED", "ChangeRows", "EmbeddingStore", "NewPart", "Watcher", "weights_in"]
 
@@ -370,7 +370,8 @@ class EmbeddingStore:
                 self.changes += not again  # Scores and sightings have.
             self.changes += hot.begun > begun
             if new is not None:
-                self.replicas.add(new)
+                with changing:
+                    self.replicas.add(new)
             return found
 
     def _new_replicas(self, keys: Keys) -> ReplicatedKeys | None:
@@ -425,10 +426,11 @@ class EmbeddingStore:
         own = np.flatnonzero(owner_of(table_U, id_U, self.plan.owners) == self.plan.owner)
         self.journal.erase(table_U[own], id_U[own])  # First: no delta brings back what is gone.
         erased_U = self.pins.erase(table_U, id_U)
-        self.replicas.forget(table_U, id_U)
-        if self.kept is not None:
-            self.kept.forget(table_U, id_U, erased_U)
-        self.changes += bool(erased_U.any())
+        with changing:
+            self.replicas.forget(table_U, id_U)
+            if self.kept is not None:
+                self.kept.forget(table_U, id_U, erased_U)
+            self.changes += bool(erased_U.any())
         return erased_U
 
     @_between_steps
@@ -587,9 +589,20 @@ class EmbeddingStore:
 
     def hold(self, keys: Keys, slot_U: Array, missing: int = 0) -> Prefetched:
         """Note the pins of a coming lookup, in the turn in which they were made."""
-        prefetched = Prefetched(self, keys, slot_U, self.generation, missing)
-        self.pins.prefetched.add(prefetched)
+        try:
+            prefetched = Prefetched(self, keys, slot_U, self.generation, missing)
+            self.pins.prefetched.add(prefetched)
+        except BaseException:
+            self.release(slot_U)
+            raise
         return prefetched
+
+    @_reading
+    def check_slots(self) -> list[str]:
+        """Slots of any tier that were lost or that several rows have, in words; empty if there are none: the slots used
+        are those of the index, those that are free and those of temporary rows."""
+        self.pins.release_abandoned()
+        return self._rows.check_slots()
 
     def unprefetch(self, prefetched: Prefetched) -> None:
         """Unpin what `prefetch` pinned, if no `acquire` has taken it over."""
@@ -644,7 +657,8 @@ class EmbeddingStore:
 
     def _put_replicas(self, new: ReplicatedKeys, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
         self.hot.put(table_U, id_U, row_UW)
-        self.replicas.add(new)
+        with changing:
+            self.replicas.add(new)
 
     @_between_steps
     @_in_turn
@@ -719,12 +733,14 @@ class EmbeddingStore:
     ) -> None:
         """Have these rows, of a store that was at this step, for `copy_to`. There are none here yet."""
         self._rows.copy_from(rows, with_state=with_state, change=change)
-        self.step = step if with_state else 0
-        if self.kept is not None:
-            self._know_rows(self.kept, rows.format, None if kept is None else kept.ledger.counted(), step)
-            if kept is not None:
-                self.kept.admission = self.kept.loaded_admission(kept.to_arrays(), "of the other")
-        self.changes += 1
+        with changing:  # Rows that the ledger does not know would never leave.
+            self.step = step if with_state else 0
+            if self.kept is not None:
+                clock = None if kept is None else kept.ledger.counted()
+                self.kept.read_rows(rows.format, clock, step, self.step)
+                if kept is not None:
+                    self.kept.admission = self.kept.loaded_admission(kept.to_arrays(), "of the other")
+            self.changes += 1
 
     def release(self, slot_U: Array, *, elsewhere: bool = False) -> None:
         """Unpin slots that `acquire` gave, once each; see `HotRows.release`."""
@@ -953,13 +969,14 @@ class EmbeddingStore:
             try:
                 self.replaced += 1
                 self.step, same = self._rows.load(info, weights_only, owned, marks)
-                self.journal.clear()
-                self.replicas.clear()
-                if kept is not None:
-                    self._know_rows(kept, rows.format, clock, rows.step)
-                    kept.admission = admission
-                if same and owned is None and self._rows.lie_as_saved:
-                    self.journal.add(PartOf.name_of(info), info, len(self._rows), len(self._rows))
+                with changing:
+                    self.journal.clear()
+                    self.replicas.clear()
+                    if kept is not None:
+                        kept.read_rows(rows.format, clock, rows.step, self.step)
+                        kept.admission = admission
+                    if same and owned is None and self._rows.lie_as_saved:
+                        self.journal.add(PartOf.name_of(info), info, len(self._rows), len(self._rows))
             except BaseException as error:
                 if broken or not self._rows.whole:  # Without rows, or with a part of them, there is nothing to go on.
                     self.turns.cut_short(error)
@@ -967,14 +984,6 @@ class EmbeddingStore:
             self.changes += 1
             self._kept_in = info.name, self.changes
             return same
-
-    def _know_rows(self, kept: KeptRows, format: RowFormat, clock: LedgerClock | None, steps: int) -> None:
-        """Let policies know the rows that are here now; see `KeptRows.read_rows`."""
-        try:
-            kept.read_rows(format, clock, steps, self.step)
-        except BaseException as error:  # Rows that the ledger does not know would never leave.
-            self.turns.cut_short(error)
-            raise
 
     def check_fits(self, name: str) -> None:
         """Raise StorageError unless `load_snapshot` would find this snapshot, and rows in it that fit."""
@@ -1051,13 +1060,14 @@ class EmbeddingStore:
             if self._bottom.keeps_rows and not self.built:
                 self._rows.build()
             self._rows.clear()
-            self.journal.clear()
-            self.replicas.clear()
-            if self.kept is not None:
-                self.kept.clear()
-            self.changes += 1
-            self.replaced += 1
-            self.step, self._kept_in = 0, (None, self.changes)
+            with changing:
+                self.journal.clear()
+                self.replicas.clear()
+                if self.kept is not None:
+                    self.kept.clear()
+                self.changes += 1
+                self.replaced += 1
+                self.step, self._kept_in = 0, (None, self.changes)
 
     @_reading
     def stats(self) -> dict[str, Any]:

@@ -149,7 +149,8 @@ class HashIndex:
         return old_U, cell_U2
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """Take the keys out. Returns the places they had, -1 for a key that was not here: int64 [U]."""
+        """Take the keys out. Returns the places they had, -1 for a key that was not here: int64 [U]. A call that fails
+        to get memory has changed nothing."""
         old_U = np.empty(len(id_U), np.int64)
         shard_U, _ = self._count(table_U, id_U)
         if len(id_U) == 0:
@@ -219,6 +220,7 @@ class HashIndex:
             return
         shard_G = shard_G[np.argsort(_PHASE_P[shard_G])]
         cells_G = _cells_for(need_P[shard_G], _PHASE_P[shard_G], self._growth)
+        limit_G = _limit(cells_G)
         try:
             grown = _new_cells(cells_G)
         except MemoryError as error:
@@ -234,7 +236,7 @@ class HashIndex:
         for p, cell_C2 in zip(shard_G.tolist(), grown, strict=True):
             self._cell_PC2[p] = cell_C2
         self._address_P[shard_G], self._cells_P[shard_G] = address_G, cells_G
-        self._limit_P[shard_G] = _limit(cells_G)
+        self._limit_P[shard_G] = limit_G
 
     def _count(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The shard of each key, uint8 [U], and how many each has in each block of keys, int64 [K, P]."""
@@ -244,15 +246,16 @@ class HashIndex:
         return shard_U, count_KP
 
     def clear(self) -> None:
-        """Forget every key."""
-        self._cells_P = np.full(SHARDS, _CELLS_MIN, np.int64)
-        # The arrays whose addresses loops are given.
-        self._cell_PC2 = _new_cells(self._cells_P)
-        for cell_C2 in self._cell_PC2:
+        """Forget every key. A call that fails to get memory has changed nothing."""
+        cells_P = np.full(SHARDS, _CELLS_MIN, np.int64)
+        cell_PC2 = _new_cells(cells_P)
+        for cell_C2 in cell_PC2:
             cell_C2[:] = 0
-        self._address_P = np.array([cells.ctypes.data for cells in self._cell_PC2], np.int64)
-        self._size_P = np.zeros(SHARDS, np.int64)
-        self._limit_P = _limit(self._cells_P)
+        address_P = np.array([cells.ctypes.data for cells in cell_PC2], np.int64)
+        size_P, limit_P = np.zeros(SHARDS, np.int64), _limit(cells_P)
+        # The arrays are kept for loops, which are given their addresses.
+        self._cell_PC2, self._cells_P, self._address_P = cell_PC2, cells_P, address_P
+        self._size_P, self._limit_P = size_P, limit_P
 
 
 def _new_cells(cells_G: np.ndarray) -> list[np.ndarray]:

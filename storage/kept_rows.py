@@ -32,7 +32,7 @@ from oneemb.storage.row_format import RowFormat
 from oneemb.storage.tiered_rows import TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
 from oneemb.storage.tiers.hot_tier import HotTier
-from oneemb.storage.turns import undisturbed
+from oneemb.storage.turns import changing, undisturbed
 
 __all__ = ["KeptRows", "refuses_some"]
 
@@ -151,25 +151,25 @@ class KeptRows:
                 ledger.clock.shard = shard
             raise
         try:
-            if not again and not len(lent):
-                self._use(table_U, id_U, place_U, uses_U, step, second, slot_U)
-            elif not again or len(new):
-                used = new if again else np.append(np.flatnonzero(place_U >= 0), new)  # Rows that had left begin anew.
-                its_place_U = place_U[used]  # which gets those of new rows
-                its_slot_U = slot_U[loops.put(used)]
-                self._use(table_U[used], id_U[used], its_place_U, uses_U[used], step, second, its_slot_U)
-                place_U[used] = its_place_U
-            if asks and not again:
-                assert self.admission is not None
-                self.admission.note(*sighted, admitted_M, ledger.clock.lookups)
-            elif self.admission is not None and len(new):
-                self.admission.forget(table_U[new], id_U[new])
-        except BaseException as error:
+            with changing:  # The rows of new keys are there, and their uses are not known yet.
+                if not again and not len(lent):
+                    self._use(table_U, id_U, place_U, uses_U, step, second, slot_U)
+                elif not again or len(new):
+                    # Rows that had left begin anew.
+                    used = new if again else np.append(np.flatnonzero(place_U >= 0), new)
+                    its_place_U = place_U[used]  # which gets those of new rows
+                    its_slot_U = slot_U[loops.put(used)]
+                    self._use(table_U[used], id_U[used], its_place_U, uses_U[used], step, second, its_slot_U)
+                    place_U[used] = its_place_U
+                if asks and not again:
+                    assert self.admission is not None
+                    self.admission.note(*sighted, admitted_M, ledger.clock.lookups)
+                elif self.admission is not None and len(new):
+                    self.admission.forget(table_U[new], id_U[new])
+        except BaseException:
             self._release(slot_U)
             if lent_M is not None:
                 hot.take_back(lent_M)
-            if len(new):  # Their rows are there, and what is known of them is not.
-                raise RuntimeError("a lookup was cut short between its rows and what is known of their uses") from error
             raise
         self._pins.note_places(slot_U, place_U, lent_M)
         return slot_U, keys
@@ -276,7 +276,8 @@ class KeptRows:
         """Let rows leave that no lookup holds. Returns which there were, bool [V]."""
         table_V, id_V, reason = departing
         erased_V = self._pins.erase(table_V, id_V)
-        self.ledger.forget(table_V, id_V, reason, erased_V)
+        with changing:
+            self.ledger.forget(table_V, id_V, reason, erased_V)
         return erased_V
 
     def forget(self, table_V: np.ndarray, id_V: np.ndarray, erased_V: np.ndarray) -> None:
@@ -353,11 +354,12 @@ class KeptRows:
         if len(known):
             slot_U, _ = self._pins.acquire(loops.distinct_keys(loops.put(table_U), loops.put(id_U)))
             try:
-                with self._writing:
-                    ledger.set_scores(place_U, score_U[known])
-                    if time_U is not None and ledger.stamps:
-                        ledger.set_times(place_U, time_U[known])
-                self._write_marks(slot_U, ledger.marks(place_U))
+                with changing:
+                    with self._writing:
+                        ledger.set_scores(place_U, score_U[known])
+                        if time_U is not None and ledger.stamps:
+                            ledger.set_times(place_U, time_U[known])
+                    self._write_marks(slot_U, ledger.marks(place_U))
             finally:
                 self._release(slot_U)
         return len(known)

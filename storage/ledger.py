@@ -256,7 +256,6 @@ class Ledger:
             second: of the ledger's clock.
             slot_U: where the rows are, if their numbers are in their records.
         """
-        self.clock.lookups += 1
         is_new_U = place_U < 0
         new = np.flatnonzero(is_new_U)
         if len(new):
@@ -266,9 +265,10 @@ class Ledger:
             step, second = _halves(self.timestamp())
         score_uses(
             place_U, is_new_U, table_U, id_U, uses_U, self._rules, self._places.score_P,
-            self._places.word_PX, self._places.first, lookup=self.clock.lookups, step=step, second=second,
+            self._places.word_PX, self._places.first, lookup=self.clock.lookups + 1, step=step, second=second,
             epoch=self.clock.epoch, threads=self._threads,
         )  # fmt: skip
+        self.clock.lookups += 1
 
     def _add(self, table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray | None = None) -> np.ndarray:
         """Know these rows, of keys that were not known. Returns their places."""

@@ -20,6 +20,8 @@ from oneemb.storage.tiered_rows import TieredRows
 from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed
 
+_NOWHERE: tuple[Array | None, np.ndarray, Array | None] = None, np.empty(0, np.int64), None
+
 __all__ = ["PinBook", "Pins"]
 
 
@@ -57,20 +59,31 @@ class PinBook:
         self._pins: dict[int, Pins] = {}
         self._released: deque[Pins] = deque()
         """Pins that were released, of lookups to which rows were lent."""
-        self._places: tuple[Array | None, np.ndarray, Array | None] = None, np.empty(0, np.int64), None
+        self._places = _NOWHERE
 
     # ---- of lookups -------------------------------------------------------------------------------------------------
 
     def own(self, owner: object, slot_U: Array) -> Pins:
         """Let an object own the pins of slots, in the turn in which they were made: they are released for it when it
-        is dropped."""
-        pins = Pins(owner, self.abandoned.append)
-        pins.slot_U, pins.generation, pins.released = slot_U, self._rows.generation, threading.Lock()
-        of_slots, pins.place_U, pins.lent_M = self._places
+        is dropped, and at once where this call raises."""
+        (of_slots, place_U, lent_M), self._places = self._places, _NOWHERE
         assert not self._placed or of_slots is slot_U, "pins are owned in the turn in which they were made"
-        self._places = None, np.empty(0, np.int64), None
-        self._pins[id(pins)] = pins
+        try:
+            pins = Pins(owner, self.abandoned.append)
+            pins.slot_U, pins.generation, pins.released = slot_U, self._rows.generation, threading.Lock()
+            pins.place_U, pins.lent_M = place_U, lent_M
+            self._pins[id(pins)] = pins
+        except BaseException:
+            self._give_back(slot_U, lent_M)
+            raise
         return pins
+
+    def _give_back(self, slot_U: Array, lent_M: Array | None) -> None:
+        """Unpin slots that nobody is going to own, and free those of temporary rows."""
+        with undisturbed:
+            self._rows.hot.release(slot_U)
+        if lent_M is not None:
+            self._rows.hot.take_back(lent_M)
 
     def note_places(self, slot_U: Array, place_U: np.ndarray, lent_M: Array | None) -> None:
         """Say where the rows in these slots are in the ledger, and which are lent; `own` of them follows."""
@@ -167,22 +180,22 @@ class PinBook:
         hot, loops = self._rows.hot, self._rows.loops
         if prefetched is not None and self.take(prefetched):
             slot_U = prefetched.slot_U
-            missing = loops.array((loops.tensor(slot_U) < 0).nonzero().view(-1))
-            if len(missing):  # Lookups before this one may have brought some of them in.
-                its = loops.distinct_keys(keys.table_U[missing], keys.id_U[missing])
-                slot_U[missing], _, missing = hot.pin_resident(its)
         else:
-            slot_U, _, missing = hot.pin_resident(keys)
+            prefetched, (slot_U, _, missing) = None, hot.pin_resident(keys)
         try:
-            hot.check_room(len(missing), leaving)
-        except StoreFullError:
-            self.give_way()
+            if prefetched is not None:
+                missing = loops.array((loops.tensor(slot_U) < 0).nonzero().view(-1))
+                if len(missing):  # Lookups before this one may have brought some of them in.
+                    its = loops.distinct_keys(keys.table_U[missing], keys.id_U[missing])
+                    slot_U[missing], _, missing = hot.pin_resident(its)
             try:
                 hot.check_room(len(missing), leaving)
-            except BaseException:
-                with undisturbed:
-                    hot.release(slot_U)
-                raise
+            except StoreFullError:
+                self.give_way()
+                hot.check_room(len(missing), leaving)
+        except BaseException:
+            self._give_back(slot_U, None)
+            raise
         return slot_U
 
     def erase(self, table_V: np.ndarray, id_V: np.ndarray) -> np.ndarray:

@@ -13,8 +13,10 @@ from typing import Protocol
 import numpy as np
 
 from oneemb.kernels.threads import Threads
+from oneemb.storage.free_slots import FreeSlots
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.tiers.growing_array import GrowingArray
+from oneemb.storage.turns import changing
 
 __all__ = ["MARKS", "LyingRows", "OwnPlaces", "SlotPlaces"]
 
@@ -54,13 +56,12 @@ class OwnPlaces:
         """Marks of whoever looks at rows; False in between."""
         self.table_P = np.empty(0, np.int32)
         """The table of each row."""
-        self._freed = np.empty(0, np.int64)  # places given back, used again before new ones
-        self._used = 0  # places from here on have never been used
+        self._free = FreeSlots(np.arange)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return self.index.nbytes + self._used * (4 * MARKS + 1 + 4)
+        return self.index.nbytes + self._free.used * (4 * MARKS + 1 + 4)
 
     @property
     def score_P(self) -> np.ndarray:
@@ -79,7 +80,7 @@ class OwnPlaces:
             IndexMemoryError, MemoryError: there is none.
         """
         self.index.reserve_keys(table_N, id_N)
-        need = self._used + len(id_N) - len(self._freed)
+        need = self._free.used + self._free.fresh(len(id_N))
         if need > len(self.held_P):
             # What is never written takes no memory, and where `most` is known nothing is copied later.
             size = max(need, self._most, len(self.held_P) * 3 // 2)
@@ -92,19 +93,18 @@ class OwnPlaces:
     def add(self, table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray | None) -> np.ndarray:
         """Know these keys from here on. Returns their places: int64 [N]."""
         self.reserve(table_N, id_N)
-        reused = self._freed[: len(id_N)]
-        fresh = len(id_N) - len(reused)
-        place_N = np.concatenate([reused, np.arange(self._used, self._used + fresh)])
-        self._freed, self._used = self._freed[len(reused) :], self._used + fresh
-        self.index.put(table_N, id_N, place_N)
+        place_N = self._free.reserve(len(id_N), len(self.held_P))
         self.table_P[place_N] = table_N
+        self.index.put(table_N, id_N, place_N)
+        self._free.commit(len(id_N))
         return place_N
 
     def forget(self, table_V: np.ndarray, id_V: np.ndarray, erased_V: np.ndarray | None) -> np.ndarray:
         """Know these keys no more. Returns which were known: bool [V]."""
         place_V = self.index.erase(table_V, id_V)
-        known_V = place_V >= 0
-        self._freed = np.concatenate([self._freed, place_V[known_V]])
+        with changing:
+            known_V = place_V >= 0
+            self._free.give_back(place_V[known_V])
         return known_V
 
     def cleared(self) -> "OwnPlaces":

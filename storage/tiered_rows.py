@@ -266,6 +266,10 @@ class TieredRows:
         for tier in self.tiers:
             tier.only_read()
 
+    def check_slots(self) -> list[str]:
+        """See `Tier.check_slots`, of all tiers."""
+        return [problem for tier in self.tiers for problem in tier.check_slots()]
+
     @property
     def broken(self) -> bool:
         """Whether the store at the bottom is of no use, since a call on it was cut short."""

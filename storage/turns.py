@@ -4,8 +4,9 @@ A *turn* is the time in which one thread has the object for itself: `with turns:
 
     signals     Python's signal handlers (Ctrl-C raises KeyboardInterrupt) run before a turn or after it: `undisturbed`
                 holds signals back while a block runs, and handles them when it has ended
-    errors      after an error that no code raises on purpose the object may be in any state: it is *broken*, and
-                raises BrokenStoreError, until it is told that its rows are new
+    errors      an error that comes while the object is half changed (a block of `changing`), or that no code raises
+                on purpose, leaves the object *broken*: it raises BrokenStoreError until it is told that its rows are
+                new
     forks       a child process has a copy of the object and shares its files: it may read, not change. A fork waits
                 for the `undisturbed` blocks of other threads, so that the copy is whole; each turn is such a block
 
@@ -36,13 +37,13 @@ from oneemb.kernels.jit import around_compiling, compiling
 from oneemb.storage.errors import BrokenStoreError, ForkedProcessError
 from oneemb.storage.row_store import StorageError
 
-__all__ = ["Turns", "undisturbed", "whole"]
+__all__ = ["Turns", "changing", "undisturbed", "whole"]
 
 # Signals that programs may handle in Python, Ctrl-C first: all but those that real-time programs define. One of them is
 # SIGCHLD: its handler in torch's data loader raises when a worker has died.
 _NUMBERS = sorted({int(number) for number in signal.valid_signals() if number < 32}, key=lambda n: n != signal.SIGINT)
 
-# Errors that calls raise on purpose or that the system raises in them: the calls have cleaned up before.
+# Errors that calls raise on purpose, or that the system raises in them, where nothing is half changed.
 _FORESEEN = (StorageError, MemoryError, ValueError, TypeError, OSError)
 
 # How long a fork waits for a call that is under way, in seconds. A child's copy of an object whose turn it did not get
@@ -260,6 +261,22 @@ undisturbed = _Undisturbed()
 around_compiling.begin, around_compiling.end = undisturbed.hold_signals, undisturbed._let_signals_come
 
 
+class _Changing:
+    """`with changing:` is a block in which an object is half changed. An error that leaves the block, of whatever type,
+    breaks the objects in whose turns it comes; an interrupt that the block lets in on purpose does not.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and error is not undisturbed.interrupt:
+            error.left_half_changed = True  # type: ignore[attr-defined]
+
+
+changing = _Changing()
+
+
 class Turns:
     """`with turns:` is a turn of the thread that runs it; a turn may begin within another one of the same thread.
 
@@ -320,10 +337,12 @@ class Turns:
             self.lock.acquire()
 
     def note(self, error: BaseException | None) -> None:
-        """Note that a call has ended, with this error or without one: an unforeseen error breaks the object."""
-        if error is None or isinstance(error, _FORESEEN) or error is undisturbed.interrupt:
+        """Note that a call has ended, with this error or without one: an error that has left the object half changed,
+        or that no code raises on purpose, breaks the object."""
+        if error is None or error is undisturbed.interrupt:
             return
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, of a GPU
+        foreseen = isinstance(error, _FORESEEN) or type(error).__name__ == "OutOfMemoryError"  # torch's, of a GPU
+        if not foreseen or getattr(error, "left_half_changed", False):
             self.cut_short(error)
 
     def cut_short(self, error: BaseException) -> None:

@@ -13,7 +13,7 @@ from oneemb.graph.row_optimizers import Group, RowOptimizer
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.step_lock import while_held
-from oneemb.storage.turns import whole
+from oneemb.storage.turns import changing, whole
 
 __all__ = ["Groups", "StepOptimizer", "add_note", "advance", "options_of", "step", "update"]
 
@@ -123,19 +123,21 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
     if grads.generation != store.generation:  # A hook, or another thread beside torch's own step, has loaded others.
         raise StorageError(REPLACED)
 
+    parts = [(its, step, group) for grads_G, group in _by_group(grads, options) for its, step in _by_step(grads_G)]
+
     def write() -> None:
-        for its_grads, group in _by_group(grads, options):
-            for part, step in _by_step(its_grads):
+        with changing:
+            for part, step, group in parts:
                 row_optimizer.update(
                     store.weight_SX, store.row_SW, part.slot_U, part.segments or part.grad_UD,
                     state_begin=store.format.state_begin, group=group, step=step + 1, loops=store.loops,
                 )  # fmt: skip
+            for member in grads.stores:
+                member.step += 1
+            store.mark_dirty(grads.table_U, grads.slot_U)
 
     with whole(member.turns for member in grads.stores):
         while_held(sorted((member.writing for member in grads.stores), key=id), write)
-        for member in grads.stores:
-            member.step += 1
-        store.mark_dirty(grads.table_U, grads.slot_U)
 
 
 def _by_group(grads: RowGrads, options: Sequence[Group | None]) -> list[tuple[RowGrads, Group]]:

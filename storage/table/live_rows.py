@@ -24,6 +24,7 @@ from oneemb.storage.table.chunk_files import ChunkFile, ChunkFiles
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.pending_keys import PendingKeys
 from oneemb.storage.table.snapshot_manifest import ChunkPart
+from oneemb.storage.turns import changing
 
 __all__ = ["LiveRows"]
 
@@ -156,8 +157,9 @@ class LiveRows:
         if len(self.index) == 0:
             return np.zeros(len(id_U), np.bool_)
         place_U = self.index.erase(table_U, id_U)
-        bits_clear(self.bit_N, place_U, self.geometry.rows_per_extent, self.live_E)
-        return place_U >= 0
+        with changing:
+            bits_clear(self.bit_N, place_U, self.geometry.rows_per_extent, self.live_E)
+            return place_U >= 0
 
     def note(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
         """Set the places of these keys' rows at the next `settle`. `reserve` must have allowed it for these keys."""
@@ -229,9 +231,10 @@ class LiveRows:
     def _put(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
         rows = self.geometry.rows_per_extent
         old_U = self.index.replace(table_U, id_U, place_U)
-        # New places first: where a key comes twice in one call, the earlier place is the old place of the later one.
-        bits_set(self.bit_N, place_U, rows, self.live_E)
-        bits_clear(self.bit_N, old_U, rows, self.live_E)
+        with changing:
+            # New places first: where a key comes twice in a call, the earlier place is the old place of the later one.
+            bits_set(self.bit_N, place_U, rows, self.live_E)
+            bits_clear(self.bit_N, old_U, rows, self.live_E)
 
     def _free_extents(self, size: int) -> int | None:
         """The first of `size` neighbouring free extents; None if there are none."""

@@ -114,9 +114,9 @@ class PendingKeys:
         filling = self._filling
         assert filling is not None
         begin, end = filling.size, filling.size + len(id_U)
+        noted_P = self._noted_P + self._next_P
         filling.table_K[begin:end], filling.id_K[begin:end], filling.place_K[begin:end] = table_U, id_U, place_U
-        filling.size = end
-        self._noted_P = self._noted_P + self._next_P
+        filling.size, self._noted_P = end, noted_P
 
     def settle(self, put: _Put) -> None:
         """Return when the index holds every noted key."""

@@ -257,8 +257,9 @@ class RowWriter:
         self._filling.follow(run)
         before = self._sealed[-1][1] if self._sealed else None
         assert before is not None or not self._sealed
-        written = None if self._beside is None else submit(self._beside, self._write, run, before)
-        self._sealed.append((run, written))
+        self._sealed.append((run, None))  # which another call writes, if no thread can be asked to
+        if self._beside is not None:
+            self._sealed[-1] = run, submit(self._beside, self._write, run, before)
 
     def finish(self) -> None:
         """Return when every full run is on disk.

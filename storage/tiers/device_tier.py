@@ -18,6 +18,7 @@ Streams and events are torch's and not cuda-python's: its allocator must know wh
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -27,6 +28,7 @@ from oneemb.kernels.cuda_loops import CudaLoops
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda
 from oneemb.kernels.slots_cuda import acquire_loop, count_pinned_loop, release_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
+from oneemb.storage.free_slots import FreeSlots
 from oneemb.storage.row_store import RowStore, StorageError, StoreFullError
 from oneemb.storage.tiers.device_index import DeviceIndex
 from oneemb.storage.tiers.hot_rows import BeginRows
@@ -34,11 +36,12 @@ from oneemb.storage.tiers.hot_tier import HALF_LIFE
 from oneemb.storage.tiers.limits import Counters, Limits
 from oneemb.storage.tiers.pinned_rows import PinnedRows
 from oneemb.storage.tiers.stream_order import StreamOrder
+from oneemb.storage.turns import changing
 
 __all__ = ["SLOT_OVERHEAD_BYTES", "DeviceTier"]
 
-# Memory beside the row for each slot: the index at its usual load, key, score, pins, dirty bit.
-SLOT_OVERHEAD_BYTES = 16 * 2 + 12 + 8 + 4 + 1
+# Memory beside the row for each slot: the index at its usual load, key, score, pins, dirty bit, stack of free slots.
+SLOT_OVERHEAD_BYTES = 16 * 2 + 12 + 8 + 4 + 1 + 8
 
 # Evicting sorts the scores, so it makes room for this share of the slots at a time.
 _EVICT_SHARE = 1 / 16
@@ -120,7 +123,7 @@ class DeviceTier:
         self.row_SW: torch.Tensor
         self._score_S: torch.Tensor
         self._pin_S: torch.Tensor
-        self._freed: torch.Tensor  # slots given back, used again before new ones
+        self._free = FreeSlots(loops.arange)
         with self._order(self._arrays):
             self._index = DeviceIndex(gpu)
             self._forget()
@@ -148,26 +151,30 @@ class DeviceTier:
         """
         slot_U, keys, missed = self._find_and_pin(keys, 1, count_U)
         if missed:
-            missing = torch.nonzero(slot_U < 0).reshape(-1)
             try:
+                missing = torch.nonzero(slot_U < 0).reshape(-1)
                 count_M = None if count_U is None else count_U[missing]
-                slot_U[missing] = self._bring_in(keys.table_U[missing], keys.id_U[missing], count_M)
+                slot_M = self._bring_in(keys.table_U[missing], keys.id_U[missing], count_M)
             except BaseException:
                 self.release(slot_U)
                 raise
+            with changing:
+                slot_U[missing] = slot_M
         self._counters.hits += len(keys.id_U) - missed
         self._counters.misses += missed
         return slot_U, keys
 
     @_in_order
     def acquire_rest(self, keys: DeviceKeys, slot_U: torch.Tensor) -> None:
-        missing = torch.nonzero(slot_U < 0).reshape(-1)
         try:
+            missing = torch.nonzero(slot_U < 0).reshape(-1)
             # Some may have come in since they were looked for.
-            slot_U[missing] = self.acquire(self._loops.distinct_keys(keys.table_U[missing], keys.id_U[missing]))[0]
+            slot_M, _ = self.acquire(self._loops.distinct_keys(keys.table_U[missing], keys.id_U[missing]))
         except BaseException:
             self.release(slot_U)
             raise
+        with changing:
+            slot_U[missing] = slot_M
 
     @_in_order
     def pin_resident(self, keys: DeviceKeys) -> tuple[torch.Tensor, DeviceKeys, torch.Tensor]:
@@ -195,14 +202,14 @@ class DeviceTier:
         row_MW = np.empty((missed, self.row_width), np.float32)
         old_M = ~self._below.get(_host(table_M), _host(id_M), row_MW)
         size = int(np.count_nonzero(old_M))
-        fresh = min(size - len(self._freed), self.slots - self._used)
-        if self._used + fresh > len(self._pin_S):
+        if min(self._free.used + self._free.fresh(size), self.slots) > len(self._pin_S):
             raise StoreFullError(f"the {self.name} tier has no slots yet for {size} more rows")
         old = self._gpu.put(np.flatnonzero(old_M))
-        slot_O = self._take_slots(size)
-        self._set(slot_O, table_M[old], id_M[old], row_MW[old_M], dirty=False)
-        self._pin_S[slot_O] = 1
-        slot_U[missing[old]] = slot_O
+        u = missing[old]
+        slot_O = self._reserve(size)
+        with self._taking(slot_O, table_M[old], id_M[old], row_MW[old_M], dirty=False):
+            self._pin_S[slot_O] = 1
+        slot_U[u] = slot_O
         self._counters.misses += size
         return found + size
 
@@ -235,24 +242,29 @@ class DeviceTier:
     @_in_order
     def lend(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
         self._limits.check_fits(len(id_M), self._held())
-        slot_M = self._take_slots(len(id_M))
-        try:
-            self._refused(self.row_SW, slot_M, table_M, id_M)
-        except BaseException:
-            self._freed = torch.cat([self._freed, slot_M])
-            raise
-        self._lent += len(slot_M)
+        slot_M = self._reserve(len(id_M))
+        self._refused(self.row_SW, slot_M, table_M, id_M)
         self._table_S[slot_M] = -1  # no row's, whatever is written to it
-        self._pin_S[slot_M] = 2
+        with changing:
+            self._pin_S[slot_M] = 2
+            self._free.commit(len(slot_M))
+            self._lent += len(slot_M)
         return slot_M
 
     @_in_order
     def take_back(self, slot_M: torch.Tensor) -> None:
         self._order.after_releases()
-        self._pin_S[slot_M] -= 1
-        self._dirty_S[slot_M] = False
-        self._lent -= len(slot_M)
-        self._freed = torch.cat([self._freed, slot_M])
+        left_M = self._pin_S[slot_M] - 1
+        with changing:
+            self._pin_S[slot_M] = left_M
+            self._dirty_S[slot_M] = False
+            self._lent -= len(slot_M)
+            self._free.give_back(slot_M)
+
+    @_in_order
+    def check_slots(self) -> list[str]:
+        _, _, slot_N = self._index.items()
+        return self._free.problems(self.name, _host(slot_N), _host(self._free.returned_N), self._lent)
 
     def release(self, slot_U: torch.Tensor, *, elsewhere: bool = False) -> None:
         if elsewhere:
@@ -276,7 +288,7 @@ class DeviceTier:
     @property
     def pinned(self) -> int:
         count_1 = self._gpu.full(1, value=0, dtype=torch.int64)
-        self._gpu.run(count_pinned_loop, self._used, self._pin_S, self._used, count_1)
+        self._gpu.run(count_pinned_loop, self._free.used, self._pin_S, self._free.used, count_1)
         return self._gpu.read(count_1)[0]
 
     # ---- as a store under another tier ------------------------------------------------------------------------
@@ -302,7 +314,7 @@ class DeviceTier:
         kept = min(len(found), self._room())
         if kept:
             table_K, id_K = self._gpu.put(table_U[found[:kept]]), self._gpu.put(id_U[found[:kept]])
-            self._set(self._take_slots(kept), table_K, id_K, row_FW[:kept], dirty=False)
+            self._take(table_K, id_K, row_FW[:kept], dirty=False)
         return missing_U
 
     @_in_order
@@ -328,8 +340,7 @@ class DeviceTier:
             assert self._below is not None
             self._below.put(table_U[rest], id_U[rest], row_UW[rest])
         kept = new[:fits]
-        slot_F = self._take_slots(fits)
-        self._set(slot_F, self._gpu.put(table_U[kept]), self._gpu.put(id_U[kept]), row_UW[kept], dirty=True)
+        self._take(self._gpu.put(table_U[kept]), self._gpu.put(id_U[kept]), row_UW[kept], dirty=True)
         # Making room may have evicted keys that were here when the call began, so they are looked up again.
         hit = np.flatnonzero(hit_U)
         slot_H, _, _ = self._find_and_pin(
@@ -359,12 +370,14 @@ class DeviceTier:
         if pinned := self._gpu.read((self._pin_S[slot_H] > 0).sum())[0]:
             raise StorageError(f"{pinned} of the rows to erase are in use by a lookup; erase them between two steps")
         erased_U = _host(here_U).copy()
-        if self._below is not None:
-            erased_U |= self._below.erase(table_U, id_U)
-        self._index.erase(table_H[here_U], id_H[here_U])
-        self._dirty_S[slot_H] = False
-        self._freed = torch.cat([self._freed, slot_H])
-        self._add_known(-int(np.count_nonzero(erased_U)))
+        table_H, id_H = table_H[here_U], id_H[here_U]
+        gone_U = erased_U if self._below is None else self._below.erase(table_U, id_U)
+        with changing:
+            self._index.erase(table_H, id_H)
+            self._dirty_S[slot_H] = False
+            self._free.give_back(slot_H)
+            erased_U |= gone_U
+            self._add_known(-int(np.count_nonzero(erased_U)))
         return erased_U
 
     @_in_order
@@ -410,8 +423,7 @@ class DeviceTier:
         try:
             if self._resident:
                 for table_N, id_N, row_NW in self._below.scan():
-                    slot_N = self._take_slots(len(id_N))
-                    self._set(slot_N, self._gpu.put(table_N), self._gpu.put(id_N), row_NW, dirty=False)
+                    self._take(self._gpu.put(table_N), self._gpu.put(id_N), row_NW, dirty=False)
             self._rows = len(self._index) if self._resident else None
         except BaseException:
             self._forget()
@@ -421,7 +433,8 @@ class DeviceTier:
     def clear(self) -> None:
         if self._below is not None:
             self._below.clear()
-        self._forget()
+        with changing:
+            self._forget()
 
     @_in_order
     def stats(self) -> dict[str, Any]:
@@ -429,7 +442,7 @@ class DeviceTier:
             "rows": len(self._index),
             "slots": self.slots,
             "pinned": self.pinned,
-            "dirty": int(self._dirty_S[: self._used].sum()),
+            "dirty": int(self._dirty_S[: self._free.used].sum()),
             **self._counters.stats(),
             "bytes": len(self._pin_S) * self._slot_bytes + self._index.nbytes,
         }
@@ -445,7 +458,7 @@ class DeviceTier:
     @property
     def _slot_bytes(self) -> int:
         """Of a slot, the index left out."""
-        return self.row_SW.shape[1] * 4 + 12 + 8 + 4 + 1
+        return self.row_SW.shape[1] * 4 + 12 + 8 + 4 + 1 + 8
 
     def _find_and_pin(
         self, keys: DeviceKeys, pins: int, count_U: torch.Tensor | None
@@ -499,36 +512,43 @@ class DeviceTier:
                 self._limits.check_new(unknown, self, int(_host(table_M)[missing_M][0]))
             new_M = self._gpu.put(missing_M)
             row_MW = row_MW[~missing_M]
-        slot_M = self._take_slots(size)
-        slot_N, table_N, id_N = slot_M[new_M], table_M[new_M], id_M[new_M]
-        try:
-            self._begin(self.row_SW, slot_N, table_N, id_N)
-        except BaseException:
-            self._freed = torch.cat([self._freed, slot_M])
-            raise
+        slot_M = self._reserve(size)
+        slot_N = slot_M[new_M]
+        self._begin(self.row_SW, slot_N, table_M[new_M], id_M[new_M])
         if row_MW is not None and len(row_MW):
-            old_M = ~new_M
-            self._set(slot_M[old_M], table_M[old_M], id_M[old_M], row_MW, dirty=False)
-        self._set(slot_N, table_N, id_N, None, dirty=True)
-        if count_M is not None and self._policy == "lfu":
-            self._score_S[slot_M] *= count_M
-        self._pin_S[slot_M] = 1
-        self._add_known(unknown)
-        self._counters.new_rows += unknown
+            self._rows_in(slot_M[~new_M], row_MW)
+        with self._taking(slot_M, table_M, id_M, None, dirty=new_M):
+            if count_M is not None and self._policy == "lfu":
+                self._score_S[slot_M] *= count_M
+            self._pin_S[slot_M] = 1
+            self._add_known(unknown)
+            self._counters.new_rows += unknown
         return slot_M
 
-    def _set(
-        self, slot_N: torch.Tensor, table_N: torch.Tensor, id_N: torch.Tensor, row_NW: np.ndarray | None, *, dirty: bool
-    ) -> None:
-        """Let keys that are not here live in these slots, unpinned."""
+    def _take(self, table_N: torch.Tensor, id_N: torch.Tensor, row_NW: np.ndarray, *, dirty: bool) -> None:
+        """Keep these rows, of keys that are not here, unpinned. The caller has checked that there is room."""
+        with self._taking(self._reserve(len(id_N)), table_N, id_N, row_NW, dirty=dirty):
+            pass
+
+    @contextmanager
+    def _taking(
+        self, slot_N: torch.Tensor, table_N: torch.Tensor, id_N: torch.Tensor, row_NW: np.ndarray | None, *,
+        dirty: bool | torch.Tensor,
+    ) -> Iterator[None]:  # fmt: skip
+        """Let keys that are not here live in these slots, which were reserved, with these rows, None = those that are
+        there. Whoever has a block of this does in it what belongs to the same change."""
         if row_NW is not None:
             self._rows_in(slot_N, row_NW)
-        self._index.insert(table_N, id_N, slot_N)
+        # What is in free slots is nobody's, as long as they are not dirty.
         self._table_S[slot_N] = table_N
         self._id_S[slot_N] = id_N
-        self._dirty_S[slot_N] = dirty
         self._score_S[slot_N] = self._tick if self._policy == "lru" else int(self._use_score)
         self._grow_old(len(slot_N))
+        self._index.insert(table_N, id_N, slot_N)
+        with changing:
+            self._free.commit(len(slot_N))
+            self._dirty_S[slot_N] = dirty
+            yield
 
     def _rows_in(self, slot_N: torch.Tensor, row_NW: np.ndarray) -> None:
         for n in range(0, len(slot_N), _BATCH):
@@ -554,19 +574,15 @@ class DeviceTier:
         """Rows that could come in: free slots, and in a cache those of rows that could be evicted."""
         return self.slots - self._held()
 
-    def _take_slots(self, size: int) -> torch.Tensor:
-        """Free slots, evicting for them. The caller has checked that there is room."""
+    def _reserve(self, size: int) -> torch.Tensor:
+        """Free slots, evicting for them, and room for their keys in the index. They are free until they are committed.
+        The caller has checked that there is room."""
         short = size - (self.slots - len(self._index) - self._lent)
         if short > 0:
             self._evict(max(short, int(self.slots * _EVICT_SHARE)))
-        reused = self._freed[:size]
-        fresh = size - len(reused)
-        self._grow(self._used + fresh)
+        self._grow(self._free.used + self._free.fresh(size))
         self._index.reserve(size)
-        new = torch.arange(self._used, self._used + fresh, device=self._gpu.device)
-        self._freed = self._freed[size:]
-        self._used += fresh
-        return torch.cat([reused, new])
+        return self._free.reserve(size, len(self._pin_S))
 
     def _grow(self, need: int) -> None:
         """Have memory for this many slots, and for as many again while there are that many to come.
@@ -578,6 +594,7 @@ class DeviceTier:
         have = len(self._pin_S)
         if need <= have:
             return
+        self._free.make_stack(need)
         size = min(self.slots, max(need, 2 * have, _SLOTS_MIN))
         self._gpu.wait()
         try:
@@ -616,20 +633,20 @@ class DeviceTier:
         self.row_SW, self._table_S, self._id_S, self._score_S, self._pin_S, self._dirty_S = arrays
 
     def _arrays(self) -> list[torch.Tensor]:
-        return [*self._slot_arrays(), self._freed, self._index.cell_C2]
+        return [*self._slot_arrays(), self._free.stack_X, self._index.cell_C2]
 
     def _slot_arrays(self) -> list[torch.Tensor]:
         return [self.row_SW, self._table_S, self._id_S, self._score_S, self._pin_S, self._dirty_S]
 
     def _evict(self, count: int) -> None:
         """Drop the `count` unpinned rows of least score, or as many as there are."""
-        used = slice(0, self._used)
+        used = slice(0, self._free.used)
         self._order.after_releases()
         score_S = self._score_S[used].clone()
         # Looked at once: a step on another stream may release some of them meanwhile.
         pinned_S = self._pin_S[used] > 0
         score_S[pinned_S] = torch.iinfo(torch.int64).max
-        score_S[self._freed] = torch.iinfo(torch.int64).max
+        score_S[self._free.returned_N] = torch.iinfo(torch.int64).max
         evictable = len(self._index) + self._lent - self._gpu.read(pinned_S.sum())[0]
         # Stable, so that rows of one score leave in order of slot, whatever the device does.
         victim_V = torch.sort(score_S, stable=True).indices[: min(count, evictable)]
@@ -637,8 +654,9 @@ class DeviceTier:
         self._put_below(victim_V[self._dirty_S[victim_V]])
         table_V, id_V, _ = self._keys_of(victim_V)
         self._index.erase(table_V, id_V)
-        self._freed = torch.cat([self._freed, victim_V])
-        self._counters.evicted += len(victim_V)
+        with changing:
+            self._free.give_back(victim_V)
+            self._counters.evicted += len(victim_V)
 
     def _write_down(self) -> None:
         self._order.after_releases()
@@ -646,7 +664,7 @@ class DeviceTier:
 
     def _dirty(self) -> torch.Tensor:
         """Slots of rows that the store below does not have as they are."""
-        used = slice(0, self._used)
+        used = slice(0, self._free.used)
         return torch.nonzero(self._dirty_S[used] & (self._table_S[used] >= 0)).reshape(-1)
 
     def _put_below(self, slot_N: torch.Tensor) -> None:
@@ -673,8 +691,7 @@ class DeviceTier:
         self._score_S = gpu.empty(0, dtype=torch.int64)
         self._pin_S = gpu.empty(0, dtype=torch.int32)
         self._dirty_S = gpu.empty(0, dtype=torch.bool)
-        self._freed = gpu.empty(0, dtype=torch.int64)
-        self._used = 0  # slots from here on have never been used
+        self._free = FreeSlots(self._loops.arange)
         self._lent = 0  # slots of rows that are in no index
         self._index.clear()
         self._rows = 0

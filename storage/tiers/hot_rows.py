@@ -36,6 +36,9 @@ class Tier(RowStore, Protocol):
     def check_holds(self, rows: int) -> None:
         """Raise `StoreFullError` if this many rows in all are more than the tier may ever know or hold."""
 
+    def check_slots(self) -> list[str]:
+        """Slots that were lost, or that several rows have, in words; empty if used = indexed + free + lent."""
+
     def reload(self) -> None:
         """Forget every row here and start from those of the store below. One that raises leaves the tier empty."""
 

@@ -36,12 +36,13 @@ from oneemb.kernels.least import least_of
 from oneemb.kernels.loops import Keys
 from oneemb.kernels.slot_marks import add_marks, pick_keys, set_marks
 from oneemb.kernels.threads import Threads
+from oneemb.storage.free_slots import FreeSlots
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.row_store import RowStore, StorageError
 from oneemb.storage.tiers.hot_rows import BeginRows
 from oneemb.storage.tiers.limits import Counters, Limits
 from oneemb.storage.tiers.slot_arrays import SlotArrays
-from oneemb.storage.turns import undisturbed
+from oneemb.storage.turns import changing, undisturbed
 
 __all__ = ["HALF_LIFE", "SLOT_OVERHEAD_BYTES", "HotTier"]
 
@@ -126,8 +127,7 @@ class HotTier:
         self._keeps_reads = True  # whether a cache keeps rows that were read from below
         # Dirty bits; and in a cache, pins and scores. What is never written takes no memory.
         self._mark_bytes = 1 if resident else 13
-        self._freed = np.empty(0, np.int64)  # slots given back, used again before new ones
-        self._used = 0  # slots from here on have never been used
+        self._free = FreeSlots(np.arange)
         self._lent = 0  # slots of rows that are in no index
         # What a use counts now. Old uses are not made to count less, but new ones more: scores of rows used at any two
         # times compare, and only rows that are used have theirs changed. "lru" counts calls.
@@ -140,7 +140,7 @@ class HotTier:
         if self._rows is None:
             rows = len(self._index)
             if not self._resident and self._below is not None:
-                table_N, id_N, _ = self._keys_of(self._dirty_S[: self._used])
+                table_N, id_N, _ = self._keys_of(self._dirty_S[: self._free.used])
                 rows = len(self._below) + int(np.count_nonzero(~self._below.contains(table_N, id_N)))
             self._rows = rows
         return self._rows
@@ -151,11 +151,11 @@ class HotTier:
         return self._acquire(keys.table_U, keys.id_U), keys
 
     def acquire_rest(self, keys: Keys, slot_U: np.ndarray) -> None:
-        missing = np.flatnonzero(slot_U < 0)
         try:
+            missing = np.flatnonzero(slot_U < 0)
             slot_U[missing] = self._acquire(keys.table_U[missing], keys.id_U[missing])
         except BaseException:
-            self.release(slot_U[slot_U >= 0])
+            self.release(slot_U)
             raise
 
     def acquire_at(self, keys: Keys, slot_U: np.ndarray) -> None:
@@ -163,57 +163,57 @@ class HotTier:
         have no row, of which it gets those."""
         missing = np.flatnonzero(slot_U < 0)
         slot_U[missing] = self._bring_in(keys.table_U[missing], keys.id_U[missing])
-        self._pin(slot_U, 1)
         self._counters.hits += len(slot_U) - len(missing)
         self._counters.misses += len(missing)
+        self._pin(slot_U, 1)
 
     def _acquire(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         slot_U = self._index.find(table_U, id_U)
         missing = np.flatnonzero(slot_U < 0)
         if len(missing):
-            hit_H = slot_U[slot_U >= 0]
+            hit_H, table_M, id_M = slot_U[slot_U >= 0], table_U[missing], id_U[missing]
             self._pin(hit_H, 1)  # so that they are not evicted
             try:
-                slot_U[missing] = self._bring_in(table_U[missing], id_U[missing])
+                slot_U[missing] = self._bring_in(table_M, id_M)
             finally:
                 self._pin(hit_H, -1)
         else:
             hit_H = slot_U
-        self._pin(slot_U, 1)
         self._touch(hit_H)
+        self._pin(slot_U, 1)
         self._counters.hits += len(slot_U) - len(missing)
         self._counters.misses += len(missing)
         return slot_U
 
     def pin_resident(self, keys: Keys) -> tuple[np.ndarray, Keys, np.ndarray]:
-        slot_U = self._pin_resident(keys.table_U, keys.id_U)
-        return slot_U, keys, np.flatnonzero(slot_U < 0)
+        slot_U, missing = self._pin_resident(keys.table_U, keys.id_U)
+        return slot_U, keys, missing
 
-    def _pin_resident(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+    def _pin_resident(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The slots of keys, pinned, -1 for a key that is not here; and which of them are not."""
         slot_U = self._index.find(table_U, id_U)
-        self._pin(slot_U.copy(), 1)
-        hit_H = slot_U[slot_U >= 0]
+        hit_H, missing, noted_U = slot_U[slot_U >= 0], np.flatnonzero(slot_U < 0), slot_U.copy()
         self._touch(hit_H)
         self._counters.hits += len(hit_H)
-        return slot_U
+        self._pin(noted_U, 1)
+        return slot_U, missing
 
     def bring_known(self, keys: Keys, slot_U: np.ndarray, wanted: np.ndarray) -> int:
         if self._resident or len(wanted) == 0:
             return 0
         assert self._below is not None
         # A step may have brought some in since they were looked for.
-        slot_U[wanted] = self._pin_resident(keys.table_U[wanted], keys.id_U[wanted])
-        missing = wanted[slot_U[wanted] < 0]
+        slot_U[wanted], absent = self._pin_resident(keys.table_U[wanted], keys.id_U[wanted])
+        missing = wanted[absent]
         found = len(wanted) - len(missing)
         self._limits.check_fits(len(missing), self._held())
         table_M, id_M = keys.table_U[missing], keys.id_U[missing]
         row_MW = np.empty((len(missing), self.row_width), np.float32)
         old = np.flatnonzero(~self._below.get(table_M, id_M, row_MW))
-        slot_O = self._take_slots(table_M[old], id_M[old])
-        self._set(slot_O, table_M[old], id_M[old], row_MW[old], dirty=False)
-        self._touch(slot_O, first=True)
+        u = missing[old]
+        slot_O = self._take(table_M[old], id_M[old], row_MW[old], dirty=False)
         self._pin(slot_O, 1)
-        slot_U[missing[old]] = slot_O
+        slot_U[u] = slot_O
         self._counters.misses += len(old)
         return found + len(old)
 
@@ -240,25 +240,23 @@ class HotTier:
 
     def lend(self, table_M: np.ndarray, id_M: np.ndarray) -> np.ndarray:
         self._limits.check_fits(len(id_M), self._held())
-        self._free_slots(len(id_M))
-        slot_M = self._next_slots(len(id_M))
-        self._lent += len(slot_M)
-        try:
-            assert self._refused is not None
-            self._refused(self.row_SW, slot_M, table_M, id_M)
-        except BaseException:
-            self._lent -= len(slot_M)
-            self._freed = np.concatenate([self._freed, slot_M])
-            raise
-        self._dirty_S[slot_M] = False
-        self._pin(slot_M.copy(), 2)
+        self._evict_for(len(id_M))
+        slot_M = self._free.reserve(len(id_M), len(self.row_SW))
+        assert self._refused is not None
+        self._refused(self.row_SW, slot_M, table_M, id_M)
+        with changing:
+            self._dirty_S[slot_M] = False
+            self._pin(slot_M, 2)
+            self._free.commit(len(slot_M))
+            self._lent += len(slot_M)
         return slot_M
 
     def take_back(self, slot_M: np.ndarray) -> None:
-        self._pin(slot_M.copy(), -1)
-        self._dirty_S[slot_M] = False
-        self._lent -= len(slot_M)
-        self._freed = np.concatenate([self._freed, slot_M])
+        with changing:
+            self._pin(slot_M, -1)
+            self._dirty_S[slot_M] = False
+            self._lent -= len(slot_M)
+            self._free.give_back(slot_M)
 
     def release(self, slot_U: np.ndarray, *, elsewhere: bool = False) -> None:
         self._pin(slot_U, -1)
@@ -284,7 +282,11 @@ class HotTier:
     def pinned(self) -> int:
         with self._pin_lock:
             self._add_noted_pins()
-        return int(np.count_nonzero(self._pin_S[: self._used]))
+        return int(np.count_nonzero(self._pin_S[: self._free.used]))
+
+    def check_slots(self) -> list[str]:
+        _, _, slot_N = self._keys_of(np.ones(len(self.row_SW), np.bool_))
+        return self._free.problems(self.name, slot_N, self._free.returned_N, self._lent)
 
     def only_read(self) -> None:
         # A child of fork may write down no row, and none of the parent's threads is there to give back the lock.
@@ -314,9 +316,7 @@ class HotTier:
         # What was read is worth keeping, as far as it fits.
         kept = min(len(found), self._room()) if self._keeps_reads else 0
         if kept:
-            slot = self._take_slots(table_U[found[:kept]], id_U[found[:kept]])
-            self._set(slot, table_U[found[:kept]], id_U[found[:kept]], row_FW[:kept], dirty=False)
-            self._touch(slot, first=True)
+            self._take(table_U[found[:kept]], id_U[found[:kept]], row_FW[:kept], dirty=False)
         return missing_U
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
@@ -341,9 +341,7 @@ class HotTier:
             rest = new[fits:]
             assert self._below is not None
             self._below.put(table_U[rest], id_U[rest], row_UW[rest])
-        slot_F = self._take_slots(table_U[new[:fits]], id_U[new[:fits]])
-        self._set(slot_F, table_U[new[:fits]], id_U[new[:fits]], row_UW[new[:fits]], dirty=True)
-        self._touch(slot_F, first=True)
+        self._take(table_U[new[:fits]], id_U[new[:fits]], row_UW[new[:fits]], dirty=True)
         # Making room may have evicted keys that were here when the call began, so they are looked up again.
         hit = np.flatnonzero(hit_U)
         slot_H = self._index.find(table_U[hit], id_U[hit])
@@ -370,12 +368,14 @@ class HotTier:
         if pinned:
             raise StorageError(f"{pinned} of the rows to erase are in use by a lookup; erase them between two steps")
         erased_U = slot_U >= 0
-        if self._below is not None:
-            erased_U |= self._below.erase(table_U, id_U)
-        self._index.erase(table_U[here], id_U[here])
-        self._dirty_S[slot_U[here]] = False
-        self._freed = np.concatenate([self._freed, slot_U[here]])
-        self._add_known(-int(np.count_nonzero(erased_U)))
+        table_H, id_H, slot_H = table_U[here], id_U[here], slot_U[here]
+        gone_U = erased_U if self._below is None else self._below.erase(table_U, id_U)
+        with changing:
+            self._index.erase(table_H, id_H)
+            self._dirty_S[slot_H] = False
+            self._free.give_back(slot_H)
+            erased_U |= gone_U
+            self._add_known(-int(np.count_nonzero(erased_U)))
         return erased_U
 
     def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
@@ -415,7 +415,7 @@ class HotTier:
                 for table_N, id_N, row_NW in self._below.scan():
                     undisturbed.raise_interrupt()
                     self._limits.check_fits(len(id_N), self._held())
-                    self._set(self._take_slots(table_N, id_N), table_N, id_N, row_NW, dirty=False)
+                    self._take(table_N, id_N, row_NW, dirty=False)
             self._rows = len(self._index) if self._resident else None
         except BaseException:
             self._forget()
@@ -424,16 +424,17 @@ class HotTier:
     def clear(self) -> None:
         if self._below is not None:
             self._below.clear()
-        self._forget()
+        with changing:
+            self._forget()
 
     def stats(self) -> dict[str, Any]:
         return {
             "rows": len(self._index),
             "slots": self.slots,
             "pinned": self.pinned,
-            "dirty": int(np.count_nonzero(self._dirty_S[: self._used])),
+            "dirty": int(np.count_nonzero(self._dirty_S[: self._free.used])),
             **self._counters.stats(),
-            "bytes": self._used * (self.row_width * 4 + self._mark_bytes) + self._index.nbytes,
+            "bytes": self._free.used * (self.row_width * 4 + self._mark_bytes) + self._index.nbytes,
         }
 
     def close(self) -> None:
@@ -466,29 +467,40 @@ class HotTier:
             old, new = np.flatnonzero(~missing_M), np.flatnonzero(missing_M)
             if len(new):
                 self._limits.check_new(len(new), self, int(table_M[new[0]]))
-        slot_M = self._take_slots(table_M, id_M)
-        try:
-            assert self._begin is not None
-            self._begin(self.row_SW, slot_M[new], table_M[new], id_M[new])
-        except BaseException:
-            self._freed = np.concatenate([self._freed, slot_M])
-            raise
+        slot_M = self._reserve(table_M, id_M)
+        slot_O, slot_N = slot_M[old], slot_M[new]
+        assert self._begin is not None
+        self._begin(self.row_SW, slot_N, table_M[new], id_M[new])
         if len(old):
-            self._set(slot_M[old], table_M[old], id_M[old], row_MW[old], dirty=False)
-        self._set(slot_M[new], table_M[new], id_M[new], None, dirty=True)
-        self._touch(slot_M, first=True)
-        self._add_known(len(new))
-        self._counters.new_rows += len(new)
+            copy_rows_in(self.row_SW, slot_O, row_MW[old], threads=self._threads)
+        self._index.put(table_M, id_M, slot_M)
+        with changing:
+            self._free.commit(size)
+            set_marks(self._dirty_S, slot_O, False, threads=self._threads)
+            set_marks(self._dirty_S, slot_N, True, threads=self._threads)
+            self._touch(slot_M, first=True)
+            self._add_known(len(new))
+            self._counters.new_rows += len(new)
         return slot_M
 
-    def _set(
-        self, slot_N: np.ndarray, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray | None, *, dirty: bool
-    ) -> None:
-        """Let keys that are not here live in these slots."""
-        if row_NW is not None:
-            copy_rows_in(self.row_SW, slot_N, np.ascontiguousarray(row_NW), threads=self._threads)
+    def _take(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray, *, dirty: bool) -> np.ndarray:
+        """Keep these rows, of keys that are not here. Returns their slots. The caller has checked that there is
+        room."""
+        slot_N = self._reserve(table_N, id_N)
+        copy_rows_in(self.row_SW, slot_N, np.ascontiguousarray(row_NW), threads=self._threads)
         self._index.put(table_N, id_N, slot_N)
-        self._dirty_S[slot_N] = dirty
+        with changing:
+            self._free.commit(len(slot_N))
+            set_marks(self._dirty_S, slot_N, dirty, threads=self._threads)
+            self._touch(slot_N, first=True)
+        return slot_N
+
+    def _reserve(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+        """Free slots for rows of these keys, evicting for them. They are free, and their rows anybody's, until they are
+        committed, right after their keys are in the index. The caller has checked that there is room."""
+        self._evict_for(len(id_N))
+        self._index.reserve_keys(table_N, id_N)
+        return self._free.reserve(len(id_N), len(self.row_SW))
 
     def _pin(self, slot_U: np.ndarray, count: int) -> None:
         """Count pins. The caller may not change `slot_U` afterwards."""
@@ -522,7 +534,7 @@ class HotTier:
             return
         self._use_score *= 2.0 ** (len(slot_N) / (HALF_LIFE * self.slots))
         if self._use_score > _SCORE_STEP:
-            self._score_S[: self._used] /= _SCORE_STEP
+            self._score_S[: self._free.used] /= _SCORE_STEP
             self._use_score /= _SCORE_STEP
 
     def _add_known(self, more: int) -> None:
@@ -537,31 +549,17 @@ class HotTier:
         """Rows that could come in: free slots, and in a cache those of rows that could be evicted."""
         return self.slots - self._held()
 
-    def _take_slots(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
-        """Free slots for these keys, evicting for them. The caller has checked that there is room."""
-        self._free_slots(len(id_N))
-        # Put into the index, keys count as taken at once; so room there is made before any slot is handed out.
-        self._index.reserve_keys(table_N, id_N)
-        return self._next_slots(len(id_N))
-
-    def _free_slots(self, size: int) -> None:
+    def _evict_for(self, size: int) -> None:
+        """Have this many free slots."""
         short = size - (self.slots - len(self._index) - self._lent)
         if short > 0:
             self._evict(max(short, int(self.slots * _EVICT_SHARE)))
 
-    def _next_slots(self, size: int) -> np.ndarray:
-        reused = self._freed[:size]
-        fresh = size - len(reused)
-        slots = np.concatenate([reused, np.arange(self._used, self._used + fresh)])
-        self._freed = self._freed[size:]
-        self._used += fresh
-        return slots
-
     def _evict(self, count: int) -> None:
         """Drop the `count` unpinned rows of least score, of equal ones those in lower slots; or all there are."""
-        score_S = self._score_S[: self._used].copy()
-        score_S[self._pin_S[: self._used] > 0] = np.inf
-        score_S[self._freed] = np.inf
+        score_S = self._score_S[: self._free.used].copy()
+        score_S[self._pin_S[: self._free.used] > 0] = np.inf
+        score_S[self._free.returned_N] = np.inf
         count = min(count, int(np.count_nonzero(score_S < np.inf)))
         if count == 0:
             return
@@ -572,11 +570,12 @@ class HotTier:
         dirty = np.flatnonzero(self._dirty_S[slot_V])
         self._put_below(table_V[dirty], id_V[dirty], slot_V[dirty])
         self._index.erase(table_V, id_V)
-        self._freed = np.concatenate([self._freed, slot_V])
-        self._counters.evicted += len(slot_V)
+        with changing:
+            self._free.give_back(slot_V)
+            self._counters.evicted += len(slot_V)
 
     def _write_down(self) -> None:
-        self._put_below(*self._keys_of(self._dirty_S[: self._used]))
+        self._put_below(*self._keys_of(self._dirty_S[: self._free.used]))
 
     def _put_below(self, table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray, batch: int = 65536) -> None:
         if len(slot_N) == 0:
@@ -606,8 +605,7 @@ class HotTier:
         self._index.clear()
         with self._pin_lock:
             self._noted_pins.clear()
-        self._pin_S[: self._used] = 0
-        self._dirty_S[: self._used] = False
-        self._freed = np.empty(0, np.int64)
-        self._used = self._lent = 0
-        self._rows = 0
+        self._pin_S[: self._free.used] = 0
+        self._dirty_S[: self._free.used] = False
+        self._free.clear()
+        self._lent = self._rows = 0

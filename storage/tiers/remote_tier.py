@@ -27,7 +27,7 @@ from oneemb.storage.dropped import close_when_dropped
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.remote.parameter_server import Erases, LostRowsError, ParameterServer, ServerError
 from oneemb.storage.row_store import RowStore
-from oneemb.storage.turns import undisturbed
+from oneemb.storage.turns import changing, undisturbed
 
 __all__ = ["RemoteTier"]
 
@@ -128,10 +128,12 @@ class RemoteTier:
             word_NX[:, : self.row_width] = row_UW[its]
             word_NX[:, self.row_width : -_STAMP_WORDS] = 0
             word_NX.view(np.uint64)[:, -1] = self._stamps(np.array([self._pushes])) ^ self._sums(word_NX, id_N)
+            place_N = np.full(len(id_N), 2 * self._pushes + dirty)
             self._server.push(self._table(table), id_N, [word_NX])
-            old_N = self._index.put(table_N, id_N, np.full(len(id_N), 2 * self._pushes + dirty))
-            self._dirty += len(id_N) * dirty - _dirty(old_N)
-            self._pushed += len(id_N)
+            with changing:  # The server has other rows than the index knows of.
+                old_N = self._index.put(table_N, id_N, place_N)
+                self._dirty += len(id_N) * dirty - _dirty(old_N)
+                self._pushed += len(id_N)
 
     def _sums(self, word_NX: np.ndarray, id_N: np.ndarray) -> np.ndarray:
         """The checksums of values: uint64 [N]."""
@@ -151,10 +153,11 @@ class RemoteTier:
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """As `RowStore.erase`. What the server does not erase stays there as nobody's row."""
         erased_U = self._index.find(table_U, id_U) >= 0
-        if self._below is not None:
-            erased_U |= self._below.erase(table_U, id_U)
-        old_U = self._index.erase(table_U, id_U)
-        self._dirty -= _dirty(old_U)
+        gone_U = erased_U if self._below is None else self._below.erase(table_U, id_U)
+        with changing:
+            old_U = self._index.erase(table_U, id_U)
+            self._dirty -= _dirty(old_U)
+            erased_U |= gone_U
         known_K = np.flatnonzero(old_U >= 0)
         for table, its in _by_table(table_U[known_K]):
             self._erase_there(table, np.ascontiguousarray(id_U[known_K[its]]))
@@ -219,7 +222,8 @@ class RemoteTier:
         """As `RowStore.clear`. The server keeps what it has, as nobody's rows, until they are pushed anew."""
         if self._below is not None:
             self._below.clear()
-        self._forget()
+        with changing:
+            self._forget()
 
     def _forget(self) -> None:
         self._left_behind += len(self._index)
@@ -228,6 +232,10 @@ class RemoteTier:
 
     def only_read(self) -> None:
         """As `Tier.only_read`: nothing is kept of what is read."""
+
+    def check_slots(self) -> list[str]:
+        """As `Tier.check_slots`: rows are in no slots here."""
+        return []
 
     def stats(self) -> dict[str, Any]:
         """See `oneemb.stats.RemoteStats`."""
