@@ -296,7 +296,7 @@ class Ledger:
 
     def check_scores(self, table_N: np.ndarray, score_N: np.ndarray) -> None:
         """Raise ValueError unless rows of these tables may have these scores, uint64 [N]."""
-        is_number_N = self._rules.kind_T[table_N] == DECAYED
+        is_number_N = self._rules.kind_T.take(table_N) == DECAYED
         if (score_N[is_number_N] >= np.array(np.inf).view(np.uint64)).any():
             raise ValueError("scores of LFU with a half-life are bits of finite float64 numbers, 0 or more, got others")
 
@@ -550,8 +550,8 @@ class Ledger:
             cell_N, last_N = self._free_rows(range(shard, shard + 1), self._places.word_PX, self._places.first + 2)
             table_N, id_N, place_N = keys_in_cells(cell_N)
             last_N2 = last_N.view(np.uint32).reshape(-1, 2)
-            old_N = step - last_N2[:, 0].astype(np.int64) > steps_T[table_N]
-            old_N |= second - last_N2[:, 1].astype(np.int64) > seconds_T[table_N]
+            old_N = step - last_N2[:, 0].astype(np.int64) > steps_T.take(table_N)
+            old_N |= second - last_N2[:, 1].astype(np.int64) > seconds_T.take(table_N)
             if old_N.any():
                 with self._holding(held):
                     old = np.flatnonzero(old_N & ~self._places.held_P[place_N])
@@ -564,7 +564,7 @@ class Ledger:
         if weighed_T.any():
             for shard in shards:
                 table_N, id_N, _ = self._rows_in(range(shard, shard + 1))
-                weighed = np.flatnonzero(weighed_T[table_N])
+                weighed = np.flatnonzero(weighed_T.take(table_N))
                 for begin in range(0, len(weighed), most):
                     its = weighed[begin : begin + most]
                     yield table_N[its], id_N[its]

@@ -176,14 +176,15 @@ class MergedStore:
     def mark_dirty(self, table_U: np.ndarray, slot_U: np.ndarray) -> None:
         """Say that the rows of these keys, of any members, in these merged slots have changed."""
         mark_V, begin_M = self._dirty_marks()
+        member_U = self.members_of(table_U)
         with undisturbed:
-            set_marks(mark_V, slot_U + (begin_M - self._begin_M)[self._member_T[table_U]], True, threads=self.threads)
-            for m in np.flatnonzero(np.bincount(self._member_T[table_U], minlength=len(self.members))).tolist():
+            set_marks(mark_V, slot_U + (begin_M - self._begin_M).take(member_U), True, threads=self.threads)
+            for m in np.flatnonzero(np.bincount(member_U, minlength=len(self.members))).tolist():
                 self.members[m].changes += 1
 
     def members_of(self, table_U: np.ndarray) -> np.ndarray:
         """The member that each merged table belongs to: int32 [U]."""
-        return self._member_T[table_U]
+        return self._member_T.take(table_U)
 
     def describe_key(self, table: int, id: int) -> str:
         """A key as errors name it."""

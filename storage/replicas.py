@@ -48,7 +48,7 @@ class Replicas:
 
     def are_of(self, table_N: np.ndarray, id_N: np.ndarray | None = None) -> np.ndarray:
         """Whether each key is one of a replicated table: bool [N]. Ids do not matter."""
-        replicated_N: np.ndarray = self._replicated_T[np.minimum(table_N, len(self._replicated_T) - 1)]
+        replicated_N: np.ndarray = self._replicated_T.take(table_N, mode="clip")
         return replicated_N
 
     def are_counted(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:

@@ -261,6 +261,15 @@ undisturbed = _Undisturbed()
 around_compiling.begin, around_compiling.end = undisturbed.hold_signals, undisturbed._let_signals_come
 
 
+def _says_memory_ran_out(error: BaseException) -> bool:
+    """Whether an error is torch's of memory that ran out, on a GPU or on the host. torch is not imported for it."""
+    return (
+        type(error).__name__ == "OutOfMemoryError"
+        or isinstance(error, RuntimeError)
+        and ("DefaultCPUAllocator: can't allocate memory" in str(error))
+    )
+
+
 class _Changing:
     """`with changing:` is a block in which an object is half changed. An error that leaves the block, of whatever type,
     breaks the objects in whose turns it comes; an interrupt that the block lets in on purpose does not.
@@ -341,8 +350,7 @@ class Turns:
         or that no code raises on purpose, breaks the object."""
         if error is None or error is undisturbed.interrupt:
             return
-        foreseen = isinstance(error, _FORESEEN) or type(error).__name__ == "OutOfMemoryError"  # torch's, of a GPU
-        if not foreseen or getattr(error, "left_half_changed", False):
+        if not (isinstance(error, _FORESEEN) or _says_memory_ran_out(error)) or hasattr(error, "left_half_changed"):
             self.cut_short(error)
 
     def cut_short(self, error: BaseException) -> None:

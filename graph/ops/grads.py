@@ -148,6 +148,7 @@ def _slots_of(store: EmbeddingStore | MergedStore, unique: Any, slot_N: Array) -
     inverse_N, slot_of_N = (loops.tensor(array).cpu().numpy() for array in (unique.inverse_N, slot_N))
     kept = np.flatnonzero(~np.isin(slot_of_N, store.lent()))
     slot_U = np.empty(len(unique.id_U), np.int64)
+    inverse_N = inverse_N.astype(np.int64)
     slot_U[inverse_N] = slot_of_N
     slot_U[inverse_N[kept]] = slot_of_N[kept]
     return loops.put(slot_U)

@@ -763,7 +763,7 @@ def read_ids(
             unique = loops.unique_keys(table_N[missing], id_N[missing], tables=num_tables, padding_id=None, check=None)
             slot_U, _ = store.acquire(unique)
             store.release(slot_U)
-            slot_N[missing] = slot_U[unique.inverse_N]
+            slot_N[missing] = slot_U.take(unique.inverse_N)
         with store.writing:
             loops.gather(RowsOfIds(store.weight_SX, None, slot_N), out_ND)
         if len(missing) and not inserts:

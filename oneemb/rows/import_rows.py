@@ -337,7 +337,7 @@ class _IntoEmbedding:
         unique = unique_keys(table_N, id_N, padding_id=embedding.padding_idx)
         last_U = np.empty(len(unique.id_U), np.int64)
         not_padding = np.flatnonzero(unique.inverse_N >= 0)
-        last_U[unique.inverse_N[not_padding]] = not_padding
+        last_U[unique.inverse_N[not_padding].astype(np.int64)] = not_padding
         row_NW = encode_rows(row_format, batch.weight_ND, batch.state_NZ if row_format.state_width else None)
         own_U = np.flatnonzero(
             store.replicas.are_of(unique.table_U)

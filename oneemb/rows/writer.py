@@ -92,7 +92,7 @@ class PersistentTableWriter:
             raise StorageError("the writer is closed, its snapshot is saved; make another one under another name")
         unique = unique_keys(table_N, id_N)
         last_U = np.empty(len(unique.id_U), np.int64)
-        last_U[unique.inverse_N] = np.arange(len(id_N))
+        last_U[unique.inverse_N.astype(np.int64)] = np.arange(len(id_N))
         owner_U = self._owner_of(unique.table_U, unique.id_U, len(self._sinks))
         for s, sink in enumerate(self._sinks):
             owned = np.flatnonzero(owner_U == s)

@@ -2,11 +2,12 @@
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from oneemb.kernels.threads import Threads, available_cores
+from oneemb.kernels.threads import Threads, available_cores, submit
 from tests.support.forks import ended_well, in_child
 
 
@@ -148,3 +149,23 @@ def test_threads_are_kept_off_the_core_that_calls():
     assert cores == os.sched_getaffinity(0) - {threads._kept_off[0]}
     assert len(os.sched_getaffinity(0)) == available_cores()
     threads.close()
+
+
+@pytest.mark.parametrize("earlier", [0, 1], ids=["no thread", "a thread"])
+def test_work_is_done_once_though_no_thread_can_be_started(earlier, monkeypatch):
+    with ThreadPoolExecutor(2) as pool:
+        if earlier:  # It is busy, so that the pool wants another one; later it finds the work in the queue.
+            begun, end = threading.Event(), threading.Event()
+            busy = submit(pool, lambda: begun.set() or end.wait())
+            begun.wait()
+
+        def start(thread):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+        runs = []
+        assert submit(pool, lambda: runs.append(1) or "done").result() == "done"
+        if earlier:
+            end.set()
+            busy.result()
+    assert runs == [1]

@@ -8,11 +8,12 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from oneemb.kernels.jit import compiling, cpu
 from oneemb.storage import turns as turns_module
 from oneemb.storage.errors import BrokenStoreError, StorageError
-from oneemb.storage.turns import Turns, undisturbed
+from oneemb.storage.turns import Turns, changing, undisturbed
 from tests.support.interrupts import AtLine, count_lines, interrupted
 
 
@@ -116,6 +117,29 @@ def test_an_error_that_is_raised_on_purpose_breaks_nothing(error):
         with turns:
             raise error
     turns.check(changes=True)
+
+
+@pytest.mark.parametrize("error", [StorageError, MemoryError, ValueError, OSError, LookupError])
+def test_an_error_in_the_middle_of_a_change_breaks_the_objects_in_whose_turns_it_comes(error):
+    store, table = Turns("the store", "clear it", rank=0), Turns("the table", "load it", rank=1)
+    with pytest.raises(error), store, table, changing:
+        raise error("in the middle")
+    assert store.broken and table.broken
+
+
+def test_an_interrupt_that_is_let_in_during_a_change_breaks_nothing():
+    turns = Turns("the object", "clear it", rank=0)
+    with pytest.raises(KeyboardInterrupt), turns, changing:
+        signal.raise_signal(signal.SIGINT)
+        undisturbed.raise_interrupt()
+    assert not turns.broken
+
+
+def test_torchs_errors_of_memory_that_runs_out_break_nothing():
+    turns = Turns("the object", "clear it", rank=0)
+    with pytest.raises(RuntimeError, match="memory") as error, turns:
+        torch.empty(2**60, dtype=torch.int8)
+    assert not turns.broken, error.value
 
 
 def test_other_threads_and_loops_of_asyncio_take_turns():
