@@ -8,12 +8,12 @@ from oneemb.storage.free_slots import FreeSlots
 
 def test_slots_are_given_out_once_until_they_come_back(seed=0):
     rng = np.random.default_rng(seed)
-    free, taken = FreeSlots(5000, np.arange), set()
+    free, taken = FreeSlots(np.arange), set()
     for _ in range(400):
         if rng.random() < 0.6:
             size = int(rng.integers(0, min(40, 5000 - len(taken)) + 1))
-            first = free.reserve(size)
-            assert (free.reserve(size) == first).all(), "what is only reserved stays free"
+            first = free.reserve(size, 5000)
+            assert (free.reserve(size, 5000) == first).all(), "what is only reserved stays free"
             free.commit(size)
             slots = set(first.tolist())
             assert len(slots) == size and not slots & taken and slots <= set(range(5000))
@@ -27,19 +27,19 @@ def test_slots_are_given_out_once_until_they_come_back(seed=0):
 
 
 def test_slots_given_back_are_used_before_new_ones():
-    free = FreeSlots(10, np.arange)
-    free.reserve(6)
+    free = FreeSlots(np.arange)
+    free.reserve(6, 10)
     free.commit(6)
     free.give_back(np.array([1, 4]))
-    assert set(free.reserve(3).tolist()) == {1, 4, 6} and free.used == 6
+    assert set(free.reserve(3, 10).tolist()) == {1, 4, 6} and free.used == 6
 
 
 def test_slots_beyond_the_slab_are_refused():
-    free = FreeSlots(4, np.arange)
-    free.reserve(3)
+    free = FreeSlots(np.arange)
+    free.reserve(3, 10)
     free.commit(3)
     with pytest.raises(AssertionError, match="slots were lost"):
-        free.reserve(2)
+        free.reserve(2, 4)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_slots_beyond_the_slab_are_refused():
     ids=["lost", "twice", "beyond"],
 )  # fmt: skip
 def test_lost_slots_are_told(taken, returned, lent):
-    free = FreeSlots(4, np.arange)
-    free.reserve(3)
+    free = FreeSlots(np.arange)
+    free.reserve(3, 10)
     free.commit(3)
     assert free.problems("host", np.array(taken), np.array(returned, np.int64), lent)
 
@@ -68,12 +68,12 @@ class Short:
 
 def test_giving_back_needs_no_memory():
     arange = Short(100)
-    free = FreeSlots(5000, arange)
-    slot_N = free.reserve(3000)
+    free = FreeSlots(arange)
+    slot_N = free.reserve(3000, 5000)
     free.commit(3000)
     arange.n = 0
     free.give_back(slot_N)
     assert free.returned == 3000
     with pytest.raises(MemoryError):
-        free.reserve(10)
+        free.reserve(10, 5000)
     assert (free.used, free.returned) == (3000, 3000)

@@ -223,7 +223,7 @@ def run(subject, allocations, operations=OPERATIONS, most=400):
             try:
                 call()
             except Exception as raised:
-                error = raised
+                error = repr(raised)  # Its traceback would keep what the call has held.
             count = allocations.counted()
             allocations.fail_after(-1)
             subject.optimizer.zero_grad()
@@ -239,7 +239,7 @@ def run(subject, allocations, operations=OPERATIONS, most=400):
                 subject.row = subject.read(range(IDS))
                 subject.saved[f"again{failures}"] = dict(subject.row)
             elif found:
-                wrong += [f"{subject.kind}: {name}, allocation {n} of {count}, {error!r}: {it}" for it in found]
+                wrong += [f"{subject.kind}: {name}, allocation {n} of {count}, {error}: {it}" for it in found]
             if error is None and count <= n:
                 break
         print(f"{name}: {n} allocations", file=sys.stderr, flush=True)
