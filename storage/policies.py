@@ -207,8 +207,9 @@ class RowPolicy:
         expire_where: `expire_where(table, ids, weights)`, of int, int64 [N] and float32 [N, D] arrays, says by bool
             [N] which rows leave; None = none. It must not call the embedding.
         sweep_steps: in so many steps every row is looked at once, whether it has expired by steps or seconds, 256th by
-            256th of them; of several tables the least holds for all. `embedding.evict()` looks at all of them, at
-            norms and `expire_where` too.
+            256th of them; of several tables the least holds for all. So a table holds the rows of the last
+            `expire_after_steps + sweep_steps` steps at most. `embedding.evict()` looks at all of them, at norms and
+            `expire_where` too.
         sweep_weights: whether sweeps look at norms and `expire_where` too, which reads the weights of rows.
         sweep_above_mb: sweeps pass over the table's rows until they take more MiB than this, optimizer state included,
             wherever they are; None = they never do.

@@ -768,6 +768,30 @@ def test_a_sketch_counts_never_too_few(tmp_path):
     assert early <= 15
 
 
+@pytest.mark.parametrize("by", ["steps", "seconds"])
+@pytest.mark.parametrize(("expire_after", "sweep_steps"), [(3, 1), (5, 7), (2, 150)])
+def test_a_table_holds_rows_of_the_last_steps_that_they_may_rest_and_those_of_a_sweep(
+    tmp_path, by, expire_after, sweep_steps
+):
+    now, each = 0, 4
+    policy = RowPolicy(sweep_steps=sweep_steps, clock=lambda: now, **{f"expire_after_{by}": expire_after})
+    embedding = make(tmp_path, "device", policy)
+    optimizer, rng, used_at, held_S = sgd(embedding), np.random.default_rng(0), {}, []
+    for now in range(expire_after + sweep_steps + 40):
+        its = {each * now + n for n in range(each)} | {int(rng.integers(each * now + 1))}  # new ones, and an old one
+        step(embedding, optimizer, ids(*sorted(its)))
+        used_at |= dict.fromkeys(its, now)
+        held = {id for _, id in known(embedding, up_to=each * (now + 1))}
+        held_S.append(len(held))
+        young = {id for id, at in used_at.items() if now - at <= expire_after}
+        assert young <= held, "none leaves that has not expired"
+        assert held <= {id for id, at in used_at.items() if now - at < expire_after + sweep_steps} | young
+    mean = np.mean(held_S[expire_after + sweep_steps :])
+    assert mean > each * (expire_after + sweep_steps // 2) * 0.9, "half of a sweep on average: docs/policies.md"
+    embedding.evict()
+    assert {id for _, id in known(embedding, up_to=each * (now + 1))} <= young
+
+
 def test_by_chance_the_same_ids_get_a_row_again_and_after_a_load(tmp_path):
     policy = RowPolicy(admit=AdmitChance(0.3, seed=7))
     found = []
