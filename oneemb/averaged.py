@@ -20,6 +20,7 @@ import torch
 
 from oneemb.embedding import MultiTableEmbedding, TableEmbedding, copied
 from oneemb.graph import ops
+from oneemb.graph.ops.batch_ids import pooling_of
 from oneemb.graph.ops.lookup import DTYPES
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Keys, Loops
@@ -144,27 +145,27 @@ class AveragedEmbedding(torch.nn.Module):
         table_ids: torch.Tensor | None = None,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
-        pooling: Literal["sum", "mean", "max"] = "sum",
+        pooling: Literal["sum", "mean", "max"] | None = None,
         *,
         columns: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """The averages of the rows of ids, without a gradient; arguments, result and errors are those of the
         embedding in eval mode."""
         refuse_tracers(self.embedding, ids)
-        rows, averages = self.rows, _Averages(self)
+        rows, averages, pools = self.rows, _Averages(self), pooling_of(pooling, offsets)
 
         def keys() -> ops.Keys:
             its_columns = None if columns is None else tuple(columns)
-            return rows.keys_of(ids, table_ids, offsets, per_sample_weights, pooling, its_columns)
+            return rows.keys_of(ids, table_ids, offsets, per_sample_weights, pools, its_columns)
 
         def look_up() -> torch.Tensor:
             if rows.asked_ranks is None:
-                return ops.peek(averages, keys(), per_sample_weights, pooling)
-            sums_bags = ops.sums_bags(offsets, per_sample_weights, pooling)
+                return ops.peek(averages, keys(), per_sample_weights, pools)
+            sums_bags = ops.sums_bags(offsets, per_sample_weights, pools)
             lease = ops.look_up_on_ranks(
                 rows.asked_ranks, rows.store, rows.name, keys, source=averages, sums_bags=sums_bags
             )
-            return ops.gather(lease, per_sample_weights, pooling)
+            return ops.gather(lease, per_sample_weights, pools)
 
         with torch.no_grad():
             found = alone((rows.store.step_lock,), look_up)

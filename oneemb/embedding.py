@@ -29,6 +29,7 @@ from oneemb.graph import ops
 from oneemb.graph.build_error import warn_user
 from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in
+from oneemb.graph.ops.batch_ids import pooling_of
 from oneemb.graph.ranks import Ranks
 from oneemb.graph.row_optimizers import SAME_STATE, RowOptimizer
 from oneemb.kernels.threads import Threads
@@ -135,7 +136,7 @@ class TableEmbedding(torch.nn.Module):
         table_ids: torch.Tensor | None = None,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
-        pooling: Literal["sum", "mean", "max"] = "sum",
+        pooling: Literal["sum", "mean", "max"] | None = None,
         *,
         columns: Sequence[int] | None = None,
     ) -> torch.Tensor:
@@ -152,9 +153,10 @@ class TableEmbedding(torch.nn.Module):
             offsets: int64 [P + 1], from 0 to N: bag p holds ids[offsets[p]:offsets[p + 1]], any number of ids.
                 Without `table_ids` bags lie sample by sample: P = B * T, and bag p is looked up in table p % T.
             per_sample_weights: float32 [N]; each id's weights are multiplied by it before a sum. It gets a gradient.
-            pooling: "sum", "mean" or elementwise "max" of a bag's ids. Those equal to `padding_idx` are left out. As
-                in `torch.nn.EmbeddingBag` the gradient of a maximum goes to the id that gave it, the first of several;
-                a NaN is the maximum where the first id of a bag has it, and is passed over elsewhere.
+            pooling: with `offsets`, "sum" (None is the same), "mean" or elementwise "max" of a bag's ids. Those equal
+                to `padding_idx` are left out. As in `torch.nn.EmbeddingBag` the gradient of a maximum goes to the id
+                that gave it, the first of several; a NaN is the maximum where the first id of a bag has it, and is
+                passed over elsewhere.
             columns: with `offsets`, the table of each of C columns, 0 to T-1, none below the one before. Bags then lie
                 column by column: P = C * B, and bag p is of column p // B. Several columns may be of one table.
 
@@ -182,7 +184,7 @@ class TableEmbedding(torch.nn.Module):
             )
         arguments: dict[str, Any] = {
             "ids": ids, "table_ids": table_ids, "offsets": offsets, "per_sample_weights": per_sample_weights,
-            "pooling": pooling, "columns": None if columns is None else tuple(columns),
+            "pooling": pooling_of(pooling, offsets), "columns": None if columns is None else tuple(columns),
         }  # fmt: skip
         building = building_now()
         if building is None:
@@ -257,7 +259,7 @@ class TableEmbedding(torch.nn.Module):
         table_ids: torch.Tensor | None,
         offsets: torch.Tensor | None,
         per_sample_weights: torch.Tensor | None,
-        pooling: str,
+        pooling: str | None,
         columns: tuple[int, ...] | None = None,
     ) -> ops.Keys:
         """The unique keys of a lookup with these arguments; raises as `forward` does of what is wrong with them."""
@@ -271,7 +273,7 @@ class TableEmbedding(torch.nn.Module):
             columns,
             threads=self.store.threads,
         )
-        ops.check_pooling(keys, per_sample_weights, pooling)
+        ops.check_pooling(keys, per_sample_weights, pooling or "sum")
         return keys
 
     def say_if_empty(self) -> None:

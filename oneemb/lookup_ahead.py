@@ -44,7 +44,7 @@ class LookupAhead:
         assert embedding.asked_ranks is not None
         self._embedding, self._ranks = embedding, embedding.asked_ranks
         self._connections, self._later = connections, later
-        self._arguments: Mapping[str, Any] = {"offsets": None, "per_sample_weights": None, "pooling": "sum"}
+        self._arguments: Mapping[str, Any] = {"offsets": None, "per_sample_weights": None, "pooling": None}
         self._failed: list[Exception] = []
         try:
             self._arguments = arguments()
@@ -101,7 +101,7 @@ class LookupAhead:
         )
         if not has_gradient:
             lease.unpin()
-        rows = ops.gather(lease, scales, self._arguments["pooling"])
+        rows = ops.gather(lease, scales, self._arguments["pooling"] or "sum")
         return ops.with_grad(rows, lease, embedding.weights, scales) if has_gradient else rows
 
     def __del__(self) -> None:

@@ -13,6 +13,8 @@ import torch
 
 __all__ = ["RowWeight", "refuse_values"]
 
+_TENSOR: Any = torch.Tensor  # Any: its properties are declared as attributes.
+
 _GIVE_VALUES = (
     "bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_",
     "set_", "uniform_", "zero_", "__setitem__",
@@ -68,7 +70,7 @@ class _HoldsNone(torch.Tensor):
     def shape(self) -> torch.Size:  # type: ignore[override]
         """As of any tensor."""
         self._refuse_initializer(sys._getframe(1))
-        return torch.Tensor.shape.__get__(self)
+        return _TENSOR.shape.__get__(self)
 
     def numel(self) -> int:
         """As of any tensor."""
@@ -85,9 +87,9 @@ class RowWeight(torch.nn.Parameter, _HoldsNone):
     """A parameter that stands for rows, and refuses values."""
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """As of any tensor; what changes it in place is refused too."""
-        data = torch.Tensor.data.__get__(self).as_subclass(_Data)
+        data = _TENSOR.data.__get__(self).as_subclass(_Data)
         data.embedding = self.embedding
         return data
 
@@ -95,13 +97,13 @@ class RowWeight(torch.nn.Parameter, _HoldsNone):
     def data(self, data: torch.Tensor) -> None:
         if data.numel():
             refuse_values(self.name, f"weight.data = a tensor of shape {list(data.shape)}")
-        torch.Tensor.data.__set__(self, data)
+        _TENSOR.data.__set__(self, data)
 
 
 class _Data(_HoldsNone):
     """What `weight.data` gives."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # Results of its methods are ordinary tensors.
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # Results of its methods are ordinary tensors.
 
 
 for _method in _GIVE_VALUES:

@@ -276,3 +276,30 @@ def test_what_a_lookup_was_given_may_change_before_its_gradient_comes(tmp_path, 
         (rows * torch.arange(1.0, len(rows) + 1)[:, None]).sum().backward()
         found.append([*embedding.weight.grad.row_keys(), embedding.weight.grad.row_values()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
+def test_pooling_of_ids_in_no_bags_is_an_error(tmp_path, pooling):
+    embedding, _ = make(tmp_path / "rows", tables=2)
+    ids = torch.tensor([[1, 2], [3, 4]])
+    embedding(ids)
+    averaged = oneemb.AveragedEmbedding(embedding, tmp_path / "averages")
+
+    class Score(oneemb.EvalGraph):
+        def __init__(self):
+            super().__init__()
+            self.embedding = embedding
+
+        def build(self, ids, **more):
+            return self.embedding(ids, **more)
+
+    score = Score()
+    for look_up in (embedding, embedding.eval(), averaged, score):
+        with pytest.raises(ValueError, match=f"pooling='{pooling}' is of bags.*pass offsets"):
+            look_up(ids, pooling=pooling)
+        assert look_up(ids).shape == (2, 2, DIM)
+        assert look_up(ids.reshape(-1), offsets=torch.arange(5), pooling=pooling).shape == (2, 2, DIM)
+        assert torch.equal(
+            look_up(ids.reshape(-1), offsets=torch.tensor([0, 0, 2, 3, 4])),
+            look_up(ids.reshape(-1), offsets=torch.tensor([0, 0, 2, 3, 4]), pooling="sum"),
+        )

@@ -5,6 +5,7 @@ N ids, P bags, B samples, T tables, C columns.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -12,9 +13,26 @@ import torch
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Loops
 
-__all__ = ["bags_of_ids", "check_ids", "check_no_columns", "check_tables", "tables_and_ids"]
+__all__ = ["POOLINGS", "bags_of_ids", "check_ids", "check_no_columns", "check_tables", "pooling_of", "tables_and_ids"]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+POOLINGS = ("sum", "mean", "max")
+"""What a bag may give of its ids."""
+
+
+def pooling_of(pooling: str | None, offsets: object) -> Literal["sum", "mean", "max"]:
+    """What a bag gives of its ids, "sum" where it is not said; raise ValueError where it is said of ids in no bags."""
+    if pooling is None:
+        return "sum"
+    if pooling not in POOLINGS:
+        raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')
+    if offsets is None:
+        raise ValueError(
+            f"pooling={pooling!r} is of bags, which offsets tell apart, got none; pass offsets, or pool the rows"
+            " of ids yourself, embedding(ids).sum(1)"
+        )
+    return cast(Literal["sum", "mean", "max"], pooling)
 
 
 def check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, key_type: torch.dtype) -> None:

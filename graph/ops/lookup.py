@@ -48,9 +48,6 @@ __all__ = [
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-POOLINGS = ("sum", "mean", "max")
-"""What a bag may give of its ids."""
-
 _ONE_THREAD = Threads(1)
 _NO_LOOPS = HostLoops(_ONE_THREAD)
 
@@ -219,7 +216,7 @@ class Lease:
         self.scale_N: Array | None = None
         """By what each id was multiplied on its way into its bag; None = 1."""
         self.pooling = "sum"
-        """What a bag gives: one of `POOLINGS`."""
+        """What a bag gives: one of `batch_ids.POOLINGS`."""
         self.argmax_PD: Array | None = None
         """Of bags that gave their maximum, the place in the bag of the id that each number is of: see
         `Loops.pool_max`."""
@@ -672,7 +669,7 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
     Raises:
         TypeError, ValueError: it would refuse it.
     """
-    if pooling not in POOLINGS:
+    if pooling not in batch_ids.POOLINGS:
         raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')
     if per_sample_weights is None:
         return

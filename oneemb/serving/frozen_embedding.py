@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from oneemb.embedding import TableEmbedding
-from oneemb.graph.ops.batch_ids import check_ids
+from oneemb.graph.ops.batch_ids import check_ids, pooling_of
 from oneemb.serving.frozen_op import HashedRows
 from oneemb.serving.frozen_rows import FrozenRows
 
@@ -46,21 +46,20 @@ class FrozenEmbedding(torch.nn.Module):
         table_ids: torch.Tensor | None = None,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
-        pooling: Literal["sum", "mean", "max"] = "sum",
+        pooling: Literal["sum", "mean", "max"] | None = None,
         *,
         columns: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """As `MultiTableEmbedding.forward` in eval mode."""
-        if pooling not in ("sum", "mean", "max"):
-            raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')
-        if offsets is None and (columns is not None or per_sample_weights is not None or pooling != "sum"):
-            raise ValueError("columns, per_sample_weights and pooling are for bags; pass offsets")
+        pools = pooling_of(pooling, offsets)
+        if offsets is None and (columns is not None or per_sample_weights is not None):
+            raise ValueError("columns and per_sample_weights are for bags; pass offsets")
         if offsets is None:
             check_ids(ids, table_ids, self.num_tables, self.key_type)
             table_N = self._tables_of(ids, table_ids)
             rows: torch.Tensor = self.lookup(table_N, self._wide(ids).reshape(-1))
             return rows.to(self.dtype).reshape(*ids.shape, self.embedding_dim)
-        return self._pooled(ids, table_ids, offsets, per_sample_weights, pooling, columns)
+        return self._pooled(ids, table_ids, offsets, per_sample_weights, pools, columns)
 
     def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
         """As `MultiTableEmbedding.read`."""

@@ -112,7 +112,7 @@ class InferenceEmbedding(torch.nn.Module):
         table_ids: torch.Tensor | None = None,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
-        pooling: Literal["sum", "mean", "max"] = "sum",
+        pooling: Literal["sum", "mean", "max"] | None = None,
         *,
         columns: Sequence[int] | None = None,
     ) -> torch.Tensor:
@@ -127,12 +127,11 @@ class InferenceEmbedding(torch.nn.Module):
         """
         refuse_tracers(self, ids)
         served = self._now()
-        if pooling not in ("sum", "mean", "max"):
-            raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')
-        if per_sample_weights is not None and (offsets is None or pooling != "sum"):
+        pools = batch_ids.pooling_of(pooling, offsets)
+        if per_sample_weights is not None and (offsets is None or pools != "sum"):
             raise ValueError('per_sample_weights are for bags that are summed; pass offsets, and pooling="sum"')
         if offsets is not None:
-            return self._bags(served, ids, table_ids, offsets, per_sample_weights, pooling, columns)
+            return self._bags(served, ids, table_ids, offsets, per_sample_weights, pools, columns)
         batch_ids.check_no_columns(columns)
         num_tables = len(served.table_C if table_ids is None else served.is_served_T)
         batch_ids.check_ids(ids, table_ids, num_tables, served.key_type)

@@ -629,7 +629,7 @@ def arguments_of(
     table_ids: torch.Tensor | None = None,
     offsets: torch.Tensor | None = None,
     per_sample_weights: torch.Tensor | None = None,
-    pooling: str = "sum",
+    pooling: str | None = None,
     columns: tuple[int, ...] | None = None,
 ) -> dict[str, Any]:
     """The arguments of a lookup."""
