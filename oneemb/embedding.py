@@ -745,7 +745,10 @@ class TableEmbedding(torch.nn.Module):
         return cast(EmbeddingStats, {**stats, "hit_rate": hit_rate})
 
     def close(self) -> None:
-        """Free memory, files and the lock on `persistent_path`. Rows that no snapshot holds are gone."""
+        """Free memory, files and the lock on `persistent_path`. Rows that no snapshot holds are gone.
+
+        `oneemb.release(path)` closes an embedding that no variable names any more, as happens in notebooks.
+        """
         self.store.close()
 
     def extra_repr(self) -> str:

@@ -1096,7 +1096,7 @@ class EmbeddingStore:
         if self.plan.owners > 1:  # Those of other ranks may have rows to save, which takes all of them.
             return "whose ranks give way together: make this call on all of them"
         why = between_steps_now(self.step_lock, lambda: self._give_way(other))
-        return "which is in the middle of a step" if why is None else why
+        return "which is in the middle of a step, a save or a load" if why is None else why
 
     def _give_way(self, other: str) -> str:
         if lost := self._unsaved():

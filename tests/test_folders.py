@@ -406,6 +406,22 @@ def test_the_folder_of_a_file_server_goes_with_the_embeddings_that_it_serves(tmp
     step(make("first"), 1)
 
 
+def test_release_of_a_folder_closes_all_below_it_and_tells_of_each(tmp_path):
+    embeddings = [make_embedding(tmp_path / "model" / name, name=name) for name in ("users", "items", "saved")]
+    for embedding in embeddings:
+        step(embedding, 1, 2)
+    embeddings[2].save_snapshot("s")
+    beside = make_embedding(tmp_path / "model-2")
+    step(beside, 1)
+    with pytest.warns(UserWarning) as warned:
+        oneemb.release(tmp_path / "model")
+    assert sorted(str(one.message).split()[1] for one in warned) == ["'items'", "'users'"]
+    for embedding in embeddings:
+        with pytest.raises(oneemb.StorageError, match="is closed"):
+            embedding(torch.tensor([1]))
+    step(beside, 1)
+
+
 def test_release_of_what_nobody_holds_does_nothing(tmp_path):
     oneemb.release(tmp_path / "nothing")
     embedding = make_embedding(tmp_path / "rows")
