@@ -4,6 +4,7 @@ A field that is followed changes what a module is or gives, one without effect c
 one that is refused is named by the error. A field that another version of TorchRec or FBGEMM adds fails the first test.
 """
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -17,6 +18,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
     WeightDecayMode,
 )
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, PoolingType
 from torchrec.modules import embedding_configs
 from torchrec.modules.embedding_configs import (
@@ -184,6 +186,25 @@ def test_rows_of_a_small_norm_leave_a_virtual_table_of_any_size_and_its_neighbou
     assert rows["u"].stats()["rows"] == 30 and rows["v"].stats()["rows"] >= 12
 
 
+def test_a_virtual_table_in_memory_takes_an_optimizer_and_a_copy_and_is_not_sharded_with_rows():
+    module = EmbeddingBagCollection([config(num_embeddings=2**50, use_virtual_table=True)])
+    apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 1.0})
+    kjt = KeyedJaggedTensor.from_lengths_sync(["t"], torch.tensor([2**49, 3]), torch.tensor([1, 1]))
+    before = module(kjt).values().detach().clone()
+    module(kjt).values().sum().backward()
+    assert torch.equal(module(kjt).values(), before - 1.0) and module.rows[0].stats()["rows"] == 2
+    assert torch.equal(copy.deepcopy(module)(kjt).values(), before - 1.0)
+    with pytest.raises(RuntimeError, match="tables t have rows that were met"):
+        module.rows_to_shard()
+    module.reset_parameters()
+    assert module.rows[0].stats()["rows"] == 0
+
+
+def test_an_init_fn_that_fills_a_whole_table_is_refused_where_rows_begin_as_they_are_met():
+    with pytest.raises(ValueError, match="table 't': init_fn must be one of torch.nn.init's"):
+        EmbeddingBagCollection([config(use_virtual_table=True, init_fn=lambda weights: weights)])
+
+
 # ---- first values ----------------------------------------------------------------------------------------------------
 
 
@@ -259,6 +280,7 @@ def test_an_option_of_fbgemm_is_followed_refused_or_without_effect():
         assert stepper(options) != stepper({its: value for its, value in options.items() if its != name}), name
     for name, value in FUSED_NO_EFFECT.items():
         assert stepper({name: value}) == stepper({}), name
+        assert f"`{name}`" in DOCS, name
     for name, value in FUSED_REFUSED.items():
         with pytest.raises(ValueError, match=name):
             from_fused_params({name: value})
