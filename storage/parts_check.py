@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from oneemb.storage.fs import FileSystem
 from oneemb.storage.row_store import StorageError
-from oneemb.storage.snapshot_parts import FoundParts, incomplete_text, leftover_text, look_at
+from oneemb.storage.snapshot_parts import FoundParts, incomplete_text, leftover_text, look_at, unmade_at
 from oneemb.storage.table.check import CheckResult, check_table
 from oneemb.storage.table.delta import GONE, gone_keys
 from oneemb.storage.table.snapshot_reader import SnapshotReader
@@ -17,9 +17,15 @@ def check_parts(
 ) -> CheckResult:
     """Check as `check_table` does, in a folder and in those of ranks within; raises as it does."""
     found = look_at([path], fs)
+    left_over = [
+        f"{folder} has no table: a reshard or a job of that many ranks begins there, or was killed as it began; then"
+        " remove the folder"
+        for folder in unmade_at(path)
+    ]
     if found.folders == [path]:
         result = check_table(path, fs=fs, progress=progress)
         result.problems += [one for one in _broken_chains(found, fs) if one not in result.problems]
+        result.left_over = left_over
         return result
     result = CheckResult()
     for folder in found.folders:
@@ -31,7 +37,7 @@ def check_parts(
         result.unneeded += one.unneeded
         result.kept += one.kept
         result.unreadable += one.unreadable
-    result.left_over = [leftover_text(part) for part in found.leftovers()]
+    result.left_over = [leftover_text(part) for part in found.leftovers()] + left_over
     result.problems += [incomplete_text(parts) for parts in found.incomplete()]
     result.problems += [one for one in _broken_chains(found, fs) if one not in result.problems]
     result.snapshots = [snapshot.name for snapshot in found.snapshots()]

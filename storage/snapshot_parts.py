@@ -48,6 +48,7 @@ __all__ = [
     "look_at",
     "rank_folder_name",
     "table_name_of",
+    "unmade_at",
 ]
 
 _RANK_FOLDER = re.compile(r"rank-(\d{1,9})-of-(\d{1,9})")
@@ -64,18 +65,31 @@ def folders_at(paths: Iterable[str]) -> list[str]:
     """The folders of tables at these paths: the paths themselves, and those of ranks in them. Each once."""
     found: dict[str, str] = {}
     for path in paths:
-        ranked = []
-        try:
-            for name in os.listdir(path):
-                match = _RANK_FOLDER.fullmatch(name)
-                if match and int(match[1]) < int(match[2]):
-                    ranked.append((int(match[2]), int(match[1]), os.path.join(path, name)))
-        except OSError:
-            pass  # There is none.
-        for folder in [path, *(folder for _, _, folder in sorted(ranked))]:
-            if os.path.isdir(os.path.join(folder, "snapshots")):
+        for folder in [path, *_rank_folders(path)]:
+            if _has_table(folder):
                 found.setdefault(os.path.realpath(folder), folder)
     return list(found.values())
+
+
+def unmade_at(path: str) -> list[str]:
+    """The folders of ranks in a path that have no table: whoever made them was killed as they began, or begins now."""
+    return [folder for folder in _rank_folders(path) if not _has_table(folder)]
+
+
+def _has_table(folder: str) -> bool:
+    return os.path.isdir(os.path.join(folder, "snapshots"))
+
+
+def _rank_folders(path: str) -> list[str]:
+    ranked = []
+    try:
+        for name in os.listdir(path):
+            match = _RANK_FOLDER.fullmatch(name)
+            if match and int(match[1]) < int(match[2]):
+                ranked.append((int(match[2]), int(match[1]), os.path.join(path, name)))
+    except OSError:
+        pass  # There is none.
+    return [folder for _, _, folder in sorted(ranked)]
 
 
 @dataclass(frozen=True)

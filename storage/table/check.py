@@ -44,7 +44,8 @@ class CheckResult:
         kept: those of them that it does not remove, because it is not known which snapshots there were, or what one
             needs that cannot be read.
         unreadable: paths of the snapshots that cannot be read; while there is one, nothing is removed.
-        left_over: one text for each part of a snapshot that a killed call has left in a rank's folder.
+        left_over: one text for each part of a snapshot that a killed call has left in a rank's folder, and for each
+            folder that it has left without a table.
     """
 
     problems: list[str] = field(default_factory=list)
