@@ -15,6 +15,7 @@ from oneemb.options import (
     make_trunc_normal_initializer,
     make_uniform_initializer,
 )
+from oneemb.torchrec.handed_rows import to_be_handed
 from oneemb.torchrec.virtual_tables import bounds_of, policy_of
 
 __all__ = [
@@ -172,8 +173,8 @@ def first_rows(config: BaseEmbeddingConfig) -> torch.Tensor:
     """
     size = config.num_embeddings, config.embedding_dim
     try:
-        weights = torch.empty(size, dtype=dtype_of(config), device="cpu")
-    except (RuntimeError, TypeError) as error:  # torch's way to say that there is no memory, or no such size
+        weights = to_be_handed(size, dtype_of(config))
+    except (OSError, OverflowError) as error:
         raise ValueError(
             f"table {config.name!r}: there is no memory for {size[0]:,} rows of {size[1]} weights, with which"
             " TorchRec's table begins; give store_options, and rows begin as they are met"

@@ -30,6 +30,7 @@ from oneemb.named_snapshot import decode, encode
 from oneemb.rows.import_rows import import_rows
 from oneemb.rows.values import encode_rows, state_of
 from oneemb.storage.row_store import StorageError
+from oneemb.torchrec.handed_rows import hand_over
 from oneemb.torchrec.table_snapshots import load_tables
 
 if TYPE_CHECKING:
@@ -454,6 +455,5 @@ def dense_rows(
 
 
 def put_rows(rows: MultiTableEmbedding, table: int, weights: torch.Tensor) -> None:
-    """Let row r of `weights` be the row of id r."""
-    values = weights.detach().to("cpu", torch.float32).numpy()
-    import_rows(rows, [np.arange(len(values)), values], table=table, allow_nonfinite=True)
+    """Let row r of `weights` be the row of id r. A tensor of `to_be_handed` holds no rows afterwards."""
+    import_rows(rows, hand_over(weights), table=table, allow_nonfinite=True)

@@ -2,11 +2,14 @@
 
 import copy
 import functools
+import gc
 import os
 import pickle
+import re
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +29,8 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage  # 
 from torchrec.types import DataType  # noqa: E402
 
 from oneemb.torchrec import EmbeddingBagCollection, EmbeddingCollection  # noqa: E402
+from oneemb.torchrec.handed_rows import hand_over, to_be_handed  # noqa: E402
+from tests.support.resources import resident_bytes  # noqa: E402
 from tests.support.tracing_threads import KINDS, another_thread  # noqa: E402
 
 SAMPLES, ROWS = 6, 40
@@ -1174,3 +1179,56 @@ def test_torchrecs_wrappers_of_optimizers(wrapper):
 class Values(torch.nn.Module):
     def forward(self, kept):
         return kept.values()
+
+
+def test_tables_that_begin_as_torchrec_draws_them_take_their_memory_once():
+    tables = [
+        EmbeddingBagConfig(num_embeddings=40_000, embedding_dim=256, name=name, feature_names=[name]) for name in "ab"
+    ]
+    ours, childs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            EmbeddingBagCollection(tables[:1])  # What is compiled and loaded once.
+            gc.collect()
+            before = resident_bytes()
+            Path("/proc/self/clear_refs").write_text("5")  # The peak begins anew.
+            made = EmbeddingBagCollection(tables)
+            peak = 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+            os.write(childs, f"{peak - before} {made.rows[0].stats()['rows']}".encode())
+        finally:
+            os._exit(0)
+    os.close(childs)
+    with open(ours) as said:
+        taken, rows = map(int, said.read().split())
+    os.waitpid(child, 0)
+    assert rows == 80_000
+    assert taken <= 1.15 * rows * 256 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [(1, 1), (5, 3), (40_000, 33)])
+def test_rows_that_are_handed_over_are_those_that_torch_fills_a_tensor_with(size, dtype):
+    tables = to_be_handed(size, dtype), torch.empty(size, dtype=dtype)
+    for table in tables:
+        torch.manual_seed(3)
+        table.normal_()
+        table[: len(table) // 2].uniform_(-1, 1)
+    given = [(ids, values.copy()) for ids, values in hand_over(tables[0])]
+    ids, values = (np.concatenate(parts) for parts in zip(*given, strict=True))
+    assert ids.tolist() == list(range(size[0])) and values.dtype == np.float32
+    assert torch.equal(torch.from_numpy(values), tables[1].float())
+
+
+def test_an_init_fn_that_puts_other_memory_in_the_place_of_a_table_keeps_it():
+    own = torch.randn(5000, 64)
+
+    def init_fn(weight):
+        weight.data = own
+
+    expected = own.clone()
+    config = EmbeddingBagConfig(
+        num_embeddings=5000, embedding_dim=64, name="t", feature_names=["f"], init_fn=init_fn
+    )  # fmt: skip
+    made = EmbeddingBagCollection([config])
+    assert torch.equal(made.state_dict()["embedding_bags.t.weight"], expected) and torch.equal(own, expected)

@@ -1,0 +1,45 @@
+"""Rows that a table begins with, in memory that is given back while they move into the embedding.
+
+TorchRec fills whole tables, [N, D], and so they are here before there are rows: without this, memory would hold both.
+"""
+
+import math
+import mmap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["hand_over", "to_be_handed"]
+
+_CHUNK_BYTES = 4 << 20
+
+
+def to_be_handed(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of this size on the CPU, whose memory goes back to the system as `hand_over` reads it.
+
+    Raises:
+        OSError, OverflowError: there is no such memory.
+    """
+    count = math.prod(size)
+    memory = mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    weights: Any = torch.frombuffer(memory, dtype=dtype, count=count).reshape(size)
+    weights.handed = memory
+    return weights  # type: ignore[no-any-return]
+
+
+def hand_over(weights: torch.Tensor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(row_N, weight_ND): all rows, some at a time, as float32, good until the next are asked for. A tensor of
+    `to_be_handed` holds none afterwards."""
+    memory: mmap.mmap | None = getattr(weights, "handed", None)
+    its_own = memory is not None and weights.data_ptr() == np.frombuffer(memory, np.uint8).ctypes.data
+    row_bytes = weights.shape[1] * weights.element_size()
+    chunk, gone = max(1, _CHUNK_BYTES // row_bytes), 0
+    for begin in range(0, len(weights), chunk):
+        part = weights[begin : begin + chunk].detach().to("cpu", torch.float32)
+        yield np.arange(begin, begin + len(part)), part.numpy()
+        end = (begin + len(part)) * row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        if memory is not None and its_own and end > gone:
+            memory.madvise(mmap.MADV_DONTNEED, gone, end - gone)
+            gone = end
