@@ -30,6 +30,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from oneemb.graph import ops
+from oneemb.graph.loader_position import LoaderPosition
 from oneemb.graph.plan import Plan
 from oneemb.graph.streams import Ahead, Mark, capture_gate
 from oneemb.kernels.threads import within_thread_code
@@ -64,10 +65,17 @@ class Prepared:
     """What `Plan.versions` said when it was prepared."""
     announced: ops.Announced | None = None
     """The lookups that ranks have announced; None = there are none."""
+    position: LoaderPosition | None = None
+    """Of the loop that it is a batch of; None = it is a call's."""
     error: BaseException | None = None
     last: bool = False
     mark: Mark = field(default_factory=list)
     """When all of it is there, on GPUs."""
+
+    def trained(self, updated: bool = True) -> None:
+        """See `LoaderPosition`."""
+        if self.position is not None:
+            self.position.trained(updated)
 
     def drop(self) -> None:
         """Unpin what was prefetched and never acquired."""

@@ -18,6 +18,7 @@ from oneemb.graph import ops
 from oneemb.graph.building import Building, Expected
 from oneemb.graph.dense import DenseCompiler
 from oneemb.graph.inputs import Signature, Structure
+from oneemb.graph.loader_position import LoaderPosition
 from oneemb.graph.ops.update import StepOptimizer
 from oneemb.graph.plan import Merged, Plan, compile_plan
 from oneemb.graph.prefetch import Prepared, prefetch
@@ -145,6 +146,10 @@ class CompiledGraph(torch.nn.Module):
         self._latest: Plan | None = None
         self._dense: dict[tuple[bool, bool], DenseCompiler | None] = {}
         self._signature = Signature(self.build)
+        self._position = LoaderPosition()
+        """Of the loop that was begun last."""
+        self._called_by: LoaderPosition | None = None
+        """That of a loop without a thread, which is about to make a call."""
         self._connections: list[tuple[object, Ranks]] = []
         """Those that no loop uses: the group of the embeddings, and its ranks as the thread of `run` knows them."""
         self._connected: list[Ranks] = []
@@ -416,6 +421,9 @@ class CompiledGraph(torch.nn.Module):
         loops: batches that others have loaded beyond it are left out. If one raises, every rank does. Ranks that leave
         the loop early leave it at the same batch.
 
+        The loader is ahead of the steps: `batches_ahead` says by how many batches, and `loader_state` is what its
+        `state_dict()` gave with the batch that was trained last.
+
         Args:
             loader: gives batches: a tuple or list of `build`'s arguments, a dict of them by name, or, if `build`
                 cannot be called so, its one argument; `(samples,)` hands over a list of samples, however many they
@@ -435,15 +443,16 @@ class CompiledGraph(torch.nn.Module):
         if isinstance(prefetch_depth, bool) or not isinstance(prefetch_depth, int) or prefetch_depth < 0:
             raise ValueError(f"prefetch_depth must be an int of at least 0, got {prefetch_depth!r}")
         ranks = self._ranks()
+        self._position = position = LoaderPosition(self._position.state)
         if ranks is None:
-            return self._loop(loader, prefetch_depth, None)
+            return self._loop(position.read(loader), prefetch_depth, None, position)
         batches: list[Together] = []
         try:
             with whole_exchange():  # The others begin the loop: an interrupt comes where they can be told.
                 ahead = self._connect(ranks)
                 left = functools.partial(self._connections.append, (ranks.group, ahead))
-                batches.append(Together(ahead, loader, left))
-            return self._loop(batches[0], prefetch_depth, ahead)
+                batches.append(Together(ahead, position.read(loader), left))
+            return self._loop(batches[0], prefetch_depth, ahead, position)
         except BaseException:
             for one in batches:
                 one.leave()
@@ -470,20 +479,45 @@ class CompiledGraph(torch.nn.Module):
             )
         return next(iter(groups.values()), None)
 
-    def _loop(self, loader: Iterable[Any], depth: int, ranks: Ranks | None) -> Generator[Any, None, None]:
+    @property
+    def batches_ahead(self) -> int:
+        """How many batches the loop begun last has read from its loader that are in no update yet."""
+        return self._position.ahead
+
+    @property
+    def loader_state(self) -> Any:
+        """The loader's state as of the batch that a loop over `run` has trained last, whatever the thread has read
+        since: a copy of what its `state_dict()` gave then. None if it has no such method, or no loop was run.
+
+        A checkpoint holds it, and `load` brings it back: after `loader.load_state_dict(graph.loader_state)` the loop
+        goes on with the next batch. Of ranks each has its own, which is None after a load of what more or fewer have
+        saved.
+        """
+        return self._position.state
+
+    def at_loader_state(self, state: Any) -> None:
+        """Let this be the `loader_state`, as a checkpoint says, until a loop trains a batch."""
+        self._position.state = state
+
+    def _loop(
+        self, loader: Iterable[Any], depth: int, ranks: Ranks | None, position: LoaderPosition
+    ) -> Generator[Any, None, None]:  # fmt: skip
         leave = loader.leave if isinstance(loader, Together) else lambda: None
         if depth:
-            prepare = functools.partial(self._prepare, ranks=ranks)
+            prepare = functools.partial(self._prepare, ranks=ranks, position=position)
             devices = [embedding.store.loops.device for embedding in embeddings_of(self).values()]
             # The others are told before this rank waits for its thread, which waits for theirs.
             failing = self._failing_together
             yield from prefetch(loader, prepare, self._compute_prepared, depth, devices, leave, failing)
+            position.ended()
             return
         try:
             with self._failing_together():
                 for batch in loader:
                     args, kwargs = self._signature.spread(batch)
+                    self._called_by = position
                     yield _of_a_loop(functools.partial(self, *args, **kwargs))
+            position.ended()
         finally:
             leave()
 
@@ -519,8 +553,9 @@ class CompiledGraph(torch.nn.Module):
         return Batch(embeddings_of(self), args, kwargs, *self._signature.flatten(args, kwargs))
 
     def _prepare(
-        self, batch: Any, follow: Callable[[list[tuple[int, int]]], object] | None = None, ranks: Ranks | None = None
-    ) -> Prepared:
+        self, batch: Any, follow: Callable[[list[tuple[int, int]]], object] | None = None, ranks: Ranks | None = None,
+        position: LoaderPosition | None = None,
+    ) -> Prepared:  # fmt: skip
         """A batch with what can be computed ahead of its step; runs on the worker.
 
         Only plans that exist are used: the thread that calls the graph records and compiles them.
@@ -528,10 +563,11 @@ class CompiledGraph(torch.nn.Module):
         Args:
             follow: told the versions of the tensors that preparing is about to read.
             ranks: those whom its lookups are announced to, with connections of their own.
+            position: of the loop that it is a batch of.
         """
         with ops.Announcement(ranks) as announcement:
             prepared = self._prepare_lookups(batch, announcement, follow)
-        prepared.announced = announcement.announced
+        prepared.announced, prepared.position = announcement.announced, position
         return prepared
 
     def _prepare_lookups(
@@ -575,14 +611,17 @@ class CompiledGraph(torch.nn.Module):
                 scheduler failed has been made and is counted.
         """
         with self._failing_together(one_step=True):
+            prepared, self._called_by = Prepared(None, position=self._called_by), None
             batch = self._batch(args, kwargs)
-            return self._in_step(batch, lambda: self._step(batch, Prepared(None), None))
+            return self._in_step(batch, lambda: self._step(batch, prepared, None))
 
     def _in_step(self, batch: Batch, step: Callable[[], Any]) -> Any:
         return in_step([embedding.store.step_lock for embedding in batch.embeddings.values()], step)
 
     def _step(self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
-        return self._run_build(batch, prepared, on_acquired, [])
+        result = self._run_build(batch, prepared, on_acquired, [])
+        prepared.trained()
+        return result
 
     def _run_build(
         self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None, expected: list[Expected],

@@ -70,6 +70,7 @@ class Other(TypedDict):
     random: _Random
     tensors: dict[str, torch.Tensor]
     extra: dict[str, Any]
+    loader: NotRequired[Any]
 
 
 class State(TypedDict):
@@ -88,6 +89,7 @@ class State(TypedDict):
     steps: int
     random: _Random
     others: NotRequired[list[Other]]
+    loader: NotRequired[Any]
 
 
 # ---- taken ----------------------------------------------------------------------------------------------------------
@@ -151,17 +153,38 @@ def state_of(
     }
     if others:
         state["others"] = list(others)
+    if (loader := _loader_state(graph)) is not None:
+        state["loader"] = loader
     return state
 
 
 def _own(graph: CompiledGraph, differ: set[str]) -> Other:
     """What this rank has of its own: `differ` is what it has otherwise than the first one."""
     buffers, modules = _buffers(graph), _with_extra_state(graph)
-    return {
+    own: Other = {
         "random": _random_now(of_rank=True),
         "tensors": {name: tensor.detach() for name, tensor in buffers.items() if name in differ},
         "extra": {name: module.get_extra_state() for name, module in modules.items() if _EXTRA + name in differ},
     }
+    if (loader := _loader_state(graph)) is not None:
+        own["loader"] = loader
+    return own
+
+
+def _loader_state(graph: CompiledGraph) -> Any:
+    """The state of the loader, if it is one that a state can hold; else None, with a warning."""
+    if (state := graph.loader_state) is None:
+        return None
+    try:
+        _load(io.BytesIO(to_bytes(state)), "the state of the loader")
+    except (ValueError, TypeError, AttributeError, RuntimeError, pickle.PicklingError) as error:
+        warnings.warn(
+            "the state of the loader is left out of what is saved, which holds numbers, strings and tensors, in lists"
+            f" and dicts: save graph.loader_state yourself ({error})",
+            stacklevel=2,
+        )
+        return None
+    return state
 
 
 _EXTRA = "the extra state of "
@@ -369,6 +392,8 @@ def restore_dense(graph: CompiledGraph, train: TrainState, state: State, calls: 
             scaler.load_state_dict(state["own_grad_scalers"][name])
     train.drop_gradients(() if train.scaled_by is None else (train.scaled_by,))
     train.steps = state["steps"]
+    all_ranks: list[State | Other] = [state, *others]
+    graph.at_loader_state(all_ranks[calls.rank].get("loader") if calls.size == len(all_ranks) else None)
     _restore_random([state["random"], *(own["random"] for own in others)], calls)
 
 

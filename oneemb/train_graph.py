@@ -191,7 +191,9 @@ class TrainGraph(CompiledGraph):
         expected: list[Expected] = []
         if not self.training:
             with torch.no_grad():
-                return self._run_build(batch, prepared, on_acquired, expected, backward=_no_backward)
+                result = self._run_build(batch, prepared, on_acquired, expected, backward=_no_backward)
+            prepared.trained()
+            return result
         state = self._train_state
         updates_before, updates_now = state.updates_made(), state.micro_batches + 1 >= self._accumulation()
         kept: list[Expected] = []
@@ -214,7 +216,9 @@ class TrainGraph(CompiledGraph):
             except BaseException:
                 with undisturbed:
                     state.drop_gradients(scalers)
-                    state.steps += state.updates_made() > updates_before  # a scheduler failed, after the update
+                    if state.updates_made() > updates_before:  # a scheduler failed, after the update
+                        state.steps += 1
+                        prepared.trained()
                 raise
             finally:
                 with undisturbed:
@@ -223,6 +227,7 @@ class TrainGraph(CompiledGraph):
                             lookup.drop()
             state.micro_batches = 0 if updates_now else state.micro_batches + 1
             state.steps += updates_now
+            prepared.trained(updates_now)
         return result
 
     def _why_not_captured(self) -> str:
@@ -283,16 +288,16 @@ class TrainGraph(CompiledGraph):
         """Write a checkpoint: everything that the next step depends on, in one file, as a whole or not at all.
 
         The file holds dense parameters and buffers, the states of optimizers, schedulers and GradScalers (of
-        `set_grad_scaler`, and those that are attributes of the graph), the count of steps and the random generators (of
-        torch, random and numpy). Rows are saved as a snapshot in each embedding's `persistent_path`, which the file
-        names. During a save `path.<hex>.saving` and `path.<hex>.tmp` lie beside it; if the process is killed, the next
-        save removes them and the snapshots that were begun.
+        `set_grad_scaler`, and those that are attributes of the graph), the count of steps, the random generators (of
+        torch, random and numpy) and `loader_state`. Rows are saved as a snapshot in each embedding's `persistent_path`,
+        which the file names. During a save `path.<hex>.saving` and `path.<hex>.tmp` lie beside it; if the process is
+        killed, the next save removes them and the snapshots that were begun.
 
         Where ranks own rows together (`process_group`) every rank makes the call, and where one fails, all raise. The
         first one writes the file: it has the dense parameters and optimizers of that rank, as they are the same on all
         under DistributedDataParallel (a warning says if they are not), and of each rank the random generators, and the
-        buffers and extra states of modules that are not the same on all. Names in it are those without
-        DistributedDataParallel.
+        buffers and extra states of modules that are not the same on all, and the state of its loader. Names in it are
+        those without DistributedDataParallel.
 
         Args:
             path: the file; its folder must exist. Ranks give the same path, which only the first one needs to see.
