@@ -343,6 +343,9 @@ def _exported(
         raise
     except Exception as error:
         raise BuildError(f"build cannot be exported: {_why(error)}") from error
+    for module in program.modules():
+        if isinstance(module, FrozenEmbedding):
+            module.free_sizes.take_back(exported)
     for given in exported.graph_signature.output_specs:
         value = getattr(given.arg, "value", None)
         if not isinstance(value, bool | int | float | None):  # It would be written, and not be read.

@@ -15,6 +15,7 @@ import torch
 
 from oneemb.embedding import TableEmbedding
 from oneemb.graph.ops.batch_ids import check_ids, pooling_of
+from oneemb.serving.free_sizes import FreeSizes
 from oneemb.serving.frozen_op import HashedRows
 from oneemb.serving.frozen_rows import FrozenRows
 
@@ -38,6 +39,7 @@ class FrozenEmbedding(torch.nn.Module):
         self.embedding_dim, self.column_dims = embedding.embedding_dim, embedding.column_dims
         self.num_tables, self.padding_idx = embedding.num_tables, embedding.padding_idx
         self.lookup: torch.nn.Module = lookup
+        self.free_sizes = FreeSizes()
         self.eval()
 
     def forward(
@@ -91,10 +93,13 @@ class FrozenEmbedding(torch.nn.Module):
     ) -> torch.Tensor:
         self._check_bags(ids, table_ids, offsets, per_sample_weights, pooling, columns)
         offsets, count = offsets.long(), offsets.shape[0] - 1
+        by_column = 1 if table_ids is not None else self.num_tables
+        self.free_sizes.assume_samples(count, by_column if columns is None else len(columns))
         bag_N = self._bags_of(ids, offsets)
         if columns is not None:
             columns_C = torch.tensor(list(columns), device=ids.device)
-            table_P = columns_C.unsqueeze(1).expand(len(columns), count // len(columns)).reshape(-1)
+            none_B = torch.zeros(count // len(columns), dtype=torch.int64, device=ids.device)
+            table_P = (columns_C.unsqueeze(1) + none_B).reshape(-1)
         elif table_ids is not None:
             table_P = self._in_range(table_ids.long()).expand(count)
         else:
@@ -108,10 +113,13 @@ class FrozenEmbedding(torch.nn.Module):
             rows = rows * self._mean_scales(ids, offsets).index_select(0, bag_N).unsqueeze(1)
         pooled = self._pool(ids, rows, offsets, "max" if pooling == "max" else "sum").to(self.dtype)
         if columns is not None:
-            return pooled.reshape(len(columns), -1, self.embedding_dim).transpose(0, 1).contiguous()
+            pooled_CBD = pooled.reshape(len(columns), count // len(columns), self.embedding_dim)
+            return pooled_CBD.transpose(0, 1).contiguous()
         if table_ids is not None or self.num_tables == 1:
             return pooled
-        return pooled.reshape(-1, self.num_tables, self.embedding_dim)
+        # At once it would be compared with what it was, which it equals if there is no sample.
+        flat = pooled.reshape(-1).reshape(-1, self.num_tables * self.embedding_dim)
+        return flat.reshape(-1, self.num_tables, self.embedding_dim)
 
     def _bags_of(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """The bag of each id, int64 [N]; one beyond the last where offsets are wrong."""
@@ -129,7 +137,8 @@ class FrozenEmbedding(torch.nn.Module):
         """The offsets of what is left where padding is left out."""
         if self.padding_idx is None:
             return offsets
-        before_N1 = torch.nn.functional.pad((ids != self.padding_idx).long().cumsum(0), (1, 0))
+        # Not by pad: an AOTInductor package reads what it pads, though there be nothing.
+        before_N1 = torch.cat([ids.new_zeros(1, dtype=torch.int64), (ids != self.padding_idx).long().cumsum(0)])
         return before_N1.index_select(0, offsets)
 
     def _pool(self, ids: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, mode: str) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Exported programs against the graph that they are of, and the graph after an export."""
 
 import json
+import shutil
 import subprocess
 import sys
 import warnings
@@ -84,10 +85,74 @@ def test_every_kind_of_lookup_gives_the_bits_of_eval_mode(tmp_path, name, dtype)
     graph = make(embedding)
     graph.export(tmp_path / "one", *batch(20, 1))
     program, _ = load(tmp_path / "one")
-    for samples in (20, 7, 3):
+    for samples in (20, 7, 2, 1, 0):
         inputs = batch(samples, samples)
         want, got = graph(*inputs), program(*inputs)
         assert want.dtype == got.dtype == dtype and torch.equal(want, got)
+
+
+class Everything(oneemb.EvalGraph):
+    """Ids and bags, and layers that ask their inputs for their shapes."""
+
+    def __init__(self, folder):
+        super().__init__()
+        torch.manual_seed(2)
+        self.embedding, self.alone = embedding_at(folder), embedding_at(folder, "alone", 1)
+        self.attention = torch.nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
+        self.memory = torch.nn.GRU(6, 2, batch_first=True)
+        for embedding in (self.embedding, self.alone):
+            train_rows(embedding)
+        self.eval()
+
+    def build(self, ids, label, bag_ids, offsets, weights, lengths):
+        rows, bags = self.embedding(ids), self.embedding(bag_ids, offsets=offsets)
+        one = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        return {
+            "rows": rows, "bags": bags, "attention": self.attention(bags), "memory": self.memory(bags)[0],
+            "labelled": (rows * bags).sum((1, 2)) * label, "turned": bags.transpose(0, 1).contiguous(),
+            "weighted": self.embedding(bag_ids, offsets=offsets, per_sample_weights=weights).flatten(1),
+            "mean": self.embedding(bag_ids, offsets=offsets, pooling="mean") + label[:, None, None],
+            "columns": self.embedding(bag_ids, offsets=offsets, columns=[0, 1, 1], pooling="max"),
+            "one": self.alone(bag_ids, offsets=one, pooling="max"),
+            "table": self.embedding(bag_ids, torch.tensor(1), offsets[::3]),
+        }  # fmt: skip
+
+
+def batch_of_everything(samples, seed, bag_ids=None):
+    (ids,), (found, offsets, weights) = LOOKUPS["ids"][1](samples, seed), LOOKUPS["weighted"][1](samples, seed)
+    if bag_ids is not None:  # so many in the first bag, all others are empty
+        found, weights, offsets = found[:bag_ids], weights[:bag_ids], offsets.clamp(max=bag_ids)
+    return ids, torch.rand(samples), found, offsets, weights, offsets.diff().reshape(-1, 3).sum(1)
+
+
+@pytest.mark.parametrize("format", [
+    "export", "torchscript",
+    pytest.param("aot_inductor", marks=[
+        pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+    ]),
+])  # fmt: skip
+def test_every_format_takes_none_and_one_and_any_number_of_examples_and_ids(tmp_path, format):
+    graph, path = Everything(tmp_path), tmp_path / "all.pt2"
+    graph.export(path, *batch_of_everything(20, 1), format=format)
+    program = torch._inductor.aoti_load_package(path) if format == "aot_inductor" else load(path, format)[0]
+    for samples in (0, 1, 2, 7):
+        for bag_ids in (None, 0, 1):
+            inputs = batch_of_everything(samples, 4, bag_ids)
+            want, got = graph(*inputs), program(*inputs)
+            for name in want:
+                assert got[name].shape == want[name].shape, name
+                torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-6)
+    for wrong in (inputs[3][:-1], inputs[3][:-2]):  # bags of no whole example
+        with pytest.raises((RuntimeError, AssertionError)):
+            program(*inputs[:3], wrong, *inputs[4:])
+
+
+def test_one_example_of_bags_is_refused_as_the_example_batch(tmp_path):
+    make, batch = LOOKUPS["sum"]
+    with pytest.raises(
+        oneemb.BuildError, match="2 examples or more.*its offsets are of 3 bags, 3 of each example; give more"
+    ):
+        make(embedding_at(tmp_path)).export(tmp_path / "one", *batch(1, 1))
 
 
 def test_programs_run_where_there_is_no_oneemb(tmp_path):

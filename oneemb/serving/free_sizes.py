@@ -1,0 +1,111 @@
+"""Keeps the number of samples free in exported programs whose lookups are of bags: 0 and 1 are among its values.
+
+While torch.export traces, it assumes of each free dimension of an input that it is 2 or more; then it lets 0 and 1 in
+too, since they run through the same ops. Of a size that follows from one, as the number of samples does from that of
+offsets, it assumes nothing: it writes a check against 0 or 1 into the program where an op asks for either. So the
+assumption is made of the samples here, and taken back like torch's.
+"""
+
+from typing import Any, NamedTuple
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+__all__ = ["SAMPLES_MIN", "FreeSizes"]
+
+SAMPLES_MIN = 2
+"""Examples that a batch must have, as many as torch assumes of a dimension."""
+_TRIED = (*range(SAMPLES_MIN, 40), 1000, 1 << 20)
+
+
+class _Assumed(NamedTuple):
+    """A size of an input, large enough for two samples."""
+
+    symbol: Any
+    """Of sympy, as the size is called in the ShapeEnv."""
+    env: Any
+    none: int
+    """The value for no sample."""
+    each: int
+    """What one sample adds."""
+
+    @property
+    def least(self) -> int:
+        return self.none + SAMPLES_MIN * self.each
+
+
+class FreeSizes:
+    """The sizes of inputs that are assumed to be large enough for two samples, while one program is traced."""
+
+    def __init__(self) -> None:
+        self._assumed: list[_Assumed] = []
+
+    def assume_samples(self, bags: "int | torch.SymInt", bags_a_sample: int) -> None:
+        """Assume that there are bags of two samples or more, if their number follows from one size of an input.
+
+        Raises:
+            ValueError: there are fewer in the example batch.
+        """
+        if not isinstance(bags, torch.SymInt):
+            return  # Nothing is traced, or their number is fixed.
+        if bags.node.hint < SAMPLES_MIN * bags_a_sample:
+            raise ValueError(
+                f"the example batch must have {SAMPLES_MIN} examples or more, so that their number stays free: its"
+                f" offsets are of {bags.node.hint} bags, {bags_a_sample} of each example; give more, or dynamic_shapes="
+                " if the first dimension of offsets is fixed"
+            )
+        expression, env = bags.node.expr, bags.node.shape_env
+        if len(expression.free_symbols) != 1:
+            return
+        (symbol,) = expression.free_symbols
+        factor = expression.coeff(symbol, 1)
+        rest = expression - factor * symbol
+        if rest.is_Integer and factor.is_Integer and factor > 0 and not (rest % factor or bags_a_sample % factor):
+            found = env.var_to_range[symbol]
+            made = _Assumed(symbol, env, int(-rest // factor), int(bags_a_sample // factor))
+            if found.lower < made.least <= found.upper:
+                env.constrain_symbol_range(symbol, compiler_min=made.least, compiler_max=int_oo)
+                self._assumed.append(made)
+
+    def take_back(self, exported: torch.export.ExportedProgram) -> None:
+        """Let the program take fewer samples than were assumed."""
+        ranges = exported.range_constraints
+        of_symbols = {size: found for size, found in ranges.items() if size.is_Symbol}
+        lowered = {size: _from(found.lower, found) for size, found in of_symbols.items()}
+        for assumed in reversed(self._assumed):
+            symbol = assumed.env.replace(assumed.symbol)  # by one of another input, which is equal
+            if symbol in lowered and lowered[symbol].lower == assumed.least:
+                ranges[symbol] = lowered[symbol] = _from(assumed.none, lowered[symbol])
+            _remove_checks(exported.graph, assumed)
+        for size, found in ranges.items():  # as of offsets, one more than of another input
+            if not size.is_Symbol and found.lower == bound_sympy(size, of_symbols).lower:
+                ranges[size] = _from(bound_sympy(size, lowered).lower, found)
+        exported.graph.eliminate_dead_code()
+        exported.graph_module.recompile()
+        self._assumed.clear()
+
+
+def _from(lower: Any, found: Any) -> Any:
+    """A range that begins with another number; with 0 in place of 2, as torch has it."""
+    return ValueRanges(0 if lower == SAMPLES_MIN else lower, found.upper)
+
+
+def _remove_checks(graph: torch.fx.Graph, assumed: _Assumed) -> None:
+    """Remove the checks that none and one sample alone do not pass."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten._assert_scalar.default and isinstance(node.args[0], torch.fx.Node):
+            condition = node.args[0].meta.get("val")
+            if isinstance(condition, torch.SymBool) and condition.node.expr.free_symbols == {assumed.symbol}:
+                few = [_holds(condition.node.expr, assumed, samples) for samples in range(SAMPLES_MIN)]
+                more = [_holds(condition.node.expr, assumed, samples) for samples in _TRIED]
+                if all(more) and not all(few):
+                    graph.erase_node(node)
+
+
+def _holds(condition: Any, assumed: _Assumed, samples: int) -> bool:
+    try:
+        return condition.xreplace({assumed.symbol: sympy.Integer(assumed.none + samples * assumed.each)}) == sympy.true
+    except ZeroDivisionError:
+        return False
