@@ -346,6 +346,12 @@ def test_every_target_is_tried_in_an_environment_that_is_there():
     assert sorted(TARGETS) == sorted(set(phony) - {"clean"})
 
 
+def test_the_least_torch_has_the_arguments_that_exports_pass():
+    least = re.search(r"torch >= (\d+)\.(\d+)", setup()["options"]["install_requires"])
+    # torch.export's prefer_deferred_runtime_asserts_over_guards, without which programs fix the number of examples.
+    assert tuple(map(int, least.groups())) >= (2, 9)
+
+
 @pytest.mark.parametrize("constraints", ["demo.txt", "test.txt", "bench.txt"])
 def test_everything_is_pinned_once_and_exactly(constraints):
     lines = (ROOT / "constraints" / constraints).read_text().splitlines()
